@@ -11,6 +11,7 @@ CORE = [
     "sentencepiece",
     "safetensors",
     "transformers",
+    "jinja2",
     "tensorboard",
     "plotly",
     "httpx",

@@ -4,6 +4,9 @@ import os
 import signal
 import sys
 
+_ONLY_PRINT = frozenset({"keys", "completion", "--version", "--help", "-h"})
+"""Words of commands of which somebody may read the beginning only: `megarlhf rl --help | head`."""
+
 
 def main() -> int:
     """Run the command line; returns the exit status. Ctrl-C is one line and 130, also while modules are imported."""
@@ -15,7 +18,14 @@ def main() -> int:
             note_early()
         from megarlhf.commands.cli import main as run_command
 
-        return run_command()
+        status = run_command()
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        if not _ONLY_PRINT.intersection(sys.argv[1:]):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+        return 0
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends the process at once, without a traceback
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":

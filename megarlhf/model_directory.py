@@ -44,6 +44,10 @@ def find_hf_directory(path: str | PathLike[str], hf: str | PathLike[str] | None 
 def require_hf_directory(path: str | PathLike[str], hf: str | PathLike[str] | None = None) -> Path:
     """`find_hf_directory`. Raises: ValueError when there is none."""
     directory = find_hf_directory(path, hf)
+    if directory is None and (Path(path) / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{path} is a PEFT adapter and no model: give the model that it is on as model.path, and it as lora.path"
+        )
     if directory is None:
         raise ValueError(
             f"{path} has no config.json; give a Hugging Face directory, a Megatron checkpoint made by the "

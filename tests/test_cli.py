@@ -157,7 +157,9 @@ def test_a_launched_rank_joins_with_the_launchers_world(command, work, started, 
 
 def test_a_dry_run_is_of_the_ranks_that_the_file_is_for(command, started, capsys, tmp_path):
     """512 ranks at a desk: layouts and batches are checked for them; what is wrong with them is refused."""
-    cluster = ["run.world_size=512", "train.mini_batch_samples=1024"]
+    rows = [{"prompt": "1+1=", "response": "2", "answer": "2"}] * 1024
+    many = write(tmp_path / "many.jsonl", rows)
+    cluster = ["run.world_size=512", "train.mini_batch_samples=1024", f"data.train={many}"]
     assert cli.main(command("rl", "--dry-run", *cluster, "train.prompts_per_step=256", "rollout.engine=megatron")) == 0
     said = squeezed(capsys.readouterr().out)
     assert "tp 1 x pp 1 x dp 512 = 512 ranks" in said
@@ -412,27 +414,26 @@ def test_a_report_of_a_directory_that_is_no_run_is_a_mistake(tmp_path, capsys):
 
 
 def test_a_malformed_line_of_data_is_said_with_file_and_line_once(command, tmp_path):
-    """The third line of the held-out data, which both ranks read. Data is read before a run directory is made."""
+    """The fifth line of the held-out data, behind those that are looked at before ranks start; both ranks read it. Data
+    is read before a run directory is made."""
     good = {"prompt": "1+1=", "response": "2"}
-    bad = write(tmp_path / "bad.jsonl", [good, good, '{"prompt": "1+1=", "response": ', good])
+    bad = write(tmp_path / "bad.jsonl", [good] * 4 + ['{"prompt": "1+1=", "response": ', good])
     done = megarlhf(*command("sft", f"data.validation={bad}", "run.nproc=2"))
     assert done.returncode == 2, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("megarlhf sft: ")]
     assert len(lines) == 1, done.stderr
-    assert lines[0].startswith(f"megarlhf sft: {bad}, line 3: malformed JSON (")
+    assert lines[0].startswith(f"megarlhf sft: {bad}, line 5: malformed JSON (")
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
 
 
 def test_pairs_that_are_all_equal_are_refused_with_their_count(command, tmp_path, ranks: RankPool):
-    pairs = [{"prompt": "1+1=", "chosen": "2", "rejected": "2"}] * 5
+    pairs = [{"prompt": "1+1=", "chosen": "2", "rejected": "2"}] * 50
     bad = write(tmp_path / "equal.jsonl", [*pairs, {"prompt": "1+1=", "chosen": "2", "rejected": " "}])
     ((status, written),) = ranks.run(1, "command_status", *command("rm", f"data.train={bad}"))
     assert status == 2, written
-    assert (
-        "megarlhf rm: no usable records: skipped 6 of 6 records (chosen equals rejected: 5, empty response: 1)"
-        in written
-    )
+    counts = "skipped 51 of 51 records (chosen equals rejected: 50, empty response: 1)"
+    assert f"megarlhf rm: {bad}: no usable records: {counts}" in written
     assert "Traceback" not in written
     assert not (tmp_path / "run").exists()
 

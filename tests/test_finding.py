@@ -142,13 +142,13 @@ def test_a_value_is_not_taken_for_the_command(capsys: pytest.CaptureFixture[str]
 
 
 def test_versions(capsys: pytest.CaptureFixture[str]) -> None:
-    import pydantic
+    import torch
 
     status, out, _ = said(capsys, "--version")
     versions = dict(line.split(maxsplit=1) for line in out.splitlines())
     assert status == 0
     assert versions["megarlhf"] == __version__
-    assert versions["pydantic"] == pydantic.__version__
+    assert versions["torch"] == torch.__version__
     assert versions["apex"] == "not installed"
 
 
@@ -162,6 +162,13 @@ def test_finding_ones_way_imports_nothing_heavy(argv: list[str]) -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("words", ["rl --help", "keys", "--version"])
+def test_who_reads_the_beginning_only_sees_no_error(words: str) -> None:
+    line = f"{sys.executable} -m megarlhf {words} | head -1; echo ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True)
+    assert (ended.stderr, ended.stdout.splitlines()[-1]) == ("", "0")
 
 
 def test_the_words_of_the_parsers_are_those_of_the_code() -> None:

@@ -133,10 +133,34 @@ def _add_finding(commands: Any) -> None:
     keys = commands.add_parser("keys", help="what a configuration may say: all, below `rl.algo`, or by a word")
     words = "a command (rl), a section or key of it (rl.algo.kl), or a word of a name or a sentence (lr)"
     keys.add_argument("words", nargs="*", metavar="WORD", help=words)
+    _add_init(commands)
     completion = commands.add_parser("completion", help="what makes a shell complete commands, options and keys")
     completion.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
     completion.epilog = HELP_OF_COMPLETION
     completion.formatter_class = argparse.RawDescriptionHelpFormatter
+
+
+def _add_init(commands: Any) -> None:
+    init = commands.add_parser("init", help="write a configuration for a model and data, which it looks at")
+    init.add_argument("--model", required=True, type=Path, action=Once, metavar="DIR", help="the model to train")
+    init.add_argument(
+        "--data", required=True, action=Once, metavar="FILE", help="or a directory, or a pattern of files"
+    )
+    init.add_argument("--split", action=Once, help="of data that has several")
+    words = "what it is for (default: what such data is for)"
+    init.add_argument("--command", dest="for_command", choices=("sft", "rm", "rl", "dpo"), action=Once, help=words)
+    init.add_argument("-o", "--out", action=Once, metavar="FILE", help="file to write (default: COMMAND.yaml)")
+    init.add_argument(
+        "--run-dir", action=Once, metavar="DIR", help="run.dir (default: runs/COMMAND, or the next that is free)"
+    )
+    init.add_argument(
+        "--nproc", type=positive, action=Once, metavar="N", help="ranks (default: one for each GPU, or 1)"
+    )
+    init.add_argument("--device", choices=("cpu", "gpu"), action=Once, help="what it is for (default: what is here)")
+    init.add_argument("--gpu-memory-gib", type=positive, action=Once, metavar="N", help="of a GPU (80)")
+    init.add_argument("--reward-model", type=Path, action=Once, metavar="DIR", help="of rl: what scores responses")
+    words = "of rl: a rule in its place (default: exact_match where the data has a column 'answer')"
+    init.add_argument("--reward", action=Once, metavar="RULE", help=words)
 
 
 def _keys_below(name: str) -> str:
@@ -245,6 +269,10 @@ def _dispatch(arguments: argparse.Namespace, argv: list[str]) -> int:
 
         print_keys(arguments.words, configurations())
         return 0
+    if arguments.command == "init":
+        from megarlhf.commands.init import init
+
+        return init(arguments, configurations())
     if arguments.command == "completion":
         from megarlhf.commands.completion import script
 

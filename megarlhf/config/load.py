@@ -93,7 +93,7 @@ def load_config(kind: type[ConfigT], path: str | Path, overrides: Sequence[str] 
             "a YAML file: give that one, or save it as UTF-8"
         ) from None
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from error
+        raise ValueError(f"{path} is not valid YAML: {_in_a_line(error)}") from error
     if not isinstance(tree, dict):
         raise ValueError(f"{path} must be a mapping of sections, got {type(tree).__name__}")
     tree = _unshared(tree)
@@ -104,6 +104,14 @@ def load_config(kind: type[ConfigT], path: str | Path, overrides: Sequence[str] 
         return kind.model_validate(tree)
     except ValidationError as error:
         raise ValueError(_describe(error, kind, path, overrides, tree)) from error
+
+
+def _in_a_line(error: yaml.YAMLError) -> str:
+    """PyYAML's message without its picture of the place."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(str(error).split())
+    mark = error.problem_mark
+    return f"line {mark.line + 1}, column {mark.column + 1}: {' '.join(filter(None, (error.context, error.problem)))}"
 
 
 def repeated_overrides(overrides: Sequence[str]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import PositiveInt, field_validator
 
@@ -41,6 +41,12 @@ class LoraConfig(FrozenModel):
                 "each forward; leave it out, or use a smaller rank or learning rate against overfitting"
             )
         return dropout
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _one_target(cls, targets: Any) -> Any:
+        """A single name is a list of it."""
+        return [targets] if isinstance(targets, str) and targets != "all-linear" else targets
 
     @field_validator("targets")
     @classmethod

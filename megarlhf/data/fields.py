@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from megarlhf.config import SourceConfig
 from megarlhf.data.adapters import load_adapter
@@ -142,18 +142,27 @@ _ALSO_CALLED = {
 """Names that others give to what we read."""
 
 
-def hint(missing: str, row: Mapping[str, Any]) -> str:
-    """What may have been meant: a column whose name is nearly right, an adapter, or another kind of data. A column that
-    has a meaning of its own, such as `rejected`, is never taken for another one."""
+def meant(missing: str, row: Mapping[str, Any]) -> tuple[Literal["column", "adapter"], str] | None:
+    """What a row may have in place of a field: a column whose name is nearly right or says the same, or the shape of an
+    adapter. A column that has a meaning of its own, such as `rejected`, is never taken for another one."""
     others = [str(name) for name in row if name not in _OURS]
     if nearest := difflib.get_close_matches(missing, others, n=1, cutoff=0.6):
-        return f"; is it {nearest[0]!r}? Then say columns: {{{missing}: {nearest[0]}}}"
+        return "column", nearest[0]
     for column, adapter in _SHAPES:
         if column in row:
-            return f"; these rows look like those for adapter: {adapter}"
+            return "adapter", adapter
     lower = {name.lower(): name for name in others}
-    if also := [lower[name] for name in _ALSO_CALLED.get(missing, ()) if name in lower]:
-        return f"; is it {also[0]!r}? Then say columns: {{{missing}: {also[0]}}}"
+    also = [lower[name] for name in _ALSO_CALLED.get(missing, ()) if name in lower]
+    return ("column", also[0]) if also else None
+
+
+def hint(missing: str, row: Mapping[str, Any]) -> str:
+    """What may have been meant, or what kind of data this is, for a message."""
+    if found := meant(missing, row):
+        kind, name = found
+        if kind == "adapter":
+            return f"; these rows look like those for adapter: {name}"
+        return f"; is it {name!r}? Then say columns: {{{missing}: {name}}}"
     form = form_of(row)
     if form:
         return f"; these rows look like {form}"

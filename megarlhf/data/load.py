@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -15,11 +16,11 @@ from megarlhf.data.adapters import digest_of_adapter
 from megarlhf.data.cache import cache_directory, digest_of_file, entry, key_of
 from megarlhf.data.columns import FORMAT, Columns, Writer
 from megarlhf.data.encode import Job, encode_all
-from megarlhf.data.fields import Fields
+from megarlhf.data.fields import Fields, LeftOut, Reader
 from megarlhf.data.megatron_indexed import IndexedOptions, IndexedSamples
 from megarlhf.data.over_long import CuttingEncoder
 from megarlhf.data.sample_kinds import Encoder, Skipped
-from megarlhf.data.samples import SFTEncoder
+from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder, form_of_record
 from megarlhf.data.selection import phase_share, set_aside
 from megarlhf.data.sources import Place, files_in_words, find
 from megarlhf.data.tokenized import Joined, Samples, Stored
@@ -120,7 +121,7 @@ class SetLoader(Generic[Sample]):
                 "versions": {name: _version(name) for name in _READERS},
             }
         )
-        job = Job(source, encoder, self.sample_type, self.fields)
+        job = Job(source, _of_one_form(encoder, place), self.sample_type, self.fields)
         directory, made = entry(cache, key, lambda partial: _tokenize(place, job, partial, self.data.workers))
         columns = Columns(directory, self.sample_type)
         manifest = columns.manifest
@@ -134,6 +135,20 @@ class SetLoader(Generic[Sample]):
             assert isinstance(encoder, SFTEncoder), "refused for other commands"
             return CuttingEncoder(encoder)
         return encoder
+
+
+def _of_one_form(encoder: Any, place: Place) -> Any:
+    """The encoder, told what the first record of the set is. What is wrong with that one is said when it is encoded."""
+    if isinstance(encoder, CuttingEncoder):
+        return CuttingEncoder(_of_one_form(encoder.encoder, place))
+    if not isinstance(encoder, SFTEncoder | PairEncoder | PromptEncoder) or encoder.template != "auto":
+        return encoder
+    reader = Reader(place.source, ())
+    for where, row in place.first_rows(3):
+        with contextlib.suppress(LeftOut, ValueError):
+            if (form := form_of_record(encoder, reader.record(row, where))) is not None:
+                return replace(encoder, form=form)
+    return encoder
 
 
 def _content(place: Place, cache: Path) -> list[Any]:

@@ -43,6 +43,7 @@ from megarlhf.data.turns import Answered, Inexact, LossOn, answered
 VERSION = 1
 """Of how records are written as tokens: another one makes other keys of the cache."""
 
+Form = Literal["texts", "conversations"]
 Records = Sequence[Mapping[str, Any]]
 Sample = TypeVar("Sample")
 Read = TypeVar("Read")
@@ -73,10 +74,12 @@ class _Options:
     """Further variables of the template."""
     inexact: Literal["refuse", "skip"] = "refuse"
     """What becomes of a conversation whose answers cannot be told from the rest."""
+    form: Form | None = None
+    """What the first record of a set is; with `auto` all others are the same. No part of the key: content says it."""
 
     def key(self) -> dict[str, Any]:
         """See `Encoder.key`."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "form"}
         values |= {"samples": type(self).__name__, "version": VERSION, "tokenizer": tokenizer_digest(self.tokenizer)}
         if self.template != "plain" and writes_the_date(self.tokenizer, self.chat_template):
             values["date"] = date.today().isoformat()
@@ -126,11 +129,22 @@ class _Writer:
         return text, self.template.ids(text)
 
 
-def _skipping(read: Callable[..., Read], record: Mapping[str, Any], template: Template) -> Read:
+def _skipping(read: Callable[..., Read], record: Mapping[str, Any], options: _Options) -> Read:
+    """Raises: Unusable; ValueError, also for a record of another form than the first of its set."""
     try:
-        return read(record, template)
+        made = read(record, options.template)
     except EmptyText as reason:
         raise Unusable(str(reason)) from reason
+    if options.template == "auto" and options.form is not None and _form(made) != options.form:
+        raise ValueError(
+            f"this record is read as {_form(made)}, and the first of its set as {options.form}: data.template = auto "
+            "reads one of the two in a set; set it to chat, which writes texts as messages too, or make two sets of it"
+        )
+    return made
+
+
+def _form(read: Any) -> Form:
+    return "conversations" if isinstance(read, Conversation | PairOfConversations) else "texts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +164,7 @@ class SFTEncoder(_Options):
         writer = _Writer(self, tokenizer)
 
         def sample(index: int, record: Mapping[str, Any]) -> SFTSample:
-            example = _skipping(example_of, record, self.template)
+            example = _skipping(example_of, record, self)
             if isinstance(example, Conversation):
                 whole = writer.answered(example, self.loss_on)
                 sample = SFTSample(whole.tokens, whole.stretches)
@@ -201,7 +215,7 @@ class PairEncoder(_Options):
         return sample
 
     def _parts(self, record: Mapping[str, Any], writer: _Writer) -> tuple[list[int], list[int], list[int]]:
-        pair = _skipping(pair_of, record, self.template)
+        pair = _skipping(pair_of, record, self)
         if isinstance(pair, PairOfTexts):
             prompt_tokens = _text_tokens(pair.prompt, writer.tokenizer)
             chosen, rejected = (_response_tokens(each, writer.tokenizer) for each in (pair.chosen, pair.rejected))
@@ -236,7 +250,7 @@ class PromptEncoder(_Options):
         writer = _Writer(self, tokenizer)
 
         def sample(index: int, record: Mapping[str, Any]) -> PromptSample:
-            asked = _skipping(prompt_of, record, self.template)
+            asked = _skipping(prompt_of, record, self)
             others = {key: value for key, value in record.items() if key not in CONVERSATION_COLUMNS}
             text, tokens = writer.asked(asked)
             _require_at_most(len(tokens), self.max_prompt_tokens, "prompt")
@@ -255,14 +269,21 @@ _READERS: Mapping[type[_Options], Callable[[Mapping[str, Any], Template], Any]] 
 }
 
 
+def form_of_record(encoder: _Options, record: Mapping[str, Any]) -> Form | None:
+    """What a record is read as; None for one that is skipped. Raises: ValueError for one that is refused."""
+    try:
+        return _form(_READERS[type(encoder)](record, encoder.template))
+    except EmptyText:
+        return None
+
+
 def reading_in_words(encoder: _Options, record: Mapping[str, Any]) -> str:
     """How a record is read, for the start of a run; "" for one that is skipped. Raises: ValueError for one that is
     refused."""
-    try:
-        read = _READERS[type(encoder)](record, encoder.template)
-    except EmptyText:
+    form = form_of_record(encoder, record)
+    if form is None:
         return ""
-    if isinstance(read, Conversation | PairOfConversations):
+    if form == "conversations":
         by = "the chat template of data.chat_template" if encoder.chat_template else "the tokenizer's chat template"
         learnt = ""
         if isinstance(encoder, SFTEncoder):

@@ -163,8 +163,7 @@ def build_role(
         parts = RoleParts(residency, Tensors(shard.module.parameters, residency.host, constant=True))
         residency.share(parts, section.offload)
     else:
-        if words := choose_trained(shard, section):
-            log.info("%s: %s", name, words)
+        choose_trained(shard, section)
         balance = _balance(name, section, arch, head, mesh)
         if balance is not None:
             use_balance(shard.module, balance)

@@ -7,20 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megarlhf.architectures.trained import count_trained, in_words, trained_tensors
+from megarlhf.architectures.trained import count_trained, trained_tensors
 from megarlhf.config import RoleConfig
 from megarlhf.models.build import ModelShard, placements_on
 
 
-def choose_trained(shard: ModelShard, section: RoleConfig) -> str:
-    """Mark the parameters of a model that is going to be trained.
-
-    Returns: what is trained, in words; empty where it is everything.
-    """
+def choose_trained(shard: ModelShard, section: RoleConfig) -> None:
+    """Mark the parameters of a model that is going to be trained."""
     trained = trained_tensors(shard.arch, shard.head, freeze=section.freeze, train_only=section.train_only)
     number, total = count_trained(shard.arch, shard.head, trained)
     if number == total:
-        return ""
+        return
     live = shard.parameters()
     for name, placements in placements_on(shard, shard.mesh.runtime.rank).by_storage().items():
         live[name].requires_grad_(any(placement.tensor in trained for placement in placements))
@@ -28,7 +25,6 @@ def choose_trained(shard: ModelShard, section: RoleConfig) -> str:
         for chunk in shard.chunks:
             if chunk.pre_process:
                 chunk.embedding.register_forward_hook(_begin_graph)
-    return in_words(number, total)
 
 
 def _begin_graph(embedding: nn.Module, inputs: tuple[Any, ...], hidden: Tensor) -> Tensor:

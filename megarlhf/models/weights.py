@@ -21,6 +21,7 @@ from megarlhf.model_directory import COMPANION
 from megarlhf.models.build import ModelShard, placements_on
 from megarlhf.models.settings import DTYPES
 from megarlhf.placement import RankPlacements
+from megarlhf.provenance import FILE, read_provenance
 from megarlhf.weights.checkpoint.dtype import ResolvedDtype, resolve_dtype
 from megarlhf.weights.checkpoint.export import export, gather, with_dtype
 from megarlhf.weights.checkpoint.hf_writer import read_other_files
@@ -86,6 +87,27 @@ def _load_adapter(shard: ModelShard, mine: RankPlacements, live: Storages, *, se
         names |= {score}
     shapes = {name: shape for name, shape in logical_tensors(shard.arch, shard.head).items() if name in names}
     load_from_files(mine.select(sorted(names)), stored.weights(shapes), live)
+    _require_base(shard, shard.adapter_path)
+
+
+def _require_base(shard: ModelShard, adapter: Path) -> None:
+    """Where it is stated on which model an adapter was trained, in this dtype, it must be this one. Collective among
+    the ranks that have the model.
+
+    Raises: ValueError on all of them.
+    """
+    stated = read_provenance(adapter)
+    base = None if stated is None else stated.adapter_of
+    dtype = str(shard.dtype).removeprefix("torch.")
+    if base is None or base.dtype != dtype or not shard.mesh.is_member:
+        return
+    digest = digest_of_shard(shard.base)
+    if digest != base.digest:
+        raise ValueError(
+            f"lora.path = {adapter} is an adapter of another base: {FILE} beside it says that it was trained on "
+            f"{base.path}, digest {base.digest}, and the model it is put on has digest {digest}; give model.path that "
+            "model"
+        )
 
 
 def export_hugging_face(

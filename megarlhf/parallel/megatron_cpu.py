@@ -30,7 +30,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import token_dispatcher
 from torch.overrides import TorchFunctionMode
 
-from megarlhf.runtime import version_of
+from megarlhf.packages import version_of
 
 TESTED = "0.16.1"
 

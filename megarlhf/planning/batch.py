@@ -130,7 +130,8 @@ def rl_batch_numbers(cfg: RLConfig, world_size: int) -> list[BatchNumber]:
 
 
 def schedule_notes(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig) -> list[str]:
-    """What a learning-rate schedule does that is rarely meant, in sentences."""
+    """What a learning-rate schedule does that is rarely meant, in sentences. Raises: ValueError for a warm-up that is
+    longer than the run."""
     notes = []
     if isinstance(cfg, RLConfig):
         trained = {role: section for role, section in cfg.roles().items() if role in ("actor", "critic")}
@@ -144,9 +145,11 @@ def schedule_notes(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig) -> list[str
     else:
         role, section = ("reward_model", cfg.reward_model) if isinstance(cfg, RMConfig) else ("actor", cfg.actor)
         steps, trained = {role: cfg.train.num_steps}, {role: section}
-    return notes + [
-        f"{role}: {role}.optim.warmup_steps = {section.optim.warmup_steps}, but the run has {steps[role]} optimizer "
-        f"steps: it ends before the learning rate reaches {role}.optim.lr"
-        for role, section in trained.items()
-        if 0 < steps[role] < section.optim.warmup_steps
-    ]
+    for role, section in trained.items():
+        if 0 < steps[role] < section.optim.warmup_steps:
+            raise ValueError(
+                f"{role}.optim.warmup_steps = {section.optim.warmup_steps}, but the run has {steps[role]} optimizer "
+                f"steps of {role}: it would end before the learning rate reaches {role}.optim.lr; set warmup_steps to "
+                f"at most {steps[role]}, or make the run longer"
+            )
+    return notes

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.config import (
     EvaluateConfig,
     GenerateConfig,
@@ -26,6 +27,7 @@ from megarlhf.data.procedural import require_disjoint
 from megarlhf.data.sample_kinds import Encode, Unusable
 from megarlhf.data.samples import reading_in_words
 from megarlhf.data.sources import Place, find, source_files
+from megarlhf.data.templates import chat_template
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.planning.encoders import encoders_of, indexed_options
 from megarlhf.planning.policies import AnyConfig
@@ -62,6 +64,8 @@ def check_data(command: str, cfg: AnyConfig) -> list[str]:
                 record = _check_first_rows(place, fields, encoded)
                 if record is not None and encoder is not None and (words := reading_in_words(encoder, record)):
                     notes.append(f"{key} = {source.words}: {words}")
+                    if isinstance(cfg, RLConfig) and words.startswith("conversations"):
+                        _require_template_of_scorer(cfg)
                 rows.append(_most_rows(place))
             except ValueError as error:
                 raise ValueError(f"{key}: {error}{_hint(cfg)}; working directory: {Path.cwd()}") from None
@@ -71,6 +75,15 @@ def check_data(command: str, cfg: AnyConfig) -> list[str]:
     _require_enough(command, cfg, counts)
     require_cache(cache_directory(cfg.data.cache, cfg.run.dir))
     return notes
+
+
+def _require_template_of_scorer(cfg: RLConfig) -> None:
+    """Raises: ValueError where a reward model that is given conversations as text has no template for them."""
+    if cfg.reward_model is not None and cfg.uses_reward_model and cfg.retokenizes:
+        try:
+            chat_template(load_tokenizer(cfg.reward_model.model.tokenizer_place()))
+        except ValueError as error:
+            raise ValueError(f"reward_model (retokenize: true) is given conversations: {error}") from None
 
 
 def _hint(cfg: AnyConfig) -> str:
@@ -92,6 +105,7 @@ def _check_indexed(cfg: SFTConfig | RLConfig, key: str, source: SourceConfig, no
     samples = indexed_options(cfg).open(source, part if part in PARTS else "train")
     samples.at(0)
     samples.at(len(samples) - 1)
+    _require_room(cfg, int(samples.lengths("tokens")[0]))
     eos = load_tokenizer(cfg.actor.model.tokenizer_place()).eos_id
     if (ends := samples.ends()) != {eos}:
         listed = ", ".join(map(str, sorted(ends)[:5]))
@@ -101,6 +115,22 @@ def _check_indexed(cfg: SFTConfig | RLConfig, key: str, source: SourceConfig, no
             "--append-eod and this tokenizer?)"
         )
     return len(samples)
+
+
+def _require_room(cfg: SFTConfig | RLConfig, tokens: int) -> None:
+    """Raises: ValueError where a sample of indexed data does not fit the model or a micro-batch."""
+    name = "data.sequence_length" if isinstance(cfg, SFTConfig) else "ptx.max_tokens"
+    most = architecture_from_hf(cfg.actor.model.hf_directory()).longest_sequence
+    budget = cfg.train.max_tokens_per_micro_batch
+    for limit, words in (
+        (most, f"{cfg.actor.model.path} takes {most} (max_position_embeddings)"),
+        (budget, f"train.max_tokens_per_micro_batch = {budget}"),
+    ):
+        if limit is not None and tokens > limit:
+            raise ValueError(
+                f"a sample of Megatron's indexed data has {tokens} tokens, and {words}; lower {name} by "
+                f"{tokens - limit} or more"
+            )
 
 
 def _check_first_rows(place: Place, fields: Fields, encode: Encode[Any] | None) -> Mapping[str, Any] | None:

@@ -143,6 +143,7 @@ def check_heads(roles: Mapping[str, RoleConfig], *, trains_reward_model: bool) -
                 f"{role}: {model.path} is a reward model or a critic ({kinds[0]}), not a language model; give one "
                 "that writes responses"
             )
+        open_checkpoint(model.path, hf=model.hf)  # missing, cut and misshapen weights are found before ranks start
     return notes
 
 

@@ -31,9 +31,10 @@ from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import Head, logical_tensors
 from megarlhf.architectures.trained import count_trained, trained_tensors
 from megarlhf.config import DPOConfig, RLConfig, RMConfig, RoleConfig, SFTConfig
+from megarlhf.packages import PACKAGES, version_of
 from megarlhf.parallel.process_groups import made_by_members
 from megarlhf.resume.point import allocated_bytes, find_points, leftovers, passed_over, superfluous
-from megarlhf.runtime import PACKAGES, Runtime, gpu_in_use, gpu_versions, sees_gpus, version_of
+from megarlhf.runtime import Runtime, gpu_in_use, gpu_versions, sees_gpus
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
 from megarlhf.weights.checkpoint.peft import adapted
 

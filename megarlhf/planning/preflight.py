@@ -35,7 +35,7 @@ from megarlhf.planning.batch import (
     supervised_batch_numbers,
 )
 from megarlhf.planning.data import check_data, same_data
-from megarlhf.planning.ends import end_notes
+from megarlhf.planning.ends import end_notes, scorer_notes
 from megarlhf.planning.legality import check_role
 from megarlhf.planning.models import check_heads, check_retokenized, check_vocabularies
 from megarlhf.planning.policies import AnyConfig, check_host_memory, check_kernels, draws, head_of, host_bytes
@@ -135,6 +135,8 @@ def preflight(
             raise ValueError(
                 f"eval.pass_at = {list(cfg.eval.pass_at)} needs to know which responses are right: {accuracy.note}"
             )
+    if isinstance(cfg, RLConfig) and "reward_model" in roles and "reward_model" not in retokenized:
+        notes += scorer_notes(cfg.actor, roles["reward_model"], cfg.data)
     notes += [] if isinstance(cfg, AskConfig) else _check_outputs(command, cfg)
     if isinstance(cfg, DPOConfig):
         notes.append(cfg.in_words())

@@ -116,6 +116,11 @@ def _of_roles(cfg: AnyConfig, world_size: int | None) -> list[_Row]:
 
 def _of_training(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig) -> list[_Row]:
     return [
+        (
+            "data.loss_on data.inexact",
+            cfg.data.template_mode == "plain",
+            "data.template = plain reads texts, which have one answer",
+        ),
         ("eval.every eval.max_samples", not cfg.data.has_validation, "there is no data.validation to evaluate on"),
         (
             "checkpoint.export_keep",

@@ -42,12 +42,10 @@ def identity_of_weights(role: Role) -> Weights:
     return Weights(path=str(role.section.model.path.absolute()), digest=digest_of_weights(role), dtype=dtype)
 
 
-def digests_of_bases(roles: Sequence[Role]) -> dict[str, str]:
+def bases_of_adapters(roles: Sequence[Role]) -> dict[str, Weights]:
     """Of those of these roles that have an adapter, what it is on: a resume point does not hold it. Collective."""
     return {
-        f"the model that the adapter of {role.name} is on ({role.name}.model.path)": digest_of_weights(
-            role.without_adapter(role.name)
-        )
+        role.name: identity_of_weights(role.without_adapter(role.name))
         for role in roles
         if role.shard.arch.adapter is not None
     }

@@ -39,7 +39,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarlhf.runtime import version_of
+from megarlhf.packages import version_of
 
 TESTED = "0.32.0"
 ROWS_PER_THREAD = 16

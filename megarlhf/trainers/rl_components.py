@@ -19,10 +19,10 @@ from megarlhf.parallel.residency import Residency, Turn
 from megarlhf.resume.file_digest import digest_of_directory
 from megarlhf.resume.identity import (
     architecture_of,
+    bases_of_adapters,
     digest_of_samples,
     digest_of_vocabulary,
     digest_of_weights,
-    digests_of_bases,
     identity_of_weights,
 )
 from megarlhf.resume.signals import StopRequest
@@ -189,7 +189,6 @@ def training_of(
     for label, reward in zip(components.rewarder.labels, cfg.rewards, strict=True):
         if reward.path is not None:
             others[f"files of the classifier {label}"] = _digest_by_first_rank(reward.path, components.actor)
-    others |= digests_of_bases(components.trained)
     if components.ptx is not None:
         others["ptx.data"] = components.ptx.digest()
     if cfg.train.stop.patience is not None:
@@ -201,6 +200,7 @@ def training_of(
         data=digest_of_samples(data.train),
         states={**states, **components.states},
         base={role.name: identity_of_weights(role) for role in components.saved},
+        adapter_bases=bases_of_adapters(components.saved),
         reference=None if components.reference is None else identity_of_weights(components.reference),
         architectures={role.name: architecture_of(role) for role in built if role is not None},
         others=others,

@@ -226,6 +226,7 @@ class Session:
                 update=at.update,
                 base=identity.base[role],
                 reference=training.reference,
+                adapter_of=training.adapter_bases.get(role),
             )
 
         def saved(oldest: Position) -> None:

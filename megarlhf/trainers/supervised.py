@@ -30,7 +30,7 @@ from megarlhf.parallel.router_balance import ROUTER_AUX_LOSS
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.planning.encoders import indexed_options
 from megarlhf.resume.claim import NO_STEPS_LEFT
-from megarlhf.resume.identity import architecture_of, digest_of_samples, digests_of_bases, identity_of_weights
+from megarlhf.resume.identity import architecture_of, bases_of_adapters, digest_of_samples, identity_of_weights
 from megarlhf.resume.signals import StopRequest
 from megarlhf.resume.state import Stateful
 from megarlhf.runtime import Runtime
@@ -96,7 +96,8 @@ def run_in(
             base={role.name: identity_of_weights(role)},
             reference=next((identity_of_weights(each) for each in frozen if each.name == "reference"), None),
             architectures={each.name: architecture_of(each) for each in (role, *frozen)},
-            others={**_digests_beside(objective, validation), **digests_of_bases([role])},
+            others=_digests_beside(objective, validation),
+            adapter_bases=bases_of_adapters([role]),
             best=best,
             writer=parts.writer,
         )

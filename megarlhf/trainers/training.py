@@ -34,6 +34,8 @@ class Training:
     """Whatever keeps state over steps, by name."""
     base: Mapping[str, Weights] = field(default_factory=dict)
     """What each trained role began with."""
+    adapter_bases: Mapping[str, Weights] = field(default_factory=dict)
+    """Of those of them that have an adapter, what it is on."""
     reference: Weights | None = None
     """Of `rl`, and of `dpo` where its loss reads one."""
     architectures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -64,7 +66,13 @@ def identity_of(cfg: FrozenModel, run: RunConfig, command: str, training: Traini
         command=command,
         data=training.data,
         reference=None if training.reference is None else training.reference.digest,
-        others=training.others,
+        others={
+            **training.others,
+            **{
+                f"the model that the adapter of {role} is on ({role}.model.path)": base.digest
+                for role, base in training.adapter_bases.items()
+            },
+        },
         sources=training.sources,
         architectures=training.architectures,
         base=training.base,

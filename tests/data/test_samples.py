@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from megarlhf.config import SFTDataConfig
+from megarlhf.data.load import SetLoader
 from megarlhf.data.samples import (
     PairEncoder,
     PairSample,
@@ -21,7 +23,7 @@ from megarlhf.data.samples import (
 )
 from megarlhf.data.sources import load_records
 from megarlhf.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
-from tests.classifiers import write_tokenizer
+from tests.classifiers import CHAT_TEMPLATE, LETTERS, write_tokenizer
 
 BOS, EOS, PAD = 1, 2, 0
 
@@ -275,3 +277,30 @@ def test_learnt_tokens_are_counted_and_marked():
     assert sample.learnt() == [False, True, True, False, False, True]
     assert (sample.num_learnt, sample.prompt_length) == (3, 1)
     assert SFTSample.of_response([5, 6, 7], 2) == SFTSample([5, 6, 7], [2, 3])
+
+
+def test_a_set_with_texts_and_conversations_is_refused_unless_a_template_is_named(tmp_path):
+    """By the first record, however many processes read the others. `chat` writes both as messages."""
+    directory = write_tokenizer(tmp_path / "model", letters=LETTERS, chat_template=CHAT_TEMPLATE)
+    file = tmp_path / "mixed.jsonl"
+    talk = {"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}
+    rows = [{"prompt": "1+1=", "response": "2"}] * 2 + [talk]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    limits = {"max_prompt_tokens": 99, "max_response_tokens": 9}
+
+    def load(**options):
+        data = SFTDataConfig.model_validate({"train": str(file), "cache": str(tmp_path / "cache")})
+        encoder = SFTEncoder(tokenizer=directory, **limits, **options)
+        return SetLoader(data, encoder, SFTSample).train_and_validation("sft")[0]
+
+    with pytest.raises(
+        ValueError, match=r"mixed\.jsonl, line 3: this record is read as conversations, and the first of"
+    ):
+        load()
+    chat = load(template="chat")
+    assert chat[0].tokens == chat[2].tokens
+    file.write_text(json.dumps(talk) + "\n" + json.dumps(rows[0]) + "\n")
+    with pytest.raises(
+        ValueError, match="line 2: this record is read as texts, and the first of its set as conversations"
+    ):
+        load()

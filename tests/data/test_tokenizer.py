@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import sentencepiece
+from transformers import AutoTokenizer
 
 from megarlhf.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, load_tokenizer
 
@@ -113,3 +114,14 @@ def test_a_damaged_file_is_told_in_one_line(tmp_path, fast_tokenizer, name, text
     ) as raised:
         load_tokenizer(tmp_path)
     assert "\n" not in str(raised.value)
+
+
+def test_the_ids_are_those_of_transformers_also_where_the_file_says_to_cut_and_to_fill(fast_tokenizer, tmp_path):
+    """A tokenizer.json may have truncation and padding, which apply to no text here."""
+    made = fast_tokenizer(prefix=True, bos_token="<s>", eos_token="</s>")
+    made.backend_tokenizer.enable_truncation(4)
+    made.backend_tokenizer.enable_padding(length=20)
+    made.save_pretrained(tmp_path)
+    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("", "a", "the answer is 85", "what is </s> 37+48= and so on \n", "é\u2028 \U0001f600"):
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)

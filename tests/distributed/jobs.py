@@ -39,7 +39,7 @@ from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport.reshard import Resharder
 from tests.distributed.fused_jobs import apex_gradients, fused_gradients  # noqa: F401
 from tests.distributed.kernel_jobs import largest_tensor, with_calls_of_the_reference  # noqa: F401
-from tests.distributed.lora_jobs import lora_exports, lora_gradients, vllm_with_adapter  # noqa: F401
+from tests.distributed.lora_jobs import lora_exports, lora_gradients, trained_bytes, vllm_with_adapter  # noqa: F401
 from tests.distributed.vllm_jobs import (  # noqa: F401
     vllm_broken,
     vllm_failing_steps,

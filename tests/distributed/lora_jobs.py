@@ -125,3 +125,20 @@ def _refusal(engine: Any, actor: Role) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def trained_bytes(runtime: Runtime, config: dict[str, Any]) -> dict[str, int]:
+    """After a step: bytes of this rank's parameters, gradient buffers and optimizer's state."""
+    from megarlhf.trainers.sft import SupervisedFineTuning
+    from tests.distributed.jobs import _sft_samples, train_once
+
+    cfg = SFTConfig.model_validate(config)
+    actor = build_role("actor", cfg.actor, "lm", GroupCache(runtime), seed=0, num_optimizer_steps=1)
+    train_once(SupervisedFineTuning(cfg), actor, _sft_samples(cfg)[: cfg.train.mini_batch_samples])
+    assert actor.parts.gradients is not None
+    return {
+        "parameters": actor.parts.parameters.nbytes,
+        "gradients": actor.parts.gradients.nbytes,
+        "optimizer": sum(piece.nbytes for piece in actor.parts.optimizer),
+        "adapter": sum(p.numel() for p in actor.shard.module.parameters() if p.requires_grad),
+    }

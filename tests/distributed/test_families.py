@@ -112,6 +112,23 @@ def test_outputs_equal_hugging_face(
     assert compared == len(names)
 
 
+OTHER_ROPES = {
+    "linear": {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0},
+    # Up to max_position_embeddings, 64 here, it scales nothing.
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0},
+}
+
+
+def test_other_rotary_scalings_equal_hugging_face(ranks: RankPool, tmp_path: Path) -> None:
+    """On one rank: what the layouts do with angles does not depend on how they were made."""
+    paths = [write_family(tmp_path / name, "llama", rope_parameters=rope) for name, rope in OTHER_ROPES.items()]
+    (answers,) = ranks.run(1, "outputs_and_greedy", [str(path) for path in paths], {}, "lm", rows(), NEW_TOKENS)
+    expected = [_ask_hugging_face(path, "lm") for path in paths]
+    for name, answer, wanted in zip(OTHER_ROPES, answers, expected, strict=True):
+        _assert_equal(name, answer, wanted)
+    assert np.abs(expected[0][0][0] - expected[1][0][0]).max() > 0.01, "the factor changes nothing"
+
+
 def _assert_equal(what: str, actual: tuple[np.ndarray, list[list[int]]], expected: tuple[Any, Any]) -> None:
     outputs_BSV, continuations = actual
     for row, wanted_SV in enumerate(expected[0]):

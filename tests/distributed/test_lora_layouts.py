@@ -34,6 +34,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
     "tp2dp2": (4, {"tp": 2}),
 }
+ROLE: dict[str, dict[str, Any]] = {
+    "dp2": {"recompute": "full"},
+    "tp2dp2": {"offload": {"parameters": True, "optimizer": "stream"}, "recompute": "core_attention"},
+}
+"""What else is asked of the actor at a layout."""
 
 
 def config(model: Path, data: Path, parallel: dict[str, Any], **role: Any) -> dict[str, Any]:
@@ -108,7 +113,7 @@ def test_every_layout_equals_the_adapter_written_out(
     """q, k and v are one layer of Megatron's, gate and up another: their adapters are seven all the same. The base
     stays as it was, to the bit."""
     world_size, parallel = LAYOUTS[layout]
-    cfg = config(models["plain"], data["sft"], parallel, lora={"path": str(adapter)})
+    cfg = config(models["plain"], data["sft"], parallel, lora={"path": str(adapter)}, **ROLE.get(layout, {}))
     by_rank = ranks.run(world_size, "sft_steps", cfg, STEPS)
     assert_same(by_rank[0], written_out)
     stored = {name: p.detach().numpy() for name, p in wrapped(models["plain"], adapter)[0].named_parameters()}
@@ -117,3 +122,21 @@ def test_every_layout_equals_the_adapter_written_out(
         module, _, end = name.rpartition(".")
         expected = stored.get(name, stored.get(f"{module}.base.{end}"))
         np.testing.assert_array_equal(array, expected, err_msg=name)
+
+
+def test_only_the_adapter_has_gradients_and_optimizer_state(
+    ranks: RankPool, models: dict[str, Path], data: dict[str, Path]
+) -> None:
+    """In bf16, at TP2: of each element that is trained a gradient and an fp32 copy with two moments, 16 bytes; of the
+    base nothing but its 2 bytes of weight. Full tuning has all of it for every element."""
+    found = []
+    for how in ({}, {"lora": {"rank": 2, "targets": ["q_proj", "v_proj"]}}):
+        cfg = config(models["plain"], data["sft"], {"tp": 2}, **how)
+        cfg["actor"]["model"]["dtype"] = "bf16"
+        found.append(ranks.run(2, "trained_bytes", cfg)[0])
+    full, lora = found
+    assert lora["parameters"] == full["parameters"] + 2 * lora["adapter"]
+    for each in found:
+        assert each["optimizer"] == 12 * each["adapter"]
+        assert 4 * each["adapter"] <= each["gradients"] <= 4 * each["adapter"] + 1024  # with the buffer's padding
+    assert full["gradients"] + full["optimizer"] > 20 * (lora["gradients"] + lora["optimizer"])

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from megarlhf.observe.metrics import read_metrics
+from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 from tests.distributed.lora import read_adapter, write_adapter
 from tests.distributed.test_resume import command_line, rows, weights
 from tests.distributed.test_resume_elsewhere import CP, DP, TP, VPP, sft, started
@@ -109,9 +110,11 @@ def test_a_killed_run_goes_on_at_other_layouts(
 def test_a_killed_run_goes_on_bit_for_bit(
     ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A new adapter, whose A follows from the seed; and a run whose base has changed since is refused."""
+    """A new adapter, whose A follows from the seed. A run whose base has changed since is refused, and so is its
+    exported adapter on another base of the same shapes; on its own it is where the run has ended."""
     case, whole, run = sft(models, data), tmp_path / "whole", tmp_path / "run"
-    case.config["actor"]["lora"] = {"rank": 4, "targets": ["q_proj", "down_proj"]}
+    case.config["actor"]["lora"] = {"rank": 4, "targets": ["q_proj", "down_proj"], "export": "both"}
+    case.config["data"]["validation"] = str(data["sft"])
     started(ranks, command_line(case, whole), TP)
     argv = command_line(case, run)
     started(ranks, argv, TP, cut_at=3)
@@ -123,4 +126,17 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert "from resume/step_000002" in started(ranks, argv, TP)
     assert rows(run) == rows(whole)
     assert weights(run) == weights(whole)
-    assert len(weights(run)) == 1
+    assert len(weights(run)) == 2, "merged and by itself"
+    with pytest.raises(ValueError, match="resume point of an adapter, without the model"):
+        open_checkpoint(run / "resume/step_000004/actor")
+    exported = run / "checkpoints/latest/actor_adapter"
+    then = [
+        *command_line(case, tmp_path / "then"),
+        f"actor.lora={{path: {exported}, export: merged}}",
+        "train.num_steps=1",
+    ]
+    status, said = ranks.run(2, "command_status", *then, f"actor.model.path={models['other']}")[0]
+    assert status == 2
+    assert f"lora.path = {exported} is an adapter of another base: megarlhf.json beside it says that" in said
+    started(ranks, then, TP)
+    assert rows(tmp_path / "then")[0]["eval_loss"] == pytest.approx(rows(run)[-1]["eval_loss"], rel=1e-6)

@@ -36,7 +36,7 @@ def sft(model: Path, folder: Path, **data: Any) -> dict[str, Any]:
     return {
         "run": {"dir": str(folder / "run"), "seed": 3},
         "actor": {"model": {"path": str(model)}, "optim": {"lr": 1e-3}},
-        "data": {"sequence_length": 15, **data},
+        "data": {"sequence_length": 15} | data,
         "train": {"num_steps": 2, "mini_batch_samples": 8, "max_tokens_per_micro_batch": 64},
         "checkpoint": {"every_minutes": 0},
     }
@@ -83,19 +83,25 @@ def test_rl_with_a_pretraining_mix_of_indexed_data(
 def test_what_does_not_fit_is_found_before_a_run(one_layer: dict[str, Path], indexed: Path, tmp_path: Path) -> None:
     """Other tokens than the model's, other ends than the tokenizer's, another command, a length of nothing."""
 
-    def look(folder: Path, **source: Any) -> str:
+    def look(folder: Path, length: int = 15, **source: Any) -> str:
         given = {"kind": "megatron", **source}
-        cfg = SFTConfig.model_validate(sft(one_layer["plain"], folder, train=given))
+        cfg = SFTConfig.model_validate(sft(one_layer["plain"], folder, train=given, sequence_length=length))
         return "\n".join(preflight("sft", cfg, 1, device_type="cpu").notes)
 
     assert "end of sequence" not in look(tmp_path, path=f"{indexed}/a_text")
     large = write(tmp_path / "large", [[5, 40, 2]] * 80)
     with pytest.raises(ValueError, match=r"token 40 is not below the model's vocab_size = 16; was the data written"):
         look(tmp_path, path=str(large))
-    endless = write(tmp_path / "endless", [[5, 6, 7]] * 80)
+    endless = write(tmp_path / "endless", [[5, 6, 7]] * 2000)
     assert "documents end with token 7, and the tokenizer's end of sequence is 2" in look(tmp_path, path=str(endless))
     with pytest.raises(ValueError, match=r"data\.train: .*nowhere: no nowhere\.bin and no nowhere\.idx"):
         look(tmp_path, path=str(tmp_path / "nowhere"))
+    with pytest.raises(
+        ValueError, match=r"has 513 tokens, and .* takes 512 .*lower data\.sequence_length by 1 or more"
+    ):
+        look(tmp_path, path=str(endless), length=512)
+    with pytest.raises(ValueError, match=r"has 101 tokens, and train\.max_tokens_per_micro_batch = 64; lower"):
+        look(tmp_path, path=str(endless), length=100)
     with pytest.raises(ValueError, match=r"leave out what is set for .* of subset, columns and adapter"):
         look(tmp_path, path=str(large), columns={"a": "b"})
     records = tmp_path / "records.jsonl"

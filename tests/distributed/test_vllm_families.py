@@ -29,6 +29,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_biased": ("llama_biased", {}),
     "llama3_rope": ("llama3_rope", {}),
     "llama_yarn": ("llama_yarn", {}),
+    "llama_linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}}),
+    "llama_dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}}),
     "mistral": ("mistral", {}),
     "qwen2": ("qwen2", {"tie_word_embeddings": False}),
     "qwen2_tied": ("qwen2", {}),

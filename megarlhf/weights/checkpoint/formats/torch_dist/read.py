@@ -13,6 +13,7 @@ from itertools import product
 from os import PathLike
 from pathlib import Path
 
+from megarlhf.architectures.adapters import is_adapter_tensor
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import Head
@@ -60,7 +61,13 @@ def read_torch_dist(directory: str | PathLike[str], arch: Architecture | None = 
     require_apart(directory, tensors.values())
     if EMBEDDING not in tensors:
         raise ValueError(
-            f"{directory} has no {EMBEDDING} among its {len(tensors)} tensors; give the checkpoint of a GPTModel"
+            f"{directory} has no {EMBEDDING} among its {len(tensors)} tensors; "
+            + (
+                "it is the resume point of an adapter, without the model that the adapter is on: give what the run has "
+                "exported (checkpoints/latest)"
+                if any(is_adapter_tensor(name) for name in tensors)
+                else "give the checkpoint of a GPTModel"
+            )
         )
     padded_vocab = tensors[EMBEDDING].shape[0]
     head: Head = "scalar" if OUTPUT in tensors and tensors[OUTPUT].shape[0] == 1 else "lm"

@@ -1,0 +1,70 @@
+"""Whether the tokens that end a response are agreed on: between data, generation and scoring."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megarlhf.config import ConversationConfig, RoleConfig
+from megarlhf.planning.data import _require_template_of_scorer
+from megarlhf.planning.ends import end_notes, scorer_notes
+from tests.data.chat_styles import CHATML, LLAMA_3, MISTRAL, write_chat_tokenizer
+
+
+@pytest.fixture
+def role(tmp_path):
+    """The function that makes one: a tokenizer with a template, and what generation_config.json names."""
+
+    def make(name: str, template: str | None, eos: list[int] | None = None) -> RoleConfig:
+        directory: Path = write_chat_tokenizer(tmp_path / name, template)
+        (directory / "config.json").write_text("{}")
+        if eos is not None:
+            (directory / "generation_config.json").write_text(f'{{"eos_token_id": {eos}}}')
+        return RoleConfig.model_validate({"model": {"path": directory}})
+
+    return make
+
+
+def test_a_turn_end_that_the_model_s_files_do_not_name_is_said(role):
+    """`</s>` is 2, `<|im_end|>` 5. Nothing to say where the template ends answers with end of sequence."""
+    data = ConversationConfig()
+    (note,) = end_notes("actor", role("chatml", CHATML), data, generates=True)
+    assert "ends an answer with token 5 (<|im_end|>), which is none of 2 (</s>)" in note
+    assert note.endswith("generated responses end at it too")
+    (note,) = end_notes("actor", role("trained", CHATML), data, generates=False)
+    assert "exports say so in generation_config.json" in note
+    (note,) = end_notes("actor", role("named", CHATML, [2, 5]), data, generates=True)
+    assert note.endswith("conversations are learnt with 5 (<|im_end|>), plain texts with the first")
+    assert end_notes("actor", role("mistral", MISTRAL), data, generates=True) == []
+    contradicting = role("contradicting", MISTRAL, [2])
+    (contradicting.model.path / "config.json").write_text('{"eos_token_id": [2, 7]}')
+    (note,) = end_notes("actor", contradicting, data, generates=True)
+    assert "names 7 as eos_token_id, and generation_config.json does not: nothing ends there" in note
+    assert end_notes("actor", role("none", None), data, generates=True) == []
+    assert end_notes("actor", role("plain", CHATML), ConversationConfig(template="plain"), generates=True) == []
+    with pytest.raises(ValueError, match="has no chat template, which conversations are written with"):
+        end_notes("actor", role("without", None), ConversationConfig(template="chat"), generates=True)
+
+
+def test_a_reward_model_whose_template_ends_otherwise_is_said(role):
+    actor, data = role("actor", CHATML), ConversationConfig()
+    (note,) = scorer_notes(actor, role("llama", LLAMA_3), data)
+    assert "ends an answer with token 5 (<|im_end|>), that of" in note
+    assert "with 8: conversations are scored at a token" in note
+    assert scorer_notes(actor, role("same", CHATML), data) == []
+    assert scorer_notes(actor, role("bare", None), data) == []
+    assert scorer_notes(actor, role("llama_2", LLAMA_3), ConversationConfig(template="plain")) == []
+
+
+def test_conversations_for_a_reward_model_without_a_template_are_refused_before_a_run(role):
+    """Of one that is given text; one that reads the actor's ids needs none."""
+    for retokenizes, template in ((True, CHATML), (False, None)):
+        scorer = role(f"scorer_{retokenizes}", template)
+        _require_template_of_scorer(
+            SimpleNamespace(reward_model=scorer, uses_reward_model=True, retokenizes=retokenizes)
+        )
+    bare = SimpleNamespace(reward_model=role("bare", None), uses_reward_model=True, retokenizes=True)
+    with pytest.raises(
+        ValueError, match=r"reward_model \(retokenize: true\) is given conversations: .*no chat template"
+    ):
+        _require_template_of_scorer(bare)

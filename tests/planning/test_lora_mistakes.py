@@ -1,0 +1,220 @@
+"""What is said of mistakes with adapters and frozen tensors: found by --dry-run, one line, exit status 2."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file, save_file
+
+from megarlhf.commands.cli import main
+from tests.distributed.lora import write_adapter
+
+
+@pytest.fixture(scope="module")
+def adapter(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_adapter(tmp_path_factory.mktemp("adapters") / "adapter", models["plain"], targets=("q_proj", "v_proj"))
+
+
+def dry_run(tmp_path: Path, models: dict[str, Path], data: dict[str, Path], command: str, overrides: list[str]) -> int:
+    tree = {
+        "run": {"dir": str(tmp_path / "run"), "nproc": 1},
+        "actor": {"model": {"path": str(models["plain"])}},
+        "data": {"train": str(data["prompts" if command == "rl" else "sft"])},
+        "train": {"num_steps": 2, "mini_batch_samples": 8, "micro_batch_samples": 2},
+    }
+    if command == "rl":
+        tree["data"] = {**tree["data"], "max_prompt_tokens": 16}
+        tree["train"] = {**tree["train"], "prompts_per_step": 4}
+        tree |= {
+            "rewards": [{"kind": "rule", "rule": "exact_match"}],
+            "rollout": {"engine": "megatron", "num_samples_per_prompt": 2, "max_response_tokens": 6},
+            "algo": {"advantage": "grpo"},
+        }
+    (tmp_path / "cfg.yaml").write_text(yaml.safe_dump(tree))
+    return main([command, "-c", str(tmp_path / "cfg.yaml"), "--dry-run", *overrides])
+
+
+MISTAKES: dict[str, tuple[str, list[str], str]] = {
+    "a target that matches nothing": (
+        "sft",
+        ["actor.lora={targets: [q_porj]}"],
+        ("actor.lora: targets: 'q_porj' names no linear layer of this model; it has q_proj, k_proj, v_proj, o_proj, "
+        "gate_proj, up_proj, down_proj"),
+    ),
+    "one of several": ("sft", ["actor.lora={targets: [q_proj, query_key_value]}"], "'query_key_value' names no linear"),
+    "the head": ("sft", ["actor.lora={targets: [lm_head]}"], "Embedding, head, router and norms have no adapter"),
+    "a layer that is not there": ("sft", ["actor.lora={targets: ['model.layers.4.*']}"], "names no linear layer"),
+    "no target": ("sft", ["actor.lora={targets: []}"], "targets is empty: name linear layers, or all-linear"),
+    "another word for all": ("sft", ["actor.lora={targets: all_linear}"], "'all-linear' is all of them"),
+    "rank 0": ("sft", ["actor.lora={rank: 0}"], "actor.lora.rank"),
+    "a rank in words": ("sft", ["actor.lora={rank: sixteen}"], "actor.lora.rank"),
+    "negative alpha": ("sft", ["actor.lora={alpha: -1}"], "actor.lora.alpha"),
+    "dropout": ("sft", ["actor.lora={dropout: 0.05}"], "dropout = 0.05 is not supported"),
+    "PEFT's name of a key": ("sft", ["actor.lora={target_modules: [q_proj]}"], "target_modules"),
+    "PEFT's name of the rank": ("sft", ["actor.lora={r: 8}"], "actor.lora"),
+    "an export that is none": ("sft", ["actor.lora={export: gguf}"], "actor.lora.export"),
+    "lora and freeze": ("sft", ["actor.lora={}", "actor.freeze=[embed_tokens]"], "leave freeze out, or leave lora out"),
+    "lora and train_only": ("sft", ["actor.lora={}", "actor.train_only=[norm]"], "leave train_only out"),
+    "freeze and train_only": ("sft", ["actor.freeze=[norm]", "actor.train_only=[norm]"], "give one of them"),
+    "a frozen name that is none": (
+        "sft",
+        ["actor.freeze=[embeddings]"],
+        ("actor.freeze: 'embeddings' names no tensor of this model. Its tensors are, with * for a number, "
+        "model.embed_tokens.weight, model.layers.*.input_layernorm.weight"),
+    ),
+    "a trained name that is none": ("sft", ["actor.train_only=['model.layers.9.*']"], "train_only: 'model.layers.9.*'"),
+    "everything frozen": ("sft", ["actor.freeze=['*']"], "freezes every tensor, and nothing would be trained"),
+    "a part of a parameter": (
+        "sft",
+        ["actor.freeze=[q_proj]"],
+        "k_proj.weight would be trained and model.layers.0.self_attn.q_proj.weight not, which are one parameter",
+    ),
+    "no adapter there": ("sft", ["actor.lora={path: nowhere}"], "lora.path = nowhere has no adapter_config.json"),
+    "an adapter of a random model": (
+        "sft",
+        ["actor.lora={export: adapter}", "actor.model.random_init=true"],
+        "the random model that the adapter is on is stored nowhere",
+    ),
+    "vLLM's adapter without one": ("rl", ["rollout.lora=adapter"], "the actor has no adapter: give actor.lora"),
+    "vLLM's adapter without vLLM": (
+        "rl",
+        ["rollout.lora=adapter", "actor.lora={}"],
+        "is for the engine vllm, and rollout.engine = megatron",
+    ),
+    "an adapter too large for vLLM": (
+        "rl",
+        ["rollout.lora=adapter", "rollout.engine=vllm", "actor.lora={rank: 1024}"],
+        "vLLM takes adapters of rank 512 at most",
+    ),
+    "a reference that moves half way": (
+        "rl",
+        ["actor.lora={}", "algo.kl.coef=0.1", "reference_update={every: 1, mixup: 0.5}"],
+        "would mix A and B of two adapters each by itself",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_told_before_ranks_start(
+    case: str, models: dict[str, Path], data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, overrides, words = MISTAKES[case]
+    assert dry_run(tmp_path, models, data, command, overrides) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "Traceback" not in said
+
+
+def stated(adapter: Path, into: Path, **config: object) -> Path:
+    """A copy of the adapter that says otherwise."""
+    into.mkdir()
+    (into / "adapter_model.safetensors").write_bytes((adapter / "adapter_model.safetensors").read_bytes())
+    known = json.loads((adapter / "adapter_config.json").read_text())
+    (into / "adapter_config.json").write_text(json.dumps({**known, **config}))
+    return into
+
+
+def with_tensors(adapter: Path, into: Path, change: Callable[[dict], object]) -> Path:
+    stated(adapter, into)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, into / "adapter_model.safetensors")
+    return into
+
+
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+WRONG: dict[str, tuple[Callable[[Path, Path], Path], str, str]] = {
+    "another rank": (lambda a, to: stated(a, to), "{path: PATH, rank: 8}", "rank = 8, and the adapter at"),
+    "another alpha": (lambda a, to: stated(a, to), "{path: PATH, alpha: 1}", "alpha = 1.0, and the adapter at"),
+    "other targets": (lambda a, to: stated(a, to), "{path: PATH, targets: [q_proj]}", "are not the linear layers that"),
+    "not LoRA": (
+        lambda a, to: stated(a, to, peft_type="IA3"),
+        "{path: PATH}",
+        "has peft_type 'IA3'; LORA is supported",
+    ),
+    "DoRA": (lambda a, to: stated(a, to, use_dora=True), "{path: PATH}", "has use_dora = True"),
+    "several ranks": (lambda a, to: stated(a, to, rank_pattern={"q_proj": 2}), "{path: PATH}", "has rank_pattern"),
+    "with biases": (lambda a, to: stated(a, to, bias="all"), "{path: PATH}", "has bias = 'all'"),
+    "no rank": (lambda a, to: stated(a, to, r=None), "{path: PATH}", "has r = None"),
+    "a damaged config": (
+        lambda a, to: (stated(a, to), (to / "adapter_config.json").write_text("{"))[0],
+        "{path: PATH}",
+        "is damaged",
+    ),
+    "truncated": (
+        lambda a, to: (
+            stated(a, to),
+            (to / "adapter_model.safetensors").write_bytes((a / "adapter_model.safetensors").read_bytes()[:-9]),
+        )[0],
+        "{path: PATH}",
+        "it is truncated: copy it again",
+    ),
+    "no weights": (
+        lambda a, to: (stated(a, to), (to / "adapter_model.safetensors").unlink())[0],
+        "{path: PATH}",
+        "has no adapter_model.safetensors",
+    ),
+    "a tensor less": (
+        lambda a, to: with_tensors(a, to, lambda t: t.pop(FIRST.replace("_A", "_B"))),
+        "{path: PATH}",
+        "q_proj.lora_B.weight is missing",
+    ),
+    "of a wider model": (
+        lambda a, to: with_tensors(a, to, lambda t: t.update({FIRST: t[FIRST].repeat(1, 2)})),
+        "{path: PATH}",
+        "q_proj.lora_A.weight has shape (4, 128), expected (4, 64). Is it an adapter of another base",
+    ),
+    "of other layers": (
+        lambda a, to: with_tensors(
+            a, to, lambda t: t.update({FIRST.replace("layers.0", "layers.9"): t[FIRST].clone()})
+        ),
+        "{path: PATH}",
+        "belong to no linear layer of this model, such as model.layers.9.self_attn.q_proj.lora_A.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_an_adapter_that_does_not_fit_is_refused(
+    case: str,
+    adapter: Path,
+    models: dict[str, Path],
+    data: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make, section, words = WRONG[case]
+    path = make(adapter, tmp_path / "adapter")
+    assert dry_run(tmp_path, models, data, "sft", [f"actor.lora={section.replace('PATH', str(path))}"]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "Traceback" not in said
+
+
+def test_an_adapter_is_no_model(
+    adapter: Path, models: dict[str, Path], data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dry_run(tmp_path, models, data, "sft", [f"actor.model.path={adapter}"]) == 2
+    assert "is a PEFT adapter and no model: give the model that it is on as model.path" in capsys.readouterr().err
+
+
+def test_what_is_no_mistake_is_said(
+    adapter: Path, models: dict[str, Path], data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An adapter that says that it is of another model; a new adapter where nothing is trained; two models in memory
+    where one would do."""
+    other = stated(adapter, tmp_path / "adapter", base_model_name_or_path="org/other", lora_dropout=0.1)
+    assert dry_run(tmp_path, models, data, "sft", [f"actor.lora={{path: {other}}}"]) == 0
+    said = capsys.readouterr().out
+    assert f"says that its base is org/other, and actor.model.path is {models['plain']}" in said
+    assert "was trained with dropout 0.1; here it has none" in said
+    assert "actor: trains 5,120 of " in said
+    reference = f"reference={{model: {{path: {models['plain']}}}, lora: {{}}}}"
+    assert dry_run(tmp_path, models, data, "rl", ["actor.lora={}", "algo.kl.coef=0.1", reference]) == 0
+    said = capsys.readouterr().out
+    assert "reference.lora (nothing is trained, and a new adapter adds nothing)" in said
+    assert "reference: a model of its own beside the actor's base: it has an adapter of its own" in said

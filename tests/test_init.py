@@ -1,0 +1,196 @@
+"""`megarlhf init`: what it writes passes `--dry-run` as it stands, for data of every kind, and says what is open.
+
+Not covered: a GPU (its layouts are chosen by config.json alone), names of the hub.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megarlhf.commands import cli
+from tests.distributed.tiny import write_reward_model
+from tests.weights.cases import LLAMA_70B
+from tools.demo.make_data import base_files
+
+Rows = list[dict[str, Any]]
+SUMS = [(n, str(n + 1)) for n in range(10, 70)]
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    try:
+        status = cli.main([str(word) for word in argv])
+    except SystemExit as end:
+        status = end.code  # type: ignore[assignment]
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def write(path: Path, rows: Rows) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+KINDS: dict[str, tuple[Rows, list[str], str, Any]] = {
+    "as we call them": ([{"prompt": f"{n}+1=", "response": a} for n, a in SUMS], [], "sft", "data.jsonl"),
+    "as others do": (
+        [{"question": f"{n}+1=", "completion": a} for n, a in SUMS],
+        [],
+        "sft",
+        {"path": "data.jsonl", "columns": {"prompt": "question", "response": "completion"}},
+    ),
+    "alpaca": (
+        [{"instruction": f"{n}+1=", "input": "", "output": a} for n, a in SUMS],
+        [],
+        "sft",
+        {"path": "data.jsonl", "adapter": "alpaca"},
+    ),
+    "answers learnt": (
+        [{"problem": f"{n}+1=", "answer": a} for n, a in SUMS],
+        ["--command", "sft"],
+        "sft",
+        {"path": "data.jsonl", "columns": {"prompt": "problem", "response": "answer"}},
+    ),
+    "answers compared": (
+        [{"problem": f"{n}+1=", "answer": a} for n, a in SUMS],
+        [],
+        "rl",
+        {"path": "data.jsonl", "columns": {"prompt": "problem"}},
+    ),
+    "pairs": ([{"prompt": f"{n}+1=", "chosen": a, "rejected": "7"} for n, a in SUMS], [], "rm", "data.jsonl"),
+    "pairs for dpo": (
+        [{"prompt": f"{n}+1=", "preferred": a, "worse": "7"} for n, a in SUMS],
+        ["--command", "dpo", "--nproc", "2"],
+        "dpo",
+        {"path": "data.jsonl", "columns": {"chosen": "preferred", "rejected": "worse"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_it_writes_passes_a_dry_run(
+    kind: str, one_layer: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command, the columns and limits are those of the data."""
+    rows, options, command, train = KINDS[kind]
+    write(Path("data.jsonl"), rows)
+    status, out, err = said(capsys, "init", "--model", one_layer["plain"], "--data", "data.jsonl", *options)
+    assert (status, err) == (0, "")
+    file = Path(f"{command}.yaml")
+    assert out.startswith(f"wrote {file}, for `megarlhf {command}` on ")
+    tree = yaml.safe_load(file.read_text())
+    assert tree["data"]["train"] == train
+    # "69+1=" is six tokens with the one that begins a text, "70" and the end are three.
+    assert tree["data"]["max_prompt_tokens"] == 8
+    assert tree["data"].get("max_response_tokens", 8) == 8
+    assert tree["train"].get("prompts_per_step", tree["train"]["mini_batch_samples"]) == 6
+    assert "all 60 records: prompts of 6 to 6" in " ".join(file.read_text().replace("#", " ").split())
+    status, out, err = said(capsys, command, "-c", file, "--dry-run")
+    assert (status, err) == (0, "")
+    assert f"{command}: batch arithmetic" in out
+
+
+def test_a_learned_reward(one_layer: dict[str, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Prompts alone say nothing of a reward: one is asked for, then read."""
+    write(Path("prompts.jsonl"), [{"prompt": f"{n}+1="} for n, _ in SUMS])
+    given = ("init", "--model", one_layer["plain"], "--data", "prompts.jsonl")
+    status, _, err = said(capsys, *given)
+    assert status == 2
+    assert "rl needs a reward, and the data has no column 'answer' to compare with; give --reward-model DIR" in err
+    judge = write_reward_model(tmp_path / "judge", one_layer["plain"])
+    status, out, _ = said(capsys, *given, "--reward-model", judge, "-o", "with/judge.yaml")
+    assert status == 0
+    assert "not decided: rollout.max_response_tokens: the data has no responses" in out
+    assert yaml.safe_load(Path("with/judge.yaml").read_text())["rewards"] == [{"kind": "model"}]
+    assert said(capsys, "rl", "-c", "with/judge.yaml", "--dry-run")[0] == 0
+
+
+def test_nothing_is_overwritten(one_layer: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    write(Path("data.jsonl"), KINDS["as we call them"][0])
+    Path("sft.yaml").write_text("mine")
+    (Path("runs") / "sft").mkdir(parents=True)
+    status, _, err = said(capsys, "init", "--model", one_layer["plain"], "--data", "data.jsonl")
+    assert (status, err) == (2, "megarlhf init: sft.yaml exists, and is not overwritten; name another file with -o\n")
+    assert Path("sft.yaml").read_text() == "mine"
+    assert said(capsys, "init", "--model", one_layer["plain"], "--data", "data.jsonl", "-o", "other.yaml")[0] == 0
+    assert yaml.safe_load(Path("other.yaml").read_text())["run"]["dir"] == "runs/sft-2"
+
+
+def test_long_records_and_the_model_s_positions(one_layer: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """512 positions: the longest prompt does not fit, and that is said; what is written still passes."""
+    rows = [{"prompt": "1+" * (400 if n == 7 else 20) + "=", "response": "5"} for n in range(60)]
+    write(Path("data.jsonl"), rows)
+    status, out, _ = said(capsys, "init", "--model", one_layer["plain"], "--data", "data.jsonl")
+    assert status == 0
+    assert "not decided: 1 of the 60 records looked at are longer than the model's 512 tokens allow" in out
+    data = yaml.safe_load(Path("sft.yaml").read_text())["data"]
+    assert data["max_prompt_tokens"] + data["max_response_tokens"] == 512
+    assert said(capsys, "sft", "-c", "sft.yaml", "--dry-run")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "ranks, layout, run",
+    [
+        (8, {"tp": 8, "pp": 1, "sequence_parallel": True}, {"nproc": 8}),
+        (64, {"tp": 8, "pp": 2, "sequence_parallel": True}, {"nproc": 8, "world_size": 64}),
+    ],
+)
+def test_a_layout_for_gpus_that_are_told(
+    ranks: int, layout: dict[str, Any], run: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """70 B parameters: 18 bytes each on one rank; on 64 GPUs 6 + 12 / 4 at TP8 x PP2 are 37 GiB. On eight nothing fits,
+    which is said, as are weights that are not there."""
+    Path("big").mkdir()
+    Path("big/config.json").write_text(json.dumps({**LLAMA_70B, "dtype": "bfloat16"}))
+    Path("big/tokenizer.model").write_bytes(base_files()["tokenizer.model"])
+    write(Path("data.jsonl"), KINDS["as we call them"][0])
+    status, out, err = said(
+        capsys, "init", *("--model", "big", "--data", "data.jsonl", "--device", "gpu", "--nproc"), ranks
+    )
+    assert (status, err) == (0, "")
+    tree = yaml.safe_load(Path("sft.yaml").read_text())
+    assert tree["actor"]["parallel"] == layout
+    assert tree["run"] == {"dir": "runs/sft", **run}
+    assert tree["actor"]["model"]["random_init"] is True
+    assert ("not decided: weights, gradients and optimizer states take about " in out) == (ranks == 8)
+    assert "not decided: the memory of a GPU: 80 GiB are taken" in out
+    assert "not decided: the weights: big has none" in out
+    assert "next: megarlhf sft -c sft.yaml --dry-run\nand: megarlhf rehearse sft -c sft.yaml" in out
+
+
+def test_what_it_cannot_use_is_told(one_layer: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """One line each, exit status 2, nothing written."""
+    model = one_layer["plain"]
+    write(Path("data.jsonl"), KINDS["as we call them"][0])
+    write(Path("strange.jsonl"), [{"x": 1, "y": "2"}])
+    write(Path("number.jsonl"), [])
+    Path("empty").mkdir()
+    Path("split").mkdir()
+    for name in ("train", "test"):
+        write(Path(f"split/{name}.jsonl"), KINDS["as we call them"][0])
+    for options, expected in (
+        (["--model", model, "--data", "dta.jsonl"], "no such data file or directory: dta.jsonl; the nearest name"),
+        (["--model", model, "--data", "strange.jsonl"], "the rows have 'x', 'y', of which no command is known to read"),
+        (["--model", model, "--data", "number.jsonl"], "no rows in number.jsonl"),
+        (["--model", model, "--data", "split"], "of which only one is meant: test, train"),
+        (["--model", "empty", "--data", "data.jsonl"], "empty has no config.json; give a Hugging Face directory"),
+        (["--model", model, "--data", "data.jsonl", "--command", "rm"], "no field 'chosen', found 'prompt', 'respo"),
+        (["--model", model, "--data", "data.jsonl", "--device", "gpu"], "say how many with --nproc"),
+        (["--model", model], "--data is missing"),
+    ):
+        status, _, err = said(capsys, "init", *options)
+        assert (status, err.count("\n")) == (2, 1), err
+        assert expected in err, err
+    assert not list(Path().glob("*.yaml"))
+    status, _, err = said(capsys, "init", "--model", model, "--data", "split", "--split", "train")
+    assert (status, err) == (0, "")
+    assert yaml.safe_load(Path("sft.yaml").read_text())["data"]["train"] == {"path": "split", "split": "train"}
