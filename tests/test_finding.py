@@ -116,7 +116,7 @@ CONFIG = "configs/plan/llama-3-70b.yaml"
     "argv",
     [
         ["plan", "-c", CONFIG, "--json", "--world-size", "64", "run.seed=3"],
-        ["run.seed=3", "plan"],
+        ["run.seed=3", "plan", "--json", "--world-size=64", "-c", CONFIG],
         ["--world-size", "64", "run.seed=3", "--json", "-c", CONFIG, "plan"],
         ["-c", CONFIG, "plan", "run.seed=3", "--json", "--world-size", "64"],
     ],
@@ -124,13 +124,17 @@ CONFIG = "configs/plan/llama-3-70b.yaml"
 def test_words_in_any_order(
     argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command too may stand behind its options; ahead of it stands no override, which could be anything."""
+    """The command too may stand behind its options and overrides."""
     monkeypatch.chdir(ROOT)
     status, out, err = said(capsys, *argv)
-    if argv[0] == "run.seed=3":
-        assert (status, "unknown command 'run.seed=3'" in err) == (2, True)
-    else:
-        assert (status, out[0]) == (0, "{")
+    assert (status, err, out[0]) == (0, "", "{")
+
+
+def test_a_rehearsal_s_words_in_any_order(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its command too, whose configuration is looked for."""
+    for argv in (["sft", "-c", "x.yaml", "run.seed=3"], ["run.seed=3", "--steps", "1", "-c", "x.yaml", "sft"]):
+        status, _, err = said(capsys, "rehearse", *argv)
+        assert (status, err) == (2, "megarlhf rehearse: no configuration file x.yaml\n")
 
 
 def test_a_value_is_not_taken_for_the_command(capsys: pytest.CaptureFixture[str]) -> None:
