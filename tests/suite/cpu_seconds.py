@@ -30,7 +30,7 @@ TABLE: dict[str, int] = {
     "tests/distributed/test_dpo_layouts.py": 30,
     "tests/distributed/test_dpo_runs.py": 13,
     "tests/distributed/test_eval.py": 11,
-    "tests/distributed/test_families.py": 22,
+    "tests/distributed/test_families.py": 26,
     "tests/distributed/test_faults.py": 29,
     "tests/distributed/test_gpu_check.py": 17,
     "tests/distributed/test_invariance.py": 46,
