@@ -40,7 +40,7 @@ export TORCH_CPP_LOG_LEVEL ?= ERROR
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv demo demo-3d demo-seeds bench-convert bench-reshard bench-kernels bench-packing bench-gpu-logprob \
-	bench-gpu-packed bench-resume bench-rewards bench-rollout bench-rehearsal bench-fits bench-parallel test \
+	bench-gpu-packed bench-resume bench-data bench-rewards bench-rollout bench-rehearsal bench-fits bench-parallel test \
 	test-matrix test-slow test-gpu test-peers test-slurm test-faults slurm-scripts lint docs \
 	doctor lock clean
 
@@ -136,6 +136,9 @@ test-faults: venv ## real runs that are killed, damaged and stopped, and go on (
 
 bench-resume: venv ## what resume points cost (5 minutes); writes benchmarks/results/resume.json
 	$(PY) -m benchmarks.resume
+
+bench-data: venv ## tokenized data against datasets.map and against lists in each rank (10 minutes); writes benchmarks/results/data.json
+	$(PY) -m benchmarks.data
 
 bench-rewards: venv ## what a slow reward costs while the log-probs are computed (4 minutes); writes benchmarks/results/slow_rewards.json
 	$(PY) -m benchmarks.slow_rewards

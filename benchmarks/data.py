@@ -1,11 +1,12 @@
 """What tokenized data costs: python -m benchmarks.data (`make bench-data`).
 
-- `tokens_per_second`: a file of prompts and responses to token ids on disk, by `megarlhf.data` and by `datasets.map`
+- `throughput`: a file of prompts and responses to token ids on disk, by `megarlhf.data` and by `datasets.map`
   with the fast tokenizer, with as many processes each; from the end of imports to the end, the starts of workers
-  included. The ways take turns.
-- `memory_mib`: of each of several processes that hold the same set, as proportional set size (a page that k processes
+  included. The ways take turns. `tokens_per_cpu_second` counts the seconds of all processes: other work on the machine
+  does not change it.
+- `memory`: of each of several processes that hold the same set, as proportional set size (a page that k processes
   map counts 1/k for each), beyond what the process had before: as lists, and as mapped columns of which all were read.
-- `first_batch_seconds`: from the end of imports to the first batch of a large set that lies in the cache.
+- `first_batch`: from the end of imports to the first batch of a large set that lies in the cache.
 
 The tokenizer is one of byte pairs with 32 000 tokens, trained on this repository and its packages' sources.
 """
@@ -16,18 +17,20 @@ import argparse
 import json
 import os
 import random
+import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import ROOT, machine
 
+PARTS = ("throughput", "memory", "first_batch")
 WAYS = ("ours", "map_batched", "map")
 LIMITS = {"max_prompt_tokens": 4096, "max_response_tokens": 4096}
 
@@ -64,8 +67,8 @@ def write_tokenizer(directory: Path, texts: Sequence[str], vocabulary: int) -> N
     (directory / "config.json").write_text(json.dumps({"model_type": "llama"}))
 
 
-def write_records(path: Path, texts: Sequence[str], count: int, words: int) -> None:
-    """Prompts and responses, each of a few to 2 x `words` words that follow each other in the texts."""
+def write_records(path: Path, texts: Sequence[str], count: int, least: int, most: int) -> None:
+    """Prompts and responses, each of so many words that follow each other in the texts."""
     drawn = random.Random(0)
     pieces = [text.split(" ") for text in texts]
     pieces = [piece for piece in pieces if len(piece) > 8]
@@ -73,7 +76,7 @@ def write_records(path: Path, texts: Sequence[str], count: int, words: int) -> N
     def part() -> str:
         piece = drawn.choice(pieces)
         start = drawn.randrange(len(piece) - 4)
-        return " ".join(piece[start : start + drawn.randint(4, 2 * words)]) + "."
+        return " ".join(piece[start : start + drawn.randint(least, most)]) + "."
 
     with path.open("w", encoding="utf-8") as out:
         for number in range(count):
@@ -95,16 +98,25 @@ def loader_of(work: Path, name: str, cache: Path, workers: int | None) -> Any:
     return SetLoader(data, SFTEncoder(tokenizer=work / "tokenizer", **LIMITS), SFTSample)
 
 
+def now() -> tuple[float, float]:
+    """Seconds on the clock, and of the CPU, of this process and of those that it has waited for."""
+    own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return time.perf_counter(), own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+
+
+def since(start: tuple[float, float]) -> dict[str, float]:
+    return {name: end - begin for name, begin, end in zip(("seconds", "cpu_seconds"), start, now(), strict=True)}
+
+
 def child_ours(work: Path, processes: int) -> dict[str, float]:
     import transformers  # noqa: F401 -- both ways have it imported
 
     from megarlhf.data.tokenized import lengths_of
 
     loader = loader_of(work, "records", Path(tempfile.mkdtemp(dir=work)), processes)
-    start = time.perf_counter()
+    start = now()
     samples, _, _ = loader.train_and_validation("sft")
-    seconds = time.perf_counter() - start
-    return {"seconds": seconds, "tokens": int(lengths_of(samples, "tokens").sum()), "samples": len(samples)}
+    return {**since(start), "tokens": int(lengths_of(samples, "tokens").sum()), "samples": len(samples)}
 
 
 def child_map(work: Path, processes: int, *, batched: bool) -> dict[str, float]:
@@ -131,13 +143,13 @@ def child_map(work: Path, processes: int, *, batched: bool) -> dict[str, float]:
         return {name: values[0] for name, values in made.items()}
 
     cache = tempfile.mkdtemp(dir=work)
-    start = time.perf_counter()
+    start = now()
     rows = load_dataset("json", data_files=str(work / "records.jsonl"), split="train", cache_dir=cache)
     mapped = rows.map(
         encode if batched else encode_one, batched=batched, num_proc=processes, remove_columns=rows.column_names
     )
-    seconds = time.perf_counter() - start
-    return {"seconds": seconds, "tokens": sum(map(len, mapped["tokens"])), "samples": len(mapped)}
+    found = since(start)
+    return {**found, "tokens": sum(map(len, mapped["tokens"])), "samples": len(mapped)}
 
 
 def proportional_bytes() -> int:
@@ -207,12 +219,14 @@ def _environment() -> dict[str, str]:
 
 def throughput(work: Path, processes: int, rounds: int) -> dict[str, Any]:
     found: dict[str, list[float]] = {way: [] for way in WAYS}
+    by_cpu: dict[str, list[float]] = {way: [] for way in WAYS}
     tokens = set()
     for number in range(rounds):
         for way in WAYS if number % 2 == 0 else WAYS[::-1]:
             result = in_child(way, work, processes)
             tokens.add((result["tokens"], result["samples"]))
             found[way].append(result["tokens"] / result["seconds"])
+            by_cpu[way].append(result["tokens"] / result["cpu_seconds"])
             for folder in work.glob("tmp*"):
                 shutil.rmtree(folder)
     ((count, samples),) = tokens  # the same ids, as far as their number shows
@@ -221,6 +235,7 @@ def throughput(work: Path, processes: int, rounds: int) -> dict[str, Any]:
         "tokens": count,
         "samples": samples,
         "tokens_per_second": {way: spread(values) for way, values in found.items()},
+        "tokens_per_cpu_second": {way: spread(values) for way, values in by_cpu.items()},
         "ours_over_map_batched": statistics.median(
             a / b for a, b in zip(found["ours"], found["map_batched"], strict=True)
         ),
@@ -233,7 +248,7 @@ def memory(work: Path, ranks: int, rounds: int) -> dict[str, Any]:
     for _ in range(rounds):
         for way, values in found.items():
             values += list(_memory_of(work, way, ranks))
-    return {"ranks": ranks, "memory_mib": {way: spread(values) for way, values in found.items()}}
+    return {"ranks": ranks, "mib_of_each": {way: spread(values) for way, values in found.items()}}
 
 
 def _memory_of(work: Path, way: str, ranks: int) -> Iterator[float]:
@@ -262,26 +277,40 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "least": min(values), "most": max(values), "rounds": len(values)}
 
 
-def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
-    texts = sources()
-    write_tokenizer(work / "tokenizer", texts, 400 if arguments.small else 32000)
-    write_records(work / "records.jsonl", texts, arguments.records, words=60)
-    write_records(work / "many.jsonl", texts, arguments.many, words=4)
-    result: dict[str, Any] = throughput(work, arguments.processes, arguments.rounds)
-    in_child("first_batch", work)  # makes the entry
+def first_batch(work: Path, rounds: int, ask: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    made = ask(work)  # makes the entry
     # A copy is another file with the same content: it is read once, and nothing is tokenized.
     (work / "many.jsonl").rename(work / "moved.jsonl")
     shutil.copyfile(work / "moved.jsonl", work / "many.jsonl")
     time.sleep(3)
-    copied = in_child("first_batch", work)
-    starts = [in_child("first_batch", work) for _ in range(arguments.rounds)]
-    result["first_batch"] = {
+    copied = ask(work)
+    starts = [ask(work) for _ in range(rounds)]
+    return {
         "samples": starts[0]["samples"],
         "seconds": spread([start["seconds"] for start in starts]),
         "seconds_of_a_copied_file": copied["seconds"],
+        "seconds_without_an_entry": made["seconds"],
     }
-    in_child("ours_cached", work)
-    result |= memory(work, arguments.ranks, max(1, arguments.rounds // 2))
+
+
+def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """The parts that are asked for."""
+    texts = sources()[: 40 if arguments.small else None]
+    write_tokenizer(work / "tokenizer", texts, 400 if arguments.small else 32000)
+    write_records(work / "records.jsonl", texts, arguments.records, 4, 120)
+    result: dict[str, Any] = {}
+    if "throughput" in arguments.parts:
+        result["throughput"] = throughput(work, arguments.processes, arguments.rounds)
+    if "memory" in arguments.parts:
+        in_child("ours_cached", work)
+        result["memory"] = memory(work, arguments.ranks, max(1, arguments.rounds // 2))
+    if "first_batch" in arguments.parts:
+        write_records(work / "many.jsonl", texts, arguments.many, 1, 4)
+        result["first_batch"] = first_batch(
+            work,
+            arguments.rounds,
+            child_first_batch if arguments.small else lambda place: in_child("first_batch", place),
+        )
     return result
 
 
@@ -305,17 +334,22 @@ def main() -> None:
         print(json.dumps(run()))
         return
     parser = argparse.ArgumentParser(prog="python -m benchmarks.data", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--records", type=int, default=60_000)
+    parser.add_argument("--records", type=int, default=30_000)
     parser.add_argument("--many", type=int, default=1_000_000)
-    parser.add_argument("--small", action="store_true", help="a small tokenizer: to see whether this runs")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--small", action="store_true", help="a small tokenizer, the last part in this process")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/data.json")
     arguments = parser.parse_args()
     (ROOT / "build").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
-        result = {**machine("make bench-data"), **measure(arguments, Path(folder))}
+        result = measure(arguments, Path(folder))
+    kept = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {}
+    about = machine("make bench-data")
+    # Of another commit or machine nothing is kept.
+    result = {**about, **(kept if about.items() <= kept.items() else {}), **result}
     arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result, indent=1))
 

@@ -239,4 +239,6 @@ def _serve(source: BinaryIO, out: BinaryIO) -> None:
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library or an adapter prints is no answer
-    _serve(sys.stdin.buffer, answers)
+    with contextlib.suppress(BrokenPipeError):  # who has started it was killed
+        _serve(sys.stdin.buffer, answers)
+    os._exit(0)  # nothing is left to be written, least of all to the pipe
