@@ -133,7 +133,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
     then = [
         *command_line(case, tmp_path / "then"),
         f"actor.lora={{path: {exported}, export: merged}}",
-        "train.num_steps=1",
+        "train.num_steps=2",
     ]
     status, said = ranks.run(2, "command_status", *then, f"actor.model.path={models['other']}")[0]
     assert status == 2
