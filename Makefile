@@ -40,7 +40,8 @@ export TORCH_CPP_LOG_LEVEL ?= ERROR
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv demo demo-lora demo-3d demo-seeds bench-convert bench-reshard bench-kernels bench-packing \
-	bench-gpu-logprob bench-gpu-packed bench-resume bench-data bench-rewards bench-rollout bench-rehearsal bench-fits bench-parallel test \
+	bench-gpu-logprob bench-gpu-packed bench-resume bench-data bench-rewards bench-rollout \
+	bench-rehearsal bench-fits bench-parallel test \
 	test-matrix test-slow test-gpu test-peers test-slurm test-faults slurm-scripts lint docs \
 	doctor lock clean
 
