@@ -39,8 +39,9 @@ export TORCH_CPP_LOG_LEVEL ?= ERROR
 # Images of containers often set it: each of the tests' processes would compile what it imports anew, pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo demo-3d demo-seeds bench-convert bench-reshard bench-kernels bench-packing bench-gpu-logprob \
-	bench-gpu-packed bench-resume bench-data bench-rewards bench-rollout bench-rehearsal bench-fits bench-parallel test \
+.PHONY: help venv demo demo-lora demo-3d demo-seeds bench-convert bench-reshard bench-kernels bench-packing \
+	bench-gpu-logprob bench-gpu-packed bench-resume bench-data bench-rewards bench-rollout \
+	bench-rehearsal bench-fits bench-parallel test \
 	test-matrix test-slow test-gpu test-peers test-slurm test-faults slurm-scripts lint docs \
 	doctor lock clean
 
@@ -70,6 +71,9 @@ $(VENV)/.installed: requirements/cpu.txt requirements/verifiers.txt setup.py
 
 demo: venv ## the whole pipeline on a toy task: SFT, reward model, PPO, with figures before and after
 	$(PY) -m tools.demo.run
+
+demo-lora: venv ## GRPO with a LoRA adapter on the model of the demo, after make demo (2 minutes)
+	$(PY) -m megarlhf rl -c configs/demo/grpo-lora.yaml
 
 demo-3d: venv ## the demo's PPO stage at TP2 x PP2 on four processes, a few steps
 	$(PY) -m tools.demo.run_3d

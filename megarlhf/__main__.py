@@ -13,8 +13,9 @@ def main() -> int:
     try:
         from megarlhf.resume.signals import KEEP_EARLY, note_early
 
-        options_first = sys.argv[1:2] and sys.argv[1].startswith("-")
-        if not KEEP_EARLY.isdisjoint(sys.argv[1:] if options_first else sys.argv[1:2]):
+        # The command may stand behind options and overrides.
+        first = next(iter(sys.argv[1:]), "")
+        if not KEEP_EARLY.isdisjoint(sys.argv[1:] if first.startswith("-") or "=" in first else [first]):
             note_early()
         from megarlhf.commands.cli import main as run_command
 

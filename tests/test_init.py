@@ -13,8 +13,9 @@ import pytest
 import yaml
 
 from megarlhf.commands import cli
+from tests.data.chat_styles import CHATML, write_chat_tokenizer
 from tests.distributed.tiny import write_reward_model
-from tests.weights.cases import LLAMA_70B
+from tests.weights.cases import LLAMA_70B, TINY
 from tools.demo.make_data import base_files
 
 Rows = list[dict[str, Any]]
@@ -93,10 +94,47 @@ def test_what_it_writes_passes_a_dry_run(
     assert tree["data"]["max_prompt_tokens"] == 8
     assert tree["data"].get("max_response_tokens", 8) == 8
     assert tree["train"].get("prompts_per_step", tree["train"]["mini_batch_samples"]) == 6
-    assert "all 60 records: prompts of 6 to 6" in " ".join(file.read_text().replace("#", " ").split())
+    assert "all 60 records: prompts of 6 tokens" in " ".join(file.read_text().replace("#", " ").split())
     status, out, err = said(capsys, command, "-c", file, "--dry-run")
     assert (status, err) == (0, "")
     assert f"{command}: batch arithmetic" in out
+
+
+def turns(question: str, answer: str) -> list[dict[str, str]]:
+    asked = [{"role": "system", "content": "be brief"}, {"role": "user", "content": question}]
+    return [*asked, {"role": "assistant", "content": answer}]
+
+
+CONVERSATIONS: dict[str, tuple[Rows, str, str]] = {
+    "messages": ([{"messages": turns(f"{n}+1", a)} for n, a in SUMS], "sft", "conversations in 'messages'"),
+    "to be answered": ([{"messages": turns(f"{n}+1", a)[:2], "answer": a} for n, a in SUMS], "rl", "conversations in"),
+    "pairs": (
+        [{"chosen": turns(f"{n}+1", a), "rejected": turns(f"{n}+1", "no")} for n, a in SUMS],
+        "rm",
+        "pairs of conversations",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CONVERSATIONS)
+def test_conversations(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the tokenizer's template, whose marks count. A model with heads of 16, which vLLM does not run on a CPU: the
+    other engine, and that is said."""
+    rows, command, read = CONVERSATIONS[kind]
+    write(Path("data.jsonl"), rows)
+    write_chat_tokenizer(Path("model"), CHATML)
+    Path("model/config.json").write_text(json.dumps({**TINY, "vocab_size": 128, "max_position_embeddings": 512}))
+    status, out, err = said(capsys, "init", "--model", "model", "--data", "data.jsonl", "--device", "cpu")
+    assert (status, err) == (0, "")
+    text = Path(f"{command}.yaml").read_text()
+    assert read in text
+    assert "a chat template" in " ".join(text.replace("#", " ").split())
+    tree = yaml.safe_load(text)
+    assert 40 < tree["data"]["max_prompt_tokens"] < 80
+    assert said(capsys, command, "-c", f"{command}.yaml", "--dry-run")[0] == 0
+    if command == "rl":
+        assert tree["rollout"]["engine"] == "megatron"
+        assert "not decided: rollout.engine: megatron is slow, and vllm was not possible: " in out
 
 
 def test_a_learned_reward(one_layer: dict[str, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -173,6 +211,7 @@ def test_what_it_cannot_use_is_told(one_layer: dict[str, Path], capsys: pytest.C
     write(Path("data.jsonl"), KINDS["as we call them"][0])
     write(Path("strange.jsonl"), [{"x": 1, "y": "2"}])
     write(Path("number.jsonl"), [])
+    write(Path("void.jsonl"), [{"prompt": "1+1=", "response": " "}] * 5)
     Path("empty").mkdir()
     Path("split").mkdir()
     for name in ("train", "test"):
@@ -181,6 +220,7 @@ def test_what_it_cannot_use_is_told(one_layer: dict[str, Path], capsys: pytest.C
         (["--model", model, "--data", "dta.jsonl"], "no such data file or directory: dta.jsonl; the nearest name"),
         (["--model", model, "--data", "strange.jsonl"], "the rows have 'x', 'y', of which no command is known to read"),
         (["--model", model, "--data", "number.jsonl"], "no rows in number.jsonl"),
+        (["--model", model, "--data", "void.jsonl"], "can be used: 5 empty response; give others"),
         (["--model", model, "--data", "split"], "of which only one is meant: test, train"),
         (["--model", "empty", "--data", "data.jsonl"], "empty has no config.json; give a Hugging Face directory"),
         (["--model", model, "--data", "data.jsonl", "--command", "rm"], "no field 'chosen', found 'prompt', 'respo"),

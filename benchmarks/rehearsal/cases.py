@@ -113,6 +113,8 @@ class Case:
     """Whether the optimizer is."""
     frozen: dict[str, Any] = field(default_factory=dict)
     """`parallel` of reference and reward model, where it is not that of the others."""
+    lora: int = 0
+    """Rank of the actor's adapter; 0: the actor has none."""
 
     gathers_run_on: bool = False
     """Into the next phase, in which gloo keeps copies until a thread of its own is done, sooner or later. A rehearsal
@@ -134,6 +136,7 @@ class Case:
         layout += f", offload {self.offload['optimizer']}" if self.offload else ""
         layout += "" if self.distributed else ", plain optimizer"
         layout += ", gathers run on" if self.gathers_run_on else ""
+        layout += f", LoRA {self.lora}" if self.lora else ""
         layout += f", read-only roles on ranks {self.frozen['ranks']}" if self.frozen else ""
         return f"{command} {model} {self.dtype} {'packed' if self.packed else 'padded'} {layout}"
 
@@ -158,12 +161,13 @@ def job_of(
     role = {"model": {"path": str(model), "dtype": case.dtype}, "parallel": case.parallel, "optim": optim}
     role |= {"recompute": case.recompute, "offload": case.offload}
     role |= {"recompute_layers": 1} if case.recompute == "layers" else {}
+    adapted = role | ({"lora": {"rank": case.lora}} if case.lora else {})
     frozen = role | ({"parallel": case.frozen} if case.frozen else {})
     micro = {"max_tokens_per_micro_batch": 4 * LONGEST} if case.packed else {"micro_batch_samples": 2}
     data = {"train": str(directory / "none.jsonl"), "max_prompt_tokens": 64}
     tree: dict[str, Any] = {"run": {"dir": str(directory / "run")}, "data": data}
     if case.command == "rl":
-        tree |= {"actor": role, "reference": frozen, "rollout": {"num_samples_per_prompt": 4}}
+        tree |= {"actor": adapted, "reference": frozen, "rollout": {"num_samples_per_prompt": 4}}
         tree["train"] = {
             "num_steps": num_steps,
             "prompts_per_step": case.samples // 4,
@@ -178,7 +182,7 @@ def job_of(
             tree |= {"critic": role, "reward_model": frozen, "rewards": [{"kind": "model"}]}
     else:
         data["max_response_tokens"] = LONGEST - 64
-        tree["reward_model" if case.command == "rm" else "actor"] = role
+        tree["reward_model" if case.command == "rm" else "actor"] = adapted
         tree |= {"reference": frozen} if case.command == "dpo" else {}
         tree["train"] = {"num_steps": num_steps, "mini_batch_samples": case.samples, **micro}
     cfg: Any = CONFIGS[case.command].model_validate(tree)

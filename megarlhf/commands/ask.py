@@ -38,7 +38,7 @@ def ask(arguments: argparse.Namespace, argv: list[str]) -> int:
 
     if arguments.prompt and arguments.interactive:
         raise ValueError("--prompt and --interactive: give one of the two")
-    cfg = _with_room(load_config(AskConfig, arguments.config, arguments.overrides))
+    cfg = with_room(load_config(AskConfig, arguments.config, arguments.overrides))
     os.environ.update(environment(cfg) | gpu_environment(roles_of(cfg)))
     info = detect_rank(os.environ)
     launched = info is not None and launch.MARK not in os.environ
@@ -58,7 +58,7 @@ def ask(arguments: argparse.Namespace, argv: list[str]) -> int:
     return launch.as_rank(info or RankInfo(), cfg, ENTRY, reads=cfg.actor.model.path)
 
 
-def _with_room(cfg: AskConfig) -> AskConfig:
+def with_room(cfg: AskConfig) -> AskConfig:
     """Where no limit is set, a prompt may take what the model has beside the response."""
     from megarlhf.architectures.hf_config import architecture_from_hf
 

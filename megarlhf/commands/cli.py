@@ -214,8 +214,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command_first(argv: list[str]) -> list[str]:
-    """`megarlhf -c FILE --dry-run sft` is `megarlhf sft -c FILE --dry-run`."""
-    if not argv or not argv[0].startswith("-"):
+    """`megarlhf -c FILE run.seed=3 sft` is `megarlhf sft -c FILE run.seed=3`."""
+    if not argv or not (argv[0].startswith("-") or "=" in argv[0]):
         return argv
 
     known = parser().get_default("commands")

@@ -105,17 +105,18 @@ def _checked(draft: Draft, rewards: list[dict[str, Any]], reward_model: Path | N
     """
     engines = ["vllm", "megatron"] if find_spec("vllm") or draft.machine.device == "gpu" else ["megatron"]
     engines = engines if draft.command == "rl" else ["none"]
-    undecided = list(draft.undecided)
+    undecided, why = list(draft.undecided), "vLLM is not installed"
     for engine in engines:
         draft.undecided[:] = undecided
         if engine == "megatron":
-            draft.undecided.append("rollout.engine: vLLM does not run this model here, and megatron is slow")
+            draft.undecided.append(f"rollout.engine: megatron is slow, and vllm was not possible: {why}")
         text = text_of(draft, rewards=rewards, engine=engine, reward_model=reward_model)
         try:
             _check(draft, text, configs)
-        except ValueError:
+        except ValueError as error:
             if engine == engines[-1]:
                 raise
+            why = str(error)
             continue
         return text
     raise AssertionError("there is always an engine to try")
@@ -130,5 +131,7 @@ def _check(draft: Draft, text: str, configs: Any) -> None:
         cfg = load_config(configs[draft.command], name)
         device_type = GPU if draft.machine.device == "gpu" else "cpu"
         preflight(draft.command, cfg, draft.machine.ranks, device_type=device_type)
+    except ValueError as error:
+        raise ValueError(str(error).replace(name, "what would be written")) from None
     finally:
         Path(name).unlink()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarlhf.commands.arguments import Once, Parser, positive
+from megarlhf.commands.arguments import Once, Parser, command_first, positive
 from megarlhf.config import DPOConfig, FrozenModel, RLConfig, RMConfig, SFTConfig, load_config
 
 CONFIGS: dict[str, type[FrozenModel]] = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "rl": RLConfig}
@@ -65,7 +65,8 @@ def parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status. 0: the job runs; 1: it does not; 2: the user's mistake. Where it is
     interrupted it leaves nothing behind, and 128 + the number of the signal is the status."""
-    arguments = parser().parse_intermixed_args(argv)
+    given = command_first(sys.argv[1:] if argv is None else argv, dict.fromkeys(CONFIGS, parser))
+    arguments = parser().parse_intermixed_args(given)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # what is not here is stood in for
     warnings.filterwarnings("ignore", module="megatron")  # of what a machine without a GPU does not have
     from megarlhf.rehearsal.processes import RankFailed

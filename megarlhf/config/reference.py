@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from megarlhf.config.data import SourceConfig
@@ -47,7 +48,8 @@ class Section:
     keys: tuple[Key, ...]
 
 
-def sections(model: type[FrozenModel]) -> list[Section]:
+@cache
+def sections(model: type[FrozenModel]) -> tuple[Section, ...]:
     """The sections of a command's configuration in their order."""
     schema = model.model_json_schema()
     result = []
@@ -59,7 +61,7 @@ def sections(model: type[FrozenModel]) -> list[Section]:
         else:
             words = _sentence(field) or _sentence(inner)
             result.append(Section(name + suffix, words, tuple(_keys(inner, schema["$defs"]))))
-    return result
+    return tuple(result)
 
 
 def _section(field: Schema, definitions: Mapping[str, Schema]) -> tuple[Schema | None, str]:
@@ -87,6 +89,7 @@ def _is_set(field: Schema) -> bool:
     return any(_is_set(choice) or (choice.get("format") == "path" and len(choices) > 2) for choice in choices)
 
 
+@cache
 def set_keys() -> tuple[Key, ...]:
     """`SET.path` and the others."""
     schema = SourceConfig.model_json_schema()

@@ -131,7 +131,6 @@ class _Pool:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",

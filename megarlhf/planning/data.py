@@ -89,6 +89,8 @@ def _require_template_of_scorer(cfg: RLConfig) -> None:
 def _hint(cfg: AnyConfig) -> str:
     """What `eval` may have been meant to do, where it was not said."""
     if isinstance(cfg, EvaluateConfig) and cfg.eval.tasks is None and cfg.tasks() == ("perplexity",):
+        if cfg.eval.perplexity_of == "text":
+            return ""
         return (
             ". With an actor alone eval measures the perplexity of responses; to score what the actor itself says, "
             "name rewards, such as [{kind: rule, rule: exact_match}]"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from megarlhf.architectures.hf_config import read_config
 from megarlhf.config import ConversationConfig, RoleConfig
 from megarlhf.data.ends import turn_end_of
 from megarlhf.data.templates import has_template
@@ -23,6 +26,7 @@ def end_notes(role: str, section: RoleConfig, data: ConversationConfig, *, gener
     def shown(*tokens: int) -> str:
         return ", ".join(f"{token} ({names[token]})" if token < len(names) else str(token) for token in tokens)
 
+    notes = _contradiction(role, directory, {*ends, turn})
     if turn is not None and turn not in ends:
         other = "generated responses end at it too"
         if not generates:
@@ -32,7 +36,7 @@ def end_notes(role: str, section: RoleConfig, data: ConversationConfig, *, gener
             f"which tokenizer and eos_token_id in {directory} end a response: conversations are learnt with the first, "
             f"and {other}"
         )
-        return [note]
+        return [note, *notes]
     if further := ends[1:]:
         learnt = "training data ends with the first only"
         if turn is not None:
@@ -41,8 +45,20 @@ def end_notes(role: str, section: RoleConfig, data: ConversationConfig, *, gener
             f"{role}: generated responses end at token {shown(eos)}, the tokenizer's end-of-sequence, and at "
             f"{shown(*further)}, which eos_token_id in {directory} names; {learnt}"
         )
-        return [note]
-    return []
+        return [note, *notes]
+    return notes
+
+
+def _contradiction(role: str, directory: Path, ends: set[int | None]) -> list[str]:
+    """A token that config.json alone names as an end, in a sentence: generation_config.json counts where it is."""
+    ids = read_config(directory).get("eos_token_id")
+    named = ids if isinstance(ids, list) else [ids]
+    others = [str(token) for token in named if token is not None and token not in ends]
+    note = (
+        f"{role}: config.json in {directory} names {', '.join(others)} as eos_token_id, and generation_config.json "
+        "does not: nothing ends there; correct the one that is wrong"
+    )
+    return [note] * bool(others)
 
 
 def scorer_notes(actor: RoleConfig, scorer: RoleConfig, data: ConversationConfig) -> list[str]:

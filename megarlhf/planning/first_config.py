@@ -298,6 +298,8 @@ def _data_lines(draft: Draft, lengths: Lengths) -> list[str]:
 
 def _spread(values: tuple[int, ...]) -> str:
     """`4 to 60 (half of them up to 22)`"""
+    if len(set(values)) == 1:
+        return str(values[0])
     return f"{min(values)} to {max(values)} (half of them up to {quantile(values, 0.5)})"
 
 

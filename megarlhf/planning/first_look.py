@@ -137,7 +137,8 @@ def look_at_data(path: Path, split: str | None, command: Command | None, model: 
         except ValueError as error:
             raise ValueError(f"{str(error) if where in str(error) else f'{where}: {error}'}") from None
     if not samples:
-        raise ValueError(f"none of the first {len(rows)} records of {source.words} can be used: {dict(skipped)}")
+        reasons = ", ".join(f"{count} {why}" for why, count in skipped.most_common())
+        raise ValueError(f"none of the first {len(rows)} records of {source.words} can be used: {reasons}; give others")
     prompts, responses, tokens = zip(*map(_lengths, samples), strict=True)
     return DataLook(
         command=command,

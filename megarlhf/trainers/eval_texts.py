@@ -93,6 +93,7 @@ def perplexity(cfg: EvaluateConfig, actor: Role, texts: Sequence[SFTSample]) -> 
 def text_logprobs(objective: SupervisedFineTuning, role: Role, texts: Sequence[SFTSample]) -> tuple[Tensor, Tensor]:
     """[P] fp64 each, on the CPU, the same on every rank and at every layout up to rounding: the log-prob of each text's
     learnt tokens in nats, and how many these are. Collective."""
+    role.parts.to_compute()
     vocabulary = role.shard.vocabulary()
     total_2P = torch.zeros(2, len(texts), dtype=torch.float64, device=role.mesh.runtime.device)
 

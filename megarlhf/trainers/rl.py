@@ -32,6 +32,7 @@ from megarlhf.trainers.rl_samples import training_rows
 from megarlhf.trainers.rl_score import score
 from megarlhf.trainers.rl_updates import Metrics, StepInProgress, train_on
 from megarlhf.trainers.session import Session, is_due, open_session
+from megarlhf.trainers.supervised import say_of_test
 
 
 def run(cfg: RLConfig, runtime: Runtime, parts: Parts = Parts()) -> None:  # noqa: B008 -- frozen
@@ -105,7 +106,9 @@ class Loop:
                 last = last or stop.reason is not None
             if last:
                 with session.stoppable("eval"):
-                    metrics |= self.evaluate.test(session.asked_to_stop)
+                    of_test = self.evaluate.test(session.asked_to_stop)
+                say_of_test(session, of_test)
+                metrics |= of_test
             components.kl.update(described["kl"], work.experience.num_samples)
             if components.moving_reference is not None:
                 metrics["reference_moved"] = int(components.moving_reference.after(step))

@@ -23,6 +23,7 @@ from megarlhf.errors import Interrupted
 from megarlhf.models.role import Role, build_role
 from megarlhf.observe.metrics import Metric
 from megarlhf.observe.phases import Phases, seconds_of
+from megarlhf.observe.progress import format_number
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.residency import Residency
 from megarlhf.parallel.router_balance import ROUTER_AUX_LOSS
@@ -168,10 +169,17 @@ def close(
             closing, report = objective.closing_report(role, validation, should_stop)
             metrics |= closing
             session.write_report("calibration.json", report)
-        metrics |= as_test(evaluate(objective, role, test, should_stop))
+        of_test = as_test(evaluate(objective, role, test, should_stop))
         if test:
-            metrics |= as_test(objective.closing_report(role, test, should_stop)[0])
-    return metrics
+            of_test |= as_test(objective.closing_report(role, test, should_stop)[0])
+    say_of_test(session, of_test)
+    return metrics | of_test
+
+
+def say_of_test(session: Session, metrics: Mapping[str, Metric]) -> None:
+    """The figures of `data.test`, where there are any."""
+    if metrics:
+        session.note("data.test: " + ", ".join(f"{name} {format_number(value)}" for name, value in metrics.items()))
 
 
 def as_test(metrics: Mapping[str, Metric]) -> Metrics:

@@ -1,20 +1,25 @@
 """`megarlhf generate` at a terminal: prompts of the command line, and lines that are typed. Nothing is written.
 
-Not covered: a terminal's own behaviour (lines come from a pipe here).
+Not covered: a terminal's own behaviour (lines come from a stream here).
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
 
 from megarlhf.commands import ask, cli
-from tests.command import ROOT
+from megarlhf.config import load_config
+from megarlhf.config.ask import AskConfig
+from megarlhf.runtime import Runtime
+from megarlhf.trainers.ask import run
 from tests.ranks import RankPool
 
 
@@ -47,23 +52,24 @@ def test_prompts_of_the_command_line_get_what_a_file_of_them_gets(file: Path, ra
     assert second == ""
 
 
-def test_lines_are_answered_until_their_end(file: Path, tmp_path: Path) -> None:
-    """A plain start on two ranks. A blank line is passed over; of one that is too long it is said."""
-    argv = [sys.executable, "-m", "megarlhf", "generate", "-c", str(file), "--interactive", "run.nproc=2"]
+def typed(runtime: Runtime, file: str, lines: str) -> tuple[str, str]:
+    """What is printed of lines on the first rank's standard input."""
+    cfg = ask.with_room(load_config(AskConfig, file, ["actor.parallel.tp=2", "data.max_prompt_tokens=20"]))
+    out, said = io.StringIO(), io.StringIO()
+    given = mock.patch.object(sys, "stdin", io.StringIO(lines if runtime.is_main else "not read"))
+    with given, contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):
+        run(cfg, runtime, cfg.actor.model.path)
+    return out.getvalue(), said.getvalue()
+
+
+def test_lines_are_answered_until_their_end(file: Path, ranks: RankPool, tmp_path: Path) -> None:
+    """On two ranks. A blank line is passed over; of one that is too long it is said, and the next one is answered."""
     lines = f"1+2=\n\n{'1+' * 40}\n1+2=\n"
-    done = subprocess.run(
-        [*argv, "data.max_prompt_tokens=20"],
-        input=lines,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 2
-    assert "prompt longer than 20 tokens: the limit" in done.stderr.replace(";", ":")
-    assert "Traceback" not in done.stderr
+    (out, said), second = ranks.run(2, typed, str(file), lines)
+    assert len(out.splitlines()) == 2
+    assert len(set(out.splitlines())) == 1, "greedy"
+    assert "prompt longer than 20 tokens; the limit is data.max_prompt_tokens = 20" in said
+    assert second == ("", "")
     assert not (tmp_path / "run").exists()
 
 

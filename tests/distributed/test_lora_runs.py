@@ -38,8 +38,9 @@ def merged_by_hand(model: Path, adapter: Path) -> dict[str, torch.Tensor]:
     return whole
 
 
+@pytest.mark.parametrize("how", ["merged", pytest.param("adapter", marks=pytest.mark.slow)])
 def test_rl_samples_with_the_adapter_and_measures_the_kl_to_its_base(
-    vllm_ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
+    how: str, vllm_ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
     """TP2 x PP2 into two engines of TP2. vLLM has what is trained: the gap stays within rounding in every step, and the
     weights of the start would not pass. No second model is built; the export is the base with the adapter."""
@@ -50,7 +51,8 @@ def test_rl_samples_with_the_adapter_and_measures_the_kl_to_its_base(
     cfg["actor"]["optim"]["lr"] = 1e-2
     cfg["run"] = {"dir": str(tmp_path / "run"), "nproc": 4}
     cfg["train"] |= {"num_steps": 3, "epochs_per_step": 1}
-    cfg["rollout"] |= {"engine": "vllm", "parallel": {"tp": 2}, "verify_weights_every": 1}
+    cfg["rollout"] |= {"engine": "vllm", "parallel": {"tp": 2}, "verify_weights_every": 1, "lora": how}
+    cfg["rollout"]["sleep_level"] = 2 if how == "adapter" else 0
     (tmp_path / "cfg.yaml").write_text(yaml.safe_dump(cfg))
     written = "".join(vllm_ranks.run(4, "command", "rl", "-c", str(tmp_path / "cfg.yaml")))
 
@@ -133,7 +135,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
     then = [
         *command_line(case, tmp_path / "then"),
         f"actor.lora={{path: {exported}, export: merged}}",
-        "train.num_steps=1",
+        "train.num_steps=2",
     ]
     status, said = ranks.run(2, "command_status", *then, f"actor.model.path={models['other']}")[0]
     assert status == 2

@@ -64,6 +64,9 @@ def test_the_keys_that_differ(runs: list[Path]) -> None:
         "loss": ["-", "<b>", "-"],
     }
     assert differing_keys(["run: {dir: a}", "run: {dir: b}"]) == {}
+    sft, rm = "# megarlhf sft: the\nrun: {seed: 0}\nactor: 1\n", "# megarlhf rm: the\nrun: {seed: 1}\nreward_model: 1\n"
+    assert differing_keys([sft, rm, None]) == {"run.seed": ["0", "1", "-"]}, "of different commands"
+    assert list(differing_keys([sft, sft.replace("actor", "critic")])) == ["actor", "critic"]
 
 
 def test_the_page_of_runs_of_different_commands(

@@ -36,6 +36,10 @@ def test_a_turn_end_that_the_model_s_files_do_not_name_is_said(role):
     (note,) = end_notes("actor", role("named", CHATML, [2, 5]), data, generates=True)
     assert note.endswith("conversations are learnt with 5 (<|im_end|>), plain texts with the first")
     assert end_notes("actor", role("mistral", MISTRAL), data, generates=True) == []
+    contradicting = role("contradicting", MISTRAL, [2])
+    (contradicting.model.path / "config.json").write_text('{"eos_token_id": [2, 7]}')
+    (note,) = end_notes("actor", contradicting, data, generates=True)
+    assert "names 7 as eos_token_id, and generation_config.json does not: nothing ends there" in note
     assert end_notes("actor", role("none", None), data, generates=True) == []
     assert end_notes("actor", role("plain", CHATML), ConversationConfig(template="plain"), generates=True) == []
     with pytest.raises(ValueError, match="has no chat template, which conversations are written with"):

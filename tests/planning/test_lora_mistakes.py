@@ -42,8 +42,10 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "a target that matches nothing": (
         "sft",
         ["actor.lora={targets: [q_porj]}"],
-        ("actor.lora: targets: 'q_porj' names no linear layer of this model; it has q_proj, k_proj, v_proj, o_proj, "
-        "gate_proj, up_proj, down_proj"),
+        (
+            "actor.lora: targets: 'q_porj' names no linear layer of this model; it has q_proj, k_proj, v_proj, o_proj, "
+            "gate_proj, up_proj, down_proj"
+        ),
     ),
     "one of several": ("sft", ["actor.lora={targets: [q_proj, query_key_value]}"], "'query_key_value' names no linear"),
     "the head": ("sft", ["actor.lora={targets: [lm_head]}"], "Embedding, head, router and norms have no adapter"),
@@ -63,8 +65,10 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     "a frozen name that is none": (
         "sft",
         ["actor.freeze=[embeddings]"],
-        ("actor.freeze: 'embeddings' names no tensor of this model. Its tensors are, with * for a number, "
-        "model.embed_tokens.weight, model.layers.*.input_layernorm.weight"),
+        (
+            "actor.freeze: 'embeddings' names no tensor of this model. Its tensors are, with * for a number, "
+            "model.embed_tokens.weight, model.layers.*.input_layernorm.weight"
+        ),
     ),
     "a trained name that is none": ("sft", ["actor.train_only=['model.layers.9.*']"], "train_only: 'model.layers.9.*'"),
     "everything frozen": ("sft", ["actor.freeze=['*']"], "freezes every tensor, and nothing would be trained"),

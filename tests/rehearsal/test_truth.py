@@ -36,6 +36,7 @@ CASES = (
     Case(command="rl", parallel={"tp": 2}, world_size=2, packed=True, frozen={"ranks": [1, 2]}),
     Case(command="sft", parallel={"cp": 2}, world_size=2, packed=True),
     Case(command="rl", dtype="bf16", recompute="full", offload={"parameters": True, "optimizer": "stream"}),
+    Case(command="rl", advantage="group_relative", parallel={"tp": 2}, world_size=2, engine_tp=2, dtype="bf16", lora=8),
 )
 
 

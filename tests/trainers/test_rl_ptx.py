@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megarlhf.data.texts import Text, pieces
 from megarlhf.parallel.batching import Batching
 from megarlhf.parallel.packing import Cost
 from megarlhf.parallel.step import MicroBatch
-from megarlhf.trainers.rl_ptx import PretrainingMix, Text, pieces
+from megarlhf.trainers.rl_ptx import PretrainingMix
 
 
 class Letters:

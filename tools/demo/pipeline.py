@@ -46,6 +46,8 @@ STAGES = (
     Stage("ppo", "rl", MODELS | _data("prompts")),
     Stage("grpo", "rl", MODELS | _data("prompts")),
 )
+LORA = Stage("grpo-lora", "rl", {"actor.model.path": ACTOR, **_data("prompts")})
+"""GRPO with an adapter, beside the demo."""
 BY_NAME = {stage.name: stage for stage in STAGES}
 
 
