@@ -82,6 +82,7 @@ def rl_overrides(root: Path) -> list[str]:
     data = root / "data"
     paths = [f"actor.model.path={actor}", f"critic.model.path={scorer}", f"reward_model.model.path={scorer}"]
     paths += [f"data.train={data / 'prompts_train.jsonl'}", f"data.validation={data / 'prompts_validation.jsonl'}"]
+    paths += ["actor.optim.warmup_steps=4"]
     return [*paths, "train.prompts_per_step=8", "eval.every=2", "rollout.verify_weights_every=1", *FEW]
 
 

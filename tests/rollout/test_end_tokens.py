@@ -83,7 +83,7 @@ def test_vllm_is_asked_to_end_at_exactly_these(sampling, monkeypatch, one_rank):
         return SimpleNamespace(mine=mine, responses=SimpleNamespace(lengths_N=torch.tensor([1])))
 
     class Engine:
-        def enqueue(self, requests, parameters, use_tqdm):
+        def enqueue(self, requests, parameters, use_tqdm, lora_request=None):
             asked.extend(parameters)
             self.unfinished = len(requests)
             return ["0-a"]

@@ -166,6 +166,9 @@ def test_three_stages_train_one_after_the_other(site: Site) -> None:
         tree = yaml.safe_load(text)
         tree["run"]["on_existing"] = "resume"
         tree["train"] |= {"num_steps": num_steps}
+        for role in ("actor", "reward_model"):
+            if "warmup_steps" in tree.get(role, {}).get("optim", {}):
+                tree[role]["optim"]["warmup_steps"] = 2
         tree["train"] |= {"prompts_per_step": 8, "mini_batch_samples": 32} if name == "ppo" else {}
         tree["eval"] = {"every": 0}
         (site.root / f"{name}.yaml").write_text(yaml.safe_dump(tree))
