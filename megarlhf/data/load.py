@@ -63,9 +63,16 @@ class SetLoader(Generic[Sample]):
             held, of_held = self.whole(data.validation, "validation")
             notes += of_held
         elif data.validation_share is not None:
-            split = [set_aside(part, data.validation_share, data.split_seed) for _, part in parts]
-            held = _joined([(stored, away) for (stored, _), (_, away) in zip(parts, split, strict=True)])
-            parts = [(stored, kept) for (stored, _), (kept, _) in zip(parts, split, strict=True)]
+            kept, away = set_aside([part for _, part in parts], data.validation_share, data.split_seed)
+            for source, left in zip(data.train, kept, strict=True):
+                if source.weight is not None and not len(left):
+                    raise ValueError(
+                        f"data.validation_share = {data.validation_share:g} sets all samples of {source.words} aside, "
+                        f"and its weight is {source.weight:g}; give a smaller share, or this set more data"
+                    )
+            wholes = [stored for stored, _ in parts]
+            held = _joined(list(zip(wholes, away, strict=True)))
+            parts = list(zip(wholes, kept, strict=True))
             notes.append(
                 f"data.validation_share = {data.validation_share:g}: {len(held)} samples are set aside, and "
                 f"{sum(len(part) for _, part in parts)} are trained on"

@@ -41,25 +41,33 @@ def phase_share(
     return Selected(samples, positions)
 
 
-def set_aside(samples: Samples[Sample], share: float, seed: int) -> tuple[Selected[Sample], Selected[Sample]]:
-    """The samples to train on, and those to validate on: as near to the share as whole prompts allow.
+def set_aside(
+    parts: Sequence[Samples[Sample]], share: float, seed: int
+) -> tuple[list[Selected[Sample]], list[Selected[Sample]]]:
+    """Of each set the samples to train on, and those to validate on: of all sets together as near to the share as whole
+    prompts allow. One cut through the prompts of all of them, so that none is on both sides.
 
-    Raises: ValueError where one of the two would be empty.
+    Raises: ValueError where nothing would be left to train on.
     """
-    prompts, which, counts = np.unique(samples.prompts(), return_inverse=True, return_counts=True)
+    prompts, which, counts = np.unique(
+        np.concatenate([part.prompts() for part in parts]), return_inverse=True, return_counts=True
+    )
+    total = len(which)
     order = np.argsort(_mixed(prompts, seed, b"validation"), kind="stable")
-    wanted = max(1, round(share * len(samples)))
+    wanted = max(1, round(share * total))
     ends = np.cumsum(counts[order])
     taken = int(np.searchsorted(ends, wanted)) + 1
     if taken >= len(prompts):
         raise ValueError(
-            f"data.validation_share = {share:g} of {len(samples)} samples with {len(prompts)} different prompts leaves "
+            f"data.validation_share = {share:g} of {total} samples with {len(prompts)} different prompts leaves "
             "nothing to train on, since samples with one prompt stay together; give a smaller share, or more data"
         )
     held = np.zeros(len(prompts), dtype=bool)
     held[order[:taken]] = True
-    is_held = held[which]
-    return Selected(samples, np.flatnonzero(~is_held)), Selected(samples, np.flatnonzero(is_held))
+    of_parts = np.split(held[which], np.cumsum([len(part) for part in parts])[:-1])
+    kept = [Selected(part, np.flatnonzero(~is_held)) for part, is_held in zip(parts, of_parts, strict=True)]
+    away = [Selected(part, np.flatnonzero(is_held)) for part, is_held in zip(parts, of_parts, strict=True)]
+    return kept, away
 
 
 def _mixed(values: Array, seed: int, purpose: bytes) -> Array:

@@ -74,18 +74,38 @@ def test_a_share_that_leaves_nothing_to_train_on_is_refused(file, tmp_path):
     with pytest.raises(
         ValueError, match=r"validation_share = 0\.999 of 180 samples with 100 .* leaves nothing to train"
     ):
-        set_aside(train, 0.999, 0)
+        set_aside([train], 0.999, 0)
     with pytest.raises(ValueError, match="of 1 samples with 1 different prompts leaves nothing"):
-        set_aside(train[:1], 0.5, 0)
-    assert len(set_aside(train, 1e-6, 0)[1]) in (1, 2), "one prompt at least"
+        set_aside([train[:1]], 0.5, 0)
+    assert len(set_aside([train], 1e-6, 0)[1][0]) in (1, 2), "one prompt at least"
 
 
-def test_each_set_of_a_list_gives_its_share(file, tmp_path):
-    """And keeps its weight in what is trained on."""
+@pytest.mark.parametrize("weights", [(None, None), (3, 1)])
+def test_sets_of_a_list_share_one_cut(file, tmp_path, weights):
+    """The same prompts in two sets, in each so often that a cut of its own would lie elsewhere: each prompt is on one
+    side in both. The sets keep their weights in what is trained on."""
     other = file.with_name("other.jsonl")
-    other.write_text(file.read_text().replace('"r', '"s').replace('"sesponse', '"response'))
-    train, held, _ = of([file, other], tmp_path, validation_share=0.2)
-    assert (len(train.parts), len(held.parts), train.weights) == (2, 2, None)
-    assert [len(part) for part in held.parts] == [36, 36]
-    weighted = [{"path": str(file), "weight": 3}, {"path": str(other), "weight": 1}]
-    assert of(weighted, tmp_path, validation_share=0.2)[0].weights == [3.0, 1.0]
+    rows = [{"prompt": f"{n}", "response": f"s{n}.{k}"} for n in range(100) for k in range(1 + n % 7)]
+    other.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sets = [
+        {"path": str(path), **({} if weight is None else {"weight": weight})}
+        for path, weight in zip((file, other), weights, strict=True)
+    ]
+    apart = [set(of([each["path"]], tmp_path, validation_share=0.1)[1].prompts().tolist()) for each in sets]
+    assert apart[0] != apart[1], "each by itself has another cut"
+    train, held, _ = of(sets, tmp_path, validation_share=0.1)
+    assert not np.isin(held.prompts(), train.prompts()).any()
+    assert (len(train.parts), len(held.parts)) == (2, 2)
+    assert min(map(len, held.parts)) > 0
+    total = len(train) + len(held)
+    assert 0.1 * total <= len(held) <= 0.1 * total + 8
+    assert train.weights == (None if weights[0] is None else [3.0, 1.0])
+
+
+def test_a_weighted_set_that_is_set_aside_as_a_whole_is_refused(file, tmp_path):
+    held = of(file, tmp_path, validation_share=0.5)[1][0]
+    small = file.with_name("small.jsonl")
+    small.write_text(json.dumps({"prompt": "".join(map(chr, held.tokens[: held.prompt_length])), "response": "x"}))
+    sets = [{"path": str(file), "weight": 3}, {"path": str(small), "weight": 1}]
+    with pytest.raises(ValueError, match=r"sets all samples of .*small\.jsonl aside, and its weight is 1"):
+        of(sets, tmp_path, validation_share=0.5)
