@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import logging
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,11 +20,11 @@ from megarlhf.data.encode import Job, encode_all
 from megarlhf.data.fields import Fields, LeftOut, Reader
 from megarlhf.data.megatron_indexed import IndexedOptions, IndexedSamples
 from megarlhf.data.over_long import CuttingEncoder
-from megarlhf.data.sample_kinds import Encoder, Skipped
+from megarlhf.data.sample_kinds import Encoder, PromptSample, Skipped
 from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder, form_of_record
 from megarlhf.data.selection import phase_share, set_aside
 from megarlhf.data.sources import Place, files_in_words, find
-from megarlhf.data.tokenized import Joined, Samples, Stored
+from megarlhf.data.tokenized import Joined, Samples, Stored, positions_of_shared
 
 logger = logging.getLogger(__name__)
 Sample = TypeVar("Sample")
@@ -56,12 +57,14 @@ class SetLoader(Generic[Sample]):
 
         Raises: ValueError for what cannot be read, encoded or kept.
         """
-        data, notes = self.data, list[str]()
+        data, notes, shared = self.data, list[str](), list[str]()
         parts = [self._part(source, notes, command) for source in data.train]
         held: Samples[Sample] | list[Sample] = []
         if data.validation is not None:
             held, of_held = self.whole(data.validation, "validation")
             notes += of_held
+            if data.validation != data.train:  # else it is said with the configuration
+                shared = _shared_in_words("held-out prompts", held, _joined(parts))
         elif data.validation_share is not None:
             kept, away = set_aside([part for _, part in parts], data.validation_share, data.split_seed)
             for source, left in zip(data.train, kept, strict=True):
@@ -78,12 +81,16 @@ class SetLoader(Generic[Sample]):
                 f"{sum(len(part) for _, part in parts)} are trained on"
             )
         weights = [source.weight for source in data.train if source.weight is not None]
-        return _joined(parts, weights or None), held, notes
+        return _joined(parts, weights or None), held, notes + shared
 
-    def test(self) -> tuple[Samples[Sample], list[str]]:
-        """The samples of `data.test`, and what was skipped, in words. Raises: ValueError as above."""
+    def test(self, train: Samples[Sample]) -> tuple[Samples[Sample], list[str]]:
+        """The samples of `data.test`, and what was skipped, in words, with how many prompts stand in `train` too.
+        Raises: ValueError as above."""
         assert self.data.test is not None, "asked only where there is some"
-        return self.whole(self.data.test, "test")
+        test, notes = self.whole(self.data.test, "test")
+        if self.data.test != self.data.train:
+            notes += _shared_in_words("prompts of data.test", test, train)
+        return test, notes
 
     def whole(self, sources: Sequence[SourceConfig], part: str = "train") -> tuple[Samples[Sample], list[str]]:
         """All samples of some sets, and what was skipped, in words. `part`: of sets with a split of Megatron's. Raises:
@@ -214,6 +221,17 @@ def _in_words(manifest: dict[str, Any], source: SourceConfig) -> str:
     skipped.reasons.update(manifest["skipped"])
     changed = "".join(f"; {how}: {count}" for how, count in sorted(manifest["changed"].items()))
     return f"{source.words}: {skipped.describe()}{changed}{files_in_words(source)}"
+
+
+def _shared_in_words(what: str, samples: Samples[Any], train: Samples[Any]) -> list[str]:
+    """That prompts are trained on too: data that is said to be apart may be a copy. Nothing where none is."""
+    shared = positions_of_shared(samples, train)
+    if not len(shared):
+        return []
+    first = f"the first as record {int(samples.records()[shared[0]]) + 1}"
+    sample = samples[int(shared[0])]
+    text = f": {textwrap.shorten(sample.text, 60)!r}" if isinstance(sample, PromptSample) else ""
+    return [f"{len(shared)} of {len(samples)} {what} stand in the training data too, {first}{text}"]
 
 
 def _joined(

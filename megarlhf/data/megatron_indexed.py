@@ -203,17 +203,21 @@ class IndexedSamples(Samples[Sample], Generic[Sample]):
         return self._count
 
     def prompts(self) -> Array:
-        """No two are the same: a sample has no prompt."""
-        return np.arange(self._count).astype(np.uint64)
+        """No two of different data are the same: a sample has no prompt."""
+        first = np.frombuffer(self._digest([self._key[0]])[:8], dtype=np.uint64)
+        return np.arange(self._count).astype(np.uint64) + first
 
     def digest(self) -> str:
         """Of size, index and ends of the tokens; they are too many to read all before a run."""
+        return self._digest(self._key).hex()
+
+    def _digest(self, key: list[str]) -> bytes:
         indexed = self._indexed
-        said = [str(len(indexed.tokens)), str(indexed.tokens.dtype), *self._key]
+        said = [str(len(indexed.tokens)), str(indexed.tokens.dtype), *key]
         digest = hashlib.sha256("/".join(said).encode())
         for content in (indexed.lengths, indexed.tokens[: 1 << 20], indexed.tokens[-(1 << 20) :]):
             digest.update(np.ascontiguousarray(content).tobytes())
-        return digest.hexdigest()
+        return digest.digest()
 
     def ends(self, most: int = 100) -> set[int]:
         """The last tokens of the first documents, which should be the tokenizer's end of sequence (`--append-eod`)."""

@@ -14,7 +14,7 @@ from megarlhf.config import ConversationConfig, PromptDataConfig, RewardConfig, 
 from megarlhf.data.ends import turn_end_of
 from megarlhf.data.load import SetLoader
 from megarlhf.data.sample_kinds import PromptSample
-from megarlhf.data.tokenized import Samples, positions_of_shared
+from megarlhf.data.tokenized import Samples
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.layout import engine_order
 from megarlhf.model_directory import end_tokens
@@ -23,7 +23,6 @@ from megarlhf.models.settings import DTYPES
 from megarlhf.planning.encoders import prompt_encoder
 from megarlhf.rollout.engine import RolloutEngine, Sampling, StopStrings
 from megarlhf.rollout.rewards.accuracy import accuracy_of
-from megarlhf.rollout.rewards.batch import short
 from megarlhf.rollout.rewards.rules import field_check
 from megarlhf.runtime import Runtime
 
@@ -56,25 +55,12 @@ def load_prompts(
     train, validation, notes = loader.train_and_validation("rl")
     validation = validation[:max_validation]
     require_fields_of_accuracy(accuracy, rewards, validation, words_of(data.validation or data.train))
-    if data.validation != data.train:
-        notes += _shared_prompts(train, validation)
     test: Sequence[PromptSample] = ()
     if data.test is not None:
-        test, of_test = loader.test()
+        test, of_test = loader.test(train)
         notes += of_test
         require_fields_of_accuracy(accuracy, rewards, test, words_of(data.test))
     return PromptData(train, validation, tokenizer, notes, test)
-
-
-def _shared_prompts(train: Samples[PromptSample], validation: Sequence[PromptSample]) -> list[str]:
-    if not isinstance(validation, Samples):
-        return []
-    shared = positions_of_shared(validation, train)
-    if not len(shared):
-        return []
-    prompt = validation[int(shared[0])]
-    first = f"the first as record {prompt.index + 1}: {short(prompt.text)}"
-    return [f"{len(shared)} of {len(validation)} held-out prompts stand in the training data too, {first}"]
 
 
 def require_fields_of_accuracy(

@@ -61,7 +61,7 @@ def run_in(
     cfg = objective.cfg
     with phases("build"):
         train, validation, notes = load_samples(objective)
-        test, of_test = load_test(objective)
+        test, of_test = load_test(objective, train)
         notes += of_test
         order = batches_of(train, cfg.train.mini_batch_samples, cfg.run.seed, "train.mini_batch_samples")
         notes += mixture_in_words(order, cfg.train.num_steps, cfg.data.train)
@@ -247,14 +247,15 @@ def load_samples(objective: Objective[Sample]) -> tuple[Samples[Sample], Sequenc
     return train, validation[: cfg.eval.max_samples], notes
 
 
-def load_test(objective: Objective[Sample]) -> tuple[Sequence[Sample], list[str]]:
-    """Samples for figures, on every rank, and what was skipped in words. Raises: ValueError as `load_samples`."""
+def load_test(objective: Objective[Sample], train: Samples[Sample]) -> tuple[Sequence[Sample], list[str]]:
+    """Samples for figures, on every rank, and in words what was skipped and how many prompts are those of `train`.
+    Raises: ValueError as `load_samples`."""
     cfg, hf_directory = objective.cfg, objective.section.model.hf_directory()
     if cfg.data.test is None:
         return [], []
     indexed = indexed_options(cfg) if isinstance(cfg, SFTConfig) else None
     loader = SetLoader(cfg.data, objective.encoder(), objective.sample_type, run_dir=cfg.run.dir, indexed=indexed)
-    test, notes = loader.test()
+    test, notes = loader.test(train)
     objective.require_fitting(test, architecture_from_hf(hf_directory).longest_sequence, words_of(cfg.data.test))
     return test, notes
 

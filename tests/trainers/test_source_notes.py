@@ -11,6 +11,7 @@ from megarlhf.config import PromptDataConfig, RewardConfig, SFTConfig
 from megarlhf.trainers.prompts import load_prompts
 from megarlhf.trainers.sft import SupervisedFineTuning
 from megarlhf.trainers.supervised import load_samples
+from tests.data.counting import Counting, loader
 from tests.planning.configs import MODEL
 from tools.demo.make_data import train_tokenizer
 
@@ -40,9 +41,37 @@ def test_the_notes_name_the_split(tmp_path):
             "train": {"num_steps": 1, "mini_batch_samples": 1, "micro_batch_samples": 1},
         }
     )
-    assert load_samples(SupervisedFineTuning(cfg))[2] == expected
+    assert load_samples(SupervisedFineTuning(cfg))[2] == [*expected, shared.partition(":")[0]]
     whole = PromptDataConfig(train=data / "train.jsonl")
     assert load_prompts(whole, model).notes == [f"{data / 'train.jsonl'}: used all 2 records"]
+
+
+def test_a_copy_of_the_training_data_is_said(tmp_path):
+    """Of validation and of test, whatever the file is called; prompts decide, not responses. A set that shares no
+    prompt is passed without a word."""
+
+    def write(name, prompts, response):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps({"prompt": each, "response": response}) + "\n" for each in prompts))
+        return path
+
+    train, copy = write("train.jsonl", "abcd", "1"), write("copy.jsonl", "abcd", "1")
+    partly, other = write("partly.jsonl", "xyd", "2"), write("other.jsonl", "xyz", "1")
+    encoder = Counting(tmp_path / "log")
+
+    def said(**sets):
+        each = loader({"train": train, "cache": str(tmp_path / "cache"), **sets}, encoder)
+        data, _, notes = each.train_and_validation("sft")
+        return [note for note in notes + (each.test(data)[1] if "test" in sets else []) if "stand in" in note]
+
+    words = "stand in the training data too, the first as record"
+    assert said(validation=copy) == [f"4 of 4 held-out prompts {words} 1"]
+    assert said(validation=partly, test=copy) == [
+        f"1 of 3 held-out prompts {words} 3",
+        f"4 of 4 prompts of data.test {words} 1",
+    ]
+    assert said(train=[other, train], validation=copy) == [f"4 of 4 held-out prompts {words} 1"]
+    assert said(validation=other, test=other) == []
 
 
 MINE = """def by_unit(prompt, response, fields):
