@@ -72,7 +72,7 @@ def key_of(parts: Mapping[str, Any]) -> str:
 
 
 def digest_of_file(path: Path, cache: Path) -> str:
-    """SHA-256 of a file's content. It is read once as long as its size and time stay: the cache keeps the digest."""
+    """SHA-256 of a file's content. It is read once as long as its size and times stay: the cache keeps the digest."""
     name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
     place = cache / "files" / f"{name}.json"
     if (kept := _kept_digest(path, place)) is not None:
@@ -88,17 +88,17 @@ def digest_of_file(path: Path, cache: Path) -> str:
 def _kept_digest(path: Path, place: Path) -> str | None:
     with contextlib.suppress(OSError, ValueError, KeyError):
         kept = json.loads(place.read_text(encoding="utf-8"))
-        if kept["stamp"] == _stamp(path):
+        if kept["stamp"] == stamp(path):
             return str(kept["digest"])
     return None
 
 
 def _digest(path: Path, place: Path) -> str:
     """Read the file, and keep the digest."""
-    seen = _stamp(path)
+    seen = stamp(path)
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    if _stamp(path) == seen and time.time() - path.stat().st_mtime > _SETTLED_SECONDS:
+    if stamp(path) == seen and time.time() - path.stat().st_mtime > _SETTLED_SECONDS:
         _make_directory(place.parent)
         _replace(place, json.dumps({"path": str(path.resolve()), "stamp": seen, "digest": digest}))
     return digest
@@ -111,9 +111,11 @@ def _make_directory(directory: Path) -> None:
         raise ValueError(_not_writable(directory, error)) from error
 
 
-def _stamp(path: Path) -> list[int]:
+def stamp(path: Path) -> list[int]:
+    """Another one for another content. The time of the last change to the inode is in it: the time of the content can
+    be set, as tools that copy do, and be that of another content of the same size."""
     status = path.stat()
-    return [status.st_size, status.st_mtime_ns, status.st_ino]
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
 def entry(cache: Path, key: str, make: Callable[[Path], None]) -> tuple[Path, bool]:

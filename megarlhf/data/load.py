@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from megarlhf.config import DataConfig, PromptDataConfig, SourceConfig
 from megarlhf.config.data import PHASES
 from megarlhf.data.adapters import digest_of_adapter
-from megarlhf.data.cache import cache_directory, digest_of_file, entry, key_of
+from megarlhf.data.cache import cache_directory, digest_of_file, entry, key_of, stamp
 from megarlhf.data.columns import FORMAT, Columns, Writer
 from megarlhf.data.encode import Job, encode_all
 from megarlhf.data.fields import Fields, LeftOut, Reader
@@ -168,10 +168,9 @@ def _of_one_form(encoder: Any, place: Place) -> Any:
 def _content(place: Place, cache: Path) -> list[Any]:
     """What a source consists of, wherever it lies."""
     if place.kind == "files":
-        return ["files", *(digest_of_file(file, cache) for file in place.files)]
+        return ["files", *(digest_of_file(file, cache) for file in _files(place))]
     if place.kind == "saved":
-        files = sorted(file for file in place.files[0].rglob("*") if file.is_file())
-        return ["saved", *((file.name, digest_of_file(file, cache)) for file in files)]
+        return ["saved", *((file.name, digest_of_file(file, cache)) for file in _files(place))]
     if place.kind == "generated":
         return ["generated", str(place.source.path)]
     return ["hub", str(place.source.path), place.source.subset, place.source.split, _hub_revision(place.source)]
@@ -200,7 +199,7 @@ def _version(package: str) -> str | None:
 def _tokenize(place: Place, job: Job, directory: Path, workers: int | None) -> None:
     """Raises: ValueError, also for a source without a usable record."""
     logger.info("tokenizing %s", job.source.words)
-    before = [file.stat().st_mtime_ns for file in place.files]
+    before = _stamps(place)
     writer = Writer(directory, job.sample_type)
     try:
         encode_all(job, place.chunks(), writer, workers)
@@ -209,11 +208,22 @@ def _tokenize(place: Place, job: Job, directory: Path, workers: int | None) -> N
         if not writer.num_samples:
             skipped = Skipped(writer.num_records, writer.skipped).describe()
             raise ValueError(f"{job.source.words}: no usable records: {skipped}; raise the limits or give other data")
-        if [file.stat().st_mtime_ns for file in place.files] != before:
+        if _stamps(place) != before:
             raise ValueError(f"{job.source.words} was changed while it was read; start again when it is whole")
         writer.finish(source=job.source.words)
     finally:
         writer.close()
+
+
+def _stamps(place: Place) -> list[list[int]]:
+    return [stamp(file) for file in _files(place)]
+
+
+def _files(place: Place) -> list[Path]:
+    """Of a source on disk: in the order in which they are read, or of their names."""
+    if place.kind == "saved":
+        return sorted(file for file in place.files[0].rglob("*") if file.is_file())
+    return list(place.files)
 
 
 def _in_words(manifest: dict[str, Any], source: SourceConfig) -> str:

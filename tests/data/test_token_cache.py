@@ -109,6 +109,20 @@ def test_whatever_makes_other_samples_is_another_key(place, tmp_path):
     assert digest(max_prompt_tokens=5) == 9
 
 
+def test_a_file_that_was_rewritten_in_place_at_its_old_time_is_read_anew(tmp_path):
+    """The same size, inode and time of the content, as a tool leaves them that restores times."""
+    file = write(tmp_path / "rows.jsonl", ROWS)
+    past = (file.stat().st_mtime_ns - 10**12,) * 2
+    os.utime(file, ns=past)
+    before = cache.digest_of_file(file, tmp_path)
+    assert list((tmp_path / "files").iterdir()), "the digest is kept"
+    time.sleep(0.02)  # more than a tick of the file system's clock
+    with file.open("r+b") as stream:
+        stream.write(file.read_bytes().replace(b'"prompt"', b'"PROMPT"'))
+    os.utime(file, ns=past)
+    assert cache.digest_of_file(file, tmp_path) != before
+
+
 def test_writers_at_once_encode_once(place, tmp_path):
     """Three processes: each record is encoded by one, and all have the same samples."""
     encoder = Counting(tmp_path / "log", seconds=0.02)
@@ -291,9 +305,18 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(place, tmp_path):
                 os.utime(place["train"])
             return super()._encode(index, record)
 
-    with pytest.raises(ValueError, match=r"rows\.jsonl was changed while it was read"):
-        loader(place, Changing(tmp_path / "log")).train_and_validation("sft")
-    assert entries(place) == []
+    class ChangingWithItsTime(Counting):
+        def _encode(self, index, record):
+            if index == 20:
+                before = place["train"].stat()
+                write(place["train"], [{**row, "response": row["response"].upper()} for row in ROWS])
+                os.utime(place["train"], ns=(before.st_atime_ns, before.st_mtime_ns))
+            return super()._encode(index, record)
+
+    for changing in (Changing, ChangingWithItsTime):
+        with pytest.raises(ValueError, match=r"rows\.jsonl was changed while it was read"):
+            loader(place, changing(tmp_path / "log")).train_and_validation("sft")
+        assert entries(place) == []
 
 
 def test_a_worker_loads_its_tokenizer_without_torch(place, tmp_path, workers_at_once, fast_tokenizer, monkeypatch):
