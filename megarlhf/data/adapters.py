@@ -7,12 +7,16 @@ that is to be left out. Your own stands in a module on PYTHONPATH and is named `
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import difflib
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -134,14 +138,56 @@ def load_adapter(name: str) -> Adapter:
 
 
 def digest_of_adapter(name: str | None) -> str | None:
-    """Of the file that an adapter of the user's stands in, so that a changed one is another adapter."""
+    """Of the file that an adapter of the user's stands in and of those that it imports, so that a changed one is
+    another adapter."""
     if name is None or name in ADAPTERS:
         return name
     try:
-        file = inspect.getsourcefile(inspect.unwrap(load_adapter(name)))
-        return hashlib.sha256(Path(file or "").read_bytes()).hexdigest()
+        adapter = inspect.unwrap(load_adapter(name))
+        file = Path(inspect.getsourcefile(adapter) or "")
+        files = {file: file.read_bytes()}
     except (TypeError, OSError) as error:
         raise ValueError(f"adapter {name!r} has no file of its own ({error}); name a function in a module") from error
+    waiting = [(getattr(adapter, "__module__", ""), file)]
+    while waiting:
+        for found in _own_imports(files[waiting[-1][1]], *waiting.pop()):
+            if found[1] not in files:
+                files[found[1]] = found[1].read_bytes()
+                waiting.append(found)
+    digests = sorted((path.name, hashlib.sha256(content).hexdigest()) for path, content in files.items())
+    return hashlib.sha256(repr(digests).encode()).hexdigest()
+
+
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+def _own_imports(source: bytes, module: str, file: Path) -> Iterator[tuple[str, Path]]:
+    """Modules that a file imports, anywhere in it, with their files: those of the user, which come neither with Python
+    nor as a package that was installed."""
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            names |= {base, *(f"{base}{'' if base.endswith('.') else '.'}{alias.name}" for alias in node.names)}
+    absolute: set[str] = set()
+    for name in names:
+        with contextlib.suppress(ImportError):  # a relative one in a module without a package, which cannot run
+            parts = importlib.util.resolve_name(name, package).split(".")
+            absolute |= {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
+    for name in sorted(absolute):
+        if name.partition(".")[0] in sys.stdlib_module_names | {"megarlhf"}:
+            continue
+        spec = None
+        with contextlib.suppress(ImportError, ValueError, AttributeError):  # a name that is no module, or is not there
+            spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+            continue
+        path = Path(spec.origin)
+        if not set(_INSTALLED) & set(path.parts):
+            yield name, path
 
 
 def _text(row: Mapping[str, Any], key: str) -> str:

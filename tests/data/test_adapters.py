@@ -11,7 +11,7 @@ import pytest
 
 from megarlhf.config import SourceConfig
 from megarlhf.data import json_rows
-from megarlhf.data.adapters import ADAPTERS, alpaca, anthropic_hh, openai_messages, sharegpt
+from megarlhf.data.adapters import ADAPTERS, alpaca, anthropic_hh, digest_of_adapter, openai_messages, sharegpt
 from megarlhf.data.formats import read_chunks
 from megarlhf.data.json_rows import parse_array
 from megarlhf.data.sources import load_records
@@ -100,3 +100,28 @@ def test_no_file_is_held_as_a_whole(tmp_path):
         tracemalloc.stop()
         assert count == 10_000
         assert peak < 10e6 < (tmp_path / name).stat().st_size
+
+
+def test_an_adapter_is_another_one_when_a_module_that_it_imports_changes(tmp_path, monkeypatch):
+    """Beside it, in a package, imported where it is called, and by way of another; also where nothing has imported it
+    yet. What is beside it and not imported does not count, nor what was installed."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "digest_pack").mkdir()
+    texts = {
+        "digest_mine.py": "import json, yaml, digest_help\nfrom digest_pack import inner\ndef f(row):\n    return row\n",
+        "digest_help.py": "def g():\n    from digest_far import WORD\n",
+        "digest_far.py": "WORD = 1\n",
+        "digest_pack/__init__.py": "",
+        "digest_pack/inner.py": "from . import other\n",
+        "digest_pack/other.py": "WORD = 1\n",
+        "digest_unused.py": "",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    before = digest_of_adapter("digest_mine:f")
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text + "# changed\n")
+        changed = digest_of_adapter("digest_mine:f")
+        (tmp_path / name).write_text(text)
+        assert (changed != before) == (name != "digest_unused.py"), name
+    assert digest_of_adapter("digest_mine:f") == before
