@@ -83,15 +83,15 @@ class GenerateConfig(FrozenModel):
                 f"rollout.num_samples_per_prompt = {samples} with greedy = true would write {samples} equal responses "
                 "for each prompt; set greedy to false, or the number to 1"
             )
-        if self.data.validation is not None:
-            raise ValueError(
-                "generate and eval read data.train, and would leave data.validation = "
-                f"{words_of(self.data.validation)} unread; set data.train to the prompts that are meant, and leave "
-                "data.validation out"
-            )
+        for key in ("validation", "test"):
+            if (sources := getattr(self.data, key)) is not None:
+                raise ValueError(
+                    f"generate reads data.train, and would leave data.{key} = {words_of(sources)} unread; set "
+                    f"data.train to the prompts that are meant, and leave data.{key} out"
+                )
         if unread := [key for key in ("validation_share", "phases") if getattr(self.data, key) is not None]:
             raise ValueError(
-                f"data.{unread[0]} = {getattr(self.data, unread[0])} is of training: generate and eval read all of "
+                f"data.{unread[0]} = {getattr(self.data, unread[0])} is of training: generate reads all of "
                 "data.train; leave it out"
             )
         require_no_weights("data.train", self.data.train)

@@ -273,6 +273,7 @@ VLLM_TP = ("actor.parallel.tp=2", "rollout.parallel.tp=2")
             ["data.validation=h.jsonl"],
             ["would leave data.validation = h.jsonl unread", "set data.train to"],
         ),
+        ("generate", ["data.test=h.jsonl"], ["would leave data.test = h.jsonl unread", "set data.train to"]),
         (
             "generate",
             ["rewards=[{kind: model}]"],
