@@ -6,6 +6,7 @@ GPU's memory, nodes that differ: tests/planning/test_nodes.py), and layouts (tes
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -13,8 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pyarrow as pa
 import pytest
 import yaml
+from pyarrow import csv
 
 from megarlhf.commands import cli, launch
 from tests.distributed.tiny import write_tiny_llama
@@ -76,6 +80,18 @@ def _write_bad_data(root: Path) -> None:
     write_lines(root / "mixed" / "a.jsonl", ROWS)
     write_lines(root / "mixed" / "b.jsonl", PAIRS)
     (root / "nothing").mkdir()
+    _write_each_format(root)
+
+
+def _write_each_format(root: Path) -> None:
+    """The good rows, in files that do not say by themselves how many they are."""
+    table = pa.Table.from_pylist(ROWS)
+    csv.write_csv(table, root / "rows.csv")
+    (root / "rows.json").write_text(json.dumps(ROWS))
+    (root / "rows.jsonl.gz").write_bytes(gzip.compress((root / "sft.jsonl").read_bytes()))
+    with pa.ipc.new_file(root / "rows.arrow", table.schema) as out:
+        out.write_table(table)
+    datasets.Dataset.from_list(ROWS).save_to_disk(root / "saved")
 
 
 def _write_bad_models(root: Path) -> None:
@@ -199,6 +215,33 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("heads that do not divide", "sft", ["run.nproc=3", "actor.parallel.tp=3"], "does not divide"),
     ("more samples than data", "sft", ["train.mini_batch_samples=64"], "64"),
     ("more prompts than data", "rl", ["train.prompts_per_step=64"], "64"),
+    *(
+        (
+            f"more samples than {name}",
+            "sft",
+            [f"data.train={name}", "train.mini_batch_samples=64"],
+            "some of the 32 records",
+        )
+        for name in ("rows.csv", "rows.json", "rows.jsonl.gz", "rows.arrow", "saved")
+    ),
+    (
+        "more samples than a set of a mixture",
+        "sft",
+        ["data.train=[{path: sft.jsonl, weight: 1}, {path: few.jsonl, weight: 1}]"],
+        "train.mini_batch_samples = 8: few.jsonl gives 4 samples of a batch by its weight, 1 of 2, and has 3 records",
+    ),
+    (
+        "all too long",
+        "sft",
+        ["data.train=long.jsonl"],
+        "no usable records in long.jsonl: skipped 16 of 16 records (prompt longer than 16 tokens: 16)",
+    ),
+    (
+        "pairs that are equal",
+        "rm",
+        ["data.train=equal.jsonl"],
+        "no usable records in equal.jsonl: skipped 16 of 16 records (chosen equals rejected: 16)",
+    ),
     ("no such data", "sft", ["data.train=sfd.jsonl"], "the nearest name beside it is"),
     ("empty data", "sft", ["data.train=empty.jsonl"], "empty.jsonl"),
     ("only blank lines", "sft", ["data.train=blank.jsonl"], "blank.jsonl"),
@@ -287,3 +330,27 @@ def test_each_command_runs_without_the_mistake(
         path = tmp_path / f"{command}.yaml"
         path.write_text(yaml.safe_dump(good(command, tmp_path)))
         assert cli.main([command, "-c", str(path), "--dry-run"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.json", "rows.jsonl.gz", "rows.arrow", "saved", "sft.jsonl"])
+def test_as_many_samples_as_there_are_records_pass(
+    name: str, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(work)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(good("sft", tmp_path)))
+    enough = [f"data.train={name}", "train.mini_batch_samples=32"]
+    assert cli.main(["sft", "-c", str(path), *enough, "--dry-run"]) == 0, capsys.readouterr().err
+
+
+def test_first_records_that_cannot_be_used_are_said_where_others_follow(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(work)
+    rows = tmp_path / "rows.jsonl"
+    write_lines(rows, [{"prompt": "1" * 50, "response": "2"}] * 64 + ROWS)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(good("sft", tmp_path)))
+    assert cli.main(["sft", "-c", str(path), f"data.train={rows}", "--dry-run"]) == 0
+    words = "none of the first 64 records can be used (skipped 64 of 64 records (prompt longer than 16 tokens: 64))"
+    assert words in capsys.readouterr().out

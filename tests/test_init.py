@@ -100,6 +100,19 @@ def test_what_it_writes_passes_a_dry_run(
     assert f"{command}: batch arithmetic" in out
 
 
+def test_few_rows_of_a_kind_of_file_that_does_not_say_how_many(
+    one_layer: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are counted, so that no batch is larger than the data."""
+    Path("data.csv").write_text("prompt,response\n" + "".join(f"{n}+1=,{a}\n" for n, a in SUMS[:40]))
+    status, out, err = said(capsys, "init", "--model", one_layer["plain"], "--data", "data.csv")
+    assert (status, err) == (0, "")
+    assert "was not counted" not in out
+    tree = yaml.safe_load(Path("sft.yaml").read_text())
+    assert (tree["train"]["mini_batch_samples"], tree["train"]["num_steps"]) == (4, 30)
+    assert said(capsys, "sft", "-c", "sft.yaml", "--dry-run")[::2] == (0, "")
+
+
 def turns(question: str, answer: str) -> list[dict[str, str]]:
     asked = [{"role": "system", "content": "be brief"}, {"role": "user", "content": question}]
     return [*asked, {"role": "assistant", "content": answer}]

@@ -97,23 +97,31 @@ def first_rows(path: Path, count: int) -> list[tuple[str, Any]]:
         return list(itertools.islice(located, count))
 
 
-def count_rows(path: Path, most_bytes: int) -> int | None:
-    """How many rows a file has at most, where that can be told without reading more than so many bytes."""
+def count_rows(path: Path, most_bytes: int, enough: int) -> int | None:
+    """How many rows a file has, where metadata say it, or its lines where it has no more than so many bytes, or its
+    first rows where there are fewer than `enough`. Raises: ValueError for one that cannot be read so far."""
     suffix, compressed = kind_of(path.name)
-    if compressed:
-        return None
-    if suffix == ".parquet":
+    small = not compressed and path.stat().st_size <= most_bytes
+    if not compressed and suffix == ".parquet":
         import pyarrow.parquet as parquet
 
         with contextlib.suppress(Exception):  # what it is, is said where it is read
             return int(parquet.read_metadata(path).num_rows)
-    if suffix in (".jsonl", ".ndjson") and path.stat().st_size <= most_bytes:
+    if small and suffix == ".arrow":
+        with contextlib.suppress(Exception), contextlib.ExitStack() as stack:  # as above
+            return sum(batch.num_rows for batch in _batches(str(path), suffix, stack))
+    if small and suffix in (".jsonl", ".ndjson"):
         with path.open("rb") as stream:
-            if begins_with_bracket(stream.read(4096)):
+            if not begins_with_bracket(stream.read(4096)):
+                stream.seek(0)
+                return sum(1 for line in stream if line.strip())
+    total = 0
+    with contextlib.closing(cast(Any, read_chunks(path))) as chunks:
+        for chunk in chunks:
+            if total >= enough:
                 return None
-            stream.seek(0)
-            return sum(1 for line in stream if line.strip())
-    return None
+            total += len(chunk.rows)
+    return total
 
 
 def _opened(path: Path, compressed: str) -> BinaryIO:

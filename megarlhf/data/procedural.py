@@ -123,6 +123,11 @@ def require_disjoint(train: str | Path, validation: str | Path) -> None:
         )
 
 
+def items_of(name: str) -> int:
+    """How many items there are. Raises: ValueError as `parse`."""
+    return int(parse(name).params["size"])
+
+
 def generate(name: str) -> list[dict[str, Any]]:
     """The items, as rows with `prompt`, `answer` (where the task has one answer only) and what the rule
     `reasoning_gym` needs. Raises: ValueError as `require_task`, or with what the generator said."""

@@ -18,9 +18,18 @@ from typing import Any, Literal
 
 from megarlhf.config import SourceConfig
 from megarlhf.data.fields import Fields, Record, form_of, records_of
-from megarlhf.data.formats import COMPRESSED, SUFFIXES, Chunk, chunks_of_rows, first_rows, kind_of, read_chunks
+from megarlhf.data.formats import (
+    COMPRESSED,
+    SUFFIXES,
+    Chunk,
+    chunks_of_rows,
+    count_rows,
+    first_rows,
+    kind_of,
+    read_chunks,
+)
 from megarlhf.data.megatron_indexed import files_of, prefix_of
-from megarlhf.data.procedural import generate, is_procedural, require_task
+from megarlhf.data.procedural import generate, is_procedural, items_of, require_task
 from megarlhf.data.splits import (
     chosen_split,
     files_of_directory,
@@ -76,6 +85,21 @@ class Place:
                 (f"{self.files[0]}, row {number + 1}", dict(rows[number])) for number in range(min(count, len(rows)))
             ]
         return []
+
+    def count_rows(self, most_bytes: int, enough: int) -> int | None:
+        """How many rows there are, where that can be told without reading more than so many bytes of lines, or than
+        `enough` rows of other files. Raises: ValueError for what cannot be read so far."""
+        if self.kind == "files":
+            counts: list[int] = []
+            for file in self.files:
+                count = count_rows(file, most_bytes // len(self.files), max(0, enough - sum(counts)))
+                if count is None:
+                    return None
+                counts.append(count)
+            return sum(counts)
+        if self.kind == "saved":
+            return len(_saved_rows(self.files[0]))
+        return items_of(str(self.source.path)) if self.kind == "generated" else None
 
     def _require_one_kind(self) -> None:
         """Raises: ValueError where the files hold different kinds of data."""

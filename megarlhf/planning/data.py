@@ -10,32 +10,29 @@ from typing import Any
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.config import (
     EvaluateConfig,
-    GenerateConfig,
     PromptDataConfig,
     RLConfig,
     SFTConfig,
     SourceConfig,
     words_of,
 )
-from megarlhf.config.data import PHASES
 from megarlhf.data.adapters import load_adapter
 from megarlhf.data.cache import cache_directory, require_cache
 from megarlhf.data.fields import Fields, LeftOut, Reader
-from megarlhf.data.formats import count_rows
 from megarlhf.data.megatron_indexed import PARTS
+from megarlhf.data.over_long import CuttingEncoder
 from megarlhf.data.procedural import require_disjoint
-from megarlhf.data.sample_kinds import Encode, Unusable
-from megarlhf.data.samples import reading_in_words
+from megarlhf.data.sample_kinds import Encode, Skipped, Unusable
+from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder, reading_in_words
 from megarlhf.data.sources import Place, find, source_files
 from megarlhf.data.templates import chat_template
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.planning.encoders import encoders_of, indexed_options
+from megarlhf.planning.enough import Enough
 from megarlhf.planning.policies import AnyConfig
 
-_FIRST_ROWS = 3
-_COUNTED_BYTES = 256 << 20
-"""Of a file whose lines are counted before a run; Parquet says how many rows it has."""
-
+_FIRST_ROWS = 64
+"""That are made samples of, of the first files together."""
 
 _Look = tuple[str, tuple[SourceConfig, ...], tuple[Any, Encode[Any]] | None]
 """Key, sets, and what makes samples of them; None: plain texts."""
@@ -45,36 +42,44 @@ def check_data(command: str, cfg: AnyConfig) -> list[str]:
     """Data must be there, unless its name may be one of the Hugging Face hub; of several splits one must be named; the
     first rows must have what is read of them. Returns what is taken for a name of the hub, in sentences."""
     notes: list[str] = []
-    readers = [(each, each.open()) if each is not None else None for each in encoders_of(cfg)]
+    readers = [(each, _opened(cfg, each)) if each is not None else None for each in encoders_of(cfg)]
     looks: list[_Look] = [(key, given, each) for key, given in cfg.data.sources().items() for each in readers]
     if isinstance(cfg, RLConfig) and cfg.ptx is not None:
         looks.append(("ptx.data", cfg.ptx.data, None))
-    counts: dict[str, int | None] = {}
+    enough = Enough.of(command, cfg)
     for key, given, encoding in looks:
         encoder, encoded = encoding or (None, None)
         fields = ("text",) if encoding is None else ()
-        rows: list[int | None] = []
+        counts: list[int | None] = []
         for source in given:
             try:
                 if source.kind == "megatron":
                     assert isinstance(cfg, SFTConfig | RLConfig), "refused with the configuration"
-                    rows.append(_check_indexed(cfg, key, source, notes))
+                    counts.append(_check_indexed(cfg, key, source, notes))
                     continue
                 place = find(source)
-                record = _check_first_rows(place, fields, encoded)
+                record, unusable = _check_first_rows(place, fields, encoded)
+                notes += [f"{key} = {source.words}: {unusable}"] * bool(unusable)
                 if record is not None and encoder is not None and (words := reading_in_words(encoder, record)):
                     notes.append(f"{key} = {source.words}: {words}")
                     if isinstance(cfg, RLConfig) and words.startswith("conversations"):
                         _require_template_of_scorer(cfg)
-                rows.append(_most_rows(place))
+                counts.append(enough.count(place) if enough is not None and key == "data.train" else None)
             except ValueError as error:
                 raise ValueError(f"{key}: {error}{_hint(cfg)}; working directory: {Path.cwd()}") from None
             if place.kind == "hub":
                 notes.append(_hub_note(key, source))
-        counts[key] = None if None in rows else sum(number or 0 for number in rows)
-    _require_enough(command, cfg, counts)
+        if enough is not None and key == "data.train":
+            enough.require(counts)
     require_cache(cache_directory(cfg.data.cache, cfg.run.dir))
     return notes
+
+
+def _opened(cfg: AnyConfig, encoder: SFTEncoder | PairEncoder | PromptEncoder) -> Encode[Any]:
+    """As a run does it, which may cut what is too long."""
+    if isinstance(encoder, SFTEncoder) and isinstance(cfg, SFTConfig) and cfg.data.over_long == "cut":
+        return CuttingEncoder(encoder).open()
+    return encoder.open()
 
 
 def _require_template_of_scorer(cfg: RLConfig) -> None:
@@ -133,54 +138,38 @@ def _require_room(cfg: SFTConfig | RLConfig, tokens: int) -> None:
             )
 
 
-def _check_first_rows(place: Place, fields: Fields, encode: Encode[Any] | None) -> Mapping[str, Any] | None:
-    """One of the first records, where there is a look at them. Raises: ValueError for a source without rows, or whose
-    first rows are not what is read and made samples of."""
+def _check_first_rows(place: Place, fields: Fields, encode: Encode[Any] | None) -> tuple[Mapping[str, Any] | None, str]:
+    """One of the first records, where there is a look at them and one can be used; and where none can, in words, why.
+    Raises: ValueError for a source without rows, without a usable one, or whose first rows are not what is read and
+    made samples of."""
     source = place.source
     if source.adapter is not None:
         load_adapter(source.adapter)
     if place.kind not in ("files", "saved"):
-        return None
-    rows = place.first_rows(_FIRST_ROWS)
-    if not rows and (place.kind == "saved" or len(place.files) <= _FIRST_ROWS):
+        return None, ""
+    rows = place.first_rows(max(_FIRST_ROWS // max(1, min(3, len(place.files))), 3))
+    if not rows and (place.kind == "saved" or len(place.files) <= 3):
         raise ValueError(f"no rows in {source.words}; give data")
-    reader, record = Reader(source, fields), None
+    reader, usable, skipped = Reader(source, fields), list[Mapping[str, Any]](), Skipped(len(rows))
     for number, (where, row) in enumerate(rows):
         try:
             record = reader.record(row, where)
             if encode is not None:
                 encode(number, record)
-        except (LeftOut, Unusable):
-            continue
+            usable.append(record)
+        except LeftOut:
+            skipped.reasons[f"left out by the adapter {source.adapter}"] += 1
+        except Unusable as reason:
+            skipped.reasons[str(reason)] += 1
         except ValueError as error:
             raise ValueError(str(error) if where in str(error) else f"{where}: {error}") from None
-    return record
-
-
-def _most_rows(place: Place) -> int | None:
-    """How many records a source has at most; None where a look does not tell it."""
-    if place.kind != "files":
-        return None
-    counts = [count_rows(file, _COUNTED_BYTES // len(place.files)) for file in place.files]
-    return None if None in counts else sum(count or 0 for count in counts)
-
-
-def _require_enough(command: str, cfg: AnyConfig, counts: Mapping[str, int | None]) -> None:
-    """Raises: ValueError where a batch has more samples than there are records."""
-    most = counts["data.train"]
-    if isinstance(cfg, GenerateConfig | EvaluateConfig) or most is None:
-        return
-    key = "prompts_per_step" if isinstance(cfg, RLConfig) else "mini_batch_samples"
-    size = getattr(cfg.train, key)
-    if (shares := cfg.data.phase_shares()) is not None:
-        most = round(most * shares[PHASES[command]])
-    if cfg.data.validation_share is not None:
-        most = round(most * (1 - cfg.data.validation_share))
-    if size > most:
+    if usable or not rows:
+        return next(iter(usable), None), ""
+    if place.count_rows(0, len(rows) + 1) == len(rows):
         raise ValueError(
-            f"train.{key} = {size}: a batch would hold some of the {most} records of data.train = "
-            f"{words_of(cfg.data.train)} twice; set train.{key} to at most {most}, or give more data"
+            f"no usable records in {source.words}: {skipped.describe()}; raise the limits or give other data"
         )
+    return None, f"none of the first {len(rows)} records can be used ({skipped.describe()}); the others were not read"
 
 
 def _hub_note(key: str, source: SourceConfig) -> str:
