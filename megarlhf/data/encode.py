@@ -238,16 +238,27 @@ def _without_torch() -> Iterator[None]:
         del modules["torch"]
 
 
+def _told(source: BinaryIO) -> Any:
+    """What the parent writes next; None where the pipe ends, also in the middle: its writer was killed."""
+    try:
+        return pickle.load(source)
+    except EOFError:
+        return None
+    except pickle.UnpicklingError as error:
+        if "truncated" in str(error):
+            return None
+        raise
+
+
 def _serve(source: BinaryIO, out: BinaryIO) -> None:
-    job: Job = pickle.load(source)
+    job: Job | None = _told(source)
+    if job is None:
+        return
     encode = Opened(job, _without_torch)
     pickle.dump("ready", out)
     out.flush()
-    while True:
-        try:
-            chunk, first_record = pickle.load(source)
-        except EOFError:
-            return
+    while (told := _told(source)) is not None:
+        chunk, first_record = told
         try:
             answer: Packed | str = encode(chunk, first_record)
         except ValueError as error:

@@ -6,6 +6,7 @@ Not covered: file systems of several machines, on which `rename` and exclusive c
 
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,9 @@ from pathlib import Path
 
 import pytest
 
+from megarlhf.config import SourceConfig
 from megarlhf.data import cache, encode
+from megarlhf.data.encode import Job
 from megarlhf.data.load import SetLoader
 from megarlhf.data.samples import SFTEncoder, SFTSample
 from tests.data.counting import Counting, loader
@@ -317,6 +320,16 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(place, tmp_path):
         with pytest.raises(ValueError, match=r"rows\.jsonl was changed while it was read"):
             loader(place, changing(tmp_path / "log")).train_and_validation("sft")
         assert entries(place) == []
+
+
+@pytest.mark.parametrize("left_out", [1, 9, None])
+def test_a_worker_whose_parent_was_killed_ends_without_a_word(tmp_path, left_out):
+    """Also in the middle of what it was being told; `None`: before it was told anything."""
+    job = pickle.dumps(Job(SourceConfig(path=tmp_path), Counting(tmp_path / "log"), SFTSample, ()))
+    told = b"" if left_out is None else job[:-left_out]
+    command = [sys.executable, "-m", "megarlhf.data.encode"]
+    done = subprocess.run(command, input=told, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
 def test_a_worker_loads_its_tokenizer_without_torch(place, tmp_path, workers_at_once, fast_tokenizer, monkeypatch):
