@@ -1,8 +1,9 @@
 """From the rows of a source to columns of samples, in this process and, where that takes long, in others beside it.
 
 The result does not depend on how many there are: chunks of rows are encoded anywhere and appended in their order. A
-worker is `python -m megarlhf.data.encode`; it is told a job and then chunks by pickles through a pipe from its parent,
-and ends when the pipe does.
+worker is `python -m megarlhf.data.encode`; it is told a job with its tokenizer, and then chunks, by pickles through a
+pipe from its parent, and ends when the pipe does. The parent encodes what its workers have no room for, so that of two
+processes one is started.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, cast
 
@@ -27,10 +27,14 @@ from megarlhf.data.columns import Packed, Writer, kinds_of, pack
 from megarlhf.data.fields import Fields, LeftOut, Reader
 from megarlhf.data.formats import Chunk
 from megarlhf.data.sample_kinds import Encoder, Unusable
+from megarlhf.data.tokenizer_files import without_torch
 
-ALONE_SECONDS = 1.0
+ALONE_SECONDS = 0.5
 """So long this process encodes by itself, and then until the first worker is ready: for small data none is started."""
 MOST_WORKERS = 32
+"""Processes, this one included."""
+_AHEAD = 2
+"""Chunks that each worker has been given, one of which it encodes."""
 _END_SECONDS = 10.0
 """In which a process whose pipe has ended ends itself."""
 
@@ -53,18 +57,15 @@ class Job:
     sample_type: type[Any]
     fields: Fields
 
-    def opened(self) -> Opened:
-        return Opened(self)
-
 
 class Opened:
     """A job with its tokenizer and adapter loaded."""
 
-    def __init__(self, job: Job, around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext) -> None:
-        """around: in which the tokenizer is loaded"""
+    def __init__(self, job: Job, load: Callable[[], Any]) -> None:
+        """load: that of the job's encoder, or what gives the same here as it gave in another process"""
         self._reader = Reader(job.source, job.fields)
-        with around():
-            self._encode = job.encoder.open()
+        self.loaded = load()
+        self._encode = job.encoder.by(self.loaded)
         self._kinds = kinds_of(job.sample_type)
         self._left_out = f"left out by the adapter {job.source.adapter}"
 
@@ -104,30 +105,76 @@ class Opened:
 
 def encode_all(job: Job, chunks: Iterator[Chunk], writer: Writer, workers: int | None) -> None:
     """Append the samples of all chunks. Raises: ValueError as `Opened`."""
-    encode, first_record = job.opened(), 0
-    count = workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+    encode, first_record = Opened(job, job.encoder.load), 0
+    others = min(workers or len(os.sched_getaffinity(0)), MOST_WORKERS) - 1
     alone_until = time.monotonic() + ALONE_SECONDS
     with contextlib.ExitStack() as stack:
         pool: _Pool | None = None
-        pending: deque[Future[Packed]] = deque()
-        for chunk in chunks:
-            if pool is None and count > 1 and time.monotonic() > alone_until:
-                pool = stack.enter_context(_Pool(job, count))
-            if pool is not None and pool.is_ready:
-                pending.append(pool.submit(chunk, first_record))
-            else:
-                writer.append(encode(chunk, first_record))
+        parts: deque[_Part] = deque()
+        errors: list[ValueError] = []
+        for chunk in _readable(chunks, errors):
+            if pool is None and others and time.monotonic() > alone_until:
+                pool = stack.enter_context(_Pool(job, encode.loaded, others))
+            parts.append(_Part(chunk, first_record))
             first_record += len(chunk.rows)
-            while pending and (len(pending) > 2 * count or pending[0].done()):
-                writer.append(pending.popleft().result())
-        while pending:
-            writer.append(pending.popleft().result())
+            if pool is not None and pool.is_ready and sum(map(_Part.is_waited_for, parts)) < _AHEAD * others:
+                parts[-1].give(pool)
+            else:
+                parts[-1].encode(encode)
+            while parts and (len(parts) > 2 * _AHEAD * (others + 1) or not parts[0].is_waited_for()):
+                writer.append(parts.popleft().packed())
+        for part in reversed(parts):
+            part.take_back(encode)
+        while parts:
+            writer.append(parts.popleft().packed())
+        if errors:
+            raise errors[0]
+
+
+def _readable(chunks: Iterator[Chunk], errors: list[ValueError]) -> Iterator[Chunk]:
+    """The chunks up to an error, which is kept: one in the rows before it comes first."""
+    try:
+        yield from chunks
+    except ValueError as error:
+        errors.append(error)
+
+
+class _Part:
+    """A chunk on its way to samples, which are there or are being made by a worker."""
+
+    def __init__(self, chunk: Chunk, first_record: int) -> None:
+        self._chunk, self._first_record = chunk, first_record
+        self._made: Future[Packed] = Future()
+
+    def give(self, pool: _Pool) -> None:
+        """To a worker."""
+        self._made = pool.submit(self._chunk, self._first_record)
+
+    def encode(self, encode: Opened) -> None:
+        """In this process. What is refused is said when the samples are asked for, in the order of the chunks."""
+        self._made = Future()
+        try:
+            self._made.set_result(encode(self._chunk, self._first_record))
+        except ValueError as error:
+            self._made.set_exception(error)
+
+    def take_back(self, encode: Opened) -> None:
+        """To encode it in this process, if no worker has begun."""
+        if self._made.cancel():
+            self.encode(encode)
+
+    def is_waited_for(self) -> bool:
+        return not self._made.done()
+
+    def packed(self) -> Packed:
+        """The samples, when they are there. Raises: ValueError as `Opened`."""
+        return self._made.result()
 
 
 class _Pool:
     """Worker processes, each with a thread of this one that talks to it."""
 
-    def __init__(self, job: Job, count: int) -> None:
+    def __init__(self, job: Job, loaded: Any, count: int) -> None:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -137,7 +184,8 @@ class _Pool:
         }
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._has_begun = False
-        self._workers = [_Worker(environment, job) for _ in range(count)]
+        told = pickle.dumps(job) + pickle.dumps(loaded)
+        self._workers = [_Worker(environment, told) for _ in range(count)]
         self._threads = ThreadPoolExecutor(count)
         for worker in self._workers:
             threading.Thread(target=self._begin, args=(worker,), daemon=True).start()
@@ -174,7 +222,7 @@ class _Pool:
 class _Worker:
     """A process that encodes one chunk at a time."""
 
-    def __init__(self, environment: dict[str, str], job: Job) -> None:
+    def __init__(self, environment: dict[str, str], told: bytes) -> None:
         # A group of its own: Ctrl-C is for the run, which ends its workers.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "megarlhf.data.encode"],
@@ -186,12 +234,13 @@ class _Worker:
         self._to, self._answers = cast(Any, self._process.stdin), cast(Any, self._process.stdout)
         self._failure: RuntimeError | None = None
         """With which it has ended: whoever gives it work later is told the same."""
-        pickle.dump(job, self._to)
-        self._to.flush()
+        self._told = told
 
     def wait_until_ready(self) -> None:
-        """Until it has loaded what it needs, or has ended."""
+        """Tell it the job, and wait until it has loaded what it needs, or has ended."""
         with contextlib.suppress(EOFError, ValueError, OSError):
+            self._to.write(self._told)
+            self._to.flush()
             pickle.load(self._answers)
 
     def encode(self, chunk: Chunk, first_record: int) -> Packed:
@@ -223,19 +272,13 @@ class _Worker:
         self._answers.close()
 
 
-@contextlib.contextmanager
-def _without_torch() -> Iterator[None]:
-    """transformers imports torch where it can, which takes three times as long as all else that a worker begins with;
-    no tokenizer needs it. Behind this, code of a user's may import it as ever."""
-    if "torch" in sys.modules:
-        yield
-        return
-    modules: dict[str, Any] = sys.modules
-    modules["torch"] = None  # importing it fails, as where it is not installed
-    try:
-        yield
-    finally:
-        del modules["torch"]
+def _received(source: BinaryIO) -> Any:
+    """A loaded tokenizer. Raises: SystemExit where the parent was killed before it had told it."""
+    with without_torch():
+        told = _told(source)
+    if told is None:
+        raise SystemExit(0)
+    return told
 
 
 def _told(source: BinaryIO) -> Any:
@@ -254,7 +297,7 @@ def _serve(source: BinaryIO, out: BinaryIO) -> None:
     job: Job | None = _told(source)
     if job is None:
         return
-    encode = Opened(job, _without_torch)
+    encode = Opened(job, lambda: _received(source))
     pickle.dump("ready", out)
     out.flush()
     while (told := _told(source)) is not None:

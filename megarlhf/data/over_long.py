@@ -8,6 +8,7 @@ from typing import Any
 
 from megarlhf.data.encode import Changed
 from megarlhf.data.samples import SFTEncoder, SFTSample
+from megarlhf.data.tokenizer import Tokenizer
 
 _ANY_LENGTH = 2**31 - 1
 
@@ -18,10 +19,14 @@ class CuttingEncoder:
 
     encoder: SFTEncoder
 
-    def open(self) -> Callable[[int, Mapping[str, Any]], SFTSample | Changed]:
-        """See `samples.Encoder.open`."""
+    def load(self) -> Tokenizer:
+        """See `Encoder.load`."""
+        return self.encoder.load()
+
+    def by(self, loaded: Tokenizer) -> Callable[[int, Mapping[str, Any]], SFTSample | Changed]:
+        """See `Encoder.by`."""
         most = self.encoder.max_response_tokens
-        encode = replace(self.encoder, max_response_tokens=_ANY_LENGTH).open()
+        encode = replace(self.encoder, max_response_tokens=_ANY_LENGTH).by(loaded)
 
         def cut(index: int, record: Mapping[str, Any]) -> SFTSample | Changed:
             sample = encode(index, record)
@@ -33,7 +38,7 @@ class CuttingEncoder:
         return cut
 
     def key(self) -> dict[str, Any]:
-        """See `samples.Encoder.key`."""
+        """See `Encoder.key`."""
         return {**self.encoder.key(), "over_long": "cut"}
 
 

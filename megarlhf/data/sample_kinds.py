@@ -107,8 +107,13 @@ ValueError for one that is refused, without words that say where it stands."""
 class Encoder(Protocol[Sample_co]):
     """How a command makes samples of records: plain data, which other processes can be given (by pickle)."""
 
-    def open(self) -> Callable[[int, Mapping[str, Any]], Sample_co]:
-        """With the tokenizer loaded. Raises: ValueError for one that does not fit the options."""
+    def load(self) -> Any:
+        """What takes long to load, the tokenizer, which other processes are given (by pickle). Raises: ValueError."""
+        ...
+
+    def by(self, loaded: Any, /) -> Callable[[int, Mapping[str, Any]], Sample_co]:
+        """With what `load` has returned, here or in another process. Raises: ValueError for a tokenizer that does not
+        fit the options."""
         ...
 
     def key(self) -> dict[str, Any]:

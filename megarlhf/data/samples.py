@@ -85,6 +85,10 @@ class _Options:
             values["date"] = date.today().isoformat()
         return {**values, "template_args": dict(self.template_args)}
 
+    def load(self) -> Tokenizer:
+        """See `Encoder.load`."""
+        return load_tokenizer(self.tokenizer)
+
     def chat(self, tokenizer: Tokenizer) -> ChatTemplate | None:
         """What conversations are written with; None where there is nothing, which a conversation then says.
 
@@ -156,12 +160,12 @@ class SFTEncoder(_Options):
     """Which of the assistant's messages are learnt."""
 
     def open(self) -> Encode[SFTSample]:
-        """See `Encoder.open`."""
-        return self.by(load_tokenizer(self.tokenizer))
+        """With the tokenizer loaded. Raises: ValueError for one that does not fit the options."""
+        return self.by(self.load())
 
-    def by(self, tokenizer: Tokenizer) -> Encode[SFTSample]:
-        """With a tokenizer that is there."""
-        writer = _Writer(self, tokenizer)
+    def by(self, loaded: Tokenizer) -> Encode[SFTSample]:
+        """See `Encoder.by`."""
+        writer = _Writer(self, loaded)
 
         def sample(index: int, record: Mapping[str, Any]) -> SFTSample:
             example = _skipping(example_of, record, self)
@@ -169,10 +173,8 @@ class SFTEncoder(_Options):
                 whole = writer.answered(example, self.loss_on)
                 sample = SFTSample(whole.tokens, whole.stretches)
             else:
-                prompt_tokens = _text_tokens(example[0], tokenizer)
-                sample = SFTSample.of_response(
-                    prompt_tokens + _response_tokens(example[1], tokenizer), len(prompt_tokens)
-                )
+                prompt_tokens = _text_tokens(example[0], loaded)
+                sample = SFTSample.of_response(prompt_tokens + _response_tokens(example[1], loaded), len(prompt_tokens))
             self._require_length(sample)
             return sample
 
@@ -195,12 +197,12 @@ class PairEncoder(_Options):
     with_margin: bool = False
 
     def open(self) -> Encode[PairSample]:
-        """See `Encoder.open`."""
-        return self.by(load_tokenizer(self.tokenizer))
+        """With the tokenizer loaded. Raises: ValueError for one that does not fit the options."""
+        return self.by(self.load())
 
-    def by(self, tokenizer: Tokenizer) -> Encode[PairSample]:
-        """With a tokenizer that is there."""
-        writer = _Writer(self, tokenizer)
+    def by(self, loaded: Tokenizer) -> Encode[PairSample]:
+        """See `Encoder.by`."""
+        writer = _Writer(self, loaded)
 
         def sample(index: int, record: Mapping[str, Any]) -> PairSample:
             prompt_tokens, chosen_tokens, rejected_tokens = self._parts(record, writer)
@@ -242,12 +244,12 @@ class PromptEncoder(_Options):
         return {**super().key(), "check_fields": [] if self.check_fields is None else self.check_fields.key()}
 
     def open(self) -> Encode[PromptSample]:
-        """See `Encoder.open`."""
-        return self.by(load_tokenizer(self.tokenizer))
+        """With the tokenizer loaded. Raises: ValueError for one that does not fit the options."""
+        return self.by(self.load())
 
-    def by(self, tokenizer: Tokenizer) -> Encode[PromptSample]:
-        """With a tokenizer that is there."""
-        writer = _Writer(self, tokenizer)
+    def by(self, loaded: Tokenizer) -> Encode[PromptSample]:
+        """See `Encoder.by`."""
+        writer = _Writer(self, loaded)
 
         def sample(index: int, record: Mapping[str, Any]) -> PromptSample:
             asked = _skipping(prompt_of, record, self)

@@ -27,12 +27,15 @@ class TextEncoder:
     longest: int
     """Tokens of a piece."""
 
-    def open(self) -> Callable[[int, Mapping[str, Any]], list[Text]]:
-        """See `samples.Encoder.open`."""
-        tokenizer = load_tokenizer(self.tokenizer)
+    def load(self) -> Tokenizer:
+        """See `Encoder.load`."""
+        return load_tokenizer(self.tokenizer)
+
+    def by(self, loaded: Tokenizer) -> Callable[[int, Mapping[str, Any]], list[Text]]:
+        """See `Encoder.by`."""
 
         def encode(index: int, record: Mapping[str, Any]) -> list[Text]:
-            parts = pieces(record["text"], tokenizer, self.longest)
+            parts = pieces(record["text"], loaded, self.longest)
             if not parts:
                 raise Unusable("text of fewer than two tokens")
             return [Text(part) for part in parts]
@@ -40,7 +43,7 @@ class TextEncoder:
         return encode
 
     def key(self) -> dict[str, Any]:
-        """See `samples.Encoder.key`."""
+        """See `Encoder.key`."""
         return {"samples": "texts", "tokenizer": tokenizer_digest(self.tokenizer), "longest": self.longest}
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megarlhf.data.jinja_chat import program_of
-from megarlhf.data.tokenizer_files import byte_pairs, damaged, of_byte_pairs
+from megarlhf.data.tokenizer_files import byte_pairs, damaged, of_byte_pairs, without_torch
 
 logger = logging.getLogger(__name__)
 
@@ -158,28 +158,65 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A Hugging Face tokenizer, chat template included. Special tokens written in text become their ids."""
+    """A Hugging Face tokenizer, chat template included. Special tokens written in text become their ids.
+
+    Given to another process (by pickle) it encodes there without transformers, which takes ten times as long to load as
+    all else that this needs; what needs transformers, such as a chat template, loads it there from the same files.
+    """
 
     def __init__(self, tokenizer: Any, name: str) -> None:
-        self._tokenizer = tokenizer
+        self._whole: Any = tokenizer
         self._backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
-        if self._backend is not None:  # as transformers has it before each of its own calls
-            self._backend.no_truncation()
-            self._backend.no_padding()
-            self._backend.encode_special_tokens = tokenizer.split_special_tokens
+        self._splits_special = bool(tokenizer.split_special_tokens)
+        self._prepare_backend()
         self.name = name
         self.vocab_size = len(tokenizer)
         self.eos_id = _required_eos(tokenizer.eos_token_id, name)
         self.bos_id: int | None = tokenizer.bos_token_id
         self.pad_id = _pad_or_eos(tokenizer.pad_token_id, self.eos_id, name)
         self.special_ids = frozenset(tokenizer.added_tokens_decoder)
+        self._template: Any = None  # of one that was given by another process
         # A text to continue from, where the tokenizer puts a space before the first word.
         self._lead = self._encode("\n") if self._decode(self._encode("a")) != self._glued("a") else []
+
+    def _prepare_backend(self) -> None:
+        """As transformers has it before each of its own calls."""
+        if self._backend is not None:
+            self._backend.no_truncation()
+            self._backend.no_padding()
+            self._backend.encode_special_tokens = self._splits_special
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        try:
+            backend = self._backend.to_str() if self._backend is not None else None
+        except Exception:  # noqa: BLE001 - nothing narrower is raised for parts that are written in Python
+            backend = None
+        if backend is None:
+            return load_tokenizer, (self.name,)
+        state = {**self.__dict__, "_whole": None, "_backend": backend, "_template": self.own_template()}
+        return object.__new__, (type(self),), state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        from tokenizers import Tokenizer as FastTokenizer
+
+        self.__dict__.update(state, _backend=FastTokenizer.from_str(state["_backend"]))
+        self._prepare_backend()
+
+    @property
+    def _tokenizer(self) -> Any:
+        """That of transformers."""
+        if self._whole is None:
+            with without_torch():
+                loaded = load_tokenizer(self.name)
+            assert isinstance(loaded, HuggingFaceTokenizer), "it was one in the process that has given it"
+            self._whole = loaded._whole
+        return self._whole
 
     def _encode(self, text: str) -> list[int]:
         if self._backend is None:
             return list(self._tokenizer.encode(text, add_special_tokens=False))
-        # Without transformers around it, and without offsets: 1.5 times as fast on texts of a hundred tokens.
+        # Without transformers around it, and without offsets: 1.5 times as fast on texts of a hundred tokens. One call
+        # for many texts is no faster: what is made of each lies in memory until the last is done.
         (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
         return list(encoded.ids)
 
@@ -215,7 +252,7 @@ class HuggingFaceTokenizer:
 
     def own_template(self) -> str | None:
         """See `ChatTokenizer.own_template`. Of several with names that for tools, which transformers takes for them."""
-        template = self._tokenizer.chat_template
+        template = self._template if self._whole is None else self._whole.chat_template
         if isinstance(template, dict):
             return template.get("tool_use", template.get("default"))
         return None if template is None else str(template)

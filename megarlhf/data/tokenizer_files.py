@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,21 @@ def of_byte_pairs(vocab: Path, merges: Path) -> Any:
     made = PreTrainedTokenizerFast(tokenizer_object=fast, **{k: v for k, v in special.items() if v is not None})
     made.chat_template = settings.get("chat_template")
     return made
+
+
+@contextlib.contextmanager
+def without_torch() -> Iterator[None]:
+    """transformers imports torch where it can, which takes three times as long as all else that a process for
+    tokenizing begins with; no tokenizer needs it. Behind this, code of a user's may import it as ever."""
+    if "torch" in sys.modules:
+        yield
+        return
+    modules: dict[str, Any] = sys.modules
+    modules["torch"] = None  # importing it fails, as where it is not installed
+    try:
+        yield
+    finally:
+        del modules["torch"]
 
 
 @contextlib.contextmanager

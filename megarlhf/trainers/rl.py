@@ -104,7 +104,7 @@ class Loop:
                 evaluation = self._evaluate(session, step, due=due)
                 metrics, is_best = {**metrics, **evaluation}, self.best.watch(evaluation)
                 last = last or stop.reason is not None
-            if last:
+            if last and self.evaluate.has_test:
                 with session.stoppable("eval"):
                     of_test = self.evaluate.test(session.asked_to_stop)
                 say_of_test(session, of_test)

@@ -66,6 +66,11 @@ class Evaluator:
         tokenizer, kl_N = self._components.rewarder.tokenizer, self._kl_of_shown(rollouts)
         return metrics, rows_of(step, self._shown, self._validation, rollouts, total_N, said, tokenizer, kl_N)
 
+    @property
+    def has_test(self) -> bool:
+        """Whether there are prompts for figures."""
+        return bool(self._test)
+
     def test(self, should_stop: Callable[[], bool]) -> dict[str, Metric]:
         """The same figures of `data.test`, by names of their own; nothing without any. Raises: as above."""
         return as_test(self._measure(self._test, should_stop)[3]) if self._test else {}

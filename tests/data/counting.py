@@ -22,7 +22,10 @@ class Counting:
     seconds: float = 0.0
     """Of each record."""
 
-    def open(self):
+    def load(self):
+        return None
+
+    def by(self, loaded):
         return self._encode
 
     def _encode(self, index, record):

@@ -231,7 +231,7 @@ def test_opt_is_never_recognised(monkeypatch):
 
 def test_every_field_that_differs_is_told_as_arguments(monkeypatch):
     """Of a family that has nothing as it should be; rotary numbers are told by `position_embedding_type`."""
-    elsewhere = ("model_type", "rope_theta", "rope_scaling")
+    elsewhere = ("model_type", "rope_theta", "rope_scaling", "adapter")
     nothing = {field.name: -1 for field in fields(Architecture) if field.name not in elsewhere}
     spec = ConfigSpec(lm_class="", scalar_class="", facts=nothing)
     register(monkeypatch, {"nothing": replace(LLAMA, model_type="nothing", config=spec)})
