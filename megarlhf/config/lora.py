@@ -12,6 +12,10 @@ from megarlhf.config.frozen import FrozenModel, NonNegative, Positive
 Targets = Literal["all-linear"] | tuple[str, ...]
 
 
+ADAPTER_SUFFIX = "_adapter"
+"""Behind the name of a role: the folder of its exported adapter."""
+
+
 class LoraConfig(FrozenModel):
     path: Path | None = None
     """A PEFT adapter to start from: a directory with adapter_config.json and adapter_model.safetensors. What is left

@@ -17,6 +17,7 @@ from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.hf_config import architecture_from_hf, read_config, router_aux_loss_of_config
 from megarlhf.architectures.placements import Head
 from megarlhf.config import MicroBatchConfig, RoleConfig
+from megarlhf.config.lora import ADAPTER_SUFFIX
 from megarlhf.models.build import ModelShard, bf16_gradients, build_model
 from megarlhf.models.experts import use_balance
 from megarlhf.models.lora import without_adapters
@@ -32,9 +33,6 @@ from megarlhf.weights.checkpoint.formats.huggingface.read import is_huggingface
 from megarlhf.weights.checkpoint.peft import adapted
 
 log = logging.getLogger(__name__)
-
-ADAPTER_SUFFIX = "_adapter"
-"""Behind a role's name: the directory of its exported adapter."""
 
 
 @dataclass(frozen=True)

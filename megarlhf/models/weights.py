@@ -26,7 +26,7 @@ from megarlhf.weights.checkpoint.dtype import ResolvedDtype, resolve_dtype
 from megarlhf.weights.checkpoint.export import export, gather, with_dtype
 from megarlhf.weights.checkpoint.hf_writer import read_other_files
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint, require_scalar_head
-from megarlhf.weights.checkpoint.peft import adapter_config, open_adapter, write_adapter
+from megarlhf.weights.checkpoint.peft import adapter_config, brings_head, open_adapter, write_adapter
 from megarlhf.weights.checks.digest import replica_digests, summed, whole_digest
 from megarlhf.weights.transport.random_init import fill_random
 from megarlhf.weights.transport.storages import Storages, check_storages, load_from_files
@@ -48,7 +48,7 @@ def load_weights(shard: ModelShard, model: ModelConfig, *, seed: int, new_head: 
 
     Each rank reads just its boxes. `new_head`: a scalar role may start from a language model, with a random head.
 
-    Raises: ValueError for a scalar role whose checkpoint has no scalar head, where neither `new_head` nor
+    Raises: ValueError for a scalar role whose checkpoint and adapter have no scalar head, where neither `new_head` nor
     `model.fresh_head` allows a random one.
     """
     mine = placements_on(shard, shard.mesh.runtime.rank)
@@ -62,14 +62,16 @@ def load_weights(shard: ModelShard, model: ModelConfig, *, seed: int, new_head: 
         return
     checkpoint = open_checkpoint(model.path, hf=model.hf, head=shard.head)
     score = head_name(shard.arch, "scalar")
-    random_head = shard.head == "scalar" and (model.fresh_head or checkpoint.head != "scalar")
-    if random_head and not (new_head or model.fresh_head):
+    unread = shard.head == "scalar" and (model.fresh_head or checkpoint.head != "scalar")
+    brought = shard.head == "scalar" and shard.adapter_path is not None and brings_head(shard.adapter_path, shard.arch)
+    if unread and not (brought or new_head or model.fresh_head):
         require_scalar_head(checkpoint)
-    fresh = frozenset({score} & mine.tensors.keys()) if random_head else frozenset()
+    fresh = frozenset({score} & mine.tensors.keys()) if unread else frozenset()
     load_from_files(mine, checkpoint.weights, live, skip=fresh | adapter_tensors(shard.arch))
     if shard.head == "scalar":
-        log.info("%s: the scalar head %s", model.path, "starts at random" if random_head else "is loaded")
-    if fresh:
+        how = "starts at random" if unread else "is loaded"
+        log.info("%s: the scalar head %s", model.path, "is that of the adapter" if brought else how)
+    if fresh and not brought:
         fill_random(mine, live, seed=seed, std=std, arch=shard.arch, head=shard.head, only=fresh)
     if shard.arch.adapter is not None:
         _load_adapter(shard, mine, live, seed=seed)
@@ -82,9 +84,9 @@ def _load_adapter(shard: ModelShard, mine: RankPlacements, live: Storages, *, se
         only = frozenset(names & mine.tensors.keys())
         fill_random(mine, live, seed=seed, std=1.0, arch=shard.arch, head=shard.head, only=only)
         return
-    stored, score = open_adapter(shard.adapter_path), head_name(shard.arch, "scalar")
-    if shard.head == "scalar" and score in stored.tensors:
-        names |= {score}
+    stored = open_adapter(shard.adapter_path)
+    if shard.head == "scalar" and brings_head(shard.adapter_path, shard.arch):
+        names |= {head_name(shard.arch, "scalar")}
     shapes = {name: shape for name, shape in logical_tensors(shard.arch, shard.head).items() if name in names}
     load_from_files(mine.select(sorted(names)), stored.weights(shapes), live)
     _require_base(shard, shard.adapter_path)
@@ -101,7 +103,7 @@ def _require_base(shard: ModelShard, adapter: Path) -> None:
     dtype = str(shard.dtype).removeprefix("torch.")
     if base is None or base.dtype != dtype or not shard.mesh.is_member:
         return
-    digest = digest_of_shard(shard.base)
+    digest = digest_of_shard(shard.base, head=False)
     if digest != base.digest:
         raise ValueError(
             f"lora.path = {adapter} is an adapter of another base: {FILE} beside it says that it was trained on "
@@ -159,11 +161,14 @@ def export_adapter(shard: ModelShard, base: Path, directory: Path) -> None:
         write_adapter(directory, config, {name: tensor.cpu() for name, tensor in whole.items()})
 
 
-def digest_of_shard(shard: ModelShard) -> str:
-    """Of the live model, the same at every layout. Collective among the ranks that have it."""
+def digest_of_shard(shard: ModelShard, *, head: bool = True) -> str:
+    """Of the live model, the same at every layout; without its scalar head, which an adapter brings along, where not
+    `head`. Collective among the ranks that have it."""
     mesh = shard.mesh
     mine, _ = replica_digests(mesh.runtime.rank, replica_placements(shard), shard.parameters(), dtype=shard.dtype)
     names = list(logical_tensors(shard.arch, shard.head))
+    if not head:
+        names = [name for name in names if name != head_name(shard.arch, "scalar")]
     return whole_digest(summed([mine], names, mesh.runtime.device, mesh.groups.tp_ep_pp)[0])
 
 

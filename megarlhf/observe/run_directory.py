@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megarlhf.config import FrozenModel, RunConfig
+from megarlhf.config.lora import ADAPTER_SUFFIX
 
 CONFIG_FILE = "config.yaml"
 CONFIG_HEADER = "# megarlhf {command}: the resolved configuration of this run\n"
@@ -19,9 +20,10 @@ FINISHED_FILE = "FINISHED"
 _WRITTEN_BY = re.compile(r"# megarlhf (\w+): the resolved configuration")
 
 ROLES = ("actor", "actor_ema", "critic", "reward_model")
+_EXPORTS = (*ROLES, *(f"{role}{ADAPTER_SUFFIX}" for role in ROLES))
 """Folders of a checkpoint: what a run exports."""
 _STEPS = ("checkpoints/step_[0-9]*", "checkpoints/.step_[0-9]*.partial", "checkpoints/.step_[0-9]*.replaced")
-_BEING_WRITTEN = tuple(f".{role}.megarlhf-{what}" for role in ROLES for what in ("lock", "partial"))
+_BEING_WRITTEN = tuple(f".{name}.megarlhf-{what}" for name in _EXPORTS for what in ("lock", "partial"))
 """What stands beside a role's folder while it is written (`weights/checkpoint/staging.py`), and after a kill."""
 _FILES = (
     "metrics.jsonl",
@@ -47,7 +49,7 @@ _FILES = (
     "checkpoints/.latest.partial",
     "checkpoints/best",
     "checkpoints/.best.partial",
-    *(f"{step}/{name}" for step in _STEPS for name in (*ROLES, *_BEING_WRITTEN)),
+    *(f"{step}/{name}" for step in _STEPS for name in (*_EXPORTS, *_BEING_WRITTEN)),
     "resume/step_[0-9]*",
     "resume/.step_[0-9]*",
     "bank/*",
@@ -101,7 +103,7 @@ def require_room(directory: Path, *, best: bool = False) -> None:
     strangers += [path for path in links if path.exists() and not path.is_symlink()]
     for step in (path for pattern in _STEPS for path in sorted(directory.glob(pattern))):
         whole = step.is_symlink() or not step.is_dir()
-        known = {*ROLES, *_BEING_WRITTEN}
+        known = {*_EXPORTS, *_BEING_WRITTEN}
         strangers += [step] if whole else sorted(path for path in step.iterdir() if path.name not in known)
     if strangers:
         raise ValueError(

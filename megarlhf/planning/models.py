@@ -18,6 +18,7 @@ from megarlhf.data.tokenizer_files import has_tokenizer
 from megarlhf.weights.checkpoint.dtype import has_weights
 from megarlhf.weights.checkpoint.formats.megatron.tokenizers import tokenizer_in_words
 from megarlhf.weights.checkpoint.open_checkpoint import Checkpoint, open_checkpoint, require_scalar_head
+from megarlhf.weights.checkpoint.peft import brings_head, open_adapter
 from megarlhf.weights.transport.storages import load_from_files
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
@@ -149,40 +150,46 @@ def check_heads(roles: Mapping[str, RoleConfig], *, trains_reward_model: bool) -
 
 def _head_in_words(role: str, section: RoleConfig, *, trains_reward_model: bool) -> str:
     """Where the scalar head of a critic or a reward model comes from. Raises: ValueError as `check_heads` does."""
-    model = section.model
+    model, lora = section.model, section.lora
     checkpoint = open_checkpoint(model.path, hf=model.hf, head="scalar")
+    adapter = None if lora is None else lora.path
+    brought = adapter is not None and brings_head(adapter, checkpoint.arch)
     stored = checkpoint.head == "scalar"
-    if not (model.fresh_head or trains_reward_model):
+    if not (model.fresh_head or trains_reward_model or brought):
         try:
             require_scalar_head(checkpoint)
         except ValueError as error:
             raise ValueError(f"{role}: {error}") from None
-        if role == "reward_model":
-            score_of_config(read_config(model.hf_directory()), model.hf_directory())
-    if model.fresh_head and stored:
+    if role == "reward_model" and not trains_reward_model:
+        score_of_config(read_config(model.hf_directory()), model.hf_directory())
+    if model.fresh_head and stored and not brought:
         return (
             f"the scalar head starts at random, the rest is {model.path}, whose own scalar head is left unread: with "
             f"{role}.model.fresh_head = false it would be loaded"
         )
-    if not stored:
+    if not (stored or brought):
         return f"the scalar head starts at random, the rest is {model.path}"
-    head_H = _stored_head(checkpoint)
+    place = adapter if brought and adapter is not None else model.path
+    head_H = _stored_head(checkpoint, adapter if brought else None)
     if not bool(head_H.isfinite().all()):
-        raise ValueError(f"{role}: the scalar head of {model.path} holds NaN or infinite numbers; give another model")
+        raise ValueError(f"{role}: the scalar head of {place} holds NaN or infinite numbers; give another model")
     if not bool(head_H.any()):
         if role == "reward_model" and not trains_reward_model:
             raise ValueError(
-                f"reward_model: the scalar head of {model.path} is zero, and every response would score the same; give "
+                f"reward_model: the scalar head of {place} is zero, and every response would score the same; give "
                 "a reward model that `megarlhf rm` has trained"
             )
-        return f"the scalar head is loaded from {model.path}, where it is zero"
-    return f"the scalar head is loaded from {model.path}"
+        return f"the scalar head is loaded from {place}, where it is zero"
+    unread = f", so that {role}.model.fresh_head has no effect" if model.fresh_head else ""
+    return f"the scalar head is loaded from {place}{unread}"
 
 
-def _stored_head(checkpoint: Checkpoint) -> Tensor:
-    """The weight of the scalar head: a few thousand numbers, the only ones that are read before a run."""
+def _stored_head(checkpoint: Checkpoint, adapter: Path | None) -> Tensor:
+    """The weight of the scalar head, of the checkpoint or of an adapter: a few thousand numbers, the only ones that are
+    read before a run."""
     name = head_name(checkpoint.arch, "scalar")
-    only = identity_placements({name: logical_tensors(checkpoint.arch, "scalar")[name]})
+    shapes = {name: logical_tensors(checkpoint.arch, "scalar")[name]}
+    only = identity_placements(shapes)
     head = {name: torch.empty(only.storages[name])}
-    load_from_files(only, checkpoint.weights, head)
+    load_from_files(only, checkpoint.weights if adapter is None else open_adapter(adapter).weights(shapes), head)
     return head[name]

@@ -36,16 +36,17 @@ def digest_of_samples(samples: Sequence[Any]) -> str:
     return digest.hexdigest()
 
 
-def identity_of_weights(role: Role) -> Weights:
-    """What a role that has just been built begins with. Collective."""
+def identity_of_weights(role: Role, *, head: bool = True) -> Weights:
+    """What a role that has just been built begins with; without its scalar head where not `head`. Collective."""
     dtype = str(role.shard.dtype).removeprefix("torch.")
-    return Weights(path=str(role.section.model.path.absolute()), digest=digest_of_weights(role), dtype=dtype)
+    return Weights(path=str(role.section.model.path.absolute()), digest=digest_of_weights(role, head=head), dtype=dtype)
 
 
 def bases_of_adapters(roles: Sequence[Role]) -> dict[str, Weights]:
-    """Of those of these roles that have an adapter, what it is on: a resume point does not hold it. Collective."""
+    """Of those of these roles that have an adapter, what it is on, which a resume point does not hold. A scalar head is
+    trained and exported with the adapter, and no part of that. Collective."""
     return {
-        role.name: identity_of_weights(role.without_adapter(role.name))
+        role.name: identity_of_weights(role.without_adapter(role.name), head=False)
         for role in roles
         if role.shard.arch.adapter is not None
     }
@@ -65,12 +66,12 @@ def digest_of_vocabulary(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(json.dumps(tokenizer.tokens()).encode()).hexdigest()
 
 
-def digest_of_weights(role: Role) -> str:
-    """Of a role's live parameters, the same at every layout. Collective."""
+def digest_of_weights(role: Role, *, head: bool = True) -> str:
+    """Of a role's live parameters, without its scalar head where not `head`, the same at every layout. Collective."""
     role.parts.to_compute()
     shard, mesh = role.shard, role.mesh
     # Of nothing: as long as any, so that a rehearsed rank hears a message of the right length.
-    digest = digest_of_shard(shard) if mesh.is_member else whole_digest({})
+    digest = digest_of_shard(shard, head=head) if mesh.is_member else whole_digest({})
     everywhere = mesh.layout.world_size == mesh.runtime.world_size
     return digest if everywhere else from_rank(digest, mesh.layout.first)
 

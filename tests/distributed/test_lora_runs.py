@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,3 +143,39 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert f"lora.path = {exported} is an adapter of another base: megarlhf.json beside it says that" in said
     started(ranks, then, TP)
     assert rows(tmp_path / "then")[0]["eval_loss"] == pytest.approx(rows(run)[-1]["eval_loss"], rel=1e-6)
+
+
+def test_an_exported_reward_models_adapter_is_that_reward_model(
+    ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
+) -> None:
+    """Trained on a language model, with its scalar head: on that language model it ranks pairs as the merged export
+    does, in `eval` as at the start of another run. On another base it is refused."""
+    base, tree = str(one_layer["plain"]), {"data": {"train": str(data["pairs"])}}
+    section = {"model": {"path": base}, "lora": {"rank": 2, "export": "both"}, "optim": {"lr": 0.05}}
+    limits = {"num_steps": 2, "mini_batch_samples": 8, "micro_batch_samples": 4}
+
+    def run(command: str, name: str, role: dict[str, Any], **more: Any) -> tuple[int, str]:
+        config = {"run": {"dir": str(tmp_path / name)}, "reward_model": role, **tree, **more}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(config))
+        status, said = ranks.run(1, "command_status", command, "-c", str(tmp_path / f"{name}.yaml"))[0]
+        return status, " ".join(said.split())
+
+    assert run("rm", "rm", section, train=limits)[0] == 0
+    latest = tmp_path / "rm/checkpoints/latest"
+    adapter = {"path": str(latest / "reward_model_adapter")}
+    status, said = run("eval", "adapter", {"model": {"path": base}, "lora": adapter})
+    assert status == 0, said
+    assert f"reward_model: the scalar head is loaded from {adapter['path']}" in said
+    assert run("eval", "merged", {"model": {"path": str(latest / "reward_model")}})[0] == 0
+    found, expected = (json.loads((tmp_path / f"{n}/eval.json").read_text())["figures"] for n in ("adapter", "merged"))
+    assert abs(expected["eval_chosen_score"]["value"]) > 1e-3
+    for name, figure in expected.items():
+        assert found[name]["value"] == pytest.approx(figure["value"], rel=1e-4, abs=1e-6), name
+    later = {**tree["data"], "validation": str(data["pairs"])}
+    status, said = run("rm", "later", section | {"lora": adapter}, train=limits | {"num_steps": 1}, data=later)
+    assert status == 0, said
+    first = read_metrics(tmp_path / "later")[0]
+    assert first["eval_loss"] == pytest.approx(expected["eval_loss"]["value"], rel=1e-4)
+    status, said = run("eval", "other", {"model": {"path": str(one_layer["other"])}, "lora": adapter})
+    assert status == 2
+    assert "is an adapter of another base: megarlhf.json beside it" in said

@@ -54,6 +54,9 @@ def leave_a_run(cfg, command="sft"):
     (run / "checkpoints/.step_000003.partial/actor").mkdir(parents=True)
     (run / "checkpoints/.step_000003.partial/.critic.megarlhf-partial").mkdir()
     (run / "checkpoints/.step_000003.partial/.critic.megarlhf-lock").touch()
+    for export in ("step_000002", ".step_000003.partial"):
+        (run / f"checkpoints/{export}/actor_adapter").mkdir()
+        (run / f"checkpoints/{export}/actor_adapter/adapter_config.json").write_text("{}")
     (run / "responses.jsonl").write_text("{}\n")
     (run / "wandb_id").write_text("abc")
     left = ["resume/step_000002/MANIFEST.json", "resume/.step_000003.partial/state", "bank/a", "failures/b"]
@@ -324,7 +327,7 @@ def test_overwrite_removes_what_the_run_wrote_and_nothing_else(cfg, dead_lock):
     dead_lock(cfg().run.dir)
     new = cfg(on_existing="overwrite", seed=7)
     usable = require_usable(new, new.run, "sft")
-    assert (len(usable.removed), usable.removed[-1].name, usable.resumes) == (20, "config.yaml", False)
+    assert (len(usable.removed), usable.removed[-1].name, usable.resumes) == (22, "config.yaml", False)
     begin(new, "sft")
     assert set(content(new.run.dir)) == mine | {"config.yaml"}
     for folder in ("checkpoints/step_000001", "resume", "bank", "failures"):

@@ -91,7 +91,7 @@ class StoredAdapter:
         adapter = adapter_on(
             arch, found, rank=rank, alpha=float(self.config["lora_alpha"]), rslora=bool(self.config.get("use_rslora"))
         )
-        shapes = logical_tensors(_with(arch, adapter))
+        shapes = logical_tensors(_with(arch, adapter)) | logical_tensors(_with(arch, adapter), "scalar")
         problems = [f"{name} is missing" for name in sorted(expected - self.tensors.keys())]
         problems += [
             f"{name} has shape {extent.shape}, expected {shapes[name]}"
@@ -143,6 +143,11 @@ def open_adapter(directory: Path) -> StoredAdapter:
     for name, extent in read_header(directory / WEIGHTS).items():
         tensors[name.removeprefix(PREFIX)] = extent
     return StoredAdapter(directory, config, tensors)
+
+
+def brings_head(directory: Path, arch: Architecture) -> bool:
+    """Whether the adapter has a scalar head with it, as one of a reward model has."""
+    return head_name(arch, "scalar") in open_adapter(directory).tensors
 
 
 def adapted(arch: Architecture, lora: LoraConfig | None, role: str = "actor") -> Architecture:
