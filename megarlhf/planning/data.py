@@ -78,7 +78,7 @@ def check_data(command: str, cfg: AnyConfig) -> list[str]:
 def _opened(cfg: AnyConfig, encoder: SFTEncoder | PairEncoder | PromptEncoder) -> Encode[Any]:
     """As a run does it, which may cut what is too long."""
     if isinstance(encoder, SFTEncoder) and isinstance(cfg, SFTConfig) and cfg.data.over_long == "cut":
-        return CuttingEncoder(encoder).open()
+        return CuttingEncoder(encoder).by(encoder.load())
     return encoder.open()
 
 
