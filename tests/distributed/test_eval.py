@@ -173,7 +173,21 @@ def test_pass_at_k_by_hand_of_what_generate_wrote(
 ) -> None:
     """The same seeds draw the same samples."""
     tree = {"actor": model(two_layers["plain"]), "rewards": [BRIEF], **generation(data)}
+    tree["rollout"] |= {"top_p": 0.95, "stop": ["=9"]}
     report = run("eval", 1, **tree, eval={"accuracy": "brief", "pass_at": [1, 2, 4]})
+    assert report["sampling"] == {
+        "greedy": False,
+        "temperature": 1.0,
+        "top_p": 0.95,
+        "top_k": 0,
+        "min_p": 0.0,
+        "num_samples_per_prompt": 4,
+        "max_response_tokens": 5,
+        "stop": ["=9"],
+        "stop_token_ids": [],
+        "engine": "megatron",
+        "dtype": None,
+    }
     (tmp_path / "g.yaml").write_text(yaml.safe_dump({"run": {"dir": str(tmp_path / "g"), "seed": 3}, **tree}))
     ranks.run(1, "command", "generate", "-c", str(tmp_path / "g.yaml"))
     lines = [json.loads(line) for line in (tmp_path / "g" / "responses.jsonl").read_text().splitlines()]
