@@ -105,7 +105,7 @@ def test_perplexity_of_plain_text_in_pieces(run: Run, two_layers: dict[str, Path
     directory = two_layers["plain"]
     tokenizer, rows = load_tokenizer(directory), []
     for text in texts:
-        tokens = [*tokenizer.encode(text), tokenizer.eos_id]
+        tokens = tokenizer.encode(text)
         rows += [([tokenizer.bos_id, *tokens[start : start + 15]], 1) for start in range(0, len(tokens), 15)]
     total, count = map(sum, zip(*nll_by_hugging_face(directory, rows), strict=True))
     limits = {"max_prompt_tokens": 8, "max_response_tokens": 8}
