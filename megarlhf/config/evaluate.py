@@ -38,8 +38,10 @@ class EvalTasksConfig(AccuracyConfig):
     reward model."""
     perplexity_of: Literal["response", "text"] = "response"
     """`response`: the tokens of each response, given its prompt, with its end token, as `sft` learns them. `text`:
-    every token but the first of the field `text`; a text longer than `data.max_prompt_tokens` +
-    `data.max_response_tokens` is read in pieces of so many tokens."""
+    every token but the first of the field `text`, as Hugging Face's loss of `tokenizer(text)` counts them: a
+    begin-of-sequence token is the first where the tokenizer writes it, and no end token is appended. A text longer than
+    `data.max_prompt_tokens` + `data.max_response_tokens` is read in pieces of so many tokens, each of which begins so.
+    """
     pass_at: tuple[PositiveInt, ...] = ()
     """Each k gives pass@k: the chance that one of k samples is right, by the reward or rule that is the accuracy. Needs
     `greedy: false` and `rollout.num_samples_per_prompt` of k or more; more samples make it more certain."""

@@ -1,4 +1,5 @@
-"""Plain texts as token ids, cut into pieces that a micro-batch can hold: what the pretraining mix of rl learns from."""
+"""Plain texts as token ids, cut into pieces that a micro-batch can hold: what the pretraining mix of rl learns from, and
+what eval measures the perplexity of."""
 
 from __future__ import annotations
 
@@ -44,13 +45,14 @@ class TextEncoder:
 
     def key(self) -> dict[str, Any]:
         """See `Encoder.key`."""
-        return {"samples": "texts", "tokenizer": tokenizer_digest(self.tokenizer), "longest": self.longest}
+        tokenizer = tokenizer_digest(self.tokenizer)
+        return {"samples": "texts", "tokenizer": tokenizer, "longest": self.longest, "end": self.end}
 
 
-def pieces(text: str, tokenizer: Tokenizer, longest: int) -> list[list[int]]:
-    """A text as tokens, its end included, cut into pieces that begin as a text does: with bos, where the model has it.
-    A piece from which nothing could be learnt is left out."""
-    tokens = [*tokenizer.encode(text), tokenizer.eos_id]
+def pieces(text: str, tokenizer: Tokenizer, longest: int, *, end: bool = True) -> list[list[int]]:
+    """A text as tokens, its end included where `end`, cut into pieces that begin as a text does: with bos, where the
+    tokenizer writes it. A piece from which nothing could be learnt is left out."""
+    tokens = [*tokenizer.encode(text), *[tokenizer.eos_id] * end]
     lead = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     room = longest - len(lead)
     cut = [[*lead, *tokens[start : start + room]] for start in range(0, len(tokens), room)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -164,11 +164,21 @@ def export_adapter(shard: ModelShard, base: Path, directory: Path) -> None:
 def digest_of_shard(shard: ModelShard, *, head: bool = True) -> str:
     """Of the live model, the same at every layout; without its scalar head, which an adapter brings along, where not
     `head`. Collective among the ranks that have it."""
-    mesh = shard.mesh
-    mine, _ = replica_digests(mesh.runtime.rank, replica_placements(shard), shard.parameters(), dtype=shard.dtype)
     names = list(logical_tensors(shard.arch, shard.head))
     if not head:
         names = [name for name in names if name != head_name(shard.arch, "scalar")]
+    return _digest(shard, names)
+
+
+def digest_of_adapter(shard: ModelShard) -> str:
+    """Of A and B of the live adapter. Collective as above."""
+    return _digest(shard, sorted(adapter_tensors(shard.arch)))
+
+
+def _digest(shard: ModelShard, names: Sequence[str]) -> str:
+    mesh = shard.mesh
+    parts = [part.select(names) for part in replica_placements(shard)]
+    mine, _ = replica_digests(mesh.runtime.rank, parts, shard.parameters(), dtype=shard.dtype)
     return whole_digest(summed([mine], names, mesh.runtime.device, mesh.groups.tp_ep_pp)[0])
 
 

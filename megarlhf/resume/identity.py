@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
 from megarlhf.collective_errors import from_rank
 from megarlhf.data.tokenized import Samples
 from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.models import weights
 from megarlhf.models.role import Role
-from megarlhf.models.weights import digest_of_shard
 from megarlhf.observe.measured import reproducible
 from megarlhf.provenance import Weights
 from megarlhf.weights.checks.digest import whole_digest
@@ -68,10 +68,19 @@ def digest_of_vocabulary(tokenizer: Tokenizer) -> str:
 
 def digest_of_weights(role: Role, *, head: bool = True) -> str:
     """Of a role's live parameters, without its scalar head where not `head`, the same at every layout. Collective."""
+    return _digest(role, lambda: weights.digest_of_shard(role.shard, head=head))
+
+
+def digest_of_adapter(role: Role) -> str:
+    """Of the live adapter of a role, without a scalar head. Collective."""
+    return _digest(role, lambda: weights.digest_of_adapter(role.shard))
+
+
+def _digest(role: Role, of_shard: Callable[[], str]) -> str:
     role.parts.to_compute()
-    shard, mesh = role.shard, role.mesh
+    mesh = role.mesh
     # Of nothing: as long as any, so that a rehearsed rank hears a message of the right length.
-    digest = digest_of_shard(shard, head=head) if mesh.is_member else whole_digest({})
+    digest = of_shard() if mesh.is_member else whole_digest({})
     everywhere = mesh.layout.world_size == mesh.runtime.world_size
     return digest if everywhere else from_rank(digest, mesh.layout.first)
 

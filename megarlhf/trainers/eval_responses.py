@@ -9,11 +9,12 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megarlhf.config import EvaluateConfig, RewardConfig, words_of
+from megarlhf.config import EvaluateConfig, RewardConfig, RolloutConfig, words_of
 from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.experience import Rollouts
@@ -28,6 +29,7 @@ from megarlhf.trainers.prompts import load_prompts, sampling_of
 from megarlhf.trainers.rl_rewards import Rewarder, Said, totals_of
 from megarlhf.trainers.rl_rollout import make_experience
 
+_SAMPLED = ("temperature", "top_p", "top_k", "min_p")
 SEED_OF = {"actor": 0, "against": 1}
 """Samples of the two models do not depend on each other: a model compared with itself draws other samples."""
 
@@ -57,6 +59,25 @@ class Prompts:
     tokenizer: Tokenizer
     notes: Sequence[str]
     """What was skipped, in words."""
+
+
+def drawn(cfg: EvaluateConfig) -> dict[str, Any]:
+    """How responses are drawn, for `eval.json`; None for what a greedy engine does not read."""
+    names = ["num_samples_per_prompt", "max_response_tokens", "stop", "stop_token_ids", "engine", "dtype"]
+    sampled = {name: None if cfg.greedy else getattr(cfg.rollout, name) for name in _SAMPLED}
+    dtype = {} if cfg.rollout.engine == "vllm" else {"dtype": None}
+    return {"greedy": cfg.greedy, **sampled, **{name: getattr(cfg.rollout, name) for name in names}, **dtype}
+
+
+def drawn_in_words(cfg: EvaluateConfig) -> str:
+    """The same, without what stands at its default."""
+    how, known = ["greedy" if cfg.greedy else f"drawn at temperature {cfg.rollout.temperature:g}"], drawn(cfg)
+    for name in ("top_p", "top_k", "min_p", "stop", "stop_token_ids"):
+        if known[name] not in (None, RolloutConfig.model_fields[name].default):
+            value = known[name]
+            how.append(f"{name} {', '.join(map(repr, value)) if isinstance(value, tuple) else f'{value:g}'}")
+    engine = cfg.rollout.engine + (f" in {known['dtype']}" if known["dtype"] not in (None, "auto") else "")
+    return ", ".join([*how, f"at most {cfg.rollout.max_response_tokens} tokens, by {engine}"])
 
 
 def read_prompts(cfg: EvaluateConfig) -> dict[str, Prompts]:

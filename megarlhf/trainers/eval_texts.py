@@ -55,7 +55,8 @@ def read_texts(cfg: EvaluateConfig) -> tuple[Sequence[SFTSample], str]:
     if cfg.eval.perplexity_of == "response":
         return _read(objective, cfg.max_samples)
     longest = limits.max_prompt_tokens + limits.max_response_tokens
-    encoder: Encoder[Any] = TextEncoder(tokenizer=objective.section.model.tokenizer_place(), longest=longest)
+    tokenizer = objective.section.model.tokenizer_place()
+    encoder: Encoder[Any] = TextEncoder(tokenizer=tokenizer, longest=longest, end=False)
     pieces, _, notes = SetLoader(cfg.data, encoder, Text, ("text",), cfg.run.dir).train_and_validation()
     texts = [SFTSample.of_response(piece.tokens, 1) for piece in pieces[: cfg.max_samples]]
     max_positions = architecture_from_hf(objective.section.model.hf_directory()).longest_sequence

@@ -18,9 +18,8 @@ from megarlhf.observe.watchdog import watched_phases
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.residency import Residency
 from megarlhf.planning.policies import head_of
-from megarlhf.provenance import Weights
 from megarlhf.resume.claim import NO_STEPS_LEFT, finish
-from megarlhf.resume.identity import digest_of_samples, identity_of_weights
+from megarlhf.resume.identity import digest_of_adapter, digest_of_samples, identity_of_weights
 from megarlhf.rollout.rewards.score import response_texts
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.eval_figures import INTERVALS, REPORT, Figures, as_json, as_table, metrics_of
@@ -28,6 +27,8 @@ from megarlhf.trainers.eval_responses import (
     Answers,
     Prompts,
     compared,
+    drawn,
+    drawn_in_words,
     figures_against,
     figures_of,
     read_prompts,
@@ -68,7 +69,7 @@ def run(cfg: EvaluateConfig, runtime: Runtime, parts: Parts = Parts()) -> None: 
             read = _read(cfg)
             residency = Residency(runtime.device, parts.host(runtime.device), shared=True)
             roles = _build(cfg, runtime, residency, parts)
-            models = {name: identity_of_weights(role) for name, role in roles.items()}
+            models = {name: _identity(role) for name, role in roles.items()}
             rewarders = {
                 name: stack.enter_context(
                     contextlib.closing(
@@ -86,8 +87,8 @@ def run(cfg: EvaluateConfig, runtime: Runtime, parts: Parts = Parts()) -> None: 
             }
         session = stack.enter_context(open_session(cfg, cfg.run, runtime, "eval", 1, read.notes, phases=phases))
         figures, calibration = _of_texts(cfg, roles, read, phases)
-        drawn = {n: responses(cfg, roles[n], d, residency, phases, parts) for n, d in read.prompts.items()}
-        answers = _scored(cfg, runtime, rewarders, read, drawn, phases)
+        rollouts = {n: responses(cfg, roles[n], d, residency, phases, parts) for n, d in read.prompts.items()}
+        answers = _scored(cfg, runtime, rewarders, read, rollouts, phases)
         if "against" in answers:
             figures |= compared(cfg, answers["actor"], answers["against"])
         if "actor" in answers:
@@ -130,6 +131,15 @@ def _build(cfg: EvaluateConfig, runtime: Runtime, residency: Residency, parts: P
             residency=residency,
         )
     return roles
+
+
+def _identity(role: Role) -> dict[str, Any]:
+    """Of the model, and of the adapter that is on it. Collective."""
+    lora, known = role.section.lora, vars(identity_of_weights(role))
+    if lora is None:
+        return {**known, "adapter": None}
+    path = None if lora.path is None else str(lora.path.absolute())
+    return {**known, "adapter": {"path": path, "digest": digest_of_adapter(role)}}
 
 
 def _of_texts(
@@ -175,26 +185,26 @@ def _report(
     cfg: EvaluateConfig,
     session: Session,
     figures: Figures,
-    models: Mapping[str, Weights],
+    models: Mapping[str, Mapping[str, Any]],
     read: Read,
     calibration: Mapping[str, Any],
 ) -> None:
     session.log(1, metrics_of(figures))
-    rollout = {"greedy": cfg.greedy, "temperature": None if cfg.greedy else cfg.rollout.temperature}
-    rollout |= {"num_samples_per_prompt": cfg.rollout.num_samples_per_prompt}
     tree = {
         "tasks": list(cfg.tasks()),
         "figures": as_json(figures),
         "intervals": INTERVALS,
-        "models": {name: vars(model) for name, model in models.items()},
+        "models": models,
         "data": {"source": words_of(cfg.data.train), "samples": read.described()},
-        "sampling": rollout if cfg.generates else None,
+        "sampling": drawn(cfg) if cfg.generates else None,
         "rewards": [reward.label for reward in cfg.rewards] if cfg.generates else None,
         "seed": cfg.run.seed,
     }
     session.write_report(REPORT, tree | ({"calibration": dict(calibration)} if calibration else {}))
     for name, model in models.items():
-        session.note(f"{name}: {model.path} (weights {model.digest[:16]}, {model.dtype})")
+        adapter = model["adapter"]
+        beside = "" if adapter is None else f", with the adapter {adapter['path'] or 'none'} ({adapter['digest'][:16]})"
+        session.note(f"{name}: {model['path']} (weights {model['digest'][:16]}, {model['dtype']}){beside}")
     session.note(_in_words(cfg, figures))
     session.note(as_table(figures))
     session.note(f"wrote {cfg.run.dir / REPORT}")
@@ -205,6 +215,6 @@ def _in_words(cfg: EvaluateConfig, figures: Figures) -> str:
     if not cfg.generates:
         return f"{', '.join(cfg.tasks())} on {words_of(cfg.data.train)}; intervals of 95% over texts or pairs"
     responses, prompts = figures["num_samples"].value, figures["num_prompts"].value
-    how = "greedy" if cfg.greedy else f"drawn at temperature {cfg.rollout.temperature:g}"
+    how = drawn_in_words(cfg)
     of = f"{responses} responses to {prompts} prompts of {words_of(cfg.data.train)}, {how}"
     return f"means over {of}; intervals of 95% over prompts"

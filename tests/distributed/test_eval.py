@@ -105,7 +105,7 @@ def test_perplexity_of_plain_text_in_pieces(run: Run, two_layers: dict[str, Path
     directory = two_layers["plain"]
     tokenizer, rows = load_tokenizer(directory), []
     for text in texts:
-        tokens = [*tokenizer.encode(text), tokenizer.eos_id]
+        tokens = tokenizer.encode(text)
         rows += [([tokenizer.bos_id, *tokens[start : start + 15]], 1) for start in range(0, len(tokens), 15)]
     total, count = map(sum, zip(*nll_by_hugging_face(directory, rows), strict=True))
     limits = {"max_prompt_tokens": 8, "max_response_tokens": 8}
@@ -173,7 +173,21 @@ def test_pass_at_k_by_hand_of_what_generate_wrote(
 ) -> None:
     """The same seeds draw the same samples."""
     tree = {"actor": model(two_layers["plain"]), "rewards": [BRIEF], **generation(data)}
+    tree["rollout"] |= {"top_p": 0.95, "stop": ["=9"]}
     report = run("eval", 1, **tree, eval={"accuracy": "brief", "pass_at": [1, 2, 4]})
+    assert report["sampling"] == {
+        "greedy": False,
+        "temperature": 1.0,
+        "top_p": 0.95,
+        "top_k": 0,
+        "min_p": 0.0,
+        "num_samples_per_prompt": 4,
+        "max_response_tokens": 5,
+        "stop": ["=9"],
+        "stop_token_ids": [],
+        "engine": "megatron",
+        "dtype": None,
+    }
     (tmp_path / "g.yaml").write_text(yaml.safe_dump({"run": {"dir": str(tmp_path / "g"), "seed": 3}, **tree}))
     ranks.run(1, "command", "generate", "-c", str(tmp_path / "g.yaml"))
     lines = [json.loads(line) for line in (tmp_path / "g" / "responses.jsonl").read_text().splitlines()]

@@ -168,6 +168,9 @@ def test_an_exported_reward_models_adapter_is_that_reward_model(
     assert f"reward_model: the scalar head is loaded from {adapter['path']}" in said
     assert run("eval", "merged", {"model": {"path": str(latest / "reward_model")}})[0] == 0
     found, expected = (json.loads((tmp_path / f"{n}/eval.json").read_text())["figures"] for n in ("adapter", "merged"))
+    (stated,) = (json.loads((tmp_path / "adapter/eval.json").read_text())["models"]).values()
+    assert (stated["path"], stated["adapter"]["path"]) == (base, adapter["path"])
+    assert f"with the adapter {adapter['path']} ({stated['adapter']['digest']})" in said
     assert abs(expected["eval_chosen_score"]["value"]) > 1e-3
     for name, figure in expected.items():
         assert found[name]["value"] == pytest.approx(figure["value"], rel=1e-4, abs=1e-6), name

@@ -32,6 +32,7 @@ def test_a_text_ends_with_eos_and_is_cut_into_pieces_that_begin_with_bos():
     assert pieces("abcdef", Letters(), 4) == [[1, 10, 11, 12], [1, 13, 14, 15], [1, 2]]
     assert pieces("abc", Letters(bos_id=None), 3) == [[10, 11, 12]], "from eos alone nothing is learnt"
     assert pieces(" ", Letters(), 4) == []
+    assert pieces("abc", Letters(), 8, end=False) == [[1, 10, 11, 12]], "where perplexity is measured"
 
 
 def test_every_text_comes_once_before_any_comes_again_and_goes_on_after_a_resume():
