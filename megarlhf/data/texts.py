@@ -27,6 +27,8 @@ class TextEncoder:
     tokenizer: Path
     longest: int
     """Tokens of a piece."""
+    end: bool = True
+    """Whether the end of a text is a token of it, to be learnt."""
 
     def load(self) -> Tokenizer:
         """See `Encoder.load`."""
@@ -36,7 +38,7 @@ class TextEncoder:
         """See `Encoder.by`."""
 
         def encode(index: int, record: Mapping[str, Any]) -> list[Text]:
-            parts = pieces(record["text"], loaded, self.longest)
+            parts = pieces(record["text"], loaded, self.longest, end=self.end)
             if not parts:
                 raise Unusable("text of fewer than two tokens")
             return [Text(part) for part in parts]
