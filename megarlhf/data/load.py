@@ -128,6 +128,7 @@ class SetLoader(Generic[Sample]):
         key = key_of(
             {
                 "format": FORMAT,
+                "bos": "as the tokenizer writes it",  # not in every text whose tokenizer has one, as of old
                 "content": _content(place, cache),
                 "adapter": digest_of_adapter(source.adapter),
                 "columns": source.columns,

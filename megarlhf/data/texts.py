@@ -1,5 +1,5 @@
-"""Plain texts as token ids, cut into pieces that a micro-batch can hold: what the pretraining mix of rl learns from, and
-what eval measures the perplexity of."""
+"""Plain texts as token ids, cut into pieces that a micro-batch can hold: what the pretraining mix of rl learns from,
+and of which eval measures the perplexity."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Tokenizer(Protocol):
     eos_id: int
     """Ends a response."""
     bos_id: int | None
-    """Starts a text; None where the model has none."""
+    """Starts a text; None where the model's own tokenizer starts none with it."""
     pad_id: int
     """Fills rows; masked everywhere, so that any id does."""
     vocab_size: int
@@ -172,7 +172,9 @@ class HuggingFaceTokenizer:
         self.name = name
         self.vocab_size = len(tokenizer)
         self.eos_id = _required_eos(tokenizer.eos_token_id, name)
-        self.bos_id: int | None = tokenizer.bos_token_id
+        bos_id = tokenizer.bos_token_id
+        starts = bos_id is not None and tokenizer.encode("a", add_special_tokens=True)[:1] == [bos_id]
+        self.bos_id: int | None = bos_id if starts else None
         self.pad_id = _pad_or_eos(tokenizer.pad_token_id, self.eos_id, name)
         self.special_ids = frozenset(tokenizer.added_tokens_decoder)
         self._template: Any = None  # of one that was given by another process

@@ -133,8 +133,9 @@ def write_tokenizer(folder: Path) -> None:
     """A letter of the text is a token.
 
     transformers builds a tokenizer of its own for some families (Qwen2) from the vocabulary of whatever stands there.
-    It is one of byte pairs, so this one is too: with no pairs, in which both agree.
+    It is one of byte pairs, so this one is too: with no pairs, in which both agree. A text begins with bos.
     """
+    pad, bos, eos = SPECIAL
     spread = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     tokenizer: dict[str, Any] = {
         "version": "1.0",
@@ -143,12 +144,16 @@ def write_tokenizer(folder: Path) -> None:
         "added_tokens": [],
         "normalizer": None,
         "pre_tokenizer": spread,
-        "post_processor": None,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+            "special_tokens": {bos: {"id": bos, "ids": [SPECIAL.index(bos)], "tokens": [bos]}},
+        },
         "decoder": spread,
         "model": {"type": "BPE", "vocab": {name: n for n, name in enumerate((*SPECIAL, *LETTERS))}, "merges": []},
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    pad, bos, eos = SPECIAL
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos, "pad_token": pad}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
 

@@ -5,8 +5,11 @@ import logging
 
 import pytest
 import sentencepiece
+from tokenizers import processors
 from transformers import AutoTokenizer
 
+from megarlhf.data.samples import PromptEncoder
+from megarlhf.data.texts import pieces
 from megarlhf.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, load_tokenizer
 
 CORPUS = ["the answer is 85", "what is 37+48= and so on", "0123456789 abc"] * 5
@@ -76,6 +79,24 @@ def test_ids_of_special_tokens(tmp_path, fast_tokenizer):
     assert 1 not in tokenizer.encode("</s>")
     fast = save_fast(tmp_path, fast_tokenizer, prefix=False, eos_token="</s>", pad_token="<unk>")
     assert (fast.bos_id, fast.eos_id, fast.pad_id) == (None, 2, 0)
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_text_begins_with_bos_where_its_own_tokenizer_writes_it(writes, tmp_path, fast_tokenizer):
+    """Prompts and texts are transformers' `tokenizer(text).input_ids`; that there is a bos is not enough."""
+    made = fast_tokenizer(prefix=False, eos_token="</s>", bos_token="<s>")
+    if writes:
+        made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", made.bos_token_id)]
+        )
+    made.save_pretrained(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)("what is 37").input_ids
+    assert (theirs[0] == made.bos_token_id) is writes
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.bos_id == (made.bos_token_id if writes else None)
+    assert pieces("what is 37", tokenizer, 99, end=False) == [theirs]
+    encode = PromptEncoder(tokenizer=tmp_path, max_prompt_tokens=99, template="plain").open()
+    assert encode(0, {"prompt": "what is 37"}).tokens == theirs
 
 
 def test_undefined_padding_falls_back_to_eos_and_says_so(caplog):
