@@ -31,6 +31,12 @@ def trained_tensors(
     named: set[str] = set()
     for pattern in patterns:
         found = {name for name in tensors if _names(name, pattern)}
+        if not found and head == "lm" and arch.tied_embeddings and _names(head_name(arch, "lm"), pattern):
+            (embedding, *_) = table_of(arch).embedding[0].tensors[0]
+            raise ValueError(
+                f"{key}: {pattern!r} is the head, and this model's head is its embedding (tied); name {embedding}, "
+                "which is both"
+            )
         if not found:
             some = ", ".join(list(dict.fromkeys(_without_layer(name) for name in tensors))[:12])
             raise ValueError(

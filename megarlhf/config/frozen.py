@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -16,6 +16,14 @@ class FrozenModel(BaseModel):
     """Base of every section: immutable, no unknown keys, finite numbers, documented field by field."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _empty_list(cls, value: Any, info: ValidationInfo) -> Any:
+        """A list that is given without a value (`key:`, `key=`) is as if it were left out."""
+        field = cls.model_fields[str(info.field_name)]
+        unset = value is None and get_origin(field.annotation) is tuple and isinstance(field.default, tuple)
+        return field.default if unset else value
 
     @field_validator("*", mode="before")
     @classmethod

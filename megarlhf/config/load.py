@@ -253,7 +253,8 @@ def _hint(kind: type[FrozenModel], location: Sequence[int | str]) -> str:
     name, known_keys = str(location[-1]), sorted(_fields_at(kind, location[:-1]))
     if elsewhere := sorted((key for key in _all_keys(kind) if key.split(".")[-1] == name), key=len):
         return f"did you mean {' or '.join(map(repr, elsewhere[:3]))}?"
-    near = difflib.get_close_matches(name, known_keys, n=1, cutoff=0.5)
+    same_words = [key for key in known_keys if sorted(key.split("_")) == sorted(name.split("_"))]
+    near = same_words or difflib.get_close_matches(name, known_keys, n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known_keys)}"
 
 

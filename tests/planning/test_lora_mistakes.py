@@ -77,6 +77,7 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
         ["actor.freeze=[q_proj]"],
         "k_proj.weight would be trained and model.layers.0.self_attn.q_proj.weight not, which are one parameter",
     ),
+    "words in another order": ("sft", ["actor.optim.grad_clip=1"], "did you mean 'clip_grad'?"),
     "no adapter there": ("sft", ["actor.lora={path: nowhere}"], "lora.path = nowhere has no adapter_config.json"),
     "an adapter of a random model": (
         "sft",
@@ -111,6 +112,20 @@ def test_a_mistake_is_told_before_ranks_start(
     said = capsys.readouterr().err
     assert words in said
     assert "Traceback" not in said
+
+
+def test_a_head_that_is_tied_is_said_to_be_the_embedding(
+    models: dict[str, Path], data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tied = f"actor.model.path={models['tied']}"
+    assert dry_run(tmp_path, models, data, "sft", [tied, "actor.freeze=[lm_head]"]) == 2
+    assert "head is its embedding (tied); name model.embed_tokens.weight, which is both" in capsys.readouterr().err
+
+
+def test_a_list_without_a_value_is_as_if_left_out(
+    models: dict[str, Path], data: dict[str, Path], tmp_path: Path
+) -> None:
+    assert dry_run(tmp_path, models, data, "sft", ["actor.train_only=", "actor.freeze=[lm_head]"]) == 0
 
 
 def stated(adapter: Path, into: Path, **config: object) -> Path:
