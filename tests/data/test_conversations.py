@@ -59,7 +59,8 @@ def test_forms_of_pairs():
 
 
 def test_sharegpt_calls_and_nulls_of_parquet():
-    """Names of roles in either case. Rows of Parquet have the keys of all rows: null is not there. Arguments that are a text are read as JSON."""
+    """Names of roles in either case. Rows of Parquet have the keys of all rows: null is not there. Arguments that are a
+    text are read as JSON."""
     record = {
         "conversations": [
             {"from": "Human", "value": "1+1", "weight": None},
