@@ -69,7 +69,10 @@ def test_a_part_of_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.startswith("  data.train.split  [text or null; default null]")
     _, out, _ = said(capsys, "keys", "adapter")
     assert "  SET.adapter  [" in out
-    assert "eval (data.train, data.validation, data.test); rl (ptx.data)." in squeezed(out)
+    words = "eval (data.train); sft, rm, dpo, rl (data.validation, data.test); rl (ptx.data)."
+    assert words in squeezed(out)
+    _, out, _ = said(capsys, "keys", "data.validation_share")
+    assert squeezed(out).endswith("Read by sft, rm, dpo, rl."), "the others refuse it"
     _, out, _ = said(capsys, "keys", "Schulman's")
     assert out.startswith("  algo.kl.estimator  [")
     _, out, _ = said(capsys, "keys")

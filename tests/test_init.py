@@ -150,6 +150,21 @@ def test_conversations(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert "not decided: rollout.engine: megatron is slow, and vllm was not possible: " in out
 
 
+def test_texts_for_a_chat_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """They are written without its template, which is said. The check says nothing of conversations."""
+    write(Path("data.jsonl"), KINDS["as we call them"][0])
+    write_chat_tokenizer(Path("model"), CHATML)
+    Path("model/config.json").write_text(json.dumps({**TINY, "vocab_size": 128, "max_position_embeddings": 512}))
+    status, out, err = said(capsys, "init", "--model", "model", "--data", "data.jsonl", "--device", "cpu")
+    assert (status, err) == (0, "")
+    words = "data.template: the tokenizer has a chat template, and the texts are written as they stand, without it"
+    assert f"not decided: {words}" in out
+    assert words in " ".join(Path("sft.yaml").read_text().replace("#", " ").split())
+    status, out, _ = said(capsys, "sft", "-c", "sft.yaml", "--dry-run")
+    assert status == 0
+    assert "the chat template ends an answer" not in out
+
+
 def test_a_learned_reward(one_layer: dict[str, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Prompts alone say nothing of a reward: one is asked for, then read."""
     write(Path("prompts.jsonl"), [{"prompt": f"{n}+1="} for n, _ in SUMS])
@@ -183,6 +198,7 @@ def test_long_records_and_the_model_s_positions(one_layer: dict[str, Path], caps
     status, out, _ = said(capsys, "init", "--model", one_layer["plain"], "--data", "data.jsonl")
     assert status == 0
     assert "not decided: 1 of the 60 records looked at are longer than the model's 512 tokens allow" in out
+    assert "a model with more positions would keep them, and data.over_long = cut" in out
     data = yaml.safe_load(Path("sft.yaml").read_text())["data"]
     assert data["max_prompt_tokens"] + data["max_response_tokens"] == 512
     assert said(capsys, "sft", "-c", "sft.yaml", "--dry-run")[0] == 0

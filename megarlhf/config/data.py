@@ -24,6 +24,10 @@ PHASES: Mapping[str, int] = {"sft": 0, "rm": 1, "dpo": 1, "rl": 2}
 """Which share of `data.phases` a command reads."""
 
 
+OF_TRAINING = frozenset(f"data.{key}" for key in ("validation", "test", "validation_share", "phases", "split_seed"))
+"""What commands refuse that read one set, from beginning to end."""
+
+
 class SourceConfig(FrozenModel):
     """A set of records."""
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import PositiveInt, model_validator
 
-from megarlhf.config.data import SFTDataConfig, require_no_weights, words_of
+from megarlhf.config.data import OF_TRAINING, SFTDataConfig, require_no_weights, words_of
 from megarlhf.config.frozen import FrozenModel
 from megarlhf.config.rewards import RewardConfig
 from megarlhf.config.roles import RoleConfig, require_all_ranks
@@ -49,6 +49,8 @@ class EvalTasksConfig(AccuracyConfig):
 
 class EvaluateConfig(FrozenModel):
     """`megarlhf eval`: figures of a model, each with an interval where it has one."""
+
+    refused: ClassVar[frozenset[str]] = OF_TRAINING
 
     run: RunConfig
     actor: RoleConfig | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, get_origin
+from typing import Annotated, Any, ClassVar, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -14,6 +14,9 @@ Positive = Annotated[float, Field(gt=0.0)]
 
 class FrozenModel(BaseModel):
     """Base of every section: immutable, no unknown keys, finite numbers, documented field by field."""
+
+    refused: ClassVar[frozenset[str]] = frozenset()
+    """Keys of its sections that mean nothing here and are refused: `data.validation`. No reference has them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import PositiveInt, model_validator
 
-from megarlhf.config.data import PromptDataConfig, require_no_weights, words_of
+from megarlhf.config.data import OF_TRAINING, PromptDataConfig, require_no_weights, words_of
 from megarlhf.config.rewards import RewardConfig
 from megarlhf.config.roles import FrozenModel, RoleConfig, require_all_ranks
 from megarlhf.config.rollout import RolloutConfig
@@ -18,6 +18,8 @@ from megarlhf.config.watchdog import WatchdogConfig
 
 class GenerateConfig(FrozenModel):
     """`megarlhf generate` and `megarlhf eval`: sample from a model, and score what it says."""
+
+    refused: ClassVar[frozenset[str]] = OF_TRAINING
 
     run: RunConfig
     actor: RoleConfig

@@ -60,7 +60,8 @@ def sections(model: type[FrozenModel]) -> tuple[Section, ...]:
             result.append(Section(name, "", (_key("", field, required),)))
         else:
             words = _sentence(field) or _sentence(inner)
-            result.append(Section(name + suffix, words, tuple(_keys(inner, schema["$defs"]))))
+            keys = (key for key in _keys(inner, schema["$defs"]) if f"{name}.{key.path}" not in model.refused)
+            result.append(Section(name + suffix, words, tuple(keys)))
     return tuple(result)
 
 

@@ -65,8 +65,9 @@ _ROLES = {
 }  # fmt: skip
 
 
-def sharegpt(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """ShareGPT's `conversations`, a list of `{from, value}`, as messages."""
+def sharegpt(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """ShareGPT's `conversations`, a list of `{from, value}`, as messages. Those that begin with an answer, as parts of
+    longer ones do, are left out."""
     name = "conversations" if "conversations" in row else "conversation"
     turns = row.get(name)
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
@@ -80,6 +81,8 @@ def sharegpt(row: Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(content, str):
             raise ValueError(f"a turn from {speaker!r} has no text in 'value'")
         messages.append({"role": _ROLES[speaker.lower()], "content": content})
+    if next((each["role"] for each in messages if each["role"] != "system"), None) == "assistant":
+        return None
     system = row.get("system")
     if isinstance(system, str) and system.strip():
         messages.insert(0, {"role": "system", "content": system})

@@ -318,7 +318,7 @@ def _from_sharegpt(value: Mapping[str, Any], where: str) -> dict[str, Any]:
     name, said = value["from"], value.get("value")
     if not isinstance(said, str):
         raise ValueError(f"{where} ({name!r}): value is {shown(said)}, expected a text; convert the data")
-    if name == _CALL:
+    if str(name).lower() == _CALL:
         try:
             call = json.loads(said)
         except ValueError as error:
@@ -326,20 +326,23 @@ def _from_sharegpt(value: Mapping[str, Any], where: str) -> dict[str, Any]:
         calls = call if isinstance(call, list) else [call]
         made = [_call({"type": "function", "function": each}, where) for each in calls]
         return {"role": "assistant", "content": "", "tool_calls": made}
-    if name not in _SHAREGPT:
+    if (known := str(name).lower()) not in _SHAREGPT:
         raise ValueError(f"{where} is from {name!r}; the known ones are {', '.join(_SHAREGPT)}, {_CALL}; rename it")
-    return {"role": _SHAREGPT[name], "content": said}
+    return {"role": _SHAREGPT[known], "content": said}
 
 
 def _require_order(messages: Sequence[Mapping[str, Any]], column: str) -> None:
     """Raises: ValueError for an order that is a mistake in every template."""
     roles = [message["role"] for message in messages]
     for number, role in enumerate(roles):
-        before = roles[:number]
+        before, remedy = roles[:number], "correct the order"
         if role == "assistant" and before[-1:] == ["assistant"]:
             problem = "follows another of 'assistant', with nothing between that it answers"
         elif role == "assistant" and not {"user", "tool"} & set(before) and set(before) <= {"system", "developer"}:
             problem = "answers nothing: no message of the user stands before it"
+            remedy = (
+                "leave such records out, as the adapter sharegpt does, or drop that message, by an adapter of yours"
+            )
         elif role == "tool" and "assistant" not in before:
             problem = "is a tool's answer, and no assistant has called one before"
         elif role == "system" and "assistant" in before:
@@ -347,8 +350,7 @@ def _require_order(messages: Sequence[Mapping[str, Any]], column: str) -> None:
         else:
             continue
         raise ValueError(
-            f"field {column!r}, message {number + 1} of {role!r} {problem} (roles: {', '.join(roles)}); correct the "
-            "order"
+            f"field {column!r}, message {number + 1} of {role!r} {problem} (roles: {', '.join(roles)}); {remedy}"
         )
 
 

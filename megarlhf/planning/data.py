@@ -23,7 +23,7 @@ from megarlhf.data.megatron_indexed import PARTS
 from megarlhf.data.over_long import CuttingEncoder
 from megarlhf.data.procedural import require_disjoint
 from megarlhf.data.sample_kinds import Encode, Skipped, Unusable
-from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder, reading_in_words
+from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder, form_of_record, reading_in_words
 from megarlhf.data.sources import Place, find, source_files
 from megarlhf.data.templates import chat_template
 from megarlhf.data.tokenizer import load_tokenizer
@@ -34,14 +34,17 @@ from megarlhf.planning.policies import AnyConfig
 _FIRST_ROWS = 64
 """That are made samples of, of the first files together."""
 
+AnyEncoder = SFTEncoder | PairEncoder | PromptEncoder
 _Look = tuple[str, tuple[SourceConfig, ...], tuple[Any, Encode[Any]] | None]
 """Key, sets, and what makes samples of them; None: plain texts."""
 
 
-def check_data(command: str, cfg: AnyConfig) -> list[str]:
+def check_data(command: str, cfg: AnyConfig) -> tuple[list[str], bool]:
     """Data must be there, unless its name may be one of the Hugging Face hub; of several splits one must be named; the
-    first rows must have what is read of them. Returns what is taken for a name of the hub, in sentences."""
+    first rows must have what is read of them. Returns how they are read and what is taken for a name of the hub, in
+    sentences, and whether all records are texts, as far as was seen. Raises: ValueError."""
     notes: list[str] = []
+    forms: set[str | None] = set()
     readers = [(each, _opened(cfg, each)) if each is not None else None for each in encoders_of(cfg)]
     looks: list[_Look] = [(key, given, each) for key, given in cfg.data.sources().items() for each in readers]
     if isinstance(cfg, RLConfig) and cfg.ptx is not None:
@@ -60,10 +63,9 @@ def check_data(command: str, cfg: AnyConfig) -> list[str]:
                 place = find(source)
                 record, unusable = _check_first_rows(place, fields, encoded)
                 notes += [f"{key} = {source.words}: {unusable}"] * bool(unusable)
-                if record is not None and encoder is not None and (words := reading_in_words(encoder, record)):
-                    notes.append(f"{key} = {source.words}: {words}")
-                    if isinstance(cfg, RLConfig) and words.startswith("conversations"):
-                        _require_template_of_scorer(cfg)
+                if encoder is not None:
+                    forms.add(None if record is None else form_of_record(encoder, record))
+                    notes += _reading(cfg, key, source, encoder, record)
                 counts.append(enough.count(place) if enough is not None and key == "data.train" else None)
             except ValueError as error:
                 raise ValueError(f"{key}: {error}{_hint(cfg)}; working directory: {Path.cwd()}") from None
@@ -72,10 +74,21 @@ def check_data(command: str, cfg: AnyConfig) -> list[str]:
         if enough is not None and key == "data.train":
             enough.require(counts)
     require_cache(cache_directory(cfg.data.cache, cfg.run.dir))
-    return notes
+    return notes, forms <= {"texts"}
 
 
-def _opened(cfg: AnyConfig, encoder: SFTEncoder | PairEncoder | PromptEncoder) -> Encode[Any]:
+def _reading(
+    cfg: AnyConfig, key: str, source: SourceConfig, encoder: AnyEncoder, record: Mapping[str, Any] | None
+) -> list[str]:
+    """How a record is read, in a sentence; nothing without one. Raises: ValueError."""
+    if record is None or not (words := reading_in_words(encoder, record)):
+        return []
+    if isinstance(cfg, RLConfig) and words.startswith("conversations"):
+        _require_template_of_scorer(cfg)
+    return [f"{key} = {source.words}: {words}"]
+
+
+def _opened(cfg: AnyConfig, encoder: AnyEncoder) -> Encode[Any]:
     """As a run does it, which may cut what is too long."""
     if isinstance(encoder, SFTEncoder) and isinstance(cfg, SFTConfig) and cfg.data.over_long == "cut":
         return CuttingEncoder(encoder).by(encoder.load())

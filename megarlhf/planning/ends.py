@@ -13,8 +13,13 @@ from megarlhf.data.tokenizer_files import has_tokenizer
 from megarlhf.model_directory import end_tokens
 
 
-def end_notes(role: str, section: RoleConfig, data: ConversationConfig, *, generates: bool) -> list[str]:
-    """What a user should know of the ends of a run's responses, in sentences. `generates`: whether it draws any.
+def end_notes(
+    role: str, section: RoleConfig, data: ConversationConfig, *, generates: bool, texts: bool = False
+) -> list[str]:
+    """What a user should know of the ends of a run's responses, in sentences.
+
+    generates: whether it draws any
+    texts: whether its data has no conversations, as far as was seen
 
     Raises: ValueError for a chat template that the configuration asks for and that cannot be used.
     """
@@ -27,7 +32,15 @@ def end_notes(role: str, section: RoleConfig, data: ConversationConfig, *, gener
         return ", ".join(f"{token} ({names[token]})" if token < len(names) else str(token) for token in tokens)
 
     notes = _contradiction(role, directory, {*ends, turn})
+    if texts and not generates:
+        turn = None  # nothing is written with the template
     if turn is not None and turn not in ends:
+        if texts:
+            note = (
+                f"{role}: generated responses end at token {shown(turn)} too, with which the chat template ends an "
+                f"answer, beside {shown(*ends)}, by which tokenizer and eos_token_id in {directory} end a response"
+            )
+            return [note, *notes]
         other = "generated responses end at it too"
         if not generates:
             other = "exports say so in generation_config.json, by which generated responses end"
@@ -39,7 +52,7 @@ def end_notes(role: str, section: RoleConfig, data: ConversationConfig, *, gener
         return [note, *notes]
     if further := ends[1:]:
         learnt = "training data ends with the first only"
-        if turn is not None:
+        if turn is not None and not texts:
             learnt = f"conversations are learnt with {shown(turn)}, plain texts with the first"
         note = (
             f"{role}: generated responses end at token {shown(eos)}, the tokenizer's end-of-sequence, and at "

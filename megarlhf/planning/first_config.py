@@ -139,9 +139,12 @@ def choose_lengths(draft: Draft) -> Lengths:
         prompt = most - response
     dropped = sum(p > prompt or r > response for p, r in _pairs(data))
     if dropped:
+        cut = (
+            ", and data.over_long = cut the beginning of responses that are too long" if draft.command == "sft" else ""
+        )
         draft.undecided.append(
             f"{dropped} of the {data.records} records looked at are longer than the model's {most} tokens allow: they "
-            "are skipped and counted; data.too_long or a model with more positions would keep them"
+            f"are skipped and counted; a model with more positions would keep them{cut}"
         )
     return Lengths(prompt=prompt, response=response, dropped=dropped)
 
@@ -276,6 +279,11 @@ def _parallel(draft: Draft) -> str:
 
 def _data_lines(draft: Draft, lengths: Lengths) -> list[str]:
     data = draft.data
+    if data.texts and draft.model.chat:
+        draft.undecided.append(
+            "data.template: the tokenizer has a chat template, and the texts are written as they stand, without it; "
+            "data.template = chat would write each prompt as a message of the user"
+        )
     if data.total is None:
         looked_at = f"the first {data.records} records"
     else:

@@ -17,7 +17,7 @@ from megarlhf.architectures.placements import Head, logical_tensors
 from megarlhf.config import ModelConfig, SourceConfig
 from megarlhf.data.fields import LeftOut, Reader, meant
 from megarlhf.data.sample_kinds import PairSample, PromptSample, SFTSample, Unusable
-from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder
+from megarlhf.data.samples import Form, PairEncoder, PromptEncoder, SFTEncoder, form_of_record
 from megarlhf.data.sources import Place, find
 from megarlhf.data.templates import has_template
 from megarlhf.data.tokenizer import load_tokenizer
@@ -73,6 +73,8 @@ class DataLook:
     """Tokens of all sequences of each sample."""
     skipped: Mapping[str, int]
     has_answer: bool
+    texts: bool
+    """No conversations: they are written as they stand."""
 
     @property
     def longest(self) -> int:
@@ -125,13 +127,15 @@ def look_at_data(path: Path, split: str | None, command: Command | None, model: 
         raise ValueError(f"{where}: expected an object with columns, got {type(first).__name__} {str(first)[:60]}")
     command = command or _command_for(first)
     source, read = _readable(source, first, command)
-    reader, encode = Reader(source, ()), _encoder(command, require_hf_directory(model.path)).open()
-    samples, skipped, fields = [], Counter[str](), set[str]()
+    encoder = _encoder(command, require_hf_directory(model.path))
+    reader, encode = Reader(source, ()), encoder.open()
+    samples, skipped, fields, forms = [], Counter[str](), set[str](), set[Form | None]()
     for number, (where, row) in enumerate(rows):
         try:
             record = reader.record(row, where)
             samples.append(encode(number, record))
             fields |= record.keys()
+            forms.add(form_of_record(encoder, record))
         except LeftOut:
             skipped["left out by the adapter"] += 1
         except Unusable as reason:
@@ -153,6 +157,7 @@ def look_at_data(path: Path, split: str | None, command: Command | None, model: 
         samples=tokens,
         skipped=skipped,
         has_answer="answer" in fields,
+        texts="conversations" not in forms,
     )
 
 

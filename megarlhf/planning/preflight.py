@@ -98,7 +98,6 @@ def preflight(
     notes = (
         without_effect(cfg, world_size, on_cpu=on_cpu)
         + check_vocabularies(roles, _read_apart(cfg, retokenized))
-        + end_notes(*next(iter(roles.items())), cfg.data, generates=draws(cfg))
         + [check_retokenized(name, roles[name], cfg.data.template_mode) for name in retokenized]
         + check_heads(stored, trains_reward_model=isinstance(cfg, RMConfig))
     )
@@ -111,7 +110,8 @@ def preflight(
         model = f"{section.model.path} ({arch.model_type}, {size}, {dtype.name} {dtype.why})"
         described.append((name, model, f"{section.parallel.in_words(layout)} = {in_words(layout, world_size)}"))
     notes += check_trained(cfg, roles, {name: arch for name, (arch, _) in checked.items()})
-    notes += [] if isinstance(cfg, AskConfig) else check_data(command, cfg)
+    of_data, texts = ([], False) if isinstance(cfg, AskConfig) else check_data(command, cfg)
+    notes += end_notes(*next(iter(roles.items())), cfg.data, generates=draws(cfg), texts=texts) + of_data
     if isinstance(cfg, RLConfig):
         notes += check_anchor(cfg) + rarely_meant(cfg)
     if draws(cfg):

@@ -58,6 +58,14 @@ def test_sharegpt_turns_become_messages():
             sharegpt(row)
 
 
+def test_sharegpt_leaves_conversations_out_that_begin_with_an_answer():
+    """Parts of longer ones: nothing says what is answered."""
+    turns = [{"from": "gpt", "value": "b"}, {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    assert sharegpt({"conversations": turns}) is None
+    assert sharegpt({"conversations": [{"from": "system", "value": "s"}, *turns]}) is None
+    assert sharegpt({"conversations": turns[1:]}) is not None
+
+
 def test_openai_messages_and_preferences():
     row = {"messages": [{"role": "user", "content": "a"}], "tools": []}
     assert openai_messages(row) == row

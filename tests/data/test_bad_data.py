@@ -275,7 +275,7 @@ def test_shares_count_when_a_batch_is_compared_with_the_data(start):
 
 def test_what_stands_behind_the_first_rows_is_told_when_it_is_read(start, folder):
     """With file and line, by whichever process reads it."""
-    (folder / "late.jsonl").write_text(GOOD + '{"prompt": "a"}\n')
+    (folder / "late.jsonl").write_text(GOOD * 4 + '{"prompt": "a"}\n')
     cfg = start("data.train=late.jsonl")
-    with pytest.raises(ValueError, match=r"^late\.jsonl, line 17: no field 'response', found 'prompt'"):
+    with pytest.raises(ValueError, match=r"^late\.jsonl, line 65: no field 'response', found 'prompt'"):
         load_samples(SupervisedFineTuning(cfg))

@@ -59,10 +59,11 @@ def test_forms_of_pairs():
 
 
 def test_sharegpt_calls_and_nulls_of_parquet():
-    """Rows of Parquet have the keys of all rows: null is not there. Arguments that are a text are read as JSON."""
+    """Names of roles in either case. Rows of Parquet have the keys of all rows: null is not there. Arguments that are a
+    text are read as JSON."""
     record = {
         "conversations": [
-            {"from": "human", "value": "1+1", "weight": None},
+            {"from": "Human", "value": "1+1", "weight": None},
             {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
             {"from": "observation", "value": "2"},
             {"from": "gpt", "value": "2"},
@@ -136,7 +137,7 @@ REFUSED = [
     ("answers in a row", example_of, talk("user", "assistant", "assistant"), "auto",
      "message 3 of 'assistant' follows another"),
     ("begins with the answer", example_of, talk("system", "assistant"), "auto",
-     "message 2 of 'assistant' answers nothing"),
+     "message 2 of 'assistant' answers nothing.*leave such records out, as the adapter sharegpt does"),
     ("a tool without a call", prompt_of, talk("user", "tool"), "auto",
      "message 2 of 'tool' is a tool's answer, and no"),
     ("a late system message", prompt_of, talk("user", "assistant", "system", "user"), "auto",

@@ -68,8 +68,13 @@ def rows() -> dict[str, list[tuple[str, str]]]:
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_the_reference_has_every_key_of_every_command(command):
+    """And none that it refuses whatever it says."""
     given = rows()
-    keys = keys_of(cli.COMMANDS[command].config)
+    config = cli.COMMANDS[command].config
+    every = keys_of(config)
+    keys = every - config.refused
+    assert len(every) - len(keys) == len(config.refused)
+    assert not any(command in heading for key in config.refused for heading, _ in given.get(as_role(key), []))
     assert {"run.dir", "run.seed"} < keys
     headings = {key: [heading for heading, _ in given.get(as_role(key), [])] for key in keys}
     missing = {

@@ -46,6 +46,18 @@ def test_a_turn_end_that_the_model_s_files_do_not_name_is_said(role):
         end_notes("actor", role("without", None), ConversationConfig(template="chat"), generates=True)
 
 
+def test_data_of_texts_only_learns_no_end_of_a_template(role):
+    """Nothing is said of conversations that are not there; what is generated ends at the template's token all the
+    same."""
+    data = ConversationConfig()
+    assert end_notes("actor", role("chatml", CHATML), data, generates=False, texts=True) == []
+    (note,) = end_notes("actor", role("drawn", CHATML), data, generates=True, texts=True)
+    assert "generated responses end at token 5 (<|im_end|>) too" in note
+    assert "learnt" not in note
+    (note,) = end_notes("actor", role("named", CHATML, [2, 5]), data, generates=True, texts=True)
+    assert note.endswith("training data ends with the first only")
+
+
 def test_a_reward_model_whose_template_ends_otherwise_is_said(role):
     actor, data = role("actor", CHATML), ConversationConfig()
     (note,) = scorer_notes(actor, role("llama", LLAMA_3), data)
