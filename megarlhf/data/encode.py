@@ -115,12 +115,13 @@ def encode_all(job: Job, chunks: Iterator[Chunk], writer: Writer, workers: int |
         for chunk in _readable(chunks, errors):
             if pool is None and others and time.monotonic() > alone_until:
                 pool = stack.enter_context(_Pool(job, encode.loaded, others))
-            parts.append(_Part(chunk, first_record))
+            part = _Part(chunk, first_record)
             first_record += len(chunk.rows)
             if pool is not None and pool.is_ready and sum(map(_Part.is_waited_for, parts)) < _AHEAD * others:
-                parts[-1].give(pool)
+                part.give(pool)
             else:
-                parts[-1].encode(encode)
+                part.encode(encode)
+            parts.append(part)
             while parts and (len(parts) > 2 * _AHEAD * (others + 1) or not parts[0].is_waited_for()):
                 writer.append(parts.popleft().packed())
         for part in reversed(parts):
