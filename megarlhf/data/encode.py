@@ -273,36 +273,35 @@ class _Worker:
         self._answers.close()
 
 
-def _received(source: BinaryIO) -> Any:
-    """A loaded tokenizer. Raises: SystemExit where the parent was killed before it had told it."""
-    with without_torch():
-        told = _told(source)
-    if told is None:
-        raise SystemExit(0)
-    return told
+class _Ended(Exception):
+    """The pipe has, also in the middle of what is written: its writer was killed."""
 
 
 def _told(source: BinaryIO) -> Any:
-    """What the parent writes next; None where the pipe ends, also in the middle: its writer was killed."""
+    """What the parent writes next. Raises: _Ended."""
     try:
         return pickle.load(source)
     except EOFError:
-        return None
+        raise _Ended from None
     except pickle.UnpicklingError as error:
         if "truncated" in str(error):
-            return None
+            raise _Ended from None
         raise
 
 
+def _received(source: BinaryIO) -> Any:
+    """What the parent has loaded; some tokenizers are loaded again."""
+    with without_torch():
+        return _told(source)
+
+
 def _serve(source: BinaryIO, out: BinaryIO) -> None:
-    job: Job | None = _told(source)
-    if job is None:
-        return
-    encode = Opened(job, lambda: _received(source))
+    """Raises: _Ended."""
+    encode = Opened(_told(source), lambda: _received(source))
     pickle.dump("ready", out)
     out.flush()
-    while (told := _told(source)) is not None:
-        chunk, first_record = told
+    while True:
+        chunk, first_record = _told(source)
         try:
             answer: Packed | str = encode(chunk, first_record)
         except ValueError as error:
@@ -314,6 +313,6 @@ def _serve(source: BinaryIO, out: BinaryIO) -> None:
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library or an adapter prints is no answer
-    with contextlib.suppress(BrokenPipeError):  # who has started it was killed
+    with contextlib.suppress(_Ended, BrokenPipeError):  # who has started it has done, or was killed
         _serve(sys.stdin.buffer, answers)
     os._exit(0)  # nothing is left to be written, least of all to the pipe
