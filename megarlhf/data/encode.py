@@ -115,12 +115,13 @@ def encode_all(job: Job, chunks: Iterator[Chunk], writer: Writer, workers: int |
         for chunk in _readable(chunks, errors):
             if pool is None and others and time.monotonic() > alone_until:
                 pool = stack.enter_context(_Pool(job, encode.loaded, others))
-            parts.append(_Part(chunk, first_record))
+            part = _Part(chunk, first_record)
             first_record += len(chunk.rows)
             if pool is not None and pool.is_ready and sum(map(_Part.is_waited_for, parts)) < _AHEAD * others:
-                parts[-1].give(pool)
+                part.give(pool)
             else:
-                parts[-1].encode(encode)
+                part.encode(encode)
+            parts.append(part)
             while parts and (len(parts) > 2 * _AHEAD * (others + 1) or not parts[0].is_waited_for()):
                 writer.append(parts.popleft().packed())
         for part in reversed(parts):
@@ -273,31 +274,30 @@ class _Worker:
 
 
 class _Ended(Exception):
-    """The pipe from the parent, also in the middle of a message: it has no more to say, or was killed."""
+    """The pipe has, also in the middle of what is written: its writer was killed."""
 
 
 def _told(source: BinaryIO) -> Any:
-    """What the parent writes next; it may be None. Raises: _Ended."""
+    """What the parent writes next. Raises: _Ended."""
     try:
         return pickle.load(source)
-    except EOFError as error:
-        raise _Ended from error
+    except EOFError:
+        raise _Ended from None
     except pickle.UnpicklingError as error:
         if "truncated" in str(error):
-            raise _Ended from error
+            raise _Ended from None
         raise
 
 
 def _received(source: BinaryIO) -> Any:
-    """A loaded tokenizer. Raises: _Ended."""
+    """What the parent has loaded; some tokenizers are loaded again."""
     with without_torch():
         return _told(source)
 
 
 def _serve(source: BinaryIO, out: BinaryIO) -> None:
     """Raises: _Ended."""
-    job: Job = _told(source)
-    encode = Opened(job, lambda: _received(source))
+    encode = Opened(_told(source), lambda: _received(source))
     pickle.dump("ready", out)
     out.flush()
     while True:
@@ -313,6 +313,6 @@ def _serve(source: BinaryIO, out: BinaryIO) -> None:
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library or an adapter prints is no answer
-    with contextlib.suppress(BrokenPipeError, _Ended):  # who has started it is done, or was killed
+    with contextlib.suppress(_Ended, BrokenPipeError):  # who has started it has done, or was killed
         _serve(sys.stdin.buffer, answers)
     os._exit(0)  # nothing is left to be written, least of all to the pipe

@@ -251,6 +251,20 @@ def test_any_number_of_processes_makes_the_same_files(place, tmp_path, workers_a
         loader(second, encoder).train_and_validation("sft")
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_first_error_of_a_file_is_said(place, tmp_path, workers_at_once, workers):
+    """A refused row stands before a place from which the file cannot be read."""
+    lines = ["prompt,response", *(f"{n},{n}" for n in range(12)), "x,refused", *["1,2"] * 10, "1,2,3"]
+    (tmp_path / "rows.csv").write_text("\n".join(lines) + "\n")
+    data = {"train": tmp_path / "rows.csv", "cache": place["cache"], "workers": workers}
+    with pytest.raises(ValueError, match=r"rows\.csv, line 14: this one is refused"):
+        loader(data, Counting(tmp_path / "log")).train_and_validation("sft")
+    lines[13] = "1,2"
+    (tmp_path / "rows.csv").write_text("\n".join(lines) + "\n")
+    with pytest.raises(ValueError, match=r"rows\.csv, line 25: 3 cells, and the first line names 2 columns"):
+        loader(data, Counting(tmp_path / "log")).train_and_validation("sft")
+
+
 def test_a_worker_that_is_killed_is_said(place, tmp_path, workers_at_once):
     encoder = Counting(tmp_path / "log", stops_at=12)
 

@@ -2,10 +2,13 @@
 
 import io
 import logging
+import pickle
+import subprocess
+import sys
 
 import pytest
 import sentencepiece
-from tokenizers import processors
+from tokenizers import ByteLevelBPETokenizer, processors
 from transformers import AutoTokenizer
 
 from megarlhf.data.samples import PromptEncoder
@@ -146,3 +149,49 @@ def test_the_ids_are_those_of_transformers_also_where_the_file_says_to_cut_and_t
     ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     for text in ("", "a", "the answer is 85", "what is </s> 37+48= and so on \n", "é\u2028 \U0001f600"):
         assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
+
+
+def test_a_tokenizer_given_to_another_process_encodes_as_here(tmp_path, fast_tokenizer):
+    """Byte pairs of GPT-2, a prepended space, SentencePiece, special tokens as text; refusals too. A process that
+    encodes texts never imports transformers; a template is loaded again from the files."""
+    places = {name: tmp_path / name for name in (*CASES, "bytes", "split")}
+    for place in places.values():
+        place.mkdir()
+    given = {name: make(places[name], fast_tokenizer) for name, make in CASES.items()}
+    byte_pairs = ByteLevelBPETokenizer()
+    byte_pairs.train_from_iterator(CORPUS, 300, special_tokens=["<|endoftext|>"])
+    byte_pairs.save_model(str(places["bytes"]))
+    given["bytes"] = load_tokenizer(places["bytes"])
+    given["split"] = save_fast(
+        places["split"], fast_tokenizer, prefix=True, eos_token="</s>", split_special_tokens=True
+    )
+    assert given["split"].encode("</s>") != given["fast_prefix"].encode("</s>")  # what is asked below differs
+    texts = [
+        "",
+        " ",
+        "the answer",
+        " the answer is 85",
+        "a\n\nb </s><|endoftext|>",
+        "\u00e9\u4e16\U0001f600",
+        "0123 " * 99,
+    ]
+    asked = [(text, continuation) for text in texts for continuation in (False, True)]
+    script = (
+        "import pickle, sys\ngiven, asked = pickle.load(sys.stdin.buffer)\n"
+        "ids = {name: [each.encode(text, continuation=c) for text, c in asked] for name, each in given.items()}\n"
+        "loaded = 'transformers' in sys.modules\n"
+        "chat = given['fast_prefix'].render([{'role': 'user', 'content': 'a'}], None, {}, tools=None, reply=True)\n"
+        "sys.stdout.buffer.write(pickle.dumps((ids, loaded, chat, 'torch' in sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], input=pickle.dumps((given, asked)), capture_output=True, check=True
+    )
+    ids, loaded, chat, torch = pickle.loads(done.stdout)
+    assert ids == {name: [each.encode(text, continuation=c) for text, c in asked] for name, each in given.items()}
+    assert (loaded, torch) == (False, False)
+    assert chat == given["fast_prefix"].render([{"role": "user", "content": "a"}], None, {}, tools=None, reply=True)
+    merging = HuggingFaceTokenizer(given["fast_prefix"]._tokenizer, str(places["fast_prefix"]))
+    merging._lead = [1, 2, 3]  # such as of a tokenizer that merges a line break with what follows
+    for each in (merging, pickle.loads(pickle.dumps(merging))):
+        with pytest.raises(ValueError, match="merges a line break with 'x'"):
+            each.encode("x", continuation=True)
