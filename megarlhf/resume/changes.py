@@ -3,7 +3,7 @@
 Every key is said to be neutral, or part of the mathematics: what is computed, from which data. A neutral key changes
 how a run is carried out: its numbers stay the same up to rounding, which follows from the order of sums. A key that
 names a place, of a model or of data, is neither: the same may lie elsewhere, as on a node's own disk. Whether it is the
-same is told by digests (`restore.Identity`).
+same is told by digests (`restore.Identity`). A choice takes one of the run's checkpoints, which are all the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megarlhf.config import DPOConfig, RewardConfig, RLConfig, RMConfig, RoleCon
 TrainingConfig = SFTConfig | RMConfig | DPOConfig | RLConfig
 """Configurations of the commands that resume."""
 
-Kind = Literal["neutral", "mathematics", "place"]
+Kind = Literal["neutral", "mathematics", "place", "choice"]
 
 ROLES = ("actor", "critic", "reference", "reward_model")
 
@@ -78,6 +78,7 @@ _MATHEMATICS = {
     "when the run ends": "train.stop.*",
 }
 _PLACES = "ROLE.model.path ROLE.model.hf ROLE.model.tokenizer ROLE.lora.path data.train data.validation ptx.data"
+_CHOICES = "checkpoint.best.*"
 SOURCES = ("data.train", "data.validation", "data.test", "ptx.data")
 """Sets of records, each of which is one value, in whatever form it is written."""
 _HORIZON = "train.num_steps"
@@ -87,7 +88,7 @@ _HORIZON = "train.num_steps"
 def _table() -> dict[str, Kind]:
     table: dict[str, Kind] = {key: "neutral" for keys in _NEUTRAL.values() for key in keys.split()}
     table |= {key: "mathematics" for keys in _MATHEMATICS.values() for key in keys.split()}
-    return table | dict.fromkeys(_PLACES.split(), "place")
+    return table | dict.fromkeys(_PLACES.split(), "place") | dict.fromkeys(_CHOICES.split(), "choice")
 
 
 KINDS: Mapping[str, Kind] = _table()
@@ -117,6 +118,7 @@ class Changes:
     neutral: list[Change]
     mathematics: list[Change]
     places: list[Change]
+    choices: list[Change]
 
 
 def compare(old: TrainingConfig, new: TrainingConfig) -> Changes:
@@ -129,8 +131,9 @@ def compare(old: TrainingConfig, new: TrainingConfig) -> Changes:
         for key in dict.fromkeys([*before, *after])
         if before.get(key) != after.get(key) and key.partition(".")[0] not in alone
     ]
-    result = Changes([], [], [])
+    result = Changes([], [], [], [])
     lists = {"neutral": result.neutral, "mathematics": result.mathematics, "place": result.places}
+    lists["choice"] = result.choices
     for change in changes:
         lists[kind_of(change.key, old, new)].append(change)
     return result

@@ -209,6 +209,7 @@ def _require_resumable(cfg: TrainingConfig, run: RunConfig, command: str) -> lis
         )
     notes += [f"changed since, in what is computed (run.allow_changes): {change}" for change in changes.mathematics]
     notes += [f"changed since; digests say whether the content is the same: {change}" for change in changes.places]
+    notes += [f"changed since, in what is the best checkpoint, in no step: {change}" for change in changes.choices]
     return notes + [f"changed since, with the same numbers up to rounding: {change}" for change in changes.neutral]
 
 

@@ -70,14 +70,23 @@ class Best:
         self._watched = None if cfg is None else watched(command, "checkpoint.best", cfg.metric, cfg.mode)
         self._kept: list[_Kept] = []
         self._candidate: float | None = None
+        self.forgotten = ""
+        """For people: what an earlier part of the run had as the best, by another rule than today's."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"watched": self._asdict(), "kept": [asdict(each) for each in self._kept]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Values of another metric say nothing."""
-        if state["watched"] == self._asdict():
-            self._kept = [_Kept(**each) for each in state["kept"]]
+        """Values of another metric, or of the other way to be better, say nothing."""
+        kept, before = [_Kept(**each) for each in state["kept"]], state["watched"]
+        if before == self._asdict():
+            self._kept = kept
+        elif kept and before is not None:
+            self.forgotten = (
+                f"WARNING: the best so far, step {kept[-1].step}, was chosen by another rule ({before['metric']} = "
+                f"{kept[-1].value:.4g}) than checkpoint.best is now, and is forgotten: the next evaluation "
+                "is the first that checkpoints/best is chosen from"
+            )
 
     def _asdict(self) -> dict[str, str] | None:
         return None if self._watched is None else asdict(self._watched)

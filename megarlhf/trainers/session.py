@@ -244,6 +244,7 @@ class Session:
             self.resumed, self.start, self._table = True, restored.position, restored.table
             identity = replace(identity, base={**identity.base, **restored.base})
             notes += [f"resumed at {restored.position}, from resume/{restored.position.name}", *restored.notes]
+            notes += [training.best.forgotten] if training.best is not None and training.best.forgotten else []
         elif resumes:
             again = "; what it had recorded is removed, and what it had exported is set aside"
             notes.append(f"there is no resume point yet: the run begins at step 0{again}")

@@ -99,7 +99,7 @@ CASES = [
         "sft",
         ["data.validation=h", "eval.every=1"],
         ["checkpoint.best={metric: eval_loss}"],
-        ["checkpoint.best.metric", "checkpoint.best.mode"],
+        [],
         [],
     ),
     ("sft", ["data.validation=h", "eval.every=1", "train.stop.patience=1"], ["eval.every=2"], [], ["eval.every"]),
@@ -174,3 +174,13 @@ def test_a_step_in_progress_is_completed_only_with_its_own_mini_batches() -> Non
     assert splits("rl") == splits("rl", "rollout.temperature=0.5") == splits("sft", "train.mini_batch_samples=1") == []
     (reason,) = splits("rl", "train.epochs_per_step=7")
     assert reason.startswith("it lies inside a step, and train.epochs_per_step ")
+
+
+def test_another_rule_of_the_best_is_no_matter_of_rounding() -> None:
+    """It computes nothing else, and takes another checkpoint."""
+    both = ["data.validation=h", "eval.every=1"]
+    changes = compare(
+        *(loaded("sft", *both, f"checkpoint.best={{metric: eval_loss, mode: {mode}}}") for mode in ("min", "max"))
+    )
+    assert (changes.neutral, changes.mathematics, changes.places) == ([], [], [])
+    assert list(map(str, changes.choices)) == ["checkpoint.best.mode: min -> max"]

@@ -108,5 +108,10 @@ def test_the_best_is_kept_in_a_point_and_of_another_metric_forgotten() -> None:
     for each in (same, other):
         each.load_state_dict(state)
     assert (same.step, other.step) == (2, None)
+    assert same.forgotten == ""
+    turned = Best(BestConfig(metric="eval_loss", mode="max"), "sft")
+    turned.load_state_dict(state)
+    for each in (other, turned):
+        assert each.forgotten.startswith("WARNING: the best so far, step 2, was chosen by another rule (eval_loss = 3)")
     assert not same.watch({"eval_loss": 3.5})
     assert not Best(None, "").watch({"eval_loss": 0.0})
