@@ -414,25 +414,26 @@ def test_a_report_of_a_directory_that_is_no_run_is_a_mistake(tmp_path, capsys):
 
 
 def test_a_malformed_line_of_data_is_said_with_file_and_line_once(command, tmp_path):
-    """The fifth line of the held-out data, behind those that are looked at before ranks start; both ranks read it. Data
+    """A line of the held-out data, behind those that are looked at before ranks start; both ranks read it. Data
     is read before a run directory is made."""
     good = {"prompt": "1+1=", "response": "2"}
-    bad = write(tmp_path / "bad.jsonl", [good] * 4 + ['{"prompt": "1+1=", "response": ', good])
+    bad = write(tmp_path / "bad.jsonl", [good] * 64 + ['{"prompt": "1+1=", "response": ', good])
     done = megarlhf(*command("sft", f"data.validation={bad}", "run.nproc=2"))
     assert done.returncode == 2, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("megarlhf sft: ")]
     assert len(lines) == 1, done.stderr
-    assert lines[0].startswith(f"megarlhf sft: {bad}, line 5: malformed JSON (")
+    assert lines[0].startswith(f"megarlhf sft: {bad}, line 65: malformed JSON (")
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
 
 
 def test_pairs_that_are_all_equal_are_refused_with_their_count(command, tmp_path, ranks: RankPool):
-    pairs = [{"prompt": "1+1=", "chosen": "2", "rejected": "2"}] * 50
+    """By the run, as there are more of them than are looked at before it (tests/test_bad_input.py has fewer)."""
+    pairs = [{"prompt": "1+1=", "chosen": "2", "rejected": "2"}] * 70
     bad = write(tmp_path / "equal.jsonl", [*pairs, {"prompt": "1+1=", "chosen": "2", "rejected": " "}])
     ((status, written),) = ranks.run(1, "command_status", *command("rm", f"data.train={bad}"))
     assert status == 2, written
-    counts = "skipped 51 of 51 records (chosen equals rejected: 50, empty response: 1)"
+    counts = "skipped 71 of 71 records (chosen equals rejected: 70, empty response: 1)"
     assert f"megarlhf rm: {bad}: no usable records: {counts}" in written
     assert "Traceback" not in written
     assert not (tmp_path / "run").exists()
