@@ -109,10 +109,14 @@ class Engines:
         lengths = lengths_of(self.load, number)
         sampling = Sampling(max_tokens=self.load.longest, end_ids=(3,))
 
-        def enqueue(llm: Any, prompts: Any, seeds: Any, sampling: Sampling, rows: Sequence[int]) -> list[str]:
+        def enqueue(
+            llm: Any, prompts: Any, seeds: Any, sampling: Sampling, rows: Sequence[int], **options: Any
+        ) -> list[str]:
             """Each row ends at its given length."""
             limits = {row: dataclasses.replace(sampling, max_tokens=lengths[row]) for row in rows}
-            return [name for row in rows for name in vllm_build.enqueue(llm, prompts, seeds, limits[row], [row])]
+            return [
+                name for row in rows for name in vllm_build.enqueue(llm, prompts, seeds, limits[row], [row], **options)
+            ]
 
         self.engine._rollout = self.rollout.model_copy(update={"balance": balance})
         self.engine._seen = SeenLengths(self.load.prompts if known else 0)
