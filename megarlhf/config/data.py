@@ -229,6 +229,21 @@ class PromptDataConfig(ConversationConfig):
             )
         return self
 
+    def require_train_alone(self, command: str, meant: str) -> None:
+        """Raises: ValueError for data that `command`, which reads `train` alone, would leave unread, and for parts of
+        it that are of training. `meant`: what `train` should be, in words."""
+        for key in ("validation", "test"):
+            if (sources := getattr(self, key)) is not None:
+                raise ValueError(
+                    f"{command} reads data.train, and would leave data.{key} = {words_of(sources)} unread; set "
+                    f"data.train to {meant}, and leave data.{key} out"
+                )
+        if unread := [key for key in ("validation_share", "phases") if getattr(self, key) is not None]:
+            raise ValueError(
+                f"data.{unread[0]} = {getattr(self, unread[0])} is of training: {command} reads all of data.train; "
+                "leave it out"
+            )
+
     @property
     def has_validation(self) -> bool:
         """Whether there is held-out data that choices are made on."""

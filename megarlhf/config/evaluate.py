@@ -138,17 +138,7 @@ class EvaluateConfig(FrozenModel):
 
     def _check_data(self) -> None:
         """Raises: ValueError for data that is not read, or what is of training."""
-        for key in ("validation", "test"):
-            if (sources := getattr(self.data, key)) is not None:
-                raise ValueError(
-                    f"eval reads data.train, and would leave data.{key} = {words_of(sources)} unread; set data.train "
-                    f"to what is to be evaluated on, and leave data.{key} out"
-                )
-        if unread := [key for key in ("validation_share", "phases") if getattr(self.data, key) is not None]:
-            raise ValueError(
-                f"data.{unread[0]} = {getattr(self.data, unread[0])} is of training: eval reads all of data.train; "
-                "leave it out"
-            )
+        self.data.require_train_alone("eval", "what is to be evaluated on")
         if "pairs" in self.tasks():
             self.data.require_no_cut("eval")
         require_no_weights("data.train", self.data.train)

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import PositiveInt, model_validator
 
-from megarlhf.config.data import OF_TRAINING, PromptDataConfig, require_no_weights, words_of
+from megarlhf.config.data import OF_TRAINING, PromptDataConfig, require_no_weights
 from megarlhf.config.rewards import RewardConfig
 from megarlhf.config.roles import FrozenModel, RoleConfig, require_all_ranks
 from megarlhf.config.rollout import RolloutConfig
@@ -85,16 +85,6 @@ class GenerateConfig(FrozenModel):
                 f"rollout.num_samples_per_prompt = {samples} with greedy = true would write {samples} equal responses "
                 "for each prompt; set greedy to false, or the number to 1"
             )
-        for key in ("validation", "test"):
-            if (sources := getattr(self.data, key)) is not None:
-                raise ValueError(
-                    f"generate reads data.train, and would leave data.{key} = {words_of(sources)} unread; set "
-                    f"data.train to the prompts that are meant, and leave data.{key} out"
-                )
-        if unread := [key for key in ("validation_share", "phases") if getattr(self.data, key) is not None]:
-            raise ValueError(
-                f"data.{unread[0]} = {getattr(self.data, unread[0])} is of training: generate reads all of "
-                "data.train; leave it out"
-            )
+        self.data.require_train_alone("generate", "the prompts that are meant")
         require_no_weights("data.train", self.data.train)
         return self
