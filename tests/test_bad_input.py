@@ -305,6 +305,12 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("a module that is not there", "rl", ["rewards=[{kind: rule, rule: 'my_rules:f'}]"], "my_rules"),
     ("no reward", "rl", ["rewards=[]"], "reward"),
     ("LoRA target that matches nothing", "sft", ["actor.lora={rank: 4, targets: [query]}"], "query"),
+    (
+        "adapter of means of scores",
+        "rm",
+        ["loss=response_mean", "reward_model.lora={rank: 2, export: both}"],
+        "a PEFT adapter cannot say that a score is the mean over the response",
+    ),
     ("adapter that is not there", "sft", ["actor.lora={path: adaptor}"], "adaptor"),
     ("adapter directory without an adapter", "sft", ["actor.lora={path: adapter}"], "adapter"),
     ("frozen pattern that matches nothing", "sft", ["actor.freeze=['model.embed.*']"], "model.embed"),

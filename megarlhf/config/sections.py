@@ -166,6 +166,13 @@ class RMConfig(FrozenModel):
             raise ValueError(
                 "margin = true is of one score a response, which loss = aligned_span has not: change one of the two"
             )
+        lora = self.reward_model.lora
+        if lora is not None and lora.export != "merged" and self.loss == "response_mean":
+            raise ValueError(
+                f"reward_model.lora.export = {lora.export} with loss = response_mean: a PEFT adapter cannot say that a "
+                "score is the mean over the response, and who reads it would take the last token's number; use "
+                "export: merged, or loss: last_token"
+            )
         return self
 
 

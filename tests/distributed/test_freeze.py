@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.distributed.test_lora_layouts import STEPS, config
+from tests.distributed.written_out import STEPS, config
 from tests.ranks import RankPool
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

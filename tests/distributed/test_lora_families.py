@@ -16,8 +16,8 @@ import torch
 from megarlhf.architectures.adapters import is_adapter_tensor
 from tests.distributed.compare import assert_gradients_equal
 from tests.distributed.lora import ALPHA, RANK
-from tests.distributed.test_lora_layouts import config
 from tests.distributed.tiny import write_family
+from tests.distributed.written_out import config
 from tests.ranks import RankPool
 
 CASES: dict[str, tuple[str, tuple[int, dict[str, Any]]]] = {

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from tests.distributed.lora import write_adapter
-from tests.distributed.test_lora_layouts import LR, MINI_BATCH, STEPS, assert_same, config
+from tests.distributed.test_lora_layouts import assert_same
 from tests.distributed.tiny import write_family
+from tests.distributed.written_out import STEPS, config, sft_written_out
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.peers
@@ -44,37 +45,10 @@ def test_training_equals_peft(
     rslora: bool, ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
     """Losses, gradients and the adapter after three steps, at TP2 x PP2. fp32."""
-    from megarlhf.data.samples import build_sft
-    from megarlhf.data.sources import load_records
-    from megarlhf.data.tokenizer import load_tokenizer
-
     adapter = write_adapter(tmp_path / "adapter", models["plain"], use_rslora=rslora)
-    samples, _ = build_sft(
-        load_records(data["sft"], fields=("prompt", "response")),
-        load_tokenizer(models["plain"]),
-        max_prompt_tokens=64,
-        max_response_tokens=64,
-    )
     model = on_base(models["plain"], adapter, trainable=True)
     parameters = {name_of(name): p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(parameters.values(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    trace: dict[str, Any] = {"loss": [], "grad_norm": [], "gradients": []}
-    for step in range(STEPS):
-        batch = samples[step * MINI_BATCH : (step + 1) * MINI_BATCH]
-        denominator = sum(len(s.tokens) - s.prompt_length for s in batch)
-        optimizer.zero_grad()
-        total = 0.0
-        for sample in batch:
-            tokens = torch.tensor([sample.tokens])
-            nll = torch.nn.functional.cross_entropy(model(tokens).logits[0, :-1], tokens[0, 1:], reduction="none")
-            loss = nll[sample.prompt_length - 1 :].sum() / denominator
-            loss.backward()
-            total += loss.item()
-        trace["loss"].append(total)
-        trace["gradients"].append({name: p.grad.numpy().copy() for name, p in parameters.items()})
-        trace["grad_norm"].append(float(torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)))
-        optimizer.step()
-    trace["weights"] = {name: p.detach().numpy().copy() for name, p in parameters.items()}
+    trace = sft_written_out(model, parameters, tokenizer=models["plain"], data=data["sft"])
     cfg = config(models["plain"], data["sft"], {"tp": 2, "pp": 2}, lora={"path": str(adapter)})
     assert_same(ranks.run(4, "sft_steps", cfg, STEPS)[0], trace)
 
