@@ -59,12 +59,13 @@ class Retokenizer:
         """
         tokenizer, end = self.tokenizer, self.tokenizer.eos_id
         if messages is None:
-            start = with_bos(tokenizer.encode(prompt), tokenizer)
+            start, bos_id = with_bos(tokenizer.encode(prompt), tokenizer), tokenizer.bos_id
         else:
             template = chat_template(tokenizer)
             asked = Conversation([dict(message) for message in messages], tools_of(fields))
             template.check(asked)
             start, end = template.ids(template.text(asked, reply=True)), template.end
+            bos_id = template.tokenizer.named_bos_id
         tokens = start + tokenizer.encode(response, continuation=True) + [end] * finished
         if len(tokens) <= self.max_tokens:
             return Retokenized(tokens, truncated=False)
@@ -74,5 +75,5 @@ class Retokenizer:
                 "rollout.max_response_tokens or data.max_prompt_tokens, raise train.max_tokens_per_micro_batch where "
                 "that is the limit, or set too_long: cut (what is cut is counted)"
             )
-        bos = start[:1] if start[:1] == [tokenizer.bos_id] else []
+        bos = start[:1] if start[:1] == [bos_id] else []
         return Retokenized(bos + tokens[len(tokens) - self.max_tokens + len(bos) :], truncated=True)

@@ -60,6 +60,8 @@ class ChatTokenizer(Tokenizer, Protocol):
     """For messages."""
     special_ids: frozenset[int]
     """Of tokens that stand for themselves, whatever text is around them: a template's marks."""
+    named_bos_id: int | None
+    """`bos_token` to a template, which may write it where the tokenizer itself does not."""
 
     def own_template(self) -> str | None:
         """The chat template that belongs to it; None where there is none."""
@@ -104,6 +106,7 @@ class SentencePieceTokenizer:
         eos_id, bos_id, pad_id = self._start.eos_id(), self._start.bos_id(), self._start.pad_id()
         self.eos_id = _required_eos(eos_id if eos_id >= 0 else None, name)
         self.bos_id: int | None = bos_id if bos_id >= 0 else None
+        self.named_bos_id = self.bos_id
         self.pad_id = _pad_or_eos(pad_id if pad_id >= 0 else None, self.eos_id, name)
         self._control = {piece: n for n, piece in enumerate(self.tokens()) if self._start.is_control(n)}
         self._between = re.compile("(" + "|".join(map(re.escape, self._control)) + ")") if self._control else None
@@ -175,6 +178,7 @@ class HuggingFaceTokenizer:
         bos_id = tokenizer.bos_token_id
         starts = bos_id is not None and tokenizer.encode("a", add_special_tokens=True)[:1] == [bos_id]
         self.bos_id: int | None = bos_id if starts else None
+        self.named_bos_id: int | None = bos_id
         self.pad_id = _pad_or_eos(tokenizer.pad_token_id, self.eos_id, name)
         self.special_ids = frozenset(tokenizer.added_tokens_decoder)
         self._template: Any = None  # of one that was given by another process

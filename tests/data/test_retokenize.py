@@ -3,7 +3,7 @@
 import pytest
 
 from megarlhf.data.retokenize import Retokenizer, TextTooLong
-from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from tests.classifiers import CHAT_TEMPLATE, write_tokenizer
 
 BOS, EOS = 1, 2
@@ -37,3 +37,17 @@ def test_what_is_too_long_is_refused_or_loses_its_beginning(tokenizer):
     made = Retokenizer(tokenizer, 5, cuts=True)("1+1=", None, "2", finished=True)
     assert made.tokens == [BOS, 4, 7, 5, EOS], "behind its begin-of-sequence"
     assert made.truncated
+
+
+def test_a_begin_of_sequence_that_only_the_template_writes_is_kept(fast_tokenizer):
+    """The tokenizer itself begins no text with it."""
+    fast = fast_tokenizer(prefix=False, eos_token="</s>", bos_token="<s>")
+    fast.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    other = HuggingFaceTokenizer(fast, "here")
+    assert other.bos_id is None
+    messages = [{"role": "user", "content": "37+48="}]
+    whole = Retokenizer(other, 64)("", messages, "85", finished=True).tokens
+    cut = Retokenizer(other, 5, cuts=True)("", messages, "85", finished=True)
+    assert cut.truncated
+    assert len(whole) > 5
+    assert cut.tokens == [BOS, *whole[-4:]]
