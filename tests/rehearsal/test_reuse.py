@@ -53,7 +53,7 @@ CASES: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
 
 WIDE = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
 """A layer has 200 million parameters, a bucket of Megatron-Core's 40 million."""
-SLOW = ("rl, all layers again", "sft, attention again", "sft, virtual stages")
+SLOW = ("rl, all layers again", "dpo, all layers again", "sft, attention again", "sft, virtual stages")
 """What the others have parts of."""
 
 
