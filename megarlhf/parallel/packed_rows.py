@@ -1,6 +1,10 @@
-"""Sequences end to end in one row: what a model needs to keep them apart.
+"""Sequences end to end in one row: what a model needs to keep them apart, and to see what they share.
 
-Legend: T tokens of the row, or this rank's T / cp of them under context parallelism; N sequences, M chunks, V keys of
+A row consists of segments. A segment that continues another one sees its own past and all of that one, and what that
+one continues: so segments form trees, and a sequence is the way from a root to a segment. Without continuations each
+segment is a sequence.
+
+Legend: T tokens of the row, or this rank's T / cp of them under context parallelism; N segments, M chunks, V keys of
 all chunks.
 """
 
@@ -23,6 +27,10 @@ QKV_FORMAT = "packed"
 """Not Megatron's `thd`, for which its attention drops the batch axis and applies rotary positions sequence by
 sequence, waiting for the device in every layer. Ours keeps [T, 1, ...], and our attention turns each token by its own
 position."""
+
+
+ROOT = -1
+"""In place of the number of a segment that another one continues: it continues none."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +57,22 @@ class PackedRow(PackedSeqParams):
     """
 
     lengths: tuple[int, ...] = ()
-    """Tokens of each sequence, none of them 0: on the host, so that shapes need no wait for the device."""
+    """Tokens of each segment, none of them 0: on the host, so that shapes need no wait for the device."""
+    parents: tuple[int, ...] = ()
+    """By segment the one that it continues, `ROOT` where it begins a sequence. Empty: all begin one. Level stands
+    after level, and the continuations of a segment are neighbours, so that at each level all that continues a segment
+    is one stretch of the row; behind the last level there may be further roots."""
     positions_T: Tensor | None = None
     """int64: the position of each of this rank's tokens in its own sequence."""
     rotary_cos_sin: tuple[Tensor, Tensor] | None = None
     """Cosines and sines [T, 1, D / 2] of a model with rotary positions, which adds them."""
     share: ContextShare | None = None
     """Which tokens of the row are this rank's; None: all."""
+
+    @property
+    def has_trees(self) -> bool:
+        """Some segment continues another one."""
+        return any(parent != ROOT for parent in self.parents)
 
     @property
     def num_tokens(self) -> int:
@@ -99,14 +116,23 @@ class PackedRow(PackedSeqParams):
         )
 
 
-def packed_row(lengths: Sequence[int], device: torch.device, cp_group: dist.ProcessGroup | None = None) -> PackedRow:
-    """A row of sequences of these lengths, which together are the whole row; of it, this rank's share over `cp_group`,
-    for which every length is a multiple of twice the ranks."""
-    assert min(lengths, default=0) > 0, f"a packed row holds sequences of one token or more, got lengths {lengths}"
+def packed_row(
+    lengths: Sequence[int],
+    device: torch.device,
+    cp_group: dist.ProcessGroup | None = None,
+    parents: Sequence[int] = (),
+) -> PackedRow:
+    """A row of segments of these lengths, which together are the whole row; of it, this rank's share over `cp_group`,
+    for which every length is a multiple of twice the ranks and no segment continues another.
+
+    parents: see `PackedRow.parents`
+    """
+    assert min(lengths, default=0) > 0, f"a packed row holds segments of one token or more, got lengths {lengths}"
+    assert not parents or cp_group is None, "context parallelism cuts whole sequences"
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     lengths_N = torch.tensor(lengths)
-    starts_T = cu_seqlens[:-1].long().repeat_interleave(lengths_N)
-    positions_T = torch.arange(int(cu_seqlens[-1])) - starts_T
+    first_N = torch.tensor(first_positions(lengths, parents)) - cu_seqlens[:-1].long()
+    positions_T = torch.arange(int(cu_seqlens[-1])) + first_N.repeat_interleave(lengths_N)
     share = None if cp_group is None else context_share(lengths, cp_group, device)
     positions_T = positions_T.to(device)
     if share is not None:
@@ -114,4 +140,17 @@ def packed_row(lengths: Sequence[int], device: torch.device, cp_group: dist.Proc
     cu_seqlens = cu_seqlens.to(device)
     shared: dict[str, Any] = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
     shared |= {"max_seqlen_q": max(lengths), "max_seqlen_kv": max(lengths)}
-    return PackedRow(qkv_format=QKV_FORMAT, lengths=tuple(lengths), positions_T=positions_T, share=share, **shared)
+    shared |= {"lengths": tuple(lengths), "parents": tuple(parents)}
+    return PackedRow(qkv_format=QKV_FORMAT, positions_T=positions_T, share=share, **shared)
+
+
+def first_positions(lengths: Sequence[int], parents: Sequence[int] = ()) -> list[int]:
+    """By segment the position of its first token in the sequences that go through it: behind what it continues."""
+    if not parents:
+        return [0] * len(lengths)
+    assert len(parents) == len(lengths), f"{len(parents)} parents of {len(lengths)} segments"
+    firsts: list[int] = []
+    for number, parent in enumerate(parents):
+        assert parent < number, f"segment {number} continues {parent}, which does not stand before it"
+        firsts.append(0 if parent == ROOT else firsts[parent] + lengths[parent])
+    return firsts
