@@ -57,7 +57,7 @@ class Bench:
         self._runtime, self._work, self._steps = runtime, work, 0
         batch = torch.randint(4, 60, (4, tokens), generator=torch.Generator().manual_seed(0))
         mask = torch.ones_like(batch, dtype=torch.bool)
-        mask[:, -1] = False
+        mask[:, 0] = False
         self._batch = MicroBatch(batch, {"response_mask": mask})
         self._loss = NextTokenLoss(denominator=int(mask.sum()), vocabulary=self.role.shard.vocabulary())
         self._writers = {way: self._writer(way, background) for way, background in WAYS.items()}

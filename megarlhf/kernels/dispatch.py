@@ -70,19 +70,23 @@ def linear_token_logprobs(
     group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     response_mask: Tensor | None = None,
+    rows_T: Tensor | None = None,
     save_bytes: int = 2**28,
     return_entropy: bool = True,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """`token_logprobs` of the logits hidden @ weight^T, which never exist as a whole.
 
-    Shapes:  hidden_TH [T, H], weight_VH [V, H], labels_T [T] int64 in the global vocabulary, response_mask [T] bool
+    Shapes:  hidden_TH [T, H], weight_VH [V, H], labels_T [T] int64 in the global vocabulary, response_mask [T] bool,
+             rows_T [T] int64: the row of hidden_TH that each label is looked up in; None: its own
              -> ([T], [T]) fp32 (fp64 for fp64). Under `sequence_parallel` hidden_TH is this rank's [T / tp, H], and
              the results, labels and mask are of all T tokens, in rank order.
     Maths:   as in `token_logprobs`; logits, sums over tokens and sums over the vocabulary in fp32.
     Rows:    tokens outside `response_mask` give 0 and cost nothing, forward and backward; finding them on a GPU waits
              for the device, once. So do ignored ones on a CPU; on a GPU without a mask they take part in products with
              a gradient of 0, so that their hidden states have to be numbers.
+             A row may have several labels: it is then multiplied for each, and their gradients are summed in the order
+             of the labels.
     Group:   forward one all-gather of [T, 4]; backward one all-reduce of the hidden states' gradient, in fp32, under
              products for the weight. Under sequence parallelism a reduce-scatter; the hidden states are gathered in
              the forward and kept, unless `save_bytes` is too small: then they are gathered again.
@@ -111,15 +115,19 @@ def linear_token_logprobs(
     softmax = LogprobOptions(temperature, ignore_index, vocab, return_entropy)
     if name == "reference":
         labels_T = labels_T.masked_fill(~kept_T, ignore_index)
-        return reference.linear_token_logprobs(hidden_TH, weight_VH, labels_T, softmax, group, sequence_parallel)
+        return reference.linear_token_logprobs(
+            hidden_TH, weight_VH, labels_T, softmax, group, sequence_parallel, rows_T
+        )
     # Inside an autograd function gradients are always off: whether a backward may follow is known here.
     budget = save_bytes if torch.is_grad_enabled() else 0
-    options = LinearLogprobOptions(columns, group, sequence_parallel, budget, _tiles(name, softmax))
-    if not on_cpu and response_mask is None:
+    repeats = rows_T is not None
+    options = LinearLogprobOptions(columns, group, sequence_parallel, budget, _tiles(name, softmax), repeats)
+    if not on_cpu and response_mask is None and rows_T is None:
         return LinearTokenLogprobs.apply(hidden_TH, weight_VH, labels_T, None, options)
-    rows_K = kept_T.nonzero()[:, 0]
-    results = LinearTokenLogprobs.apply(hidden_TH, weight_VH, labels_T[rows_K], rows_K, options)
-    logprobs_T, entropy_T = (part_K.new_zeros(len(labels_T)).index_copy(0, rows_K, part_K) for part_K in results)
+    kept_K = kept_T.nonzero()[:, 0]
+    rows_K = kept_K if rows_T is None else rows_T[kept_K]
+    results = LinearTokenLogprobs.apply(hidden_TH, weight_VH, labels_T[kept_K], rows_K, options)
+    logprobs_T, entropy_T = (part_K.new_zeros(len(labels_T)).index_copy(0, kept_K, part_K) for part_K in results)
     return logprobs_T, entropy_T
 
 

@@ -35,6 +35,8 @@ class LinearLogprobOptions:
     """Each rank holds its part of the tokens' hidden states; all hold the labels of all."""
     save_bytes: int
     tiles: Tiles
+    rows_repeat: bool = False
+    """Some of the rows that count may be the same."""
 
     @property
     def gathers(self) -> bool:
@@ -242,7 +244,20 @@ class _HiddenGradient:
     def _scatter_rows(self, some_KH: Tensor, num_tokens: int) -> Tensor:
         if self._rows_K is None:
             return some_KH
-        return some_KH.new_zeros(num_tokens, some_KH.size(1)).index_copy_(0, self._rows_K, some_KH)
+        rows_K, all_TH = self._rows_K, some_KH.new_zeros(num_tokens, some_KH.size(1))
+        if self._options.rows_repeat and some_KH.device.type == "cpu":
+            return all_TH.index_add_(0, rows_K, some_KH)
+        if self._options.rows_repeat:
+            rows_K, some_KH = summed_by_row(rows_K, some_KH)
+        return all_TH.index_copy_(0, rows_K, some_KH)
+
+
+def summed_by_row(rows_K: Tensor, some_KH: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows, each once, and the sum of what there is for each: [U] and [U, H]. In the order of K, which the float
+    atomics of a GPU's `index_add_` do not keep."""
+    rows_K, order_K = rows_K.sort(stable=True)
+    rows_U, counts_U = rows_K.unique_consecutive(return_counts=True)
+    return rows_U, torch.segment_reduce(some_KH[order_K], "sum", lengths=counts_U, axis=0, unsafe=True)
 
 
 def _select_rows(hidden_TH: Tensor, rows_K: Tensor | None, options: LinearLogprobOptions) -> Tensor:

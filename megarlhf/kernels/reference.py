@@ -35,16 +35,19 @@ def linear_token_logprobs(
     options: LogprobOptions,
     group: dist.ProcessGroup | None,
     sequence_parallel: bool,
+    rows_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`token_logprobs` of all logits hidden @ weight^T, made at once, in fp32 (fp64 for fp64).
 
     Shapes:  hidden_TH [T, H], or [T / tp, H] of this rank under `sequence_parallel`; weight_VH [V, H], labels_T [T]
-             -> ([T], [T])
+             and rows_T [T] int64, the row that each label is looked up in (None: its own) -> ([T], [T])
     Group:   as Megatron's column-parallel layer: hidden states gathered where they are sharded, their gradient
              summed over the ranks (and scattered).
     """
     if group is not None:
         hidden_TH = _ToColumns.apply(hidden_TH, group, sequence_parallel)
+    if rows_T is not None:
+        hidden_TH = hidden_TH[rows_T]
     # Whatever stands in the hidden states of ignored tokens: 0 x NaN would reach the weight's gradient.
     hidden_TH = hidden_TH.masked_fill((labels_T == options.ignore_index)[:, None], 0.0)
     dtype = working_dtype(hidden_TH)

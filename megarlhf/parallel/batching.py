@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from megarlhf.experience import Ragged
 from megarlhf.layout import column_multiple, split_evenly
 from megarlhf.parallel.context import ranges
 from megarlhf.parallel.mesh import Mesh
-from megarlhf.parallel.packed_rows import PackedRow, packed_row
+from megarlhf.parallel.packed_rows import ROOT, PackedRow, packed_row, way_to
 from megarlhf.parallel.packing import Cost, pack
 
 FILLER = -1
@@ -64,10 +65,18 @@ class MicroBatchLayout:
     lengths: tuple[int, ...]
     """Tokens of each."""
     starts: tuple[int, ...]
-    """Where each one's first token stands in the grid read row by row."""
+    """Where each one's first token stands in the grid read row by row; of one that continues a segment, the first token
+    behind it."""
     rows: int
     columns: int
     packed: bool
+    segments: tuple[int, ...] = ()
+    """Tokens of the segments of a packed row in which sequences have some in common (`PackedRow`). Empty: each sequence
+    is one."""
+    parents: tuple[int, ...] = ()
+    """By segment the one that it continues, `ROOT` where it begins a sequence."""
+    last_segments: tuple[int, ...] = ()
+    """By sequence the segment that it ends with."""
 
     def packed_row(self, device: torch.device, cp_group: dist.ProcessGroup | None = None) -> PackedRow | None:
         """Where the sequences of a packed row begin, None for padded rows. What is left of the row is cut into short
@@ -80,14 +89,46 @@ class MicroBatchLayout:
             return None
         multiple = 1 if cp_group is None else 2 * cp_group.size()
         filler = round_up(FILLER_LENGTH, multiple)
-        lengths = [round_up(length, multiple) for length in self.lengths]
+        lengths = [round_up(length, multiple) for length in self.segments or self.lengths]
         fillers, remainder = divmod(self.columns - sum(lengths), filler)
-        return packed_row([*lengths, *[filler] * fillers, *[remainder] * (remainder > 0)], device, cp_group)
+        filling = [filler] * fillers + [remainder] * (remainder > 0)
+        parents = (*self.parents, *[ROOT] * len(filling)) if self.parents else ()
+        return packed_row([*lengths, *filling], device, cp_group, parents)
+
+    @property
+    def num_tokens(self) -> int:
+        """That are computed, without what fills rows up: what sequences share counts once."""
+        return sum(self.segments or self.lengths)
+
+    @cached_property
+    def tokens_R(self) -> Tensor:
+        """Where the tokens of the sequences stand in the grid read row by row, sequence after sequence, int64 on the
+        CPU. What several share is there for each of them."""
+        if not self.segments:
+            return ranges(torch.tensor(self.starts, dtype=torch.int64), torch.tensor(self.lengths, dtype=torch.int64))
+        ways = itertools.chain.from_iterable(way_to(last, self.parents) for last in self.last_segments)
+        ways_V = torch.tensor(list(ways), dtype=torch.int64)
+        segments_M = torch.tensor(self.segments, dtype=torch.int64)
+        starts_M = segments_M.cumsum(0) - segments_M
+        return ranges(starts_M[ways_V], segments_M[ways_V])
+
+    @cached_property
+    def predictors_S(self) -> Tensor | None:
+        """By column of a packed row the one before it in its sequence, which predicts it, int64 on the CPU; of a
+        sequence's first token that is no matter. None: each column's is the one to its left."""
+        if not self.segments:
+            return None
+        segments_M, parents_M = (torch.tensor(x, dtype=torch.int64) for x in (self.segments, self.parents))
+        ends_M = segments_M.cumsum(0)
+        continued_M = parents_M != ROOT
+        before_S = torch.arange(-1, self.columns - 1).clamp_(min=0)
+        before_S[(ends_M - segments_M)[continued_M]] = ends_M[parents_M[continued_M]] - 1
+        return before_S
 
     @property
     def ends_K(self) -> Tensor:
         """Where each sequence's last token stands, int64 on the CPU."""
-        return torch.tensor(self.starts, dtype=torch.int64) + torch.tensor(self.lengths, dtype=torch.int64) - 1
+        return self.tokens_R[torch.tensor(self.lengths, dtype=torch.int64).cumsum(0) - 1]
 
     @property
     def sequences_K(self) -> Tensor:
@@ -96,8 +137,9 @@ class MicroBatchLayout:
 
     def index_R(self, spans: TokenSpans) -> Tensor:
         """Where the values of `spans` stand in the grid read row by row, sequence after sequence, int64, on the CPU."""
-        starts_K = torch.tensor(self.starts, dtype=torch.int64) + spans.first_N[self.sequences_K]
-        return ranges(starts_K, spans.count_N[self.sequences_K])
+        lengths_K = torch.tensor(self.lengths, dtype=torch.int64)
+        starts_K = lengths_K.cumsum(0) - lengths_K + spans.first_N[self.sequences_K]
+        return self.tokens_R[ranges(starts_K, spans.count_N[self.sequences_K])]
 
     def grid_BS(self, values_R: Tensor, spans: TokenSpans, fill: float = 0) -> Tensor:
         """The values on `spans`, sequence after sequence, and `fill` elsewhere; on their device, in their dtype."""
@@ -121,14 +163,18 @@ class TokenSpans:
         return TokenSpans(torch.zeros_like(lengths_N), lengths_N)
 
     @staticmethod
-    def predicting(prompt_lengths_N: Tensor, response_lengths_N: Tensor) -> TokenSpans:
-        """The positions that predict response tokens: response token j of a prompt of p tokens at p - 1 + j, where
-        its log-prob and value come out. A prompt has at least one token, or nothing would predict the first."""
+    def last(lengths_N: Tensor) -> TokenSpans:
+        """The last token of each sequence."""
+        return TokenSpans(lengths_N - 1, torch.ones_like(lengths_N))
+
+    @staticmethod
+    def responses(prompt_lengths_N: Tensor, response_lengths_N: Tensor) -> TokenSpans:
+        """The tokens behind the prompt. A prompt has at least one token, or nothing would predict the first of them."""
         empty = (prompt_lengths_N < 1).nonzero().flatten()
         assert not len(empty), (
             f"sequence {int(empty[0])} has an empty prompt: nothing predicts its first response token"
         )
-        return TokenSpans(prompt_lengths_N - 1, response_lengths_N)
+        return TokenSpans(prompt_lengths_N, response_lengths_N)
 
 
 def scatter_to_micro_batch(layout: MicroBatchLayout, table: Ragged, spans: TokenSpans, fill: float = 0) -> Tensor:

@@ -154,3 +154,11 @@ def first_positions(lengths: Sequence[int], parents: Sequence[int] = ()) -> list
         assert parent < number, f"segment {number} continues {parent}, which does not stand before it"
         firsts.append(0 if parent == ROOT else firsts[parent] + lengths[parent])
     return firsts
+
+
+def way_to(last: int, parents: Sequence[int]) -> list[int]:
+    """The segments of a sequence that ends with `last`, from its root on."""
+    way = [last]
+    while parents[way[-1]] != ROOT:
+        way.append(parents[way[-1]])
+    return way[::-1]

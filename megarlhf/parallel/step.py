@@ -14,7 +14,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -54,6 +54,19 @@ class MicroBatch:
     """Where the sequences stand; None: each row is one, from its first column on."""
     share: ContextShare | None = None
     """Which columns this rank has computed, for what goes on with hidden states: set by the forward. None: all."""
+
+    @cached_property
+    def predictors_S(self) -> Tensor | None:
+        """See `MicroBatchLayout.predictors_S`, on the tokens' device."""
+        predictors_S = None if self.layout is None else self.layout.predictors_S
+        return None if predictors_S is None else predictors_S.to(self.tokens_BS.device)
+
+    def before(self, grid_BS: Tensor) -> Tensor:
+        """[B, S]: at each token what stands where it is predicted, at the token before it in its sequence. Gradients
+        flow; what stands at a sequence's first token is no matter."""
+        if self.predictors_S is None:
+            return grid_BS.roll(1, dims=1)
+        return grid_BS.index_select(1, self.predictors_S)
 
 
 class Loss(Protocol):

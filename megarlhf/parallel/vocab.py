@@ -55,44 +55,50 @@ def next_token_logprobs(
     tokens_BS: Tensor,
     mask_BS: Tensor,
     *,
+    predictors_S: Tensor | None = None,
     share: ContextShare | None = None,
     temperature: float = 1.0,
     return_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob and entropy at each masked position t of the token at t + 1.
+    """Log-prob of each masked token, and the entropy of the distribution that it comes from.
 
     Shapes:  hidden_SBH [S', B, H], or [S' / tp, B, H] of this rank under sequence parallelism; tokens_BS and mask_BS
              [B, S] -> ([B, S], [B, S]) fp32, 0 elsewhere; without `return_entropy` the second is 0 everywhere.
              `share` is that of the forward that made the hidden states (`MicroBatch.share`).
-             The last position has no next token: mask_BS[:, -1] is False.
+             predictors_S [S] int64: the column whose hidden state predicts each column, of a row in which one may
+             predict several (`MicroBatch.predictors_S`); None: the one to its left. Nothing predicts the first column:
+             mask_BS[:, 0] is False.
     Cost:    only the masked rows are multiplied; a prompt token needs no log-prob. No logits are kept but what
              `save_bytes` allows: see `kernels.linear_token_logprobs`.
     """
     num_rows = tokens_BS.size(0)
-    labels_BS = tokens_BS.roll(-1, dims=1)
+    if predictors_S is None:  # labels and mask stand where their hidden states do
+        tokens_BS, mask_BS = tokens_BS.roll(-1, dims=1), mask_BS.roll(-1, dims=1)
+    else:
+        assert num_rows == 1, f"predictors are of one packed row, got {num_rows} rows"
+        assert share is None, "under context parallelism nothing is shared by sequences"
     if share is not None:  # the next token of one of ours may be another rank's: of the whole row
-        labels_BS, mask_BS = share.cut(labels_BS), share.cut(mask_BS)
+        tokens_BS, mask_BS = share.cut(tokens_BS), share.cut(mask_BS)
     results = linear_token_logprobs(
         hidden_SBH.flatten(0, 1),
         vocabulary.weight(),
-        labels_BS.t().reshape(-1),
+        tokens_BS.t().reshape(-1),
         temperature=temperature,
         true_vocab=vocabulary.true_vocab,
         group=vocabulary.group,
         sequence_parallel=vocabulary.sequence_parallel,
         response_mask=mask_BS.t().reshape(-1),
+        rows_T=predictors_S,
         save_bytes=vocabulary.save_bytes,
         return_entropy=return_entropy,
         backend=vocabulary.backend,
     )
-    logprobs_BS, entropy_BS = (column_T.view(-1, num_rows).t() for column_T in results)
-    if share is None:
-        return logprobs_BS, entropy_BS
-    if return_entropy:
-        logprobs_BS, entropy_BS = share.whole(torch.stack([logprobs_BS, entropy_BS])).unbind()
-        return logprobs_BS, entropy_BS
-    logprobs_BS = share.whole(logprobs_BS)
-    return logprobs_BS, torch.zeros_like(logprobs_BS)
+    both_2BS = torch.stack([column_T.view(-1, num_rows).t() for column_T in results[: 1 + return_entropy]])
+    if share is not None:
+        both_2BS = share.whole(both_2BS)
+    if predictors_S is None:
+        both_2BS = both_2BS.roll(1, dims=-1)
+    return both_2BS[0], both_2BS[1] if return_entropy else torch.zeros_like(both_2BS[0])
 
 
 def logits_at(

@@ -39,6 +39,8 @@ WINDOW = 64
 MIN_NORMS = 16
 CHANGING = ("kl_coef", "entropy_coef", "kl_point")
 """Fields of losses that change over a run."""
+COLUMNS_AT = "token"
+"""Where numbers of a token stand in micro-batches that are kept."""
 KEPT = 5
 """Skipped steps that are kept in `failures/`, with the weights before them: the newest."""
 
@@ -206,6 +208,7 @@ def _keep_batches(directory: Path, role: Role, batches: Sequence[MicroBatch]) ->
             "tokens_BS": batch.tokens_BS.cpu(),
             "columns": {name: column.cpu() for name, column in batch.columns.items()},
             "layout": None if batch.layout is None else asdict(batch.layout),
+            "columns_at": COLUMNS_AT,
         }
         for batch in batches
     ]
@@ -220,14 +223,23 @@ def _keep_batches(directory: Path, role: Role, batches: Sequence[MicroBatch]) ->
 
 
 def load_kept(file: Path) -> list[MicroBatch]:
-    """The micro-batches of a rank, from `rank_RRRRR.pt`."""
+    """The micro-batches of a rank, from `rank_RRRRR.pt`.
+
+    Raises: ValueError for those of an earlier version, whose columns stood elsewhere.
+    """
+    kept = torch.load(file, weights_only=True)
+    if any(batch.get("columns_at") != COLUMNS_AT for batch in kept):
+        raise ValueError(
+            f"{file} was written by an earlier version, which kept numbers of a token where it is predicted; replay it "
+            "with the version that wrote it"
+        )
     return [
         MicroBatch(
             tokens_BS=batch["tokens_BS"],
             columns=batch["columns"],
             layout=None if batch["layout"] is None else MicroBatchLayout(**batch["layout"]),
         )
-        for batch in torch.load(file, weights_only=True)
+        for batch in kept
     ]
 
 

@@ -150,7 +150,7 @@ class PreferenceOptimisation(Objective[PairSample]):
     ) -> dict[str, Tensor]:
         lengths_N = torch.tensor([len(tokens) for sample in samples for tokens in self.sequences(sample)])
         prompts_N = torch.tensor([len(sample.prompt_tokens) for sample in samples]).repeat_interleave(2)
-        responses = TokenSpans.predicting(prompts_N, lengths_N - prompts_N)
+        responses = TokenSpans.responses(prompts_N, lengths_N - prompts_N)
         columns = {"response_mask": micro_batch_mask(layout, responses, device)}
         reference = [logprob for sample in samples if isinstance(sample, ScoredPair) for logprob in sample.reference]
         if reference:

@@ -15,7 +15,6 @@ from megarlhf.algo import preference
 from megarlhf.algo.segments import Segments
 from megarlhf.config import DPOConfig
 from megarlhf.parallel.batching import MicroBatchLayout
-from megarlhf.parallel.context import ranges
 from megarlhf.parallel.step import MicroBatch
 from megarlhf.parallel.vocab import Vocabulary, next_token_logprobs
 
@@ -77,9 +76,8 @@ class PreferenceLoss:
             loss_P = preference.simpo(chosen_P, rejected_P, beta=beta, margin=margin, label_smoothing=smoothing)
             return loss_P, beta * means_K
         assert batch.layout is not None
-        # The column has the same number at each token of a response; its last token predicts nothing.
-        before_end_K = (batch.layout.ends_K - 1).to(sums_K.device)
-        ratio_K = sums_K - batch.columns[REFERENCE].flatten()[before_end_K]
+        ends_K = batch.layout.ends_K.to(sums_K.device)  # the column has the same number at each token of a response
+        ratio_K = sums_K - batch.columns[REFERENCE].flatten()[ends_K]
         if cfg.ipo_length_normalised:
             ratio_K = ratio_K / tokens_K
         chosen_P, rejected_P = ratio_K[0::2], ratio_K[1::2]
@@ -106,15 +104,20 @@ class PreferenceLoss:
 
 
 def response_logprobs(vocabulary: Vocabulary, hidden_SBH: Tensor, batch: MicroBatch) -> Tensor:
-    """[B, S]: of each response token, where it is predicted; 0 elsewhere."""
-    mask_BS = batch.columns["response_mask"]
+    """[B, S]: of each response token; 0 elsewhere."""
     return next_token_logprobs(
-        vocabulary, hidden_SBH, batch.tokens_BS, mask_BS, share=batch.share, return_entropy=False
+        vocabulary,
+        hidden_SBH,
+        batch.tokens_BS,
+        batch.columns["response_mask"],
+        predictors_S=batch.predictors_S,
+        share=batch.share,
+        return_entropy=False,
     )[0]
 
 
 def sequence_sums(layout: MicroBatchLayout, grid_BS: Tensor) -> Tensor:
     """[K] fp64: the sum over each sequence, in the order of its tokens: the same at every layout and micro-batch."""
-    starts_K, lengths_K = (torch.tensor(numbers, dtype=torch.int64) for numbers in (layout.starts, layout.lengths))
-    values_T = grid_BS.flatten()[ranges(starts_K, lengths_K).to(grid_BS.device)]
+    lengths_K = torch.tensor(layout.lengths, dtype=torch.int64)
+    values_T = grid_BS.flatten()[layout.tokens_R.to(grid_BS.device)]
     return Segments(lengths_K.to(grid_BS.device), sum(layout.lengths)).sums(values_T.double())

@@ -150,10 +150,10 @@ def cut_again(kept: Sequence[MicroBatch], role: Role, cfg: TrainingConfig, *, gr
     for batch in kept:
         layout = batch.layout
         assert layout is not None
-        for start, length in zip(layout.starts, layout.lengths, strict=True):
-            tokens_N.append(batch.tokens_BS.flatten()[start : start + length])
+        for places in layout.tokens_R.split(layout.lengths):
+            tokens_N.append(batch.tokens_BS.flatten()[places])
             for name, column_BS in batch.columns.items():
-                columns_N[name].append(column_BS.flatten()[start : start + length])
+                columns_N[name].append(column_BS.flatten()[places])
     tables = {name: Ragged.from_rows(rows, rows[0].dtype) for name, rows in {"tokens": tokens_N, **columns_N}.items()}
     lengths_N = tables["tokens"].lengths_N
     whole = TokenSpans.whole(lengths_N)

@@ -1,7 +1,7 @@
 """From the table of experience to a role's micro-batches and back.
 
-Per-token columns stand at the position that *predicts* the token: response token j of a prompt of p tokens stands at
-position p - 1 + j of its sequence, where its log-prob and value come out.
+Per-token columns stand at the token: what comes out at the token before it, such as its log-prob and value, is brought
+there (`MicroBatch.before`). A prompt's last token may have several behind it.
 
 Legend: B rows and S columns of a micro-batch, N samples of the step, K of the micro-batch.
 """
@@ -96,8 +96,7 @@ def micro_batch(
 
 
 def response_spans(experience: Experience) -> TokenSpans:
-    """The positions that predict response tokens."""
-    return TokenSpans.predicting(experience.prompt_lengths_N, experience.response_lengths_N)
+    return TokenSpans.responses(experience.prompt_lengths_N, experience.response_lengths_N)
 
 
 def forward_per_token(

@@ -80,6 +80,7 @@ class PolicyLoss:
             hidden_SBH,
             batch.tokens_BS,
             batch.columns["response_mask"],
+            predictors_S=batch.predictors_S,
             share=batch.share,
             temperature=self.temperature,
         )
@@ -127,7 +128,13 @@ class PolicyLoss:
         """The mean next-token loss of the update's texts, as far as they are in this micro-batch."""
         weights_BS = batch.columns["ptx_weights"]
         logprobs_BS, _ = next_token_logprobs(
-            self.vocabulary, hidden_SBH, batch.tokens_BS, weights_BS > 0, share=batch.share, return_entropy=False
+            self.vocabulary,
+            hidden_SBH,
+            batch.tokens_BS,
+            weights_BS > 0,
+            predictors_S=batch.predictors_S,
+            share=batch.share,
+            return_entropy=False,
         )
         return -(logprobs_BS * weights_BS.to(logprobs_BS)).sum()
 
@@ -163,7 +170,7 @@ class ValueLoss:
 
     def __call__(self, values_BS1: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         tokens = ResponseTokens(batch)
-        values_T = tokens.of(values_BS1[..., 0])
+        values_T = tokens.of(batch.before(values_BS1[..., 0]))
         weights_T = tokens["loss_weights"].to(values_T)
         result = clipped_value_loss(values_T, tokens["values"], tokens["returns"], weights_T, clip=self.clip)
         return result.loss, torch.stack([value.detach().double() for value in result])

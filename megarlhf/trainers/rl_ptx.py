@@ -26,7 +26,7 @@ from megarlhf.planning.encoders import indexed_options
 from megarlhf.resume.identity import digest_of_samples
 
 WEIGHTS = "ptx_weights"
-"""Column: the weight of each text token in the loss, at the position that predicts it; 0 elsewhere."""
+"""Column: the weight of each text token in the loss, 0 elsewhere."""
 
 
 class PretrainingMix:
@@ -58,7 +58,7 @@ class PretrainingMix:
         tokens = Ragged.from_rows(texts, torch.int64)
         learnt_N = tokens.lengths_N - 1  # the first token of a text is not predicted
         weights_N = torch.full(learnt_N.shape, 1 / int(learnt_N.sum()), dtype=torch.float64)
-        spans, whole = TokenSpans.predicting(torch.ones_like(learnt_N), learnt_N), TokenSpans.whole(tokens.lengths_N)
+        spans, whole = TokenSpans.responses(torch.ones_like(learnt_N), learnt_N), TokenSpans.whole(tokens.lengths_N)
         device = role.mesh.runtime.device
         made = [_with(batch, WEIGHTS, torch.zeros(batch.tokens_BS.shape, dtype=torch.float64)) for batch in batches]
         for layout in role.batching(cfg.train).layouts([(n,) for n in range(len(texts))], tokens.lengths_N):

@@ -197,6 +197,7 @@ def policy_logprobs(
             hidden_SBH,
             batch.tokens_BS,
             batch.columns["response_mask"],
+            predictors_S=batch.predictors_S,
             share=batch.share,
             temperature=temperature,
             return_entropy=False,
@@ -210,4 +211,6 @@ def values_of(
     critic: Role, experience: Experience, mini_batches: Sequence[Sequence[int]], micro: MicroBatchConfig
 ) -> Ragged:
     """The critic's value of the state before each response token."""
-    return forward_per_token(critic, experience, mini_batches, micro, lambda values_BS1, batch: values_BS1[..., 0])
+    return forward_per_token(
+        critic, experience, mini_batches, micro, lambda values_BS1, batch: batch.before(values_BS1[..., 0])
+    )

@@ -71,9 +71,10 @@ class PairwiseLoss:
 
     def _aligned_span(self, scores_X: Tensor, tokens_X: Tensor, layout: MicroBatchLayout) -> Tensor:
         """Each sequence as a row of its own again, [P, L] for either side; what stands behind its end is not read."""
-        lengths_K, starts_K = (torch.tensor(numbers, dtype=torch.int64) for numbers in (layout.lengths, layout.starts))
+        lengths_K = torch.tensor(layout.lengths, dtype=torch.int64)
         steps_L = torch.arange(max(layout.lengths, default=1))
-        index_KL = starts_K[:, None] + torch.minimum(steps_L, lengths_K[:, None] - 1)
+        firsts_K = lengths_K.cumsum(0) - lengths_K
+        index_KL = layout.tokens_R[firsts_K[:, None] + torch.minimum(steps_L, lengths_K[:, None] - 1)]
         index_KL, lengths_K = index_KL.to(scores_X.device), lengths_K.to(scores_X.device)
         scores_KL, tokens_KL = scores_X[index_KL], tokens_X[index_KL]
         rows = [side[start::2] for side in (scores_KL, tokens_KL, lengths_K) for start in (0, 1)]
@@ -114,7 +115,7 @@ class RewardModelling(Objective[PairSample]):
     def columns(
         self, samples: Sequence[PairSample], layout: MicroBatchLayout, device: torch.device
     ) -> dict[str, Tensor]:
-        """Numbers of a sequence stand at all of its tokens."""
+        """Numbers of a sequence stand at its last token."""
         numbers: dict[str, Tensor] = {}
         if self.rm.margin:
             numbers["margin"] = torch.tensor([sample.margin for sample in samples]).repeat_interleave(2)
@@ -124,7 +125,7 @@ class RewardModelling(Objective[PairSample]):
         if not numbers:
             return {}
         lengths_K = torch.tensor([length for sample in samples for length in self.sequence_lengths(sample)])
-        spans = TokenSpans.whole(lengths_K)
+        spans = TokenSpans.last(lengths_K)
         return {name: repeat_on_micro_batch(layout, each_K, spans, device) for name, each_K in numbers.items()}
 
     def validation_loss(self, role: Role, samples: Sequence[PairSample]) -> PairwiseLoss:
@@ -171,7 +172,7 @@ class RewardModelling(Objective[PairSample]):
 
 HEAD = "output_layer.weight"
 _RESPONSE_LENGTH = "response_length"
-"""The column with each sequence's number of response tokens, at all of its tokens, where scores are means over them."""
+"""The column with each sequence's number of response tokens, at its last one, where scores are means over them."""
 
 
 def scores_of_pairs(scores_BS1: Tensor, batch: MicroBatch) -> Tensor:

@@ -42,7 +42,13 @@ class NextTokenLoss:
     def __call__(self, hidden_SBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         mask_BS = batch.columns["response_mask"]
         logprobs_BS, _ = next_token_logprobs(
-            self.vocabulary, hidden_SBH, batch.tokens_BS, mask_BS, share=batch.share, return_entropy=False
+            self.vocabulary,
+            hidden_SBH,
+            batch.tokens_BS,
+            mask_BS,
+            predictors_S=batch.predictors_S,
+            share=batch.share,
+            return_entropy=False,
         )
         loss = token_nll(logprobs_BS, mask_BS, denominator=self.denominator)
         return loss, loss.new_zeros(0)
@@ -72,8 +78,8 @@ class SupervisedFineTuning(Objective[SFTSample]):
     def columns(
         self, samples: Sequence[SFTSample], layout: MicroBatchLayout, device: torch.device
     ) -> dict[str, Tensor]:
-        # At the position that predicts a token; nothing predicts the first one.
+        # Nothing predicts the first token.
         rows = [torch.tensor(sample.learnt()[1:]) for sample in samples]
         learnt = Ragged.from_rows(rows, torch.bool)
-        spans = TokenSpans.predicting(torch.ones_like(learnt.lengths_N), learnt.lengths_N)
+        spans = TokenSpans.responses(torch.ones_like(learnt.lengths_N), learnt.lengths_N)
         return {"response_mask": scatter_to_micro_batch(layout, learnt, spans).to(device)}

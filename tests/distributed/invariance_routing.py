@@ -105,9 +105,9 @@ def keys_of(batch: step.MicroBatch) -> Tensor:
     assert batch.layout is not None
     tokens_X = batch.tokens_BS.flatten().tolist()
     keys_X = [NO_TOKEN] * len(tokens_X)
-    for start, length in zip(batch.layout.starts, batch.layout.lengths, strict=True):
+    for places in batch.layout.tokens_R.split(batch.layout.lengths):
         key = NO_TOKEN
-        for at in range(start, start + length):
+        for at in places.tolist():
             keys_X[at] = key = hash((key, tokens_X[at]))  # of whole numbers: the same in every process
     return torch.tensor(keys_X).view(batch.tokens_BS.shape)
 

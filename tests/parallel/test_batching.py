@@ -28,6 +28,7 @@ from megarlhf.parallel.batching import (
     split_padded,
 )
 from megarlhf.parallel.mesh import Mesh
+from megarlhf.parallel.packed_rows import ROOT
 from megarlhf.parallel.packing import Cost
 from tests.tables import ragged
 
@@ -151,9 +152,9 @@ def test_positions_restart_at_every_border():
 
 
 @pytest.mark.parametrize("layout", [PADDED, PACKED])
-def test_columns_stand_where_their_tokens_are_predicted(layout):
+def test_columns_stand_at_their_tokens(layout):
     """Sequence 2 is a prompt of one token and a response of two, sequence 0 one of each."""
-    spans = TokenSpans.predicting(torch.tensor([1, 5, 1]), torch.tensor([1, 4, 2]))
+    spans = TokenSpans.responses(torch.tensor([1, 5, 1]), torch.tensor([1, 4, 2]))
     tokens = scatter_to_micro_batch(
         layout, ragged([7, 8], range(9), [4, 5, 6], dtype=torch.int64), TokenSpans.whole(LENGTHS)
     )
@@ -161,30 +162,30 @@ def test_columns_stand_where_their_tokens_are_predicted(layout):
     lengths = repeat_on_micro_batch(layout, torch.tensor([1, 4, 2]), spans, CPU)
     if layout.packed:
         assert tokens.tolist() == [[4, 5, 6, 7, 8, 0]]
-        assert values.tolist() == [[1.5, 2.5, -1, 0.5, -1, -1]]
-        assert micro_batch_mask(layout, spans, CPU).int().tolist() == [[1, 1, 0, 1, 0, 0]]
-        assert lengths.tolist() == [[2, 2, 0, 1, 0, 0]]
+        assert values.tolist() == [[-1, 1.5, 2.5, -1, 0.5, -1]]
+        assert micro_batch_mask(layout, spans, CPU).int().tolist() == [[0, 1, 1, 0, 1, 0]]
+        assert lengths.tolist() == [[0, 2, 2, 0, 1, 0]]
         assert layout.ends_K.tolist() == [2, 4]
     else:
         assert tokens.tolist() == [[4, 5, 6, 0], [7, 8, 0, 0], [0, 0, 0, 0]]
-        assert values.tolist() == [[1.5, 2.5, -1, -1], [0.5, -1, -1, -1], [-1, -1, -1, -1]]
-        assert micro_batch_mask(layout, spans, CPU).int().tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
-        assert lengths.tolist() == [[2, 2, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
+        assert values.tolist() == [[-1, 1.5, 2.5, -1], [-1, 0.5, -1, -1], [-1, -1, -1, -1]]
+        assert micro_batch_mask(layout, spans, CPU).int().tolist() == [[0, 1, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0]]
+        assert lengths.tolist() == [[0, 2, 2, 0], [0, 1, 0, 0], [0, 0, 0, 0]]
         assert layout.ends_K.tolist() == [2, 5]
     row_of = gather_from_micro_batch(layout, values, spans)
     assert {n: row.tolist() for n, row in row_of.items()} == {2: [1.5, 2.5], 0: [0.5]}
 
 
 def test_a_response_of_no_tokens_takes_no_place():
-    spans = TokenSpans.predicting(torch.tensor([2, 5, 1]), torch.tensor([0, 4, 2]))
-    assert micro_batch_mask(PACKED, spans, CPU).int().tolist() == [[1, 1, 0, 0, 0, 0]]
+    spans = TokenSpans.responses(torch.tensor([2, 5, 1]), torch.tensor([0, 4, 2]))
+    assert micro_batch_mask(PACKED, spans, CPU).int().tolist() == [[0, 1, 1, 0, 0, 0]]
     row_of = gather_from_micro_batch(PACKED, torch.arange(6.0)[None], spans)
-    assert {n: row.tolist() for n, row in row_of.items()} == {2: [0, 1], 0: []}
+    assert {n: row.tolist() for n, row in row_of.items()} == {2: [1, 2], 0: []}
 
 
 def test_an_empty_prompt_is_our_mistake():
     with pytest.raises(AssertionError, match="sequence 1 has an empty prompt"):
-        TokenSpans.predicting(torch.tensor([1, 0]), torch.tensor([2, 2]))
+        TokenSpans.responses(torch.tensor([1, 0]), torch.tensor([2, 2]))
 
 
 def test_rows_that_are_not_as_long_as_their_spans_are_our_mistake():
@@ -213,3 +214,59 @@ def test_what_is_laid_out_is_picked_up_again(lengths, dp, tp, packed):
     assert len(counts) == 1
     assert all(torch.equal(row_of[n], row) for n, row in enumerate(table.rows()))
     assert row_of.keys() == set(range(len(lengths)))
+
+
+def tree_layout(**changes):
+    """Prompts of three and of two tokens; sequence 5 is its prompt and nothing more; sequence 3 stands alone."""
+    given = {
+        "sequences": (4, 2, 0, 3, 1, 5),
+        "lengths": (5, 4, 3, 4, 4, 2),
+        "starts": (9, 11, 0, 5, 12, 3),
+        "rows": 1,
+        "columns": 16,
+        "packed": True,
+        "segments": (3, 2, 4, 2, 1, 2),
+        "parents": (ROOT, ROOT, ROOT, 0, 0, 1),
+        "last_segments": (3, 4, 0, 2, 5, 1),
+    }
+    return MicroBatchLayout(**{**given, **changes})
+
+
+def test_what_sequences_share_stands_once():
+    layout, lengths = tree_layout(), torch.tensor([3, 4, 4, 4, 5, 2])
+    assert layout.num_tokens == 14
+    places = [each.tolist() for each in layout.tokens_R.split(layout.lengths)]
+    assert places == [[0, 1, 2, 9, 10], [0, 1, 2, 11], [0, 1, 2], [5, 6, 7, 8], [3, 4, 12, 13], [3, 4]]
+    assert layout.ends_K.tolist() == [10, 11, 2, 8, 13, 4]
+    row = layout.packed_row(CPU)
+    assert row.lengths == (3, 2, 4, 2, 1, 2, 2)
+    assert row.parents == (ROOT, ROOT, ROOT, 0, 0, 1, ROOT)
+    assert row.positions_T.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3, 3, 4, 3, 2, 3, 0, 1]
+    tokens = ragged([1, 2, 3], [4, 5, 6, 7], [1, 2, 3, 8], [9, 10, 11, 12], [1, 2, 3, 13, 14], [4, 5])
+    grid = scatter_to_micro_batch(layout, tokens, TokenSpans.whole(lengths))
+    assert grid.tolist() == [[1, 2, 3, 4, 5, 9, 10, 11, 12, 13, 14, 8, 6, 7, 0, 0]]
+    responses = TokenSpans.responses(torch.tensor([3, 2, 3, 2, 3, 2]), torch.tensor([0, 2, 1, 2, 2, 0]))
+    numbers = repeat_on_micro_batch(layout, torch.tensor([9, 1, 2, 3, 4, 9]), responses, CPU)
+    assert numbers.tolist() == [[0] * 7 + [3, 3, 4, 4, 2, 1, 1, 0, 0]]
+    picked = gather_from_micro_batch(layout, grid, responses)
+    assert {n: row.tolist() for n, row in picked.items()} == {4: [13, 14], 2: [8], 0: [], 3: [11, 12], 1: [6, 7], 5: []}
+
+
+def test_one_token_predicts_the_first_of_every_continuation():
+    """And the second level's first token is predicted by the end of the first level's."""
+    predictors = tree_layout().predictors_S
+    assert predictors[[1, 2, 4, 6, 7, 8]].tolist() == [0, 1, 3, 5, 6, 7], "inside of segments the one to the left"
+    assert predictors[[9, 11, 12]].tolist() == [2, 2, 4]
+    deep = tree_layout(
+        sequences=(0, 1),
+        lengths=(5, 3),
+        starts=(5, 3),
+        segments=(1, 2, 2, 2),
+        parents=(ROOT, 0, 0, 1),
+        columns=8,
+        last_segments=(3, 2),
+    )
+    assert [each.tolist() for each in deep.tokens_R.split(deep.lengths)] == [[0, 1, 2, 5, 6], [0, 3, 4]]
+    assert deep.predictors_S[[1, 3, 5]].tolist() == [0, 0, 2]
+    assert deep.packed_row(CPU).positions_T.tolist() == [0, 1, 2, 1, 2, 3, 4, 0]
+    assert PACKED.predictors_S is None

@@ -88,7 +88,7 @@ def log_probs_and_logits(runtime, sequence_parallel):
     weight = torch.randn(16, 8, generator=generator)
     tokens = torch.randint(0, 13, (1, TOKENS), generator=generator)
     mask = torch.rand(1, TOKENS, generator=generator) < 0.7
-    mask[:, -1] = False
+    mask[:, 0] = False
     rows, positions = torch.zeros(5, dtype=torch.int64), torch.tensor([0, 11, 12, 30, TOKENS - 1])
     expected = next_token_logprobs(Vocabulary(weight, 13, None), hidden, tokens, mask)
     logits = logits_at(Vocabulary(weight, 13, None), hidden, rows, positions)

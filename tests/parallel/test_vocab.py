@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarlhf.kernels.linear_logprob import summed_by_row
 from megarlhf.parallel.vocab import Vocabulary, logits_at, next_token_logprobs
 from tests.ranks import RankPool
 
@@ -19,7 +20,7 @@ def problem():
     hidden_SBH = torch.randn(S, B, H, dtype=torch.float64, generator=generator)
     weight_VH = torch.randn(PADDED, H, dtype=torch.float64, generator=generator)
     tokens_BS = torch.randint(TRUE, (B, S), generator=generator)
-    mask_BS = torch.tensor([[0, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
+    mask_BS = torch.tensor([[0, 0, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
     return hidden_SBH, weight_VH, tokens_BS, mask_BS
 
 
@@ -27,15 +28,15 @@ def by_hand(hidden_SBH, weight_VH, tokens_BS, mask_BS, temperature):
     """One position at a time."""
     logprobs_BS, entropy_BS = torch.zeros(B, S, dtype=torch.float64), torch.zeros(B, S, dtype=torch.float64)
     for row, position in mask_BS.nonzero().tolist():
-        logits_V = weight_VH[:TRUE] @ hidden_SBH[position, row] / temperature
+        logits_V = weight_VH[:TRUE] @ hidden_SBH[position - 1, row] / temperature
         logprob_V = logits_V.log_softmax(0)
-        logprobs_BS[row, position] = logprob_V[tokens_BS[row, position + 1]]
+        logprobs_BS[row, position] = logprob_V[tokens_BS[row, position]]
         entropy_BS[row, position] = -(logprob_V.exp() * logprob_V).sum()
     return logprobs_BS, entropy_BS
 
 
 @pytest.mark.parametrize("backend", ["chunked", "reference"])
-def test_each_masked_position_predicts_the_next_token(backend):
+def test_each_masked_token_is_predicted_by_the_one_before_it(backend):
     hidden_SBH, weight_VH, tokens_BS, mask_BS = problem()
     vocabulary = Vocabulary(weight_VH, TRUE, None, backend=backend)
     actual = next_token_logprobs(vocabulary, hidden_SBH, tokens_BS, mask_BS, temperature=0.7)
@@ -47,6 +48,37 @@ def test_each_masked_position_predicts_the_next_token(backend):
     )
     torch.testing.assert_close(alone, expected[0], rtol=1e-12, atol=1e-12)
     assert not nothing.any()
+
+
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+def test_one_position_predicts_several_tokens(backend):
+    """Its hidden state is looked up for each, and gets the sum of their gradients."""
+    hidden_SBH, weight_VH, tokens_BS, _ = problem()
+    tokens_BS, mask_BS = tokens_BS.flatten()[None, :6], torch.tensor([[False, False, True, True, False, True]])
+    predictors_S, places = torch.tensor([0, 0, 1, 1, 0, 3]), [2, 3, 5]
+    hidden_S1H = hidden_SBH.flatten(0, 1)[:6, None].requires_grad_()
+    vocabulary = Vocabulary(weight_VH.requires_grad_(), TRUE, None, backend=backend)
+    logprobs_1S, entropy_1S = next_token_logprobs(vocabulary, hidden_S1H, tokens_BS, mask_BS, predictors_S=predictors_S)
+    factors = torch.tensor([2.0, 3.0, 5.0], dtype=torch.float64)
+    (logprobs_1S[0, places] @ factors + (entropy_1S[0, places] * factors).sum()).backward()
+    found = [each.grad.clone() for each in (hidden_S1H, weight_VH)]
+    hidden_S1H.grad = weight_VH.grad = None
+    all_KV = (hidden_S1H[predictors_S[places], 0] @ weight_VH[:TRUE].t()).log_softmax(-1)
+    expected_K = all_KV[range(3), tokens_BS[0, places]]
+    (expected_K @ factors - ((all_KV.exp() * all_KV).sum(-1) * factors).sum()).backward()
+    torch.testing.assert_close(logprobs_1S[0, places], expected_K, rtol=1e-12, atol=1e-12)
+    assert not logprobs_1S[0, [0, 1, 4]].any()
+    for ours, grad in zip(found, (hidden_S1H.grad, weight_VH.grad), strict=True):
+        torch.testing.assert_close(ours, grad, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_that_repeat_are_summed_in_their_order():
+    """What a GPU does in place of `index_add_`: the same, without atomics."""
+    rows_K, some_KH = torch.tensor([3, 0, 3, 5, 0, 3]), torch.randn(6, 4)
+    rows_U, sums_UH = summed_by_row(rows_K, some_KH)
+    assert rows_U.tolist() == [0, 3, 5]
+    expected = torch.zeros(6, 4).index_add_(0, rows_K, some_KH)[rows_U]
+    assert torch.equal(sums_UH, expected)
 
 
 def test_logits_of_chosen_positions():

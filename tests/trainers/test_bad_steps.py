@@ -140,6 +140,11 @@ def test_what_is_kept_can_be_read_again_and_only_the_newest_stay(run, tmp_path):
     assert batch.layout == LAYOUT
     assert torch.equal(batch.tokens_BS, BATCH.tokens_BS)
     torch.testing.assert_close(batch.columns["advantages"], BATCH.columns["advantages"], equal_nan=True)
+    (stored,) = torch.load(kept / "rank_00000.pt", weights_only=True)
+    del stored["columns_at"]  # as an earlier version has written it
+    torch.save([stored], kept / "rank_00000.pt")
+    with pytest.raises(ValueError, match="was written by an earlier version"):
+        load_kept(kept / "rank_00000.pt")
 
 
 def test_evidence_that_cannot_be_written_ends_no_run(run, tmp_path, caplog):

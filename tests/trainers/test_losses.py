@@ -24,7 +24,7 @@ class Case:
         generator = torch.Generator().manual_seed(5)
         self.hidden_SBH = torch.randn(S, B, H, dtype=torch.float64, generator=generator).requires_grad_()
         self.weight_VH = (0.8 * torch.randn(PADDED, H, dtype=torch.float64, generator=generator)).requires_grad_()
-        mask_BS = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]], dtype=torch.bool)
+        mask_BS = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 0, 0], [0, 0, 0, 0, 0]], dtype=torch.bool)
         old_BS = -7.0 + torch.randn(B, S, dtype=torch.float64, generator=generator)
         columns = {
             "response_mask": mask_BS,
@@ -57,13 +57,13 @@ class Case:
         return torch.autograd.grad(loss, (self.hidden_SBH, self.weight_VH))
 
     def all_logprobs(self, temperature):
-        """[B, S, V] of the true vocabulary."""
-        logits_SBV = self.hidden_SBH @ self.weight_VH[:TRUE].t() / temperature
+        """[B, S, V] of the true vocabulary, at each token that they are the distribution of: of the first there is
+        none."""
+        logits_SBV = self.hidden_SBH.roll(1, dims=0) @ self.weight_VH[:TRUE].t() / temperature
         return logits_SBV.log_softmax(-1).transpose(0, 1)
 
-    def of_next_token(self, temperature):
-        labels_BS = self.batch.tokens_BS.roll(-1, dims=1)
-        return self.all_logprobs(temperature).gather(2, labels_BS[..., None])[..., 0]
+    def of_tokens(self, temperature):
+        return self.all_logprobs(temperature).gather(2, self.batch.tokens_BS[..., None])[..., 0]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -72,7 +72,7 @@ def test_sft_loss_and_gradients(backend):
     case = Case()
     mask_BS = case.batch.columns["response_mask"]
     loss, _ = NextTokenLoss(denominator=20, vocabulary=case.vocabulary(backend))(case.hidden_SBH, case.batch)
-    expected = -case.of_next_token(1.0)[mask_BS].sum() / 20
+    expected = -case.of_tokens(1.0)[mask_BS].sum() / 20
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
     torch.testing.assert_close(case.gradients(loss), case.gradients(expected), rtol=1e-9, atol=1e-12)
 
@@ -102,7 +102,7 @@ def test_the_policy_s_gradient_through_all_logits(backend, kl):
     case = Case()
     loss, sums = case.policy_loss(backend, kl=kl)
     columns, mask_BS = case.batch.columns, case.batch.columns["response_mask"]
-    logprobs_T = case.of_next_token(TEMPERATURE)[mask_BS]
+    logprobs_T = case.of_tokens(TEMPERATURE)[mask_BS]
     ratio_T = (logprobs_T - columns["old_logprobs"][mask_BS]).exp()
     advantage_T = columns["advantages"][mask_BS]
     expected = -torch.minimum(ratio_T * advantage_T, ratio_T.clamp(0.8, 1.2) * advantage_T).sum() / 8

@@ -64,4 +64,4 @@ def test_texts_stand_behind_the_samples_with_equal_weights():
     ends = texts.tokens_BS[0].tolist()
     weights = texts.columns["ptx_weights"][0].tolist()
     assert sum(weights) == pytest.approx(1.0)
-    assert weights == [0.25 if ends[n + 1 : n + 2] not in ([], [1]) else 0.0 for n in range(len(ends))]
+    assert weights == [0.0 if token in (0, 1) else 0.25 for token in ends]
