@@ -141,10 +141,18 @@ class Experience:
     """Per sample [N]: rewards, ..."""
     holding: Holding | None = None
     """Which rank has which rows of the columns; None: every rank has all."""
+    given_prompt_numbers_N: Tensor | None = None
+    """`prompt_numbers_N`, where samples have left their group."""
 
     @property
     def num_samples(self) -> int:
         return len(self.prompts)
+
+    @property
+    def prompt_numbers_N(self) -> Tensor:
+        """int64, on the CPU: samples that were drawn of one prompt share a number, also those that are in no group of
+        the advantages any more."""
+        return self.groups_N if self.given_prompt_numbers_N is None else self.given_prompt_numbers_N
 
     @property
     def response_lengths_N(self) -> Tensor:
@@ -233,6 +241,7 @@ class Experience:
         return {
             "prompts": list(self.prompts),
             "groups": self.groups_N,
+            "prompt_numbers": self.prompt_numbers_N,
             "lengths": rollouts.responses.lengths_N,
             "responses": rollouts.responses.values_T,
             "logprobs": rollouts.logprobs.values_T,
@@ -255,6 +264,7 @@ class Experience:
         return cls(
             prompts=tuple(prompt.cpu() for prompt in state["prompts"]),
             groups_N=state["groups"].cpu(),
+            given_prompt_numbers_N=state.get("prompt_numbers", state["groups"]).cpu(),
             rollouts=rollouts,
             columns={name: Ragged(values_T, lengths_N) for name, values_T in state["columns"].items()},
             per_sample=state["per_sample"],

@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ from megarlhf.parallel.context import ranges
 from megarlhf.parallel.mesh import Mesh
 from megarlhf.parallel.packed_rows import ROOT, PackedRow, packed_row, way_to
 from megarlhf.parallel.packing import Cost, pack
+from megarlhf.parallel.tree_layouts import Entry, segments_of
+from megarlhf.parallel.tree_packing import Packed, PrefixGroup, pack_trees
 
 FILLER = -1
 """Stands for a sample where a rank has a row too many; nothing is computed from it."""
@@ -94,6 +97,11 @@ class MicroBatchLayout:
         filling = [filler] * fillers + [remainder] * (remainder > 0)
         parents = (*self.parents, *[ROOT] * len(filling)) if self.parents else ()
         return packed_row([*lengths, *filling], device, cp_group, parents)
+
+    @property
+    def roots(self) -> tuple[int, ...]:
+        """Segments that begin sequences."""
+        return tuple(number for number, parent in enumerate(self.parents) if parent == ROOT)
 
     @property
     def num_tokens(self) -> int:
@@ -225,28 +233,51 @@ class Batching:
     cost: Cost
     """What packed micro-batches are balanced by."""
     micro: MicroBatchConfig
+    shares: bool = False
+    """What sequences of a group have in common is computed once, where they meet in a packed micro-batch."""
 
-    def layouts(self, groups: Sequence[Sequence[int]], lengths_N: Tensor) -> list[MicroBatchLayout]:
+    def layouts(self, groups: Sequence[Sequence[int]], lengths_N: Tensor, **shared: Any) -> list[MicroBatchLayout]:
         """This data-parallel rank's micro-batches; every rank gets as many. See `layouts_by_rank`."""
-        return self.mesh.own(self.layouts_by_rank(groups, lengths_N))
+        return self.mesh.own(self.layouts_by_rank(groups, lengths_N, **shared))
 
-    def layouts_by_rank(self, groups: Sequence[Sequence[int]], lengths_N: Tensor) -> list[list[MicroBatchLayout]]:
+    def layouts_by_rank(
+        self,
+        groups: Sequence[Sequence[int]],
+        lengths_N: Tensor,
+        *,
+        shared: Sequence[int] = (),
+        divisible: bool = False,
+    ) -> list[list[MicroBatchLayout]]:
         """The micro-batches of every data-parallel rank, in their order, which are about to be computed.
 
-        `groups` are numbers of sequences that stay together, in one micro-batch, in this order. `lengths_N` are the
-        lengths of all the sequences of the step, [N] int64: padded rows are as long as the longest of them.
+        `groups` are numbers of sequences that stay together, in one micro-batch, in this order; `divisible` ones need
+        not. `lengths_N` are the lengths of all the sequences of the step, [N] int64: padded rows are as long as the
+        longest of them. `shared`: by group, how many tokens its sequences begin with in common; empty: none.
 
-        Raises: ValueError where a group does not fit into `max_tokens_per_micro_batch`.
+        Raises: ValueError where a group, or a sequence of a divisible one, does not fit into
+        `max_tokens_per_micro_batch`.
         """
-        return self.planned_by_rank(groups, lengths_N)
+        return self.planned_by_rank(groups, lengths_N, shared=shared, divisible=divisible)
 
-    def planned_by_rank(self, groups: Sequence[Sequence[int]], lengths_N: Tensor) -> list[list[MicroBatchLayout]]:
+    def planned_by_rank(
+        self,
+        groups: Sequence[Sequence[int]],
+        lengths_N: Tensor,
+        *,
+        shared: Sequence[int] = (),
+        divisible: bool = False,
+    ) -> list[list[MicroBatchLayout]]:
         """The same, where somebody only asks what will be computed. Rehearsals count the others as work."""
-        lengths = lengths_N.tolist()
-        if self.micro.max_tokens_per_micro_batch is not None:
-            return self._packed(groups, lengths, self.micro.max_tokens_per_micro_batch)
-        assert self.micro.micro_batch_samples is not None
-        return self._padded(groups, lengths, self.micro.micro_batch_samples)
+        lengths, budget = lengths_N.tolist(), self.micro.max_tokens_per_micro_batch
+        sharing = bool(shared) and self.shares and budget is not None and self.mesh.layout.cp == 1
+        if divisible and not sharing:
+            groups = [(n,) for n in sorted(itertools.chain.from_iterable(groups))]
+        if budget is None:
+            assert self.micro.micro_batch_samples is not None
+            return self._padded(groups, lengths, self.micro.micro_batch_samples)
+        if sharing:
+            return self._trees(groups, lengths, budget, shared, divisible)
+        return self._packed(groups, lengths, budget)
 
     def _padded(self, groups: Sequence[Sequence[int]], lengths: list[int], size: int) -> list[list[MicroBatchLayout]]:
         columns = padded_length(max(lengths), self.mesh)
@@ -279,14 +310,69 @@ class Batching:
 
         def layout(chosen_groups: Sequence[int]) -> MicroBatchLayout:
             sequences = tuple(itertools.chain.from_iterable(groups[n] for n in chosen_groups))
-            own_spaces = [spaces[n] for n in sequences]
+            return self._row(sequences, lengths, [spaces[n] for n in sequences])
+
+        return [[layout(chosen) for chosen in micro_batches] for micro_batches in micro_batches_by_rank]
+
+    def _row(self, sequences: tuple[int, ...], lengths: Sequence[int], spaces: Sequence[int]) -> MicroBatchLayout:
+        """A packed row of sequences of their own."""
+        return MicroBatchLayout(
+            sequences=sequences,
+            lengths=tuple(lengths[n] for n in sequences),
+            starts=tuple(itertools.accumulate(spaces, initial=0))[:-1],
+            rows=1,
+            columns=padded_length(max(sum(spaces), 1), self.mesh),
+            packed=True,
+        )
+
+    def _trees(
+        self,
+        groups: Sequence[Sequence[int]],
+        lengths: list[int],
+        budget: int,
+        shared: Sequence[int],
+        divisible: bool,
+    ) -> list[list[MicroBatchLayout]]:
+        prefixes = tuple(
+            PrefixGroup(common, tuple(lengths[n] for n in group), divisible)
+            for group, common in zip(groups, shared, strict=True)
+        )
+        packed = packed_trees(prefixes, num_ranks=self.mesh.layout.dp, max_tokens=budget, cost=self.cost)
+
+        def layout(chosen: Sequence[tuple[int, tuple[int, ...]]]) -> MicroBatchLayout:
+            entries = []
+            for n, members in chosen:
+                own = tuple(groups[n][member] for member in members)
+                entries.append(Entry(own, tuple(lengths[each] for each in own), shared[n]))
+            sequences = tuple(itertools.chain.from_iterable(entry.sequences for entry in entries))
+            if not any(entry.is_tree for entry in entries):
+                return self._row(sequences, lengths, [lengths[n] for n in sequences])
+            segments = segments_of(entries)
             return MicroBatchLayout(
                 sequences=sequences,
                 lengths=tuple(lengths[n] for n in sequences),
-                starts=tuple(itertools.accumulate(own_spaces, initial=0))[:-1],
+                starts=segments.starts,
                 rows=1,
-                columns=padded_length(max(sum(own_spaces), 1), self.mesh),
+                columns=padded_length(sum(segments.lengths), self.mesh),
                 packed=True,
+                segments=segments.lengths,
+                parents=segments.parents,
+                last_segments=segments.last,
             )
 
-        return [[layout(chosen) for chosen in micro_batches] for micro_batches in micro_batches_by_rank]
+        return [[layout(chosen) for chosen in micro_batches] for micro_batches in packed]
+
+
+@lru_cache(maxsize=64)
+def packed_trees(groups: tuple[PrefixGroup, ...], **how: Any) -> Packed:
+    """`pack_trees`, once for all that ask: a step's micro-batches are asked for by whoever computes on them, and by
+    whoever wants to know who has them."""
+    return pack_trees(groups, **how)
+
+
+def prompts_computed(layouts_by_rank: Sequence[Sequence[MicroBatchLayout]]) -> tuple[int, int]:
+    """How many beginnings of sequences are computed, and how many of them are spared since sequences share them."""
+    layouts = list(itertools.chain.from_iterable(layouts_by_rank))
+    sequences = sum(len(layout.sequences) for layout in layouts)
+    computed = sum(len(layout.segments and layout.roots) or len(layout.sequences) for layout in layouts)
+    return computed, sequences - computed

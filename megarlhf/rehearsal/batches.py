@@ -46,8 +46,8 @@ def seen_batches(
     over all steps, and the tokens of all ranks by step."""
     original = Batching.layouts_by_rank
 
-    def layouts_by_rank(self: Batching, groups: Any, lengths_N: Tensor) -> list[list[MicroBatchLayout]]:
-        by_rank = original(self, groups, lengths_N)
+    def layouts_by_rank(self: Batching, *given: Any, **shared: Any) -> list[list[MicroBatchLayout]]:
+        by_rank = original(self, *given, **shared)
         (step, name), found = at(), [_share(self, layouts) for layouts in by_rank]
         tokens[step, name] += sum(share.tokens for share in found)
         before = shares.get(name)

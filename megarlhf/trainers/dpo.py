@@ -67,6 +67,9 @@ class PreferenceOptimisation(Objective[PairSample]):
         """Both with the prompt, the chosen one first."""
         return [sample.prompt_tokens + response for response in (sample.chosen_tokens, sample.rejected_tokens)]
 
+    def shared_length(self, sample: PairSample) -> int:
+        return len(sample.prompt_tokens)
+
     @property
     def has_frozen(self) -> bool:
         return self.dpo.needs_reference and not self.dpo.reference_is_base

@@ -107,7 +107,13 @@ class Objective(ABC, Generic[Sample]):
             own = self.sequence_lengths(sample)
             groups.append(tuple(range(len(lengths), len(lengths) + len(own))))
             lengths += own
-        return role.batching(self.cfg.train).layouts_by_rank(groups, torch.tensor(lengths, dtype=torch.int64))
+        shared = [self.shared_length(sample) for sample in samples]
+        lengths_N = torch.tensor(lengths, dtype=torch.int64)
+        return role.batching(self.cfg.train).layouts_by_rank(groups, lengths_N, shared=shared if any(shared) else ())
+
+    def shared_length(self, sample: Sample) -> int:
+        """Tokens with which all sequences of a sample begin, known without looking at them."""
+        return 0
 
     def micro_batches(self, role: Role, samples: Sequence[Sample]) -> list[MicroBatch]:
         """This data-parallel rank's micro-batches of the samples."""

@@ -152,7 +152,8 @@ def holding_of(
     lengths_N = experience.sequences.lengths_N
     for role, mini_batches in itertools.product(trained, passes):
         for samples in mini_batches:
-            by_rank = role.batching(micro).planned_by_rank([(n,) for n in samples], lengths_N)
+            groups, shared = by_prompt(experience, samples)
+            by_rank = role.batching(micro).planned_by_rank(groups, lengths_N, shared=shared, divisible=True)
             for dp, layouts in enumerate(by_rank):
                 read = [n for layout in layouts for n in layout.sequences]
                 for rank in role.mesh.last_stage(dp):
@@ -181,8 +182,19 @@ def _layouts_by_rank(
 ) -> list[list[MicroBatchLayout]]:
     """The micro-batches of all mini-batches, by data-parallel rank."""
     batching, lengths_N = role.batching(micro), experience.sequences.lengths_N
-    each = [batching.layouts_by_rank([(n,) for n in samples], lengths_N) for samples in mini_batches]
+    each = []
+    for samples in mini_batches:
+        groups, shared = by_prompt(experience, samples)
+        each.append(batching.layouts_by_rank(groups, lengths_N, shared=shared, divisible=True))
     return [[layout for layouts in of_rank for layout in layouts] for of_rank in zip(*each, strict=True)]
+
+
+def by_prompt(experience: Experience, samples: Sequence[int]) -> tuple[list[list[int]], list[int]]:
+    """The samples of each prompt, and its tokens. Equal prompts that were drawn from apart stay apart."""
+    groups: dict[int, list[int]] = {}
+    for n in samples:
+        groups.setdefault(int(experience.prompt_numbers_N[n]), []).append(n)
+    return list(groups.values()), [len(experience.prompts[group[0]]) for group in groups.values()]
 
 
 def _like(role: Role) -> Tensor:

@@ -120,10 +120,11 @@ def with_rewards(experience: Experience, rewarded: Rewarded, cfg: RLConfig, step
         experience = experience.with_per_sample({TOKEN_REWARDS: sums_N})
     if bool(trained_N.all()):
         return experience.with_per_sample(columns)
-    groups_N = experience.groups_N.clone()
+    groups_N, prompt_numbers_N = experience.groups_N.clone(), experience.prompt_numbers_N
     lost = (~kept_N.cpu()).nonzero().flatten()
     groups_N[lost] = int(groups_N.max()) + 1 + torch.arange(len(lost))
-    return replace(experience, groups_N=groups_N).with_per_sample({**columns, "trained": trained_N, "rewarded": kept_N})
+    experience = replace(experience, groups_N=groups_N, given_prompt_numbers_N=prompt_numbers_N)
+    return experience.with_per_sample({**columns, "trained": trained_N, "rewarded": kept_N})
 
 
 def shaping_of(experience: Experience, cfg: RLConfig) -> Tensor:

@@ -96,6 +96,9 @@ class RewardModelling(Objective[PairSample]):
         """Both with the prompt, the chosen one first."""
         return [sample.prompt_tokens + response for response in (sample.chosen_tokens, sample.rejected_tokens)]
 
+    def shared_length(self, sample: PairSample) -> int:
+        return len(sample.prompt_tokens)
+
     def digests_beside(self, validation: Sequence[PairSample]) -> dict[str, str]:
         return (
             {"data.validation (measured by unit_variance)": digest_of_samples(validation)}
