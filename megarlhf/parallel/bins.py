@@ -26,8 +26,17 @@ MAX_WORK = 600_000
 
 def to_integers(costs: list[float]) -> list[int]:
     """`costs` in whole units, a power of two such that the greatest cost has COST_BITS bits."""
-    _, exponent = math.frexp(max(costs, default=1.0))
-    return [round(math.ldexp(cost, COST_BITS - exponent)) for cost in costs]
+    shift = shift_of(max(costs, default=1.0))
+    return [to_integer(cost, shift) for cost in costs]
+
+
+def shift_of(greatest: float) -> int:
+    """The power of two by which costs become whole units of COST_BITS bits at most."""
+    return COST_BITS - math.frexp(greatest)[1]
+
+
+def to_integer(cost: float, shift: int) -> int:
+    return round(math.ldexp(cost, shift))
 
 
 def balance(
@@ -78,6 +87,11 @@ class BinCapacities:
             if tree[node] < size:
                 node += 1
         return node - self.width
+
+    @property
+    def most(self) -> int:
+        """Room of the emptiest bin."""
+        return self.tree[1]
 
     def of(self, number: int) -> int:
         return self.tree[self.width + number]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.parallel.bins import balance, costliest_first, first_fit_decreasing, to_integers
 
+
 @dataclass(frozen=True)
 class Cost:
     """What a forward of one sequence costs, linear and quadratic in its length.
