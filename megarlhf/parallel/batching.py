@@ -233,8 +233,14 @@ class Batching:
     cost: Cost
     """What packed micro-batches are balanced by."""
     micro: MicroBatchConfig
-    shares: bool = False
-    """What sequences of a group have in common is computed once, where they meet in a packed micro-batch."""
+    share: bool = False
+    """What sequences of a group have in common is computed once where they meet in a micro-batch, if these are packed
+    rows of whole sequences."""
+
+    @property
+    def shares(self) -> bool:
+        """Whether it is."""
+        return self.share and self.micro.max_tokens_per_micro_batch is not None and self.mesh.layout.cp == 1
 
     def layouts(self, groups: Sequence[Sequence[int]], lengths_N: Tensor, **shared: Any) -> list[MicroBatchLayout]:
         """This data-parallel rank's micro-batches; every rank gets as many. See `layouts_by_rank`."""
@@ -250,9 +256,10 @@ class Batching:
     ) -> list[list[MicroBatchLayout]]:
         """The micro-batches of every data-parallel rank, in their order, which are about to be computed.
 
-        `groups` are numbers of sequences that stay together, in one micro-batch, in this order; `divisible` ones need
-        not. `lengths_N` are the lengths of all the sequences of the step, [N] int64: padded rows are as long as the
-        longest of them. `shared`: by group, how many tokens its sequences begin with in common; empty: none.
+        `groups` are numbers of sequences that stay together, in one micro-batch, in this order. `lengths_N` are the
+        lengths of all the sequences of the step, [N] int64: padded rows are as long as the longest of them. `shared`:
+        by group, how many tokens its sequences begin with in common; empty: none. Where they are shared, groups that
+        are `divisible` need not stay together.
 
         Raises: ValueError where a group, or a sequence of a divisible one, does not fit into
         `max_tokens_per_micro_batch`.
@@ -269,13 +276,10 @@ class Batching:
     ) -> list[list[MicroBatchLayout]]:
         """The same, where somebody only asks what will be computed. Rehearsals count the others as work."""
         lengths, budget = lengths_N.tolist(), self.micro.max_tokens_per_micro_batch
-        sharing = bool(shared) and self.shares and budget is not None and self.mesh.layout.cp == 1
-        if divisible and not sharing:
-            groups = [(n,) for n in sorted(itertools.chain.from_iterable(groups))]
         if budget is None:
             assert self.micro.micro_batch_samples is not None
             return self._padded(groups, lengths, self.micro.micro_batch_samples)
-        if sharing:
+        if shared and self.shares:
             return self._trees(groups, lengths, budget, shared, divisible)
         return self._packed(groups, lengths, budget)
 

@@ -45,7 +45,7 @@ class Segments:
 
 
 def segments_of(entries: Sequence[Entry]) -> Segments:
-    """Of the sequences of all entries, in their order. A sequence that is no longer than what it shares ends with it."""
+    """Of the sequences of all entries, in their order. One that is no longer than what it shares ends with it."""
     lengths: list[int] = []
     parents: list[int] = []
     last: dict[tuple[int, int], int] = {}

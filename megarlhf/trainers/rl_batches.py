@@ -19,6 +19,7 @@ from megarlhf.config import MicroBatchConfig
 from megarlhf.experience import Experience, Holding, Ragged, redistribute
 from megarlhf.models.role import Role
 from megarlhf.parallel.batching import (
+    Batching,
     MicroBatchLayout,
     TokenSpans,
     gather_from_micro_batch,
@@ -152,8 +153,9 @@ def holding_of(
     lengths_N = experience.sequences.lengths_N
     for role, mini_batches in itertools.product(trained, passes):
         for samples in mini_batches:
-            groups, shared = by_prompt(experience, samples)
-            by_rank = role.batching(micro).planned_by_rank(groups, lengths_N, shared=shared, divisible=True)
+            batching = role.batching(micro)
+            groups, shared = _groups(batching, experience, samples)
+            by_rank = batching.planned_by_rank(groups, lengths_N, shared=shared, divisible=True)
             for dp, layouts in enumerate(by_rank):
                 read = [n for layout in layouts for n in layout.sequences]
                 for rank in role.mesh.last_stage(dp):
@@ -184,13 +186,18 @@ def _layouts_by_rank(
     batching, lengths_N = role.batching(micro), experience.sequences.lengths_N
     each = []
     for samples in mini_batches:
-        groups, shared = by_prompt(experience, samples)
+        groups, shared = _groups(batching, experience, samples)
         each.append(batching.layouts_by_rank(groups, lengths_N, shared=shared, divisible=True))
     return [[layout for layouts in of_rank for layout in layouts] for of_rank in zip(*each, strict=True)]
 
 
-def by_prompt(experience: Experience, samples: Sequence[int]) -> tuple[list[list[int]], list[int]]:
-    """The samples of each prompt, and its tokens. Equal prompts that were drawn from apart stay apart."""
+def _groups(
+    batching: Batching, experience: Experience, samples: Sequence[int]
+) -> tuple[Sequence[Sequence[int]], Sequence[int]]:
+    """The samples of each prompt, and how many tokens it has. Equal prompts that were drawn from apart stay apart.
+    Where nothing is shared: each sample alone."""
+    if not batching.shares:
+        return [(n,) for n in samples], ()
     groups: dict[int, list[int]] = {}
     for n in samples:
         groups.setdefault(int(experience.prompt_numbers_N[n]), []).append(n)
