@@ -136,7 +136,8 @@ class PackedRowAttention:
 
     TransformerEngine's kernels for `thd` take 16 bits: packed rows of wider numbers go our own way. So do, under
     context parallelism, rows with a window: its ring of ranks has none. Its other rows go round that ring; they are cut
-    over the ranks as it wants them, and `thd` states whole sequences.
+    over the ranks as it wants them, and `thd` states whole sequences. Rows whose segments continue others go our own
+    way in any case: what `thd` gives cannot be merged.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, softmax_scale: float | None = None, **named: Any) -> None:
@@ -168,7 +169,7 @@ class PackedRowAttention:
             return core(query_SBND, key_SBGD, value_SBGD, attention_mask, **core_options)
         assert attention_mask is None, "causal attention only"
         row, query, key, value = open_packed_row(packed_seq_params, query_SBND, key_SBGD, value_SBGD)
-        if query.dtype in (torch.float16, torch.bfloat16) and not self.own_way:
+        if query.dtype in (torch.float16, torch.bfloat16) and not self.own_way and not row.has_trees:
             context_TX: Tensor = core(query, key, value, None, packed_seq_params=row.thd(), **core_options)
         else:
             context_TX = packed_attention(query, key, value, row, scale=self.own_scale, window=self.own_window)

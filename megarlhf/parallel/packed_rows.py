@@ -22,6 +22,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megarlhf.parallel.context import ContextShare, context_share, ranges
+from megarlhf.parallel.packed_trees import Trees, plan_trees
 
 QKV_FORMAT = "packed"
 """Not Megatron's `thd`, for which its attention drops the batch axis and applies rotary positions sequence by
@@ -82,6 +83,12 @@ class PackedRow(PackedSeqParams):
     @property
     def num_local_tokens(self) -> int:
         return self.num_tokens if self.share is None else len(self.share.own_S)
+
+    @cached_property
+    def trees(self) -> Trees:
+        """Made once for all layers; of a row that has some."""
+        assert self.positions_T is not None
+        return plan_trees(self.lengths, self.parents, self.positions_T.device)
 
     @cached_property
     def chunks(self) -> Chunks:

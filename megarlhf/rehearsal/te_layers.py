@@ -286,9 +286,8 @@ class Attention(nn.Module):
         """[S', B, N, D], [S', B, G, D] twice -> [S', B, N x D]; of a packed row S' = T' and B = 1."""
         if packed_seq_params is not None:
             row, query, key, value = open_packed_row(packed_seq_params, query_SBND, key_SBGD, value_SBGD)
-            if (
-                query.dtype not in SIXTEEN_BITS or self.own_way
-            ):  # as `models/attention.py` does beside TransformerEngine
+            # As `models/attention.py` does beside TransformerEngine.
+            if query.dtype not in SIXTEEN_BITS or self.own_way or row.has_trees:
                 context = packed_attention(query, key, value, row, scale=self.scale, window=self.window)
             else:
                 context = self._fused(query, key, value, row.cu_seqlens_q, row.max_seqlen_q)
