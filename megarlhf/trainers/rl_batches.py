@@ -25,6 +25,7 @@ from megarlhf.parallel.batching import (
     gather_from_micro_batch,
     micro_batch_mask,
     owners_of_outputs,
+    prompts_computed,
     repeat_on_micro_batch,
     scatter_to_micro_batch,
 )
@@ -177,6 +178,17 @@ def forward_per_sample(
             mine |= dict(zip(layout.sequences, scores_K.split([1] * len(layout.sequences)), strict=True))
     ones_N = torch.ones(experience.num_samples, dtype=torch.int64)
     return redistribute(mine, ones_N, _like(role), owners_of_outputs(role.mesh, by_rank)).values_T
+
+
+def shared_prompts(
+    role: Role, experience: Experience, samples: Sequence[int], micro: MicroBatchConfig
+) -> dict[str, float]:
+    """How many prompts a pass of the role over the mini-batch `samples` computes and spares."""
+    batching = role.batching(micro)
+    groups, shared = _groups(batching, experience, samples)
+    by_rank = batching.planned_by_rank(groups, experience.sequences.lengths_N, shared=shared, divisible=True)
+    computed, saved = prompts_computed(by_rank)
+    return {"prompts_computed": float(computed), "prompts_saved": float(saved)}
 
 
 def _layouts_by_rank(

@@ -19,7 +19,13 @@ from megarlhf.parallel.step import StepResult
 from megarlhf.rollout.engine import sample_seed
 from megarlhf.trainers.bad_steps import Update
 from megarlhf.trainers.rl_advantages import add_advantages, whitened_alone
-from megarlhf.trainers.rl_batches import loss_weights, micro_batches, per_token_of, split_into_mini_batches
+from megarlhf.trainers.rl_batches import (
+    loss_weights,
+    micro_batches,
+    per_token_of,
+    shared_prompts,
+    split_into_mini_batches,
+)
 from megarlhf.trainers.rl_components import Components
 from megarlhf.trainers.rl_gap import corrected, logprob_gap
 from megarlhf.trainers.rl_losses import PolicyLoss, ValueLoss
@@ -31,6 +37,9 @@ OF_UPDATES = {
     "critic": ("critic_grad_norm", "critic_learning_rate"),
 }
 """Metrics of an update, by role."""
+
+OF_PROMPTS = ("prompts_computed", "prompts_saved")
+"""Metrics of all updates of a step together: prompts in one pass over each mini-batch."""
 
 POLICY_COLUMNS = ("old_logprobs", "ref_logprobs", "advantages", "rollout_weights", "rollout_logprobs")
 """What the policy's loss reads, as far as it is there."""
@@ -129,6 +138,8 @@ def train_on(
     updates = list(itertools.chain.from_iterable(passes))
     for samples in updates[work.updates :]:
         update = Update(step + 1, work.updates, samples)
+        for name, count in shared_prompts(components.trained[0], experience, samples, cfg.train).items():
+            work.per_update[name].append(count)
         for learner in learners(cfg, components, experience, samples, step):
             role = learner.role
             assert role.trainer is not None
@@ -160,6 +171,7 @@ def train_on(
         work.updates += 1
         at_border(work, last=work.updates == len(updates))
     metrics: Metrics = {name: mean_of(each) for name, each in work.per_update.items() if name != "skipped"}
+    metrics |= {name: round(sum(filter(None, work.per_update[name]))) for name in OF_PROMPTS}
     metrics["skipped_steps"] = round(sum(filter(None, work.per_update["skipped"])))
     if cfg.train.max_policy_kl is not None and work.per_update["policy_kl"]:
         metrics["actor_updates_left_out"] = len(updates) - len(work.per_update["policy_kl"])

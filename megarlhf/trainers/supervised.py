@@ -24,6 +24,7 @@ from megarlhf.models.role import Role, build_role
 from megarlhf.observe.metrics import Metric
 from megarlhf.observe.phases import Phases, seconds_of
 from megarlhf.observe.progress import format_number
+from megarlhf.parallel.batching import prompts_computed
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.residency import Residency
 from megarlhf.parallel.router_balance import ROUTER_AUX_LOSS
@@ -266,6 +267,14 @@ def ends_of(objective: Objective[Sample], samples: Sequence[Sample]) -> set[int]
     return {tokens[-1] for sample in some for tokens in objective.sequences(sample)}
 
 
+def shared_prompts(objective: Objective[Sample], role: Role, samples: Sequence[Sample]) -> Metrics:
+    """How many prompts a pass over the samples computes and spares; nothing where each has one sequence."""
+    if not any(map(objective.shared_length, samples)):
+        return {}
+    computed, saved = prompts_computed(objective.layouts_by_rank(role, samples))
+    return {"prompts_computed": computed, "prompts_saved": saved}
+
+
 def train_on(
     objective: Objective[Sample],
     role: Role,
@@ -293,6 +302,7 @@ def train_on(
         learned[ROUTER_AUX_LOSS] = sums[ROUTER_AUX_LOSS]
     return {
         **(dict.fromkeys(learned) if result.skipped else learned),
+        **shared_prompts(objective, role, samples),
         "learning_rate": learning_rate,
         "skipped_steps": int(bool(result.skipped)),
         "tokens": tokens,
