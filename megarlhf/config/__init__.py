@@ -37,4 +37,5 @@ from megarlhf.config.sections import (
 )
 from megarlhf.config.selection import DynamicSamplingConfig, OverlongConfig
 from megarlhf.config.shown import AccuracyConfig, SamplesConfig, WandbConfig
+from megarlhf.config.shuffle import Shuffle, in_todays_words
 from megarlhf.config.watchdog import StragglersConfig, WatchdogConfig

@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from megarlhf.config.roles import FrozenModel
+from megarlhf.config.shuffle import in_todays_words
 
 ConfigT = TypeVar("ConfigT", bound=FrozenModel)
 
@@ -74,8 +75,12 @@ def _read_yaml(text: str) -> Any:
     return yaml.load(text, Loader=_UniqueKeyLoader)
 
 
-def load_config(kind: type[ConfigT], path: str | Path, overrides: Sequence[str] = ()) -> ConfigT:
+def load_config(
+    kind: type[ConfigT], path: str | Path, overrides: Sequence[str] = (), *, of_a_run: bool = False
+) -> ConfigT:
     """Read a YAML file, apply `section.key=value` overrides, validate.
+
+    of_a_run: a run has written it, maybe one of an earlier version
 
     Raises: ValueError with one line per mistake, the nearest known key for an unknown one.
     """
@@ -96,7 +101,7 @@ def load_config(kind: type[ConfigT], path: str | Path, overrides: Sequence[str] 
         raise ValueError(f"{path} is not valid YAML: {_in_a_line(error)}") from error
     if not isinstance(tree, dict):
         raise ValueError(f"{path} must be a mapping of sections, got {type(tree).__name__}")
-    tree = _unshared(tree)
+    tree = in_todays_words(_unshared(tree)) if of_a_run else _unshared(tree)
     _require_order(overrides)
     for override in overrides:
         _apply_override(tree, override, kind)

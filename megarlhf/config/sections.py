@@ -22,6 +22,7 @@ from megarlhf.config.rollout import RolloutConfig
 from megarlhf.config.run import CheckpointConfig, RunConfig
 from megarlhf.config.shared_base import is_base_of, reference_section
 from megarlhf.config.shown import AccuracyConfig, SamplesConfig
+from megarlhf.config.shuffle import Shuffle
 from megarlhf.config.watchdog import WatchdogConfig
 
 
@@ -85,8 +86,9 @@ class RLTrainConfig(MicroBatchConfig, SkipConfig):
     """Samples (sequences) per optimizer step, over all ranks; divides the samples of a step."""
     epochs_per_step: PositiveInt = 1
     """Passes over the samples of a step."""
-    shuffle: bool = True
-    """Shuffle the samples into mini-batches anew for each pass; false keeps the order of sampling."""
+    shuffle: Shuffle = "samples"
+    """What goes into mini-batches in random order, anew for each pass: `samples`, each on its own; `groups`, all
+    samples of a prompt together, so that a mini-batch has few prompts to compute; `none`: the order of sampling."""
     critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
     """First steps in which only the critic is trained; without a critic they do not exist. The actor's learning-rate
     schedule begins after them."""

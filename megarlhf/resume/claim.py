@@ -196,7 +196,7 @@ def _require_resumable(cfg: TrainingConfig, run: RunConfig, command: str) -> lis
         "over with run.on_existing=overwrite"
     )
     try:
-        changes = compare(load_config(type(cfg), run.dir / CONFIG_FILE), cfg)
+        changes = compare(load_config(type(cfg), run.dir / CONFIG_FILE, of_a_run=True), cfg)
     except ValueError as error:
         why = f"{error}, so it cannot be compared with that of the earlier run"
         if not run.allow_changes:
@@ -236,7 +236,7 @@ def _missing_to_go_on(ended: Finished, cfg: TrainingConfig, run: RunConfig) -> l
         missing.append(f"raise train.num_steps above {ended.step} (it is {cfg.train.num_steps})")
     if ended.reason != NO_STEPS_LEFT:
         try:
-            before = load_config(type(cfg), run.dir / CONFIG_FILE)
+            before = load_config(type(cfg), run.dir / CONFIG_FILE, of_a_run=True)
         except ValueError as error:
             return [*missing, f"bring back the earlier configuration ({error})"]
         if before.train.stop == cfg.train.stop:

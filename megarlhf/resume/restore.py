@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarlhf.config import in_todays_words
 from megarlhf.models.role import Role
 from megarlhf.provenance import Weights
 from megarlhf.resume import point, role_state
@@ -183,6 +184,7 @@ def _examine(
     if runtime.is_main:
         try:
             manifest = first[0] = point.read_manifest(candidate)
+            manifest["config"] = in_todays_words(manifest["config"])
             if manifest["command"] != identity.command:
                 first[1] = [f"it is of `megarlhf {manifest['command']}`"]
             else:

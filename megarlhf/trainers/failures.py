@@ -92,7 +92,7 @@ class Failure:
 
     def config(self, directory: Path, overrides: Sequence[str]) -> TrainingConfig:
         """The run's configuration with `overrides`."""
-        return load_config(CONFIGS[self.command], directory / CONFIG_FILE, overrides)
+        return load_config(CONFIGS[self.command], directory / CONFIG_FILE, overrides, of_a_run=True)
 
     def section(self, cfg: TrainingConfig) -> RoleConfig:
         """Of the role in a configuration. Raises: ValueError when that does without the role."""

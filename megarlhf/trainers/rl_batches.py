@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megarlhf.algo.averaging import Aggregation, response_weights
-from megarlhf.config import MicroBatchConfig
+from megarlhf.config import MicroBatchConfig, Shuffle
 from megarlhf.experience import Experience, Holding, Ragged, redistribute
 from megarlhf.models.role import Role
 from megarlhf.parallel.batching import (
@@ -32,12 +32,26 @@ from megarlhf.parallel.batching import (
 from megarlhf.parallel.step import MicroBatch
 
 
-def split_into_mini_batches(num_samples: int, size: int, *, shuffle: bool, seed: int) -> list[list[int]]:
-    """The samples of a step split into mini-batches of global sample indices, the same on every rank."""
-    order = list(range(num_samples))
-    if shuffle:
-        order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
-    return [order[start : start + size] for start in range(0, num_samples, size)]
+def split_into_mini_batches(groups: Sequence[int], size: int, *, shuffle: Shuffle, seed: int) -> list[list[int]]:
+    """The samples of a step split into mini-batches of global sample indices, the same on every rank.
+
+    groups: by sample; samples of one prompt share a number. With `groups` these come in random order, each with its
+    samples in their own; one that lies across the border of two mini-batches is divided between them.
+    """
+    by_group: dict[int, list[int]] = {}
+    for sample, group in enumerate(groups):
+        by_group.setdefault(group if shuffle == "groups" else sample, []).append(sample)
+    units = list(by_group.values())
+    if shuffle != "none":
+        order = torch.randperm(len(units), generator=torch.Generator().manual_seed(seed)).tolist()
+        units = [units[n] for n in order]
+    samples = list(itertools.chain.from_iterable(units))
+    return [samples[start : start + size] for start in range(0, len(samples), size)]
+
+
+def prompts_of(mini_batches: Sequence[Sequence[int]], groups: Sequence[int]) -> list[int]:
+    """How many prompts each mini-batch has to compute, where each is computed once in it."""
+    return [len({groups[sample] for sample in samples}) for samples in mini_batches]
 
 
 def micro_batches(

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import BaseModel
 
-from megarlhf.config import DPOConfig, RLConfig, RMConfig, SFTConfig
+from megarlhf.config import DPOConfig, RLConfig, RMConfig, SFTConfig, in_todays_words, load_config
 from megarlhf.config.load import _apply_override, _model_in
 from megarlhf.resume.changes import CONDITIONAL, KINDS, ROLES, compare, kind_of, mathematics_of
 from megarlhf.resume.identity import History
@@ -184,3 +186,25 @@ def test_another_rule_of_the_best_is_no_matter_of_rounding() -> None:
     )
     assert (changes.neutral, changes.mathematics, changes.places) == ([], [], [])
     assert list(map(str, changes.choices)) == ["checkpoint.best.mode: min -> max"]
+
+
+@pytest.mark.parametrize("old, now", [(True, "samples"), (False, "none")])
+def test_a_run_that_was_begun_when_shuffle_was_a_switch_goes_on(tmp_path: Path, old: bool, now: str) -> None:
+    """What it has written says true or false; its mini-batches are those of the word that stands for it now."""
+    before = loaded("rl", f"run.dir={tmp_path}", f"train.shuffle={now}")
+    written = before.model_dump(mode="json")
+    written["train"]["shuffle"] = old
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(written))
+    assert load_config(RLConfig, tmp_path / "config.yaml", of_a_run=True) == before
+    assert in_todays_words(written) == before.model_dump(mode="json")
+    with pytest.raises(ValueError, match=f"train.shuffle: {str(old).lower()} is no longer read.*: write {now} "):
+        load_config(RLConfig, tmp_path / "config.yaml")
+    other = loaded("rl", f"run.dir={tmp_path}", "train.shuffle=groups")
+    (change,) = compare(load_config(RLConfig, tmp_path / "config.yaml", of_a_run=True), other).mathematics
+    assert str(change) == f"train.shuffle: {now} -> groups"
+
+
+def test_what_has_no_switch_is_left_as_it_is() -> None:
+    """Other commands, what is no section, and today's words."""
+    for config in ({}, {"train": None}, {"train": {"num_steps": 3}}, {"train": {"shuffle": "groups"}}):
+        assert in_todays_words(config) == config

@@ -4,6 +4,8 @@ Not covered: the formulas at large (tests/algo), the loop itself (tests/distribu
 """
 
 import hashlib
+import itertools
+import math
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from megarlhf.config import AlgoConfig, StopConfig
 from megarlhf.experience import Experience, Rollouts
 from megarlhf.trainers.rl_advantages import add_advantages
-from megarlhf.trainers.rl_batches import split_into_mini_batches
+from megarlhf.trainers.rl_batches import prompts_of, split_into_mini_batches
 from megarlhf.trainers.rl_eval import StopRule
 from tests.tables import ragged
 
@@ -167,18 +169,64 @@ def test_without_a_rule_or_an_evaluation_nothing_stops():
     assert not patient.watch_kl(0.0)
 
 
-@given(st.integers(1, 60), st.integers(1, 60), st.booleans(), st.integers(0, 2**60))
-def test_mini_batches_deal_every_sample_once(num_samples, size, shuffle, seed):
-    mini_batches = split_into_mini_batches(num_samples, size, shuffle=shuffle, seed=seed)
-    assert sorted(sample for samples in mini_batches for sample in samples) == list(range(num_samples))
+SHUFFLES = ("samples", "groups", "none")
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=60),
+    st.integers(1, 60),
+    st.sampled_from(SHUFFLES),
+    st.integers(0, 2**60),
+)
+def test_mini_batches_deal_every_sample_once(groups, size, shuffle, seed):
+    mini_batches = split_into_mini_batches(groups, size, shuffle=shuffle, seed=seed)
+    assert sorted(sample for samples in mini_batches for sample in samples) == list(range(len(groups)))
     assert {len(samples) for samples in mini_batches[:-1]} <= {size}
-    assert mini_batches == split_into_mini_batches(num_samples, size, shuffle=shuffle, seed=seed)
+    assert mini_batches == split_into_mini_batches(groups, size, shuffle=shuffle, seed=seed)
 
 
 def test_mini_batches_in_order_and_shuffled():
-    assert split_into_mini_batches(5, 2, shuffle=False, seed=1) == [[0, 1], [2, 3], [4]]
-    shuffled = [split_into_mini_batches(32, 32, shuffle=True, seed=seed)[0] for seed in range(3)]
-    assert len({tuple(order) for order in [*shuffled, list(range(32))]}) == 4
+    assert split_into_mini_batches([0] * 5, 2, shuffle="none", seed=1) == [[0, 1], [2, 3], [4]]
+    for shuffle, unit in (("samples", 1), ("groups", 4)):
+        groups = [n // unit for n in range(32)]
+        shuffled = [split_into_mini_batches(groups, 32, shuffle=shuffle, seed=seed)[0] for seed in range(3)]
+        assert len({tuple(order) for order in [*shuffled, list(range(32))]}) == 4
+
+
+def test_shuffled_samples_are_a_permutation_of_torch_whatever_their_groups():
+    """That of the versions in which `train.shuffle` was true: a step in progress goes on with the same mini-batches."""
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(7)).tolist()
+    for groups in ([0] * 6, [0, 0, 1, 1, 2, 2]):
+        assert split_into_mini_batches(groups, 4, shuffle="samples", seed=7) == [order[:4], order[4:]]
+
+
+def test_shuffled_groups_stay_together_and_in_order():
+    """Of 2, 3, 1 and 2 samples: two mini-batches of 4, of which the border divides a group at most."""
+    groups = [5, 5, 2, 2, 2, 9, 4, 4]
+    of_group = {5: [0, 1], 2: [2, 3, 4], 9: [5], 4: [6, 7]}
+    orders = set()
+    for seed in range(20):
+        first, second = split_into_mini_batches(groups, 4, shuffle="groups", seed=seed)
+        order = [group for group, _ in itertools.groupby([*first, *second], key=groups.__getitem__)]
+        assert [sample for group in order for sample in of_group[group]] == [*first, *second]
+        orders.add(tuple(order))
+    assert len(orders) > 5
+
+
+def test_prompts_to_compute_in_each_mini_batch():
+    """Of 16 prompts with 8 samples each, in mini-batches of 32: 4 where groups stay together, 4 also in the order of
+    sampling. Of shuffled samples 16 x (1 - C(120, 32) / C(128, 32)) = 14.5 are expected, 58 in all four."""
+    groups = [n // 8 for n in range(128)]
+    assert prompts_of([[0, 1], [7, 8, 127], []], groups) == [1, 3, 0]
+
+    def prompts(shuffle, seed=0):
+        return prompts_of(split_into_mini_batches(groups, 32, shuffle=shuffle, seed=seed), groups)
+
+    assert prompts("groups") == prompts("none") == [4] * 4
+    expected = 16 * (1 - math.comb(120, 32) / math.comb(128, 32))
+    assert 14.4 < expected < 14.6
+    drawn = [count for seed in range(100) for count in prompts("samples", seed)]
+    assert abs(sum(drawn) / len(drawn) - expected) < 0.2
 
 
 def test_every_sample_of_every_step_has_a_seed_of_its_own() -> None:
