@@ -54,7 +54,7 @@ class AtBorder(Protocol):
 def mini_batches_of_pass(cfg: RLConfig, experience: Experience, step: int, number: int) -> list[list[int]]:
     """The mini-batches of one pass over the step's samples."""
     return split_into_mini_batches(
-        experience.groups_N.tolist(),
+        experience.prompt_numbers_N.tolist(),
         cfg.train.mini_batch_samples,
         shuffle=cfg.train.shuffle,
         seed=sample_seed(cfg.run.seed, step, -2 - number),
