@@ -6,15 +6,27 @@ Not covered: kernels of a GPU.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from megarlhf.config import MicroBatchConfig, RoleConfig
+from megarlhf.experience import Ragged
+from megarlhf.models.role import build_role
+from megarlhf.parallel.batching import TokenSpans, gather_from_micro_batch, scatter_to_micro_batch
+from megarlhf.parallel.mesh import GroupCache
+from megarlhf.parallel.step import MicroBatch
+from megarlhf.runtime import Runtime
 from tests.distributed.compare import assert_gradients_equal, assert_weights_equal
+from tests.distributed.dpo_jobs import dpo_steps
+from tests.distributed.test_dpo_layouts import config as dpo_config
 from tests.distributed.test_packed_layouts import GRPO, rl, supervised, write_ragged
+from tests.distributed.tiny import write_family
 from tests.ranks import RankPool
 
 BUDGET = 150
@@ -122,3 +134,93 @@ def test_shared_prompts_are_the_same_training(kind: str, layout: str, run: Any) 
         assert apart["metrics"]["prompts_computed"] == 24
         assert shared["metrics"]["prompts_computed"] + shared["metrics"]["prompts_saved"] == 24
         assert shared["metrics"]["prompts_saved"] >= 12, "nothing was shared"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str, ranks: RankPool, ragged: dict[str, Path], tmp_path: Path) -> None:
+    """Pairs, whose scores are of all that a layer computes. A key's bias has nearly no gradient: it is not compared."""
+    scorer = write_family(tmp_path / family, family, max_position_embeddings=128)
+    found = []
+    for share in (True, False):
+        job, tree, more = of_rm("last_token")({"other": scorer}, ragged, {"tp": 2}, share)
+        tree["center_coef"] = 0.3  # without it a bias behind the last layer has no gradient
+        found.append(ranks.run(2, job, tree, *more)[0])
+        for part in (found[-1]["gradients"][0], found[-1]["weights"]):
+            for name in [name for name in part if name.endswith("k_proj.bias") or "c_attn.bias" in name]:
+                del part[name]
+    assert_same(*found)
+
+
+@pytest.mark.parametrize(
+    ("layout", "role"),
+    [
+        ("tp1", {"recompute": "full"}),
+        ("tp2", {"recompute": "core_attention"}),
+        ("dp2", {"offload": {"parameters": True, "gradients": True, "optimizer": "stream"}}),
+    ],
+)
+def test_recomputed_and_offloaded_with_the_same_bits(
+    layout: str, role: dict[str, Any], ranks: RankPool, two_layers: dict[str, Path], ragged: dict[str, Path], run: Any
+) -> None:
+    world_size, parallel = LAYOUTS[layout]
+    job, tree, more = JOBS["grpo"](two_layers, ragged, parallel, True)
+    tree["actor"] |= role
+    found, expected = ranks.run(world_size, job, tree, *more)[0], run("grpo", layout, True)
+    assert found["metrics"]["actor_grad_norm"] == expected["metrics"]["actor_grad_norm"]
+    for name, weight in expected["weights"]["actor"].items():
+        np.testing.assert_array_equal(found["weights"]["actor"][name], weight, err_msg=name)
+
+
+@pytest.mark.parametrize("layout", ["tp1", "dp2", "tp2pp2"])
+def test_preferences(layout: str, ranks: RankPool, two_layers: dict[str, Path], ragged: dict[str, Path]) -> None:
+    """Losses of pairs by their log-probs, with the reference's; `kto` with responses to other prompts."""
+    world_size, parallel = LAYOUTS[layout]
+    losses = {"dpo": {"beta": 0.3}, "kto": {"loss": "kto", "beta": 0.5}, "orpo": {"loss": "orpo", "reference": None}}
+    found = []
+    for share in (True, False):
+        tree = dpo_config(two_layers, ragged["pairs"], parallel, parallel, micro(share))
+        found.append(ranks.run(world_size, dpo_steps, tree, losses, 2, 9)[0])
+    for name in losses:
+        shared, apart = (each[name] for each in found)
+        for key in ("loss", "grad_norm", "reward_margin"):
+            values = [[step[key] for step in each["steps"]] for each in (shared, apart)]
+            np.testing.assert_allclose(*values, rtol=1e-5, atol=1e-6, err_msg=f"{name}: {key}")
+        assert [step["prompts_saved"] for step in shared["steps"]] == [8, 8]
+        assert [step["prompts_saved"] for step in apart["steps"]] == [0, 0]
+        assert_gradients_equal(shared["gradients"][0], apart["gradients"][0], what=name)
+        assert_weights_equal(shared["weights"], apart["weights"], what=name)
+
+
+def hidden_of_continuations(runtime: Runtime, model: str, parallel: dict[str, Any], rows: list[list[int]]) -> Any:
+    """The scores of all tokens of sequences that begin with the same eight, in one row; and the layout."""
+    section = RoleConfig.model_validate({"model": {"path": model}, "parallel": parallel})
+    role = build_role("reward_model", section, "scalar", GroupCache(runtime), seed=0, new_head=True)
+    tokens = Ragged.from_rows([torch.tensor(row) for row in rows], torch.int64)
+    batching = role.batching(MicroBatchConfig(max_tokens_per_micro_batch=500))
+    (layout,) = batching.layouts([range(len(rows))], tokens.lengths_N, shared=[8], divisible=True)
+    whole = TokenSpans.whole(tokens.lengths_N)
+    batch = MicroBatch(scatter_to_micro_batch(layout, tokens, whole), {}, layout)
+    outputs = role.forward([batch], lambda scores_BS1, batch: scores_BS1[..., 0])
+    found = gather_from_micro_batch(layout, outputs[0], whole) if outputs else {}
+    return {n: row.numpy() for n, row in found.items()}, layout.parents
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2 with sequence parallelism", "tp2pp2"])
+def test_nothing_crosses_from_one_continuation_to_another(
+    layout: str, ranks: RankPool, two_layers: dict[str, Path]
+) -> None:
+    """Other tokens in one continuation: the others, and the prompt, keep their bits."""
+    world_size, parallel = LAYOUTS[layout]
+    draw, prompt = random.Random(3), [5, 6, 7, 8, 9, 10, 11, 12]
+    rows = [prompt + [draw.randrange(4, 16) for _ in range(length)] for length in (9, 4, 13, 0, 1)]
+    changed = [list(row) for row in rows]
+    changed[2] = prompt + [draw.randrange(4, 16) for _ in range(13)]
+    before, after = (
+        ranks.run(world_size, hidden_of_continuations, str(two_layers["other"]), parallel, each)[-1]
+        for each in (rows, changed)
+    )
+    assert before[1] == after[1] == (-1, 0, 0, 0, 0), "no tree"
+    for n in (0, 1, 3, 4):
+        np.testing.assert_array_equal(before[0][n], after[0][n])
+    np.testing.assert_array_equal(before[0][2][:8], after[0][2][:8])
+    assert not np.array_equal(before[0][2][8:], after[0][2][8:])
