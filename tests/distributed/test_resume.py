@@ -7,6 +7,7 @@ bit, and every byte of the exported weights. Not covered: GPUs, whose kernels ne
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -145,11 +146,26 @@ def test_a_run_that_is_cut_off_goes_on_exactly(
         assert not [path for path in (run / "resume").iterdir() if path.name.startswith(".")]
 
 
+def as_an_earlier_version_wrote_it(run: Path) -> None:
+    """In which `train.shuffle` was true: in the run's configuration and in its resume points."""
+    file = run / "config.yaml"
+    text = file.read_text()
+    assert "shuffle: samples" in text
+    file.write_text(text.replace("shuffle: samples", "shuffle: true"))
+    for each in find_points(run):
+        stated = read_manifest(each)
+        assert stated["config"]["train"]["shuffle"] == "samples"
+        stated["config"]["train"]["shuffle"] = True
+        digest = hashlib.sha256(json.dumps(stated, sort_keys=True).encode()).hexdigest()
+        (each.path / "MANIFEST.json").write_text(json.dumps({"manifest": stated, "sha256": digest}))
+
+
 def test_another_layout_goes_on_with_the_same_state(
     ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
     """PPO cut off inside a step at tp 1, gone on with at tp 2 x pp 2 and at cp 2 x dp 2 on the same responses: the
-    updates that are left agree up to the rounding of their sums, as tests/distributed/test_rl_layouts.py allows."""
+    updates that are left agree up to the rounding of their sums, as tests/distributed/test_rl_layouts.py allows. The
+    first of them goes on from what an earlier version has written."""
     ppo = Case("rl", tree("ppo", two_layers, data), Path())
     ppo.config["checkpoint"]["background"] = False
     finals, overrides = [], ("train.num_steps=1", "train.micro_batch_samples=2")
@@ -158,6 +174,8 @@ def test_another_layout_goes_on_with_the_same_state(
     for name, world_size, parallel in (("same", 1, {}), ("tp2pp2", 4, {"tp": 2, "pp": 2}), ("cp2dp2", 4, {"cp": 2})):
         run = tmp_path / name
         shutil.copytree(tmp_path / "cut", run)
+        if name == "same":
+            as_an_earlier_version_wrote_it(run)
         argv = command_line(ppo, run, *overrides)
         layout = [
             f"{role}.parallel={json.dumps(parallel)}" for role in ("actor", "reference", "critic", "reward_model")
