@@ -145,7 +145,8 @@ def with_forwards(
     """Old and reference log-probs, and values where there is a critic; nothing where nobody reads it. Each sample's are
     with the ranks that will train on it.
 
-    On the micro-batches that the first pass will train on, so that its first ratio is 1.
+    On the micro-batches that the first pass will train on, so that its first ratio is 1. The reference, which is not
+    trained, takes all samples together: a prompt is computed once also where its samples are in several mini-batches.
     """
     micro, temperature = cfg.train, cfg.rollout.temperature
     passes = [mini_batches_of_pass(cfg, experience, step, number) for number in range(cfg.train.epochs_per_step)]
@@ -156,8 +157,10 @@ def with_forwards(
     for name, role in (("old_logprobs", actor), ("ref_logprobs", components.reference)):
         if role is None:
             continue
+        together = role is components.reference and role.batching(micro).shares
+        batches = [range(experience.num_samples)] if together else mini_batches
         with session.stoppable(f"score/{role.name}"):
-            columns[name] = policy_logprobs(role, experience, mini_batches, micro, temperature=temperature)
+            columns[name] = policy_logprobs(role, experience, batches, micro, temperature=temperature)
     if components.critic is not None:
         with session.stoppable("score/critic"):
             columns["values"] = values_of(components.critic, experience, mini_batches, micro)
