@@ -130,7 +130,21 @@ def _of_training(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig) -> list[_Row]
         ("reward_model.kernels", isinstance(cfg, RMConfig), "log-probs are of language models"),
         (f"{_of_training_only('reference')} {_KEPT}", isinstance(cfg, DPOConfig), "the reference is not trained"),
         ("profile.ranks", not cfg.profile.recorded, "profile names no step"),
+        ("train.share_prompts", bool(why := shares_nothing(cfg)), why),
     ]
+
+
+def shares_nothing(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig) -> str:
+    """Why no prompt is computed once for several responses; empty where it may be."""
+    if isinstance(cfg, SFTConfig):
+        return "each sample of sft is one sequence"
+    if isinstance(cfg, RLConfig) and cfg.rollout.num_samples_per_prompt == 1:
+        return "rollout.num_samples_per_prompt = 1"
+    if cfg.train.max_tokens_per_micro_batch is None:
+        return "padded rows hold one sequence each"
+    if all(section.parallel.cp > 1 for section in roles_of(cfg).values()):
+        return "context parallelism cuts whole sequences"
+    return ""
 
 
 def _of_rl(cfg: RLConfig) -> list[_Row]:
@@ -231,7 +245,7 @@ def _of_evaluate(cfg: EvaluateConfig) -> list[_Row]:
     tasks = ", ".join(cfg.tasks())
     whole = [f"rollout.{name}" for name in type(cfg.rollout).model_fields]
     forwards = not cfg.generates or cfg.rollout.engine == "megatron" or cfg.uses_reward_model
-    micro = "forward.micro_batch_samples forward.max_tokens_per_micro_batch"
+    micro = "forward.micro_batch_samples forward.max_tokens_per_micro_batch forward.share_prompts"
     reads_responses = bool({"perplexity", "pairs"} & set(cfg.tasks()))
     rows: list[_Row] = [
         (" ".join(["greedy", *whole]), not cfg.generates, f"the tasks draw no responses: {tasks}"),

@@ -31,7 +31,7 @@ _NEUTRAL = {
     "a model cut over other ranks is the same model": "ROLE.parallel.* ROLE.model.vocab_multiple rollout.parallel.*",
     "the same sums in another order": (
         "ROLE.kernels.* rollout.lora train.micro_batch_samples train.max_tokens_per_micro_batch rollout.engine_args.* "
-        "run.deterministic"
+        "train.share_prompts run.deterministic"
     ),
     "when sums of gradients and weights travel": "ROLE.optim.overlap_grad_reduce ROLE.optim.overlap_param_gather",
     "which rank updates which part of a model": "ROLE.optim.distributed",
