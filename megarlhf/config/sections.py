@@ -49,8 +49,8 @@ class MicroBatchConfig(FrozenModel):
     """Padded: so many samples per forward of one data-parallel rank, all as long as the longest of the step."""
     share_prompts: bool = True
     """Compute the prompt of several responses once where they meet in a packed micro-batch: those of one prompt in
-    `rl`, both of a pair in `rm` and `dpo`. The numbers are the same, up to rounding. Without effect in padded rows,
-    under context parallelism, and where the load-balancing loss of experts is trained on."""
+    `rl`, both of a pair in `rm` and `dpo`. The numbers are the same, up to rounding. Without effect in padded rows
+    and under context parallelism."""
 
     @model_validator(mode="after")
     def _one_of_the_two(self) -> Self:

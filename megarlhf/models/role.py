@@ -60,9 +60,7 @@ class Role:
 
     def batching(self, micro: MicroBatchConfig) -> Batching:
         """How this role's sequences become micro-batches."""
-        # The load-balancing loss is a mean over sequences, each with all of its tokens.
-        share = micro.share_prompts and (self.trainer is None or self.trainer.balance is None)
-        return Batching(mesh=self.mesh, cost=forward_cost(self.shard.arch), micro=micro, share=share)
+        return Batching(mesh=self.mesh, cost=forward_cost(self.shard.arch), micro=micro, share=micro.share_prompts)
 
     def forward(self, batches: Sequence[MicroBatch], score: Callable[[Tensor, MicroBatch], Tensor]) -> list[Tensor]:
         """See `parallel.step.forward_only`. Nothing, on a rank that has nothing of the role."""

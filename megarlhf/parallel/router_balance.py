@@ -21,7 +21,7 @@ from torch import Tensor
 from megarlhf.algo.balance import count_choices, sequence_balance
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.parallel.batching import MicroBatchLayout
-from megarlhf.parallel.context import ContextShare, ranges
+from megarlhf.parallel.context import ContextShare
 from megarlhf.parallel.mesh import Mesh
 
 ROUTER_AUX_LOSS = "router_aux_loss"
@@ -60,20 +60,23 @@ class RouterBalance:
         """Of each token that this rank routes the number of its sequence; K for those of none. None where K = 0.
 
         Returns: [S', B, K] int64, in which the last axis repeats the number and takes no memory: Megatron-Core hands a
-        tensor through its layers and no number beside it.
+        tensor through its layers and no number beside it. Where sequences share tokens: [S', B, K] fp32, 1 where a
+        token is of a sequence.
         """
         if layout is None or not layout.sequences:
             return None
-        num_sequences = len(layout.sequences)
-        lengths_K = torch.tensor(layout.lengths, dtype=torch.int64)
+        num_sequences, tp = len(layout.sequences), self._mesh.layout.tp
+        number_R = torch.arange(num_sequences).repeat_interleave(torch.tensor(layout.lengths, dtype=torch.int64))
+        if layout.segments:
+            belongs_SK = torch.zeros(layout.columns, num_sequences)
+            belongs_SK[layout.tokens_R, number_R] = 1.0
+            return belongs_SK.chunk(tp)[self._mesh.coordinates.tp if tp > 1 else 0].unsqueeze(1).to(device)
         sequence_X = torch.full((layout.rows * layout.columns,), num_sequences, dtype=torch.int64)
-        sequence_X[ranges(torch.tensor(layout.starts, dtype=torch.int64), lengths_K)] = torch.arange(
-            num_sequences
-        ).repeat_interleave(lengths_K)
+        sequence_X[layout.tokens_R] = number_R
         sequence_BS = sequence_X.view(layout.rows, layout.columns).to(device)
         if share is not None:
             sequence_BS = share.cut(sequence_BS)
-        if (tp := self._mesh.layout.tp) > 1:  # experts have sequence parallelism: a rank routes a stretch
+        if tp > 1:  # experts have sequence parallelism: a rank routes a stretch
             sequence_BS = sequence_BS.chunk(tp, 1)[self._mesh.coordinates.tp]
         return sequence_BS.T.contiguous().unsqueeze(-1).expand(-1, -1, num_sequences)
 
@@ -82,12 +85,13 @@ class RouterBalance:
 
         Shapes: probs_TE, logits_TE [T, E] fp32, chosen_TE [T, E] bool, sequence_SBK as `sequences` returns it
         """
-        sequence_T, num_sequences = sequence_SBK[..., 0].flatten(), sequence_SBK.size(-1)
-        counts_KE = count_choices(chosen_TE, sequence_T, num_sequences)
+        shared, num_sequences = sequence_SBK.is_floating_point(), sequence_SBK.size(-1)
+        belongs = sequence_SBK.flatten(0, 1) if shared else sequence_SBK[..., 0].flatten()
+        counts_KE = count_choices(chosen_TE, belongs, num_sequences)
         if self._mesh.layout.tp * self._mesh.layout.cp > 1:
             dist.all_reduce(counts_KE, group=self._mesh.groups.tp_cp)
         scores_TE = logits_TE.float().softmax(-1)
-        part = sequence_balance(scores_TE, counts_KE, sequence_T, self._arch.experts_per_token) * self._share
+        part = sequence_balance(scores_TE, counts_KE, belongs, self._arch.experts_per_token) * self._share
         self.total += part.detach()
         beside: Tensor = _Beside.apply(probs_TE, part * self.coefficient, self.scale)
         return beside

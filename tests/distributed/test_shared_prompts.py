@@ -6,6 +6,7 @@ Not covered: kernels of a GPU.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -149,6 +150,32 @@ def test_families(family: str, ranks: RankPool, ragged: dict[str, Path], tmp_pat
             for name in [name for name in part if name.endswith("k_proj.bias") or "c_attn.bias" in name]:
                 del part[name]
     assert_same(*found)
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"ep": 2}])
+def test_the_load_balance_of_experts_counts_a_shared_token_for_every_sequence(
+    parallel: dict[str, Any], ranks: RankPool, two_layers: dict[str, Path], ragged: dict[str, Path], tmp_path: Path
+) -> None:
+    model = write_family(
+        tmp_path / "experts", "mixtral", vocab_size=16, num_hidden_layers=2, max_position_embeddings=128
+    )
+    (model / "tokenizer.model").write_bytes((two_layers["plain"] / "tokenizer.model").read_bytes())
+    found = []
+    for share in (True, False):
+        job, tree, more = JOBS["grpo"]({"plain": model, "other": two_layers["other"]}, ragged, {}, share)
+        tree["actor"] |= {"parallel": parallel, "router_aux_loss_coef": 0.2}
+        tree["reference"] = {"model": {"path": str(two_layers["other"])}}
+        found.append(ranks.run(2, job, tree, *more)[0])
+    first = [each["gradients"]["actor"][0] for each in found]
+    idle = [name for name, gradient in first[1].items() if ".experts." in name and not gradient.any()]
+    assert len(idle) <= 3, "an expert that no token has chosen"
+    for gradients, name in itertools.product(first, idle):
+        assert not gradients.pop(name).any()
+    assert_same(*found)
+    shared, apart = (each["metrics"]["actor_router_aux_loss"] for each in found)
+    assert shared == pytest.approx(apart, rel=1e-5)
+    assert apart > 2.0, "the tokens of a sequence are spread evenly: nothing is compared"
+    assert found[0]["metrics"]["prompts_saved"] >= 12
 
 
 @pytest.mark.parametrize(
