@@ -31,7 +31,8 @@ from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.experience import Experience, Ragged, Rollouts
 from megarlhf.models.role import Role
 from megarlhf.observe.phases import Phases
-from megarlhf.parallel.step import Loss, MicroBatch, StepResult
+from megarlhf.parallel.micro_batch import MicroBatch
+from megarlhf.parallel.step import Loss, StepResult
 from megarlhf.rollout.bank import Bank
 from megarlhf.runtime import RankInfo, Runtime, initialize
 from megarlhf.trainers.rl_components import build

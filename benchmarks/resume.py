@@ -33,7 +33,7 @@ from benchmarks.packing_workload import Sizes, write_model
 from megarlhf.config import CheckpointConfig, RoleConfig
 from megarlhf.models.role import Role, build_role
 from megarlhf.parallel.mesh import GroupCache
-from megarlhf.parallel.step import MicroBatch
+from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.resume.checkpointer import Checkpointer
 from megarlhf.resume.point import Position, find_points, read_manifest
 from megarlhf.resume.restore import Identity

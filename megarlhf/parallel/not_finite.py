@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megarlhf.parallel.step import Loss, MicroBatch
+from megarlhf.parallel.micro_batch import MicroBatch
+from megarlhf.parallel.step import Loss
 
 During = Literal["forward", "backward", "sums"]
 LOSS, MODEL = "(loss)", "(model)"

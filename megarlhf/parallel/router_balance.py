@@ -20,9 +20,9 @@ from torch import Tensor
 
 from megarlhf.algo.balance import count_choices, sequence_balance
 from megarlhf.architectures.architecture import Architecture
-from megarlhf.parallel.batching import MicroBatchLayout
 from megarlhf.parallel.context import ContextShare
 from megarlhf.parallel.mesh import Mesh
+from megarlhf.parallel.micro_batch import MicroBatchLayout
 
 ROUTER_AUX_LOSS = "router_aux_loss"
 """What the loss is called among the sums of a mini-batch."""

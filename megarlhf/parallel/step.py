@@ -12,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -29,44 +29,18 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor
 
 from megarlhf.config import OffloadConfig, OptimConfig
-from megarlhf.parallel.batching import MicroBatchLayout, padded_length
+from megarlhf.parallel.batching import padded_length
 from megarlhf.parallel.chunks import Model, chunks_of
 from megarlhf.parallel.context import ContextShare, context_share
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import Mesh
+from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.parallel.optimizer_pieces import PIECE_BYTES, optimizers_in, pieces_of, step_in_pieces
 from megarlhf.parallel.optimizer_settings import lr_scheduler, optimizer_config
 from megarlhf.parallel.packed_rows import PackedRow
 from megarlhf.parallel.pipeline import KnownShapes
 from megarlhf.parallel.residency import Residency, RoleParts, Tensors
 from megarlhf.parallel.router_balance import ROUTER_AUX_LOSS, RouterBalance
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """What one forward of one data-parallel rank takes."""
-
-    tokens_BS: Tensor
-    """int64: rows padded on the right, or one packed row."""
-    columns: Mapping[str, Tensor]
-    """Whatever the loss needs."""
-    layout: MicroBatchLayout | None = None
-    """Where the sequences stand; None: each row is one, from its first column on."""
-    share: ContextShare | None = None
-    """Which columns this rank has computed, for what goes on with hidden states: set by the forward. None: all."""
-
-    @cached_property
-    def predictors_S(self) -> Tensor | None:
-        """See `MicroBatchLayout.predictors_S`, on the tokens' device."""
-        predictors_S = None if self.layout is None else self.layout.predictors_S
-        return None if predictors_S is None else predictors_S.to(self.tokens_BS.device)
-
-    def before(self, grid_BS: Tensor) -> Tensor:
-        """[B, S]: at each token what stands where it is predicted, at the token before it in its sequence. Gradients
-        flow; what stands at a sequence's first token is no matter."""
-        if self.predictors_S is None:
-            return grid_BS.roll(1, dims=1)
-        return grid_BS.index_select(1, self.predictors_S)
 
 
 class Loss(Protocol):

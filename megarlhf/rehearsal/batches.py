@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarlhf.parallel.batching import Batching, MicroBatchLayout
+from megarlhf.parallel.batching import Batching
+from megarlhf.parallel.micro_batch import MicroBatchLayout
 
 
 @dataclass(frozen=True)

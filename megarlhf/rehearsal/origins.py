@@ -33,6 +33,7 @@ KINDS: tuple[tuple[str, str, str], ...] = (
     ("megarlhf/weights/", "", "checks"),
     ("megarlhf/experience.py", "", "experience"),
     ("megarlhf/parallel/batching.py", "", "experience"),
+    ("megarlhf/parallel/micro_batch.py", "", "experience"),
     ("megarlhf/rollout/", "", "experience"),
     ("megarlhf/algo/", "", "experience"),
     ("megarlhf/models/build.py", "_build_chunk", "parameters"),

@@ -24,8 +24,8 @@ from megarlhf.config import SkipConfig, dump_config
 from megarlhf.models.role import Role
 from megarlhf.observe.phases import Phases
 from megarlhf.observe.run_directory import CONFIG_FILE, CONFIG_HEADER
-from megarlhf.parallel.batching import MicroBatchLayout
-from megarlhf.parallel.step import Loss, MicroBatch, StepResult
+from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout
+from megarlhf.parallel.step import Loss, StepResult
 from megarlhf.resume import role_state
 from megarlhf.resume.changes import TrainingConfig
 from megarlhf.resume.kept_weights import KeptWeights, keep_weights

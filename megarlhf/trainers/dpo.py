@@ -25,10 +25,15 @@ from megarlhf.data.samples import require_budget, require_positions
 from megarlhf.data.tokenized import lengths_of
 from megarlhf.models.role import Role, build_role
 from megarlhf.models.weights import CHECKPOINTS, WeightSource
-from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, micro_batch_mask, repeat_on_micro_batch
 from megarlhf.parallel.mesh import GroupCache
+from megarlhf.parallel.micro_batch import (
+    MicroBatch,
+    MicroBatchLayout,
+    TokenSpans,
+    micro_batch_mask,
+    repeat_on_micro_batch,
+)
 from megarlhf.parallel.residency import Residency
-from megarlhf.parallel.step import MicroBatch
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.dpo_loss import REFERENCE, PreferenceLoss, response_logprobs, sequence_sums
 from megarlhf.trainers.objective import Metrics, Objective, ShouldStop

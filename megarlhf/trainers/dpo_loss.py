@@ -14,8 +14,7 @@ from torch import Tensor
 from megarlhf.algo import preference
 from megarlhf.algo.segments import Segments
 from megarlhf.config import DPOConfig
-from megarlhf.parallel.batching import MicroBatchLayout
-from megarlhf.parallel.step import MicroBatch
+from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout
 from megarlhf.parallel.vocab import Vocabulary, next_token_logprobs
 
 REFERENCE = "reference_logprob"

@@ -20,7 +20,7 @@ from megarlhf.data.sample_kinds import Encoder
 from megarlhf.data.samples import PairSample, SFTSample
 from megarlhf.data.texts import Text, TextEncoder
 from megarlhf.models.role import Role
-from megarlhf.parallel.step import MicroBatch
+from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.trainers.dpo_loss import response_logprobs, sequence_sums
 from megarlhf.trainers.eval_figures import Figures, of_pairs, of_texts
 from megarlhf.trainers.objective import Objective, Sample

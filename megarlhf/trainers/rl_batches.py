@@ -18,18 +18,17 @@ from megarlhf.algo.averaging import Aggregation, response_weights
 from megarlhf.config import MicroBatchConfig, Shuffle
 from megarlhf.experience import Experience, Holding, Ragged, redistribute
 from megarlhf.models.role import Role
-from megarlhf.parallel.batching import (
-    Batching,
+from megarlhf.parallel.batching import Batching, owners_of_outputs
+from megarlhf.parallel.micro_batch import (
+    MicroBatch,
     MicroBatchLayout,
     TokenSpans,
     gather_from_micro_batch,
     micro_batch_mask,
-    owners_of_outputs,
     prompts_computed,
     repeat_on_micro_batch,
     scatter_to_micro_batch,
 )
-from megarlhf.parallel.step import MicroBatch
 
 
 def split_into_mini_batches(groups: Sequence[int], size: int, *, shuffle: Shuffle, seed: int) -> list[list[int]]:

@@ -19,7 +19,7 @@ from megarlhf.algo.losses import clipped_value_loss
 from megarlhf.algo.policy import Bounds, log_ratios, policy_loss
 from megarlhf.algo.segments import Segments
 from megarlhf.config import AlgoConfig
-from megarlhf.parallel.step import MicroBatch
+from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.parallel.vocab import Vocabulary, next_token_logprobs
 from megarlhf.trainers.rl_gap import correction_of
 

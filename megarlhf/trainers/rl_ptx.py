@@ -20,8 +20,7 @@ from megarlhf.data.sample_kinds import Encoder
 from megarlhf.data.texts import Text, TextEncoder
 from megarlhf.experience import Ragged
 from megarlhf.models.role import Role
-from megarlhf.parallel.batching import TokenSpans, repeat_on_micro_batch, scatter_to_micro_batch
-from megarlhf.parallel.step import MicroBatch
+from megarlhf.parallel.micro_batch import MicroBatch, TokenSpans, repeat_on_micro_batch, scatter_to_micro_batch
 from megarlhf.planning.encoders import indexed_options
 from megarlhf.resume.identity import digest_of_samples
 

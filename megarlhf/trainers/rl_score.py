@@ -19,7 +19,7 @@ from megarlhf.data.samples import PromptSample
 from megarlhf.experience import Experience, Ragged
 from megarlhf.kernels import packed_sums
 from megarlhf.models.role import Role
-from megarlhf.parallel.step import MicroBatch
+from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.parallel.vocab import next_token_logprobs
 from megarlhf.rollout.engine import sample_seed
 from megarlhf.trainers.rl_advantages import ADVANTAGES, TOKEN_REWARDS

@@ -22,9 +22,9 @@ from megarlhf.config import RMConfig
 from megarlhf.data.sample_kinds import PAIR_SEQUENCES, PairSample
 from megarlhf.experience import redistribute
 from megarlhf.models.role import Role
-from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, owners_of_outputs, repeat_on_micro_batch
+from megarlhf.parallel.batching import owners_of_outputs
 from megarlhf.parallel.chunks import split_name
-from megarlhf.parallel.step import MicroBatch
+from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout, TokenSpans, repeat_on_micro_batch
 from megarlhf.resume.identity import digest_of_samples
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.objective import Metrics, Objective, ShouldStop

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarlhf.parallel.batching import MicroBatchLayout
+from megarlhf.parallel.micro_batch import MicroBatchLayout
 
 
 def sequence_scores(scores_BS1: Tensor, layout: MicroBatchLayout, response_lengths_K: Tensor | None) -> Tensor:

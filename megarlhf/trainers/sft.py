@@ -17,8 +17,7 @@ from megarlhf.config import SFTConfig
 from megarlhf.data.samples import SFTSample
 from megarlhf.experience import Ragged
 from megarlhf.models.role import Role
-from megarlhf.parallel.batching import MicroBatchLayout, TokenSpans, scatter_to_micro_batch
-from megarlhf.parallel.step import MicroBatch
+from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout, TokenSpans, scatter_to_micro_batch
 from megarlhf.parallel.vocab import Vocabulary, next_token_logprobs
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.objective import Metrics, Objective

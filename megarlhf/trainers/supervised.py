@@ -24,11 +24,10 @@ from megarlhf.models.role import Role, build_role
 from megarlhf.observe.metrics import Metric
 from megarlhf.observe.phases import Phases, seconds_of
 from megarlhf.observe.progress import format_number
-from megarlhf.parallel.batching import prompts_computed
 from megarlhf.parallel.mesh import GroupCache
+from megarlhf.parallel.micro_batch import MicroBatch, prompts_computed
 from megarlhf.parallel.residency import Residency
 from megarlhf.parallel.router_balance import ROUTER_AUX_LOSS
-from megarlhf.parallel.step import MicroBatch
 from megarlhf.planning.encoders import indexed_options
 from megarlhf.resume.claim import NO_STEPS_LEFT
 from megarlhf.resume.identity import architecture_of, bases_of_adapters, digest_of_samples, identity_of_weights

@@ -29,8 +29,8 @@ from megarlhf.observe.phases import Phases
 from megarlhf.parallel import step
 from megarlhf.parallel.batching import padded_length
 from megarlhf.parallel.mesh import GroupCache
+from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.parallel.residency import RoleParts
-from megarlhf.parallel.step import MicroBatch
 from megarlhf.parallel.vocab import logits_at
 from megarlhf.rollout.engine import Sampling
 from megarlhf.rollout.megatron_engine import MegatronEngine

@@ -16,7 +16,7 @@ import torch
 from megarlhf.config import MicroBatchConfig, RoleConfig
 from megarlhf.models.role import build_role
 from megarlhf.parallel.mesh import GroupCache
-from megarlhf.parallel.step import MicroBatch
+from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.runtime import Runtime
 from tests.distributed.test_packed_layouts import (
     GRPO,

@@ -19,9 +19,8 @@ import torch
 from megarlhf.config import MicroBatchConfig, RoleConfig
 from megarlhf.experience import Ragged
 from megarlhf.models.role import build_role
-from megarlhf.parallel.batching import TokenSpans, gather_from_micro_batch, scatter_to_micro_batch
 from megarlhf.parallel.mesh import GroupCache
-from megarlhf.parallel.step import MicroBatch
+from megarlhf.parallel.micro_batch import MicroBatch, TokenSpans, gather_from_micro_batch, scatter_to_micro_batch
 from megarlhf.runtime import Runtime
 from tests.distributed.compare import assert_gradients_equal, assert_weights_equal
 from tests.distributed.dpo_jobs import dpo_steps

@@ -16,7 +16,8 @@ from torch import Tensor
 from megarlhf.config import SFTConfig
 from megarlhf.models.role import build_role
 from megarlhf.parallel.mesh import GroupCache
-from megarlhf.parallel.step import Loss, MicroBatch
+from megarlhf.parallel.micro_batch import MicroBatch
+from megarlhf.parallel.step import Loss
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.sft import SupervisedFineTuning
 from tests.distributed import jobs

@@ -13,21 +13,17 @@ from hypothesis import strategies as st
 
 from megarlhf.config import MicroBatchConfig
 from megarlhf.layout import MeshLayout
-from megarlhf.parallel.batching import (
-    FILLER,
+from megarlhf.parallel.batching import FILLER, Batching, owners_of_outputs, padded_length, split_padded
+from megarlhf.parallel.mesh import Mesh
+from megarlhf.parallel.micro_batch import (
     FILLER_LENGTH,
-    Batching,
     MicroBatchLayout,
     TokenSpans,
     gather_from_micro_batch,
     micro_batch_mask,
-    owners_of_outputs,
-    padded_length,
     repeat_on_micro_batch,
     scatter_to_micro_batch,
-    split_padded,
 )
-from megarlhf.parallel.mesh import Mesh
 from megarlhf.parallel.packed_rows import ROOT
 from megarlhf.parallel.packing import Cost
 from tests.tables import ragged

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megarlhf.layout import column_multiple
-from megarlhf.parallel.batching import MicroBatchLayout
 from megarlhf.parallel.context import context_share, gather_sequence
+from megarlhf.parallel.micro_batch import MicroBatchLayout
 from megarlhf.parallel.vocab import Vocabulary, logits_at, next_token_logprobs
 from tests.models.test_context_attention import group
 from tests.parallel.test_batching import CPU, batching

@@ -19,9 +19,8 @@ import torch.distributed as dist
 
 from megarlhf.config import SFTConfig
 from megarlhf.models.role import build_role
-from megarlhf.parallel.batching import MicroBatchLayout
 from megarlhf.parallel.mesh import GroupCache
-from megarlhf.parallel.step import MicroBatch
+from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout
 from megarlhf.rehearsal import interfaces
 from megarlhf.rehearsal.lengths import Constant
 from megarlhf.rehearsal.program import Job, Rank

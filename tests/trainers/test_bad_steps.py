@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from megarlhf.config import ParallelConfig, SkipConfig
 from megarlhf.layout import MeshLayout
 from megarlhf.observe.phases import Phases
-from megarlhf.parallel.batching import MicroBatchLayout
-from megarlhf.parallel.step import MicroBatch, StepResult
+from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout
+from megarlhf.parallel.step import StepResult
 from megarlhf.trainers import bad_steps as skipping
 from megarlhf.trainers.bad_steps import KEPT, BadSteps, Failures, SkippedTooOften, Update, load_kept
 from megarlhf.trainers.failures import Failure

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megarlhf.config import AlgoConfig
-from megarlhf.parallel.step import MicroBatch
+from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.parallel.vocab import Vocabulary
 from megarlhf.trainers.rl_losses import PolicyLoss
 from megarlhf.trainers.sft import NextTokenLoss

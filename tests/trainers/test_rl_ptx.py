@@ -10,8 +10,8 @@ import torch
 
 from megarlhf.data.texts import Text, pieces
 from megarlhf.parallel.batching import Batching
+from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.parallel.packing import Cost
-from megarlhf.parallel.step import MicroBatch
 from megarlhf.trainers.rl_ptx import PretrainingMix
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from megarlhf.parallel.batching import MicroBatchLayout
+from megarlhf.parallel.micro_batch import MicroBatchLayout
 from megarlhf.trainers.sequence_scores import sequence_scores
 
 
