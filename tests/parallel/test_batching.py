@@ -21,6 +21,7 @@ from megarlhf.parallel.micro_batch import (
     TokenSpans,
     gather_from_micro_batch,
     micro_batch_mask,
+    prompts_computed,
     repeat_on_micro_batch,
     scatter_to_micro_batch,
 )
@@ -266,3 +267,75 @@ def test_one_token_predicts_the_first_of_every_continuation():
     assert deep.predictors_S[[1, 3, 5]].tolist() == [0, 0, 2]
     assert deep.packed_row(CPU).positions_T.tolist() == [0, 1, 2, 1, 2, 3, 4, 0]
     assert PACKED.predictors_S is None
+
+
+def sharing(tokens, dp=1, rank=0, **sizes):
+    micro = MicroBatchConfig(max_tokens_per_micro_batch=tokens)
+    return Batching(mesh=mesh(rank, dp=dp, **sizes), cost=Cost(1.0, 0.0), micro=micro, share=True)
+
+
+def test_responses_to_a_prompt_share_it_where_they_meet():
+    """Two responses of 2 and 3 tokens to a prompt of 4, an empty one, and a sample that is alone: 4 + 2 + 3 and 5."""
+    groups, lengths = [(0, 1, 2), (3,)], torch.tensor([6, 7, 4, 5])
+    (layout,) = sharing(14).layouts(groups, lengths, shared=[4, 2], divisible=True)
+    assert (layout.num_tokens, sum(layout.lengths)) == (14, 22)
+    assert sorted(layout.sequences) == [0, 1, 2, 3]
+    assert sorted(layout.segments) == [2, 3, 4, 5]
+    assert layout.parents.count(ROOT) == 2
+    assert prompts_computed([[layout]]) == (2, 2)
+    (apart,) = batching(tokens=22).layouts([(0,), (1,), (2,), (3,)], lengths)
+    assert prompts_computed([[apart]]) == (4, 0)
+
+
+def test_what_cannot_be_shared_is_laid_out_as_ever():
+    """Groups of one, rows that are padded, context parallelism, sharing switched off, equal prompts of other groups."""
+    lengths, alone = torch.tensor([6, 7, 6]), [(0,), (1,), (2,)]
+    plain = batching(tokens=20).layouts(alone, lengths)
+    assert sharing(20).layouts(alone, lengths, shared=[4, 4, 4], divisible=True) == plain
+    assert batching(tokens=20).layouts(alone, lengths, shared=[4, 4, 4], divisible=True) == plain
+    assert not any(layout.segments for layout in plain)
+    padded = MicroBatchConfig(micro_batch_samples=2)
+    assert not Batching(mesh=mesh(0), cost=Cost(1.0, 0.0), micro=padded, share=True).shares
+    assert not sharing(20, cp=2).shares
+    assert sharing(20).shares
+
+
+def test_a_prompt_with_one_response_that_exceeds_the_budget_is_refused_as_any_sequence():
+    """The others would fit: nothing is dropped, and nothing is cut."""
+    with pytest.raises(ValueError, match=r"13 tokens.*at most 12.*max_tokens_per_micro_batch"):
+        sharing(12).layouts([(0, 1)], torch.tensor([13, 11]), shared=[10], divisible=True)
+    with pytest.raises(ValueError, match=r"expected at most 12"):
+        sharing(12).layouts([(0, 1)], torch.tensor([12, 11]), shared=[10])
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(0, 6), min_size=1, max_size=5)), min_size=1, max_size=6),
+    st.integers(1, 3),
+)
+def test_trees_that_are_laid_out_are_picked_up_again(families, dp):
+    """On all ranks together every sequence once; what is shared has the same place for each; predictors are the tokens
+    before."""
+    groups, shared, rows = [], [], []
+    for number, (prompt, responses) in enumerate(families):
+        groups.append(tuple(range(len(rows), len(rows) + len(responses))))
+        shared.append(prompt)
+        rows += [[100.0 * number + n for n in range(prompt)] + [torch.rand(()).item()] * r for r in responses]
+    table = ragged(*rows)
+    spans, found, computed = TokenSpans.whole(table.lengths_N), {}, 0
+    for rank in range(dp):
+        for layout in sharing(16, dp=dp, rank=rank).layouts(groups, table.lengths_N, shared=shared, divisible=True):
+            assert layout.num_tokens <= 16
+            computed += layout.num_tokens
+            grid = scatter_to_micro_batch(layout, table, spans)
+            picked = gather_from_micro_batch(layout, grid, spans)
+            assert not picked.keys() & found.keys()
+            found |= picked
+            if layout.segments:
+                for places in layout.tokens_R.split(layout.lengths):
+                    assert torch.equal(layout.predictors_S[places[1:]], places[:-1])
+                row = layout.packed_row(CPU)
+                places, lengths = layout.tokens_R, torch.tensor(layout.lengths)
+                assert torch.equal(row.positions_T[places], torch.cat([torch.arange(int(n)) for n in lengths]))
+    assert {n: row.tolist() for n, row in found.items()} == {n: row.tolist() for n, row in enumerate(table.rows())}
+    assert computed <= sum(map(len, rows))
