@@ -259,7 +259,7 @@ def _varlen_kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     if find_spec("torch.nn.attention.varlen") is None:
         return None
     importlib.import_module("torch.nn.attention.varlen")
-    ops = [getattr(torch.ops.torch_attn, name, None) for name in ("_varlen_attn", "_varlen_attn_backward")]
+    ops: list[Any] = [getattr(torch.ops.torch_attn, name, None) for name in ("_varlen_attn", "_varlen_attn_backward")]
     for op, wanted in zip(ops, (FORWARD, BACKWARD), strict=True):
         names = [] if op is None else [argument.name for argument in op.default._schema.arguments]
         if names[: len(wanted.split())] != wanted.split():
