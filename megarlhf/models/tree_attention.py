@@ -26,7 +26,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -75,94 +75,81 @@ def kernel_for(device: str, dtype: torch.dtype, head_dim: int, window: int | Non
 # --- merged ---------------------------------------------------------------------------------------
 
 
+Inputs = tuple[Tensor, Tensor, Tensor]
+"""Query [T, N, D], key and value [T, G, D] of the whole row, or their gradients; or those of a part."""
+
+
 class Kernel(Protocol):
-    """Attention over blocks, forward and backward, with its log-sum-exp."""
+    """Attention over blocks of a row, forward and backward, with its log-sum-exp."""
 
     def calls(self, part: Part) -> Sequence[Part]:
         """A part as parts that one call takes each."""
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, part: Part, *, causal: bool, scale: float | None
-    ) -> tuple[Tensor, Tensor]:
-        """[L, N, D], [K, G, D] twice -> output [L, N, D], log-sum-exp [L, N] in fp32 or fp64"""
+    def forward(self, inputs: Inputs, part: Part, how: How) -> tuple[Tensor, Tensor]:
+        """Of the part: output [L, N, D], and log-sum-exp [L, N] in fp32 or fp64."""
 
-    def backward(
-        self,
-        gradient: Tensor,
-        inputs: Inputs,
-        out: Tensor,
-        lse: Tensor,
-        part: Part,
-        *,
-        causal: bool,
-        scale: float | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The part's share of the gradients of its queries, keys and values, from the gradient, the output and the
-        log-sum-exp of all that its queries see. Those of keys that have no queries may be anything."""
+    def backward(self, gradient: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, part: Part, how: How) -> Inputs:
+        """The part's share of the gradients of its queries, keys and values, from the row's: the gradient, the output
+        and the log-sum-exp of all that its queries see. What it gives for keys without queries may be anything."""
 
 
-Inputs = tuple[Tensor, Tensor, Tensor]
-"""Query, key and value."""
+class How(NamedTuple):
+    """Blocks are causal or full rectangles; None is a scale of 1 / sqrt(D)."""
+
+    causal: bool
+    scale: float | None
 
 
 def merged_attention(
     query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor, trees: Trees, kernel: Kernel, *, scale: float | None
 ) -> Tensor:
     """Over all of the past. [T, N, D], [T, G, D] twice -> [T, N, D]"""
-    out_TND: Tensor = _Merged.apply(query_TND, key_TGD, value_TGD, trees, kernel, scale)
+    # The kernels take strides, but not of the last axis.
+    inputs = (x if x.stride(-1) == 1 else x.contiguous() for x in (query_TND, key_TGD, value_TGD))
+    out_TND: Tensor = _Merged.apply(*inputs, trees, kernel, scale)
     return out_TND
 
 
 class _Merged(torch.autograd.Function):
-    """Sums are in the order of `Trees`: own part, then what is near, then what is far."""
+    """Sums are in the order of `Trees`: what is near before what is far."""
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, trees: Trees, kernel: Kernel, scale: float | None
     ) -> Tensor:
-        def attend(part: Part, causal: bool) -> tuple[Tensor, Tensor]:
-            inputs = (query[part.queries], key[part.keys], value[part.keys])
-            return kernel.forward(*inputs, part, causal=causal, scale=scale)
-
-        out_TND, lse_TN = map(_joined, zip(*(attend(part, True) for part in kernel.calls(trees.own)), strict=True))
+        inputs, past, rectangle = (query, key, value), How(True, scale), How(False, scale)
+        own = (kernel.forward(inputs, part, past) for part in kernel.calls(trees.own))
+        out_TND, lse_TN = map(_joined, zip(*own, strict=True))
         for level in trees.levels:
-            # In 16 bits: rounded once, when all is merged.
-            wide_LND = out_TND[level.queries].to(lse_TN.dtype)
+            wide_LND = out_TND[level.queries].to(lse_TN.dtype)  # in 16 bits: rounded when all is merged
             for part in itertools.chain.from_iterable(map(kernel.calls, level.ancestors)):
                 first = part.query - level.queries.start
-                here = slice(first, first + part.queries.stop - part.query)
-                merge_(wide_LND[here], lse_TN[part.queries], *attend(part, False))
+                here = wide_LND[first : first + part.num_queries]
+                merge_(here, lse_TN[part.queries], *kernel.forward(inputs, part, rectangle))
             if wide_LND.dtype != out_TND.dtype:
                 out_TND[level.queries] = wide_LND
-        ctx.save_for_backward(query, key, value, out_TND, lse_TN)
-        ctx.how = trees, kernel, scale
+        ctx.save_for_backward(*inputs, out_TND, lse_TN)
+        ctx.how = trees, kernel, past, rectangle
         return out_TND
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        query, key, value, out, lse = ctx.saved_tensors
-        trees, kernel, scale = ctx.how
-        gradient = gradient.contiguous()
-
-        def share(part: Part, causal: bool) -> Inputs:
-            inputs = query[part.queries], key[part.keys], value[part.keys]
-            whole = out[part.queries], lse[part.queries]
-            found: Inputs = kernel.backward(gradient[part.queries], inputs, *whole, part, causal=causal, scale=scale)
-            return found
-
-        parts = zip(*(share(part, True) for part in kernel.calls(trees.own)), strict=True)
-        # One addition to a number is rounded once in 16 bits too; of more, each would be.
-        dtype = lse.dtype if len(trees.levels) > 1 else query.dtype
-        to_query, to_key, to_value = (_joined(part).to(dtype) for part in parts)
+        *inputs, out, lse = ctx.saved_tensors
+        trees, kernel, past, rectangle = ctx.how
+        row = gradient.contiguous(), tuple(inputs), out, lse
+        own = zip(*(kernel.backward(*row, part, past) for part in kernel.calls(trees.own)), strict=True)
+        # In 16 bits one addition is rounded once; of several each would be.
+        dtype = lse.dtype if len(trees.levels) > 1 else out.dtype
+        to_query, to_key, to_value = (_joined(parts).to(dtype) for parts in own)
         for part in itertools.chain.from_iterable(kernel.calls(x) for level in trees.levels for x in level.ancestors):
-            found = share(part, False)
-            to_query[part.queries] += found[0]
+            query, key, value = kernel.backward(*row, part, rectangle)
+            to_query[part.queries] += query
             for seen in part.seen:
                 at = slice(part.key + seen.start, part.key + seen.stop)
-                to_key[at] += found[1][seen]
-                to_value[at] += found[2][seen]
-        return *(x.to(query.dtype) for x in (to_query, to_key, to_value)), None, None, None
+                to_key[at] += key[seen]
+                to_value[at] += value[seen]
+        return *(x.to(out.dtype) for x in (to_query, to_key, to_value)), None, None, None
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -184,33 +171,36 @@ class CpuFlash:
     def calls(self, part: Part) -> Sequence[Part]:
         return part.runs
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, part: Part, *, causal: bool, scale: float | None
-    ) -> tuple[Tensor, Tensor]:
-        blocks = (_blocks(x, part) for x in (query, key, value))
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(*blocks, 0.0, causal, scale=scale)
+    def forward(self, inputs: Inputs, part: Part, how: How) -> tuple[Tensor, Tensor]:
+        query, *keys = inputs
+        blocks = (_queries(query, part), *(_keys(x, part) for x in keys))
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        out, lse = attend(*blocks, 0.0, how.causal, scale=how.scale)
         return _row(out), _row(lse)
 
-    def backward(
-        self,
-        gradient: Tensor,
-        inputs: Inputs,
-        out: Tensor,
-        lse: Tensor,
-        part: Part,
-        *,
-        causal: bool,
-        scale: float | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        blocks = (_blocks(x, part) for x in (gradient, *inputs, out, lse))
+    def backward(self, gradient: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, part: Part, how: How) -> Inputs:
+        query, *keys = inputs
+        blocks = (_queries(gradient, part), _queries(query, part), *(_keys(x, part) for x in keys))
+        whole = _queries(out, part), _queries(lse, part)
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-        to_query, to_key, to_value = attend(*blocks, 0.0, causal, scale=scale)
+        to_query, to_key, to_value = attend(*blocks, *whole, 0.0, how.causal, scale=how.scale)
         return _row(to_query), _row(to_key), _row(to_value)
 
 
-def _blocks(x_TN: Tensor, part: Part) -> Tensor:
-    """[B L, N, ...] -> [B, N, L, ...], a view"""
-    return x_TN.unflatten(0, (len(part.shapes), -1)).transpose(1, 2)
+def _queries(x_TN: Tensor, part: Part) -> Tensor:
+    return _blocks(x_TN, part.query, len(part.shapes), part.shapes[0].queries)
+
+
+def _keys(x_TG: Tensor, part: Part) -> Tensor:
+    return _blocks(x_TG, part.key, len(part.shapes), part.shapes[0].keys)
+
+
+def _blocks(x_TN: Tensor, first: int, count: int, length: int) -> Tensor:
+    """[T, N, ...] -> [B, N, L, ...], a view: in one operation, since short segments take as long as three."""
+    tokens, heads, *rest = x_TN.stride()
+    strides = (length * tokens, heads, tokens, *rest)
+    shape = (count, x_TN.size(1), length, *x_TN.shape[2:])
+    return x_TN.as_strided(shape, strides, x_TN.storage_offset() + first * tokens)
 
 
 def _row(x_BNL: Tensor) -> Tensor:
@@ -228,34 +218,29 @@ class Varlen:
     def calls(self, part: Part) -> Sequence[Part]:
         return (part,)
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, part: Part, *, causal: bool, scale: float | None
-    ) -> tuple[Tensor, Tensor]:
-        window, grouped = _window(causal), query.size(1) != key.size(1)
-        out, lse_NL, _ = self._forward(query, key, value, *part.borders, causal, scale, window, grouped)
-        expected = (query.size(1), query.size(0))
-        assert lse_NL.shape == expected, (
-            f"varlen_attn's log-sum-exp is [heads, queries] = {expected}, got {lse_NL.shape}"
+    def forward(self, inputs: Inputs, part: Part, how: How) -> tuple[Tensor, Tensor]:
+        query, key, value = _cut(inputs, part)
+        grouped = query.size(1) != key.size(1)
+        out, lse_NL, _ = self._forward(
+            query, key, value, *part.borders, how.causal, how.scale, _window(how.causal), grouped
         )
+        expected, got = (query.size(1), query.size(0)), tuple(lse_NL.shape)
+        assert got == expected, f"varlen_attn's log-sum-exp is [heads, queries] = {expected}, got {got}"
         return out, lse_NL.t()
 
-    def backward(
-        self,
-        gradient: Tensor,
-        inputs: Inputs,
-        out: Tensor,
-        lse: Tensor,
-        part: Part,
-        *,
-        causal: bool,
-        scale: float | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        # Of the generator, for a dropout that there is not.
-        state = torch.zeros(2, dtype=torch.uint64, device=out.device)
+    def backward(self, gradient: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, part: Part, how: How) -> Inputs:
+        gradient, out, lse_LN = (x[part.queries] for x in (gradient, out, lse))
+        state = torch.zeros(2, dtype=torch.uint64, device=out.device)  # of a dropout that there is not
         found: Inputs = self._backward(
-            *(gradient, *inputs, out, lse.t().contiguous(), *part.borders, causal, state, scale, _window(causal))
+            *(gradient, *_cut(inputs, part), out, lse_LN.t().contiguous(), *part.borders),
+            *(how.causal, state, how.scale, _window(how.causal)),
         )
         return found
+
+
+def _cut(inputs: Inputs, part: Part) -> Inputs:
+    query, key, value = inputs
+    return query[part.queries], key[part.keys], value[part.keys]
 
 
 def _window(causal: bool) -> list[int]:
@@ -274,7 +259,7 @@ def _varlen_kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     if find_spec("torch.nn.attention.varlen") is None:
         return None
     importlib.import_module("torch.nn.attention.varlen")
-    ops = [getattr(torch.ops.torch_attn, name, None) for name in ("_varlen_attn", "_varlen_attn_backward")]
+    ops: list[Any] = [getattr(torch.ops.torch_attn, name, None) for name in ("_varlen_attn", "_varlen_attn_backward")]
     for op, wanted in zip(ops, (FORWARD, BACKWARD), strict=True):
         names = [] if op is None else [argument.name for argument in op.default._schema.arguments]
         if names[: len(wanted.split())] != wanted.split():

@@ -48,8 +48,12 @@ class Part:
     device: torch.device
 
     @cached_property
+    def num_queries(self) -> int:
+        return sum(shape.queries for shape in self.shapes)
+
+    @cached_property
     def queries(self) -> slice:
-        return slice(self.query, self.query + sum(shape.queries for shape in self.shapes))
+        return slice(self.query, self.query + self.num_queries)
 
     @cached_property
     def keys(self) -> slice:

@@ -115,7 +115,9 @@ class Meter:
             flops, shape = _product(args)
             of = _matrices(args)
         elif work == "attention":
-            flops, shape = _attention_flops(func, args, out, self.numbers), _attention_shape(name, args)
+            full = _sees_all(name, args, tensors)
+            flops = _attention_flops(func, args, out, self.numbers, full=full)
+            shape = _attention_shape(name, args, full=full)
             kind, of = "backward" if "backward" in name else "forward", tensors
         else:
             kind = memory_class(name, args, out)
@@ -181,9 +183,22 @@ def _product(args: Sequence[Any]) -> tuple[float, tuple[int, ...]]:
     return 2.0 * batch * m * k * n, (batch, m, k, n)
 
 
-def _attention_flops(func: Any, args: Sequence[Any], out: Any, numbers: Callable[[Tensor], Tensor | None]) -> float:
-    """By torch's formulas, which count every pair of a query and a key; causal attention looks at half of them. Of a
-    packed row the formulas know no lengths and take the longest for all: where they are known, pairs are counted."""
+CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+def _sees_all(name: str, args: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
+    """Each query of a CPU's kernel sees each key: it is neither causal nor has a mask among its `tensors`, which are
+    three and two results, backward six and three."""
+    causal = any(x is True for x in args)
+    return name.startswith(CPU_FLASH) and not causal and len(tensors) == (9 if "backward" in name else 5)
+
+
+def _attention_flops(
+    func: Any, args: Sequence[Any], out: Any, numbers: Callable[[Tensor], Tensor | None], *, full: bool
+) -> float:
+    """By torch's formulas, which count every pair of a query and a key; causal attention looks at half of them and of
+    the diagonal. Of a packed row the formulas know no lengths and take the longest for all: where they are known, pairs
+    are counted."""
     name = func._overloadpacket.__name__
     if "_varlen_attn" in name and (pairs := _packed_pairs(args, numbers)) is not None:
         query_TND = next(x for x in args if isinstance(x, Tensor) and x.dim() == 3)
@@ -191,12 +206,11 @@ def _attention_flops(func: Any, args: Sequence[Any], out: Any, numbers: Callable
     formula = flop_registry.get(func._overloadpacket)
     tensors = [x for x in tree_flatten(args)[0] if isinstance(x, Tensor)]
     if formula is not None:
-        whole = float(formula(*args, out_val=out))
-    else:
-        query, key = tensors[0], tensors[1]
-        whole = 4.0 * query.numel() * int(key.shape[-2])
-        whole *= 2.5 if "backward" in func._overloadpacket.__name__ else 1.0
-    return whole / 2
+        return float(formula(*args, out_val=out)) / 2
+    query, key = tensors[1:3] if "backward" in name else tensors[:2]
+    keys = int(key.shape[-2])
+    whole = 4.0 * query.numel() * keys * (2.5 if "backward" in name else 1.0)
+    return whole if full else whole * (keys + 1) / (2 * keys)
 
 
 def _packed_pairs(args: Sequence[Any], numbers: Callable[[Tensor], Tensor | None]) -> int | None:
@@ -208,14 +222,15 @@ def _packed_pairs(args: Sequence[Any], numbers: Callable[[Tensor], Tensor | None
     queries, keys = (each.long().diff() for each in begins if each is not None)
     to_the_right = next((x[1] for x in args if isinstance(x, list | tuple) and len(x) == 2), -1)
     causal = to_the_right == 0 or next(x for x in args if isinstance(x, bool))  # of several the first
-    return int((queries * (2 * keys - (queries if causal else 0))).sum())
+    return int((queries * (2 * keys - (queries - 1 if causal else 0))).sum())
 
 
-def _attention_shape(name: str, args: Sequence[Any]) -> tuple[int, ...] | None:
-    """(heads, queries, keys, head_dim) of attention over [batch, heads, length, head_dim]; None for any other form."""
+def _attention_shape(name: str, args: Sequence[Any], *, full: bool) -> tuple[int, ...] | None:
+    """(heads, queries, keys, head_dim) of causal attention over [batch, heads, length, head_dim], of twice the queries
+    where each of them sees all keys; None for any other form."""
     tensors = [x for x in args if isinstance(x, Tensor)][1 if "backward" in name else 0 :]
     query, key = tensors[0], tensors[1]
     if query.dim() != 4:
         return None
     batch, heads, queries, head_dim = map(int, query.shape)
-    return batch * heads, queries, int(key.shape[-2]), head_dim
+    return batch * heads, queries * (2 if full else 1), int(key.shape[-2]), head_dim

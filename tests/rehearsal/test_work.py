@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from megarlhf.kernels import linear_token_logprobs
+from megarlhf.models.tree_attention import CpuFlash, Varlen, _varlen_kernels, merged_attention
+from megarlhf.parallel.packed_rows import packed_row
 from megarlhf.rehearsal.interfaces import varlen_attn, varlen_attn_backward
 from megarlhf.rehearsal.optimizer import FusedAdam
 from megarlhf.rehearsal.work import Meter
@@ -29,20 +31,20 @@ HEADS, HEAD_DIM = 4, 8
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_of_chunks_counts_the_keys_before_them(causal: bool) -> None:
-    """Chunks of 2 and 3 queries with 4 and 9 keys, the last aligned: 2 x 4 - 4 / 2 and 9 x 3 - 9 / 2 pairs, or all."""
+    """Chunks of 2 and 3 queries with 4 and 9 keys, the last aligned: 3 + 4 and 7 + 8 + 9 pairs, or all."""
     with a_device() as device:
         meter = device.counter = Meter(Flat(), phase="train", numbers=device.known.twin)
         query, key = (unknown(tokens, HEADS, HEAD_DIM, dtype=torch.bfloat16) for tokens in (5, 13))
         queries, keys = (torch.tensor(x).int().to(device.device) for x in ([0, 2, 5], [0, 4, 13]))
         varlen_attn(query, key, key, queries, keys, 3, 9, causal, None, [-1, 0 if causal else -1], False)
-    pairs = 6 + 22.5 if causal else 8 + 27
+    pairs = 7 + 24 if causal else 8 + 27
     assert meter.flops[0, "train", "attention"] == 4 * pairs * HEADS * HEAD_DIM
 
 
 @pytest.mark.parametrize("lengths", [[3, 7], [1, 1, 8], [10]])
 def test_attention_of_a_packed_row_counts_pairs_of_each_sequence(lengths: list[int]) -> None:
-    """Causal: half of 2 products x 2 of n^2 pairs of each head's numbers; in the backward four products. A fifth
-    is made again there, which takes time and is not counted."""
+    """Causal: 2 products x 2 of n (n + 1) / 2 pairs of each head's numbers; in the backward four products. A fifth is
+    made again there, which takes time and is not counted."""
     with a_device() as device:
         meter = device.counter = Meter(Flat(), phase="train", numbers=device.known.twin)
         query = unknown(10, HEADS, HEAD_DIM, dtype=torch.bfloat16)
@@ -54,8 +56,52 @@ def test_attention_of_a_packed_row_counts_pairs_of_each_sequence(lengths: list[i
         varlen_attn_backward(
             *(out, query, query, query, out, statistics, begins, begins, longest, longest, True, state, None, [-1, 0])
         )
-    forward = 2 * sum(length**2 for length in lengths) * HEADS * HEAD_DIM
+    forward = 2 * sum(length * (length + 1) for length in lengths) * HEADS * HEAD_DIM
     assert meter.flops[0, "train", "attention"] == forward + 2 * forward
+
+
+@pytest.mark.parametrize("kernel", ["a CPU's", "varlen_attn's"])
+def test_attention_of_trees_counts_each_pair_once(kernel: str) -> None:
+    """A segment of L tokens behind P of its ancestors: L (L + 1) / 2 + P L pairs. A root stands between those that are
+    continued, and two behind the last level."""
+    lengths, parents = (5, 4, 3, 6, 6, 2, 7, 1, 8, 8), (-1, -1, -1, 0, 0, 2, 3, 5, -1, -1)
+    before = (0, 0, 0, 5, 5, 3, 5 + 6, 3 + 2, 0, 0)
+    with a_device() as device:
+        meter = device.counter = Meter(Flat(), phase="train", numbers=device.known.twin)
+        query, key, value = (
+            unknown(50, heads, HEAD_DIM, dtype=torch.bfloat16).requires_grad_() for heads in (HEADS, 2, 2)
+        )
+        trees = packed_row(lengths, device.device, parents=parents).trees
+        ops = _varlen_kernels()
+        assert ops is not None
+        out = merged_attention(
+            query, key, value, trees, CpuFlash() if kernel == "a CPU's" else Varlen(*ops), scale=None
+        )
+        pairs = sum(length * (length + 1) // 2 + length * past for length, past in zip(lengths, before, strict=True))
+        forward = 4 * pairs * HEADS * HEAD_DIM
+        assert meter.flops[0, "train", "attention"] == forward
+        out.backward(torch.empty_like(out))
+        assert meter.flops[0, "train", "attention"] == forward + 2 * forward
+
+
+@pytest.mark.parametrize(("causal", "queries"), [(True, 16), (False, 32)])
+def test_a_rectangle_takes_as_long_as_a_causal_square_of_as_many_pairs(causal: bool, queries: int) -> None:
+    """What is measured is causal: of the shape of twice the queries half of the pairs are seen."""
+    shapes = []
+
+    class Shaped(Flat):
+        def operation_seconds(self, work: str, *args: object) -> float:
+            shapes.extend([args[3]] if work == "attention" else [])
+            return 0.0
+
+    with a_device() as device:
+        device.counter = Meter(Shaped(), phase="train", numbers=device.known.twin)
+        query, key = (unknown(3, HEADS, 16, HEAD_DIM, dtype=torch.float32) for _ in range(2))
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, key, 0.0, causal)
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(out, query, key, key, out, lse, 0.0, causal)
+        )
+    assert shapes == [(3 * HEADS, queries, 16, HEAD_DIM)] * 2
 
 
 def test_adam_reads_its_state_and_writes_it() -> None:
