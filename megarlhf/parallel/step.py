@@ -34,7 +34,7 @@ from megarlhf.parallel.chunks import Model, chunks_of
 from megarlhf.parallel.context import ContextShare, context_share
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import Mesh
-from megarlhf.parallel.micro_batch import MicroBatch
+from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout
 from megarlhf.parallel.optimizer_pieces import PIECE_BYTES, optimizers_in, pieces_of, step_in_pieces
 from megarlhf.parallel.optimizer_settings import lr_scheduler, optimizer_config
 from megarlhf.parallel.packed_rows import PackedRow
@@ -153,7 +153,7 @@ def _filler(batch: MicroBatch, mesh: Mesh) -> MicroBatch:
     columns = padded_length(1, mesh)
     layout = batch.layout
     if layout is not None:
-        layout = replace(layout, sequences=(), lengths=(), starts=(), rows=1, columns=columns)
+        layout = MicroBatchLayout((), (), (), rows=1, columns=columns, packed=layout.packed)
     return MicroBatch(batch.tokens_BS.new_zeros(1, columns), {}, layout)
 
 
