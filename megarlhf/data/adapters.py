@@ -141,27 +141,38 @@ def load_adapter(name: str) -> Adapter:
 
 
 def digest_of_adapter(name: str | None) -> str | None:
-    """Of the file that an adapter of the user's stands in and of those that it imports, so that a changed one is
-    another adapter."""
+    """Of the module that the configuration names for an adapter of the user's, of the file that its code stands in, and
+    of those that both import, so that a changed one is another adapter. What a factory or a decorator has made has its
+    code elsewhere: there too."""
     if name is None or name in ADAPTERS:
         return name
-    try:
-        adapter = inspect.unwrap(load_adapter(name))
-        file = Path(inspect.getsourcefile(adapter) or "")
-        files = {file: file.read_bytes()}
-    except (TypeError, OSError) as error:
-        raise ValueError(f"adapter {name!r} has no file of its own ({error}); name a function in a module") from error
-    waiting = [(getattr(adapter, "__module__", ""), file)]
+    adapter = load_adapter(name)
+    module = sys.modules[name.partition(":")[0]]
+    if not (getattr(module, "__file__", None) or "").endswith(".py"):
+        raise ValueError(f"adapter {name!r}: {module} has no file in Python; name a function in a module")
+    waiting = [(module.__name__, Path(str(module.__file__)))]
+    with contextlib.suppress(TypeError):  # of an object that is called: its class stands in what the module imports
+        code = inspect.unwrap(adapter)
+        file, of_code = Path(inspect.getsourcefile(code) or ""), getattr(code, "__module__", None) or ""
+        if file.suffix == ".py" and _is_own(of_code, file):
+            waiting.append((of_code, file))
+    files: dict[Path, bytes] = {}
     while waiting:
-        for found in _own_imports(files[waiting[-1][1]], *waiting.pop()):
-            if found[1] not in files:
-                files[found[1]] = found[1].read_bytes()
-                waiting.append(found)
+        module_name, path = waiting.pop()
+        if path not in files:
+            files[path] = path.read_bytes()
+            waiting += _own_imports(files[path], module_name, path)
     digests = sorted((path.name, hashlib.sha256(content).hexdigest()) for path, content in files.items())
     return hashlib.sha256(repr(digests).encode()).hexdigest()
 
 
 _INSTALLED = ("site-packages", "dist-packages")
+
+
+def _is_own(module: str, file: Path) -> bool:
+    """Whether a module comes neither with Python nor as a package that was installed."""
+    known = module.partition(".")[0] in sys.stdlib_module_names | {"megarlhf"}
+    return not known and not set(_INSTALLED) & set(file.parts)
 
 
 def _own_imports(source: bytes, module: str, file: Path) -> Iterator[tuple[str, Path]]:
@@ -181,15 +192,15 @@ def _own_imports(source: bytes, module: str, file: Path) -> Iterator[tuple[str, 
             parts = importlib.util.resolve_name(name, package).split(".")
             absolute |= {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
     for name in sorted(absolute):
-        if name.partition(".")[0] in sys.stdlib_module_names | {"megarlhf"}:
-            continue
         spec = None
+        if name.partition(".")[0] in sys.stdlib_module_names:
+            continue
         with contextlib.suppress(ImportError, ValueError, AttributeError):  # a name that is no module, or is not there
             spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
             continue
         path = Path(spec.origin)
-        if not set(_INSTALLED) & set(path.parts):
+        if _is_own(name, path):
             yield name, path
 
 

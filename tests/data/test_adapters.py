@@ -133,3 +133,28 @@ def test_an_adapter_is_another_one_when_a_module_that_it_imports_changes(tmp_pat
         (tmp_path / name).write_text(text)
         assert (changed != before) == (name != "digest_unused.py"), name
     assert digest_of_adapter("digest_mine:f") == before
+
+
+@pytest.mark.parametrize("way", ["factory", "decorator", "instance", "partial"])
+def test_an_adapter_that_is_made_elsewhere_is_another_one_when_its_own_module_changes(tmp_path, monkeypatch, way):
+    """The module that the configuration names counts, and the one that the code stands in."""
+    monkeypatch.syspath_prepend(tmp_path)
+    made = {
+        "factory": "def make(word):\n    def read(row):\n        return {**row, 'prompt': word}\n    return read\n",
+        "decorator": "def make(f):\n    def read(row):\n        return f(row)\n    return read\n",
+        "instance": "class make:\n    def __init__(self, word):\n        self.word = word\n"
+        "    def __call__(self, row):\n        return row\n",
+        "partial": "import functools\ndef read(word, row):\n    return row\n"
+        "def make(word):\n    return functools.partial(read, word)\n",
+    }[way]
+    mine = "@make\ndef other(row):\n    return 'OLD'\n" if way == "decorator" else "other = make('OLD')\n"
+    helpers, named = tmp_path / f"{way}_helpers.py", tmp_path / f"{way}_mine.py"
+    helpers.write_text(made)
+    named.write_text(f"from {way}_helpers import make\n{mine}")
+    before = digest_of_adapter(f"{way}_mine:other")
+    for file in (helpers, named):
+        text = file.read_text()
+        file.write_text(text.replace("OLD", "NEW") if "OLD" in text else text + "# changed\n")
+        assert digest_of_adapter(f"{way}_mine:other") != before
+        file.write_text(text)
+    assert digest_of_adapter(f"{way}_mine:other") == before
