@@ -90,9 +90,13 @@ def sharegpt(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return {**others, "messages": messages}
 
 
+_OF_PREFERENCES = ("input", "preferred_output", "non_preferred_output")
+
+
 def openai_messages(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """OpenAI's chat files: `messages`, or (preferences) `input.messages` with `preferred_output` and
-    `non_preferred_output`, each of which is a list of messages."""
+    `non_preferred_output`, each of which is a list of messages. What else stands in `input`, such as `tools`, becomes
+    a column."""
     if "preferred_output" in row:
         given = row.get("input")
         before = given.get("messages") if isinstance(given, Mapping) else None
@@ -101,7 +105,12 @@ def openai_messages(row: Mapping[str, Any]) -> Mapping[str, Any]:
             raise ValueError("expected input.messages, preferred_output and non_preferred_output, lists of messages")
         assert isinstance(before, list)
         chosen, rejected = (before + side for side in sides if isinstance(side, list))
-        return {"chosen": chosen, "rejected": rejected}
+        assert isinstance(given, Mapping)
+        beside = {key: value for key, value in given.items() if key != "messages" and value is not None}
+        others = {key: value for key, value in row.items() if key not in _OF_PREFERENCES and value is not None}
+        if twice := [key for key in beside if key in others and others[key] != beside[key]]:
+            raise ValueError(f"expected {twice[0]!r} once, found it in input and as a column, with other values")
+        return {**others, **beside, "chosen": chosen, "rejected": rejected}
     if not isinstance(row.get("messages"), list):
         raise ValueError(f"expected 'messages', a list of {{role, content}}, found {', '.join(map(repr, row))}")
     return row

@@ -40,7 +40,7 @@ from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.data.tokenizer_files import tokenizer_digest, writes_the_date
 from megarlhf.data.turns import Answered, Inexact, LossOn, answered
 
-VERSION = 1
+VERSION = 2
 """Of how records are written as tokens: another one makes other keys of the cache."""
 
 Form = Literal["texts", "conversations"]

@@ -14,7 +14,11 @@ from megarlhf.data import json_rows
 from megarlhf.data.adapters import ADAPTERS, alpaca, anthropic_hh, digest_of_adapter, openai_messages, sharegpt
 from megarlhf.data.formats import read_chunks
 from megarlhf.data.json_rows import parse_array
+from megarlhf.data.samples import PairEncoder
 from megarlhf.data.sources import load_records
+from megarlhf.data.tokenizer import HuggingFaceTokenizer
+from tests.data.chat_styles import said
+from tests.data.conftest import CHAT
 
 
 def test_anthropic_hh_parts_behind_the_last_common_answer():
@@ -72,8 +76,29 @@ def test_openai_messages_and_preferences():
     before, good, bad = ([{"role": role, "content": role}] for role in ("user", "assistant", "tool"))
     preference = {"input": {"messages": before}, "preferred_output": good, "non_preferred_output": bad}
     assert openai_messages(preference) == {"chosen": before + good, "rejected": before + bad}
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    whole = {**preference, "input": {"messages": before, "tools": tools, "parallel_tool_calls": None}, "margin": 2.0}
+    made = {"chosen": before + good, "rejected": before + bad, "tools": tools, "margin": 2.0}
+    assert openai_messages(whole) == openai_messages({**whole, "tools": None}) == made
+    with pytest.raises(ValueError, match="expected 'tools' once, found it in input and as a column"):
+        openai_messages({**whole, "tools": [{}]})
     with pytest.raises(ValueError, match=r"expected input\.messages, preferred_output and non_preferred_output"):
         openai_messages({**preference, "input": {}})
+
+
+def test_tools_of_openai_s_preferences_are_written_or_refused(fast_tokenizer):
+    """As a column of the record is. The margin is read too."""
+    tokenizer = HuggingFaceTokenizer(fast_tokenizer(prefix=False, eos_token="</s>"), "here")
+    user, good, bad = ([said(*each)] for each in (("user", "1"), ("assistant", "a"), ("assistant", "b")))
+    given = {"messages": user, "tools": [{"name": "85"}]}
+    row = openai_messages({"input": given, "preferred_output": good, "non_preferred_output": bad, "margin": 3})
+    options = {"tokenizer": None, "max_prompt_tokens": 90, "max_response_tokens": 9, "with_margin": True}
+    with pytest.raises(ValueError, match="the record has tools, which the chat template leaves out"):
+        PairEncoder(**options).by(tokenizer)(0, row)
+    writes = "{% for t in tools or [] %}{{ t.name }}{% endfor %}" + CHAT
+    pair = PairEncoder(**options, chat_template=writes).by(tokenizer)(0, row)
+    assert tokenizer.decode(pair.prompt_tokens).startswith("85<")
+    assert pair.margin == 3.0
 
 
 def test_every_adapter_says_what_it_expected(tmp_path):
