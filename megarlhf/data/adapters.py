@@ -80,7 +80,8 @@ def sharegpt(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
         content = turn.get("value", turn.get("content"))
         if not isinstance(content, str):
             raise ValueError(f"a turn from {speaker!r} has no text in 'value'")
-        messages.append({"role": _ROLES[speaker.lower()], "content": content})
+        weight = {} if turn.get("weight") is None else {"weight": turn["weight"]}
+        messages.append({"role": _ROLES[speaker.lower()], "content": content, **weight})
     if next((each["role"] for each in messages if each["role"] != "system"), None) == "assistant":
         return None
     system = row.get("system")

@@ -38,7 +38,7 @@ from megarlhf.data.sources import Record
 from megarlhf.data.templates import ChatTemplate, Conversation, Template, chat_template, has_template
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.data.tokenizer_files import tokenizer_digest, writes_the_date
-from megarlhf.data.turns import Answered, Inexact, LossOn, answered
+from megarlhf.data.turns import Answered, Inexact, LossOn, answered, learnt_turns
 
 VERSION = 2
 """Of how records are written as tokens: another one makes other keys of the cache."""
@@ -117,6 +117,8 @@ class _Writer:
     def answered(self, conversation: Conversation, loss_on: LossOn) -> Answered:
         """See `turns.answered`. Raises: Unusable, ValueError."""
         self.template.check(conversation)
+        if not learnt_turns(conversation, loss_on):
+            raise Unusable(f"{'every' if loss_on == 'all' else 'the last'} answer has weight 0")
         try:
             return answered(self.template, conversation, loss_on)
         except Inexact as error:

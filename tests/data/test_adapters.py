@@ -52,6 +52,8 @@ def test_sharegpt_turns_become_messages():
         {"role": "tool", "content": "c"},
     ]
     assert sharegpt({"conversations": turns, "id": 1}) == {"id": 1, "messages": messages}
+    weighed = sharegpt({"conversations": [turns[0], {**turns[1], "weight": 0}]})
+    assert weighed == {"messages": [messages[0], {**messages[1], "weight": 0}]}
     system = {"role": "system", "content": "s"}
     assert sharegpt({"conversation": turns[:1], "system": "s"}) == {"messages": [system, messages[0]]}
     for row, words in (
