@@ -288,8 +288,9 @@ class DataConfig(PromptDataConfig):
     """Longer responses (with end-of-sequence) are skipped, counted and reported; see `over_long`."""
     over_long: Literal["drop", "cut"] = "drop"
     """What becomes of a response that is longer than `max_response_tokens`. `drop`: the record is skipped. `cut`, of
-    `sft` only: its end is left out, end-of-sequence included, so that no ending is learnt there. Both are counted. A
-    prompt that is too long is always skipped."""
+    `sft` only: its end is left out, end-of-sequence included, so that no ending is learnt there; with `loss_on: all` it
+    is the conversation that is cut, at `max_prompt_tokens` + `max_response_tokens`. Both are counted. A prompt that is
+    too long is always skipped."""
 
     def require_no_cut(self, command: str) -> None:
         """Raises: ValueError for responses that are compared, of which a cut one is another."""

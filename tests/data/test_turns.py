@@ -2,6 +2,7 @@
 
 import pytest
 
+from megarlhf.data.over_long import CuttingEncoder
 from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder, Unusable
 from megarlhf.data.templates import Conversation, chat_template
 from megarlhf.data.turns import Inexact, answered
@@ -82,6 +83,35 @@ def test_an_answer_of_weight_0_is_not_learnt(tokenizers, style, source):
         last(0, weighed(1, 1, 1, 0))
     with pytest.raises(ValueError, match=r"message 2 has weight = float 0\.5; expected 1, or 0"):
         every(0, weighed(0.5, 1, 1, 1))
+
+
+def test_a_conversation_is_cut_where_it_would_be_skipped(tokenizers):
+    """At the sum of the limits, wherever its first answer stands; it ends with a learnt token, and what has none
+    before that is skipped."""
+    tokenizer, limits = tokenizers["chatml"], {"tokenizer": None, "loss_on": "all"}
+    record = {"messages": LONG}
+    whole = SFTEncoder(**limits, max_prompt_tokens=400, max_response_tokens=400).by(tokenizer)(0, record)
+    size = len(whole.tokens)
+    for most in range(1, size + 2):
+        options = {**limits, "max_prompt_tokens": most // 3 or 1, "max_response_tokens": most - (most // 3 or 1) or 1}
+        most = options["max_prompt_tokens"] + options["max_response_tokens"]
+        encoder = SFTEncoder(**options)
+        cut = CuttingEncoder(encoder).by(tokenizer)
+        words = f"conversation longer than {most} tokens"
+        if most >= size:
+            assert cut(0, record) == encoder.by(tokenizer)(0, record) == whole
+            continue
+        with pytest.raises(Unusable, match=words):
+            encoder.by(tokenizer)(0, record)
+        learnt = [n for n, is_learnt in enumerate(whole.learnt()[:most]) if is_learnt]
+        if not learnt:
+            with pytest.raises(Unusable, match=words):
+                cut(0, record)
+            continue
+        made = cut(0, record)
+        assert made.how == f"conversation cut at {most} tokens"
+        assert made.sample.tokens == whole.tokens[: learnt[-1] + 1]
+        assert [n for n, is_learnt in enumerate(made.sample.learnt()) if is_learnt] == learnt
 
 
 def test_weights_where_nobody_can_tell_what_is_marked(tokenizers):
