@@ -92,7 +92,7 @@ def test_a_share_that_leaves_nothing_to_train_on_is_refused(file, tmp_path):
         ([5] * 20, 0.07, 5),
         ([5] * 20, 0.08, 10),
         ([96, 4], 0.01, 4),
-        ([50, 50], 0.05, r"with 2 different prompts cannot be met: .* has 50, and 50 samples .* give data.* = 0\.5, or"),
+        ([50, 50], 0.05, r"with 2 different .* cannot be met: .* has 50, and 50 samples .* give data.* = 0\.5, or"),
         ([91, *[1] * 9], 0.5, r"cannot be met: .* has 91, and 9 samples \(0\.09\) would be set aside in place of 50"),
     ],
 )  # fmt: skip
