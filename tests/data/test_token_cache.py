@@ -284,9 +284,24 @@ def test_a_worker_that_is_killed_is_said(place, tmp_path, workers_at_once):
 
 
 def test_a_damaged_entry_is_refused(place, tmp_path):
+    """One bit in any of its files; another size; a manifest that cannot be read."""
     encoder = Counting(tmp_path / "log")
     loader(place, encoder).train_and_validation("sft")
     (directory,) = entries(place)
+    files = [file for file in directory.iterdir() if file.name != "MANIFEST.json"]
+    assert {file.name for file in files} >= {"tokens.bin", "tokens.offsets", "stretches.bin", "_record.bin"}
+    for file in files:
+        whole = file.read_bytes()
+        for place_of_bit in (0, len(whole) // 2, len(whole) - 1):
+            raw = bytearray(whole)
+            raw[place_of_bit] ^= 4
+            file.write_bytes(raw)
+            words = rf"{file.name} changed its content; remove the directory, and it is made again"
+            with pytest.raises(ValueError, match=words):
+                loader(place, encoder).train_and_validation("sft")
+        file.write_bytes(whole)
+    loader(place, encoder).train_and_validation("sft")
+    assert encoder.encoded() == list(range(41)), "nothing was made again"
     file = directory / "tokens.bin"
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(ValueError, match=r"tokens\.bin changed its size; remove the directory, and it is made again"):
