@@ -283,6 +283,23 @@ def test_a_worker_that_is_killed_is_said(place, tmp_path, workers_at_once):
     assert entries(place) == []
 
 
+def test_an_entry_without_a_manifest_is_made_again_once(place, tmp_path, caplog):
+    """As a copy that was broken off leaves it."""
+    encoder = Counting(tmp_path / "log")
+    train, _, _ = loader(place, encoder).train_and_validation("sft")
+    expected = list(train)
+    (directory,) = entries(place)
+    (directory / "MANIFEST.json").unlink()
+    (directory / "more").mkdir()
+    for _ in range(2):
+        again, _, _ = loader(place, encoder).train_and_validation("sft")
+        assert list(again) == expected
+    assert encoder.encoded() == [*range(41), *range(41)]
+    assert f"{directory} has no MANIFEST.json: it is not whole, and is made again" in caplog.text
+    assert sorted(path.name for path in Path(place["cache"]).iterdir()) == sorted([directory.name, "files"])
+    assert not (directory / "more").exists()
+
+
 def test_a_damaged_entry_is_refused(place, tmp_path):
     """One bit in any of its files; another size; a manifest that cannot be read."""
     encoder = Counting(tmp_path / "log")
