@@ -93,6 +93,8 @@ def words_of(sources: Sequence[SourceConfig]) -> str:
 def _as_list(value: Any) -> Any:
     """A text is a path, and one set needs no list."""
     given = value if isinstance(value, list | tuple) else [value]
+    if not given:
+        raise ValueError("an empty list; name one set of records at least, or leave the key out")
     sets = [{"path": each} if isinstance(each, str | Path) else each for each in given]
     return tuple(part for each in sets for part in _unblended(each))
 
@@ -145,7 +147,6 @@ class _EveryForm:
 
 Sources = Annotated[
     tuple[SourceConfig, ...],
-    Field(min_length=1),
     BeforeValidator(_as_list),
     PlainSerializer(_as_written, when_used="json"),
     _EveryForm(),
