@@ -16,6 +16,7 @@ from typing import Any
 from megarlhf.commands.arguments import Once, Parser, command_first, positive
 from megarlhf.commands.ask import add_arguments as add_ask_arguments
 from megarlhf.commands.ask import ask, is_asked
+from megarlhf.commands.piped import without_pipes
 from megarlhf.commands.process_tree import end_with_parent
 from megarlhf.commands.shells import HELP_OF_COMPLETION, SHELLS
 from megarlhf.commands.versions import ShowVersions
@@ -187,19 +188,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         end_with_parent()
         _refuse_another_directory()
         argv = _command_first(argv)
-        if argv[:1] == ["convert"]:  # has commands of its own
-            from megarlhf.commands.convert import main as convert
-
-            return convert(argv[1:], prog="megarlhf convert")
-        if argv[:1] == ["rehearse"]:
-            from megarlhf.commands.rehearse import main as rehearse
-
-            return rehearse(argv[1:])
-        if argv[:1] == ["plan"]:
-            from megarlhf.commands.plan import main as plan
-
-            return plan(argv[1:])
-        return _dispatch(parse(argv), argv)
+        with without_pipes(argv) as given:
+            return _run(given)
     except Exception as error:
         from megarlhf.commands import launch
 
@@ -211,6 +201,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             raise
         return status
+
+
+def _run(argv: list[str]) -> int:
+    if argv[:1] == ["convert"]:  # has commands of its own
+        from megarlhf.commands.convert import main as convert
+
+        return convert(argv[1:], prog="megarlhf convert")
+    if argv[:1] == ["rehearse"]:
+        from megarlhf.commands.rehearse import main as rehearse
+
+        return rehearse(argv[1:])
+    if argv[:1] == ["plan"]:
+        from megarlhf.commands.plan import main as plan
+
+        return plan(argv[1:])
+    return _dispatch(parse(argv), argv)
 
 
 def _command_first(argv: list[str]) -> list[str]:

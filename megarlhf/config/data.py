@@ -93,6 +93,8 @@ def words_of(sources: Sequence[SourceConfig]) -> str:
 def _as_list(value: Any) -> Any:
     """A text is a path, and one set needs no list."""
     given = value if isinstance(value, list | tuple) else [value]
+    if not given:
+        raise ValueError("an empty list; name one set of records at least, or leave the key out")
     sets = [{"path": each} if isinstance(each, str | Path) else each for each in given]
     return tuple(part for each in sets for part in _unblended(each))
 
@@ -145,7 +147,6 @@ class _EveryForm:
 
 Sources = Annotated[
     tuple[SourceConfig, ...],
-    Field(min_length=1),
     BeforeValidator(_as_list),
     PlainSerializer(_as_written, when_used="json"),
     _EveryForm(),
@@ -288,8 +289,9 @@ class DataConfig(PromptDataConfig):
     """Longer responses (with end-of-sequence) are skipped, counted and reported; see `over_long`."""
     over_long: Literal["drop", "cut"] = "drop"
     """What becomes of a response that is longer than `max_response_tokens`. `drop`: the record is skipped. `cut`, of
-    `sft` only: its end is left out, end-of-sequence included, so that no ending is learnt there. Both are counted. A
-    prompt that is too long is always skipped."""
+    `sft` only: its end is left out, end-of-sequence included, so that no ending is learnt there; with `loss_on: all` it
+    is the conversation that is cut, at `max_prompt_tokens` + `max_response_tokens`. Both are counted. A prompt that is
+    too long is always skipped."""
 
     def require_no_cut(self, command: str) -> None:
         """Raises: ValueError for responses that are compared, of which a cut one is another."""

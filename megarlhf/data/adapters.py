@@ -80,7 +80,8 @@ def sharegpt(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
         content = turn.get("value", turn.get("content"))
         if not isinstance(content, str):
             raise ValueError(f"a turn from {speaker!r} has no text in 'value'")
-        messages.append({"role": _ROLES[speaker.lower()], "content": content})
+        weight = {} if turn.get("weight") is None else {"weight": turn["weight"]}
+        messages.append({"role": _ROLES[speaker.lower()], "content": content, **weight})
     if next((each["role"] for each in messages if each["role"] != "system"), None) == "assistant":
         return None
     system = row.get("system")
@@ -90,9 +91,13 @@ def sharegpt(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return {**others, "messages": messages}
 
 
+_OF_PREFERENCES = ("input", "preferred_output", "non_preferred_output")
+
+
 def openai_messages(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """OpenAI's chat files: `messages`, or (preferences) `input.messages` with `preferred_output` and
-    `non_preferred_output`, each of which is a list of messages."""
+    `non_preferred_output`, each of which is a list of messages. What else stands in `input`, such as `tools`, becomes
+    a column."""
     if "preferred_output" in row:
         given = row.get("input")
         before = given.get("messages") if isinstance(given, Mapping) else None
@@ -101,7 +106,12 @@ def openai_messages(row: Mapping[str, Any]) -> Mapping[str, Any]:
             raise ValueError("expected input.messages, preferred_output and non_preferred_output, lists of messages")
         assert isinstance(before, list)
         chosen, rejected = (before + side for side in sides if isinstance(side, list))
-        return {"chosen": chosen, "rejected": rejected}
+        assert isinstance(given, Mapping)
+        beside = {key: value for key, value in given.items() if key != "messages" and value is not None}
+        others = {key: value for key, value in row.items() if key not in _OF_PREFERENCES and value is not None}
+        if twice := [key for key in beside if key in others and others[key] != beside[key]]:
+            raise ValueError(f"expected {twice[0]!r} once, found it in input and as a column, with other values")
+        return {**others, **beside, "chosen": chosen, "rejected": rejected}
     if not isinstance(row.get("messages"), list):
         raise ValueError(f"expected 'messages', a list of {{role, content}}, found {', '.join(map(repr, row))}")
     return row
@@ -141,27 +151,38 @@ def load_adapter(name: str) -> Adapter:
 
 
 def digest_of_adapter(name: str | None) -> str | None:
-    """Of the file that an adapter of the user's stands in and of those that it imports, so that a changed one is
-    another adapter."""
+    """Of the module that the configuration names for an adapter of the user's, of the file that its code stands in, and
+    of those that both import, so that a changed one is another adapter. What a factory or a decorator has made has its
+    code elsewhere: there too."""
     if name is None or name in ADAPTERS:
         return name
-    try:
-        adapter = inspect.unwrap(load_adapter(name))
-        file = Path(inspect.getsourcefile(adapter) or "")
-        files = {file: file.read_bytes()}
-    except (TypeError, OSError) as error:
-        raise ValueError(f"adapter {name!r} has no file of its own ({error}); name a function in a module") from error
-    waiting = [(getattr(adapter, "__module__", ""), file)]
+    adapter = load_adapter(name)
+    module = sys.modules[name.partition(":")[0]]
+    if not (getattr(module, "__file__", None) or "").endswith(".py"):
+        raise ValueError(f"adapter {name!r}: {module} has no file in Python; name a function in a module")
+    waiting = [(module.__name__, Path(str(module.__file__)))]
+    with contextlib.suppress(TypeError):  # of an object that is called: its class stands in what the module imports
+        code = inspect.unwrap(adapter)
+        file, of_code = Path(inspect.getsourcefile(code) or ""), getattr(code, "__module__", None) or ""
+        if file.suffix == ".py" and _is_own(of_code, file):
+            waiting.append((of_code, file))
+    files: dict[Path, bytes] = {}
     while waiting:
-        for found in _own_imports(files[waiting[-1][1]], *waiting.pop()):
-            if found[1] not in files:
-                files[found[1]] = found[1].read_bytes()
-                waiting.append(found)
+        module_name, path = waiting.pop()
+        if path not in files:
+            files[path] = path.read_bytes()
+            waiting += _own_imports(files[path], module_name, path)
     digests = sorted((path.name, hashlib.sha256(content).hexdigest()) for path, content in files.items())
     return hashlib.sha256(repr(digests).encode()).hexdigest()
 
 
 _INSTALLED = ("site-packages", "dist-packages")
+
+
+def _is_own(module: str, file: Path) -> bool:
+    """Whether a module comes neither with Python nor as a package that was installed."""
+    known = module.partition(".")[0] in sys.stdlib_module_names | {"megarlhf"}
+    return not known and not set(_INSTALLED) & set(file.parts)
 
 
 def _own_imports(source: bytes, module: str, file: Path) -> Iterator[tuple[str, Path]]:
@@ -181,15 +202,15 @@ def _own_imports(source: bytes, module: str, file: Path) -> Iterator[tuple[str, 
             parts = importlib.util.resolve_name(name, package).split(".")
             absolute |= {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
     for name in sorted(absolute):
-        if name.partition(".")[0] in sys.stdlib_module_names | {"megarlhf"}:
-            continue
         spec = None
+        if name.partition(".")[0] in sys.stdlib_module_names:
+            continue
         with contextlib.suppress(ImportError, ValueError, AttributeError):  # a name that is no module, or is not there
             spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
             continue
         path = Path(spec.origin)
-        if not set(_INSTALLED) & set(path.parts):
+        if _is_own(name, path):
             yield name, path
 
 

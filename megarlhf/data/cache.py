@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import shutil
 import socket
@@ -22,9 +23,12 @@ from typing import Any
 
 from megarlhf.data.columns import MANIFEST
 
+logger = logging.getLogger(__name__)
 VARIABLE = "MEGARLHF_CACHE"
 PRIVATE = "none"
 POLL_SECONDS = 0.1
+SAID_SECONDS = 2.0
+"""After which who waits says for what."""
 BEAT_SECONDS = 5.0
 """Between two signs of life of who makes an entry."""
 DEAD_SECONDS = 60.0
@@ -147,6 +151,7 @@ def _partial(cache: Path, key: str, lease: str) -> Path:
 def _make(cache: Path, key: str, lease: str, make: Callable[[Path], None]) -> bool:
     """Whether the entry is ours, and not of another who was faster."""
     _remove_left_over(cache, key)
+    _remove_broken(cache, key, lease)
     partial = _partial(cache, key, lease)
     partial.mkdir()
     try:
@@ -167,6 +172,19 @@ def _remove_left_over(cache: Path, key: str) -> None:
         with contextlib.suppress(OSError):
             if path.is_dir() and time.time() - path.stat().st_mtime > LEFT_OVER_SECONDS:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_broken(cache: Path, key: str, lease: str) -> None:
+    """What has the entry's name and no manifest, which is no entry: half of a copy, or of one that was removed."""
+    place, aside = cache / key, cache / f".{key}.{lease}.broken"
+    if not place.is_dir() or (place / MANIFEST).exists():
+        return
+    logger.warning("%s has no %s: it is not whole, and is made again", place, MANIFEST)
+    place.rename(aside)
+    if (aside / MANIFEST).exists():  # of another who was faster: where a lease was taken over though its owner lives
+        with contextlib.suppress(OSError):
+            aside.rename(place)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -199,7 +217,23 @@ def _lease(cache: Path, key: str) -> Iterator[str | None]:
 
 
 def _create(path: Path, text: str) -> bool:
-    """Only where there is none."""
+    """Only where there is none; with its text, also for who is killed in between."""
+    if path.exists():
+        return False
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    partial.write_text(text, encoding="utf-8")
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without hard links
+        return _create_in_place(path, text)
+    finally:
+        partial.unlink(missing_ok=True)
+    return True
+
+
+def _create_in_place(path: Path, text: str) -> bool:
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -235,6 +269,7 @@ def _wait(path: Path, failed: Path) -> str | None:
     """
     owner: dict[str, Any] = {}
     sign, since = None, time.monotonic()
+    say_at = since + SAID_SECONDS
     while True:
         now = _owner(path)
         owner = owner or now
@@ -252,7 +287,18 @@ def _wait(path: Path, failed: Path) -> str | None:
                 if _owner(path).get("id") == owner.get("id"):
                     path.unlink()
             return str(owner["id"]) if gone else None
+        if time.monotonic() > say_at:
+            say_at = float("inf")
+            logger.info("%s", _waiting_in_words(path, owner))
         time.sleep(POLL_SECONDS)
+
+
+def _waiting_in_words(path: Path, owner: Mapping[str, Any]) -> str:
+    who = f"process {owner.get('pid')} on {owner.get('host')}" if owner else "a process that it does not name"
+    return (
+        f"waiting for {path.with_suffix('')}, which {who} makes, as {path.name} says; it is taken over when it gives "
+        f"no sign of life for {DEAD_SECONDS:g} s"
+    )
 
 
 def _has_gone(owner: Mapping[str, Any]) -> bool:

@@ -3,7 +3,7 @@ of them, a file of offsets.
 
 A directory holds one kind of sample, a dataclass. Its fields say what the columns are: token ids, texts, numbers, and
 what JSON can hold. Two columns more are kept of each sample: the number of its record in the source, and a digest of
-its prompt. `MANIFEST.json` is written last, and names every file with its size.
+its prompt. `MANIFEST.json` is written last, and names every file with its size and a digest (`blocks`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-FORMAT = 1
+from megarlhf.data.blocks import digest_of_blocks
+
+FORMAT = 2
 """Of the files. Another one is another key of the cache, so that no version reads another's."""
 MANIFEST = "MANIFEST.json"
 RECORD, PROMPT = "record", "prompt_digest"
@@ -188,6 +190,7 @@ class Writer:
             "changed": dict(self.changed),
             "digest": whole.hexdigest(),
             "files": sizes,
+            "blocks": {name: digest_of_blocks(self._directory / name) for name in sizes},
             **others,
         }
         with (self._directory / MANIFEST).open("w", encoding="utf-8") as out:
@@ -202,7 +205,7 @@ class Writer:
 
 
 class Columns:
-    """The files of a directory, mapped. Raises: ValueError for a directory that is not whole."""
+    """The files of a directory, mapped. Raises: ValueError for a directory that is not whole, or was damaged."""
 
     def __init__(self, directory: Path, sample_type: type[Any]) -> None:
         self.directory, self._type = directory, sample_type
@@ -244,14 +247,16 @@ class Columns:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Raises: ValueError where a file is missing or has another size than was written."""
+    """Raises: ValueError where a file is missing, or has another size or content than was written; of a large one a
+    part is looked at (`blocks.digest_of_blocks`)."""
     try:
         manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
         wrong = [name for name, size in manifest["files"].items() if (directory / name).stat().st_size != size]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        digests = {} if wrong else manifest["blocks"]
+        other = [name for name, digest in digests.items() if digest_of_blocks(directory / name) != digest]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{directory} is not whole ({error}); remove it, and it is made again") from error
-    if wrong:
-        raise ValueError(
-            f"{directory}: {', '.join(wrong)} changed its size; remove the directory, and it is made again"
-        )
+    for names, what in ((wrong, "changed its size"), (other, "changed its content")):
+        if names:
+            raise ValueError(f"{directory}: {', '.join(names)} {what}; remove the directory, and it is made again")
     return manifest

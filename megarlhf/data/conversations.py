@@ -75,7 +75,8 @@ def example_of(record: Record, template: Template) -> tuple[str, str] | Conversa
         response = text_of(record, "response")
         if isinstance(asked, str):
             return asked, response
-        whole = Conversation([*asked.messages, {"role": "assistant", "content": response}], asked.tools)
+        answer = {"role": "assistant", "content": response}
+        whole = Conversation([*asked.messages, answer], asked.tools, asked.unlearnt)
     else:
         whole = conversation_of(record, column)
     if (role := whole.messages[-1]["role"]) != "assistant":
@@ -127,6 +128,9 @@ def _asked_of_pair(record: Record, template: Template) -> str | Conversation:
 
 def _compared(record: Record, asked: Conversation | None, sides: list[list[dict[str, Any]]]) -> PairOfConversations:
     """Whole conversations on both sides, or answers to what is asked. Raises: ValueError; EmptyText."""
+    if any("weight" in side[-1] for side in sides):
+        raise EmptyText("the answer has weight 0")
+    sides = [_without_weights(side) for side in sides]
     answers_only = all(side[0]["role"] == "assistant" for side in sides)
     if answers_only:
         if asked is None:
@@ -225,7 +229,8 @@ def conversation_of(record: Record, column: str) -> Conversation:
     """The messages of a column, with the record's `system` and `tools`. Raises: ValueError."""
     messages = _with_system(record, _messages(_listed(record[column]), column))
     _require_order(messages, column)
-    return Conversation(messages, tools_of(record))
+    unlearnt = frozenset(number for number, message in enumerate(messages) if "weight" in message)
+    return Conversation(_without_weights(messages), tools_of(record), unlearnt)
 
 
 def _listed(value: Any) -> Any:
@@ -294,7 +299,25 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     content = message.get("content")
     if not isinstance(content, str):
         raise ValueError(f"{where} ({role!r}): content is {shown(content)}, expected a text; convert the data")
-    return message
+    return _weighed(message, where)
+
+
+def _weighed(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """With `weight` where that is 0, of the assistant: OpenAI's mark of an answer that is not to be learnt. Raises:
+    ValueError for another share."""
+    weight = message.pop("weight", None)
+    if message["role"] != "assistant" or weight is None or weight == 1:
+        return message
+    if weight != 0:
+        raise ValueError(
+            f"{where} has weight = {shown(weight)}; expected 1, or 0 for an answer that is not to be learnt: leave "
+            "the key out, or the message"
+        )
+    return {**message, "weight": 0}
+
+
+def _without_weights(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: part for key, part in message.items() if key != "weight"} for message in messages]
 
 
 def _call(value: Any, where: str) -> Any:
@@ -315,7 +338,7 @@ def _call(value: Any, where: str) -> Any:
 
 
 def _from_sharegpt(value: Mapping[str, Any], where: str) -> dict[str, Any]:
-    name, said = value["from"], value.get("value")
+    name, said, weight = value["from"], value.get("value"), value.get("weight")
     if not isinstance(said, str):
         raise ValueError(f"{where} ({name!r}): value is {shown(said)}, expected a text; convert the data")
     if str(name).lower() == _CALL:
@@ -325,10 +348,10 @@ def _from_sharegpt(value: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise ValueError(f"{where} (from {name!r}) is {shown(said)}, expected JSON: {error}") from None
         calls = call if isinstance(call, list) else [call]
         made = [_call({"type": "function", "function": each}, where) for each in calls]
-        return {"role": "assistant", "content": "", "tool_calls": made}
+        return _weighed({"role": "assistant", "content": "", "tool_calls": made, "weight": weight}, where)
     if (known := str(name).lower()) not in _SHAREGPT:
         raise ValueError(f"{where} is from {name!r}; the known ones are {', '.join(_SHAREGPT)}, {_CALL}; rename it")
-    return {"role": _SHAREGPT[known], "content": said}
+    return _weighed({"role": _SHAREGPT[known], "content": said, "weight": weight}, where)
 
 
 def _require_order(messages: Sequence[Mapping[str, Any]], column: str) -> None:

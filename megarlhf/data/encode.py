@@ -27,6 +27,7 @@ from megarlhf.data.columns import Packed, Writer, kinds_of, pack
 from megarlhf.data.fields import Fields, LeftOut, Reader
 from megarlhf.data.formats import Chunk
 from megarlhf.data.sample_kinds import Encoder, Unusable
+from megarlhf.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
 from megarlhf.data.tokenizer_files import without_torch
 
 ALONE_SECONDS = 0.5
@@ -37,6 +38,7 @@ _AHEAD = 2
 """Chunks that each worker has been given, one of which it encodes."""
 _END_SECONDS = 10.0
 """In which a process whose pipe has ended ends itself."""
+_UNKNOWN = "with text that the tokenizer does not know, which became its unknown token"
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,9 @@ class Opened:
         self.loaded = load()
         self._encode = job.encoder.by(self.loaded)
         self._kinds = kinds_of(job.sample_type)
+        self._token_fields = [name for name in self._kinds if name == "tokens" or name.endswith("_tokens")]
+        known = isinstance(self.loaded, HuggingFaceTokenizer | SentencePieceTokenizer)
+        self._unk_id = self.loaded.unk_id if known else None
         self._left_out = f"left out by the adapter {job.source.adapter}"
 
     def __call__(self, chunk: Chunk, first_record: int) -> Packed:
@@ -92,6 +97,8 @@ class Opened:
                 changed[made.how] += 1
                 made = made.sample
             several = made if isinstance(made, list) else [made]
+            if self._unk_id is not None and any(map(self._has_unknown, several)):
+                changed[_UNKNOWN] += 1
             samples += several
             records += [number] * len(several)
         try:
@@ -101,6 +108,9 @@ class Opened:
                 f"{chunk.name}, {chunk.unit} {chunk.numbers[0]} to {chunk.numbers[-1]}: {error}"
             ) from error
         return replace(packed, num_records=len(chunk.rows), skipped=skipped, changed=changed)
+
+    def _has_unknown(self, sample: Any) -> bool:
+        return any(self._unk_id in getattr(sample, name) for name in self._token_fields)
 
 
 def encode_all(job: Job, chunks: Iterator[Chunk], writer: Writer, workers: int | None) -> None:

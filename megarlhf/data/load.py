@@ -76,9 +76,10 @@ class SetLoader(Generic[Sample]):
             wholes = [stored for stored, _ in parts]
             held = _joined(list(zip(wholes, away, strict=True)))
             parts = list(zip(wholes, kept, strict=True))
+            trained = sum(len(part) for _, part in parts)
             notes.append(
-                f"data.validation_share = {data.validation_share:g}: {len(held)} samples are set aside, and "
-                f"{sum(len(part) for _, part in parts)} are trained on"
+                f"data.validation_share = {data.validation_share:g}: {len(held)} samples are set aside "
+                f"({len(held) / (len(held) + trained):.2g} of all), and {trained} are trained on"
             )
         weights = [source.weight for source in data.train if source.weight is not None]
         return _joined(parts, weights or None), held, notes + shared

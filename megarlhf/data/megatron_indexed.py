@@ -8,6 +8,7 @@ the first is learnt once. What is left at the end is dropped.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from megarlhf.config.data import SourceConfig, parse_blend
+from megarlhf.data.blocks import digest_of_blocks
 from megarlhf.data.columns import Array
 from megarlhf.data.sample_kinds import SFTSample
 from megarlhf.data.tokenized import Joined, Samples
@@ -50,6 +52,15 @@ class Indexed:
         """Its tokens."""
         start = int(self.starts[number])
         return self.tokens[start : start + int(self.lengths[number])]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of the lengths of all sequences, and of the tokens by `digest_of_blocks`: they are too many to read all
+        before a run."""
+        digest = hashlib.sha256(f"{self.tokens.dtype}/".encode())
+        digest.update(np.ascontiguousarray(self.lengths).tobytes())
+        digest.update(digest_of_blocks(files_of(self.prefix)[0]).encode())
+        return digest.hexdigest()
 
 
 def prefix_of(path: str | Path) -> Path:
@@ -208,16 +219,11 @@ class IndexedSamples(Samples[Sample], Generic[Sample]):
         return np.arange(self._count).astype(np.uint64) + first
 
     def digest(self) -> str:
-        """Of size, index and ends of the tokens; they are too many to read all before a run."""
+        """Of what is read of the data (`Indexed.digest`), and how it is cut into samples."""
         return self._digest(self._key).hex()
 
     def _digest(self, key: list[str]) -> bytes:
-        indexed = self._indexed
-        said = [str(len(indexed.tokens)), str(indexed.tokens.dtype), *key]
-        digest = hashlib.sha256("/".join(said).encode())
-        for content in (indexed.lengths, indexed.tokens[: 1 << 20], indexed.tokens[-(1 << 20) :]):
-            digest.update(np.ascontiguousarray(content).tobytes())
-        return digest.digest()
+        return hashlib.sha256("/".join([self._indexed.digest, *key]).encode()).digest()
 
     def ends(self, most: int = 100) -> set[int]:
         """The last tokens of the first documents, which should be the tokenizer's end of sequence (`--append-eod`)."""

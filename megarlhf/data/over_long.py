@@ -1,21 +1,20 @@
-"""Responses that are cut at the longest length instead of being left out, for `sft`."""
+"""Texts that are cut at the limit over which they would be left out, for `sft`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megarlhf.data.encode import Changed
-from megarlhf.data.samples import SFTEncoder, SFTSample
+from megarlhf.data.samples import SFTEncoder, SFTSample, Unusable
 from megarlhf.data.tokenizer import Tokenizer
-
-_ANY_LENGTH = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class CuttingEncoder:
-    """As `encoder`, but that a text ends `max_response_tokens` behind the first token that is learnt."""
+    """As `encoder`, but that a text is cut at the limit for which it would be skipped (`SFTEncoder.limit`). It is still
+    skipped where its prompt is too long, or nothing that is learnt stands before the limit."""
 
     encoder: SFTEncoder
 
@@ -25,25 +24,26 @@ class CuttingEncoder:
 
     def by(self, loaded: Tokenizer) -> Callable[[int, Mapping[str, Any]], SFTSample | Changed]:
         """See `Encoder.by`."""
-        most = self.encoder.max_response_tokens
-        encode = replace(self.encoder, max_response_tokens=_ANY_LENGTH).by(loaded)
+        encode = self.encoder.of_any_length(loaded)
 
         def cut(index: int, record: Mapping[str, Any]) -> SFTSample | Changed:
             sample = encode(index, record)
-            end = sample.prompt_length + most
-            if len(sample.tokens) <= end:
+            limit = self.encoder.limit(sample)
+            if len(sample.tokens) <= limit.end:
                 return sample
-            return Changed(cut_at(sample, end), f"response cut at {most} tokens")
+            if sample.prompt_length >= limit.end:
+                raise Unusable(limit.over)
+            return Changed(cut_at(sample, limit.end), f"{limit.what} cut at {limit.tokens} tokens")
 
         return cut
 
     def key(self) -> dict[str, Any]:
         """See `Encoder.key`."""
-        return {**self.encoder.key(), "over_long": "cut"}
+        return {**self.encoder.key(), "over_long": "cut where it would be skipped"}
 
 
 def cut_at(sample: SFTSample, end: int) -> SFTSample:
-    """Its first `end` tokens, with what is learnt of them."""
+    """What is learnt of its first `end` tokens, and all before it: behind the last learnt token nothing is of use."""
     pairs = zip(sample.stretches[0::2], sample.stretches[1::2], strict=True)
     kept = [min(border, end) for first, last in pairs if first < end for border in (first, last)]
-    return SFTSample(sample.tokens[:end], kept)
+    return SFTSample(sample.tokens[: kept[-1]], kept)

@@ -13,8 +13,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-import numpy as np
-
 from megarlhf.config import ConversationConfig
 from megarlhf.data.conversations import (
     CONVERSATION_COLUMNS,
@@ -25,6 +23,7 @@ from megarlhf.data.conversations import (
     pair_of,
     prompt_of,
 )
+from megarlhf.data.limits import Limit, require_at_most
 from megarlhf.data.sample_kinds import (
     Encode,
     FieldCheck,
@@ -38,9 +37,9 @@ from megarlhf.data.sources import Record
 from megarlhf.data.templates import ChatTemplate, Conversation, Template, chat_template, has_template
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.data.tokenizer_files import tokenizer_digest, writes_the_date
-from megarlhf.data.turns import Answered, Inexact, LossOn, answered
+from megarlhf.data.turns import Answered, Inexact, LossOn, answered, learnt_turns
 
-VERSION = 1
+VERSION = 2
 """Of how records are written as tokens: another one makes other keys of the cache."""
 
 Form = Literal["texts", "conversations"]
@@ -117,6 +116,8 @@ class _Writer:
     def answered(self, conversation: Conversation, loss_on: LossOn) -> Answered:
         """See `turns.answered`. Raises: Unusable, ValueError."""
         self.template.check(conversation)
+        if not learnt_turns(conversation, loss_on):
+            raise Unusable(f"{'every' if loss_on == 'all' else 'the last'} answer has weight 0")
         try:
             return answered(self.template, conversation, loss_on)
         except Inexact as error:
@@ -165,28 +166,39 @@ class SFTEncoder(_Options):
 
     def by(self, loaded: Tokenizer) -> Encode[SFTSample]:
         """See `Encoder.by`."""
+        encode = self.of_any_length(loaded)
+
+        def sample(index: int, record: Mapping[str, Any]) -> SFTSample:
+            made = encode(index, record)
+            limit = self.limit(made)
+            if len(made.tokens) > limit.end:
+                raise Unusable(limit.over)
+            return made
+
+        return sample
+
+    def of_any_length(self, loaded: Tokenizer) -> Encode[SFTSample]:
+        """As `by`, and what is too long too."""
         writer = _Writer(self, loaded)
 
         def sample(index: int, record: Mapping[str, Any]) -> SFTSample:
             example = _skipping(example_of, record, self)
             if isinstance(example, Conversation):
                 whole = writer.answered(example, self.loss_on)
-                sample = SFTSample(whole.tokens, whole.stretches)
-            else:
-                prompt_tokens = _text_tokens(example[0], loaded)
-                sample = SFTSample.of_response(prompt_tokens + _response_tokens(example[1], loaded), len(prompt_tokens))
-            self._require_length(sample)
-            return sample
+                return SFTSample(whole.tokens, whole.stretches)
+            prompt_tokens = _text_tokens(example[0], loaded)
+            return SFTSample.of_response(prompt_tokens + _response_tokens(example[1], loaded), len(prompt_tokens))
 
         return sample
 
-    def _require_length(self, sample: SFTSample) -> None:
-        """Raises: Unusable."""
+    def limit(self, sample: SFTSample) -> Limit:
+        """Where the sample has to end: its response, or with `loss_on` all the whole conversation. Raises: Unusable
+        for a prompt that is too long."""
         if self.loss_on == "all":
-            _require_at_most(len(sample.tokens), self.max_prompt_tokens + self.max_response_tokens, "conversation")
-            return
-        _require_at_most(sample.prompt_length, self.max_prompt_tokens, "prompt")
-        _require_at_most(len(sample.tokens) - sample.prompt_length, self.max_response_tokens, "response")
+            most = self.max_prompt_tokens + self.max_response_tokens
+            return Limit("conversation", most, most)
+        require_at_most(sample.prompt_length, self.max_prompt_tokens, "prompt")
+        return Limit("response", self.max_response_tokens, sample.prompt_length + self.max_response_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,9 +218,9 @@ class PairEncoder(_Options):
 
         def sample(index: int, record: Mapping[str, Any]) -> PairSample:
             prompt_tokens, chosen_tokens, rejected_tokens = self._parts(record, writer)
-            _require_at_most(len(prompt_tokens), self.max_prompt_tokens, "prompt")
+            require_at_most(len(prompt_tokens), self.max_prompt_tokens, "prompt")
             for tokens in (chosen_tokens, rejected_tokens):
-                _require_at_most(len(tokens), self.max_response_tokens, "response")
+                require_at_most(len(tokens), self.max_response_tokens, "response")
             if chosen_tokens == rejected_tokens:
                 raise Unusable("chosen equals rejected")
             margin = _margin(record) if self.with_margin else 0.0
@@ -255,7 +267,7 @@ class PromptEncoder(_Options):
             asked = _skipping(prompt_of, record, self)
             others = {key: value for key, value in record.items() if key not in CONVERSATION_COLUMNS}
             text, tokens = writer.asked(asked)
-            _require_at_most(len(tokens), self.max_prompt_tokens, "prompt")
+            require_at_most(len(tokens), self.max_prompt_tokens, "prompt")
             if self.check_fields is not None:
                 self.check_fields(others)
             messages = asked.messages if isinstance(asked, Conversation) else None
@@ -367,30 +379,3 @@ def _response_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
     if not text.strip():
         raise Unusable("empty response")
     return [*tokenizer.encode(text, continuation=True), tokenizer.eos_id]
-
-
-def _require_at_most(tokens: int, limit: int, what: str) -> None:
-    if tokens > limit:
-        raise Unusable(f"{what} longer than {limit} tokens")
-
-
-def require_positions(longest: int, max_positions: int, model: str) -> None:
-    """Raises ValueError when a sample has more tokens than the model has positions."""
-    if longest > max_positions:
-        raise ValueError(
-            f"the longest sample has {longest} tokens, {model} takes {max_positions} (max_position_embeddings, or less "
-            "where a rope type changes beyond); lower data.max_prompt_tokens or data.max_response_tokens, so "
-            "that such samples are skipped and counted"
-        )
-
-
-def require_budget(lengths_N: Any, budget: int | None, path: str, sample: str) -> None:
-    """Raises ValueError when a sample has more tokens than a packed micro-batch may hold (`None`: it is not packed)."""
-    tokens = np.asarray(lengths_N)
-    if budget is not None and tokens.max() > budget:
-        longest = int(tokens.argmax())
-        raise ValueError(
-            f"{path}: usable record {longest} has {tokens[longest]} tokens ({sample}), but "
-            f"train.max_tokens_per_micro_batch = {budget}, and no sequence is split; raise it to {tokens[longest]} or "
-            "more, or lower data.max_prompt_tokens or data.max_response_tokens: what is longer is skipped and counted"
-        )

@@ -16,6 +16,8 @@ from megarlhf.data.megatron_indexed import IndexedSamples
 from megarlhf.data.tokenized import Samples, Selected, Stored
 
 Sample = TypeVar("Sample")
+_MISSED = 0.1
+"""Of all samples, by which a share may be missed: beyond it is another split than was meant."""
 
 
 def phase_share(
@@ -45,9 +47,9 @@ def set_aside(
     parts: Sequence[Samples[Sample]], share: float, seed: int
 ) -> tuple[list[Selected[Sample]], list[Selected[Sample]]]:
     """Of each set the samples to train on, and those to validate on: of all sets together as near to the share as whole
-    prompts allow. One cut through the prompts of all of them, so that none is on both sides.
+    prompts in their drawn order allow. The prompts of all of them are chosen at once, so that none is on both sides.
 
-    Raises: ValueError where nothing would be left to train on.
+    Raises: ValueError where nothing would be left to train on, or the share would be missed by a tenth of all samples.
     """
     prompts, which, counts = np.unique(
         np.concatenate([part.prompts() for part in parts]), return_inverse=True, return_counts=True
@@ -55,19 +57,44 @@ def set_aside(
     total = len(which)
     order = np.argsort(_mixed(prompts, seed, b"validation"), kind="stable")
     wanted = max(1, round(share * total))
-    ends = np.cumsum(counts[order])
-    taken = int(np.searchsorted(ends, wanted)) + 1
-    if taken >= len(prompts):
+    taken = order[_nearest(counts[order], wanted)]
+    asked = f"data.validation_share = {share:g} of {total} samples with {len(prompts)} different prompts"
+    if len(taken) == len(prompts):
         raise ValueError(
-            f"data.validation_share = {share:g} of {total} samples with {len(prompts)} different prompts leaves "
-            "nothing to train on, since samples with one prompt stay together; give a smaller share, or more data"
+            f"{asked} leaves nothing to train on, since samples with one prompt stay together; give a smaller share, "
+            "or more data"
+        )
+    found = int(counts[taken].sum())
+    if abs(found - wanted) > _MISSED * total:
+        raise ValueError(
+            f"{asked} cannot be met: samples with one prompt stay together, the most frequent has {counts.max()}, and "
+            f"{found} samples ({found / total:.3g}) would be set aside in place of {wanted}; give "
+            f"data.validation_share = {found / total:.3g}, or data.validation"
         )
     held = np.zeros(len(prompts), dtype=bool)
-    held[order[:taken]] = True
+    held[taken] = True
     of_parts = np.split(held[which], np.cumsum([len(part) for part in parts])[:-1])
     kept = [Selected(part, np.flatnonzero(~is_held)) for part, is_held in zip(parts, of_parts, strict=True)]
     away = [Selected(part, np.flatnonzero(is_held)) for part, is_held in zip(parts, of_parts, strict=True)]
     return kept, away
+
+
+def _nearest(counts: Array, wanted: int) -> Array:
+    """Positions, in order, of counts whose sum is near `wanted`: each one is taken that still fits, and at the end one
+    more, the smallest, where the sum comes nearer by it, or is nothing without it."""
+    left, rest, taken = wanted, np.arange(len(counts)), list[Array]()
+    while left and len(rest := rest[counts[rest] <= left]):
+        ends = np.cumsum(counts[rest])
+        fitting = int(np.searchsorted(ends, left, side="right"))
+        taken.append(rest[:fitting])
+        left, rest = left - int(ends[fitting - 1]), rest[fitting:]
+    chosen = np.concatenate([*taken, np.zeros(0, dtype=np.int64)]).astype(np.int64)
+    others = np.setdiff1d(np.arange(len(counts)), chosen)
+    if left and len(others):
+        smallest = others[np.argmin(counts[others])]
+        if not len(chosen) or counts[smallest] - left < left:
+            chosen = np.append(chosen, smallest)
+    return chosen
 
 
 def _mixed(values: Array, seed: int, purpose: bytes) -> Array:

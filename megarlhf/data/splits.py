@@ -73,8 +73,8 @@ def files_of_pattern(path: Path) -> Splits:
 
 
 def files_of_directory(directory: Path, subset: str | None) -> Splits:
-    """As its README says, if it is one of the hub; else the files in it; else those in `data/`; else those in folders
-    that are named for splits. Raises: ValueError where there are none."""
+    """As its README says, if it is one of the hub; else by the names in it (`_by_layout`). Raises: ValueError where
+    there are none."""
     if described := _described_files(directory, subset):
         return described
     if subset is not None:
@@ -82,6 +82,12 @@ def files_of_directory(directory: Path, subset: str | None) -> Splits:
             f"{directory} has no subset {subset!r}: no README.md in it names any (configs); leave subset out, or give "
             "the path of the folder that is meant"
         )
+    return _by_layout(directory)
+
+
+def _by_layout(directory: Path) -> Splits:
+    """The files in it; else those in `data/`; else those in folders that are named for splits. Raises: ValueError where
+    there are none."""
     entries = _entries(directory)
     if splits := _by_name(directory, entries):
         return splits
@@ -151,7 +157,8 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _described_files(directory: Path, subset: str | None) -> Splits:
-    """What the front matter of a README.md of the hub says: `configs`, each with `data_files`; nothing without it.
+    """What the front matter of a README.md of the hub says: `configs`, each with `data_files`, with a `data_dir` whose
+    files are found by their names, or with both; nothing without it.
 
     Raises: ValueError for a subset that is not there, or none named of several, and for files that are not there.
     """
@@ -169,22 +176,30 @@ def _described_files(directory: Path, subset: str | None) -> Splits:
     if subset is not None and subset not in names:
         raise ValueError(f"{directory} has no subset {subset!r}; its README.md names {', '.join(names)}")
     config = configs[0 if subset is None else names.index(subset)]
+    within = directory
+    if (folder := config.get("data_dir")) is not None and not (within := directory / str(folder)).is_dir():
+        raise ValueError(
+            f"{directory}: its README.md says data_dir: {folder} for the subset {config.get('config_name', 'default')}"
+            ", and no such folder is there; copy it, or give the path of what is there"
+        )
+    if not config.get("data_files"):
+        return _by_layout(within)
     splits: Splits = {}
     for split, patterns in _patterns(config["data_files"]):
         for pattern in patterns:
-            found = sorted(Path(name) for name in glob.glob(str(directory / pattern), recursive=True))
+            found = sorted(Path(name) for name in glob.glob(str(within / pattern), recursive=True))
             files = [file for file in found if kind_of(file.name)[0]]
             if not files:
                 raise ValueError(
-                    f"{directory}: its README.md says {pattern} for the split {split}, and no data file is there; "
-                    "copy the files, or give the path of what is there"
+                    f"{directory}: its README.md says {Path(folder or '') / pattern} for the split {split}, and no "
+                    "data file is there; copy the files, or give the path of what is there"
                 )
             splits.setdefault(split, []).extend(files)
     return splits
 
 
 def _configs(readme: Path) -> list[Mapping[str, Any]]:
-    """Those with `data_files`."""
+    """All of them; one with neither `data_files` nor `data_dir` is of the whole directory."""
     if not readme.is_file():
         return []
     parts = readme.read_text(encoding="utf-8", errors="replace").split("---", 2)
@@ -196,7 +211,7 @@ def _configs(readme: Path) -> list[Mapping[str, Any]]:
         return []
     configs = front.get("configs") if isinstance(front, Mapping) else None
     listed = configs if isinstance(configs, list) else []
-    return [config for config in listed if isinstance(config, Mapping) and config.get("data_files")]
+    return [config for config in listed if isinstance(config, Mapping)]
 
 
 def _patterns(data_files: Any) -> list[tuple[str, list[str]]]:

@@ -25,10 +25,12 @@ class Conversation:
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
+    unlearnt: frozenset[int] = frozenset()
+    """Numbers of the assistant's messages that are not to be learnt, as their `weight: 0` says."""
 
     def before(self, number: int) -> Conversation:
         """Its first messages."""
-        return Conversation(self.messages[:number], self.tools)
+        return Conversation(self.messages[:number], self.tools, frozenset(n for n in self.unlearnt if n < number))
 
 
 @dataclass(frozen=True)

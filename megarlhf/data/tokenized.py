@@ -149,7 +149,9 @@ class Joined(Samples[Sample]):
         return np.concatenate([part.prompts() for part in self.parts])
 
     def digest(self) -> str:
-        said = [*(part.digest() for part in self.parts), *map(str, self._first_records), str(self.weights)]
+        # As `loader.MixedBatches` has them: 3 : 1 and 6 : 2 draw the same samples.
+        weights = self.weights and [weight / sum(self.weights) for weight in self.weights]
+        said = [*(part.digest() for part in self.parts), *map(str, self._first_records), str(weights)]
         return hashlib.sha256("/".join(said).encode()).hexdigest()
 
 

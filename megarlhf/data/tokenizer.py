@@ -60,6 +60,8 @@ class ChatTokenizer(Tokenizer, Protocol):
     """For messages."""
     special_ids: frozenset[int]
     """Of tokens that stand for themselves, whatever text is around them: a template's marks."""
+    unk_id: int | None
+    """What text becomes that it has no piece for; None where it writes every text, or has no token for this alone."""
     named_bos_id: int | None
     """`bos_token` to a template, which may write it where the tokenizer itself does not."""
 
@@ -108,6 +110,7 @@ class SentencePieceTokenizer:
         self.bos_id: int | None = bos_id if bos_id >= 0 else None
         self.named_bos_id = self.bos_id
         self.pad_id = _pad_or_eos(pad_id if pad_id >= 0 else None, self.eos_id, name)
+        self.unk_id: int | None = int(self._start.unk_id())
         self._control = {piece: n for n, piece in enumerate(self.tokens()) if self._start.is_control(n)}
         self._between = re.compile("(" + "|".join(map(re.escape, self._control)) + ")") if self._control else None
         self.special_ids = frozenset(self._control.values()) | _user_defined(model)
@@ -122,7 +125,7 @@ class SentencePieceTokenizer:
         """See `ChatTokenizer.render`; by jinja2 itself."""
         template = template or self._template
         assert template is not None, "see templates.chat_template"
-        named = {"bos_token": self.bos_id, "eos_token": self.eos_id, "unk_token": self._start.unk_id()}
+        named = {"bos_token": self.bos_id, "eos_token": self.eos_id, "unk_token": self.unk_id}
         pieces = {name: str(self._start.id_to_piece(n)) for name, n in named.items() if n is not None and n >= 0}
         program = program_of(template)
         return program.render(messages, tools=tools, add_generation_prompt=reply, **{**pieces, **variables})
@@ -180,6 +183,8 @@ class HuggingFaceTokenizer:
         self.bos_id: int | None = bos_id if starts else None
         self.named_bos_id: int | None = bos_id
         self.pad_id = _pad_or_eos(tokenizer.pad_token_id, self.eos_id, name)
+        unk_id = tokenizer.unk_token_id
+        self.unk_id: int | None = None if unk_id in (self.eos_id, bos_id) else unk_id  # that of GPT-2 ends texts
         self.special_ids = frozenset(tokenizer.added_tokens_decoder)
         self._template: Any = None  # of one that was given by another process
         # A text to continue from, where the tokenizer puts a space before the first word.

@@ -30,23 +30,34 @@ class Answered:
     """Of the answers: see `SFTSample`."""
 
 
+def learnt_turns(conversation: Conversation, loss_on: LossOn) -> list[int]:
+    """Numbers of the messages that are learnt: none where all that would be are marked as not to be."""
+    turns = _turns(conversation)
+    chosen = turns[-1:] if loss_on == "last" else turns
+    return [turn for turn in chosen if turn not in conversation.unlearnt]
+
+
+def _turns(conversation: Conversation) -> list[int]:
+    return [number for number, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+
+
 def answered(template: ChatTemplate, conversation: Conversation, loss_on: LossOn) -> Answered:
-    """Its tokens, and where the last answer or all of them stand; its last message is the assistant's.
+    """Its tokens up to the last answer that is learnt, and where the last one or all of them stand; its last message is
+    the assistant's, and there is one to learn (`learnt_turns`).
 
     Raises: Inexact; ValueError for messages that the template refuses.
     """
-    if template.has_marks:
-        return _by_marks(template, conversation, loss_on)
-    roles = [message["role"] for message in conversation.messages]
-    turns = [number for number, role in enumerate(roles) if role == "assistant"]
-    if loss_on == "last":
-        turns = turns[-1:]
-    elif len(turns) > 1 and template.turn_end is None:
+    turns = learnt_turns(conversation, loss_on)
+    assert turns, "asked only where something is learnt"
+    conversation = conversation.before(turns[-1] + 1)
+    if template.turn_end is None and len(turns) > 1 and not template.has_marks:
         raise Inexact(
             "the chat template writes no token that ends a turn, so that of several answers only the last can be "
             "learnt: the others would be taught not to end; set data.loss_on to last, or give a template that ends "
             "turns (data.chat_template)"
         )
+    if template.has_marks:
+        return _by_marks(template, conversation, turns, loss_on)
     return _by_prefixes(template, conversation, turns)
 
 
@@ -109,8 +120,26 @@ def _end(template: ChatTemplate, ids: Sequence[int], start: int, turn: int, *, c
     )
 
 
-def _by_marks(template: ChatTemplate, conversation: Conversation, loss_on: LossOn) -> Answered:
+def _by_marks(template: ChatTemplate, conversation: Conversation, turns: Sequence[int], loss_on: LossOn) -> Answered:
     """What stands between {% generation %} and {% endgeneration %}."""
+    ids, runs = _marked_runs(template, conversation)
+    if not runs:
+        raise Inexact(
+            "the chat template marks nothing of this conversation with {% generation %}, so that there would be "
+            "nothing to learn; put the marks around what the assistant says"
+        )
+    if template.turn_end is None:
+        first, end = runs[-1]
+        if len(turns) > 1:
+            raise Inexact("the chat template writes no token that ends a turn; set data.loss_on to last")
+        return Answered([*ids[:end], template.tokenizer.eos_id], [first, end + 1])
+    chosen = runs[-1:] if loss_on == "last" else _runs_of(template, conversation, turns, runs)
+    stretches = [edge for run in chosen for edge in (run[0], _end_of_mark(template, ids, run))]
+    return Answered(ids[: stretches[-1]], stretches)
+
+
+def _marked_runs(template: ChatTemplate, conversation: Conversation) -> tuple[list[int], list[tuple[int, int]]]:
+    """All ids, and where what is marked begins and ends."""
     ids, marks = template.marked(conversation)
     runs, place = list[tuple[int, int]](), 0
     for marked, group in itertools.groupby(marks):
@@ -118,20 +147,24 @@ def _by_marks(template: ChatTemplate, conversation: Conversation, loss_on: LossO
         if marked:
             runs.append((max(place, 1), place + length))
         place += length
-    if not runs:
-        raise Inexact(
-            "the chat template marks nothing of this conversation with {% generation %}, so that there would be "
-            "nothing to learn; put the marks around what the assistant says"
-        )
-    answers = sum(message["role"] == "assistant" for message in conversation.messages)
-    if template.turn_end is None:
-        first, end = runs[-1]
-        if answers > 1 and loss_on == "all":
-            raise Inexact("the chat template writes no token that ends a turn; set data.loss_on to last")
-        return Answered([*ids[:end], template.tokenizer.eos_id], [first, end + 1])
-    chosen = runs[-1:] if loss_on == "last" else runs
-    stretches = [edge for run in chosen for edge in (run[0], _end_of_mark(template, ids, run))]
-    return Answered(ids[: stretches[-1]], stretches)
+    return ids, runs
+
+
+def _runs_of(
+    template: ChatTemplate, conversation: Conversation, turns: Sequence[int], runs: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Those of the messages that are learnt. Raises: Inexact where it cannot be told whose they are."""
+    every = _turns(conversation)
+    if len(turns) == len(every):
+        return runs
+    for number, turn in enumerate(every, 1):
+        if len(_marked_runs(template, conversation.before(turn + 1))[1]) != number:
+            raise Inexact(
+                f"the chat template does not mark message {turn + 1} ('assistant') as one stretch, so that it cannot "
+                "be told which marks belong to the messages with weight 0; leave weight out of this record, or give "
+                "another template (data.chat_template)"
+            )
+    return [runs[every.index(turn)] for turn in turns]
 
 
 def _end_of_mark(template: ChatTemplate, ids: Sequence[int], run: tuple[int, int]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from megarlhf.config import (
 from megarlhf.data.adapters import load_adapter
 from megarlhf.data.cache import cache_directory, require_cache
 from megarlhf.data.fields import Fields, LeftOut, Reader
-from megarlhf.data.megatron_indexed import PARTS
+from megarlhf.data.megatron_indexed import PARTS, files_of, read_index, split_range
 from megarlhf.data.over_long import CuttingEncoder
 from megarlhf.data.procedural import require_disjoint
 from megarlhf.data.sample_kinds import Encode, Skipped, Unusable
@@ -214,8 +214,9 @@ def _are_same(key: str, held_out: tuple[SourceConfig, ...] | None, other: str, t
     """Whether both are the same. Raises: ValueError where they share something only."""
     if held_out is None:
         return False
-    split = {(source.path, source.split) for source in train if source.kind == "megatron" and source.split}
-    held_out = tuple(source for source in held_out if (source.path, source.split) not in split)
+    _require_other_documents(key, held_out, other, train)
+    records = tuple(source for source in held_out if source.kind != "megatron")
+    has_indexed, held_out = len(records) < len(held_out), records
     if not held_out:
         return False
     for ours in train:
@@ -224,7 +225,7 @@ def _are_same(key: str, held_out: tuple[SourceConfig, ...] | None, other: str, t
     read, held = source_files(train), source_files(held_out)
     if not (read and held):  # hub names and what is generated: compared as they are spelt
         return [source.words for source in train] == [source.words for source in held_out]
-    if read == held:
+    if read == held and not has_indexed:
         return True
     shared = {a for a in read for b in held if a.is_relative_to(b)} | {
         b for a in read for b in held if b.is_relative_to(a)
@@ -236,3 +237,32 @@ def _are_same(key: str, held_out: tuple[SourceConfig, ...] | None, other: str, t
             "trained on. Name other files, or a split of each ({path: ..., split: ...})"
         )
     return False
+
+
+def _require_other_documents(
+    key: str, held_out: Sequence[SourceConfig], other: str, train: Sequence[SourceConfig]
+) -> None:
+    """Raises: ValueError where both read some documents of one file of Megatron's, whatever splits they name."""
+    for ours in train:
+        for theirs in held_out:
+            if {ours.kind, theirs.kind} != {"megatron"} or _tokens(ours) != _tokens(theirs):
+                continue
+            number = len(read_index(ours.path).lengths)
+            first, second = _documents(ours, other, number), _documents(theirs, key, number)
+            start, end = max(first.start, second.start), min(first.stop, second.stop)
+            if start < end:
+                raise ValueError(
+                    f"{other} = {ours.words} reads documents {first.start + 1} to {first.stop} of {number}, and "
+                    f"{key} = {theirs.words} documents {second.start + 1} to {second.stop}: both would read "
+                    f"{end - start} of them. Give both the same split, such as '969,30,1', of which each reads its own "
+                    "part, or other files"
+                )
+
+
+def _tokens(source: SourceConfig) -> Path:
+    return files_of(source.path)[0].resolve()
+
+
+def _documents(source: SourceConfig, key: str, number: int) -> range:
+    """Of `number`, those that a set of this key reads."""
+    return split_range(source.split, key.removeprefix("data."), number)

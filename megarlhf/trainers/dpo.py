@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megarlhf.algo import preference
 from megarlhf.config import DPOConfig
+from megarlhf.data.limits import require_budget, require_positions
 from megarlhf.data.sample_kinds import PAIR_SEQUENCES, PairSample
-from megarlhf.data.samples import require_budget, require_positions
 from megarlhf.data.tokenized import lengths_of
 from megarlhf.models.role import Role, build_role
 from megarlhf.models.weights import CHECKPOINTS, WeightSource

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megarlhf.architectures.placements import Head
 from megarlhf.config import DPOConfig, RMConfig, RoleConfig, SFTConfig
+from megarlhf.data.limits import require_budget, require_positions
 from megarlhf.data.sample_kinds import Encoder
-from megarlhf.data.samples import require_budget, require_positions
 from megarlhf.data.tokenized import lengths_of
 from megarlhf.experience import Ragged
 from megarlhf.models.role import Role

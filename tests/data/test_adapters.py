@@ -14,7 +14,11 @@ from megarlhf.data import json_rows
 from megarlhf.data.adapters import ADAPTERS, alpaca, anthropic_hh, digest_of_adapter, openai_messages, sharegpt
 from megarlhf.data.formats import read_chunks
 from megarlhf.data.json_rows import parse_array
+from megarlhf.data.samples import PairEncoder
 from megarlhf.data.sources import load_records
+from megarlhf.data.tokenizer import HuggingFaceTokenizer
+from tests.data.chat_styles import said
+from tests.data.conftest import CHAT
 
 
 def test_anthropic_hh_parts_behind_the_last_common_answer():
@@ -48,6 +52,8 @@ def test_sharegpt_turns_become_messages():
         {"role": "tool", "content": "c"},
     ]
     assert sharegpt({"conversations": turns, "id": 1}) == {"id": 1, "messages": messages}
+    weighed = sharegpt({"conversations": [turns[0], {**turns[1], "weight": 0}]})
+    assert weighed == {"messages": [messages[0], {**messages[1], "weight": 0}]}
     system = {"role": "system", "content": "s"}
     assert sharegpt({"conversation": turns[:1], "system": "s"}) == {"messages": [system, messages[0]]}
     for row, words in (
@@ -72,8 +78,29 @@ def test_openai_messages_and_preferences():
     before, good, bad = ([{"role": role, "content": role}] for role in ("user", "assistant", "tool"))
     preference = {"input": {"messages": before}, "preferred_output": good, "non_preferred_output": bad}
     assert openai_messages(preference) == {"chosen": before + good, "rejected": before + bad}
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    whole = {**preference, "input": {"messages": before, "tools": tools, "parallel_tool_calls": None}, "margin": 2.0}
+    made = {"chosen": before + good, "rejected": before + bad, "tools": tools, "margin": 2.0}
+    assert openai_messages(whole) == openai_messages({**whole, "tools": None}) == made
+    with pytest.raises(ValueError, match="expected 'tools' once, found it in input and as a column"):
+        openai_messages({**whole, "tools": [{}]})
     with pytest.raises(ValueError, match=r"expected input\.messages, preferred_output and non_preferred_output"):
         openai_messages({**preference, "input": {}})
+
+
+def test_tools_of_openai_s_preferences_are_written_or_refused(fast_tokenizer):
+    """As a column of the record is. The margin is read too."""
+    tokenizer = HuggingFaceTokenizer(fast_tokenizer(prefix=False, eos_token="</s>"), "here")
+    user, good, bad = ([said(*each)] for each in (("user", "1"), ("assistant", "a"), ("assistant", "b")))
+    given = {"messages": user, "tools": [{"name": "85"}]}
+    row = openai_messages({"input": given, "preferred_output": good, "non_preferred_output": bad, "margin": 3})
+    options = {"tokenizer": None, "max_prompt_tokens": 90, "max_response_tokens": 9, "with_margin": True}
+    with pytest.raises(ValueError, match="the record has tools, which the chat template leaves out"):
+        PairEncoder(**options).by(tokenizer)(0, row)
+    writes = "{% for t in tools or [] %}{{ t.name }}{% endfor %}" + CHAT
+    pair = PairEncoder(**options, chat_template=writes).by(tokenizer)(0, row)
+    assert tokenizer.decode(pair.prompt_tokens).startswith("85<")
+    assert pair.margin == 3.0
 
 
 def test_every_adapter_says_what_it_expected(tmp_path):
@@ -133,3 +160,28 @@ def test_an_adapter_is_another_one_when_a_module_that_it_imports_changes(tmp_pat
         (tmp_path / name).write_text(text)
         assert (changed != before) == (name != "digest_unused.py"), name
     assert digest_of_adapter("digest_mine:f") == before
+
+
+@pytest.mark.parametrize("way", ["factory", "decorator", "instance", "partial"])
+def test_an_adapter_that_is_made_elsewhere_is_another_one_when_its_own_module_changes(tmp_path, monkeypatch, way):
+    """The module that the configuration names counts, and the one that the code stands in."""
+    monkeypatch.syspath_prepend(tmp_path)
+    made = {
+        "factory": "def make(word):\n    def read(row):\n        return {**row, 'prompt': word}\n    return read\n",
+        "decorator": "def make(f):\n    def read(row):\n        return f(row)\n    return read\n",
+        "instance": "class make:\n    def __init__(self, word):\n        self.word = word\n"
+        "    def __call__(self, row):\n        return row\n",
+        "partial": "import functools\ndef read(word, row):\n    return row\n"
+        "def make(word):\n    return functools.partial(read, word)\n",
+    }[way]
+    mine = "@make\ndef other(row):\n    return 'OLD'\n" if way == "decorator" else "other = make('OLD')\n"
+    helpers, named = tmp_path / f"{way}_helpers.py", tmp_path / f"{way}_mine.py"
+    helpers.write_text(made)
+    named.write_text(f"from {way}_helpers import make\n{mine}")
+    before = digest_of_adapter(f"{way}_mine:other")
+    for file in (helpers, named):
+        text = file.read_text()
+        file.write_text(text.replace("OLD", "NEW") if "OLD" in text else text + "# changed\n")
+        assert digest_of_adapter(f"{way}_mine:other") != before
+        file.write_text(text)
+    assert digest_of_adapter(f"{way}_mine:other") == before

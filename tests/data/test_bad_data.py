@@ -189,7 +189,7 @@ OPTIONS = {
     "data.train={path: good.jsonl, weight: 1}": "train: weight = 1 has no effect on one set alone; leave it out",
     "data.train=[{path: good.jsonl, weight: 1}, pairs.jsonl]": "train: pairs.jsonl has no weight, and others of the li",
     "data.train=[{path: good.jsonl, weight: 0}, pairs.jsonl]": "data.train.0.weight: Input should be greater than 0",
-    "data.train=[]": "data.train: Tuple should have at least 1 item",
+    "data.train=[]": "data.train: an empty list; name one set of records at least",
     "data.train=": "data.train",
     "data.train={pth: good.jsonl}": "unknown key 'data.train.pth'; did you mean",
     "data.train={path: good.jsonl, split: ''}": "split is empty; name one, or leave the key out",
@@ -240,6 +240,16 @@ def test_what_the_configuration_says_of_data_is_looked_at_when_it_is_read(start,
     with pytest.raises(ValueError, match="data") as raised:
         start(override)
     assert OPTIONS[override] in str(raised.value)
+
+
+@pytest.mark.parametrize("key", ["train", "validation", "test"])
+def test_a_set_that_is_refused_is_told_once(start, key):
+    """Not also that no set is left."""
+    source = "{path: good.jsonl, adapter: alpaca, columns: {prompt: q}}"
+    with pytest.raises(ValueError, match="alpaca makes the record itself, and would not see columns") as raised:
+        start(f"data.{key}={source}")
+    assert "\n" not in str(raised.value)
+    assert "Tuple" not in str(raised.value)
 
 
 def test_both_ways_of_validation_and_a_cut_of_what_is_compared_are_refused(start):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megarlhf.data.blocks import digest_of_blocks
 from megarlhf.data.megatron_indexed import open_indexed, parse_blend, read_index, split_range
 from megarlhf.data.tokenized import Joined
 
@@ -72,6 +73,33 @@ def test_samples_are_those_of_megatron_s_first_epoch(tmp_path, split, length):
         assert sample.learnt() == [False, *expected["loss_mask"].bool().tolist()]
     assert samples.lengths("tokens").tolist() == [length + 1] * len(samples)
     assert samples.digest() != open_indexed(prefix, split, length, seed=6).digest()
+
+
+@pytest.mark.parametrize("blocks", [4, 512])
+def test_other_tokens_of_the_same_size_are_another_data_set(tmp_path, monkeypatch, blocks):
+    """A small file is read whole. Of a large one (4 blocks are made to be fewer than it has) those at even distances:
+    written anew it is another one, also where it begins and ends alike; a single token between two blocks is not seen.
+    A copy is the same."""
+    monkeypatch.setattr("megarlhf.data.blocks.BLOCK_BYTES", 64)
+    monkeypatch.setattr("megarlhf.data.blocks.BLOCKS", blocks)
+    given = documents(200)
+    whole = open_indexed(write(tmp_path / "text", given), None, 8, seed=1)
+    assert open_indexed(write(tmp_path / "copy", given), None, 8, seed=1).digest() == whole.digest()
+    turned = [given[0], *([*document[:-1][::-1], 2] for document in given[1:-1]), given[-1]]
+    other = open_indexed(write(tmp_path / "other", turned), None, 8, seed=1)
+    assert (len(other), other.lengths("tokens").tolist()) == (len(whole), whole.lengths("tokens").tolist())
+    assert other.digest() != whole.digest()
+    assert other.prompts()[0] != whole.prompts()[0]
+    size = (tmp_path / "text.bin").stat().st_size
+    assert size > 64 * 4 * 4
+    seen = []
+    for place in range(0, size, 4):
+        raw = bytearray((tmp_path / "copy.bin").read_bytes())
+        raw[place] ^= 1
+        (tmp_path / "one.bin").write_bytes(raw)
+        seen.append(digest_of_blocks(tmp_path / "one.bin") != digest_of_blocks(tmp_path / "text.bin"))
+    assert (seen[0], seen[-1], all(seen)) == (True, True, blocks > 4)
+    assert blocks > 4 or 64 <= sum(seen) <= 68, "four blocks of sixteen tokens"
 
 
 def test_splits_and_blends_are_megatron_s():

@@ -216,7 +216,7 @@ def test_template_errors(fast_tokenizer):
 
 
 def test_more_tokens_than_positions_are_refused_with_both_numbers():
-    from megarlhf.data.samples import require_positions
+    from megarlhf.data.limits import require_positions
 
     require_positions(64, 64, "base")
     with pytest.raises(ValueError, match="longest sample has 65 tokens, base takes 64 "):
@@ -224,7 +224,7 @@ def test_more_tokens_than_positions_are_refused_with_both_numbers():
 
 
 def test_a_sample_longer_than_a_packed_micro_batch_is_named_with_both_numbers():
-    from megarlhf.data.samples import require_budget
+    from megarlhf.data.limits import require_budget
 
     require_budget([64, 3], 64, "train.jsonl", "prompt and response")
     require_budget([64, 3], None, "train.jsonl", "prompt and response")

@@ -52,8 +52,9 @@ def test_what_is_set_aside_is_never_trained_on(file, tmp_path):
         total = len(train) + len(held)
         assert not records(train) & records(held)
         assert not np.isin(held.prompts(), train.prompts()).any()
-        assert 0.1 * total <= len(held) <= 0.1 * total + 2
-        assert f"{len(held)} samples are set aside, and {len(train)} are trained on" in notes[-1]
+        assert len(held) == round(0.1 * total)
+        words = f"{len(held)} samples are set aside ({len(held) / total:.2g} of all), and {len(train)} are trained on"
+        assert words in notes[-1]
     same = of(file, tmp_path, "rl", validation_share=0.1)
     again, other = (of(file, tmp_path, "rl", validation_share=0.1, split_seed=seed) for seed in (0, 1))
     assert same[0].digest() == again[0].digest() != other[0].digest()
@@ -80,6 +81,36 @@ def test_a_share_that_leaves_nothing_to_train_on_is_refused(file, tmp_path):
     assert len(set_aside([train], 1e-6, 0)[1][0]) in (1, 2), "one prompt at least"
 
 
+@pytest.mark.parametrize(
+    "counts, share, held",
+    [
+        ([91, *[1] * 9], 0.05, 5),  # whichever is drawn first
+        ([50, 10, 10, 10, 10, 10], 0.2, 20),
+        ([48, 48, 4], 0.05, 4),
+        ([40, 40, 10, 10], 0.03, 10),  # nothing is nearer
+        ([97, 3], 0.02, 3),
+        ([5] * 20, 0.07, 5),
+        ([5] * 20, 0.08, 10),
+        ([96, 4], 0.01, 4),
+        ([50, 50], 0.05, r"with 2 different .* cannot be met: .* has 50, and 50 samples .* give data.* = 0\.5, or"),
+        ([91, *[1] * 9], 0.5, r"cannot be met: .* has 91, and 9 samples \(0\.09\) would be set aside in place of 50"),
+    ],
+)  # fmt: skip
+def test_a_prompt_of_many_records_does_not_turn_the_set_over(file, tmp_path, counts, share, held):
+    """Of 100 records, with every seed; each prompt stays whole."""
+    rows = [{"prompt": f"p{n}", "response": f"{k}"} for n, count in enumerate(counts) for k in range(count)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train, _, _ = of(file, tmp_path)
+    for seed in range(12):
+        if isinstance(held, str):
+            with pytest.raises(ValueError, match=held):
+                set_aside([train], share, seed)
+            continue
+        ((kept,), (away,)) = set_aside([train], share, seed)
+        assert (len(kept), len(away)) == (100 - held, held)
+        assert not np.isin(away.prompts(), kept.prompts()).any()
+
+
 @pytest.mark.parametrize("weights", [(None, None), (3, 1)])
 def test_sets_of_a_list_share_one_cut(file, tmp_path, weights):
     """The same prompts in two sets, in each so often that a cut of its own would lie elsewhere: each prompt is on one
@@ -98,7 +129,7 @@ def test_sets_of_a_list_share_one_cut(file, tmp_path, weights):
     assert (len(train.parts), len(held.parts)) == (2, 2)
     assert min(map(len, held.parts)) > 0
     total = len(train) + len(held)
-    assert 0.1 * total <= len(held) <= 0.1 * total + 8
+    assert abs(len(held) - 0.1 * total) <= 1
     assert train.weights == (None if weights[0] is None else [3.0, 1.0])
 
 

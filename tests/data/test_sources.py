@@ -13,7 +13,8 @@ from pathlib import Path
 import datasets
 import pytest
 
-from megarlhf.data.sources import files_in_words, load_records, require_source, source_files
+from megarlhf.config import SourceConfig
+from megarlhf.data.sources import files_in_words, find, load_records, require_source, source_files
 
 ROWS = [
     {"prompt": "1+1=", "response": "2", "answer": 2, "day": "2024-01-01"},
@@ -214,6 +215,43 @@ def test_the_files_of_a_source_are_those_that_are_read(tmp_path):
     datasets.DatasetDict({"train": table, "test": table}).save_to_disk(tmp_path / "dict")
     assert source_files(tmp_path / "dict", "test") == {tmp_path / "dict" / "test"}
     assert source_files("owner/name") == set()
+
+
+def test_subsets_of_a_readme_are_folders_or_files(tmp_path):
+    """`data_dir`, `data_files`, both, and neither: each is a subset, and of several one has to be named."""
+    for name in ("sums/train.jsonl", "sums/test.jsonl", "poems/data/a.jsonl", "b.jsonl", "other/c.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('{"prompt": "x"}\n')
+    configs = [
+        {"config_name": "sums", "data_dir": "sums"},
+        {"config_name": "poems", "data_dir": "poems"},
+        {"config_name": "file", "data_files": "b.jsonl"},
+        {"config_name": "both", "data_dir": "other", "data_files": [{"split": "test", "path": "*.jsonl"}]},
+        {"config_name": "all"},
+        {"config_name": "gone", "data_dir": "nowhere"},
+    ]
+
+    def read(subset, split=None, of=configs):
+        (tmp_path / "README.md").write_text(f"---\n{json.dumps({'configs': of})}\n---\n")
+        files = find(SourceConfig(path=tmp_path, subset=subset, split=split)).files
+        return [str(file.relative_to(tmp_path)) for file in files]
+
+    assert read("sums", "test") == ["sums/test.jsonl"]
+    assert read("poems") == ["poems/data/a.jsonl"]
+    assert read("file") == ["b.jsonl"]
+    assert read("both") == ["other/c.jsonl"]
+    assert read("all") == ["b.jsonl"]
+    assert read(None, "train", of=configs[:1]) == ["sums/train.jsonl"]
+    for of in (configs, configs[1:3]):
+        with pytest.raises(ValueError, match=r"names several subsets: .*poems, file"):
+            read(None, of=of)
+    with pytest.raises(ValueError, match="has several splits, of which only one is meant: test, train"):
+        read("sums")
+    with pytest.raises(ValueError, match=r"says data_dir: nowhere for the subset gone, and no such folder is there"):
+        read("gone")
+    configs[3]["data_files"][0]["path"] = "*.csv"
+    with pytest.raises(ValueError, match=r"says other/\*\.csv for the split test, and no data file is there"):
+        read("both")
 
 
 def test_a_hub_dataset_with_several_splits_is_read_only_when_one_is_named(monkeypatch):

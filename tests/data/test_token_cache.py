@@ -283,10 +283,42 @@ def test_a_worker_that_is_killed_is_said(place, tmp_path, workers_at_once):
     assert entries(place) == []
 
 
+def test_an_entry_without_a_manifest_is_made_again_once(place, tmp_path, caplog):
+    """As a copy that was broken off leaves it."""
+    encoder = Counting(tmp_path / "log")
+    train, _, _ = loader(place, encoder).train_and_validation("sft")
+    expected = list(train)
+    (directory,) = entries(place)
+    (directory / "MANIFEST.json").unlink()
+    (directory / "more").mkdir()
+    for _ in range(2):
+        again, _, _ = loader(place, encoder).train_and_validation("sft")
+        assert list(again) == expected
+    assert encoder.encoded() == [*range(41), *range(41)]
+    assert f"{directory} has no MANIFEST.json: it is not whole, and is made again" in caplog.text
+    assert sorted(path.name for path in Path(place["cache"]).iterdir()) == sorted([directory.name, "files"])
+    assert not (directory / "more").exists()
+
+
 def test_a_damaged_entry_is_refused(place, tmp_path):
+    """One bit in any of its files; another size; a manifest that cannot be read."""
     encoder = Counting(tmp_path / "log")
     loader(place, encoder).train_and_validation("sft")
     (directory,) = entries(place)
+    files = [file for file in directory.iterdir() if file.name != "MANIFEST.json"]
+    assert {file.name for file in files} >= {"tokens.bin", "tokens.offsets", "stretches.bin", "_record.bin"}
+    for file in files:
+        whole = file.read_bytes()
+        for place_of_bit in (0, len(whole) // 2, len(whole) - 1):
+            raw = bytearray(whole)
+            raw[place_of_bit] ^= 4
+            file.write_bytes(raw)
+            words = rf"{file.name} changed its content; remove the directory, and it is made again"
+            with pytest.raises(ValueError, match=words):
+                loader(place, encoder).train_and_validation("sft")
+        file.write_bytes(whole)
+    loader(place, encoder).train_and_validation("sft")
+    assert encoder.encoded() == list(range(41)), "nothing was made again"
     file = directory / "tokens.bin"
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(ValueError, match=r"tokens\.bin changed its size; remove the directory, and it is made again"):

@@ -94,6 +94,7 @@ def test_digests_tell_samples_and_their_order_apart(tmp_path):
         Joined([base, other], [6, 6], [2.0, 1.0]),
     ]
     assert len({digest_of_samples(each) for each in parts}) == len(parts)
+    assert Joined([base, other], [6, 6], [2.0, 4.0]).digest() == parts[-2].digest(), "the same shares"
 
 
 def test_records_of_joined_sets_follow_each_other(tmp_path):

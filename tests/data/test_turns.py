@@ -2,6 +2,7 @@
 
 import pytest
 
+from megarlhf.data.over_long import CuttingEncoder
 from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder, Unusable
 from megarlhf.data.templates import Conversation, chat_template
 from megarlhf.data.turns import Inexact, answered
@@ -46,6 +47,99 @@ def test_answers_and_their_ends_are_learnt_and_nothing_else(tokenizers, style, l
         assert found.tokens == theirs[: len(found.tokens)]
         assert not tokenizer.decode(theirs[len(found.tokens) :]).strip()
     assert found.tokens[-1] == template.end
+
+
+LONG = [*TALK, said("user", "3+3"), said("assistant", "6"), said("user", "4+4"), said("assistant", "8")]
+
+
+@pytest.mark.parametrize("style", ["chatml", "marked", "llama_3"])
+@pytest.mark.parametrize("source", ["messages", "conversations"])
+def test_an_answer_of_weight_0_is_not_learnt(tokenizers, style, source):
+    """By prefixes and by marks. The text ends with the last answer that is learnt; null and 1 are answers as any."""
+
+    def weighed(*weights):
+        answers = iter(weights)
+        talk = [{**each, "weight": next(answers)} if each["role"] == "assistant" else each for each in LONG]
+        if source == "messages":
+            return {"messages": talk}
+        names = {"user": "human", "assistant": "gpt"}
+        turns = [{"from": names[m["role"]], "value": m["content"], "weight": m.get("weight")} for m in talk]
+        return {"conversations": turns}
+
+    options = {"tokenizer": None, "max_prompt_tokens": 400, "max_response_tokens": 400}
+    every, last = (SFTEncoder(**options, loss_on=on).by(tokenizers[style]) for on in ("all", "last"))
+    whole = every(0, {"messages": LONG})
+    found = every(0, weighed(0, 1, 0.0, 0))
+    texts = learnt_texts(tokenizers[style], whole)
+    assert len(texts) == 4
+    assert learnt_texts(tokenizers[style], found) == texts[1:2]
+    assert found.tokens == whole.tokens[: whole.stretches[3]]
+    assert every(0, weighed(1, None, 1, True)) == whole
+    assert learnt_texts(tokenizers[style], every(0, weighed(1, 0, 1, 0))) == [texts[0], texts[2]]
+    assert last(0, weighed(0, 0, 0, 1)) == last(0, {"messages": LONG})
+    with pytest.raises(Unusable, match="every answer has weight 0"):
+        every(0, weighed(0, 0, 0, 0))
+    with pytest.raises(Unusable, match="the last answer has weight 0"):
+        last(0, weighed(1, 1, 1, 0))
+    with pytest.raises(ValueError, match=r"message 2 has weight = float 0\.5; expected 1, or 0"):
+        every(0, weighed(0.5, 1, 1, 1))
+
+
+def test_a_conversation_is_cut_where_it_would_be_skipped(tokenizers):
+    """At the sum of the limits, wherever its first answer stands; it ends with a learnt token, and what has none
+    before that is skipped."""
+    tokenizer, limits = tokenizers["chatml"], {"tokenizer": None, "loss_on": "all"}
+    record = {"messages": LONG}
+    whole = SFTEncoder(**limits, max_prompt_tokens=400, max_response_tokens=400).by(tokenizer)(0, record)
+    size = len(whole.tokens)
+    for most in range(1, size + 2):
+        options = {**limits, "max_prompt_tokens": most // 3 or 1, "max_response_tokens": most - (most // 3 or 1) or 1}
+        most = options["max_prompt_tokens"] + options["max_response_tokens"]
+        encoder = SFTEncoder(**options)
+        cut = CuttingEncoder(encoder).by(tokenizer)
+        words = f"conversation longer than {most} tokens"
+        if most >= size:
+            assert cut(0, record) == encoder.by(tokenizer)(0, record) == whole
+            continue
+        with pytest.raises(Unusable, match=words):
+            encoder.by(tokenizer)(0, record)
+        learnt = [n for n, is_learnt in enumerate(whole.learnt()[:most]) if is_learnt]
+        if not learnt:
+            with pytest.raises(Unusable, match=words):
+                cut(0, record)
+            continue
+        made = cut(0, record)
+        assert made.how == f"conversation cut at {most} tokens"
+        assert made.sample.tokens == whole.tokens[: learnt[-1] + 1]
+        assert [n for n, is_learnt in enumerate(made.sample.learnt()) if is_learnt] == learnt
+
+
+def test_weights_where_nobody_can_tell_what_is_marked(tokenizers):
+    """Two stretches of one answer."""
+    twice = STYLES["marked"].replace(
+        "{% generation %}",
+        "{% generation %}<|im_end|>{% endgeneration %};{% generation %}",
+    )
+    template = chat_template(tokenizers["none"], twice)
+    assert len(answered(template, Conversation(TALK), "all").stretches) == 8
+    with pytest.raises(Inexact, match=r"does not mark message 2 \('assistant'\) as one stretch"):
+        answered(template, Conversation(TALK, unlearnt=frozenset({1})), "all")
+
+
+def test_pairs_of_weight_0_are_skipped_and_other_weights_do_not_matter(tokenizers):
+    """Nor are they a difference of the two sides; prompts have none."""
+    options = {"tokenizer": None, "max_prompt_tokens": 200}
+    encode = PairEncoder(**options, max_response_tokens=99).by(tokenizers["chatml"])
+    sides = [[*TALK[:2], TALK[2], said("assistant", answer, weight=1)] for answer in "45"]
+    plain = encode(0, {"chosen": sides[0], "rejected": sides[1]})
+    other = [*TALK[:1], {**TALK[1], "weight": 0}, *sides[1][2:]]
+    assert encode(0, {"chosen": sides[0], "rejected": other}) == plain
+    with pytest.raises(Unusable, match="the answer has weight 0"):
+        encode(0, {"chosen": sides[0], "rejected": [*TALK[:3], said("assistant", "5", weight=0)]})
+    with pytest.raises(Unusable, match="chosen equals rejected"):
+        encode(0, {"chosen": sides[0], "rejected": TALK})
+    prompt = PromptEncoder(**options).by(tokenizers["chatml"])(0, {"messages": other[:3]})
+    assert prompt.messages == TALK[:3]
 
 
 def test_a_mask_by_hand(tokenizers):

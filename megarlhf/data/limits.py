@@ -1,0 +1,59 @@
+"""How long samples may be: limits of the configuration, of the model, and of a micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megarlhf.data.sample_kinds import Unusable
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Of a sample's length."""
+
+    what: str
+    """Is limited."""
+    tokens: int
+    """It may have."""
+    end: int
+    """Of the sample, at which it has so many."""
+
+    @property
+    def over(self) -> str:
+        """Why a longer one is skipped."""
+        return _too_long(self.what, self.tokens)
+
+
+def require_at_most(tokens: int, limit: int, what: str) -> None:
+    """Raises: Unusable for more."""
+    if tokens > limit:
+        raise Unusable(_too_long(what, limit))
+
+
+def _too_long(what: str, limit: int) -> str:
+    return f"{what} longer than {limit} tokens"
+
+
+def require_positions(longest: int, max_positions: int, model: str) -> None:
+    """Raises ValueError when a sample has more tokens than the model has positions."""
+    if longest > max_positions:
+        raise ValueError(
+            f"the longest sample has {longest} tokens, {model} takes {max_positions} (max_position_embeddings, or less "
+            "where a rope type changes beyond); lower data.max_prompt_tokens or data.max_response_tokens, so "
+            "that such samples are skipped and counted"
+        )
+
+
+def require_budget(lengths_N: Any, budget: int | None, path: str, sample: str) -> None:
+    """Raises ValueError when a sample has more tokens than a packed micro-batch may hold (`None`: it is not packed)."""
+    tokens = np.asarray(lengths_N)
+    if budget is not None and tokens.max() > budget:
+        longest = int(tokens.argmax())
+        raise ValueError(
+            f"{path}: usable record {longest} has {tokens[longest]} tokens ({sample}), but "
+            f"train.max_tokens_per_micro_batch = {budget}, and no sequence is split; raise it to {tokens[longest]} or "
+            "more, or lower data.max_prompt_tokens or data.max_response_tokens: what is longer is skipped and counted"
+        )
