@@ -24,6 +24,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "pp2": (2, {"pp": 2}),
     "dp2 full": (2, {}),
+    "tp2": (2, {"tp": 2}),
     "tp2pp2 vpp2": (4, {"tp": 2, "pp": 2, "vpp": 2}),
 }
 ONLY = ["model.layers.3.*", "norm"]
@@ -65,18 +66,20 @@ def layout(parallel: dict[str, int]) -> str:
     return f"actor.parallel={json.dumps(parallel)}"
 
 
+@pytest.mark.parametrize("parallel", [{"pp": 2}, {"tp": 2}])
 def test_a_point_of_some_layers_goes_on_at_other_layouts(
-    ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
+    parallel: dict[str, int], ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
     """Layers 0 and 1 have no optimizer state. Written by two stages, of which one has one of its layers to train alone,
-    it goes on at the same layout bit for bit, and with replicas and on one rank up to rounding."""
+    or by two ranks of which one has nothing of the vocabulary but padding, it goes on at the same layout bit for bit,
+    and with replicas and on one rank up to rounding."""
     case, whole, run = sft(models, data), tmp_path / "whole", tmp_path / "run"
     frozen = "actor.freeze=['model.layers.[0-1].*', 'model.layers.2.mlp.*']"
-    ranks.run(2, "command", *command_line(case, whole), frozen, layout({"pp": 2}))
+    ranks.run(2, "command", *command_line(case, whole), frozen, layout(parallel))
     argv = [*command_line(case, run), frozen]
-    assert ranks.run(2, command_until, 3, TRAIN, "step", *argv, layout({"pp": 2}))[0][0] == "killed"
+    assert ranks.run(2, command_until, 3, TRAIN, "step", *argv, layout(parallel))[0][0] == "killed"
     shutil.copytree(run, tmp_path / "elsewhere")
-    assert "from resume/step_000002" in ranks.run(2, "command", *argv, layout({"pp": 2}))[0]
+    assert "from resume/step_000002" in ranks.run(2, "command", *argv, layout(parallel))[0]
     assert rows(run) == rows(whole)
     assert weights(run) == weights(whole)
     argv = [*command_line(case, tmp_path / "elsewhere"), frozen]
