@@ -27,7 +27,8 @@ LIVE = ".lora."
 """Between the name of Megatron's layer and A or B."""
 WEIGHT = ".weight"
 _LINEAR = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
-_EXPERT = "{expert}"
+EXPERT = "{expert}"
+"""In the name of a module, for an expert's number."""
 
 
 @lru_cache(maxsize=16)
@@ -63,7 +64,7 @@ def find_adapter(arch: Architecture, patterns: Sequence[str], *, rank: int, alph
         if not any(_matches(name, pattern, arch) for _, _, name in names):
             raise ValueError(
                 f"targets: {pattern!r} names no linear layer of this model; it has {', '.join(_ends(names))} in each "
-                f"of its layers (such as {names[0][2].replace(_EXPERT, '0')}); {ALL_LINEAR!r} is all of them. "
+                f"of its layers (such as {names[0][2].replace(EXPERT, '0')}); {ALL_LINEAR!r} is all of them. "
                 "Embedding, head, router and norms have no adapter"
             )
     layers: dict[str, list[int]] = {}
@@ -120,13 +121,13 @@ def name_matches(name: str, pattern: str) -> bool:
 def _matches(name: str, pattern: str, arch: Architecture) -> bool:
     if pattern == ALL_LINEAR:
         return True
-    if _EXPERT not in name:
+    if EXPERT not in name:
         return name_matches(name, pattern)
-    found = {name_matches(name.replace(_EXPERT, str(expert)), pattern) for expert in range(arch.num_experts)}
+    found = {name_matches(name.replace(EXPERT, str(expert)), pattern) for expert in range(arch.num_experts)}
     if len(found) == 2:
         raise ValueError(
             f"targets: {pattern!r} names some of the experts only; an adapter is on all experts of a layer or on none: "
-            f"write * for their number ({name.replace(_EXPERT, '*')})"
+            f"write * for their number ({name.replace(EXPERT, '*')})"
         )
     return found.pop()
 
@@ -183,8 +184,8 @@ def _pair(entry: Entry, numbers: tuple[int, ...], arch: Architecture, layers: fr
 
 def _grouped_name(of_weight: str, alone: str, letter: str) -> str:
     """`mlp.experts.linear_fc1.lora.{expert}.A` for `mlp.experts.linear_fc1.weight{expert}`."""
-    base, weight, expert = of_weight.partition(f"{WEIGHT}{_EXPERT}")
-    return f"{base}{LIVE}{_EXPERT}.{letter}" if weight and not expert else alone
+    base, weight, expert = of_weight.partition(f"{WEIGHT}{EXPERT}")
+    return f"{base}{LIVE}{EXPERT}.{letter}" if weight and not expert else alone
 
 
 def _base_shard(entry: Entry, rank: TPRank) -> Shard:

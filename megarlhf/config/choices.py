@@ -54,7 +54,8 @@ class BestConfig(FrozenModel):
 
     metric: str
     """By which: a metric of `data.validation`, such as `eval_loss`, `eval_pair_accuracy`, `eval_accuracy` or
-    `eval_reward_mean`. Choosing by it makes it a validation figure: what the model is worth, `data.test` says."""
+    `eval_reward_mean`. Choosing by it makes it a validation figure: what the checkpoint is worth, `megarlhf eval`
+    of `checkpoints/best` on test data says. The run's own `test_...` figures are of the last step."""
     mode: Literal["auto", "min", "max"] = "auto"
     """Whether the lowest or the highest value is the best; `auto`: as the metric's name says."""
 

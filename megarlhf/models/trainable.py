@@ -13,14 +13,19 @@ from megarlhf.models.build import ModelShard, placements_on
 
 
 def choose_trained(shard: ModelShard, section: RoleConfig) -> None:
-    """Mark the parameters of a model that is going to be trained."""
+    """Mark the parameters of a model that is going to be trained: alike on the ranks of a tensor-parallel group, which
+    go backward together, though one may have nothing but padding of a vocabulary."""
     trained = trained_tensors(shard.arch, shard.head, freeze=section.freeze, train_only=section.train_only)
     number, total = count_trained(shard.arch, shard.head, trained)
     if number == total:
         return
-    live = shard.parameters()
-    for name, placements in placements_on(shard, shard.mesh.runtime.rank).by_storage().items():
-        live[name].requires_grad_(any(placement.tensor in trained for placement in placements))
+    live, rank = shard.parameters(), shard.mesh.runtime.rank
+    is_trained: dict[str, bool] = dict.fromkeys(live, False)
+    for tp_rank in range(shard.mesh.layout.tp):
+        for name, placements in placements_on(shard, rank, tp_rank=tp_rank).by_storage().items():
+            is_trained[name] |= any(placement.tensor in trained for placement in placements)
+    for name, parameter in live.items():
+        parameter.requires_grad_(is_trained[name])
     if shard.mesh.layout.pp > 1 or section.recompute in ("layers", "full"):
         for chunk in shard.chunks:
             if chunk.pre_process:

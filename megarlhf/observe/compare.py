@@ -107,12 +107,12 @@ def final_figures(
 
 def differing_keys(configs: Sequence[str | None]) -> dict[str, list[str]]:
     """By key that has not the same value in all runs, each run's value in words; a dash where it has no such key. Of
-    runs of different commands the keys that all have: the others follow from the command."""
+    runs of different commands those that two runs have, with different values: the others follow from the command."""
     known = [text for text in configs if text is not None]
     flat = [{} if text is None else _flat(yaml.safe_load(text) or {}) for text in configs]
     keys = dict.fromkeys(key for tree in flat for key in tree if key not in _PLACES)
     if len({text.partition("\n")[0] for text in known if text.startswith("#")}) > 1:
-        keys = {key: None for key in keys if all(key in tree for tree in flat if tree)}
+        keys = {key: None for key in keys if len({tree[key] for tree in flat if key in tree}) > 1}
     rows = {key: [tree.get(key, "-") for tree in flat] for key in keys}
     return {key: row for key, row in rows.items() if len(set(row)) > 1}
 

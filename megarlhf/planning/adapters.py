@@ -11,7 +11,7 @@ from megarlhf.architectures.vllm_adapters import MAX_RANK, MODEL_TYPES
 from megarlhf.config import DPOConfig, GenerateConfig, RLConfig, RoleConfig
 from megarlhf.config.shared_base import why_apart
 from megarlhf.planning.policies import AnyConfig, head_of, trained_roles, trained_tensors_of
-from megarlhf.weights.checkpoint.peft import notes_of
+from megarlhf.weights.checkpoint.peft import notes_of, require_readable_by_peft
 
 
 def check_trained(
@@ -29,6 +29,8 @@ def check_trained(
                     f"{name}.lora.export = {section.lora.export} with {name}.model.random_init: the random model that "
                     "the adapter is on is stored nowhere, and nobody could use it; export merged"
                 )
+            if section.lora.export != "merged" and name in trained_roles(cfg, roles):
+                _check_export(name, section.lora.export, arch)
         if name in trained_roles(cfg, roles) and (section.lora or section.freeze or section.train_only):
             trained = trained_tensors_of(arch, name, section)
             notes.append(f"{name}: {in_words(*count_trained(arch, head, trained))}{_adapter_in_words(arch)}")
@@ -42,6 +44,14 @@ def check_trained(
             why = "it is moved" if moves else why_apart(cfg.actor, cfg.reference)
             notes.append(f"reference: a model of its own beside the actor's base: {why}")
     return notes
+
+
+def _check_export(role: str, export: str, arch: Architecture) -> None:
+    """Raises: ValueError where PEFT would not read what is exported."""
+    try:
+        require_readable_by_peft(arch)
+    except ValueError as error:
+        raise ValueError(f"{role}.lora.export = {export}: {error}") from None
 
 
 def _check_engine(cfg: RLConfig | GenerateConfig, arch: Architecture) -> None:

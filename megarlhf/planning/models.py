@@ -51,6 +51,13 @@ def check_vocabularies(roles: Mapping[str, RoleConfig], retokenized: Collection[
         if has_tokenizer(directory):
             if difference := first_difference(tokenizer, load_tokenizer(directory)):
                 text = ", or give it text (rewards: [{kind: model, retokenize: true}])" * (role == "reward_model")
+                if role == "against":
+                    raise ValueError(
+                        f"against: the tokenizer of {directory} is not that of {described} ({writer}): {difference}. "
+                        "The reward model reads the token ids of both models' responses, and can have the tokenizer of "
+                        "one only; give it text (rewards: [{kind: model, retokenize: true}]), or compare models with "
+                        "one tokenizer"
+                    )
                 raise ValueError(
                     f"{role}: the tokenizer of {directory} is not that of {described} ({writer}), whose token ids it "
                     f"would read: {difference}. Give a {role} with the same tokenizer{text}"

@@ -5,11 +5,15 @@ Each rank describes the boxes that it holds of global tensors, under the keys of
 (`weights/checkpoint/formats/torch_dist/keys.py`); optimizer state stands under `optimizer.state.NAME.KEY`. A part of a
 distributed optimizer is a flat range of a parameter, which is a few boxes. So nothing is gathered to be saved, and a
 state saved at one layout is loaded at any other.
+
+Megatron-Core's keys are of all layers together, which those of the optimizer cannot be where some layers are frozen: a
+checkpoint whose global tensors have holes is none. There each layer's (and each expert's) has a key of its own.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +26,7 @@ from megatron.core.dist_checkpointing.mapping import is_main_replica
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
 
 from megarlhf.architectures.adapters import LIVE
 from megarlhf.architectures.megatron_layout import ModelRank
@@ -33,13 +38,15 @@ from megarlhf.parallel.optimizer_pieces import counts_per_parameter, optimizers_
 from megarlhf.parallel.step import Trainer
 from megarlhf.placement import Box, Shape, flat_boxes
 from megarlhf.weights.checkpoint.formats.megatron.args import args_of
-from megarlhf.weights.checkpoint.formats.torch_dist.keys import StorageName, global_slices, is_gated
+from megarlhf.weights.checkpoint.formats.torch_dist.keys import StorageName, global_slices, is_gated, shard_name
 from megarlhf.weights.checkpoint.formats.torch_dist.shards import LocalShard, extra_states, shards_of
 from megarlhf.weights.checkpoint.formats.torch_dist.write import common_state
 
 EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
 EXPERTS = ".experts."
+_BY_LAYER = re.compile(r"optimizer\.state\..*\.layers\..*\[[\d,]+\]")
+"""`optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight[7]`"""
 _UNFUSED_NORMS = ("input_layernorm.", "pre_mlp_layernorm.")
 
 ShardedState = dict[str, ShardedTensor | ShardedObject]
@@ -56,11 +63,12 @@ class _OptimizerPart:
     """No other data-parallel rank has them."""
 
 
-def sharded_state(role: Role, *, optimizer: bool = True) -> ShardedState:
+def sharded_state(role: Role, *, optimizer: bool = True, by_layer: bool | None = None) -> ShardedState:
     """What this rank saves of a role, or reads into: views of live tensors, or of their host memory where they are
     away, by names that mean nothing. Of a model with an adapter that is the adapter, and a scalar head: nothing else of
     it ever changes, and who goes on loads it from where it began. Without `optimizer`, and of a role that is not
-    trained, the parameters alone. Nothing of a role that is on other ranks."""
+    trained, the parameters alone. `by_layer`: whether each layer's optimizer state has a key of its own; as it is
+    written, where that is not said. Nothing of a role that is on other ranks."""
     if not role.mesh.is_member:
         return {}
     trainer = role.trainer if optimizer else None
@@ -71,6 +79,8 @@ def sharded_state(role: Role, *, optimizer: bool = True) -> ShardedState:
     shard, at, experts = role.shard, role.mesh.coordinates, role.mesh.experts
     whole = _whole_shapes(shard)
     state: ShardedState = {}
+    if by_layer is None:
+        by_layer = _trains_some(role)
 
     def add(key: str, shard_of: LocalShard, view: Tensor, replica: tuple[int, int, int]) -> None:
         lead = len(shard_of.tensor) - view.ndim
@@ -101,7 +111,8 @@ def sharded_state(role: Role, *, optimizer: bool = True) -> ShardedState:
             part = parts.get(parameter)
             if part is not None:
                 replica = (tied, duplicate, 0 if part.owned else copy)
-                for key, box, view in _optimizer_boxes(piece, part, tuple(parameter.shape)):
+                own = _by_itself(piece, parameter.ndim) if by_layer else piece
+                for key, box, view in _optimizer_boxes(own, part, tuple(parameter.shape)):
                     add(key, box, view, replica)
     if role.mesh.runtime.rank == role.mesh.layout.first and shard.arch.adapter is None:
         for extra in extra_states(shard.arch):
@@ -119,7 +130,9 @@ def bytes_to_write(state: ShardedState) -> int:
 
 def load_state(role: Role, directory: Path) -> None:
     """Fill a role that has just been built, parameters and optimizer, from a folder of any layout. Collective."""
-    tensors = {name: item for name, item in sharded_state(role).items() if isinstance(item, ShardedTensor)}
+    by_layer = _trains_some(role) and role.mesh.is_member and _is_by_layer(directory)
+    state = sharded_state(role, by_layer=by_layer)
+    tensors = {name: item for name, item in state.items() if isinstance(item, ShardedTensor)}
     with megatron_device(role.mesh.runtime.device):
         dist_checkpointing.load(tensors, str(directory), validate_access_integrity=False)
 
@@ -147,6 +160,25 @@ def set_counters(role: Role, values: Mapping[str, Any]) -> None:
     _set_optimizer_steps(role.trainer.optimizer, values["optimizer_steps"])
     role.trainer.scheduler.num_steps = 0
     role.trainer.scheduler.step(increment=values["scheduler_steps"])
+
+
+def _trains_some(role: Role) -> bool:
+    """Whether some layers may have no optimizer state, by the configuration: the same on every rank."""
+    return role.shard.arch.adapter is None and bool(role.section.freeze or role.section.train_only)
+
+
+def _is_by_layer(directory: Path) -> bool:
+    """Whether optimizer state is by layer there; earlier versions wrote all layers together, on one rank."""
+    return any(_BY_LAYER.fullmatch(key) for key in FileSystemReader(directory).read_metadata().state_dict_metadata)
+
+
+def _by_itself(piece: LocalShard, dims: int) -> LocalShard:
+    """The piece in a global tensor of its layer, or of its expert, alone."""
+    lead = len(piece.tensor) - dims
+    if not lead:
+        return piece
+    box = Box(piece.box.start[lead:], piece.box.stop[lead:])
+    return replace(piece, key=shard_name(piece.key, piece.box.start[:lead]), tensor=piece.tensor[lead:], box=box)
 
 
 def _is_saved(shard: ModelShard, name: str) -> bool:

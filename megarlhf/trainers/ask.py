@@ -33,7 +33,8 @@ def run(cfg: AskConfig, runtime: Runtime, model: Path) -> None:
         try:
             return encode(0, {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text})
         except Unusable as reason:
-            raise ValueError(f"{reason}; the limit is data.max_prompt_tokens = {cfg.data.max_prompt_tokens}") from None
+            limit = f"; the limit is data.max_prompt_tokens = {cfg.data.max_prompt_tokens}"
+            raise ValueError(f"{reason}{limit if 'longer' in str(reason) else ''}") from None
 
     chat = cfg.data.template_mode == "chat"
     asked = [encoded(text) for text in cfg.prompts]  # before a model is built

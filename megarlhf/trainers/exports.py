@@ -84,6 +84,11 @@ class Exports:
         """Exports of this run, oldest first; `checkpoint.export_keep` counts and removes only these."""
         self._replaceable = resumed_at is not None
 
+    @property
+    def best_place(self) -> Path | None:
+        """The link to the export of the best step; None where none is chosen."""
+        return None if self._best.watched is None else self._root / "best"
+
     def is_due(self, step: int) -> bool:
         """By `checkpoint.export_every`."""
         every = self._cfg.export_every

@@ -156,6 +156,11 @@ class Session:
         with self.phases("checkpoint"):
             self.exports.maybe_write(step, roles, last=last, best=best)
 
+    @property
+    def best_export(self) -> Path | None:
+        """Where the export that held-out data chooses is to be found; None: none is chosen."""
+        return None if self.exports is None else self.exports.best_place
+
     def exports_at(self, step: int) -> bool:
         """Whether an export is due there by `checkpoint.export_every`."""
         assert self.exports is not None

@@ -177,9 +177,13 @@ def close(
 
 
 def say_of_test(session: Session, metrics: Mapping[str, Metric]) -> None:
-    """The figures of `data.test`, where there are any."""
-    if metrics:
-        session.note("data.test: " + ", ".join(f"{name} {format_number(value)}" for name, value in metrics.items()))
+    """The figures of `data.test`, where there are any; they are of the weights after the last step."""
+    if not metrics:
+        return
+    figures = ", ".join(f"{name} {format_number(value)}" for name, value in metrics.items())
+    best = session.best_export
+    of_best = "" if best is None else f". Those of {best}: megarlhf eval of a model there, with data.train = data.test"
+    session.note(f"data.test, after the last step: {figures}{of_best}")
 
 
 def as_test(metrics: Mapping[str, Metric]) -> Metrics:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+from torch.distributed.checkpoint import FileSystemReader
 
+from megarlhf.resume import role_state
+from megarlhf.runtime import Runtime
+from tests.distributed.resume_jobs import command_until
+from tests.distributed.test_resume import TRAIN, command_line, rows, weights
+from tests.distributed.test_resume_elsewhere import sft
 from tests.distributed.written_out import STEPS, config
 from tests.ranks import RankPool
 
@@ -15,6 +24,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "pp2": (2, {"pp": 2}),
     "dp2 full": (2, {}),
+    "tp2": (2, {"tp": 2}),
     "tp2pp2 vpp2": (4, {"tp": 2, "pp": 2, "vpp": 2}),
 }
 ONLY = ["model.layers.3.*", "norm"]
@@ -50,3 +60,53 @@ def test_what_is_frozen_stays_and_the_rest_is_trained(
     for name, weight in found[0]["weights"].items():
         same = np.array_equal(weight, before[name])
         assert same != (name.startswith("model.layers.3.") or name == "model.norm.weight"), name
+
+
+def layout(parallel: dict[str, int]) -> str:
+    return f"actor.parallel={json.dumps(parallel)}"
+
+
+@pytest.mark.parametrize("parallel", [{"pp": 2}, {"tp": 2}])
+def test_a_point_of_some_layers_goes_on_at_other_layouts(
+    parallel: dict[str, int], ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
+) -> None:
+    """Layers 0 and 1 have no optimizer state. Written by two stages, of which one has one of its layers to train alone,
+    or by two ranks of which one has nothing of the vocabulary but padding, it goes on at the same layout bit for bit,
+    and with replicas and on one rank up to rounding."""
+    case, whole, run = sft(models, data), tmp_path / "whole", tmp_path / "run"
+    frozen = "actor.freeze=['model.layers.[0-1].*', 'model.layers.2.mlp.*']"
+    ranks.run(2, "command", *command_line(case, whole), frozen, layout(parallel))
+    argv = [*command_line(case, run), frozen]
+    assert ranks.run(2, command_until, 3, TRAIN, "step", *argv, layout(parallel))[0][0] == "killed"
+    shutil.copytree(run, tmp_path / "elsewhere")
+    assert "from resume/step_000002" in ranks.run(2, "command", *argv, layout(parallel))[0]
+    assert rows(run) == rows(whole)
+    assert weights(run) == weights(whole)
+    argv = [*command_line(case, tmp_path / "elsewhere"), frozen]
+    assert ranks.run(2, command_until, 2, TRAIN, "step", *argv, layout({}))[0][0] == "killed"
+    assert "from resume/step_000003" in ranks.run(1, "command", *argv, layout({}))[0]
+    for found, expected in zip(rows(tmp_path / "elsewhere"), rows(whole), strict=True):
+        for metric in {"loss", "grad_norm"} & expected.keys():
+            assert found[metric] == pytest.approx(expected[metric], rel=1e-5), (expected["step"], metric)
+    assert sum("grad_norm" in row for row in rows(whole)) == 4
+
+
+def test_a_point_with_all_layers_under_one_key_goes_on(
+    ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
+) -> None:
+    """As earlier versions wrote it on one rank."""
+    case, whole, run = sft(models, data), tmp_path / "whole", tmp_path / "run"
+    frozen = "actor.freeze=['model.layers.[0-1].*']"
+    ranks.run(1, "command", *command_line(case, whole), frozen)
+    argv = [*command_line(case, run), frozen]
+    assert ranks.run(1, written_together, *argv)[0] == "killed"
+    keys = FileSystemReader(run / "resume/step_000002/actor").read_metadata().state_dict_metadata
+    assert "optimizer.state.exp_avg.decoder.layers.self_attention.linear_proj.weight" in keys
+    ranks.run(1, "command", *argv)
+    assert rows(run) == rows(whole)
+    assert weights(run) == weights(whole)
+
+
+def written_together(runtime: Runtime, *argv: str) -> str:
+    with mock.patch.object(role_state, "_trains_some", return_value=False):
+        return command_until(runtime, 3, TRAIN, "step", *argv)[0]

@@ -66,6 +66,9 @@ def test_the_keys_that_differ(runs: list[Path]) -> None:
     assert differing_keys(["run: {dir: a}", "run: {dir: b}"]) == {}
     sft, rm = "# megarlhf sft: the\nrun: {seed: 0}\nactor: 1\n", "# megarlhf rm: the\nrun: {seed: 1}\nreward_model: 1\n"
     assert differing_keys([sft, rm, None]) == {"run.seed": ["0", "1", "-"]}, "of different commands"
+    other = sft.replace("actor: 1", "actor: 2")
+    expected = {"run.seed": ["0", "0", "1"], "actor": ["1", "2", "-"]}
+    assert differing_keys([sft, other, rm]) == expected, "of two runs beside another command"
     assert list(differing_keys([sft, sft.replace("actor", "critic")])) == ["actor", "critic"]
 
 

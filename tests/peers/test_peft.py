@@ -59,6 +59,14 @@ FAMILIES = {
     "gpt2": {"targets": "all-linear"},
     "opt": {"targets": ["fc1", "v_proj", "out_proj"], "rslora": True},
 }
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", {"targets": "all-linear"}),
+    "qwen3_moe, rslora": ("qwen3_moe", {"targets": "all-linear", "rslora": True}),
+    "qwen3_moe, some layers": ("qwen3_moe", {"targets": ["q_proj", "model.layers.1.mlp.experts.*"]}),
+    "qwen3_moe, down alone": ("qwen3_moe", {"targets": ["o_proj", "experts.*.down_proj"]}),
+    "mixtral": ("mixtral", {"targets": "all-linear"}),
+    "mixtral, some layers": ("mixtral", {"targets": ["model.layers.0.*"]}),
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -89,6 +97,30 @@ def test_what_is_exported_is_peft_s(family: str, ranks: RankPool, data: dict[str
         assert first.keys() == second.keys()
         for key, array in first.items():
             np.testing.assert_allclose(second[key], array, rtol=0, atol=1e-6, err_msg=key)
+
+
+@pytest.mark.parametrize("case", MIXTURES)
+def test_experts_arrive_in_peft(case: str, ranks: RankPool, data: dict[str, Path], tmp_path: Path) -> None:
+    """PEFT converts an adapter of experts by what adapter_config.json names, and leaves out without a word what it does
+    not find there. At EP2; it is also one to start from."""
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    family, options = MIXTURES[case]
+    model = write_family(tmp_path / "model", family, vocab_size=16, num_hidden_layers=2)
+    lora = {"rank": 4, "alpha": 6.0, "export": "both", **options}
+    ranks.run(2, "lora_exports", config(model, data["sft"], {"ep": 2}, lora=lora), str(tmp_path / "out/actor"))
+    adapter = tmp_path / "out/actor_adapter"
+    expected = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out/actor", dtype=torch.float32))
+    torch.testing.assert_close(logits(on_base(model, adapter)), expected, rtol=0, atol=1e-5)
+    again = {"path": str(adapter), "export": "merged"}
+    ranks.run(1, "lora_exports", config(model, data["sft"], {}, lora=again), str(tmp_path / "again/actor"), False)
+    theirs = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "again/actor", dtype=torch.float32))
+    torch.testing.assert_close(theirs, expected, rtol=0, atol=1e-6)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    without = {name: torch.zeros_like(each) if ".experts." in name else each for name, each in tensors.items()}
+    save_file(without, adapter / "adapter_model.safetensors", {"format": "pt"})
+    assert float((logits(on_base(model, adapter)) - expected).abs().max()) > 0.001
 
 
 def test_a_new_adapter_starts_as_peft_s() -> None:

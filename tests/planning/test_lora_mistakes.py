@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from megarlhf.commands.cli import main
 from tests.distributed.lora import write_adapter
+from tests.distributed.tiny import write_family
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +113,17 @@ def test_a_mistake_is_told_before_ranks_start(
     said = capsys.readouterr().err
     assert words in said
     assert "Traceback" not in said
+
+
+def test_an_export_of_experts_that_peft_would_not_read_is_refused(
+    models: dict[str, Path], data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_family(tmp_path / "model", "qwen3_moe", vocab_size=16, num_hidden_layers=2)
+    at = f"actor.model.path={model}"
+    gate = "targets: [q_proj, gate_proj]"
+    assert dry_run(tmp_path, models, data, "sft", [at, f"actor.lora={{{gate}, export: both}}"]) == 2
+    assert "actor.lora.export = both: the experts' adapter is on gate_proj, and PEFT" in capsys.readouterr().err
+    assert dry_run(tmp_path, models, data, "sft", [at, f"actor.lora={{{gate}}}"]) == 0
 
 
 def test_a_head_that_is_tied_is_said_to_be_the_embedding(

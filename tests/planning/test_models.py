@@ -79,6 +79,9 @@ def test_a_role_that_reads_other_tokens_than_the_actor_writes_is_refused(model):
         with pytest.raises(ValueError, match=rf"^{role}: the tokenizer of .*other is not that of .*actor") as raised:
             check_vocabularies({"actor": actor, role: other})
         assert expected in str(raised.value)
+    remedy = r"rewards: \[\{kind: model, retokenize: true\}\]"
+    with pytest.raises(ValueError, match=f"^against: .*The reward model reads the token ids of both.*{remedy}"):
+        check_vocabularies({"actor": actor, "against": other})
     assert check_vocabularies({"actor": actor, "critic": model("same")}) == []
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megarlhf.architectures.adapters import ALL_LINEAR, A, B, adapter_on, find_adapter, linear_modules
+from megarlhf.architectures.adapters import ALL_LINEAR, EXPERT, A, B, adapter_on, find_adapter, linear_modules
 from megarlhf.architectures.architecture import Adapter, Architecture
 from megarlhf.architectures.placements import Head, head_name, logical_tensors
 from megarlhf.config import LoraConfig
@@ -74,9 +74,7 @@ class StoredAdapter:
         known = {end for end in self.tensors if end.endswith(A)}
         expected: set[str] = set()
         for layer, module, name in linear_modules(arch):
-            names = (
-                [name.replace("{expert}", str(n)) for n in range(arch.num_experts)] if "{expert}" in name else [name]
-            )
+            names = [name.replace(EXPERT, str(n)) for n in range(arch.num_experts)] if EXPERT in name else [name]
             if any(each + A in known for each in names):
                 found.setdefault(module, []).append(layer)
                 expected |= {each + end for each in names for end in (A, B)}
@@ -217,20 +215,25 @@ def notes_of(role: str, lora: LoraConfig, model: Path) -> list[str]:
 
 
 def adapter_config(adapter: Adapter, arch: Architecture, head: Head, base: str) -> dict[str, Any]:
-    """An adapter_config.json that PEFT loads."""
-    everywhere = all(target.layers is None for target in adapter.targets)
-    if everywhere and not arch.num_experts:
-        targets: list[str] | str = sorted({target.module for target in adapter.targets})
+    """An adapter_config.json that PEFT loads.
+
+    Of a mixture of experts the scale is stated without `use_rslora`: transformers 5 keeps gate and up of all experts in
+    one tensor, and PEFT joins their adapters to one of twice the rank and twice alpha, which keeps alpha / r only.
+    """
+    if all(target.layers is None for target in adapter.targets):
+        targets: list[str] | str = sorted({_end(target.module) for target in adapter.targets})
     else:
         targets = _regex(adapter, arch)
+    plain = adapter.rslora and bool(arch.num_experts)
+    alpha = adapter.scale * adapter.rank if plain else float(adapter.alpha)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if head == "lm" else "SEQ_CLS",
         "base_model_name_or_path": base,
         "r": adapter.rank,
-        "lora_alpha": int(adapter.alpha) if float(adapter.alpha).is_integer() else adapter.alpha,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "lora_dropout": 0.0,
-        "use_rslora": adapter.rslora,
+        "use_rslora": adapter.rslora and not plain,
         "target_modules": targets,
         "fan_in_fan_out": arch.model_type == "gpt2",
         "bias": "none",
@@ -240,14 +243,43 @@ def adapter_config(adapter: Adapter, arch: Architecture, head: Head, base: str) 
     }
 
 
+def require_readable_by_peft(arch: Architecture) -> None:
+    """PEFT makes of the adapters of experts' gate and up one, around which it expects that of down.
+
+    Raises: ValueError for an adapter of which PEFT would leave out some of it without a word.
+    """
+    assert arch.adapter is not None
+    layers = {target.module: target.layers for target in arch.adapter.targets if EXPERT in target.module}
+    *joined, outer = dict.fromkeys(module for _, module, _ in linear_modules(arch) if EXPERT in module) or [""]
+    if not layers.keys() & set(joined):
+        return
+    if outer not in layers or len({layers.get(module, ()) for module in joined}) > 1:
+        names = [_end(module) for module in joined]
+        raise ValueError(
+            f"the experts' adapter is on {', '.join(map(_end, layers))}, and PEFT reads those of {' and '.join(names)} "
+            f"only where both are on the same layers and {_end(outer)} has one too: name all three in targets, or "
+            "export merged"
+        )
+
+
+def _end(module: str) -> str:
+    """The end of its name by which PEFT finds a linear layer; of experts what follows their number, from which PEFT
+    makes the name of the tensor that transformers 5 keeps all of them in."""
+    return module.rpartition(f"{EXPERT}.")[2]
+
+
 def _regex(adapter: Adapter, arch: Architecture) -> str:
-    """The modules of an adapter that is not on every layer, as one regular expression over whole names."""
+    """The modules of an adapter that is not on every layer, as one regular expression over whole names. That of experts
+    also matches the names that PEFT tries for the tensors of all experts: without a number, and behind the name that
+    transformers 5 has for their layer."""
     prefix = {module: name.removesuffix(module) for layer, module, name in linear_modules(arch) if layer == 0}
     parts = []
     for target in adapter.targets:
         start, _, rest = prefix[target.module].rpartition("0")
         layers = r"\d+" if target.layers is None else f"({'|'.join(map(str, target.layers))})"
-        inside = re.escape(target.module).replace(re.escape("{expert}"), r"\d+")
+        inside = re.escape(target.module)
+        if EXPERT in target.module:
+            inside = rf"\w+\.experts\.(\d+\.)?{re.escape(_end(target.module))}"
         parts.append(f"{re.escape(start)}{layers}{re.escape(rest)}{inside}")
     return "|".join(f"(?:{part})" for part in parts)
 
