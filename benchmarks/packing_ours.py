@@ -1,4 +1,5 @@
-"""Our side of `make bench-packing` and `make bench-prompts`, as a child: the training loop's own functions on the workload's responses.
+"""Our side of `make bench-packing` and `make bench-prompts`, as a child: the training loop's own functions on the
+workload's responses.
 
 One process builds a run for each way of laying rows out (the same weights, one configuration key apart), and trains
 whichever the command names. A phase is score, StepInProgress.begun, train_on and describe, as in trainers/rl.py; a

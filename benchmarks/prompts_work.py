@@ -1,8 +1,8 @@
 """How much a training phase computes: counted by operation, and by the formula that packing levels micro-batches by.
 
-Counted are products of matrices, with torch's own formulas, and attention on a CPU: 4 floating-point operations for each
-channel of a head and pair of a query and a key that it sees in the forward (two products), 10 in the backward (five, one
-of them the scores again).
+Counted are products of matrices, with torch's own formulas, and attention on a CPU: for each channel of a head and pair
+of a query and a key that it sees 4 floating-point operations in the forward (two products), and 10 in the backward
+(five, one of them the scores again).
 """
 
 from __future__ import annotations
