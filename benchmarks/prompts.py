@@ -321,14 +321,15 @@ class Kept:
     """What comparisons have found, in build/: for a run of the same commit and settings."""
 
     def __init__(self, about: Message, setting: Setting) -> None:
-        self._key = {
+        key = {
             "machine": about,
             "sizes": dataclasses.asdict(setting.sizes),
-            "budgets": list(setting.budgets),
+            "budgets": setting.budgets,
             "threads": setting.threads,
             "rounds": setting.rounds,
             "trl": setting.trl is not None,
         }
+        self._key = json.loads(json.dumps(key))
 
     def found(self, name: str) -> Message | None:
         """None where there is nothing, or only of another commit or other settings. Of changed files never."""
