@@ -39,7 +39,7 @@ export TORCH_CPP_LOG_LEVEL ?= ERROR
 # Images of containers often set it: each of the tests' processes would compile what it imports anew, pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo demo-lora demo-3d demo-seeds bench-convert bench-reshard bench-kernels bench-packing \
+.PHONY: help venv demo demo-lora demo-3d demo-seeds bench-convert bench-reshard bench-kernels bench-packing bench-prompts \
 	bench-gpu-logprob bench-gpu-packed bench-resume bench-data bench-rewards bench-rollout \
 	bench-rehearsal bench-fits bench-parallel test \
 	test-matrix test-slow test-gpu test-peers test-slurm test-faults slurm-scripts lint docs \
@@ -92,6 +92,9 @@ bench-kernels: venv ## log-prob kernels on the CPU against naive torch and the b
 
 bench-packing: venv ## packed rows against padded ones and TRL on the CPU (20 minutes); writes benchmarks/results/packing.json
 	$(PY) -m benchmarks.packing
+
+bench-prompts: venv ## prompts of groups and pairs computed once against each time, and against TRL (15 minutes, can be continued); writes benchmarks/results/prompts.json
+	$(PY) -m benchmarks.prompts
 
 # On a machine whose GPU build of torch is not in $(VENV): make bench-gpu-logprob PY=python3
 bench-gpu-logprob: ## the log-prob kernels against their peers on one GPU (10 minutes); writes benchmarks/results/gpu_logprob.json

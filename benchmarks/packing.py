@@ -25,13 +25,12 @@ import dataclasses
 import importlib.util
 import json
 import os
-import statistics
 import tempfile
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.interleaved import Ask, asking, fastest, in_turn, norm_of, ratio, require_same, require_whole, summary
 from benchmarks.machine import ROOT, machine
 from benchmarks.packing_children import Child, Message, environment, trl_environment
 from benchmarks.packing_workload import REHEARSAL, Kind, Sizes, make_workload, write_model
@@ -40,8 +39,6 @@ from benchmarks.peers import UnavailableError
 RESULT = ROOT / "benchmarks" / "results" / "packing.json"
 BETA = 0.04
 OURS, TRL = "benchmarks.packing_ours", "benchmarks.peers_trl"
-AGREE = 2e-3
-"""Relative difference of gradient norms in the first round up to which two sides computed the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +109,6 @@ class Setting:
         return dataclasses.replace(self.sizes, mini_batches=updates)
 
 
-Ask = Callable[[], Message]
-
-
 def start(comparison: Comparison, setting: Setting, stack: contextlib.ExitStack) -> tuple[dict[str, Ask], Message]:
     """The children of a comparison: name of each way -> how to have it run a round; and what they say of themselves."""
     sizes, candidates = setting.sizes_of(comparison), setting.candidates[comparison.workload]
@@ -143,32 +137,24 @@ def start(comparison: Comparison, setting: Setting, stack: contextlib.ExitStack)
     for group in [ways] if comparison.inject else [{name: train} for name, train in list(ways.items())[-1:]]:
         process = child(OURS, environment(setting.threads), ways=group, **ours)
         facts |= dict.fromkeys(group, process.facts)
-        asks |= {name: _asking(process, way=name, inject=comparison.inject) for name in group}
+        asks |= {name: asking(process, way=name, inject=comparison.inject) for name in group}
     if comparison.trl and setting.trl is not None:
         for size in candidates.trl:
             peer = {"attention": "sdpa", "compile": False, "continuous_batching": False, "micro_batch_samples": size}
             process = child(TRL, setting.trl, **peer)
-            asks[f"trl {size}"] = _asking(process, inject=comparison.inject)
+            asks[f"trl {size}"] = asking(process, inject=comparison.inject)
             facts[f"trl {size}"] = process.facts | {"settings": peer}
     return asks, facts
-
-
-def _asking(child: Child, **arguments: Any) -> Ask:
-    return lambda: child.ask("round", **arguments)
 
 
 def compare(comparison: Comparison, setting: Setting) -> Message:
     """Runs the rounds; summary of every way, all rounds included."""
     with contextlib.ExitStack() as stack:
         asks, facts = start(comparison, setting, stack)
-        names = list(asks)
-        rounds: dict[str, list[Message]] = {name: [] for name in names}
-        for number in range(setting.rounds + 1):
-            for name in names if number % 2 == 0 else reversed(names):
-                rounds[name].append(asks[name]() | {"load": os.getloadavg()[0]})
+        rounds = in_turn(asks, setting.rounds)
     workload = make_workload(comparison.workload, setting.sizes)
     agreement = check(comparison, rounds, workload.response_tokens, setting)
-    ways = {name: summary(comparison, many[1:], workload.tokens()) for name, many in rounds.items()}
+    ways = {name: summary(comparison.measure, many[1:], workload.tokens()) for name, many in rounds.items()}
     return {
         "measure": comparison.measure,
         "updates": setting.sizes_of(comparison).mini_batches,
@@ -179,12 +165,6 @@ def compare(comparison: Comparison, setting: Setting) -> Message:
     }
 
 
-def norm_of(answer: Message) -> float:
-    """Mean gradient norm of a round's optimizer steps."""
-    norms = answer.get("grad_norms") or [answer["metrics"]["actor_grad_norm"]]
-    return statistics.mean(norms)
-
-
 def check(comparison: Comparison, rounds: dict[str, list[Message]], tokens: int, setting: Setting) -> float | None:
     """The largest relative difference of first gradient norms between ways that must agree; None where none must.
 
@@ -192,54 +172,10 @@ def check(comparison: Comparison, rounds: dict[str, list[Message]], tokens: int,
     generation everyone trains on responses of its own, and what is looked at is that none has ended early.
     """
     if not comparison.inject:
-        for name, many in rounds.items():
-            short = {answer["generated_tokens"] for answer in many} - {tokens}
-            assert not short, f"{name} generated {sorted(short)} tokens, not {tokens}: a response ended early"
+        require_whole(rounds, tokens)
         return None
     names = [name for name in rounds if setting.sizes_of(comparison).mini_batches == 1 or not name.startswith("trl")]
-    first = {name: norm_of(rounds[name][0]) for name in names}
-    if len(first) < 2:
-        return None
-    differ = max(first.values()) / min(first.values()) - 1
-    assert differ < AGREE, f"not the same computation: gradient norms of the first round are {first}"
-    return differ
-
-
-def summary(comparison: Comparison, answers: Sequence[Message], tokens: int) -> Message:
-    """Of one way: spread, speed, the share of each part, and every round."""
-    values = [float(answer[comparison.measure]) for answer in answers]
-    median = statistics.median(values)
-    parts = {
-        name: statistics.median(float(answer["parts"].get(name, 0.0)) for answer in answers)
-        for name in {name: None for answer in answers for name in answer["parts"]}
-    }
-    return {
-        "seconds": {"median": median, "min": min(values), "max": max(values)},
-        "tokens_per_second": tokens / median,
-        "part_seconds": parts,
-        "share": {name: seconds / median for name, seconds in parts.items()},
-        "floor": floor(parts),
-        "rounds": [{name: answer[name] for name in answer if name != "metrics"} for answer in answers],
-    }
-
-
-def floor(parts: dict[str, float]) -> dict[str, float]:
-    """Seconds of generation alone, and of the trained models' forwards and backwards alone."""
-    seconds = {"forward_backward": sum(s for name, s in parts.items() if name.endswith(("forward", "backward")))}
-    return seconds | ({"generation": parts["generate"]} if "generate" in parts else {})
-
-
-def fastest(ways: dict[str, Message], kind: str) -> str | None:
-    names = [name for name in ways if name.split()[0] == kind]
-    return min(names, key=lambda name: float(ways[name]["seconds"]["median"]), default=None)
-
-
-def ratio(comparison: Message | None, slow: str, fast: str) -> float | None:
-    """Median seconds of the fastest `slow` over those of the fastest `fast`."""
-    if comparison is None or None in (names := [comparison["fastest"][kind] for kind in (slow, fast)]):
-        return None
-    above, below = (comparison["ways"][name]["seconds"]["median"] for name in names)
-    return float(above / below)
+    return require_same({name: norm_of(rounds[name][0]) for name in names})
 
 
 def ratios(comparisons: dict[str, Message]) -> dict[str, float | None]:

@@ -1,10 +1,12 @@
-"""Our side of `make bench-packing`, as a child: the training loop's own functions on the workload's responses.
+"""Our side of `make bench-packing` and `make bench-prompts`, as a child: the training loop's own functions on the
+workload's responses.
 
 One process builds a run for each way of laying rows out (the same weights, one configuration key apart), and trains
 whichever the command names. A phase is score, StepInProgress.begun, train_on and describe, as in trainers/rl.py; a
 whole step has generation before it and the transfer of the weights behind it.
 
     {"command": "round", "way": "packed", "inject": true}   ->   seconds of phase and step, and of their parts
+    {"command": "look", "way": "packed"}   ->   floating-point operations and memory of a phase
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from benchmarks.packing_children import Parent
 from benchmarks.packing_workload import Sizes, Workload, make_workload, text_of
+from benchmarks.prompts_work import looked_at
 from megarlhf.config import LogprobGapConfig, RLConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import load_tokenizer
@@ -199,7 +202,12 @@ def main() -> None:
             for way, train in options["ways"].items()
         }
         parent.say({"threads": torch.get_num_threads(), "engine": options["engine"], "ways": options["ways"]})
-        parent.serve({"round": lambda way, inject: runs[way].round(inject)})
+        parent.serve(
+            {
+                "round": lambda way, inject: runs[way].round(inject),
+                "look": lambda way: looked_at(lambda: runs[way].round(inject=True)),
+            }
+        )
         for run in runs.values():
             run.close()
 

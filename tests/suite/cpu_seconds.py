@@ -80,6 +80,7 @@ TABLE: dict[str, int] = {
     "tests/rollout/test_serve_reward.py": 10,
     "tests/test_bench_gpu_logprob.py": 12,
     "tests/test_bench_packing.py": 8,
+    "tests/test_bench_prompts.py": 9,
     "tests/test_cli.py": 16,
     "tests/test_convert_cli.py": 6,
     "tests/test_hanging_command.py": 11,

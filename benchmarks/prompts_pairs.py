@@ -1,0 +1,110 @@
+"""Pairs of responses in `make bench-prompts`, as a child: optimizer steps of a reward model, or of DPO.
+
+{"command": "round", "way": "shared 2048"}   ->   seconds of a step
+{"command": "look", "way": "shared 2048"}    ->   its floating-point operations and its memory
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.packing_children import Parent
+from benchmarks.packing_workload import Sizes, Workload, make_workload
+from benchmarks.prompts_work import looked_at
+from megarlhf.config import DPOConfig, RMConfig
+from megarlhf.data.sample_kinds import PairSample
+from megarlhf.models.role import build_role
+from megarlhf.observe.phases import Phases
+from megarlhf.parallel.mesh import GroupCache
+from megarlhf.runtime import RankInfo, Runtime, initialize
+from megarlhf.trainers.bad_steps import BadSteps, Failures, Update
+from megarlhf.trainers.dpo import PreferenceOptimisation
+from megarlhf.trainers.rm import RewardModelling
+from megarlhf.trainers.supervised import train_on
+
+STEPS = 1_000_000
+"""Of the schedule; no benchmark makes as many."""
+
+
+class Pairs:
+    """One configuration's role, trained a step further by each round, always on the same pairs."""
+
+    def __init__(self, options: dict[str, Any], train: dict[str, Any], runtime: Runtime, out: str) -> None:
+        self._objective = objective_of(options, train, out)
+        objective, cache = self._objective, GroupCache(runtime)
+        self._role = build_role(
+            objective.role_name,
+            objective.section,
+            objective.head,
+            cache,
+            seed=0,
+            num_optimizer_steps=STEPS,
+            new_head=True,
+        )
+        objective.build_frozen(cache, self._role)
+        self._phases = Phases()
+        self._bad_steps = BadSteps(objective.cfg.train, Failures.of(objective.cfg, objective.command), self._phases)
+        self._samples = pairs_of(make_workload(options["workload"], Sizes(**options["sizes"])))
+        self._steps = 0
+
+    def round(self) -> dict[str, Any]:
+        """A step."""
+        self._steps += 1
+        update = Update(self._steps, None, range(len(self._samples)))
+        start, cpu = time.perf_counter(), time.process_time()
+        metrics = train_on(self._objective, self._role, self._samples, update, self._bad_steps, self._phases)
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+        return {
+            "phase_seconds": seconds,
+            "phase_cpu_seconds": cpu,
+            "parts": {},
+            "grad_norms": [metrics["grad_norm"]],
+            "prompts_computed": metrics["prompts_computed"],
+        }
+
+
+def pairs_of(workload: Workload) -> list[PairSample]:
+    """Of each prompt's two responses the first is the chosen one."""
+    chosen, rejected = workload.responses[0::2], workload.responses[1::2]
+    return [PairSample(*each) for each in zip(workload.prompts, chosen, rejected, strict=True)]
+
+
+def objective_of(options: dict[str, Any], train: dict[str, Any], out: str) -> RewardModelling | PreferenceOptimisation:
+    """`rm` or `dpo` on the model, with the optimizer of `packing_ours`."""
+    role = {
+        "model": {"path": options["model"]},
+        "optim": {"lr": options["lr"], "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.0, "clip_grad": 1.0},
+    }
+    sizes = Sizes(**options["sizes"])
+    tree = {
+        "run": {"dir": out},
+        "data": {"train": "unused"},
+        "train": {"num_steps": STEPS, "mini_batch_samples": sizes.prompts, **train},
+    }
+    if options["command"] == "rm":
+        return RewardModelling(RMConfig.model_validate({**tree, "reward_model": role}))
+    return PreferenceOptimisation(
+        DPOConfig.model_validate({**tree, "actor": role, "reference": {"model": role["model"]}})
+    )
+
+
+def main() -> None:
+    parent = Parent()
+    options = json.loads(sys.argv[1])
+    runtime = initialize(RankInfo(), seed=0)
+    torch.set_num_threads(options["threads"])
+    with tempfile.TemporaryDirectory() as out:
+        ways = {way: Pairs(options, train, runtime, str(Path(out) / way)) for way, train in options["ways"].items()}
+        parent.say({"threads": torch.get_num_threads(), "ways": options["ways"]})
+        parent.serve({"round": lambda way: ways[way].round(), "look": lambda way: looked_at(ways[way].round)})
+
+
+if __name__ == "__main__":
+    main()
