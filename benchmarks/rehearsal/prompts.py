@@ -1,8 +1,8 @@
 """What sharing prompts brings a large job, rehearsed: `python -m benchmarks.rehearsal.prompts`.
 
-GRPO of Llama-3.1-70B on 64 GPUs, 64 prompts of 2,048 tokens with 16 responses of 2,048 tokens each, in four mini-batches
-of 256: each response with a prompt of its own, and shared, with mini-batches of whole groups and of single samples. One
-pipeline and one step. Nothing is measured: times are estimates by the hardware file of an H100. Writes
+GRPO of Llama-3.1-70B on 64 GPUs: 64 prompts of 2,048 tokens with 16 responses of 2,048 tokens each, in four
+mini-batches of 256. Each response with a prompt of its own, and shared, with mini-batches of whole groups and of single
+samples. One pipeline and one step. Nothing is measured: times are estimates by the hardware file of an H100. Writes
 benchmarks/results/prompts_rehearsal.json.
 """
 
@@ -22,6 +22,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "prompts_rehearsal.json"
 CONFIG = "configs/llama-3-70b/grpo-64.yaml"
 TOKENS = 2048
 """Of each prompt and of each response."""
+LENGTHS = f"constant:{TOKENS}"
 OVERRIDES = (
     f"data.max_prompt_tokens={TOKENS}",
     f"rollout.max_response_tokens={TOKENS}",
@@ -43,10 +44,9 @@ CASES: dict[str, tuple[str, ...]] = {
 def measure(overrides: tuple[str, ...]) -> dict[str, Any]:
     """What a case takes: estimated seconds, floating-point operations of a GPU as they are counted operation by
     operation, memory, and what the rank that says most says."""
-    lengths = ("--prompt-lengths", f"constant:{TOKENS}", "--response-lengths", f"constant:{TOKENS}")
-    options = (*lengths, "--steps", "1", "--ranks", PIPELINE, *OVERRIDES, *overrides)
+    options = ("--steps", "1", "--ranks", PIPELINE, *OVERRIDES, *overrides)
     with tempfile.TemporaryDirectory() as directory:
-        found, took = rehearse(CONFIG, Path(directory) / "out", *options)
+        found, took = rehearse(CONFIG, Path(directory) / "out", *options, lengths=(LENGTHS, LENGTHS))
     (step,) = (each for each in found["times"] if each["step"] == 1)
     tightest = next(each for each in found["ranks"] if each["rank"] == found["tightest"])
     trained = next(
