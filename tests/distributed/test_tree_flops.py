@@ -1,7 +1,7 @@
 """A micro-batch does the work that the formula of trees says, to the operation: products, and pairs of attention.
 
 Counted are the operations that torch runs, by the shapes that they are called with; nothing of ours counts. Not
-covered: a GPU, whose operations are rehearsed (tests/rehearsal/test_tree_flops.py).
+covered: a GPU, whose operations are rehearsed (tests/rehearsal/test_rehearsed_trees.py).
 """
 
 from __future__ import annotations
