@@ -113,6 +113,8 @@ class Case:
     """Whether the optimizer is."""
     frozen: dict[str, Any] = field(default_factory=dict)
     """`parallel` of reference and reward model, where it is not that of the others."""
+    shares: bool = True
+    """Prompts are, where rows are packed; in `rm`, `dpo` and `rl`, which has four responses to each."""
     lora: int = 0
     """Rank of the actor's adapter; 0: the actor has none."""
 
@@ -137,6 +139,7 @@ class Case:
         layout += "" if self.distributed else ", plain optimizer"
         layout += ", gathers run on" if self.gathers_run_on else ""
         layout += f", LoRA {self.lora}" if self.lora else ""
+        layout += "" if self.shares else ", prompts apart"
         layout += f", read-only roles on ranks {self.frozen['ranks']}" if self.frozen else ""
         return f"{command} {model} {self.dtype} {'packed' if self.packed else 'padded'} {layout}"
 
@@ -163,7 +166,8 @@ def job_of(
     role |= {"recompute_layers": 1} if case.recompute == "layers" else {}
     adapted = role | ({"lora": {"rank": case.lora}} if case.lora else {})
     frozen = role | ({"parallel": case.frozen} if case.frozen else {})
-    micro = {"max_tokens_per_micro_batch": 4 * LONGEST} if case.packed else {"micro_batch_samples": 2}
+    micro: dict[str, Any] = {"max_tokens_per_micro_batch": 4 * LONGEST} if case.packed else {"micro_batch_samples": 2}
+    micro |= {} if case.shares else {"share_prompts": False}
     data = {"train": str(directory / "none.jsonl"), "max_prompt_tokens": 64}
     tree: dict[str, Any] = {"run": {"dir": str(directory / "run")}, "data": data}
     if case.command == "rl":

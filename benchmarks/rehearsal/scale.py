@@ -45,10 +45,14 @@ class Took:
     """Largest memory of all its processes together; what forked processes share counts once."""
 
 
-def rehearse(config: str, out: Path, *extra: str, mean: int = MEAN) -> tuple[dict[str, Any], Took]:
-    """`rehearsal.json` of a configuration and what it took. `mean`: tokens of a response, lognormal."""
-    lengths = ["--prompt-lengths", "constant:512", "--response-lengths", f"lognormal:mean={mean},sigma=0.8"]
-    command = [sys.executable, "-m", "megarlhf", "rehearse", "rl", "-c", config, *lengths, *extra, "-o", str(out)]
+def rehearse(
+    config: str, out: Path, *extra: str, mean: int = MEAN, lengths: tuple[str, str] | None = None
+) -> tuple[dict[str, Any], Took]:
+    """`rehearsal.json` of a configuration and what it took. `mean`: tokens of a response, lognormal; `lengths`: of
+    prompts and of responses, in place of that and of 512."""
+    prompts, responses = lengths or ("constant:512", f"lognormal:mean={mean},sigma=0.8")
+    words = ["--prompt-lengths", prompts, "--response-lengths", responses]
+    command = [sys.executable, "-m", "megarlhf", "rehearse", "rl", "-c", config, *words, *extra, "-o", str(out)]
     began, most = time.perf_counter(), 0
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as run:

@@ -84,6 +84,15 @@ CASES: tuple[Case, ...] = (
     Case(command="sft", model="window", parallel=CP2, world_size=2),
     Case(command="rl", parallel=CP2, world_size=2, dtype="bf16", packed=True),
     Case(command="rl", advantage=GRPO, parallel={"tp": 2, "cp": 2}, world_size=4, engine_tp=2, packed=True),
+    Case(command="rm", packed=True),
+    Case(command="rm", parallel=PP2, world_size=2, packed=True),
+    Case(command="rl", advantage=GRPO, parallel=SEQUENCE, world_size=2, dtype="bf16", packed=True),
+    Case(command="rl", advantage=GRPO, parallel=TP2, world_size=2, packed=True, recompute="core_attention"),
+    Case(command="rl", advantage=GRPO, parallel=PP2, world_size=2, packed=True),
+    Case(command="rl", advantage=GRPO, world_size=2, dtype="bf16", packed=True),
+    Case(command="rl", advantage=GRPO, world_size=2, dtype="bf16", packed=True, shares=False),
+    Case(command="rl", advantage=GRPO, model="window", packed=True),
+    Case(command="rl", advantage=GRPO, model="learned", dtype="bf16", packed=True),
 )
 
 

@@ -244,20 +244,18 @@ class _HiddenGradient:
     def _scatter_rows(self, some_KH: Tensor, num_tokens: int) -> Tensor:
         if self._rows_K is None:
             return some_KH
-        rows_K, all_TH = self._rows_K, some_KH.new_zeros(num_tokens, some_KH.size(1))
-        if self._options.rows_repeat and some_KH.device.type == "cpu":
-            return all_TH.index_add_(0, rows_K, some_KH)
-        if self._options.rows_repeat:
-            rows_K, some_KH = summed_by_row(rows_K, some_KH)
-        return all_TH.index_copy_(0, rows_K, some_KH)
+        all_TH = some_KH.new_zeros(num_tokens, some_KH.size(1))
+        if not self._options.rows_repeat:
+            return all_TH.index_copy_(0, self._rows_K, some_KH)
+        return add_rows_(all_TH, self._rows_K, some_KH)
 
 
-def summed_by_row(rows_K: Tensor, some_KH: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows, each once, and the sum of what there is for each: [U] and [U, H]. In the order of K, which the float
-    atomics of a GPU's `index_add_` do not keep."""
-    rows_K, order_K = rows_K.sort(stable=True)
-    rows_U, counts_U = rows_K.unique_consecutive(return_counts=True)
-    return rows_U, torch.segment_reduce(some_KH[order_K], "sum", lengths=counts_U, axis=0, unsafe=True)
+def add_rows_(all_TH: Tensor, rows_K: Tensor, some_KH: Tensor) -> Tensor:
+    """Adds to each row what there is for it. In the order of K on a GPU too: `index_put_` sorts rows there, and makes
+    the host wait for nothing, while the float atomics of `index_add_` keep no order."""
+    if all_TH.device.type == "cpu":
+        return all_TH.index_add_(0, rows_K, some_KH)
+    return all_TH.index_put_((rows_K,), some_KH, accumulate=True)
 
 
 def _select_rows(hidden_TH: Tensor, rows_K: Tensor | None, options: LinearLogprobOptions) -> Tensor:

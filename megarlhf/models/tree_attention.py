@@ -104,10 +104,17 @@ def merged_attention(
     query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor, trees: Trees, kernel: Kernel, *, scale: float | None
 ) -> Tensor:
     """Over all of the past. [T, N, D], [T, G, D] twice -> [T, N, D]"""
+    if torch.is_grad_enabled() and _is_alone(query_TND) and not _is_alone(value_TGD):
+        value_TGD = value_TGD.contiguous()  # kept as a part, it would keep the projection of queries and keys with it
     # The kernels take strides, but not of the last axis.
     inputs = (x if x.stride(-1) == 1 else x.contiguous() for x in (query_TND, key_TGD, value_TGD))
     out_TND: Tensor = _Merged.apply(*inputs, trees, kernel, scale)
     return out_TND
+
+
+def _is_alone(x: Tensor) -> bool:
+    """In its memory."""
+    return x.untyped_storage().nbytes() <= x.nbytes
 
 
 class _Merged(torch.autograd.Function):

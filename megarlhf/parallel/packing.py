@@ -42,6 +42,16 @@ class Cost:
         pairs = self.pairs(shared) + sum(self.pairs(shared + length) - self.pairs(shared) for length in continuations)
         return self.per_token * (shared + sum(continuations)) + self.per_pair * pairs
 
+    def of_segments(self, lengths: Sequence[int], parents: Sequence[int]) -> float:
+        """Cost of a row of segments, as in `packed_rows.PackedRow`; the parent of a root is negative."""
+        ends: list[int] = []
+        pairs = 0
+        for length, parent in zip(lengths, parents, strict=True):
+            before = 0 if parent < 0 else ends[parent]
+            ends.append(before + length)
+            pairs += self.pairs(before + length) - self.pairs(before)
+        return self.per_token * sum(lengths) + self.per_pair * pairs
+
     def pairs(self, length: int) -> int:
         """Of (query, key) in a sequence of `length` tokens: the token at position t looks at t + 1, as far as the
         window reaches."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from megarlhf.parallel.batching import Batching
 from megarlhf.parallel.micro_batch import MicroBatchLayout
+from megarlhf.parallel.packing import Cost
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Share:
     cost: float
     """By what micro-batches are balanced with (`parallel/packing.py`)."""
     tokens: int
-    """Of its sequences, without what fills rows up."""
+    """That are computed, without what fills rows up: what sequences share counts once."""
     longest: int
     """Positions of its largest micro-batch."""
     micro_batches: int
@@ -42,13 +43,14 @@ def seen_batches(
     at: Callable[[], tuple[int, str]], shares: dict[str, list[Share]], tokens: Counter[tuple[int, str]]
 ) -> Iterator[None]:
     """Inside, `shares` and `tokens` collect what is packed in the step and phase that `at` tells: the work of each rank
-    over all steps, and the tokens of all ranks by step."""
+    over all steps, and the tokens of all ranks by step: of whole sequences, as a run's `tokens_per_second` counts them.
+    """
     original = Batching.layouts_by_rank
 
     def layouts_by_rank(self: Batching, *given: Any, **shared: Any) -> list[list[MicroBatchLayout]]:
         by_rank = original(self, *given, **shared)
         (step, name), found = at(), [_share(self, layouts) for layouts in by_rank]
-        tokens[step, name] += sum(share.tokens for share in found)
+        tokens[step, name] += sum(sum(layout.lengths) for layouts in by_rank for layout in layouts)
         before = shares.get(name)
         shares[name] = found if before is None else [a + b for a, b in zip(before, found, strict=True)]
         return by_rank
@@ -62,6 +64,11 @@ def seen_batches(
 
 def _share(batching: Batching, layouts: Sequence[MicroBatchLayout]) -> Share:
     sizes = [layout.rows * layout.columns for layout in layouts]
-    cost = sum(batching.cost.of(length) for layout in layouts for length in layout.lengths)
-    tokens = sum(length for layout in layouts for length in layout.lengths)
-    return Share(cost, tokens, max(sizes, default=0), len(layouts))
+    cost = sum(_cost(batching.cost, layout) for layout in layouts)
+    return Share(cost, sum(layout.num_tokens for layout in layouts), max(sizes, default=0), len(layouts))
+
+
+def _cost(cost: Cost, layout: MicroBatchLayout) -> float:
+    if layout.segments:
+        return cost.of_segments(layout.segments, layout.parents)
+    return sum(map(cost.of, layout.lengths))

@@ -99,8 +99,11 @@ class Objective(ABC, Generic[Sample]):
         """What the loss reads of a micro-batch beside its tokens."""
         return {}
 
-    def layouts_by_rank(self, role: Role, samples: Sequence[Sample]) -> list[list[MicroBatchLayout]]:
-        """The micro-batches of the samples' sequences, numbered one after the other, by data-parallel rank."""
+    def layouts_by_rank(
+        self, role: Role, samples: Sequence[Sample], *, planned: bool = False
+    ) -> list[list[MicroBatchLayout]]:
+        """The micro-batches of the samples' sequences, numbered one after the other, by data-parallel rank. `planned`:
+        nothing is about to be computed on them, see `Batching.planned_by_rank`."""
         lengths: list[int] = []
         groups: list[tuple[int, ...]] = []
         for sample in samples:
@@ -109,7 +112,9 @@ class Objective(ABC, Generic[Sample]):
             lengths += own
         shared = [self.shared_length(sample) for sample in samples]
         lengths_N = torch.tensor(lengths, dtype=torch.int64)
-        return role.batching(self.cfg.train).layouts_by_rank(groups, lengths_N, shared=shared if any(shared) else ())
+        batching = role.batching(self.cfg.train)
+        by_rank = batching.planned_by_rank if planned else batching.layouts_by_rank
+        return by_rank(groups, lengths_N, shared=shared if any(shared) else ())
 
     def shared_length(self, sample: Sample) -> int:
         """Tokens with which all sequences of a sample begin, known without looking at them."""

@@ -142,7 +142,7 @@ def per_token_of(
 
     There may be more grids than these micro-batches, of others behind them.
     """
-    by_rank = _layouts_by_rank(role, experience, mini_batches, micro)
+    by_rank = _layouts_by_rank(role, experience, mini_batches, micro, planned=True)
     mine: dict[int, Tensor] = {}
     if role.mesh.owns_outputs:
         layouts, responses = role.mesh.own(by_rank), response_spans(experience)
@@ -205,14 +205,21 @@ def shared_prompts(
 
 
 def _layouts_by_rank(
-    role: Role, experience: Experience, mini_batches: Sequence[Sequence[int]], micro: MicroBatchConfig
+    role: Role,
+    experience: Experience,
+    mini_batches: Sequence[Sequence[int]],
+    micro: MicroBatchConfig,
+    *,
+    planned: bool = False,
 ) -> list[list[MicroBatchLayout]]:
-    """The micro-batches of all mini-batches, by data-parallel rank."""
+    """The micro-batches of all mini-batches, by data-parallel rank. `planned`: nothing is about to be computed on
+    them, see `Batching.planned_by_rank`."""
     batching, lengths_N = role.batching(micro), experience.sequences.lengths_N
+    by_rank = batching.planned_by_rank if planned else batching.layouts_by_rank
     each = []
     for samples in mini_batches:
         groups, shared = _groups(batching, experience, samples)
-        each.append(batching.layouts_by_rank(groups, lengths_N, shared=shared, divisible=True))
+        each.append(by_rank(groups, lengths_N, shared=shared, divisible=True))
     return [[layout for layouts in of_rank for layout in layouts] for of_rank in zip(*each, strict=True)]
 
 

@@ -200,7 +200,7 @@ def pair_scores(
                 assert batch.layout is not None
                 mine |= dict(zip(batch.layout.sequences, scores_K.float().split([1] * len(scores_K)), strict=True))
     like = torch.empty(0, dtype=torch.float32, device=role.mesh.runtime.device)
-    owners = owners_of_outputs(role.mesh, objective.layouts_by_rank(role, pairs))
+    owners = owners_of_outputs(role.mesh, objective.layouts_by_rank(role, pairs, planned=True))
     return redistribute(mine, torch.ones(2 * len(pairs), dtype=torch.int64), like, owners).values_T.cpu().view(-1, 2)
 
 

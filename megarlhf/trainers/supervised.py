@@ -274,7 +274,7 @@ def shared_prompts(objective: Objective[Sample], role: Role, samples: Sequence[S
     """How many prompts a pass over the samples computes and spares; nothing where each has one sequence."""
     if not any(map(objective.shared_length, samples)):
         return {}
-    computed, saved = prompts_computed(objective.layouts_by_rank(role, samples))
+    computed, saved = prompts_computed(objective.layouts_by_rank(role, samples, planned=True))
     return {"prompts_computed": computed, "prompts_saved": saved}
 
 

@@ -379,3 +379,26 @@ def test_the_installed_torch_has_the_kernels(monkeypatch):
         assert kernel_for("cuda", torch.bfloat16, 64, None)[0] is None
     finally:
         _varlen_kernels.cache_clear()
+
+
+@pytest.mark.parametrize("turned", [True, False])
+def test_a_part_of_a_projection_does_not_keep_all_of_it(turned: bool) -> None:
+    """Where queries and keys are turned, they, values, output and statistics are kept; otherwise the projection, of
+    which all three are parts, and the last two."""
+    tokens, heads, width = 12, 4, 16
+    product = torch.randn(tokens, 3 * heads, width, requires_grad=True) * 1.0
+    query, key, value = product.split(heads, dim=1)
+    if turned:
+        query, key = query * 2.0, key * 2.0
+    trees = packed_row([4, 3, 5], torch.device("cpu"), parents=[-1, 0, 0]).trees
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        merged_attention(query, key, value, trees, CpuFlash(), scale=None)
+    one = 4 * tokens * heads * width
+    assert sum(kept.values()) == 4 * one + 4 * tokens * heads
+    assert len(kept) == (5 if turned else 3)

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarlhf.kernels.linear_logprob import summed_by_row
 from megarlhf.parallel.vocab import Vocabulary, logits_at, next_token_logprobs
 from tests.ranks import RankPool
 
@@ -70,15 +69,6 @@ def test_one_position_predicts_several_tokens(backend):
     assert not logprobs_1S[0, [0, 1, 4]].any()
     for ours, grad in zip(found, (hidden_S1H.grad, weight_VH.grad), strict=True):
         torch.testing.assert_close(ours, grad, rtol=1e-12, atol=1e-12)
-
-
-def test_rows_that_repeat_are_summed_in_their_order():
-    """What a GPU does in place of `index_add_`: the same, without atomics."""
-    rows_K, some_KH = torch.tensor([3, 0, 3, 5, 0, 3]), torch.randn(6, 4)
-    rows_U, sums_UH = summed_by_row(rows_K, some_KH)
-    assert rows_U.tolist() == [0, 3, 5]
-    expected = torch.zeros(6, 4).index_add_(0, rows_K, some_KH)[rows_U]
-    assert torch.equal(sums_UH, expected)
 
 
 def test_logits_of_chosen_positions():

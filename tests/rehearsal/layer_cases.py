@@ -10,7 +10,7 @@ import logging
 import sys
 import tempfile
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,8 @@ class Case:
     layers: str = "te"
     padded: bool = False
     trains: bool = True
+    tree: bool = False
+    """The last two continue the first."""
 
 
 def _both(model: str, tp: int, sequence_parallel: bool = False) -> dict[str, Case]:
@@ -133,6 +135,9 @@ CASES: dict[str, Case] = {
     "llama-3-70b tp8 sp cp2 te": Case(model="llama-3-70b", tp=8, cp=2, sequence_parallel=True),
     "llama-3-70b padded cp2 te": Case(model="llama-3-70b", tp=8, cp=2, padded=True),
     "llama-3-70b tp8 sp cp2 gathered": Case(model="llama-3-70b", tp=8, cp=2, sequence_parallel=True, layers="local"),
+    "llama-3-70b tree te": Case(model="llama-3-70b", tp=8, sequence_parallel=True, tree=True),
+    "llama-3-70b tree local": Case(model="llama-3-70b", tp=8, sequence_parallel=True, tree=True, layers="local"),
+    "gpt2-xl tree te": Case(model="gpt2-xl", tree=True),
     "llama-3-70b frozen te": Case(model="llama-3-70b", tp=8, sequence_parallel=True, trains=False),
 }
 
@@ -206,6 +211,8 @@ def _batch(case: Case) -> MicroBatch:
         return MicroBatch(torch.zeros(2, TOKENS // 2, dtype=torch.int64), {})
     starts = tuple(sum(LENGTHS[:n]) for n in numbers)
     layout = MicroBatchLayout(sequences=numbers, lengths=LENGTHS, starts=starts, rows=1, columns=TOKENS, packed=True)
+    if case.tree:
+        layout = replace(layout, segments=LENGTHS, parents=(-1, 0, 0), last_segments=numbers)
     return MicroBatch(torch.zeros(1, TOKENS, dtype=torch.int64), {}, layout)
 
 

@@ -135,6 +135,22 @@ def test_shares_by_hand() -> None:
     assert (once[0] + once[0]).longest == once[0].longest
 
 
+def test_what_sequences_share_is_work_once() -> None:
+    """A prompt of 4 with responses of 2 and 3: 4 + 2 + 3 tokens, 10 + (4 x 2 + 3) + (4 x 3 + 6) pairs. What is told of
+    the step are tokens of whole sequences."""
+    mesh: Any = SimpleNamespace(layout=MeshLayout(tp=1, pp=1, dp=1), coordinates=SimpleNamespace(dp=0))
+    micro = TrainConfig(num_steps=1, mini_batch_samples=2, max_tokens_per_micro_batch=16)
+    batching = Batching(mesh, Cost(per_token=2.0, per_pair=1.0), micro, share=True)
+    shares: dict[str, list[Share]] = {}
+    tokens: Counter[tuple[int, str]] = Counter()
+    with seen_batches(lambda: (1, "train/actor"), shares, tokens):
+        ((layout,),) = batching.layouts_by_rank([[0, 1]], torch.tensor([6, 7]), shared=[4], divisible=True)
+    assert layout.parents == (-1, 0, 0)
+    work = Share(cost=2 * 9 + 39, tokens=9, longest=layout.columns, micro_batches=1)
+    assert shares["train/actor"] == [work]
+    assert tokens == {(1, "train/actor"): 13}
+
+
 def test_padding_is_no_work() -> None:
     """Two rows of one micro-batch are as long as the longest sequence; tokens are those of the sequences."""
     mesh: Any = SimpleNamespace(layout=MeshLayout(tp=1, pp=1, dp=1), coordinates=SimpleNamespace(dp=0))
