@@ -144,8 +144,9 @@ def test_ppo_logs_every_metric_and_the_gap_is_within_rounding(runs: Path) -> Non
         assert row.keys() >= RL_METRICS | {"value_loss", "critic_grad_norm"}
         assert 0 < row["rollout_logprob_gap_max"] < 1e-4
         assert row["first_ratio_deviation"] == 0.0
-    assert rows[1]["kl"] == 0.0
-    assert rows[-1]["kl"] != 0.0, "the actor never moved"
+    # The reference has all samples of a prompt in one row, the actor those of a mini-batch: the same up to rounding.
+    assert abs(rows[1]["kl"]) < 1e-7
+    assert abs(rows[-1]["kl"]) > 1e-6, "the actor never moved"
     assert {"eval_reward_mean", "eval_accuracy"} <= rows[0].keys() & rows[2].keys()
     assert sorted(p.name for p in (runs / "ppo/checkpoints/latest/").iterdir()) == ["actor", "critic"]
 
