@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import ROOT, machine
+from benchmarks.rehearsal.figures import table
 from benchmarks.rehearsal.fits import HOST_MOST_GIB, MOST_GIB, PIPELINE, gib, peaks
 from benchmarks.rehearsal.scale import GIB, rehearse
 
@@ -39,6 +40,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "shared, shuffle: groups": ("train.shuffle=groups",),
     "shared, shuffle: samples": ("train.shuffle=samples",),
 }
+WIRED = ("train/actor", "score/actor", "score/reference")
+"""Phases whose messages grow with the tokens that are computed."""
 
 
 def measure(overrides: tuple[str, ...]) -> dict[str, Any]:
@@ -110,11 +113,37 @@ def ratios(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def _ratios(apart: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
     both = {"step": (apart["step_seconds_estimated"], row["step_seconds_estimated"])}
-    for phase in ("train/actor", "score/actor", "score/reference"):
+    for phase in WIRED:
         both |= {f"{phase} seconds": (apart["seconds"][phase], row["seconds"][phase])}
         both |= {f"{phase} flops": (apart["pflops_a_gpu"][phase], row["pflops_a_gpu"][phase])}
         both |= {f"{phase} wire": (apart["wire_gb"][phase], row["wire_gb"][phase])}
     return {what: round(before / after, 3) for what, (before, after) in both.items()}
+
+
+def docs_table(found: dict[str, Any]) -> str:
+    """Of docs/packing.md."""
+    words = ("", *found["cases"])
+    rows = [
+        ("step", *(f"{row['step_seconds_estimated']:.0f} s" for row in found["cases"].values())),
+        *(
+            (f"`{phase}`", *(f"{row['seconds'][phase]:.1f} s" for row in found["cases"].values()))
+            for phase in ("rollout", *WIRED)
+        ),
+        ("operations of `train/actor`, a GPU", *_column(found, "pflops_a_gpu", "{:.2f} PFLOP")),
+        ("wire of `train/actor`, the rank with most", *_column(found, "wire_gb", "{:,.0f} GB")),
+        ("peak of `train/actor`", *_column(found, "peaks_gib", "{:.1f} GiB")),
+        (
+            "the tightest rank with its margin",
+            *(f"{row['peak_gib']:.1f} + {row['margin_gib']:.1f} GiB" for row in found["cases"].values()),
+        ),
+        ("fits in 72 GiB", *("yes" if row["fits"] else "no" for row in found["cases"].values())),
+        ("bubble of training", *(f"{row['training']['bubble']:.1%}" for row in found["cases"].values())),
+    ]
+    return table(words, rows)
+
+
+def _column(found: dict[str, Any], key: str, form: str) -> list[str]:
+    return [form.format(row[key]["train/actor"]) for row in found["cases"].values()]
 
 
 def main() -> None:
@@ -131,6 +160,7 @@ def main() -> None:
         found = {"config": CONFIG, "overrides": OVERRIDES, "ratios": ratios(rows), "cases": rows}
         arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         print(f"{name}: {row['step_seconds_estimated']} s, {row['peak_gib']} + {row['margin_gib']} GiB", flush=True)
+    print(docs_table(found))
 
 
 if __name__ == "__main__":

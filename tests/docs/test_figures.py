@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import invariance, parallel
-from benchmarks.rehearsal import figures, fits_figures
+from benchmarks.rehearsal import figures, fits_figures, prompts
 from benchmarks.rehearsal.fits import HOST_MOST_GIB, MOST_GIB
 from tests.distributed.invariance import BANDS, BOUNDS, LAYOUTS, OTHER_CHOICES, OTHER_CHOICES_BF16, bf16_cells, cells
 from tests.distributed.invariance_record import cell_of
@@ -66,3 +66,9 @@ def test_what_the_page_on_real_clusters_lists_fits() -> None:
         assert row["fits"] == (row["peak_gib"] + row["margin_gib"] <= MOST_GIB and not row["refusals"])
         assert row["host_gib_per_node"] <= HOST_MOST_GIB
         assert row["ranks_rehearsed"] > 0
+
+
+def test_the_table_of_shared_prompts_is_what_was_rehearsed() -> None:
+    found = json.loads(prompts.RESULTS.read_text(encoding="utf-8"))
+    assert prompts.docs_table(found) in (ROOT / "docs" / "packing.md").read_text(encoding="utf-8")
+    assert found["ratios"] == prompts.ratios(found["cases"])
