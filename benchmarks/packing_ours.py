@@ -142,7 +142,7 @@ class Run:
 
     def look(self) -> dict[str, Any]:
         """What a training phase computes, and its memory."""
-        return looked_at(self._parts.actor, lambda: self.round(inject=True))
+        return looked_at(lambda: self.round(inject=True))
 
     def _injected(self) -> Experience:
         """The workload's responses as if the engine had drawn them; it gives no log-probs, and none are compared."""

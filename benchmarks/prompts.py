@@ -93,7 +93,7 @@ COMPARISONS = {
     "equal_1_4": Comparison(mix="1_4"),
     "long_tail_1_1": Comparison(mix="1_1", workload="long_tailed", trl=(4,), trl_rounds=1),
     "long_tail_4_1": Comparison(mix="4_1", workload="long_tailed", trl=(4,), trl_rounds=1),
-    "step_1_1": Comparison(mix="1_1", inject=False, trl=(32,)),
+    "step_1_1": Comparison(mix="1_1", inject=False, trl=(32,), rounds=2),
     "step_4_1": Comparison(mix="4_1", inject=False, trl=(16,), rounds=2),
     "one_update_1_1": Comparison(mix="1_1", trl=(32,), one_update=True),
 }

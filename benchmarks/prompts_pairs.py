@@ -71,7 +71,7 @@ class Pairs:
 
     def look(self) -> dict[str, Any]:
         """What a step computes, and its memory."""
-        return looked_at(self._role, self.round)
+        return looked_at(self.round)
 
 
 def pairs_of(workload: Workload) -> list[PairSample]:

@@ -18,7 +18,6 @@ from torch.utils.flop_counter import flop_registry
 from benchmarks.packing_children import Message
 from benchmarks.packing_workload import Workload
 from benchmarks.peers import AnonymousPeak
-from megarlhf.models.role import Role
 from megarlhf.parallel.packing import Cost
 
 PRODUCTS = {"_scaled_dot_product_flash_attention_for_cpu": 2, "_scaled_dot_product_flash_attention_for_cpu_backward": 5}
@@ -56,12 +55,12 @@ def pairs_of(query_BNLD: torch.Tensor, key_BGKD: torch.Tensor, causal: bool) -> 
     return query_BNLD.size(0) * query_BNLD.size(1) * seen
 
 
-def looked_at(role: Role, round: Callable[[], Any]) -> Message:
-    """A first round: what it computes, and the most memory that it takes beside what was there before it, which are the
-    weights, gradients and the state of the optimizer of the role that is trained."""
-    assert role.trainer is not None
-    role.trainer.make_optimizer_state()
-    with AnonymousPeak() as peak, Work() as work:
+def looked_at(round: Callable[[], Any]) -> Message:
+    """Two rounds: what the first computes, and the most memory that the second takes beside what was there before it,
+    as weights, gradients and the optimizer's state. Not of one round: counting takes memory itself."""
+    with Work() as work:
+        round()
+    with AnonymousPeak() as peak:
         round()
     return {"flops": dict(work.flops), "peak_bytes": peak.peak_bytes}
 
