@@ -141,6 +141,10 @@ class Run:
             "threads": torch.get_num_threads(),
         }
 
+    def look(self) -> dict[str, Any]:
+        """What a training phase computes, and its memory."""
+        return looked_at(lambda: self.round(inject=True))
+
     def _injected(self) -> Experience:
         """The workload's responses as if the engine had drawn them; it gives no log-probs, and none are compared."""
         responses = Ragged.from_rows([torch.tensor(row) for row in self._workload.responses], torch.int64)
@@ -205,7 +209,7 @@ def main() -> None:
         parent.serve(
             {
                 "round": lambda way, inject: runs[way].round(inject),
-                "look": lambda way: looked_at(lambda: runs[way].round(inject=True)),
+                "look": lambda way: runs[way].look(),
             }
         )
         for run in runs.values():

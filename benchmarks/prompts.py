@@ -45,8 +45,8 @@ KEPT = ROOT / "build" / "bench-prompts"
 BETA = 0.04
 OURS, PAIRS, TRL = "benchmarks.packing_ours", "benchmarks.prompts_pairs", "benchmarks.peers_trl"
 SIDES = {"shared": True, "unshared": False}
-BUDGETS = (2304,)
-"""`train.max_tokens_per_micro_batch`, of either side: the fastest of each is compared."""
+BUDGET = 4096
+"""`train.max_tokens_per_micro_batch`, of either side: of shared prompts at 1:1 and 4:1 a mini-batch is one row."""
 DIRECTIONS = (
     "X_over_Y is X divided by Y, of seconds: above 1, Y is the faster; so are pair_rm and pair_dpo, unshared over "
     "shared. shared_memory_over_unshared is of bytes: at most 1, sharing takes no more. flop_ratio is operations "
@@ -64,6 +64,10 @@ class Comparison:
     workload: Kind = "equal"
     inject: bool = True
     """False: whole steps, with generation."""
+    budgets: tuple[int, ...] = (BUDGET,)
+    """Of which the fastest of each side is compared."""
+    rounds: int | None = None
+    """At most so many that count."""
     trl: tuple[int, ...] = ()
     """Micro-batch sizes that it is tried with, in samples."""
     trl_rounds: int | None = None
@@ -82,15 +86,15 @@ class Comparison:
 
 
 COMPARISONS = {
-    "equal_1_1": Comparison(mix="1_1", trl=(32,)),
+    "equal_1_1": Comparison(mix="1_1", budgets=(2048, BUDGET), trl=(32,)),
     "equal_4_1": Comparison(mix="4_1", trl=(16,)),
     "pair_rm_1_1": Comparison(mix="1_1", command="rm"),
     "pair_dpo_1_1": Comparison(mix="1_1", command="dpo"),
     "equal_1_4": Comparison(mix="1_4"),
     "long_tail_1_1": Comparison(mix="1_1", workload="long_tailed", trl=(4,), trl_rounds=1),
     "long_tail_4_1": Comparison(mix="4_1", workload="long_tailed", trl=(4,), trl_rounds=1),
-    "step_1_1": Comparison(mix="1_1", inject=False, trl=(32,)),
-    "step_4_1": Comparison(mix="4_1", inject=False, trl=(16,)),
+    "step_1_1": Comparison(mix="1_1", inject=False, trl=(32,), rounds=2),
+    "step_4_1": Comparison(mix="4_1", inject=False, trl=(16,), rounds=2),
     "one_update_1_1": Comparison(mix="1_1", trl=(32,), one_update=True),
 }
 QUICK = ("equal_1_1", "equal_4_1", "pair_rm_1_1", "equal_1_4")
@@ -102,11 +106,12 @@ class Setting:
 
     model: Path
     sizes: Sizes
-    budgets: tuple[int, ...]
     threads: int
     rounds: int
     trl: dict[str, str] | None
     """Environment of TRL's children; None: it is left out."""
+    budget: int | None = None
+    """In place of a comparison's own."""
     together: bool = False
     """Both sides in one process, without TRL: not for figures."""
 
@@ -122,7 +127,7 @@ class Setting:
 
     def train_of(self, comparison: Comparison, side: str) -> dict[str, dict[str, Any]]:
         """By way what stands in its configuration's section `train`."""
-        budgets = self.budgets[-1:] if not comparison.inject or comparison.one_update else self.budgets
+        budgets = comparison.budgets if self.budget is None else (self.budget,)
         order = {"shuffle": "groups"} if comparison.command == "rl" else {}
         return {
             f"{side} {budget}": {"max_tokens_per_micro_batch": budget, "share_prompts": SIDES[side], **order}
@@ -186,7 +191,8 @@ def compare(comparison: Comparison, setting: Setting) -> Message:
             children.pop(name).stop()
         asks, facts = asks_of(comparison, children)
         fewer = {} if comparison.trl_rounds is None else {name: comparison.trl_rounds for name in asks if "trl" in name}
-        rounds = in_turn(asks, 0 if comparison.one_update else setting.rounds, fewer)
+        most = 0 if comparison.one_update else min(setting.rounds, comparison.rounds or setting.rounds)
+        rounds = in_turn(asks, most, fewer)
     sizes = setting.sizes_of(comparison)
     workload = make_workload(comparison.workload, sizes)
     differ = check(comparison, rounds, workload)
@@ -286,10 +292,10 @@ def run(arguments: argparse.Namespace) -> Message:
         setting = Setting(
             model=write_model(Path(directory) / "model", longest(sizes)),
             sizes=sizes,
-            budgets=(96,) if arguments.rehearse else BUDGETS,
             threads=arguments.threads,
             rounds=arguments.rounds,
             trl=trl,
+            budget=96 if arguments.rehearse else None,
             together=arguments.rehearse,
         )
         kept = Kept(about, setting) if not arguments.rehearse else None
@@ -324,7 +330,7 @@ class Kept:
         key = {
             "machine": about,
             "sizes": dataclasses.asdict(setting.sizes),
-            "budgets": setting.budgets,
+            "budget": setting.budget,
             "threads": setting.threads,
             "rounds": setting.rounds,
             "trl": setting.trl is not None,

@@ -41,15 +41,23 @@ MOST = {f"shared_memory_over_unshared_{name}": 1.0 for name in (*PHASES, *PAIRS)
 
 
 def flops_of(comparison: Tree, side: str) -> float | None:
-    """Counted by operation in one phase of the side's fastest way."""
-    way = comparison["ways"][comparison["fastest"][side]]
-    return float(sum(way["flops"].values())) if "flops" in way else None
+    """Counted by operation in one phase: the least of the side's ways, which is that of whole groups."""
+    counted = [sum(way["flops"].values()) for way in ways_of(comparison, side).values() if "flops" in way]
+    return float(min(counted)) if counted else None
 
 
-def peak_of(comparison: Tree, side: str) -> float | None:
-    """Bytes, beside what stays between phases."""
-    way = comparison["ways"][comparison["fastest"][side]]
-    return float(way["peak_bytes"]) if "peak_bytes" in way else None
+def memory_of(comparison: Tree) -> float | None:
+    """Bytes, shared over unshared, beside what stays between phases: the worst of the budgets."""
+    shared, unshared = (
+        [way["peak_bytes"] for way in ways_of(comparison, side).values() if "peak_bytes" in way]
+        for side in ("shared", "unshared")
+    )
+    return max((above / below for above, below in zip(shared, unshared, strict=True)), default=None)
+
+
+def ways_of(comparison: Tree, side: str) -> Tree:
+    """In the order of their budgets."""
+    return {name: way for name, way in comparison["ways"].items() if name.split()[0] == side}
 
 
 def over(above: float | None, below: float | None) -> float | None:
@@ -71,8 +79,7 @@ def ratios(comparisons: Mapping[str, Any]) -> Ratios:
             flops = over(flops_of(comparison, "unshared"), flops_of(comparison, "shared"))
             found[f"flop_ratio_{name}"] = flops
             found[f"share_of_flop_ratio_{name}"] = over(measured, flops)
-            shared, unshared = (peak_of(comparison, side) for side in ("shared", "unshared"))
-            found[f"shared_memory_over_unshared_{name}"] = over(shared, unshared)
+            found[f"shared_memory_over_unshared_{name}"] = memory_of(comparison)
     trl = {name: ratio(comparison, "trl", "shared") for name, comparison in comparisons.items() if "ways" in comparison}
     for mix in ("1_1", "4_1"):
         both = [trl.get(f"equal_{mix}"), trl.get(f"step_{mix}")]

@@ -69,6 +69,10 @@ class Pairs:
             "prompts_computed": metrics["prompts_computed"],
         }
 
+    def look(self) -> dict[str, Any]:
+        """What a step computes, and its memory."""
+        return looked_at(self.round)
+
 
 def pairs_of(workload: Workload) -> list[PairSample]:
     """Of each prompt's two responses the first is the chosen one."""
@@ -103,7 +107,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as out:
         ways = {way: Pairs(options, train, runtime, str(Path(out) / way)) for way, train in options["ways"].items()}
         parent.say({"threads": torch.get_num_threads(), "ways": options["ways"]})
-        parent.serve({"round": lambda way: ways[way].round(), "look": lambda way: looked_at(ways[way].round)})
+        parent.serve({"round": lambda way: ways[way].round(), "look": lambda way: ways[way].look()})
 
 
 if __name__ == "__main__":

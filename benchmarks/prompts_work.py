@@ -57,7 +57,7 @@ def pairs_of(query_BNLD: torch.Tensor, key_BGKD: torch.Tensor, causal: bool) -> 
 
 def looked_at(round: Callable[[], Any]) -> Message:
     """Two rounds: what the first computes, and the most memory that the second takes beside what was there before it,
-    as the weights and the optimizer's state."""
+    as weights, gradients and the optimizer's state. Not of one round: counting takes memory itself."""
     with Work() as work:
         round()
     with AnonymousPeak() as peak:
