@@ -126,8 +126,10 @@ def start(comparison: Comparison, setting: Setting, stack: contextlib.ExitStack)
         stack.callback(made.stop)
         return made
 
-    ways: dict[str, dict[str, int]]
-    ways = {f"packed {size}": {"max_tokens_per_micro_batch": size} for size in candidates.packed}
+    ways: dict[str, dict[str, int]]  # what packing alone brings: `make bench-prompts` has the rest
+    ways = {
+        f"packed {size}": {"max_tokens_per_micro_batch": size, "share_prompts": False} for size in candidates.packed
+    }
     if comparison.padded:
         ways |= {f"padded {size}": {"micro_batch_samples": size} for size in candidates.padded}
     ours = {"algo": comparison.algo, "engine": "megatron" if comparison.inject else "vllm"}

@@ -232,7 +232,10 @@ def _groups(
         return [(n,) for n in samples], ()
     groups: dict[int, list[int]] = {}
     for n in samples:
-        groups.setdefault(int(experience.prompt_numbers_N[n]), []).append(n)
+        first = groups.setdefault(int(experience.prompt_numbers_N[n]), [n])[0]
+        assert torch.equal(experience.prompts[first], experience.prompts[n]), f"samples {first} and {n}: two prompts"
+        if first != n:
+            groups[int(experience.prompt_numbers_N[n])].append(n)
     return list(groups.values()), [len(experience.prompts[group[0]]) for group in groups.values()]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -34,7 +35,8 @@ def retokenized(
 ) -> tuple[Experience, Tensor]:
     """The samples for the reward model, without any column, and which were cut, [N] bool on the CPU. Collective.
 
-    Where prompt and response meet is not kept: a score is read at a sample's last token.
+    Where prompt and response meet is not kept: a score is read at a sample's last token. What the samples of a prompt
+    begin with in common stands for their prompt: a text that was cut may begin otherwise than the others.
 
     mine: this rank's share of the samples
 
@@ -47,15 +49,38 @@ def retokenized(
     dist.all_gather_object(parts, made)
     every = [sample for part in parts for sample in part]
     rows = [torch.tensor(sample.tokens) for sample in every]
-    # A prompt has at least one token: the first one stands for it.
-    responses = Ragged.from_rows([row[1:] for row in rows], torch.int64)
+    begins, numbers_N = common_beginnings(rows, experience.prompt_numbers_N)
+    responses = Ragged.from_rows([row[begin:] for row, begin in zip(rows, begins, strict=True)], torch.int64)
     rollouts = replace(
         experience.rollouts,
         responses=Ragged(responses.values_T.to(experience.rollouts.responses.values_T.device), responses.lengths_N),
         logprobs=Ragged(torch.zeros(responses.num_tokens), responses.lengths_N),
     )
-    prompts = tuple(row[:1] for row in rows)
-    return Experience(prompts, experience.groups_N, rollouts), torch.tensor([sample.truncated for sample in every])
+    made_anew = Experience(
+        prompts=tuple(row[:begin] for row, begin in zip(rows, begins, strict=True)),
+        groups_N=experience.groups_N,
+        rollouts=rollouts,
+        given_prompt_numbers_N=numbers_N,
+    )
+    return made_anew, torch.tensor([sample.truncated for sample in every])
+
+
+def common_beginnings(rows: Sequence[Tensor], prompt_numbers_N: Tensor) -> tuple[list[int], Tensor]:
+    """By row how many tokens the rows of its prompt begin with in common, and the prompt's number. Rows that have none
+    in common are prompts of their own, of one token: a prompt has at least one."""
+    members: dict[int, list[int]] = {}
+    for n, number in enumerate(prompt_numbers_N.tolist()):
+        members.setdefault(number, []).append(n)
+    begins, numbers_N = [1] * len(rows), prompt_numbers_N.clone()
+    for group in members.values():
+        shortest = min(len(rows[n]) for n in group)
+        same_L = torch.stack([rows[n][:shortest] == rows[group[0]][:shortest] for n in group]).all(0)
+        common = int(same_L.cumprod(0).sum())
+        for n in group:
+            begins[n] = max(common, 1)
+            if common == 0:
+                numbers_N[n] = int(prompt_numbers_N.max()) + 1 + n
+    return begins, numbers_N
 
 
 def _retokenized(name: str, batch: RewardBatch, row: int, retokenizer: Retokenizer) -> Retokenized:
