@@ -20,6 +20,7 @@ head dimension; L queries and K keys of a part; B blocks of equal shape.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import logging
@@ -121,7 +122,18 @@ class _Merged(torch.autograd.Function):
     """Sums are in the order of `Trees`: what is near before what is far."""
 
     @staticmethod
-    def forward(
+    def forward(ctx: Any, query: Tensor, *more: Any) -> Tensor:
+        with _few_calls(query):
+            return _Merged._forward(ctx, query, *more)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        with _few_calls(gradients[0]):
+            return _Merged._backward(ctx, gradients[0])
+
+    @staticmethod
+    def _forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, trees: Trees, kernel: Kernel, scale: float | None
     ) -> Tensor:
         inputs, past, rectangle = (query, key, value), How(True, scale), How(False, scale)
@@ -140,8 +152,7 @@ class _Merged(torch.autograd.Function):
         return out_TND
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def _backward(ctx: Any, gradient: Tensor) -> Any:
         *inputs, out, lse = ctx.saved_tensors
         trees, kernel, past, rectangle = ctx.how
         row = gradient.contiguous(), tuple(inputs), out, lse
@@ -157,6 +168,12 @@ class _Merged(torch.autograd.Function):
                 to_key[at] += key[seen]
                 to_value[at] += value[seen]
         return *(x.to(out.dtype) for x in (to_query, to_key, to_value)), None, None, None
+
+
+def _few_calls(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """On a CPU every operation passes through the mode of `parallel/megatron_cpu.py`, which takes as long as some of
+    them. Nothing here names a device, which is what it looks for."""
+    return torch._C.DisableTorchFunction() if x.device.type == "cpu" else contextlib.nullcontext()
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
