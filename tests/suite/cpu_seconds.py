@@ -58,6 +58,7 @@ TABLE: dict[str, int] = {
     "tests/distributed/test_rollout_resume.py": 8,
     "tests/distributed/test_sampling_options.py": 9,
     "tests/distributed/test_sft_layouts.py": 14,
+    "tests/distributed/test_shared_prompts.py": 70,
     "tests/distributed/test_shown.py": 13,
     "tests/distributed/test_virtual_stages.py": 11,
     "tests/distributed/test_vllm.py": 6,
