@@ -57,10 +57,6 @@ def build_llm(
         ours["moe_backend"] = "triton"
     # Small batches on a CPU gain nothing from compilation, and it costs 10 s at the first sample.
     defaults: dict[str, Any] = {"enforce_eager": on_cpu, "disable_log_stats": True}
-    if on_cpu:
-        # A prompt that is computed in several parts is sampled from after each, and what was drawn too early is taken
-        # back by the generator's offset, which a CPU's has not: vLLM would end once prompts exceed a batch.
-        defaults["enable_chunked_prefill"] = False
     if not on_cpu and torch.cuda.device_count() < min(tp, runtime.local_world_size):
         # vLLM's own all-reduce asks by number whether two devices reach each other, and a task that sees one of them
         # only has no second number; NCCL's takes its place.

@@ -113,18 +113,6 @@ def vllm_family(
     return {"early": early, "said": continuations, "different": different, "changed": changed, "all": list(weights[0])}
 
 
-def vllm_long_prompts(runtime: Runtime, model: str, prompts: list[list[int]]) -> list[list[list[int]]]:
-    """Samples of prompts that are more than a batch of the engine takes, all at once and one by one."""
-    session = _Session(runtime, model, 1, {}, engine_args={"max_num_batched_tokens": 100, "max_num_seqs": 8})
-    session.update(model, 0)
-    sampling, seeds = Sampling(max_tokens=NEW_TOKENS, end_ids=(EOS,)), list(range(len(prompts)))
-    rows = [torch.tensor(prompt) for prompt in prompts]
-    together = session.engine.generate(rows, seeds, sampling).responses.rows()
-    alone = [session.engine.generate([rows[n]], [n], sampling).responses.rows()[0] for n in seeds]
-    session.engine.close()
-    return [[row.tolist() for row in each] for each in (together, alone)]
-
-
 def vllm_sleeps(
     runtime: Runtime, first: str, second: str, tp: int, level: int, prompts: list[list[int]]
 ) -> dict[str, Any]:
