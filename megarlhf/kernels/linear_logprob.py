@@ -251,10 +251,15 @@ class _HiddenGradient:
 
 
 def add_rows_(all_TH: Tensor, rows_K: Tensor, some_KH: Tensor) -> Tensor:
-    """Adds to each row what there is for it. In the order of K on a GPU too: `index_put_` sorts rows there, and makes
-    the host wait for nothing, while the float atomics of `index_add_` keep no order."""
+    """Adds to each row what there is for it, in the order of K."""
     if all_TH.device.type == "cpu":
         return all_TH.index_add_(0, rows_K, some_KH)
+    return add_sorted_rows_(all_TH, rows_K, some_KH)
+
+
+def add_sorted_rows_(all_TH: Tensor, rows_K: Tensor, some_KH: Tensor) -> Tensor:
+    """The same on a GPU: `index_put_` sorts rows there, and makes the host wait for nothing, while the float atomics of
+    `index_add_` keep no order."""
     return all_TH.index_put_((rows_K,), some_KH, accumulate=True)
 
 

@@ -76,24 +76,10 @@ class Batching:
         return self.mesh.own(self.layouts_by_rank(groups, lengths_N, **shared))
 
     def layouts_by_rank(
-        self,
-        groups: Sequence[Sequence[int]],
-        lengths_N: Tensor,
-        *,
-        shared: Sequence[int] = (),
-        divisible: bool = False,
+        self, groups: Sequence[Sequence[int]], lengths_N: Tensor, **shared: Any
     ) -> list[list[MicroBatchLayout]]:
-        """The micro-batches of every data-parallel rank, in their order, which are about to be computed.
-
-        `groups` are numbers of sequences that stay together, in one micro-batch, in this order. `lengths_N` are the
-        lengths of all the sequences of the step, [N] int64: padded rows are as long as the longest of them. `shared`:
-        by group, how many tokens its sequences begin with in common; empty: none. Where they are shared, groups that
-        are `divisible` need not stay together.
-
-        Raises: ValueError where a group, or a sequence of a divisible one, does not fit into
-        `max_tokens_per_micro_batch`.
-        """
-        return self.planned_by_rank(groups, lengths_N, shared=shared, divisible=divisible)
+        """`planned_by_rank`, of micro-batches that are about to be computed: rehearsals count them as work."""
+        return self.planned_by_rank(groups, lengths_N, **shared)
 
     def planned_by_rank(
         self,
@@ -103,7 +89,16 @@ class Batching:
         shared: Sequence[int] = (),
         divisible: bool = False,
     ) -> list[list[MicroBatchLayout]]:
-        """The same, where somebody only asks what will be computed. Rehearsals count the others as work."""
+        """The micro-batches of every data-parallel rank, in their order.
+
+        `groups` are numbers of sequences that stay together, in one micro-batch, in this order. `lengths_N` are the
+        lengths of all the sequences of the step, [N] int64: padded rows are as long as the longest of them. `shared`:
+        by group, how many tokens its sequences begin with in common; empty: none. Where they are shared, groups that
+        are `divisible` need not stay together.
+
+        Raises: ValueError where a group, or a sequence of a divisible one, does not fit into
+        `max_tokens_per_micro_batch`.
+        """
         lengths, budget = lengths_N.tolist(), self.micro.max_tokens_per_micro_batch
         if budget is None:
             assert self.micro.micro_batch_samples is not None
@@ -170,7 +165,7 @@ class Batching:
             PrefixGroup(common, tuple(lengths[n] for n in group), divisible)
             for group, common in zip(groups, shared, strict=True)
         )
-        packed = packed_trees(prefixes, num_ranks=self.mesh.layout.dp, max_tokens=budget, cost=self.cost)
+        packed = pack_once(prefixes, num_ranks=self.mesh.layout.dp, max_tokens=budget, cost=self.cost)
 
         def layout(chosen: Sequence[tuple[int, tuple[int, ...]]]) -> MicroBatchLayout:
             entries = []
@@ -197,7 +192,7 @@ class Batching:
 
 
 @lru_cache(maxsize=64)
-def packed_trees(groups: tuple[PrefixGroup, ...], **how: Any) -> Packed:
+def pack_once(groups: tuple[PrefixGroup, ...], **how: Any) -> Packed:
     """`pack_trees`, once for all that ask: a step's micro-batches are asked for by whoever computes on them, and by
     whoever wants to know who has them."""
     return pack_trees(groups, **how)

@@ -22,6 +22,7 @@ from megarlhf.kernels import Backend, linear_token_logprobs
 from megarlhf.kernels.matmul import as_matmul_input, matmul_into
 from megarlhf.kernels.statistics import working_dtype
 from megarlhf.parallel.context import ContextShare
+from megarlhf.parallel.micro_batch import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,28 @@ class Vocabulary:
         """The matrix, on the last stage."""
         assert self.weight_VH is not None, "log-probs are computed on the last pipeline stage only"
         return self.weight_VH
+
+
+def batch_logprobs(
+    vocabulary: Vocabulary,
+    hidden_SBH: Tensor,
+    batch: MicroBatch,
+    mask_BS: Tensor,
+    *,
+    temperature: float = 1.0,
+    return_entropy: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """`next_token_logprobs` of a micro-batch's tokens, with where it says that they are predicted and computed."""
+    return next_token_logprobs(
+        vocabulary,
+        hidden_SBH,
+        batch.tokens_BS,
+        mask_BS,
+        predictors_S=batch.predictors_S,
+        share=batch.share,
+        temperature=temperature,
+        return_entropy=return_entropy,
+    )
 
 
 def next_token_logprobs(

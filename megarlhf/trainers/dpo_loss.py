@@ -15,7 +15,7 @@ from megarlhf.algo import preference
 from megarlhf.algo.segments import Segments
 from megarlhf.config import DPOConfig
 from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout
-from megarlhf.parallel.vocab import Vocabulary, next_token_logprobs
+from megarlhf.parallel.vocab import Vocabulary, batch_logprobs
 
 REFERENCE = "reference_logprob"
 """Column: of a whole response under the reference, at each of its tokens."""
@@ -104,15 +104,7 @@ class PreferenceLoss:
 
 def response_logprobs(vocabulary: Vocabulary, hidden_SBH: Tensor, batch: MicroBatch) -> Tensor:
     """[B, S]: of each response token; 0 elsewhere."""
-    return next_token_logprobs(
-        vocabulary,
-        hidden_SBH,
-        batch.tokens_BS,
-        batch.columns["response_mask"],
-        predictors_S=batch.predictors_S,
-        share=batch.share,
-        return_entropy=False,
-    )[0]
+    return batch_logprobs(vocabulary, hidden_SBH, batch, batch.columns["response_mask"], return_entropy=False)[0]
 
 
 def sequence_sums(layout: MicroBatchLayout, grid_BS: Tensor) -> Tensor:

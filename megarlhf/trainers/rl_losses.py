@@ -20,7 +20,7 @@ from megarlhf.algo.policy import Bounds, log_ratios, policy_loss
 from megarlhf.algo.segments import Segments
 from megarlhf.config import AlgoConfig
 from megarlhf.parallel.micro_batch import MicroBatch
-from megarlhf.parallel.vocab import Vocabulary, next_token_logprobs
+from megarlhf.parallel.vocab import Vocabulary, batch_logprobs
 from megarlhf.trainers.rl_gap import correction_of
 
 
@@ -75,14 +75,8 @@ class PolicyLoss:
         return tuple(self.per)[1:]
 
     def __call__(self, hidden_SBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        logprobs_BS, entropy_BS = next_token_logprobs(
-            self.vocabulary,
-            hidden_SBH,
-            batch.tokens_BS,
-            batch.columns["response_mask"],
-            predictors_S=batch.predictors_S,
-            share=batch.share,
-            temperature=self.temperature,
+        logprobs_BS, entropy_BS = batch_logprobs(
+            self.vocabulary, hidden_SBH, batch, batch.columns["response_mask"], temperature=self.temperature
         )
         tokens = ResponseTokens(batch)
         logprobs_T, entropy_T = tokens.of(logprobs_BS), tokens.of(entropy_BS)
@@ -127,15 +121,7 @@ class PolicyLoss:
     def _ptx(self, hidden_SBH: Tensor, batch: MicroBatch) -> Tensor:
         """The mean next-token loss of the update's texts, as far as they are in this micro-batch."""
         weights_BS = batch.columns["ptx_weights"]
-        logprobs_BS, _ = next_token_logprobs(
-            self.vocabulary,
-            hidden_SBH,
-            batch.tokens_BS,
-            weights_BS > 0,
-            predictors_S=batch.predictors_S,
-            share=batch.share,
-            return_entropy=False,
-        )
+        logprobs_BS, _ = batch_logprobs(self.vocabulary, hidden_SBH, batch, weights_BS > 0, return_entropy=False)
         return -(logprobs_BS * weights_BS.to(logprobs_BS)).sum()
 
 

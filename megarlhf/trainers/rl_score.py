@@ -20,7 +20,7 @@ from megarlhf.experience import Experience, Ragged
 from megarlhf.kernels import packed_sums
 from megarlhf.models.role import Role
 from megarlhf.parallel.micro_batch import MicroBatch
-from megarlhf.parallel.vocab import next_token_logprobs
+from megarlhf.parallel.vocab import batch_logprobs
 from megarlhf.rollout.engine import sample_seed
 from megarlhf.trainers.rl_advantages import ADVANTAGES, TOKEN_REWARDS
 from megarlhf.trainers.rl_batches import forward_per_token, holding_of
@@ -196,17 +196,8 @@ def policy_logprobs(
     vocabulary = role.shard.vocabulary()
 
     def score(hidden_SBH: Tensor, batch: MicroBatch) -> Tensor:
-        logprobs_BS, _ = next_token_logprobs(
-            vocabulary,
-            hidden_SBH,
-            batch.tokens_BS,
-            batch.columns["response_mask"],
-            predictors_S=batch.predictors_S,
-            share=batch.share,
-            temperature=temperature,
-            return_entropy=False,
-        )
-        return logprobs_BS
+        mask_BS = batch.columns["response_mask"]
+        return batch_logprobs(vocabulary, hidden_SBH, batch, mask_BS, temperature=temperature, return_entropy=False)[0]
 
     return forward_per_token(role, experience, mini_batches, micro, score)
 

@@ -18,7 +18,7 @@ from megarlhf.data.samples import SFTSample
 from megarlhf.experience import Ragged
 from megarlhf.models.role import Role
 from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout, TokenSpans, scatter_to_micro_batch
-from megarlhf.parallel.vocab import Vocabulary, next_token_logprobs
+from megarlhf.parallel.vocab import Vocabulary, batch_logprobs
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.objective import Metrics, Objective
 from megarlhf.trainers.parts import Parts
@@ -40,15 +40,7 @@ class NextTokenLoss:
 
     def __call__(self, hidden_SBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         mask_BS = batch.columns["response_mask"]
-        logprobs_BS, _ = next_token_logprobs(
-            self.vocabulary,
-            hidden_SBH,
-            batch.tokens_BS,
-            mask_BS,
-            predictors_S=batch.predictors_S,
-            share=batch.share,
-            return_entropy=False,
-        )
+        logprobs_BS, _ = batch_logprobs(self.vocabulary, hidden_SBH, batch, mask_BS, return_entropy=False)
         loss = token_nll(logprobs_BS, mask_BS, denominator=self.denominator)
         return loss, loss.new_zeros(0)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarlhf.kernels.linear_logprob import add_rows_, add_sorted_rows_
 from megarlhf.parallel.vocab import Vocabulary, logits_at, next_token_logprobs
 from tests.ranks import RankPool
 
@@ -69,6 +70,16 @@ def test_one_position_predicts_several_tokens(backend):
     assert not logprobs_1S[0, [0, 1, 4]].any()
     for ours, grad in zip(found, (hidden_S1H.grad, weight_VH.grad), strict=True):
         torch.testing.assert_close(ours, grad, rtol=1e-12, atol=1e-12)
+
+
+def test_what_a_gpu_adds_up_is_the_same():
+    """Its own way, which a CPU takes too; in the order of the labels."""
+    rows_K, some_KH = torch.tensor([3, 0, 3, 5, 0, 3]), torch.randn(6, 4)
+    expected = torch.zeros(6, 4)
+    for row, each_H in zip(rows_K.tolist(), some_KH, strict=True):
+        expected[row] += each_H
+    for add in (add_rows_, add_sorted_rows_):
+        assert torch.equal(add(torch.zeros(6, 4), rows_K, some_KH), expected)
 
 
 def test_logits_of_chosen_positions():
