@@ -1,4 +1,4 @@
-"""The one file that patches vLLM (0.32). Four patches are for the CPU and hold while an engine is built:
+"""The one file that patches vLLM (0.32). Six patches are for the CPU and hold while an engine is built:
 
   dispatch_cpu_unquantized_gemm
       packs each linear weight after loading and empties the parameter, so that nothing can be written in place.
@@ -10,10 +10,18 @@
   LogitsProcessor._apply_head
       multiplies by a head in fp32 on its own where the model is in bf16, and its bits depend on the number of rows.
       Ours do not; that outlives the scope.
+  CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
+      compute a prompt that exceeds a batch in parts, sample after each, and take back what was drawn too early by the
+      offset of the request's generator. A CPU's generator has no offset, which would end the engine. Ours put its
+      state back; that outlives the scope.
   _CPUSHMDistributed.make_group_name
       gives every run that was started by an external launcher the same shared-memory name. Two runs on one
       machine would write into each other's tensors, and a killed one blocks the next. Ours adds a token of
       the run.
+  _CPUSHMDistributed.__init__
+      makes a channel whose ranks wait for each other without giving up their core. On a machine with fewer cores
+      than ranks a wait takes what the scheduler gives to a process, and a step up to thirty times as long. Ours then
+      exchanges by torch.distributed, and adds in the order of the ranks; that outlives the scope.
 
 One holds while an engine is closed, on any device:
 
@@ -27,6 +35,9 @@ Legend: T tokens, K chosen experts of each, E experts, H hidden, F expert width 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import os
+import platform
 import types
 import uuid
 from collections.abc import Callable, Iterator
@@ -65,31 +76,45 @@ def cpu_patches(device: torch.device) -> Iterator[None]:
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner as Runner
 
-    token = [uuid.uuid4().hex[:12]]
-    dist.broadcast_object_list(token, src=0)
-    dispatch, name_of = layers.dispatch_cpu_unquantized_gemm, SharedMemory.make_group_name
-    pack_experts, init_logits = Experts.process_weights_after_loading, LogitsProcessor.__init__
+    token, crowded = _token_of_the_run(), _fewer_cores_than_ranks()
+    name_of, init_channel = SharedMemory.make_group_name, SharedMemory.__init__
+    init_logits, init_runner = LogitsProcessor.__init__, Runner.__init__
 
     def init_with_our_head(processor: Any, *arguments: Any, **options: Any) -> None:
         init_logits(processor, *arguments, **options)
         processor._apply_head = partial(_apply_head, processor, LogitsProcessor._apply_head)
 
-    layers.dispatch_cpu_unquantized_gemm = _keep_weight
-    Experts.process_weights_after_loading = _keep_experts
-    LogitsProcessor.__init__ = init_with_our_head
-    SharedMemory.make_group_name = staticmethod(lambda c: f"/megarlhf-{token[0]}{name_of(c).lstrip('/')}")
-    try:
+    def init_with_our_draws(runner: Any, *arguments: Any, **options: Any) -> None:
+        init_runner(runner, *arguments, **options)
+        runner._sample = partial(_sample, runner, runner._sample)
+        runner._bookkeeping_sync = partial(_bookkeeping, runner, runner._bookkeeping_sync)
+
+    def init_with_our_exchange(channel: Any, communicator: Any) -> None:
+        init_channel(channel, communicator)
+        if crowded:
+            channel.all_reduce = _all_reduce
+            channel.all_gather_into_tensor = dist.all_gather_into_tensor
+            channel.gather = dist.gather
+
+    ours: list[tuple[Any, str, Any]] = [
+        (layers, "dispatch_cpu_unquantized_gemm", _keep_weight),
+        (Experts, "process_weights_after_loading", _keep_experts),
+        (LogitsProcessor, "__init__", init_with_our_head),
+        (Runner, "__init__", init_with_our_draws),
+        (SharedMemory, "__init__", init_with_our_exchange),
+        (SharedMemory, "make_group_name", staticmethod(lambda c: f"/megarlhf-{token}{name_of(c).lstrip('/')}")),
+    ]
+    with contextlib.ExitStack() as scope:
+        for place, name, replacement in ours:
+            scope.callback(setattr, place, name, inspect.getattr_static(place, name))
+            setattr(place, name, replacement)
         yield
         dist.barrier()
         # Every rank has the memory open by now; without a name it goes with the processes, even killed ones.
-        for segment in Path("/dev/shm").glob(f"megarlhf-{token[0]}*"):
+        for segment in Path("/dev/shm").glob(f"megarlhf-{token}*"):
             segment.unlink(missing_ok=True)
-    finally:
-        layers.dispatch_cpu_unquantized_gemm = dispatch
-        Experts.process_weights_after_loading = pack_experts
-        LogitsProcessor.__init__ = init_logits
-        SharedMemory.make_group_name = staticmethod(name_of)
 
 
 @contextlib.contextmanager
@@ -109,6 +134,22 @@ def keep_default_group() -> Iterator[None]:
         yield
     finally:
         parallel_state.destroy_distributed_environment = kept
+
+
+def _token_of_the_run() -> str:
+    token = [uuid.uuid4().hex[:12]]
+    dist.broadcast_object_list(token, src=0)
+    return token[0]
+
+
+def _fewer_cores_than_ranks() -> bool:
+    """Whether on some machine the ranks together may use fewer cores than they are. Collective."""
+    seats: list[tuple[str, set[int]]] = [("", set())] * dist.get_world_size()
+    dist.all_gather_object(seats, (platform.node(), os.sched_getaffinity(0)))
+    machines: dict[str, list[set[int]]] = {}
+    for machine, cores in seats:
+        machines.setdefault(machine, []).append(cores)
+    return any(len(set().union(*ranks)) < len(ranks) for ranks in machines.values())
 
 
 def _keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
@@ -132,6 +173,42 @@ def _filled_up(rows: Tensor) -> Tensor:
 
 def _apply_head(processor: Any, apply: Callable[..., Tensor], head: Any, hidden: Tensor, bias: Any = None) -> Tensor:
     return apply(processor, head, _filled_up(hidden), bias)[: hidden.size(0)]
+
+
+def _all_reduce(input: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Sum over the ranks of a group in their order, in place: its bits do not depend on the number of rows."""
+    parts = [torch.empty_like(input) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, input, group=group)
+    input.copy_(parts[0])
+    for part in parts[1:]:
+        input.add_(part)
+
+
+def _sample(runner: Any, sample: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Sampled tokens; the generators of requests whose prompt is not computed whole yet are as before."""
+    kept = {n: generator.get_state() for n, generator in _drawn_too_early(runner).items()}
+    sampled = sample(*arguments, **options)
+    for n, state in kept.items():
+        runner.input_batch.generators[n].set_state(state)
+    return sampled
+
+
+def _bookkeeping(runner: Any, keep_books: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What vLLM does after sampling, without the generators whose offset it would set back."""
+    generators, aside = runner.input_batch.generators, _drawn_too_early(runner)
+    for n in aside:
+        del generators[n]
+    try:
+        return keep_books(*arguments, **options)
+    finally:
+        generators.update(aside)
+
+
+def _drawn_too_early(runner: Any) -> dict[int, torch.Generator]:
+    """Generators of the requests that are sampled from in the middle of their prompt, by place in the batch."""
+    generators: dict[int, torch.Generator] = runner.input_batch.generators
+    early = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0].tolist()
+    return {n: generators[n] for n in early if n in generators}
 
 
 def _keep_experts(experts: Any, layer: torch.nn.Module) -> None:

@@ -45,6 +45,7 @@ from tests.distributed.vllm_jobs import (  # noqa: F401
     vllm_failing_steps,
     vllm_family,
     vllm_head,
+    vllm_long_prompts,
     vllm_packed_experts,
     vllm_sleeps,
     vllm_tables,

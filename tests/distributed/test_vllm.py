@@ -83,3 +83,14 @@ def test_greedy_output_after_an_update_equals_hugging_face(
         assert session["faults"].keys() == FAULTS.keys()
         for storage, message in session["faults"].items():
             assert FAULTS[storage] in message, storage
+
+
+def test_prompts_that_exceed_a_batch_are_sampled_from_with_their_seeds(
+    models: dict[str, Path], vllm_ranks: RankPool
+) -> None:
+    """Six prompts of 45 tokens where a batch has 100: some are computed in parts, and sampled from too early."""
+    prompts = [[1] + [4 + (7 * n * n + k) % 12 for n in range(44)] for k in range(6)]
+    together, alone, taken_back = vllm_ranks.run(1, "vllm_long_prompts", str(models["plain"]), prompts)[0]
+    assert together == alone
+    assert len({tuple(row) for row in together}) > 1
+    assert taken_back > 0

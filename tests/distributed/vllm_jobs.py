@@ -20,6 +20,7 @@ from megarlhf.models.settings import DTYPES
 from megarlhf.models.weights import load_weights
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.placement import Box, Placement, RankPlacements
+from megarlhf.rollout import vllm_patches
 from megarlhf.rollout.engine import Sampling
 from megarlhf.runtime import Runtime
 from megarlhf.weights.plan.copy_plan import CopyPlan
@@ -111,6 +112,28 @@ def vllm_family(
         different[how.__name__] = [name for name, value in live.items() if not torch.equal(value, expected[name])]
     session.engine.close()
     return {"early": early, "said": continuations, "different": different, "changed": changed, "all": list(weights[0])}
+
+
+def vllm_long_prompts(
+    runtime: Runtime, model: str, prompts: list[list[int]]
+) -> tuple[list[list[int]], list[list[int]], int]:
+    """Samples of prompts that are more than a batch of the engine takes: all at once, and one by one; and how often
+    one was drawn in the middle of its prompt."""
+    find, taken_back = vllm_patches._drawn_too_early, []
+
+    def noted(runner: Any) -> dict[int, torch.Generator]:
+        taken_back.append(len(find(runner)))
+        return find(runner)
+
+    session = _Session(runtime, model, 1, {}, engine_args={"max_num_batched_tokens": 100, "max_num_seqs": 8})
+    session.update(model, 0)
+    sampling, seeds = Sampling(max_tokens=NEW_TOKENS, end_ids=(EOS,)), list(range(len(prompts)))
+    rows = [torch.tensor(prompt) for prompt in prompts]
+    with mock.patch.object(vllm_patches, "_drawn_too_early", noted):
+        together = session.engine.generate(rows, seeds, sampling).responses.rows()
+    alone = [session.engine.generate([rows[n]], [n], sampling).responses.rows()[0] for n in seeds]
+    session.engine.close()
+    return [row.tolist() for row in together], [row.tolist() for row in alone], sum(taken_back)
 
 
 def vllm_sleeps(
