@@ -93,7 +93,7 @@ bench-kernels: venv ## log-prob kernels on the CPU against naive torch and the b
 bench-packing: venv ## packed rows against padded ones and TRL on the CPU (20 minutes); writes benchmarks/results/packing.json
 	$(PY) -m benchmarks.packing
 
-bench-prompts: venv ## prompts of groups and pairs computed once against each time, and against TRL (15 minutes, can be continued); writes benchmarks/results/prompts.json
+bench-prompts: venv ## prompts of groups and pairs computed once against each time, and against TRL (25 minutes, can be continued); writes benchmarks/results/prompts.json
 	$(PY) -m benchmarks.prompts
 
 # On a machine whose GPU build of torch is not in $(VENV): make bench-gpu-logprob PY=python3

@@ -355,7 +355,7 @@ class Kept:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=None, help="that count; default: 3, of --quick 1")
+    parser.add_argument("--rounds", type=int, default=None, help="that count; default: 5, of --quick 1")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each side's one process")
     parser.add_argument("--only", nargs="+", choices=COMPARISONS, help="default: all")
     parser.add_argument("--quick", action="store_true", help=f"without TRL, and only {', '.join(QUICK)}")
@@ -367,7 +367,7 @@ def main() -> None:
     if arguments.out == RESULT and (arguments.rehearse or arguments.only or arguments.quick):
         parser.error("a rehearsal, or a part, is no result: give --out")
     arguments.no_trl |= arguments.quick
-    arguments.rounds = arguments.rounds or (1 if arguments.quick else 3)
+    arguments.rounds = arguments.rounds or (1 if arguments.quick else 5)
     result = run(arguments)
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     for goal in (goal for goal in result["goals"] if goal["met"] is not None):

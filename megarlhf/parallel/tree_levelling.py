@@ -78,7 +78,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _HandOver:
-    """Continuations of a part that go to another bin: the costlier of the two ranks costs `peak` then."""
+    """Continuations of a part that go to another bin: the costlier of the two teams costs `peak` then."""
 
     peak: int
     extra: int
@@ -103,7 +103,7 @@ class Levelling:
         self.join()
         self.keep()
         for _ in range(MAX_ROUNDS):
-            if not self.hand_over(share):
+            if not self.hand_over(self.ranks, share):
                 break
             self.join()
             self.keep()
@@ -113,7 +113,11 @@ class Levelling:
             self.keep()
 
     def outcome(self) -> Outcome:
-        """As it stands. Costliest micro-batches first, and within one the longest entries."""
+        """As it stands, the micro-batches of each rank more equal. Costliest micro-batches first, and within one the
+        longest entries."""
+        for rank in filter(None, self.ranks):
+            mean = -(-sum(self.bins.costs[number] for number in rank) // len(rank))
+            self.hand_over([[number] for number in rank], mean, copies=False)
         costs = [sum(self.bins.costs[number] for number in rank) for rank in self.ranks]
         costliest_first(self.bins, self.ranks)
         packed = [[self._entries(number) for number in rank] for rank in self.ranks]
@@ -186,19 +190,20 @@ class Levelling:
             bins.tokens[source] -= tree.tokens
             bins.costs[source] -= tree.price
 
-    def hand_over(self, share: int) -> int:
-        """The costliest rank hands continuations to cheaper ones, until that lowers its cost no more, or it is within
-        1/TOLERANCE of `share`. Returns how often."""
-        order = sorted(
-            (sum(self.bins.costs[number] for number in rank), place) for place, rank in enumerate(self.ranks)
-        )
+    def hand_over(self, teams: list[list[int]], share: int, copies: bool = True) -> int:
+        """The costliest team of bins hands continuations to cheaper ones, until that lowers its cost no more, or it is
+        within 1/TOLERANCE of `share`. Returns how often.
+
+        Without `copies` only to where their beginning is: then nothing is computed that was not, and nothing is kept.
+        """
+        order = sorted((sum(self.bins.costs[number] for number in team), place) for place, team in enumerate(teams))
         work, times, kept = MAX_WORK, 0, order[-1][0]
         while len(order) > 1 and work > 0 and (order[-1][0] - share) * TOLERANCE > share:
             total, place = order.pop()
             found: _HandOver | None = None
             for least, partner in order[:MAX_PARTNERS]:
-                work -= sum(len(self.parts[n].continuations) for b in self.ranks[place] for n in self.bins.members[b])
-                better = self._find(self.ranks[place], self.ranks[partner], total, least)
+                work -= sum(len(self.parts[n].continuations) for b in teams[place] for n in self.bins.members[b])
+                better = self._find(teams[place], teams[partner], total, least, copies)
                 if better is not None and (found is None or (better.peak, better.extra) < (found.peak, found.extra)):
                     found, chosen = better, (least, partner)
             if found is None or (total - found.peak) * TOLERANCE * 10 < total:
@@ -206,9 +211,9 @@ class Levelling:
             self._apply(found)
             times += 1
             order.remove(chosen)
-            for rank in (place, chosen[1]):
-                insort(order, (sum(self.bins.costs[number] for number in self.ranks[rank]), rank))
-            if (kept - order[-1][0]) * TOLERANCE > kept:
+            for team in (place, chosen[1]):
+                insort(order, (sum(self.bins.costs[number] for number in teams[team]), team))
+            if copies and (kept - order[-1][0]) * TOLERANCE > kept:
                 self.keep()
                 kept = order[-1][0]
         return times
@@ -218,8 +223,8 @@ class Levelling:
         taking = next((n for n in self.bins.members[found.target] if self.parts[n].tree == tree), None)
         self._shift(found.part, found.continuations, found.source, found.target, taking)
 
-    def _find(self, heavy: list[int], light: list[int], total: int, least: int) -> _HandOver | None:
-        """What levels two ranks best; None: nothing lowers the costlier one's cost."""
+    def _find(self, heavy: list[int], light: list[int], total: int, least: int, copies: bool) -> _HandOver | None:
+        """What levels two teams best; None: nothing lowers the costlier one's cost."""
         bins, best = self.bins, None
         has = {self.parts[n].tree: number for number in light for n in bins.members[number]}
         emptiest = min(light, key=lambda number: (bins.tokens[number], number))
@@ -231,6 +236,8 @@ class Levelling:
                     continue
                 target = has.get(part.tree, emptiest)
                 joined = part.tree in has
+                if not (joined or copies):
+                    continue
                 extra, room = (0, 0) if joined else (tree.price, tree.tokens)
                 wanted = (total - least - extra) // 2
                 room = bins.max_tokens - bins.tokens[target] - room

@@ -132,6 +132,15 @@ def test_a_group_is_divided_rather_than_that_micro_batches_stay_half_filled():
     assert len(rank) == 3
 
 
+def test_what_is_divided_is_divided_evenly():
+    """Four groups of 1 + 8 x 4 = 33 tokens in a budget of 64, three micro-batches without sharing: the fourth fills up
+    two of them, each as much, rather than one with 7 of its 8 sequences."""
+    groups = [alike(1, *[4] * 8)] * 4
+    (rank,) = pack_trees(groups, num_ranks=1, max_tokens=64, cost=LINEAR)
+    tokens = [sum(entry_tokens(groups[n], members) for n, members in batch) for batch in rank]
+    assert tokens == [50, 50, 33]
+
+
 def test_nothing_to_pack():
     assert pack_trees([], num_ranks=3, max_tokens=9, cost=LINEAR) == [[], [], []]
 
