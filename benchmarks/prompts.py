@@ -9,9 +9,9 @@ each), 4:1 (256 to 64) and 1:4; all lengths equal, or responses lognormal with t
   one_update_1_1         no seconds: one update on the same responses, whose gradient norm has to be TRL's
 
 `shared` and `unshared` are the same configuration but for `train.share_prompts`; model, workloads' other figures,
-settings, threads and the way to measure are those of `make bench-packing`: a process for each side, in turn, to and
-fro, the first round not counted, ratios of medians. Floating-point operations and memory are looked at in processes of
-their own. What a comparison has found is kept in build/bench-prompts/: a run of the same commit goes on from there.
+settings, threads and the way to measure are those of `make bench-packing`: in turn, to and fro, the first round not
+counted, ratios of medians. Shared and unshared phases take turns in one process, since two processes differ by up to 5%
+in the same work; TRL, engines, and what floating-point operations and memory are looked at have processes of their own. What a comparison has found is kept in build/bench-prompts/: a run of the same commit goes on from there.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Comparison:
     """At most so many that count."""
     trl: tuple[int, ...] = ()
     """Micro-batch sizes that it is tried with, in samples."""
-    trl_rounds: int | None = None
-    """At most so many that count; None: as many as ours."""
+    trl_rounds: int = 3
+    """At most so many that count."""
     command: Literal["rl", "rm", "dpo"] = "rl"
     one_update: bool = False
 
@@ -164,8 +164,11 @@ def makers(comparison: Comparison, setting: Setting) -> dict[str, Maker]:
     here, found = environment(setting.threads), {}
     if setting.together:
         return {"seconds and look": maker(module, here, ways=ways["shared"] | ways["unshared"], **ours)}
+    if comparison.inject:
+        found["seconds"] = maker(module, here, ways=ways["shared"] | ways["unshared"], **ours)
     for side in SIDES:
-        found[f"seconds {side}"] = maker(module, here, ways=ways[side], **ours)
+        if not comparison.inject:
+            found[f"seconds {side}"] = maker(module, here, ways=ways[side], **ours)
         if comparison.looks:
             found[f"look {side}"] = maker(module, environment(1) | HELD_APART, threads=1, ways=ways[side], **ours)
     for size in comparison.trl if setting.trl is not None else ():
@@ -190,7 +193,7 @@ def compare(comparison: Comparison, setting: Setting) -> Message:
         for name in [name for name in children if name.startswith("look ")]:
             children.pop(name).stop()
         asks, facts = asks_of(comparison, children)
-        fewer = {} if comparison.trl_rounds is None else {name: comparison.trl_rounds for name in asks if "trl" in name}
+        fewer = {name: comparison.trl_rounds for name in asks if "trl" in name}
         most = 0 if comparison.one_update else min(setting.rounds, comparison.rounds or setting.rounds)
         rounds = in_turn(asks, most, fewer)
     sizes = setting.sizes_of(comparison)
@@ -355,7 +358,7 @@ class Kept:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=None, help="that count; default: 5, of --quick 1")
+    parser.add_argument("--rounds", type=int, default=None, help="that count; default: 9, of --quick 1")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each side's one process")
     parser.add_argument("--only", nargs="+", choices=COMPARISONS, help="default: all")
     parser.add_argument("--quick", action="store_true", help=f"without TRL, and only {', '.join(QUICK)}")
@@ -367,7 +370,7 @@ def main() -> None:
     if arguments.out == RESULT and (arguments.rehearse or arguments.only or arguments.quick):
         parser.error("a rehearsal, or a part, is no result: give --out")
     arguments.no_trl |= arguments.quick
-    arguments.rounds = arguments.rounds or (1 if arguments.quick else 5)
+    arguments.rounds = arguments.rounds or (1 if arguments.quick else 9)
     result = run(arguments)
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     for goal in (goal for goal in result["goals"] if goal["met"] is not None):
