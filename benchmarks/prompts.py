@@ -11,7 +11,8 @@ each), 4:1 (256 to 64) and 1:4; all lengths equal, or responses lognormal with t
 `shared` and `unshared` are the same configuration but for `train.share_prompts`; model, workloads' other figures,
 settings, threads and the way to measure are those of `make bench-packing`: in turn, to and fro, the first round not
 counted, ratios of medians. Shared and unshared phases take turns in one process, since two processes differ by up to 5%
-in the same work; TRL, engines, and what floating-point operations and memory are looked at have processes of their own. What a comparison has found is kept in build/bench-prompts/: a run of the same commit goes on from there.
+in the same work; TRL, engines, and what operations and memory are looked at have processes of their own. What a
+comparison has found is kept in build/bench-prompts/: a run of the same commit goes on from there.
 """
 
 from __future__ import annotations
