@@ -27,10 +27,16 @@ class Stage:
     name: str
     command: str
     paths: dict[str, str]
+    demo: str = "demo"
 
     @property
     def config(self) -> str:
-        return f"configs/demo/{self.name}.yaml"
+        return f"configs/{self.demo}/{self.name}.yaml"
+
+    @property
+    def root(self) -> Path:
+        """Where the configuration points."""
+        return Path("runs") / self.demo
 
 
 def _data(name: str) -> dict[str, str]:
@@ -59,7 +65,7 @@ def make_data(root: Path, seed: int) -> list[str]:
 def stage_command(stage: Stage, root: Path, overrides: Sequence[str] = (), run: str | None = None) -> list[str]:
     """`megarlhf COMMAND -c FILE`, with every path moved where the root is not the configured one."""
     moved = [f"run.dir={root / (run or stage.name)}"]
-    if root != DEFAULT_ROOT:
+    if root != stage.root:
         moved += [f"{key}={root / path}" for key, path in stage.paths.items()]
     return [sys.executable, "-m", "megarlhf", stage.command, "-c", stage.config, *moved, *overrides]
 
