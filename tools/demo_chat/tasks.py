@@ -1,6 +1,6 @@
 """The demo's task: name things of a kind in a given form, which a program can check.
 
-    Name three animals in alphabetical order. Write them in upper case, separated by commas.   ->   BEAR, CAT, DOG
+    Name three animals in alphabetical order, in capital letters, separated by commas.   ->   BEAR, CAT, DOG
 
 An answer is judged by six checks (`judge`), each of which a reader can repeat by eye. The reward is the share of them
 that hold, and an answer is right when all do.
@@ -16,20 +16,13 @@ from typing import Any, Literal
 
 from tools.demo_chat.words import CATEGORIES, belongs
 
-Form = Literal["commas", "semicolons", "lines", "dashes"]
 Case = Literal["lower", "upper", "title"]
 
 COUNTS = {2: "two", 3: "three", 4: "four", 5: "five"}
-FORMS: Mapping[Form, tuple[str, ...]] = {
-    "commas": ("separated by commas", "on one line, with commas between them"),
-    "semicolons": ("separated by semicolons", "on one line, with semicolons between them"),
-    "lines": ("one on each line", "each on a line of its own"),
-    "dashes": ("one on each line, with a dash in front", "as a list with dashes"),
-}
 CASES: Mapping[Case, tuple[str, ...]] = {
     "lower": ("in lower case", "in small letters"),
     "upper": ("in upper case", "in capital letters"),
-    "title": ("with a capital first letter", "capitalized"),
+    "title": ("with a capital first letter", "each capitalized"),
 }
 VERBS = ("Name", "List", "Give me", "Write down")
 CHECKS = ("form", "count", "kind", "distinct", "case", "order")
@@ -41,7 +34,6 @@ class Task:
 
     category: str
     count: int
-    form: Form
     case: Case
     ordered: bool
     """In alphabetical order."""
@@ -49,29 +41,23 @@ class Task:
     def prompt(self, draw: random.Random) -> str:
         """In one of several wordings."""
         order = draw.choice((" in alphabetical order", " from A to Z")) if self.ordered else ""
-        form, case = draw.choice(FORMS[self.form]), draw.choice(CASES[self.case])
-        asked = f"{draw.choice(VERBS)} {COUNTS[self.count]} {self.category}{order}."
-        return f"{asked} Write them {case}, {form}."
+        asked = f"{draw.choice(VERBS)} {COUNTS[self.count]} {self.category}{order}"
+        return f"{asked}, {draw.choice(CASES[self.case])}, separated by commas."
 
     def answer(self, draw: random.Random) -> str:
         """A right one."""
         items = draw.sample(CATEGORIES[self.category], self.count)
-        return self.written(sorted(items) if self.ordered else items)
-
-    def written(self, items: list[str]) -> str:
-        """In the form and the case that are asked for."""
-        change = {"lower": str.lower, "upper": str.upper, "title": _capitalized}[self.case]
-        items = [change(item) for item in items]
-        joins = {"commas": ", ".join, "semicolons": "; ".join, "lines": "\n".join}
-        return "\n".join(f"- {item}" for item in items) if self.form == "dashes" else joins[self.form](items)
+        return ", ".join(cased(item, self.case) for item in (sorted(items) if self.ordered else items))
 
     def fields(self) -> dict[str, Any]:
         """As columns of a record."""
         return asdict(self)
 
 
-def _capitalized(item: str) -> str:
-    return " ".join(word[:1].upper() + word[1:] for word in item.split())
+def cased(item: str, case: Case) -> str:
+    if case == "title":
+        return " ".join(word[:1].upper() + word[1:].lower() for word in item.split())
+    return item.lower() if case == "lower" else item.upper()
 
 
 def task_of(fields: Mapping[str, Any]) -> Task:
@@ -80,18 +66,17 @@ def task_of(fields: Mapping[str, Any]) -> Task:
 
 def all_tasks() -> list[Task]:
     return [
-        Task(category=category, count=count, form=form, case=case, ordered=ordered)
+        Task(category=category, count=count, case=case, ordered=ordered)
         for category in CATEGORIES
         for count in COUNTS
-        for form in FORMS
         for case in CASES
         for ordered in (False, True)
     ]
 
 
 def judge(task: Task, answer: str) -> dict[str, float]:
-    """What holds of an answer, by check, 0 or 1: of one without items nothing."""
-    items = items_of(task.form, answer)
+    """What holds of an answer, by check, 0 or 1: of one that is no list with commas nothing."""
+    items = items_of(answer)
     if items is None:
         return dict.fromkeys(CHECKS, 0.0)
     found = {
@@ -99,27 +84,15 @@ def judge(task: Task, answer: str) -> dict[str, float]:
         "count": len(items) == task.count,
         "kind": all(belongs(item, task.category) for item in items),
         "distinct": len({item.lower() for item in items}) == len(items),
-        "case": all(item == {"lower": item.lower(), "upper": item.upper(), "title": _capitalized(item.lower())}[task.case] for item in items),
+        "case": all(item == cased(item, task.case) for item in items),
         "order": not task.ordered or items == sorted(items, key=str.lower),
     }
     return {name: float(value) for name, value in found.items()}
 
 
-def items_of(form: Form, answer: str) -> list[str] | None:
-    """The items of an answer that has nothing but them in this form; None where it has not."""
-    text = answer.strip()
-    if form in ("commas", "semicolons"):
-        between, other = (",", ";") if form == "commas" else (";", ",")
-        if "\n" in text or other in text:
-            return None
-        items = text.removesuffix(".").split(between)
-    else:
-        items = text.split("\n")
-        if form == "dashes":
-            if not all(line.startswith("- ") for line in items):
-                return None
-            items = [line[2:] for line in items]
-    items = [item.strip() for item in items]
+def items_of(answer: str) -> list[str] | None:
+    """The items of an answer that is one line of them with commas between; None for another."""
+    items = [item.strip() for item in answer.strip().removesuffix(".").split(",")]
     return items if len(items) > 1 and all(_ITEM.fullmatch(item) for item in items) else None
 
 
