@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from tools.demo_chat.words import CATEGORIES, belongs
+from tools.demo_chat.words import FAMILIAR, belongs
 
 Case = Literal["lower", "upper", "title"]
 
@@ -46,7 +46,7 @@ class Task:
 
     def answer(self, draw: random.Random) -> str:
         """A right one."""
-        items = draw.sample(CATEGORIES[self.category], self.count)
+        items = draw.sample(FAMILIAR[self.category], self.count)
         return ", ".join(cased(item, self.case) for item in (sorted(items) if self.ordered else items))
 
     def fields(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def task_of(fields: Mapping[str, Any]) -> Task:
 def all_tasks() -> list[Task]:
     return [
         Task(category=category, count=count, case=case, ordered=ordered)
-        for category in CATEGORIES
+        for category in FAMILIAR
         for count in COUNTS
         for case in CASES
         for ordered in (False, True)

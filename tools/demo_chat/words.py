@@ -113,3 +113,24 @@ def belongs(item: str, category: str) -> bool:
 
 
 _KNOWN = {name: frozenset(words) for name, words in CATEGORIES.items()}
+
+_FAMILIAR = {
+    "animals": "bear cat cow dog elephant fox horse lion monkey rabbit sheep tiger wolf zebra",
+    "fruits": "apple apricot banana cherry fig grape kiwi lemon mango orange peach pear plum strawberry",
+    "vegetables": "asparagus bean broccoli cabbage carrot celery corn lettuce onion pea pepper potato spinach tomato",
+    "colors": "black blue brown gold gray green orange pink purple red silver violet white yellow",
+    "countries": "australia brazil canada china egypt france germany india italy japan mexico russia spain sweden",
+    "musical instruments": "cello clarinet drum flute guitar harp oboe organ piano saxophone trombone trumpet tuba violin",
+    "sports": "badminton baseball basketball boxing cricket football golf hockey rugby soccer surfing swimming tennis volleyball",
+    "jobs": "actor artist baker chef doctor engineer farmer judge lawyer nurse pilot singer teacher writer",
+    "tools": "axe chisel drill file hammer knife ladder pliers rake ruler saw screwdriver shovel wrench",
+    "clothes": "belt boot coat dress glove hat jacket jeans scarf shirt shoe skirt sock sweater",
+    "flowers": "carnation daffodil daisy iris jasmine lavender lily lotus orchid poppy rose sunflower tulip violet",
+    "vehicles": "airplane bicycle boat bus car helicopter motorcycle ship subway taxi tractor train truck van",
+    "drinks": "beer cider cocoa coffee cola juice lemonade milk punch soda tea vodka water wine",
+    "pieces of furniture": "armchair bed bench bookcase cabinet chair couch cupboard desk lamp sofa stool table wardrobe",
+    "cities": "amsterdam berlin boston cairo chicago dublin london madrid moscow paris rome sydney tokyo vienna",
+    "languages": "arabic chinese dutch english french german greek hindi italian japanese korean russian spanish turkish",
+}
+FAMILIAR = {name: tuple(words.split()) for name, words in _FAMILIAR.items()}
+"""Of each category those that right answers to learn from are made of."""
