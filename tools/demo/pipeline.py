@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,9 @@ def call(command: Sequence[str]) -> int:
             signal.signal(number, handler)
 
 
-def run_timed(console: Console, name: str, command: Sequence[str]) -> float:
+def run_timed(
+    console: Console, name: str, command: Sequence[str], call: Callable[[Sequence[str]], int] = call
+) -> float:
     """Run a stage in the foreground; returns its seconds.
 
     Raises: SystemExit with the stage's exit status when it fails; its output stands above.

@@ -1,18 +1,16 @@
-"""The chat demo's stages as the commands a user would type, and the figures that they leave."""
+"""The chat demo's stages as the commands a user would type, and what has been done of them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from megarlhf.observe.run_directory import FINISHED_FILE
-from tools.demo.pipeline import Stage, run_timed, stage_command
-from tools.pretrained import directory
+from tools.demo.pipeline import Stage, call, run_timed, stage_command, write_json
 
 DEMO = "demo-chat"
 DEFAULT_ROOT = Path("runs") / DEMO
@@ -28,25 +26,48 @@ def _stage(name: str, command: str, paths: dict[str, str]) -> Stage:
 
 
 SFT = _stage("sft", "sft", {"data.train": "data/sft.jsonl", "data.validation": "data/sft_validation.jsonl"})
-PAIRS = _stage("pairs", "generate", OF_SFT | {"data.train": "data/pairs.jsonl", "out": "data/chosen_and_rejected.jsonl"})
+PAIRS = _stage(
+    "pairs", "generate", OF_SFT | {"data.train": "data/pairs.jsonl", "out": "data/chosen_and_rejected.jsonl"}
+)
 RM = _stage("rm", "rm", {"reward_model.model.path": ACTOR, "data.train": "data/chosen_and_rejected.jsonl"})
 PPO = _stage("ppo", "rl", OF_SFT | LEARNED | WITH_PROMPTS)
 GRPO = _stage("grpo", "rl", OF_SFT | WITH_PROMPTS)
 STAGES = (SFT, PAIRS, RM, PPO, GRPO)
 ANSWERS = _stage("answers", "generate", {"data.train": "data/questions.jsonl", "out": "data/answers.jsonl"})
 TEST = _stage("test", "eval", {"data.train": "data/test.jsonl"})
-DRIFT = _stage("drift", "eval", {"data.train": "data/answers.jsonl"})
+DRIFT = _stage("drift", "eval", {"data.train": "data/drift.jsonl"})
+RELEASED = "released"
 MODELS = {
-    "released": "",
+    RELEASED: "",
     "sft": ACTOR,
     "ppo": "ppo/checkpoints/latest/actor",
     "grpo": "grpo/checkpoints/latest/actor",
 }
 """By name, what is tested, relative to the root; the first is where `make pretrained` put it."""
+WRITES = {PAIRS.paths["out"]: PAIRS.name, DRIFT.paths["data.train"]: ANSWERS.name}
+"""Data that is made by a stage, and the stage."""
+NAMES = ("data", *(stage.name for stage in (*STAGES, ANSWERS, TEST, DRIFT)))
+"""What an override may be for."""
 
 
-def model_of(root: Path, name: str) -> Path:
-    return directory() if name == "released" else root / MODELS[name]
+@dataclass(frozen=True)
+class Overrides:
+    """What differs from the configurations: `section.key=value` in every stage that trains, `STAGE:section.key=value`
+    in one; `data:test=8` is a number of records."""
+
+    given: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError for a stage that there is not."""
+        for each in self.given:
+            name, colon, _ = each.partition("=")[0].partition(":")
+            if colon and name not in NAMES:
+                raise ValueError(f"{each}: there is no stage {name!r}; name one of {', '.join(NAMES)}, or none for all")
+
+    def of(self, stage: str, *, trains: bool = False) -> list[str]:
+        """Of one stage."""
+        own = [each.partition(":")[2] for each in self.given if each.startswith(f"{stage}:")]
+        return [*(each for each in self.given if trains and ":" not in each.partition("=")[0]), *own]
 
 
 @dataclass(frozen=True)
@@ -55,19 +76,51 @@ class Runner:
 
     root: Path
     console: Console
-    overrides: Sequence[str] = ()
-    """For every stage."""
+    model: Path
+    """The released one."""
+    seed: int = 0
+    overrides: Overrides = Overrides()
+    call: Callable[[Sequence[str]], int] = call
+    """Runs a command and returns its exit status."""
+
+    def model_of(self, name: str) -> Path:
+        return self.model if name == RELEASED else self.root / MODELS[name]
 
     def run(self, stage: Stage, changes: Sequence[str] = (), name: str | None = None) -> None:
-        """Raises: SystemExit with the stage's exit status when it fails."""
-        where = self.root / (name or stage.name)
-        if (where / FINISHED_FILE).exists():
-            self.console.print(f"{where}: finished before; remove it to run it again")
+        """Unless it has finished; a run that was stopped goes on. `name`: of the run, where it is not the stage's.
+
+        Raises: SystemExit with the stage's exit status when it fails; ValueError where it has finished with what was
+        made anew since.
+        """
+        run = name or stage.name
+        if (self.root / run / FINISHED_FILE).exists():
+            self._require_newer(stage, run, changes)
+            self.console.print(f"{self.root / run}: finished before; remove it to run it again")
             return
-        command = stage_command(stage, self.root, [*self.overrides, *changes], run=name)
-        run_timed(self.console, name or stage.name, command)
+        trains = stage.command not in ("generate", "eval")
+        own = [f"run.seed={self.seed}", *(["run.on_existing=resume"] if trains else [])]
+        if stage is SFT:
+            own.append(f"actor.model.path={self.model}")
+        own += self.overrides.of(stage.name, trains=trains)
+        command = stage_command(stage, self.root, [*own, *changes], run=name)
+        self.keep_seconds(run, run_timed(self.console, run, command, self.call))
 
+    def _require_newer(self, stage: Stage, run: str, changes: Sequence[str]) -> None:
+        read = [path for key, path in stage.paths.items() if key != "out"]
+        read += [f"{name}/" for name in MODELS if f"actor.model.path={self.root / MODELS[name]}" in changes]
+        for path in read:
+            source = self.root / WRITES.get(path, path.partition("/")[0]) / FINISHED_FILE
+            if source.exists() and source.stat().st_mtime > (self.root / run / FINISHED_FILE).stat().st_mtime:
+                raise ValueError(
+                    f"{self.root / run} was made from a {source.parent.name} that has been made anew since; remove "
+                    f"{self.root / run} to run it again"
+                )
 
-def tested(root: Path, name: str) -> dict[str, Any]:
-    """The figures of a model on the test prompts and on the released model's answers, with their intervals."""
-    return {what: json.loads((root / f"{what}-{name}" / "eval.json").read_text()) for what in ("test", "drift")}
+    def keep_seconds(self, name: str, seconds: float) -> None:
+        """Of the last start of a stage, in `seconds.json`."""
+        write_json(self.root / "seconds.json", self.seconds() | {name: seconds})
+
+    def seconds(self) -> dict[str, float]:
+        """By run."""
+        path = self.root / "seconds.json"
+        return json.loads(path.read_text()) if path.exists() else {}

@@ -7,85 +7,129 @@ samples to runs/demo-chat/report.html.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarlhf.observe.metrics import read_metrics
 from megarlhf.observe.progress import make_console, table
 from megarlhf.observe.report import write_report
-from tools.demo.pipeline import evaluations, run_timed, write_json
-from tools.demo_chat.pipeline import ANSWERS, DEFAULT_ROOT, DRIFT, GRPO, MODELS, PPO, RM, SFT, STAGES, TEST
-from tools.demo_chat.pipeline import Runner, model_of, tested
+from tools.demo.pipeline import call, run_timed, write_json
+from tools.demo_chat.figures import figures, read_lines
+from tools.demo_chat.make_data import write_lines
+from tools.demo_chat.page import sections
+from tools.demo_chat.pipeline import (
+    ANSWERS,
+    DEFAULT_ROOT,
+    DRIFT,
+    GRPO,
+    MODELS,
+    PPO,
+    RM,
+    SFT,
+    STAGES,
+    TEST,
+    Overrides,
+    Runner,
+)
+from tools.pretrained import directory
 
-FIGURES = {
-    "test": {"eval_tools.demo_chat.tasks:checks": "checks that hold", "eval_accuracy": "answers that are right"},
-    "drift": {"eval_perplexity": "perplexity of the released model's answers"},
-}
 
-
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, call: Callable[[Sequence[str]], int] = call) -> int:
     """Run the stages in order; a failing stage ends it with its exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=DEFAULT_ROOT, help="where everything is written")
     parser.add_argument("--seed", type=int, default=0, help="of data, order and samples")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for every training stage")
+    parser.add_argument("--model", type=Path, help="another model directory than that of `make pretrained`")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="[STAGE:]section.key=value",
+        help="for every stage that trains, or for one: grpo:train.num_steps=4; data:test=16 is a number of records",
+    )
     options = parser.parse_args(argv)
-    root, console, began = options.root, make_console(), time.monotonic()
-    if not (root / "data").exists():
-        run_timed(console, "data", make_data(root, options.seed))
-    runner = Runner(root, console, (f"run.seed={options.seed}",))
-    for stage in STAGES:
-        Runner(root, console, (*runner.overrides, *options.overrides)).run(stage)
-    test_all(runner, list(MODELS))
-    minutes = (time.monotonic() - began) / 60
-    found = figures(root)
-    write_json(root / "summary.json", found | {"minutes": round(minutes, 1)})
-    write_report([root / each.name for each in (SFT, RM, PPO, GRPO)], root / "report.html", title="megarlhf demo: chat")
-    console.rule("[bold]test data")
-    console.print(table("figures of test data, 95% intervals over prompts", rows_of(found["models"]), HEAD))
-    console.print(f"{minutes:.0f} minutes; {root / 'summary.json'}, {root / 'report.html'}")
+    try:
+        overrides = Overrides(tuple(options.overrides))
+        model = (options.model or directory()).absolute()
+        runner = Runner(options.root, make_console(), model, options.seed, overrides, call)
+        run(runner)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"make demo-chat: {error}", file=sys.stderr)
+        return 2
     return 0
 
 
-HEAD = ("model", "figure", "value", "from", "to")
+def run(runner: Runner) -> None:
+    """All of it. Raises: ValueError for files of another demo under the root; SystemExit as `Runner.run`."""
+    start(runner)
+    for stage in STAGES:
+        runner.run(stage)
+    evaluate_all(runner)
+    finish(runner)
 
 
-def make_data(root: Path, seed: int) -> list[str]:
-    return [sys.executable, "-m", "tools.demo_chat.make_data", "--out", str(root / "data"), "--seed", str(seed)]
+def start(runner: Runner) -> None:
+    """Says what the demo under the root is of, and makes its data.
+
+    Raises: ValueError where one of another seed, of another model or with other overrides is there.
+    """
+    path = runner.root / "settings.json"
+    settings = {"seed": runner.seed, "model": str(runner.model), "overrides": list(runner.overrides.given)}
+    known = json.loads(path.read_text()) if path.exists() else settings
+    if changed := [name for name in settings if known[name] != settings[name]]:
+        was = ", ".join(f"{name} {known[name]}" for name in changed)
+        raise ValueError(f"{runner.root} holds a demo with {was}; name another --root, or remove it")
+    write_json(path, settings)
+    if not (runner.root / "data/questions.jsonl").exists():  # the last to be written
+        sizes = [f"--{each.replace('=', ' ')}" for each in runner.overrides.of("data")]
+        command = [sys.executable, "-m", "tools.demo_chat.make_data", "--out", str(runner.root / "data")]
+        command += ["--seed", str(runner.seed), *(word for size in sizes for word in size.split())]
+        runner.keep_seconds("data", run_timed(runner.console, "data", command))
 
 
-def test_all(runner: Runner, names: Sequence[str]) -> None:
+def evaluate_all(runner: Runner, names: Sequence[str] = tuple(MODELS)) -> None:
     """Each model on the test prompts, and on the released model's answers to other questions."""
-    runner.run(ANSWERS)
+    runner.run(ANSWERS, [f"actor.model.path={runner.model}"])
+    write_drift_data(runner.root)
     for name in names:
-        change = [f"actor.model.path={model_of(runner.root, name)}"]
+        change = [f"actor.model.path={runner.model_of(name)}"]
         runner.run(TEST, change, name=f"test-{name}")
         runner.run(DRIFT, change, name=f"drift-{name}")
 
 
-def figures(root: Path) -> dict[str, Any]:
-    """What the pipeline under `root` reached."""
-    last = {name: [row for row in read_metrics(root / name) if row["step"]][-1] for name in ("ppo", "grpo")}
-    return {
-        "models": {name: tested(root, name) for name in MODELS},
-        "reward_model_pair_accuracy": evaluations(root / "rm")[-1]["eval_pair_accuracy"],
-        "kl": {name: row["kl_k3"] for name, row in last.items()},
-        "rollout_logprob_gap_max": {name: row["rollout_logprob_gap_max"] for name, row in last.items()},
-    }
+def write_drift_data(root: Path) -> None:
+    """The released model's answers, as texts and to be compared with."""
+    rows = read_lines(root / ANSWERS.paths["out"])
+    kept = ("prompt", "response", "finished")
+    write_lines(
+        root / DRIFT.paths["data.train"],
+        ({**{key: row[key] for key in kept}, "released": row["response"]} for row in rows),
+    )
 
 
-def rows_of(models: dict[str, Any]) -> list[tuple[Any, ...]]:
+def finish(runner: Runner) -> None:
+    """summary.json, report.html and the closing table."""
+    root, console, seconds = runner.root, runner.console, runner.seconds()
+    found = figures(root)
+    write_json(root / "summary.json", found | {"seconds": seconds, "minutes": round(sum(seconds.values()) / 60, 1)})
+    runs = [root / each.name for each in (SFT, RM, PPO, GRPO)]
+    write_report(runs, root / "report.html", title="megarlhf demo: chat", first=sections(root, found))
+    console.rule("[bold]test data")
+    rows = rows_of(found["models"]) + rows_of(found["differences"])
+    console.print(
+        table("figures of test data, 95% intervals over prompts", rows, ("model", "figure", "value", "from", "to"))
+    )
+    console.print(f"{sum(seconds.values()) / 60:.0f} minutes; {root / 'summary.json'}, {root / 'report.html'}")
+
+
+def rows_of(figures: dict[str, Any]) -> list[tuple[Any, ...]]:
     """Of the closing table."""
-    rows = []
-    for name, of_model in models.items():
-        for what, wanted in FIGURES.items():
-            for metric, words in wanted.items():
-                figure = of_model[what]["figures"][metric]
-                rows.append((name, words, figure["value"], figure["low"], figure["high"]))
-    return rows
+    return [
+        (name, words, figure["value"], figure["low"], figure["high"])
+        for name, of in figures.items()
+        for words, figure in of.items()
+    ]
 
 
 if __name__ == "__main__":

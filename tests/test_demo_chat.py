@@ -1,0 +1,208 @@
+"""The chat demo as `make demo-chat` runs it, on a small random model with a tokenizer that is trained here.
+
+Ranks that are there already run the stages, but for one that is started as the demo starts it, and killed. What is
+asserted is that stages fit together, that a start goes on where the last one ended, and what the report shows. Not
+covered: that anything is learnt (`make demo-chat-seeds`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults.runs import differences, results
+from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.progress import make_console
+from tests.chat_model import write_chat_model
+from tests.command import ROOT, outside_a_run
+from tests.ranks import RankPool
+from tools.demo.pipeline import stage_command
+from tools.demo_chat import make_data
+from tools.demo_chat.pipeline import MODELS, NAMES, PPO, Overrides, Runner
+from tools.demo_chat.run import main
+from tools.demo_chat.tasks import checks
+
+SMALL = [
+    *("data:sft=16", "data:pairs=8", "data:prompts=16", "data:validation=4", "data:test=4"),
+    *("train.num_steps=3", "train.mini_batch_samples=8", "train.max_tokens_per_micro_batch=512", "eval.every=3"),
+    *("pairs:rollout.num_samples_per_prompt=4", "pairs:rollout.max_response_tokens=12"),
+    *(f"{stage}:actor.optim.warmup_steps=1" for stage in ("sft", "ppo", "grpo")),
+    "rm:reward_model.optim.warmup_steps=1",
+    *(f"{stage}:rollout.max_response_tokens=12" for stage in ("ppo", "grpo", "answers", "test", "drift")),
+    *(f"{stage}:train.prompts_per_step=4" for stage in ("ppo", "grpo")),
+    *(f"{stage}:rollout.num_samples_per_prompt=2" for stage in ("ppo", "grpo")),
+    "ppo:checkpoint.every=1",
+    "ppo:train.num_steps=4",
+    "answers:max_samples=5",
+    # The engine that vLLM is compared with: nothing is built for so few tokens.
+    *(f"{stage}:rollout.engine=megatron" for stage in ("answers", "test", "drift")),
+]
+
+
+class Warm:
+    """Runs a command on a rank that is there already."""
+
+    def __init__(self, ranks: RankPool) -> None:
+        self.ranks, self.runs = ranks, list[str]()
+
+    def __call__(self, command: Sequence[str]) -> int:
+        assert list(command[:2]) == [sys.executable, "-m"]
+        module, *arguments = command[2:]
+        if module == "tools.demo_chat.make_data":
+            self.runs.append("data")
+            return make_data.main(arguments)
+        assert module == "megarlhf"
+        self.runs.append(next(Path(each.partition("=")[2]).name for each in arguments if each.startswith("run.dir=")))
+        ((status, written),) = self.ranks.run(1, "command_status", *arguments)
+        assert not status, written[-5000:]
+        return 0
+
+
+class KilledInPPO(Warm):
+    """A process of its own for PPO, which is killed between its second resume point and its end."""
+
+    def __call__(self, command: Sequence[str]) -> int:
+        (run,) = [Path(each.partition("=")[2]) for each in command if each.startswith("run.dir=")] or [None]
+        if run is None or run.name != PPO.name:
+            return super().__call__(command)
+        self.runs.append(run.name)
+        log = run.parent / "ppo.log"
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=outside_a_run(), stdout=file, stderr=file, start_new_session=True
+            )
+        try:
+            deadline = time.monotonic() + 150
+            while not (run / "resume/step_000002").exists():
+                assert process.poll() is None, log.read_text()[-5000:]
+                assert time.monotonic() < deadline, log.read_text()[-5000:]
+                time.sleep(0.02)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+        return process.wait()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_model(tmp_path_factory.mktemp("chat_model"))
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory, model: Path, vllm_ranks: RankPool) -> Path:
+    """Started, killed in PPO, started again."""
+    root = tmp_path_factory.mktemp("chat") / "demo"
+    arguments = ["--root", str(root), "--model", str(model), *SMALL]
+    killed, warm = KilledInPPO(vllm_ranks), Warm(vllm_ranks)
+    with pytest.raises(SystemExit) as ended:
+        main(arguments, killed)
+    assert ended.value.code == -signal.SIGKILL
+    assert killed.runs == ["data", "sft", "pairs", "rm", "ppo"]
+    assert not (root / "ppo/FINISHED").exists()
+    assert main(arguments, warm) == 0
+    evaluations = [f"{what}-{name}" for name in MODELS for what in ("test", "drift")]
+    assert warm.runs == ["ppo", "grpo", "answers", *evaluations]
+    return root
+
+
+def test_a_killed_stage_goes_on_to_the_same_end(
+    demo: Path, vllm_ranks: RankPool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """PPO from its second step on: its metrics, weights and texts are those of a run that nothing happened to."""
+    overrides = Overrides(tuple(SMALL))
+    changes = ["run.seed=0", "run.on_existing=resume", *overrides.of("ppo", trains=True)]
+    assert Warm(vllm_ranks)(stage_command(PPO, demo, changes, run="undisturbed")) == 0
+    assert [row["step"] for row in read_metrics(demo / "ppo")] == [0, 1, 2, 3, 4]
+    assert not differences(results(demo / "ppo"), results(demo / "undisturbed"))
+
+
+def test_what_it_has_reached(demo: Path, model: Path) -> None:
+    """The summary by its parts: figures with intervals, differences by hand, and that the engine had the weights."""
+    summary = json.loads((demo / "summary.json").read_text())
+    assert list(summary["models"]) == list(MODELS) == ["released", "sft", "ppo", "grpo"]
+    rows = {name: _lines(demo / f"test-{name}/responses.jsonl") for name in MODELS}
+    for name, figures in summary["models"].items():
+        assert len(rows[name]) == 4
+        for row in rows[name]:
+            assert row["rewards"]["tools.demo_chat.tasks:checks"] == pytest.approx(
+                checks(row["prompt"], row["response"], row)["score"]
+            )
+        mean = sum(row["rewards"]["tools.demo_chat.tasks:checks"] for row in rows[name]) / 4
+        assert figures["checks that hold"]["value"] == pytest.approx(mean)
+        assert figures["answers that are right"]["low"] is not None
+    for name, before in (("sft", "released"), ("ppo", "sft"), ("grpo", "sft")):
+        found = summary["differences"][f"{name} over {before}"]["checks that hold"]
+        means = [summary["models"][each]["checks that hold"]["value"] for each in (name, before)]
+        assert found["value"] == pytest.approx(means[0] - means[1])
+        assert found["prompts"] == 4
+    released = summary["models"]["released"]
+    assert released["unrelated answers that are as released"]["value"] == 1.0
+    assert 1 < released["perplexity of the released model's answers"]["value"] < 512
+    for of_run in summary["training"].values():
+        assert 0 < of_run["rollout_logprob_gap_max"] < 1e-4
+        assert of_run["certificates"] > 0
+    assert set(summary["seconds"]) >= {"data", "sft", "pairs", "rm", "ppo", "grpo", "test-grpo", "drift-released"}
+
+
+def test_the_report_shows_what_each_model_says(demo: Path) -> None:
+    """Every shown prompt with the answers of all models, and the runs below."""
+    page = (demo / "report.html").read_text()
+    assert "http" not in page.split("<script", 1)[0]
+    start, questions, runs = (
+        page.index(f"<h2>{title}") for title in ("Answers to test", "Answers to questions", "Runs")
+    )
+    for row in _lines(demo / "data/test.jsonl"):
+        assert page.count(row["messages"][0]["content"], start, questions) == 1
+    for line in _lines(demo / "data/questions.jsonl")[:5]:
+        assert line["messages"][0]["content"].replace("'", "&#x27;") in page[questions:runs]
+    assert page.count("as released", questions, runs) >= 5
+    assert page[start:questions].count("<th>grpo</th>") == 1
+    for name in ("sft", "rm", "ppo", "grpo"):
+        assert f'<div class="run">{name}</div>' in page[runs:]
+
+
+def test_another_demo_and_what_was_made_from_an_earlier_stage_are_refused(
+    demo: Path, model: Path, vllm_ranks: RankPool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is run: figures of two seeds, or of an SFT model that is not there any more, would be mixed."""
+    warm = Warm(vllm_ranks)
+    arguments = ["--root", str(demo), "--model", str(model)]
+    assert main([*arguments, "--seed", "1", *SMALL], warm) == 2
+    assert "holds a demo with seed 0; name another --root" in capsys.readouterr().err
+    assert main([*arguments, *SMALL, "grpo:train.num_steps=9"], warm) == 2
+    assert "holds a demo with overrides" in capsys.readouterr().err
+    assert main([*arguments, "grop:train.num_steps=9"], warm) == 2
+    assert f"no stage 'grop'; name one of {', '.join(NAMES)}" in capsys.readouterr().err
+    finished = demo / "sft/FINISHED"
+    before = finished.stat()
+    try:
+        os.utime(finished)
+        assert main([*arguments, *SMALL], warm) == 2
+        assert "pairs was made from a sft that has been made anew since; remove" in capsys.readouterr().err
+    finally:
+        os.utime(finished, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert not warm.runs
+    assert main([*arguments, *SMALL], warm) == 0
+    assert not warm.runs
+
+
+def test_overrides_are_of_one_stage_or_of_those_that_train(tmp_path: Path) -> None:
+    overrides = Overrides(("train.num_steps=2", "grpo:algo.kl.coef=0", "test:max_samples=3"))
+    assert overrides.of("grpo", trains=True) == ["train.num_steps=2", "algo.kl.coef=0"]
+    assert overrides.of("test") == ["max_samples=3"]
+    assert overrides.of("answers") == []
+    assert Overrides(("rewards=[{kind: rule, rule: 'a:b'}]",)).of("grpo", trains=True)
+    runner = Runner(tmp_path, make_console(), tmp_path / "model")
+    assert runner.model_of("released") == tmp_path / "model"
+    assert runner.model_of("grpo") == tmp_path / "grpo/checkpoints/latest/actor"
+
+
+def _lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
