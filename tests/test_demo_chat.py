@@ -10,9 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,10 +20,9 @@ from benchmarks.faults.runs import differences, results
 from megarlhf.observe.metrics import read_metrics
 from megarlhf.observe.progress import make_console
 from tests.chat_model import write_chat_model
-from tests.command import ROOT, outside_a_run
 from tests.ranks import RankPool
-from tools.demo.pipeline import stage_command
 from tools.demo_chat import make_data
+from tools.demo_chat.killed import call_and_kill
 from tools.demo_chat.pipeline import MODELS, NAMES, PPO, Overrides, Runner
 from tools.demo_chat.run import main
 from tools.demo_chat.tasks import checks
@@ -74,20 +71,7 @@ class KilledInPPO(Warm):
         if run is None or run.name != PPO.name:
             return super().__call__(command)
         self.runs.append(run.name)
-        log = run.parent / "ppo.log"
-        with log.open("w") as file:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=outside_a_run(), stdout=file, stderr=file, start_new_session=True
-            )
-        try:
-            deadline = time.monotonic() + 150
-            while not (run / "resume/step_000002").exists():
-                assert process.poll() is None, log.read_text()[-5000:]
-                assert time.monotonic() < deadline, log.read_text()[-5000:]
-                time.sleep(0.02)
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
-        return process.wait()
+        return call_and_kill(command, run / "resume/step_000002", seconds=150, log=run.parent / "ppo.log")
 
 
 @pytest.fixture(scope="module")
@@ -112,13 +96,10 @@ def demo(tmp_path_factory: pytest.TempPathFactory, model: Path, vllm_ranks: Rank
     return root
 
 
-def test_a_killed_stage_goes_on_to_the_same_end(
-    demo: Path, vllm_ranks: RankPool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_stage_goes_on_to_the_same_end(demo: Path, model: Path, vllm_ranks: RankPool) -> None:
     """PPO from its second step on: its metrics, weights and texts are those of a run that nothing happened to."""
-    overrides = Overrides(tuple(SMALL))
-    changes = ["run.seed=0", "run.on_existing=resume", *overrides.of("ppo", trains=True)]
-    assert Warm(vllm_ranks)(stage_command(PPO, demo, changes, run="undisturbed")) == 0
+    runner = Runner(demo, make_console(), model, overrides=Overrides(tuple(SMALL)), call=Warm(vllm_ranks))
+    runner.run(PPO, name="undisturbed")
     assert [row["step"] for row in read_metrics(demo / "ppo")] == [0, 1, 2, 3, 4]
     assert not differences(results(demo / "ppo"), results(demo / "undisturbed"))
 

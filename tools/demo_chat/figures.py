@@ -12,7 +12,7 @@ import torch
 from megarlhf.algo.intervals import Estimate, mean_of
 from megarlhf.observe.metrics import read_metrics
 from tools.demo.pipeline import evaluations
-from tools.demo_chat.pipeline import MODELS
+from tools.demo_chat.pipeline import MODELS, RELEASED, RM, SFT
 
 Row = Mapping[str, Any]
 FIGURES: Mapping[str, Mapping[str, str]] = {
@@ -38,18 +38,15 @@ COMPARED = {
 OF_TRAINING = ("kl_k3", "rollout_logprob_gap_max", "reward_mean", "entropy", "seconds_certificate")
 
 
-def figures(root: Path) -> dict[str, Any]:
-    """What the pipeline under `root` reached."""
-    models = {name: tested(root, name) for name in MODELS if (root / f"test-{name}" / "eval.json").exists()}
+def figures(
+    root: Path, names: Sequence[str] = MODELS, differences: Sequence[tuple[str, str]] = DIFFERENCES
+) -> dict[str, Any]:
+    """What the pipeline under `root` reached; `names`: of models and of the runs that have made them."""
     return {
-        "models": models,
-        "differences": {
-            f"{name} over {before}": difference(root, name, before)
-            for name, before in DIFFERENCES
-            if {name, before} <= models.keys()
-        },
-        "reward_model_pair_accuracy": evaluations(root / "rm")[-1]["eval_pair_accuracy"],
-        "training": {name: of_training(root / name) for name in ("ppo", "grpo")},
+        "models": {name: tested(root, name) for name in names},
+        "differences": {f"{name} over {before}": difference(root, name, before) for name, before in differences},
+        "reward_model_pair_accuracy": evaluations(root / RM.name)[-1]["eval_pair_accuracy"],
+        "training": {name: of_training(root / name) for name in names if name not in (RELEASED, SFT.name)},
     }
 
 
@@ -79,9 +76,7 @@ def of_training(run: Path) -> dict[str, Any]:
 def difference(root: Path, name: str, before: str) -> dict[str, Any]:
     """By figure of the test prompts, the mean of the differences prompt by prompt."""
     return {
-        words: as_tree(
-            mean_of(torch.tensor(paired(rewards_of(root, name, metric), rewards_of(root, before, metric))))
-        )
+        words: as_tree(mean_of(torch.tensor(paired(rewards_of(root, name, metric), rewards_of(root, before, metric)))))
         for metric, words in COMPARED.items()
     }
 

@@ -37,13 +37,8 @@ ANSWERS = _stage("answers", "generate", {"data.train": "data/questions.jsonl", "
 TEST = _stage("test", "eval", {"data.train": "data/test.jsonl"})
 DRIFT = _stage("drift", "eval", {"data.train": "data/drift.jsonl"})
 RELEASED = "released"
-MODELS = {
-    RELEASED: "",
-    "sft": ACTOR,
-    "ppo": "ppo/checkpoints/latest/actor",
-    "grpo": "grpo/checkpoints/latest/actor",
-}
-"""By name, what is tested, relative to the root; the first is where `make pretrained` put it."""
+MODELS = (RELEASED, SFT.name, PPO.name, GRPO.name)
+"""What is tested: the model that `make pretrained` has made, and those of stages."""
 WRITES = {PAIRS.paths["out"]: PAIRS.name, DRIFT.paths["data.train"]: ANSWERS.name}
 """Data that is made by a stage, and the stage."""
 NAMES = ("data", *(stage.name for stage in (*STAGES, ANSWERS, TEST, DRIFT)))
@@ -84,7 +79,8 @@ class Runner:
     """Runs a command and returns its exit status."""
 
     def model_of(self, name: str) -> Path:
-        return self.model if name == RELEASED else self.root / MODELS[name]
+        """The released one, or the actor of a run."""
+        return self.model if name == RELEASED else self.root / f"{name}/checkpoints/latest/actor"
 
     def run(self, stage: Stage, changes: Sequence[str] = (), name: str | None = None) -> None:
         """Unless it has finished; a run that was stopped goes on. `name`: of the run, where it is not the stage's.
@@ -97,17 +93,21 @@ class Runner:
             self._require_newer(stage, run, changes)
             self.console.print(f"{self.root / run}: finished before; remove it to run it again")
             return
+        command = self.command(stage, changes, run)
+        self.keep_seconds(run, run_timed(self.console, run, command, self.call))
+
+    def command(self, stage: Stage, changes: Sequence[str], run: str) -> list[str]:
+        """As a user would type it; `run`: the run's folder. What has been there goes on where it can."""
         trains = stage.command not in ("generate", "eval")
         own = [f"run.seed={self.seed}", *(["run.on_existing=resume"] if trains else [])]
-        if stage is SFT:
-            own.append(f"actor.model.path={self.model}")
+        own += [f"actor.model.path={self.model}"] if stage is SFT else []
         own += self.overrides.of(stage.name, trains=trains)
-        command = stage_command(stage, self.root, [*own, *changes], run=name)
-        self.keep_seconds(run, run_timed(self.console, run, command, self.call))
+        return stage_command(stage, self.root, [*own, *changes], run=run)
 
     def _require_newer(self, stage: Stage, run: str, changes: Sequence[str]) -> None:
         read = [path for key, path in stage.paths.items() if key != "out"]
-        read += [f"{name}/" for name in MODELS if f"actor.model.path={self.root / MODELS[name]}" in changes]
+        paths = [Path(each.partition("=")[2]) for each in changes if each.startswith("actor.model.path=")]
+        read += [str(path.relative_to(self.root)) for path in paths if path.is_relative_to(self.root)]
         for path in read:
             source = self.root / WRITES.get(path, path.partition("/")[0]) / FINISHED_FILE
             if source.exists() and source.stat().st_mtime > (self.root / run / FINISHED_FILE).stat().st_mtime:

@@ -65,7 +65,7 @@ def run(runner: Runner) -> None:
     start(runner)
     for stage in STAGES:
         runner.run(stage)
-    evaluate_all(runner)
+    evaluate_all(runner, MODELS)
     finish(runner)
 
 
@@ -88,7 +88,7 @@ def start(runner: Runner) -> None:
         runner.keep_seconds("data", run_timed(runner.console, "data", command))
 
 
-def evaluate_all(runner: Runner, names: Sequence[str] = tuple(MODELS)) -> None:
+def evaluate_all(runner: Runner, names: Sequence[str]) -> None:
     """Each model on the test prompts, and on the released model's answers to other questions."""
     runner.run(ANSWERS, [f"actor.model.path={runner.model}"])
     write_drift_data(runner.root)
