@@ -40,7 +40,8 @@ def byte_level_bpe(vocabulary: int = VOCABULARY) -> Any:
         show_progress=False,
     )
     words = [", ".join(items) for items in FAMILIAR.values()]
-    made.train_from_iterator([SYSTEM, *words, *QUESTIONS.read_text().splitlines()] * 2, trainer)
+    paragraphs = ["a.\n\n\nb"] * 20  # line breaks become one token
+    made.train_from_iterator([SYSTEM, *words, *QUESTIONS.read_text().splitlines(), *paragraphs] * 2, trainer)
     return made
 
 

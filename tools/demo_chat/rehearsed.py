@@ -57,7 +57,7 @@ def rehearsal(runner: Runner, stage: Stage) -> Path:
         if stage.command == "rl":
             options += ["--response-lengths", str(runner.root / stage.name)]
         rehearse = [python, m, module, "rehearse", command, *arguments, *options]
-        runner.keep_seconds(out.name, run_timed(runner.console, f"rehearse {stage.name}", rehearse, runner.call))
+        runner.keep_seconds(f"rehearse-{out.name}", run_timed(runner.console, f"rehearse {stage.name}", rehearse, runner.call))
     return out / "rehearsal.json"
 
 
