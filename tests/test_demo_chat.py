@@ -28,16 +28,23 @@ from tools.demo_chat.run import main
 from tools.demo_chat.tasks import checks
 
 SMALL = [
-    *("data:sft=16", "data:pairs=8", "data:prompts=16", "data:validation=4", "data:test=4"),
-    *("train.num_steps=3", "train.mini_batch_samples=8", "train.max_tokens_per_micro_batch=512", "eval.every=3"),
-    *("pairs:rollout.num_samples_per_prompt=4", "pairs:rollout.max_response_tokens=12"),
-    *(f"{stage}:actor.optim.warmup_steps=1" for stage in ("sft", "ppo", "grpo")),
-    "rm:reward_model.optim.warmup_steps=1",
+    *("data:sft=64", "data:pairs=12", "data:prompts=16", "data:validation=4", "data:test=4"),
+    *("train.mini_batch_samples=8", "train.max_tokens_per_micro_batch=1024"),
+    # Enough that some answers end and some do not: pairs are of answers that differ.
+    *("sft:train.num_steps=40", "sft:train.mini_batch_samples=16", "sft:actor.optim.lr=1.0e-2", "sft:eval.every=20"),
+    *("pairs:rollout.num_samples_per_prompt=8", "pairs:rollout.max_response_tokens=32"),
+    *(
+        "rm:train.num_steps=3",
+        "rm:train.mini_batch_samples=4",
+        "rm:reward_model.optim.warmup_steps=1",
+        "rm:eval.every=3",
+    ),
+    *(f"{stage}:actor.optim.warmup_steps=1" for stage in ("ppo", "grpo")),
     *(f"{stage}:rollout.max_response_tokens=12" for stage in ("ppo", "grpo", "answers", "test", "drift")),
     *(f"{stage}:train.prompts_per_step=4" for stage in ("ppo", "grpo")),
     *(f"{stage}:rollout.num_samples_per_prompt=2" for stage in ("ppo", "grpo")),
-    "ppo:checkpoint.every=1",
-    "ppo:train.num_steps=4",
+    *("ppo:train.num_steps=4", "ppo:checkpoint.every=1", "ppo:eval.every=4"),
+    *("grpo:train.num_steps=2", "grpo:eval.every=2"),
     "answers:max_samples=5",
     # The engine that vLLM is compared with: nothing is built for so few tokens.
     *(f"{stage}:rollout.engine=megatron" for stage in ("answers", "test", "drift")),
@@ -156,9 +163,9 @@ def test_another_demo_and_what_was_made_from_an_earlier_stage_are_refused(
     warm = Warm(vllm_ranks)
     arguments = ["--root", str(demo), "--model", str(model)]
     assert main([*arguments, "--seed", "1", *SMALL], warm) == 2
-    assert "holds a demo with seed 0; name another --root" in capsys.readouterr().err
+    assert "holds another demo (seed 0; now 1); name another --root" in capsys.readouterr().err
     assert main([*arguments, *SMALL, "grpo:train.num_steps=9"], warm) == 2
-    assert "holds a demo with overrides" in capsys.readouterr().err
+    assert "holds another demo (overrides [" in capsys.readouterr().err
     assert main([*arguments, "grop:train.num_steps=9"], warm) == 2
     assert f"no stage 'grop'; name one of {', '.join(NAMES)}" in capsys.readouterr().err
     finished = demo / "sft/FINISHED"

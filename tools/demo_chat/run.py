@@ -78,14 +78,14 @@ def start(runner: Runner) -> None:
     settings = {"seed": runner.seed, "model": str(runner.model), "overrides": list(runner.overrides.given)}
     known = json.loads(path.read_text()) if path.exists() else settings
     if changed := [name for name in settings if known[name] != settings[name]]:
-        was = ", ".join(f"{name} {known[name]}" for name in changed)
-        raise ValueError(f"{runner.root} holds a demo with {was}; name another --root, or remove it")
+        was = "; ".join(f"{name} {known[name]}; now {settings[name]}" for name in changed)
+        raise ValueError(f"{runner.root} holds another demo ({was}); name another --root, or remove it")
     write_json(path, settings)
     if not (runner.root / "data/questions.jsonl").exists():  # the last to be written
         sizes = [f"--{each.replace('=', ' ')}" for each in runner.overrides.of("data")]
         command = [sys.executable, "-m", "tools.demo_chat.make_data", "--out", str(runner.root / "data")]
         command += ["--seed", str(runner.seed), *(word for size in sizes for word in size.split())]
-        runner.keep_seconds("data", run_timed(runner.console, "data", command))
+        runner.keep_seconds("data", run_timed(runner.console, "data", command, runner.call))
 
 
 def evaluate_all(runner: Runner, names: Sequence[str]) -> None:
