@@ -52,7 +52,7 @@ def figures(
 
 def tested(root: Path, name: str) -> dict[str, Any]:
     """The figures of a model on the test prompts and on the released model's answers, with their intervals."""
-    found = {}
+    found: dict[str, Any] = {}
     for what, wanted in FIGURES.items():
         known = json.loads((root / f"{what}-{name}" / "eval.json").read_text())["figures"]
         found |= {

@@ -13,6 +13,15 @@ from tools.demo_chat.tasks import checks
 
 SHOWN_PROMPTS = 24
 """Of the test prompts in the report; all are in the folders `test-...`."""
+TRAINING = {
+    "steps": "steps",
+    "kl_k3": "KL to the SFT model, nats a token",
+    "reward_mean": "reward",
+    "entropy": "entropy, nats",
+    "rollout_logprob_gap_max": "gap to the engine, nats",
+    "certificates": "certificates of the engine's weights",
+}
+"""Of `figures.of_training`, and what it says."""
 FIRST = 8
 """Rows that stand open; the others are folded."""
 
@@ -30,6 +39,8 @@ def sections(root: Path, found: Mapping[str, Any]) -> list[str]:
         _figures(found["models"]),
         '<p class="soft">Differences prompt by prompt, with the intervals of the differences.</p>',
         _differences(found["differences"]),
+        '<p class="soft">Runs of reinforcement learning: of the last step; the gap is the largest of all steps.</p>',
+        _training(found["training"]),
         "<h2>Answers to test prompts</h2>",
         '<p class="soft">The likeliest answer of each model, and which of the checks do not hold.</p>',
         *side_by_side(asked, tests, _said_of_checks),
@@ -90,6 +101,19 @@ def _differences(found: Mapping[str, Any]) -> str:
         for name, of in found.items()
     ]
     return _table("".join(f"<th>{html.escape(name)}</th>" for name in ("model", *words)), rows)
+
+
+def _training(found: Mapping[str, Any]) -> str:
+    heads = "".join(f"<th>{html.escape(name)}</th>" for name in ("run", *TRAINING.values()))
+    rows = [
+        f"<tr><td>{html.escape(name)}</td>{''.join(f'<td>{_number(of[key])}</td>' for key in TRAINING)}</tr>"
+        for name, of in found.items()
+    ]
+    return _table(heads, rows)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else format_number(value)
 
 
 def _figure(figure: Mapping[str, Any]) -> str:

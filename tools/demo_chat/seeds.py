@@ -51,7 +51,7 @@ FIRST_STEP: Mapping[str, Sequence[str]] = {
 }
 """What is compared of the first step, by stage."""
 SHORT = ("train.num_steps=2", "eval.every=0")
-SMALL_STEP = ("train.prompts_per_step=4", "train.mini_batch_samples=32")
+SMALL_STEP = ("train.prompts_per_step=4", "rollout.num_samples_per_prompt=8", "train.mini_batch_samples=32")
 PARTS = ("seeds", "layouts", "killed", "rehearsed")
 
 

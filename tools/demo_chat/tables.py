@@ -20,9 +20,13 @@ PERCENT = ("checks that hold", "right", "end by themselves", "as released")
 
 
 def main() -> None:
-    result = load_result(RESULT)
-    places = places_of(result or {})
-    print_or_write(__doc__, PAGE, places, lambda text: fill(text, places, MODULE))
+    result = load_result(RESULT) or {}
+    print_or_write(__doc__, PAGE, places_of(result), lambda text: filled(text, result))
+
+
+def filled(text: str, result: Tree) -> str:
+    """The page with what the result says. Raises: ValueError where a place is missing."""
+    return fill(text, places_of(result), MODULE)
 
 
 def places_of(result: Tree) -> Places:
