@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults.runs import differences, results
+from megarlhf.commands.cli import main as megarlhf
 from megarlhf.observe.metrics import read_metrics
 from megarlhf.observe.progress import make_console
 from tests.chat_model import write_chat_model
@@ -154,6 +155,17 @@ def test_the_report_shows_what_each_model_says(demo: Path) -> None:
     assert page[start:questions].count("<th>grpo</th>") == 1
     for name in ("sft", "rm", "ppo", "grpo"):
         assert f'<div class="run">{name}</div>' in page[runs:]
+
+
+def test_runs_of_the_demo_are_compared(demo: Path, tmp_path: Path) -> None:
+    """The models' evaluations, with their intervals, and the two runs of reinforcement learning."""
+    evaluations = [str(demo / f"test-{name}") for name in MODELS]
+    assert megarlhf(["compare", *evaluations, "-o", str(tmp_path / "test.html")]) == 0
+    accuracy = json.loads((demo / "summary.json").read_text())["models"]["grpo"]["answers that are right"]
+    page = (tmp_path / "test.html").read_text()
+    assert f"<b>{accuracy['value']:.4g} [{accuracy['low']:.4g}, {accuracy['high']:.4g}]</b>" in page
+    assert megarlhf(["compare", str(demo / "ppo"), str(demo / "grpo"), "-o", str(tmp_path / "rl.html")]) == 0
+    assert "algo.advantage" in (tmp_path / "rl.html").read_text()
 
 
 def test_another_demo_and_what_was_made_from_an_earlier_stage_are_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,8 @@ class Runner:
     overrides: Overrides = Overrides()
     call: Callable[[Sequence[str]], int] = call
     """Runs a command and returns its exit status."""
+    keeps_resume_points: bool = True
+    """Of runs that have finished: each has the optimizer's state, four times the model's size."""
 
     def model_of(self, name: str) -> Path:
         """The released one, or the actor of a run."""
@@ -95,6 +98,8 @@ class Runner:
             return
         command = self.command(stage, changes, run)
         self.keep_seconds(run, run_timed(self.console, run, command, self.call))
+        if not self.keeps_resume_points:
+            shutil.rmtree(self.root / run / "resume", ignore_errors=True)
 
     def command(self, stage: Stage, changes: Sequence[str], run: str) -> list[str]:
         """As a user would type it; `run`: the run's folder. What has been there goes on where it can."""

@@ -47,17 +47,16 @@ def rehearsal(runner: Runner, stage: Stage) -> Path:
     """`rehearsal.json` of the stage as it is configured, with the lengths that its run had; made unless it is there."""
     hardware, out = runner.root / "here.yaml", runner.root / "rehearsal" / stage.name
     if not hardware.exists():
-        calibrate = ["megarlhf", "calibrate", "-o", str(hardware), "--nproc", "1"]
-        runner.keep_seconds(
-            "calibrate", run_timed(runner.console, "calibrate", [sys.executable, "-m", *calibrate], runner.call)
-        )
+        command = [sys.executable, "-m", "megarlhf", "calibrate", "-o", str(hardware), "--nproc", "1"]
+        runner.keep_seconds("calibrate", run_timed(runner.console, "calibrate", command, runner.call))
     if not (out / "rehearsal.json").exists():
-        python, m, module, command, *arguments = runner.command(stage, (), stage.name)
+        python, m, module, name, *arguments = runner.command(stage, (), stage.name)
         options = ["--world-size", "1", "--ranks-per-node", "1", "--hardware", str(hardware), "-o", str(out)]
         if stage.command == "rl":
             options += ["--response-lengths", str(runner.root / stage.name)]
-        rehearse = [python, m, module, "rehearse", command, *arguments, *options]
-        runner.keep_seconds(f"rehearse-{out.name}", run_timed(runner.console, f"rehearse {stage.name}", rehearse, runner.call))
+        command = [python, m, module, "rehearse", name, *arguments, *options]
+        seconds = run_timed(runner.console, f"rehearse {stage.name}", command, runner.call)
+        runner.keep_seconds(f"rehearse-{stage.name}", seconds)
     return out / "rehearsal.json"
 
 

@@ -61,12 +61,17 @@ def main(argv: Sequence[str] | None = None, call: Callable[[Sequence[str]], int]
 
 
 def run(runner: Runner) -> None:
-    """All of it. Raises: ValueError for files of another demo under the root; SystemExit as `Runner.run`."""
+    """All of it. Raises: as `train`."""
+    train(runner)
+    evaluate_all(runner, MODELS)
+    finish(runner)
+
+
+def train(runner: Runner) -> None:
+    """The stages. Raises: ValueError for files of another demo under the root; SystemExit as `Runner.run`."""
     start(runner)
     for stage in STAGES:
         runner.run(stage)
-    evaluate_all(runner, MODELS)
-    finish(runner)
 
 
 def start(runner: Runner) -> None:

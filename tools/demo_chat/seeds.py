@@ -27,7 +27,7 @@ from tools.demo_chat.figures import DIFFERENCES, figures
 from tools.demo_chat.killed import call_and_kill
 from tools.demo_chat.pipeline import GRPO, MODELS, SFT, Overrides, Runner
 from tools.demo_chat.rehearsed import rehearsed
-from tools.demo_chat.run import evaluate_all, run
+from tools.demo_chat.run import evaluate_all, run, train
 from tools.pretrained import directory
 
 RESULTS = Path("benchmarks/results/demo_chat.json")
@@ -69,13 +69,15 @@ def main(argv: Sequence[str] | None = None, call: Callable[[Sequence[str]], int]
         model, overrides = (options.model or directory()).absolute(), Overrides(tuple(options.set))
         console = make_console()
         runners = {
-            seed: Runner(options.root / f"seed-{seed}", console, model, seed, overrides, call) for seed in options.seeds
+            seed: Runner(options.root / f"seed-{seed}", console, model, seed, overrides, call, False)
+            for seed in options.seeds
         }
         found: dict[str, Any] = {"about": machine("make demo-chat-seeds"), "overrides": options.set}
         if "seeds" in options.parts:
             found["seeds"] = {str(seed): of_seed(runner) for seed, runner in runners.items()}
             found["summary"] = over_seeds(list(found["seeds"].values()))
         first = next(iter(runners.values()))
+        train(first)
         for name, part in (("layouts", layouts), ("killed", killed), ("rehearsed", rehearsed)):
             if name in options.parts:
                 found[name] = part(first)
