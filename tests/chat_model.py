@@ -21,6 +21,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """As SmolLM2's: a system message of its own where there is none, and a line break behind each end of a turn."""
+END = 2
+"""The token that ends a turn."""
 VOCABULARY = 512
 
 
@@ -53,7 +55,7 @@ def write_chat_model(directory: Path, *, seed: int = 0, **changes: Any) -> Path:
     torch.manual_seed(seed)
     shape: dict[str, Any] = {"hidden_size": 72, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
     shape |= {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
-    ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    ends = {"bos_token_id": 1, "eos_token_id": END, "pad_token_id": END}
     config = LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),
         max_position_embeddings=1024,
@@ -74,3 +76,21 @@ def write_chat_tokenizer(directory: Path) -> None:
     known = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
     known |= {"pad_token": "<|im_end|>", "unk_token": "<|endoftext|>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(known))
+
+
+def write_silent_model(directory: Path) -> Path:
+    """The same, but whatever it is asked it ends its answer at once: behind a line break, where answers begin, the end
+    of the turn is by far the likeliest token. Nothing but the embedding reaches the tied head."""
+    from transformers import LlamaForCausalLM
+
+    write_chat_model(directory)
+    model = LlamaForCausalLM.from_pretrained(directory)
+    (line_break,) = byte_level_bpe().encode("\n").ids
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        embedding = model.model.embed_tokens.weight
+        embedding[END] = 60 * embedding[line_break]
+    model.save_pretrained(directory)
+    return directory

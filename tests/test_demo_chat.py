@@ -20,11 +20,13 @@ from benchmarks.faults.runs import differences, results
 from megarlhf.commands.cli import main as megarlhf
 from megarlhf.observe.metrics import read_metrics
 from megarlhf.observe.progress import make_console
-from tests.chat_model import write_chat_model
+from tests.chat_model import write_chat_model, write_silent_model
 from tests.ranks import RankPool
 from tools.demo_chat import make_data
+from tools.demo_chat.figures import responses
 from tools.demo_chat.killed import call_and_kill
-from tools.demo_chat.pipeline import MODELS, NAMES, PPO, Overrides, Runner
+from tools.demo_chat.page import side_by_side
+from tools.demo_chat.pipeline import GRPO, MODELS, NAMES, PAIRS, PPO, TEST, Overrides, Runner
 from tools.demo_chat.run import main
 from tools.demo_chat.tasks import checks
 
@@ -191,6 +193,30 @@ def test_another_demo_and_what_was_made_from_an_earlier_stage_are_refused(
     assert not warm.runs
     assert main([*arguments, *SMALL], warm) == 0
     assert not warm.runs
+
+
+def test_an_actor_that_says_nothing(demo: Path, tmp_path: Path, vllm_ranks: RankPool) -> None:
+    """Answers of the end token alone are drawn, judged, trained on and shown; none can be chosen for a pair."""
+    silent = write_silent_model(tmp_path / "silent")
+    overrides = Overrides((*SMALL, "pairs:rollout.engine=megatron", "grpo:rollout.engine=megatron"))
+    runner = Runner(tmp_path, make_console(), silent, overrides=overrides, call=Warm(vllm_ranks))
+    (tmp_path / "data").symlink_to(demo / "data")
+    changes = [f"actor.model.path={silent}"]
+    runner.run(GRPO, [*changes, "train.num_steps=1", "eval.every=1"])
+    before, after = read_metrics(tmp_path / "grpo")
+    assert (before["eval_accuracy"], after["eval_accuracy"], after["reward_mean"]) == (0, 0, 0)
+    assert (after["finished_fraction"], after["response_length_mean"]) == (1, 1)
+    assert all(value is not None for value in after.values()), "every number is finite"
+    runner.run(TEST, changes, name="test-silent")
+    rows = responses(tmp_path, "test", "silent")
+    assert [row["response"] for row in rows] == [""] * 4
+    assert all(row["finished"] for row in rows)
+    (table,) = side_by_side([], {"silent": rows}, lambda row: "")
+    assert table.count("(nothing)") == 4
+    command = runner.command(PAIRS, [*changes, f"out={tmp_path / 'pairs.jsonl'}"], "pairs")
+    ((status, written),) = vllm_ranks.run(1, "command_status", *command[3:])
+    assert status == 2
+    assert "chose nothing (0 prompts selected, 96 responses empty, 12 prompts without candidate)" in written
 
 
 def test_overrides_are_of_one_stage_or_of_those_that_train(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from megarlhf.observe.progress import format_number
 from tools.demo_chat.figures import Row, read_lines, responses
 from tools.demo_chat.tasks import checks
 
-SHOWN_PROMPTS = 24
+SHOWN_PROMPTS = 64
 """Of the test prompts in the report; all are in the folders `test-...`."""
 TRAINING = {
     "steps": "steps",
@@ -53,11 +53,13 @@ def sections(root: Path, found: Mapping[str, Any]) -> list[str]:
 def side_by_side(asked: Sequence[str], answers: Mapping[str, Sequence[Row]], said: Any) -> list[str]:
     """A table of prompts with a column of answers for each model; rows after the first ones are folded.
 
-    asked: prompts in the order of every model's answers
+    asked: what the prompts ask, without the template around it; a prompt that is none of them is shown as it stands
     """
     head = "".join(f"<th>{html.escape(name)}</th>" for name in ("prompt", *answers))
     rows = []
-    for prompt, *each in list(zip(asked, *answers.values(), strict=False))[:SHOWN_PROMPTS]:
+    for each in list(zip(*answers.values(), strict=True))[:SHOWN_PROMPTS]:
+        whole = each[0]["prompt"]
+        prompt = max((text for text in asked if text in whole), key=len, default=whole)
         cells = "".join(f"<td><pre>{_text(row)}</pre>{said(row)}</td>" for row in each)
         rows.append(f"<tr><td><pre>{html.escape(prompt)}</pre></td>{cells}</tr>")
     parts = [_table(head, rows[:FIRST])]
@@ -106,14 +108,10 @@ def _differences(found: Mapping[str, Any]) -> str:
 def _training(found: Mapping[str, Any]) -> str:
     heads = "".join(f"<th>{html.escape(name)}</th>" for name in ("run", *TRAINING.values()))
     rows = [
-        f"<tr><td>{html.escape(name)}</td>{''.join(f'<td>{_number(of[key])}</td>' for key in TRAINING)}</tr>"
+        f"<tr><td>{html.escape(name)}</td>{''.join(f'<td>{format_number(of[key])}</td>' for key in TRAINING)}</tr>"
         for name, of in found.items()
     ]
     return _table(heads, rows)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else format_number(value)
 
 
 def _figure(figure: Mapping[str, Any]) -> str:
