@@ -45,7 +45,9 @@ def test_layouts_are_legal():
         changes = [f"run.nproc={ranks}", *SHORT, *(f"actor.parallel.{key}={size}" for key, size in parallel.items())]
         sft = load_config(SFTConfig, SFT.config, changes)
         rl = load_config(RLConfig, GRPO.config, [*changes, *SMALL_STEP, "rollout.parallel.tp=1"])
-        assert sft.actor.parallel.dp(ranks) == rl.actor.parallel.dp(ranks) == 1
+        assert sft.actor.parallel == rl.actor.parallel
+        assert ranks == rl.actor.parallel.tp * rl.actor.parallel.pp, "one data-parallel rank, as alone"
+        assert rl.rollout.parallel.tp == 1
         rl_batch_numbers(rl, ranks)
 
 
