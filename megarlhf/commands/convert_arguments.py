@@ -24,7 +24,10 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
 
 def parser(prog: str = "python -m tools.checkpoint_convert") -> Parser:
     """The converter's command line."""
-    root = Parser(prog=prog, description="Converts checkpoints between Hugging Face and Megatron, and GGUF files. No GPU is needed.")
+    root = Parser(
+        prog=prog,
+        description="Converts checkpoints between Hugging Face and Megatron, and GGUF files. No GPU is needed.",
+    )
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     to_megatron = commands.add_parser("hf-to-megatron", help="a Hugging Face directory to a Megatron checkpoint")
     to_megatron.add_argument("--hf", type=Path, required=True, metavar="DIR", help="Hugging Face directory")

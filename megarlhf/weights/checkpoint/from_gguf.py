@@ -230,4 +230,3 @@ def _cast(name: str, values: torch.Tensor, dtype: torch.dtype, file: GGUFFile) -
             f"{name} has numbers above {torch.finfo(dtype).max:.0f}, the largest of {dtype}; write bf16 or fp32"
         )
     return cast
-

@@ -227,9 +227,7 @@ def _llama3(keys: _Keys, divisors: list[float], theta: float, turned: int) -> Ll
             f"{keys.file.path}: {ROPE_FREQUENCIES} holds other divisors than Llama 3.1's scaling by {factor:g} of "
             f"{original} positions, which a GGUF file does not state; convert from the model's Hugging Face directory"
         )
-    scaling = Llama3Rope(
-        factor=factor, low_freq_factor=low, high_freq_factor=high, original_max_positions=original
-    )
+    scaling = Llama3Rope(factor=factor, low_freq_factor=low, high_freq_factor=high, original_max_positions=original)
     return None if factor == 1.0 else scaling
 
 
@@ -240,7 +238,9 @@ class _Presence:
     """Whether layers have a tensor; that all have it is found out later."""
 
     def __init__(self, file: GGUFFile) -> None:
-        self._names = {name.split(".", 2)[2] for name in file.tensors if name.startswith("blk.") and name.count(".") > 1}
+        self._names = {
+            name.split(".", 2)[2] for name in file.tensors if name.startswith("blk.") and name.count(".") > 1
+        }
 
     def __call__(self, name: str) -> bool:
         return name in self._names
