@@ -1,5 +1,7 @@
-"""GGUF files made of transformers' models and tokenizers, as llama.cpp's converter makes them: by gguf's own writer, its
-table of names and its quantization."""
+"""GGUF files made of transformers' models and tokenizers, as llama.cpp's converter makes them.
+
+By gguf's own writer, its table of names and its quantization.
+"""
 
 from __future__ import annotations
 

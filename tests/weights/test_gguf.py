@@ -18,14 +18,13 @@ from gguf import GGUFWriter
 from megarlhf.commands.convert import main
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.model_directory import end_tokens
-from megarlhf.weights.checkpoint.formats.gguf import model as gguf_model
 from megarlhf.weights.checkpoint.formats.gguf.header import read_gguf
 from megarlhf.weights.checkpoint.formats.gguf.model import architecture_of
 from megarlhf.weights.checkpoint.formats.gguf.names import sources
 from megarlhf.weights.checkpoint.formats.gguf.numbers import Numbers
 from megarlhf.weights.checkpoint.formats.gguf.tokenizer import CUTS, tokenizer_files
 from megarlhf.weights.checkpoint.from_gguf import PIECE_ELEMENTS, convert_gguf
-from tests.data.chat_styles import CHATML, LLAMA_3, said
+from tests.data.chat_styles import CHATML, said
 from tests.data.test_tokenizer import sentencepiece_model
 from tests.weights.byte_level import TEXTS, trained
 from tests.weights.gguf_files import (
@@ -36,7 +35,6 @@ from tests.weights.gguf_files import (
     USER_DEFINED,
     add_byte_level,
     as_stored,
-    gguf_tensors,
     write_gguf,
 )
 from tests.weights.models import make_model
@@ -218,10 +216,8 @@ def test_each_cut_is_needed():
     """Of each known one some text becomes other tokens with every other one: the texts can tell them apart."""
     cuts = ("smollm", "gpt-2", "qwen2", "llama-bpe")
     assert set(cuts) <= set(CUTS)
-    backend = trained("gpt-2")
     pieces = {c: [trained(c).pre_tokenizer.pre_tokenize_str(normal(trained(c), text)) for text in TEXTS] for c in cuts}
     assert len({str(found) for found in pieces.values()}) == len(cuts)
-    assert backend.get_vocab_size() < VOCAB
 
 
 def normal(tokenizer, text: str) -> str:
@@ -302,13 +298,11 @@ def test_a_sentencepiece_tokenizer(prefix, tmp_path, llama):
 
     convert_gguf(write_gguf(tmp_path / "a.gguf", llama, add), tmp_path / "out")
     made = load_tokenizer(tmp_path / "out")
-    for text in [*(text for text in TEXTS if "<|" not in text and text), "<s> is text", "  lead", "the 85<|im_end|>"]:
-        if text.startswith("<s>"):
-            continue  # Hugging Face's Llama reads the mark
+    for text in [*(text for text in TEXTS if "<|" not in text and text), "  lead", "the 85<|im_end|>"]:
         assert made.encode(text) == pieces.encode(text), text
         assert made.decode(pieces.encode(text)) == text
     assert made.bos_id == pieces.bos_id()
-    assert made.encode("the 85", continuation=True) == made.encode("the 85")[0 if not prefix else None :] or prefix
+    assert made.decode(made.encode("the") + made.encode(" 85", continuation=True)) == "the 85"
 
 
 def test_a_tokenizer_of_one_s_own(tmp_path, llama, small, capsys):
@@ -364,7 +358,7 @@ REFUSED = {
     "no embedding": (drop("token_embd.weight"), "no tensor token_embd.weight: it is no whole model"),
     "no number": (put("output_norm.weight", torch.full((64,), torch.nan)), "output_norm.weight has values that are no"),
     "no tokenizer": (keys(tokenizer__ggml__model="none"), "has no tokenizer; name a directory that has"),
-    "an unknown kind": (keys(tokenizer__ggml__model="bert"), "of kind 'bert' (tokenizer.ggml.model), known: gpt2, llama"),
+    "an unknown kind": (keys(tokenizer__ggml__model="bert"), "of kind 'bert' (tokenizer.ggml.model), known: gpt2"),
     "no word for its cut": (keys(tokenizer__ggml__pre=None), "does not say how its tokenizer cuts text"),
     "no types of tokens": (keys(tokenizer__ggml__token_type=None), "tokens and no types of them"),
     "no merges": (keys(tokenizer__ggml__merges=None), "no sound tokenizer.ggml.merges"),
@@ -446,8 +440,8 @@ def all_checks(path: Path) -> None:
 
 
 def test_a_file_cut_anywhere_or_changed_anywhere_raises_nothing_else(tmp_path, small):
-    """A ValueError that names the file: at every length of some hundred, and after some hundred changes of a byte in the
-    header, most of which change no more than a text."""
+    """A ValueError that names the file: at some hundred lengths, and after some hundred changes of a byte in the header,
+    most of which change no more than a text."""
     whole, path = small.read_bytes(), tmp_path / "damaged.gguf"
     all_checks(small)
     for length in [*range(4, 200, 7), *range(200, len(whole) - 1, len(whole) // 150), len(whole) - 1]:
@@ -467,10 +461,3 @@ def test_a_file_cut_anywhere_or_changed_anywhere_raises_nothing_else(tmp_path, s
             assert "damaged.gguf" in str(error)  # noqa: PT017 - what is not refused was a text
             refused += 1
     assert 20 < refused < 380
-
-
-def test_what_a_gguf_file_does_not_state_of_llama_3_1(llama):
-    """The assumption is written once, and is what the released models have."""
-    assert gguf_model._LLAMA3 == (1.0, 4.0, 8192)
-    assert gguf_tensors(llama)["blk.0.attn_q.weight"].shape == (64, 64)
-    assert LLAMA_3  # a template of its kind is in the styles

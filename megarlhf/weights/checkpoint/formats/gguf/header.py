@@ -181,9 +181,7 @@ class _Reader:
 
     def _number(self, kind: int) -> str:
         if kind not in _NUMBERS:
-            raise ValueError(
-                f"{self.path}: a value of type {kind} at byte {self.at}, which GGUF has not; copy it again"
-            )
+            raise ValueError(f"{self.path}: a value of type {kind} at byte {self.at}, which is unknown; copy it again")
         return _NUMBERS[kind]
 
     def tensor(self) -> StoredTensor:

@@ -1,9 +1,12 @@
-"""A GGUF file's metadata as an `Architecture`. What a key says that nobody here computes is refused, as are keys that are
-not known: llama.cpp would compute them."""
+"""A GGUF file's metadata as an `Architecture`.
+
+What a key says that nobody here computes is refused, and so are keys that are not known: llama.cpp would compute them.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -56,8 +56,8 @@ _IN_A_LAYER: Mapping[str, str] = {
 """By Hugging Face's names, without the layer's, an expert's number, and .weight or .bias; of all families."""
 
 _PAIRS_ADJACENT = ("llama", "mistral", "mixtral")
-"""llama.cpp turns neighbouring channels of a head here, Hugging Face a channel of its first half with one of its second:
-rows of q and k stand in another order."""
+"""llama.cpp turns neighbouring channels of a head here, Hugging Face one of its first half with one of its second: rows
+of q and k stand in another order."""
 _TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 """GPT-2's are [input, output] in Hugging Face."""
 
