@@ -6,7 +6,6 @@ What a key says that nobody here computes is refused, and so are keys that are n
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -58,7 +57,7 @@ def architecture_of(file: GGUFFile, numbers: Numbers) -> Architecture:
     head_dim = keys.whole("attention.key_length", default=None) or _equal_heads(file, hidden, heads)
     keys.require("attention.value_length", head_dim)
     arch: dict[str, Any] = {
-        "num_layers": keys.whole("block_count"),
+        "num_layers": _layers(file, keys),
         "hidden_size": hidden,
         "num_heads": heads,
         "num_kv_heads": keys.whole("attention.head_count_kv", default=heads),
@@ -120,6 +119,18 @@ def _vocabulary(file: GGUFFile, keys: _Keys) -> int:
     return rows
 
 
+def _layers(file: GGUFFile, keys: _Keys) -> int:
+    """Found out before tables of so many layers are made."""
+    stored = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
+    stated: int = keys.whole("block_count")
+    if stated != len(stored):
+        raise ValueError(
+            f"{file.path} states {stated} layers ({file.architecture}.block_count) and has tensors of {len(stored)}; "
+            "copy it again"
+        )
+    return stated
+
+
 def _tied(file: GGUFFile, numbers: Numbers) -> bool:
     """Without a head, or with a head that repeats the embedding. One that is rounded otherwise is a head of its own."""
     if "output.weight" not in file.tensors:
@@ -134,6 +145,9 @@ def _window_and_experts(keys: _Keys) -> dict[str, Any]:
     found: dict[str, Any] = {"sliding_window": keys.whole("attention.sliding_window", default=None)}
     experts = keys.whole("expert_count", default=0, lowest=0)
     if experts:
+        router = keys.file.tensors.get("blk.0.ffn_gate_inp.weight")
+        if router is not None:
+            keys.require("expert_count", router.shape[0])
         found |= {
             "num_experts": experts,
             "experts_per_token": keys.whole("expert_used_count"),
@@ -219,13 +233,13 @@ _LLAMA3 = (1.0, 4.0, 8192)
 def _llama3(keys: _Keys, divisors: list[float], theta: float, turned: int) -> Llama3Rope | None:
     """The scaling whose divisors these are; its factor is the largest of them."""
     low, high, original = _LLAMA3
-    factor = max(divisors)
+    factor = float(f"{max(divisors):.6g}")
     expected = []
-    for channel in range(turned // 2):
+    for channel in range(len(divisors)):
         turns = original * theta ** (-2 * channel / turned) / (2 * math.pi)
         kept = min(max((turns - low) / (high - low), 0.0), 1.0)
         expected.append(1 / (kept + (1 - kept) / factor))
-    if len(divisors) != len(expected) or not np.allclose(divisors, expected, rtol=1e-4):
+    if len(divisors) != turned // 2 or not np.allclose(divisors, expected, rtol=1e-4):
         raise ValueError(
             f"{keys.file.path}: {ROPE_FREQUENCIES} holds other divisors than Llama 3.1's scaling by {factor:g} of "
             f"{original} positions, which a GGUF file does not state; convert from the model's Hugging Face directory"

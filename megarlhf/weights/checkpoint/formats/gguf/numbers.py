@@ -47,9 +47,11 @@ class Numbers:
         self._bytes = np.memmap(file.path, np.uint8, mode="r")
 
     def type_names(self) -> str:
-        """Those that occur, the one of the most tensors first: `Q4_1, F32`."""
-        count = [tensor.type for tensor in self.file.tensors.values()]
-        return ", ".join(self.types[n].name for n in sorted(self.types, key=count.count, reverse=True))
+        """Those that occur, the one of the most bytes first: `Q4_1, F32`."""
+        sizes = dict.fromkeys(self.types, 0)
+        for tensor in self.file.tensors.values():
+            sizes[tensor.type] += self._num_bytes(tensor)
+        return ", ".join(self.types[n].name for n in sorted(sizes, key=lambda n: -sizes[n]))
 
     def raw(self, name: str) -> np.ndarray:
         """The tensor's bytes, [rows, bytes of a row]; mapped."""
