@@ -240,7 +240,7 @@ def _byte_level(read: _Vocabulary) -> Any:
     tokenizer = Tokenizer(models.BPE(vocab=read.ids, merges=merges, ignore_merges=cut.whole_first))
     if cut.composed:
         tokenizer.normalizer = normalizers.NFC()
-    pieces = [pre_tokenizers.Digits(individual_digits=True)] if cut.single_digits else []
+    pieces: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if cut.single_digits else []
     if cut.pattern is not None:
         pieces.append(pre_tokenizers.Split(Regex(cut.pattern), behavior="isolated"))
     pieces.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut.pattern is None))
