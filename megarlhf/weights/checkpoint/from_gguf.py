@@ -62,7 +62,7 @@ def convert_gguf(
     dtype: fp32 holds every number of every type of ggml's that can be read
     tokenizer: a directory whose tokenizer is taken in place of the file's
     files: further ones, by name
-    Memory: some ten times `PIECE_ELEMENTS` x 4 bytes a thread, a whole matrix for GPT-2, and the tokenizer.
+    Memory: some ten times `PIECE_ELEMENTS` x 4 bytes a thread at most, a whole matrix for GPT-2, and the tokenizer.
 
     Raises: ValueError, before anything is written, when the file is damaged, its family or tokenizer is not known, its
     tensors are not exactly the model's, or the output exists (without `force`); while writing, for numbers that are

@@ -138,7 +138,9 @@ def _tied(file: GGUFFile, numbers: Numbers) -> bool:
     embedding, head = file.tensors["token_embd.weight"], file.tensors["output.weight"]
     if (embedding.type, embedding.shape) != (head.type, head.shape):
         return False
-    return bool(np.array_equal(numbers.raw(embedding.name), numbers.raw(head.name)))
+    a, b = numbers.raw(embedding.name), numbers.raw(head.name)
+    pieces = (slice(start, start + 1024) for start in range(0, len(a), 1024))
+    return all(np.array_equal(a[rows], b[rows]) for rows in pieces)
 
 
 def _window_and_experts(keys: _Keys) -> dict[str, Any]:
