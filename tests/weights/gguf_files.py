@@ -11,17 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+
+from tests.data.chat_styles import CHATML
+from tests.weights.models import make_model
+
+pytest.importorskip("gguf")  # what imports this file is skipped without it
+
 from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType, get_tensor_name_map
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH, MODEL_ARCH_NAMES
 from gguf.quants import dequantize, quantize
-
-from tests.data.chat_styles import CHATML
 
 ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
 """llama.cpp's word where it is another one."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+VOCAB = 352
+"""Of the models: a few more than the tokenizers have, as usual."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -215,3 +223,25 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def with_tokenizer(writer: GGUFWriter, **changes: Any) -> None:
+    """The tokenizer that the models have here, or another in some respect."""
+    from tests.weights.byte_level import trained
+
+    add_byte_level(writer, **{"tokenizer": trained("smollm"), "pre": "smollm", "pad_to": VOCAB, **changes})
+
+
+def tokens(writer: GGUFWriter) -> None:
+    """`with_tokenizer` without changes."""
+    with_tokenizer(writer)
+
+
+def small_llama() -> Any:
+    """Two layers."""
+    return make_model("llama", vocab_size=VOCAB, num_hidden_layers=2)
+
+
+def small_file(path: Path) -> Path:
+    """A sound file of `small_llama` in Q8_0."""
+    return write_gguf(path, small_llama(), tokens, kind="Q8_0")

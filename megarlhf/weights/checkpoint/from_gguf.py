@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +22,14 @@ from megarlhf.weights.checkpoint.formats.gguf.header import GGUFFile, read_gguf
 from megarlhf.weights.checkpoint.formats.gguf.model import architecture_of
 from megarlhf.weights.checkpoint.formats.gguf.names import Source, sources
 from megarlhf.weights.checkpoint.formats.gguf.numbers import Numbers
-from megarlhf.weights.checkpoint.formats.gguf.tokenizer import TokenizerFiles, chat_templates, tokenizer_files
+from megarlhf.weights.checkpoint.formats.gguf.tokenizer import (
+    ENDS,
+    NORMAL,
+    UNUSED,
+    TokenizerFiles,
+    chat_templates,
+    tokenizer_files,
+)
 from megarlhf.weights.checkpoint.formats.huggingface.write import MAX_SHARD_BYTES, preallocate_huggingface
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 from megarlhf.weights.checkpoint.replaceable import require_replaceable
@@ -118,14 +126,7 @@ _SAMPLES = (
 def _given(file: GGUFFile, directory: Path) -> TokenizerFiles:
     """The tokenizer of a directory. Raises: ValueError when it is not the file's."""
     loaded = load_tokenizer(directory)
-    theirs, ours = file.metadata.get("tokenizer.ggml.tokens") or [], loaded.tokens()
-    types = file.metadata.get("tokenizer.ggml.token_type") or [1] * len(theirs)
-    for number, (mine, other, kind) in enumerate(zip(ours, theirs, types, strict=False)):
-        if mine and mine != other and kind != 5:
-            raise ValueError(
-                f"token {number} is {mine!r} in {directory} and {other!r} in {file.path}: they do not belong together; "
-                "name the tokenizer of this model"
-            )
+    named = _require_same_tokens(file, directory, loaded)
     if directory.is_dir():
         paths = on_disk.tokenizer_files(directory)
         contents = {str(path.relative_to(directory)): path.read_bytes() for path in paths}
@@ -134,14 +135,37 @@ def _given(file: GGUFFile, directory: Path) -> TokenizerFiles:
     if not has_template(loaded):
         contents |= chat_templates(file)
     assert isinstance(loaded, HuggingFaceTokenizer | SentencePieceTokenizer), "there are no others on disk"
+    unchecked = f"the file has no tokens that those of {directory} could be compared with"
     return TokenizerFiles(
         contents=contents,
-        tokens=ours,
+        tokens=loaded.tokens(),
         bos_id=loaded.named_bos_id,
         pad_id=loaded.pad_id,
-        end_ids=(loaded.eos_id,),
+        end_ids=tuple(dict.fromkeys((loaded.eos_id, *(named or ())))),
         backend=None,
+        notes=() if named is not None else (unchecked,),
     )
+
+
+def _require_same_tokens(file: GGUFFile, directory: Path, loaded: Tokenizer) -> list[int] | None:
+    """The end tokens that the file names; None where it has no tokens.
+
+    Raises: ValueError when a token of the directory's tokenizer is another one in the file.
+    """
+    theirs, types = (file.metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+    if not isinstance(theirs, list):
+        return None
+    kinds = types if isinstance(types, list) and len(types) == len(theirs) else [NORMAL] * len(theirs)
+    for number, (ours, other, kind) in enumerate(zip_longest(loaded.tokens(), theirs, kinds)):
+        unused = not ours and kind in (UNUSED, None)
+        if ours != other and kind != UNUSED and not unused:
+            stated = [repr(token) if token else "missing" for token in (ours, other)]
+            raise ValueError(
+                f"token {number} is {stated[0]} in {directory} and {stated[1]} in {file.path}: they do not belong "
+                "together; name the tokenizer of this model"
+            )
+    ends = (file.metadata.get(f"tokenizer.ggml.{name}") for name in ENDS)
+    return [token for token in ends if type(token) is int and token < len(theirs)]
 
 
 def _checked(
@@ -158,18 +182,19 @@ def _checked(
             "directory that has the model's own tokenizer: --tokenizer DIR"
         )
     if not has_template(loaded):
-        return written, ("the file has no chat template, and none was written: conversations need data.chat_template",)
+        note = "the file has no chat template, and none was written: conversations need data.chat_template"
+        return written, (*written.notes, note)
     try:
         end = chat_template(loaded).turn_end
     except ValueError as error:
-        return written, (f"the chat template was written as it is, and fails: {error}",)
+        return written, (*written.notes, f"the chat template was written as it is, and fails: {error}")
     if end is None or end in written.end_ids:
-        return written, ()
+        return written, written.notes
     note = (
         f"the chat template ends an answer with token {end} ({loaded.tokens()[end]}), which the file does not name as "
         "an end: generation_config.json names it too"
     )
-    return replace(written, end_ids=(*written.end_ids, end)), (note,)
+    return replace(written, end_ids=(*written.end_ids, end)), (*written.notes, note)
 
 
 def _same(loaded: Tokenizer, written: TokenizerFiles) -> bool:
@@ -177,7 +202,13 @@ def _same(loaded: Tokenizer, written: TokenizerFiles) -> bool:
         return True
     samples = [*_SAMPLES, *(f"a {written.tokens[token]}b" for token in written.end_ids)]
     ids = [written.backend.encode(text, add_special_tokens=False).ids for text in samples]
-    return loaded.tokens() == list(written.tokens) and ids == [loaded.encode(text) for text in samples]
+    start = written.backend.encode("a").ids[0]
+    return (
+        loaded.tokens() == list(written.tokens)
+        and ids == [loaded.encode(text) for text in samples]
+        and loaded.eos_id == written.end_ids[0]
+        and loaded.bos_id == (start if start == written.bos_id else None)
+    )
 
 
 # --- the tensors ----------------------------------------------------------------------------------

@@ -102,11 +102,12 @@ def _require_gguf(path: Path) -> None:
 
 def _require_whole_model(path: Path, metadata: Mapping[str, Any]) -> None:
     named = PART.search(path.name)
-    count = metadata.get("split.count", 0)
-    if count > 1 or (named and int(named[1]) > 1):
+    stated = metadata.get("split.count", 0)
+    count = max(stated if type(stated) is int else 0, int(named[1]) if named else 0)
+    if count > 1:
         raise ValueError(
-            f"{path} is one of {count if count > 1 else int(named[1]) if named else 0} files that a model is split "
-            "over; put them together first: `llama-gguf-split --merge FIRST_FILE WHOLE_FILE` of llama.cpp"
+            f"{path} is one of {count} files that a model is split over; put them together first: `llama-gguf-split "
+            "--merge FIRST_FILE WHOLE_FILE` of llama.cpp"
         )
     kind = metadata.get("general.type", "model")
     if kind != "model":

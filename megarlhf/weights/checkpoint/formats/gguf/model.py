@@ -148,8 +148,9 @@ def _window_and_experts(keys: _Keys) -> dict[str, Any]:
     experts = keys.whole("expert_count", default=0, lowest=0)
     if experts:
         router = keys.file.tensors.get("blk.0.ffn_gate_inp.weight")
-        if router is not None:
-            keys.require("expert_count", router.shape[0])
+        if router is None:
+            raise ValueError(f"{keys.file.path} has experts and no tensor blk.0.ffn_gate_inp.weight; copy it again")
+        keys.require("expert_count", router.shape[0])  # before tables of so many experts are made
         found |= {
             "num_experts": experts,
             "experts_per_token": keys.whole("expert_used_count"),
@@ -181,7 +182,7 @@ def _rotary(keys: _Keys, numbers: Numbers, head_dim: int) -> dict[str, Any]:
 def _scaling(keys: _Keys, numbers: Numbers, theta: float, turned: int) -> RopeScaling | None:
     tensors = keys.file.tensors
     kind = keys.text("rope.scaling.type", default="none")
-    original = keys.whole("rope.scaling.original_context_length", default=keys.whole("context_length"))
+    original = keys.whole("rope.scaling.original_context_length", default=keys.whole("context_length"), lowest=2)
     if LONG_FACTORS in tensors or SHORT_FACTORS in tensors:
         return _longrope(keys, numbers, original)
     if ROPE_FREQUENCIES in tensors:
@@ -236,12 +237,17 @@ def _llama3(keys: _Keys, divisors: list[float], theta: float, turned: int) -> Ll
     """The scaling whose divisors these are; its factor is the largest of them."""
     low, high, original = _LLAMA3
     factor = float(f"{max(divisors):.6g}")
+    if len(divisors) != turned // 2 or not 1 <= factor < math.inf:
+        raise ValueError(
+            f"{keys.file.path}: {ROPE_FREQUENCIES} holds {len(divisors)} divisors of up to {factor:g}, expected "
+            f"{turned // 2} of 1 or more; it is damaged: copy it again"
+        )
     expected = []
     for channel in range(len(divisors)):
         turns = original * theta ** (-2 * channel / turned) / (2 * math.pi)
         kept = min(max((turns - low) / (high - low), 0.0), 1.0)
         expected.append(1 / (kept + (1 - kept) / factor))
-    if len(divisors) != turned // 2 or not np.allclose(divisors, expected, rtol=1e-4):
+    if not np.allclose(divisors, expected, rtol=1e-4):
         raise ValueError(
             f"{keys.file.path}: {ROPE_FREQUENCIES} holds other divisors than Llama 3.1's scaling by {factor:g} of "
             f"{original} positions, which a GGUF file does not state; convert from the model's Hugging Face directory"

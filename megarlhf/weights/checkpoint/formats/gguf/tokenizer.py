@@ -48,10 +48,10 @@ CUTS: Mapping[str, Cut] = {
 }
 """By `tokenizer.ggml.pre`."""
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
+NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 """Types of tokens: pieces of text, what stands for none of them, marks, what is matched whole, and what only fills the
 vocabulary up."""
-_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """Of a text, of a turn, of a message: each ends a response."""
 
 
@@ -68,7 +68,9 @@ class TokenizerFiles:
     end_ids: tuple[int, ...]
     """The end-of-sequence token first."""
     backend: Any
-    """The `tokenizers.Tokenizer` that was written."""
+    """The `tokenizers.Tokenizer` that was written; None for a directory's own tokenizer."""
+    notes: tuple[str, ...] = ()
+    """What could not be known, in sentences."""
 
 
 def tokenizer_files(file: GGUFFile, vocab_size: int) -> TokenizerFiles:
@@ -76,8 +78,8 @@ def tokenizer_files(file: GGUFFile, vocab_size: int) -> TokenizerFiles:
     read = _Vocabulary(file)
     if len(read.types) > vocab_size:
         raise ValueError(f"{file.path} has {len(read.types)} tokens and an embedding of {vocab_size}; copy it again")
-    kind = file.metadata["tokenizer.ggml.model"]
-    if kind not in _BUILDERS:
+    kind = read.kind
+    if kind is None or kind not in _BUILDERS:
         raise ValueError(
             f"{file.path} has a tokenizer of kind {kind!r} (tokenizer.ggml.model), known: {', '.join(_BUILDERS)}; "
             f"{_OTHER_TOKENIZER}"
@@ -99,7 +101,7 @@ def tokenizer_files(file: GGUFFile, vocab_size: int) -> TokenizerFiles:
         "tokenizer_config.json": _text(read.config(file.metadata)),
         **chat_templates(file),
     }
-    ends = [read.special(name) for name in _ENDS]
+    ends = [read.special(name) for name in ENDS]
     return TokenizerFiles(
         contents=contents,
         tokens=read.tokens,
@@ -107,10 +109,15 @@ def tokenizer_files(file: GGUFFile, vocab_size: int) -> TokenizerFiles:
         pad_id=read.special("padding_token_id"),
         end_ids=tuple(dict.fromkeys(token for token in ends if token is not None)),
         backend=backend,
+        notes=(_OF_SENTENCE_PIECES,) if kind == "llama" else (),
     )
 
 
 _OTHER_TOKENIZER = "name a directory that has the model's own tokenizer: --tokenizer DIR"
+_OF_SENTENCE_PIECES = (
+    "the tokenizer puts a space behind a special token, as Llama 2's and llama.cpp do; a GGUF file does not say "
+    "whether the model's own does: --tokenizer DIR takes that"
+)
 
 
 def chat_templates(file: GGUFFile) -> dict[str, bytes]:
@@ -137,7 +144,8 @@ class _Vocabulary:
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
         tokens, types = self.get("tokens", list, None), self.get("token_type", list, None)
-        if not tokens or file.metadata.get("tokenizer.ggml.model") in (None, "none", "no_vocab"):
+        self.kind: str | None = self.get("model", str, None)
+        if not tokens or self.kind in (None, "none", "no_vocab"):
             raise ValueError(f"{file.path} has no tokenizer; {_OTHER_TOKENIZER}")
         if types is None or len(types) != len(tokens):
             raise ValueError(
@@ -146,7 +154,7 @@ class _Vocabulary:
             )
         self.types: list[int] = types
         used = len(tokens)
-        while types[used - 1] == _UNUSED:
+        while used and types[used - 1] == UNUSED:
             used -= 1
         self.tokens: list[str] = tokens[:used]
         self.ids = {token: number for number, token in enumerate(self.tokens)}
@@ -261,6 +269,11 @@ def _sentence_pieces(read: _Vocabulary) -> Any:
     before a text, and before what follows a special token, unless the file says otherwise."""
     from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
+    if read.file.architecture == "phi3":
+        raise ValueError(
+            f"{read.file.path} is a Phi-3, whose tokenizer drops the white space behind <|user|>, <|end|> and other "
+            f"tokens, and a GGUF file does not say which; {_OTHER_TOKENIZER}"
+        )
     for key, wanted in (("remove_extra_whitespaces", False), ("precompiled_charsmap", [])):
         if read.file.metadata.get(f"tokenizer.ggml.{key}", wanted) != wanted:
             raise ValueError(
@@ -298,7 +311,7 @@ def _merges_by_score(read: _Vocabulary) -> list[tuple[str, str]]:
         raise ValueError(f"{read.file.path} has no tokenizer.ggml.scores of all its tokens; copy it again")
     merges = []
     for token, number in read.ids.items():
-        if read.types[number] != _NORMAL:
+        if read.types[number] != NORMAL:
             continue
         pairs = [(token[:at], token[at:]) for at in range(1, len(token))]
         known = [(a, b) for a, b in pairs if a in read.ids and b in read.ids]
