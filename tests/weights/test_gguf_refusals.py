@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,25 @@ def test_what_is_no_file_of_its_own(tmp_path, small, capsys):
     assert "gguf-to-hf --gguf" in capsys.readouterr().err
     assert main(["verify", str(small.parent), str(small)]) == 2
     assert f"{small.parent} has a GGUF file, which is converted first" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("ggml.eos_token_id", -1), ("ggml.bos_token_id", -1), ("chat_template", 5), ("ggml.model", [])]
+)
+def test_values_that_no_writer_of_gguf_makes(key, value, small):
+    """-1 would be the last token."""
+    file = read_gguf(small)
+    with pytest.raises(ValueError, match=rf"small\.gguf has tokenizer\.{key} = "):
+        tokenizer_files(replace(file, metadata={**file.metadata, f"tokenizer.{key}": value}), VOCAB)
+
+
+def test_two_kinds_of_rotary_scaling_at_once(small):
+    """llama.cpp computes both."""
+    file = read_gguf(small)
+    more = {**file.tensors, "rope_freqs.weight": file.tensors["output_norm.weight"]}
+    file = replace(file, metadata={**file.metadata, "llama.rope.scaling.type": "yarn"}, tensors=more)
+    with pytest.raises(ValueError, match=r"'yarn' and the tensor rope_freqs\.weight: no family"):
+        architecture_of(file, Numbers(read_gguf(small)))
 
 
 def test_numbers_that_fp16_cannot_hold(tmp_path, llama, capsys):

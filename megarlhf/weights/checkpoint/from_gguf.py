@@ -165,7 +165,7 @@ def _require_same_tokens(file: GGUFFile, directory: Path, loaded: Tokenizer) -> 
                 "together; name the tokenizer of this model"
             )
     ends = (file.metadata.get(f"tokenizer.ggml.{name}") for name in ENDS)
-    return [token for token in ends if type(token) is int and token < len(theirs)]
+    return [token for token in ends if type(token) is int and 0 <= token < len(theirs)]
 
 
 def _checked(

@@ -183,6 +183,12 @@ def _scaling(keys: _Keys, numbers: Numbers, theta: float, turned: int) -> RopeSc
     tensors = keys.file.tensors
     kind = keys.text("rope.scaling.type", default="none")
     original = keys.whole("rope.scaling.original_context_length", default=keys.whole("context_length"), lowest=2)
+    for name, expected in ((LONG_FACTORS, "longrope"), (SHORT_FACTORS, "longrope"), (ROPE_FREQUENCIES, "linear")):
+        if name in tensors and kind not in ("none", expected):
+            raise ValueError(
+                f"{keys.file.path} has rope.scaling.type {kind!r} and the tensor {name}: no family here computes both; "
+                "convert from the model's Hugging Face directory"
+            )
     if LONG_FACTORS in tensors or SHORT_FACTORS in tensors:
         return _longrope(keys, numbers, original)
     if ROPE_FREQUENCIES in tensors:

@@ -124,13 +124,17 @@ def chat_templates(file: GGUFFile) -> dict[str, bytes]:
     """By file: the one, and those with names."""
     templates = {}
     for key, value in file.metadata.items():
+        if not (key == "tokenizer.chat_template" or key.startswith("tokenizer.chat_template.")):
+            continue
+        if not isinstance(value, str):
+            raise ValueError(f"{file.path} has {key} = {value!r}, expected a text; it is damaged: copy it again")
         if key == "tokenizer.chat_template":
-            templates["chat_template.jinja"] = str(value).encode()
-        elif key.startswith("tokenizer.chat_template."):
+            templates["chat_template.jinja"] = value.encode()
+        else:
             name = key.removeprefix("tokenizer.chat_template.")
             if not name.replace("_", "").replace("-", "").isalnum():
                 raise ValueError(f"{file.path} has a chat template named {name!r}, which is no file's name")
-            templates[f"additional_chat_templates/{name}.jinja"] = str(value).encode()
+            templates[f"additional_chat_templates/{name}.jinja"] = value.encode()
     return templates
 
 
@@ -172,7 +176,7 @@ class _Vocabulary:
 
     def special(self, name: str) -> int | None:
         token: int | None = self.get(name, int, None)
-        if token is not None and token >= len(self.tokens):
+        if token is not None and not 0 <= token < len(self.tokens):
             raise ValueError(
                 f"{self.file.path} has tokenizer.ggml.{name} = {token}, and {len(self.tokens)} tokens; copy it again"
             )
