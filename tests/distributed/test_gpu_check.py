@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -29,11 +30,13 @@ from tools.gpu_check.cases import (
     DTYPES,
     LAYOUTS,
     PACKED,
+    RESUME_LAYOUTS,
     Job,
     Launch,
     MemorySize,
     memory_jobs,
     ppo_job,
+    resume_jobs,
     sft_job,
     write_inputs,
 )
@@ -150,6 +153,25 @@ def test_a_job_that_fails_is_told_with_its_error_and_the_next_is_not_begun(
     assert (after.status, "not begun" in after.note) == ("FAILED", True)
 
 
+def test_a_run_that_goes_on_passes_and_one_without_its_resume_point_does_not(
+    ranks: RankPool, inputs: Path, tmp_path: Path
+) -> None:
+    """On one rank, to the bit. Then without a resume point, as runs on a GPU once were: the start that is to go on from
+    it is refused."""
+    launch = Launch(check="resume", case="tp1", ranks=1, jobs=resume_jobs(inputs, tmp_path / "runs", {}))
+    rows = command.run_launch(launch, tmp_path, PoolStart(ranks), {}, ON_A_CPU)
+    assert [(row.status, row.measured) for row in rows] == [("passed", 0.0)] * 2, rows
+    (whole, _, rest, _) = start.results_of(tmp_path / launch.name / "launch.json")
+    assert [step["step"] for step in rest["metrics"]] == [step["step"] for step in whole["metrics"]]
+    rest["metrics"][-1]["loss"] *= 1.001
+    assert [row.status for row in checks.resume(launch, [whole, rest])] == ["FAILED"]
+    shutil.rmtree(tmp_path / "runs" / "parts" / "resume")
+    grown = {"train": {**launch.jobs[2].config["train"], "num_steps": 8}}
+    again = replace(launch, case="lost", jobs=[replace(launch.jobs[2], config={**launch.jobs[2].config, **grown})])
+    (row,) = command.run_launch(again, tmp_path, PoolStart(ranks), {}, ON_A_CPU)
+    assert (row.status, "resume" in row.note) == ("FAILED", True), row
+
+
 # --- memory ---------------------------------------------------------------------------------------
 
 
@@ -241,7 +263,7 @@ def test_a_machine_that_is_too_small_says_so_case_by_case(inputs: Path, tmp_path
     ranks up to a node's also over both. TransformerEngine: each job with our layers too."""
     one, skipped = launches(Machine(gpus_per_node=1), CHECKS, inputs, tmp_path)
     assert [(launch.check, launch.case) for launch in one] == [
-        ("sft", "tp1"), ("ppo", "tp1"), ("engine", "tp1_to_tp1"), ("memory", "sft tp1"),
+        ("sft", "tp1"), ("ppo", "tp1"), ("resume", "tp1"), ("engine", "tp1_to_tp1"), ("memory", "sft tp1"),
         ("memory", "sft_streamed tp1"), ("memory", "sft_recomputed tp1"), ("memory", "sft_core_attention tp1"),
         ("memory", "sft_experts tp1"), ("memory", "ppo tp1"),
     ]  # fmt: skip
@@ -381,4 +403,7 @@ def test_every_job_has_a_run_directory_of_its_own(inputs: Path, tmp_path: Path) 
     """Of one kind of layers: the second kind overwrites the first, whose metrics have been read."""
     planned, _ = launches(Machine(gpus_per_node=8), CHECKS, inputs, tmp_path)
     jobs: list[Job] = [job for launch in planned for job in launch.jobs]
-    assert len({job.config["run"]["dir"] for job in jobs}) == len(jobs)
+    together = {"resume rest"}  # goes on in the directory of the one before it
+    assert len({job.config["run"]["dir"] for job in jobs if job.name not in together}) == len(jobs) - len(
+        RESUME_LAYOUTS
+    )

@@ -85,6 +85,8 @@ def run_launch(launch: Launch, out: Path, start: Start, expected: dict[str, Any]
     rows: list[Row] = []
     if launch.check in ("sft", "ppo"):
         rows = checks.parity(launch, results, expected["figures"])
+    elif launch.check == "resume":
+        rows = checks.resume(launch, results)
     elif launch.check == "engine":
         rows = checks.engine(launch, results, expected["digests"])
     elif results:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +35,7 @@ ENGINES: Mapping[str, tuple[str, int]] = {
 }
 """(the trainer's layout, vLLM's tp)."""
 MEMORY_LAYOUTS = ("tp1", "tp2", "tp2pp2")
+RESUME_LAYOUTS = ("tp1", "tp2pp2dp2")
 
 _COMMON: Mapping[str, Any] = {
     "hidden_size": 256,
@@ -230,6 +231,23 @@ def sft_job(inputs: Path, runs: Path, model: str, dtype: Dtype, parallel: Mappin
         "train": {"num_steps": STEPS, "mini_batch_samples": SAMPLES, **_batch(PACKED[model])},
     }
     return Job(name=name, command="sft", config=config)
+
+
+def resume_jobs(inputs: Path, runs: Path, parallel: Mapping[str, Any]) -> list[Job]:
+    """Fine-tuning of six steps; four steps of the same in another directory; and the same command, which goes on there
+    with two more. Then a step of PPO with a resume point after each update: those inside a step hold its samples."""
+    base = sft_job(inputs, runs, "grouped", "fp32", parallel)
+    jobs = []
+    for part, where, steps in (("whole", "whole", 6), ("first", "parts", 4), ("rest", "parts", 6)):
+        changes = {
+            "run": {"dir": str(runs / where), "on_existing": "resume"},
+            "checkpoint": {"every": 2, "every_minutes": 0},
+            "train": {**base.config["train"], "num_steps": steps},
+        }
+        jobs.append(Job(name=f"resume {part}", command="sft", config={**base.config, **changes}))
+    ppo = ppo_job(inputs, runs, "grouped", "fp32", parallel)
+    often = {"checkpoint": {"every_updates": 1, "every_minutes": 0, "keep": 8, "background": False}}
+    return [*jobs, replace(ppo, name="resume inside", config={**ppo.config, **often})]
 
 
 def ppo_job(inputs: Path, runs: Path, model: str, dtype: Dtype, parallel: Mapping[str, Any]) -> Job:

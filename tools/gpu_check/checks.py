@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarlhf.resume.point import find_points
 from tools.gpu_check.cases import Job, Launch
 from tools.gpu_check.memory import PhasePeak, compare
 from tools.gpu_check.plan import UNCOUNTED
@@ -40,6 +41,9 @@ LIMITS: Mapping[str, float] = {"fp32": 1e-4, "bf16": 0.2}
 """Of an error, by dtype. Both are stated with their reasons in docs/cluster.md."""
 GAP_LIMITS: Mapping[str, float] = {"rollout_logprob_gap_mean": 0.02, "rollout_logprob_gap_p999": 0.25}
 """Nats, in bf16."""
+RESUMED_LIMIT = 1e-5
+"""Of an error, in fp32. On a CPU the bits are the same; kernels of a GPU may add in another order."""
+POINTS = [(0, 1), (1, 0)]
 MEMORY_LIMIT = 0.05
 """Of a phase's peak."""
 CERTIFICATES = 2
@@ -109,6 +113,32 @@ def _figures(result: Mapping[str, Any], expected: Stored) -> Iterator[Figure]:
 def _shown(values: Sequence[float]) -> str:
     """The first three."""
     return ", ".join(f"{value:.6g}" for value in values[:3]) + (", ..." if len(values) > 3 else "") or "nothing"
+
+
+# --- resume ---------------------------------------------------------------------------------------
+
+
+def resume(launch: Launch, results: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Steps after a resume point against those of a run that was never interrupted, and which points a step of PPO has
+    left. A start that finds no resume point is refused: `unfinished` tells that."""
+    by_job = {result["job"].split()[-1]: figures_of(result) for result in results}
+    if not {"whole", "rest"} <= by_job.keys():
+        return []
+    figures = [
+        Figure("resume", "auto", name, by_job["rest"].get(name, ()), values) for name, values in by_job["whole"].items()
+    ]
+    worst = max(figures, key=lambda figure: (math.isnan(figure.error), figure.error))
+    note = f"{_shown(worst.measured)}, without a stop {_shown(worst.expected)}; the worst of {len(figures)}"
+    rows = [judged(launch.check, launch.case, worst.name, worst.error, RESUMED_LIMIT, note)]
+    inside = [job for job in launch.jobs if job.name == "resume inside" and "inside" in by_job]
+    return rows + [_points(launch, Path(job.config["run"]["dir"])) for job in inside]
+
+
+def _points(launch: Launch, run_dir: Path) -> Row:
+    """Of a step with two updates and a resume point after each."""
+    found = [(point.position.step, point.position.update) for point in find_points(run_dir)]
+    note = f"(steps, updates) of the resume points: {found}, expected {POINTS}"
+    return judged(launch.check, launch.case, "points that are missing", len(set(POINTS) - set(found)), 0, note)
 
 
 # --- engine ---------------------------------------------------------------------------------------
