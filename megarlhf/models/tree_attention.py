@@ -11,8 +11,8 @@ the kernels would leave out the gradient of their log-sum-exp. Nothing of the si
 *Plain*: each segment's keys behind a copy of those of its ancestors that it sees. For sliding windows that bite, for
 numbers that have no kernel, and to compare with.
 
-On a GPU the merged way calls the two kernels of torch's `varlen_attn`. A CPU has none: tests give them a stand-in that
-does what the source of torch 2.11 and 2.13 says (torch/nn/attention/varlen.py); `make test-gpu` compares them with fp64.
+On a GPU the merged way calls the two kernels of torch's `varlen_attn`. A CPU has none of them: in tests a stand-in does
+what the source of torch 2.11 and 2.13 says (torch/nn/attention/varlen.py); `make test-gpu` compares with fp64.
 
 Legend: T tokens of the row, S keys in front of which copies stand, N query heads and G key-value groups of this rank, D
 head dimension; L queries and K keys of a part; B blocks of equal shape.
@@ -251,7 +251,8 @@ class Varlen:
         grouped = (query.size(1) != key.size(1),) if self._says_groups else ()
         # For a longest of one query and fewer groups than heads, the kernel takes it that all blocks have one.
         borders = part.borders._replace(longest_query=max(2, part.borders.longest_query))
-        out, lse_NL, _ = self._forward(query, key, value, *borders, how.causal, how.scale, _window(how.causal), *grouped)
+        options = (how.causal, how.scale, _window(how.causal), *grouped)
+        out, lse_NL, _ = self._forward(query, key, value, *borders, *options)
         expected, got = (query.size(1), query.size(0)), tuple(lse_NL.shape)
         assert got == expected, f"varlen_attn's log-sum-exp is [heads, queries] = {expected}, got {got}"
         return out, lse_NL.t()

@@ -1,7 +1,8 @@
 """Attention over rows whose segments continue others: each sequence as if it stood alone.
 
 Not covered: varlen_attn's kernels, which need a GPU (`make test-gpu`, its check `prompts`); a stand-in that does what
-the source of torch 2.11 and 2.13 says they do has their place. That the work is counted as it is done: tests/rehearsal/test_work.py.
+the source of torch 2.11 and 2.13 says they do has their place. That the work is counted as it is done:
+tests/rehearsal/test_work.py.
 """
 
 from __future__ import annotations

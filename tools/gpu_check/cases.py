@@ -34,6 +34,7 @@ ENGINES: Mapping[str, tuple[str, int]] = {
     "tp2pp2_to_tp2": ("tp2pp2", 2),
 }
 """(the trainer's layout, vLLM's tp)."""
+PROMPT_LAYOUTS, PROMPT_MODELS = ("tp1", "tp2"), ("dense", "grouped")
 MEMORY_LAYOUTS = ("tp1", "tp2", "tp2pp2")
 RESUME_LAYOUTS = ("tp1", "tp2pp2dp2")
 
@@ -180,7 +181,7 @@ def write_inputs(directory: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         (folder / "tokenizer.model").write_bytes(tokenizer)
-    for name, rows in {"sums": _sums(64), "long": _long(16)}.items():
+    for name, rows in {"sums": _sums(64), "shots": _shots(64), "long": _long(16)}.items():
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return directory
 
@@ -189,6 +190,12 @@ def _sums(count: int) -> list[dict[str, str]]:
     """Prompts and responses of different lengths."""
     pairs = [(3 + 7 * n % 90, 1 + 13 * n % 95) for n in range(count)]
     return [{"prompt": f"{a}+{b}=", "response": str(a * b * (a + b))} for a, b in pairs]
+
+
+def _shots(count: int) -> list[dict[str, str]]:
+    """Prompts of 50 to 76 tokens, several times as long as their responses."""
+    sums = [f"{a}+{b}={a + b}" for a, b in ((3 + 7 * n % 90, 1 + 13 * n % 95) for n in range(count + 9))]
+    return [{"prompt": "".join(sums[n : n + 8 + n % 2]) + "=", "response": str(n)} for n in range(count)]
 
 
 def _long(count: int) -> list[dict[str, str]]:
@@ -274,6 +281,39 @@ def ppo_job(inputs: Path, runs: Path, model: str, dtype: Dtype, parallel: Mappin
             "logprob_gap": {"mean": 1e3, "p999": 1e3},
         },
         "algo": {"entropy_coef": 0.01, "kl": {"coef": 0.05}},
+        "samples": {"count": 0},
+    }
+    return Job(name=name, command="rl", config=config, given=24)
+
+
+def grpo_job(inputs: Path, runs: Path, model: str, dtype: Dtype, parallel: Mapping[str, Any], *, shared: bool) -> Job:
+    """One step of GRPO on given responses, four to a prompt, with two updates; `shared`: prompts are computed once."""
+    name = f"prompts {model} {'shared' if shared else 'unshared'} {dtype}"
+    config = {
+        **_common(runs, name),
+        "actor": _role(inputs, model, dtype, parallel),
+        "reference": _role(inputs, "reference", dtype, parallel),
+        "rewards": [{"kind": "rule", "rule": REWARD, "name": "length", "workers": 0}],
+        "data": {"train": str(inputs / "shots.jsonl"), "max_prompt_tokens": 96},
+        "train": {
+            "num_steps": 1,
+            "prompts_per_step": 8,
+            "mini_batch_samples": 16,
+            "max_tokens_per_micro_batch": 320,
+            "shuffle": "groups",
+            "share_prompts": shared,
+        },
+        "rollout": {
+            "engine": "megatron",
+            "num_samples_per_prompt": 4,
+            "max_response_tokens": 24,
+            "logprob_gap": {"mean": 1e3, "p999": 1e3},
+        },
+        "algo": {
+            "advantage": "grpo",
+            "entropy_coef": 0.01,
+            "kl": {"coef": 0.05, "placement": "loss", "estimator": "k3"},
+        },
         "samples": {"count": 0},
     }
     return Job(name=name, command="rl", config=config, given=24)
