@@ -40,7 +40,7 @@ export TORCH_CPP_LOG_LEVEL ?= ERROR
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv pretrained demo demo-lora demo-3d demo-seeds bench-convert bench-reshard bench-kernels bench-packing bench-prompts \
-	bench-gpu-logprob bench-gpu-packed bench-resume bench-data bench-rewards bench-rollout \
+	bench-gpu-logprob bench-gpu-packed bench-gpu-prompts bench-resume bench-data bench-rewards bench-rollout \
 	bench-rehearsal bench-fits bench-parallel test \
 	test-matrix test-slow test-gpu test-peers test-slurm test-faults slurm-scripts lint docs \
 	doctor lock clean
@@ -105,6 +105,9 @@ bench-gpu-logprob: ## the log-prob kernels against their peers on one GPU (10 mi
 
 bench-gpu-packed: ## packed rows against padded ones on one GPU (7 minutes); writes benchmarks/results/gpu_packed.json
 	$(PY) -m benchmarks.gpu_packed
+
+bench-gpu-prompts: ## prompts of groups computed once against each time on one GPU (3 minutes); writes benchmarks/results/gpu_prompts.json
+	$(PY) -m benchmarks.gpu_prompts
 
 test: venv ## the default tests: no GPU, no network, minutes
 	$(PY) -m pytest -m "$(DEFAULT_TESTS)" $(or $(PYTEST_ARGS),$(WHOLE_SUITE))

@@ -263,9 +263,9 @@ def test_a_machine_that_is_too_small_says_so_case_by_case(inputs: Path, tmp_path
     ranks up to a node's also over both. TransformerEngine: each job with our layers too."""
     one, skipped = launches(Machine(gpus_per_node=1), CHECKS, inputs, tmp_path)
     assert [(launch.check, launch.case) for launch in one] == [
-        ("sft", "tp1"), ("ppo", "tp1"), ("resume", "tp1"), ("engine", "tp1_to_tp1"), ("memory", "sft tp1"),
-        ("memory", "sft_streamed tp1"), ("memory", "sft_recomputed tp1"), ("memory", "sft_core_attention tp1"),
-        ("memory", "sft_experts tp1"), ("memory", "ppo tp1"),
+        ("sft", "tp1"), ("ppo", "tp1"), ("prompts", "tp1"), ("resume", "tp1"), ("engine", "tp1_to_tp1"),
+        ("memory", "sft tp1"), ("memory", "sft_streamed tp1"), ("memory", "sft_recomputed tp1"),
+        ("memory", "sft_core_attention tp1"), ("memory", "sft_experts tp1"), ("memory", "ppo tp1"),
     ]  # fmt: skip
     assert {row.note for row in skipped} == {f"needs {n} GPUs, there is 1" for n in (2, 4, 8)}
     assert {row.status for row in skipped} == {"skipped"}
@@ -396,7 +396,7 @@ def test_no_record_is_too_long_and_no_batch_larger_than_the_data(inputs: Path, t
             built, skipped = build_prompts(records, tokenizer, max_prompt_tokens=data.max_prompt_tokens)
         assert not skipped.reasons, (job.name, skipped)
         assert len(built) == (16 if "long" in words_of(data.train) else 64)
-    assert len(seen) == 4
+    assert len(seen) == 5
 
 
 def test_every_job_has_a_run_directory_of_its_own(inputs: Path, tmp_path: Path) -> None:
