@@ -7,6 +7,7 @@ tests/rehearsal/test_work.py.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import random
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from megarlhf.kernels.backends import log_once
 from megarlhf.models import tree_attention as module
@@ -388,7 +390,8 @@ def test_one_token_behind_one_of_several_prompts():
 def test_the_installed_torch_has_the_kernels(monkeypatch):
     """And one that has others, or none, goes the plain way. What 2.11 has is told of no groups."""
     found = _varlen_kernels()
-    assert found == (torch.ops.torch_attn._varlen_attn, torch.ops.torch_attn._varlen_attn_backward, True)
+    says_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    assert found == (torch.ops.torch_attn._varlen_attn, torch.ops.torch_attn._varlen_attn_backward, says_groups)
     _varlen_kernels.cache_clear()
     try:
         monkeypatch.setattr(module, "GROUPED", "another")
