@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from tools.gpu_check.plan import CHECKS, Machine, launches
 from tools.gpu_check.rows import Row, exit_status, failed, show, write
 from tools.gpu_check.start import ROOT, Processes, Start, log_of, results_of
 
-KERNEL_CHECKS = {
+KERNEL_CHECKS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "kernels": {
         "log-probs": ("benchmarks.gpu_logprob", "--check"),
         "packed rows": ("benchmarks.gpu_packed", "--check"),

@@ -161,7 +161,8 @@ def _nothing_crosses(device: torch.device, row: Row, shape: tuple[int, int, int]
     for x in changed:
         x[own] = 3.0 * x[own].flip(0) + 1.0
     packed = packed_row(row.lengths, device, parents=row.parents)
-    before, after = (packed_attention(*x, packed, scale=None, window=None) for x in (given, changed))
+    attend: Callable[..., Tensor] = partial(packed_attention, row=packed, scale=None, window=None)
+    before, after = (attend(*x) for x in (given, changed))
     same_T = (before == after).flatten(1).all(1)
     if bool(same_T[own].any()):
         return "the response that is other has the same output"
