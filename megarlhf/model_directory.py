@@ -44,6 +44,8 @@ def find_hf_directory(path: str | PathLike[str], hf: str | PathLike[str] | None 
 def require_hf_directory(path: str | PathLike[str], hf: str | PathLike[str] | None = None) -> Path:
     """`find_hf_directory`. Raises: ValueError when there is none."""
     directory = find_hf_directory(path, hf)
+    if directory is None:
+        refuse_gguf(path)
     if directory is None and (Path(path) / "adapter_config.json").is_file():
         raise ValueError(
             f"{path} is a PEFT adapter and no model: give the model that it is on as model.path, and it as lora.path"
@@ -55,6 +57,17 @@ def require_hf_directory(path: str | PathLike[str], hf: str | PathLike[str] | No
             "config.json and tokenizer"
         )
     return directory
+
+
+def refuse_gguf(path: str | PathLike[str]) -> None:
+    """Raises: ValueError for a GGUF file, or a directory that has one."""
+    path = Path(path)
+    found = [path] if path.is_file() and path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
+    if found:
+        raise ValueError(
+            f"{path} {'is' if found == [path] else 'has'} a GGUF file, which is converted first: megarlhf convert "
+            f"gguf-to-hf --gguf {found[0]} --out DIR; then give that directory"
+        )
 
 
 def end_tokens(directory: str | PathLike[str], tokenizer_eos_id: int) -> tuple[int, ...]:

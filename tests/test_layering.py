@@ -28,6 +28,7 @@ HOUSE: tuple[dict[str, str], ...] = (
     {"parallel": "meshes, schedules, optimizer: run any model that they are handed"},
     {"weights.checkpoint": "models on disk: opened, converted, exported, compared"},
     {
+        "weights.checkpoint.formats.gguf": "llama.cpp's file",
         "weights.checkpoint.formats.huggingface": "safetensors, and older .bin files",
         "weights.checkpoint.formats.mp_rank": "Megatron's file a rank",
         "weights.checkpoint.formats.torch_dist": "Megatron's distributed checkpoints",

@@ -80,7 +80,8 @@ def share_of(values_P: Tensor) -> Estimate:
     z = Z_95 if only_0_or_1 else t_95(count - 1)
     middle = (share + z**2 / (2 * trials)) / (1 + z**2 / trials)
     half = z / (1 + z**2 / trials) * math.sqrt(spread / trials + z**2 / (4 * trials**2))
-    return Estimate(share, max(0.0, middle - half), min(1.0, middle + half), count)
+    low = 0.0 if share == 0 else max(0.0, middle - half)  # the two are equal there, but for rounding
+    return Estimate(share, low, 1.0 if share == 1 else min(1.0, middle + half), count)
 
 
 def ratio_of(sums_P: Tensor, weights_P: Tensor) -> Estimate:

@@ -82,6 +82,28 @@ def _convert(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _from_gguf(arguments: argparse.Namespace) -> int:
+    from megarlhf.weights.checkpoint.from_gguf import convert_gguf  # with tokenizers and transformers
+
+    _require_possible(arguments.out)
+    with bytes_bar("converting") as (started, progress):
+        written = convert_gguf(
+            arguments.gguf,
+            arguments.out,
+            dtype=DTYPES[arguments.dtype],
+            tokenizer=arguments.tokenizer,
+            force=arguments.force,
+            workers=arguments.workers,
+            max_shard_bytes=arguments.max_shard_bytes,
+            started=started,
+            progress=progress,
+        )
+    for note in written.notes:
+        print(note)
+    print(f"wrote {arguments.out}: {written.num_bytes / 1e9:.3f} GB of tensors, stored as {written.stored_as} before")
+    return 0
+
+
 def _inspect(arguments: argparse.Namespace) -> int:
     model = open_checkpoint(arguments.directory, hf=arguments.reference_hf)
     console = make_console()
@@ -129,6 +151,7 @@ def _digests(model: Checkpoint, dtype: torch.dtype | None = None) -> dict[str, i
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "hf-to-megatron": _convert,
     "megatron-to-hf": _convert,
+    "gguf-to-hf": _from_gguf,
     "relayout": _convert,
     "inspect": _inspect,
     "verify": _verify,

@@ -24,7 +24,10 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
 
 def parser(prog: str = "python -m tools.checkpoint_convert") -> Parser:
     """The converter's command line."""
-    root = Parser(prog=prog, description="Converts checkpoints between Hugging Face and Megatron. No GPU is needed.")
+    root = Parser(
+        prog=prog,
+        description="Converts checkpoints between Hugging Face and Megatron, and GGUF files. No GPU is needed.",
+    )
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     to_megatron = commands.add_parser("hf-to-megatron", help="a Hugging Face directory to a Megatron checkpoint")
     to_megatron.add_argument("--hf", type=Path, required=True, metavar="DIR", help="Hugging Face directory")
@@ -33,10 +36,9 @@ def parser(prog: str = "python -m tools.checkpoint_convert") -> Parser:
     to_hf = commands.add_parser("megatron-to-hf", help="a Megatron checkpoint to a Hugging Face directory")
     _add_megatron(to_hf)
     _add_output(to_hf)
-    words, size = "of one safetensors file", 5 * 10**9
-    to_hf.add_argument(
-        "--max-shard-size", dest="max_shard_bytes", type=num_bytes, default=size, metavar="5GB", help=words
-    )
+    _add_shard_size(to_hf)
+    from_gguf = commands.add_parser("gguf-to-hf", help="a GGUF file of llama.cpp to a Hugging Face directory")
+    _add_gguf(from_gguf)
     relayout = commands.add_parser("relayout", help="a Megatron checkpoint to another layout, format or spec")
     _add_megatron(relayout)
     _add_output(relayout)
@@ -69,9 +71,24 @@ def _add_reference(sub: Parser) -> None:
     )
 
 
-def _add_output(sub: Parser) -> None:
+def _add_gguf(sub: Parser) -> None:
+    sub.add_argument("--gguf", type=Path, required=True, metavar="FILE", help="the whole model in one file")
+    words = "a directory with the model's own tokenizer, in place of the file's"
+    sub.add_argument("--tokenizer", type=Path, metavar="DIR", help=words)
+    _add_output(sub, dtype="fp32", help="default: fp32, which holds every number of the file")
+    _add_shard_size(sub)
+
+
+def _add_shard_size(sub: Parser) -> None:
+    words, size = "of one safetensors file", 5 * 10**9
+    sub.add_argument(
+        "--max-shard-size", dest="max_shard_bytes", type=num_bytes, default=size, metavar="5GB", help=words
+    )
+
+
+def _add_output(sub: Parser, *, dtype: str | None = None, help: str = "default: that of the source") -> None:
     sub.add_argument("--out", type=Path, required=True, metavar="DIR")
-    sub.add_argument("--dtype", choices=DTYPES, help="default: that of the source")
+    sub.add_argument("--dtype", choices=DTYPES, default=dtype, help=help)
     sub.add_argument("--force", action="store_true", help="replace an existing checkpoint, once the new one is whole")
     sub.add_argument("--workers", type=positive, metavar="N", help="threads; default: all cores")
 

@@ -342,5 +342,7 @@ def silence_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed|vllm")
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
     warnings.filterwarnings("ignore", message=r"(Transformer Engine and Apex are|Apex is) not installed")
+    # Each rank has chosen its GPU before.
+    warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
     warnings.filterwarnings("ignore", message="full scope is deprecated")
     warnings.filterwarnings("ignore", message="When using async grad allreduce it is recommended")

@@ -11,8 +11,8 @@ the kernels would leave out the gradient of their log-sum-exp. Nothing of the si
 *Plain*: each segment's keys behind a copy of those of its ancestors that it sees. For sliding windows that bite, for
 numbers that have no kernel, and to compare with.
 
-The merged way on a GPU has not been run: its kernels are tested by what they are called with, against a stand-in that
-does what torch 2.13's source says (torch/nn/attention/varlen.py).
+On a GPU the merged way calls the two kernels of torch's `varlen_attn`. A CPU has none of them: in tests a stand-in does
+what the source of torch 2.11 and 2.13 says (torch/nn/attention/varlen.py); `make test-gpu` compares with fp64.
 
 Legend: T tokens of the row, S keys in front of which copies stand, N query heads and G key-value groups of this rank, D
 head dimension; L queries and K keys of a part; B blocks of equal shape.
@@ -69,7 +69,7 @@ def kernel_for(device: str, dtype: torch.dtype, head_dim: int, window: int | Non
         return None, why
     kernels = _varlen_kernels()
     if kernels is None:
-        return None, f"torch {torch.__version__} has no varlen_attn whose backward takes what was merged; 2.13 has"
+        return None, f"torch {torch.__version__} has no varlen_attn whose backward takes what was merged; 2.11 has"
     return Varlen(*kernels), why
 
 
@@ -233,21 +233,26 @@ def _row(x_BNL: Tensor) -> Tensor:
 
 
 class Varlen:
-    """The two kernels of torch's `varlen_attn`, one call for blocks of any shape. They are private, and have not been
-    run here: see the head of this file."""
+    """The two kernels of torch's `varlen_attn`, one call for blocks of any shape. They are private: see the head of
+    this file.
 
-    def __init__(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
-        self._forward, self._backward = forward, backward
+    says_groups: the forward asks whether there are fewer key-value groups than heads. The one before 2.13 takes them
+    unasked.
+    """
+
+    def __init__(self, forward: Callable[..., Any], backward: Callable[..., Any], says_groups: bool = True) -> None:
+        self._forward, self._backward, self._says_groups = forward, backward, says_groups
 
     def calls(self, part: Part) -> Sequence[Part]:
         return (part,)
 
     def forward(self, inputs: Inputs, part: Part, how: How) -> tuple[Tensor, Tensor]:
         query, key, value = _cut(inputs, part)
-        grouped = query.size(1) != key.size(1)
-        out, lse_NL, _ = self._forward(
-            query, key, value, *part.borders, how.causal, how.scale, _window(how.causal), grouped
-        )
+        grouped = (query.size(1) != key.size(1),) if self._says_groups else ()
+        # For a longest of one query and fewer groups than heads, the kernel takes it that all blocks have one.
+        borders = part.borders._replace(longest_query=max(2, part.borders.longest_query))
+        options = (how.causal, how.scale, _window(how.causal), *grouped)
+        out, lse_NL, _ = self._forward(query, key, value, *borders, *options)
         expected, got = (query.size(1), query.size(0)), tuple(lse_NL.shape)
         assert got == expected, f"varlen_attn's log-sum-exp is [heads, queries] = {expected}, got {got}"
         return out, lse_NL.t()
@@ -272,23 +277,25 @@ def _window(causal: bool) -> list[int]:
     return [-1, 0] if causal else [-1, -1]
 
 
-FORWARD = "query key value cu_seq_q cu_seq_k max_q max_k is_causal scale window_size enable_gqa"
+FORWARD = "query key value cu_seq_q cu_seq_k max_q max_k is_causal scale window_size"
+GROUPED = "enable_gqa"
+"""The next one, since 2.13."""
 BACKWARD = "grad_out query key value out lse cu_seq_q cu_seq_k max_q max_k is_causal rng_state scale window_size"
-"""The arguments of torch 2.13's kernels in their order, as far as they are given here."""
+"""The arguments of the kernels of torch 2.11 to 2.13 in their order, as far as they are given here."""
 
 
 @cache
-def _varlen_kernels() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """torch's own; None where there are none, or others."""
+def _varlen_kernels() -> tuple[Callable[..., Any], Callable[..., Any], bool] | None:
+    """torch's own, and whether the first wants to be told of query groups; None where there are none, or others."""
     if find_spec("torch.nn.attention.varlen") is None:
         return None
     importlib.import_module("torch.nn.attention.varlen")
     ops: list[Any] = [getattr(torch.ops.torch_attn, name, None) for name in ("_varlen_attn", "_varlen_attn_backward")]
-    for op, wanted in zip(ops, (FORWARD, BACKWARD), strict=True):
-        names = [] if op is None else [argument.name for argument in op.default._schema.arguments]
-        if names[: len(wanted.split())] != wanted.split():
+    names = [[] if op is None else [argument.name for argument in op.default._schema.arguments] for op in ops]
+    for found, wanted in zip(names, (FORWARD, BACKWARD), strict=True):
+        if found[: len(wanted.split())] != wanted.split():
             return None
-    return ops[0], ops[1]
+    return ops[0], ops[1], names[0][len(FORWARD.split()) :][:1] == [GROUPED]
 
 
 # --- plain ----------------------------------------------------------------------------------------

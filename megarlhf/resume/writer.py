@@ -35,6 +35,7 @@ from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, 
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.utils._pytree import tree_map
 
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.resume import point
@@ -149,11 +150,11 @@ class Writer:
             jobs.append((directory / name, plan, planner))
             if whole is not None:
                 metadata[name] = whole
+        commons, files = to_host((content.commons, dict(content.files) if self._runtime.is_main else {}))
         synchronize(self._runtime.device)
-        completion, files = None, {}
+        completion = None
         if self._runtime.is_main:
-            completion = _Completion(self._runtime.world_size, metadata, content.commons, complete)
-            files = dict(content.files)
+            completion = _Completion(self._runtime.world_size, metadata, commons, complete)
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe(duplex=False)
         sys.stdout.flush()
@@ -244,6 +245,11 @@ def to_fork(data: Tensor, device: torch.device) -> Tensor:
     return data if device.type == "cpu" else data.clone()
 
 
+def to_host(tree: Any) -> Any:
+    """The same containers, with tensors in the host's memory: a forked process cannot read a GPU's."""
+    return tree_map(lambda leaf: leaf.to("cpu", non_blocking=True) if isinstance(leaf, Tensor) else leaf, tree)
+
+
 def _end(job: _Job) -> None:
     job.connection.close()
     if job.answer is None or job.answer[0]:
@@ -313,7 +319,7 @@ def _write_files(directory: Path, jobs: list[Any], files: Mapping[str, Any]) -> 
         folder.mkdir(parents=True, exist_ok=True)
         results[folder.name] = []
         if plan.items:
-            results[folder.name] = FileSystemWriter(folder, sync_files=True).write_data(plan, planner).value()
+            results[folder.name] = _storage(folder).write_data(plan, planner).value()
             written.append(folder / f"{plan.storage_data.prefix}0.distcp")
     for name, value in files.items():
         path = directory / name
@@ -327,6 +333,12 @@ def _write_files(directory: Path, jobs: list[Any], files: Mapping[str, Any]) -> 
         sync(path)
         written.append(path)
     return _Note(results, {str(path.relative_to(directory)): digest_of(path) for path in written})
+
+
+def _storage(folder: Path) -> FileSystemWriter:
+    """Where torch sees a GPU, its writer copies ahead on a stream of it, which a forked process cannot have; 0 leaves
+    that out. All that is written is in the host's memory already."""
+    return FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
 
 
 def _leave_note(directory: Path, rank: int, note: _Note) -> None:

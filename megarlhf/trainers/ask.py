@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megarlhf.collective_errors import from_first_rank
 from megarlhf.config.ask import AskConfig
-from megarlhf.data.samples import PromptSample, Unusable
+from megarlhf.data.samples import PromptSample, Unusable, reading_in_words
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.planning.encoders import prompt_encoder
 from megarlhf.rollout.engine import sample_seed
@@ -27,16 +28,22 @@ def run(cfg: AskConfig, runtime: Runtime, model: Path) -> None:
     """Print a response to each prompt of the command line, or to what is typed, until there is no more.
 
     Raises: ValueError for a prompt of the command line that cannot be used."""
-    encode = prompt_encoder(cfg.data, cfg.actor.model.tokenizer_place()).open()
+    encoder = prompt_encoder(cfg.data, cfg.actor.model.tokenizer_place())
+    encode = encoder.open()
 
     def encoded(text: str) -> PromptSample:
         try:
-            return encode(0, {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text})
+            return encode(0, record_of(text))
         except Unusable as reason:
             limit = f"; the limit is data.max_prompt_tokens = {cfg.data.max_prompt_tokens}"
             raise ValueError(f"{reason}{limit if 'longer' in str(reason) else ''}") from None
 
+    def record_of(text: str) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+
     chat = cfg.data.template_mode == "chat"
+    if runtime.is_main and (read_as := reading_in_words(encoder, record_of("x"))):
+        print(f"prompts: {read_as}", file=sys.stderr, flush=True)
     asked = [encoded(text) for text in cfg.prompts]  # before a model is built
     tokenizer = load_tokenizer(cfg.actor.model.tokenizer_place())
     sampling = sampling_of(cfg.rollout, cfg.actor, tokenizer, greedy=cfg.greedy, data=cfg.data)

@@ -117,6 +117,12 @@ def test_all_right_is_not_taken_for_certain_and_all_ties_are_one_half():
     assert (ties.low, ties.value, ties.high) == (0.5, 0.5, 0.5)
 
 
+@pytest.mark.parametrize("count", [1, 7, 64, 333])
+def test_none_and_all_are_ends_of_their_intervals(count):
+    assert share_of(torch.zeros(count)).low == 0.0
+    assert share_of(torch.ones(count)).high == 1.0
+
+
 def coverage(draw, interval, truth, trials=1500):
     inside = 0
     for seed in range(trials):

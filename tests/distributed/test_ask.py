@@ -46,7 +46,8 @@ def test_prompts_of_the_command_line_get_what_a_file_of_them_gets(file: Path, ra
     data = [f"data.train={tmp_path / 'prompts.jsonl'}", "data.max_prompt_tokens=16"]
     ranks.run(2, "command", "generate", "-c", str(file), layout, *data)
     lines = [json.loads(line) for line in (tmp_path / "run" / "responses.jsonl").read_text().splitlines()]
-    said = [line for line in first.splitlines() if not line.startswith("[rank")]
+    read_as, *said = [line for line in first.splitlines() if not line.startswith("[rank")]
+    assert read_as == "prompts: texts as they stand"
     assert [line for line in said if "cut at" not in line] == [line["response"] for line in lines]
     assert len([line for line in said if "cut at" in line]) == sum(not line["finished"] for line in lines)
     assert second == ""

@@ -6,10 +6,7 @@ Not covered: GPUs, NCCL, Triton's kernels outside its interpreter, srun. The che
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import time
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +26,13 @@ from tools.gpu_check.cases import (
     DTYPES,
     LAYOUTS,
     PACKED,
+    RESUME_LAYOUTS,
     Job,
     Launch,
     MemorySize,
     memory_jobs,
     ppo_job,
+    resume_jobs,
     sft_job,
     write_inputs,
 )
@@ -150,6 +149,25 @@ def test_a_job_that_fails_is_told_with_its_error_and_the_next_is_not_begun(
     assert (after.status, "not begun" in after.note) == ("FAILED", True)
 
 
+def test_a_run_that_goes_on_passes_and_one_without_its_resume_point_does_not(
+    ranks: RankPool, inputs: Path, tmp_path: Path
+) -> None:
+    """On one rank, to the bit. Then without a resume point, as runs on a GPU once were: the start that is to go on from
+    it is refused."""
+    launch = Launch(check="resume", case="tp1", ranks=1, jobs=resume_jobs(inputs, tmp_path / "runs", {}))
+    rows = command.run_launch(launch, tmp_path, PoolStart(ranks), {}, ON_A_CPU)
+    assert [(row.status, row.measured) for row in rows] == [("passed", 0.0)] * 2, rows
+    (whole, _, rest, _) = start.results_of(tmp_path / launch.name / "launch.json")
+    assert [step["step"] for step in rest["metrics"]] == [step["step"] for step in whole["metrics"]]
+    rest["metrics"][-1]["loss"] *= 1.001
+    assert [row.status for row in checks.resume(launch, [whole, rest])] == ["FAILED"]
+    shutil.rmtree(tmp_path / "runs" / "parts" / "resume")
+    grown = {"train": {**launch.jobs[2].config["train"], "num_steps": 8}}
+    again = replace(launch, case="lost", jobs=[replace(launch.jobs[2], config={**launch.jobs[2].config, **grown})])
+    (row,) = command.run_launch(again, tmp_path, PoolStart(ranks), {}, ON_A_CPU)
+    assert (row.status, "resume" in row.note) == ("FAILED", True), row
+
+
 # --- memory ---------------------------------------------------------------------------------------
 
 
@@ -241,9 +259,9 @@ def test_a_machine_that_is_too_small_says_so_case_by_case(inputs: Path, tmp_path
     ranks up to a node's also over both. TransformerEngine: each job with our layers too."""
     one, skipped = launches(Machine(gpus_per_node=1), CHECKS, inputs, tmp_path)
     assert [(launch.check, launch.case) for launch in one] == [
-        ("sft", "tp1"), ("ppo", "tp1"), ("engine", "tp1_to_tp1"), ("memory", "sft tp1"),
-        ("memory", "sft_streamed tp1"), ("memory", "sft_recomputed tp1"), ("memory", "sft_core_attention tp1"),
-        ("memory", "sft_experts tp1"), ("memory", "ppo tp1"),
+        ("sft", "tp1"), ("ppo", "tp1"), ("prompts", "tp1"), ("resume", "tp1"), ("engine", "tp1_to_tp1"),
+        ("memory", "sft tp1"), ("memory", "sft_streamed tp1"), ("memory", "sft_recomputed tp1"),
+        ("memory", "sft_core_attention tp1"), ("memory", "sft_experts tp1"), ("memory", "ppo tp1"),
     ]  # fmt: skip
     assert {row.note for row in skipped} == {f"needs {n} GPUs, there is 1" for n in (2, 4, 8)}
     assert {row.status for row in skipped} == {"skipped"}
@@ -304,51 +322,7 @@ def test_the_table_and_the_exit_status(capsys: pytest.CaptureFixture) -> None:
     assert "needs 2 GPUs, there is 1" in printed
 
 
-# --- starting ranks -------------------------------------------------------------------------------
-
-
-def test_ranks_that_hang_are_ended_and_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    script = "import os, signal, sys, time; print(os.getpid(), flush=True); time.sleep(60)"
-    monkeypatch.setattr(start, "PROGRAM", ("-c", script))
-    launch = Launch(check="sft", case="tp1", ranks=1, seconds=1.0)
-    began = time.monotonic()
-    assert start.Processes()(launch, launch.dump(tmp_path)) == "did not end in 1 s"
-    assert time.monotonic() - began < 50
-    pid = int((tmp_path / launch.name / "output.log").read_text())
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-
-
-def test_ranks_start_through_srun_with_their_places_and_a_port_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A stand-in for srun writes down its arguments."""
-    srun = tmp_path / "srun"
-    srun.write_text('#!/bin/sh\necho "$@"\necho "$MASTER_PORT $NVIDIA_TF32_OVERRIDE"\nexit 3\n')
-    srun.chmod(0o755)
-    monkeypatch.setenv("MASTER_PORT", "20000")
-    monkeypatch.delenv("MEGARLHF_PYTHON", raising=False)
-    processes = start.Processes([str(srun), "--label", "apptainer", "exec"])
-    launch = Launch(check="sft", case="tp2pp2 over 2 nodes", ranks=4, nodes=2)
-    path = launch.dump(tmp_path)
-    for port in ("20000", "20001"):
-        assert processes(launch, path) == "ended with exit status 3"
-        words, environment = start.log_of(path).read_text().splitlines()
-        assert words == (
-            "--nodes=2 --ntasks=4 --ntasks-per-node=2 --relative=0 --label apptainer exec "
-            f"python3 -m tools.gpu_check.rank {path}"
-        )
-        assert environment == f"{port} 0"
-
-
-def test_make_says_it_and_ends_with_two() -> None:
-    """As a user types it, where there is no GPU."""
-    if capabilities().device_count:
-        pytest.skip("this machine has a GPU")
-    asked = ["make", "--no-print-directory", "test-gpu", f"PY={sys.executable}"]
-    done = subprocess.run(asked, cwd=start.ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "torch sees no GPU on this machine" in done.stderr
+# --- the jobs -------------------------------------------------------------------------------------
 
 
 def test_no_record_is_too_long_and_no_batch_larger_than_the_data(inputs: Path, tmp_path: Path) -> None:
@@ -374,11 +348,12 @@ def test_no_record_is_too_long_and_no_batch_larger_than_the_data(inputs: Path, t
             built, skipped = build_prompts(records, tokenizer, max_prompt_tokens=data.max_prompt_tokens)
         assert not skipped.reasons, (job.name, skipped)
         assert len(built) == (16 if "long" in words_of(data.train) else 64)
-    assert len(seen) == 4
+    assert len(seen) == 5
 
 
 def test_every_job_has_a_run_directory_of_its_own(inputs: Path, tmp_path: Path) -> None:
     """Of one kind of layers: the second kind overwrites the first, whose metrics have been read."""
     planned, _ = launches(Machine(gpus_per_node=8), CHECKS, inputs, tmp_path)
     jobs: list[Job] = [job for launch in planned for job in launch.jobs]
-    assert len({job.config["run"]["dir"] for job in jobs}) == len(jobs)
+    alone = [job for job in jobs if job.name != "resume rest"]  # which goes on in the directory of the one before it
+    assert len({job.config["run"]["dir"] for job in alone}) == len(alone) == len(jobs) - len(RESUME_LAYOUTS)

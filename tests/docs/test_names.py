@@ -21,6 +21,7 @@ NOT_OURS = {
     "my_rules.py",
     "tests/distributed/test_sum.py",
     "sft.yaml",
+    "chat.yaml",
     "config.yaml",
     "best.yaml",
     "perplexity.yaml",

@@ -1,11 +1,13 @@
 """Attention over rows whose segments continue others: each sequence as if it stood alone.
 
-Not covered: varlen_attn's kernels, which need a GPU; a stand-in that does what torch 2.13's source says they do has
-their place. That the work is counted as it is done: tests/rehearsal/test_work.py.
+Not covered: varlen_attn's kernels, which need a GPU (`make test-gpu`, its check `prompts`); a stand-in that does what
+the source of torch 2.11 and 2.13 says they do has their place. That the work is counted as it is done:
+tests/rehearsal/test_work.py.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import random
@@ -14,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from megarlhf.kernels.backends import log_once
 from megarlhf.models import tree_attention as module
@@ -281,18 +284,26 @@ def test_a_row_in_another_order_is_refused(parents, said):
 
 
 class StandIn:
-    """What torch 2.13's `_varlen_attn` and `_varlen_attn_backward` do, by torch/nn/attention/varlen.py and the kernel's
-    documentation: log-sum-exp [N, L]; the last query aligned with the last key; the backward believes the output and
-    the log-sum-exp that it is given. Keys without queries get no gradient: what is in memory is left there."""
+    """What `_varlen_attn` and `_varlen_attn_backward` do, by torch/nn/attention/varlen.py and the kernel's source:
+    log-sum-exp [N, L]; the last query aligned with the last key; the backward believes the output and the log-sum-exp
+    that it is given. Keys without queries get no gradient: what is in memory is left there.
 
-    def __init__(self) -> None:
+    says_groups: torch 2.13's, which is told of query groups; 2.11's is not."""
+
+    def __init__(self, says_groups: bool = True) -> None:
+        self.says_groups = says_groups
         self.forwards: list[tuple[list[int], list[int], bool]] = []
         self.backwards: list[tuple[list[int], list[int], bool]] = []
 
-    def forward(self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, scale, window_size, enable_gqa):
-        assert enable_gqa == (query.size(1) != key.size(1))
+    def forward(self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, scale, window_size, *enable_gqa):
+        grouped = query.size(1) != key.size(1)
+        assert enable_gqa == ((grouped,) if self.says_groups else ())
+        # From one query a block and fewer groups than heads it makes one row of heads, of blocks that all have one.
+        assert is_causal or not grouped or max_q > 1 or cu_seq_q.diff().eq(1).all()
         out, lse = torch.full_like(query, math.nan), query.new_full((query.size(1), len(query)), math.nan)
-        blocks = self._blocks(query, key, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, window_size)
+        longest = (int(cu_seq_q.diff().max()), max_k)
+        assert max_q in (longest[0], 2)
+        blocks = self._blocks(query, key, cu_seq_q, cu_seq_k, *longest, is_causal, window_size)
         self.forwards.append((cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist(), is_causal))
         for at, keys, seen in blocks:
             out[at], lse[:, at] = attention(query[at], key[keys], value[keys], scale, seen)
@@ -337,11 +348,11 @@ class StandIn:
 
 
 @pytest.mark.parametrize("groups", [4, 2])
-@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("scale, says_groups", [(None, True), (0.3, False)])
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_varlens_kernels_are_called_as_they_want_it(row, groups, scale):
-    stand_in, trees = StandIn(), packed_row(row[0], CPU, parents=row[1]).trees
-    kernel = Varlen(stand_in.forward, stand_in.backward)
+def test_varlens_kernels_are_called_as_they_want_it(row, groups, scale, says_groups):
+    stand_in, trees = StandIn(says_groups), packed_row(row[0], CPU, parents=row[1]).trees
+    kernel = Varlen(stand_in.forward, stand_in.backward, says_groups)
     given = inputs(row, groups)
     actual = with_gradients(lambda *x: merged_attention(*x, trees, kernel, scale=scale), *given)
     close(actual, with_gradients(lambda *x: alone(*x, row, scale, None), *given))
@@ -365,15 +376,30 @@ def test_the_calls_of_two_levels_by_hand():
     assert [(run.query, run.key, run.shapes) for run in part.runs] == [(14, 2, ((13, 3),)), (27, 9, ((1, 5),))]
 
 
+def test_one_token_behind_one_of_several_prompts():
+    """The longest block has one query, and the one between has none: the kernel is not told so, or it would take it
+    that each has one."""
+    row = ((3, 4, 5, 1, 1), (-1, -1, -1, 0, 2))
+    stand_in, trees, given = StandIn(), packed_row(row[0], CPU, parents=row[1]).trees, inputs(row, 2)
+    kernel = Varlen(stand_in.forward, stand_in.backward)
+    actual = with_gradients(lambda *x: merged_attention(*x, trees, kernel, scale=None), *given)
+    close(actual, with_gradients(lambda *x: alone(*x, row, None, None), *given))
+    assert stand_in.forwards[1] == ([1, 0, 1], [3, 4, 5], False)
+
+
 def test_the_installed_torch_has_the_kernels(monkeypatch):
-    """And one that has others, or none, goes the plain way."""
+    """And one that has others, or none, goes the plain way. What 2.11 has is told of no groups."""
     found = _varlen_kernels()
-    assert found == (torch.ops.torch_attn._varlen_attn, torch.ops.torch_attn._varlen_attn_backward)
+    says_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    assert found == (torch.ops.torch_attn._varlen_attn, torch.ops.torch_attn._varlen_attn_backward, says_groups)
     _varlen_kernels.cache_clear()
     try:
+        monkeypatch.setattr(module, "GROUPED", "another")
+        assert _varlen_kernels() == (*found[:2], False)
+        _varlen_kernels.cache_clear()
         monkeypatch.setattr(module, "BACKWARD", module.BACKWARD.replace("rng_state", "philox"))
         assert kernel_for("cuda", torch.bfloat16, 64, None)[0] is None
-        assert "2.13 has" in kernel_for("cuda", torch.bfloat16, 64, None)[1]
+        assert "2.11 has" in kernel_for("cuda", torch.bfloat16, 64, None)[1]
         _varlen_kernels.cache_clear()
         monkeypatch.setattr(module, "find_spec", lambda name: None)
         assert kernel_for("cuda", torch.bfloat16, 64, None)[0] is None

@@ -3,7 +3,9 @@
 from collections import namedtuple
 from pathlib import Path
 
+import pytest
 import torch
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter, load
 
 from megarlhf.resume import writer
 from tests.command import python
@@ -53,3 +55,35 @@ def test_a_rank_of_several_threads_with_vllm_can_write() -> None:
     """The process that is forked has none of OpenMP's threads, and would wait for them for ever."""
     done = python("-c", PARENT_OF_TWO_THREADS)
     assert done.stdout.split("\n")[:2] == ["cloned", "ended 0 (None, 0)"], done.stdout + done.stderr[-2000:]
+
+
+def test_the_process_that_writes_leaves_the_gpu_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's writer asks for a stream where it sees a GPU, which a forked process is refused ("Cannot re-initialize
+    CUDA in forked subprocess"); so is this one, whose torch has no CUDA. Without a GPU only that is covered:
+    `make test-gpu` has the rest."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({"weight": torch.arange(6.0)}, is_coordinator=True)
+    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+    (plan,) = FileSystemWriter("unused").prepare_global_plan(plans)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("the process that writes asked for a GPU"))
+    note = writer._write_files(tmp_path, [(tmp_path / "actor", planner.finish_plan(plan), planner)], {})
+    writer._finish(tmp_path, "actor", metadata, [note.results["actor"]], {})
+    monkeypatch.undo()
+    found = {"weight": torch.zeros(6)}
+    load(found, storage_reader=FileSystemReader(tmp_path / "actor"), no_dist=True)
+    assert found["weight"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_nothing_of_the_device_is_left_to_the_process_that_writes() -> None:
+    """Samples of the step that a point lies in, by a stand-in for a tensor on a GPU; what is no tensor stays."""
+
+    class OnDevice(torch.Tensor):
+        def to(self, *arguments: object, **options: object) -> torch.Tensor:  # type: ignore[override]
+            assert (arguments, options) == (("cpu",), {"non_blocking": True})
+            return torch.tensor([7.0])
+
+    table = {"experience": {"columns": [OnDevice()]}, "updates": 3, "why": ("x", None)}
+    host = writer.to_host(table)
+    assert host["experience"]["columns"][0].tolist() == [7.0]
+    assert {**host, "experience": 0} == {"experience": 0, "updates": 3, "why": ("x", None)}

@@ -64,6 +64,21 @@ def assert_same_files(actual: Path, expected: Path) -> None:
         assert torch.equal(a[name].view(torch.int16), value.view(torch.int16)), name
 
 
+def test_nine_heads_at_tp3(tmp_path):
+    """The shape of SmolLM2-135M: nine heads on three KV heads, tied, at TP3 PP2 in both formats, and back."""
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "tie_word_embeddings": True}
+    hf = write_model("llama", tmp_path / "hf", **heads)
+    for format in ("torch_dist", "mp_rank"):
+        convert(open_checkpoint(hf), tmp_path / format, MegatronTarget(tp=3, pp=2, format=format))
+        stored = open_checkpoint(tmp_path / format)
+        assert (stored.layout.tp, stored.layout.pp, stored.layout.padded_vocab) == (3, 2, 384)
+        convert(stored, tmp_path / f"{format}_back", HuggingFaceTarget())
+        back, source = tensors_of(tmp_path / f"{format}_back"), tensors_of(hf)
+        assert back.keys() == source.keys()
+        assert all(torch.equal(back[name], tensor) for name, tensor in source.items())
+    assert digests(open_checkpoint(tmp_path / "mp_rank")) == digests(open_checkpoint(hf))
+
+
 @pytest.mark.parametrize("family", sorted(CONFIGS))
 def test_there_and_back_at_every_layout(models, tmp_path, family):
     """Bit for bit, config and tokenizer kept; the copy is what transformers loads."""

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +31,14 @@ from tools.gpu_check.plan import CHECKS, Machine, launches
 from tools.gpu_check.rows import Row, exit_status, failed, show, write
 from tools.gpu_check.start import ROOT, Processes, Start, log_of, results_of
 
-KERNEL_CHECKS = {"log-probs": "benchmarks.gpu_logprob", "packed rows": "benchmarks.gpu_packed"}
+KERNEL_CHECKS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "kernels": {
+        "log-probs": ("benchmarks.gpu_logprob", "--check"),
+        "packed rows": ("benchmarks.gpu_packed", "--check"),
+    },
+    "prompts": {"attention": ("tools.gpu_check.prompts",)},
+}
+"""By check and case: a module that compares with fp64, and words for it."""
 KERNEL_SECONDS = 600
 
 
@@ -85,6 +92,10 @@ def run_launch(launch: Launch, out: Path, start: Start, expected: dict[str, Any]
     rows: list[Row] = []
     if launch.check in ("sft", "ppo"):
         rows = checks.parity(launch, results, expected["figures"])
+    elif launch.check == "resume":
+        rows = checks.resume(launch, results)
+    elif launch.check == "prompts":
+        rows = checks.prompts(launch, results)
     elif launch.check == "engine":
         rows = checks.engine(launch, results, expected["digests"])
     elif results:
@@ -106,13 +117,13 @@ def _memory(launch: Launch, path: Path, result: dict[str, Any], machine: Machine
     return checks.memory(launch, result, rehearsed)
 
 
-def kernel_rows(out: Path, on_gpu: bool) -> list[Row]:
-    """The checks of benchmarks/gpu_check.py and gpu_packed_check.py, each in a process: one may lose the device."""
+def kernel_rows(check_name: str, out: Path, on_gpu: bool) -> list[Row]:
+    """What a check compares with fp64, each case in a process: one may lose the device."""
     rows: list[Row] = []
-    for case, module in KERNEL_CHECKS.items():
+    for case, (module, *words) in KERNEL_CHECKS[check_name].items():
         path = out / "kernels" / f"{module}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", module, "--check", "--out", str(path), "--limit", str(KERNEL_SECONDS)]
+        command = [sys.executable, "-m", module, *words, "--out", str(path), "--limit", str(KERNEL_SECONDS)]
         with path.with_suffix(".log").open("w") as log:
             try:
                 status = subprocess.run(
@@ -126,9 +137,9 @@ def kernel_rows(out: Path, on_gpu: bool) -> list[Row]:
             except subprocess.TimeoutExpired:
                 status = -1
         found = json.loads(path.read_text()).get("checks", []) if path.is_file() else []
-        rows += checks.kernels(case, found)
+        rows += checks.kernels(case, found, check_name)
         if status and not any(check["passed"] is False for check in found):
-            rows.append(failed("kernels", case, f"ended with exit status {status}; see {path.with_suffix('.log')}"))
+            rows.append(failed(check_name, case, f"ended with exit status {status}; see {path.with_suffix('.log')}"))
     return rows
 
 
@@ -209,9 +220,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     planned, rows = launches(machine, arguments.only, write_inputs(out / "inputs"), out)
     expected = checks.load_expected()
-    if "kernels" in arguments.only:
-        print("kernels ...", flush=True)
-        rows = kernel_rows(out, machine.on_gpus) + rows
+    for check_name in (name for name in KERNEL_CHECKS if name in arguments.only):
+        print(f"{check_name} ...", flush=True)
+        rows += kernel_rows(check_name, out, machine.on_gpus)
     for number, launch in enumerate(planned, 1):
         print(f"{number} of {len(planned)}: {launch.check} {launch.case}, {launch.ranks} rank(s) ...", flush=True)
         rows += run_launch(launch, out, start, expected, machine)

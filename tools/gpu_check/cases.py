@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,7 +34,9 @@ ENGINES: Mapping[str, tuple[str, int]] = {
     "tp2pp2_to_tp2": ("tp2pp2", 2),
 }
 """(the trainer's layout, vLLM's tp)."""
+PROMPT_LAYOUTS, PROMPT_MODELS = ("tp1", "tp2"), ("dense", "grouped")
 MEMORY_LAYOUTS = ("tp1", "tp2", "tp2pp2")
+RESUME_LAYOUTS = ("tp1", "tp2pp2dp2")
 
 _COMMON: Mapping[str, Any] = {
     "hidden_size": 256,
@@ -179,7 +181,7 @@ def write_inputs(directory: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         (folder / "tokenizer.model").write_bytes(tokenizer)
-    for name, rows in {"sums": _sums(64), "long": _long(16)}.items():
+    for name, rows in {"sums": _sums(64), "shots": _shots(64), "long": _long(16)}.items():
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return directory
 
@@ -188,6 +190,12 @@ def _sums(count: int) -> list[dict[str, str]]:
     """Prompts and responses of different lengths."""
     pairs = [(3 + 7 * n % 90, 1 + 13 * n % 95) for n in range(count)]
     return [{"prompt": f"{a}+{b}=", "response": str(a * b * (a + b))} for a, b in pairs]
+
+
+def _shots(count: int) -> list[dict[str, str]]:
+    """Prompts of 50 to 76 tokens, several times as long as their responses."""
+    sums = [f"{a}+{b}={a + b}" for a, b in ((3 + 7 * n % 90, 1 + 13 * n % 95) for n in range(count + 9))]
+    return [{"prompt": "".join(sums[n : n + 8 + n % 2]) + "=", "response": str(n)} for n in range(count)]
 
 
 def _long(count: int) -> list[dict[str, str]]:
@@ -232,6 +240,23 @@ def sft_job(inputs: Path, runs: Path, model: str, dtype: Dtype, parallel: Mappin
     return Job(name=name, command="sft", config=config)
 
 
+def resume_jobs(inputs: Path, runs: Path, parallel: Mapping[str, Any]) -> list[Job]:
+    """Fine-tuning of six steps; four steps of the same in another directory; and the same command, which goes on there
+    with two more. Then a step of PPO with a resume point after each update: those inside a step hold its samples."""
+    base = sft_job(inputs, runs, "grouped", "fp32", parallel)
+    jobs = []
+    for part, where, steps in (("whole", "whole", 6), ("first", "parts", 4), ("rest", "parts", 6)):
+        changes = {
+            "run": {"dir": str(runs / where), "on_existing": "resume"},
+            "checkpoint": {"every": 2, "every_minutes": 0},
+            "train": {**base.config["train"], "num_steps": steps},
+        }
+        jobs.append(Job(name=f"resume {part}", command="sft", config={**base.config, **changes}))
+    ppo = ppo_job(inputs, runs, "grouped", "fp32", parallel)
+    often = {"checkpoint": {"every_updates": 1, "every_minutes": 0, "keep": 8, "background": False}}
+    return [*jobs, replace(ppo, name="resume inside", config={**ppo.config, **often})]
+
+
 def ppo_job(inputs: Path, runs: Path, model: str, dtype: Dtype, parallel: Mapping[str, Any]) -> Job:
     """One step of PPO on given responses, with two updates of actor and critic."""
     name = f"ppo {model} {dtype}"
@@ -256,6 +281,39 @@ def ppo_job(inputs: Path, runs: Path, model: str, dtype: Dtype, parallel: Mappin
             "logprob_gap": {"mean": 1e3, "p999": 1e3},
         },
         "algo": {"entropy_coef": 0.01, "kl": {"coef": 0.05}},
+        "samples": {"count": 0},
+    }
+    return Job(name=name, command="rl", config=config, given=24)
+
+
+def grpo_job(inputs: Path, runs: Path, model: str, dtype: Dtype, parallel: Mapping[str, Any], *, shared: bool) -> Job:
+    """One step of GRPO on given responses, four to a prompt, with two updates; `shared`: prompts are computed once."""
+    name = f"prompts {model} {'shared' if shared else 'unshared'} {dtype}"
+    config = {
+        **_common(runs, name),
+        "actor": _role(inputs, model, dtype, parallel),
+        "reference": _role(inputs, "reference", dtype, parallel),
+        "rewards": [{"kind": "rule", "rule": REWARD, "name": "length", "workers": 0}],
+        "data": {"train": str(inputs / "shots.jsonl"), "max_prompt_tokens": 96},
+        "train": {
+            "num_steps": 1,
+            "prompts_per_step": 8,
+            "mini_batch_samples": 16,
+            "max_tokens_per_micro_batch": 320,
+            "shuffle": "groups",
+            "share_prompts": shared,
+        },
+        "rollout": {
+            "engine": "megatron",
+            "num_samples_per_prompt": 4,
+            "max_response_tokens": 24,
+            "logprob_gap": {"mean": 1e3, "p999": 1e3},
+        },
+        "algo": {
+            "advantage": "grpo",
+            "entropy_coef": 0.01,
+            "kl": {"coef": 0.05, "placement": "loss", "estimator": "k3"},
+        },
         "samples": {"count": 0},
     }
     return Job(name=name, command="rl", config=config, given=24)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarlhf.resume.point import find_points
 from tools.gpu_check.cases import Job, Launch
 from tools.gpu_check.memory import PhasePeak, compare
 from tools.gpu_check.plan import UNCOUNTED
@@ -38,8 +39,17 @@ SCALES: Mapping[str, float] = {
 """Figures that are compared, and below which size an error is no longer relative to them."""
 LIMITS: Mapping[str, float] = {"fp32": 1e-4, "bf16": 0.2}
 """Of an error, by dtype. Both are stated with their reasons in docs/cluster.md."""
+PROMPT_LIMITS: Mapping[str, float] = {"fp32": 1e-4, "bf16": 0.05}
+"""The same of a run with shared prompts and one without, on one device."""
+NEAR: Mapping[str, str] = {
+    "kernels": "each within 4 times what torch in fp32 is off, or a rounding",
+    "prompts": "each within 4 times what the row without sharing is off, or a rounding",
+}
 GAP_LIMITS: Mapping[str, float] = {"rollout_logprob_gap_mean": 0.02, "rollout_logprob_gap_p999": 0.25}
 """Nats, in bf16."""
+RESUMED_LIMIT = 1e-5
+"""Of an error, in fp32. On a CPU the bits are the same; kernels of a GPU may add in another order."""
+POINTS = [(0, 1), (1, 0)]
 MEMORY_LIMIT = 0.05
 """Of a phase's peak."""
 CERTIFICATES = 2
@@ -81,7 +91,13 @@ def figures_of(result: Mapping[str, Any]) -> dict[str, list[float]]:
 # --- parity ---------------------------------------------------------------------------------------
 
 
-def parity(launch: Launch, results: Sequence[Mapping[str, Any]], expected: Stored) -> list[Row]:
+def parity(
+    launch: Launch,
+    results: Sequence[Mapping[str, Any]],
+    expected: Stored,
+    limits: Mapping[str, float] = LIMITS,
+    where: str = "on a CPU",
+) -> list[Row]:
     """A row for each dtype and kind of layers, with the worst figure, and one for each other that is off."""
     groups: dict[tuple[str, str], list[Figure]] = defaultdict(list)
     for result in results:
@@ -89,11 +105,11 @@ def parity(launch: Launch, results: Sequence[Mapping[str, Any]], expected: Store
     rows: list[Row] = []
     for (dtype, layers), figures in groups.items():
         figures.sort(key=lambda figure: (not math.isnan(figure.error), -figure.error))
-        limit = LIMITS[dtype]
+        limit = limits[dtype]
         off = [figure for figure in figures if not figure.error <= limit]
         case = f"{launch.case} {dtype}" + (" local layers" if layers == "local" else "")
         for figure in off or figures[:1]:
-            note = f"{figure.job}: {_shown(figure.measured)}, on a CPU {_shown(figure.expected)}"
+            note = f"{figure.job}: {_shown(figure.measured)}, {where} {_shown(figure.expected)}"
             note += "" if off else f"; the worst of {len(figures)}"
             rows.append(judged(launch.check, case, figure.name, figure.error, limit, note))
     return rows
@@ -109,6 +125,50 @@ def _figures(result: Mapping[str, Any], expected: Stored) -> Iterator[Figure]:
 def _shown(values: Sequence[float]) -> str:
     """The first three."""
     return ", ".join(f"{value:.6g}" for value in values[:3]) + (", ..." if len(values) > 3 else "") or "nothing"
+
+
+# --- resume ---------------------------------------------------------------------------------------
+
+
+def resume(launch: Launch, results: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Steps after a resume point against those of a run that was never interrupted, and which points a step of PPO has
+    left. A start that finds no resume point is refused: `unfinished` tells that."""
+    by_job = {result["job"].split()[-1]: figures_of(result) for result in results}
+    if not {"whole", "rest"} <= by_job.keys():
+        return []
+    figures = [
+        Figure("resume", "auto", name, by_job["rest"].get(name, ()), values) for name, values in by_job["whole"].items()
+    ]
+    worst = max(figures, key=lambda figure: (math.isnan(figure.error), figure.error))
+    note = f"{_shown(worst.measured)}, without a stop {_shown(worst.expected)}; the worst of {len(figures)}"
+    rows = [judged(launch.check, launch.case, worst.name, worst.error, RESUMED_LIMIT, note)]
+    inside = [job for job in launch.jobs if job.name == "resume inside" and "inside" in by_job]
+    return rows + [_points(launch, Path(job.config["run"]["dir"])) for job in inside]
+
+
+def _points(launch: Launch, run_dir: Path) -> Row:
+    """Of a step with two updates and a resume point after each."""
+    found = [(point.position.step, point.position.update) for point in find_points(run_dir)]
+    note = f"(steps, updates) of the resume points: {found}, expected {POINTS}"
+    return judged(launch.check, launch.case, "points that are missing", len(set(POINTS) - set(found)), 0, note)
+
+
+# --- shared prompts -------------------------------------------------------------------------------
+
+
+def prompts(launch: Launch, results: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Each job with shared prompts against the same without; and that it has shared some."""
+    rows: list[Row] = []
+    for layers in dict.fromkeys(result["layers"] for result in results):
+        by_job = {result["job"]: result for result in results if result["layers"] == layers}
+        unshared = {job: job.replace(" shared ", " unshared ") for job in by_job if " shared " in job}
+        stored = {job: figures_of(by_job[other]) for job, other in unshared.items() if other in by_job}
+        rows += parity(launch, [by_job[job] for job in stored], stored, PROMPT_LIMITS, "without sharing")
+    for result in results:
+        job, saved = result["job"], sum(row.get("prompts_saved") or 0 for row in result["metrics"])
+        if (saved > 0) != (" shared " in job):
+            rows.append(failed(launch.check, f"{launch.case}: {job}", f"{saved:g} prompts were shared"))
+    return rows
 
 
 # --- engine ---------------------------------------------------------------------------------------
@@ -166,25 +226,25 @@ def memory(
 # --- kernels --------------------------------------------------------------------------------------
 
 
-def kernels(case: str, checks: Sequence[Mapping[str, Any]]) -> list[Row]:
+def kernels(case: str, checks: Sequence[Mapping[str, Any]], check_name: str = "kernels") -> list[Row]:
     """One row for all that passed, one for each of the others. `checks`: as benchmarks/gpu_check.py writes them."""
     passed = sum(check["passed"] is True for check in checks)
     rows = [
         Row(
-            check="kernels",
+            check=check_name,
             case=f"{case}: {check['check']}",
             status="skipped",
             note=check["reason"].removeprefix("skipped: "),
         )
         if check["passed"] is None
-        else failed("kernels", f"{case}: {check['check']}", check["reason"])
+        else failed(check_name, f"{case}: {check['check']}", check["reason"])
         for check in checks
         if check["passed"] is not True
     ]
     if passed:
-        note = "each within 4 times what torch in fp32 is off, or a rounding"
-        rows.insert(0, Row(check="kernels", case=case, figure=f"{passed} checks", status="passed", note=note))
-    return rows or [failed("kernels", case, "nothing was checked")]
+        note = NEAR[check_name]
+        rows.insert(0, Row(check=check_name, case=case, figure=f"{passed} checks", status="passed", note=note))
+    return rows or [failed(check_name, case, "nothing was checked")]
 
 
 # --- a launch that did not come to its end --------------------------------------------------------

@@ -12,16 +12,21 @@ from tools.gpu_check.cases import (
     LAYOUTS,
     MEMORY_LAYOUTS,
     PACKED,
+    PROMPT_LAYOUTS,
+    PROMPT_MODELS,
+    RESUME_LAYOUTS,
     Job,
     Launch,
     engine_job,
+    grpo_job,
     memory_jobs,
     ppo_job,
+    resume_jobs,
     sft_job,
 )
 from tools.gpu_check.rows import Row
 
-CHECKS = ("kernels", "sft", "ppo", "engine", "memory")
+CHECKS = ("kernels", "sft", "ppo", "prompts", "resume", "engine", "memory")
 """In the order in which they run."""
 
 UNCOUNTED = "a CPU's allocator does not count what it hands out"
@@ -83,6 +88,21 @@ def _all(machine: Machine, inputs: Path, out: Path) -> Iterator[Launch]:
             run = out / check / layout
             jobs = [make(inputs, run, model, dtype, parallel) for model in PACKED for dtype in DTYPES]
             yield Launch(check=check, case=layout, ranks=ranks, jobs=[*_with_local_layers(jobs, machine)])
+    for layout in PROMPT_LAYOUTS:
+        ranks, parallel = LAYOUTS[layout]
+        run = out / "prompts" / layout
+        jobs = [
+            grpo_job(inputs, run, model, dtype, parallel, shared=shared)
+            for model in PROMPT_MODELS
+            for dtype in DTYPES
+            for shared in (True, False)
+        ]
+        yield Launch(check="prompts", case=layout, ranks=ranks, jobs=[*_with_local_layers(jobs, machine)])
+    for layout in RESUME_LAYOUTS:
+        ranks, parallel = LAYOUTS[layout]
+        yield Launch(
+            check="resume", case=layout, ranks=ranks, jobs=resume_jobs(inputs, out / "resume" / layout, parallel)
+        )
     for name, (layout, tp) in ENGINES.items():
         ranks, parallel = LAYOUTS[layout]
         yield Launch(

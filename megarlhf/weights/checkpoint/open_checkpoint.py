@@ -12,7 +12,7 @@ from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.hf_config import architecture_from_hf, hf_config, read_config
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import Head, head_name, table_of
-from megarlhf.model_directory import find_hf_directory
+from megarlhf.model_directory import find_hf_directory, refuse_gguf
 from megarlhf.placement import contiguous_strides
 from megarlhf.weights.checkpoint.formats.huggingface.read import HFFiles, is_huggingface
 from megarlhf.weights.checkpoint.formats.megatron.args import contradictions, stored_args
@@ -62,6 +62,7 @@ def detect_format(path: str | PathLike[str]) -> Format:
             "conversion again, or rename it back"
         )
     if not path.is_dir():
+        refuse_gguf(path)
         raise ValueError(f"{path} is not a directory; give a Hugging Face directory or a Megatron checkpoint")
     if is_huggingface(path):
         return "huggingface"
@@ -73,6 +74,7 @@ def detect_format(path: str | PathLike[str]) -> Format:
             "of them, or write its number to that file"
         )
     if folder is None:
+        refuse_gguf(path)
         raise ValueError(
             f"{path} is no checkpoint: it has neither Hugging Face weights (model.safetensors, "
             f"pytorch_model.bin or their index), nor {TRACKER}, .metadata or mp_rank_* folders of Megatron; give a "
