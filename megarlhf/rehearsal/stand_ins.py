@@ -90,6 +90,9 @@ def stand_in(
     if paths or not has_data:
         why = "is not there" if not there else "is not used, since lengths were given" if given else ""
         notes += _data(cfg, tree["data"], directory, steps, prompt_lengths, response_lengths, why)
+    elif isinstance(cfg, RLConfig):  # its evaluations read rewards, which a device that holds no numbers does not know
+        tree["data"] |= dict.fromkeys(("validation", "test", "validation_share"))
+        notes += _held_out(cfg)
     if isinstance(cfg, RLConfig):
         tree["samples"] = {"every": 0}
         notes += _rewards(cfg, tree)
@@ -193,11 +196,16 @@ def _data(
     data |= {"split_seed": 0, "cache": "none"}
     why = why or "cannot be read with the stand-in tokenizer"
     notes = [f"data.train = {words_of(cfg.data.train)} {why}: {per_step * steps} records stand in; {'; '.join(words)}."]
-    if cfg.data.has_validation:
-        held_out = cfg.data.validation
-        what = f"data.validation = {words_of(held_out)}" if held_out else "data.validation_share"
-        notes.append(f"{what} is left out: memory and time of evaluations are not in here.")
-    return notes
+    return [*notes, *_held_out(cfg)]
+
+
+def _held_out(cfg: AnyConfig) -> list[str]:
+    """Where there is any, that it is left out."""
+    if not cfg.data.has_validation:
+        return []
+    held_out = cfg.data.validation
+    what = f"data.validation = {words_of(held_out)}" if held_out else "data.validation_share"
+    return [f"{what} is left out: memory and time of evaluations are not in here."]
 
 
 def _text(tokens: int, seed: int) -> str:

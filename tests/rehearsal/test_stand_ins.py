@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarlhf.config import RMConfig, SFTConfig, words_of
+from megarlhf.config import RLConfig, RMConfig, SFTConfig, words_of
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.rehearsal.lengths import Constant, Given
 from megarlhf.rehearsal.stand_ins import LETTERS, SPECIAL, stand_in, write_tokenizer
@@ -127,3 +127,19 @@ def test_lengths_of_responses_alone_make_data_stand_in(
     assert "is not used, since lengths were given: 50 records stand in" in notes
     assert "responses: always 11 tokens" in notes
     assert f"data.validation = {data['prompts']} is left out" in notes
+
+
+def test_held_out_prompts_of_rl_are_left_out_where_its_data_are_read(
+    tmp_path: Path, models: dict[str, Path], data: dict[str, Path]
+) -> None:
+    """What a reward model says of them is a number that a rehearsal does not know."""
+    given = tree(tmp_path / "model", "actor")
+    given["actor"]["model"] = {"path": str(models["plain"])}
+    given["data"] = {"train": str(data["prompts"]), "validation": str(data["prompts"]), "max_prompt_tokens": 16}
+    given["train"] |= {"prompts_per_step": 4, "mini_batch_samples": 4}
+    given |= {"rewards": [{"kind": "rule", "rule": "exact_match"}], "eval": {"every": 1}}
+    given["algo"] = {"advantage": "reinforce"}
+    cfg = RLConfig.model_validate(given)
+    stood = stand_in(cfg, tmp_path / "standing_in", steps=1, prompt_lengths=None, response_lengths=Constant(3))
+    assert (stood.cfg.data.train, stood.cfg.data.validation) == (cfg.data.train, None)
+    assert f"data.validation = {data['prompts']} is left out" in " ".join(stood.notes)
