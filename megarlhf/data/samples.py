@@ -39,7 +39,7 @@ from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.data.tokenizer_files import tokenizer_digest, writes_the_date
 from megarlhf.data.turns import Answered, Inexact, LossOn, answered, learnt_turns
 
-VERSION = 2
+VERSION = 3
 """Of how records are written as tokens: another one makes other keys of the cache."""
 
 Form = Literal["texts", "conversations"]
@@ -154,7 +154,8 @@ def _form(read: Any) -> Form:
 
 @dataclass(frozen=True, kw_only=True)
 class SFTEncoder(_Options):
-    """Of a prompt and its response, or of a conversation: `conversations.example_of`."""
+    """Of a prompt and its response, or of a conversation: `conversations.example_of`. A response that was cut, which a
+    record's `finished: false` says, has no end token."""
 
     max_response_tokens: int
     loss_on: LossOn = "last"
@@ -187,7 +188,10 @@ class SFTEncoder(_Options):
                 whole = writer.answered(example, self.loss_on)
                 return SFTSample(whole.tokens, whole.stretches)
             prompt_tokens = _text_tokens(example[0], loaded)
-            return SFTSample.of_response(prompt_tokens + _response_tokens(example[1], loaded), len(prompt_tokens))
+            response_tokens = _response_tokens(example[1], loaded)
+            if record.get("finished") is False:  # as `generate` writes it: it did not end where it was cut
+                response_tokens.pop()
+            return SFTSample.of_response(prompt_tokens + response_tokens, len(prompt_tokens))
 
         return sample
 

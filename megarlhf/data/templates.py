@@ -60,9 +60,10 @@ class ChatTemplate:
                 conversation.messages, self.given, self.variables, tools=conversation.tools, reply=reply
             )
 
-    def ids(self, text: str) -> list[int]:
-        """Of what the template has written. It writes begin-of-sequence itself, or there is none."""
-        return self.tokenizer.encode_rendered(text)
+    def ids(self, text: str, *, continuation: bool = False) -> list[int]:
+        """Of what the template has written; `continuation`: behind other text. It writes begin-of-sequence itself, or
+        there is none."""
+        return self.tokenizer.encode_rendered(text, continuation=continuation)
 
     def marked(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
         """All ids, and which of them the template marks. Raises: ValueError as `text`."""

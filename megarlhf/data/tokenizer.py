@@ -76,8 +76,9 @@ class ChatTokenizer(Tokenizer, Protocol):
         message begins. Raises: what the template raises."""
         ...
 
-    def encode_rendered(self, text: str) -> list[int]:
-        """Ids of what a template has written: the names of special tokens are those tokens, and none is added."""
+    def encode_rendered(self, text: str, *, continuation: bool = False) -> list[int]:
+        """Ids of what a template has written: the names of special tokens are those tokens, and none is added;
+        `continuation` for what it has written behind other text."""
         ...
 
     def marked(
@@ -130,7 +131,7 @@ class SentencePieceTokenizer:
         program = program_of(template)
         return program.render(messages, tools=tools, add_generation_prompt=reply, **{**pieces, **variables})
 
-    def encode_rendered(self, text: str) -> list[int]:
+    def encode_rendered(self, text: str, *, continuation: bool = False) -> list[int]:
         """See `ChatTokenizer.encode_rendered`. Between control symbols the text is ordinary text; the first stretch
         begins as a text does, the others continue."""
         parts = self._between.split(text) if self._between else [text]
@@ -139,7 +140,7 @@ class SentencePieceTokenizer:
             if number % 2:
                 ids.append(self._control[part])
             elif part:
-                ids += self.encode(part, continuation=bool(ids))
+                ids += self.encode(part, continuation=continuation or bool(ids))
         return ids
 
     def marked(
@@ -155,7 +156,11 @@ class SentencePieceTokenizer:
 
     def encode(self, text: str, *, continuation: bool = False) -> list[int]:
         """See `Tokenizer.encode`."""
-        return list((self._continued if continuation else self._start).encode(text))
+        try:
+            return list((self._continued if continuation else self._start).encode(text))
+        except RuntimeError:
+            _require_text(text)
+            raise
 
     def decode(self, ids: Sequence[int], *, continuation: bool = False) -> str:
         """See `Tokenizer.decode`."""
@@ -228,7 +233,11 @@ class HuggingFaceTokenizer:
             return list(self._tokenizer.encode(text, add_special_tokens=False))
         # Without transformers around it, and without offsets: 1.5 times as fast on texts of a hundred tokens. One call
         # for many texts is no faster: what is made of each lies in memory until the last is done.
-        (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        try:
+            (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        except TypeError:
+            _require_text(text)
+            raise
         return list(encoded.ids)
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -277,9 +286,9 @@ class HuggingFaceTokenizer:
         )
         return str(text)
 
-    def encode_rendered(self, text: str) -> list[int]:
+    def encode_rendered(self, text: str, *, continuation: bool = False) -> list[int]:
         """See `ChatTokenizer.encode_rendered`."""
-        return self._encode(text)
+        return self.encode(text, continuation=continuation)
 
     def marked(
         self, messages: Messages, template: str | None, variables: Mapping[str, Any], *, tools: Any
@@ -350,6 +359,16 @@ def first_difference(writer: Tokenizer, reader: Tokenizer) -> str | None:
         if (mine := getattr(writer, name)) != (other := getattr(reader, name)):
             return f"{name} is {mine} in the first, {other} in the second"
     return None
+
+
+def _require_text(text: str) -> None:
+    """Raises: ValueError for half of a surrogate pair, which is no character, and which libraries refuse."""
+    for number, character in enumerate(text, 1):
+        if "\ud800" <= character <= "\udfff":
+            raise ValueError(
+                f"character {number} of a text is {character!r}, half of a pair by which UTF-16 writes one character: "
+                "the text was cut inside it; mend it, or leave the record out"
+            )
 
 
 def _required_eos(eos_id: int | None, name: str) -> int:

@@ -74,11 +74,14 @@ def _by_prefixes(template: ChatTemplate, conversation: Conversation, turns: Sequ
         asked = template.text(conversation.before(turn), reply=True)
         if not whole.startswith(asked):
             raise Inexact(_otherwise(asked, whole, turn))
-        before = template.ids(asked)
+        before, last = template.ids(asked), turn + 1 == len(conversation.messages)
         if ids[: len(before)] != before:
-            raise Inexact(_merged(turn, "begins", "the text before it", "start the answer with another character"))
+            if not last or ids[: _last(stretches)] != before[: _last(stretches)]:
+                raise Inexact(_merged(turn, "begins", "the text before it", "start the answer with another character"))
+            # A model that is asked has the ids before it, and continues them: no merge crosses the border then.
+            ids = [*before, *_closed(template, whole[len(asked) :], continuation=True)]
         calls = bool(conversation.messages[turn].get("tool_calls"))
-        if turn + 1 == len(conversation.messages):
+        if last:
             end = _end(template, ids, len(before), turn, calls=calls)
         else:
             so_far = template.text(conversation.before(turn + 1))
@@ -92,13 +95,18 @@ def _by_prefixes(template: ChatTemplate, conversation: Conversation, turns: Sequ
     return Answered(ids[: stretches[-1]], stretches)
 
 
-def _closed(template: ChatTemplate, whole: str) -> list[int]:
-    """The ids of a conversation; with an end of sequence where the template writes no end of a turn."""
+def _closed(template: ChatTemplate, whole: str, *, continuation: bool = False) -> list[int]:
+    """The ids of a conversation, or of its end; with an end of sequence where the template writes no end of a turn."""
     if template.turn_end is not None:
-        return template.ids(whole)
+        return template.ids(whole, continuation=continuation)
     behind = template.behind_an_answer
     text = whole.removesuffix(behind) + behind.rstrip() if behind else whole
-    return [*template.ids(text), template.tokenizer.eos_id]
+    return [*template.ids(text, continuation=continuation), template.tokenizer.eos_id]
+
+
+def _last(stretches: Sequence[int]) -> int:
+    """Where the answers end that were found so far."""
+    return stretches[-1] if stretches else 0
 
 
 def _end(template: ChatTemplate, ids: Sequence[int], start: int, turn: int, *, calls: bool) -> int:

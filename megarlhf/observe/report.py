@@ -23,8 +23,10 @@ REPORT = "report"
 """The command, as its pages name it."""
 
 
-def write_report(run_dirs: Sequence[Path], out: Path, *, title: str) -> None:
+def write_report(run_dirs: Sequence[Path], out: Path, *, title: str, first: Sequence[str] = ()) -> None:
     """Write the report of these run directories (any mix of sft, rm and rl) to the HTML file `out`.
+
+    `first`: HTML that stands above the runs; its tables of class `samples` look as those of the report.
 
     Runs of one kind share their charts. Every metric in a metrics.jsonl is shown: one without a chart of its
     own stands under "More". Raises: ValueError for no run, for a directory without metrics.jsonl and
@@ -33,7 +35,7 @@ def write_report(run_dirs: Sequence[Path], out: Path, *, title: str) -> None:
     if not run_dirs:
         raise ValueError("a report of no run; give at least one run directory (run.dir of a finished or live run)")
     check_replaceable(out, written_by(REPORT), "report of megarlhf")
-    page = render(distinct([read_run(Path(run_dir)) for run_dir in run_dirs]), title=title)
+    page = render(distinct([read_run(Path(run_dir)) for run_dir in run_dirs]), title=title, first=first)
     write_whole(out, page)
 
 
@@ -59,13 +61,14 @@ def distinct(runs: Sequence[Run]) -> list[Run]:
     return result
 
 
-def render(runs: Sequence[Run], *, title: str) -> str:
+def render(runs: Sequence[Run], *, title: str, first: Sequence[str] = ()) -> str:
     """The whole page."""
     figures: list[dict[str, Any]] = []
     runs = sorted(runs, key=lambda run: list(KIND_TITLES).index(run.kind))
     kinds: list[Kind] = list(dict.fromkeys(run.kind for run in runs))
     sections = [_section(kind, [run for run in runs if run.kind == kind], figures) for kind in kinds]
-    parts = [_summary(runs), *sections, section_of_samples(runs), _configs(runs)]
+    runs_below = ["<h2>Runs</h2>"] if first else []
+    parts = [*first, *runs_below, _summary(runs), *sections, section_of_samples(runs), _configs(runs)]
     return document(title, REPORT, parts, figures, style=STYLE_OF_SAMPLES, script=DRAW)
 
 

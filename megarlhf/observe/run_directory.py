@@ -32,6 +32,8 @@ _FILES = (
     "lengths.jsonl.cut",
     "responses.jsonl",
     ".responses.jsonl.partial",
+    "responses_of_against.jsonl",
+    ".responses_of_against.jsonl.partial",
     "responses_without_rewards.jsonl",
     ".responses_without_rewards.jsonl.partial",
     "wandb_id",

@@ -288,7 +288,9 @@ def _write(
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # they are for the rank, which decides what becomes of this
     gc.disable()  # tensors of the rank's device are not ours to free
-    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+    # OpenMP's threads do not survive a fork. vLLM's worker puts a function that does nothing in the place of
+    # torch.set_num_threads (v1/worker/cpu_worker.py), so that it is called by its other name.
+    torch._C.set_num_threads(1)
     with contextlib.suppress(OSError):
         os.nice(5)
     status = 0

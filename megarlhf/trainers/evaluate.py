@@ -43,6 +43,9 @@ from megarlhf.trainers.prompts import actor_order
 from megarlhf.trainers.rl_rewards import Rewarder
 from megarlhf.trainers.session import Session, open_session
 
+RESPONSES = {"actor": "responses.jsonl", "against": "responses_of_against.jsonl"}
+"""In the run directory, by model."""
+
 
 @dataclass
 class Read:
@@ -62,7 +65,7 @@ class Read:
 
 
 def run(cfg: EvaluateConfig, runtime: Runtime, parts: Parts = Parts()) -> None:  # noqa: B008 -- frozen
-    """Measure, print a table, and write `eval.json`."""
+    """Measure, print a table, and write `eval.json` and the responses."""
     with contextlib.ExitStack() as stack:
         phases = stack.enter_context(watched_phases(cfg.watchdog, cfg.run.dir, runtime))
         with phases("build"):
@@ -89,6 +92,8 @@ def run(cfg: EvaluateConfig, runtime: Runtime, parts: Parts = Parts()) -> None: 
         figures, calibration = _of_texts(cfg, roles, read, phases)
         rollouts = {n: responses(cfg, roles[n], d, residency, phases, parts) for n, d in read.prompts.items()}
         answers = _scored(cfg, runtime, rewarders, read, rollouts, phases)
+        if runtime.is_main:
+            _write_responses(cfg, read, answers)
         if "against" in answers:
             figures |= compared(cfg, answers["actor"], answers["against"])
         if "actor" in answers:
@@ -179,6 +184,15 @@ def _scored(
             texts = response_texts(rollouts, data.tokenizer)
             write_lines(cfg.run.dir / "responses_without_rewards.jsonl", lines_of(prompts, texts, rollouts, {}))
         raise
+
+
+def _write_responses(cfg: EvaluateConfig, read: Read, answers: Mapping[str, Answers]) -> None:
+    """What each model has said and what each reward said of it, as `generate` writes it."""
+    for name, each in answers.items():
+        prompts = [prompt for prompt in each.prompts for _ in range(cfg.rollout.num_samples_per_prompt)]
+        texts = response_texts(each.rollouts, read.prompts[name].tokenizer)
+        values = {reward.label: said.values_N for reward, said in zip(scored_by(cfg), each.said, strict=True)}
+        write_lines(cfg.run.dir / RESPONSES[name], lines_of(prompts, texts, each.rollouts, values))
 
 
 def _report(

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,7 +158,8 @@ def _chosen_lines(
     Raises: ValueError when nothing is selected; see `best_of.record_of`.
     """
     if cfg.select == "all":
-        return list(lines_of(prompts, responses, rollouts, scores)), {}
+        values = {name: each.values_N for name, each in scores.items()}
+        return list(lines_of(prompts, responses, rollouts, values)), {}
     values_KN = torch.stack([scores[reward.label].values_N for reward in cfg.rewards])
     failed_KN = torch.stack([scores[reward.label].failed_N for reward in cfg.rewards])
     total_N = weighted_total(values_KN, [reward.weight for reward in cfg.rewards], failed_KN)
@@ -179,15 +180,16 @@ def _in_words(counts: Mapping[str, float]) -> str:
 
 
 def lines_of(
-    prompts: list[PromptSample], responses: list[str], rollouts: Rollouts, scores: Mapping[str, _Scores]
+    prompts: Sequence[PromptSample], responses: Sequence[str], rollouts: Rollouts, values: Mapping[str, Tensor]
 ) -> Iterable[dict[str, Any]]:
+    """`values`: what each reward says of each response, [N]; NaN where it says nothing."""
     for n, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         yield {
             **prompt.fields,
             "prompt": prompt.text,
             "response": response,
             "finished": bool(rollouts.finished_N[n]),
-            "rewards": {name: none_for_nan(float(each.values_N[n])) for name, each in scores.items()},
+            "rewards": {name: none_for_nan(float(values_N[n])) for name, values_N in values.items()},
         }
 
 

@@ -16,6 +16,7 @@ from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.experience import Experience, Rollouts
 from megarlhf.observe.samples import Row, spread
+from megarlhf.rollout.rewards.score import text_of
 from megarlhf.trainers.rl_advantages import total_rewards
 
 OF_REWARD = "reward/"
@@ -44,7 +45,7 @@ def rows_of(
         if prompt.fields.get("answer") is not None:
             row["answer"] = str(prompt.fields["answer"])
         row |= {
-            "response": tokenizer.decode(responses[n].tolist(), continuation=True),
+            "response": text_of(responses[n].tolist(), tokenizer, finished=bool(rollouts.finished_N[n])),
             "length": len(responses[n]),
             "finished": bool(rollouts.finished_N[n]),
             "reward": _or_none(total_N[n]),

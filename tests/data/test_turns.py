@@ -204,8 +204,9 @@ def test_what_is_not_exact_is_refused(tokenizers, name, template, loss_on, talk,
             encoder.by(tokenizer)(0, {"messages": talk})
 
 
-def test_an_answer_that_merges_with_the_text_before_it_is_refused(fast_tokenizer):
-    """The tokenizer of conftest.py has a token for "37"; after "3" an answer of "7" has no border of its own."""
+def test_an_answer_that_would_merge_with_the_text_before_it_stands_behind_it(fast_tokenizer):
+    """The tokenizer of conftest.py has a token for "37"; a model that is asked with "3" answers "7", a token of its
+    own. Of an answer that others follow, the ids of the whole conversation are another model's input: refused."""
     from megarlhf.data.tokenizer import HuggingFaceTokenizer
 
     tokenizer = HuggingFaceTokenizer(fast_tokenizer(prefix=False, eos_token="</s>"), "here")
@@ -214,8 +215,16 @@ def test_an_answer_that_merges_with_the_text_before_it_is_refused(fast_tokenizer
     template = chat_template(tokenizer, glued)
     fine = Conversation([said("user", "3"), said("assistant", "a")])
     assert answered(template, fine, "last").tokens == [*tokenizer.encode("3a"), tokenizer.eos_id]
+    found = answered(template, Conversation([said("user", "3"), said("assistant", "7")]), "last")
+    assert found.tokens == [*tokenizer.encode("3"), *tokenizer.encode("7"), tokenizer.eos_id]
+    assert found.stretches == [1, 3]
+    talk = [said("user", "3"), said("assistant", "7"), said("user", "3"), said("assistant", "7")]
+    turns = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
     with pytest.raises(Inexact, match=r"message 2 \('assistant'\) begins with characters that the tokenizer merges"):
-        answered(template, Conversation([said("user", "3"), said("assistant", "7")]), "last")
+        answered(chat_template(tokenizer, turns), Conversation(talk), "all")
+    only = answered(chat_template(tokenizer, turns), Conversation(talk), "last")
+    assert only.tokens == [*tokenizer.encode("37</s>3"), *tokenizer.encode("7</s>")]
+    assert only.stretches == [len(only.tokens) - 2, len(only.tokens)]
 
 
 def test_a_template_that_ends_no_turn_gets_the_end_of_sequence(tokenizers):

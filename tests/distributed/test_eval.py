@@ -191,6 +191,8 @@ def test_pass_at_k_by_hand_of_what_generate_wrote(
     (tmp_path / "g.yaml").write_text(yaml.safe_dump({"run": {"dir": str(tmp_path / "g"), "seed": 3}, **tree}))
     ranks.run(1, "command", "generate", "-c", str(tmp_path / "g.yaml"))
     lines = [json.loads(line) for line in (tmp_path / "g" / "responses.jsonl").read_text().splitlines()]
+    kept = (tmp_path / "eval" / "responses.jsonl").read_text()
+    assert [json.loads(line) for line in kept.splitlines()] == lines
     right = [int(line["rewards"]["brief"]) for line in lines]
     correct = [sum(right[start : start + 4]) for start in range(0, len(right), 4)]
     assert len(correct) == 12
@@ -205,7 +207,7 @@ def test_pass_at_k_by_hand_of_what_generate_wrote(
 
 
 def test_a_model_against_itself_wins_half_and_another_layout_says_the_same(
-    run: Run, two_layers: dict[str, Path], data: dict[str, Path]
+    run: Run, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
     """Scored by our reward model. Sampled: the two draw other samples, and one half is within the interval, as 95 of
     100 seeds have it. Greedy: all are ties."""
@@ -232,6 +234,11 @@ def test_a_model_against_itself_wins_half_and_another_layout_says_the_same(
     greedy = run("greedy", 1, **ours, **{**tree, "greedy": True, "rollout": rollout})["figures"]
     assert (greedy["eval_win_rate"]["value"], greedy["eval_tie_rate"]["value"]) == (0.5, 1.0)
     assert greedy["eval_reward_difference"] == {"value": 0.0, "low": 0.0, "high": 0.0, "over": "24 prompts"}
+    for name, same in (("greedy", True), ("one", False)):
+        files = [tmp_path / name / file for file in ("responses.jsonl", "responses_of_against.jsonl")]
+        said = [[json.loads(line)["response"] for line in file.read_text().splitlines()] for file in files]
+        assert len(said[0]) == len(said[1]) == 24 * (1 if same else 4)
+        assert (said[0] == said[1]) is same
 
 
 def test_two_models_by_vllm_one_after_the_other(

@@ -84,6 +84,7 @@ TABLE: dict[str, int] = {
     "tests/test_bench_prompts.py": 9,
     "tests/test_cli.py": 16,
     "tests/test_convert_cli.py": 6,
+    "tests/test_demo_chat.py": 26,
     "tests/test_hanging_command.py": 11,
     "tests/test_launch.py": 13,
     "tests/test_pipeline.py": 23,

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,16 @@ class Stage:
     name: str
     command: str
     paths: dict[str, str]
+    demo: str = "demo"
 
     @property
     def config(self) -> str:
-        return f"configs/demo/{self.name}.yaml"
+        return f"configs/{self.demo}/{self.name}.yaml"
+
+    @property
+    def root(self) -> Path:
+        """Where the configuration points."""
+        return Path("runs") / self.demo
 
 
 def _data(name: str) -> dict[str, str]:
@@ -59,7 +65,7 @@ def make_data(root: Path, seed: int) -> list[str]:
 def stage_command(stage: Stage, root: Path, overrides: Sequence[str] = (), run: str | None = None) -> list[str]:
     """`megarlhf COMMAND -c FILE`, with every path moved where the root is not the configured one."""
     moved = [f"run.dir={root / (run or stage.name)}"]
-    if root != DEFAULT_ROOT:
+    if root != stage.root:
         moved += [f"{key}={root / path}" for key, path in stage.paths.items()]
     return [sys.executable, "-m", "megarlhf", stage.command, "-c", stage.config, *moved, *overrides]
 
@@ -81,7 +87,9 @@ def call(command: Sequence[str]) -> int:
             signal.signal(number, handler)
 
 
-def run_timed(console: Console, name: str, command: Sequence[str]) -> float:
+def run_timed(
+    console: Console, name: str, command: Sequence[str], call: Callable[[Sequence[str]], int] = call
+) -> float:
     """Run a stage in the foreground; returns its seconds.
 
     Raises: SystemExit with the stage's exit status when it fails; its output stands above.

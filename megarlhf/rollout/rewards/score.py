@@ -138,7 +138,15 @@ def _pool(function: str, form: Form, reward: RewardConfig) -> RewardPool:
 
 def response_texts(rollouts: Rollouts, tokenizer: Tokenizer) -> list[str]:
     """The responses as rules read them."""
-    return [tokenizer.decode(row.tolist(), continuation=True) for row in rollouts.responses.rows()]
+    rows = zip(rollouts.responses.rows(), rollouts.finished_N.tolist(), strict=True)
+    return [text_of(row.tolist(), tokenizer, finished=finished) for row, finished in rows]
+
+
+def text_of(tokens: Sequence[int], tokenizer: Tokenizer, *, finished: bool) -> str:
+    """A response's text. Tokens of bytes may be cut inside a character, which leaves a mark of what is no text: of a
+    response that was cut it is left out."""
+    text = tokenizer.decode(tokens, continuation=True)
+    return text if finished else text.removesuffix("\N{REPLACEMENT CHARACTER}")
 
 
 def share_of_rank(prompts: Sequence[PromptSample], rollouts: Rollouts, tokenizer: Tokenizer) -> RewardBatch:
@@ -149,7 +157,9 @@ def share_of_rank(prompts: Sequence[PromptSample], rollouts: Rollouts, tokenizer
     responses = [rows[n].tolist() for n in share]
     return RewardBatch(
         prompts=[prompt.text for prompt in mine],
-        responses=[tokenizer.decode(tokens, continuation=True) for tokens in responses],
+        responses=[
+            text_of(tokens, tokenizer, finished=finished[n]) for n, tokens in zip(share, responses, strict=True)
+        ],
         prompt_tokens=[prompt.tokens for prompt in mine],
         response_tokens=responses,
         finished=[finished[n] for n in share],

@@ -1,0 +1,234 @@
+"""The chat demo as `make demo-chat` runs it, on a small random model with a tokenizer that is trained here.
+
+Ranks that are there already run the stages, but for one that is started as the demo starts it, and killed. What is
+asserted is that stages fit together, that a start goes on where the last one ended, and what the report shows. Not
+covered: that anything is learnt (`make demo-chat-seeds`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults.runs import differences, results
+from megarlhf.commands.cli import main as megarlhf
+from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.progress import make_console
+from tests.chat_model import write_chat_model, write_silent_model
+from tests.ranks import RankPool
+from tools.demo_chat import make_data
+from tools.demo_chat.figures import responses
+from tools.demo_chat.killed import call_and_kill
+from tools.demo_chat.page import side_by_side
+from tools.demo_chat.pipeline import GRPO, MODELS, NAMES, PAIRS, PPO, TEST, Overrides, Runner
+from tools.demo_chat.run import main
+from tools.demo_chat.tasks import checks
+
+SMALL = [
+    *("data:sft=64", "data:pairs=12", "data:prompts=16", "data:validation=4", "data:test=4"),
+    *("train.mini_batch_samples=8", "train.max_tokens_per_micro_batch=1024"),
+    # Enough that some answers end and some do not: pairs are of answers that differ.
+    *("sft:train.num_steps=40", "sft:train.mini_batch_samples=16", "sft:actor.optim.lr=1.0e-2", "sft:eval.every=20"),
+    *("pairs:rollout.num_samples_per_prompt=8", "pairs:rollout.max_response_tokens=32"),
+    *(
+        "rm:train.num_steps=3",
+        "rm:train.mini_batch_samples=4",
+        "rm:reward_model.optim.warmup_steps=1",
+        "rm:eval.every=3",
+    ),
+    *(f"{stage}:actor.optim.warmup_steps=1" for stage in ("ppo", "grpo")),
+    *(f"{stage}:rollout.max_response_tokens=12" for stage in ("ppo", "grpo", "answers", "test", "drift")),
+    *(f"{stage}:train.prompts_per_step=4" for stage in ("ppo", "grpo")),
+    *(f"{stage}:rollout.num_samples_per_prompt=2" for stage in ("ppo", "grpo")),
+    *("ppo:train.num_steps=4", "ppo:checkpoint.every=1", "ppo:eval.every=4"),
+    *("grpo:train.num_steps=2", "grpo:eval.every=2"),
+    "answers:max_samples=5",
+    # The engine that vLLM is compared with: nothing is built for so few tokens.
+    *(f"{stage}:rollout.engine=megatron" for stage in ("answers", "test", "drift")),
+]
+
+
+class Warm:
+    """Runs a command on a rank that is there already."""
+
+    def __init__(self, ranks: RankPool) -> None:
+        self.ranks, self.runs = ranks, list[str]()
+
+    def __call__(self, command: Sequence[str]) -> int:
+        assert list(command[:2]) == [sys.executable, "-m"]
+        module, *arguments = command[2:]
+        if module == "tools.demo_chat.make_data":
+            self.runs.append("data")
+            return make_data.main(arguments)
+        assert module == "megarlhf"
+        self.runs.append(next(Path(each.partition("=")[2]).name for each in arguments if each.startswith("run.dir=")))
+        ((status, written),) = self.ranks.run(1, "command_status", *arguments)
+        assert not status, written[-5000:]
+        return 0
+
+
+class KilledInPPO(Warm):
+    """A process of its own for PPO, which is killed between its second resume point and its end."""
+
+    def __call__(self, command: Sequence[str]) -> int:
+        (run,) = [Path(each.partition("=")[2]) for each in command if each.startswith("run.dir=")] or [None]
+        if run is None or run.name != PPO.name:
+            return super().__call__(command)
+        self.runs.append(run.name)
+        return call_and_kill(command, run / "resume/step_000002", seconds=150, log=run.parent / "ppo.log")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_model(tmp_path_factory.mktemp("chat_model"))
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory, model: Path, vllm_ranks: RankPool) -> Path:
+    """Started, killed in PPO, started again."""
+    root = tmp_path_factory.mktemp("chat") / "demo"
+    arguments = ["--root", str(root), "--model", str(model), *SMALL]
+    killed, warm = KilledInPPO(vllm_ranks), Warm(vllm_ranks)
+    with pytest.raises(SystemExit) as ended:
+        main(arguments, killed)
+    assert ended.value.code == -signal.SIGKILL
+    assert killed.runs == ["data", "sft", "pairs", "rm", "ppo"]
+    assert not (root / "ppo/FINISHED").exists()
+    assert main(arguments, warm) == 0
+    evaluations = [f"{what}-{name}" for name in MODELS for what in ("test", "drift")]
+    assert warm.runs == ["ppo", "grpo", "answers", *evaluations]
+    return root
+
+
+def test_a_killed_stage_goes_on_to_the_same_end(demo: Path, model: Path, vllm_ranks: RankPool) -> None:
+    """PPO from its second step on: its metrics, weights and texts are those of a run that nothing happened to."""
+    runner = Runner(demo, make_console(), model, overrides=Overrides(tuple(SMALL)), call=Warm(vllm_ranks))
+    runner.run(PPO, name="undisturbed")
+    assert [row["step"] for row in read_metrics(demo / "ppo")] == [0, 1, 2, 3, 4]
+    assert not differences(results(demo / "ppo"), results(demo / "undisturbed"))
+
+
+def test_what_it_has_reached(demo: Path, model: Path) -> None:
+    """The summary by its parts: figures with intervals, differences by hand, and that the engine had the weights."""
+    summary = json.loads((demo / "summary.json").read_text())
+    assert list(summary["models"]) == list(MODELS) == ["released", "sft", "ppo", "grpo"]
+    rows = {name: _lines(demo / f"test-{name}/responses.jsonl") for name in MODELS}
+    for name, figures in summary["models"].items():
+        assert len(rows[name]) == 4
+        for row in rows[name]:
+            assert row["rewards"]["tools.demo_chat.tasks:checks"] == pytest.approx(
+                checks(row["prompt"], row["response"], row)["score"]
+            )
+        mean = sum(row["rewards"]["tools.demo_chat.tasks:checks"] for row in rows[name]) / 4
+        assert figures["checks that hold"]["value"] == pytest.approx(mean)
+        assert figures["answers that are right"]["low"] is not None
+    for name, before in (("sft", "released"), ("ppo", "sft"), ("grpo", "sft")):
+        found = summary["differences"][f"{name} over {before}"]["checks that hold"]
+        means = [summary["models"][each]["checks that hold"]["value"] for each in (name, before)]
+        assert found["value"] == pytest.approx(means[0] - means[1])
+        assert found["prompts"] == 4
+    released = summary["models"]["released"]
+    assert released["unrelated answers that are as released"]["value"] == 1.0
+    assert 1 < released["perplexity of the released model's answers"]["value"] < 512
+    for of_run in summary["training"].values():
+        assert 0 < of_run["rollout_logprob_gap_max"] < 1e-4
+        assert of_run["certificates"] > 0
+    assert set(summary["seconds"]) >= {"data", "sft", "pairs", "rm", "ppo", "grpo", "test-grpo", "drift-released"}
+
+
+def test_the_report_shows_what_each_model_says(demo: Path) -> None:
+    """Every shown prompt with the answers of all models, and the runs below."""
+    page = (demo / "report.html").read_text()
+    assert "http" not in page.split("<script", 1)[0]
+    start, questions, runs = (
+        page.index(f"<h2>{title}") for title in ("Answers to test", "Answers to questions", "Runs")
+    )
+    for row in _lines(demo / "data/test.jsonl"):
+        assert page.count(row["messages"][0]["content"], start, questions) == 1
+    for line in _lines(demo / "data/questions.jsonl")[:5]:
+        assert line["messages"][0]["content"].replace("'", "&#x27;") in page[questions:runs]
+    assert page.count("as released", questions, runs) >= 5
+    assert page[start:questions].count("<th>grpo</th>") == 1
+    for name in ("sft", "rm", "ppo", "grpo"):
+        assert f'<div class="run">{name}</div>' in page[runs:]
+
+
+def test_runs_of_the_demo_are_compared(demo: Path, tmp_path: Path) -> None:
+    """The models' evaluations, with their intervals, and the two runs of reinforcement learning."""
+    evaluations = [str(demo / f"test-{name}") for name in MODELS]
+    assert megarlhf(["compare", *evaluations, "-o", str(tmp_path / "test.html")]) == 0
+    accuracy = json.loads((demo / "summary.json").read_text())["models"]["grpo"]["answers that are right"]
+    page = (tmp_path / "test.html").read_text()
+    assert f"<b>{accuracy['value']:.4g} [{accuracy['low']:.4g}, {accuracy['high']:.4g}]</b>" in page
+    assert megarlhf(["compare", str(demo / "ppo"), str(demo / "grpo"), "-o", str(tmp_path / "rl.html")]) == 0
+    assert "algo.advantage" in (tmp_path / "rl.html").read_text()
+
+
+def test_another_demo_and_what_was_made_from_an_earlier_stage_are_refused(
+    demo: Path, model: Path, vllm_ranks: RankPool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is run: figures of two seeds, or of an SFT model that is not there any more, would be mixed."""
+    warm = Warm(vllm_ranks)
+    arguments = ["--root", str(demo), "--model", str(model)]
+    assert main([*arguments, "--seed", "1", *SMALL], warm) == 2
+    assert "holds another demo (seed 0; now 1); name another --root" in capsys.readouterr().err
+    assert main([*arguments, *SMALL, "grpo:train.num_steps=9"], warm) == 2
+    assert "holds another demo (overrides [" in capsys.readouterr().err
+    assert main([*arguments, "grop:train.num_steps=9"], warm) == 2
+    assert f"no stage 'grop'; name one of {', '.join(NAMES)}" in capsys.readouterr().err
+    finished = demo / "sft/FINISHED"
+    before = finished.stat()
+    try:
+        os.utime(finished)
+        assert main([*arguments, *SMALL], warm) == 2
+        assert "pairs was made from a sft that has been made anew since; remove" in capsys.readouterr().err
+    finally:
+        os.utime(finished, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert not warm.runs
+    assert main([*arguments, *SMALL], warm) == 0
+    assert not warm.runs
+
+
+def test_an_actor_that_says_nothing(demo: Path, tmp_path: Path, vllm_ranks: RankPool) -> None:
+    """Answers of the end token alone are drawn, judged, trained on and shown; none can be chosen for a pair."""
+    silent = write_silent_model(tmp_path / "silent")
+    overrides = Overrides((*SMALL, "pairs:rollout.engine=megatron", "grpo:rollout.engine=megatron"))
+    runner = Runner(tmp_path, make_console(), silent, overrides=overrides, call=Warm(vllm_ranks))
+    (tmp_path / "data").symlink_to(demo / "data")
+    changes = [f"actor.model.path={silent}"]
+    runner.run(GRPO, [*changes, "train.num_steps=1", "eval.every=1"])
+    before, after = read_metrics(tmp_path / "grpo")
+    assert (before["eval_accuracy"], after["eval_accuracy"], after["reward_mean"]) == (0, 0, 0)
+    assert (after["finished_fraction"], after["response_length_mean"]) == (1, 1)
+    assert all(value is not None for value in after.values()), "every number is finite"
+    runner.run(TEST, changes, name="test-silent")
+    rows = responses(tmp_path, "test", "silent")
+    assert [row["response"] for row in rows] == [""] * 4
+    assert all(row["finished"] for row in rows)
+    (table,) = side_by_side([], {"silent": rows}, lambda row: "")
+    assert table.count("(nothing)") == 4
+    command = runner.command(PAIRS, [*changes, f"out={tmp_path / 'pairs.jsonl'}"], "pairs")
+    ((status, written),) = vllm_ranks.run(1, "command_status", *command[3:])
+    assert status == 2
+    assert "chose nothing (0 prompts selected, 96 responses empty, 12 prompts without candidate)" in written
+
+
+def test_overrides_are_of_one_stage_or_of_those_that_train(tmp_path: Path) -> None:
+    overrides = Overrides(("train.num_steps=2", "grpo:algo.kl.coef=0", "test:max_samples=3"))
+    assert overrides.of("grpo", trains=True) == ["train.num_steps=2", "algo.kl.coef=0"]
+    assert overrides.of("test") == ["max_samples=3"]
+    assert overrides.of("answers") == []
+    assert Overrides(("rewards=[{kind: rule, rule: 'a:b'}]",)).of("grpo", trains=True)
+    runner = Runner(tmp_path, make_console(), tmp_path / "model")
+    assert runner.model_of("released") == tmp_path / "model"
+    assert runner.model_of("grpo") == tmp_path / "grpo/checkpoints/latest/actor"
+
+
+def _lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,180 @@
+"""The chat demo's seeds, variants and layouts: configurations, arithmetic, the page. Not covered: what is learnt."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarlhf.config import RLConfig, SFTConfig, load_config
+from megarlhf.observe.profile import CURVE
+from megarlhf.planning.batch import rl_batch_numbers
+from megarlhf.planning.without_effect import without_effect
+from tests.chat_model import write_chat_model
+from tests.command import ROOT, outside_a_run
+from tests.test_demo_chat import SMALL
+from tools.demo_chat import tables
+from tools.demo_chat.figures import paired
+from tools.demo_chat.killed import call_and_kill
+from tools.demo_chat.pipeline import GRPO, SFT
+from tools.demo_chat.rehearsed import STEP, beside, measured_memory, predicted_memory
+from tools.demo_chat.seeds import LAYOUTS, SHORT, SMALL_STEP, VARIANTS, mean_over, over_seeds
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_is_a_configuration_that_means_what_it_says(variant):
+    changes = VARIANTS[variant]
+    cfg = load_config(RLConfig, GRPO.config, changes)
+    rl_batch_numbers(cfg, 1)
+    set_by_variant = {change.partition("=")[0] for change in changes}
+    unread = {note.partition(": ")[2].partition(" ")[0] for note in without_effect(cfg)}
+    assert not unread & set_by_variant
+    assert cfg.algo.shuffle_rewards is (variant == "control")
+    assert (cfg.actor.lora is not None) is (variant == "grpo-lora")
+    assert not cfg.algo.needs_critic, "a critic that knows the rewards would enter the control's advantages"
+
+
+def test_layouts_are_legal():
+    """Nine heads by three, and a batch that every layout can take."""
+    for ranks, parallel in LAYOUTS.values():
+        changes = [f"run.nproc={ranks}", *SHORT, *(f"actor.parallel.{key}={size}" for key, size in parallel.items())]
+        sft = load_config(SFTConfig, SFT.config, changes)
+        rl = load_config(RLConfig, GRPO.config, [*changes, *SMALL_STEP, "rollout.parallel.tp=1"])
+        assert sft.actor.parallel == rl.actor.parallel
+        assert ranks == rl.actor.parallel.tp * rl.actor.parallel.pp, "one data-parallel rank, as alone"
+        assert rl.rollout.parallel.tp == 1
+        rl_batch_numbers(rl, ranks)
+
+
+def test_the_mean_over_seeds_by_hand():
+    """.2, .3, .4: mean .3, deviation .1, t of two degrees of freedom 4.303."""
+    by_seed = [
+        {"models": {"sft": {"right": {"value": value}}}, "differences": {"a over b": {"right": {"value": -value}}}}
+        for value in (0.2, 0.3, 0.4)
+    ]
+    found = over_seeds(by_seed)
+    of = found["models"]["sft"]["right"]
+    assert of["value"] == pytest.approx(0.3)
+    assert of["high"] - of["value"] == pytest.approx(4.303 * 0.1 / math.sqrt(3), rel=1e-4)
+    assert of["seeds"] == [0.2, 0.3, 0.4]
+    assert found["differences"]["a over b"]["right"]["low"] == pytest.approx(-of["high"])
+    assert mean_over([0.5])["low"] is None
+
+
+def test_models_are_compared_on_the_same_prompts_only():
+    assert paired([("a", 1.0), ("b", 0.5)], [("a", 0.0), ("b", 1.0)]) == [1.0, -0.5]
+    with pytest.raises(ValueError, match=r"different prompts: remove their test-\.\.\. folders"):
+        paired([("a", 1.0)], [("b", 0.0)])
+
+
+def test_a_command_is_killed_with_all_that_it_has_started(tmp_path):
+    """Its child holds the other end of a pipe, which closes when both are gone."""
+    sign = tmp_path / "sign"
+    child = f"import time; open({str(tmp_path / 'child')!r}, 'w').write('x'); time.sleep(100)"
+    script = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); "
+    script += f"time.sleep(0.5); open({str(sign)!r}, 'w'); time.sleep(100)"
+    assert call_and_kill([sys.executable, "-c", script], sign, seconds=20) == -signal.SIGKILL
+    with pytest.raises(RuntimeError, match=r"ended with status 3 before; it said:\nwords"):
+        call_and_kill(
+            [sys.executable, "-c", "import sys; print('words'); sys.exit(3)"],
+            tmp_path / "never",
+            seconds=20,
+            log=tmp_path / "log",
+        )
+
+
+def test_memory_by_phase_of_a_rehearsal_and_of_a_recorded_step():
+    """Bytes above those of the step's beginning; the curve's highest point within each phase."""
+    rows = [
+        {"step": 1, "phase": "train/actor", "start": 0, "peak": 900},
+        {"step": STEP, "phase": "rollout", "start": 100, "peak": 130},
+        {"step": STEP, "phase": "train/actor", "start": 110, "peak": 300},
+        {"step": STEP, "phase": "train/actor", "start": 110, "peak": 250},
+    ]
+    assert predicted_memory(rows) == {"rollout": 30, "train/actor": 200}
+    points = [(0, 5), (1, 40), (2, 7), (3, 210), (9, 999)]
+    events = [{"name": CURVE, "ph": "C", "ts": at, "args": {"bytes": held}} for at, held in points]
+    events += [
+        {"name": "rollout", "cat": "user_annotation", "ts": 0, "dur": 1.5},
+        {"name": "train/actor", "cat": "user_annotation", "ts": 1.6, "dur": 2},
+        {"name": "optimizer/actor", "cat": "user_annotation", "ts": 5, "dur": 1},
+    ]
+    measured = measured_memory({"traceEvents": events})
+    assert measured == {"rollout": 40, "train/actor": 210}
+    assert beside({"a": 1, "b": 2}, {"b": 3}) == {
+        "a": {"predicted": 1, "measured": None},
+        "b": {"predicted": 2, "measured": 3},
+    }
+
+
+RESULT = {
+    "about": {"command": "make demo-chat-seeds", "commit": "abc", "cores": 2, "torch": "2"},
+    "seeds": {
+        "0": {
+            "training": {
+                "ppo": {
+                    "steps": 8, "peak_memory_gib": 4.25, "kl_k3": 0.1234, "rollout_logprob_gap_max": 2e-5,
+                    "certificates": 2,
+                }
+            },
+            "seconds": {"ppo": 90.0},
+        }
+    },
+    "summary": {
+        "models": {"sft": {"answers that are right": {"value": 0.5, "low": 0.25, "high": 0.75, "seeds": [0.4, 0.6]}}},
+        "differences": {"sft over released": {"tokens of an answer": {"value": -3.0, "low": None, "seeds": [-3.0]}}},
+    },
+    "layouts": {"sft": {"one rank": {"loss": 1.23456789}, "TP3": {"loss": 1.2345678}}},
+    "killed": {"steps": 4, "killed_at_step": 2, "equal": True, "differences": ""},
+    "rehearsed": {"sft": {"memory": {"train/actor": {"predicted": 2**30, "measured": 2**31}}, "seconds": {}}},
+}  # fmt: skip
+
+
+def test_the_page_takes_what_was_found():
+    """And what is on the page was made from the result in the repository."""
+    page = tables.PAGE.read_text(encoding="utf-8")
+    filled = tables.filled(page, RESULT)
+    for line in (
+        "| sft | 50.0% [25.0 to 75.0] (40.0, 60.0) |",
+        "| sft over released | -3.00 (-3.00) |",
+        "| ppo | 1.5 | 8 | 4.2 | 0.123 | 2.0e-05 | 2 |",
+        "| TP3 | 1.23457 |",
+        "| sft | train/actor, GiB | 1.00 | 2.00 | -50% |",
+    ):
+        assert line in filled
+    assert "killed by SIGKILL after 2 and started again: metrics and weights are those of a run" in filled
+    stated = tables.load_result(tables.RESULT) or {}
+    assert tables.filled(filled, stated) == page, "python -m tools.demo_chat.tables --page writes it"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_all_parts_on_a_small_model(tmp_path: Path) -> None:
+    """As `make demo-chat-seeds`, in processes of their own, at all layouts; a second start runs nothing again."""
+    model = write_chat_model(tmp_path / "model")
+    command = [sys.executable, "-m", "tools.demo_chat.seeds", "--seeds", "0", "--model", str(model)]
+    command += ["--root", str(tmp_path / "runs"), "--out", str(tmp_path / "result.json"), "--set", *SMALL]
+    for time in (1, 2):
+        done = subprocess.run(command, cwd=ROOT, env=outside_a_run(), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+        assert ("finished before" in done.stdout) is (time == 2)
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert set(found["summary"]["models"]) == {"released", "sft", "ppo", "grpo", "control", "grpo-lora"}
+    assert found["killed"]["equal"], found["killed"]["differences"]
+    for by_layout in found["layouts"].values():
+        one = by_layout.pop("one rank")
+        assert list(by_layout) == ["TP3", "PP2", "TP3 x PP2"]
+        for of in by_layout.values():
+            for name in ("loss", "grad_norm", "reward_mean", "actor_grad_norm"):
+                if name in one:
+                    assert of[name] == pytest.approx(one[name], rel=1e-4)
+            assert of.get("rollout_logprob_gap_max", 0.0) < 1e-4
+    for stage in found["rehearsed"].values():
+        assert any(each["predicted"] and each["measured"] for each in stage["memory"].values())
+        assert any(each["predicted"] and each["measured"] for each in stage["seconds"].values())
+    assert tables.filled(tables.PAGE.read_text(encoding="utf-8"), found)

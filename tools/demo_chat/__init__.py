@@ -1,0 +1,1 @@
+"""A real language model through the whole pipeline: SFT, a reward model, PPO and GRPO."""

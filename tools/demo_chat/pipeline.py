@@ -1,0 +1,131 @@
+"""The chat demo's stages as the commands a user would type, and what has been done of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from megarlhf.observe.run_directory import FINISHED_FILE
+from tools.demo.pipeline import Stage, call, run_timed, stage_command, write_json
+
+DEMO = "demo-chat"
+DEFAULT_ROOT = Path("runs") / DEMO
+ACTOR = "sft/checkpoints/latest/actor"
+REWARD_MODEL = "rm/checkpoints/latest/reward_model"
+OF_SFT = {"actor.model.path": ACTOR}
+WITH_PROMPTS = {"data.train": "data/prompts.jsonl", "data.validation": "data/validation.jsonl"}
+LEARNED = {"critic.model.path": REWARD_MODEL, "reward_model.model.path": REWARD_MODEL}
+
+
+def _stage(name: str, command: str, paths: dict[str, str]) -> Stage:
+    return Stage(name, command, paths, DEMO)
+
+
+SFT = _stage("sft", "sft", {"data.train": "data/sft.jsonl", "data.validation": "data/sft_validation.jsonl"})
+PAIRS = _stage(
+    "pairs", "generate", OF_SFT | {"data.train": "data/pairs.jsonl", "out": "data/chosen_and_rejected.jsonl"}
+)
+RM = _stage("rm", "rm", {"reward_model.model.path": ACTOR, "data.train": "data/chosen_and_rejected.jsonl"})
+PPO = _stage("ppo", "rl", OF_SFT | LEARNED | WITH_PROMPTS)
+GRPO = _stage("grpo", "rl", OF_SFT | WITH_PROMPTS)
+STAGES = (SFT, PAIRS, RM, PPO, GRPO)
+ANSWERS = _stage("answers", "generate", {"data.train": "data/questions.jsonl", "out": "data/answers.jsonl"})
+TEST = _stage("test", "eval", {"data.train": "data/test.jsonl"})
+DRIFT = _stage("drift", "eval", {"data.train": "data/drift.jsonl"})
+RELEASED = "released"
+MODELS = (RELEASED, SFT.name, PPO.name, GRPO.name)
+"""What is tested: the model that `make pretrained` has made, and those of stages."""
+WRITES = {PAIRS.paths["out"]: PAIRS.name, DRIFT.paths["data.train"]: ANSWERS.name}
+"""Data that is made by a stage, and the stage."""
+NAMES = ("data", *(stage.name for stage in (*STAGES, ANSWERS, TEST, DRIFT)))
+"""What an override may be for."""
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """What differs from the configurations: `section.key=value` in every stage that trains, `STAGE:section.key=value`
+    in one; `data:test=8` is a number of records."""
+
+    given: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError for a stage that there is not."""
+        for each in self.given:
+            name, colon, _ = each.partition("=")[0].partition(":")
+            if colon and name not in NAMES:
+                raise ValueError(f"{each}: there is no stage {name!r}; name one of {', '.join(NAMES)}, or none for all")
+
+    def of(self, stage: str, *, trains: bool = False) -> list[str]:
+        """Of one stage."""
+        own = [each.partition(":")[2] for each in self.given if each.startswith(f"{stage}:")]
+        return [*(each for each in self.given if trains and ":" not in each.partition("=")[0]), *own]
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs what has not been finished yet."""
+
+    root: Path
+    console: Console
+    model: Path
+    """The released one."""
+    seed: int = 0
+    overrides: Overrides = Overrides()
+    call: Callable[[Sequence[str]], int] = call
+    """Runs a command and returns its exit status."""
+    keeps_resume_points: bool = True
+    """Of runs that have finished: each has the optimizer's state, four times the model's size."""
+
+    def model_of(self, name: str) -> Path:
+        """The released one, or the actor of a run."""
+        return self.model if name == RELEASED else self.root / f"{name}/checkpoints/latest/actor"
+
+    def run(self, stage: Stage, changes: Sequence[str] = (), name: str | None = None) -> None:
+        """Unless it has finished; a run that was stopped goes on. `name`: of the run, where it is not the stage's.
+
+        Raises: SystemExit with the stage's exit status when it fails; ValueError where it has finished with what was
+        made anew since.
+        """
+        run = name or stage.name
+        if (self.root / run / FINISHED_FILE).exists():
+            self._require_newer(stage, run, changes)
+            self.console.print(f"{self.root / run}: finished before; remove it to run it again")
+            return
+        command = self.command(stage, changes, run)
+        self.keep_seconds(run, run_timed(self.console, run, command, self.call))
+        if not self.keeps_resume_points:
+            shutil.rmtree(self.root / run / "resume", ignore_errors=True)
+
+    def command(self, stage: Stage, changes: Sequence[str], run: str) -> list[str]:
+        """As a user would type it; `run`: the run's folder. What has been there goes on where it can."""
+        trains = stage.command not in ("generate", "eval")
+        own = [f"run.seed={self.seed}", *(["run.on_existing=resume"] if trains else [])]
+        own += [f"actor.model.path={self.model}"] if stage is SFT else []
+        own += self.overrides.of(stage.name, trains=trains)
+        return stage_command(stage, self.root, [*own, *changes], run=run)
+
+    def _require_newer(self, stage: Stage, run: str, changes: Sequence[str]) -> None:
+        read = [path for key, path in stage.paths.items() if key != "out"]
+        paths = [Path(each.partition("=")[2]) for each in changes if each.startswith("actor.model.path=")]
+        read += [str(path.relative_to(self.root)) for path in paths if path.is_relative_to(self.root)]
+        for path in read:
+            source = self.root / WRITES.get(path, path.partition("/")[0]) / FINISHED_FILE
+            if source.exists() and source.stat().st_mtime > (self.root / run / FINISHED_FILE).stat().st_mtime:
+                raise ValueError(
+                    f"{self.root / run} was made from a {source.parent.name} that has been made anew since; remove "
+                    f"{self.root / run} to run it again"
+                )
+
+    def keep_seconds(self, name: str, seconds: float) -> None:
+        """Of the last start of a stage, in `seconds.json`."""
+        write_json(self.root / "seconds.json", self.seconds() | {name: seconds})
+
+    def seconds(self) -> dict[str, float]:
+        """By run."""
+        path = self.root / "seconds.json"
+        return json.loads(path.read_text()) if path.exists() else {}

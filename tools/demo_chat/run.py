@@ -1,0 +1,141 @@
+"""`make demo-chat`: a real language model through SFT, a reward model, PPO and GRPO, with figures of test data.
+
+Goes on where it was stopped: what has finished is not run again. Figures go to runs/demo-chat/summary.json, curves and
+samples to runs/demo-chat/report.html.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarlhf.observe.progress import make_console, table
+from megarlhf.observe.report import write_report
+from tools.demo.pipeline import call, run_timed, write_json
+from tools.demo_chat.figures import figures, read_lines
+from tools.demo_chat.make_data import write_lines
+from tools.demo_chat.page import sections
+from tools.demo_chat.pipeline import (
+    ANSWERS,
+    DEFAULT_ROOT,
+    DRIFT,
+    GRPO,
+    MODELS,
+    PPO,
+    RM,
+    SFT,
+    STAGES,
+    TEST,
+    Overrides,
+    Runner,
+)
+from tools.pretrained import directory
+
+
+def main(argv: Sequence[str] | None = None, call: Callable[[Sequence[str]], int] = call) -> int:
+    """Run the stages in order; a failing stage ends it with its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, default=DEFAULT_ROOT, help="where everything is written")
+    parser.add_argument("--seed", type=int, default=0, help="of data, order and samples")
+    parser.add_argument("--model", type=Path, help="another model directory than that of `make pretrained`")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="[STAGE:]section.key=value",
+        help="for every stage that trains, or for one: grpo:train.num_steps=4; data:test=16 is a number of records",
+    )
+    options = parser.parse_args(argv)
+    try:
+        overrides = Overrides(tuple(options.overrides))
+        model = (options.model or directory()).absolute()
+        runner = Runner(options.root, make_console(), model, options.seed, overrides, call)
+        run(runner)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"make demo-chat: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(runner: Runner) -> None:
+    """All of it. Raises: as `train`."""
+    train(runner)
+    evaluate_all(runner, MODELS)
+    finish(runner)
+
+
+def train(runner: Runner) -> None:
+    """The stages. Raises: ValueError for files of another demo under the root; SystemExit as `Runner.run`."""
+    start(runner)
+    for stage in STAGES:
+        runner.run(stage)
+
+
+def start(runner: Runner) -> None:
+    """Says what the demo under the root is of, and makes its data.
+
+    Raises: ValueError where one of another seed, of another model or with other overrides is there.
+    """
+    path = runner.root / "settings.json"
+    settings = {"seed": runner.seed, "model": str(runner.model), "overrides": list(runner.overrides.given)}
+    known = json.loads(path.read_text()) if path.exists() else settings
+    if changed := [name for name in settings if known[name] != settings[name]]:
+        was = "; ".join(f"{name} {known[name]}; now {settings[name]}" for name in changed)
+        raise ValueError(f"{runner.root} holds another demo ({was}); name another --root, or remove it")
+    write_json(path, settings)
+    if not (runner.root / "data/questions.jsonl").exists():  # the last to be written
+        sizes = [f"--{each.replace('=', ' ')}" for each in runner.overrides.of("data")]
+        command = [sys.executable, "-m", "tools.demo_chat.make_data", "--out", str(runner.root / "data")]
+        command += ["--seed", str(runner.seed), *(word for size in sizes for word in size.split())]
+        runner.keep_seconds("data", run_timed(runner.console, "data", command, runner.call))
+
+
+def evaluate_all(runner: Runner, names: Sequence[str]) -> None:
+    """Each model on the test prompts, and on the released model's answers to other questions."""
+    runner.run(ANSWERS, [f"actor.model.path={runner.model}"])
+    write_drift_data(runner.root)
+    for name in names:
+        change = [f"actor.model.path={runner.model_of(name)}"]
+        runner.run(TEST, change, name=f"test-{name}")
+        runner.run(DRIFT, change, name=f"drift-{name}")
+
+
+def write_drift_data(root: Path) -> None:
+    """The released model's answers, as texts and to be compared with."""
+    rows = read_lines(root / ANSWERS.paths["out"])
+    kept = ("prompt", "response", "finished")
+    write_lines(
+        root / DRIFT.paths["data.train"],
+        ({**{key: row[key] for key in kept}, "released": row["response"]} for row in rows),
+    )
+
+
+def finish(runner: Runner) -> None:
+    """summary.json, report.html and the closing table."""
+    root, console, seconds = runner.root, runner.console, runner.seconds()
+    found = figures(root)
+    write_json(root / "summary.json", found | {"seconds": seconds, "minutes": round(sum(seconds.values()) / 60, 1)})
+    runs = [root / each.name for each in (SFT, RM, PPO, GRPO)]
+    write_report(runs, root / "report.html", title="megarlhf demo: chat", first=sections(root, found))
+    console.rule("[bold]test data")
+    rows = rows_of(found["models"]) + rows_of(found["differences"])
+    console.print(
+        table("figures of test data, 95% intervals over prompts", rows, ("model", "figure", "value", "from", "to"))
+    )
+    console.print(f"{sum(seconds.values()) / 60:.0f} minutes; {root / 'summary.json'}, {root / 'report.html'}")
+
+
+def rows_of(figures: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Of the closing table."""
+    return [
+        (name, words, figure["value"], figure["low"], figure["high"])
+        for name, of in figures.items()
+        for words, figure in of.items()
+    ]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

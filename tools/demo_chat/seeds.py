@@ -1,0 +1,163 @@
+"""`make demo-chat-seeds`: the chat demo for several seeds, with a control and an adapter, and at several layouts.
+
+What has been run is kept under runs/demo-chat-seeds: the command goes on where it was stopped. Choices are made on
+validation prompts; figures are of test prompts, which nothing else reads. The control permutes the rewards of each
+step over its samples, so that they say nothing about the answers. Writes benchmarks/results/demo_chat.json, from which
+`python -m tools.demo_chat.tables --page` makes the tables of docs/demo-chat.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.faults.runs import differences, results
+from benchmarks.machine import machine
+from megarlhf.algo.intervals import mean_of
+from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.progress import make_console, table
+from tools.demo.pipeline import call, write_json
+from tools.demo_chat.figures import DIFFERENCES, figures
+from tools.demo_chat.killed import call_and_kill
+from tools.demo_chat.pipeline import GRPO, MODELS, SFT, Overrides, Runner
+from tools.demo_chat.rehearsed import rehearsed
+from tools.demo_chat.run import evaluate_all, run, train
+from tools.pretrained import directory
+
+RESULTS = Path("benchmarks/results/demo_chat.json")
+DEFAULT_ROOT = Path("runs/demo-chat-seeds")
+VARIANTS: Mapping[str, Sequence[str]] = {
+    "control": ("algo.shuffle_rewards=true",),
+    "grpo-lora": ("actor.lora={rank: 16, targets: all-linear, export: merged}", "actor.optim.lr=1.0e-4"),
+}
+"""GRPO in other ways, by name: what differs from its configuration."""
+COMPARED = (*DIFFERENCES, ("control", "sft"), ("grpo-lora", "sft"), ("grpo-lora", "grpo"))
+LAYOUTS: Mapping[str, tuple[int, Mapping[str, int]]] = {
+    "one rank": (1, {}),
+    "TP3": (3, {"tp": 3}),
+    "PP2": (2, {"pp": 2}),
+    "TP3 x PP2": (6, {"tp": 3, "pp": 2}),
+}
+"""Ranks, and `actor.parallel`; the model has nine heads. vLLM is at TP1 everywhere."""
+FIRST_STEP: Mapping[str, Sequence[str]] = {
+    "sft": ("loss", "grad_norm"),
+    "grpo": ("reward_mean", "entropy", "policy_loss", "kl", "actor_grad_norm", "rollout_logprob_gap_max"),
+}
+"""What is compared of the first step, by stage."""
+SHORT = ("train.num_steps=2", "eval.every=0")
+SMALL_STEP = ("train.prompts_per_step=4", "rollout.num_samples_per_prompt=8", "train.mini_batch_samples=32")
+PARTS = ("seeds", "layouts", "killed", "rehearsed")
+
+
+def main(argv: Sequence[str] | None = None, call: Callable[[Sequence[str]], int] = call) -> int:
+    """Run all parts; a failing stage ends it with its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--root", type=Path, default=DEFAULT_ROOT)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--model", type=Path, help="another model directory than that of `make pretrained`")
+    parser.add_argument("--set", nargs="+", default=[], metavar="[STAGE:]section.key=value", help="as of demo-chat")
+    options = parser.parse_args(argv)
+    try:
+        model, overrides = (options.model or directory()).absolute(), Overrides(tuple(options.set))
+        console = make_console()
+        runners = {
+            seed: Runner(options.root / f"seed-{seed}", console, model, seed, overrides, call, False)
+            for seed in options.seeds
+        }
+        found: dict[str, Any] = {"about": machine("make demo-chat-seeds"), "overrides": options.set}
+        if "seeds" in options.parts:
+            found["seeds"] = {str(seed): of_seed(runner) for seed, runner in runners.items()}
+            found["summary"] = over_seeds(list(found["seeds"].values()))
+        first = next(iter(runners.values()))
+        train(first)
+        for name, part in (("layouts", layouts), ("killed", killed), ("rehearsed", rehearsed)):
+            if name in options.parts:
+                found[name] = part(first)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"make demo-chat-seeds: {error}", file=sys.stderr)
+        return 2
+    write_json(options.out, found)
+    if "summary" in found:
+        print_summary(console, found["summary"])
+    console.print(f"wrote {options.out}")
+    return 0
+
+
+def of_seed(runner: Runner) -> dict[str, Any]:
+    """The demo with this seed, and its variants."""
+    run(runner)
+    for name, changes in VARIANTS.items():
+        runner.run(GRPO, changes, name=name)
+    evaluate_all(runner, tuple(VARIANTS))
+    return figures(runner.root, (*MODELS, *VARIANTS), COMPARED) | {"seconds": runner.seconds()}
+
+
+def over_seeds(by_seed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of each figure and each difference the seeds' values, and their mean with Student's interval over seeds."""
+    return {
+        kind: {
+            name: {words: mean_over([each[kind][name][words]["value"] for each in by_seed]) for words in of}
+            for name, of in by_seed[0][kind].items()
+        }
+        for kind in ("models", "differences")
+    }
+
+
+def mean_over(values: Sequence[float]) -> dict[str, Any]:
+    estimate = mean_of(torch.tensor(values, dtype=torch.float64))
+    return {"value": estimate.value, "low": estimate.low, "high": estimate.high, "seeds": list(values)}
+
+
+def layouts(runner: Runner) -> dict[str, Any]:
+    """The first step of SFT and of GRPO at each layout, from the same models and data."""
+    found: dict[str, Any] = {}
+    for stage, more in ((SFT, ()), (GRPO, SMALL_STEP)):
+        found[stage.name] = {}
+        for layout, (ranks, parallel) in LAYOUTS.items():
+            changes = [f"run.nproc={ranks}", *SHORT, *more]
+            changes += [f"actor.parallel.{key}={size}" for key, size in parallel.items()]
+            changes += ["rollout.parallel.tp=1"] if stage is GRPO else []
+            name = f"layouts-{stage.name}-{layout.lower().replace(' ', '')}"
+            runner.run(stage, changes, name=name)
+            found[stage.name][layout] = first_step(runner.root / name, FIRST_STEP[stage.name])
+    return found
+
+
+def first_step(run: Path, names: Sequence[str]) -> dict[str, Any]:
+    row = next(row for row in read_metrics(run) if row["step"] == 1)
+    return {name: row[name] for name in names}
+
+
+def killed(runner: Runner) -> dict[str, Any]:
+    """GRPO that is killed when its second resume point is there and goes on, and GRPO that nothing happens to."""
+    changes = ["train.num_steps=4", "eval.every=0", "checkpoint.every=1", *SMALL_STEP]
+    runner.run(GRPO, changes, name="undisturbed")
+    run, note = runner.root / "killed", runner.root / "killed.json"
+    if not note.exists():
+        call_and_kill(runner.command(GRPO, changes, "killed"), run / "resume/step_000002")
+        write_json(note, {"killed_at_step": max(row["step"] for row in read_metrics(run))})
+    runner.run(GRPO, changes, name="killed")
+    found = differences(results(run), results(runner.root / "undisturbed"))
+    return {"steps": 4, **json.loads(note.read_text()), "equal": not found, "differences": found}
+
+
+def print_summary(console: Any, summary: Mapping[str, Any]) -> None:
+    rows = [
+        (name, words, each["value"], each["low"], each["high"])
+        for kind in summary.values()
+        for name, of in kind.items()
+        for words, each in of.items()
+    ]
+    console.print(table("means over seeds and their 95% intervals", rows, ("model", "figure", "value", "from", "to")))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,138 @@
+"""The tables of docs/demo-chat.md, from benchmarks/results/demo_chat.json, which `make demo-chat-seeds` writes.
+
+python -m tools.demo_chat.tables           prints them
+python -m tools.demo_chat.tables --page    writes them into the page
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.machine import ROOT
+from benchmarks.page import UNKNOWN, Places, Tree, fill, load_result, print_or_write, table
+
+MODULE = "tools.demo_chat.tables"
+RESULT = ROOT / "benchmarks" / "results" / "demo_chat.json"
+PAGE = ROOT / "docs" / "demo-chat.md"
+PERCENT = ("checks that hold", "right", "end by themselves", "as released")
+"""Parts of the words of shares."""
+
+
+def main() -> None:
+    result = load_result(RESULT) or {}
+    print_or_write(__doc__, PAGE, places_of(result), lambda text: filled(text, result))
+
+
+def filled(text: str, result: Tree) -> str:
+    """The page with what the result says. Raises: ValueError where a place is missing."""
+    return fill(text, places_of(result), MODULE)
+
+
+def places_of(result: Tree) -> Places:
+    """The lines of each place on the page."""
+    summary, layouts = result.get("summary", {}), result.get("layouts", {})
+    return {
+        "about": [about(result)],
+        "models": of_summary("model", summary.get("models", {})),
+        "differences": of_summary("difference", summary.get("differences", {})),
+        "time": of_time(result.get("seeds", {})),
+        "layouts": of_layouts(layouts),
+        "killed": [of_killed(result.get("killed"))],
+        "rehearsed": of_rehearsed(result.get("rehearsed", {})),
+    }
+
+
+def about(result: Tree) -> str:
+    if "about" not in result:
+        return f"`make demo-chat-seeds`: {UNKNOWN}"
+    of = result["about"]
+    seeds = ", ".join(result.get("seeds", {})) or UNKNOWN
+    return (
+        f"`{of['command']}`, commit {of['commit']}, {of['cores']} cores, fp32, torch {of['torch']}, seeds {seeds}; "
+        "`benchmarks/results/demo_chat.json`."
+    )
+
+
+def of_summary(first: str, figures: Mapping[str, Any]) -> list[str]:
+    """A row a model or difference, a column a figure: the mean over seeds, its interval, and the seeds' values."""
+    words = list(next(iter(figures.values()), {})) or ["checks that hold", "answers that are right"]
+    rows = [[name, *(with_seeds(each, of[each]) for each in words)] for name, of in figures.items()]
+    return table([first, *words], rows or [[UNKNOWN] * (len(words) + 1)])
+
+
+def with_seeds(words: str, figure: Mapping[str, Any]) -> str:
+    """Such as `71.3% [65.0 to 77.6] (70.1, 69.9, 73.9)`."""
+    share = any(part in words for part in PERCENT)
+    scale, unit, digits = (100.0, "%", 1) if share else (1.0, "", 2)
+
+    def number(value: float) -> str:
+        return f"{value * scale:.{digits}f}"
+
+    bounds = ""
+    if figure.get("low") is not None:
+        bounds = f" [{number(figure['low'])} to {number(figure['high'])}]"
+    values = ", ".join(map(number, figure["seeds"]))
+    return f"{number(figure['value'])}{unit}{bounds} ({values})"
+
+
+def of_time(seeds: Mapping[str, Any]) -> list[str]:
+    """Minutes, steps, memory and KL of the runs, each seed's."""
+    names = list(next(iter(seeds.values()))["training"]) if seeds else []
+    rows = []
+    for name in names:
+        runs = [each["training"][name] for each in seeds.values()]
+        minutes = [f"{each['seconds'][name] / 60:.1f}" for each in seeds.values()]
+        columns = (
+            minutes,
+            [str(run["steps"]) for run in runs],
+            [f"{run['peak_memory_gib']:.1f}" for run in runs],
+            [f"{run['kl_k3']:.3f}" for run in runs],
+            [f"{run['rollout_logprob_gap_max']:.1e}" for run in runs],
+            [str(run["certificates"]) for run in runs],
+        )
+        rows.append([name, *(", ".join(column) for column in columns)])
+    head = ["run", "minutes", "steps", "most memory, GiB", "KL", "largest log-prob gap, nats", "certificates"]
+    return table(head, rows or [[UNKNOWN] * len(head)])
+
+
+def of_layouts(found: Mapping[str, Any]) -> list[str]:
+    """A row a stage and layout."""
+    lines: list[str] = []
+    for stage, by_layout in found.items():
+        names = list(next(iter(by_layout.values())))
+        rows = [[layout, *(_precise(of[name]) for name in names)] for layout, of in by_layout.items()]
+        lines += [*table([f"{stage}, first step", *names], rows), ""]
+    return lines[:-1] if lines else table(["layout", "loss"], [[UNKNOWN, UNKNOWN]])
+
+
+def of_killed(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return f"Killed and resumed: {UNKNOWN}"
+    same = "those" if found["equal"] else f"NOT those ({found['differences']})"
+    return (
+        f"GRPO of {found['steps']} steps, killed by SIGKILL after {found['killed_at_step']} and started again: metrics "
+        f"and weights are {same} of a run that nothing happened to, bit for bit."
+    )
+
+
+def of_rehearsed(found: Mapping[str, Any]) -> list[str]:
+    """A row a stage and figure, where both say something."""
+    rows: list[Sequence[str]] = []
+    for stage, kinds in found.items():
+        for kind, unit, scale in (("memory", "GiB", 2**30), ("seconds", "s", 1.0)):
+            for name, each in kinds[kind].items():
+                predicted, measured = each["predicted"], each["measured"]
+                if predicted and measured:
+                    off = f"{predicted / measured - 1:+.0%}"
+                    rows.append([stage, f"{name}, {unit}", f"{predicted / scale:.2f}", f"{measured / scale:.2f}", off])
+    head = ["stage", "figure", "rehearsed", "measured", "off by"]
+    return table(head, rows or [[UNKNOWN] * len(head)])
+
+
+def _precise(value: float) -> str:
+    return f"{value:.6g}"
+
+
+if __name__ == "__main__":
+    main()

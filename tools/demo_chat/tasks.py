@@ -1,0 +1,114 @@
+"""The demo's task: name things of a kind in a given form, which a program can check.
+
+    Name three animals in alphabetical order, in capital letters, separated by commas.   ->   BEAR, CAT, DOG
+
+An answer is judged by six checks (`judge`), each of which a reader can repeat by eye. The reward is the share of them
+that hold, and an answer is right when all do.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from tools.demo_chat.words import FAMILIAR, belongs
+
+Case = Literal["lower", "upper", "title"]
+
+COUNTS = {2: "two", 3: "three", 4: "four", 5: "five"}
+CASES: Mapping[Case, tuple[str, ...]] = {
+    "lower": ("in lower case", "in small letters"),
+    "upper": ("in upper case", "in capital letters"),
+    "title": ("with a capital first letter", "each capitalized"),
+}
+VERBS = ("Name", "List", "Give me", "Write down")
+CHECKS = ("form", "count", "kind", "distinct", "case", "order")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is asked for."""
+
+    category: str
+    count: int
+    case: Case
+    ordered: bool
+    """In alphabetical order."""
+
+    def prompt(self, draw: random.Random) -> str:
+        """In one of several wordings."""
+        order = draw.choice((" in alphabetical order", " from A to Z")) if self.ordered else ""
+        asked = f"{draw.choice(VERBS)} {COUNTS[self.count]} {self.category}{order}"
+        return f"{asked}, {draw.choice(CASES[self.case])}, separated by commas."
+
+    def answer(self, draw: random.Random) -> str:
+        """A right one."""
+        items = draw.sample(FAMILIAR[self.category], self.count)
+        return ", ".join(cased(item, self.case) for item in (sorted(items) if self.ordered else items))
+
+    def fields(self) -> dict[str, Any]:
+        """As columns of a record."""
+        return asdict(self)
+
+
+def cased(item: str, case: Case) -> str:
+    if case == "title":
+        return " ".join(word[:1].upper() + word[1:].lower() for word in item.split())
+    return item.lower() if case == "lower" else item.upper()
+
+
+def task_of(fields: Mapping[str, Any]) -> Task:
+    return Task(**{name: fields[name] for name in Task.__dataclass_fields__})
+
+
+def all_tasks() -> list[Task]:
+    return [
+        Task(category=category, count=count, case=case, ordered=ordered)
+        for category in FAMILIAR
+        for count in COUNTS
+        for case in CASES
+        for ordered in (False, True)
+    ]
+
+
+def judge(task: Task, answer: str) -> dict[str, float]:
+    """What holds of an answer, by check, 0 or 1: of one that is no list with commas nothing."""
+    items = items_of(answer)
+    if items is None:
+        return dict.fromkeys(CHECKS, 0.0)
+    found = {
+        "form": True,
+        "count": len(items) == task.count,
+        "kind": all(belongs(item, task.category) for item in items),
+        "distinct": len({item.lower() for item in items}) == len(items),
+        "case": all(item == cased(item, task.case) for item in items),
+        "order": not task.ordered or items == sorted(items, key=str.lower),
+    }
+    return {name: float(value) for name, value in found.items()}
+
+
+def items_of(answer: str) -> list[str] | None:
+    """The items of an answer that is one line of them with commas between; None for another."""
+    items = [item.strip() for item in answer.strip().removesuffix(".").split(",")]
+    return items if len(items) > 1 and all(_ITEM.fullmatch(item) for item in items) else None
+
+
+_ITEM = re.compile(r"[A-Za-z][A-Za-z'-]*( [A-Za-z][A-Za-z'-]*){0,3}")
+
+
+def checks(prompt: str, response: str, fields: Mapping[str, Any]) -> dict[str, float]:
+    """The reward: the share of checks that hold, and each of them as a metric."""
+    found = judge(task_of(fields), response)
+    return {"score": sum(found.values()) / len(found), **found}
+
+
+def right(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
+    """1 where every check holds."""
+    return float(all(judge(task_of(fields), response).values()))
+
+
+right.is_accuracy = True  # type: ignore[attr-defined]
+checks.required_fields = right.required_fields = tuple(Task.__dataclass_fields__)  # type: ignore[attr-defined]
