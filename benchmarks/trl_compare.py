@@ -261,7 +261,7 @@ def workload_facts(comparison: Comparison, setting: Setting, given: Message) -> 
 
 
 def memory_of(comparison: Comparison, setting: Setting, given: Message, ours: Side, theirs: Side | None) -> Message:
-    """Of each side's training in a process of its own, and of ours with its engine."""
+    """Of each side's training on the same samples in a process of its own, and of ours with its engine."""
     options = {"memory": True, "ways": {ours.name: ours.child.facts["ways"][ours.name]}}
     found = {
         "ours": peak_of(start_ours(comparison, setting, **options, engine="megatron"), {**ours.arguments, **given})
@@ -269,7 +269,7 @@ def memory_of(comparison: Comparison, setting: Setting, given: Message, ours: Si
     if comparison.command == "grpo" and setting.engine != "megatron":
         found["ours with its engine"] = peak_of(start_ours(comparison, setting, **options), ours.arguments)
     if theirs is not None and theirs.peer is not None:
-        found["trl"] = peak_of(start_theirs(comparison, setting, theirs.peer, memory=True), {})
+        found["trl"] = peak_of(start_theirs(comparison, setting, theirs.peer, memory=True), given)
     return found
 
 

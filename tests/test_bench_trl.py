@@ -102,19 +102,18 @@ def test_the_fastest_of_theirs_goes_on():
 
 
 def test_rewards_of_the_list_task():
-    """A quarter for the form, a quarter for the number, half for what belongs there."""
+    """Of 1 are .4 for what belongs there, .3 for the form of items, .3 for their number, each in parts."""
     three = {"what": "fruits", "count": 3}
 
     def reward(response):
         return trl_task.reward("", response, three)
 
-    assert reward("apples, pear, cherries") == 1.0
     assert trl_task.right(reward(" apples, pear, cherries\n"))
-    assert reward("Apple, Pear, Cherry") == 0.75
-    assert reward("apple, apple, pear") == pytest.approx(0.5 + 0.5 * 2 / 3)
-    assert reward("apple, pear, cherry, plum") == 0.75
-    assert reward("1. Apple\n2. Pear") == 0.0
-    assert reward("") == 0.0
+    assert reward("Apple, Pear, wild Cherry") == pytest.approx(0.7)
+    assert reward("apple, apple, pear") == pytest.approx(0.6 + 0.4 * 2 / 3)
+    assert reward("apple, pear, cherry, plum") == pytest.approx(0.7 + 0.3 * 2 / 3)
+    assert reward("1. Apple\n2. Pear") == pytest.approx(0.4 * 2 / 3 + 0.3 / 3)
+    assert reward("red, three words here, ") == pytest.approx(0.3 / 3 + 0.3)
     assert not trl_task.right(reward("apple, pear, hammer"))
 
 
