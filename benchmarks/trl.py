@@ -50,7 +50,7 @@ COMPARISONS = {
     "sft_mixed": Comparison(
         command="sft",
         workload="long_tailed",
-        budgets=(2048, 1024),
+        budgets=(1024, 2048),
         peers=(
             Peer(micro=4, settings=PADDING_FREE, word="padding-free"),
             Peer(micro=8, settings=PADDING_FREE, word="padding-free"),
@@ -62,20 +62,20 @@ COMPARISONS = {
     "sft_equal": Comparison(
         command="sft",
         workload="equal",
-        budgets=(2048, 1024),
+        budgets=(1024, 2048),
         peers=(Peer(micro=16), Peer(micro=8), Peer(micro=8, settings=PADDING_FREE, word="padding-free")),
     ),
     "rm_mixed": Comparison(
         command="rm",
         workload="long_tailed",
-        budgets=(2048, 1024),
+        budgets=(1024, 2048),
         peers=(
             Peer(micro=2, settings=GROUPED_PAIRS, word="grouped"),
             Peer(micro=4, settings=GROUPED_PAIRS, word="grouped"),
             Peer(micro=4),
         ),
     ),
-    "rm_equal": Comparison(command="rm", workload="equal", budgets=(2048, 1024), peers=(Peer(micro=8), Peer(micro=4))),
+    "rm_equal": Comparison(command="rm", workload="equal", budgets=(1024, 2048), peers=(Peer(micro=8), Peer(micro=4))),
 }
 QUICK_ROUNDS, ROUNDS = 1, 3
 

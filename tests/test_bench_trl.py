@@ -101,6 +101,11 @@ def test_the_fastest_of_theirs_goes_on():
     assert "b" in stopped
 
 
+def test_of_ways_that_are_as_fast_the_smallest_is_compared():
+    assert trl_compare.chosen({"ours 2048": 10.0, "ours 1024": 10.1, "ours 512": 10.3}) == "ours 1024"
+    assert trl_compare.chosen({"trl padded 8": 10.0, "trl grouped 4": 12.0}) == "trl padded 8"
+
+
 def test_rewards_of_the_list_task():
     """Of 1 are .4 for what belongs there, .3 for the form of items, .3 for their number, each in parts."""
     three = {"what": "fruits", "count": 3}
