@@ -41,41 +41,37 @@ COMPARISONS = {
     "grpo_mixed": Comparison(
         command="grpo",
         workload="long_tailed",
-        budgets=(4096, 2048),
-        peers=(Peer(micro=16), Peer(micro=32), Peer(micro=8)),
+        budgets=(2048,),
+        peers=(Peer(micro=16), Peer(micro=8)),
     ),
-    "grpo_equal": Comparison(
-        command="grpo", workload="equal", budgets=(4096, 2048), peers=(Peer(micro=16), Peer(micro=32))
-    ),
+    "grpo_equal": Comparison(command="grpo", workload="equal", budgets=(2048,), peers=(Peer(micro=16), Peer(micro=8))),
     "sft_mixed": Comparison(
         command="sft",
         workload="long_tailed",
-        budgets=(1024, 2048),
+        budgets=(1024,),
         peers=(
             Peer(micro=4, settings=PADDING_FREE, word="padding-free"),
             Peer(micro=8, settings=PADDING_FREE, word="padding-free"),
             Peer(micro=4, settings=GROUPED, word="grouped"),
             Peer(micro=8, settings=REBALANCED, word="rebalanced"),
-            Peer(micro=8),
         ),
     ),
     "sft_equal": Comparison(
         command="sft",
         workload="equal",
-        budgets=(1024, 2048),
-        peers=(Peer(micro=16), Peer(micro=8), Peer(micro=8, settings=PADDING_FREE, word="padding-free")),
+        budgets=(1024,),
+        peers=(Peer(micro=8), Peer(micro=4, settings=PADDING_FREE, word="padding-free")),
     ),
     "rm_mixed": Comparison(
         command="rm",
         workload="long_tailed",
-        budgets=(1024, 2048),
+        budgets=(1024,),
         peers=(
             Peer(micro=2, settings=GROUPED_PAIRS, word="grouped"),
             Peer(micro=4, settings=GROUPED_PAIRS, word="grouped"),
-            Peer(micro=4),
         ),
     ),
-    "rm_equal": Comparison(command="rm", workload="equal", budgets=(1024, 2048), peers=(Peer(micro=8), Peer(micro=4))),
+    "rm_equal": Comparison(command="rm", workload="equal", budgets=(1024,), peers=(Peer(micro=8), Peer(micro=4))),
 }
 QUICK_ROUNDS, ROUNDS = 1, 3
 

@@ -3,8 +3,8 @@
 Each side is a child. First both train on the same samples: of GRPO on responses that our engine has drawn. From there
 loss and gradient norm have to agree, and each way of a side (micro-batches, layout of rows) is tried once. The fastest
 goes on, or one that is as fast within 2% and has smaller micro-batches, which take less memory. Then whole steps in
-turn, of GRPO with rollouts of their own, to and fro; the first round is not counted. Memory is looked at last, in
-processes of their own that give back to the system what they free.
+turn, of GRPO with rollouts of their own, to and fro: both sides have trained by then, so that every round counts.
+Memory is looked at last, in processes of their own that give back to the system what they free.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ THEIRS: Mapping[Command, str] = {
 BETA, LEARNING_RATE = 0.04, 1e-6
 LOSSES_AGREE = 1e-3
 """Difference of the losses of first rounds up to which two sides computed the same, relative where they exceed 1."""
-ROUNDS_OF_MEMORY = 2
+TOKENS_BEFORE_PEAK = 8
+"""Of each response in the round that has the optimizer make its moments, before that whose peak counts."""
 AS_FAST = 1.02
 """Times the seconds of the fastest way."""
 
@@ -205,17 +206,17 @@ def compare(comparison: Comparison, setting: Setting) -> Message:
         )
         sides = [side for side in (ours, theirs) if side is not None]
         agreement = agreement_of({name: first for side in sides for name, first in side.firsts.items()})
-        rounds = in_turn({side.name: asking(side.child, **side.arguments) for side in sides}, setting.rounds)
+        asks = {side.name: asking(side.child, **side.arguments) for side in sides}
+        rounds = in_turn(asks, setting.rounds, warm_up=0)
         facts = {side.name: side.child.facts for side in sides}
         memory = {side.name.split()[0]: side.child.ask("memory") for side in sides} if setting.together else {}
     if not memory:
         memory = memory_of(comparison, setting, given, ours, theirs)
-    counted = {name: many[1:] for name, many in rounds.items()}
     if comparison.command == "grpo" and comparison.workload == "equal":
         step = setting.data.steps["equal"]
         require_whole(rounds, step.samples * step.max_response)
     ways = {
-        name: summary(comparison.measure, many, tokens_of(comparison, setting, many)) for name, many in counted.items()
+        name: summary(comparison.measure, many, tokens_of(comparison, setting, many)) for name, many in rounds.items()
     }
     return {
         "measure": comparison.measure,
@@ -223,7 +224,7 @@ def compare(comparison: Comparison, setting: Setting) -> Message:
         "tried": {name: seconds for side in sides for name, seconds in side.tries.items()},
         "ways": {name: way | {"about": facts[name]} for name, way in ways.items()},
         "fastest": {side.name.split()[0]: side.name for side in sides},
-        "ours_over_trl_of_rounds": ratios_of_rounds(comparison.measure, list(counted.values())),
+        "ours_over_trl_of_rounds": ratios_of_rounds(comparison.measure, list(rounds.values())),
         "memory": memory,
         "workload": workload_facts(comparison, setting, given),
         "took_seconds": time.perf_counter() - began,
@@ -270,22 +271,22 @@ def workload_facts(comparison: Comparison, setting: Setting, given: Message) -> 
 
 
 def memory_of(comparison: Comparison, setting: Setting, given: Message, ours: Side, theirs: Side | None) -> Message:
-    """Of each side's training on the same samples in a process of its own, and of ours with its engine."""
+    """Of each side's training on the same samples in a process of its own, and once of ours with its engine."""
     options = {"memory": True, "ways": {ours.name: ours.child.facts["ways"][ours.name]}}
-    found = {
-        "ours": peak_of(start_ours(comparison, setting, **options, engine="megatron"), {**ours.arguments, **given})
-    }
-    if comparison.command == "grpo" and setting.engine != "megatron":
-        found["ours with its engine"] = peak_of(start_ours(comparison, setting, **options), ours.arguments)
+    short = given and given | {"responses": [row[:TOKENS_BEFORE_PEAK] for row in given["responses"]]}
+    way = ours.arguments
+    found = {"ours": peak_of(start_ours(comparison, setting, **options, engine="megatron"), way | short, way | given)}
+    if comparison.command == "grpo" and comparison.workload == "long_tailed" and setting.engine != "megatron":
+        found["ours with its engine"] = peak_of(start_ours(comparison, setting, **options), way | short, way)
     if theirs is not None and theirs.peer is not None:
-        found["trl"] = peak_of(start_theirs(comparison, setting, theirs.peer, memory=True), given)
+        found["trl"] = peak_of(start_theirs(comparison, setting, theirs.peer, memory=True), short, given)
     return found
 
 
-def peak_of(child: Child, arguments: Message) -> Message:
-    """After some rounds. Stops the child."""
+def peak_of(child: Child, *rounds: Message) -> Message:
+    """After these rounds: the optimizer makes its moments in the first. Stops the child."""
     try:
-        for _ in range(ROUNDS_OF_MEMORY):
+        for arguments in rounds:
             child.ask("round", **arguments)
         return child.ask("memory")
     finally:
