@@ -131,14 +131,39 @@ def test_the_splits_of_the_list_task_share_no_prompt(tmp_path):
     assert trl_task.rule_of(task.rule) is trl_task.reward
 
 
-def test_learning_curves_run(tmp_path):
-    """Evaluations before the first step, after every second, and after the last; seconds are those of steps."""
-    result = result_of(trl_curves, tmp_path / "curves.json", "--seeds", "3", "--steps", "3", "--every", "2")
+def test_learning_curves_run(tmp_path, monkeypatch):
+    """Evaluations before the first step, after every second, and after the last; seconds are those of steps. Not
+    covered: the child, which `python -m benchmarks.trl_curves --rehearse --out FILE` starts."""
+    told, asked = [], []
+
+    class Child:
+        def __init__(self):
+            self.facts = {"ways": {"ours 96": {}}}
+
+        def ask(self, command, **given):
+            asked.append((command, given))
+            if command == "evaluate":
+                return {"rewards": [0.5, 1.0], "mean": 0.75, "texts": ["apple"]}
+            return {"reward": 0.25, "response_length": 8.0, "step_seconds": 2.0, "generated_tokens": 64}
+
+        def stop(self):
+            asked.append(("stop", {}))
+
+    def start(comparison, setting, **options):
+        told.append((trl_task.read_records(setting.data.steps["long_tailed"].prompts), options))
+        return Child()
+
+    monkeypatch.setattr(trl_curves, "start_ours", start)
+    result = result_of(trl_curves, tmp_path / "curves.json", "--seeds", "3", "4", "--steps", "3", "--every", "2")
+    step, evaluate = ("round", {"way": "ours 96"}), ("evaluate", {})
+    assert asked == [evaluate, step, step, evaluate, step, evaluate, ("stop", {})] * 2
     course = result["seeds"]["3"]["ours"]
-    assert [each["step"] for each in course["evaluations"]] == [0, 2, 3]
-    taken = [each["step_seconds"] for each in course["steps"]]
-    assert course["evaluations"][-1]["seconds"] == pytest.approx(sum(taken))
-    assert course["evaluations"][0]["seconds"] == 0.0
+    assert [(each["step"], each["seconds"]) for each in course["evaluations"]] == [(0, 0.0), (2, 4.0), (3, 6.0)]
+    assert {(each["reward"], each["right"]) for each in course["evaluations"]} == {(0.75, 0.5)}
+    assert [options["seed"] for _, options in told] == [3, 4]
+    (third, _), (fourth, _) = told
+    assert third != fourth, "the order of prompts follows from the seed"
+    assert sorted(map(str, third)) == sorted(map(str, fourth))
     assert result["ours_over_trl"] is None
 
 
