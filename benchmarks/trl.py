@@ -41,10 +41,12 @@ COMPARISONS = {
     "grpo_mixed": Comparison(
         command="grpo",
         workload="long_tailed",
-        budgets=(2048,),
+        budgets=(2048, 4096),
         peers=(Peer(micro=16), Peer(micro=8)),
     ),
-    "grpo_equal": Comparison(command="grpo", workload="equal", budgets=(2048,), peers=(Peer(micro=16), Peer(micro=8))),
+    "grpo_equal": Comparison(
+        command="grpo", workload="equal", budgets=(2048, 4096), peers=(Peer(micro=16), Peer(micro=8))
+    ),
     "sft_mixed": Comparison(
         command="sft",
         workload="long_tailed",
