@@ -205,7 +205,7 @@ def table_of_curves(curves: Tree | None) -> list[str]:
 
 def about_curves(curves: Tree | None) -> str:
     if curves is None:
-        return f"`make bench-trl-curves`: {UNKNOWN}"
+        return "**Not measured yet.** `make bench-trl-curves` takes hours; it fills the table below."
     said = (
         f"`make bench-trl-curves`, commit {curves['machine']['commit']}, {curves['steps']} steps, learning rate "
         f"{curves['lr']:g}, KL coefficient {curves['beta']:g}, seeds {', '.join(curves['seeds'])}, rule "
