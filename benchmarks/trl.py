@@ -26,6 +26,7 @@ from pathlib import Path
 from benchmarks.kept import Kept
 from benchmarks.machine import ROOT, machine
 from benchmarks.packing_children import Message, trl_environment
+from benchmarks.page import load_result
 from benchmarks.peers import UnavailableError
 from benchmarks.trl_compare import Comparison, Peer, Setting, compare
 from benchmarks.trl_data import Data, prepare, prepare_tiny
@@ -112,6 +113,23 @@ def model_of(arguments: argparse.Namespace) -> Path:
     return directory()
 
 
+def earlier(arguments: argparse.Namespace) -> dict[str, Message]:
+    """Of the result those that are not measured anew: where some were named, and all the others are there already.
+
+    Raises: ValueError where they were measured with other settings."""
+    if not arguments.only or arguments.out != RESULT:
+        return {}
+    result = load_result(RESULT) or {"comparisons": {}}
+    missing = COMPARISONS.keys() - result["comparisons"].keys() - set(arguments.only)
+    if missing:
+        raise ValueError(f"{RESULT.name} lacks {', '.join(sorted(missing))}, and a part is no result: give --out")
+    settings = {name: getattr(arguments, name) for name in ("rounds", "threads")}
+    if other := {name: result[name] for name, value in settings.items() if result[name] != value}:
+        raise ValueError(f"{RESULT.name} was measured with {other}, not {settings}: measure all, or give --out")
+    of = {"commit": result["machine"]["commit"]}
+    return {name: of | found for name, found in result["comparisons"].items() if name not in arguments.only}
+
+
 def run(arguments: argparse.Namespace) -> Message:
     """All comparisons, or those that were named."""
     left_out: dict[str, str] = {}
@@ -122,7 +140,7 @@ def run(arguments: argparse.Namespace) -> Message:
     for what, why in left_out.items():
         print(f"left out: {what}: {why}", flush=True)
     about = machine("make bench-trl")
-    comparisons: dict[str, Message] = {}
+    comparisons = earlier(arguments)
     with tempfile.TemporaryDirectory() as directory:
         data = prepare_tiny(Path(directory)) if arguments.rehearse else prepare(KEPT, model_of(arguments))
         setting = setting_of(arguments, data, trl)
@@ -131,11 +149,12 @@ def run(arguments: argparse.Namespace) -> Message:
         for name in [name for name in names if name not in left_out]:
             found = kept.found(name) if kept else None
             if found is None:
-                found = compare(COMPARISONS[name], setting)
+                found = compare(COMPARISONS[name], setting) | {"commit": about["commit"]}
                 if kept:
                     kept.keep(name, found)
             comparisons[name] = found
             print(in_words(name, found), flush=True)
+    comparisons = {name: comparisons[name] for name in COMPARISONS if name in comparisons}
     found = figures(comparisons)
     return {
         **found,
@@ -165,14 +184,19 @@ def add_arguments(parser: argparse.ArgumentParser, out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=None, help=f"that count; default: {ROUNDS}, of --quick 1")
-    parser.add_argument("--only", nargs="+", choices=COMPARISONS, help="default: all")
+    parser.add_argument(
+        "--only", nargs="+", choices=COMPARISONS, help="default: all; the result keeps what it has of the others"
+    )
     parser.add_argument("--quick", action="store_true", help="one round, and of each side's ways the first alone")
     add_arguments(parser, RESULT)
     arguments = parser.parse_args()
-    if arguments.out == RESULT and (arguments.rehearse or arguments.only or arguments.quick):
+    if arguments.out == RESULT and (arguments.rehearse or arguments.quick or arguments.no_trl):
         parser.error("a rehearsal, or a part, is no result: give --out")
     arguments.rounds = arguments.rounds or (QUICK_ROUNDS if arguments.quick else ROUNDS)
-    result = run(arguments)
+    try:
+        result = run(arguments)
+    except ValueError as error:
+        parser.error(str(error))
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     for goal in (goal for goal in result["goals"] if goal["met"] is not None):
         print(goal["in_words"])

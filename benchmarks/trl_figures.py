@@ -95,12 +95,15 @@ def in_words(name: str, comparison: Tree) -> str:
 
 
 def parts_of(way: Tree) -> dict[str, float]:
-    """Median seconds of a step by column of the table; "other" is the rest of it."""
+    """Of the round with the median of seconds, of an even number the lower, by column of the table; "other" is the
+    rest of it."""
+    measure = "step_seconds" if "step_seconds" in way["rounds"][0] else "phase_seconds"
+    of = sorted(way["rounds"], key=lambda answer: answer[measure])[(len(way["rounds"]) - 1) // 2]
     parts = {
-        column: sum(seconds for name, seconds in way["part_seconds"].items() if name.endswith(ends))
+        column: sum(seconds for name, seconds in of["parts"].items() if name.endswith(ends))
         for column, ends in PARTS.items()
     }
-    return parts | {"other": way["seconds"]["median"] - sum(parts.values())}
+    return parts | {"other": of[measure] - sum(parts.values())}
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -153,9 +156,10 @@ def table_of_parts(result: Tree | None) -> list[str]:
         comparison = comparison_of(result, name)
         for side in ("ours", "trl"):
             if comparison is None:
-                rows.append((title, side, *[UNKNOWN] * (len(PARTS) + 1)))
+                rows.append((title, "TRL" if side == "trl" else side, *[UNKNOWN] * (len(PARTS) + 1)))
                 continue
-            rows.append((title, side, *map(number, parts_of(comparison["ways"][comparison["fastest"][side]]).values())))
+            parts = parts_of(comparison["ways"][comparison["fastest"][side]])
+            rows.append((title, "TRL" if side == "trl" else side, *(number(part or None) for part in parts.values())))
     return table(("comparison", "side", *PARTS, "other"), rows)
 
 
@@ -220,14 +224,24 @@ def about_curves(curves: Tree | None) -> str:
     )
 
 
+def commits_of(result: Tree) -> str:
+    """The commit of all comparisons; of several each with what was measured at it."""
+    names: dict[str, list[str]] = {}
+    for name, comparison in result["comparisons"].items():
+        names.setdefault(comparison.get("commit") or result["machine"]["commit"], []).append(name)
+    if len(names) == 1:
+        return next(iter(names))
+    return ", ".join(f"{commit} ({', '.join(of)})" for commit, of in names.items())
+
+
 def about(result: Tree | None) -> str:
     if result is None:
         return f"`make bench-trl`: {UNKNOWN}"
     of = result["machine"]
     return (
-        f"`make bench-trl`, commit {of['commit']}, {of['cores']} cores, {result['model']} in fp32, torch {of['torch']},"
-        f" {result['threads']} threads of one process, medians of {result['rounds']} interleaved rounds (smallest to "
-        "largest); `benchmarks/results/trl.json`."
+        f"`make bench-trl`, commit {commits_of(result)}, {of['cores']} cores, {result['model']} in fp32, "
+        f"torch {of['torch']}, {result['threads']} threads of one process, medians of {result['rounds']} interleaved "
+        "rounds (smallest to largest); `benchmarks/results/trl.json`."
     )
 
 

@@ -3,6 +3,7 @@
 Not covered: TRL's side, which needs its packages (`python -m benchmarks.trl --rehearse --out FILE` runs it too).
 """
 
+import argparse
 import json
 import sys
 
@@ -67,6 +68,29 @@ def test_figures_are_ours_over_theirs():
     assert met["grpo_mixed"] is met["sft_equal_memory"] is True
     assert met["sft_equal"] is False
     assert met["rm_mixed"] is None
+
+
+def test_a_part_is_measured_anew(monkeypatch, tmp_path):
+    """The result keeps the others, each with its commit; of other settings, or where some are missing, nothing."""
+    path = tmp_path / "trl.json"
+    monkeypatch.setattr(bench, "RESULT", path)
+    arguments = argparse.Namespace(only=["rm_equal"], out=path, rounds=3, threads=2)
+    with pytest.raises(ValueError, match="lacks grpo_equal, grpo_mixed"):
+        bench.earlier(arguments)
+    found = {name: of(1.0, 2.0) for name in bench.COMPARISONS}
+    found["sft_mixed"]["commit"] = "newer"
+    result = {"comparisons": found, "rounds": 3, "threads": 2, "machine": {"commit": "older"}}
+    path.write_text(json.dumps(result))
+    kept = bench.earlier(arguments)
+    assert kept.keys() == bench.COMPARISONS.keys() - {"rm_equal"}
+    assert (kept["sft_mixed"]["commit"], kept["rm_mixed"]["commit"]) == ("newer", "older")
+    named = figures.commits_of({"comparisons": {n: kept[n] for n in ("rm_mixed", "sft_mixed")}, "machine": {}})
+    assert named == "older (rm_mixed), newer (sft_mixed)"
+    arguments.threads = 1
+    with pytest.raises(ValueError, match="threads"):
+        bench.earlier(arguments)
+    arguments.out = tmp_path / "other.json"
+    assert bench.earlier(arguments) == {}
 
 
 def test_sides_that_compute_something_else_are_found():
