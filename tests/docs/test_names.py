@@ -153,8 +153,8 @@ OTHERS_WORDS |= {"check_cudnn_deterministic", "alertNotDeterministic", "put_", "
 OTHERS_WORDS |= {"NCCL_TOPO_FILE", "ProcessGroupNCCL.cpp", "VocabParallelEmbedding.forward"}
 OTHERS_WORDS |= {"topk_routing_with_score_function", "seq_aux_loss", "global_aux_loss"}
 OTHERS_WORDS |= {"fused_single_qkv_rope", "moe_router_fusion", "sync_weights", "auto_set_device"}
-"""Of Megatron-LM, torch, NCCL, TransformerEngine, vLLM, TRL, verl and Slurm, and patterns of names, said in the documentation
-only."""
+"""Of Megatron-LM, torch, NCCL, TransformerEngine, vLLM, TRL, verl and Slurm, and patterns of names, said in the
+documentation only."""
 
 
 @pytest.mark.parametrize("page", PRESENT, ids=path_of)
