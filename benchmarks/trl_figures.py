@@ -245,9 +245,18 @@ def about(result: Tree | None) -> str:
     )
 
 
+def conclusion(result: Tree) -> str:
+    """All ratios in one sentence, and the goals that are missed."""
+    found = figures(result["comparisons"])
+    said = ", ".join(f"{found[name]:.2f} ({title})" for name, title in TITLES.items() if found.get(name) is not None)
+    missed = "; ".join(goal["in_words"] for goal in goals(found) if goal["met"] is False)
+    return f"**Of TRL's time ours takes {said}.** Goals of this page that are missed: {missed or 'none'}."
+
+
 def places(result: Tree | None, curves: Tree | None) -> dict[str, list[str]]:
     of_curves = {"about-curves": [about_curves(curves)], "curves": table_of_curves(curves)}
-    return {"about": [about(result)], **tables(result), **of_curves}
+    of_result = [about(result)] if result is None else [conclusion(result), "", about(result)]
+    return {"about": of_result, **tables(result), **of_curves}
 
 
 def filled(text: str, result: Tree | None, curves: Tree | None) -> str:
