@@ -39,7 +39,8 @@ export TORCH_CPP_LOG_LEVEL ?= ERROR
 # Images of containers often set it: each of the tests' processes would compile what it imports anew, pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv pretrained demo demo-lora demo-3d demo-seeds demo-chat demo-chat-seeds bench-convert bench-reshard bench-kernels bench-packing bench-prompts \
+.PHONY: help venv pretrained demo demo-lora demo-3d demo-seeds demo-chat demo-chat-seeds \
+	bench-convert bench-reshard bench-kernels bench-packing bench-prompts bench-trl bench-trl-curves \
 	bench-gpu-logprob bench-gpu-packed bench-gpu-prompts bench-resume bench-data bench-rewards bench-rollout \
 	bench-rehearsal bench-fits bench-parallel test \
 	test-matrix test-slow test-gpu test-peers test-slurm test-faults slurm-scripts lint docs \
@@ -107,6 +108,12 @@ bench-packing: venv ## packed rows against padded ones and TRL on the CPU (20 mi
 
 bench-prompts: venv ## prompts of groups and pairs computed once against each time, and against TRL (25 minutes, can be continued); writes benchmarks/results/prompts.json
 	$(PY) -m benchmarks.prompts
+
+bench-trl: venv ## steps of GRPO, SFT and a reward model on a real model, against TRL (1 hour, can be continued; after make pretrained); writes benchmarks/results/trl.json
+	$(PY) -m benchmarks.trl
+
+bench-trl-curves: venv ## GRPO's reward and test accuracy over time, ours and TRL, three seeds (2 hours, can be continued; after make pretrained); writes benchmarks/results/trl_curves.json
+	$(PY) -m benchmarks.trl_curves
 
 # On a machine whose GPU build of torch is not in $(VENV): make bench-gpu-logprob PY=python3
 bench-gpu-logprob: ## the log-prob kernels against their peers on one GPU (10 minutes); writes benchmarks/results/gpu_logprob.json

@@ -189,7 +189,7 @@ class Trainer:
         parts.phases.begin_step(self._step + 1)
         experience, _ = score(drawing, experience, prompts)
         work = StepInProgress.begun(cfg, parts, experience, {})
-        metrics = train_on(cfg, parts, work, self._step)
+        metrics = train_on(cfg, parts, work, 0)  # by which step it is, groups would be in other mini-batches
         by_phase = parts.phases.end_step(self._step + 1)
         self._step += 1
         seconds = {phase: by_phase.get(phase, 0.0) for phase in PHASES}

@@ -22,12 +22,14 @@ def asking(child: Child, **arguments: Any) -> Ask:
     return lambda: child.ask("round", **arguments)
 
 
-def in_turn(asks: Mapping[str, Ask], rounds: int, fewer: Mapping[str, int] | None = None) -> dict[str, list[Message]]:
-    """By way the answers of `rounds` + 1 rounds, of which the first warms up; of some ways there may be fewer."""
+def in_turn(
+    asks: Mapping[str, Ask], rounds: int, fewer: Mapping[str, int] | None = None, warm_up: int = 1
+) -> dict[str, list[Message]]:
+    """By way the answers of `rounds` rounds, after `warm_up` others; of some ways there may be fewer."""
     answers: dict[str, list[Message]] = {name: [] for name in asks}
-    for number in range(rounds + 1):
+    for number in range(rounds + warm_up):
         for name in asks if number % 2 == 0 else reversed(asks):
-            if number <= (fewer or {}).get(name, rounds):
+            if number < (fewer or {}).get(name, rounds) + warm_up:
                 answers[name].append(asks[name]() | {"load": os.getloadavg()[0]})
     return answers
 

