@@ -74,7 +74,7 @@ COMPARISONS = {
             Peer(micro=4, settings=GROUPED_PAIRS, word="grouped"),
         ),
     ),
-    "rm_equal": Comparison(command="rm", workload="equal", budgets=(768, 1024), peers=(Peer(micro=8), Peer(micro=4))),
+    "rm_equal": Comparison(command="rm", workload="equal", budgets=(768,), peers=(Peer(micro=8), Peer(micro=4))),
 }
 QUICK_ROUNDS, ROUNDS = 1, 3
 
