@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_packed import write
 from benchmarks.gpu_prompts_work import (
     MIXES,
     PHASES,
@@ -177,14 +178,6 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def write(result: dict[str, Any], path: Path) -> None:
-    """All of it at once, or what was there before stays."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial_path = path.with_name(path.name + ".partial")
-    partial_path.write_text(json.dumps(result, indent=2) + "\n")
-    partial_path.replace(path)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     arguments = parsed(argv)
@@ -194,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     deadline = Deadline(arguments.limit)
     sizes = Sizes(model=arguments.model)
     if arguments.rehearse:
-        sizes = replace(sizes, prompts=2, budget=9216 // 32, shrink=32)
+        sizes = replace(sizes, prompts=4, budget=9216 // 32, shrink=32)
     device = torch.device("cpu" if arguments.rehearse else "cuda")
     result: dict[str, Any] = {
         "rehearsal": arguments.rehearse,

@@ -50,7 +50,7 @@ def test_both_sides_train_the_same_and_one_shares(result: dict[str, Any]) -> Non
     (found,) = result["mixes"].values()
     assert found["grad_norms_differ_by"] < 1e-5
     shared, unshared = found["ways"]["shared"], found["ways"]["unshared"]
-    assert (shared["prompts_computed"], unshared["prompts_computed"]) == (2, 2 * PER_PROMPT)
+    assert (shared["prompts_computed"], unshared["prompts_computed"]) == (4, 4 * PER_PROMPT)
     for way in (shared, unshared):
         assert len(way["rounds"]) == 2
         assert way["seconds"]["median"] == pytest.approx(sum(way["rounds"]) / 2)
