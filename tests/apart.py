@@ -19,9 +19,17 @@ from tests.command import ROOT, outside_a_run
 
 
 def apart(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function at the top of a module returns, or raises, there."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as process:
+    """What a function at the top of a module returns, or raises, there: with the environment of the caller, since
+    the server has that of the test in which it was started."""
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_take_on, initargs=(dict(os.environ),)) as process:
         return process.submit(function, *arguments).result()
+
+
+def _take_on(environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None  # the server's
 
 
 def run_module(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -33,10 +41,8 @@ def run_module(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def _run_module(name: str, arguments: tuple[str, ...], environment: dict[str, str], written: list[Path]) -> int:
-    os.environ.clear()
-    os.environ.update(environment)
+    _take_on(environment)
     os.chdir(ROOT)
-    tempfile.tempdir = None  # the server's
     sys.argv = [name, *arguments]
     for number, path in enumerate(written, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
