@@ -10,7 +10,7 @@ from pydantic import model_validator
 
 from megarlhf.config.generate import GenerateConfig
 
-NOT_READ = ("rewards", "eval", "select", "min_reward", "out", "max_samples")
+NOT_READ = ("rewards", "eval", "select", "pairs_per_prompt", "min_reward", "out", "max_samples")
 """Keys about many responses. Of `data` its limits and its template are read."""
 TERMINAL = Path("prompts of the terminal")
 """In place of `data.train`."""

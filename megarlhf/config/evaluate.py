@@ -116,12 +116,13 @@ class EvaluateConfig(FrozenModel):
             raise ValueError(
                 f"out = {data['out']}: eval writes figures and no responses; leave out away, or use megarlhf generate"
             )
-        if data.get("select", "all") != "all" or data.get("min_reward") is not None:
+        unset = {"select": "all", "pairs_per_prompt": 1, "min_reward": None}
+        if chosen := [f"{key} = {data[key]}" for key, value in unset.items() if data.get(key, value) != value]:
             raise ValueError(
-                f"select = {data.get('select', 'all')}, min_reward = {data.get('min_reward')}: eval chooses no "
-                "responses; leave them out, or use megarlhf generate"
+                f"{', '.join(chosen)}: eval chooses no responses; leave {'it' if len(chosen) == 1 else 'them'} out, or "
+                "use megarlhf generate"
             )
-        return {key: value for key, value in data.items() if key not in ("out", "select", "min_reward")}
+        return {key: value for key, value in data.items() if key not in ("out", *unset)}
 
     @model_validator(mode="after")
     def _check(self) -> EvaluateConfig:

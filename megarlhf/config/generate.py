@@ -39,6 +39,9 @@ class GenerateConfig(FrozenModel):
     """Of `generate`: write every response; or for each prompt the one of the highest reward, as `sft` reads it (best of
     n); or that and the one of the lowest, as `rm` and `dpo` read pairs. Responses that were cut or got no reward are
     not chosen. With several rewards their weighted sum counts."""
+    pairs_per_prompt: PositiveInt = 1
+    """With `select: best_and_worst`: at most so many pairs of a prompt's responses, the best and the worst, the next
+    best and the next worst, and so on while their rewards differ; no response is in two pairs."""
     min_reward: float | None = None
     """With `select`: leave out prompts whose best response has less."""
 
@@ -71,6 +74,17 @@ class GenerateConfig(FrozenModel):
                 f"select = {self.select} chooses among the responses to a prompt by their rewards; got "
                 f"{len(self.rewards)} rewards and rollout.num_samples_per_prompt = "
                 f"{self.rollout.num_samples_per_prompt}: give one reward or more, and 2 samples or more"
+            )
+        if self.pairs_per_prompt > 1 and self.select != "best_and_worst":
+            raise ValueError(
+                f"pairs_per_prompt = {self.pairs_per_prompt} has no effect with select = {self.select}; set "
+                "select: best_and_worst"
+            )
+        if self.pairs_per_prompt > 1 and 2 * self.pairs_per_prompt > self.rollout.num_samples_per_prompt:
+            raise ValueError(
+                f"pairs_per_prompt = {self.pairs_per_prompt} needs two responses a pair; got "
+                f"rollout.num_samples_per_prompt = {self.rollout.num_samples_per_prompt}: set it to "
+                f"{2 * self.pairs_per_prompt} or more"
             )
         if self.min_reward is not None and self.select == "all":
             raise ValueError(f"min_reward = {self.min_reward} has no effect with select = all; set select: best")

@@ -51,20 +51,26 @@ def candidates(
 
 
 def choose(
-    by_prompt: Sequence[Sequence[Candidate]], selection: Selection, min_reward: float | None
-) -> tuple[list[tuple[Candidate, ...]], Counter[str]]:
-    """For each prompt the best candidate, or the best and the worst; empty for a prompt that is left out, and how many
-    are, by reason. Among equals the first drawn is taken."""
-    chosen: list[tuple[Candidate, ...]] = []
+    by_prompt: Sequence[Sequence[Candidate]], selection: Selection, min_reward: float | None, pairs: int = 1
+) -> tuple[list[list[tuple[Candidate, ...]]], Counter[str]]:
+    """For each prompt what becomes a record of it: the best candidate, or the best and the worst, and then up to
+    `pairs` in all the next best and the next worst, as long as they differ; none for a prompt that is left out, and how
+    many are, by reason. Among equals the first drawn is taken, and no candidate is taken twice."""
+    chosen: list[list[tuple[Candidate, ...]]] = []
     left_out: Counter[str] = Counter()
     for group in by_prompt:
         reason = _why_left_out(group, selection, min_reward)
         if reason:
             left_out[reason] += 1
-            chosen.append(())
+            chosen.append([])
             continue
-        best, worst = (extreme(group, key=lambda each: each.reward) for extreme in (max, min))
-        chosen.append((best,) if selection == "best" else (best, worst))
+        best = sorted(group, key=lambda each: -each.reward)
+        if selection == "best":
+            chosen.append([(best[0],)])
+            continue
+        worst = sorted(group, key=lambda each: each.reward)
+        both = list(zip(best, worst, strict=True))[:pairs]
+        chosen.append([(better, worse) for better, worse in both if better.reward > worse.reward])
     return chosen, left_out
 
 

@@ -165,12 +165,14 @@ def _chosen_lines(
     total_N = weighted_total(values_KN, [reward.weight for reward in cfg.rewards], failed_KN)
     per_prompt = cfg.rollout.num_samples_per_prompt
     by_prompt, cut = candidates(responses, rollouts.finished_N, total_N, per_prompt)
-    chosen, left_out = choose(by_prompt, cfg.select, cfg.min_reward)
-    lines = [dict(record_of(prompts[n * per_prompt], picked)) for n, picked in enumerate(chosen) if picked]
-    counts: dict[str, float] = {"prompts_selected": len(lines), **cut, **left_out}
+    chosen, left_out = choose(by_prompt, cfg.select, cfg.min_reward, cfg.pairs_per_prompt)
+    lines = [dict(record_of(prompts[n * per_prompt], picked)) for n, of in enumerate(chosen) for picked in of]
+    counts: dict[str, float] = {"prompts_selected": sum(map(bool, chosen)), **cut, **left_out}
+    if cfg.select == "best_and_worst":
+        counts["pairs_selected"] = len(lines)
     if not lines:
         raise ValueError(f"select = {cfg.select} chose nothing{_in_words(counts)}, and nothing is written; see rewards")
-    counts["selected_reward_mean"] = sum(picked[0].reward for picked in chosen if picked) / len(lines)
+    counts["selected_reward_mean"] = sum(picked[0].reward for of in chosen for picked in of) / len(lines)
     return lines, counts
 
 

@@ -40,7 +40,14 @@ def test_what_is_given_says_what_is_evaluated(tree: dict[str, Any], tasks: list[
 
 
 def test_a_file_for_generate_loads_where_it_asks_for_nothing_else() -> None:
-    tree = BASE | {"actor": ROLE, "rewards": [RULE], "select": "all", "out": None, "min_reward": None}
+    tree = BASE | {
+        "actor": ROLE,
+        "rewards": [RULE],
+        "select": "all",
+        "out": None,
+        "min_reward": None,
+        "pairs_per_prompt": 1,
+    }
     assert EvaluateConfig.model_validate(tree).generates
 
 
@@ -89,7 +96,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("k of 0", {"actor": ROLE, "rewards": [RULE], **SAMPLED, "eval": {"pass_at": [0]}}, "greater than 0"),
     ("pass@k of texts", {"actor": ROLE, "eval": {"pass_at": [1], "tasks": ["perplexity"]}}, "is of responses"),
     ("responses written", {"actor": ROLE, "rewards": [RULE], "out": "x.jsonl"}, "eval writes figures and no responses"),
-    ("responses chosen", {"actor": ROLE, "rewards": [RULE], "select": "best"}, "eval chooses no responses"),
+    ("responses chosen", {"actor": ROLE, "rewards": [RULE], "select": "best"}, "select = best: eval chooses no resp"),
+    ("pairs chosen", {"actor": ROLE, "rewards": [RULE], "pairs_per_prompt": 2}, "pairs_per_prompt = 2: eval chooses"),
     (
         "data unread",
         {"actor": ROLE, "data": {"train": "x", "validation": "y"}},

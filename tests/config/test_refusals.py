@@ -298,6 +298,18 @@ VLLM_TP = ("actor.parallel.tp=2", "rollout.parallel.tp=2")
         ),
         ("generate", ["select=best"], ["select = best chooses among", "got 0 rewards and rollout.num_samples"]),
         ("generate", ["min_reward=1"], ["min_reward = 1.0 has no effect with select = all"]),
+        ("generate", ["pairs_per_prompt=2"], ["pairs_per_prompt = 2 has no effect with select = all"]),
+        (
+            "generate",
+            [
+                "pairs_per_prompt=3",
+                "select=best_and_worst",
+                "rollout.num_samples_per_prompt=5",
+                "greedy=false",
+                "rewards=[{kind: rule, rule: exact_match}]",
+            ],
+            ["needs two responses a pair; got rollout.num_samples_per_prompt = 5: set it to 6 or more"],
+        ),
         ("rl", ["rollout.balance=dynamic"], ["rollout.balance: ", "'on_demand', 'length' or 'fixed'"]),
         ("rl", ["rollout.stop=['']"], ["rollout.stop.0: String should have at least 1 character"]),
         ("generate", ["rollout.num_samples_per_prompt=4"], ["would write 4 equal responses", "set greedy to false"]),

@@ -80,12 +80,14 @@ def test_the_best_of_four_is_what_sft_reads(
     reward = ["rewards=[{kind: rule, rule: 'tests.distributed.user_rewards:length', name: length, workers: 0}]"]
     every, _ = generated("every", *four, *reward)
     best, counted = generated("best", *four, *reward, "select=best", "min_reward=2")
-    pairs, _ = generated("pairs", *four, *reward, "select=best_and_worst")
+    pairs, counted_pairs = generated("pairs", *four, *reward, "select=best_and_worst", "pairs_per_prompt=2")
     groups = [every[n : n + 4] for n in range(0, len(every), 4)]
     done = [[line for line in group if line["finished"] and line["response"].strip()] for group in groups]
     lengths = [[len(line["response"]) for line in group] for group in done]
     assert [line["reward"] for line in best] == [max(group) for group in lengths if group and max(group) >= 2]
-    assert [line["rewards"] for line in pairs] == [[max(g), min(g)] for g in lengths if g and max(g) > min(g)]
+    both = [list(zip(sorted(g, reverse=True), sorted(g), strict=True))[:2] for g in lengths]
+    assert [line["rewards"] for line in pairs] == [[more, less] for g in both for more, less in g if more > less]
+    assert counted_pairs["pairs_selected"] == len(pairs) > counted_pairs["prompts_selected"]
     assert counted["prompts_selected"] == len(best) > 0
     assert counted["responses_cut"] > 0, "a cut response has no end to learn"
     sft = {

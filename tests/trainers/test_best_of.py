@@ -27,16 +27,31 @@ GROUPS = [
 ]
 
 
+def texts(chosen: list[list[tuple[Candidate, ...]]]) -> list[list[list[str]]]:
+    return [[[each.response for each in picked] for picked in of] for of in chosen]
+
+
 def test_the_best_and_the_first_among_equals():
     chosen, left_out = choose(GROUPS, "best", min_reward=1.0)
-    assert [[each.response for each in picked] for picked in chosen] == [["b"], ["e"], [], []]
+    assert texts(chosen) == [[["b"]], [["e"]], [], []]
     assert left_out == {"prompts_without_candidate": 1, "prompts_below_min_reward": 1}
 
 
 def test_the_best_and_the_worst_where_they_differ():
     chosen, left_out = choose(GROUPS, "best_and_worst", min_reward=None)
-    assert [[each.response for each in picked] for picked in chosen] == [["b", "d"], [], [], []]
+    assert texts(chosen) == [[["b", "d"]], [], [], []]
     assert left_out == {"prompts_without_candidate": 1, "prompts_with_equal_rewards": 2}
+
+
+def test_several_pairs_go_from_both_ends_to_where_rewards_are_equal():
+    """No candidate is in two of them, also where the number is odd or many are equal."""
+    odd = [Candidate(name, reward) for name, reward in zip("hijkl", (0.0, 0.5, 1.0, 0.5, 0.25), strict=True)]
+    equal = [Candidate(name, reward) for name, reward in zip("mnopq", (1.0, 1.0, 1.0, 0.0, 1.0), strict=True)]
+    chosen, left_out = choose([*GROUPS, odd, equal], "best_and_worst", None, pairs=4)
+    assert texts(chosen) == [[["b", "d"], ["c", "a"]], [], [], [], [["j", "h"], ["i", "l"]], [["m", "p"]]]
+    assert left_out == {"prompts_without_candidate": 1, "prompts_with_equal_rewards": 2}
+    chosen, _ = choose([odd], "best_and_worst", None, pairs=1)
+    assert texts(chosen) == [[["j", "h"]]]
 
 
 def test_lines_are_what_sft_rm_and_dpo_read():
@@ -60,6 +75,7 @@ def test_a_response_of_which_a_reward_failed_is_not_chosen():
         rewards=[RewardConfig.model_validate(reward) for reward in rewards],
         rollout=SimpleNamespace(num_samples_per_prompt=3),
         select="best",
+        pairs_per_prompt=1,
         min_reward=None,
     )
     nan = math.nan
