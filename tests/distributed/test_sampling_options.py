@@ -73,15 +73,15 @@ def test_filters_that_leave_one_token_give_the_greedy_response(generated: Any) -
             assert responses(lines) == greedy, (engine, option)
 
 
-def test_the_best_of_four_is_what_sft_reads(
+def test_the_best_of_eight_is_what_sft_reads(
     generated: Any, vllm_ranks: RankPool, one_layer: dict[str, Path], tmp_path: Path
 ) -> None:
-    four = ["greedy=false", "rollout.num_samples_per_prompt=4", "rollout.engine=megatron"]
+    eight = ["greedy=false", "rollout.num_samples_per_prompt=8", "rollout.engine=megatron"]
     reward = ["rewards=[{kind: rule, rule: 'tests.distributed.user_rewards:length', name: length, workers: 0}]"]
-    every, _ = generated("every", *four, *reward)
-    best, counted = generated("best", *four, *reward, "select=best", "min_reward=2")
-    pairs, counted_pairs = generated("pairs", *four, *reward, "select=best_and_worst", "pairs_per_prompt=2")
-    groups = [every[n : n + 4] for n in range(0, len(every), 4)]
+    every, _ = generated("every", *eight, *reward)
+    best, counted = generated("best", *eight, *reward, "select=best", "min_reward=2")
+    pairs, counted_pairs = generated("pairs", *eight, *reward, "select=best_and_worst", "pairs_per_prompt=2")
+    groups = [every[n : n + 8] for n in range(0, len(every), 8)]
     done = [[line for line in group if line["finished"] and line["response"].strip()] for group in groups]
     lengths = [[len(line["response"]) for line in group] for group in done]
     assert [line["reward"] for line in best] == [max(group) for group in lengths if group and max(group) >= 2]
