@@ -31,7 +31,7 @@ from tools.demo_chat.run import main
 from tools.demo_chat.tasks import checks
 
 SMALL = [
-    *("data:sft=64", "data:pairs=12", "data:prompts=16", "data:validation=4", "data:test=4"),
+    *("data:sft=64", "data:spoiled=8", "data:pairs=12", "data:prompts=16", "data:validation=4", "data:test=4"),
     *("train.mini_batch_samples=8", "train.max_tokens_per_micro_batch=1024"),
     # Enough that some answers end and some do not: pairs are of answers that differ.
     *("sft:train.num_steps=40", "sft:train.mini_batch_samples=16", "sft:actor.optim.lr=1.0e-2", "sft:eval.every=20"),

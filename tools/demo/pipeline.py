@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ class Stage:
     command: str
     paths: dict[str, str]
     demo: str = "demo"
+    lists: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Configured lists of paths."""
 
     @property
     def config(self) -> str:
@@ -67,6 +69,7 @@ def stage_command(stage: Stage, root: Path, overrides: Sequence[str] = (), run: 
     moved = [f"run.dir={root / (run or stage.name)}"]
     if root != stage.root:
         moved += [f"{key}={root / path}" for key, path in stage.paths.items()]
+        moved += [f"{key}=[{', '.join(str(root / each) for each in paths)}]" for key, paths in stage.lists.items()]
     return [sys.executable, "-m", "megarlhf", stage.command, "-c", stage.config, *moved, *overrides]
 
 

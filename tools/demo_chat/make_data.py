@@ -15,8 +15,8 @@ from typing import Any
 
 from tools.demo_chat.tasks import Task, all_tasks
 
-SIZES = {"sft": 1024, "pairs": 160, "prompts": 512, "validation": 64, "test": 128}
-"""Records by file. The first three are of training tasks; a task may come up again in another wording."""
+SIZES = {"sft": 1024, "spoiled": 640, "pairs": 240, "prompts": 512, "validation": 64, "test": 128}
+"""Records by file. The first four are of training tasks; a task may come up again in another wording."""
 QUESTIONS = Path(__file__).parent / "questions.txt"
 """Fifty questions that have nothing to do with the task."""
 
@@ -44,6 +44,8 @@ def make(out: Path, seed: int, sizes: dict[str, int]) -> None:
         cut[name] = [draw.choice(train) for _ in range(sizes[name])]
     for name, chosen in cut.items():
         write_lines(out / f"{name}.jsonl", [record(task, draw, answered=name == "sft") for task in chosen])
+    spoiled = [draw.choice(train) for _ in range(sizes["spoiled"])]
+    write_lines(out / "spoiled.jsonl", [pair(task, draw) for task in spoiled])
     write_lines(out / "sft_validation.jsonl", [record(task, draw, answered=True) for task in cut["validation"]])
     write_lines(out / "questions.jsonl", ({"messages": [user(line)]} for line in QUESTIONS.read_text().splitlines()))
 
@@ -53,6 +55,13 @@ def record(task: Task, draw: random.Random, *, answered: bool) -> dict[str, Any]
     if answered:
         messages.append({"role": "assistant", "content": task.answer(draw)})
     return {"messages": messages, **task.fields()}
+
+
+def pair(task: Task, draw: random.Random) -> dict[str, Any]:
+    """As `rm` reads it."""
+    asked = [user(task.prompt(draw))]
+    chosen, rejected = task.spoiled(draw)
+    return {"prompt": asked, "chosen": chosen, "rejected": rejected, **task.fields()}
 
 
 def user(text: str) -> dict[str, str]:

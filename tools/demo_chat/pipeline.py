@@ -22,15 +22,15 @@ WITH_PROMPTS = {"data.train": "data/prompts.jsonl", "data.validation": "data/val
 LEARNED = {"critic.model.path": REWARD_MODEL, "reward_model.model.path": REWARD_MODEL}
 
 
-def _stage(name: str, command: str, paths: dict[str, str]) -> Stage:
-    return Stage(name, command, paths, DEMO)
+def _stage(name: str, command: str, paths: dict[str, str], lists: dict[str, tuple[str, ...]] | None = None) -> Stage:
+    return Stage(name, command, paths, DEMO, lists or {})
 
 
 SFT = _stage("sft", "sft", {"data.train": "data/sft.jsonl", "data.validation": "data/sft_validation.jsonl"})
 PAIRS = _stage(
     "pairs", "generate", OF_SFT | {"data.train": "data/pairs.jsonl", "out": "data/chosen_and_rejected.jsonl"}
 )
-RM = _stage("rm", "rm", {"reward_model.model.path": ACTOR, "data.train": "data/chosen_and_rejected.jsonl"})
+RM = _stage("rm", "rm", {"reward_model.model.path": ACTOR}, {"data.train": (PAIRS.paths["out"], "data/spoiled.jsonl")})
 PPO = _stage("ppo", "rl", OF_SFT | LEARNED | WITH_PROMPTS)
 GRPO = _stage("grpo", "rl", OF_SFT | WITH_PROMPTS)
 STAGES = (SFT, PAIRS, RM, PPO, GRPO)
@@ -111,6 +111,7 @@ class Runner:
 
     def _require_newer(self, stage: Stage, run: str, changes: Sequence[str]) -> None:
         read = [path for key, path in stage.paths.items() if key != "out"]
+        read += [path for paths in stage.lists.values() for path in paths]
         paths = [Path(each.partition("=")[2]) for each in changes if each.startswith("actor.model.path=")]
         read += [str(path.relative_to(self.root)) for path in paths if path.is_relative_to(self.root)]
         for path in read:

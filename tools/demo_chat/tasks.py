@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from tools.demo_chat.words import FAMILIAR, belongs
@@ -46,8 +46,45 @@ class Task:
 
     def answer(self, draw: random.Random) -> str:
         """A right one."""
+        return self._list(draw.sample(FAMILIAR[self.category], self.count))
+
+    def spoiled(self, draw: random.Random) -> tuple[str, str]:
+        """A right answer, and the same answer with one thing wrong: all checks but one hold of it."""
         items = draw.sample(FAMILIAR[self.category], self.count)
+        ways = [self._miscounted, self._strange, self._repeated, self._miscased]
+        ways += [self._disordered] if self.ordered else []
+        return self._list(items), draw.choice(ways)(items, draw)
+
+    def _list(self, items: Sequence[str]) -> str:
         return ", ".join(cased(item, self.case) for item in (sorted(items) if self.ordered else items))
+
+    def _miscounted(self, items: Sequence[str], draw: random.Random) -> str:
+        if self.count > 2 and draw.random() < 0.5:
+            return self._list(draw.sample(items, self.count - 1))
+        more = [item for item in FAMILIAR[self.category] if item not in items]
+        return self._list([*items, draw.choice(more)])
+
+    def _strange(self, items: Sequence[str], draw: random.Random) -> str:
+        """With an item of another kind, or a word that there is not: the beginning of one and the end of another."""
+        other = draw.choice([word for name in FAMILIAR for word in FAMILIAR[name] if not belongs(word, self.category)])
+        first, last = draw.sample(FAMILIAR[self.category], 2)
+        blend = first[: len(first) // 2 + 1] + last[len(last) // 2 :]
+        strange = other if draw.random() < 0.5 or belongs(blend, self.category) else blend
+        return self._list([strange, *draw.sample(items, self.count - 1)])
+
+    def _repeated(self, items: Sequence[str], draw: random.Random) -> str:
+        kept = draw.sample(items, self.count - 1)
+        return self._list([*kept, draw.choice(kept)])
+
+    def _miscased(self, items: Sequence[str], draw: random.Random) -> str:
+        case = draw.choice([case for case in CASES if case != self.case])
+        return replace(self, case=case)._list(items)
+
+    def _disordered(self, items: Sequence[str], draw: random.Random) -> str:
+        shuffled = list(items)
+        while shuffled == sorted(items):
+            draw.shuffle(shuffled)
+        return replace(self, ordered=False)._list(shuffled)
 
     def fields(self) -> dict[str, Any]:
         """As columns of a record."""

@@ -1,0 +1,89 @@
+"""The chat demo's task and its data: what the checks say of answers, by hand, and what its files hold."""
+
+from __future__ import annotations
+
+import collections
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.demo_chat import make_data
+from tools.demo_chat.tasks import CHECKS, Task, all_tasks, checks, judge, right, task_of
+
+ANIMALS = Task(category="animals", count=3, case="upper", ordered=True)
+
+
+@pytest.mark.parametrize(
+    ("answer", "missed"),
+    [
+        ("BEAR, CAT, DOG", []),
+        ("BEAR, CAT, DOG.\n", []),
+        ("BEARS, CATS, POLAR BEARS", []),
+        ("BEAR, CAT", ["count"]),
+        ("BEAR, CAT, DOG, FOX", ["count"]),
+        ("BEAR, CAT, TABLE", ["kind"]),
+        ("BEAR, CAT, DOGGO", ["kind"]),
+        ("BEAR, CAT, CAT", ["distinct"]),
+        ("Bear, CAT, DOG", ["case"]),
+        ("DOG, CAT, BEAR", ["order"]),
+        ("cat, bear", ["count", "case", "order"]),
+        ("BEAR", list(CHECKS)),
+        ("", list(CHECKS)),
+        ("1. BEAR, 2. CAT, 3. DOG", list(CHECKS)),
+        ("BEAR, CAT,\nDOG. HERE THEY ARE!", list(CHECKS)),
+    ],
+)
+def test_what_the_checks_say(answer: str, missed: list[str]) -> None:
+    found = judge(ANIMALS, answer)
+    assert [name for name, value in found.items() if not value] == missed
+    fields = {"prompt": "unread", **ANIMALS.fields()}
+    assert checks("", answer, fields) == {"score": pytest.approx(1 - len(missed) / 6), **found}
+    assert right("", answer, fields) == (not missed)
+
+
+def test_order_counts_where_it_was_asked_for() -> None:
+    asked = ANIMALS.fields() | {"ordered": False}
+    assert all(judge(task_of(asked), "DOG, CAT, BEAR").values())
+
+
+def test_right_answers_are_right_and_of_spoiled_ones_one_check_does_not_hold() -> None:
+    """Of every task; and every check but the form is missed by some."""
+    draw, missed = random.Random(0), collections.Counter[str]()
+    for task in all_tasks():
+        assert all(judge(task, task.answer(draw)).values())
+        for _ in range(4):
+            chosen, rejected = task.spoiled(draw)
+            assert all(judge(task, chosen).values()), (task, chosen)
+            (name,) = [name for name, value in judge(task, rejected).items() if not value] or [""]
+            missed[name] += 1
+    assert set(missed) == set(CHECKS) - {"form"}
+    assert min(missed.values()) > 100
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_splits_share_no_task_and_a_seed_gives_the_same_bytes(tmp_path: Path) -> None:
+    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        assert make_data.main(["--out", str(tmp_path / name), "--seed", seed]) == 0
+    names = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert names == sorted([*(f"{name}.jsonl" for name in make_data.SIZES), "questions.jsonl", "sft_validation.jsonl"])
+    for name in names:
+        same, other = ((tmp_path / each / name).read_bytes() for each in "bc")
+        assert (tmp_path / "a" / name).read_bytes() == same
+        assert (same == other) == (name == "questions.jsonl")
+    rows = {name: _read(tmp_path / "a" / f"{name}.jsonl") for name in make_data.SIZES}
+    assert {name: len(of) for name, of in rows.items()} == make_data.SIZES
+    tasks = {name: {task_of(row) for row in of} for name, of in rows.items()}
+    training = tasks["sft"] | tasks["spoiled"] | tasks["pairs"] | tasks["prompts"]
+    assert not training & tasks["validation"]
+    assert not training & tasks["test"]
+    assert not tasks["validation"] & tasks["test"]
+    assert {task_of(row) for row in _read(tmp_path / "a/sft_validation.jsonl")} == tasks["validation"]
+    for row in rows["spoiled"]:
+        assert right("", row["chosen"], row) > right("", row["rejected"], row)
+        assert [message["role"] for message in row["prompt"]] == ["user"]
