@@ -168,10 +168,10 @@ def _chosen_lines(
     chosen, left_out = choose(by_prompt, cfg.select, cfg.min_reward, cfg.pairs_per_prompt)
     lines = [dict(record_of(prompts[n * per_prompt], picked)) for n, of in enumerate(chosen) for picked in of]
     counts: dict[str, float] = {"prompts_selected": sum(map(bool, chosen)), **cut, **left_out}
-    if cfg.select == "best_and_worst":
-        counts["pairs_selected"] = len(lines)
     if not lines:
         raise ValueError(f"select = {cfg.select} chose nothing{_in_words(counts)}, and nothing is written; see rewards")
+    if cfg.select == "best_and_worst":
+        counts["pairs_selected"] = len(lines)
     counts["selected_reward_mean"] = sum(picked[0].reward for of in chosen for picked in of) / len(lines)
     return lines, counts
 

@@ -22,7 +22,8 @@ def module(tmp_path, monkeypatch):
     numbers = itertools.count()
 
     def write(text, name=""):
-        name = name or f"{tmp_path.name}_{next(numbers)}".replace("-", "_")
+        # Not test_...: pytest would rewrite it, as it does no user's.
+        name = name or f"rules_{tmp_path.name}_{next(numbers)}".replace("-", "_")
         (tmp_path / f"{name}.py").parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.py").write_text(text)
         return name
