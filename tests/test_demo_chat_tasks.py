@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +14,27 @@ import pytest
 from tools.demo_chat import make_data
 from tools.demo_chat.tasks import CHECKS, Task, all_tasks, checks, judge, right, task_of
 
-ANIMALS = Task(category="animals", count=3, case="upper", ordered=True)
+ANIMALS = Task(category="animals", count=3, case="upper", full_stop=True)
 
 
 @pytest.mark.parametrize(
     ("answer", "missed"),
     [
-        ("BEAR, CAT, DOG", []),
-        ("BEAR, CAT, DOG.\n", []),
-        ("BEARS, CATS, POLAR BEARS", []),
-        ("BEAR, CAT", ["count"]),
-        ("BEAR, CAT, DOG, FOX", ["count"]),
-        ("BEAR, CAT, TABLE", ["kind"]),
-        ("BEAR, CAT, DOGGO", ["kind"]),
-        ("BEAR, CAT, CAT", ["distinct"]),
-        ("Bear, CAT, DOG", ["case"]),
-        ("DOG, CAT, BEAR", ["order"]),
-        ("cat, bear", ["count", "case", "order"]),
-        ("BEAR", list(CHECKS)),
+        ("BEAR, CAT, DOG.", []),
+        ("DOG, CAT, BEAR. \n", []),
+        ("BEARS, CATS, POLAR BEARS.", []),
+        ("BEAR, CAT.", ["count"]),
+        ("BEAR, CAT, DOG, FOX.", ["count"]),
+        ("BEAR, CAT, TABLE.", ["kind"]),
+        ("BEAR, CAT, DOGGO.", ["kind"]),
+        ("BEAR, CAT, CAT.", ["distinct"]),
+        ("Bear, CAT, DOG.", ["case"]),
+        ("BEAR, CAT, DOG", ["end"]),
+        ("cat, bear", ["count", "case", "end"]),
+        ("BEAR.", list(CHECKS)),
         ("", list(CHECKS)),
-        ("1. BEAR, 2. CAT, 3. DOG", list(CHECKS)),
+        ("1. BEAR, 2. CAT, 3. DOG.", list(CHECKS)),
+        ("BEAR, CAT, DOG..", list(CHECKS)),
         ("BEAR, CAT,\nDOG. HERE THEY ARE!", list(CHECKS)),
     ],
 )
@@ -44,9 +46,11 @@ def test_what_the_checks_say(answer: str, missed: list[str]) -> None:
     assert right("", answer, fields) == (not missed)
 
 
-def test_order_counts_where_it_was_asked_for() -> None:
-    asked = ANIMALS.fields() | {"ordered": False}
-    assert all(judge(task_of(asked), "DOG, CAT, BEAR").values())
+def test_case_and_full_stop_count_where_they_were_asked_for() -> None:
+    for answer in ("BEAR, CAT, DOG", "BEAR, CAT, DOG."):
+        assert all(judge(replace(ANIMALS, full_stop=False), answer).values())
+    for answer in ("bear, cat, dog.", "Bear, Cat, Dog.", "BEAR, cat, DOG."):
+        assert all(judge(replace(ANIMALS, case="any"), answer).values())
 
 
 def test_right_answers_are_right_and_of_spoiled_ones_one_check_does_not_hold() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from tools.demo_chat.tasks import Task, all_tasks
 
-SIZES = {"sft": 1024, "spoiled": 640, "pairs": 240, "prompts": 512, "validation": 64, "test": 128}
+SIZES = {"sft": 1024, "spoiled": 880, "pairs": 240, "prompts": 512, "validation": 64, "test": 128}
 """Records by file. The first four are of training tasks; a task may come up again in another wording."""
 QUESTIONS = Path(__file__).parent / "questions.txt"
 """Fifty questions that have nothing to do with the task."""

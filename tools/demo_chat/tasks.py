@@ -1,6 +1,6 @@
 """The demo's task: name things of a kind in a given form, which a program can check.
 
-    Name three animals in alphabetical order, in capital letters, separated by commas.   ->   BEAR, CAT, DOG
+    Name three animals, in capital letters, separated by commas, ending with a full stop.   ->   CAT, BEAR, DOG.
 
 An answer is judged by six checks (`judge`), each of which a reader can repeat by eye. The reward is the share of them
 that hold, and an answer is right when all do.
@@ -12,20 +12,17 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from tools.demo_chat.words import FAMILIAR, belongs
 
-Case = Literal["lower", "upper", "title"]
+Case = Literal["any", "upper"]
 
-COUNTS = {2: "two", 3: "three", 4: "four", 5: "five"}
-CASES: Mapping[Case, tuple[str, ...]] = {
-    "lower": ("in lower case", "in small letters"),
-    "upper": ("in upper case", "in capital letters"),
-    "title": ("with a capital first letter", "each capitalized"),
-}
+COUNTS = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}
+CAPITALS = ("in upper case", "in capital letters")
+FULL_STOP = ("ending with a full stop", "with a full stop at the end")
 VERBS = ("Name", "List", "Give me", "Write down")
-CHECKS = ("form", "count", "kind", "distinct", "case", "order")
+CHECKS = ("form", "count", "kind", "distinct", "case", "end")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,34 +32,42 @@ class Task:
     category: str
     count: int
     case: Case
-    ordered: bool
-    """In alphabetical order."""
+    full_stop: bool
+    """At the end."""
 
     def prompt(self, draw: random.Random) -> str:
         """In one of several wordings."""
-        order = draw.choice((" in alphabetical order", " from A to Z")) if self.ordered else ""
-        asked = f"{draw.choice(VERBS)} {COUNTS[self.count]} {self.category}{order}"
-        return f"{asked}, {draw.choice(CASES[self.case])}, separated by commas."
+        case = f", {draw.choice(CAPITALS)}" if self.case == "upper" else ""
+        end = f", {draw.choice(FULL_STOP)}" if self.full_stop else ""
+        return f"{draw.choice(VERBS)} {COUNTS[self.count]} {self.category}{case}, separated by commas{end}."
 
     def answer(self, draw: random.Random) -> str:
         """A right one."""
         return self._list(draw.sample(FAMILIAR[self.category], self.count))
 
     def spoiled(self, draw: random.Random) -> tuple[str, str]:
-        """A right answer, and the same answer with one thing wrong: all checks but one hold of it."""
+        """A right answer, and the same answer with one thing wrong: all checks but one hold of it.
+
+        What a reward model finds harder to judge comes twice as often.
+        """
         items = draw.sample(FAMILIAR[self.category], self.count)
-        ways = [self._miscounted, self._strange, self._repeated, self._miscased]
-        ways += [self._disordered] if self.ordered else []
-        return self._list(items), draw.choice(ways)(items, draw)
+        harder = [self._strange]
+        harder += [self._small] if self.case == "upper" else []
+        harder += [self._unended] if self.full_stop else []
+        return self._list(items), draw.choice([self._miscounted, self._repeated, *harder, *harder])(items, draw)
 
     def _list(self, items: Sequence[str]) -> str:
-        return ", ".join(cased(item, self.case) for item in (sorted(items) if self.ordered else items))
+        return ", ".join(cased(item, self.case) for item in items) + ("." if self.full_stop else "")
+
+    def _shuffled(self, items: Sequence[str], draw: random.Random) -> str:
+        """So that what is wrong stands anywhere."""
+        return self._list(draw.sample(items, len(items)))
 
     def _miscounted(self, items: Sequence[str], draw: random.Random) -> str:
         if self.count > 2 and draw.random() < 0.5:
             return self._list(draw.sample(items, self.count - 1))
         more = [item for item in FAMILIAR[self.category] if item not in items]
-        return self._list([*items, draw.choice(more)])
+        return self._shuffled([*items, draw.choice(more)], draw)
 
     def _strange(self, items: Sequence[str], draw: random.Random) -> str:
         """With an item of another kind, or a word that there is not: the beginning of one and the end of another."""
@@ -70,21 +75,17 @@ class Task:
         first, last = draw.sample(FAMILIAR[self.category], 2)
         blend = first[: len(first) // 2 + 1] + last[len(last) // 2 :]
         strange = other if draw.random() < 0.5 or belongs(blend, self.category) else blend
-        return self._list([strange, *draw.sample(items, self.count - 1)])
+        return self._shuffled([strange, *items[1:]], draw)
 
     def _repeated(self, items: Sequence[str], draw: random.Random) -> str:
         kept = draw.sample(items, self.count - 1)
-        return self._list([*kept, draw.choice(kept)])
+        return self._shuffled([*kept, draw.choice(kept)], draw)
 
-    def _miscased(self, items: Sequence[str], draw: random.Random) -> str:
-        case = draw.choice([case for case in CASES if case != self.case])
-        return replace(self, case=case)._list(items)
+    def _small(self, items: Sequence[str], draw: random.Random) -> str:
+        return replace(self, case="any")._list(items)
 
-    def _disordered(self, items: Sequence[str], draw: random.Random) -> str:
-        shuffled = list(items)
-        while shuffled == sorted(items):
-            draw.shuffle(shuffled)
-        return replace(self, ordered=False)._list(shuffled)
+    def _unended(self, items: Sequence[str], draw: random.Random) -> str:
+        return replace(self, full_stop=False)._list(items)
 
     def fields(self) -> dict[str, Any]:
         """As columns of a record."""
@@ -92,9 +93,7 @@ class Task:
 
 
 def cased(item: str, case: Case) -> str:
-    if case == "title":
-        return " ".join(word[:1].upper() + word[1:].lower() for word in item.split())
-    return item.lower() if case == "lower" else item.upper()
+    return item.upper() if case == "upper" else " ".join(word[:1].upper() + word[1:] for word in item.split())
 
 
 def task_of(fields: Mapping[str, Any]) -> Task:
@@ -103,11 +102,11 @@ def task_of(fields: Mapping[str, Any]) -> Task:
 
 def all_tasks() -> list[Task]:
     return [
-        Task(category=category, count=count, case=case, ordered=ordered)
+        Task(category=category, count=count, case=case, full_stop=full_stop)
         for category in FAMILIAR
         for count in COUNTS
-        for case in CASES
-        for ordered in (False, True)
+        for case in get_args(Case)
+        for full_stop in (False, True)
     ]
 
 
@@ -121,14 +120,14 @@ def judge(task: Task, answer: str) -> dict[str, float]:
         "count": len(items) == task.count,
         "kind": all(belongs(item, task.category) for item in items),
         "distinct": len({item.lower() for item in items}) == len(items),
-        "case": all(item == cased(item, task.case) for item in items),
-        "order": not task.ordered or items == sorted(items, key=str.lower),
+        "case": task.case == "any" or all(item == item.upper() for item in items),
+        "end": not task.full_stop or answer.strip().endswith("."),
     }
     return {name: float(value) for name, value in found.items()}
 
 
 def items_of(answer: str) -> list[str] | None:
-    """The items of an answer that is one line of them with commas between; None for another."""
+    """The items of an answer that is one line of them with commas between; None for another. A full stop may end it."""
     items = [item.strip() for item in answer.strip().removesuffix(".").split(",")]
     return items if len(items) > 1 and all(_ITEM.fullmatch(item) for item in items) else None
 
