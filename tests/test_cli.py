@@ -21,7 +21,7 @@ from megarlhf.resume.lock import Lock
 from megarlhf.resume.signals import StopRun
 from megarlhf.runtime import Runtime
 from megarlhf.trainers import evaluate, generate, rl
-from tests.command import ROOT, megarlhf, python
+from tests.command import megarlhf
 from tests.ranks import RankPool
 from tests.resume.earlier_run import begin
 from tools.demo.make_data import base_files
@@ -312,70 +312,6 @@ def test_errors_that_are_said_in_a_sentence_have_their_status(error, status, com
         cli.main(command("sft"))
 
 
-@pytest.mark.parametrize("module", ["yaml", "torch.nn"])
-def test_ctrl_c_is_one_line_also_while_modules_are_imported(module):
-    """SIGINT when the named module is about to be imported: early by the command line, late by the command."""
-    code = f"""
-import os, runpy, signal, sys
-class Interrupt:
-    def find_spec(self, name, path=None, target=None):
-        if name == {module!r}:
-            sys.meta_path.remove(self)
-            os.kill(os.getpid(), signal.SIGINT)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
-sys.meta_path.insert(0, Interrupt())
-sys.argv = ["megarlhf", "doctor"]
-runpy.run_module("megarlhf", run_name="__main__")
-"""
-    done = python("-c", code)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "megarlhf doctor: interrupted\n")
-
-
-def test_a_signal_to_save_is_kept_while_modules_are_imported():
-    """The run notes it as its own when it begins; before, it would end the process as a crash."""
-    code = """
-import os, runpy, signal, sys
-from importlib.machinery import ModuleSpec
-from megarlhf.resume.signals import StopRequest
-class Signal:
-    def find_spec(self, name, path=None, target=None):
-        if name == "megarlhf.commands.cli":
-            os.kill(os.getpid(), signal.SIGUSR1)
-            return ModuleSpec(name, Loader())
-class Loader:
-    create_module = staticmethod(lambda spec: None)
-    exec_module = staticmethod(lambda module: setattr(module, "main", run))
-def run():
-    with StopRequest() as stop:
-        print(stop.requested().name)
-    return 0
-sys.meta_path.insert(0, Signal())
-sys.argv = ["megarlhf", "rl"]
-runpy.run_module("megarlhf", run_name="__main__")
-"""
-    done = python("-c", code)
-    assert (done.returncode, done.stdout) == (0, "SIGUSR1\n"), done.stderr
-
-
-def test_a_task_in_another_directory_than_its_batch_script_is_refused(tmp_path, monkeypatch, capsys):
-    """As in a container that begins in a directory of its own: relative paths would name other files."""
-    from megarlhf.commands.cli import main
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MEGARLHF_DIRECTORY", str(tmp_path / "submitted"))
-    assert main(["sft", "-c", "x.yaml", "--dry-run"]) == 2
-    said = capsys.readouterr().err
-    assert f"this task works in {tmp_path}, and the batch script in {tmp_path}/submitted" in said
-    assert "--container-workdir" in said
-    monkeypatch.setenv("MEGARLHF_DIRECTORY", str(tmp_path))
-    assert main(["sft", "-c", "x.yaml", "--dry-run"]) == 2
-    assert "x.yaml" in capsys.readouterr().err
-
-
-def test_the_console_script_is_the_guarded_entry_point():
-    assert '"megarlhf=megarlhf.__main__:main"' in (ROOT / "setup.py").read_text()
-
-
 @pytest.mark.parametrize("start", [evaluate.run, generate.run, rl.run])
 def test_a_prompt_without_what_a_rule_needs_leaves_no_run_directory(start, work, tmp_path):
     """Told before a model is built: no device, no engine."""
@@ -399,18 +335,6 @@ def test_a_configuration_file_that_is_not_there_names_the_near_one(command, star
     assert cli.main(["sft", "-c", str(tmp_path / "stf.yaml")]) == 2
     assert f"no configuration file {tmp_path}/stf.yaml; did you mean {tmp_path}/sft.yaml?" in capsys.readouterr().err
     assert started == []
-
-
-@pytest.mark.parametrize("status", [0, 1])
-def test_doctor_hands_on_its_exit_status(status, monkeypatch):
-    monkeypatch.setattr("megarlhf.commands.doctor.report", lambda findings: status)
-    assert cli.main(["doctor"]) == status
-
-
-def test_a_report_of_a_directory_that_is_no_run_is_a_mistake(tmp_path, capsys):
-    assert cli.main(["report", str(tmp_path), "-o", str(tmp_path / "r.html")]) == 2
-    assert "no metrics.jsonl in" in capsys.readouterr().err
-    assert not (tmp_path / "r.html").exists()
 
 
 def test_a_malformed_line_of_data_is_said_with_file_and_line_once(command, tmp_path):

@@ -1,6 +1,7 @@
 """The batch scripts with stand-ins for Slurm's programs: what reaches the tasks, and what a job is submitted with.
 
-Not covered: Slurm itself (`test_life_cycle.py`), and the clusters' own scripts.
+Not covered: Slurm itself (`test_life_cycle.py`), what follows from how a run ends (`test_attempts.py`), and the
+clusters' own scripts.
 """
 
 import os
@@ -13,78 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from megarlhf.commands import launch
 from tools import slurm_scripts
 
 ROOT = Path(__file__).parents[2]
 SLURM = ROOT / "slurm"
-
-SQUEUE = """#!/usr/bin/env bash
-echo "${*: -1}" | sed "s/.*%e/${JOB_ENDS-2100-01-01T23:00:00}/; s/.*%r/None/"
-"""
-
-SCONTROL = """#!/usr/bin/env bash
-[[ "$*" == "requeue 412345" ]] && {
-    echo yes >>"$RECORD/requeued"
-    [[ $(wc -l <"$RECORD/requeued") -gt ${REQUESTS_LOST:-0} ]] || { echo "Unexpected message received" >&2; exit 1; }
-    exit
-}
-[[ "$*" == "--oneliner show job 412345" ]] && {
-    [[ -z ${UNDERSTOOD:-} || ! -s $RECORD/requeued ]]
-    echo "JobId=412345 Restarts=$? ExcNodeList=${ASKED:-(null)} BatchFlag=1"
-    exit
-}
-[[ "$*" == "--oneliner show node"* ]] && { echo "NodeName=${*: -1} State=${NODE_STATE:-IDLE} BootTime=None"; exit; }
-[[ "$*" == "update JobId=412345 ExcNodeList="* ]] && { echo "$3" >"$RECORD/excluded"; exit; }
-[[ "$*" == "show hostnames node[07-08]" ]] || { echo "unexpected: scontrol $*" >&2; exit 1; }
-printf '%s\\n' node07 node08
-"""
-
-# Writes down its own options, then starts the command once for each task, as srun does.
-SRUN = """#!/usr/bin/env bash
-while [[ ${1:-} == -* ]]; do printf '%s\\0' "$1" >>"$RECORD/srun"; shift; done
-[[ -z ${STOPPED:-} ]] || kill -TERM "$PPID"
-for ((task = 0; task < SLURM_NTASKS; task++)); do
-    SLURM_PROCID=$task SLURM_STEP_ID=0 "$@" || exit
-done
-"""
-
-MEGARLHF = """#!/usr/bin/env bash
-printf '%s\\0' "$@" >"$RECORD/argv.$SLURM_PROCID"
-env -0 >"$RECORD/env.$SLURM_PROCID"
-said=$MEGARLHF_JOB_STATE/exit.$SLURM_PROCID
-[[ -z ${TASK_SAYS:-} ]] || printf '%s\\nwhat is wrong\\n' "$TASK_SAYS" >"$said"
-[[ -z ${RUN_DIR:-} ]] || echo "$RUN_DIR" >"$MEGARLHF_JOB_STATE/run_dir"
-[[ -z ${RUN_FINISHES:-} ]] || { sleep 0.05; touch "$RUN_DIR/FINISHED"; }
-exit "${TASK_STATUS:-0}"
-"""
-
-JOB = {
-    "SLURM_JOB_ID": "412345",
-    "SLURM_JOB_NODELIST": "node[07-08]",
-    "SLURM_NTASKS": "2",
-}
-
-
-@pytest.fixture
-def submit(tmp_path):
-    """Run the script as Slurm would; returns (the finished process, the folder of records)."""
-    folder, record = tmp_path / "bin", tmp_path / "record"
-    folder.mkdir()
-    record.mkdir()
-    for name, text in (("scontrol", SCONTROL), ("squeue", SQUEUE), ("srun", SRUN), ("megarlhf", MEGARLHF)):
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
-    (folder / "sleep").write_text('#!/bin/sh\necho "$@" >>"$RECORD/slept"\nexec /bin/sleep 0.05\n')
-    (folder / "sleep").chmod(0o755)
-    base = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "RECORD": str(record), "HOME": str(tmp_path)}
-    base |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NAME": "job"}
-
-    def run(*arguments, script="sft", **environ):
-        command = ["bash", str(SLURM / f"{script}.sbatch"), *arguments]
-        return subprocess.run(command, env=base | JOB | environ, capture_output=True, text=True), record
-
-    return run
 
 
 def words(path):
@@ -201,146 +134,6 @@ def test_the_clusters_script_changes_environment_options_and_launcher(submit, tm
     assert words(record / "argv.1") == ["rm", "-c", "x.yaml"]
 
 
-@pytest.mark.parametrize(
-    "status, ends, requeued",
-    [
-        ("2", 2, False),
-        ("4", 4, False),
-        ("130", 130, False),
-        ("75", 0, True),
-        ("1", 0, True),
-        ("3", 0, True),
-        ("137", 0, True),
-        ("0", 0, False),
-    ],
-)
-def test_what_follows_from_the_status_of_a_run(submit, status, ends, requeued):
-    """What is queued again has not failed. Not covered: what Slurm makes of it."""
-    done, record = submit("-c", "x", TASK_STATUS=status)
-    assert (record / "argv.0").exists()
-    assert done.returncode == ends, done.stderr
-    assert (record / "requeued").exists() == requeued
-
-
-@pytest.mark.parametrize(
-    "lines, restart, ends",
-    [
-        ("", "0", 0),
-        ("0 1 none\n1 1 none\n", "2", 1),  # the third in a row
-        ("0 1 none\n1 1 step_000001\n2 1 step_000001\n", "3", 0),  # the second after progress
-        ("0 1 none\n1 stopped none\n", "2", 0),  # what came from outside counts for nothing
-        ("0 75 none\n1 75 none\n", "2", 1),  # saved, and yet no step further
-        ("0 1 step_000003\n1 lost step_000003\n", "2", 0),
-    ],
-)
-def test_attempts_without_a_newer_resume_point_are_counted(submit, tmp_path, lines, restart, ends):
-    """Three in a row; the run's newest resume point is step_000001 where there are lines of it."""
-    memory = tmp_path / "job-412345.state"
-    memory.mkdir()
-    (memory / "attempts").write_text(lines)
-    (memory / "run_dir").write_text(f"{tmp_path}/run\n")
-    newest = lines.split()[-1] if lines else "none"
-    for point in ("step_000000", newest):
-        if newest != "none":
-            (tmp_path / "run" / "resume" / point).mkdir(parents=True)
-            (tmp_path / "run" / "resume" / point / "MANIFEST.json").touch()
-    (tmp_path / "run" / "resume" / "step_000009").mkdir(parents=True)  # without a manifest: half-written
-    done, record = submit("-c", "x", TASK_STATUS="1", SLURM_RESTART_COUNT=restart)
-    assert done.returncode == ends, done.stderr
-    assert (record / "requeued").exists() == (ends == 0)
-    assert (memory / "attempts").read_text() == f"{lines}{restart} 1 {newest}\n"
-    if ends:
-        assert "3 attempts in a row ended without a newer resume point" in done.stderr
-
-
-def test_a_newer_resume_point_is_progress(submit, tmp_path):
-    """With a limit of one attempt."""
-    memory = tmp_path / "job-412345.state"
-    memory.mkdir()
-    (memory / "attempts").write_text("0 1 step_000010\n")
-    (memory / "run_dir").write_text(f"{tmp_path}/run\n")
-    for point in ("step_000010", "step_000010_update_0002"):
-        (tmp_path / "run" / "resume" / point).mkdir(parents=True)
-        (tmp_path / "run" / "resume" / point / "MANIFEST.json").touch()
-    done, record = submit("-c", "x", TASK_STATUS="1", SLURM_RESTART_COUNT="1", MEGARLHF_MAX_ATTEMPTS="1")
-    assert done.returncode == 0, done.stderr
-    assert (record / "requeued").exists()
-
-
-def test_an_attempt_that_has_not_written_its_end_counts_as_lost(submit, tmp_path):
-    memory = tmp_path / "job-412345.state"
-    memory.mkdir()
-    (memory / "attempts").touch()
-    (memory / "nodes").write_text("node[07-08]\n")
-    done, _ = submit("-c", "x", TASK_STATUS="75", SLURM_RESTART_COUNT="1")
-    assert done.returncode == 0, done.stderr
-    assert (memory / "attempts").read_text() == "0 lost none\n1 75 none\n"
-
-
-@pytest.mark.parametrize("says, ends", [("2", 2), ("4", 4), ("1", 0), ("22", 0)])
-def test_what_a_rank_says_goes_before_the_status_of_those_killed_after_it(submit, says, ends):
-    """srun says 137. What was left by an attempt before does not count: the file is that of this one."""
-    done, record = submit("-c", "x", TASK_STATUS="137", TASK_SAYS=says)
-    assert done.returncode == ends, done.stderr
-    assert (record / "requeued").exists() == (ends == 0)
-    if ends:
-        done, _ = submit("-c", "x", TASK_STATUS="137")
-        assert done.returncode == 0
-
-
-@pytest.mark.parametrize("lost, understood, ends, requests", [(1, "", 0, 2), (1, "yes", 0, 1), (9, "", 75, 6)])
-def test_an_answer_of_slurm_s_that_is_lost(submit, lost, understood, ends, requests):
-    """Asked again, unless Slurm had understood and counts a restart more than this one."""
-    done, record = submit("-c", "x", TASK_STATUS="75", REQUESTS_LOST=str(lost), UNDERSTOOD=understood)
-    assert len((record / "requeued").read_text().split()) == requests
-    assert done.returncode == ends
-    assert ("did not queue job 412345 again" in done.stderr) == (ends == 75)
-
-
-def test_an_attempt_counts_as_progress_from_the_point_that_the_job_has_found(submit, tmp_path):
-    """A new job on a run that has resume points: the third attempt without a newer one is the last."""
-    memory = tmp_path / "job-412345.state"
-    memory.mkdir()
-    (memory / "attempts").write_text("0 1 step_000100\n1 1 step_000100\n")
-    (memory / "began").write_text("step_000100\n")
-    (memory / "run_dir").write_text(f"{tmp_path}/run\n")
-    for point in ("step_000100", "step_000200.passed_over"):
-        (tmp_path / "run" / "resume" / point).mkdir(parents=True)
-        (tmp_path / "run" / "resume" / point / "MANIFEST.json").touch()
-    done, record = submit("-c", "x", TASK_STATUS="1", SLURM_RESTART_COUNT="2")
-    assert done.returncode == 1
-    assert "3 attempts in a row ended without a newer resume point or response (newest: step_000100)" in done.stderr
-    assert not (record / "requeued").exists()
-
-
-def test_a_response_in_the_rollout_bank_is_progress(submit, tmp_path):
-    """A rollout may take longer than an attempt. The bank is emptied by resume points alone, so its lines only rise."""
-    memory, bank = tmp_path / "job-412345.state", tmp_path / "run/bank/step_000001"
-    memory.mkdir()
-    bank.mkdir(parents=True)
-    (memory / "run_dir").write_text(f"{tmp_path}/run\n")
-    (memory / "began").write_text("none\n")
-    (memory / "attempts").write_text("0 75 none+2\n")
-    (bank / "0001_rank_00000.jsonl").write_text("header\nresponse\n")
-    (bank / "0002_rank_00000.jsonl").write_text("header\nresponse\nresponse\n")
-    done, record = submit("-c", "x", TASK_STATUS="75", SLURM_RESTART_COUNT="1", MEGARLHF_MAX_ATTEMPTS="1")
-    assert done.returncode == 0, done.stderr
-    assert (memory / "attempts").read_text() == "0 75 none+2\n1 75 none+5\n"
-    assert launch._progress(tmp_path / "run") == "none+5", "what the first rank says that the job has found"
-    (record / "requeued").unlink()
-    done, record = submit("-c", "x", TASK_STATUS="75", SLURM_RESTART_COUNT="2", MEGARLHF_MAX_ATTEMPTS="1")
-    assert done.returncode == 75
-    assert not (record / "requeued").exists()
-
-
-@pytest.mark.parametrize("limit", ["abc", "0", "-1"])
-def test_a_limit_of_attempts_that_is_none_is_refused_at_once(submit, limit):
-    done, record = submit("-c", "x", MEGARLHF_MAX_ATTEMPTS=limit)
-    assert done.returncode == 2
-    assert f"got MEGARLHF_MAX_ATTEMPTS={limit}; expected a number from 1 on" in done.stderr
-    assert not (record / "argv.0").exists()
-
-
 def test_a_job_shorter_than_its_signal_is_said(submit):
     soon = datetime.fromtimestamp(time.time() + 300).isoformat(timespec="seconds")
     done, _ = submit("-c", "x", JOB_ENDS=soon)
@@ -391,12 +184,13 @@ def test_a_stop_whose_answer_is_lost_is_passed_on_again(submit, tmp_path, lost):
     count = 'echo "{0} $*" >>"$RECORD/{0}"\n'
     fails = '[[ $(wc -l <"$RECORD/{0}") != 1 ]] || exit 1\n'
     running = '[[ "$*" != *%T* ]] || { echo RUNNING; exit; }\n'
-    for name, text in (("scancel", ""), ("squeue", running + SQUEUE.partition("\n")[2])):
+    squeue = (tmp_path / "bin/squeue").read_text()
+    for name, text in (("scancel", ""), ("squeue", running + squeue.partition("\n")[2])):
         words = '[[ "$*" == *%T* ]] || [[ $0 == *scancel ]] || exec "$0.other" "$@"\n'
         first = (words + count + fails).replace("{0}", name) if name == lost else count.replace("{0}", name)
         (tmp_path / "bin" / name).write_text("#!/usr/bin/env bash\n" + first + text)
         (tmp_path / "bin" / name).chmod(0o755)
-        (tmp_path / "bin" / f"{name}.other").write_text(SQUEUE)
+        (tmp_path / "bin" / f"{name}.other").write_text(squeue)
         (tmp_path / "bin" / f"{name}.other").chmod(0o755)
     done, record = submit("-c", "x", STOPPED="1", TASK_STATUS="75")
     assert done.returncode == 75, done.stderr
@@ -440,78 +234,6 @@ def test_a_run_that_has_to_come_first_must_have_finished(submit, tmp_path):
     done, _ = submit("-c", "x", MEGARLHF_AFTER=f"{tmp_path}/a:{tmp_path}/b")
     assert done.returncode == 2
     assert f"MEGARLHF_AFTER names {tmp_path}/b, but {tmp_path}/b/FINISHED is not there" in done.stderr
-
-
-@pytest.fixture
-def run_dir(tmp_path):
-    path = tmp_path / "run"
-    path.mkdir()
-    return path
-
-
-@pytest.mark.parametrize("status", ["134", "137", "3", "2"])
-def test_what_happens_after_a_run_has_finished_does_not_count(submit, tmp_path, run_dir, status):
-    """The ranks end with `status` after FINISHED has been written: the job is done."""
-    done, record = submit("-c", "x", RUN_DIR=str(run_dir), RUN_FINISHES="yes", TASK_STATUS=status)
-    assert (record / "argv.0").exists()
-    assert (run_dir / "FINISHED").exists()
-    assert done.returncode == 0, done.stderr
-    assert f"the run had finished; srun ended with {status}\n" in done.stdout
-    assert not (record / "requeued").exists()
-    assert list(tmp_path.glob("*.state")) == []
-
-
-def test_a_job_queued_again_after_its_run_has_finished_starts_nothing(submit, tmp_path, run_dir):
-    """Its node was lost after FINISHED: the attempt before has written nothing about its end."""
-    memory = tmp_path / "job-412345.state"
-    memory.mkdir()
-    (memory / "nodes").write_text("node[07-08]\n")
-    (memory / "run_dir").write_text(f"{run_dir}\n")
-    os.utime(memory / "run_dir", (1e9, 1e9))
-    (run_dir / "FINISHED").touch()
-    done, record = submit("-c", "x", SLURM_RESTART_COUNT="1")
-    assert done.returncode == 0, done.stderr
-    assert "(restart 1): the run had finished before the job was queued again" in done.stdout
-    assert list(record.iterdir()) == []
-    assert not memory.exists()
-
-
-@pytest.mark.parametrize("status, ends", [("134", 0), ("2", 2)])
-def test_what_an_earlier_job_has_finished_does_not_count(submit, tmp_path, run_dir, status, ends):
-    """`train.num_steps` has grown, and the run fails before it removes the FINISHED of the shorter one."""
-    (run_dir / "FINISHED").touch()
-    os.utime(run_dir / "FINISHED", (1e9, 1e9))
-    for restart in ("0", "1"):
-        done, record = submit("-c", "x", RUN_DIR=str(run_dir), TASK_STATUS=status, SLURM_RESTART_COUNT=restart)
-        (record / "argv.0").unlink()  # the run was started
-        assert done.returncode == ends, done.stderr
-        assert "finished" not in done.stdout
-        assert (record / "requeued").exists() == (ends == 0)
-        (record / "requeued").unlink(missing_ok=True)
-    assert (tmp_path / "job-412345.state" / "run_dir").exists()
-
-
-def test_a_finished_run_without_a_launch_of_this_job_does_not_count(submit, run_dir):
-    """The run ends before its first rank has told where it is; `-nt` also holds where its second file is missing."""
-    (run_dir / "FINISHED").touch()
-    done, record = submit("-c", "x", f"run.dir={run_dir}", TASK_STATUS="134", SLURM_RESTART_COUNT="1")
-    assert done.returncode == 0, done.stderr
-    assert (record / "argv.0").exists()
-    assert (record / "requeued").exists()
-
-
-@pytest.mark.parametrize("status", ["0", "134"])
-def test_a_job_that_slurm_stops_and_queues_again_after_its_run_has_finished(submit, tmp_path, run_dir, status):
-    """SIGTERM reaches the script while the processes end; the next attempt still finds what to go by."""
-    environ = {"RUN_DIR": str(run_dir), "RUN_FINISHES": "yes", "TASK_STATUS": status}
-    done, record = submit("-c", "x", STOPPED="yes", **environ)
-    assert done.returncode == 0, done.stderr
-    assert "SIGTERM received: 1" in done.stdout
-    (record / "argv.0").unlink()
-    done, record = submit("-c", "x", SLURM_RESTART_COUNT="1", **environ)
-    assert done.returncode == 0, done.stderr
-    assert not (record / "argv.0").exists()
-    assert list(tmp_path.glob("*.state")) == []
 
 
 def test_a_line_of_the_file_of_conversions_is_a_command(submit, tmp_path):
