@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 
 from benchmarks.faults.runs import differences, results
 from megarlhf.commands.cli import main as megarlhf
@@ -43,14 +44,14 @@ SMALL = [
         "rm:eval.every=3",
     ),
     *(f"{stage}:actor.optim.warmup_steps=1" for stage in ("ppo", "grpo")),
-    *(f"{stage}:rollout.max_response_tokens=12" for stage in ("ppo", "grpo", "answers", "test", "drift")),
+    *(f"{stage}:rollout.max_response_tokens=12" for stage in ("replay", "ppo", "grpo", "answers", "test", "drift")),
     *(f"{stage}:train.prompts_per_step=4" for stage in ("ppo", "grpo")),
     *(f"{stage}:rollout.num_samples_per_prompt=2" for stage in ("ppo", "grpo")),
     *("ppo:train.num_steps=4", "ppo:checkpoint.every=1", "ppo:eval.every=4"),
     *("grpo:train.num_steps=2", "grpo:eval.every=2"),
-    "answers:max_samples=5",
+    *("replay:max_samples=8", "answers:max_samples=5"),
     # The engine that vLLM is compared with: nothing is built for so few tokens.
-    *(f"{stage}:rollout.engine=megatron" for stage in ("answers", "test", "drift")),
+    *(f"{stage}:rollout.engine=megatron" for stage in ("replay", "answers", "test", "drift")),
 ]
 
 
@@ -98,7 +99,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory, model: Path, vllm_ranks: Rank
     with pytest.raises(SystemExit) as ended:
         main(arguments, killed)
     assert ended.value.code == -signal.SIGKILL
-    assert killed.runs == ["data", "sft", "pairs", "rm", "ppo"]
+    assert killed.runs == ["data", "replay", "sft", "pairs", "rm", "ppo"]
     assert not (root / "ppo/FINISHED").exists()
     assert main(arguments, warm) == 0
     evaluations = [f"{what}-{name}" for name in MODELS for what in ("test", "drift")]
@@ -157,6 +158,18 @@ def test_the_report_shows_what_each_model_says(demo: Path) -> None:
     assert page[start:questions].count("<th>grpo</th>") == 1
     for name in ("sft", "rm", "ppo", "grpo"):
         assert f'<div class="run">{name}</div>' in page[runs:]
+
+
+def test_sft_also_learns_what_the_released_model_says(demo: Path) -> None:
+    """Its answers to other questions than those that show what is forgotten."""
+    replay = _lines(demo / "data/replay.jsonl")
+    asked = [row["messages"][0]["content"] for row in _lines(demo / "data/replay_questions.jsonl")[:8]]
+    assert len(replay) == 8
+    for row, question in zip(replay, asked, strict=True):
+        assert question in row["prompt"]
+    learnt = yaml.safe_load((demo / "sft/config.yaml").read_text())["data"]["train"]
+    assert "data/replay.jsonl" in str(learnt)
+    assert "data/sft.jsonl" in str(learnt)
 
 
 def test_runs_of_the_demo_are_compared(demo: Path, tmp_path: Path) -> None:

@@ -75,11 +75,15 @@ def test_splits_share_no_task_and_a_seed_gives_the_same_bytes(tmp_path: Path) ->
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
         assert make_data.main(["--out", str(tmp_path / name), "--seed", seed]) == 0
     names = sorted(path.name for path in (tmp_path / "a").iterdir())
-    assert names == sorted([*(f"{name}.jsonl" for name in make_data.SIZES), "questions.jsonl", "sft_validation.jsonl"])
+    fixed = {"questions.jsonl", "replay_questions.jsonl"}
+    assert names == sorted([*(f"{name}.jsonl" for name in make_data.SIZES), *fixed, "sft_validation.jsonl"])
     for name in names:
         same, other = ((tmp_path / each / name).read_bytes() for each in "bc")
         assert (tmp_path / "a" / name).read_bytes() == same
-        assert (same == other) == (name == "questions.jsonl")
+        assert (same == other) == (name in fixed)
+    asked = {name: {str(row) for row in _read(tmp_path / "a" / name)} for name in fixed}
+    assert [len(asked[name]) for name in sorted(fixed)] == [50, 160]
+    assert not asked["questions.jsonl"] & asked["replay_questions.jsonl"]
     rows = {name: _read(tmp_path / "a" / f"{name}.jsonl") for name in make_data.SIZES}
     assert {name: len(of) for name, of in rows.items()} == make_data.SIZES
     tasks = {name: {task_of(row) for row in of} for name, of in rows.items()}

@@ -15,10 +15,12 @@ from typing import Any
 
 from tools.demo_chat.tasks import Task, all_tasks
 
-SIZES = {"sft": 1024, "spoiled": 880, "pairs": 240, "prompts": 512, "validation": 64, "test": 128}
+SIZES = {"sft": 992, "spoiled": 800, "pairs": 180, "prompts": 512, "validation": 64, "test": 128}
 """Records by file. The first four are of training tasks; a task may come up again in another wording."""
 QUESTIONS = Path(__file__).parent / "questions.txt"
 """Fifty questions that have nothing to do with the task."""
+REPLAY_QUESTIONS = Path(__file__).parent / "replay_questions.txt"
+"""Others of the kind, whose answers by the released model are learnt again."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +49,9 @@ def make(out: Path, seed: int, sizes: dict[str, int]) -> None:
     spoiled = [draw.choice(train) for _ in range(sizes["spoiled"])]
     write_lines(out / "spoiled.jsonl", [pair(task, draw) for task in spoiled])
     write_lines(out / "sft_validation.jsonl", [record(task, draw, answered=True) for task in cut["validation"]])
-    write_lines(out / "questions.jsonl", ({"messages": [user(line)]} for line in QUESTIONS.read_text().splitlines()))
+    for path in (REPLAY_QUESTIONS, QUESTIONS):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        write_lines(out / f"{path.stem}.jsonl", ({"messages": [user(line)]} for line in lines))
 
 
 def record(task: Task, draw: random.Random, *, answered: bool) -> dict[str, Any]:

@@ -26,21 +26,27 @@ def _stage(name: str, command: str, paths: dict[str, str], lists: dict[str, tupl
     return Stage(name, command, paths, DEMO, lists or {})
 
 
-SFT = _stage("sft", "sft", {"data.train": "data/sft.jsonl", "data.validation": "data/sft_validation.jsonl"})
+REPLAY = _stage("replay", "generate", {"data.train": "data/replay_questions.jsonl", "out": "data/replay.jsonl"})
+SFT = _stage(
+    "sft",
+    "sft",
+    {"data.validation": "data/sft_validation.jsonl"},
+    {"data.train": ("data/sft.jsonl", REPLAY.paths["out"])},
+)
 PAIRS = _stage(
     "pairs", "generate", OF_SFT | {"data.train": "data/pairs.jsonl", "out": "data/chosen_and_rejected.jsonl"}
 )
 RM = _stage("rm", "rm", {"reward_model.model.path": ACTOR}, {"data.train": (PAIRS.paths["out"], "data/spoiled.jsonl")})
 PPO = _stage("ppo", "rl", OF_SFT | LEARNED | WITH_PROMPTS)
 GRPO = _stage("grpo", "rl", OF_SFT | WITH_PROMPTS)
-STAGES = (SFT, PAIRS, RM, PPO, GRPO)
+STAGES = (REPLAY, SFT, PAIRS, RM, PPO, GRPO)
 ANSWERS = _stage("answers", "generate", {"data.train": "data/questions.jsonl", "out": "data/answers.jsonl"})
 TEST = _stage("test", "eval", {"data.train": "data/test.jsonl"})
 DRIFT = _stage("drift", "eval", {"data.train": "data/drift.jsonl"})
 RELEASED = "released"
 MODELS = (RELEASED, SFT.name, PPO.name, GRPO.name)
 """What is tested: the model that `make pretrained` has made, and those of stages."""
-WRITES = {PAIRS.paths["out"]: PAIRS.name, DRIFT.paths["data.train"]: ANSWERS.name}
+WRITES = {**{each.paths["out"]: each.name for each in (REPLAY, PAIRS)}, DRIFT.paths["data.train"]: ANSWERS.name}
 """Data that is made by a stage, and the stage."""
 NAMES = ("data", *(stage.name for stage in (*STAGES, ANSWERS, TEST, DRIFT)))
 """What an override may be for."""
@@ -105,7 +111,7 @@ class Runner:
         """As a user would type it; `run`: the run's folder. What has been there goes on where it can."""
         trains = stage.command not in ("generate", "eval")
         own = [f"run.seed={self.seed}", *(["run.on_existing=resume"] if trains else [])]
-        own += [f"actor.model.path={self.model}"] if stage is SFT else []
+        own += [f"actor.model.path={self.model}"] if stage in (REPLAY, SFT, ANSWERS) else []
         own += self.overrides.of(stage.name, trains=trains)
         return stage_command(stage, self.root, [*own, *changes], run=run)
 

@@ -95,7 +95,7 @@ def start(runner: Runner) -> None:
 
 def evaluate_all(runner: Runner, names: Sequence[str]) -> None:
     """Each model on the test prompts, and on the released model's answers to other questions."""
-    runner.run(ANSWERS, [f"actor.model.path={runner.model}"])
+    runner.run(ANSWERS)
     write_drift_data(runner.root)
     for name in names:
         change = [f"actor.model.path={runner.model_of(name)}"]
