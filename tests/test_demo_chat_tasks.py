@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tools.demo_chat import make_data
-from tools.demo_chat.tasks import CHECKS, Task, all_tasks, checks, judge, right, task_of
+from tools.demo_chat.tasks import CHECKS, Task, all_tasks, checks, degrees, graded, judge, right, task_of
 
 ANIMALS = Task(category="animals", count=3, case="upper", full_stop=True)
 
@@ -44,6 +44,34 @@ def test_what_the_checks_say(answer: str, missed: list[str]) -> None:
     fields = {"prompt": "unread", **ANIMALS.fields()}
     assert checks("", answer, fields) == {"score": pytest.approx(1 - len(missed) / 6), **found}
     assert right("", answer, fields) == (not missed)
+
+
+@pytest.mark.parametrize(
+    ("answer", "less"),
+    [
+        ("BEAR, CAT, DOG.", {}),
+        ("BEAR, CAT.", {"count": 2 / 3}),
+        ("BEAR, CAT, DOG, FOX.", {"count": 2 / 3}),
+        ("ANT, BEAR, CAT, DOG, FOX, HORSE, LION.", {"count": 0.0}),
+        ("BEAR, TABLE, CHAIR.", {"kind": 1 / 3}),
+        ("CAT, CAT, CAT.", {"distinct": 1 / 3}),
+        ("Bear, CAT, DOG.", {"case": 2 / 3}),
+        ("BEAR, CAT, DOG", {"end": 0.0}),
+        ("no list", dict.fromkeys(CHECKS, 0.0)),
+    ],
+)
+def test_how_far_the_checks_hold(answer: str, less: dict[str, float]) -> None:
+    expected = {name: pytest.approx(less.get(name, 1.0)) for name in CHECKS}
+    assert degrees(ANIMALS, answer) == expected
+    assert judge(ANIMALS, answer) == {name: float(name not in less) for name in CHECKS}
+    score = sum(less.get(name, 1.0) for name in CHECKS) / 6
+    assert graded("", answer, ANIMALS.fields()) == {"score": pytest.approx(score), **expected}
+
+
+def test_repeating_what_is_known_does_not_pay() -> None:
+    """GRPO's reward of items that are distinct, one of another kind, is above that of one that is said three times."""
+    fields = ANIMALS.fields()
+    assert graded("", "BEAR, CAT, TABLE.", fields)["score"] > graded("", "CAT, CAT, CAT.", fields)["score"]
 
 
 def test_case_and_full_stop_count_where_they_were_asked_for() -> None:

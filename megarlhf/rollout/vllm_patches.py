@@ -54,7 +54,8 @@ from megarlhf.packages import version_of
 
 TESTED = "0.32.0"
 ROWS_PER_THREAD = 16
-"""Rows of a product on a CPU are filled up with zeros to a multiple of this."""
+"""Rows of a product of MKL are filled up with zeros to a multiple of this."""
+HAVE_ONEDNN = platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available()
 
 
 @contextlib.contextmanager
@@ -161,18 +162,27 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     A response then has the same bits whichever requests run beside it, also when a rollout goes on after a stop. MKL
     has kernels of their own for the last few rows of a thread, which round otherwise: with AVX2 for one to three, on
-    a processor with AMX for up to eight.
+    a processor with AMX for up to eight. oneDNN has one for a single row only, and is faster with few rows; torch
+    takes it for fp32 only where it is asked to.
     """
-    return F.linear(_filled_up(input), weight, bias)[: input.size(0)]
+    if HAVE_ONEDNN and input.dtype == weight.dtype == torch.float32:
+        rows = _filled_up(input, 2) if input.size(0) == 1 else input
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+        return product[: input.size(0)]
+    return F.linear(_filled_up(input, _rows_at_once()), weight, bias)[: input.size(0)]
 
 
-def _filled_up(rows: Tensor) -> Tensor:
-    missing = -rows.size(0) % (ROWS_PER_THREAD * torch.get_num_threads())
+def _rows_at_once() -> int:
+    return ROWS_PER_THREAD * torch.get_num_threads()
+
+
+def _filled_up(rows: Tensor, to_multiple_of: int) -> Tensor:
+    missing = -rows.size(0) % to_multiple_of
     return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows
 
 
 def _apply_head(processor: Any, apply: Callable[..., Tensor], head: Any, hidden: Tensor, bias: Any = None) -> Tensor:
-    return apply(processor, head, _filled_up(hidden), bias)[: hidden.size(0)]
+    return apply(processor, head, _filled_up(hidden, _rows_at_once()), bias)[: hidden.size(0)]
 
 
 def _all_reduce(input: Tensor, group: dist.ProcessGroup | None = None) -> None:

@@ -147,17 +147,22 @@ def test_vllm_still_multiplies_by_a_head_of_another_dtype_on_its_own() -> None:
     assert "return F.linear(" in inspect.getsource(LogitsProcessor._apply_head)
 
 
-def test_a_product_on_a_cpu_still_depends_on_the_number_of_rows_and_ours_does_not() -> None:
+def test_a_product_on_a_cpu_still_depends_on_the_number_of_rows_and_ours_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """`vllm_patches.linear`, for as many rows as requests may be in a batch; the product as it is where it differs."""
+    from megarlhf.rollout import vllm_patches
     from megarlhf.rollout.vllm_patches import linear
 
     differs, kept = [], torch.get_num_threads()
     try:
-        for threads in (1, 2):
+        for threads, one_dnn in ((1, True), (2, True), (1, False), (2, False)):
             torch.set_num_threads(threads)
+            monkeypatch.setattr(vllm_patches, "HAVE_ONEDNN", one_dnn and vllm_patches.HAVE_ONEDNN)
             for inner, outer in ((64, 16), (64, 192), (512, 256)):
                 input_TH, weight_VH = torch.randn(64, inner), torch.randn(outer, inner)
                 whole_TV = linear(input_TH, weight_VH)
+                torch.testing.assert_close(whole_TV, input_TH @ weight_VH.T, rtol=1e-5, atol=1e-4)
                 for rows in range(1, 64):
                     for start in (0, 64 - rows):
                         part, expected = input_TH[start : start + rows], whole_TV[start : start + rows]
@@ -167,3 +172,14 @@ def test_a_product_on_a_cpu_still_depends_on_the_number_of_rows_and_ours_does_no
         torch.set_num_threads(kept)
     if not any(differs):
         pytest.skip("on this CPU the products of few rows have the bits of those of many")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_our_product_takes_a_bias_and_no_rows_at_all(dtype: torch.dtype) -> None:
+    from megarlhf.rollout.vllm_patches import linear
+
+    weight_VH, bias_V = torch.randn(6, 4, dtype=dtype), torch.randn(6, dtype=dtype)
+    for rows in (0, 1, 2, 3):
+        input_TH = torch.randn(rows, 4, dtype=dtype)
+        expected = torch.nn.functional.linear(input_TH, weight_VH, bias_V)
+        torch.testing.assert_close(linear(input_TH, weight_VH, bias_V), expected)

@@ -2,15 +2,15 @@
 
     Name three animals, in capital letters, separated by commas, ending with a full stop.   ->   CAT, BEAR, DOG.
 
-An answer is judged by six checks (`judge`), each of which a reader can repeat by eye. The reward is the share of them
-that hold, and an answer is right when all do.
+An answer is judged by six checks (`judge`), each of which a reader can repeat by eye; it is right when all hold.
+GRPO's reward is how far they do (`graded`).
 """
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -112,18 +112,27 @@ def all_tasks() -> list[Task]:
 
 def judge(task: Task, answer: str) -> dict[str, float]:
     """What holds of an answer, by check, 0 or 1: of one that is no list with commas nothing."""
+    return {name: float(degree == 1) for name, degree in degrees(task, answer).items()}
+
+
+def degrees(task: Task, answer: str) -> dict[str, float]:
+    """How far each check holds, from 0 to 1: the share of the items of which it does."""
     items = items_of(answer)
     if items is None:
         return dict.fromkeys(CHECKS, 0.0)
-    found = {
-        "form": True,
-        "count": len(items) == task.count,
-        "kind": all(belongs(item, task.category) for item in items),
-        "distinct": len({item.lower() for item in items}) == len(items),
-        "case": task.case == "any" or all(item == item.upper() for item in items),
-        "end": not task.full_stop or answer.strip().endswith("."),
+    return {
+        "form": 1.0,
+        "count": max(0.0, 1 - abs(len(items) - task.count) / task.count),
+        "kind": share(belongs(item, task.category) for item in items),
+        "distinct": len({item.lower() for item in items}) / len(items),
+        "case": share(task.case == "any" or item == item.upper() for item in items),
+        "end": float(not task.full_stop or answer.strip().endswith(".")),
     }
-    return {name: float(value) for name, value in found.items()}
+
+
+def share(holds: Iterable[float]) -> float:
+    values = list(holds)
+    return sum(values) / len(values)
 
 
 def items_of(answer: str) -> list[str] | None:
@@ -136,9 +145,18 @@ _ITEM = re.compile(r"[A-Za-z][A-Za-z'-]*( [A-Za-z][A-Za-z'-]*){0,3}")
 
 
 def checks(prompt: str, response: str, fields: Mapping[str, Any]) -> dict[str, float]:
-    """The reward: the share of checks that hold, and each of them as a metric."""
+    """The share of checks that hold, and each of them as a metric."""
     found = judge(task_of(fields), response)
-    return {"score": sum(found.values()) / len(found), **found}
+    return {"score": share(found.values()), **found}
+
+
+def graded(prompt: str, response: str, fields: Mapping[str, Any]) -> dict[str, float]:
+    """GRPO's reward: how far the checks hold, in the mean, and each as a metric.
+
+    Most groups of eight have no list of which every item is of the kind, and yet lists that are nearer to it.
+    """
+    found = degrees(task_of(fields), response)
+    return {"score": share(found.values()), **found}
 
 
 def right(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
@@ -147,4 +165,6 @@ def right(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
 
 
 right.is_accuracy = True  # type: ignore[attr-defined]
-checks.required_fields = right.required_fields = tuple(Task.__dataclass_fields__)  # type: ignore[attr-defined]
+checks.required_fields = graded.required_fields = right.required_fields = tuple(  # type: ignore[attr-defined]
+    Task.__dataclass_fields__
+)
