@@ -1,7 +1,7 @@
 """`make demo-chat-seeds`: the chat demo for several seeds, with a control and an adapter, and at several layouts.
 
-What has been run is kept under runs/demo-chat-seeds: the command goes on where it was stopped. Choices are made on
-validation prompts; figures are of test prompts, which nothing else reads. The control permutes the rewards of each
+What has been run is kept under runs/demo-chat-seeds: the command goes on where it was stopped. Settings were chosen on
+seed 0; figures are of other seeds' test prompts, which nothing else reads. The control permutes the rewards of each
 step over its samples, so that they say nothing about the answers. Writes benchmarks/results/demo_chat.json, from which
 `python -m tools.demo_chat.tables --page` makes the tables of docs/demo-chat.md.
 """

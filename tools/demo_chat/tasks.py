@@ -3,7 +3,7 @@
     Name three animals, in capital letters, separated by commas, ending with a full stop.   ->   CAT, BEAR, DOG.
 
 An answer is judged by six checks (`judge`), each of which a reader can repeat by eye; it is right when all hold.
-GRPO's reward is how far they do (`graded`).
+GRPO's reward is how far they do (`graded`), and answers become pairs by it.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def checks(prompt: str, response: str, fields: Mapping[str, Any]) -> dict[str, f
 
 
 def graded(prompt: str, response: str, fields: Mapping[str, Any]) -> dict[str, float]:
-    """GRPO's reward: how far the checks hold, in the mean, and each as a metric.
+    """GRPO's reward, and what makes pairs: how far the checks hold, in the mean, and each as a metric.
 
     Most groups of eight have no list of which every item is of the kind, and yet lists that are nearer to it.
     """
