@@ -56,6 +56,7 @@ TESTED = "0.32.0"
 ROWS_PER_THREAD = 16
 """Rows of a product of MKL are filled up with zeros to a multiple of this."""
 HAVE_ONEDNN = platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available()
+"""Whether torch's product by oneDNN is taken for fp32: where the bits of its rows were compared."""
 
 
 @contextlib.contextmanager

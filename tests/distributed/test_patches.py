@@ -154,11 +154,11 @@ def test_a_product_on_a_cpu_still_depends_on_the_number_of_rows_and_ours_does_no
     from megarlhf.rollout import vllm_patches
     from megarlhf.rollout.vllm_patches import linear
 
-    differs, kept = [], torch.get_num_threads()
+    differs, kept, have = [], torch.get_num_threads(), vllm_patches.HAVE_ONEDNN
     try:
         for threads, one_dnn in ((1, True), (2, True), (1, False), (2, False)):
             torch.set_num_threads(threads)
-            monkeypatch.setattr(vllm_patches, "HAVE_ONEDNN", one_dnn and vllm_patches.HAVE_ONEDNN)
+            monkeypatch.setattr(vllm_patches, "HAVE_ONEDNN", one_dnn and have)
             for inner, outer in ((64, 16), (64, 192), (512, 256)):
                 input_TH, weight_VH = torch.randn(64, inner), torch.randn(outer, inner)
                 whole_TV = linear(input_TH, weight_VH)

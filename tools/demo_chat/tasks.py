@@ -116,7 +116,7 @@ def judge(task: Task, answer: str) -> dict[str, float]:
 
 
 def degrees(task: Task, answer: str) -> dict[str, float]:
-    """How far each check holds, from 0 to 1: the share of the items of which it does."""
+    """How far each check holds, from 0 to 1: the share of items of which it does; of the count, how near it is."""
     items = items_of(answer)
     if items is None:
         return dict.fromkeys(CHECKS, 0.0)
