@@ -23,7 +23,6 @@ from megarlhf.observe.metrics import read_metrics
 from megarlhf.observe.progress import make_console
 from tests.chat_model import write_chat_model, write_silent_model
 from tests.ranks import RankPool
-from tools.demo_chat import make_data
 from tools.demo_chat.figures import responses
 from tools.demo_chat.killed import call_and_kill
 from tools.demo_chat.page import side_by_side
@@ -64,9 +63,6 @@ class Warm:
     def __call__(self, command: Sequence[str]) -> int:
         assert list(command[:2]) == [sys.executable, "-m"]
         module, *arguments = command[2:]
-        if module == "tools.demo_chat.make_data":
-            self.runs.append("data")
-            return make_data.main(arguments)
         assert module == "megarlhf"
         self.runs.append(next(Path(each.partition("=")[2]).name for each in arguments if each.startswith("run.dir=")))
         ((status, written),) = self.ranks.run(1, "command_status", *arguments)
@@ -99,7 +95,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory, model: Path, vllm_ranks: Rank
     with pytest.raises(SystemExit) as ended:
         main(arguments, killed)
     assert ended.value.code == -signal.SIGKILL
-    assert killed.runs == ["data", "replay", "sft", "pairs", "rm", "ppo"]
+    assert killed.runs == ["replay", "sft", "pairs", "rm", "ppo"]
     assert not (root / "ppo/FINISHED").exists()
     assert main(arguments, warm) == 0
     evaluations = [f"{what}-{name}" for name in MODELS for what in ("test", "drift")]
@@ -140,7 +136,7 @@ def test_what_it_has_reached(demo: Path, model: Path) -> None:
     for of_run in summary["training"].values():
         assert 0 < of_run["rollout_logprob_gap_max"] < 1e-4
         assert of_run["certificates"] > 0
-    assert set(summary["seconds"]) >= {"data", "sft", "pairs", "rm", "ppo", "grpo", "test-grpo", "drift-released"}
+    assert set(summary["seconds"]) >= {"replay", "sft", "pairs", "rm", "ppo", "grpo", "test-grpo", "drift-released"}
 
 
 def test_the_report_shows_what_each_model_says(demo: Path) -> None:
@@ -203,6 +199,14 @@ def test_another_demo_and_what_was_made_from_an_earlier_stage_are_refused(
         assert "pairs was made from a sft that has been made anew since; remove" in capsys.readouterr().err
     finally:
         os.utime(finished, ns=(before.st_atime_ns, before.st_mtime_ns))
+    spoiled = demo / "data/spoiled.jsonl"
+    made = spoiled.read_text()
+    try:
+        spoiled.write_text(made.partition("\n")[2])
+        assert main([*arguments, *SMALL], warm) == 2
+        assert f"{spoiled} holds other records than seed 0, these sizes" in capsys.readouterr().err
+    finally:
+        spoiled.write_text(made)
     assert not warm.runs
     assert main([*arguments, *SMALL], warm) == 0
     assert not warm.runs

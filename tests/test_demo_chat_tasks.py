@@ -95,6 +95,24 @@ def test_right_answers_are_right_and_of_spoiled_ones_one_check_does_not_hold() -
     assert min(missed.values()) > 100
 
 
+def test_data_of_another_seed_or_version_is_not_taken_for_this(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is refused as it is; a file that is missing is made again."""
+    arguments = ["--out", str(tmp_path), "--sft", "8"]
+    assert make_data.main(arguments) == 0
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for change in (["--seed", "1"], ["--pairs", "3"]):
+        assert make_data.main([*arguments, *change]) == 2
+        assert "holds other records than seed" in capsys.readouterr().err
+    (tmp_path / "test.jsonl").unlink()
+    assert make_data.main(arguments) == 0
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    for wrong in ("tset=3", "test", "test=0", "test=many"):
+        with pytest.raises(ValueError, match=f"data:{wrong}: expected NAME=NUMBER, NAME one of sft, spoiled"):
+            make_data.sizes_with([wrong])
+
+
 def _read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,12 +32,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, size in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=size, help="records")
     options = vars(parser.parse_args(argv))
-    make(options["out"], options["seed"], {name: options[name] for name in SIZES})
+    try:
+        make(options["out"], options["seed"], {name: options[name] for name in SIZES})
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     return 0
 
 
+def sizes_with(changes: Sequence[str]) -> dict[str, int]:
+    """The usual numbers of records with these in place of some, each as `test=16`.
+
+    Raises: ValueError for a file that there is not, and for what is no number of records.
+    """
+    sizes = dict(SIZES)
+    for change in changes:
+        name, _, number = change.partition("=")
+        if name not in sizes or not re.fullmatch(r"[1-9][0-9]*", number):
+            raise ValueError(f"data:{change}: expected NAME=NUMBER, NAME one of {', '.join(SIZES)}, and 1 or more")
+        sizes[name] = int(number)
+    return sizes
+
+
 def make(out: Path, seed: int, sizes: dict[str, int]) -> None:
-    """Write all files."""
+    """Write all files that are not there.
+
+    Raises: ValueError, before any is written, where one is there with other records: of another seed or size, or of
+    another version of the demo.
+    """
+    files = {out / f"{name}.jsonl": lines_of(records) for name, records in records_by_file(seed, sizes).items()}
+    missing = {path: text for path, text in files.items() if not path.exists()}
+    if other := [path for path in files if path not in missing and path.read_text() != files[path]]:
+        raise ValueError(
+            f"{other[0]} holds other records than seed {seed}, these sizes and this version of the demo make; name "
+            "another directory, or remove what is there"
+        )
+    for path, text in missing.items():
+        write_text(path, text)
+
+
+def records_by_file(seed: int, sizes: dict[str, int]) -> dict[str, list[dict[str, Any]]]:
+    """All of it."""
     draw = random.Random(f"demo-chat {seed}")
     tasks = all_tasks()
     draw.shuffle(tasks)
@@ -44,14 +81,13 @@ def make(out: Path, seed: int, sizes: dict[str, int]) -> None:
     cut["test"], train = rest[: sizes["test"]], rest[sizes["test"] :]
     for name in ("sft", "pairs", "prompts"):
         cut[name] = [draw.choice(train) for _ in range(sizes[name])]
-    for name, chosen in cut.items():
-        write_lines(out / f"{name}.jsonl", [record(task, draw, answered=name == "sft") for task in chosen])
+    made = {name: [record(task, draw, answered=name == "sft") for task in chosen] for name, chosen in cut.items()}
     spoiled = [draw.choice(train) for _ in range(sizes["spoiled"])]
-    write_lines(out / "spoiled.jsonl", [pair(task, draw) for task in spoiled])
-    write_lines(out / "sft_validation.jsonl", [record(task, draw, answered=True) for task in cut["validation"]])
+    made["spoiled"] = [pair(task, draw) for task in spoiled]
+    made["sft_validation"] = [record(task, draw, answered=True) for task in cut["validation"]]
     for path in (REPLAY_QUESTIONS, QUESTIONS):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        write_lines(out / f"{path.stem}.jsonl", ({"messages": [user(line)]} for line in lines))
+        made[path.stem] = [{"messages": [user(line)]} for line in path.read_text(encoding="utf-8").splitlines()]
+    return made
 
 
 def record(task: Task, draw: random.Random, *, answered: bool) -> dict[str, Any]:
@@ -74,9 +110,18 @@ def user(text: str) -> dict[str, str]:
 
 def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
     """Whole or not at all."""
+    write_text(path, lines_of(records))
+
+
+def lines_of(records: Iterable[dict[str, Any]]) -> str:
+    return "".join(json.dumps(each) + "\n" for each in records)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text("".join(json.dumps(each) + "\n" for each in records))
+    partial.write_text(text)
     partial.replace(path)
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from megarlhf.observe.progress import make_console, table
 from megarlhf.observe.report import write_report
-from tools.demo.pipeline import call, run_timed, write_json
+from tools.demo.pipeline import call, write_json
 from tools.demo_chat.figures import figures, read_lines
-from tools.demo_chat.make_data import write_lines
+from tools.demo_chat.make_data import make, sizes_with, write_lines
 from tools.demo_chat.page import sections
 from tools.demo_chat.pipeline import (
     ANSWERS,
@@ -77,8 +77,9 @@ def train(runner: Runner) -> None:
 def start(runner: Runner) -> None:
     """Says what the demo under the root is of, and makes its data.
 
-    Raises: ValueError where one of another seed, of another model or with other overrides is there.
+    Raises: ValueError where one of another seed, of another model, with other overrides or other data is there.
     """
+    sizes = sizes_with(runner.overrides.of("data"))
     path = runner.root / "settings.json"
     settings = {"seed": runner.seed, "model": str(runner.model), "overrides": list(runner.overrides.given)}
     known = json.loads(path.read_text()) if path.exists() else settings
@@ -86,11 +87,7 @@ def start(runner: Runner) -> None:
         was = "; ".join(f"{name} {known[name]}; now {settings[name]}" for name in changed)
         raise ValueError(f"{runner.root} holds another demo ({was}); name another --root, or remove it")
     write_json(path, settings)
-    if not (runner.root / "data/questions.jsonl").exists():  # the last to be written
-        sizes = [f"--{each.replace('=', ' ')}" for each in runner.overrides.of("data")]
-        command = [sys.executable, "-m", "tools.demo_chat.make_data", "--out", str(runner.root / "data")]
-        command += ["--seed", str(runner.seed), *(word for size in sizes for word in size.split())]
-        runner.keep_seconds("data", run_timed(runner.console, "data", command, runner.call))
+    make(runner.root / "data", runner.seed, sizes)
 
 
 def evaluate_all(runner: Runner, names: Sequence[str]) -> None:

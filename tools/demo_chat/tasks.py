@@ -48,13 +48,14 @@ class Task:
     def spoiled(self, draw: random.Random) -> tuple[str, str]:
         """A right answer, and the same answer with one thing wrong: all checks but one hold of it.
 
-        What a reward model finds harder to judge comes twice as often.
+        What a reward model finds harder to judge comes more often, an item of another kind above all: what it does
+        not know to be strange, PPO finds.
         """
         items = draw.sample(FAMILIAR[self.category], self.count)
-        harder = [self._strange]
-        harder += [self._small] if self.case == "upper" else []
-        harder += [self._unended] if self.full_stop else []
-        return self._list(items), draw.choice([self._miscounted, self._repeated, *harder, *harder])(items, draw)
+        ways = [self._miscounted, self._repeated, *[self._strange] * 5]
+        ways += [self._small] * 2 if self.case == "upper" else []
+        ways += [self._unended] * 2 if self.full_stop else []
+        return self._list(items), draw.choice(ways)(items, draw)
 
     def _list(self, items: Sequence[str]) -> str:
         return ", ".join(cased(item, self.case) for item in items) + ("." if self.full_stop else "")
@@ -74,7 +75,7 @@ class Task:
         other = draw.choice([word for name in FAMILIAR for word in FAMILIAR[name] if not belongs(word, self.category)])
         first, last = draw.sample(FAMILIAR[self.category], 2)
         blend = first[: len(first) // 2 + 1] + last[len(last) // 2 :]
-        strange = other if draw.random() < 0.5 or belongs(blend, self.category) else blend
+        strange = other if draw.random() < 0.75 or belongs(blend, self.category) else blend
         return self._shuffled([strange, *items[1:]], draw)
 
     def _repeated(self, items: Sequence[str], draw: random.Random) -> str:
