@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -82,9 +83,18 @@ def difference(root: Path, name: str, before: str) -> dict[str, Any]:
 
 
 def rewards_of(root: Path, name: str, metric: str) -> list[tuple[str, float]]:
-    """What a reward says of each answer to a test prompt, with the prompt."""
-    rows = responses(root, "test", name)
-    return [(row["prompt"], row["rewards"][metric.removeprefix("eval_")]) for row in rows]
+    """What a reward says of the answers to each test prompt, in the mean, with the prompt."""
+    answers = by_prompt(responses(root, "test", name))
+    reward = metric.removeprefix("eval_")
+    return [(prompt, fmean(row["rewards"][reward] for row in rows)) for prompt, rows in answers.items()]
+
+
+def by_prompt(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """In the order of prompts."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["prompt"], []).append(row)
+    return found
 
 
 def paired(values: Sequence[tuple[str, float]], before: Sequence[tuple[str, float]]) -> list[float]:

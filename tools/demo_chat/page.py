@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarlhf.observe.progress import format_number
-from tools.demo_chat.figures import Row, read_lines, responses
+from tools.demo_chat.figures import Row, by_prompt, read_lines, responses
 from tools.demo_chat.tasks import checks
 
 SHOWN_PROMPTS = 64
@@ -30,7 +30,7 @@ def sections(root: Path, found: Mapping[str, Any]) -> list[str]:
     """In HTML: figures, answers to test prompts and to unrelated questions."""
     names = list(found["models"])
     questions = [row["messages"][-1]["content"] for row in read_lines(root / "data/questions.jsonl")]
-    tests = {name: responses(root, "test", name) for name in names}
+    tests = {name: [rows[0] for rows in by_prompt(responses(root, "test", name)).values()] for name in names}
     asked = [row["messages"][-1]["content"] for row in read_lines(root / "data/test.jsonl")]
     others = {name: responses(root, "drift", name) for name in names}
     return [
@@ -42,7 +42,7 @@ def sections(root: Path, found: Mapping[str, Any]) -> list[str]:
         '<p class="soft">Runs of reinforcement learning: of the last step; the gap is the largest of all steps.</p>',
         _training(found["training"]),
         "<h2>Answers to test prompts</h2>",
-        '<p class="soft">The likeliest answer of each model, and which of the checks do not hold.</p>',
+        '<p class="soft">The first of the answers that each model has drawn, and which of the checks do not hold.</p>',
         *side_by_side(asked, tests, _said_of_checks),
         "<h2>Answers to questions that have nothing to do with the task</h2>",
         '<p class="soft">Cut after some tokens. What has been forgotten would be seen here.</p>',
