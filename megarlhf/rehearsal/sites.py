@@ -39,6 +39,7 @@ SITES: tuple[Site, ...] = (
     Site("weights/checks/", "", 0, "digests of both sides are taken to be equal, and padding to be zero"),
     Site("observe/", "", 1.0, "what is measured is shown to nobody"),
     Site("trainers/rl_rewards.py", "metrics_of", 1.0, "metrics of rewards"),
+    Site("algo/reward_scaling.py", "update", 1.0, "moments of rewards, which the next steps scale them by"),
     Site("trainers/rl_metrics.py", "", 1.0, "metrics"),
     Site("algo/advantages.py", "explained_variance", 1.0, "metrics"),
     Site("trainers/rl_statistics.py", "", 0.0, "metrics of tokens: the log-prob gap is zero, no limit ends the run"),
