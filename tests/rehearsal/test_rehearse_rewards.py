@@ -1,4 +1,4 @@
-"""A rehearsal of rewards that a reward model gives, whichever way they are used: nothing reads what only a run knows."""
+"""A rehearsal of rewards that a reward model gives, however they are used: nothing reads what only a run knows."""
 
 from __future__ import annotations
 
