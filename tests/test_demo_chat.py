@@ -237,6 +237,15 @@ def test_an_actor_that_says_nothing(demo: Path, tmp_path: Path, vllm_ranks: Rank
     assert "chose nothing (0 prompts selected, 96 responses empty, 12 prompts without candidate)" in written
 
 
+def test_data_that_cannot_be_made_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The corrected command is not taken for another demo."""
+    root = tmp_path / "demo"
+    for wrong, words in (("data:test=5000", "of which some must be left to train on"), ("data:tset=4", "NAME one of")):
+        assert main(["--root", str(root), "--model", str(tmp_path), wrong], lambda command: 1) == 2
+        assert words in capsys.readouterr().err
+        assert not root.exists()
+
+
 def test_overrides_are_of_one_stage_or_of_those_that_train(tmp_path: Path) -> None:
     overrides = Overrides(("train.num_steps=2", "grpo:algo.kl.coef=0", "test:max_samples=3"))
     assert overrides.of("grpo", trains=True) == ["train.num_steps=2", "algo.kl.coef=0"]

@@ -108,6 +108,9 @@ def test_data_of_another_seed_or_version_is_not_taken_for_this(
     (tmp_path / "test.jsonl").unlink()
     assert make_data.main(arguments) == 0
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert make_data.main(["--out", str(tmp_path / "none"), "--test", "5000"]) == 2
+    assert "validation and test are of 5064 tasks, and there are" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
     for wrong in ("tset=3", "test", "test=0", "test=many"):
         with pytest.raises(ValueError, match=f"data:{wrong}: expected NAME=NUMBER, NAME one of sft, spoiled"):
             make_data.sizes_with([wrong])

@@ -25,5 +25,6 @@ def test_rewards_of_a_model(way: str, tmp_path: Path) -> None:
     done = run_command("rl", write_job("rl", tmp_path, tree), tmp_path / "out", "--workers", "1", *WAYS[way])
     assert done.status == 0
     (rank,) = done.json()["ranks"]
-    phases = {row["phase"] for row in rank["memory"]}
-    assert {"train/actor", "train/critic"} <= phases
+    phases = {(row["step"], row["phase"]) for row in rank["memory"]}
+    assert {(2, "train/actor"), (2, "train/critic")} <= phases
+    assert ((1, "train/actor") in phases) is ("critic alone" not in way)

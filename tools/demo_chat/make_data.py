@@ -58,7 +58,7 @@ def make(out: Path, seed: int, sizes: dict[str, int]) -> None:
     """Write all files that are not there.
 
     Raises: ValueError, before any is written, where one is there with other records: of another seed or size, or of
-    another version of the demo.
+    another version of the demo; as `records_by_file`.
     """
     files = {out / f"{name}.jsonl": lines_of(records) for name, records in records_by_file(seed, sizes).items()}
     missing = {path: text for path, text in files.items() if not path.exists()}
@@ -72,9 +72,14 @@ def make(out: Path, seed: int, sizes: dict[str, int]) -> None:
 
 
 def records_by_file(seed: int, sizes: dict[str, int]) -> dict[str, list[dict[str, Any]]]:
-    """All of it."""
+    """All of it. Raises: ValueError where validation and test leave no task to train on."""
     draw = random.Random(f"demo-chat {seed}")
     tasks = all_tasks()
+    if (held_out := sizes["validation"] + sizes["test"]) >= len(tasks):
+        raise ValueError(
+            f"validation and test are of {held_out} tasks, and there are {len(tasks)}, of which some must "
+            "be left to train on; give fewer"
+        )
     draw.shuffle(tasks)
     cut = {"validation": tasks[: sizes["validation"]]}
     rest = tasks[sizes["validation"] :]

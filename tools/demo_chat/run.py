@@ -86,8 +86,8 @@ def start(runner: Runner) -> None:
     if changed := [name for name in settings if known[name] != settings[name]]:
         was = "; ".join(f"{name} {known[name]}; now {settings[name]}" for name in changed)
         raise ValueError(f"{runner.root} holds another demo ({was}); name another --root, or remove it")
-    write_json(path, settings)
     make(runner.root / "data", runner.seed, sizes)
+    write_json(path, settings)
 
 
 def evaluate_all(runner: Runner, names: Sequence[str]) -> None:
