@@ -97,10 +97,10 @@ def stacks_of_threads() -> tuple[FrameType | None, dict[str, list[str]]]:
 
 
 def write_state(state: RankState, folder: Path) -> None:
-    """As `rank_RRRRR.json`, complete or not at all."""
+    """As `rank_RRRRR.json`, complete or not at all; a signal handler and a thread of one rank may write at once."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank_{state.rank:05d}.json"
-    partial = path.with_suffix(".partial")
+    partial = path.with_suffix(f".{threading.get_ident()}.partial")
     partial.write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
     partial.replace(path)
 

@@ -86,6 +86,8 @@ class Watchdog:
         """Serial of the phase in which the interrupt was raised last."""
         self._handled: set[int] = set()
         """Serials of phases for which the thread has done its work."""
+        self._written: set[int] = set()
+        """Serials of phases whose state is written: once interrupted, the rank stands somewhere else."""
         self._reported = False
         self._looked = phases.clock()
         self._closed = threading.Event()
@@ -144,7 +146,7 @@ class Watchdog:
                 self._arm(self._phases.open)
             return
         if number == signal.SIGVTALRM:
-            if late.serial not in self._handled:  # the thread did not get to it
+            if late.serial not in self._written:  # the thread did not get to it
                 self._write(late, frame, {})
             signal.setitimer(signal.ITIMER_VIRTUAL, INTERRUPT_SECONDS)
         if not waits_for_others(frame):
@@ -186,7 +188,10 @@ class Watchdog:
         self._handled.add(-1 if phase is None else phase.serial)
         late = phase is not None and self._left_of(phase) < 0
         frame, threads = stacks_of_threads()
-        self._write(phase, frame, threads)
+        if (
+            phase is None or phase.serial not in self._written
+        ):  # asked after the look: the handler may have come between
+            self._write(phase, frame, threads)
         self._report()
         deadline = self._phases.clock() + self._cfg.grace
         while late and phase in self._phases.open and not self._closed.is_set():
@@ -219,6 +224,8 @@ class Watchdog:
             write_state(state, self._folder)
         except OSError as error:  # a full disk: said by each rank for itself
             _say(f"{describe([state], [], self._folder)}\n  (which cannot be written: {error})")
+        if phase is not None:  # only now: another signal may have interrupted the handler
+            self._written.add(phase.serial)
 
     def _report(self) -> None:
         """Print what all ranks have written, from one of them: the first that can."""

@@ -98,6 +98,34 @@ def test_a_rank_that_does_not_leave_the_phase_ends_itself_with_status_3(make, ca
     assert "rank 0 on here is still in the phase 7 s (watchdog.grace) later; it ends itself" in capfd.readouterr().err
 
 
+def test_what_the_timer_of_processor_time_saw_is_not_overwritten_by_a_later_look(make, tmp_path, monkeypatch):
+    """The thread comes when the interrupt has led the rank into the collective where errors are told."""
+    monkeypatch.setattr(module, "POLL_SECONDS", 1.0)
+    clock = Clock()
+    phases, _, _ = make(clock, reward=1)
+    report = tmp_path / "watchdog/report.txt"
+
+    def wait():
+        deadline = time.monotonic() + 20
+        while not report.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def hang():
+        with phases("reward"):
+            clock.now += 2
+            try:
+                signal.raise_signal(signal.SIGVTALRM)
+            except WatchdogInterrupt:
+                as_in_a_collective(wait)
+
+    with pytest.raises(WatchdogTimeout):
+        hang()
+    (state,) = read_states(tmp_path / "watchdog")
+    assert not state.waits
+    assert "raise_signal" in state.place
+    assert "does not wait for others" in report.read_text()
+
+
 def test_phases_without_limit_and_a_watchdog_that_is_off_watch_nothing(make):
     clock = Clock()
     phases, dog, _ = make(clock, train=0)
