@@ -24,7 +24,8 @@ from tools.demo_chat.figures import paired
 from tools.demo_chat.killed import call_and_kill
 from tools.demo_chat.pipeline import GRPO, SFT
 from tools.demo_chat.rehearsed import STEP, beside, measured_memory, predicted_memory
-from tools.demo_chat.seeds import LAYOUTS, SHORT, SMALL_STEP, VARIANTS, mean_over, over_seeds
+from tools.demo_chat.result_file import added, earlier, mean_over, over_seeds, settings
+from tools.demo_chat.seeds import LAYOUTS, SHORT, SMALL_STEP, VARIANTS
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -65,6 +66,37 @@ def test_the_mean_over_seeds_by_hand():
     assert of["seeds"] == [0.2, 0.3, 0.4]
     assert found["differences"]["a over b"]["right"]["low"] == pytest.approx(-of["high"])
     assert mean_over([0.5])["low"] is None
+
+
+def test_a_result_is_added_to_what_other_machines_have_found(tmp_path):
+    """Of all seeds the summary; each part by the last that ran it. Other settings are refused."""
+
+    def of(commit, parts=(), **seeds):
+        found = {
+            seed: {"models": {"sft": {"right": {"value": value}}}, "differences": {}} for seed, value in seeds.items()
+        }
+        names = [*(f"seed {seed}" for seed in seeds), *parts]
+        return {
+            "settings": settings(tmp_path, ()),
+            "about": {name: {"commit": commit} for name in names},
+            **{part: {"of": commit} for part in parts},
+            **({"seeds": found} if found else {}),
+        }
+
+    path = tmp_path / "result.json"
+    assert earlier(path, settings(tmp_path, ())) == {}
+    first = added({}, of("a", parts=("layouts", "killed"), **{"10": 0.5}))
+    path.write_text(json.dumps(first))
+    both = added(earlier(path, settings(tmp_path, ())), of("b", parts=("killed",), **{"2": 0.25}))
+    assert both["summary"]["models"]["sft"]["right"]["seeds"] == [0.25, 0.5]
+    assert list(both["seeds"]) == ["2", "10"]
+    assert (both["layouts"]["of"], both["killed"]["of"]) == ("a", "b")
+    assert {name: each["commit"] for name, each in both["about"].items()} == {
+        "seed 10": "a", "layouts": "a", "killed": "b", "seed 2": "b",
+    }  # fmt: skip
+    assert added(both, of("c", parts=("layouts",)))["seeds"] == both["seeds"]
+    with pytest.raises(ValueError, match=r"result\.json is of other settings .* --out names another file"):
+        earlier(path, settings(tmp_path, ("grpo:train.num_steps=1",)))
 
 
 def test_models_are_compared_on_the_same_prompts_only():
@@ -114,7 +146,10 @@ def test_memory_by_phase_of_a_rehearsal_and_of_a_recorded_step():
 
 
 RESULT = {
-    "about": {"command": "make demo-chat-seeds", "commit": "abc", "cores": 2, "torch": "2"},
+    "about": {
+        name: {"command": "make demo-chat-seeds", "commit": "abc", "cores": 2, "torch": "2"}
+        for name in ("seed 0", "killed")
+    },
     "seeds": {
         "0": {
             "training": {
@@ -141,6 +176,7 @@ def test_the_page_takes_what_was_found():
     page = tables.PAGE.read_text(encoding="utf-8")
     filled = tables.filled(page, RESULT)
     for line in (
+        "torch 2; seed 0, killed: commit abc; `bench",
         "| sft | 50.0% [25.0 to 75.0] (40.0, 60.0) |",
         "| sft over released | -3.00 (-3.00) |",
         "| ppo | 1.5 | 8 | 4.2 | 0.123 | 2.0e-05 | 2 |",

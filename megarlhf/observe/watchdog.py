@@ -188,9 +188,8 @@ class Watchdog:
         self._handled.add(-1 if phase is None else phase.serial)
         late = phase is not None and self._left_of(phase) < 0
         frame, threads = stacks_of_threads()
-        if (
-            phase is None or phase.serial not in self._written
-        ):  # asked after the look: the handler may have come between
+        # Asked after the look: the handler may have come between.
+        if phase is None or phase.serial not in self._written:
             self._write(phase, frame, threads)
         self._report()
         deadline = self._phases.clock() + self._cfg.grace

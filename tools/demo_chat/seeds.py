@@ -3,7 +3,8 @@
 What has been run is kept under runs/demo-chat-seeds: the command goes on where it was stopped. Settings were chosen on
 the seeds 0 and 1; figures are of other seeds' test prompts, which nothing else reads. The control permutes the rewards
 of each step over its samples, so that they say nothing about the answers. Writes benchmarks/results/demo_chat.json,
-from which `python -m tools.demo_chat.tables --page` makes the tables of docs/demo-chat.md.
+from which `python -m tools.demo_chat.tables --page` makes the tables of docs/demo-chat.md; with --add it keeps what is
+in that file of other seeds and parts, such as other machines have run.
 """
 
 from __future__ import annotations
@@ -15,11 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.faults.runs import differences, results
 from benchmarks.machine import machine
-from megarlhf.algo.intervals import mean_of
 from megarlhf.observe.metrics import read_metrics
 from megarlhf.observe.progress import make_console, table
 from tools.demo.pipeline import call, write_json
@@ -27,11 +25,14 @@ from tools.demo_chat.figures import DIFFERENCES, figures
 from tools.demo_chat.killed import call_and_kill
 from tools.demo_chat.pipeline import GRPO, MODELS, SFT, Overrides, Runner
 from tools.demo_chat.rehearsed import rehearsed
-from tools.demo_chat.run import evaluate_all, run, train
+from tools.demo_chat.result_file import COMMAND, added, earlier, kept_about, settings
+from tools.demo_chat.run import evaluate_all, run, start, train
 from tools.pretrained import directory
 
 RESULTS = Path("benchmarks/results/demo_chat.json")
 DEFAULT_ROOT = Path("runs/demo-chat-seeds")
+ABOUT = "about.json"
+"""Under the root of a seed."""
 VARIANTS: Mapping[str, Sequence[str]] = {
     "control": ("algo.shuffle_rewards=true",),
     "grpo-lora": ("actor.lora={rank: 16, targets: all-linear, export: merged}", "actor.optim.lr=1.0e-4"),
@@ -62,6 +63,7 @@ def main(argv: Sequence[str] | None = None, call: Callable[[Sequence[str]], int]
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--root", type=Path, default=DEFAULT_ROOT)
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--add", action="store_true", help="keep the other seeds and parts that the file has")
     parser.add_argument("--model", type=Path, help="another model directory than that of `make pretrained`")
     parser.add_argument("--set", nargs="+", default=[], metavar="[STAGE:]section.key=value", help="as of demo-chat")
     options = parser.parse_args(argv)
@@ -72,15 +74,18 @@ def main(argv: Sequence[str] | None = None, call: Callable[[Sequence[str]], int]
             seed: Runner(options.root / f"seed-{seed}", console, model, seed, overrides, call, False)
             for seed in options.seeds
         }
-        found: dict[str, Any] = {"about": machine("make demo-chat-seeds"), "overrides": options.set}
+        found: dict[str, Any] = {"settings": settings(model, options.set), "about": {}}
+        before = earlier(options.out, found["settings"]) if options.add else {}
         if "seeds" in options.parts:
             found["seeds"] = {str(seed): of_seed(runner) for seed, runner in runners.items()}
-            found["summary"] = over_seeds(list(found["seeds"].values()))
+            found["about"] |= {f"seed {seed}": kept_about(runner.root / ABOUT) for seed, runner in runners.items()}
         first = next(iter(runners.values()))
         train(first)
         for name, part in (("layouts", layouts), ("killed", killed), ("rehearsed", rehearsed)):
             if name in options.parts:
                 found[name] = part(first)
+                found["about"][name] = machine(COMMAND)
+        found = added(before, found)
     except (ValueError, FileNotFoundError) as error:
         print(f"make demo-chat-seeds: {error}", file=sys.stderr)
         return 2
@@ -93,27 +98,13 @@ def main(argv: Sequence[str] | None = None, call: Callable[[Sequence[str]], int]
 
 def of_seed(runner: Runner) -> dict[str, Any]:
     """The demo with this seed, and its variants."""
+    start(runner)
+    kept_about(runner.root / ABOUT)
     run(runner)
     for name, changes in VARIANTS.items():
         runner.run(GRPO, changes, name=name)
     evaluate_all(runner, tuple(VARIANTS))
     return figures(runner.root, (*MODELS, *VARIANTS), COMPARED) | {"seconds": runner.seconds()}
-
-
-def over_seeds(by_seed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of each figure and each difference the seeds' values, and their mean with Student's interval over seeds."""
-    return {
-        kind: {
-            name: {words: mean_over([each[kind][name][words]["value"] for each in by_seed]) for words in of}
-            for name, of in by_seed[0][kind].items()
-        }
-        for kind in ("models", "differences")
-    }
-
-
-def mean_over(values: Sequence[float]) -> dict[str, Any]:
-    estimate = mean_of(torch.tensor(values, dtype=torch.float64))
-    return {"value": estimate.value, "low": estimate.low, "high": estimate.high, "seeds": list(values)}
 
 
 def layouts(runner: Runner) -> dict[str, Any]:

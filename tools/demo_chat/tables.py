@@ -44,12 +44,16 @@ def places_of(result: Tree) -> Places:
 
 
 def about(result: Tree) -> str:
-    if "about" not in result:
+    if not result.get("about"):
         return f"`make demo-chat-seeds`: {UNKNOWN}"
-    of = result["about"]
-    seeds = ", ".join(result.get("seeds", {})) or UNKNOWN
+    made = result["about"]
+    commits: dict[str, list[str]] = {}
+    for name, each in made.items():
+        commits.setdefault(each["commit"], []).append(name)
+    of = "; ".join(f"{', '.join(names)}: commit {commit}" for commit, names in commits.items())
+    one = next(iter(made.values()))
     return (
-        f"`{of['command']}`, commit {of['commit']}, {of['cores']} cores, fp32, torch {of['torch']}, seeds {seeds}; "
+        f"`{one['command']}`, {one['cores']} cores, fp32, torch {one['torch']}; {of}; "
         "`benchmarks/results/demo_chat.json`."
     )
 
