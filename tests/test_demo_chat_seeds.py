@@ -20,11 +20,12 @@ from tests.chat_model import write_chat_model
 from tests.command import ROOT, outside_a_run
 from tests.test_demo_chat import SMALL
 from tools.demo_chat import tables
-from tools.demo_chat.figures import paired
+from tools.demo_chat.figures import FIGURES, SHARES, paired
 from tools.demo_chat.killed import call_and_kill
 from tools.demo_chat.pipeline import GRPO, SFT
 from tools.demo_chat.rehearsed import STEP, beside, measured_memory, predicted_memory
 from tools.demo_chat.result_file import added, earlier, mean_over, over_seeds, settings
+from tools.demo_chat.run import rows_of
 from tools.demo_chat.seeds import LAYOUTS, SHORT, SMALL_STEP, VARIANTS
 
 
@@ -97,6 +98,16 @@ def test_a_result_is_added_to_what_other_machines_have_found(tmp_path):
     assert added(both, of("c", parts=("layouts",)))["seeds"] == both["seeds"]
     with pytest.raises(ValueError, match=r"result\.json is of other settings .* --out names another file"):
         earlier(path, settings(tmp_path, ("grpo:train.num_steps=1",)))
+
+
+def test_shares_are_said_in_per_cent():
+    of = {"value": 0.4184, "low": 0.3459, "high": 0.4938}
+    assert rows_of({"sft": {"answers that are right": of, "tokens of an answer": of | {"low": None}}}) == [
+        ("sft", "answers that are right", "41.8%", "34.6%", "49.4%"),
+        ("sft", "tokens of an answer", "0.4184", None, "0.4938"),
+    ]
+    every = {words for figures in FIGURES.values() for words in figures.values()}
+    assert set(SHARES) <= every
 
 
 def test_models_are_compared_on_the_same_prompts_only():

@@ -12,6 +12,7 @@ import torch
 
 from megarlhf.algo.intervals import Estimate, mean_of
 from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.progress import format_number
 from tools.demo.pipeline import evaluations
 from tools.demo_chat.pipeline import MODELS, RELEASED, RM, SFT
 
@@ -29,6 +30,13 @@ FIGURES: Mapping[str, Mapping[str, str]] = {
     },
 }
 """By evaluation, its figures and what they say."""
+SHARES = (
+    "checks that hold",
+    "answers that are right",
+    "answers that end by themselves",
+    "unrelated answers that are as released",
+)
+"""Of these words, which are said in per cent."""
 DIFFERENCES = (("sft", "released"), ("ppo", "sft"), ("grpo", "sft"))
 """A model, and the one that it began with."""
 COMPARED = {
@@ -60,6 +68,11 @@ def tested(root: Path, name: str) -> dict[str, Any]:
             words: {key: known[metric][key] for key in ("value", "low", "high")} for metric, words in wanted.items()
         }
     return found
+
+
+def said(words: str, value: float) -> str:
+    """A value of a figure, such as `41.8%`."""
+    return f"{value:.1%}" if words in SHARES else format_number(value)
 
 
 def of_training(run: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarlhf.observe.progress import format_number
-from tools.demo_chat.figures import Row, by_prompt, read_lines, responses
+from tools.demo_chat.figures import Row, by_prompt, read_lines, responses, said
 from tools.demo_chat.tasks import checks
 
 SHOWN_PROMPTS = 64
@@ -50,7 +50,7 @@ def sections(root: Path, found: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def side_by_side(asked: Sequence[str], answers: Mapping[str, Sequence[Row]], said: Any) -> list[str]:
+def side_by_side(asked: Sequence[str], answers: Mapping[str, Sequence[Row]], remark: Any) -> list[str]:
     """A table of prompts with a column of answers for each model; rows after the first ones are folded.
 
     asked: what the prompts ask, without the template around it; a prompt that is none of them is shown as it stands
@@ -60,7 +60,7 @@ def side_by_side(asked: Sequence[str], answers: Mapping[str, Sequence[Row]], sai
     for each in list(zip(*answers.values(), strict=True))[:SHOWN_PROMPTS]:
         whole = each[0]["prompt"]
         prompt = max((text for text in asked if text in whole), key=len, default=whole)
-        cells = "".join(f"<td><pre>{_text(row)}</pre>{said(row)}</td>" for row in each)
+        cells = "".join(f"<td><pre>{_text(row)}</pre>{remark(row)}</td>" for row in each)
         rows.append(f"<tr><td><pre>{html.escape(prompt)}</pre></td>{cells}</tr>")
     parts = [_table(head, rows[:FIRST])]
     if rows[FIRST:]:
@@ -90,7 +90,7 @@ def _text(row: Row) -> str:
 def _figures(models: Mapping[str, Any]) -> str:
     words = list(next(iter(models.values())))
     rows = [
-        f"<tr><td>{html.escape(each)}</td>{''.join(_figure(figures[each]) for figures in models.values())}</tr>"
+        f"<tr><td>{html.escape(each)}</td>{''.join(_figure(each, figures[each]) for figures in models.values())}</tr>"
         for each in words
     ]
     return _table("".join(f"<th>{html.escape(name)}</th>" for name in ("figure", *models)), rows)
@@ -99,7 +99,7 @@ def _figures(models: Mapping[str, Any]) -> str:
 def _differences(found: Mapping[str, Any]) -> str:
     words = list(next(iter(found.values()), {}))
     rows = [
-        f"<tr><td>{html.escape(name)}</td>{''.join(_figure(of[each]) for each in words)}</tr>"
+        f"<tr><td>{html.escape(name)}</td>{''.join(_figure(each, of[each]) for each in words)}</tr>"
         for name, of in found.items()
     ]
     return _table("".join(f"<th>{html.escape(name)}</th>" for name in ("model", *words)), rows)
@@ -114,15 +114,15 @@ def _training(found: Mapping[str, Any]) -> str:
     return _table(heads, rows)
 
 
-def _figure(figure: Mapping[str, Any]) -> str:
-    return f"<td><b>{format_number(figure['value'])}</b> {in_brackets(figure)}</td>"
+def _figure(words: str, figure: Mapping[str, Any]) -> str:
+    return f"<td><b>{said(words, figure['value'])}</b> {in_brackets(words, figure)}</td>"
 
 
-def in_brackets(figure: Mapping[str, Any]) -> str:
+def in_brackets(words: str, figure: Mapping[str, Any]) -> str:
     """The interval; nothing where there is none."""
     if figure["low"] is None or figure["high"] is None:
         return ""
-    return f"[{format_number(figure['low'])}, {format_number(figure['high'])}]"
+    return f"[{said(words, figure['low'])}, {said(words, figure['high'])}]"
 
 
 def _table(head: str, rows: Sequence[str]) -> str:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megarlhf.observe.progress import make_console, table
 from megarlhf.observe.report import write_report
 from tools.demo.pipeline import call, write_json
-from tools.demo_chat.figures import figures, read_lines
+from tools.demo_chat.figures import figures, read_lines, said
 from tools.demo_chat.make_data import make, sizes_with, write_lines
 from tools.demo_chat.page import sections
 from tools.demo_chat.pipeline import (
@@ -125,10 +125,11 @@ def finish(runner: Runner) -> None:
     console.print(f"{sum(seconds.values()) / 60:.0f} minutes; {root / 'summary.json'}, {root / 'report.html'}")
 
 
-def rows_of(figures: dict[str, Any]) -> list[tuple[Any, ...]]:
+def rows_of(figures: Mapping[str, Any]) -> list[tuple[str | None, ...]]:
     """Of the closing table."""
+    bounds = ("value", "low", "high")
     return [
-        (name, words, figure["value"], figure["low"], figure["high"])
+        (name, words, *(None if figure[key] is None else said(words, figure[key]) for key in bounds))
         for name, of in figures.items()
         for words, figure in of.items()
     ]

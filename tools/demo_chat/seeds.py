@@ -26,7 +26,7 @@ from tools.demo_chat.killed import call_and_kill
 from tools.demo_chat.pipeline import GRPO, MODELS, SFT, Overrides, Runner
 from tools.demo_chat.rehearsed import rehearsed
 from tools.demo_chat.result_file import COMMAND, added, earlier, kept_about, settings
-from tools.demo_chat.run import evaluate_all, run, start, train
+from tools.demo_chat.run import evaluate_all, rows_of, run, start, train
 from tools.pretrained import directory
 
 RESULTS = Path("benchmarks/results/demo_chat.json")
@@ -141,12 +141,7 @@ def killed(runner: Runner) -> dict[str, Any]:
 
 
 def print_summary(console: Any, summary: Mapping[str, Any]) -> None:
-    rows = [
-        (name, words, each["value"], each["low"], each["high"])
-        for kind in summary.values()
-        for name, of in kind.items()
-        for words, each in of.items()
-    ]
+    rows = [row for kind in summary.values() for row in rows_of(kind)]
     console.print(table("means over seeds and their 95% intervals", rows, ("model", "figure", "value", "from", "to")))
 
 

@@ -11,12 +11,11 @@ from typing import Any
 
 from benchmarks.machine import ROOT
 from benchmarks.page import UNKNOWN, Places, Tree, fill, load_result, print_or_write, table
+from tools.demo_chat.figures import SHARES
 
 MODULE = "tools.demo_chat.tables"
 RESULT = ROOT / "benchmarks" / "results" / "demo_chat.json"
 PAGE = ROOT / "docs" / "demo-chat.md"
-PERCENT = ("checks that hold", "right", "end by themselves", "as released")
-"""Parts of the words of shares."""
 
 
 def main() -> None:
@@ -67,8 +66,7 @@ def of_summary(first: str, figures: Mapping[str, Any]) -> list[str]:
 
 def with_seeds(words: str, figure: Mapping[str, Any]) -> str:
     """Such as `71.3% [65.0 to 77.6] (70.1, 69.9, 73.9)`."""
-    share = any(part in words for part in PERCENT)
-    scale, unit, digits = (100.0, "%", 1) if share else (1.0, "", 2)
+    scale, unit, digits = (100.0, "%", 1) if words in SHARES else (1.0, "", 2)
 
     def number(value: float) -> str:
         return f"{value * scale:.{digits}f}"
