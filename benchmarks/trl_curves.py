@@ -4,7 +4,7 @@ A task is two JSON lines files and a rule (trl_task.py); without arguments it is
 the same model, and see the same prompts in the same order, which follows from the seed. Seconds are those of steps;
 greedy responses to the test prompts, before the first step and after every few, are not in them. Each side samples for
 itself, so that rewards agree within their spread only. What a seed has found is kept in build/bench-trl/: a run of the
-same commit goes on from there.
+same commit goes on from there. The result file keeps the other seeds that it has, if their settings are the same.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from benchmarks.interleaved import Ask
 from benchmarks.kept import Kept
 from benchmarks.machine import machine
 from benchmarks.packing_children import Child, Message
+from benchmarks.page import load_result
 from benchmarks.trl import KEPT, add_arguments, environment_of_trl, model_of, setting_of
 from benchmarks.trl_compare import Comparison, Peer, Setting, start_ours, start_theirs
 from benchmarks.trl_data import Data, Step, prepare_tiny, step_of
@@ -105,7 +106,7 @@ def seconds_until(rows: list[Message], reward: float) -> float | None:
 
 def summary(seeds: dict[str, Message]) -> Message:
     """Mean courses, and seconds to the reward that both sides reach: the lesser of their best."""
-    sides = {side: means(seeds, side) for side in next(iter(seeds.values()))}
+    sides = {side: means(seeds, side) for side in ("ours", "trl") if all(side in found for found in seeds.values())}
     found: Message = {"means": sides, "ours_over_trl": None}
     if "trl" in sides:
         level = min(max(row["reward"] for row in rows) for rows in sides.values())
@@ -125,12 +126,27 @@ def task_of(arguments: argparse.Namespace) -> Task:
     return Task(Path(arguments.prompts), Path(arguments.test), arguments.rule)
 
 
+def earlier(arguments: argparse.Namespace, settings: Message) -> dict[str, Message]:
+    """Of the result file the seeds that are not measured anew: those of another day, or of another machine.
+
+    Raises: ValueError where they were measured with other settings."""
+    result = load_result(arguments.out) or {}
+    seeds = {seed: found for seed, found in result.get("seeds", {}).items() if int(seed) not in arguments.seeds}
+    other = {name: result.get(name) for name, value in settings.items() if result.get(name) != value}
+    if seeds and other:
+        asked = {name: settings[name] for name in other}
+        raise ValueError(
+            f"{arguments.out.name} has the seeds {', '.join(seeds)} measured with {other}, not {asked}: measure them "
+            "anew too (--seeds), or give --out"
+        )
+    return seeds
+
+
 def run(arguments: argparse.Namespace) -> Message:
-    """All seeds."""
+    """All seeds. Raises: as `earlier` and `task_of`."""
     left_out: dict[str, str] = {}
     trl = environment_of_trl(arguments, left_out)
     about = machine("make bench-trl-curves")
-    seeds: dict[str, Message] = {}
     with tempfile.TemporaryDirectory() as directory:
         if arguments.rehearse:
             data = prepare_tiny(Path(directory))
@@ -142,25 +158,25 @@ def run(arguments: argparse.Namespace) -> Message:
             data = Data(model, model, {"long_tailed": step}, {})
         setting = setting_of(arguments, data, trl)
         told = {name: getattr(arguments, name) for name in ("steps", "every", "lr", "beta", "threads")}
+        settings = {**told, "rule": step.rule, "model": data.model.name, "rehearsal": arguments.rehearse}
+        seeds = earlier(arguments, settings)
         kept = (
             None if arguments.rehearse else Kept(KEPT, {"machine": about, **told, "rule": step.rule, "trl": bool(trl)})
         )
         for seed in arguments.seeds:
             found = kept.found(f"curve_{seed}") if kept else None
             if found is None:
-                found = compare(setting, step, seed, arguments)
+                found = compare(setting, step, seed, arguments) | {"commit": about["commit"]}
                 if kept:
                     kept.keep(f"curve_{seed}", found)
             seeds[str(seed)] = found
+    seeds = {seed: seeds[seed] for seed in sorted(seeds, key=int)}
     return {
         **summary(seeds),
         "direction": DIRECTION,
-        "rehearsal": arguments.rehearse,
         "left_out": left_out,
         "seeds": seeds,
-        "rule": step.rule,
-        "model": data.model.name,
-        **told,
+        **settings,
         "machine": about,
     }
 
@@ -170,7 +186,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--every", type=int, default=5, help="steps from one evaluation to the next")
-    parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--lr", type=float, default=5e-5)
     parser.add_argument("--beta", type=float, default=0.02)
     parser.add_argument("--prompts", help="JSON lines with `prompt` and what the rule reads")
     parser.add_argument("--test", help="the same, for figures")
@@ -180,7 +196,10 @@ def main() -> None:
     if arguments.out == CURVES and arguments.rehearse:
         parser.error("a rehearsal is no result: give --out")
     arguments.rounds, arguments.quick = 1, False
-    result = run(arguments)
+    try:
+        result = run(arguments)
+    except ValueError as error:
+        parser.error(str(error))
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     if result["ours_over_trl"] is not None:
         print(f"ours_over_trl: {result['ours_over_trl']:.2f} (seconds to a mean test reward of {result['level']:.3f})")

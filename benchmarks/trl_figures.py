@@ -210,10 +210,15 @@ def table_of_curves(curves: Tree | None) -> list[str]:
 def about_curves(curves: Tree | None) -> str:
     if curves is None:
         return "**Not measured yet.** `make bench-trl-curves` takes hours; it fills the table below."
+    commits: dict[str, list[str]] = {}
+    for seed, found in curves["seeds"].items():
+        commits.setdefault(found["commit"], []).append(seed)
+    seeds = ", ".join(
+        f"seed{'s' if of[1:] else ''} {', '.join(of)} at commit {commit}" for commit, of in commits.items()
+    )
     said = (
-        f"`make bench-trl-curves`, commit {curves['machine']['commit']}, {curves['steps']} steps, learning rate "
-        f"{curves['lr']:g}, KL coefficient {curves['beta']:g}, seeds {', '.join(curves['seeds'])}, rule "
-        f"`{curves['rule']}`; `benchmarks/results/trl_curves.json`."
+        f"`make bench-trl-curves`, {curves['steps']} steps, learning rate {curves['lr']:g}, KL coefficient "
+        f"{curves['beta']:g}, {seeds}, rule `{curves['rule']}`; `benchmarks/results/trl_curves.json`."
     )
     if (ratio := curves["ours_over_trl"]) is None:
         return said

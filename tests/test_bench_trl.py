@@ -155,7 +155,7 @@ def test_the_splits_of_the_list_task_share_no_prompt(tmp_path):
     assert trl_task.rule_of(task.rule) is trl_task.reward
 
 
-def test_learning_curves_run(tmp_path, monkeypatch):
+def test_learning_curves_run(tmp_path, monkeypatch, capsys):
     """Evaluations before the first step, after every second, and after the last; seconds are those of steps. Not
     covered: the child, which `python -m benchmarks.trl_curves --rehearse --out FILE` starts."""
     told, asked = [], []
@@ -178,7 +178,8 @@ def test_learning_curves_run(tmp_path, monkeypatch):
         return Child()
 
     monkeypatch.setattr(trl_curves, "start_ours", start)
-    result = result_of(trl_curves, tmp_path / "curves.json", "--seeds", "3", "4", "--steps", "3", "--every", "2")
+    out, times = tmp_path / "curves.json", ("--steps", "3", "--every", "2")
+    result = result_of(trl_curves, out, "--seeds", "3", "4", *times)
     step, evaluate = ("round", {"way": "ours 96"}), ("evaluate", {})
     assert asked == [evaluate, step, step, evaluate, step, evaluate, ("stop", {})] * 2
     course = result["seeds"]["3"]["ours"]
@@ -189,6 +190,15 @@ def test_learning_curves_run(tmp_path, monkeypatch):
     assert third != fourth, "the order of prompts follows from the seed"
     assert sorted(map(str, third)) == sorted(map(str, fourth))
     assert result["ours_over_trl"] is None
+    more = result_of(trl_curves, out, "--seeds", "1", *times)
+    assert list(more["seeds"]) == ["1", "3", "4"], "of another day"
+    assert {seed: more["seeds"][seed] for seed in "34"} == result["seeds"]
+    with pytest.raises(SystemExit):
+        result_of(trl_curves, out, "--seeds", "1", "--steps", "3", "--every", "3")
+    assert (
+        "has the seeds 3, 4 measured with {'every': 2}, not {'every': 3}: measure them anew" in capsys.readouterr().err
+    )
+    assert json.loads(out.read_text()) == more
 
 
 def test_seconds_to_the_same_reward():
