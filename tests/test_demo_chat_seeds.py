@@ -214,6 +214,9 @@ def test_all_parts_on_a_small_model(tmp_path: Path) -> None:
         ends.append({path: path.stat().st_mtime_ns for path in tmp_path.glob(f"runs/seed-0/*/{FINISHED_FILE}")})
     assert len(ends[0]) > 30
     assert ends[1] == ends[0]
+    of_demo = json.loads((tmp_path / "runs/seed-0/summary.json").read_text())["seconds"]
+    assert {"grpo", "test-grpo"} <= of_demo.keys()
+    assert not {"control", "test-control"} & of_demo.keys(), "the second start writes the demo's own time too"
     found = json.loads((tmp_path / "result.json").read_text())
     assert set(found["summary"]["models"]) == {"released", "sft", "ppo", "grpo", "control", "grpo-lora"}
     assert found["killed"]["equal"], found["killed"]["differences"]

@@ -112,8 +112,10 @@ def write_drift_data(root: Path) -> None:
 
 def finish(runner: Runner) -> None:
     """summary.json, report.html and the closing table."""
-    root, console, seconds = runner.root, runner.console, runner.seconds()
-    found = figures(root)
+    root, console, found = runner.root, runner.console, figures(runner.root)
+    evaluations = [f"{each.name}-{name}" for each in (TEST, DRIFT) for name in MODELS]
+    own = {each.name for each in (*STAGES, ANSWERS)}.union(evaluations)
+    seconds = {name: each for name, each in runner.seconds().items() if name in own}  # not those of variants
     write_json(root / "summary.json", found | {"seconds": seconds, "minutes": round(sum(seconds.values()) / 60, 1)})
     runs = [root / each.name for each in (SFT, RM, PPO, GRPO)]
     write_report(runs, root / "report.html", title="megarlhf demo: chat", first=sections(root, found))
