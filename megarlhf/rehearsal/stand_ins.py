@@ -77,6 +77,14 @@ def stand_in(
         f"One resume point is written, before step {steps}." if resume_point else "No resume point is written."
     )
     notes.append("No export is written.")
+    if isinstance(cfg, RLConfig) and 0 < cfg.train.critic_warmup_steps < cfg.train.num_steps:
+        tree["train"]["critic_warmup_steps"] = (
+            0  # else no step would have the actor's training and its optimizer's state
+        )
+        notes.append(
+            f"The first {cfg.train.critic_warmup_steps} steps train the critic alone (train.critic_warmup_steps): "
+            "rehearsed are steps after them."
+        )
     paths: dict[str, str] = {}
     # Only of `rl` are responses no data.
     given = prompt_lengths is not None or (response_lengths is not None and not isinstance(cfg, RLConfig))

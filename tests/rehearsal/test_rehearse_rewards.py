@@ -14,7 +14,6 @@ WAYS = {
     "bounded, weighted, beside a rule": (
         "rewards=[{kind: model, clip: 2.0, weight: 0.5}, {kind: rule, rule: exact_match, normalise: running}]",
     ),
-    "after steps of the critic alone": ("train.critic_warmup_steps=1",),
 }
 
 
@@ -27,4 +26,22 @@ def test_rewards_of_a_model(way: str, tmp_path: Path) -> None:
     (rank,) = done.json()["ranks"]
     phases = {(row["step"], row["phase"]) for row in rank["memory"]}
     assert {(2, "train/actor"), (2, "train/critic")} <= phases
-    assert ((1, "train/actor") in phases) is ("critic alone" not in way)
+
+
+def test_steps_of_the_critic_alone_are_left_out(tmp_path: Path) -> None:
+    """They need less memory and time than those after them, of which the rehearsal is to speak."""
+    whole = {}
+    for waits in (0, 3):
+        folder = tmp_path / str(waits)
+        folder.mkdir()
+        changes = ("train.num_steps=4", f"train.critic_warmup_steps={waits}")
+        tree = job_tree("rl", folder)
+        tree["reward_model"]["parallel"] = {}
+        done = run_command("rl", write_job("rl", folder, tree), folder / "out", "--workers", "1", *changes)
+        assert done.status == 0
+        (rank, *_) = done.json()["ranks"]
+        whole[waits] = [(row["step"], row["phase"], row["peak"]) for row in rank["memory"]]
+        assert ("The first 3 steps train the critic alone" in (folder / "out/rehearsal.json").read_text()) is bool(
+            waits
+        )
+    assert whole[3] == whole[0]
