@@ -66,6 +66,14 @@ def load_result(path: Path) -> Tree | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
+def by_commit(commits: Mapping[str, str]) -> dict[str, list[str]]:
+    """By commit the names of what was measured at it, in their order; `commits`: of each name."""
+    names: dict[str, list[str]] = {}
+    for name, commit in commits.items():
+        names.setdefault(commit, []).append(name)
+    return names
+
+
 def print_or_write(doc: str | None, page: Path, places: Places, fill: Callable[[str], str]) -> None:
     """What `python -m benchmarks.X_figures` does: prints the tables, or with --page writes them into the page."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)

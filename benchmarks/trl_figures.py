@@ -14,6 +14,7 @@ from benchmarks.page import (
     UNKNOWN,
     Ratios,
     Tree,
+    by_commit,
     fill,
     goals_of,
     load_result,
@@ -210,9 +211,7 @@ def table_of_curves(curves: Tree | None) -> list[str]:
 def about_curves(curves: Tree | None) -> str:
     if curves is None:
         return "**Not measured yet.** `make bench-trl-curves` takes hours; it fills the table below."
-    commits: dict[str, list[str]] = {}
-    for seed, found in curves["seeds"].items():
-        commits.setdefault(found["commit"], []).append(seed)
+    commits = by_commit({seed: found["commit"] for seed, found in curves["seeds"].items()})
     seeds = ", ".join(
         f"seed{'s' if of[1:] else ''} {', '.join(of)} at commit {commit}" for commit, of in commits.items()
     )
@@ -231,9 +230,8 @@ def about_curves(curves: Tree | None) -> str:
 
 def commits_of(result: Tree) -> str:
     """The commit of all comparisons; of several each with what was measured at it."""
-    names: dict[str, list[str]] = {}
-    for name, comparison in result["comparisons"].items():
-        names.setdefault(comparison.get("commit") or result["machine"]["commit"], []).append(name)
+    of_all = result["machine"]["commit"]
+    names = by_commit({name: each.get("commit") or of_all for name, each in result["comparisons"].items()})
     if len(names) == 1:
         return next(iter(names))
     return ", ".join(f"{commit} ({', '.join(of)})" for commit, of in names.items())

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.machine import ROOT
-from benchmarks.page import UNKNOWN, Places, Tree, fill, load_result, print_or_write, table
+from benchmarks.page import UNKNOWN, Places, Tree, by_commit, fill, load_result, print_or_write, table
 from tools.demo_chat.figures import SHARES
 
 MODULE = "tools.demo_chat.tables"
@@ -46,9 +46,7 @@ def about(result: Tree) -> str:
     if not result.get("about"):
         return f"`make demo-chat-seeds`: {UNKNOWN}"
     made = result["about"]
-    commits: dict[str, list[str]] = {}
-    for name, each in made.items():
-        commits.setdefault(each["commit"], []).append(name)
+    commits = by_commit({name: each["commit"] for name, each in made.items()})
     of = "; ".join(f"{', '.join(names)}: commit {commit}" for commit, names in commits.items())
     one = next(iter(made.values()))
     return (
