@@ -78,17 +78,17 @@ def test_a_result_is_added_to_what_other_machines_have_found(tmp_path):
         }
         names = [*(f"seed {seed}" for seed in seeds), *parts]
         return {
-            "settings": settings(tmp_path, ()),
+            "settings": settings(tmp_path, (), {}),
             "about": {name: {"commit": commit} for name in names},
             **{part: {"of": commit} for part in parts},
             **({"seeds": found} if found else {}),
         }
 
     path = tmp_path / "result.json"
-    assert earlier(path, settings(tmp_path, ())) == {}
+    assert earlier(path, settings(tmp_path, (), {})) == {}
     first = added({}, of("a", parts=("layouts", "killed"), **{"10": 0.5}))
     path.write_text(json.dumps(first))
-    both = added(earlier(path, settings(tmp_path, ())), of("b", parts=("killed",), **{"2": 0.25}))
+    both = added(earlier(path, settings(tmp_path, (), {})), of("b", parts=("killed",), **{"2": 0.25}))
     assert both["summary"]["models"]["sft"]["right"]["seeds"] == [0.25, 0.5]
     assert list(both["seeds"]) == ["2", "10"]
     assert (both["layouts"]["of"], both["killed"]["of"]) == ("a", "b")
@@ -97,7 +97,9 @@ def test_a_result_is_added_to_what_other_machines_have_found(tmp_path):
     }  # fmt: skip
     assert added(both, of("c", parts=("layouts",)))["seeds"] == both["seeds"]
     with pytest.raises(ValueError, match=r"result\.json is of other settings .* --out names another file"):
-        earlier(path, settings(tmp_path, ("grpo:train.num_steps=1",)))
+        earlier(path, settings(tmp_path, ("grpo:train.num_steps=1",), {}))
+    with pytest.raises(ValueError, match=r"is of other settings"):
+        earlier(path, settings(tmp_path, (), {"grpo-lora": ("actor.lora={rank: 8}",)}))
 
 
 def test_shares_are_said_in_per_cent():

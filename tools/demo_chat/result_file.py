@@ -20,13 +20,19 @@ SETTINGS = ("configs/demo-chat/*.yaml", f"{MODULES}/make_data.py", f"{MODULES}/t
 """The files that say what is run, and on which data."""
 
 
-def settings(model: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """What calls must have in common, for their figures to stand in one table."""
+def settings(model: Path, overrides: Sequence[str], variants: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """What calls must have in common, for their figures to stand in one table; `variants`: what differs in each."""
     digest = hashlib.sha256()
     for pattern in SETTINGS:
         for path in sorted(ROOT.glob(pattern)):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return {"model": model.name, "overrides": list(overrides), "files_sha256": digest.hexdigest()}
+    changes = {name: list(each) for name, each in variants.items()}
+    return {
+        "model": model.name,
+        "overrides": list(overrides),
+        "variants": changes,
+        "files_sha256": digest.hexdigest(),
+    }
 
 
 def kept_about(path: Path) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None, call: Callable[[Sequence[str]], int]
             seed: Runner(options.root / f"seed-{seed}", console, model, seed, overrides, call, False)
             for seed in options.seeds
         }
-        found: dict[str, Any] = {"settings": settings(model, options.set), "about": {}}
+        found: dict[str, Any] = {"settings": settings(model, options.set, VARIANTS), "about": {}}
         before = earlier(options.out, found["settings"]) if options.add else {}
         if "seeds" in options.parts:
             found["seeds"] = {str(seed): of_seed(runner) for seed, runner in runners.items()}
