@@ -230,7 +230,7 @@ def about_curves(curves: Tree | None) -> str:
 
 def commits_of(result: Tree) -> str:
     """The commit of all comparisons; of several each with what was measured at it."""
-    of_all = result["machine"]["commit"]
+    of_all = result["machine"].get("commit", UNKNOWN)
     names = by_commit({name: each.get("commit") or of_all for name, each in result["comparisons"].items()})
     if len(names) == 1:
         return next(iter(names))

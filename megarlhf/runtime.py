@@ -26,6 +26,9 @@ from megarlhf.packages import PACKAGES, version_of
 
 GPU = "cuda"
 """A GPU in torch's words."""
+STORE_IS_THERE = "TORCHELASTIC_USE_AGENT_STORE"
+"""Set to True by who starts ranks (torchrun, and a plain start) and keeps at MASTER_PORT the store by which they find
+each other; read by torch. Else rank 0 makes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +150,8 @@ def initialize(
 
     `deterministic`: an operation of torch that has no deterministic variant raises; the variables of
     `planning.determinism.environment` are set before.
-    `store`: through which the ranks find each other; default: by MASTER_ADDR and MASTER_PORT.
+    `store`: through which the ranks find each other; default: by MASTER_ADDR and MASTER_PORT, where rank 0 makes it
+    unless STORE_IS_THERE is set.
     """
     on_gpu = torch.cuda.is_available()
     if deterministic:
@@ -181,6 +185,7 @@ def initialize(
             # Without `device_id`: with it torch makes every further group by splitting the world, which all ranks take
             # part in.
         )
+        os.environ.pop(STORE_IS_THERE, None)  # what this process starts may make a store of its own
     return Runtime(
         **vars(info),
         ranks_per_block=_ranks_per_block(info),

@@ -117,6 +117,16 @@ def start(tmp_path: Path, what: str, rank: str = RANK, ignored: tuple[int, ...] 
     return Command(rank, [what, str(tmp_path)], tmp_path.with_suffix(".stderr"), ignored)
 
 
+def test_the_port_of_a_run_is_taken_before_its_ranks_start(tmp_path: Path) -> None:
+    """Else another run, or any program, may get it while a rank imports what it needs; ranks of two runs may meet."""
+    rank = """if True:
+        import os, socket
+        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), 10).close()
+    """
+    process = start(tmp_path, "meets", rank)
+    assert (process.stderr(timeout=60), process.returncode) == ("", 0)
+
+
 @pytest.mark.parametrize(
     "what, status, message",
     [
@@ -209,6 +219,7 @@ from megarlhf.resume.signals import StopRequest, StopRun
 from megarlhf.runtime import detect_rank
 
 def run(cfg, runtime):
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in os.environ  # as what a rank starts would look for a store of theirs
     with StopRequest(device=runtime.device, speaks=runtime.is_main) as stop:
         open(os.path.join(sys.argv[1], f"{runtime.rank} {os.getpid()}"), "w").close()
         while (number := stop.agreed()) is None:

@@ -77,8 +77,10 @@ def local_ranks(nproc: int, argv: Sequence[str], program: Sequence[str] = ("-m",
     reports = str(Path(tempfile.gettempdir()) / f"megarlhf-ranks-{uuid.uuid4().hex}")
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, reports, ignore_errors=True)
+        # Here, not on rank 0: a port that is free now may be another program's when a rank has come so far.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         environment = {"OMP_NUM_THREADS": threads, **os.environ, MARK: reports, PARENT: str(os.getpid())}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(runtime.free_port())}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), runtime.STORE_IS_THERE: "True"}
         environment |= {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
         with _received_signals() as received:
             with held_back() if argv[0] in KEEP_EARLY else contextlib.nullcontext():

@@ -193,7 +193,7 @@ def _store(info: RankInfo) -> dist.Store:
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         info.world_size,
-        is_master=info.rank == 0,
+        is_master=info.rank == 0 and runtimes.STORE_IS_THERE not in os.environ,
         timeout=timedelta(seconds=COLLECTIVE_SECONDS),
     )
 
