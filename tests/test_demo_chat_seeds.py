@@ -180,7 +180,16 @@ RESULT = {
     },
     "layouts": {"sft": {"one rank": {"loss": 1.23456789}, "TP3": {"loss": 1.2345678}}},
     "killed": {"steps": 4, "killed_at_step": 2, "equal": True, "differences": ""},
-    "rehearsed": {"sft": {"memory": {"train/actor": {"predicted": 2**30, "measured": 2**31}}, "seconds": {}}},
+    "rehearsed": {
+        "sft": {
+            "memory": {
+                "train/actor": {"predicted": 2**30, "measured": 2**31},
+                "optimizer/actor": {"predicted": 2**30, "measured": 64},
+                "train": {"predicted": 64, "measured": 128},
+            },
+            "seconds": {},
+        },
+    },
 }  # fmt: skip
 
 
@@ -195,8 +204,10 @@ def test_the_page_takes_what_was_found():
         "| ppo | 1.5 | 8 | 4.2 | 0.123 | 2.0e-05 | 2 |",
         "| TP3 | 1.23457 |",
         "| sft | train/actor, GiB | 1.00 | 2.00 | -50% |",
+        "| sft | optimizer/actor, GiB | 1.00 | 0.00 | … |",
     ):
         assert line in filled
+    assert "| sft | train, GiB" not in filled, "nothing of it could be seen"
     assert "killed by SIGKILL after 2 and started again: metrics and weights are those of a run" in filled
     stated = tables.load_result(tables.RESULT) or {}
     assert tables.filled(filled, stated) == page, "python -m tools.demo_chat.tables --page writes it"

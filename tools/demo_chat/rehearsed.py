@@ -33,7 +33,9 @@ def rehearsed(runner: Runner) -> dict[str, Any]:
 def of_stage(runner: Runner, stage: Stage) -> dict[str, Any]:
     """One stage."""
     name = f"profiled-{stage.name}"
-    runner.run(stage, PROFILED, name=name)
+    # The rehearsal leaves out the steps that train the critic alone.
+    trains_both = ("train.critic_warmup_steps=0",) if stage.command == "rl" else ()
+    runner.run(stage, (*PROFILED, *trains_both), name=name)
     told = json.loads(rehearsal(runner, stage).read_text())
     (rank,) = told["ranks"]
     (curve,) = (runner.root / name / "profile").glob("*.memory.json")

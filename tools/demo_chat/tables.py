@@ -16,6 +16,8 @@ from tools.demo_chat.figures import SHARES
 MODULE = "tools.demo_chat.tables"
 RESULT = ROOT / "benchmarks" / "results" / "demo_chat.json"
 PAGE = ROOT / "docs" / "demo-chat.md"
+SHOWN = 0.01
+"""The least GiB or seconds that two decimals show; of less, a difference in per cent says nothing."""
 
 
 def main() -> None:
@@ -117,14 +119,14 @@ def of_killed(found: Mapping[str, Any] | None) -> str:
 
 
 def of_rehearsed(found: Mapping[str, Any]) -> list[str]:
-    """A row a stage and figure, where both say something."""
+    """A row a stage and figure, where both say something and one of them can be seen."""
     rows: list[Sequence[str]] = []
     for stage, kinds in found.items():
         for kind, unit, scale in (("memory", "GiB", 2**30), ("seconds", "s", 1.0)):
             for name, each in kinds[kind].items():
                 predicted, measured = each["predicted"], each["measured"]
-                if predicted and measured:
-                    off = f"{predicted / measured - 1:+.0%}"
+                if None not in (predicted, measured) and max(predicted, measured) >= SHOWN * scale:
+                    off = f"{predicted / measured - 1:+.0%}" if measured >= SHOWN * scale else UNKNOWN
                     rows.append([stage, f"{name}, {unit}", f"{predicted / scale:.2f}", f"{measured / scale:.2f}", off])
     head = ["stage", "figure", "rehearsed", "measured", "off by"]
     return table(head, rows or [[UNKNOWN] * len(head)])
