@@ -17,22 +17,29 @@ What is substituted, and why:
       moe/token_dispatcher.py does so for tensors of a GPU only, and hands others to all_to_all as tensors
   the state of CUDA's random numbers
       tensor_parallel/random.py keeps it around what is computed again; nothing draws from it (dropout is 0)
+  the norm of many gradients, where Megatron-Core takes torch's for want of a kernel
+      on a CPU torch.norm adds up in fp32 one after the other: 1e-3 too little of 28 million numbers
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.utils import local_multi_tensor_l2_norm
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megarlhf.packages import version_of
 
 TESTED = "0.16.1"
+ROW = 1024
+"""How many numbers are added up in fp32; what they amount to is added up in fp64."""
 
 
 class _InPlaceOfCuda(TorchFunctionMode):
@@ -100,6 +107,23 @@ def _sizes_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = Fa
     return tensor.tolist() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
+def norm_of(tensor: Tensor) -> Tensor:
+    """The Euclidean norm of all elements, fp64, within 1e-7 of it on any device."""
+    flat = tensor.reshape(-1)
+    whole = flat.numel() // ROW * ROW
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1, dtype=torch.float32)
+    rest = torch.linalg.vector_norm(flat[whole:], dtype=torch.float32)
+    return torch.linalg.vector_norm(torch.cat([rows, rest.reshape(1)]), dtype=torch.float64)
+
+
+def _norm_of_many(
+    chunk_size: int, overflow: Tensor | None, tensor_lists: Sequence[Sequence[Tensor]], per_tensor: bool
+) -> tuple[Tensor, None]:
+    """In place of upstream's `local_multi_tensor_l2_norm`."""
+    norms = torch.stack([norm_of(tensor) for tensors in tensor_lists for tensor in tensors])
+    return torch.linalg.vector_norm(norms).float().reshape(1), None
+
+
 @contextlib.contextmanager
 def megatron_device(device: torch.device) -> Iterator[None]:
     """Scope in which Megatron-Core works on `device`. Nests.
@@ -124,6 +148,9 @@ def megatron_device(device: torch.device) -> Iterator[None]:
         setattr(megatron_random, name, substitute)
     move_to_host = token_dispatcher.maybe_move_tensor_to_cpu
     token_dispatcher.maybe_move_tensor_to_cpu = _sizes_on_host
+    norm_of_many = clip_grads.l2_norm_impl
+    if norm_of_many is local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = _norm_of_many
     try:
         with _InPlaceOfCuda(device):
             yield
@@ -133,3 +160,4 @@ def megatron_device(device: torch.device) -> Iterator[None]:
         for name, original in saved_of_random.items():
             setattr(megatron_random, name, original)
         token_dispatcher.maybe_move_tensor_to_cpu = move_to_host
+        clip_grads.l2_norm_impl = norm_of_many

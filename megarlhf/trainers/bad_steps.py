@@ -24,6 +24,7 @@ from megarlhf.config import SkipConfig, dump_config
 from megarlhf.models.role import Role
 from megarlhf.observe.phases import Phases
 from megarlhf.observe.run_directory import CONFIG_FILE, CONFIG_HEADER
+from megarlhf.parallel.megatron_cpu import norm_of
 from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout
 from megarlhf.parallel.step import Loss, StepResult
 from megarlhf.resume import role_state
@@ -246,4 +247,4 @@ def load_kept(file: Path) -> list[MicroBatch]:
 def _norm(parameter: torch.nn.Parameter) -> float | str:
     """Of what lies in this rank's gradient buffer, as JSON: a text where it is not finite."""
     gradient = getattr(parameter, "main_grad", None)
-    return "none" if gradient is None else plain({"": float(gradient.norm())})[""]
+    return "none" if gradient is None else plain({"": float(norm_of(gradient))})[""]

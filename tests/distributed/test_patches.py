@@ -41,6 +41,28 @@ def test_the_scope_changes_nothing_outside() -> None:
             torch.zeros(1, device="cuda")
 
 
+def norms_of_gradients(runtime: Runtime, gradients: list[torch.Tensor]) -> tuple[float, float]:
+    """As the optimizer asks for it: in the scope, and outside it of what torch has there."""
+    from megatron.core.optimizer import clip_grads
+
+    from megarlhf.parallel.megatron_cpu import megatron_device
+
+    with megatron_device(runtime.device):
+        inside = clip_grads.get_grad_norm_fp32(gradients, grad_stats_parallel_group=dist.group.WORLD)
+    return inside, float(torch.norm(torch.stack([torch.norm(gradient) for gradient in gradients])))
+
+
+def test_the_norm_of_gradients_is_that_in_fp64(ranks: RankPool) -> None:
+    """Of an embedding as SmolLM2's at that: torch's sum in fp32 loses what is added to a large number."""
+    torch.manual_seed(0)
+    # Not a whole number of rows; one that has less than a row; one that is empty, as shards of an optimizer can be.
+    gradients = [torch.randn(size) * torch.rand(size) ** 8 for size in ((49152, 577), (5, 7), (0,))]
+    true = float(sum(gradient.double().square().sum() for gradient in gradients)) ** 0.5
+    ((inside, of_torch),) = ranks.run(1, norms_of_gradients, gradients)
+    assert inside == pytest.approx(true, rel=2e-7)
+    assert of_torch != pytest.approx(true, rel=1e-4), "torch adds up better than it did: the patch can go"
+
+
 def threads_of_groups(runtime: Runtime) -> tuple[int, int]:
     """Of gloo's default group, and of one that a mesh has."""
     mesh = build_mesh(MeshLayout(tp=2), runtime, GroupCache(runtime))
