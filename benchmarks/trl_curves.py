@@ -185,8 +185,8 @@ def run(arguments: argparse.Namespace) -> Message:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--every", type=int, default=5, help="steps from one evaluation to the next")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--every", type=int, default=3, help="steps from one evaluation to the next")
     parser.add_argument("--lr", type=float, default=5e-5)
     parser.add_argument("--beta", type=float, default=0.02)
     parser.add_argument("--prompts", help="JSON lines with `prompt` and what the rule reads")
