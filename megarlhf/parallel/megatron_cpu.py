@@ -149,7 +149,7 @@ def megatron_device(device: torch.device) -> Iterator[None]:
     move_to_host = token_dispatcher.maybe_move_tensor_to_cpu
     token_dispatcher.maybe_move_tensor_to_cpu = _sizes_on_host
     norm_of_many = clip_grads.l2_norm_impl
-    if norm_of_many is local_multi_tensor_l2_norm:
+    if device.type == "cpu" and norm_of_many is local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = _norm_of_many
     try:
         with _InPlaceOfCuda(device):
