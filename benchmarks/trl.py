@@ -21,6 +21,7 @@ import importlib.util
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.kept import Kept
@@ -113,6 +114,14 @@ def model_of(arguments: argparse.Namespace) -> Path:
     return directory()
 
 
+def require_whole(out: Path, result: Path, left_out: Mapping[str, str]) -> None:
+    """Raises: ValueError where what would be written in place of the result lacks something."""
+    if out == result and left_out:
+        raise ValueError(
+            f"{result.name} stays as it is, as {'; '.join(f'{k}: {v}' for k, v in left_out.items())}: give --out"
+        )
+
+
 def earlier(arguments: argparse.Namespace) -> dict[str, Message]:
     """Of the result those that are not measured anew: where some were named, and all the others are there already.
 
@@ -123,8 +132,8 @@ def earlier(arguments: argparse.Namespace) -> dict[str, Message]:
     missing = COMPARISONS.keys() - result["comparisons"].keys() - set(arguments.only)
     if missing:
         raise ValueError(f"{RESULT.name} lacks {', '.join(sorted(missing))}, and a part is no result: give --out")
-    settings = {name: getattr(arguments, name) for name in ("rounds", "threads")}
-    if other := {name: result[name] for name, value in settings.items() if result[name] != value}:
+    settings = {name: getattr(arguments, name) for name in ("rounds", "threads")} | {"model": model_of(arguments).name}
+    if other := {name: result.get(name) for name, value in settings.items() if result.get(name) != value}:
         raise ValueError(f"{RESULT.name} was measured with {other}, not {settings}: measure all, or give --out")
     of = {"commit": result["machine"]["commit"]}
     return {name: of | found for name, found in result["comparisons"].items() if name not in arguments.only}
@@ -195,7 +204,8 @@ def main() -> None:
     arguments.rounds = arguments.rounds or (QUICK_ROUNDS if arguments.quick else ROUNDS)
     try:
         result = run(arguments)
-    except ValueError as error:
+        require_whole(arguments.out, RESULT, result["left_out"])
+    except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     for goal in (goal for goal in result["goals"] if goal["met"] is not None):

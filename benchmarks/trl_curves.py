@@ -16,6 +16,7 @@ import json
 import random
 import statistics
 import tempfile
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from benchmarks.kept import Kept
 from benchmarks.machine import machine
 from benchmarks.packing_children import Child, Message
 from benchmarks.page import load_result
-from benchmarks.trl import KEPT, add_arguments, environment_of_trl, model_of, setting_of
+from benchmarks.trl import KEPT, add_arguments, environment_of_trl, model_of, require_whole, setting_of
 from benchmarks.trl_compare import Comparison, Peer, Setting, start_ours, start_theirs
 from benchmarks.trl_data import Data, Step, prepare_tiny, step_of
 from benchmarks.trl_figures import CURVES
@@ -159,11 +160,21 @@ def run(arguments: argparse.Namespace) -> Message:
             data = Data(model, model, {"long_tailed": step}, {})
         setting = setting_of(arguments, data, trl)
         told = {name: getattr(arguments, name) for name in ("steps", "every", "lr", "beta", "threads")}
-        settings = {**told, "rule": step.rule, "model": data.model.name, "rehearsal": arguments.rehearse}
+        files = {
+            name: sha256(path.read_bytes()).hexdigest()
+            for name, path in (("prompts", step.prompts), ("test", step.test))
+        }
+        settings = {
+            **told,
+            "rule": step.rule,
+            "model": data.model.name,
+            "files_sha256": files,
+            "trl": trl is not None,
+            "rehearsal": arguments.rehearse,
+        }
         seeds = earlier(arguments, settings)
-        kept = (
-            None if arguments.rehearse else Kept(KEPT, {"machine": about, **told, "rule": step.rule, "trl": bool(trl)})
-        )
+        key = {"machine": about, **settings, "model": str(data.model.absolute())}
+        kept = None if arguments.rehearse else Kept(KEPT, key)
         for seed in arguments.seeds:
             found = kept.found(f"curve_{seed}") if kept else None
             if found is None:
@@ -194,12 +205,13 @@ def main() -> None:
     parser.add_argument("--rule", help="package.module:function of prompt, response and the record's other columns")
     add_arguments(parser, CURVES)
     arguments = parser.parse_args()
-    if arguments.out == CURVES and arguments.rehearse:
-        parser.error("a rehearsal is no result: give --out")
+    if arguments.out == CURVES and (arguments.rehearse or arguments.no_trl):
+        parser.error("a rehearsal, or one side, is no result: give --out")
     arguments.rounds, arguments.quick = 1, False
     try:
         result = run(arguments)
-    except ValueError as error:
+        require_whole(arguments.out, CURVES, result["left_out"])
+    except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     if result["ours_over_trl"] is not None:

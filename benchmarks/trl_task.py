@@ -112,8 +112,8 @@ def reward(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
 
 
 def is_item(text: str) -> bool:
-    """One word or two, in lower case."""
-    return text.replace(" ", "").isalpha() and text == text.lower() and len(text.split()) <= 2
+    """One word, as all members are, in lower case."""
+    return text.isalpha() and text == text.lower()
 
 
 def singular(word: str, members: set[str]) -> str:

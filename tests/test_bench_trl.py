@@ -74,12 +74,12 @@ def test_a_part_is_measured_anew(monkeypatch, tmp_path):
     """The result keeps the others, each with its commit; of other settings, or where some are missing, nothing."""
     path = tmp_path / "trl.json"
     monkeypatch.setattr(bench, "RESULT", path)
-    arguments = argparse.Namespace(only=["rm_equal"], out=path, rounds=3, threads=2)
+    arguments = argparse.Namespace(only=["rm_equal"], out=path, rounds=3, threads=2, model="models/one")
     with pytest.raises(ValueError, match="lacks grpo_equal, grpo_mixed"):
         bench.earlier(arguments)
     found = {name: of(1.0, 2.0) for name in bench.COMPARISONS}
     found["sft_mixed"]["commit"] = "newer"
-    result = {"comparisons": found, "rounds": 3, "threads": 2, "machine": {"commit": "older"}}
+    result = {"comparisons": found, "rounds": 3, "threads": 2, "model": "one", "machine": {"commit": "older"}}
     path.write_text(json.dumps(result))
     kept = bench.earlier(arguments)
     assert kept.keys() == bench.COMPARISONS.keys() - {"rm_equal"}
@@ -89,8 +89,20 @@ def test_a_part_is_measured_anew(monkeypatch, tmp_path):
     arguments.threads = 1
     with pytest.raises(ValueError, match="threads"):
         bench.earlier(arguments)
+    arguments.threads, arguments.model = 2, "models/other"
+    with pytest.raises(ValueError, match="model"):
+        bench.earlier(arguments)
     arguments.out = tmp_path / "other.json"
     assert bench.earlier(arguments) == {}
+
+
+def test_what_lacks_a_side_does_not_replace_the_result(tmp_path):
+    """As where TRL cannot be installed for want of a network."""
+    result = tmp_path / "trl.json"
+    bench.require_whole(result, result, {})
+    bench.require_whole(tmp_path / "other.json", result, {"trl": "no network"})
+    with pytest.raises(ValueError, match=r"trl\.json stays as it is, as trl: no network: give --out"):
+        bench.require_whole(result, result, {"trl": "no network"})
 
 
 def test_sides_that_compute_something_else_are_found():
@@ -144,6 +156,8 @@ def test_rewards_of_the_list_task():
     assert reward("1. Apple\n2. Pear") == pytest.approx(0.4 * 2 / 3 + 0.3 / 3)
     assert reward("red, three words here, ") == pytest.approx(0.3 / 3 + 0.3)
     assert not trl_task.right(reward("apple, pear, hammer"))
+    for wrong in ("not apple, never pear, cherry", "apple pear, apple cherry, apple", "apple, apples, pear"):
+        assert not trl_task.right(reward(wrong)), wrong
 
 
 def test_the_splits_of_the_list_task_share_no_prompt(tmp_path):

@@ -19,7 +19,7 @@ from megarlhf.planning.without_effect import without_effect
 from tests.chat_model import write_chat_model
 from tests.command import ROOT, outside_a_run
 from tests.test_demo_chat import SMALL
-from tools.demo_chat import tables
+from tools.demo_chat import seeds, tables
 from tools.demo_chat.figures import FIGURES, SHARES, paired
 from tools.demo_chat.killed import call_and_kill
 from tools.demo_chat.pipeline import GRPO, SFT
@@ -100,6 +100,16 @@ def test_a_result_is_added_to_what_other_machines_have_found(tmp_path):
         earlier(path, settings(tmp_path, ("grpo:train.num_steps=1",), {}))
     with pytest.raises(ValueError, match=r"is of other settings"):
         earlier(path, settings(tmp_path, (), {"grpo-lora": ("actor.lora={rank: 8}",)}))
+
+
+def test_parts_do_not_replace_a_result_unasked(tmp_path, capsys):
+    out = tmp_path / "result.json"
+    out.write_text("{}")
+    command = ["--parts", "layouts", "--root", str(tmp_path / "runs"), "--out", str(out), "--model", str(tmp_path)]
+    assert seeds.main(command, call=lambda _: pytest.fail("a stage was started")) == 2
+    assert "is there: --add keeps its other parts and seeds" in capsys.readouterr().err
+    assert out.read_text() == "{}"
+    assert not (tmp_path / "runs").exists()
 
 
 def test_shares_are_said_in_per_cent():

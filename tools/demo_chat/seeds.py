@@ -74,6 +74,10 @@ def main(argv: Sequence[str] | None = None, call: Callable[[Sequence[str]], int]
             seed: Runner(options.root / f"seed-{seed}", console, model, seed, overrides, call, False)
             for seed in options.seeds
         }
+        if set(options.parts) != set(PARTS) and not options.add and options.out.exists():
+            raise ValueError(
+                f"{options.out} is there: --add keeps its other parts and seeds, and --out names another file"
+            )
         found: dict[str, Any] = {"settings": settings(model, options.set, VARIANTS), "about": {}}
         before = earlier(options.out, found["settings"]) if options.add else {}
         if "seeds" in options.parts:
