@@ -7,6 +7,7 @@ Prompts are those of the list task (`trl_task.py`). Texts of SFT and pairs of th
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Sequence
@@ -71,7 +72,16 @@ def prepare(directory: Path, model: Path, num_prompts: int = 8) -> Data:
     steps: dict[Kind, Step] = {
         kind: step_of(path, task.test, RULE, num_prompts) for kind, path in (("long_tailed", mixed), ("equal", equal))
     }
-    return Data(model, with_scalar_head(model, directory / "reward-model"), steps, SUPERVISED)
+    return Data(model, with_scalar_head(model, directory / f"reward-model-{digest_of(model)}"), steps, SUPERVISED)
+
+
+def digest_of(model: Path) -> str:
+    """Of its weights, short."""
+    found = hashlib.sha256()
+    for path in sorted(model.glob("*.safetensors")):
+        with path.open("rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()[:12]
 
 
 def step_of(prompts: Path, test: Path, rule: str, num_prompts: int = 8) -> Step:

@@ -30,7 +30,9 @@ def contents(directory):
     return {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("other", ["thesis.tex", "checkpoint-500/model.safetensors"])
+@pytest.mark.parametrize(
+    "other", ["thesis.tex", "notes.md", "results.json", "figures.py", "checkpoint-500/model.safetensors"]
+)
 def test_a_model_directory_with_anything_else_stays(model, tmp_path, capsys, other):
     assert run("hf-to-megatron", "--hf", model, "--out", tmp_path / "m") == 0
     out = tmp_path / "trainer"

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from pathlib import Path
 
 from megarlhf.model_directory import COMPANION
+from megarlhf.provenance import FILE as PROVENANCE
 from megarlhf.weights.checkpoint.formats.megatron.tracker import TRACKER, find_checkpoint
 from megarlhf.weights.checkpoint.hf_writer import TEMPLATES
 from megarlhf.weights.checkpoint.open_checkpoint import detect_format
 
-_OF_A_MODEL = {"", ".safetensors", ".bin", ".json", ".txt", ".model", ".jinja", ".md", ".py", ".tiktoken"}
-"""Suffixes of the files in a Hugging Face directory."""
+_OF_A_MODEL = (
+    *("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json", "*config.json", PROVENANCE),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template.*"),
+    *("*.model", "*.tiktoken", "configuration_*.py", "modeling_*.py", "tokenization_*.py"),
+    *("README.md", "LICENSE*", "NOTICE*", "USE_POLICY*", ".gitattributes"),
+)
+"""Names of the files in a Hugging Face directory. Not all of a suffix: notes are .md too, and results .json."""
 
 
 def require_replaceable(out: Path, source: Path) -> None:
@@ -36,7 +43,7 @@ def _others(out: Path) -> list[str]:
     return sorted(
         path.name
         for path in out.iterdir()
-        if (path.is_dir() and path.name != TEMPLATES) or (path.is_file() and path.suffix not in _OF_A_MODEL)
+        if (path.name != TEMPLATES if path.is_dir() else not any(fnmatch(path.name, name) for name in _OF_A_MODEL))
     )
 
 
