@@ -240,7 +240,13 @@ def test_an_actor_that_says_nothing(demo: Path, tmp_path: Path, vllm_ranks: Rank
 def test_data_that_cannot_be_made_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The corrected command is not taken for another demo."""
     root = tmp_path / "demo"
-    for wrong, words in (("data:test=5000", "of which some must be left to train on"), ("data:tset=4", "NAME one of")):
+    (tmp_path / "config.json").write_text("{}")
+    for wrong, words in (
+        ("data:test=5000", "of which some must be left to train on"),
+        ("data:tset=4", "NAME one of"),
+        ("ppo:algo.clip_hihg=0.3", "unknown key 'algo.clip_hihg'; did you mean 'clip_high'?"),
+        ("--model=nowhere", "nowhere is no model directory: it has no config.json"),
+    ):
         assert main(["--root", str(root), "--model", str(tmp_path), wrong], lambda command: 1) == 2
         assert words in capsys.readouterr().err
         assert not root.exists()

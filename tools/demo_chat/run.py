@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megarlhf.config import EvaluateConfig, FrozenModel, GenerateConfig, RLConfig, RMConfig, SFTConfig, load_config
 from megarlhf.observe.progress import make_console, table
 from megarlhf.observe.report import write_report
 from tools.demo.pipeline import call, write_json
@@ -34,6 +35,15 @@ from tools.demo_chat.pipeline import (
     Runner,
 )
 from tools.pretrained import directory
+
+CONFIGURATIONS: Mapping[str, type[FrozenModel]] = {
+    "eval": EvaluateConfig,
+    "generate": GenerateConfig,
+    "rl": RLConfig,
+    "rm": RMConfig,
+    "sft": SFTConfig,
+}
+"""By command."""
 
 
 def main(argv: Sequence[str] | None = None, call: Callable[[Sequence[str]], int] = call) -> int:
@@ -77,8 +87,10 @@ def train(runner: Runner) -> None:
 def start(runner: Runner) -> None:
     """Says what the demo under the root is of, and makes its data.
 
-    Raises: ValueError where one of another seed, of another model, with other overrides or other data is there.
+    Raises: ValueError where one of another seed, of another model, with other overrides or other data is there, and,
+    before anything is written, for what a stage would refuse.
     """
+    require_valid(runner)
     sizes = sizes_with(runner.overrides.of("data"))
     path = runner.root / "settings.json"
     settings = {"seed": runner.seed, "model": str(runner.model), "overrides": list(runner.overrides.given)}
@@ -88,6 +100,18 @@ def start(runner: Runner) -> None:
         raise ValueError(f"{runner.root} holds another demo ({was}); name another --root, or remove it")
     make(runner.root / "data", runner.seed, sizes)
     write_json(path, settings)
+
+
+def require_valid(runner: Runner) -> None:
+    """Raises: ValueError for a model that is not there, and for an override that a later stage would refuse."""
+    if not (runner.model / "config.json").is_file():
+        raise ValueError(f"{runner.model} is no model directory: it has no config.json; name one with --model")
+    for stage in (*STAGES, ANSWERS, TEST, DRIFT):
+        overrides = runner.command(stage, (), stage.name)
+        try:
+            load_config(CONFIGURATIONS[stage.command], stage.config, overrides[overrides.index("-c") + 2 :])
+        except ValueError as error:
+            raise ValueError(f"{stage.name}: {error}") from error
 
 
 def evaluate_all(runner: Runner, names: Sequence[str]) -> None:
