@@ -146,6 +146,7 @@ def run(arguments: argparse.Namespace) -> Message:
     names = arguments.only or tuple(COMPARISONS)
     if not arguments.rehearse and importlib.util.find_spec("vllm") is None:
         left_out |= {name: "vllm is not installed" for name in names if COMPARISONS[name].command == "grpo"}
+    require_whole(arguments.out, RESULT, left_out)
     for what, why in left_out.items():
         print(f"left out: {what}: {why}", flush=True)
     about = machine("make bench-trl")
@@ -204,7 +205,6 @@ def main() -> None:
     arguments.rounds = arguments.rounds or (QUICK_ROUNDS if arguments.quick else ROUNDS)
     try:
         result = run(arguments)
-        require_whole(arguments.out, RESULT, result["left_out"])
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")

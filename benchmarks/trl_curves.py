@@ -16,7 +16,6 @@ import json
 import random
 import statistics
 import tempfile
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from benchmarks.trl_compare import Comparison, Peer, Setting, start_ours, start_
 from benchmarks.trl_data import Data, Step, prepare_tiny, step_of
 from benchmarks.trl_figures import CURVES
 from benchmarks.trl_task import Task, read_records, right, write_records, write_task
+from megarlhf.resume.file_digest import digest_of
 
 COMPARISON = Comparison(command="grpo", workload="long_tailed", budgets=(2048,), peers=(Peer(micro=8),))
 """What was the fastest of each side on lengths as they come (benchmarks/results/trl.json, `grpo_mixed`)."""
@@ -145,9 +145,10 @@ def earlier(arguments: argparse.Namespace, settings: Message) -> dict[str, Messa
 
 
 def run(arguments: argparse.Namespace) -> Message:
-    """All seeds. Raises: as `earlier` and `task_of`."""
+    """All seeds. Raises: as `require_whole`, `earlier` and `task_of`."""
     left_out: dict[str, str] = {}
     trl = environment_of_trl(arguments, left_out)
+    require_whole(arguments.out, CURVES, left_out)
     about = machine("make bench-trl-curves")
     with tempfile.TemporaryDirectory() as directory:
         if arguments.rehearse:
@@ -160,10 +161,7 @@ def run(arguments: argparse.Namespace) -> Message:
             data = Data(model, model, {"long_tailed": step}, {})
         setting = setting_of(arguments, data, trl)
         told = {name: getattr(arguments, name) for name in ("steps", "every", "lr", "beta", "threads")}
-        files = {
-            name: sha256(path.read_bytes()).hexdigest()
-            for name, path in (("prompts", step.prompts), ("test", step.test))
-        }
+        files = {"prompts": digest_of(step.prompts).sha256, "test": digest_of(step.test).sha256}
         settings = {
             **told,
             "rule": step.rule,
@@ -210,7 +208,6 @@ def main() -> None:
     arguments.rounds, arguments.quick = 1, False
     try:
         result = run(arguments)
-        require_whole(arguments.out, CURVES, result["left_out"])
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")

@@ -7,7 +7,6 @@ Prompts are those of the list task (`trl_task.py`). Texts of SFT and pairs of th
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from typing import Any, Literal
 
 from benchmarks.packing_workload import Kind, Sizes, text_of, write_model
 from benchmarks.trl_task import RULE, read_records, write_records, write_task
+from megarlhf.resume.file_digest import digest_of_directory
 
 Command = Literal["grpo", "sft", "rm"]
 SUPERVISED = {
@@ -72,16 +72,8 @@ def prepare(directory: Path, model: Path, num_prompts: int = 8) -> Data:
     steps: dict[Kind, Step] = {
         kind: step_of(path, task.test, RULE, num_prompts) for kind, path in (("long_tailed", mixed), ("equal", equal))
     }
-    return Data(model, with_scalar_head(model, directory / f"reward-model-{digest_of(model)}"), steps, SUPERVISED)
-
-
-def digest_of(model: Path) -> str:
-    """Of its weights, short."""
-    found = hashlib.sha256()
-    for path in sorted(model.glob("*.safetensors")):
-        with path.open("rb") as file:
-            found.update(hashlib.file_digest(file, "sha256").digest())
-    return found.hexdigest()[:12]
+    scored = directory / f"reward-model-{digest_of_directory(model)[:12]}"
+    return Data(model, with_scalar_head(model, scored), steps, SUPERVISED)
 
 
 def step_of(prompts: Path, test: Path, rule: str, num_prompts: int = 8) -> Step:

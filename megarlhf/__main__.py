@@ -10,8 +10,8 @@ _ONLY_PRINT = frozenset({"keys", "completion", "--version", "--help", "-h"})
 
 def main() -> int:
     """Run the command line; returns the exit status. Ctrl-C is one line and 130, also while modules are imported."""
-    if not sys.flags.safe_path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # rules of the working directory, also for the console script
+    if not sys.flags.safe_path and "" not in sys.path:
+        sys.path.insert(0, "")  # rules of the working directory, also for the console script
     try:
         from megarlhf.resume.signals import KEEP_EARLY, note_early
 

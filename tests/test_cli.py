@@ -8,8 +8,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from megarlhf.resume.lock import Lock
 from megarlhf.resume.signals import StopRun
 from megarlhf.runtime import Runtime
 from megarlhf.trainers import evaluate, generate, rl
-from tests.command import ROOT, megarlhf
+from tests.command import megarlhf
 from tests.ranks import RankPool
 from tests.resume.earlier_run import begin
 from tools.demo.make_data import base_files
@@ -393,15 +391,3 @@ def test_prompts_over_the_limit_are_counted_aloud_and_the_rest_is_trained_on(com
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2]
     checkpoints = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert checkpoints == ["latest", "step_000002"]
-
-
-def test_the_console_script_finds_rules_of_the_working_directory(tmp_path):
-    """As `python -m megarlhf` does; python starts a script without the working directory among its paths."""
-    (tmp_path / "rules_of_mine.py").write_text("")
-    code = "import sys; sys.path.remove(''); sys.argv = ['megarlhf', '--version']; from megarlhf.__main__ import main\n"
-    code += "status = main(); import rules_of_mine; raise SystemExit(status)"
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr

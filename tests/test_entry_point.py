@@ -1,5 +1,9 @@
 """The command line where it begins: signals while modules are imported, a task's directory, exit statuses handed on."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from megarlhf.commands import cli
@@ -78,3 +82,15 @@ def test_a_report_of_a_directory_that_is_no_run_is_a_mistake(tmp_path, capsys):
     assert cli.main(["report", str(tmp_path), "-o", str(tmp_path / "r.html")]) == 2
     assert "no metrics.jsonl in" in capsys.readouterr().err
     assert not (tmp_path / "r.html").exists()
+
+
+def test_the_console_script_finds_rules_of_the_working_directory(tmp_path):
+    """As `python -m megarlhf` does; python starts a script without the working directory among its paths."""
+    (tmp_path / "rules_of_mine.py").write_text("")
+    code = "import sys; sys.path.remove(''); sys.argv = ['megarlhf', '--version']; from megarlhf.__main__ import main\n"
+    code += "status = main(); import rules_of_mine; raise SystemExit(status)"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarlhf.config import EvaluateConfig, FrozenModel, GenerateConfig, RLConfig, RMConfig, SFTConfig, load_config
+from megarlhf.commands.cli import COMMANDS
+from megarlhf.config import load_config
 from megarlhf.observe.progress import make_console, table
 from megarlhf.observe.report import write_report
 from tools.demo.pipeline import call, write_json
@@ -35,15 +36,6 @@ from tools.demo_chat.pipeline import (
     Runner,
 )
 from tools.pretrained import directory
-
-CONFIGURATIONS: Mapping[str, type[FrozenModel]] = {
-    "eval": EvaluateConfig,
-    "generate": GenerateConfig,
-    "rl": RLConfig,
-    "rm": RMConfig,
-    "sft": SFTConfig,
-}
-"""By command."""
 
 
 def main(argv: Sequence[str] | None = None, call: Callable[[Sequence[str]], int] = call) -> int:
@@ -109,7 +101,7 @@ def require_valid(runner: Runner) -> None:
     for stage in (*STAGES, ANSWERS, TEST, DRIFT):
         overrides = runner.command(stage, (), stage.name)
         try:
-            load_config(CONFIGURATIONS[stage.command], stage.config, overrides[overrides.index("-c") + 2 :])
+            load_config(COMMANDS[stage.command].config, stage.config, overrides[overrides.index("-c") + 2 :])
         except ValueError as error:
             raise ValueError(f"{stage.name}: {error}") from error
 
