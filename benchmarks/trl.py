@@ -43,11 +43,11 @@ COMPARISONS = {
     "grpo_mixed": Comparison(
         command="grpo",
         workload="long_tailed",
-        budgets=(2048, 4096),
-        peers=(Peer(micro=16), Peer(micro=8)),
+        budgets=(1024, 2048),
+        peers=(Peer(micro=4), Peer(micro=2), Peer(micro=8)),
     ),
     "grpo_equal": Comparison(
-        command="grpo", workload="equal", budgets=(2048, 4096), peers=(Peer(micro=16), Peer(micro=8))
+        command="grpo", workload="equal", budgets=(1024, 2048), peers=(Peer(micro=8), Peer(micro=4), Peer(micro=16))
     ),
     "sft_mixed": Comparison(
         command="sft",
@@ -72,6 +72,7 @@ COMPARISONS = {
         budgets=(1024,),
         peers=(
             Peer(micro=2, settings=GROUPED_PAIRS, word="grouped"),
+            Peer(micro=1, settings=GROUPED_PAIRS, word="grouped"),
             Peer(micro=4, settings=GROUPED_PAIRS, word="grouped"),
         ),
     ),

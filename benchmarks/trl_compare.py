@@ -1,10 +1,10 @@
 """One comparison of `make bench-trl`: the fastest of each side is found, both compute the same, then they take turns.
 
 Each side is a child. First both train on the same samples: of GRPO on responses that our engine has drawn. From there
-loss and gradient norm have to agree, and each way of a side (micro-batches, layout of rows) is tried once. The fastest
-goes on, or one that is as fast within 2% and has smaller micro-batches, which take less memory. Then whole steps in
-turn, of GRPO with rollouts of their own, to and fro: both sides have trained by then, so that every round counts.
-Memory is looked at last, in processes of their own that give back to the system what they free.
+loss and gradient norm have to agree, and each way of a side (micro-batches, layout of rows) is tried once more, warm.
+The fastest goes on, or one that is as fast within 2% and has smaller micro-batches, which take less memory. Then
+whole steps in turn, of GRPO with rollouts of their own, to and fro: both sides have trained by then, so that every
+round counts. Memory is looked at last, in processes of their own that give back to the system what they free.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def chosen(tries: Mapping[str, float]) -> str:
 def fastest_of_theirs(
     peers: Sequence[Peer], start: Callable[[Peer], Child], given: Message, stack: contextlib.ExitStack
 ) -> Side | None:
-    """Every way once, in a process of its own; all but the fastest are stopped."""
+    """Every way once, in a process of its own, after a round that warms up; all but the fastest are stopped."""
     tries: dict[str, float] = {}
     firsts: dict[str, Message] = {}
     best: Side | None = None
@@ -183,7 +183,7 @@ def fastest_of_theirs(
         child = start(peer)
         stack.callback(child.stop)
         firsts[peer.name] = child.ask("round", **given)
-        tries[peer.name] = float(firsts[peer.name]["phase_seconds"])
+        tries[peer.name] = float(child.ask("round", **given)["phase_seconds"])
         if best is not None and chosen({name: tries[name] for name in (best.name, peer.name)}) == best.name:
             child.stop()
             continue

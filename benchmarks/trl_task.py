@@ -129,6 +129,30 @@ def rule_of(name: str) -> Rule:
     return rule
 
 
+def conversation_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """As TRL takes them; the other columns are handed to the reward."""
+    return {**record, "prompt": [{"role": "user", "content": record["prompt"]}]}
+
+
+def text_of(conversation: Sequence[Mapping[str, str]], tokenizer: Any) -> str:
+    """What the model reads, which our rules are given as the prompt."""
+    return str(tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False))
+
+
+def rewards_of(name: str, tokenizer: Any) -> Any:
+    """The task's rule, as TRL asks for rewards."""
+    rule = rule_of(name)
+
+    def rewards(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+        found = []
+        for n, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            fields = {name: values[n] for name, values in columns.items() if isinstance(values, list)}
+            found.append(rule(text_of(prompt, tokenizer), completion[-1]["content"], fields))
+        return found
+
+    return rewards
+
+
 def right(reward: float) -> bool:
     """Whether a response is right in everything."""
     return reward > 0.999

@@ -23,7 +23,7 @@ from benchmarks.memory import Peak
 from benchmarks.packing_children import Message, Parent
 from benchmarks.packing_workload import Workload
 from benchmarks.peers_trl import Ends, NoMoreError, Timed, about, common_settings
-from benchmarks.trl_task import read_records, rule_of
+from benchmarks.trl_task import conversation_of, read_records, rewards_of, rule_of, text_of
 
 
 class Grpo(Timed):
@@ -60,27 +60,11 @@ class Grpo(Timed):
                 )
             texts += tokenizer.batch_decode(rows[:, inputs["input_ids"].size(1) :], skip_special_tokens=True)
         self.model.train()
-        rewards = [self._rule(each["prompt"], text, each) for each, text in zip(self._test, texts, strict=True)]
+        rewards = []
+        for record, text in zip(self._test, texts, strict=True):
+            prompt = text_of(conversation_of(record)["prompt"], tokenizer)
+            rewards.append(self._rule(prompt, text, record))
         return {"rewards": rewards, "mean": statistics.mean(rewards), "texts": texts[:5]}
-
-
-def conversation_of(record: Message) -> Message:
-    """As TRL takes them; the other columns are handed to the reward."""
-    return record | {"prompt": [{"role": "user", "content": record["prompt"]}]}
-
-
-def rewards_of(name: str) -> Any:
-    """The task's rule, as TRL asks for rewards."""
-    rule = rule_of(name)
-
-    def rewards(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
-        found = []
-        for n, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            fields = {name: values[n] for name, values in columns.items() if isinstance(values, list)}
-            found.append(rule(prompt[-1]["content"], completion[-1]["content"], fields))
-        return found
-
-    return rewards
 
 
 def configuration(options: Message, out: str) -> GRPOConfig:
@@ -110,14 +94,15 @@ def main() -> None:
     ends = Ends(1)
     with tempfile.TemporaryDirectory() as out:
         records = read_records(Path(options["prompts"]))
+        tokenizer = AutoTokenizer.from_pretrained(options["model"], padding_side="left")
         trainer = Grpo(
             options,
             parent,
             model=options["model"],
-            reward_funcs=rewards_of(options["rule"]),
+            reward_funcs=rewards_of(options["rule"], tokenizer),
             args=configuration(options, out),
             train_dataset=Dataset.from_list([conversation_of(record) for record in records]),
-            processing_class=AutoTokenizer.from_pretrained(options["model"], padding_side="left"),
+            processing_class=tokenizer,
             callbacks=[ends],
         )
         ends.trainer = trainer

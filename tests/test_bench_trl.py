@@ -115,16 +115,16 @@ def test_sides_that_compute_something_else_are_found():
 
 
 def test_the_fastest_of_theirs_goes_on():
-    """The others are stopped, and all that were tried are told."""
-    seconds, stopped = {"a": 3.0, "b": 1.0, "c": 2.0}, []
+    """Each after a round that warms up; the others are stopped, and all that were tried are told."""
+    seconds, stopped = {"a": [1.0, 3.0], "b": [9.0, 1.0], "c": [1.5, 2.0]}, []
 
     class Child:
         def __init__(self, name):
-            self.name = name
+            self.seconds, self.name = iter(seconds[name]), name
 
         def ask(self, command, **given):
             assert (command, given) == ("round", {"responses": 3})
-            return {"phase_seconds": seconds[self.name]}
+            return {"phase_seconds": next(self.seconds)}
 
         def stop(self):
             stopped.append(self.name)
@@ -140,6 +140,35 @@ def test_the_fastest_of_theirs_goes_on():
 def test_of_ways_that_are_as_fast_the_smallest_is_compared():
     assert trl_compare.chosen({"ours 2048": 10.0, "ours 1024": 10.1, "ours 512": 10.3}) == "ours 1024"
     assert trl_compare.chosen({"trl padded 8": 10.0, "trl grouped 4": 12.0}) == "trl padded 8"
+
+
+def test_both_sides_hand_a_rule_the_same_prompt(tmp_path):
+    """What the model reads, template and all."""
+    from transformers import AutoTokenizer
+
+    from benchmarks.trl_data import prepare_tiny
+    from megarlhf.config import DataConfig
+    from megarlhf.trainers.prompts import load_prompts
+
+    data = prepare_tiny(tmp_path)
+    step = data.steps["equal"]
+    settings = {"train": str(step.prompts), "template": "chat", "cache": "none", "max_prompt_tokens": step.max_prompt}
+    ours = load_prompts(DataConfig.model_validate(settings), data.model, run_dir=tmp_path / "run").train[0]
+    tokenizer = AutoTokenizer.from_pretrained(data.model)
+    record = trl_task.conversation_of(trl_task.read_records(step.prompts)[0])
+    reward = trl_task.rewards_of("tests.test_bench_trl:noted", tokenizer)
+    answer = [{"role": "assistant", "content": "a"}]
+    assert reward([record["prompt"]], [answer], answer=[record["answer"]], trainer_state=None) == [0.5]
+    assert [(ours.text, "a", {"answer": record["answer"]})] == NOTED
+    assert ours.text != record["prompt"][0]["content"]
+
+
+NOTED: list[tuple[str, str, dict]] = []
+
+
+def noted(prompt, response, fields):
+    NOTED.append((prompt, response, dict(fields)))
+    return 0.5
 
 
 def test_rewards_of_the_list_task():
