@@ -43,12 +43,10 @@ COMPARISONS = {
     "grpo_mixed": Comparison(
         command="grpo",
         workload="long_tailed",
-        budgets=(1024, 2048),
-        peers=(Peer(micro=4), Peer(micro=2), Peer(micro=8)),
+        budgets=(512,),
+        peers=(Peer(micro=2), Peer(micro=1)),
     ),
-    "grpo_equal": Comparison(
-        command="grpo", workload="equal", budgets=(1024, 2048), peers=(Peer(micro=8), Peer(micro=4), Peer(micro=16))
-    ),
+    "grpo_equal": Comparison(command="grpo", workload="equal", budgets=(768,), peers=(Peer(micro=4), Peer(micro=2))),
     "sft_mixed": Comparison(
         command="sft",
         workload="long_tailed",
