@@ -134,6 +134,10 @@ def set_environment(rollout: RolloutConfig, runtime: Runtime) -> None:
             # Where it splits a sequence depends on the others in the batch, and so would the bits.
             "VLLM_CPU_ATTN_SPLIT_KV": "0",
         }
+    else:
+        # FlashInfer's is compiled at the first start, and is left out where requests have seeds of their own, or where
+        # log-probs of what was sampled from are asked for: never used here.
+        defaults["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 

@@ -3,6 +3,7 @@
 Not covered: GPUs. The device is only named, nothing is put there.
 """
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,6 +49,16 @@ def test_logits_are_asked_for_in_fp32_and_weights_in_the_actor_s_dtype(asked):
     )
     assert "moe_backend" not in arguments
     assert asked(has_experts=True)["moe_backend"] == "triton"
+
+
+def test_a_sampler_that_is_never_used_is_not_compiled(asked, monkeypatch):
+    """Unless the user asks for it."""
+    monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
+    seen = []
+    asked(llm=lambda model, **arguments: seen.append(os.environ["VLLM_USE_FLASHINFER_SAMPLER"]))
+    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "1")
+    asked(llm=lambda model, **arguments: seen.append(os.environ["VLLM_USE_FLASHINFER_SAMPLER"]))
+    assert seen == ["0", "1"]
 
 
 def test_further_arguments_are_handed_on_and_may_replace_defaults(asked):
