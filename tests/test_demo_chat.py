@@ -25,7 +25,7 @@ from tests.chat_model import write_chat_model, write_silent_model
 from tests.ranks import RankPool
 from tools.demo_chat.figures import responses
 from tools.demo_chat.killed import call_and_kill
-from tools.demo_chat.page import side_by_side
+from tools.demo_chat.page import _said_of_checks, side_by_side
 from tools.demo_chat.pipeline import GRPO, MODELS, NAMES, PAIRS, PPO, TEST, Overrides, Runner
 from tools.demo_chat.run import main
 from tools.demo_chat.tasks import checks
@@ -97,9 +97,11 @@ def demo(tmp_path_factory: pytest.TempPathFactory, model: Path, vllm_ranks: Rank
     assert ended.value.code == -signal.SIGKILL
     assert killed.runs == ["replay", "sft", "pairs", "rm", "ppo"]
     assert not (root / "ppo/FINISHED").exists()
+    of_killed = json.loads((root / "seconds.json").read_text())["ppo"]
     assert main(arguments, warm) == 0
     evaluations = [f"{what}-{name}" for name in MODELS for what in ("test", "drift")]
     assert warm.runs == ["ppo", "grpo", "answers", *evaluations]
+    assert json.loads((root / "seconds.json").read_text())["ppo"] > of_killed > 0, "of both starts"
     return root
 
 
@@ -181,9 +183,10 @@ def test_runs_of_the_demo_are_compared(demo: Path, tmp_path: Path) -> None:
 
 
 def test_another_demo_and_what_was_made_from_an_earlier_stage_are_refused(
-    demo: Path, model: Path, vllm_ranks: RankPool, capsys: pytest.CaptureFixture[str]
+    demo: Path, model: Path, vllm_ranks: RankPool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is run: figures of two seeds, or of an SFT model that is not there any more, would be mixed."""
+    """Nothing is run: figures of two seeds, of two configurations, or of an SFT model that is not there any more, would
+    be mixed."""
     warm = Warm(vllm_ranks)
     arguments = ["--root", str(demo), "--model", str(model)]
     assert main([*arguments, "--seed", "1", *SMALL], warm) == 2
@@ -192,6 +195,18 @@ def test_another_demo_and_what_was_made_from_an_earlier_stage_are_refused(
     assert "holds another demo (overrides [" in capsys.readouterr().err
     assert main([*arguments, "grop:train.num_steps=9"], warm) == 2
     assert f"no stage 'grop'; name one of {', '.join(NAMES)}" in capsys.readouterr().err
+    with monkeypatch.context() as changed:
+        changed.setattr("tools.demo_chat.run.files_digest", lambda: "of other files")
+        assert main([*arguments, *SMALL], warm) == 2
+    assert "of the task's files" in (said := capsys.readouterr().err)
+    assert "now of other files); name another --root" in said
+    answers = demo / "data/answers.jsonl"
+    answers.rename(demo / "answers.moved")
+    try:
+        assert main([*arguments, *SMALL], warm) == 2
+        assert f"{answers} is gone, which answers has made; remove" in capsys.readouterr().err
+    finally:
+        (demo / "answers.moved").rename(answers)
     finished = demo / "sft/FINISHED"
     before = finished.stat()
     try:
@@ -241,7 +256,10 @@ def test_data_that_cannot_be_made_leaves_nothing(tmp_path: Path, capsys: pytest.
     """The corrected command is not taken for another demo."""
     root = tmp_path / "demo"
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "file").write_text("")
     for wrong, words in (
+        (f"--root={tmp_path / 'file/demo'}", f"{tmp_path / 'file'} is no directory; name another --root"),
+        (f"--root={tmp_path / 'a,b'}", "has , in its name"),
         ("data:test=5000", "of which some must be left to train on"),
         ("data:tset=4", "NAME one of"),
         ("ppo:algo.clip_hihg=0.3", "unknown key 'algo.clip_hihg'; did you mean 'clip_high'?"),
@@ -250,6 +268,19 @@ def test_data_that_cannot_be_made_leaves_nothing(tmp_path: Path, capsys: pytest.
         assert main(["--root", str(root), "--model", str(tmp_path), wrong], lambda command: 1) == 2
         assert words in capsys.readouterr().err
         assert not root.exists()
+    root.mkdir()
+    (root / "settings.json").write_text("")
+    assert main(["--root", str(root), "--model", str(tmp_path)], lambda command: 1) == 2
+    assert "settings.json is not what this command writes" in capsys.readouterr().err
+
+
+def test_what_is_said_of_an_answer_that_is_no_list() -> None:
+    fields = {"category": "animals", "count": 2, "case": "any", "full_stop": True}
+    row = {"prompt": "Name two animals.", "finished": True, **fields}
+    rows = [{**row, "response": response} for response in ("I like cats", "Cat, Dog")]
+    (table,) = side_by_side([], {"sft": rows}, _said_of_checks)
+    assert table.count("not a list of items with commas") == 1
+    assert table.count("not: end<") == 1
 
 
 def test_overrides_are_of_one_stage_or_of_those_that_train(tmp_path: Path) -> None:

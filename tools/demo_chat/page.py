@@ -70,6 +70,8 @@ def side_by_side(asked: Sequence[str], answers: Mapping[str, Sequence[Row]], rem
 
 def _said_of_checks(row: Row) -> str:
     found = checks(row["prompt"], row["response"], row)
+    if not found["form"]:
+        return '<div class="soft warning">not a list of items with commas</div>'
     missed = [name for name, value in found.items() if name != "score" and not value]
     return (
         '<div class="soft">right</div>' if not missed else f'<div class="soft warning">not: {", ".join(missed)}</div>'

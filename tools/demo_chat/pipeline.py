@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
+from benchmarks.machine import machine
 from megarlhf.observe.run_directory import FINISHED_FILE
 from tools.demo.pipeline import Stage, call, run_timed, stage_command, write_json
 
@@ -48,6 +51,7 @@ MODELS = (RELEASED, SFT.name, PPO.name, GRPO.name)
 """What is tested: the model that `make pretrained` has made, and those of stages."""
 WRITES = {**{each.paths["out"]: each.name for each in (REPLAY, PAIRS)}, DRIFT.paths["data.train"]: ANSWERS.name}
 """Data that is made by a stage, and the stage."""
+SECONDS, COMMITS = "seconds.json", "commits.json"
 NAMES = ("data", *(stage.name for stage in (*STAGES, ANSWERS, TEST, DRIFT)))
 """What an override may be for."""
 
@@ -100,10 +104,18 @@ class Runner:
         run = name or stage.name
         if (self.root / run / FINISHED_FILE).exists():
             self._require_newer(stage, run, changes)
+            self._require_output(stage, run)
             self.console.print(f"{self.root / run}: finished before; remove it to run it again")
             return
         command = self.command(stage, changes, run)
-        self.keep_seconds(run, run_timed(self.console, run, command, self.call))
+        self._keep(COMMITS, run, machine("")["commit"])
+        # A run that was stopped goes on: its seconds are those of all starts.
+        before = self.seconds().get(run, 0.0) if (self.root / run).exists() else 0.0
+        started = time.monotonic()
+        try:
+            run_timed(self.console, run, command, self.call)
+        finally:
+            self.keep_seconds(run, round(before + time.monotonic() - started, 1))
         if not self.keeps_resume_points:
             shutil.rmtree(self.root / run / "resume", ignore_errors=True)
 
@@ -128,11 +140,27 @@ class Runner:
                     f"{self.root / run} to run it again"
                 )
 
+    def _require_output(self, stage: Stage, run: str) -> None:
+        out = stage.paths.get("out")
+        if out is not None and not (self.root / out).exists():
+            raise ValueError(
+                f"{self.root / out} is gone, which {run} has made; remove {self.root / run} to run it again"
+            )
+
     def keep_seconds(self, name: str, seconds: float) -> None:
-        """Of the last start of a stage, in `seconds.json`."""
-        write_json(self.root / "seconds.json", self.seconds() | {name: seconds})
+        self._keep(SECONDS, name, seconds)
 
     def seconds(self) -> dict[str, float]:
-        """By run."""
-        path = self.root / "seconds.json"
+        """By run, of all its starts that did not end by SIGKILL of this process."""
+        return self._kept(SECONDS)
+
+    def commits(self, of: Callable[[str], bool]) -> list[str]:
+        """With which the runs of these names were started last, each once."""
+        return list(dict.fromkeys(commit for name, commit in self._kept(COMMITS).items() if of(name)))
+
+    def _keep(self, file: str, name: str, value: float | str) -> None:
+        write_json(self.root / file, self._kept(file) | {name: value})
+
+    def _kept(self, file: str) -> dict[str, Any]:
+        path = self.root / file
         return json.loads(path.read_text()) if path.exists() else {}

@@ -8,6 +8,7 @@ a hardware file that `megarlhf calibrate` writes on this machine.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from megarlhf.observe.metrics import read_metrics
 from megarlhf.observe.phases import SUMS
 from megarlhf.observe.profile import CURVE
+from megarlhf.observe.run_directory import FINISHED_FILE
 from tools.demo.pipeline import Stage, run_timed
 from tools.demo_chat.pipeline import GRPO, PPO, RM, SFT, Runner
 
@@ -51,7 +53,10 @@ def rehearsal(runner: Runner, stage: Stage) -> Path:
     if not hardware.exists():
         command = [sys.executable, "-m", "megarlhf", "calibrate", "-o", str(hardware), "--nproc", "1"]
         runner.keep_seconds("calibrate", run_timed(runner.console, "calibrate", command, runner.call))
-    if not (out / "rehearsal.json").exists():
+    made, ended = out / "rehearsal.json", runner.root / stage.name / FINISHED_FILE
+    if made.exists() and ended.exists() and made.stat().st_mtime < ended.stat().st_mtime:
+        shutil.rmtree(out)  # with the lengths of an earlier run
+    if not made.exists():
         python, m, module, name, *arguments = runner.command(stage, (), stage.name)
         options = ["--world-size", "1", "--ranks-per-node", "1", "--hardware", str(hardware), "-o", str(out)]
         if stage.command == "rl":
@@ -59,7 +64,7 @@ def rehearsal(runner: Runner, stage: Stage) -> Path:
         command = [python, m, module, "rehearse", name, *arguments, *options]
         seconds = run_timed(runner.console, f"rehearse {stage.name}", command, runner.call)
         runner.keep_seconds(f"rehearse-{stage.name}", seconds)
-    return out / "rehearsal.json"
+    return made
 
 
 def predicted_memory(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

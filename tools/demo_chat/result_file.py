@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.machine import ROOT, machine
 from megarlhf.algo.intervals import mean_of
-from tools.demo.pipeline import write_json
+from megarlhf.resume.file_digest import digest_of_directory
 
 COMMAND = "make demo-chat-seeds"
 MODULES = "tools/demo_chat"
@@ -22,25 +22,28 @@ SETTINGS = ("configs/demo-chat/*.yaml", f"{MODULES}/make_data.py", f"{MODULES}/t
 
 def settings(model: Path, overrides: Sequence[str], variants: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """What calls must have in common, for their figures to stand in one table; `variants`: what differs in each."""
+    changes = {name: list(each) for name, each in variants.items()}
+    return {
+        "model": model.name,
+        "model_sha256": digest_of_directory(model),
+        "overrides": list(overrides),
+        "variants": changes,
+        "files_sha256": files_digest(),
+    }
+
+
+def files_digest() -> str:
+    """Of `SETTINGS`."""
     digest = hashlib.sha256()
     for pattern in SETTINGS:
         for path in sorted(ROOT.glob(pattern)):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    changes = {name: list(each) for name, each in variants.items()}
-    return {
-        "model": model.name,
-        "overrides": list(overrides),
-        "variants": changes,
-        "files_sha256": digest.hexdigest(),
-    }
+    return digest.hexdigest()
 
 
-def kept_about(path: Path) -> dict[str, Any]:
-    """Commit and machine of the call that wrote this file first; later calls only finish its runs."""
-    if not path.exists():
-        write_json(path, machine(COMMAND))
-    about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return about
+def about(commits: Sequence[str]) -> dict[str, Any]:
+    """This machine, and the commits with which the runs of a part were started."""
+    return machine(COMMAND) | ({"commit": ", ".join(commits)} if commits else {})
 
 
 def earlier(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:

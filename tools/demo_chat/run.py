@@ -35,7 +35,11 @@ from tools.demo_chat.pipeline import (
     Overrides,
     Runner,
 )
+from tools.demo_chat.result_file import files_digest
 from tools.pretrained import directory
+
+SPECIAL = frozenset(""",#[]{}"'""")
+"""What YAML does not read as it stands."""
 
 
 def main(argv: Sequence[str] | None = None, call: Callable[[Sequence[str]], int] = call) -> int:
@@ -85,17 +89,38 @@ def start(runner: Runner) -> None:
     require_valid(runner)
     sizes = sizes_with(runner.overrides.of("data"))
     path = runner.root / "settings.json"
-    settings = {"seed": runner.seed, "model": str(runner.model), "overrides": list(runner.overrides.given)}
-    known = json.loads(path.read_text()) if path.exists() else settings
-    if changed := [name for name in settings if known[name] != settings[name]]:
-        was = "; ".join(f"{name} {known[name]}; now {settings[name]}" for name in changed)
+    settings = {
+        "seed": runner.seed,
+        "model": str(runner.model),
+        "overrides": list(runner.overrides.given),
+        "digest of configs/demo-chat and of the task's files": files_digest(),
+    }
+    known = known_settings(path) or settings
+    if changed := [name for name in settings if known.get(name) != settings[name]]:
+        was = "; ".join(f"{name} {known.get(name)}; now {settings[name]}" for name in changed)
         raise ValueError(f"{runner.root} holds another demo ({was}); name another --root, or remove it")
     make(runner.root / "data", runner.seed, sizes)
     write_json(path, settings)
 
 
+def known_settings(path: Path) -> dict[str, Any]:
+    """Empty where there are none. Raises: ValueError for a file that is none."""
+    if not path.exists():
+        return {}
+    try:
+        return dict(json.loads(path.read_text()))
+    except ValueError as error:
+        raise ValueError(f"{path} is not what this command writes ({error}); remove {path.parent}") from error
+
+
 def require_valid(runner: Runner) -> None:
-    """Raises: ValueError for a model that is not there, and for an override that a later stage would refuse."""
+    """Raises: ValueError for a root that cannot be, for a model that is not there, and for an override that a later
+    stage would refuse."""
+    if files := [each for each in (runner.root, *runner.root.parents) if each.exists() and not each.is_dir()]:
+        raise ValueError(f"{files[0]} is no directory; name another --root")
+    for path in (runner.root, runner.model):
+        if special := sorted(set(str(path)) & SPECIAL):
+            raise ValueError(f"{path} has {' '.join(special)} in its name, which configurations read as syntax")
     if not (runner.model / "config.json").is_file():
         raise ValueError(f"{runner.model} is no model directory: it has no config.json; name one with --model")
     for stage in (*STAGES, ANSWERS, TEST, DRIFT):

@@ -13,11 +13,11 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.faults.runs import differences, results
-from benchmarks.machine import machine
 from megarlhf.observe.metrics import read_metrics
 from megarlhf.observe.progress import make_console, table
 from tools.demo.pipeline import call, write_json
@@ -25,14 +25,12 @@ from tools.demo_chat.figures import DIFFERENCES, figures
 from tools.demo_chat.killed import call_and_kill
 from tools.demo_chat.pipeline import GRPO, MODELS, SFT, Overrides, Runner
 from tools.demo_chat.rehearsed import rehearsed
-from tools.demo_chat.result_file import COMMAND, added, earlier, kept_about, settings
+from tools.demo_chat.result_file import about, added, earlier, settings
 from tools.demo_chat.run import evaluate_all, rows_of, run, start, train
 from tools.pretrained import directory
 
 RESULTS = Path("benchmarks/results/demo_chat.json")
 DEFAULT_ROOT = Path("runs/demo-chat-seeds")
-ABOUT = "about.json"
-"""Under the root of a seed."""
 VARIANTS: Mapping[str, Sequence[str]] = {
     "control": ("algo.shuffle_rewards=true",),
     "grpo-lora": ("actor.lora={rank: 16, targets: all-linear, export: merged}", "actor.optim.lr=1.0e-4"),
@@ -54,6 +52,12 @@ FIRST_STEP: Mapping[str, Sequence[str]] = {
 SHORT = ("train.num_steps=2", "eval.every=0")
 SMALL_STEP = ("train.prompts_per_step=4", "rollout.num_samples_per_prompt=8", "train.mini_batch_samples=32")
 PARTS = ("seeds", "layouts", "killed", "rehearsed")
+RUNS: Mapping[str, tuple[str, ...]] = {
+    "layouts": ("layouts-",),
+    "killed": ("killed", "undisturbed"),
+    "rehearsed": ("profiled-",),
+}
+"""How the names of a part's runs begin; those of `seeds` are all others."""
 
 
 def main(argv: Sequence[str] | None = None, call: Callable[[Sequence[str]], int] = call) -> int:
@@ -82,13 +86,13 @@ def main(argv: Sequence[str] | None = None, call: Callable[[Sequence[str]], int]
         before = earlier(options.out, found["settings"]) if options.add else {}
         if "seeds" in options.parts:
             found["seeds"] = {str(seed): of_seed(runner) for seed, runner in runners.items()}
-            found["about"] |= {f"seed {seed}": kept_about(runner.root / ABOUT) for seed, runner in runners.items()}
+            found["about"] |= {f"seed {seed}": about(runner.commits(is_of_seed)) for seed, runner in runners.items()}
         first = next(iter(runners.values()))
         train(first)
         for name, part in (("layouts", layouts), ("killed", killed), ("rehearsed", rehearsed)):
             if name in options.parts:
                 found[name] = part(first)
-                found["about"][name] = machine(COMMAND)
+                found["about"][name] = about(first.commits(partial(is_of, RUNS[name])))
         found = added(before, found)
     except (ValueError, FileNotFoundError) as error:
         print(f"make demo-chat-seeds: {error}", file=sys.stderr)
@@ -103,12 +107,19 @@ def main(argv: Sequence[str] | None = None, call: Callable[[Sequence[str]], int]
 def of_seed(runner: Runner) -> dict[str, Any]:
     """The demo with this seed, and its variants."""
     start(runner)
-    kept_about(runner.root / ABOUT)
     run(runner)
     for name, changes in VARIANTS.items():
         runner.run(GRPO, changes, name=name)
     evaluate_all(runner, tuple(VARIANTS))
     return figures(runner.root, (*MODELS, *VARIANTS), COMPARED) | {"seconds": runner.seconds()}
+
+
+def is_of(beginnings: tuple[str, ...], run: str) -> bool:
+    return run.startswith(beginnings)
+
+
+def is_of_seed(run: str) -> bool:
+    return not any(is_of(beginnings, run) for beginnings in RUNS.values())
 
 
 def layouts(runner: Runner) -> dict[str, Any]:
@@ -135,7 +146,8 @@ def killed(runner: Runner) -> dict[str, Any]:
     """GRPO that is killed when its second resume point is there and goes on, and GRPO that nothing happens to."""
     changes = ["train.num_steps=4", "eval.every=0", "checkpoint.every=1", *SMALL_STEP]
     runner.run(GRPO, changes, name="undisturbed")
-    run, note = runner.root / "killed", runner.root / "killed.json"
+    run = runner.root / "killed"
+    note = run / "killed.json"
     if not note.exists():
         call_and_kill(runner.command(GRPO, changes, "killed"), run / "resume/step_000002")
         write_json(note, {"killed_at_step": max(row["step"] for row in read_metrics(run))})

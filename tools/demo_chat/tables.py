@@ -60,12 +60,13 @@ def about(result: Tree) -> str:
 def of_summary(first: str, figures: Mapping[str, Any]) -> list[str]:
     """A row a model or difference, a column a figure: the mean over seeds, its interval, and the seeds' values."""
     words = list(next(iter(figures.values()), {})) or ["checks that hold", "answers that are right"]
-    rows = [[name, *(with_seeds(each, of[each]) for each in words)] for name, of in figures.items()]
+    least = 0.0 if first == "model" else -1.0
+    rows = [[name, *(with_seeds(each, of[each], least) for each in words)] for name, of in figures.items()]
     return table([first, *words], rows or [[UNKNOWN] * (len(words) + 1)])
 
 
-def with_seeds(words: str, figure: Mapping[str, Any]) -> str:
-    """Such as `71.3% [65.0 to 77.6] (70.1, 69.9, 73.9)`."""
+def with_seeds(words: str, figure: Mapping[str, Any], least: float = 0.0) -> str:
+    """Such as `71.3% [65.0 to 77.6] (70.1, 69.9, 73.9)`; an interval of shares ends at `least` and at 1."""
     scale, unit, digits = (100.0, "%", 1) if words in SHARES else (1.0, "", 2)
 
     def number(value: float) -> str:
@@ -73,7 +74,10 @@ def with_seeds(words: str, figure: Mapping[str, Any]) -> str:
 
     bounds = ""
     if figure.get("low") is not None:
-        bounds = f" [{number(figure['low'])} to {number(figure['high'])}]"
+        low, high = figure["low"], figure["high"]
+        if words in SHARES:
+            low, high = max(low, least), min(high, 1.0)
+        bounds = f" [{number(low)} to {number(high)}]"
     values = ", ".join(map(number, figure["seeds"]))
     return f"{number(figure['value'])}{unit}{bounds} ({values})"
 
