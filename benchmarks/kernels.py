@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.machine import ROOT, machine
+from benchmarks.machine import OVER, ROOT, machine
 from benchmarks.peers import AnonymousPeak
 from megarlhf.kernels import linear_token_logprobs
 
@@ -224,6 +224,7 @@ def main() -> None:
         "shapes": shapes,
         "rounds": arguments.rounds,
         "threads": torch.get_num_threads(),
+        "direction": OVER,
         "machine": machine("make bench-kernels"),
     }
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")

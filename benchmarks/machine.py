@@ -12,6 +12,11 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+OVER = (
+    "A_over_B is the seconds (or bytes, where the name says so) of A over those of B: naive_over_ours, trl_over_ours, "
+    "allgather_over_ours above 1: OURS takes less. trl.json has them the other way round."
+)
+"""How a result file says it, in `direction`."""
 
 
 def machine(command: str, device: torch.device | None = None, commit: str | None = None) -> dict[str, Any]:

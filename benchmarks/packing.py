@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.interleaved import Ask, asking, fastest, in_turn, norm_of, ratio, require_same, require_whole, summary
-from benchmarks.machine import ROOT, machine
+from benchmarks.machine import OVER, ROOT, machine
 from benchmarks.packing_children import Child, Message, environment, trl_environment
 from benchmarks.packing_workload import REHEARSAL, Kind, Sizes, make_workload, write_model
 from benchmarks.peers import UnavailableError
@@ -229,6 +229,7 @@ def run(arguments: argparse.Namespace) -> Message:
         "sizes": dataclasses.asdict(sizes),
         "rounds": arguments.rounds,
         "threads": arguments.threads,
+        "direction": OVER,
         "machine": machine("make bench-packing"),
     }
 

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.machine import ROOT, machine
+from benchmarks.machine import OVER, ROOT, machine
 from benchmarks.peers import AnonymousPeak
 from benchmarks.random_llama import CONFIG
 from megarlhf.architectures.architecture import Architecture
@@ -216,6 +216,7 @@ def main() -> None:
         "peak_extra_bytes": max(layout["peak_extra_bytes"] for layout in layouts.values()),
         "bucket_bytes": BUCKET_BYTES,
         "layouts": layouts,
+        "direction": OVER,
         "machine": machine("make bench-reshard"),
     }
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")

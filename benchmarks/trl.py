@@ -43,7 +43,7 @@ COMPARISONS = {
     "grpo_mixed": Comparison(
         command="grpo",
         workload="long_tailed",
-        budgets=(512,),
+        budgets=(384,),
         peers=(Peer(micro=2), Peer(micro=1)),
     ),
     "grpo_equal": Comparison(command="grpo", workload="equal", budgets=(768,), peers=(Peer(micro=4), Peer(micro=2))),
@@ -52,17 +52,17 @@ COMPARISONS = {
         workload="long_tailed",
         budgets=(1024,),
         peers=(
-            Peer(micro=4, settings=PADDING_FREE, word="padding-free"),
             Peer(micro=8, settings=PADDING_FREE, word="padding-free"),
+            Peer(micro=16, settings=PADDING_FREE, word="padding-free"),
+            Peer(micro=16, settings=REBALANCED, word="rebalanced"),
             Peer(micro=4, settings=GROUPED, word="grouped"),
-            Peer(micro=8, settings=REBALANCED, word="rebalanced"),
         ),
     ),
     "sft_equal": Comparison(
         command="sft",
         workload="equal",
         budgets=(1024,),
-        peers=(Peer(micro=8), Peer(micro=4, settings=PADDING_FREE, word="padding-free")),
+        peers=(Peer(micro=8), Peer(micro=16), Peer(micro=8, settings=PADDING_FREE, word="padding-free")),
     ),
     "rm_mixed": Comparison(
         command="rm",
@@ -74,7 +74,7 @@ COMPARISONS = {
             Peer(micro=4, settings=GROUPED_PAIRS, word="grouped"),
         ),
     ),
-    "rm_equal": Comparison(command="rm", workload="equal", budgets=(768,), peers=(Peer(micro=8), Peer(micro=4))),
+    "rm_equal": Comparison(command="rm", workload="equal", budgets=(768,), peers=(Peer(micro=8), Peer(micro=16))),
 }
 QUICK_ROUNDS, ROUNDS = 1, 3
 

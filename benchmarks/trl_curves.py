@@ -39,6 +39,7 @@ DIRECTION = "ours_over_trl is OUR seconds to the same mean test reward over TRL'
 def compare(setting: Setting, step: Step, seed: int, arguments: argparse.Namespace) -> Message:
     """Both sides' courses for one seed."""
     records = read_records(step.prompts)
+    require_whole_steps(len(records), step.num_prompts, arguments.steps)
     random.Random(seed).shuffle(records)
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         shuffled = write_records(Path(directory) / "prompts.jsonl", records)
@@ -54,6 +55,16 @@ def compare(setting: Setting, step: Step, seed: int, arguments: argparse.Namespa
             stack.callback(theirs.stop)
             children["trl"] = theirs, {}
         return courses(children, arguments.steps, arguments.every)
+
+
+def require_whole_steps(records: int, per_step: int, steps: int) -> None:
+    """Raises: ValueError where the sides would see other prompts: the last ones, which fill no step, are left out by
+    TRL's loader, and ours goes on with them."""
+    if steps * per_step > records and records % per_step:
+        raise ValueError(
+            f"{records} prompts are {records // per_step} steps of {per_step} and {records % per_step} more, and "
+            f"{steps} steps were asked for; give a multiple of {per_step}, or less --steps"
+        )
 
 
 def courses(children: dict[str, tuple[Child, Message]], steps: int, every: int) -> Message:

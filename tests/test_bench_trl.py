@@ -246,6 +246,13 @@ def test_learning_curves_run(tmp_path, monkeypatch, capsys):
     assert list(json.loads(out.read_text())["seeds"]) == ["1", "3", "4"], "nothing of it is lost"
 
 
+def test_both_sides_see_the_same_prompts():
+    trl_curves.require_whole_steps(180, 8, 12)
+    trl_curves.require_whole_steps(16, 8, 12)
+    with pytest.raises(ValueError, match="180 prompts are 22 steps of 8 and 4 more, and 23 steps were asked for"):
+        trl_curves.require_whole_steps(180, 8, 23)
+
+
 def test_seconds_to_the_same_reward():
     """The lesser best is .5: ours has it between 10 and 20 s, at 15, TRL at 40 s."""
 
