@@ -24,15 +24,15 @@ from benchmarks.kept import Kept
 from benchmarks.machine import machine
 from benchmarks.packing_children import Child, Message
 from benchmarks.page import load_result
-from benchmarks.trl import KEPT, add_arguments, environment_of_trl, model_of, require_whole, setting_of
-from benchmarks.trl_compare import Comparison, Peer, Setting, start_ours, start_theirs
+from benchmarks.trl import COMPARISONS, KEPT, add_arguments, environment_of_trl, model_of, require_whole, setting_of
+from benchmarks.trl_compare import Setting, start_ours, start_theirs
 from benchmarks.trl_data import Data, Step, prepare_tiny, step_of
 from benchmarks.trl_figures import CURVES
 from benchmarks.trl_task import Task, read_records, right, write_records, write_task
 from megarlhf.resume.file_digest import digest_of
 
-COMPARISON = Comparison(command="grpo", workload="long_tailed", budgets=(2048,), peers=(Peer(micro=8),))
-"""What was the fastest of each side on lengths as they come (benchmarks/results/trl.json, `grpo_mixed`)."""
+COMPARISON = dataclasses.replace(COMPARISONS["grpo_mixed"], peers=COMPARISONS["grpo_mixed"].peers[:1])
+"""Of each side the way that `make bench-trl` compares on lengths as they come."""
 DIRECTION = "ours_over_trl is OUR seconds to the same mean test reward over TRL's: below 1, ours is there earlier."
 
 

@@ -188,7 +188,7 @@ def table_of_ways(result: Tree | None) -> list[str]:
             continue
         tried = ", ".join(f"{way} {seconds:.1f} s" for way, seconds in comparison["tried"].items())
         rows.append((title, tried, ", ".join(comparison["fastest"].values())))
-    return table(("comparison", "tried, seconds of a first training phase", "compared"), rows)
+    return table(("comparison", "tried, seconds of a warm training phase", "compared"), rows)
 
 
 def table_of_curves(curves: Tree | None) -> list[str]:
