@@ -5,7 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from benchmarks.machine import commit_of_sources
 from benchmarks.packing_children import Message
+
+
+def commit_at_end(commit: str) -> str:
+    """Of what was measured by a run that began at `commit`: files that have changed since are said."""
+    return commit if commit_of_sources() == commit else f"{commit}, changed while it ran"
 
 
 class Kept:
@@ -28,6 +34,9 @@ class Kept:
         return dict(kept["found"])
 
     def keep(self, name: str, found: Message) -> None:
-        """In place of what an earlier run has found."""
+        """In place of what an earlier run has found; not where files have changed since the run began."""
+        if commit_at_end(self._key["machine"]["commit"]) != self._key["machine"]["commit"]:
+            print(f"{name}: not kept, as the sources have changed while it ran", flush=True)
+            return
         self._directory.mkdir(parents=True, exist_ok=True)
         (self._directory / f"{name}.json").write_text(json.dumps({"key": self._key, "found": found}))

@@ -90,7 +90,7 @@ class Timed(Clocked, GRPOTrainer):
         self._parent = parent
         self._inject = True
         self._injected = self.reward = 0.0
-        self.lengths: list[int] = []
+        self.responses: list[list[int]] = []
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         """The beginning of a step: waits for the command."""
@@ -115,7 +115,7 @@ class Timed(Clocked, GRPOTrainer):
         else:
             with self.clock("generate"):
                 generated = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        self.lengths = [len(row) for row in generated[0]]
+        self.responses = [list(row) for row in generated[0]]
         self._injected, self.cpu = time.perf_counter(), time.process_time()
         return generated
 
@@ -155,8 +155,9 @@ class Timed(Clocked, GRPOTrainer):
                 "loss": self.loss,
                 "grad_norms": list(self.norms),
                 "reward": self.reward,
-                "response_length": statistics.mean(self.lengths),
-                "generated_tokens": None if self._inject else sum(self.lengths),
+                "response_length": statistics.mean(map(len, self.responses)),
+                "generated_tokens": None if self._inject else sum(map(len, self.responses)),
+                "responses": self.responses,
                 "threads": torch.get_num_threads(),
             }
         )

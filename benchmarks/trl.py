@@ -24,14 +24,14 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.kept import Kept
+from benchmarks.kept import Kept, commit_at_end
 from benchmarks.machine import ROOT, machine
 from benchmarks.packing_children import Message, trl_environment
 from benchmarks.page import load_result
 from benchmarks.peers import UnavailableError
 from benchmarks.trl_compare import Comparison, Peer, Setting, compare
 from benchmarks.trl_data import Data, prepare, prepare_tiny
-from benchmarks.trl_figures import DIRECTION, RESULT, figures, goals, in_words
+from benchmarks.trl_figures import DIRECTION, RESULT, figures, goals, in_words, machine_of
 
 KEPT = ROOT / "build" / "bench-trl"
 GROUPED = {"train_sampling_strategy": "group_by_length"}
@@ -56,13 +56,20 @@ COMPARISONS = {
             Peer(micro=16, settings=PADDING_FREE, word="padding-free"),
             Peer(micro=16, settings=REBALANCED, word="rebalanced"),
             Peer(micro=4, settings=GROUPED, word="grouped"),
+            Peer(micro=2, settings=GROUPED, word="grouped"),
+            Peer(micro=8, settings=GROUPED, word="grouped"),
         ),
     ),
     "sft_equal": Comparison(
         command="sft",
         workload="equal",
         budgets=(1024,),
-        peers=(Peer(micro=8), Peer(micro=16), Peer(micro=8, settings=PADDING_FREE, word="padding-free")),
+        peers=(
+            Peer(micro=8),
+            Peer(micro=4),
+            Peer(micro=16),
+            Peer(micro=8, settings=PADDING_FREE, word="padding-free"),
+        ),
     ),
     "rm_mixed": Comparison(
         command="rm",
@@ -74,7 +81,9 @@ COMPARISONS = {
             Peer(micro=4, settings=GROUPED_PAIRS, word="grouped"),
         ),
     ),
-    "rm_equal": Comparison(command="rm", workload="equal", budgets=(768,), peers=(Peer(micro=8), Peer(micro=16))),
+    "rm_equal": Comparison(
+        command="rm", workload="equal", budgets=(768,), peers=(Peer(micro=8), Peer(micro=4), Peer(micro=16))
+    ),
 }
 QUICK_ROUNDS, ROUNDS = 1, 3
 
@@ -134,8 +143,8 @@ def earlier(arguments: argparse.Namespace) -> dict[str, Message]:
     settings = {name: getattr(arguments, name) for name in ("rounds", "threads")} | {"model": model_of(arguments).name}
     if other := {name: result.get(name) for name, value in settings.items() if result.get(name) != value}:
         raise ValueError(f"{RESULT.name} was measured with {other}, not {settings}: measure all, or give --out")
-    of = {"commit": result["machine"]["commit"]}
-    return {name: of | found for name, found in result["comparisons"].items() if name not in arguments.only}
+    kept = {name: found for name, found in result["comparisons"].items() if name not in arguments.only}
+    return {name: found | {"machine": machine_of(result, found)} for name, found in kept.items()}
 
 
 def run(arguments: argparse.Namespace) -> Message:
@@ -158,7 +167,8 @@ def run(arguments: argparse.Namespace) -> Message:
         for name in [name for name in names if name not in left_out]:
             found = kept.found(name) if kept else None
             if found is None:
-                found = compare(COMPARISONS[name], setting) | {"commit": about["commit"]}
+                found = compare(COMPARISONS[name], setting)
+                found["machine"] = about | {"commit": commit_at_end(about["commit"])}
                 if kept:
                     kept.keep(name, found)
             comparisons[name] = found
@@ -180,9 +190,24 @@ def run(arguments: argparse.Namespace) -> Message:
     }
 
 
+def positive(text: str) -> int:
+    """A number of an option. Raises: ValueError, which argparse says, for less than 1."""
+    if (number := int(text)) < 1:
+        raise ValueError(text)
+    return number
+
+
+def require_rehearsal(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Ends the command where an option would have no effect."""
+    if arguments.no_vllm and not arguments.rehearse:
+        parser.error("--no-vllm is for --rehearse: ours is compared with the engine that its users have")
+
+
 def add_arguments(parser: argparse.ArgumentParser, out: Path) -> None:
     """Those of the learning curves too."""
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each side's one process")
+    parser.add_argument(
+        "--threads", type=positive, default=len(os.sched_getaffinity(0)), help="of each side's one process"
+    )
     parser.add_argument("--model", help="a Hugging Face directory; default: that of make pretrained")
     parser.add_argument("--no-trl", action="store_true")
     parser.add_argument("--no-vllm", action="store_true", help="of a rehearsal: generate with the actor itself")
@@ -192,16 +217,18 @@ def add_arguments(parser: argparse.ArgumentParser, out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=None, help=f"that count; default: {ROUNDS}, of --quick 1")
+    parser.add_argument("--rounds", type=positive, default=None, help=f"that count; default: {ROUNDS}, of --quick 1")
     parser.add_argument(
         "--only", nargs="+", choices=COMPARISONS, help="default: all; the result keeps what it has of the others"
     )
     parser.add_argument("--quick", action="store_true", help="one round, and of each side's ways the first alone")
     add_arguments(parser, RESULT)
     arguments = parser.parse_args()
-    if arguments.out == RESULT and (arguments.rehearse or arguments.quick or arguments.no_trl):
-        parser.error("a rehearsal, or a part, is no result: give --out")
     arguments.rounds = arguments.rounds or (QUICK_ROUNDS if arguments.quick else ROUNDS)
+    part = arguments.rehearse or arguments.quick or arguments.no_trl or arguments.rounds < ROUNDS
+    if arguments.out == RESULT and part:
+        parser.error(f"a rehearsal, or a part, or less than {ROUNDS} rounds, are no result: give --out")
+    require_rehearsal(parser, arguments)
     try:
         result = run(arguments)
     except (ValueError, FileNotFoundError) as error:

@@ -3,7 +3,8 @@
 A task is two JSON lines files and a rule (trl_task.py); without arguments it is the list task. Both sides begin with
 the same model, and see the same prompts in the same order, which follows from the seed. Seconds are those of steps;
 greedy responses to the test prompts, before the first step and after every few, are not in them. Each side samples for
-itself, so that rewards agree within their spread only. What a seed has found is kept in build/bench-trl/: a run of the
+itself, so that rewards agree within their spread only; that both make the same of the same responses is looked at
+first. What a seed has found is kept in build/bench-trl/: a run of the
 same commit goes on from there. The result file keeps the other seeds that it has, if their settings are the same.
 """
 
@@ -16,37 +17,54 @@ import json
 import random
 import statistics
 import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.interleaved import Ask
-from benchmarks.kept import Kept
+from benchmarks.interleaved import Ask, norm_of, require_same
+from benchmarks.kept import Kept, commit_at_end
 from benchmarks.machine import machine
 from benchmarks.packing_children import Child, Message
 from benchmarks.page import load_result
-from benchmarks.trl import COMPARISONS, KEPT, add_arguments, environment_of_trl, model_of, require_whole, setting_of
+from benchmarks.trl import (
+    COMPARISONS,
+    KEPT,
+    add_arguments,
+    environment_of_trl,
+    model_of,
+    positive,
+    require_rehearsal,
+    require_whole,
+    setting_of,
+)
 from benchmarks.trl_compare import Setting, start_ours, start_theirs
 from benchmarks.trl_data import Data, Step, prepare_tiny, step_of
-from benchmarks.trl_figures import CURVES
+from benchmarks.trl_figures import CURVES, machine_of
 from benchmarks.trl_task import Task, read_records, right, write_records, write_task
 from megarlhf.resume.file_digest import digest_of
 
 COMPARISON = dataclasses.replace(COMPARISONS["grpo_mixed"], peers=COMPARISONS["grpo_mixed"].peers[:1])
 """Of each side the way that `make bench-trl` compares on lengths as they come."""
+UPDATES = 3
+"""Of both sides on the responses that TRL draws, before any course."""
 DIRECTION = "ours_over_trl is OUR seconds to the same mean test reward over TRL's: below 1, ours is there earlier."
 
 
-def compare(setting: Setting, step: Step, seed: int, arguments: argparse.Namespace) -> Message:
-    """Both sides' courses for one seed."""
-    records = read_records(step.prompts)
-    require_whole_steps(len(records), step.num_prompts, arguments.steps)
-    random.Random(seed).shuffle(records)
+Children = dict[str, tuple[Child, Message]]
+"""By side: its process, and what a round is told."""
+
+
+@contextlib.contextmanager
+def both_sides(
+    setting: Setting, step: Step, records: Sequence[Message], seed: int, arguments: argparse.Namespace
+) -> Iterator[Children]:
+    """Both sides, at the model's weights, on these prompts in this order, again and again."""
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
-        shuffled = write_records(Path(directory) / "prompts.jsonl", records)
-        data = dataclasses.replace(setting.data, steps={"long_tailed": dataclasses.replace(step, prompts=shuffled)})
+        prompts = write_records(Path(directory) / "prompts.jsonl", records)
+        data = dataclasses.replace(setting.data, steps={"long_tailed": dataclasses.replace(step, prompts=prompts)})
         options = {"seed": seed, "lr": arguments.lr, "beta": arguments.beta}
         here = dataclasses.replace(setting, data=data)
-        children: dict[str, tuple[Child, Message]] = {}
+        children: Children = {}
         ours = start_ours(COMPARISON, here, **options)
         stack.callback(ours.stop)
         children["ours"] = ours, {"way": next(iter(ours.facts["ways"]))}
@@ -54,7 +72,37 @@ def compare(setting: Setting, step: Step, seed: int, arguments: argparse.Namespa
             theirs = start_theirs(COMPARISON, here, peer, **options)
             stack.callback(theirs.stop)
             children["trl"] = theirs, {}
+        yield children
+
+
+def compare(setting: Setting, step: Step, seed: int, arguments: argparse.Namespace) -> Message:
+    """Both sides' courses for one seed."""
+    records = read_records(step.prompts)
+    require_whole_steps(len(records), step.num_prompts, arguments.steps)
+    random.Random(seed).shuffle(records)
+    with both_sides(setting, step, records, seed, arguments) as children:
         return courses(children, arguments.steps, arguments.every)
+
+
+def updates_on_the_same(setting: Setting, step: Step, arguments: argparse.Namespace) -> Message:
+    """Some steps of TRL's, and ours on the responses that TRL has drawn in them: gradient norms, and what the test
+    prompts say of both models then. Where they agree, what differs between two courses comes from what each side has
+    drawn for itself.
+
+    Raises: AssertionError where norms do not."""
+    norms: dict[str, list[float]] = {}
+    differ = []
+    with both_sides(setting, step, read_records(step.prompts), 0, arguments) as children:
+        for _ in range(UPDATES):
+            drawn: Message = {}
+            for name, (child, told) in reversed(children.items()):
+                answer = child.ask("round", **told, **drawn)
+                norms.setdefault(name, []).append(norm_of(answer))
+                if "trl" in children:
+                    drawn = {"prompts": [], "responses": answer["responses"]} if name == "trl" else {}
+            differ.append(require_same({name: each[-1] for name, each in norms.items()}))
+        rewards = {name: statistics.mean(child.ask("evaluate")["rewards"]) for name, (child, _) in children.items()}
+    return {"grad_norms": norms, "norms_differ_by": [each for each in differ if each is not None], "rewards": rewards}
 
 
 def require_whole_steps(records: int, per_step: int, steps: int) -> None:
@@ -67,7 +115,7 @@ def require_whole_steps(records: int, per_step: int, steps: int) -> None:
         )
 
 
-def courses(children: dict[str, tuple[Child, Message]], steps: int, every: int) -> Message:
+def courses(children: Children, steps: int, every: int) -> Message:
     """By side its steps and its evaluations; sides take turns, to and fro."""
     found: Message = {name: {"steps": [], "evaluations": []} for name in children}
     seconds = dict.fromkeys(children, 0.0)
@@ -117,16 +165,27 @@ def seconds_until(rows: list[Message], reward: float) -> float | None:
     return None
 
 
+def to_the_same(courses: dict[str, list[Message]]) -> Message:
+    """Seconds to the reward that both sides reach, the lesser of their best, and all seconds."""
+    level = min(max(row["reward"] for row in rows) for rows in courses.values())
+    until = {side: seconds_until(rows, level) for side, rows in courses.items()}
+    ours, trl = until["ours"], until["trl"]
+    return {
+        "level": level,
+        "seconds_until": until,
+        "ours_over_trl": ours / trl if ours and trl else None,
+        "steps_ours_over_trl": courses["ours"][-1]["seconds"] / courses["trl"][-1]["seconds"],
+    }
+
+
 def summary(seeds: dict[str, Message]) -> Message:
-    """Mean courses, and seconds to the reward that both sides reach: the lesser of their best."""
-    sides = {side: means(seeds, side) for side in ("ours", "trl") if all(side in found for found in seeds.values())}
-    found: Message = {"means": sides, "ours_over_trl": None}
-    if "trl" in sides:
-        level = min(max(row["reward"] for row in rows) for rows in sides.values())
-        until = {side: seconds_until(rows, level) for side, rows in sides.items()}
-        ours, trl = until["ours"], until["trl"]
-        found |= {"level": level, "seconds_until": until, "ours_over_trl": ours / trl if ours and trl else None}
-    return found
+    """Mean courses, and what they and those of each seed say of both sides."""
+    sides = [side for side in ("ours", "trl") if all(side in found for found in seeds.values())]
+    found: Message = {"means": {side: means(seeds, side) for side in sides}, "ours_over_trl": None}
+    if "trl" not in sides:
+        return found
+    each = {seed: to_the_same({side: of[side]["evaluations"] for side in sides}) for seed, of in seeds.items()}
+    return found | to_the_same(found["means"]) | {"of_seeds": each}
 
 
 def task_of(arguments: argparse.Namespace) -> Task:
@@ -139,12 +198,17 @@ def task_of(arguments: argparse.Namespace) -> Task:
     return Task(Path(arguments.prompts), Path(arguments.test), arguments.rule)
 
 
-def earlier(arguments: argparse.Namespace, settings: Message) -> dict[str, Message]:
-    """Of the result file the seeds that are not measured anew: those of another day, or of another machine.
+def earlier(arguments: argparse.Namespace, settings: Message) -> tuple[dict[str, Message], Message | None]:
+    """Of the result file the seeds that are not measured anew, those of another day, or of another machine; and the
+    updates on the same responses.
 
     Raises: ValueError where they were measured with other settings."""
     result = load_result(arguments.out) or {}
-    seeds = {seed: found for seed, found in result.get("seeds", {}).items() if int(seed) not in arguments.seeds}
+    seeds = {
+        seed: found | {"machine": machine_of(result, found)}
+        for seed, found in result.get("seeds", {}).items()
+        if int(seed) not in arguments.seeds
+    }
     other = {name: result.get(name) for name, value in settings.items() if result.get(name) != value}
     if seeds and other:
         asked = {name: settings[name] for name in other}
@@ -152,7 +216,7 @@ def earlier(arguments: argparse.Namespace, settings: Message) -> dict[str, Messa
             f"{arguments.out.name} has the seeds {', '.join(seeds)} measured with {other}, not {asked}: measure them "
             "anew too (--seeds), or give --out"
         )
-    return seeds
+    return seeds, None if other else result.get("updates")
 
 
 def run(arguments: argparse.Namespace) -> Message:
@@ -181,21 +245,28 @@ def run(arguments: argparse.Namespace) -> Message:
             "trl": trl is not None,
             "rehearsal": arguments.rehearse,
         }
-        seeds = earlier(arguments, settings)
+        seeds, updates = earlier(arguments, settings)
         key = {"machine": about, **settings, "model": str(data.model.absolute())}
         kept = None if arguments.rehearse else Kept(KEPT, key)
+
+        def measured(name: str, measure: Callable[[], Message]) -> Message:
+            if kept and (found := kept.found(name)) is not None:
+                return found
+            found = measure()
+            found["machine"] = about | {"commit": commit_at_end(about["commit"])}
+            if kept:
+                kept.keep(name, found)
+            return found
+
+        updates = updates or measured("curve_updates", lambda: updates_on_the_same(setting, step, arguments))
         for seed in arguments.seeds:
-            found = kept.found(f"curve_{seed}") if kept else None
-            if found is None:
-                found = compare(setting, step, seed, arguments) | {"commit": about["commit"]}
-                if kept:
-                    kept.keep(f"curve_{seed}", found)
-            seeds[str(seed)] = found
+            seeds[str(seed)] = measured(f"curve_{seed}", lambda seed=seed: compare(setting, step, seed, arguments))
     seeds = {seed: seeds[seed] for seed in sorted(seeds, key=int)}
     return {
         **summary(seeds),
         "direction": DIRECTION,
         "left_out": left_out,
+        "updates": updates,
         "seeds": seeds,
         **settings,
         "machine": about,
@@ -204,9 +275,9 @@ def run(arguments: argparse.Namespace) -> Message:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--every", type=int, default=3, help="steps from one evaluation to the next")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--steps", type=positive, default=12)
+    parser.add_argument("--every", type=positive, default=3, help="steps from one evaluation to the next")
     parser.add_argument("--lr", type=float, default=5e-5)
     parser.add_argument("--beta", type=float, default=0.02)
     parser.add_argument("--prompts", help="JSON lines with `prompt` and what the rule reads")
@@ -216,6 +287,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.out == CURVES and (arguments.rehearse or arguments.no_trl):
         parser.error("a rehearsal, or one side, is no result: give --out")
+    require_rehearsal(parser, arguments)
     arguments.rounds, arguments.quick = 1, False
     try:
         result = run(arguments)

@@ -211,40 +211,66 @@ def table_of_curves(curves: Tree | None) -> list[str]:
 def about_curves(curves: Tree | None) -> str:
     if curves is None:
         return "**Not measured yet.** `make bench-trl-curves` takes hours; it fills the table below."
-    commits = by_commit({seed: found["commit"] for seed, found in curves["seeds"].items()})
-    seeds = ", ".join(
-        f"seed{'s' if of[1:] else ''} {', '.join(of)} at commit {commit}" for commit, of in commits.items()
-    )
+    machines = {f"seed {seed}": machine_of(curves, found) for seed, found in curves["seeds"].items()}
     said = (
-        f"`make bench-trl-curves`, {curves['steps']} steps, learning rate {curves['lr']:g}, KL coefficient "
-        f"{curves['beta']:g}, {seeds}, rule `{curves['rule']}`; `benchmarks/results/trl_curves.json`."
+        f"`make bench-trl-curves`, {where(machines)}, {curves['steps']} steps, learning rate {curves['lr']:g}, KL "
+        f"coefficient {curves['beta']:g}, rule `{curves['rule']}`; `benchmarks/results/trl_curves.json`."
     )
     if (ratio := curves["ours_over_trl"]) is None:
         return said
     until = curves["seconds_until"]
+    each = ", ".join(
+        "…" if of["ours_over_trl"] is None else f"{of['ours_over_trl']:.2f}" for of in curves["of_seeds"].values()
+    )
+    steps = curves["steps_ours_over_trl"]
     return (
-        f"{said} To a mean test reward of {curves['level']:.3f}, the lesser of both sides' best, ours takes "
-        f"{until['ours']:.0f} s and TRL {until['trl']:.0f} s: {ratio:.2f}."
+        f"{said}\n\n**To a mean test reward of {curves['level']:.3f}, the lesser of both sides' best, ours takes "
+        f"{until['ours']:.0f} s and TRL {until['trl']:.0f} s: {ratio:.2f}** (each seed to its own: {each}). As many "
+        f"steps take {steps:.2f} of TRL's seconds, which are also fewer where a side has learned earlier to answer "
+        "shortly; the rest comes from what each side has drawn." + of_the_same(curves.get("updates"))
     )
 
 
-def commits_of(result: Tree) -> str:
-    """The commit of all comparisons; of several each with what was measured at it."""
-    of_all = result["machine"].get("commit", UNKNOWN)
-    names = by_commit({name: each.get("commit") or of_all for name, each in result["comparisons"].items()})
-    if len(names) == 1:
-        return next(iter(names))
-    return ", ".join(f"{commit} ({', '.join(of)})" for commit, of in names.items())
+def of_the_same(updates: Tree | None) -> str:
+    """Nothing where it was not looked at."""
+    if not updates:
+        return ""
+    rewards, differ = updates["rewards"], updates["norms_differ_by"]
+    return (
+        " Of the same responses both make the same: ours on the responses that TRL drew in "
+        f"{len(differ)} steps has gradient norms that differ by {max(differ):.0e} at most, and a test reward of "
+        f"{rewards['ours']:.4f} after them, TRL {rewards['trl']:.4f}."
+    )
+
+
+def machine_of(result: Tree, found: Tree) -> Tree:
+    """What a part of a result was measured on: its own, or that of the whole file, with the part's commit."""
+    commit = {"commit": found["commit"]} if "commit" in found else {}
+    return {**(found.get("machine") or result["machine"]), **commit}
+
+
+def where(machines: Mapping[str, Tree]) -> str:
+    """By name of a part: commit, cores and torch; of what differs each with the parts that it is of."""
+
+    def told(values: Mapping[str, str]) -> str:
+        names = by_commit(values)
+        return next(iter(names)) if len(names) == 1 else ", ".join(f"{k} ({', '.join(of)})" for k, of in names.items())
+
+    of = {
+        name: {"commit": each["commit"], "machine": f"{each['cores']} cores, torch {each['torch']}"}
+        for name, each in machines.items()
+    }
+    parts = [told({name: each[key] for name, each in of.items()}) for key in ("commit", "machine")]
+    return f"commit {parts[0]}, {parts[1]}"
 
 
 def about(result: Tree | None) -> str:
     if result is None:
         return f"`make bench-trl`: {UNKNOWN}"
-    of = result["machine"]
+    machines = {name: machine_of(result, found) for name, found in result["comparisons"].items()}
     return (
-        f"`make bench-trl`, commit {commits_of(result)}, {of['cores']} cores, {result['model']} in fp32, "
-        f"torch {of['torch']}, {result['threads']} threads of one process, medians of {result['rounds']} interleaved "
-        "rounds (smallest to largest); `benchmarks/results/trl.json`."
+        f"`make bench-trl`, {where(machines)}, {result['model']} in fp32, {result['threads']} threads of one process, "
+        f"medians of {result['rounds']} interleaved rounds (smallest to largest); `benchmarks/results/trl.json`."
     )
 
 

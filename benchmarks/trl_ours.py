@@ -53,7 +53,8 @@ class Grpo(Run):
         return [self._train[n % len(self._train)] for n in range(step * per_step, (step + 1) * per_step)]
 
     def draw(self) -> Message:
-        """Responses of the weights as they are."""
+        """Responses of the weights as they are, to the prompts of the next step."""
+        self.prompts = self._of_step(self._step)
         drawn = sample(self._cfg, self._parts.engine, self.prompts, self._parts.sampling, self._step)
         responses = [row.tolist() for row in drawn.rollouts.responses.rows()]
         return {"prompts": [prompt.tokens for prompt in self.prompts], "responses": responses}

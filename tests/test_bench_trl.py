@@ -4,13 +4,14 @@ Not covered: TRL's side, which needs its packages (`python -m benchmarks.trl --r
 """
 
 import argparse
+import contextlib
 import json
 import sys
 
 import pytest
 
+from benchmarks import kept, trl_compare, trl_curves, trl_task
 from benchmarks import trl as bench
-from benchmarks import trl_compare, trl_curves, trl_task
 from benchmarks import trl_figures as figures
 
 ARGUMENTS = ["--rehearse", "--threads", "1", "--no-trl", "--no-vllm"]
@@ -78,14 +79,18 @@ def test_a_part_is_measured_anew(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="lacks grpo_equal, grpo_mixed"):
         bench.earlier(arguments)
     found = {name: of(1.0, 2.0) for name in bench.COMPARISONS}
+    machine = {"commit": "older", "cores": 2, "torch": "2.13"}
     found["sft_mixed"]["commit"] = "newer"
-    result = {"comparisons": found, "rounds": 3, "threads": 2, "model": "one", "machine": {"commit": "older"}}
+    found["sft_equal"]["machine"] = machine | {"commit": "newer", "cores": 4}
+    result = {"comparisons": found, "rounds": 3, "threads": 2, "model": "one", "machine": machine}
     path.write_text(json.dumps(result))
-    kept = bench.earlier(arguments)
-    assert kept.keys() == bench.COMPARISONS.keys() - {"rm_equal"}
-    assert (kept["sft_mixed"]["commit"], kept["rm_mixed"]["commit"]) == ("newer", "older")
-    named = figures.commits_of({"comparisons": {n: kept[n] for n in ("rm_mixed", "sft_mixed")}, "machine": {}})
-    assert named == "older (rm_mixed), newer (sft_mixed)"
+    others = bench.earlier(arguments)
+    assert others.keys() == bench.COMPARISONS.keys() - {"rm_equal"}
+    names = ("rm_mixed", "sft_mixed", "sft_equal")
+    assert figures.where({name: others[name]["machine"] for name in names}) == (
+        "commit older (rm_mixed), newer (sft_mixed, sft_equal), "
+        "2 cores, torch 2.13 (rm_mixed, sft_mixed), 4 cores, torch 2.13 (sft_equal)"
+    )
     arguments.threads = 1
     with pytest.raises(ValueError, match="threads"):
         bench.earlier(arguments)
@@ -115,26 +120,62 @@ def test_sides_that_compute_something_else_are_found():
 
 
 def test_the_fastest_of_theirs_goes_on():
-    """Each after a round that warms up; the others are stopped, and all that were tried are told."""
-    seconds, stopped = {"a": [1.0, 3.0], "b": [9.0, 1.0], "c": [1.5, 2.0]}, []
+    """By the faster of two tries after a round that warms up; the one that goes on is warmed anew. It is chosen of all
+    together: b is as fast as a within 2%, and c as b, but not as a."""
+    seconds = {"a": [1.0, 3.0, 1.0], "b": [9.0, 1.019, 2.0], "c": [1.5, 2.0, 1.03]}
+    asked, stopped = [], []
 
     class Child:
         def __init__(self, name):
             self.seconds, self.name = iter(seconds[name]), name
+            asked.append([])
 
         def ask(self, command, **given):
             assert (command, given) == ("round", {"responses": 3})
+            asked[-1].append(self.name)
             return {"phase_seconds": next(self.seconds)}
 
         def stop(self):
             stopped.append(self.name)
 
-    peers = [trl_compare.Peer(micro=1, word=name) for name in seconds]
+    peers = [trl_compare.Peer(micro=micro, word=name) for micro, name in zip((4, 2, 1), seconds, strict=True)]
     with trl_compare.contextlib.ExitStack() as stack:
         best = trl_compare.fastest_of_theirs(peers, lambda peer: Child(peer.word), {"responses": 3}, stack)
-        assert (best.name, stopped) == ("trl b 1", ["a", "c"])
-    assert best.tries == {"trl a 1": 3.0, "trl b 1": 1.0, "trl c 1": 2.0}
-    assert "b" in stopped
+        assert (best.name, stopped) == ("trl b 2", ["a", "b", "c"])
+    assert best.tries == {"trl a 4": 1.0, "trl b 2": 1.019, "trl c 1": 1.03}
+    assert asked == [["a"] * 3, ["b"] * 3, ["c"] * 3, ["b"]]
+    assert stopped == ["a", "b", "c", "b"]
+
+
+def test_what_changed_sources_have_measured_is_not_kept(monkeypatch, tmp_path, capsys):
+    """Its commit says so."""
+    store = kept.Kept(tmp_path, {"machine": {"commit": "abc"}})
+    monkeypatch.setattr(kept, "commit_of_sources", lambda: "abc")
+    store.keep("one", {"x": 1})
+    assert store.found("one") == {"x": 1}
+    assert kept.commit_at_end("abc") == "abc"
+    monkeypatch.setattr(kept, "commit_of_sources", lambda: "abc-dirty")
+    store.keep("two", {"x": 2})
+    assert store.found("two") is None
+    assert "two: not kept, as the sources have changed while it ran" in capsys.readouterr().out
+    assert kept.commit_at_end("abc") == "abc, changed while it ran"
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "said"),
+    [
+        (bench, ["--rounds", "0"], "argument --rounds: invalid positive value: '0'"),
+        (bench, ["--rounds", "1"], "less than 3 rounds, are no result: give --out"),
+        (bench, ["--no-vllm"], "--no-vllm is for --rehearse"),
+        (trl_curves, ["--every", "0"], "argument --every: invalid positive value: '0'"),
+        (trl_curves, ["--no-vllm"], "--no-vllm is for --rehearse"),
+    ],
+)
+def test_options_that_would_have_no_effect_are_refused(module, arguments, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+    with pytest.raises(SystemExit):
+        module.main()
+    assert said in capsys.readouterr().err
 
 
 def test_of_ways_that_are_as_fast_the_smallest_is_compared():
@@ -211,7 +252,13 @@ def test_learning_curves_run(tmp_path, monkeypatch, capsys):
             asked.append((command, given))
             if command == "evaluate":
                 return {"rewards": [0.5, 1.0], "mean": 0.75, "texts": ["apple"]}
-            return {"reward": 0.25, "response_length": 8.0, "step_seconds": 2.0, "generated_tokens": 64}
+            return {
+                "reward": 0.25,
+                "response_length": 8.0,
+                "step_seconds": 2.0,
+                "generated_tokens": 64,
+                "grad_norms": [1.5],
+            }
 
         def stop(self):
             asked.append(("stop", {}))
@@ -223,21 +270,28 @@ def test_learning_curves_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(trl_curves, "start_ours", start)
     out, times = tmp_path / "curves.json", ("--steps", "3", "--every", "2")
     result = result_of(trl_curves, out, "--seeds", "3", "4", *times)
-    step, evaluate = ("round", {"way": "ours 96"}), ("evaluate", {})
-    assert asked == [evaluate, step, step, evaluate, step, evaluate, ("stop", {})] * 2
+    step, evaluate, stop = ("round", {"way": "ours 96"}), ("evaluate", {}), ("stop", {})
+    updates = [*[step] * trl_curves.UPDATES, evaluate, stop]
+    assert asked == updates + [evaluate, step, step, evaluate, step, evaluate, stop] * 2
+    assert result["updates"]["grad_norms"] == {"ours": [1.5] * 3}
+    assert result["updates"]["rewards"] == {"ours": 0.75}
     course = result["seeds"]["3"]["ours"]
     assert [(each["step"], each["seconds"]) for each in course["evaluations"]] == [(0, 0.0), (2, 4.0), (3, 6.0)]
     assert {(each["reward"], each["right"]) for each in course["evaluations"]} == {(0.75, 0.5)}
-    assert [options["seed"] for _, options in told] == [3, 4]
-    (third, _), (fourth, _) = told
+    assert [options["seed"] for _, options in told] == [0, 3, 4]
+    _, (third, _), (fourth, _) = told
     assert third != fourth, "the order of prompts follows from the seed"
     assert sorted(map(str, third)) == sorted(map(str, fourth))
     assert result["ours_over_trl"] is None
+    asked.clear()
     more = result_of(trl_curves, out, "--seeds", "1", *times)
+    assert asked == [evaluate, step, step, evaluate, step, evaluate, stop]
+    assert more["updates"] == result["updates"]
     assert list(more["seeds"]) == ["1", "3", "4"], "of another day"
-    more["seeds"]["1"]["commit"] = "abc"
-    assert "seed 1 at commit abc, seeds 3, 4 at commit" in figures.about_curves(more)
     assert {seed: more["seeds"][seed] for seed in "34"} == result["seeds"]
+    for seed, found in more["seeds"].items():
+        found["machine"] |= {"commit": "abc" if seed == "1" else "def", "cores": 2, "torch": "2.13"}
+    assert "commit abc (seed 1), def (seed 3, seed 4), 2 cores, torch 2.13," in figures.about_curves(more)
     with pytest.raises(SystemExit):
         result_of(trl_curves, out, "--seeds", "1", "--steps", "3", "--every", "3")
     assert (
@@ -266,3 +320,42 @@ def test_seconds_to_the_same_reward():
     assert found["level"] == 0.5
     assert found["seconds_until"] == {"ours": pytest.approx(15.0), "trl": 40.0}
     assert found["ours_over_trl"] == pytest.approx(15 / 40)
+    assert found["of_seeds"]["0"]["ours_over_trl"] == found["ours_over_trl"]
+    assert found["steps_ours_over_trl"] == 20 / 80
+    rest = {"steps": 2, "lr": 1e-5, "beta": 0.04, "rule": "r"}
+    rest["updates"] = {"norms_differ_by": [1e-5, 2e-4], "rewards": {"ours": 0.3, "trl": 0.31}}
+    said = figures.about_curves(
+        found | rest | {"seeds": {"0": {"machine": {"commit": "abc", "cores": 2, "torch": "2"}}}}
+    )
+    assert "ours takes 15 s and TRL 40 s: 0.38** (each seed to its own: 0.38)" in said
+    assert "drew in 2 steps has gradient norms that differ by 2e-04 at most, and a test reward of 0.3000" in said
+
+
+@pytest.mark.parametrize("norms", [(1, 2, 3), (1, 2, 3.1)])
+def test_ours_is_given_what_trl_has_drawn(norms, monkeypatch):
+    """Updates that are not the same end the benchmark."""
+    given = []
+
+    class Child:
+        def __init__(self, *norms):
+            self._norms = iter(norms)
+
+        def ask(self, command, **told):
+            given.append(told)
+            return {"grad_norms": [next(self._norms)], "responses": [[7]], "rewards": [0.5]}
+
+    @contextlib.contextmanager
+    def children(*arguments):
+        yield {"ours": (Child(*norms, 0), {"way": "ours 96"}), "trl": (Child(1, 2, 3, 0), {})}
+
+    monkeypatch.setattr(trl_curves, "both_sides", children)
+    monkeypatch.setattr(trl_curves, "read_records", lambda path: [])
+    step = argparse.Namespace(prompts=None)
+    if norms[-1] != 3:
+        with pytest.raises(AssertionError, match="not the same computation"):
+            trl_curves.updates_on_the_same(None, step, None)
+        return
+    found = trl_curves.updates_on_the_same(None, step, None)
+    assert given[:4] == [{}, {"way": "ours 96", "prompts": [], "responses": [[7]]}] * 2
+    assert found["norms_differ_by"] == [0, 0, 0]
+    assert found["rewards"] == {"ours": 0.5, "trl": 0.5}

@@ -139,12 +139,18 @@ def test_what_it_has_reached(demo: Path, model: Path) -> None:
     for of_run in summary["training"].values():
         assert 0 < of_run["rollout_logprob_gap_max"] < 1e-4
         assert of_run["certificates"] > 0
+    assert summary["seed"] == 5
+    assert summary["commits"], "of both starts"
+    for name, of_checks in summary["checks"].items():
+        mean = sum(figure["value"] for figure in of_checks.values()) / 6
+        assert mean == pytest.approx(summary["models"][name]["checks that hold"]["value"])
     assert set(summary["seconds"]) >= {"replay", "sft", "pairs", "rm", "ppo", "grpo", "test-grpo", "drift-released"}
 
 
 def test_the_report_shows_what_each_model_says(demo: Path) -> None:
     """Every shown prompt with the answers of all models, and the runs below."""
     page = (demo / "report.html").read_text()
+    assert f"Seed 5, commit {', '.join(json.loads((demo / 'summary.json').read_text())['commits'])}." in page
     assert "http" not in page.split("<script", 1)[0]
     start, questions, runs = (
         page.index(f"<h2>{title}") for title in ("Answers to test", "Answers to questions", "Runs")
@@ -190,7 +196,7 @@ def test_another_demo_and_what_was_made_from_an_earlier_stage_are_refused(
     warm = Warm(vllm_ranks)
     arguments = ["--root", str(demo), "--model", str(model)]
     assert main([*arguments, "--seed", "1", *SMALL], warm) == 2
-    assert "holds another demo (seed 0; now 1); name another --root" in capsys.readouterr().err
+    assert "holds another demo (seed 5; now 1); name another --root" in capsys.readouterr().err
     assert main([*arguments, *SMALL, "grpo:train.num_steps=9"], warm) == 2
     assert "holds another demo (overrides [" in capsys.readouterr().err
     assert main([*arguments, "grop:train.num_steps=9"], warm) == 2
@@ -200,6 +206,9 @@ def test_another_demo_and_what_was_made_from_an_earlier_stage_are_refused(
         assert main([*arguments, *SMALL], warm) == 2
     assert "of the task's files" in (said := capsys.readouterr().err)
     assert "now of other files); name another --root" in said
+    runner = Runner(demo, make_console(), model, overrides=Overrides(tuple(SMALL)), call=warm)
+    with pytest.raises(ValueError, match=r"test-grpo was begun with \['actor.model.path=grpo/.*remove it to run it"):
+        runner.run(TEST, ["actor.model.path=elsewhere"], name="test-grpo")
     answers = demo / "data/answers.jsonl"
     answers.rename(demo / "answers.moved")
     try:
@@ -220,7 +229,7 @@ def test_another_demo_and_what_was_made_from_an_earlier_stage_are_refused(
     try:
         spoiled.write_text(made.partition("\n")[2])
         assert main([*arguments, *SMALL], warm) == 2
-        assert f"{spoiled} holds other records than seed 0, these sizes" in capsys.readouterr().err
+        assert f"{spoiled} holds other records than seed 5, these sizes" in capsys.readouterr().err
     finally:
         spoiled.write_text(made)
     assert not warm.runs

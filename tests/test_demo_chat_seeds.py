@@ -29,6 +29,7 @@ from tools.demo_chat.rehearsed import STEP, beside, measured_memory, predicted_m
 from tools.demo_chat.result_file import about, added, earlier, mean_over, over_seeds, settings
 from tools.demo_chat.run import rows_of
 from tools.demo_chat.seeds import LAYOUTS, SHORT, SMALL_STEP, VARIANTS
+from tools.demo_chat.tasks import CHECKS
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -59,7 +60,11 @@ def test_layouts_are_legal():
 def test_the_mean_over_seeds_by_hand():
     """.2, .3, .4: mean .3, deviation .1, t of two degrees of freedom 4.303."""
     by_seed = [
-        {"models": {"sft": {"right": {"value": value}}}, "differences": {"a over b": {"right": {"value": -value}}}}
+        {
+            "models": {"sft": {"right": {"value": value}}},
+            "checks": {"sft": {"kind": {"value": 2 * value}}},
+            "differences": {"a over b": {"right": {"value": -value}}},
+        }
         for value in (0.2, 0.3, 0.4)
     ]
     found = over_seeds(by_seed)
@@ -68,6 +73,7 @@ def test_the_mean_over_seeds_by_hand():
     assert of["high"] - of["value"] == pytest.approx(4.303 * 0.1 / math.sqrt(3), rel=1e-4)
     assert of["seeds"] == [0.2, 0.3, 0.4]
     assert found["differences"]["a over b"]["right"]["low"] == pytest.approx(-of["high"])
+    assert found["checks"]["sft"]["kind"]["value"] == pytest.approx(0.6)
     assert mean_over([0.5])["low"] is None
 
 
@@ -78,7 +84,8 @@ def test_a_result_is_added_to_what_other_machines_have_found(tmp_path):
 
     def of(commit, parts=(), **seeds):
         found = {
-            seed: {"models": {"sft": {"right": {"value": value}}}, "differences": {}} for seed, value in seeds.items()
+            seed: {"models": {"sft": {"right": {"value": value}}}, "checks": {}, "differences": {}}
+            for seed, value in seeds.items()
         }
         names = [*(f"seed {seed}" for seed in seeds), *parts]
         return {
@@ -100,7 +107,7 @@ def test_a_result_is_added_to_what_other_machines_have_found(tmp_path):
         "seed 10": "a", "layouts": "a", "killed": "b", "seed 2": "b",
     }  # fmt: skip
     assert added(both, of("c", parts=("layouts",)))["seeds"] == both["seeds"]
-    with pytest.raises(ValueError, match=r"result\.json is of other settings .* --out names another file"):
+    with pytest.raises(ValueError, match=r"result\.json is of other settings .* name another file by --out"):
         earlier(path, settings(model, ("grpo:train.num_steps=1",), {}))
     with pytest.raises(ValueError, match=r"is of other settings"):
         earlier(path, settings(model, (), {"grpo-lora": ("actor.lora={rank: 8}",)}))
@@ -110,23 +117,45 @@ def test_a_result_is_added_to_what_other_machines_have_found(tmp_path):
 
 
 def test_a_part_names_the_commits_of_its_runs(tmp_path):
-    """Not that of the call which only finds them finished."""
+    """Not that of the call which only finds them finished; of a run that went on at another commit both."""
     commits = {"sft": "a", "grpo": "b", "control": "a", "killed": "c", "layouts-sft-tp3": "d", "profiled-rm": "e"}
-    (tmp_path / "commits.json").write_text(json.dumps(commits))
+    (tmp_path / "commits.json").write_text(json.dumps({name: [commit] for name, commit in commits.items()}))
     runner = Runner(tmp_path, make_console(), tmp_path)
+    (tmp_path / "grpo").mkdir()
+    for commit in ("c", "c", "b"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tools.demo_chat.pipeline.commit_of_sources", lambda commit=commit: commit)
+            runner.note_start("grpo", [f"actor.model.path={tmp_path}/sft"])
+    assert json.loads((tmp_path / "commits.json").read_text())["grpo"] == ["b", "c"]
+    assert json.loads((tmp_path / "changes.json").read_text()) == {"grpo": ["actor.model.path=sft"]}
+    commits = {name: [commit] for name, commit in commits.items()}
+    (tmp_path / "commits.json").write_text(json.dumps(commits))
     assert about(runner.commits(seeds.is_of_seed))["commit"] == "a, b"
     assert runner.commits(partial(seeds.is_of, seeds.RUNS["killed"])) == ["c"]
     assert about([])["commit"], "of runs before it was noted: this one"
 
 
-def test_parts_do_not_replace_a_result_unasked(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["--parts", "layouts"], "has seed 5, seed 6, killed, which would be lost: --add keeps them"),
+        (["--seeds", "5"], "has seed 6, which would be lost: --add keeps them"),
+        (["--set", "data:test=8"], "is of other settings"),
+        (["--set", "data:test=8", "--add"], "is of other settings"),
+    ],
+)
+def test_a_result_is_not_replaced_unasked(asked, said, tmp_path, capsys):
+    model = tmp_path / "model"
+    model.mkdir()
     out = tmp_path / "result.json"
-    out.write_text("{}")
-    command = ["--parts", "layouts", "--root", str(tmp_path / "runs"), "--out", str(out), "--model", str(tmp_path)]
+    has = {"settings": settings(model, (), VARIANTS), "seeds": {"5": {}, "6": {}}, "layouts": {}, "killed": {}}
+    out.write_text(json.dumps(has))
+    command = [*asked, "--root", str(tmp_path / "runs"), "--out", str(out), "--model", str(model)]
     assert seeds.main(command, call=lambda _: pytest.fail("a stage was started")) == 2
-    assert "is there: --add keeps its other parts and seeds" in capsys.readouterr().err
-    assert out.read_text() == "{}"
+    assert said in capsys.readouterr().err
+    assert json.loads(out.read_text()) == has
     assert not (tmp_path / "runs").exists()
+    assert not seeds.not_measured(has, seeds.PARTS, [5, 6, 7])
 
 
 def test_shares_are_said_in_per_cent():
@@ -135,7 +164,7 @@ def test_shares_are_said_in_per_cent():
         ("sft", "answers that are right", "41.8%", "34.6%", "49.4%"),
         ("sft", "tokens of an answer", "0.4184", None, "0.4938"),
     ]
-    every = {words for figures in FIGURES.values() for words in figures.values()}
+    every = {words for figures in FIGURES.values() for words in figures.values()}.union(CHECKS)
     assert set(SHARES) <= every
 
 
@@ -203,6 +232,7 @@ RESULT = {
     },
     "summary": {
         "models": {"sft": {"answers that are right": {"value": 0.5, "low": -0.25, "high": 1.25, "seeds": [0.4, 0.6]}}},
+        "checks": {"sft": {"kind": {"value": 0.3, "low": None, "seeds": [0.3]}}},
         "differences": {"sft over released": {"tokens of an answer": {"value": -3.0, "low": None, "seeds": [-3.0]}}},
     },
     "layouts": {"sft": {"one rank": {"loss": 1.23456789}, "TP3": {"loss": 1.2345678}}},
@@ -227,6 +257,8 @@ def test_the_page_takes_what_was_found():
     for line in (
         "torch 2; seed 0, killed: commit abc; `bench",
         "| sft | 50.0% [0.0 to 100.0] (40.0, 60.0) |",
+        "| model | kind |",
+        "| sft | 30.0% (30.0) |",
         "| sft over released | -3.00 (-3.00) |",
         "| ppo | 1.5 | 8 | 4.2 | 0.123 | 2.0e-05 | 2 |",
         "| TP3 | 1.23457 |",

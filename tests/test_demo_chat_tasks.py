@@ -5,14 +5,16 @@ from __future__ import annotations
 import collections
 import json
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tools.demo_chat import make_data
+from tools.demo_chat import make_data, words
 from tools.demo_chat.tasks import CHECKS, Task, all_tasks, checks, degrees, graded, judge, right, task_of
+from tools.demo_chat.words import name_of
 
 ANIMALS = Task(category="animals", count=3, case="upper", full_stop=True)
 
@@ -23,11 +25,14 @@ ANIMALS = Task(category="animals", count=3, case="upper", full_stop=True)
         ("BEAR, CAT, DOG.", []),
         ("DOG, CAT, BEAR. \n", []),
         ("BEARS, CATS, POLAR BEARS.", []),
+        ("WOLVES, GEESE, MICE.", []),
         ("BEAR, CAT.", ["count"]),
         ("BEAR, CAT, DOG, FOX.", ["count"]),
         ("BEAR, CAT, TABLE.", ["kind"]),
         ("BEAR, CAT, DOGGO.", ["kind"]),
         ("BEAR, CAT, CAT.", ["distinct"]),
+        ("BEAR, CAT, CATS.", ["distinct"]),
+        ("BEAR, WOLF, WOLVES.", ["distinct"]),
         ("Bear, CAT, DOG.", ["case"]),
         ("BEAR, CAT, DOG", ["end"]),
         ("cat, bear", ["count", "case", "end"]),
@@ -72,6 +77,30 @@ def test_repeating_what_is_known_does_not_pay() -> None:
     """GRPO's reward of items that are distinct, one of another kind, is above that of one that is said three times."""
     fields = ANIMALS.fields()
     assert graded("", "BEAR, CAT, TABLE.", fields)["score"] > graded("", "CAT, CAT, CAT.", fields)["score"]
+
+
+def test_other_names_of_the_same() -> None:
+    countries = Task(category="countries", count=2, case="any", full_stop=False)
+    assert all(judge(countries, "USA, France").values())
+    assert [name for name, value in judge(countries, "USA, the United States").items() if not value] == ["kind"]
+    assert not judge(countries, "USA, United States")["distinct"]
+    assert name_of("Grey", "colors") == name_of("gray", "colors") == "gray"
+    for other, name in words._SAME.items():
+        assert any(name in known for known in words.CATEGORIES.values()), (other, name)
+
+
+def test_no_question_of_what_is_forgotten_is_like_one_that_is_learnt() -> None:
+    """Neither its first three words nor two of its telling ones."""
+    learnt, asked = (
+        [line.lower() for line in path.read_text().splitlines()]
+        for path in (make_data.REPLAY_QUESTIONS, make_data.QUESTIONS)
+    )
+    openings = {tuple(line.split()[:3]) for line in learnt}
+    telling = [{word for word in re.findall("[a-z]+", line) if len(word) > 4} for line in learnt]
+    for line in asked:
+        assert tuple(line.split()[:3]) not in openings
+        own = {word for word in re.findall("[a-z]+", line) if len(word) > 4} - {"would", "should", "could", "about"}
+        assert all(len(own & other) < 2 for other in telling), line
 
 
 def test_case_and_full_stop_count_where_they_were_asked_for() -> None:

@@ -15,6 +15,7 @@ from megarlhf.observe.metrics import read_metrics
 from megarlhf.observe.progress import format_number
 from tools.demo.pipeline import evaluations
 from tools.demo_chat.pipeline import MODELS, RELEASED, RM, SFT
+from tools.demo_chat.tasks import CHECKS, judge, task_of
 
 Row = Mapping[str, Any]
 FIGURES: Mapping[str, Mapping[str, str]] = {
@@ -31,6 +32,7 @@ FIGURES: Mapping[str, Mapping[str, str]] = {
 }
 """By evaluation, its figures and what they say."""
 SHARES = (
+    *CHECKS,
     "checks that hold",
     "answers that are right",
     "answers that end by themselves",
@@ -53,6 +55,7 @@ def figures(
     """What the pipeline under `root` reached; `names`: of models and of the runs that have made them."""
     return {
         "models": {name: tested(root, name) for name in names},
+        "checks": {name: checked(root, name) for name in names},
         "differences": {f"{name} over {before}": difference(root, name, before) for name, before in differences},
         "reward_model_pair_accuracy": evaluations(root / RM.name)[-1]["eval_pair_accuracy"],
         "training": {name: of_training(root / name) for name in names if name not in (RELEASED, SFT.name)},
@@ -68,6 +71,16 @@ def tested(root: Path, name: str) -> dict[str, Any]:
             words: {key: known[metric][key] for key in ("value", "low", "high")} for metric, words in wanted.items()
         }
     return found
+
+
+def checked(root: Path, name: str) -> dict[str, Any]:
+    """By check, of which share of a model's answers to test prompts it holds, with the interval."""
+    answers = by_prompt(responses(root, "test", name)).values()
+    judged = [[judge(task_of(row), row["response"]) for row in rows] for rows in answers]
+    return {
+        check: as_tree(mean_of(torch.tensor([fmean(each[check] for each in rows) for rows in judged])))
+        for check in CHECKS
+    }
 
 
 def said(words: str, value: float) -> str:

@@ -22,7 +22,8 @@ SIZES = {"sft": 800, "spoiled": 700, "pairs": 160, "prompts": 512, "validation":
 QUESTIONS = Path(__file__).parent / "questions.txt"
 """Fifty questions that have nothing to do with the task."""
 REPLAY_QUESTIONS = Path(__file__).parent / "replay_questions.txt"
-"""Others of the kind, whose answers by the released model are learnt again."""
+"""Other questions, whose answers by the released model are learnt again; of the fifty none begins like one of them, or
+is about the same."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

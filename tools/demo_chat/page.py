@@ -33,9 +33,10 @@ def sections(root: Path, found: Mapping[str, Any]) -> list[str]:
     tests = {name: [rows[0] for rows in by_prompt(responses(root, "test", name)).values()] for name in names}
     asked = [row["messages"][-1]["content"] for row in read_lines(root / "data/test.jsonl")]
     others = {name: responses(root, "drift", name) for name in names}
+    of = f"Seed {found['seed']}, commit {html.escape(', '.join(found['commits']))}."
     return [
         "<h2>Figures of test data</h2>",
-        '<p class="soft">Means and their 95% intervals over prompts, which no choice of the run has seen.</p>',
+        f'<p class="soft">{of} Means and their 95% intervals over prompts, which no stage has read.</p>',
         _figures(found["models"]),
         '<p class="soft">Differences prompt by prompt, with the intervals of the differences.</p>',
         _differences(found["differences"]),

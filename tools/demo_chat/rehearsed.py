@@ -97,9 +97,10 @@ def predicted_seconds(times: Sequence[Mapping[str, Any]], stage: Stage) -> dict[
     for phase in times[-1]["phases"]:
         name = phase["phase"].partition("/")[0]
         phases[name] = phases.get(name, 0.0) + phase["seconds"]
+    whole = {"seconds": times[-1]["seconds"]}
     if stage.command != "rl":
-        return {"seconds": times[-1]["seconds"]}
-    return {metric: sum(phases.get(name, 0.0) for name in names) for metric, names in SUMS.items()}
+        return whole
+    return whole | {metric: sum(phases.get(name, 0.0) for name in names) for metric, names in SUMS.items()}
 
 
 def measured_seconds(run: Path) -> dict[str, float]:

@@ -16,7 +16,8 @@ from megarlhf.resume.file_digest import digest_of_directory
 
 COMMAND = "make demo-chat-seeds"
 MODULES = "tools/demo_chat"
-SETTINGS = ("configs/demo-chat/*.yaml", f"{MODULES}/make_data.py", f"{MODULES}/tasks.py", f"{MODULES}/words.py")
+OF_THE_TASK = ("make_data.py", "tasks.py", "words.py", "*.txt")
+SETTINGS = ("configs/demo-chat/*.yaml", *(f"{MODULES}/{each}" for each in OF_THE_TASK))
 """The files that say what is run, and on which data."""
 
 
@@ -51,8 +52,8 @@ def earlier(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if found and found.get("settings") != settings:
         raise ValueError(
-            f"{path} is of other settings ({found.get('settings')}; now {settings}): without --add it is written anew, "
-            "and --out names another file"
+            f"{path} is of other settings ({found.get('settings')}; now {settings}): name another file by --out, or "
+            "remove it"
         )
     return found
 
@@ -72,7 +73,7 @@ def over_seeds(by_seed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             name: {words: mean_over([each[kind][name][words]["value"] for each in by_seed]) for words in of}
             for name, of in by_seed[0][kind].items()
         }
-        for kind in ("models", "differences")
+        for kind in ("models", "checks", "differences")
     }
 
 

@@ -17,6 +17,7 @@ from megarlhf.commands.cli import COMMANDS
 from megarlhf.config import load_config
 from megarlhf.observe.progress import make_console, table
 from megarlhf.observe.report import write_report
+from megarlhf.resume.file_digest import digest_of_directory
 from tools.demo.pipeline import call, write_json
 from tools.demo_chat.figures import figures, read_lines, said
 from tools.demo_chat.make_data import make, sizes_with, write_lines
@@ -29,6 +30,7 @@ from tools.demo_chat.pipeline import (
     MODELS,
     PPO,
     RM,
+    SEEDS,
     SFT,
     STAGES,
     TEST,
@@ -46,7 +48,7 @@ def main(argv: Sequence[str] | None = None, call: Callable[[Sequence[str]], int]
     """Run the stages in order; a failing stage ends it with its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=DEFAULT_ROOT, help="where everything is written")
-    parser.add_argument("--seed", type=int, default=0, help="of data, order and samples")
+    parser.add_argument("--seed", type=int, default=SEEDS[0], help="of data, order and samples")
     parser.add_argument("--model", type=Path, help="another model directory than that of `make pretrained`")
     parser.add_argument(
         "overrides",
@@ -92,6 +94,7 @@ def start(runner: Runner) -> None:
     settings = {
         "seed": runner.seed,
         "model": str(runner.model),
+        "digest of the model": digest_of_directory(runner.model),
         "overrides": list(runner.overrides.given),
         "digest of configs/demo-chat and of the task's files": files_digest(),
     }
@@ -156,6 +159,7 @@ def finish(runner: Runner) -> None:
     root, console, found = runner.root, runner.console, figures(runner.root)
     evaluations = [f"{each.name}-{name}" for each in (TEST, DRIFT) for name in MODELS]
     own = {each.name for each in (*STAGES, ANSWERS)}.union(evaluations)
+    found |= {"seed": runner.seed, "commits": runner.commits(own.__contains__)}
     seconds = {name: each for name, each in runner.seconds().items() if name in own}  # not those of variants
     write_json(root / "summary.json", found | {"seconds": seconds, "minutes": round(sum(seconds.values()) / 60, 1)})
     runs = [root / each.name for each in (SFT, RM, PPO, GRPO)]

@@ -1,7 +1,7 @@
 """`make demo-chat-seeds`: the chat demo for several seeds, with a control and an adapter, and at several layouts.
 
 What has been run is kept under runs/demo-chat-seeds: the command goes on where it was stopped. Settings were chosen on
-the seeds 0 and 1; figures are of other seeds' test prompts, which nothing else reads. The control permutes the rewards
+the seeds 0 to 4; figures are of other seeds' test prompts, which nothing else reads. The control permutes the rewards
 of each step over its samples, so that they say nothing about the answers. Writes benchmarks/results/demo_chat.json,
 from which `python -m tools.demo_chat.tables --page` makes the tables of docs/demo-chat.md; with --add it keeps what is
 in that file of other seeds and parts, such as other machines have run.
@@ -23,7 +23,7 @@ from megarlhf.observe.progress import make_console, table
 from tools.demo.pipeline import call, write_json
 from tools.demo_chat.figures import DIFFERENCES, figures
 from tools.demo_chat.killed import call_and_kill
-from tools.demo_chat.pipeline import GRPO, MODELS, SFT, Overrides, Runner
+from tools.demo_chat.pipeline import GRPO, MODELS, SEEDS, SFT, Overrides, Runner
 from tools.demo_chat.rehearsed import rehearsed
 from tools.demo_chat.result_file import about, added, earlier, settings
 from tools.demo_chat.run import evaluate_all, rows_of, run, start, train
@@ -63,7 +63,7 @@ RUNS: Mapping[str, tuple[str, ...]] = {
 def main(argv: Sequence[str] | None = None, call: Callable[[Sequence[str]], int] = call) -> int:
     """Run all parts; a failing stage ends it with its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[2, 3, 4], help="settings were chosen on 0 and 1")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="settings were chosen on 0 to 4")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--root", type=Path, default=DEFAULT_ROOT)
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -78,12 +78,13 @@ def main(argv: Sequence[str] | None = None, call: Callable[[Sequence[str]], int]
             seed: Runner(options.root / f"seed-{seed}", console, model, seed, overrides, call, False)
             for seed in options.seeds
         }
-        if set(options.parts) != set(PARTS) and not options.add and options.out.exists():
-            raise ValueError(
-                f"{options.out} is there: --add keeps its other parts and seeds, and --out names another file"
-            )
         found: dict[str, Any] = {"settings": settings(model, options.set, VARIANTS), "about": {}}
-        before = earlier(options.out, found["settings"]) if options.add else {}
+        before = earlier(options.out, found["settings"])
+        if not options.add and (lost := not_measured(before, options.parts, options.seeds)):
+            raise ValueError(
+                f"{options.out} has {', '.join(lost)}, which would be lost: --add keeps them, and --out names another "
+                "file"
+            )
         if "seeds" in options.parts:
             found["seeds"] = {str(seed): of_seed(runner) for seed, runner in runners.items()}
             found["about"] |= {f"seed {seed}": about(runner.commits(is_of_seed)) for seed, runner in runners.items()}
@@ -93,7 +94,7 @@ def main(argv: Sequence[str] | None = None, call: Callable[[Sequence[str]], int]
             if name in options.parts:
                 found[name] = part(first)
                 found["about"][name] = about(first.commits(partial(is_of, RUNS[name])))
-        found = added(before, found)
+        found = added(before if options.add else {}, found)
     except (ValueError, FileNotFoundError) as error:
         print(f"make demo-chat-seeds: {error}", file=sys.stderr)
         return 2
@@ -102,6 +103,15 @@ def main(argv: Sequence[str] | None = None, call: Callable[[Sequence[str]], int]
         print_summary(console, found["summary"])
     console.print(f"wrote {options.out}")
     return 0
+
+
+def not_measured(before: Mapping[str, Any], parts: Sequence[str], seeds: Sequence[int]) -> list[str]:
+    """What a result has that is not asked for."""
+    again = seeds if "seeds" in parts else ()
+    return [
+        *(f"seed {seed}" for seed in before.get("seeds", {}) if int(seed) not in again),
+        *(part for part in PARTS if part != "seeds" and part in before and part not in parts),
+    ]
 
 
 def of_seed(runner: Runner) -> dict[str, Any]:
@@ -149,6 +159,7 @@ def killed(runner: Runner) -> dict[str, Any]:
     run = runner.root / "killed"
     note = run / "killed.json"
     if not note.exists():
+        runner.note_start("killed", changes)
         call_and_kill(runner.command(GRPO, changes, "killed"), run / "resume/step_000002")
         write_json(note, {"killed_at_step": max(row["step"] for row in read_metrics(run))})
     runner.run(GRPO, changes, name="killed")

@@ -11,7 +11,8 @@ from typing import Any
 
 from benchmarks.machine import ROOT
 from benchmarks.page import UNKNOWN, Places, Tree, by_commit, fill, load_result, print_or_write, table
-from tools.demo_chat.figures import SHARES
+from tools.demo_chat.figures import COMPARED, SHARES
+from tools.demo_chat.tasks import CHECKS
 
 MODULE = "tools.demo_chat.tables"
 RESULT = ROOT / "benchmarks" / "results" / "demo_chat.json"
@@ -36,6 +37,7 @@ def places_of(result: Tree) -> Places:
     return {
         "about": [about(result)],
         "models": of_summary("model", summary.get("models", {})),
+        "checks": of_summary("model", summary.get("checks", {}), CHECKS),
         "differences": of_summary("difference", summary.get("differences", {})),
         "time": of_time(result.get("seeds", {})),
         "layouts": of_layouts(layouts),
@@ -57,9 +59,10 @@ def about(result: Tree) -> str:
     )
 
 
-def of_summary(first: str, figures: Mapping[str, Any]) -> list[str]:
-    """A row a model or difference, a column a figure: the mean over seeds, its interval, and the seeds' values."""
-    words = list(next(iter(figures.values()), {})) or ["checks that hold", "answers that are right"]
+def of_summary(first: str, figures: Mapping[str, Any], unknown: Sequence[str] = tuple(COMPARED.values())) -> list[str]:
+    """A row a model or difference, a column a figure: the mean over seeds, its interval, and the seeds' values; the
+    columns are `unknown` where there is none."""
+    words = list(next(iter(figures.values()), unknown))
     least = 0.0 if first == "model" else -1.0
     rows = [[name, *(with_seeds(each, of[each], least) for each in words)] for name, of in figures.items()]
     return table([first, *words], rows or [[UNKNOWN] * (len(words) + 1)])
@@ -130,10 +133,15 @@ def of_rehearsed(found: Mapping[str, Any]) -> list[str]:
             for name, each in kinds[kind].items():
                 predicted, measured = each["predicted"], each["measured"]
                 if None not in (predicted, measured) and max(predicted, measured) >= SHOWN * scale:
-                    off = f"{predicted / measured - 1:+.0%}" if measured >= SHOWN * scale else UNKNOWN
+                    off = percent(predicted / measured - 1) if measured >= SHOWN * scale else UNKNOWN
                     rows.append([stage, f"{name}, {unit}", f"{predicted / scale:.2f}", f"{measured / scale:.2f}", off])
     head = ["stage", "figure", "rehearsed", "measured", "off by"]
     return table(head, rows or [[UNKNOWN] * len(head)])
+
+
+def percent(share: float) -> str:
+    """Signed, but for 0."""
+    return "0%" if abs(share) < 0.005 else f"{share:+.0%}"
 
 
 def _precise(value: float) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
-from tools.demo_chat.words import FAMILIAR, belongs
+from tools.demo_chat.words import FAMILIAR, belongs, name_of
 
 Case = Literal["any", "upper"]
 
@@ -125,7 +125,7 @@ def degrees(task: Task, answer: str) -> dict[str, float]:
         "form": 1.0,
         "count": max(0.0, 1 - abs(len(items) - task.count) / task.count),
         "kind": share(belongs(item, task.category) for item in items),
-        "distinct": len({item.lower() for item in items}) / len(items),
+        "distinct": len({name_of(item, task.category) or item.lower() for item in items}) / len(items),
         "case": share(task.case == "any" or item == item.upper() for item in items),
         "end": float(not task.full_stop or answer.strip().endswith(".")),
     }

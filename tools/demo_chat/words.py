@@ -108,12 +108,28 @@ CATEGORIES: dict[str, tuple[str, ...]] = {
 
 
 def belongs(item: str, category: str) -> bool:
-    """Whether an item in any case is of the category, in the singular or a regular plural."""
+    """Whether an item in any case is of the category."""
+    return name_of(item, category) is not None
+
+
+def name_of(item: str, category: str) -> str | None:
+    """The word of the category that an item in any case is: itself, or what it is a plural or another name of; None
+    where there is none."""
     word = item.lower()
-    forms = {word, word.removesuffix("s"), word.removesuffix("es")}
-    if word.endswith("ies"):
-        forms.add(word[:-3] + "y")
-    return not forms.isdisjoint(_KNOWN[category])
+    forms = [word, word.removesuffix("s"), word.removesuffix("es")]
+    forms += [word[:-3] + "y"] if word.endswith("ies") else []
+    forms += [_SAME[word]] if word in _SAME else []
+    return next((_SAME.get(form, form) for form in forms if form in _KNOWN[category]), None)
+
+
+_SAME = {
+    "bookshelves": "bookshelf", "firemen": "fireman", "fishermen": "fisherman", "geese": "goose", "knives": "knife",
+    "mice": "mouse", "octopi": "octopus", "oxen": "ox", "policemen": "policeman", "postmen": "postman",
+    "salesmen": "salesman", "scarves": "scarf", "shelves": "shelf", "wolves": "wolf",
+    "aeroplane": "airplane", "ax": "axe", "grey": "gray", "pyjamas": "pajamas", "whisky": "whiskey",
+    "uk": "united kingdom", "us": "united states", "usa": "united states", "united states of america": "united states",
+}  # fmt: skip
+"""Irregular plurals, other spellings and abbreviations."""
 
 
 _KNOWN = {name: frozenset(words) for name, words in CATEGORIES.items()}
