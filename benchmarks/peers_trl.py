@@ -157,7 +157,6 @@ class Timed(Clocked, GRPOTrainer):
                 "reward": self.reward,
                 "response_length": statistics.mean(map(len, self.responses)),
                 "generated_tokens": None if self._inject else sum(map(len, self.responses)),
-                "responses": self.responses,
                 "threads": torch.get_num_threads(),
             }
         )

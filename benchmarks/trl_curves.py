@@ -99,7 +99,7 @@ def updates_on_the_same(setting: Setting, step: Step, arguments: argparse.Namesp
                 answer = child.ask("round", **told, **drawn)
                 norms.setdefault(name, []).append(norm_of(answer))
                 if "trl" in children:
-                    drawn = {"prompts": [], "responses": answer["responses"]} if name == "trl" else {}
+                    drawn = child.ask("drawn") if name == "trl" else {}
             differ.append(require_same({name: each[-1] for name, each in norms.items()}))
         rewards = {name: statistics.mean(child.ask("evaluate")["rewards"]) for name, (child, _) in children.items()}
     return {"grad_norms": norms, "norms_differ_by": [each for each in differ if each is not None], "rewards": rewards}

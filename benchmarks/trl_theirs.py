@@ -1,7 +1,8 @@
 """TRL's GRPO trainer in `make bench-trl`, as a child: `peers_trl.py` on conversations, with its defaults.
 
 Prompts are handed to it as conversations, from which it makes ids; the commands are those of `trl_ours.py`, but for
-`draw`. Of the methods that are replaced only `_generate_single_turn` changes anything, where responses are given.
+`draw`, and `drawn`, which says the responses of the last step. Of the methods that are replaced only
+`_generate_single_turn` changes anything, where responses are given.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Grpo(Timed):
         super().__init__(Workload([], []), parent, **kwargs)
         self._rule = rule_of(options["rule"])
         self._test = read_records(Path(options["test"]))
-        self.does = {"evaluate": self.evaluate_greedily}
+        self.does = {"evaluate": self.evaluate_greedily, "drawn": lambda: {"responses": self.responses}}
 
     def begin_round(self, message: Message) -> bool:
         """Whether responses are given."""

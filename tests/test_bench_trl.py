@@ -341,8 +341,10 @@ def test_ours_is_given_what_trl_has_drawn(norms, monkeypatch):
             self._norms = iter(norms)
 
         def ask(self, command, **told):
-            given.append(told)
-            return {"grad_norms": [next(self._norms)], "responses": [[7]], "rewards": [0.5]}
+            given.append((command, told) if told else command)
+            if command == "drawn":
+                return {"responses": [[7]]}
+            return {"grad_norms": [next(self._norms)], "rewards": [0.5]}
 
     @contextlib.contextmanager
     def children(*arguments):
@@ -356,6 +358,6 @@ def test_ours_is_given_what_trl_has_drawn(norms, monkeypatch):
             trl_curves.updates_on_the_same(None, step, None)
         return
     found = trl_curves.updates_on_the_same(None, step, None)
-    assert given[:4] == [{}, {"way": "ours 96", "prompts": [], "responses": [[7]]}] * 2
+    assert given[:3] == ["round", "drawn", ("round", {"way": "ours 96", "responses": [[7]]})]
     assert found["norms_differ_by"] == [0, 0, 0]
     assert found["rewards"] == {"ours": 0.5, "trl": 0.5}
