@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks import kept
 from benchmarks import prompts as bench
 from benchmarks import prompts_figures as figures
 from benchmarks.packing_workload import REHEARSAL, Workload
@@ -96,11 +97,15 @@ def test_a_run_goes_on_with_what_its_commit_has_found(tmp_path, monkeypatch):
     """Not of another commit, of other settings, or of changed files."""
     monkeypatch.setattr(bench, "KEPT", tmp_path)
     setting = bench.Setting(model=tmp_path, sizes=REHEARSAL, threads=1, rounds=1, trl=None)
+    monkeypatch.setattr(kept, "commit_of_sources", lambda: "abc")
     bench.kept_of({"commit": "abc"}, setting).keep("equal_1_1", {"ways": 3})
     assert bench.kept_of({"commit": "abc"}, setting).found("equal_1_1") == {"ways": 3}
     assert bench.kept_of({"commit": "abd"}, setting).found("equal_1_1") is None
     assert bench.kept_of({"commit": "abc"}, setting).found("equal_4_1") is None
     other = bench.Setting(model=tmp_path, sizes=REHEARSAL, threads=1, rounds=2, trl=None)
     assert bench.kept_of({"commit": "abc"}, other).found("equal_1_1") is None
+    bench.kept_of({"commit": "abd"}, setting).keep("equal_1_1", {})
+    assert bench.kept_of({"commit": "abd"}, setting).found("equal_1_1") is None, "changed while it ran"
+    monkeypatch.setattr(kept, "commit_of_sources", lambda: "abc-dirty")
     bench.kept_of({"commit": "abc-dirty"}, setting).keep("equal_1_1", {})
     assert bench.kept_of({"commit": "abc-dirty"}, setting).found("equal_1_1") is None

@@ -87,6 +87,13 @@ def test_what_is_mistyped_is_told_with_what_was_meant(capsys: pytest.CaptureFixt
         ("sft", "-c", "x", "--run.nproc=2"): "a key of the configuration has no dashes before it: run.nproc=2",
         ("sft",): "megarlhf sft: -c/--config is missing; see `megarlhf sft --help`",
         ("convert", "inspct", "d"): "megarlhf convert: unknown command 'inspct'; did you mean inspect?",
+        (
+            "convert",
+            "gguf-to-hf",
+            "--ggfu",
+            "x",
+            "--out=y",
+        ): "--gguf is missing; unknown option --ggfu; did you mean --gg",
         ("convert", "inspect", "d", "--tensor-s"): "unknown option --tensor-s; did you mean --tensors?",
         ("plan", "-c", "x", "--oder", "rank"): "megarlhf plan: unknown option --oder; did you mean --order?",
         ("rehearse", "slf", "-c", "x"): "megarlhf rehearse: unknown command 'slf'; did you mean sft?",

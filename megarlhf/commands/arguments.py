@@ -21,6 +21,13 @@ class Parser(argparse.ArgumentParser):
     below: Callable[[], str] | None = None
     """What the help goes on with."""
 
+    _given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """argparse's; its error of a missing argument does not know what was given in its place."""
+        self._given = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
     def format_help(self) -> str:
         text = super().format_help()
         return text if self.below is None else f"{text}\n{self.below()}\n"
@@ -39,10 +46,12 @@ class Parser(argparse.ArgumentParser):
             meant = _meant(given, choices)
             return f"unknown {what} {given!r}{meant + ' Known' if meant else '; known'}: {', '.join(choices)}"
         if message.startswith("the following arguments are required: "):
-            return f"{message.partition(': ')[2]} is missing; see `{self.prog} --help`"
-        if not message.startswith("unrecognized arguments: "):
+            found = [f"{message.partition(': ')[2]} is missing", *map(self._unknown, self._unknown_options())]
+        elif message.startswith("unrecognized arguments: "):
+            found = list(map(self._unknown, message.partition(": ")[2].split()))
+        else:
             return message
-        return "; ".join(map(self._unknown, message.partition(": ")[2].split()))
+        return "; ".join([*found, f"see `{self.prog} --help`"])
 
     def _unknown(self, given: str) -> str:
         name = given.partition("=")[0]
@@ -50,7 +59,13 @@ class Parser(argparse.ArgumentParser):
             return f"{given!r} is one too many"
         if "." in name:
             return f"unknown option {given}: a key of the configuration has no dashes before it: {given.lstrip('-')}"
-        return f"unknown option {name}{_meant(name, self.options())}; see `{self.prog} --help`"
+        return f"unknown option {name}{_meant(name, self.options())}"
+
+    def _unknown_options(self) -> list[str]:
+        """Of the words that were given."""
+        known = self.options()
+        options = [word for word in self._given if word.startswith("--") and word != "--"]
+        return [word for word in options if not any(name.startswith(word.partition("=")[0]) for name in known)]
 
     def options(self) -> list[str]:
         """Of this parser and of its commands."""

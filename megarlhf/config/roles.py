@@ -27,8 +27,9 @@ class ModelConfig(FrozenModel):
     random_init: bool = False
     """Start from random weights of the architecture in config.json (the same at every layout)."""
     fresh_head: bool = False
-    """Draw the scalar head at random and read the rest from `path`. For the critic of `rl` only, where `path` is a
-    language model, which has no such head; without it that is refused. `rm` does so by itself."""
+    """The scalar head starts at zero, and so do all values; the rest is read from `path`. For the critic of `rl` only,
+    where `path` is a language model, which has no such head (without it that is refused), or a reward model, whose
+    scores of unfinished responses are no estimate of a return. `rm` draws its head at random by itself."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Of parameters and activations. `auto`: that of the tensors stored at `path`; with `random_init` what config.json
     says, otherwise fp32. A checkpoint in fp16 or in several dtypes needs one named here. The table that a start prints

@@ -299,8 +299,8 @@ class RLConfig(FrozenModel):
         for name, role in self.roles().items():
             if name != "critic" and role.model.fresh_head:
                 raise ValueError(
-                    f"{name}.model.fresh_head: only a critic may start from a random head, which it learns; a reward "
-                    "model with one gives random rewards, and other roles have no scalar head. Leave it out"
+                    f"{name}.model.fresh_head: only a critic may start from a fresh head, which it learns; a reward "
+                    "model with one says nothing, and other roles have no scalar head. Leave it out"
                 )
         check_choices(
             "rl",

@@ -28,7 +28,7 @@ from megarlhf.weights.checkpoint.hf_writer import read_other_files
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint, require_scalar_head
 from megarlhf.weights.checkpoint.peft import adapter_config, brings_head, open_adapter, write_adapter
 from megarlhf.weights.checks.digest import replica_digests, summed, whole_digest
-from megarlhf.weights.transport.random_init import fill_random
+from megarlhf.weights.transport.random_init import fill_random, fill_zeros
 from megarlhf.weights.transport.storages import Storages, check_storages, load_from_files
 
 log = logging.getLogger(__name__)
@@ -46,10 +46,12 @@ def replica_placements(shard: ModelShard) -> list[RankPlacements]:
 def load_weights(shard: ModelShard, model: ModelConfig, *, seed: int, new_head: bool = False) -> None:
     """Fill every parameter: from a checkpoint of any format and layout, or at random, the same at every layout.
 
-    Each rank reads just its boxes. `new_head`: a scalar role may start from a language model, with a random head.
+    Each rank reads just its boxes. `new_head`: a scalar role may start from a language model, with a random head (of a
+    reward model, which learns differences of scores). With `model.fresh_head` its head starts at zero (of a critic,
+    whose values a random one would spread wider than the returns; as OpenAI's lm-human-preferences).
 
     Raises: ValueError for a scalar role whose checkpoint and adapter have no scalar head, where neither `new_head` nor
-    `model.fresh_head` allows a random one.
+    `model.fresh_head` allows a new one.
     """
     mine = placements_on(shard, shard.mesh.runtime.rank)
     live = shard.parameters()
@@ -69,10 +71,13 @@ def load_weights(shard: ModelShard, model: ModelConfig, *, seed: int, new_head: 
     fresh = frozenset({score} & mine.tensors.keys()) if unread else frozenset()
     load_from_files(mine, checkpoint.weights, live, skip=fresh | adapter_tensors(shard.arch))
     if shard.head == "scalar":
-        how = "starts at random" if unread else "is loaded"
+        how = ("starts at random" if new_head else "starts at zero") if unread else "is loaded"
         log.info("%s: the scalar head %s", model.path, "is that of the adapter" if brought else how)
     if fresh and not brought:
-        fill_random(mine, live, seed=seed, std=std, arch=shard.arch, head=shard.head, only=fresh)
+        if new_head:
+            fill_random(mine, live, seed=seed, std=std, arch=shard.arch, head=shard.head, only=fresh)
+        else:
+            fill_zeros(mine, live, only=fresh)
     if shard.arch.adapter is not None:
         _load_adapter(shard, mine, live, seed=seed)
 

@@ -125,8 +125,8 @@ def _same_tokenizer(first: Path, second: Path) -> bool:
 def check_heads(roles: Mapping[str, RoleConfig], *, trains_reward_model: bool) -> list[str]:
     """A reward model's scores and a critic's values come from a scalar head, a policy's log-probs from a language head.
 
-    Returns: which heads start at random and which are loaded, in sentences. Raises: ValueError for a model of the
-    other kind, as for one that cannot be opened, and for scores that would all be the same.
+    Returns: which heads are loaded, and which start at zero or at random, in sentences. Raises: ValueError for a model
+    of the other kind, as for one that cannot be opened, and for scores that would all be the same.
     """
     notes = []
     for role, section in roles.items():
@@ -171,11 +171,12 @@ def _head_in_words(role: str, section: RoleConfig, *, trains_reward_model: bool)
         score_of_config(read_config(model.hf_directory()), model.hf_directory())
     if model.fresh_head and stored and not brought:
         return (
-            f"the scalar head starts at random, the rest is {model.path}, whose own scalar head is left unread: with "
+            f"the scalar head starts at zero, the rest is {model.path}, whose own scalar head is left unread: with "
             f"{role}.model.fresh_head = false it would be loaded"
         )
     if not (stored or brought):
-        return f"the scalar head starts at random, the rest is {model.path}"
+        start = "at random" if trains_reward_model else "at zero"
+        return f"the scalar head starts {start}, the rest is {model.path}"
     place = adapter if brought and adapter is not None else model.path
     head_H = _stored_head(checkpoint, adapter if brought else None)
     if not bool(head_H.isfinite().all()):

@@ -57,6 +57,10 @@ def build_llm(
         ours["moe_backend"] = "triton"
     # Small batches on a CPU gain nothing from compilation, and it costs 10 s at the first sample.
     defaults: dict[str, Any] = {"enforce_eager": on_cpu, "disable_log_stats": True}
+    if on_cpu:
+        # Whole blocks of a prompt are computed once for all its samples, and vLLM's blocks on a CPU are of 128 tokens:
+        # longer than many a prompt. These are the smallest that its attention there has.
+        defaults["block_size"] = 32
     if not on_cpu and torch.cuda.device_count() < min(tp, runtime.local_world_size):
         # vLLM's own all-reduce asks by number whether two devices reach each other, and a task that sees one of them
         # only has no second number; NCCL's takes its place.

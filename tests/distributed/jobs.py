@@ -50,7 +50,7 @@ from tests.distributed.vllm_jobs import (  # noqa: F401
     vllm_sleeps,
     vllm_tables,
 )
-from tests.distributed.vllm_session_jobs import vllm_session  # noqa: F401
+from tests.distributed.vllm_session_jobs import vllm_prompt_once, vllm_session  # noqa: F401
 
 Arrays = dict[str, np.ndarray]
 

@@ -94,3 +94,12 @@ def test_prompts_that_exceed_a_batch_are_sampled_from_with_their_seeds(
     assert together == alone
     assert len({tuple(row) for row in together}) > 1
     assert taken_back > 0
+
+
+def test_a_prompt_is_computed_once_for_its_samples(models: dict[str, Path], vllm_ranks: RankPool) -> None:
+    """But for what is behind its last whole block, of 32 tokens; with the bits that it has without a prefix cache."""
+    prompt = [1] + [4 + (7 * n * n) % 12 for n in range(70)]
+    shared, apart = vllm_ranks.run(1, "vllm_prompt_once", str(models["plain"]), prompt, 8)[0]
+    assert shared["said"] == apart["said"]
+    assert len({tuple(tokens) for tokens, _ in shared["said"]}) > 1
+    assert apart["computed"] - shared["computed"] == 7 * 64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -45,6 +46,35 @@ def vllm_session(runtime: Runtime, first: str, second: str, tp: int, prompts: li
     responses["cuda_untouched"] = torch.cuda.current_device.__module__ == "torch.cuda"
     engine.close()
     return responses
+
+
+def vllm_prompt_once(runtime: Runtime, model: str, prompt: list[int], copies: int) -> list[dict[str, Any]]:
+    """Samples of one prompt as megarlhf starts vLLM, and without a prefix cache; and how many tokens it computed."""
+    from megarlhf.rollout.vllm_engine import VllmEngine
+
+    section = RoleConfig.model_validate({"model": {"path": model}})
+    actor = build_role("actor", section, "lm", GroupCache(runtime), seed=0)
+    load_weights(actor.shard, section.model, seed=0)
+    sampling, found = Sampling(max_tokens=8, end_ids=(2,)), []
+    for arguments in ({}, {"enable_prefix_caching": False}):
+        rollout = RolloutConfig.model_validate({"max_response_tokens": 8, "engine_args": arguments})
+        engine = VllmEngine(Path(model), torch.float32, rollout, 1, 400, actor.parts, runtime)
+        engine.update_weights(actor.shard, 0)
+        scheduler, computed = engine._llm.llm_engine.engine_core.engine_core.scheduler, []
+        schedule = scheduler.schedule
+
+        def noted(*given: Any, schedule: Any = schedule, computed: list[int] = computed) -> Any:
+            output = schedule(*given)
+            computed.append(output.total_num_scheduled_tokens)
+            return output
+
+        with mock.patch.object(scheduler, "schedule", noted):
+            rollouts = engine.generate([torch.tensor(prompt)] * copies, list(range(copies)), sampling)
+        engine.close()
+        pairs = zip(rollouts.responses.rows(), rollouts.logprobs.rows(), strict=True)
+        said = [(tokens.tolist(), logprobs.tolist()) for tokens, logprobs in pairs]
+        found.append({"said": said, "computed": sum(computed)})
+    return found
 
 
 def _planted_faults(runtime: Runtime, actor: Role, engine: Any) -> dict[str, str]:

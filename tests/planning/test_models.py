@@ -117,7 +117,7 @@ def test_further_end_tokens_are_said(model):
 
 
 def test_a_language_model_has_no_scores(model):
-    """Only a critic may start with a random head, and says so; `rm` makes one on purpose."""
+    """Only a critic may start with a fresh head, and says so; `rm` makes one on purpose."""
     language, scalar = model("language"), model("scalar", head="scalar", score=0.5)
     fresh = RoleConfig.model_validate({"model": {"path": language.model.path, "fresh_head": True}})
     for role in ("critic", "reward_model"):
@@ -127,9 +127,11 @@ def test_a_language_model_has_no_scores(model):
             check_heads({role: language}, trains_reward_model=False)
         loaded = [f"{role}: the scalar head is loaded from {scalar.model.path}"]
         assert check_heads({role: scalar}, trains_reward_model=False) == loaded
-    note = f"the scalar head starts at random, the rest is {language.model.path}"
-    assert check_heads({"critic": fresh}, trains_reward_model=False) == [f"critic: {note}"]
-    assert check_heads({"reward_model": language}, trains_reward_model=True) == [f"reward_model: {note}"]
+    rest = f", the rest is {language.model.path}"
+    of_critic = [f"critic: the scalar head starts at zero{rest}"]
+    assert check_heads({"critic": fresh}, trains_reward_model=False) == of_critic
+    of_reward_model = [f"reward_model: the scalar head starts at random{rest}"]
+    assert check_heads({"reward_model": language}, trains_reward_model=True) == of_reward_model
 
 
 def test_a_head_that_is_there_and_one_that_scores_nothing(model):
@@ -139,7 +141,7 @@ def test_a_head_that_is_there_and_one_that_scores_nothing(model):
     broken = model("broken", head="scalar", score=float("nan"))
     fresh = RoleConfig.model_validate({"model": {"path": scalar.model.path, "fresh_head": True}})
     (note,) = check_heads({"critic": fresh}, trains_reward_model=False)
-    assert "at random" in note
+    assert "starts at zero" in note
     assert "whose own scalar head is left unread: with critic.model.fresh_head = false" in note
     with pytest.raises(ValueError, match=r"^reward_model: the scalar head of .*zero is zero, and every response would"):
         check_heads({"reward_model": zero}, trains_reward_model=False)

@@ -17,7 +17,7 @@ from typing import Any
 
 from tools.demo_chat.tasks import Task, all_tasks
 
-SIZES = {"sft": 800, "spoiled": 700, "pairs": 160, "prompts": 512, "validation": 64, "test": 128}
+SIZES = {"sft": 800, "spoiled": 300, "pairs": 256, "prompts": 512, "validation": 64, "test": 128}
 """Records by file. The first four are of training tasks; a task may come up again in another wording."""
 QUESTIONS = Path(__file__).parent / "questions.txt"
 """Fifty questions that have nothing to do with the task."""

@@ -48,11 +48,11 @@ class Task:
     def spoiled(self, draw: random.Random) -> tuple[str, str]:
         """A right answer, and the same answer with one thing wrong: all checks but one hold of it.
 
-        What a reward model finds harder to judge comes more often, an item of another kind above all: what it does
-        not know to be strange, PPO finds.
+        What the pairs of a model's own answers seldom differ in comes more often, the count above all: of what a
+        reward model does not know that it is wrong, PPO finds more.
         """
         items = draw.sample(FAMILIAR[self.category], self.count)
-        ways = [self._miscounted, self._repeated, *[self._strange] * 5]
+        ways = [self._miscounted] * 3 + [self._repeated] * 2 + [self._strange] * 2
         ways += [self._small] * 2 if self.case == "upper" else []
         ways += [self._unended] * 2 if self.full_stop else []
         return self._list(items), draw.choice(ways)(items, draw)

@@ -71,6 +71,14 @@ def fill_random(
         zero_padding(placements, dst)
 
 
+@torch.no_grad()
+def fill_zeros(placements: RankPlacements, dst: Storages, only: frozenset[str]) -> None:
+    """These logical tensors, as far as a rank holds them."""
+    for placement in placements.placements:
+        if placement.tensor in only:
+            view(placement, dst).zero_()
+
+
 def _blocks(
     tensor: str, shape: Shape, placements: list[Placement], seed: int, *, uniform: bool
 ) -> Iterator[tuple[Box, torch.Tensor]]:
