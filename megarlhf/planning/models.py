@@ -169,13 +169,13 @@ def _head_in_words(role: str, section: RoleConfig, *, trains_reward_model: bool)
             raise ValueError(f"{role}: {error}") from None
     if role == "reward_model" and not trains_reward_model:
         score_of_config(read_config(model.hf_directory()), model.hf_directory())
+    start = "at random" if trains_reward_model else "at zero"
     if model.fresh_head and stored and not brought:
         return (
-            f"the scalar head starts at zero, the rest is {model.path}, whose own scalar head is left unread: with "
+            f"the scalar head starts {start}, the rest is {model.path}, whose own scalar head is left unread: with "
             f"{role}.model.fresh_head = false it would be loaded"
         )
     if not (stored or brought):
-        start = "at random" if trains_reward_model else "at zero"
         return f"the scalar head starts {start}, the rest is {model.path}"
     place = adapter if brought and adapter is not None else model.path
     head_H = _stored_head(checkpoint, adapter if brought else None)

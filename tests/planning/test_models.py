@@ -142,6 +142,8 @@ def test_a_head_that_is_there_and_one_that_scores_nothing(model):
     fresh = RoleConfig.model_validate({"model": {"path": scalar.model.path, "fresh_head": True}})
     (note,) = check_heads({"critic": fresh}, trains_reward_model=False)
     assert "starts at zero" in note
+    (of_rm,) = check_heads({"reward_model": fresh}, trains_reward_model=True)
+    assert "starts at random" in of_rm
     assert "whose own scalar head is left unread: with critic.model.fresh_head = false" in note
     with pytest.raises(ValueError, match=r"^reward_model: the scalar head of .*zero is zero, and every response would"):
         check_heads({"reward_model": zero}, trains_reward_model=False)
