@@ -159,7 +159,7 @@ VLLM_TP = ("actor.parallel.tp=2", "rollout.parallel.tp=2")
             ["actor.optim: ", "min_lr = 0.0001 is above lr = 1e-05", "lower min_lr or raise lr"],
         ),
         ("sft", ["actor.optim.min_lr=1e-4"], ["min_lr = 0.0001, but with schedule 'constant'", "to 'linear' or"]),
-        ("rl", ["reward_model.model.fresh_head=true"], ["reward_model.model.fresh_head: only a critic", "a fresh head"]),
+        ("rl", ["reward_model.model.fresh_head=true"], ["reward_model.model.fresh_head: only a critic", "fresh head"]),
         ("rl", ["actor.model.fresh_head=true"], ["actor.model.fresh_head: only a critic may"]),
         ("rm", ["margin=true", "loss=aligned_span"], ["margin = true is of one score", "loss = aligned_span"]),
         ("rm", ["unit_variance=true"], ["unit_variance measures the scores of held-out pairs", "set data.validation"]),
