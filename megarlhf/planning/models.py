@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megarlhf.architectures.hf_config import architecture_from_hf, read_config, score_of_config
 from megarlhf.architectures.placements import head_name, identity_placements, logical_tensors
+from megarlhf.architectures.trained import trained_tensors
 from megarlhf.config import ModelConfig, RoleConfig
 from megarlhf.data.templates import Template, chat_template
 from megarlhf.data.tokenizer import first_difference, load_tokenizer
@@ -170,6 +171,8 @@ def _head_in_words(role: str, section: RoleConfig, *, trains_reward_model: bool)
     if role == "reward_model" and not trains_reward_model:
         score_of_config(read_config(model.hf_directory()), model.hf_directory())
     start = "at random" if trains_reward_model else "at zero"
+    if role == "critic" and not brought and (model.fresh_head or not stored):
+        _require_trained_head(checkpoint, section)
     if model.fresh_head and stored and not brought:
         return (
             f"the scalar head starts {start}, the rest is {model.path}, whose own scalar head is left unread: with "
@@ -190,6 +193,19 @@ def _head_in_words(role: str, section: RoleConfig, *, trains_reward_model: bool)
         return f"the scalar head is loaded from {place}, where it is zero"
     unread = f", so that {role}.model.fresh_head has no effect" if model.fresh_head else ""
     return f"the scalar head is loaded from {place}{unread}"
+
+
+def _require_trained_head(checkpoint: Checkpoint, section: RoleConfig) -> None:
+    """Of a critic whose head starts at zero. Raises: ValueError where it would stay there."""
+    arch, freeze, train_only = checkpoint.arch, section.freeze, section.train_only
+    if section.lora is None and head_name(arch, "scalar") not in trained_tensors(
+        arch, "scalar", freeze=freeze, train_only=train_only
+    ):
+        key, patterns = ("freeze", freeze) if freeze else ("train_only", train_only)
+        raise ValueError(
+            f"critic: the scalar head starts at zero, and critic.{key} = {list(patterns)} leaves it there, so that "
+            f"every value would be 0; train it ({head_name(arch, 'scalar')}), or give a critic that has a head"
+        )
 
 
 def _stored_head(checkpoint: Checkpoint, adapter: Path | None) -> Tensor:

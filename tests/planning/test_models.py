@@ -155,6 +155,22 @@ def test_a_head_that_is_there_and_one_that_scores_nothing(model):
             check_heads({role: broken}, trains_reward_model=False)
 
 
+def test_a_critics_head_of_zeros_is_trained(model):
+    """Frozen it would say 0 of every response."""
+    path = model("language").model.path
+
+    def critic(**frozen):
+        return {"critic": RoleConfig.model_validate({"model": {"path": path, "fresh_head": True}, **frozen})}
+
+    for frozen in ({"freeze": ["score"]}, {"train_only": ["model.layers.*"]}):
+        with pytest.raises(
+            ValueError, match=r"^critic: .* starts at zero, and critic\..*leaves it there.*score\.weight"
+        ):
+            check_heads(critic(**frozen), trains_reward_model=False)
+    for frozen in ({"freeze": ["embed_tokens"]}, {"train_only": ["score"]}, {"lora": {}}):
+        assert check_heads(critic(**frozen), trains_reward_model=False)
+
+
 def test_random_weights_give_no_rewards(model):
     roles = {name: RoleConfig.model_validate({"model": {"path": str(MODEL), "random_init": True}}) for name in ROLES}
     with pytest.raises(ValueError, match="random_init = true: its scores would be random"):
