@@ -119,13 +119,13 @@ def test_what_it_has_reached(demo: Path, model: Path) -> None:
     assert list(summary["models"]) == list(MODELS) == ["released", "sft", "ppo", "grpo"]
     rows = {name: _lines(demo / f"test-{name}/responses.jsonl") for name in MODELS}
     for name, figures in summary["models"].items():
-        assert len(rows[name]) == 32, "eight answers to each of four prompts"
+        assert len(rows[name]) == 8, "two answers to each of four prompts"
         assert len({row["prompt"] for row in rows[name]}) == 4
         for row in rows[name]:
             assert row["rewards"]["tools.demo_chat.tasks:checks"] == pytest.approx(
                 checks(row["prompt"], row["response"], row)["score"]
             )
-        mean = sum(row["rewards"]["tools.demo_chat.tasks:checks"] for row in rows[name]) / 32
+        mean = sum(row["rewards"]["tools.demo_chat.tasks:checks"] for row in rows[name]) / 8
         assert figures["checks that hold"]["value"] == pytest.approx(mean)
         assert figures["answers that are right"]["low"] is not None
     for name, before in (("sft", "released"), ("ppo", "sft"), ("grpo", "sft")):
@@ -251,10 +251,10 @@ def test_an_actor_that_says_nothing(demo: Path, tmp_path: Path, vllm_ranks: Rank
     assert all(value is not None for value in after.values()), "every number is finite"
     runner.run(TEST, changes, name="test-silent")
     rows = responses(tmp_path, "test", "silent")
-    assert [row["response"] for row in rows] == [""] * 32
+    assert [row["response"] for row in rows] == [""] * 8
     assert all(row["finished"] for row in rows)
     (table,) = side_by_side([], {"silent": rows}, lambda row: "")
-    assert table.count("(nothing)") == 32
+    assert table.count("(nothing)") == 8
     command = runner.command(PAIRS, [*changes, f"out={tmp_path / 'pairs.jsonl'}"], "pairs")
     ((status, written),) = vllm_ranks.run(1, "command_status", *command[3:])
     assert status == 2

@@ -148,7 +148,12 @@ def test_a_result_is_not_replaced_unasked(asked, said, tmp_path, capsys):
     model = tmp_path / "model"
     model.mkdir()
     out = tmp_path / "result.json"
-    has = {"settings": settings(model, (), VARIANTS), "seeds": {"5": {}, "6": {}}, "layouts": {}, "killed": {}}
+    has = {
+        "settings": settings(model, seeds.PRECISE, VARIANTS),
+        "seeds": {"5": {}, "6": {}},
+        "layouts": {},
+        "killed": {},
+    }
     out.write_text(json.dumps(has))
     command = [*asked, "--root", str(tmp_path / "runs"), "--out", str(out), "--model", str(model)]
     assert seeds.main(command, call=lambda _: pytest.fail("a stage was started")) == 2

@@ -36,6 +36,9 @@ VARIANTS: Mapping[str, Sequence[str]] = {
     "grpo-lora": ("actor.lora={rank: 16, targets: all-linear, export: merged}", "actor.optim.lr=1.0e-4"),
 }
 """GRPO in other ways, by name: what differs from its configuration."""
+PRECISE = ("test:rollout.num_samples_per_prompt=8",)
+"""With two answers to each prompt, as `make demo-chat` draws for want of time, most of what spreads a difference of two
+models over seeds is the draws."""
 COMPARED = (*DIFFERENCES, ("control", "sft"), ("grpo-lora", "sft"), ("grpo-lora", "grpo"))
 LAYOUTS: Mapping[str, tuple[int, Mapping[str, int]]] = {
     "one rank": (1, {}),
@@ -72,13 +75,13 @@ def main(argv: Sequence[str] | None = None, call: Callable[[Sequence[str]], int]
     parser.add_argument("--set", nargs="+", default=[], metavar="[STAGE:]section.key=value", help="as of demo-chat")
     options = parser.parse_args(argv)
     try:
-        model, overrides = (options.model or directory()).absolute(), Overrides(tuple(options.set))
+        model, overrides = (options.model or directory()).absolute(), Overrides((*PRECISE, *options.set))
         console = make_console()
         runners = {
             seed: Runner(options.root / f"seed-{seed}", console, model, seed, overrides, call, False)
             for seed in options.seeds
         }
-        found: dict[str, Any] = {"settings": settings(model, options.set, VARIANTS), "about": {}}
+        found: dict[str, Any] = {"settings": settings(model, overrides.given, VARIANTS), "about": {}}
         before = earlier(options.out, found["settings"])
         if not options.add and (lost := not_measured(before, options.parts, options.seeds)):
             raise ValueError(
