@@ -11,11 +11,11 @@ from torch import Tensor
 
 from megarlhf.architectures.hf_config import architecture_from_hf, read_config, score_of_config
 from megarlhf.architectures.placements import head_name, identity_placements, logical_tensors
-from megarlhf.architectures.trained import trained_tensors
 from megarlhf.config import ModelConfig, RoleConfig
 from megarlhf.data.templates import Template, chat_template
 from megarlhf.data.tokenizer import first_difference, load_tokenizer
 from megarlhf.data.tokenizer_files import has_tokenizer
+from megarlhf.planning.policies import trained_tensors_of
 from megarlhf.weights.checkpoint.dtype import has_weights
 from megarlhf.weights.checkpoint.formats.megatron.tokenizers import tokenizer_in_words
 from megarlhf.weights.checkpoint.open_checkpoint import Checkpoint, open_checkpoint, require_scalar_head
@@ -197,14 +197,12 @@ def _head_in_words(role: str, section: RoleConfig, *, trains_reward_model: bool)
 
 def _require_trained_head(checkpoint: Checkpoint, section: RoleConfig) -> None:
     """Of a critic whose head starts at zero. Raises: ValueError where it would stay there."""
-    arch, freeze, train_only = checkpoint.arch, section.freeze, section.train_only
-    if section.lora is None and head_name(arch, "scalar") not in trained_tensors(
-        arch, "scalar", freeze=freeze, train_only=train_only
-    ):
-        key, patterns = ("freeze", freeze) if freeze else ("train_only", train_only)
+    head = head_name(checkpoint.arch, "scalar")
+    if section.lora is None and head not in trained_tensors_of(checkpoint.arch, "critic", section):
+        key, patterns = ("freeze", section.freeze) if section.freeze else ("train_only", section.train_only)
         raise ValueError(
             f"critic: the scalar head starts at zero, and critic.{key} = {list(patterns)} leaves it there, so that "
-            f"every value would be 0; train it ({head_name(arch, 'scalar')}), or give a critic that has a head"
+            f"every value would be 0; train it ({head}), or give a critic that has a head"
         )
 
 
