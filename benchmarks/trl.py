@@ -43,7 +43,7 @@ COMPARISONS = {
     "grpo_mixed": Comparison(
         command="grpo",
         workload="long_tailed",
-        budgets=(384,),
+        budgets=(256,),
         peers=(Peer(micro=2), Peer(micro=1)),
     ),
     "grpo_equal": Comparison(command="grpo", workload="equal", budgets=(768,), peers=(Peer(micro=4), Peer(micro=2))),
