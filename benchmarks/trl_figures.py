@@ -224,10 +224,10 @@ def about_curves(curves: Tree | None) -> str:
     )
     steps = curves["steps_ours_over_trl"]
     return (
-        f"{said}\n\n**To a mean test reward of {curves['level']:.3f}, the lesser of both sides' best, ours takes "
-        f"{until['ours']:.0f} s and TRL {until['trl']:.0f} s: {ratio:.2f}** (each seed to its own: {each}). As many "
-        f"steps take {steps:.2f} of TRL's seconds, which are also fewer where a side has learned earlier to answer "
-        "shortly; the rest comes from what each side has drawn." + of_the_same(curves.get("updates"))
+        f"{said}\n\n**As many steps take {steps:.2f} of TRL's seconds**, which are also fewer where a side has learned "
+        f"earlier to answer shortly. To a mean test reward of {curves['level']:.3f}, the lesser of both sides' best, "
+        f"ours takes {until['ours']:.0f} s and TRL {until['trl']:.0f} s: {ratio:.2f} (each seed to its own: {each}); "
+        "that ours also takes fewer steps is not explained." + of_the_same(curves.get("updates"))
     )
 
 
@@ -236,8 +236,10 @@ def of_the_same(updates: Tree | None) -> str:
     if not updates:
         return ""
     rewards, differ = updates["rewards"], updates["norms_differ_by"]
+    commit = updates.get("commit") or updates.get("machine", {}).get("commit")
+    of_commit = f" (commit {commit})" if commit else ""
     return (
-        " Of the same responses both make the same: ours on the responses that TRL drew in "
+        f" Of the same responses both make the same{of_commit}: ours on the responses that TRL drew in "
         f"{len(differ)} steps has gradient norms that differ by {max(differ):.0e} at most, and a test reward of "
         f"{rewards['ours']:.4f} after them, TRL {rewards['trl']:.4f}."
     )

@@ -97,7 +97,17 @@ def write_records(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """Raises: ValueError, which names the line, for what is no JSON lines file."""
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        if line.strip():
+            try:
+                records.append(dict(json.loads(line)))
+            except (ValueError, TypeError) as error:
+                raise ValueError(
+                    f"{path}, line {number}: expected a JSON object, got {line[:60]!r} ({error})"
+                ) from error
+    return records
 
 
 def reward(prompt: str, response: str, fields: Mapping[str, Any]) -> float:

@@ -167,8 +167,10 @@ def test_what_changed_sources_have_measured_is_not_kept(monkeypatch, tmp_path, c
         (bench, ["--rounds", "0"], "argument --rounds: invalid positive value: '0'"),
         (bench, ["--rounds", "1"], "less than 3 rounds, are no result: give --out"),
         (bench, ["--no-vllm"], "--no-vllm is for --rehearse"),
+        (bench, ["--model", "/nowhere"], "--model /nowhere is no model directory: it has no config.json"),
         (trl_curves, ["--every", "0"], "argument --every: invalid positive value: '0'"),
         (trl_curves, ["--no-vllm"], "--no-vllm is for --rehearse"),
+        (trl_curves, ["--model", "/nowhere"], "--model /nowhere is no model directory: it has no config.json"),
     ],
 )
 def test_options_that_would_have_no_effect_are_refused(module, arguments, said, monkeypatch, capsys):
@@ -228,6 +230,17 @@ def test_rewards_of_the_list_task():
     assert not trl_task.right(reward("apple, pear, hammer"))
     for wrong in ("not apple, never pear, cherry", "apple pear, apple cherry, apple", "apple, apples, pear"):
         assert not trl_task.right(reward(wrong)), wrong
+
+
+def test_records_of_a_task_are_read_as_json_lines(tmp_path):
+    """A line separator of Unicode ends no line; what is wrong is named with its place."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a\u2028b"}\n\n{"prompt": "c"}\n', encoding="utf-8")
+    assert trl_task.read_records(path) == [{"prompt": "a\u2028b"}, {"prompt": "c"}]
+    for wrong in ('{"prompt"', "1"):
+        path.write_text('{"prompt": "a"}\n' + wrong)
+        with pytest.raises(ValueError, match=r"prompts\.jsonl, line 2: expected a JSON object, got "):
+            trl_task.read_records(path)
 
 
 def test_the_splits_of_the_list_task_share_no_prompt(tmp_path):
@@ -327,7 +340,8 @@ def test_seconds_to_the_same_reward():
     said = figures.about_curves(
         found | rest | {"seeds": {"0": {"machine": {"commit": "abc", "cores": 2, "torch": "2"}}}}
     )
-    assert "ours takes 15 s and TRL 40 s: 0.38** (each seed to its own: 0.38)" in said
+    assert "**As many steps take 0.25 of TRL's seconds**" in said
+    assert "ours takes 15 s and TRL 40 s: 0.38 (each seed to its own: 0.38)" in said
     assert "drew in 2 steps has gradient norms that differ by 2e-04 at most, and a test reward of 0.3000" in said
 
 

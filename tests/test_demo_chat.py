@@ -18,7 +18,9 @@ import pytest
 import yaml
 
 from benchmarks.faults.runs import differences, results
+from megarlhf.commands.cli import COMMANDS
 from megarlhf.commands.cli import main as megarlhf
+from megarlhf.config import load_config
 from megarlhf.observe.metrics import read_metrics
 from megarlhf.observe.progress import make_console
 from tests.chat_model import write_chat_model, write_silent_model
@@ -26,7 +28,7 @@ from tests.ranks import RankPool
 from tools.demo_chat.figures import responses
 from tools.demo_chat.killed import call_and_kill
 from tools.demo_chat.page import _said_of_checks, side_by_side
-from tools.demo_chat.pipeline import GRPO, MODELS, NAMES, PAIRS, PPO, TEST, Overrides, Runner
+from tools.demo_chat.pipeline import GRPO, MODELS, NAMES, PAIRS, PPO, STAGES, TEST, Overrides, Runner
 from tools.demo_chat.run import main
 from tools.demo_chat.tasks import checks
 
@@ -213,7 +215,10 @@ def test_another_demo_and_what_was_made_from_an_earlier_stage_are_refused(
     answers.rename(demo / "answers.moved")
     try:
         assert main([*arguments, *SMALL], warm) == 2
-        assert f"{answers} is gone, which answers has made; remove" in capsys.readouterr().err
+        made = [demo / run for run in ("answers", *(f"drift-{name}" for name in MODELS))]
+        said = capsys.readouterr().err
+        assert f"{answers} is gone, which answers has made; drift-released was made from another answers; " in said
+        assert said.endswith(f"To make it again, remove {' '.join(map(str, made))}\n")
     finally:
         (demo / "answers.moved").rename(answers)
     finished = demo / "sft/FINISHED"
@@ -221,9 +226,17 @@ def test_another_demo_and_what_was_made_from_an_earlier_stage_are_refused(
     try:
         os.utime(finished)
         assert main([*arguments, *SMALL], warm) == 2
-        assert "pairs was made from a sft that has been made anew since; remove" in capsys.readouterr().err
+        from_sft = "pairs was made from another sft; rm was made from another sft; ppo was made from another sft; "
+        assert from_sft in (said := capsys.readouterr().err)
+        finished.rename(demo / "sft/moved")
+        assert main([*arguments, *SMALL], warm) == 2
+        assert capsys.readouterr().err == said, "before it makes sft again"
     finally:
+        (demo / "sft/moved").rename(finished)
         os.utime(finished, ns=(before.st_atime_ns, before.st_mtime_ns))
+    of_sft = [each for name in MODELS[1:] for each in (f"test-{name}", f"drift-{name}")]
+    made = [demo / run for run in ("pairs", "rm", "ppo", "grpo", *of_sft)]
+    assert said.endswith(f"To make it again, remove {' '.join(map(str, made))}\n")
     spoiled = demo / "data/spoiled.jsonl"
     made = spoiled.read_text()
     try:
@@ -290,6 +303,23 @@ def test_what_is_said_of_an_answer_that_is_no_list() -> None:
     (table,) = side_by_side([], {"sft": rows}, _said_of_checks)
     assert table.count("not a list of items with commas") == 1
     assert table.count("not: end<") == 1
+
+
+@pytest.mark.parametrize(("given", "option"), [("run.seed=9", "--seed"), ("grpo:run.dir=runs/mine", "--root")])
+def test_what_all_stages_share_is_no_override(given: str, option: str) -> None:
+    """Data and report would be of another seed than the stages, or all stages write to one folder."""
+    with pytest.raises(ValueError, match=f"^{given}: it is of all stages and of the data; give {option}$"):
+        Overrides((given,))
+
+
+def test_a_killed_stage_loses_minutes(tmp_path: Path) -> None:
+    """Runs of 6 to 12 minutes have a resume point, which the default of 15 minutes would not give them."""
+    runner = Runner(tmp_path, make_console(), tmp_path / "model")
+    for stage in (each for each in STAGES if each.command not in ("generate", "eval")):
+        command = runner.command(stage, (), stage.name)
+        overrides = command[command.index("-c") + 2 :]
+        config = load_config(COMMANDS[stage.command].config, stage.config, overrides)
+        assert (config.checkpoint.every_minutes, config.run.on_existing) == (5, "resume")
 
 
 def test_overrides_are_of_one_stage_or_of_those_that_train(tmp_path: Path) -> None:

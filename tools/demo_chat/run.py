@@ -35,6 +35,7 @@ from tools.demo_chat.pipeline import (
     STAGES,
     TEST,
     Overrides,
+    Planned,
     Runner,
 )
 from tools.demo_chat.result_file import files_digest
@@ -86,9 +87,10 @@ def start(runner: Runner) -> None:
     """Says what the demo under the root is of, and makes its data.
 
     Raises: ValueError where one of another seed, of another model, with other overrides or other data is there, and,
-    before anything is written, for what a stage would refuse.
+    before anything is written, for what a stage would refuse and for what is older than what it was made from.
     """
     require_valid(runner)
+    runner.require_current([*((stage, (), stage.name) for stage in (*STAGES, ANSWERS)), *evaluations(runner, MODELS)])
     sizes = sizes_with(runner.overrides.of("data"))
     path = runner.root / "settings.json"
     settings = {
@@ -138,10 +140,14 @@ def evaluate_all(runner: Runner, names: Sequence[str]) -> None:
     """Each model on the test prompts, and on the released model's answers to other questions."""
     runner.run(ANSWERS)
     write_drift_data(runner.root)
-    for name in names:
-        change = [f"actor.model.path={runner.model_of(name)}"]
-        runner.run(TEST, change, name=f"test-{name}")
-        runner.run(DRIFT, change, name=f"drift-{name}")
+    for stage, changes, run in evaluations(runner, names):
+        runner.run(stage, changes, run)
+
+
+def evaluations(runner: Runner, names: Sequence[str]) -> list[Planned]:
+    """Of these models."""
+    changes = {name: [f"actor.model.path={runner.model_of(name)}"] for name in names}
+    return [(stage, changes[name], f"{stage.name}-{name}") for name in names for stage in (TEST, DRIFT)]
 
 
 def write_drift_data(root: Path) -> None:
@@ -157,8 +163,7 @@ def write_drift_data(root: Path) -> None:
 def finish(runner: Runner) -> None:
     """summary.json, report.html and the closing table."""
     root, console, found = runner.root, runner.console, figures(runner.root)
-    evaluations = [f"{each.name}-{name}" for each in (TEST, DRIFT) for name in MODELS]
-    own = {each.name for each in (*STAGES, ANSWERS)}.union(evaluations)
+    own = {each.name for each in (*STAGES, ANSWERS)}.union(run for _, _, run in evaluations(runner, MODELS))
     found |= {"seed": runner.seed, "commits": runner.commits(own.__contains__)}
     seconds = {name: each for name, each in runner.seconds().items() if name in own}  # not those of variants
     write_json(root / "summary.json", found | {"seconds": seconds, "minutes": round(sum(seconds.values()) / 60, 1)})

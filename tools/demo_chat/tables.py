@@ -69,14 +69,15 @@ def of_summary(first: str, figures: Mapping[str, Any], unknown: Sequence[str] = 
 
 
 def with_seeds(words: str, figure: Mapping[str, Any], least: float = 0.0) -> str:
-    """Such as `71.3% [65.0 to 77.6] (70.1, 69.9, 73.9)`; an interval of shares ends at `least` and at 1."""
+    """Such as `71.3% [65.0 to 77.6] (70.1, 69.9, 73.9)`; an interval of shares ends at `least` and at 1. There is none
+    where all seeds have the same: nothing is known of their spread."""
     scale, unit, digits = (100.0, "%", 1) if words in SHARES else (1.0, "", 2)
 
     def number(value: float) -> str:
         return f"{value * scale:.{digits}f}"
 
     bounds = ""
-    if figure.get("low") is not None:
+    if figure.get("low") is not None and len(set(figure["seeds"])) > 1:
         low, high = figure["low"], figure["high"]
         if words in SHARES:
             low, high = max(low, least), min(high, 1.0)
