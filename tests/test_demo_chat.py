@@ -313,13 +313,13 @@ def test_what_all_stages_share_is_no_override(given: str, option: str) -> None:
 
 
 def test_a_killed_stage_loses_minutes(tmp_path: Path) -> None:
-    """Runs of 6 to 12 minutes have a resume point, which the default of 15 minutes would not give them."""
+    """Runs of 5 to 12 minutes have a resume point, which the default of 15 minutes would not give them."""
     runner = Runner(tmp_path, make_console(), tmp_path / "model")
     for stage in (each for each in STAGES if each.command not in ("generate", "eval")):
         command = runner.command(stage, (), stage.name)
         overrides = command[command.index("-c") + 2 :]
         config = load_config(COMMANDS[stage.command].config, stage.config, overrides)
-        assert (config.checkpoint.every_minutes, config.run.on_existing) == (5, "resume")
+        assert (config.checkpoint.every_minutes, config.run.on_existing) == (3, "resume")
 
 
 def test_overrides_are_of_one_stage_or_of_those_that_train(tmp_path: Path) -> None:

@@ -51,8 +51,8 @@ MODELS = (RELEASED, SFT.name, PPO.name, GRPO.name)
 """What is tested: the model that `make pretrained` has made, and those of stages."""
 WRITES = {**{each.paths["out"]: each.name for each in (REPLAY, PAIRS)}, DRIFT.paths["data.train"]: ANSWERS.name}
 """Data that is made by a stage, and the stage."""
-EVERY_MINUTES = 5
-"""Between resume points, of which a run of 6 to 12 minutes would have none by the default."""
+EVERY_MINUTES = 3
+"""Between resume points, of which a run of 5 to 12 minutes would have none by the default."""
 SECONDS, COMMITS, CHANGES = "seconds.json", "commits.json", "changes.json"
 SEEDS = (5, 6, 7)
 """Of the figures; settings were chosen on the seeds before. `make demo-chat` has the first."""
