@@ -227,19 +227,18 @@ def about_curves(curves: Tree | None) -> str:
         f"{said}\n\n**As many steps take {steps:.2f} of TRL's seconds**, which are also fewer where a side has learned "
         f"earlier to answer shortly. To a mean test reward of {curves['level']:.3f}, the lesser of both sides' best, "
         f"ours takes {until['ours']:.0f} s and TRL {until['trl']:.0f} s: {ratio:.2f} (each seed to its own: {each}); "
-        "that ours also takes fewer steps is not explained." + of_the_same(curves.get("updates"))
+        "that ours also takes fewer steps is not explained." + of_the_same(curves)
     )
 
 
-def of_the_same(updates: Tree | None) -> str:
+def of_the_same(curves: Tree) -> str:
     """Nothing where it was not looked at."""
-    if not updates:
+    if not (updates := curves.get("updates")):
         return ""
+    commit = machine_of(curves, updates)["commit"]
     rewards, differ = updates["rewards"], updates["norms_differ_by"]
-    commit = updates.get("commit") or updates.get("machine", {}).get("commit")
-    of_commit = f" (commit {commit})" if commit else ""
     return (
-        f" Of the same responses both make the same{of_commit}: ours on the responses that TRL drew in "
+        f" Of the same responses both make the same (commit {commit}): ours on the responses that TRL drew in "
         f"{len(differ)} steps has gradient norms that differ by {max(differ):.0e} at most, and a test reward of "
         f"{rewards['ours']:.4f} after them, TRL {rewards['trl']:.4f}."
     )

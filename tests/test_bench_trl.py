@@ -337,11 +337,13 @@ def test_seconds_to_the_same_reward():
     assert found["steps_ours_over_trl"] == 20 / 80
     rest = {"steps": 2, "lr": 1e-5, "beta": 0.04, "rule": "r"}
     rest["updates"] = {"norms_differ_by": [1e-5, 2e-4], "rewards": {"ours": 0.3, "trl": 0.31}}
+    rest["updates"]["machine"] = {"commit": "older"}
     said = figures.about_curves(
         found | rest | {"seeds": {"0": {"machine": {"commit": "abc", "cores": 2, "torch": "2"}}}}
     )
     assert "**As many steps take 0.25 of TRL's seconds**" in said
     assert "ours takes 15 s and TRL 40 s: 0.38 (each seed to its own: 0.38)" in said
+    assert "both make the same (commit older): ours" in said
     assert "drew in 2 steps has gradient norms that differ by 2e-04 at most, and a test reward of 0.3000" in said
 
 

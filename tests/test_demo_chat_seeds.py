@@ -173,6 +173,13 @@ def test_shares_are_said_in_per_cent():
     assert set(SHARES) <= every
 
 
+def test_seeds_that_agree_have_no_interval():
+    of = {"value": 0.0, "low": 0.0, "high": 0.0, "seeds": [0.0, 0.0, 0.0]}
+    assert tables.with_seeds("answers that are right", of) == "0.0% (0.0, 0.0, 0.0)"
+    of = {"value": 0.5, "low": 0.4, "high": 0.6, "seeds": [0.5, 0.5, 0.51]}
+    assert tables.with_seeds("answers that are right", of) == "50.0% [40.0 to 60.0] (50.0, 50.0, 51.0)"
+
+
 def test_models_are_compared_on_the_same_prompts_only():
     assert paired([("a", 1.0), ("b", 0.5)], [("a", 0.0), ("b", 1.0)]) == [1.0, -0.5]
     with pytest.raises(ValueError, match=r"different prompts: remove their test-\.\.\. folders"):

@@ -113,10 +113,7 @@ def make(download: Callable[[str, Path], None] = download) -> Path:
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    about, _, how = (__doc__ or "").partition("\n\n")
-    argparse.ArgumentParser("python -m tools.pretrained", description=about, epilog=how.split("\n\n")[-1]).parse_args(
-        argv
-    )
+    argparse.ArgumentParser("python -m tools.pretrained", description=(__doc__ or "").split("\n\n")[0]).parse_args(argv)
     try:
         if place().exists():
             print(f"{directory()} is there")

@@ -90,7 +90,6 @@ def start(runner: Runner) -> None:
     before anything is written, for what a stage would refuse and for what is older than what it was made from.
     """
     require_valid(runner)
-    runner.require_current([*((stage, (), stage.name) for stage in (*STAGES, ANSWERS)), *evaluations(runner, MODELS)])
     sizes = sizes_with(runner.overrides.of("data"))
     path = runner.root / "settings.json"
     settings = {
@@ -104,6 +103,7 @@ def start(runner: Runner) -> None:
     if changed := [name for name in settings if known.get(name) != settings[name]]:
         was = "; ".join(f"{name} {known.get(name)}; now {settings[name]}" for name in changed)
         raise ValueError(f"{runner.root} holds another demo ({was}); name another --root, or remove it")
+    runner.require_current([*((stage, (), stage.name) for stage in (*STAGES, ANSWERS)), *evaluations(runner, MODELS)])
     make(runner.root / "data", runner.seed, sizes)
     write_json(path, settings)
 
