@@ -58,7 +58,7 @@ SEEDS = (5, 6, 7)
 """Of the figures; settings were chosen on the seeds before. `make demo-chat` has the first."""
 NAMES = ("data", *(stage.name for stage in (*STAGES, ANSWERS, TEST, DRIFT)))
 """What an override may be for."""
-COMMON = {"run.seed": "--seed", "run.dir": "--root"}
+COMMON = {"run.seed": "--seed", "run.dir": "--root", "run": "--seed or --root, or one key as run.key=value"}
 """What an override may not change, and the option that does."""
 
 
