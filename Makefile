@@ -109,7 +109,7 @@ bench-packing: venv ## packed rows against padded ones and TRL on the CPU (20 mi
 bench-prompts: venv ## prompts of groups and pairs computed once against each time, and against TRL (25 minutes, can be continued); writes benchmarks/results/prompts.json
 	$(PY) -m benchmarks.prompts
 
-bench-trl: venv ## steps of GRPO, SFT and a reward model on a real model, against TRL (1 hour, can be continued; after make pretrained); writes benchmarks/results/trl.json
+bench-trl: venv ## steps of GRPO, SFT and a reward model on a real model, against TRL (100 minutes, can be continued; after make pretrained); writes benchmarks/results/trl.json
 	$(PY) -m benchmarks.trl
 
 bench-trl-curves: venv ## GRPO's reward and test accuracy over time, ours and TRL, three seeds (2 hours, can be continued; after make pretrained); writes benchmarks/results/trl_curves.json

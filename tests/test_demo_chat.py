@@ -324,6 +324,7 @@ def test_a_killed_stage_loses_minutes(tmp_path: Path) -> None:
         overrides = command[command.index("-c") + 2 :]
         config = load_config(COMMANDS[stage.command].config, stage.config, overrides)
         assert (config.checkpoint.every_minutes, config.run.on_existing) == (3, "resume")
+        assert config.checkpoint.keep == 1, "the page says how much disk the points take"
 
 
 def test_overrides_are_of_one_stage_or_of_those_that_train(tmp_path: Path) -> None:

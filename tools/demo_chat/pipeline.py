@@ -51,8 +51,8 @@ MODELS = (RELEASED, SFT.name, PPO.name, GRPO.name)
 """What is tested: the model that `make pretrained` has made, and those of stages."""
 WRITES = {**{each.paths["out"]: each.name for each in (REPLAY, PAIRS)}, DRIFT.paths["data.train"]: ANSWERS.name}
 """Data that is made by a stage, and the stage."""
-EVERY_MINUTES = 3
-"""Between resume points, of which a run of 5 to 12 minutes would have none by the default."""
+RESUME_POINTS = ("checkpoint.every_minutes=3", "checkpoint.keep=1")
+"""A run of 5 to 12 minutes would have none by the default; and two of each run would be 15 GB in place of 8."""
 SECONDS, COMMITS, CHANGES = "seconds.json", "commits.json", "changes.json"
 SEEDS = (5, 6, 7)
 """Of the figures; settings were chosen on the seeds before. `make demo-chat` has the first."""
@@ -133,7 +133,7 @@ class Runner:
         """As a user would type it; `run`: the run's folder. What has been there goes on where it can."""
         trains = stage.command not in ("generate", "eval")
         own = [f"run.seed={self.seed}"]
-        own += ["run.on_existing=resume", f"checkpoint.every_minutes={EVERY_MINUTES}"] if trains else []
+        own += ["run.on_existing=resume", *RESUME_POINTS] if trains else []
         own += [f"actor.model.path={self.model}"] if stage in (REPLAY, SFT, ANSWERS) else []
         own += self.overrides.of(stage.name, trains=trains)
         return stage_command(stage, self.root, [*own, *changes], run=run)
