@@ -308,11 +308,15 @@ def test_what_is_said_of_an_answer_that_is_no_list() -> None:
 
 @pytest.mark.parametrize(
     ("given", "option"),
-    [("run.seed=9", "--seed"), ("grpo:run.dir=runs/mine", "--root"), ("run={seed: 9}", "--seed or --root")],
+    [
+        ("run.seed=9", "--seed"),
+        ("grpo:run.dir=runs/mine", "--root"),
+        ("run={seed: 9}", "--seed or --root, or one key as run.key=value"),
+    ],
 )
 def test_what_all_stages_share_is_no_override(given: str, option: str) -> None:
     """Data and report would be of another seed than the stages, or all stages write to one folder."""
-    with pytest.raises(ValueError, match=f"^{re.escape(given)}: it is of all stages and of the data; give {option}"):
+    with pytest.raises(ValueError, match=f"^{re.escape(given)}: it is of all stages and of the data; give {option}$"):
         Overrides((given,))
 
 
