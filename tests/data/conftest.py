@@ -1,8 +1,13 @@
-"""A small Hugging Face tokenizer with a chat template, trained here: no network."""
+"""A small Hugging Face tokenizer with a chat template, trained here: no network; a file of records and a cache."""
+
+import os
+import time
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from tests.data.counting import ROWS, write
 
 CORPUS = ["the answer is 85", "what is 37+48= and so on", "0123456789 abc"] * 5
 CHAT = (
@@ -30,3 +35,11 @@ def make_fast_tokenizer(*, prefix, chat=True, **special):
 def fast_tokenizer():
     """The function that makes one: `prefix` puts a space before a text's first word."""
     return make_fast_tokenizer
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A file of records, written a while ago, and a cache."""
+    file = write(tmp_path / "rows.jsonl", [*ROWS, {"prompt": "x", "response": ""}])
+    os.utime(file, (time.time() - 60,) * 2)
+    return {"train": file, "cache": str(tmp_path / "cache")}

@@ -1,5 +1,7 @@
-"""An encoder that notes every record that it is given, for tests that ask whether anything was encoded."""
+"""An encoder that notes every record that it is given, and records for it, for tests that ask whether anything was
+encoded."""
 
+import json
 import os
 import time
 from dataclasses import dataclass
@@ -8,6 +10,8 @@ from pathlib import Path
 from megarlhf.config import DataConfig
 from megarlhf.data.load import SetLoader
 from megarlhf.data.samples import SFTSample, Unusable
+
+ROWS = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(40)]
 
 
 @dataclass(frozen=True)
@@ -57,3 +61,13 @@ def loader(data, encoder, run_dir=None):
 def digest_of(data, encoder):
     """Loads a set in this process."""
     return loader(data, encoder).train_and_validation("sft")[0].digest()
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def entries(place):
+    """Of the cache: those that are whole."""
+    return [path.parent for path in Path(place["cache"]).glob("*/MANIFEST.json")]

@@ -11,7 +11,9 @@ from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.models.role import build_role
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.runtime import Runtime
-from tests.distributed.jobs import Arrays, record_gradients, train_once, weights_of
+from tests.distributed.gathered import record_gradients, weights_of
+from tests.distributed.jobs import train_once
+from tests.distributed.logical import Arrays
 
 
 def pairs_of(cfg: DPOConfig) -> list[PairSample]:

@@ -17,6 +17,8 @@ from megarlhf.rollout.engine import Sampling
 from megarlhf.rollout.megatron_engine import MegatronEngine
 from megarlhf.runtime import Runtime
 from megarlhf.weights.transport.storages import view
+from tests.distributed.gathered import record_gradients, weights_of
+from tests.distributed.logical import Arrays
 
 
 def draw_adapter(role: Role, std: float = 0.2) -> None:
@@ -35,7 +37,7 @@ def draw_adapter(role: Role, std: float = 0.2) -> None:
 def lora_gradients(runtime: Runtime, config: dict[str, Any], merged: str) -> dict[str, Any]:
     """Loss, gradients and weights of the first step of an adapter whose B is not zero; its model is exported first."""
     from megarlhf.trainers.sft import SupervisedFineTuning
-    from tests.distributed.jobs import Arrays, _sft_samples, record_gradients, train_once, weights_of
+    from tests.distributed.jobs import _sft_samples, train_once
 
     cfg = SFTConfig.model_validate(config)
     objective, samples = SupervisedFineTuning(cfg), _sft_samples(cfg)

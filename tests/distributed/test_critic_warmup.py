@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file
 
 from megarlhf.observe.metrics import read_metrics
-from tests.distributed.resume_jobs import command_until
+from tests.distributed.interrupted_jobs import command_until
 from tests.distributed.test_rl_layouts import config
 from tests.ranks import RankPool
 

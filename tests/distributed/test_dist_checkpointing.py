@@ -30,7 +30,7 @@ from tests.ranks import RankPool
 from tests.weights import megatron_shapes
 from tests.weights.cases import fill_from_logical
 from tests.weights.families import architecture
-from tests.weights.test_torch_dist import assert_same, read, write
+from tests.weights.torch_dist import assert_same, read, write
 
 PER_LAYER = {"non_homogeneous_layers": True}
 SINGLE = {"singleton_local_shards": True}

@@ -18,7 +18,7 @@ from megarlhf.observe.metrics import read_metrics
 from megarlhf.provenance import FILE as PROVENANCE
 from megarlhf.resume.point import Position, damaged_files, find_points, read_manifest
 from megarlhf.trainers.session import _require_steps_left
-from tests.distributed.resume_jobs import (
+from tests.distributed.interrupted_jobs import (
     command_on_a_full_disk,
     command_on_a_read_only_disk,
     command_stopped_while_it_scales,

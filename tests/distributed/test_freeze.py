@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megarlhf.resume import role_state
 from megarlhf.runtime import Runtime
-from tests.distributed.resume_jobs import command_until
+from tests.distributed.interrupted_jobs import command_until
 from tests.distributed.test_resume import TRAIN, command_line, rows, weights
 from tests.distributed.test_resume_elsewhere import sft
 from tests.distributed.written_out import STEPS, config

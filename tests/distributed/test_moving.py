@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from megarlhf.observe.measured import reproducible
 from megarlhf.observe.metrics import read_metrics
-from tests.distributed.resume_jobs import command_until
+from tests.distributed.interrupted_jobs import command_until
 from tests.distributed.test_rl_layouts import config
 from tests.ranks import RankPool
 

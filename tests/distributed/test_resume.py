@@ -22,7 +22,7 @@ import yaml
 from megarlhf.observe.measured import reproducible
 from megarlhf.provenance import Provenance, Weights
 from megarlhf.resume.point import find_points, read_manifest
-from tests.distributed.resume_jobs import command_on_a_tight_disk, command_until, command_with_signal
+from tests.distributed.interrupted_jobs import command_on_a_tight_disk, command_until, command_with_signal
 from tests.distributed.test_rl_layouts import config as rl_config
 from tests.ranks import RankPool
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.resume_jobs import command_until
+from tests.distributed.interrupted_jobs import command_until
 from tests.distributed.test_resume import TRAIN, Case, command_line, rows, tree, weights
 from tests.ranks import RankPool
 

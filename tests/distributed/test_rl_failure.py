@@ -17,8 +17,8 @@ import yaml
 from megarlhf.observe.metrics import read_metrics
 from megarlhf.runtime import Runtime
 from tests.command import python
+from tests.distributed.interrupted_jobs import at_call
 from tests.distributed.jobs import command_status
-from tests.distributed.resume_jobs import at_call
 from tests.distributed.test_rl_layouts import config
 from tests.ranks import RankPool
 

@@ -21,7 +21,7 @@ from megarlhf.observe.records import LENGTHS_FILE
 from megarlhf.observe.samples import read_table, steps_of
 from megarlhf.observe.step_lines import read_lines
 from megarlhf.rehearsal.lengths import Given, parse
-from tests.distributed.resume_jobs import command_until
+from tests.distributed.interrupted_jobs import command_until
 from tests.distributed.test_rl_layouts import config as rl_config
 from tests.ranks import RankPool
 

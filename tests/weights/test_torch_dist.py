@@ -5,30 +5,24 @@ Not covered: shards over 4 GiB, metadata of torch before 2.13 (its module names 
 """
 
 import pickle
-import shutil
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from megarlhf.architectures.megatron_layout import MegatronLayout
-from megarlhf.architectures.placements import hf_placements
 from megarlhf.placement import Box, Placement, contiguous_strides
 from megarlhf.weights.checkpoint.checksums import check_checksums
-from megarlhf.weights.checkpoint.formats.megatron.tracker import checkpoint_directory, find_checkpoint, write_tracker
+from megarlhf.weights.checkpoint.formats.megatron.tracker import find_checkpoint, write_tracker
 from megarlhf.weights.checkpoint.formats.torch_dist.keys import StorageName, cut, is_gated, key_form
 from megarlhf.weights.checkpoint.formats.torch_dist.metadata import read_args, read_extents, read_tensors
 from megarlhf.weights.checkpoint.formats.torch_dist.read import read_torch_dist
 from megarlhf.weights.checkpoint.formats.torch_dist.write import preallocate_torch_dist
-from megarlhf.weights.plan.copy_plan import make_plan
-from megarlhf.weights.transport.extent import MappedFiles
-from megarlhf.weights.transport.storages import view
 from tests.weights.cases import LLAMA_70B, random_logical, tiny
 from tests.weights.families import architecture
+from tests.weights.torch_dist import VOCAB, assert_same, read, tiny_checkpoint, write
 
-VOCAB = 104
 LAYOUTS = {
     "tp1": MegatronLayout(padded_vocab=100),
     "tp2": MegatronLayout(tp=2, padded_vocab=VOCAB),
@@ -42,45 +36,9 @@ EXPERT_LAYOUTS = {
 }
 
 
-def write(root, arch, layout, logical, *, head="lm", dtype=torch.float32):
-    """A checkpoint filled through its extents; the directory of the iteration."""
-    root.mkdir(exist_ok=True)
-    parts, extents = preallocate_torch_dist(root, arch, layout, head, dtype, {"lr": 0.5}, 12)
-    source = hf_placements(arch, head).on_rank(len(parts))
-    for copy in make_plan([source], parts).copies:
-        extent = extents[copy.dst_rank][copy.dst.storage]
-        assert extent.offset % 64 == 0
-        raw = np.memmap(extent.path, np.uint8, "r+", extent.offset, (extent.num_bytes,))
-        values = view(copy.src, {copy.src.storage: logical[copy.tensor]})
-        view(copy.dst, {copy.dst.storage: torch.from_numpy(raw).view(dtype)}).copy_(values)
-        raw.flush()
-    return checkpoint_directory(root, 12)
-
-
-def read(directory, arch):
-    """Logical tensors out of a checkpoint."""
-    checkpoint = read_torch_dist(directory, arch)
-    wanted = hf_placements(arch, checkpoint.head).on_rank(1)
-    maps = MappedFiles()
-    got = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name, shape in wanted.storages.items()}
-    for copy in make_plan(checkpoint.parts, [wanted]).copies:
-        stored = {copy.src.storage: maps.tensor(checkpoint.extents[0][copy.src.storage])}
-        view(copy.dst, got).copy_(view(copy.src, stored))
-    return got
-
-
 @pytest.fixture
 def written(tmp_path):
-    """A tiny Llama at TP2, and its tensors."""
-    arch = tiny()
-    logical = random_logical(arch)
-    return arch, logical, write(tmp_path / "run", arch, MegatronLayout(tp=2, padded_vocab=VOCAB), logical)
-
-
-def assert_same(got, expected):
-    assert got.keys() == expected.keys()
-    for name, values in expected.items():
-        assert torch.equal(got[name], values), name
+    return tiny_checkpoint(tmp_path / "run")
 
 
 @pytest.mark.parametrize("family", ["llama_biases", "qwen3_tied", "gpt2", "opt", "mixtral", "qwen3_moe"])
@@ -268,97 +226,6 @@ def test_every_difference_is_listed(written):
     assert " in 9 tensors: " in text  # 2 missing, 1 extra, 6 of another number of layers
     with pytest.raises(ValueError, match="200 rows"):
         read_torch_dist(directory, tiny(vocab_size=200))
-
-
-def test_missing_and_truncated_files(written, tmp_path):
-    arch, _, directory = written
-    for name, message in {
-        "__1_0.distcp": "lacks 1 of 2 files .*__1_0.distcp",
-        ".metadata": "cannot be read",
-        "common.pt": "cannot be read",
-        "metadata.json": "was not finished",
-    }.items():
-        copy = tmp_path / "copy"
-        shutil.copytree(directory, copy)
-        (copy / name).unlink()
-        with pytest.raises(ValueError, match=message):
-            read_torch_dist(copy, arch)
-        size = (directory / name).stat().st_size
-        for keep in (0, size // 2, size - 1):
-            (copy / name).write_bytes((directory / name).read_bytes()[:keep])
-            with pytest.raises(ValueError, match=r"truncated|damaged"):
-                read_torch_dist(copy, arch)
-        shutil.rmtree(copy)
-    (directory / "metadata.json").write_text('{"sharded_backend": "zarr"}')
-    with pytest.raises(ValueError, match="backend 'zarr'"):
-        read_torch_dist(directory, arch)
-
-
-def test_flipped_bits_of_the_metadata_are_found_or_harmless(written):
-    """Any bit flipped: a ValueError, when opened or planned, or the same tensors. Every 29th byte, one bit each."""
-    arch, logical, directory = written
-    path = directory / ".metadata"
-    good = path.read_bytes()
-    num_refused = 0
-    for at in range(0, len(good), 29):
-        bad = bytearray(good)
-        bad[at] ^= 1 << at % 8
-        path.write_bytes(bytes(bad))
-        try:
-            got = read(directory, arch)
-        except ValueError:
-            num_refused += 1
-        else:
-            assert_same(got, logical)
-    assert num_refused > len(good) // 29 // 4
-
-
-class Evil:
-    def __reduce__(self):
-        return print, ("code was run",)
-
-
-def test_another_class_is_refused_by_name(written, capsys):
-    arch, _, directory = written
-    metadata = pickle.loads((directory / ".metadata").read_bytes())
-    metadata.planner_data = Evil()
-    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match=r"builtins\.print, which is not on the allow-list"):
-        read_torch_dist(directory, arch)
-    metadata.planner_data = torch.nn.Linear  # records elsewhere, not here
-    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match=r"torch.nn.modules.linear.Linear, which is not"):
-        read_torch_dist(directory, arch)
-    assert capsys.readouterr().out == ""
-
-
-def test_paths_outside_the_directory_are_refused(written):
-    arch, _, directory = written
-    metadata = pickle.loads((directory / ".metadata").read_bytes())
-    next(iter(metadata.storage_data.values())).relative_path = "../__0_0.distcp"
-    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match="expected one in the checkpoint's directory"):
-        read_torch_dist(directory, arch)
-
-
-def test_blobs_of_other_writers_are_read_one_by_one(written, monkeypatch):
-    """A blob whose header differs from its kin's is read in full; a damaged one is found."""
-    arch, logical, directory = written
-    tensors = read_tensors(directory)
-    first, second = (shard.blob for shard in tensors["decoder.layers.mlp.linear_fc2.weight"].shards[:2])
-    assert first.length == second.length
-    raw = bytearray(first.path.read_bytes())
-    at = raw.index(b"archive/version", second.offset)
-    header = raw.index(b"archive/data.pkl", second.offset)
-    assert header < at
-    raw[header + 32] ^= 1  # padding of the local header: no reader minds
-    first.path.write_bytes(bytes(raw))
-    assert_same(read(directory, arch), logical)
-    pickled = raw.index(b"_rebuild_tensor_v2", second.offset)
-    raw[pickled] ^= 1
-    first.path.write_bytes(bytes(raw))
-    with pytest.raises(ValueError, match=r"record data\.pkl has CRC"):
-        read_torch_dist(directory, arch)
 
 
 def test_crc_of_every_blob(tmp_path):
