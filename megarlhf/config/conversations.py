@@ -21,13 +21,19 @@ class ConversationConfig(FrozenModel):
     has braces). It is written into exports, so that the next stage reads it from the model."""
     template_args: dict[str, Any] = Field(default_factory=dict)
     """Further variables of the template, such as `{enable_thinking: false}` or `{date_string: 26 Nov 2026}`."""
+    template_may_drop: tuple[Literal["white_space", "thoughts", "messages", "tool_calls", "tools"], ...] = ()
+    """What the chat template may leave out of a conversation, or change in it; records of which it does are counted.
+    Everything else has to stand in its text as it is given. `white_space`: around texts and in them; `thoughts`: of
+    answers that are not learnt, as many templates drop those of earlier turns; `messages`: of roles that the template
+    does not write. Of an answer that is learnt white space alone may be missing."""
     inexact: Literal["refuse", "skip"] = "refuse"
-    """Of a conversation whose answers cannot be told from the rest token by token: the template writes the text before
-    an answer otherwise than it asks for one, or an answer's first characters merge with it. `skip` counts them."""
+    """Of a conversation of which the template leaves out something else, or whose answers cannot be told from the rest
+    token by token: the template writes the text before an answer otherwise than it asks for one, or an answer's first
+    characters merge with it. `skip` counts them."""
 
     @model_validator(mode="after")
     def _template_is_read(self) -> Self:
-        unread = [key for key in ("chat_template", "template_args") if getattr(self, key)]
+        unread = [key for key in ("chat_template", "template_args", "template_may_drop") if getattr(self, key)]
         if self.template == "plain" and unread:
             raise ValueError(f"{unread[0]} is given, and template = plain reads no template; set template to chat")
         return self

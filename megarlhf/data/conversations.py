@@ -7,13 +7,15 @@ columns allow, and refuses a record that has both. Messages are `{role, content}
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megarlhf.data.record_fields import missing, present, shown, text_of
 from megarlhf.data.templates import Conversation, Template
+from megarlhf.data.text.messages import messages_of, without_nulls, without_weights
 
 Record = Mapping[str, Any]
 
@@ -21,14 +23,8 @@ _LISTS = ("messages", "conversations")
 CONVERSATION_COLUMNS = ("prompt", *_LISTS)
 """Columns that become a prompt, and are no fields of it."""
 
-_SHAREGPT = {
-    "human": "user", "user": "user",
-    "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant", "model": "assistant", "bot": "assistant",
-    "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
-}  # fmt: skip
-"""ShareGPT's names of roles, and what they are called elsewhere."""
-_CALL = "function_call"
-"""ShareGPT's role of an assistant that calls a tool; its value is JSON."""
+VARIABLES = "chat_template_kwargs"
+"""The column with variables of the template for this record."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ def example_of(record: Record, template: Template) -> tuple[str, str] | Conversa
         if isinstance(asked, str):
             return asked, response
         answer = {"role": "assistant", "content": response}
-        whole = Conversation([*asked.messages, answer], asked.tools, asked.unlearnt)
+        whole = replace(asked, messages=[*asked.messages, answer])
     else:
         whole = conversation_of(record, column)
     if (role := whole.messages[-1]["role"]) != "assistant":
@@ -108,7 +104,7 @@ def pair_of(record: Record, template: Template) -> PairOfTexts | PairOfConversat
             "'chosen' and 'rejected' are lists of messages, and data.template = plain reads texts; set it to chat"
         )
     else:
-        sides = [_messages(_listed(record[name]), name) for name in ("chosen", "rejected")]
+        sides = [messages_of(_listed(record[name]), name) for name in ("chosen", "rejected")]
         asked = None
         if any(present(record, name) for name in CONVERSATION_COLUMNS):
             asked = _asked_of_pair(record, "chat")
@@ -129,8 +125,8 @@ def _asked_of_pair(record: Record, template: Template) -> str | Conversation:
 def _compared(record: Record, asked: Conversation | None, sides: list[list[dict[str, Any]]]) -> PairOfConversations:
     """Whole conversations on both sides, or answers to what is asked. Raises: ValueError; EmptyText."""
     if any("weight" in side[-1] for side in sides):
-        raise EmptyText("the answer has weight 0")
-    sides = [_without_weights(side) for side in sides]
+        raise EmptyText("the answer is not to be learnt")
+    sides = [without_weights(side) for side in sides]
     answers_only = all(side[0]["role"] == "assistant" for side in sides)
     if answers_only:
         if asked is None:
@@ -148,6 +144,7 @@ def _compared(record: Record, asked: Conversation | None, sides: list[list[dict[
                 "whole conversations without a prompt, or answers only"
             )
     tools = asked.tools if asked is not None else tools_of(record)
+    variables = variables_of(record)
     if sides[0] == sides[1]:
         raise EmptyText("chosen equals rejected")
     for name, side in zip(("chosen", "rejected"), sides, strict=True):
@@ -156,7 +153,7 @@ def _compared(record: Record, asked: Conversation | None, sides: list[list[dict[
             raise ValueError(f"{name!r} ends with a message of {side[-1]['role']!r}; expected the assistant's answer")
     if _common(*sides) != sides[0][:-1] or len(sides[0]) != len(sides[1]):
         raise EmptyText("chosen and rejected differ before their last message")
-    chosen, rejected = (_spoken(Conversation(side, tools)) for side in sides)
+    chosen, rejected = (_spoken(Conversation(side, tools, variables=variables)) for side in sides)
     return PairOfConversations(chosen, rejected)
 
 
@@ -208,7 +205,8 @@ def _text_or_question(record: Record, template: Template, names: Sequence[str]) 
             return prompt
         if not prompt.strip():
             raise EmptyText("empty prompt")
-        return Conversation(_with_system(record, [{"role": "user", "content": prompt}]), tools_of(record))
+        messages = _with_system(record, [{"role": "user", "content": prompt}])
+        return Conversation(messages, tools_of(record), variables=variables_of(record))
     if template == "plain" or not isinstance(prompt, list | Mapping):
         return text_of(record, "prompt")
     return conversation_of(record, "prompt")
@@ -217,7 +215,7 @@ def _text_or_question(record: Record, template: Template, names: Sequence[str]) 
 def _require_read(record: Record, names: Sequence[str]) -> None:
     """Texts as they stand have no system message and no tools; in a prompt of `rl` the columns are fields for rewards.
     Raises: ValueError."""
-    beside = [name for name in ("system", "tools") if present(record, name) and record[name]]
+    beside = [name for name in ("system", "tools", VARIABLES) if present(record, name) and record[name]]
     if beside and "response" in names:
         raise ValueError(
             f"the record has {' and '.join(map(repr, beside))} beside its texts, which only a chat template writes; "
@@ -227,10 +225,10 @@ def _require_read(record: Record, names: Sequence[str]) -> None:
 
 def conversation_of(record: Record, column: str) -> Conversation:
     """The messages of a column, with the record's `system` and `tools`. Raises: ValueError."""
-    messages = _with_system(record, _messages(_listed(record[column]), column))
+    messages = _with_system(record, messages_of(_listed(record[column]), column))
     _require_order(messages, column)
     unlearnt = frozenset(number for number, message in enumerate(messages) if "weight" in message)
-    return Conversation(_without_weights(messages), tools_of(record), unlearnt)
+    return Conversation(without_weights(messages), tools_of(record), unlearnt, variables_of(record))
 
 
 def _listed(value: Any) -> Any:
@@ -266,92 +264,17 @@ def tools_of(record: Record) -> list[dict[str, Any]] | None:
     return [without_nulls(tool) for tool in tools]
 
 
-# --- messages -------------------------------------------------------------------------------------
-
-
-def _messages(value: Any, column: str) -> list[dict[str, Any]]:
-    """Raises: ValueError that names the column and the message."""
-    if not isinstance(value, list) or not value:
-        raise ValueError(
-            f"field {column!r} is {shown(value)}, expected a list of messages, with one at least: "
-            "{role, content}, or {from, value}; convert the data"
-        )
-    return [_message(each, f"field {column!r}, message {number}") for number, each in enumerate(value, 1)]
-
-
-def _message(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{where} is {shown(value)}, expected an object {{role, content}}; convert the data")
-    if present(value, "from") and not present(value, "role"):
-        return _from_sharegpt(value, where)
-    role = value.get("role")
-    if not isinstance(role, str) or not role.strip():
-        raise ValueError(
-            f"{where} has the role {role!r}, expected a name such as 'user' or 'assistant'; it has the keys "
-            f"{', '.join(map(repr, value))}"
-        )
-    message = {key: part for key, part in value.items() if part is not None}
-    if message.get("tool_calls"):
-        message["tool_calls"] = [_call(each, where) for each in message["tool_calls"]]
-        message.setdefault("content", "")
-    else:
-        message.pop("tool_calls", None)
-    content = message.get("content")
-    if not isinstance(content, str):
-        raise ValueError(f"{where} ({role!r}): content is {shown(content)}, expected a text; convert the data")
-    return _weighed(message, where)
-
-
-def _weighed(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """With `weight` where that is 0, of the assistant: OpenAI's mark of an answer that is not to be learnt. Raises:
-    ValueError for another share."""
-    weight = message.pop("weight", None)
-    if message["role"] != "assistant" or weight is None or weight == 1:
-        return message
-    if weight != 0:
-        raise ValueError(
-            f"{where} has weight = {shown(weight)}; expected 1, or 0 for an answer that is not to be learnt: leave "
-            "the key out, or the message"
-        )
-    return {**message, "weight": 0}
-
-
-def _without_weights(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: part for key, part in message.items() if key != "weight"} for message in messages]
-
-
-def _call(value: Any, where: str) -> Any:
-    """A call of a tool. Its arguments are an object: as the text in which some interfaces send them, a template would
-    write them as a text in a text."""
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{where}: a call of a tool is {shown(value)}, expected an object")
-    call = without_nulls(value)
-    function = call.get("function", call)
-    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-        try:
-            function["arguments"] = json.loads(function["arguments"])
-        except ValueError as error:
-            raise ValueError(
-                f"{where}: the arguments of a call are {shown(function['arguments'])}, which is no JSON: {error}"
-            ) from None
-    return call
-
-
-def _from_sharegpt(value: Mapping[str, Any], where: str) -> dict[str, Any]:
-    name, said, weight = value["from"], value.get("value"), value.get("weight")
-    if not isinstance(said, str):
-        raise ValueError(f"{where} ({name!r}): value is {shown(said)}, expected a text; convert the data")
-    if str(name).lower() == _CALL:
-        try:
-            call = json.loads(said)
-        except ValueError as error:
-            raise ValueError(f"{where} (from {name!r}) is {shown(said)}, expected JSON: {error}") from None
-        calls = call if isinstance(call, list) else [call]
-        made = [_call({"type": "function", "function": each}, where) for each in calls]
-        return _weighed({"role": "assistant", "content": "", "tool_calls": made, "weight": weight}, where)
-    if (known := str(name).lower()) not in _SHAREGPT:
-        raise ValueError(f"{where} is from {name!r}; the known ones are {', '.join(_SHAREGPT)}, {_CALL}; rename it")
-    return _weighed({"role": _SHAREGPT[known], "content": said, "weight": weight}, where)
+def variables_of(record: Record) -> dict[str, Any]:
+    """Its own variables of the template, also as JSON text. Raises: ValueError."""
+    given = record.get(VARIABLES)
+    if isinstance(given, str) and given.strip():
+        with contextlib.suppress(ValueError):
+            given = json.loads(given)
+    if not given:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"field {VARIABLES!r} is {shown(given)}, expected an object: variables of the chat template")
+    return dict(without_nulls(given))
 
 
 def _require_order(messages: Sequence[Mapping[str, Any]], column: str) -> None:
@@ -384,10 +307,3 @@ def _spoken(conversation: Conversation) -> Conversation:
         if role in ("user", "assistant") and not message["content"].strip() and not message.get("tool_calls"):
             raise EmptyText("empty response" if role == "assistant" else "empty message of the user")
     return conversation
-
-
-def without_nulls(value: Any) -> Any:
-    """A key that is null is a key that is not there: Parquet and Arrow give every row the keys of all."""
-    if isinstance(value, Mapping):
-        return {key: without_nulls(part) for key, part in value.items() if part is not None}
-    return [without_nulls(part) for part in value] if isinstance(value, list) else value

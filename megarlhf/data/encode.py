@@ -26,7 +26,7 @@ from megarlhf.config import SourceConfig
 from megarlhf.data.columns import Packed, Writer, kinds_of, pack
 from megarlhf.data.fields import Fields, LeftOut, Reader
 from megarlhf.data.formats import Chunk
-from megarlhf.data.sample_kinds import Encoder, Unusable
+from megarlhf.data.sample_kinds import Changed, Encoder, Unusable
 from megarlhf.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
 from megarlhf.data.tokenizer_files import without_torch
 
@@ -39,15 +39,6 @@ _AHEAD = 2
 _END_SECONDS = 10.0
 """In which a process whose pipe has ended ends itself."""
 _UNKNOWN = "with text that the tokenizer does not know, which became its unknown token"
-
-
-@dataclass(frozen=True)
-class Changed:
-    """A sample that is not all of its record."""
-
-    sample: Any
-    how: str
-    """In words; it is counted."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +85,7 @@ class Opened:
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from error
             if isinstance(made, Changed):
-                changed[made.how] += 1
+                changed.update(made.how)
                 made = made.sample
             several = made if isinstance(made, list) else [made]
             if self._unk_id is not None and any(map(self._has_unknown, several)):

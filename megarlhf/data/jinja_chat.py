@@ -45,8 +45,9 @@ class ChatProgram:
                 f"the chat template is no template: TemplateSyntaxError: {error} (line {error.lineno}); correct it"
             ) from error
         self._text = text
-        self._words = {str(node.value) for node in tree.find_all(nodes.Const)}
-        self._words |= {node.attr for node in tree.find_all(nodes.Getattr)}
+        self.strings = frozenset(node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
+        """All strings in its code: what it looks for, and names of keys that it reads."""
+        self._words = {*self.strings, *(node.attr for node in tree.find_all(nodes.Getattr))}
         self._words |= {node.name for node in tree.find_all(nodes.Name)}
         self.has_marks = next(tree.find_all(nodes.Scope), None) is not None
         """Whether it marks what the assistant says: `{% generation %}`."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megarlhf.data.encode import Changed
+from megarlhf.data.sample_kinds import Changed, sample_of
 from megarlhf.data.samples import SFTEncoder, SFTSample, Unusable
 from megarlhf.data.tokenizer import Tokenizer
 
@@ -27,13 +27,15 @@ class CuttingEncoder:
         encode = self.encoder.of_any_length(loaded)
 
         def cut(index: int, record: Mapping[str, Any]) -> SFTSample | Changed:
-            sample = encode(index, record)
+            made = encode(index, record)
+            sample: SFTSample = sample_of(made)
             limit = self.encoder.limit(sample)
             if len(sample.tokens) <= limit.end:
-                return sample
+                return made
             if sample.prompt_length >= limit.end:
                 raise Unusable(limit.over)
-            return Changed(cut_at(sample, limit.end), f"{limit.what} cut at {limit.tokens} tokens")
+            other = made.how if isinstance(made, Changed) else ()
+            return Changed(cut_at(sample, limit.end), (*other, f"{limit.what} cut at {limit.tokens} tokens"))
 
         return cut
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megarlhf.data.conversations import tools_of
+from megarlhf.data.conversations import tools_of, variables_of
 from megarlhf.data.samples import with_bos
 from megarlhf.data.templates import Conversation, chat_template
+from megarlhf.data.text.written import Kind, require_written
 from megarlhf.data.tokenizer import Tokenizer
 
 
@@ -42,6 +43,8 @@ class Retokenizer:
     """What the model can read."""
     cuts: bool = False
     """Cut the beginning of a longer text, instead of refusing it."""
+    may_drop: tuple[Kind, ...] = ()
+    """What the chat template may leave out of a conversation."""
 
     def __call__(
         self,
@@ -62,9 +65,12 @@ class Retokenizer:
             start, bos_id = with_bos(tokenizer.encode(prompt), tokenizer), tokenizer.bos_id
         else:
             template = chat_template(tokenizer)
-            asked = Conversation([dict(message) for message in messages], tools_of(fields))
+            variables = {name: part for name, part in variables_of(fields).items() if template.program.names(name)}
+            asked = Conversation([dict(message) for message in messages], tools_of(fields), variables=variables)
             template.check(asked)
-            start, end = template.ids(template.text(asked, reply=True)), template.end
+            text = template.text(asked, reply=True)
+            require_written(template.written(asked, text, reply=True), asked.roles, self.may_drop)
+            start, end = template.ids(text), template.end
             bos_id = template.tokenizer.named_bos_id
         tokens = start + tokenizer.encode(response, continuation=True) + [end] * finished
         if len(tokens) <= self.max_tokens:

@@ -6,7 +6,7 @@ Lengths are in tokens; a response's includes the token that ends it, as in rollo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -76,6 +76,26 @@ class PromptSample:
     """The conversation that it was rendered from; None where the prompt was a plain text."""
 
 
+@dataclass(frozen=True)
+class Changed:
+    """A sample that is not all of its record."""
+
+    sample: Any
+    how: tuple[str, ...]
+    """In words, each of which is counted."""
+
+
+def changed(sample: Sample, how: Iterable[str]) -> Sample | Changed:
+    """The sample, as a changed one where there is a word on how."""
+    words = tuple(how)
+    return Changed(sample, words) if words else sample
+
+
+def sample_of(made: Any) -> Any:
+    """The sample, changed or not."""
+    return made.sample if isinstance(made, Changed) else made
+
+
 @dataclass
 class Skipped:
     """How many records of how many were left out, by reason."""
@@ -99,7 +119,7 @@ class Unusable(Exception):
     """A record that has to be skipped; its text is the reason."""
 
 
-Encode = Callable[[int, Mapping[str, Any]], Sample]
+Encode = Callable[[int, Mapping[str, Any]], Sample | Changed]
 """The sample of a record, which is told its number in the source. Raises: Unusable for a record that is skipped, and
 ValueError for one that is refused, without words that say where it stands."""
 
@@ -111,7 +131,7 @@ class Encoder(Protocol[Sample_co]):
         """What takes long to load, the tokenizer, which other processes are given (by pickle). Raises: ValueError."""
         ...
 
-    def by(self, loaded: Any, /) -> Callable[[int, Mapping[str, Any]], Sample_co]:
+    def by(self, loaded: Any, /) -> Callable[[int, Mapping[str, Any]], Sample_co | Changed]:
         """With what `load` has returned, here or in another process. Raises: ValueError for a tokenizer that does not
         fit the options."""
         ...

@@ -6,9 +6,10 @@ that ends it, as in rollout.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from datetime import date
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -25,6 +26,7 @@ from megarlhf.data.conversations import (
 )
 from megarlhf.data.limits import Limit, require_at_most
 from megarlhf.data.sample_kinds import (
+    Changed,
     Encode,
     FieldCheck,
     PairSample,
@@ -32,14 +34,17 @@ from megarlhf.data.sample_kinds import (
     SFTSample,
     Skipped,
     Unusable,
+    changed,
+    sample_of,
 )
 from megarlhf.data.sources import Record
 from megarlhf.data.templates import ChatTemplate, Conversation, Template, chat_template, has_template
+from megarlhf.data.text.written import Kind, NotWritten, require_written
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.data.tokenizer_files import tokenizer_digest, writes_the_date
 from megarlhf.data.turns import Answered, Inexact, LossOn, answered, learnt_turns
 
-VERSION = 3
+VERSION = 4
 """Of how records are written as tokens: another one makes other keys of the cache."""
 
 Form = Literal["texts", "conversations"]
@@ -55,6 +60,7 @@ def writing_options(data: ConversationConfig) -> dict[str, Any]:
         "template": data.template_mode,
         "chat_template": data.chat_template_text(),
         "template_args": data.template_args,
+        "template_may_drop": data.template_may_drop,
         "inexact": data.inexact,
     }
 
@@ -71,8 +77,11 @@ class _Options:
     """In place of the tokenizer's own."""
     template_args: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the template."""
+    template_may_drop: tuple[Kind, ...] = ()
+    """What the template may leave out of a conversation."""
     inexact: Literal["refuse", "skip"] = "refuse"
-    """What becomes of a conversation whose answers cannot be told from the rest."""
+    """What becomes of a conversation of which the template leaves out something else, or whose answers cannot be told
+    from the rest."""
     form: Form | None = None
     """What the first record of a set is; with `auto` all others are the same. No part of the key: content says it."""
 
@@ -82,7 +91,7 @@ class _Options:
         values |= {"samples": type(self).__name__, "version": VERSION, "tokenizer": tokenizer_digest(self.tokenizer)}
         if self.template != "plain" and writes_the_date(self.tokenizer, self.chat_template):
             values["date"] = date.today().isoformat()
-        return {**values, "template_args": dict(self.template_args)}
+        return {**values, "template_args": dict(self.template_args), "template_may_drop": list(self.template_may_drop)}
 
     def load(self) -> Tokenizer:
         """See `Encoder.load`."""
@@ -105,7 +114,7 @@ class _Writer:
     """Prompts and answers as token ids, by one tokenizer and one template."""
 
     def __init__(self, options: _Options, tokenizer: Tokenizer) -> None:
-        self.tokenizer, self._skips = tokenizer, options.inexact == "skip"
+        self.tokenizer, self._skips, self._may_drop = tokenizer, options.inexact == "skip", options.template_may_drop
         self._template = options.chat(tokenizer)
 
     @property
@@ -117,21 +126,38 @@ class _Writer:
         """See `turns.answered`. Raises: Unusable, ValueError."""
         self.template.check(conversation)
         if not learnt_turns(conversation, loss_on):
-            raise Unusable(f"{'every' if loss_on == 'all' else 'the last'} answer has weight 0")
+            raise Unusable(f"{'every' if loss_on == 'all' else 'the last'} answer is not to be learnt")
+        with self._skipping_inexact():
+            found = answered(self.template, conversation, loss_on, self._may_drop)
+        return replace(found, omissions=(*found.omissions, *self._unread(conversation)))
+
+    def asked(self, asked: str | Conversation) -> tuple[str, list[int], tuple[str, ...]]:
+        """A prompt's text and ids, and what is left out of it, in words. Raises: Unusable, ValueError."""
+        if isinstance(asked, str):
+            return asked, _text_tokens(asked, self.tokenizer), ()
+        self.template.check(asked)
+        text = self.template.text(asked, reply=True)
+        with self._skipping_inexact():
+            written = self.template.written(asked, text, reply=True)
+            omissions = require_written(written, asked.roles, self._may_drop)
+        return text, self.template.ids(text), (*omissions, *self._unread(asked))
+
+    def _unread(self, conversation: Conversation) -> list[str]:
+        keys = ", ".join(self.template.unread_keys(conversation))
+        return [f"with keys of messages that nobody reads ({keys})"] if keys else []
+
+    @contextlib.contextmanager
+    def _skipping_inexact(self) -> Iterator[None]:
         try:
-            return answered(self.template, conversation, loss_on)
+            yield
         except Inexact as error:
             if self._skips:
                 raise Unusable("answers that cannot be told from the rest, token by token") from error
             raise
-
-    def asked(self, asked: str | Conversation) -> tuple[str, list[int]]:
-        """A prompt's text and ids. Raises: Unusable, ValueError."""
-        if isinstance(asked, str):
-            return asked, _text_tokens(asked, self.tokenizer)
-        self.template.check(asked)
-        text = self.template.text(asked, reply=True)
-        return text, self.template.ids(text)
+        except NotWritten as error:
+            if self._skips:
+                raise Unusable("messages of which the chat template leaves out something") from error
+            raise
 
 
 def _skipping(read: Callable[..., Read], record: Mapping[str, Any], options: _Options) -> Read:
@@ -169,10 +195,10 @@ class SFTEncoder(_Options):
         """See `Encoder.by`."""
         encode = self.of_any_length(loaded)
 
-        def sample(index: int, record: Mapping[str, Any]) -> SFTSample:
+        def sample(index: int, record: Mapping[str, Any]) -> SFTSample | Changed:
             made = encode(index, record)
-            limit = self.limit(made)
-            if len(made.tokens) > limit.end:
+            limit = self.limit(unchanged := sample_of(made))
+            if len(unchanged.tokens) > limit.end:
                 raise Unusable(limit.over)
             return made
 
@@ -182,11 +208,11 @@ class SFTEncoder(_Options):
         """As `by`, and what is too long too."""
         writer = _Writer(self, loaded)
 
-        def sample(index: int, record: Mapping[str, Any]) -> SFTSample:
+        def sample(index: int, record: Mapping[str, Any]) -> SFTSample | Changed:
             example = _skipping(example_of, record, self)
             if isinstance(example, Conversation):
                 whole = writer.answered(example, self.loss_on)
-                return SFTSample(whole.tokens, whole.stretches)
+                return changed(SFTSample(whole.tokens, whole.stretches), whole.omissions)
             prompt_tokens = _text_tokens(example[0], loaded)
             response_tokens = _response_tokens(example[1], loaded)
             if record.get("finished") is False:  # as `generate` writes it: it did not end where it was cut
@@ -220,24 +246,27 @@ class PairEncoder(_Options):
         """See `Encoder.by`."""
         writer = _Writer(self, loaded)
 
-        def sample(index: int, record: Mapping[str, Any]) -> PairSample:
-            prompt_tokens, chosen_tokens, rejected_tokens = self._parts(record, writer)
+        def sample(index: int, record: Mapping[str, Any]) -> PairSample | Changed:
+            (prompt_tokens, chosen_tokens, rejected_tokens), omissions = self._parts(record, writer)
             require_at_most(len(prompt_tokens), self.max_prompt_tokens, "prompt")
             for tokens in (chosen_tokens, rejected_tokens):
                 require_at_most(len(tokens), self.max_response_tokens, "response")
             if chosen_tokens == rejected_tokens:
                 raise Unusable("chosen equals rejected")
             margin = _margin(record) if self.with_margin else 0.0
-            return PairSample(prompt_tokens, chosen_tokens, rejected_tokens, margin)
+            return changed(PairSample(prompt_tokens, chosen_tokens, rejected_tokens, margin), omissions)
 
         return sample
 
-    def _parts(self, record: Mapping[str, Any], writer: _Writer) -> tuple[list[int], list[int], list[int]]:
+    def _parts(
+        self, record: Mapping[str, Any], writer: _Writer
+    ) -> tuple[tuple[list[int], list[int], list[int]], Sequence[str]]:
+        """Prompt, chosen and rejected answer, and what is left out of them, in words."""
         pair = _skipping(pair_of, record, self)
         if isinstance(pair, PairOfTexts):
             prompt_tokens = _text_tokens(pair.prompt, writer.tokenizer)
             chosen, rejected = (_response_tokens(each, writer.tokenizer) for each in (pair.chosen, pair.rejected))
-            return prompt_tokens, chosen, rejected
+            return (prompt_tokens, chosen, rejected), ()
         sides = [writer.answered(each, "last") for each in (pair.chosen, pair.rejected)]
         prompts = [side.tokens[: side.stretches[0]] for side in sides]
         if prompts[0] != prompts[1]:
@@ -246,7 +275,7 @@ class PairEncoder(_Options):
                 "template that does not look at the answer (data.chat_template)"
             )
         chosen, rejected = (side.tokens[len(prompts[0]) :] for side in sides)
-        return prompts[0], chosen, rejected
+        return (prompts[0], chosen, rejected), list(dict.fromkeys(words for side in sides for words in side.omissions))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,15 +296,15 @@ class PromptEncoder(_Options):
         """See `Encoder.by`."""
         writer = _Writer(self, loaded)
 
-        def sample(index: int, record: Mapping[str, Any]) -> PromptSample:
+        def sample(index: int, record: Mapping[str, Any]) -> PromptSample | Changed:
             asked = _skipping(prompt_of, record, self)
             others = {key: value for key, value in record.items() if key not in CONVERSATION_COLUMNS}
-            text, tokens = writer.asked(asked)
+            text, tokens, omissions = writer.asked(asked)
             require_at_most(len(tokens), self.max_prompt_tokens, "prompt")
             if self.check_fields is not None:
                 self.check_fields(others)
             messages = asked.messages if isinstance(asked, Conversation) else None
-            return PromptSample(tokens, text, others, index, messages)
+            return changed(PromptSample(tokens, text, others, index, messages), omissions)
 
         return sample
 
@@ -349,7 +378,7 @@ def encode_records(records: Records, encode: Encode[Sample]) -> tuple[list[Sampl
     skipped = Skipped(len(records))
     for index, record in enumerate(records):
         try:
-            samples.append(encode(index, record))
+            samples.append(sample_of(encode(index, record)))
         except Unusable as reason:
             skipped.reasons[str(reason)] += 1
         except ValueError as error:

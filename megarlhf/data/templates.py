@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
+import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal, cast
 
 from megarlhf.data.jinja_chat import STANDARD_ROLES, ChatProgram, program_of
+from megarlhf.data.text.written import THOUGHTS, Omission, Places, Written, compare, kept_strings
 from megarlhf.data.tokenizer import ChatTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 
 Template = Literal["auto", "plain", "chat"]
 Message = Mapping[str, Any]
+Messages = Sequence[Message]
+READ_KEYS = frozenset(("role", "content", "tool_calls", "tool_call_id", "id", *THOUGHTS))
+"""Keys of a message that are read, or that only tell messages apart."""
 
 _ANSWER = "zqxjkv"
 """An answer that no template takes for something else."""
@@ -27,10 +34,18 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
     unlearnt: frozenset[int] = frozenset()
     """Numbers of the assistant's messages that are not to be learnt, as their `weight: 0` says."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """The record's own variables of the template, its `chat_template_kwargs`."""
 
     def before(self, number: int) -> Conversation:
         """Its first messages."""
-        return Conversation(self.messages[:number], self.tools, frozenset(n for n in self.unlearnt if n < number))
+        unlearnt = frozenset(n for n in self.unlearnt if n < number)
+        return replace(self, messages=self.messages[:number], unlearnt=unlearnt)
+
+    @property
+    def roles(self) -> list[str]:
+        """Of its messages."""
+        return [message["role"] for message in self.messages]
 
 
 @dataclass(frozen=True)
@@ -55,10 +70,99 @@ class ChatTemplate:
 
         Raises: ValueError for messages that the template refuses.
         """
-        with _refusals(self.tokenizer.name, conversation.messages):
+        return self._render(self._adapted(conversation.messages), conversation.tools, conversation.variables, reply)
+
+    def _render(
+        self, messages: Messages, tools: Any, variables: Mapping[str, Any] = MappingProxyType({}), reply: bool = False
+    ) -> str:
+        with _refusals(self.tokenizer.name, messages):
             return self.tokenizer.render(
-                conversation.messages, self.given, self.variables, tools=conversation.tools, reply=reply
+                messages, self.given, {**self.variables, **variables}, tools=tools, reply=reply
             )
+
+    def written(self, conversation: Conversation, text: str, *, reply: bool = False) -> Written:
+        """What `text`, as `self.text` has made it, has of the conversation. Raises: ValueError as `text`."""
+        messages, tools = self._adapted(conversation.messages), conversation.tools
+        found = self._compare(text, messages, tools, conversation.variables, reply)
+        return replace(found, omissions=[*found.omissions, *self._swallowed(text, messages, found.places)])
+
+    def _compare(
+        self,
+        text: str,
+        messages: Messages,
+        tools: Any = None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        reply: bool = False,
+    ) -> Written:
+        def render(messages: Messages, tools: Any) -> str:
+            return self._render(messages, tools, variables, reply)
+
+        return compare(text, render, messages, tools, self.program.strings, self._kept)
+
+    @functools.cached_property
+    def _kept(self) -> re.Pattern[str] | None:
+        return kept_strings(self.program.strings)
+
+    def _swallowed(self, text: str, messages: Messages, places: Places) -> Iterator[Omission]:
+        """White space that the template writes and the tokenizer does not, as it stands beside a token that takes it
+        in: Phi-3's marks have `rstrip`."""
+        before, behind = self.tokenizer.takes_white_space
+        for number, (first, end) in places.items() if before or behind else ():
+            content = messages[number].get("content") or ""
+            leads = content != content.lstrip() and text[:first].rstrip().endswith(before)
+            trails = content != content.rstrip() and text[end:].lstrip().startswith(behind)
+            if leads or trails:
+                yield Omission("white_space", number, "content", content)
+
+    def _adapted(self, messages: Messages) -> Messages:
+        """In the form that the template reads: thoughts under its key, calls of tools as it writes them."""
+        return [self._adapted_message(message) for message in messages]
+
+    def _adapted_message(self, message: Message) -> dict[str, Any]:
+        adapted = dict(message)
+        if message["role"] == "assistant" and (keys := [key for key in THOUGHTS if message.get(key)]):
+            known = self._thought_keys
+            if known and not known & set(keys):
+                adapted[min(known, key=THOUGHTS.index)] = adapted.pop(keys[0])
+                keys = keys[1:]
+            thought = next((adapted[key] for key in known if adapted.get(key)), None)
+            for key in keys:  # some interfaces give the same thought twice
+                if key not in known and adapted[key] == thought:
+                    del adapted[key]
+        if message.get("tool_calls"):
+            content, arguments = self._form_of_calls
+            adapted["content"] = message.get("content") or content
+            adapted["tool_calls"] = [_with_arguments(call, arguments) for call in message["tool_calls"]]
+        return adapted
+
+    @functools.cached_property
+    def _thought_keys(self) -> frozenset[str]:
+        """Keys of a message under which the template writes what was thought before an answer."""
+
+        def writes(key: str) -> bool:
+            answer = {"role": "assistant", "content": "b", key: "c"}
+            return self.program.names(key) and self._writes([{"role": "user", "content": "a"}, answer])
+
+        return frozenset(key for key in THOUGHTS if writes(key))
+
+    @functools.cached_property
+    def _form_of_calls(self) -> tuple[str | None, type]:
+        """The content beside calls of tools, where they have none, and whether arguments are a mapping or JSON: the
+        first of these forms with which the template writes a call."""
+        for content, kind in itertools.product(("", None), (dict, str)):
+            call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
+            asked = {"role": "user", "content": "a"}
+            answer = {"role": "assistant", "content": content, "tool_calls": [_with_arguments(call, kind)]}
+            if self._writes([asked, answer]):
+                return content, kind
+        return "", dict
+
+    def _writes(self, messages: Messages) -> bool:
+        """Whether the template writes all of a sample."""
+        try:
+            return not self._compare(self._render(messages, None), messages).omissions
+        except ValueError:
+            return False
 
     def ids(self, text: str, *, continuation: bool = False) -> list[int]:
         """Of what the template has written; `continuation`: behind other text. It writes begin-of-sequence itself, or
@@ -68,7 +172,19 @@ class ChatTemplate:
     def marked(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
         """All ids, and which of them the template marks. Raises: ValueError as `text`."""
         with _refusals(self.tokenizer.name, conversation.messages):
-            return self.tokenizer.marked(conversation.messages, self.given, self.variables, tools=conversation.tools)
+            return self.tokenizer.marked(*self._arguments(conversation), tools=conversation.tools)
+
+    def marked_places(self, conversation: Conversation) -> list[tuple[int, int]]:
+        """Where the stretches of `text` stand that the template marks. Raises: ValueError as `text`."""
+        with _refusals(self.tokenizer.name, conversation.messages):
+            return self.tokenizer.marked_places(*self._arguments(conversation), tools=conversation.tools)
+
+    def _arguments(self, conversation: Conversation) -> tuple[Messages, str | None, dict[str, Any]]:
+        return (
+            self._adapted(conversation.messages),
+            self.given,
+            {**self.variables, **conversation.variables},
+        )
 
     @functools.cached_property
     def has_marks(self) -> bool:
@@ -106,10 +222,9 @@ class ChatTemplate:
         return self.tokenizer.eos_id if self.turn_end is None else self.turn_end
 
     def check(self, conversation: Conversation) -> None:
-        """Raises: ValueError for what the template would leave out in silence: a role that it does not know, tools or
-        calls of tools that it does not read."""
-        for number, message in enumerate(conversation.messages, 1):
-            role = message["role"]
+        """Raises: ValueError for a role or a variable that is probably misspelt: one that the template does not know.
+        What it leaves out, `written` says."""
+        for number, role in enumerate(conversation.roles, 1):
             if role not in STANDARD_ROLES and not self.program.names(role):
                 near = difflib.get_close_matches(role, STANDARD_ROLES, n=1)
                 known = f"did you mean {near[0]!r}?" if near else f"the usual ones are {', '.join(STANDARD_ROLES)}"
@@ -117,16 +232,27 @@ class ChatTemplate:
                     f"message {number} has the role {role!r}, which is none that is usual and none that the chat "
                     f"template names; {known}"
                 )
-            if "tool_calls" in message and not self.program.names("tool_calls"):
-                raise ValueError(
-                    f"message {number} ({role!r}) has tool_calls, which the chat template leaves out; give a template "
-                    "that writes them (data.chat_template), or put the calls into the content"
-                )
-        if conversation.tools and not self.program.names("tools"):
+        if unread := [name for name in conversation.variables if not self.program.names(name)]:
             raise ValueError(
-                "the record has tools, which the chat template leaves out; give a template that writes them "
-                "(data.chat_template), or leave the column out"
+                f"chat_template_kwargs of the record has {unread[0]!r}, which the chat template does not read; leave "
+                "it out, or give a template that reads it (data.chat_template)"
             )
+
+    def unread_keys(self, conversation: Conversation) -> list[str]:
+        """Keys of messages that neither the template nor anybody else reads."""
+        keys = {key for message in conversation.messages for key in message if key not in READ_KEYS}
+        return sorted(key for key in keys if not self.program.names(key))
+
+
+def _with_arguments(call: Any, kind: type) -> Any:
+    """The call of a tool with its arguments as a mapping, or as JSON."""
+    if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
+        return {**call, "function": _with_arguments(call["function"], kind)}
+    if not isinstance(call, Mapping) or isinstance(arguments := call.get("arguments"), kind):
+        return call
+    if kind is str:
+        return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {**call, "arguments": json.loads(arguments)} if isinstance(arguments, str) else call
 
 
 def has_template(tokenizer: Tokenizer) -> bool:

@@ -65,6 +65,9 @@ class ChatTokenizer(Tokenizer, Protocol):
     named_bos_id: int | None
     """`bos_token` to a template, which may write it where the tokenizer itself does not."""
 
+    takes_white_space: tuple[tuple[str, ...], tuple[str, ...]]
+    """Tokens that take in the white space behind them, and those that take in the white space before them."""
+
     def own_template(self) -> str | None:
         """The chat template that belongs to it; None where there is none."""
         ...
@@ -87,6 +90,12 @@ class ChatTokenizer(Tokenizer, Protocol):
         """The whole conversation's ids, and which of them the template marks with `{% generation %}`."""
         ...
 
+    def marked_places(
+        self, messages: Messages, template: str | None, variables: Mapping[str, Any], *, tools: Any
+    ) -> list[tuple[int, int]]:
+        """First and last character, and one more, of each stretch of the rendered text that is marked so."""
+        ...
+
 
 class SentencePieceTokenizer:
     """A SentencePiece model. Its control symbols (bos, eos, pad) cannot be written in text.
@@ -103,6 +112,7 @@ class SentencePieceTokenizer:
         except RuntimeError as error:
             raise ValueError(f"{name} is not a SentencePiece model: {error}; copy it again") from error
         self.name, self._template = name, template
+        self.takes_white_space: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
         self._continued = SentencePieceProcessor(model_proto=model + _AS_CONTINUATION)
         self.vocab_size = int(self._start.get_piece_size())
         # SentencePiece says -1 for an id that the model does not define.
@@ -150,6 +160,12 @@ class SentencePieceTokenizer:
         cannot be told from."""
         raise ValueError("marks of a template are read with a Hugging Face tokenizer only")
 
+    def marked_places(
+        self, messages: Messages, template: str | None, variables: Mapping[str, Any], *, tools: Any
+    ) -> list[tuple[int, int]]:
+        """See `marked`."""
+        raise ValueError("marks of a template are read with a Hugging Face tokenizer only")
+
     def tokens(self) -> list[str]:
         """See `Tokenizer.tokens`."""
         return [str(self._start.id_to_piece(token)) for token in range(self.vocab_size)]
@@ -190,7 +206,10 @@ class HuggingFaceTokenizer:
         self.pad_id = _pad_or_eos(tokenizer.pad_token_id, self.eos_id, name)
         unk_id = tokenizer.unk_token_id
         self.unk_id: int | None = None if unk_id in (self.eos_id, bos_id) else unk_id  # that of GPT-2 ends texts
-        self.special_ids = frozenset(tokenizer.added_tokens_decoder)
+        added = tokenizer.added_tokens_decoder
+        self.special_ids = frozenset(added)
+        right, left = (tuple(t.content for t in added.values() if getattr(t, side)) for side in ("rstrip", "lstrip"))
+        self.takes_white_space = (right, left)
         self._template: Any = None  # of one that was given by another process
         # A text to continue from, where the tokenizer puts a space before the first word.
         self._lead = self._encode("\n") if self._decode(self._encode("a")) != self._glued("a") else []
@@ -304,6 +323,21 @@ class HuggingFaceTokenizer:
             **variables,
         )
         return list(made["input_ids"]), [bool(mark) for mark in made["assistant_masks"]]
+
+    def marked_places(
+        self, messages: Messages, template: str | None, variables: Mapping[str, Any], *, tools: Any
+    ) -> list[tuple[int, int]]:
+        """See `ChatTokenizer.marked_places`."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        _, places = render_jinja_template(
+            [list(messages)],
+            tools=tools,
+            chat_template=template or self.own_template(),
+            return_assistant_tokens_mask=True,
+            **{**self._tokenizer.special_tokens_map, **variables},
+        )
+        return [(int(first), int(end)) for first, end in places[0]]
 
 
 def _user_defined(model: bytes) -> frozenset[int]:

@@ -8,11 +8,12 @@ generated response ends too. A template that writes no such token gets the end o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megarlhf.data.templates import ChatTemplate, Conversation
+from megarlhf.data.text.written import Kind, Places, require_written
 
 LossOn = Literal["last", "all"]
 
@@ -28,6 +29,8 @@ class Answered:
     tokens: list[int]
     stretches: list[int]
     """Of the answers: see `SFTSample`."""
+    omissions: tuple[str, ...] = ()
+    """What the template has left out that it may leave out, in words."""
 
 
 def learnt_turns(conversation: Conversation, loss_on: LossOn) -> list[int]:
@@ -41,11 +44,15 @@ def _turns(conversation: Conversation) -> list[int]:
     return [number for number, message in enumerate(conversation.messages) if message["role"] == "assistant"]
 
 
-def answered(template: ChatTemplate, conversation: Conversation, loss_on: LossOn) -> Answered:
+def answered(
+    template: ChatTemplate, conversation: Conversation, loss_on: LossOn, may_drop: Collection[Kind] = ()
+) -> Answered:
     """Its tokens up to the last answer that is learnt, and where the last one or all of them stand; its last message is
     the assistant's, and there is one to learn (`learnt_turns`).
 
-    Raises: Inexact; ValueError for messages that the template refuses.
+    may_drop: what the template may leave out of the messages
+
+    Raises: Inexact; NotWritten; ValueError for messages that the template refuses.
     """
     turns = learnt_turns(conversation, loss_on)
     assert turns, "asked only where something is learnt"
@@ -56,14 +63,22 @@ def answered(template: ChatTemplate, conversation: Conversation, loss_on: LossOn
             "learnt: the others would be taught not to end; set data.loss_on to last, or give a template that ends "
             "turns (data.chat_template)"
         )
-    if template.has_marks:
-        return _by_marks(template, conversation, turns, loss_on)
-    return _by_prefixes(template, conversation, turns)
-
-
-def _by_prefixes(template: ChatTemplate, conversation: Conversation, turns: Sequence[int]) -> Answered:
-    """`turns`: numbers of the assistant's messages, the last message among them."""
     whole = template.text(conversation)
+    written = template.written(conversation, whole)
+    omissions = require_written(written, conversation.roles, may_drop, turns)
+    if template.has_marks:
+        _require_in_marks(template, conversation, turns, written.places)
+        found = _by_marks(template, conversation, turns, loss_on)
+    else:
+        found = _by_prefixes(template, conversation, turns, whole, written.places)
+    return replace(found, omissions=omissions)
+
+
+def _by_prefixes(
+    template: ChatTemplate, conversation: Conversation, turns: Sequence[int], whole: str, places: Places
+) -> Answered:
+    """`turns`: numbers of the assistant's messages, the last message among them; `whole`: the text, which has the
+    messages in `places`."""
     ids, stretches = _closed(template, whole), list[int]()
     for turn in turns:
         if turn == 0:
@@ -75,6 +90,10 @@ def _by_prefixes(template: ChatTemplate, conversation: Conversation, turns: Sequ
         if not whole.startswith(asked):
             raise Inexact(_otherwise(asked, whole, turn))
         before, last = template.ids(asked), turn + 1 == len(conversation.messages)
+        so_far = whole if last else template.text(conversation.before(turn + 1))
+        first, behind = places.get(turn, (len(asked), len(asked)))
+        if first < len(asked) or behind > len(so_far):
+            raise Inexact(_elsewhere(turn))
         if ids[: len(before)] != before:
             if not last or ids[: _last(stretches)] != before[: _last(stretches)]:
                 raise Inexact(_merged(turn, "begins", "the text before it", "start the answer with another character"))
@@ -84,7 +103,6 @@ def _by_prefixes(template: ChatTemplate, conversation: Conversation, turns: Sequ
         if last:
             end = _end(template, ids, len(before), turn, calls=calls)
         else:
-            so_far = template.text(conversation.before(turn + 1))
             if not whole.startswith(so_far):
                 raise Inexact(_changes(so_far, whole, turn))
             ids_so_far = template.ids(so_far)
@@ -126,6 +144,18 @@ def _end(template: ChatTemplate, ids: Sequence[int], start: int, turn: int, *, c
         f"answers elsewhere, but with {_shown(template.tokenizer.decode(ids[start:])[-30:])}; correct the template, or "
         "give another one (data.chat_template)"
     )
+
+
+def _require_in_marks(template: ChatTemplate, conversation: Conversation, turns: Sequence[int], places: Places) -> None:
+    """Raises: Inexact where a part of an answer that is to be learnt is written outside the template's marks."""
+    marked = template.marked_places(conversation)
+    for turn in turns:
+        first, behind = places.get(turn, (0, 0))
+        if behind and marked and not any(start <= first and behind <= end for start, end in marked):
+            raise Inexact(
+                f"a part of message {turn + 1} ('assistant') is written outside the marks {{% generation %}} of the "
+                "chat template, and would not be learnt; put them around all that the assistant says"
+            )
 
 
 def _by_marks(template: ChatTemplate, conversation: Conversation, turns: Sequence[int], loss_on: LossOn) -> Answered:
@@ -206,6 +236,14 @@ def _changes(so_far: str, whole: str, turn: int) -> str:
         f"message {turn + 1} ('assistant') is written otherwise where others follow: {_shown(so_far[same:])} became "
         f"{_shown(whole[same:])}, so that it cannot be learnt as it is asked for; set data.loss_on to last, or leave "
         "such records out (data.inexact: skip)"
+    )
+
+
+def _elsewhere(turn: int) -> str:
+    return (
+        f"a part of message {turn + 1} ('assistant') is written elsewhere than where that answer is asked for, and "
+        "would not be learnt with it; give another template (data.chat_template), or leave such records out "
+        "(data.inexact: skip)"
     )
 
 

@@ -11,6 +11,7 @@ import torch
 
 from megarlhf.collective_errors import from_first_rank
 from megarlhf.config.ask import AskConfig
+from megarlhf.data.sample_kinds import sample_of
 from megarlhf.data.samples import PromptSample, Unusable, reading_in_words
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.planning.encoders import prompt_encoder
@@ -33,7 +34,8 @@ def run(cfg: AskConfig, runtime: Runtime, model: Path) -> None:
 
     def encoded(text: str) -> PromptSample:
         try:
-            return encode(0, record_of(text))
+            sample: PromptSample = sample_of(encode(0, record_of(text)))
+            return sample
         except Unusable as reason:
             limit = f"; the limit is data.max_prompt_tokens = {cfg.data.max_prompt_tokens}"
             raise ValueError(f"{reason}{limit if 'longer' in str(reason) else ''}") from None

@@ -95,7 +95,7 @@ def test_tools_of_openai_s_preferences_are_written_or_refused(fast_tokenizer):
     given = {"messages": user, "tools": [{"name": "85"}]}
     row = openai_messages({"input": given, "preferred_output": good, "non_preferred_output": bad, "margin": 3})
     options = {"tokenizer": None, "max_prompt_tokens": 90, "max_response_tokens": 9, "with_margin": True}
-    with pytest.raises(ValueError, match="the record has tools, which the chat template leaves out"):
+    with pytest.raises(ValueError, match="tools: the chat template does not write all of its name"):
         PairEncoder(**options).by(tokenizer)(0, row)
     writes = "{% for t in tools or [] %}{{ t.name }}{% endfor %}" + CHAT
     pair = PairEncoder(**options, chat_template=writes).by(tokenizer)(0, row)

@@ -77,11 +77,11 @@ def test_an_answer_of_weight_0_is_not_learnt(tokenizers, style, source):
     assert every(0, weighed(1, None, 1, True)) == whole
     assert learnt_texts(tokenizers[style], every(0, weighed(1, 0, 1, 0))) == [texts[0], texts[2]]
     assert last(0, weighed(0, 0, 0, 1)) == last(0, {"messages": LONG})
-    with pytest.raises(Unusable, match="every answer has weight 0"):
+    with pytest.raises(Unusable, match="every answer is not to be learnt"):
         every(0, weighed(0, 0, 0, 0))
-    with pytest.raises(Unusable, match="the last answer has weight 0"):
+    with pytest.raises(Unusable, match="the last answer is not to be learnt"):
         last(0, weighed(1, 1, 1, 0))
-    with pytest.raises(ValueError, match=r"message 2 has weight = float 0\.5; expected 1, or 0"):
+    with pytest.raises(ValueError, match=r"message 2 has weight = float 0\.5; expected 1 or true, or 0"):
         every(0, weighed(0.5, 1, 1, 1))
 
 
@@ -109,7 +109,7 @@ def test_a_conversation_is_cut_where_it_would_be_skipped(tokenizers):
                 cut(0, record)
             continue
         made = cut(0, record)
-        assert made.how == f"conversation cut at {most} tokens"
+        assert made.how == (f"conversation cut at {most} tokens",)
         assert made.sample.tokens == whole.tokens[: learnt[-1] + 1]
         assert [n for n, is_learnt in enumerate(made.sample.learnt()) if is_learnt] == learnt
 
@@ -134,7 +134,7 @@ def test_pairs_of_weight_0_are_skipped_and_other_weights_do_not_matter(tokenizer
     plain = encode(0, {"chosen": sides[0], "rejected": sides[1]})
     other = [*TALK[:1], {**TALK[1], "weight": 0}, *sides[1][2:]]
     assert encode(0, {"chosen": sides[0], "rejected": other}) == plain
-    with pytest.raises(Unusable, match="the answer has weight 0"):
+    with pytest.raises(Unusable, match="the answer is not to be learnt"):
         encode(0, {"chosen": sides[0], "rejected": [*TALK[:3], said("assistant", "5", weight=0)]})
     with pytest.raises(Unusable, match="chosen equals rejected"):
         encode(0, {"chosen": sides[0], "rejected": TALK})
@@ -177,7 +177,8 @@ def test_what_is_asked_is_what_is_learnt_behind(tokenizers):
 REFUSED = [
     ("marked", STYLES["marked"].replace("{% generation %}", "").replace("{% endgeneration %}", ""), "last", TALK,
      r"where message 4 \('assistant'\) is asked for.*'<think>'.*'4<.*data\.chat_template.*inexact: skip"),
-    ("thinking", None, "all", [TALK[0], said("assistant", "a</think>2"), *TALK[2:]],
+    ("changing",
+     STYLES["chatml"].replace("<|im_end|>", "{{ '!' if loop.last and m.role == 'assistant' }}<|im_end|>"), "all", TALK,
      r"message 2 \('assistant'\) is written otherwise where others follow.*loss_on to last"),
     ("no mark", STYLES["marked"].replace("m.role == 'assistant'", "m.role == 'nobody'"), "all", TALK,
      r"marks nothing of this conversation"),
@@ -253,10 +254,10 @@ def test_calls_of_tools_are_learnt_as_the_template_writes_them(tokenizers):
     text = "".join(tokenizer.tokens()[token] for token in sample.tokens)
     assert text.startswith('<|im_start|>system\n{"type": "function", "function": {"name": "add"}}\n<|im_end|>\n')
     encode = SFTEncoder(**options).by(tokenizers["chatml"])
-    with pytest.raises(ValueError, match="the record has tools, which the chat template leaves out; give a template"):
+    with pytest.raises(ValueError, match="tools: the chat template does not write all of its name 'add'"):
         encode(0, {"messages": TALK, "tools": tools})
     with pytest.raises(
-        ValueError, match=r"message 2 \('assistant'\) has tool_calls, which the chat template leaves out"
+        ValueError, match=r"message 2 \('assistant'\): the chat template does not write all of its name 'add'"
     ):
         encode(0, {"messages": messages})
 

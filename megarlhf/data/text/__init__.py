@@ -1,0 +1,1 @@
+"""Conversations as text."""

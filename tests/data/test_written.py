@@ -1,0 +1,288 @@
+"""What a chat template leaves out of a conversation is found, whatever the template does and whatever is in the texts.
+
+Not covered: names of parameters in descriptions of tools; calls whose arguments are truth values alone.
+"""
+
+import random
+from collections import Counter
+
+import pytest
+
+from megarlhf.data.sample_kinds import Changed, sample_of
+from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder, Unusable
+from megarlhf.data.templates import Conversation, chat_template
+from megarlhf.data.text.written import KINDS
+from tests.data.chat_styles import STYLES, chat_tokenizer, said
+from tests.data.conversation_parts import conversation, parts, stands_in
+
+OPTIONS = {"tokenizer": None, "max_prompt_tokens": 100_000, "max_response_tokens": 100_000, "template": "chat"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return chat_tokenizer(tmp_path_factory.mktemp("written"), None)
+
+
+def spelled(tokenizer, tokens):
+    """Special tokens too."""
+    return "".join(names[token] for names in [tokenizer.tokens()] for token in tokens)
+
+
+def check_records(tokenizer, template, records, spell):
+    """Each record is used with all of its parts in the text and each answer in what is learnt; or is refused, and a
+    part of it, or the way to it, is indeed not written so. Returns: how often each happened."""
+    outcomes = Counter()
+    for loss_on in ("last", "all"):
+        encode = SFTEncoder(**OPTIONS, loss_on=loss_on, chat_template=template).by(tokenizer)
+        for record in records:
+            try:
+                sample = encode(0, record)
+            except ValueError as error:
+                outcomes[type(error).__name__] += 1
+                continue
+            assert not isinstance(sample, Changed), "nothing may be left out"
+            outcomes["used"] += 1
+            whole = spell(sample.tokens)
+            assert all(stands_in(part, whole) for message in record["messages"] for part in parts(message)), record
+            pairs = zip(sample.stretches[0::2], sample.stretches[1::2], strict=True)
+            learnt = [spell(sample.tokens[first:end]) for first, end in pairs]
+            answers = [message for message in record["messages"] if message["role"] == "assistant"]
+            for answer, text in zip(answers[-len(learnt) :], learnt, strict=True):
+                assert all(stands_in(part, text) for part in parts(answer)), (record, text)
+    return outcomes
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_all_parts_of_random_conversations_are_written_and_learnt_or_refused(tokenizer, style):
+    records = [conversation(random.Random(seed)) for seed in range(60)]
+    template = STYLES[style]
+    outcomes = check_records(tokenizer, template, records, lambda tokens: spelled(tokenizer, tokens))
+    if style == "reasoning":  # which writes all of them
+        assert set(outcomes) == {"used"}
+        return
+    assert outcomes["NotWritten"] + outcomes["ValueError"] > 0
+    if style not in ("mistral", "gemma", "llama_3"):  # which refuse or trim nearly all of these
+        assert outcomes["used"] > 5, outcomes
+
+
+@pytest.mark.parametrize("style", ["qwen_3", "llama_3", "two_roles", "deepseek", "stripping"])
+def test_what_may_be_left_out_is_left_out_and_counted(tokenizer, style):
+    """With all kinds allowed, nothing but an answer that is learnt is a reason to refuse; every record of which a part
+    is missing in the text is counted."""
+    encoder = SFTEncoder(**OPTIONS, chat_template=STYLES[style], template_may_drop=KINDS)
+    encode, used, counted, refusals = encoder.by(tokenizer), 0, Counter(), []
+    for seed in range(60):
+        record = conversation(random.Random(seed))
+        try:
+            made = encode(0, record)
+        except ValueError as error:
+            refusals.append(str(error))
+            continue
+        whole = spelled(tokenizer, sample_of(made).tokens)
+        missing = not all(stands_in(part, whole) for message in record["messages"] for part in parts(message))
+        assert not missing or isinstance(made, Changed)
+        used += 1
+        counted.update(made.how if isinstance(made, Changed) else ())
+    expected = ("so that the answer would not be learnt", "is asked for")
+    assert all(any(words in refusal for words in expected) for refusal in refusals)
+    assert used > 5
+    assert counted, "something was left out"
+    assert all(words.startswith("without ") for words in counted)
+
+
+def encoder(tokenizer, style, kind=SFTEncoder, **options):
+    limits = {**OPTIONS, **options, "chat_template": STYLES.get(style, style)}
+    if kind is PromptEncoder:
+        del limits["max_response_tokens"]
+    return kind(**limits).by(tokenizer)
+
+
+def test_a_text_that_stands_elsewhere_too_is_not_taken_for_written(tokenizer):
+    """A search would find the system message "4" in the answer, and the thought in the content."""
+    talk = [said("system", "4"), said("user", "2+2"), said("assistant", "4")]
+    with pytest.raises(
+        ValueError, match=r"message 1 \('system'\): the chat template does not write all of its content"
+    ):
+        encoder(tokenizer, "two_roles")(0, {"messages": talk})
+    talk = [said("user", "2+2"), said("assistant", "4", reasoning_content="4")]
+    with pytest.raises(ValueError, match="does not write all of its reasoning_content '4'"):
+        encoder(tokenizer, "chatml")(0, {"messages": talk})
+    assert encoder(tokenizer, "chatml")(0, {"messages": [*talk[:1], said("assistant", "4", reasoning_content="")]})
+
+
+CUT = {
+    "the first line": ("{{ m.content.split('\\n')[0] }}", "a\nb"),
+    "the first letters": ("{{ m.content[:9] }}", "abcdefghij"),
+    "white space": ("{{ m.content | trim }}", "ab "),
+    "a line break": ("{{ m.content.strip('\\n') }}", "ab\n"),
+    "capitals": ("{{ m.content | lower }}", "Ab"),
+    "a mark": ("{{ m.content.replace('/no_think', '') }}", "ab /no_think"),
+    "behind a mark": ("{{ m.content.split('###')[0] }}", "ab### c"),
+    "what is long": ("{{ m.content if m.content | length < 9 else '...' }}", "abcdefghi"),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_what_is_cut_or_changed_in_any_message_is_refused(tokenizer, name):
+    """In each role and in all three kinds of samples; another text passes by the same template."""
+    written, text = CUT[name]
+    template = STYLES["chatml"].replace("{{ m.content }}", written)
+    encode = {kind: encoder(tokenizer, template, kind) for kind in (SFTEncoder, PairEncoder, PromptEncoder)}
+    fine, refused = (
+        said("user", "ab"),
+        pytest.raises(ValueError, match=r"the chat template (does not write|leaves out)"),
+    )
+    answer = said("assistant", "c")
+    for asked in ([said("user", text)], [said("system", text), fine], [fine, said("assistant", text), fine]):
+        with refused:
+            encode[SFTEncoder](0, {"messages": [*asked, answer]})
+        with refused:
+            encode[PairEncoder](0, {"prompt": asked, "chosen": [answer], "rejected": [said("assistant", "d")]})
+        with refused:
+            encode[PromptEncoder](0, {"messages": asked})
+    for side in ("chosen", "rejected"):
+        sides = {"chosen": [answer], "rejected": [said("assistant", "d")], side: [said("assistant", text)]}
+        with refused:
+            encode[PairEncoder](0, {"prompt": [fine], **sides})
+    assert encode[SFTEncoder](0, {"messages": [fine, answer]}).num_learnt
+
+
+def test_white_space_beside_marks_that_take_it_in_is_missed(tokenizer):
+    """The marks of Phi-3 have `rstrip`: white space behind them is no token, though the template writes it."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from megarlhf.data.tokenizer import HuggingFaceTokenizer
+
+    letters = {letter: number for number, letter in enumerate("</s> \nab<|im_start|>use.", 0)}
+    base = Tokenizer(models.WordLevel({letter: n for n, letter in enumerate(dict.fromkeys(letters))}, unk_token="."))
+    base.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    marks = [AddedToken(mark, rstrip=True, special=True) for mark in ("<|im_start|>", "<|im_end|>")]
+    made = PreTrainedTokenizerFast(tokenizer_object=base, eos_token="</s>", additional_special_tokens=marks)
+    taking = HuggingFaceTokenizer(made, "here")
+    bare = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    template = chat_template(taking, bare + "{% if add_generation_prompt %}<|im_start|>{% endif %}")
+    assert taking.encode("<|im_start|> a") == taking.encode("<|im_start|>a")
+    for text, missing in (("a", False), (" a", True), ("a ", False)):
+        asked = Conversation([said("user", text)])
+        omissions = template.written(asked, template.text(asked, reply=True), reply=True).omissions
+        assert [each.kind for each in omissions] == ["white_space"] * missing
+
+
+def test_records_of_which_something_is_left_out_are_counted_with_inexact_skip(tokenizer):
+    talk = {"messages": [said("system", "a"), said("user", "b"), said("assistant", "c")]}
+    with pytest.raises(Unusable, match="messages of which the chat template leaves out something"):
+        encoder(tokenizer, "two_roles", inexact="skip")(0, talk)
+    made = encoder(tokenizer, "two_roles", template_may_drop=("messages",))(0, talk)
+    assert made.how == ("without a message, or a part of one that the chat template leaves out or changes",)
+    assert made.sample == encoder(tokenizer, "two_roles")(0, {"messages": talk["messages"][1:]})
+    asked = encoder(tokenizer, "two_roles", PromptEncoder, template_may_drop=("messages",))
+    assert isinstance(asked(0, {"messages": talk["messages"][:2]}), Changed)
+
+
+@pytest.mark.parametrize("key", ["thinking", "reasoning", "reasoning_content"])
+def test_a_thought_is_written_under_the_key_that_the_template_reads(tokenizer, key):
+    """Whichever of the usual names it has in the data; two names with one text are one thought."""
+    answer = said("assistant", "4", **{key: "2 and 2"})
+    sample = encoder(tokenizer, "reasoning")(0, {"messages": [said("user", "2+2"), answer]})
+    text = spelled(tokenizer, sample.tokens[sample.stretches[0] :])
+    assert text == "<think>\n2 and 2\n</think>\n\n4<|im_end|>"
+    twice = {**answer, "reasoning_content": "2 and 2", "reasoning": "2 and 2"}
+    assert encoder(tokenizer, "reasoning")(0, {"messages": [said("user", "2+2"), twice]}) == sample
+    with pytest.raises(ValueError, match="does not write all of its"):
+        encoder(tokenizer, "reasoning")(0, {"messages": [said("user", "2+2"), {**twice, "reasoning": "others"}]})
+    parted = said("assistant", [{"type": "thinking", "thinking": "2 and 2"}, {"type": "text", "text": "4"}])
+    assert encoder(tokenizer, "reasoning")(0, {"messages": [said("user", "2+2"), parted]}) == sample
+
+
+FLAGS = [{"loss": False}, {"train": False}, {"training": 0}, {"trainable": False}, {"weight": 0}, {"loss": 0.0}]
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=str)
+@pytest.mark.parametrize("form", ["messages", "sharegpt"])
+def test_an_answer_that_others_would_not_learn_is_not_learnt(tokenizer, flag, form):
+    """Whoever's the mark is; and a mark that says otherwise, or of a part of an answer, is refused by name."""
+
+    def record(marks):
+        messages = [said("user", "a"), said("assistant", "b", **marks), said("user", "c"), said("assistant", "d")]
+        if form == "messages":
+            return {"messages": messages}
+        names = {"user": "human", "assistant": "gpt"}
+        rest = [{key: part for key, part in each.items() if key not in ("role", "content")} for each in messages]
+        turns = zip(messages, rest, strict=True)
+        return {"conversations": [{"from": names[m["role"]], "value": m["content"], **others} for m, others in turns]}
+
+    encode = encoder(tokenizer, "chatml", loss_on="all")
+    both, one = encode(0, record({})), encode(0, record(flag))
+    assert (len(both.stretches), one.stretches) == (4, both.stretches[2:])
+    assert one.tokens == both.tokens
+    assert encode(0, record(dict.fromkeys(flag, True))) == both
+    for marks, words in (
+        ({**flag, "train": True, "loss": False}, "contradict each other"),
+        (dict.fromkeys(flag, "no"), "expected 1 or true, or 0 or false"),
+        ({"loss_mask": [1, 0]}, "has 'loss_mask': a part of a message cannot be left out"),
+        ({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}, "has 'train_detail'"),
+        ({"images": ["a.png"]}, "has 'images': models of text alone are trained"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            encode(0, record(marks))
+
+
+def test_keys_of_messages_that_nobody_reads_are_counted_by_name(tokenizer):
+    talk = [said("user", "a", name="bob", country="x"), said("assistant", "b", tool_call_id="1")]
+    made = encoder(tokenizer, "chatml")(0, {"messages": talk})
+    assert made.how == ("with keys of messages that nobody reads (country, name)",)
+    named = STYLES["chatml"].replace("{{ m.role }}", "{{ m.name or m.role }}")
+    assert encoder(tokenizer, named)(0, {"messages": talk}).how == (
+        "with keys of messages that nobody reads (country)",
+    )
+
+
+def test_variables_of_the_template_are_the_record_s_before_the_configuration_s(tokenizer):
+    """TRL's `chat_template_kwargs`, also as JSON text; one that the template does not read is refused."""
+    template = STYLES["chatml"] + "{{ '<think></think>' if not thinking }}"
+    asked = encoder(tokenizer, template, PromptEncoder, template_args={"thinking": True})
+
+    def text(**columns):
+        return asked(0, {"messages": [said("user", "a")], **columns}).text
+
+    plain = text()
+    assert text(chat_template_kwargs={"thinking": False}) == plain + "<think></think>"
+    assert text(chat_template_kwargs='{"thinking": false}') == plain + "<think></think>"
+    assert text(chat_template_kwargs={"thinking": None}) == text(chat_template_kwargs={}) == plain
+    with pytest.raises(ValueError, match="has 'thinkng', which the chat template does not read"):
+        text(chat_template_kwargs={"thinkng": False})
+    with pytest.raises(ValueError, match="'chat_template_kwargs' is str 'no', expected an object"):
+        text(chat_template_kwargs="no")
+    with pytest.raises(ValueError, match="has 'chat_template_kwargs' beside its texts"):
+        SFTEncoder(**{**OPTIONS, "template": "plain"}).by(tokenizer)(
+            0, {"prompt": "a", "response": "b", "chat_template_kwargs": {"thinking": True}}
+        )
+
+
+def test_calls_of_tools_are_written_in_the_form_that_the_template_reads(tokenizer):
+    """Arguments as an object or as JSON, no content or an empty one; OpenAI's old function_call."""
+    call = {"name": "add", "arguments": {"a": 1}}
+    texts = []
+    for template in ("deepseek", "tools"):
+        for message in (
+            {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": call}]},
+            {"role": "assistant", "tool_calls": [{"function": {**call, "arguments": '{"a": 1}'}}]},
+            {"role": "assistant", "content": "", "function_call": call},
+        ):
+            sample = encoder(tokenizer, template)(0, {"messages": [said("user", "1+1"), message]})
+            texts.append(spelled(tokenizer, sample.tokens[sample.stretches[0] :]))
+    assert set(texts[:3]) == {'[call]add\n{"a": 1}[/call]</s>'}
+    assert set(texts[3:]) == {'<call>add{"a": 1}</call><|im_end|>'}
+    beside = {"role": "assistant", "content": "I add", "tool_calls": [{"type": "function", "function": call}]}
+    with pytest.raises(
+        ValueError, match=r"message 2 \('assistant'\): the chat template does not write all of its name"
+    ):
+        encoder(tokenizer, "deepseek")(0, {"messages": [said("user", "1+1"), beside]})
+
+
+def test_an_answer_outside_the_marks_of_the_template_is_refused(tokenizer):
+    """What stands before {% generation %} would not be learnt."""
+    template = STYLES["marked"].replace("{% generation %}{{ m.content }}", "{{ m.content }}{% generation %}")
+    with pytest.raises(ValueError, match=r"a part of message 2 \('assistant'\) is written outside the marks"):
+        encoder(tokenizer, template)(0, {"messages": [said("user", "a"), said("assistant", "b")]})
