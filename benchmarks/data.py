@@ -6,6 +6,8 @@
   does not change it.
 - `memory`: of each of several processes that hold the same set, as proportional set size (a page that k processes
   map counts 1/k for each), beyond what the process had before: as lists, and as mapped columns of which all were read.
+- `conversations`: CPU seconds of the same conversations with and without the check that each of their parts is written,
+  by two chat templates, in turns in one process.
 - `first_batch`: from the end of imports to the first batch of a large set that lies in the cache.
 
 The tokenizer is one of byte pairs with 32 000 tokens, trained on this repository and its packages' sources.
@@ -30,7 +32,17 @@ from typing import Any
 
 from benchmarks.machine import ROOT, machine
 
-PARTS = ("throughput", "memory", "first_batch")
+PARTS = ("throughput", "conversations", "memory", "first_batch")
+TEMPLATES = {
+    "short": "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}",
+    "looks_for_thoughts": "{% set last = namespace(user=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set last.user = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<s>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and '</think>' in m.content %}{% if loop.index0 > last.user %}<think>\n"
+    "{{ m.content.split('</think>')[0].split('<think>')[-1].strip('\n') }}\n</think>\n\n{% endif %}"
+    "{{ m.content.split('</think>')[-1].lstrip('\n') }}{% else %}{{ m.content }}{% endif %}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}",
+}
 WAYS = ("ours", "map_batched", "map")
 LIMITS = {"max_prompt_tokens": 4096, "max_response_tokens": 4096}
 
@@ -149,6 +161,36 @@ def child_map(work: Path, processes: int, *, batched: bool) -> dict[str, float]:
     )
     found = since(start)
     return {**found, "tokens": sum(map(len, mapped["tokens"])), "samples": len(mapped)}
+
+
+def child_conversations(work: Path) -> dict[str, float]:
+    """CPU seconds with the check over those without it, by template: the median of pairs in turns."""
+    from megarlhf.data.samples import SFTEncoder
+    from megarlhf.data.templates import ChatTemplate
+    from megarlhf.data.text.written import Written
+
+    rows = [json.loads(line) for line in (work / "records.jsonl").read_text().splitlines()][:1000]
+    answers = (f"<think>\n{row['prompt'].strip()}\n</think>\n\n{row['response'].strip()}" for row in rows)
+    asked = ({"role": "user", "content": row["prompt"].strip()} for row in rows)
+    records = [
+        {"messages": [question, {"role": "assistant", "content": answer}]}
+        for question, answer in zip(asked, answers, strict=True)
+    ]
+    checked, ratios = ChatTemplate.written, dict[str, float]()
+    for name, template in TEMPLATES.items():
+        encode = SFTEncoder(tokenizer=work / "tokenizer", **LIMITS, chat_template=template, template="chat").open()
+        seconds: dict[str, list[float]] = {"with": [], "without": []}
+        for number in range(14):  # the first pair warms up
+            way = ("with", "without")[number % 2]
+            ChatTemplate.written = checked if way == "with" else lambda *_, **__: Written([], {})  # type: ignore[method-assign]
+            start = now()
+            for index, record in enumerate(records):
+                encode(index, record)
+            seconds[way].append(since(start)["cpu_seconds"])
+        pairs = zip(seconds["with"][1:], seconds["without"][1:], strict=True)
+        ratios[name] = statistics.median(a / b for a, b in pairs)
+    ChatTemplate.written = checked  # type: ignore[method-assign]
+    return ratios
 
 
 def proportional_bytes() -> int:
@@ -300,6 +342,11 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     result: dict[str, Any] = {}
     if "throughput" in arguments.parts:
         result["throughput"] = throughput(work, arguments.processes, arguments.rounds)
+    if "conversations" in arguments.parts:
+        found = [in_child("conversations", work) for _ in range(arguments.rounds)]
+        result["conversations"] = {
+            "with_over_without": {name: spread([each[name] for each in found]) for name in TEMPLATES}
+        }
     if "memory" in arguments.parts:
         in_child("ours_cached", work)
         result["memory"] = memory(work, arguments.ranks, max(1, arguments.rounds // 2))
@@ -329,6 +376,7 @@ def main() -> None:
             "map_batched": lambda: child_map(Path(work), processes, batched=True),
             "map": lambda: child_map(Path(work), processes, batched=False),
             "first_batch": lambda: child_first_batch(Path(work)),
+            "conversations": lambda: child_conversations(Path(work)),
         }[way]
         print(json.dumps(run()))
         return
