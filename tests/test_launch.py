@@ -193,10 +193,10 @@ def test_what_stops_the_command_stops_its_ranks_and_theirs_in_one_line(
     assert running(pids) == []
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGHUP, 75)])
 def test_the_first_signal_lets_the_ranks_save(tmp_path: Path, number: signal.Signals, status: int) -> None:
-    """They end by themselves, one of them late, and what they have saved is said once. The command is told twice, as
-    Ctrl-C may be."""
+    """They end by themselves, one of them late, and what they have saved is reported once. The command gets the signal
+    twice, as with Ctrl-C, or from a closed terminal and its shell."""
     process = start(tmp_path, "saves")
     pids = [path.name for path in files(tmp_path, 2)]
     process.send_signal(number)
@@ -257,11 +257,10 @@ def test_a_rank_that_fails_while_others_save_is_the_status(tmp_path: Path) -> No
     assert stderr.endswith("rank 1 ended with exit status 1; its error stands above. All ranks have been ended\n")
 
 
-@pytest.mark.parametrize("first, second", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGHUP)])
+@pytest.mark.parametrize("first, second", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGTERM)])
 def test_the_second_signal_stops_ranks_that_do_not_come_to_save(
     tmp_path: Path, first: signal.Signals, second: signal.Signals
 ) -> None:
-    """The terminal that goes away does so too."""
     process = start(tmp_path, "hangs")
     pids = [path.name for path in files(tmp_path, 2)]
     process.send_signal(first)

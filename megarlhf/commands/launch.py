@@ -42,8 +42,10 @@ from megarlhf.resume.signals import (
     Repeats,
     StopRun,
     early,
+    heard_signals,
     held_back,
     ignore_stop_signals,
+    leave_terminal,
 )
 from megarlhf.runtime import RankInfo
 
@@ -70,8 +72,8 @@ SILENCE_SECONDS = 3.0
 def local_ranks(nproc: int, argv: Sequence[str], program: Sequence[str] = ("-m", "megarlhf")) -> int:
     """Run `megarlhf ARGV` again as `nproc` ranks of this machine; returns the exit status. Nothing outlives the call.
 
-    The first SIGINT, SIGTERM or SIGUSR1 asks the ranks to save and stop, and their status is returned. A second one,
-    and SIGHUP, stops the ranks at once, with what they have started."""
+    The first SIGINT, SIGTERM, SIGHUP or SIGUSR1 asks the ranks to save and stop, and their status is returned. A second
+    SIGINT or SIGTERM stops the ranks at once, with what they have started."""
     threads = str(max(1, (os.cpu_count() or 1) // nproc))
     # The first rank that has something to report makes it: where this process is killed, none is left over.
     reports = str(Path(tempfile.gettempdir()) / f"megarlhf-ranks-{uuid.uuid4().hex}")
@@ -116,7 +118,9 @@ class _Received:
     def receive(self, signum: int, frame: Any) -> None:
         number = signal.Signals(signum)
         kind = self._repeats.kind(number, time.monotonic())
-        if kind == "second" or number == signal.SIGHUP:
+        if number == signal.SIGHUP:
+            leave_terminal()
+        if kind == "second":
             self.at_once, self.last = True, number
         elif kind == "first":
             self.forwarded.append(number)
@@ -126,10 +130,7 @@ class _Received:
 @contextlib.contextmanager
 def _received_signals() -> Iterator[_Received]:
     received = _Received()
-    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
-        numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, received.receive) for number in numbers}
+    before = {number: signal.signal(number, received.receive) for number in heard_signals()}
     for number in early():  # while the start was checked
         received.receive(number, None)
     try:

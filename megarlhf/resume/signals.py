@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import select
 import signal
+import stat
 import subprocess
 import threading
 import time
@@ -22,12 +24,14 @@ if TYPE_CHECKING:  # torch takes seconds to import, and the command line needs `
     import torch
     import torch.distributed as dist
 
-STOP_SIGNALS = (Signals.SIGUSR1, Signals.SIGTERM, Signals.SIGINT)
-"""What asks a run to save and stop, the more urgent later."""
+STOP_SIGNALS = (Signals.SIGUSR1, Signals.SIGHUP, Signals.SIGTERM, Signals.SIGINT)
+"""What asks a run to save and stop, the more urgent later. SIGHUP is that of a terminal that was closed."""
 AT_ONCE = (Signals.SIGTERM, Signals.SIGINT)
 """A second one of these ends the process at once."""
 REPEAT_SECONDS = 1.0
 """One Ctrl-C may arrive several times: from the terminal, and forwarded by srun. Repeats within this are ignored."""
+LAST_WORDS_SECONDS = 0.5
+"""After SIGHUP, for the reader of a pipe to end, which was started in the same terminal."""
 END_SECONDS = 2.0
 """For the main thread to end the process by itself when it is told to stop at once."""
 
@@ -101,7 +105,7 @@ class StopRequest:
         self._pipe = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._pipe[1], False)
         self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        self._handlers = {number: signal.signal(number, self._in_main_thread) for number in STOP_SIGNALS}
+        self._handlers = {number: signal.signal(number, self._in_main_thread) for number in heard_signals()}
         # A child by fork has the pipe too: a signal that ends a worker would count as one to this process.
         os.register_at_fork(before=self._hold, after_in_parent=self._let_go, after_in_child=self._leave_to_default)
         for number in early():
@@ -152,6 +156,8 @@ class StopRequest:
     def _receive(self, number: Signals) -> None:
         now = time.monotonic()
         kind = self._repeats.kind(number, now)
+        if number == Signals.SIGHUP:
+            leave_terminal()
         if kind == "second":
             self._end_at_once(number)
         own = self.requested()
@@ -216,6 +222,32 @@ def early() -> list[Signals]:
     received = _early[:]
     _early.clear()
     return received
+
+
+def heard_signals() -> list[Signals]:
+    """`STOP_SIGNALS`, but for a SIGHUP that is ignored, as under nohup."""
+    is_ignored = signal.getsignal(Signals.SIGHUP) == signal.SIG_IGN
+    return [number for number in STOP_SIGNALS if number != Signals.SIGHUP or not is_ignored]
+
+
+def leave_terminal() -> None:
+    """After SIGHUP: what is written to a terminal that is gone, or to a pipe whose reader went with it, goes nowhere
+    from here on. Writing there would fail."""
+    with contextlib.suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for output in (1, 2):
+            if _has_no_reader(output):
+                os.dup2(nowhere, output)
+        os.close(nowhere)
+
+
+def _has_no_reader(output: int) -> bool:
+    mode = os.fstat(output).st_mode
+    if stat.S_ISFIFO(mode):
+        waiting = select.poll()
+        waiting.register(output, 0)  # errors are always reported
+        return bool(waiting.poll(1000 * LAST_WORDS_SECONDS))
+    return stat.S_ISCHR(mode) and not os.isatty(output)
 
 
 def ignore_stop_signals() -> None:

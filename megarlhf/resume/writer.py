@@ -42,6 +42,7 @@ from megarlhf.resume import point
 from megarlhf.resume.file_digest import FileDigest, digest_of
 from megarlhf.resume.point import Point
 from megarlhf.resume.role_state import ShardedState
+from megarlhf.resume.signals import STOP_SIGNALS
 from megarlhf.runtime import Runtime, synchronize
 from megarlhf.weights.checkpoint.formats.torch_dist.metadata import COMMON, CONFIG
 from megarlhf.weights.checkpoint.formats.torch_dist.write import BACKENDS
@@ -285,7 +286,7 @@ def _write(
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nothing goes on writing when the rank has died
         if os.getppid() != parent:
             os._exit(1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # they are for the rank, which decides what becomes of this
     gc.disable()  # tensors of the rank's device are not ours to free
     # OpenMP's threads do not survive a fork. vLLM's worker puts a function that does nothing in the place of

@@ -38,6 +38,8 @@ def build_llm(
     on_cpu = runtime.device.type == "cpu"
     ours = {
         "load_format": "dummy",
+        # Of a directory with both, vLLM would take Mistral's params.json; the trainer reads config.json.
+        "config_format": "hf",
         "dtype": str(dtype).removeprefix("torch."),
         # Logits in fp32, as the trainer's: those of bf16 are 1/8 apart between 16 and 32. The weight stays as it is.
         "hf_overrides": {"head_dtype": "float32"},

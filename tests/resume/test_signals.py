@@ -6,12 +6,13 @@ Each process that gets a signal is a small one. Not covered: what a run saves; N
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from signal import SIGINT, SIGTERM, SIGUSR1, Signals
+from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1, Signals
 from typing import Any
 
 import pytest
@@ -45,15 +46,20 @@ print("left", flush=True)
 """
 
 
+def hear_hang_up() -> None:
+    """Which nohup ignores."""
+    signal.signal(SIGHUP, signal.SIG_DFL)
+
+
 def start(what: str) -> subprocess.Popen[str]:
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE) | {"text": True}
-    process = subprocess.Popen([sys.executable, "-c", TOY, what], cwd=ROOT, **pipes)
+    process = subprocess.Popen([sys.executable, "-c", TOY, what], cwd=ROOT, **pipes, preexec_fn=hear_hang_up)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
 
 
-@pytest.mark.parametrize("number", [SIGTERM, SIGUSR1, SIGINT])
+@pytest.mark.parametrize("number", [SIGTERM, SIGUSR1, SIGHUP, SIGINT])
 @pytest.mark.parametrize("what", ["speaks", "silent"])
 def test_the_first_signal_is_noted_and_said_once(what: str, number: Signals) -> None:
     """And its echo within the second is no second one."""
@@ -65,6 +71,34 @@ def test_the_first_signal_is_noted_and_said_once(what: str, number: Signals) -> 
     assert (process.returncode, out) == (0, f"{number.name} True\nleft\n"), err
     said = "saving at the next moment between two updates, then this run ends. Again: at once"
     assert err == (f"\nmegarlhf: {number.name}: {said}\n" if what == "speaks" else "")
+
+
+IN_A_TERMINAL = """
+import sys, time
+from megarlhf.resume.signals import StopRequest
+with StopRequest() as stop:
+    print("ready", flush=True)
+    deadline = time.monotonic() + 60
+    while not stop.requested() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    for number in range(100):
+        print("a line", number, file=(sys.stdout, sys.stderr)[number % 2], flush=True)
+open(sys.argv[1], "w").write(stop.requested().name)
+"""
+
+
+def test_a_terminal_that_is_closed_asks_to_save_and_what_is_written_goes_nowhere(tmp_path: Path) -> None:
+    """The kernel sends SIGHUP itself; on the terminal that is gone each further line would be an OSError."""
+    child, terminal = pty.fork()
+    if not child:
+        hear_hang_up()
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, "-c", IN_A_TERMINAL, str(tmp_path / "end")])
+    assert b"ready" in os.read(terminal, 100)
+    os.close(terminal)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (tmp_path / "end").read_text() == "SIGHUP"
 
 
 @pytest.mark.parametrize("what", ["waits", "stuck"])
@@ -141,7 +175,7 @@ def test_all_ranks_get_the_same_answer(ranks: RankPool) -> None:
 
 
 def test_the_status_of_a_run_that_has_saved() -> None:
-    assert [StopRun("saved", number).status for number in (None, SIGUSR1, SIGTERM, SIGINT)] == [75, 75, 75, 130]
+    assert [StopRun("saved", number).status for number in (None, SIGUSR1, SIGHUP, SIGTERM, SIGINT)] == [75] * 4 + [130]
     assert str(StopRun("saved in x", SIGTERM)) == "saved in x"
 
 

@@ -3,6 +3,7 @@
 Not covered: GPUs. The device is only named, nothing is put there.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -49,6 +50,25 @@ def test_logits_are_asked_for_in_fp32_and_weights_in_the_actor_s_dtype(asked):
     )
     assert "moe_backend" not in arguments
     assert asked(has_experts=True)["moe_backend"] == "triton"
+
+
+def test_the_engine_reads_config_json_where_mistral_s_params_json_lies_beside_it(asked, tmp_path):
+    """The model as the trainer reads it. By itself vLLM takes params.json, which here still has another rope_theta."""
+    from safetensors.torch import save_file
+    from vllm.transformers_utils.config import get_config
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ours = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "num_key_value_heads": 2, **sizes}
+    ours |= {"rope_theta": 100.0, "vocab_size": 64, "max_position_embeddings": 64, "sliding_window": None}
+    theirs = {"dim": 64, "n_layers": 1, "head_dim": 32, "hidden_dim": 64, "n_heads": 2, "n_kv_heads": 2}
+    theirs |= {"norm_eps": 1e-5, "vocab_size": 64, "rope_theta": 1e6}
+    (tmp_path / "config.json").write_text(json.dumps(ours))
+    (tmp_path / "params.json").write_text(json.dumps(theirs))
+    save_file({"norm.weight": torch.ones(64)}, str(tmp_path / "consolidated.safetensors"))
+    read = {name: get_config(str(tmp_path), trust_remote_code=False, config_format=name) for name in ("auto", "hf")}
+    thetas = {name: config.rope_parameters["rope_theta"] for name, config in read.items()}
+    assert thetas == {"auto": 1e6, "hf": 100.0}
+    assert asked()["config_format"] == "hf"
 
 
 def test_a_sampler_that_is_never_used_is_not_compiled(asked, monkeypatch):
