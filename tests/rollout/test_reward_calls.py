@@ -15,7 +15,8 @@ import torch
 
 from megarlhf.errors import WatchdogInterrupt
 from megarlhf.rollout.rewards.batch import FP32_MAX, Outcome, TokenRewards, short
-from megarlhf.rollout.rewards.calls import AT_ONCE, Form, call, form_of
+from megarlhf.rollout.rewards.calls import AT_ONCE, call
+from megarlhf.rollout.rewards.forms import Form, form_of
 from tests.rollout.test_reward_pool import batch
 
 
@@ -133,11 +134,11 @@ class AsyncJudge:
 @pytest.mark.parametrize(
     "function, form",
     [
-        (functools.partial(stops_later), Form(batched=False, waits=True)),
-        (functools.partial(AsyncJudge()), Form(batched=True, waits=True)),
-        (functools.partial(Judge().ask), Form(batched=False, waits=True)),
-        (functools.partial(stops), Form(batched=False, waits=False)),
-        (Judge(), Form(batched=False, waits=False)),
+        (functools.partial(stops_later), Form(waits=True)),
+        (functools.partial(AsyncJudge()), Form("batch", waits=True, places=())),
+        (functools.partial(Judge().ask), Form(waits=True)),
+        (functools.partial(stops), Form()),
+        (Judge(), Form()),
     ],
 )
 def test_forms_below_partials(function, form):

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from megarlhf.rollout.rewards.calls import Form, call, load_function
+from megarlhf.rollout.rewards.calls import call, load_function
+from megarlhf.rollout.rewards.forms import Form
 from tests.rollout.test_reward_pool import batch
 
-ONE_BY_ONE = Form(batched=False, waits=False)
+ONE_BY_ONE = Form()
 
 
 @pytest.fixture

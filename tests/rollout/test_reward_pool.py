@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from megarlhf.rollout.rewards.batch import Outcome, RewardBatch
-from megarlhf.rollout.rewards.calls import form_of, load_function
+from megarlhf.rollout.rewards.calls import load_function
+from megarlhf.rollout.rewards.forms import form_of
 from megarlhf.rollout.rewards.pool import RewardPool
 
 MODULE = '''
@@ -76,7 +77,7 @@ def one_text(batch):
 def generator(batch):
     yield 1.0
 
-def two(prompt, response):
+def two(asked, said):
     return 1.0
 
 class Judge:
@@ -210,7 +211,7 @@ def test_one_wrong_value_of_a_batch(ask):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("generator", "it is a generator"), ("two", "takes 2 arguments that have to be given; expected three")],
+    [("generator", "it is a generator"), ("two", r"its parameters are \(asked, said\): 2 have to be given")],
 )
 def test_a_function_of_another_form_is_refused(ask, tmp_path, name, words):
     with pytest.raises(ValueError, match=words):

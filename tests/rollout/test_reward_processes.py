@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megarlhf.rollout.rewards.calls import form_of, load_function
+from megarlhf.rollout.rewards.calls import load_function
+from megarlhf.rollout.rewards.forms import form_of
 from megarlhf.rollout.rewards.pool import RewardPool
 from tests.rollout.test_reward_pool import batch
 
@@ -197,10 +198,10 @@ def test_all_ends_with_the_rank(tmp_path, started):
     """A process that has a pool, and is killed, with its group, while a function hangs."""
     (tmp_path / "starting_rewards.py").write_text(MODULE)
     program = """
-from megarlhf.rollout.rewards.calls import Form
+from megarlhf.rollout.rewards.forms import Form
 from megarlhf.rollout.rewards.pool import RewardPool
 from tests.rollout.test_reward_pool import batch
-pool = RewardPool("starting_rewards:hangs", Form(False, False), workers=1, timeout_seconds=600.0)
+pool = RewardPool("starting_rewards:hangs", Form(), workers=1, timeout_seconds=600.0)
 pool.start(batch(responses=("a",))).wait()
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])}

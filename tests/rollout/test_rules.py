@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megarlhf.rollout.rewards.batch import RewardBatch
-from megarlhf.rollout.rewards.calls import call, form_of
+from megarlhf.rollout.rewards.calls import call
+from megarlhf.rollout.rewards.forms import form_of
 from megarlhf.rollout.rewards.rules import RULES, exact_match, load_rule, numeric_match
 
 
@@ -105,7 +106,7 @@ def score(prompt, response, fields):
     parsed = json.loads(response)
     return parsed["score"]
 
-def two(prompt, response):
+def two(asked, said):
     return 1.0
 """
 
@@ -127,7 +128,7 @@ def test_a_rule_that_fails_is_told_with_the_users_line(mine):
         ("{}", f"raised KeyError: 'score'; {mine}:5: return parsed"),
     ):
         assert re.match(words, outcome(rule, response).error)
-    with pytest.raises(ValueError, match="takes 2 arguments that have to be given; expected three"):
+    with pytest.raises(ValueError, match=r"its parameters are \(asked, said\): 2 have to be given"):
         form_of(load_rule("my_failing_rules:two"))
 
 

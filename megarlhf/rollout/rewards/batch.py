@@ -109,8 +109,8 @@ class Outcome:
     def of(cls, returned: Any, num_tokens: int | None) -> Outcome:
         """From what a function has returned for a response of `num_tokens` tokens; None: nobody knows.
 
-        Raises: WrongValue for what is none of a number, None, a mapping from names to numbers, `TokenRewards`, and for
-        what fp32 cannot hold.
+        Raises: WrongValue for what is none of a number, None, a mapping from names to numbers (or from `score` to one,
+        beside which other values are kept out), `TokenRewards`, and for what fp32 cannot hold.
         """
         if returned is None:
             return cls()
@@ -126,8 +126,12 @@ class Outcome:
         if isinstance(returned, Mapping):
             if not returned:
                 raise WrongValue("returned an empty mapping, expected names with numbers; return None for no reward")
-            components = {str(name): _number(value) for name, value in returned.items()}
-            if SCORE in components:
+            if SCORE in returned and returned[SCORE] is None:
+                return cls()
+            scored = SCORE in returned  # then what is no number beside it, as verl's `pred`, is for people
+            named = {str(name): value for name, value in returned.items() if not scored or _is_number(value, name)}
+            components = {name: _number(value, f" as {name!r}") for name, value in named.items()}
+            if scored:
                 return cls(value=components[SCORE], components=components)
             return cls(value=_held(math.fsum(components.values()), "numbers with the sum "), components=components)
         return cls(value=_number(returned))
@@ -142,9 +146,11 @@ def outcome_of(returned: Any, num_tokens: int | None) -> Outcome:
 
 
 def outcomes_of_batch(returned: Any, batch: RewardBatch) -> list[Outcome]:
-    """From what a function has returned for a whole batch: where that is no sequence of as many values, all outcomes
-    say so; what is wrong with single values is said in theirs."""
+    """From what a function has returned for a whole batch, OpenRLHF's {"rewards": ..., "extra_logs": ...} too: where
+    that is no sequence of as many values, all outcomes say so; what is wrong with single values is said in theirs."""
     try:
+        if isinstance(returned, Mapping) and (values := returned.get("rewards", returned.get("scores"))) is not None:
+            returned = _with_logs(values, returned.get("extra_logs"), len(batch))
         if isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
             raise WrongValue(f"returned {short(returned)}, expected one value for each of {len(batch)} responses")
         values = list(returned)
@@ -155,6 +161,17 @@ def outcomes_of_batch(returned: Any, batch: RewardBatch) -> list[Outcome]:
     return [outcome_of(value, size) for value, size in zip(values, batch.response_sizes(), strict=True)]
 
 
+def _with_logs(values: Any, logs: Any, count: int) -> Any:
+    """The rewards, each with its number of every log that has one for each response."""
+    columns = {}
+    for name, column in logs.items() if isinstance(logs, Mapping) else ():
+        if isinstance(column, Iterable) and not isinstance(column, str | bytes) and len(row := list(column)) == count:
+            columns[str(name)] = row
+    if not columns or not isinstance(values, Iterable) or len(rewards := list(values)) != count:
+        return values
+    return [{**{name: column[n] for name, column in columns.items()}, SCORE: rewards[n]} for n in range(count)]
+
+
 def _words(returned: Any, error: BaseException) -> str:
     if isinstance(error, WrongValue):
         return str(error)
@@ -163,16 +180,27 @@ def _words(returned: Any, error: BaseException) -> str:
     return f"returned {short(returned)}; reading it raised {described(error)}"
 
 
-def _number(value: Any) -> float:
+def _is_number(value: Any, name: Any) -> bool:
+    """Whether a value is for the reward: the score, and whatever can be read as a number."""
+    if name == SCORE:
+        return True
+    try:
+        return not isinstance(value, str | bytes) and float(value) is not None
+    except Exception:  # noqa: BLE001 - a value of any type may stand there
+        return False
+
+
+def _number(value: Any, where: str = "") -> float:
     if isinstance(value, str | bytes):
-        raise WrongValue(f"returned {short(value)}, expected a number; return a float for every response")
+        raise WrongValue(f"returned {short(value)}{where}, expected a number; return a float for every response")
     try:
         number = float(value)
     except Exception as error:
         hint = "declare the function with `async def`" if hasattr(value, "__await__") else "return a float"
-        raise WrongValue(f"returned {short(value)}, expected a number; {hint}") from error
+        raise WrongValue(f"returned {short(value)}{where}, expected a number; {hint}") from error
     if not math.isfinite(number):
-        raise WrongValue(f"returned {number}, expected a finite number; return a float, or None for no reward")
+        hint = "return a float, or None for no reward"
+        raise WrongValue(f"returned {number}{where}, expected a finite number; {hint}")
     return _held(number)
 
 

@@ -20,9 +20,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
+from megarlhf.rollout.rewards import forms
 from megarlhf.rollout.rewards.batch import (
     Outcome,
     RewardBatch,
+    WrongValue,
     cut,
     described,
     is_users,
@@ -30,6 +32,7 @@ from megarlhf.rollout.rewards.batch import (
     outcomes_of_batch,
     text_of,
 )
+from megarlhf.rollout.rewards.forms import Form, without_partials
 
 AT_ONCE = 16
 """Calls of an async function that wait at the same time."""
@@ -39,47 +42,10 @@ _SHOWN_OF_LINE = 200
 """Characters of a line of source in a message."""
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 """Folders of packages."""
+_BETWEEN = frozenset({__file__, forms.__file__})
+"""Files through which a call goes to the user's function."""
 
 T = TypeVar("T")
-
-
-class Form(NamedTuple):
-    """How a function wants to be called."""
-
-    batched: bool
-    """With a `RewardBatch`; else with (prompt, response, fields), one by one."""
-    waits: bool
-    """It is async."""
-
-
-def form_of(function: Callable[..., Any]) -> Form:
-    """From its signature: one argument that has to be given is a `RewardBatch`, three are (prompt, response, fields).
-
-    Raises: ValueError for any other number, or for an async generator.
-    """
-    target = _without_partials(function)
-    if not inspect.isroutine(target) and not inspect.isclass(target):
-        target = _without_partials(type(target).__call__)
-    if inspect.isasyncgenfunction(target) or inspect.isgeneratorfunction(target):
-        raise ValueError("it is a generator; return the values instead of yielding them")
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # of a builtin without a signature
-        return Form(batched=False, waits=False)
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    needed = [p for p in positional if p.default is p.empty]
-    waits = inspect.iscoroutinefunction(target)
-    if any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters):
-        raise ValueError("it has a keyword-only argument without a default; give that one a default")
-    if len(needed) == 1:
-        return Form(batched=True, waits=waits)
-    open_ended = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    if len(needed) <= 3 and (len(positional) >= 3 or open_ended):
-        return Form(batched=False, waits=waits)
-    raise ValueError(
-        f"it takes {len(needed)} arguments that have to be given; expected three (prompt, response, fields) for one "
-        "response, or one, a RewardBatch, for several"
-    )
 
 
 class _Failure(NamedTuple):
@@ -138,10 +104,8 @@ def call(function: Callable[..., Any], form: Form, batch: RewardBatch, seconds: 
 
     `seconds`: for each call of an async function; others have to be watched from outside.
     """
-    if form.batched:
-        gets = [partial(function, batch)]
-    else:
-        gets = [partial(function, batch.prompts[n], batch.responses[n], batch.fields[n]) for n in range(len(batch))]
+    rows = [None] if form.batched else range(len(batch))
+    gets = [partial(form.call, function, batch, n) for n in rows]
     returned = _wait_for_all(function, gets, seconds) if form.waits else [_try(function, get) for get in gets]
     if form.batched:
         (one,) = returned
@@ -164,7 +128,9 @@ def _failure(function: Callable[..., Any], error: BaseException) -> _Failure:
     """Raises: what is no failure of the user's."""
     if not is_users(error):
         raise error
-    if str(getattr(_without_partials(function), "__module__", "")).startswith("megarlhf."):
+    if isinstance(error, WrongValue):
+        return _Failure(str(error))
+    if str(getattr(without_partials(function), "__module__", "")).startswith("megarlhf."):
         return _Failure(f"failed: {text_of(error)}")  # the message says all; the line would be ours
     hint = "; a function must return, not exit" if isinstance(error, SystemExit) else ""
     line = _line_of(_file_of(function), error)
@@ -248,19 +214,13 @@ def _loop_of_process() -> _Loop:
     return _Loop()
 
 
-def _without_partials(function: Any) -> Any:
-    while isinstance(function, partial):
-        function = function.func
-    return function
-
-
 def _file_of(function: Callable[..., Any]) -> str | None:
     """Where the user's function stands, below partials and decorators, or the `__call__` of his object."""
     try:
-        found: Any = inspect.unwrap(_without_partials(function))
+        found: Any = inspect.unwrap(without_partials(function))
         if not inspect.isroutine(found) and not inspect.isclass(found) and not isinstance(found, partial):
-            found = inspect.unwrap(_without_partials(type(found).__call__))
-        return _without_partials(found).__code__.co_filename
+            found = inspect.unwrap(without_partials(type(found).__call__))
+        return without_partials(found).__code__.co_filename
     except Exception:  # noqa: BLE001 - an object may raise anything for an attribute; then no file is known
         return None
 
@@ -268,7 +228,7 @@ def _file_of(function: Callable[..., Any]) -> str | None:
 def _line_of(file: str | None, error: BaseException) -> traceback.FrameSummary | None:
     """The last line on the way to the error that is the user's: in `file`, else in any that is neither Python's nor an
     installed package's; where there is none, a package's."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in _BETWEEN]
     own = [frame for frame in frames if frame.filename == file]
     others = [frame for frame in frames if not _is_pythons(frame.filename)]
     users = [frame for frame in others if not _INSTALLED & set(Path(frame.filename).parts)]

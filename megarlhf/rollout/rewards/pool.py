@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 
 from megarlhf.data.procedural import SAME_HASHES
 from megarlhf.rollout.rewards.batch import Outcome, RewardBatch
-from megarlhf.rollout.rewards.calls import AT_ONCE, Form
+from megarlhf.rollout.rewards.calls import AT_ONCE
+from megarlhf.rollout.rewards.forms import Form
 from megarlhf.rollout.rewards.worker import END, END_SECONDS
 
 START_SECONDS = 120.0

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from megarlhf.config import RewardConfig
-from megarlhf.rollout.rewards.calls import Form, form_of, load_function
+from megarlhf.rollout.rewards.calls import load_function
 from megarlhf.rollout.rewards.format_rules import FORMAT_RULES
+from megarlhf.rollout.rewards.forms import Form, form_of
 from megarlhf.rollout.rewards.verifiers import VERIFIERS
 
 Rule = Callable[[str, str, Mapping[str, Any]], Any]
@@ -144,7 +145,7 @@ def form_of_rule(name: str) -> Form:
     """How a rule wants to be called. Raises: ValueError, naming it, for one that cannot be."""
     rule = load_rule(name)
     if name in RULES:
-        return Form(batched=False, waits=False)
+        return Form()
     try:
         return form_of(rule)
     except ValueError as error:

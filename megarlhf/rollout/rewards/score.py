@@ -20,7 +20,8 @@ from megarlhf.errors import Interrupted, RewardError, WatchdogTimeout
 from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
 from megarlhf.rollout.rewards.batch import Outcome, RewardBatch, short
-from megarlhf.rollout.rewards.calls import Form, call
+from megarlhf.rollout.rewards.calls import call
+from megarlhf.rollout.rewards.forms import Form
 from megarlhf.rollout.rewards.http import HttpReward, require_plain_token
 from megarlhf.rollout.rewards.pool import RewardPool
 from megarlhf.rollout.rewards.rules import RULES, form_of_rule, rule_with

@@ -23,7 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from megarlhf.rollout.rewards.calls import call, form_of, load_function
+from megarlhf.rollout.rewards.calls import call, load_function
+from megarlhf.rollout.rewards.forms import form_of
 
 END = signal.SIGRTMAX
 """Tells the supervisor to end everything. No signal that a job's processes get together, which are not for it."""

@@ -1,0 +1,188 @@
+"""Reward functions in the shapes of other frameworks, called by the names of their parameters.
+
+Each is written as those frameworks' own pages have them, for records as their users have them. Not covered: worker
+processes, which call the same (test_reward_pool.py); what a start makes of the scores (tests/planning/test_rewards.py).
+"""
+
+import re
+
+import pytest
+import torch
+
+from megarlhf.rollout.rewards.batch import RewardBatch, Untold
+from megarlhf.rollout.rewards.calls import call
+from megarlhf.rollout.rewards.forms import Form, form_of
+
+VERL = {
+    "data_source": "openai/gsm8k",
+    "reward_model": {"style": "rule", "ground_truth": "42"},
+    "extra_info": {"index": 7},
+    "keywords": ["b"],
+}
+
+
+def rows(*fields, responses=("#### 42", "#### 41"), messages=None):
+    count = len(responses)
+    return RewardBatch(
+        prompts=[f"<user>q{n}<model>" for n in range(count)],
+        responses=list(responses),
+        prompt_tokens=[[1]] * count,
+        response_tokens=[[5] * (n + 1) for n in range(count)],
+        finished=[True] * count,
+        fields=list(fields) if len(fields) > 1 else list(fields or [{}]) * count,
+        messages=[messages] * count,
+        samples=list(range(count)),
+    )
+
+
+def said(function, batch):
+    found = call(function, form_of(function), batch)
+    return [outcome.error or outcome.value for outcome in found]
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert (data_source, extra_info) == ("openai/gsm8k", {"index": 7})
+    found = re.search(r"#### (\S+)", solution_str)
+    right = found is not None and found.group(1) == ground_truth
+    return {"score": 1.0 if right else 0.1, "acc": right, "pred": found and found.group(1), "parts": [1, 2]}
+
+
+def test_verl_by_name():
+    """The nested answer; what is no number beside the score is kept out, and no error."""
+    found = call(compute_score, form_of(compute_score), rows(VERL))
+    assert [outcome.value for outcome in found] == [1.0, 0.1]
+    assert [dict(outcome.components) for outcome in found] == [{"score": 1.0, "acc": 1.0}, {"score": 0.1, "acc": 0.0}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "truth"),
+    [
+        ({"ground_truth": "1", "answer": "2", "reward_model": {"ground_truth": "3"}}, "1"),
+        ({"answer": "2", "reward_model": {"ground_truth": "3"}}, "3"),
+        ({"answer": 2, "reward_model": None}, 2),
+    ],
+)
+def test_where_a_ground_truth_is_from(fields, truth):
+    def score(ground_truth, solution_str, method="strict", score=5.0, **kwargs):
+        assert ground_truth == truth
+        assert (method, kwargs) == ("strict", {name: fields[name] for name in fields.keys() - {"ground_truth"}})
+        return score
+
+    assert said(score, rows(fields | {"method": "other"})) == [5.0, 5.0]
+
+
+def test_without_a_ground_truth_it_is_said_which_columns_there_are():
+    def score(solution_str, ground_truth):
+        return 1.0
+
+    words = "reads ground_truth, and the record has none of ground_truth, reward_model.ground_truth, answer; its "
+    assert said(score, rows({"solution": "1"})) == [f"{words}columns: 'solution'"] * 2
+
+
+def test_verl_in_batches_and_awaited():
+    async def compute(data_sources, solution_strs, ground_truths, extra_infos):
+        assert data_sources == ["openai/gsm8k"] * 2
+        assert extra_infos == [{"index": 7}] * 2
+        return [{"score": float(truth in text)} for text, truth in zip(solution_strs, ground_truths, strict=True)]
+
+    assert said(compute, rows(VERL)) == [1.0, 0.0]
+
+
+def test_trl_with_texts():
+    def longer(completion_ids, **kwargs):
+        return [float(len(ids)) for ids in completion_ids]
+
+    def boxed(completions, ground_truth, **kwargs):
+        assert kwargs == {"prompts": ["<user>q0<model>", "<user>q1<model>"], "completion_ids": [[5], [5, 5]]}
+        return [1.0 if truth in text else 0.0 for text, truth in zip(completions, ground_truth, strict=True)]
+
+    assert said(longer, rows()) == [1.0, 2.0]
+    assert said(boxed, rows({"ground_truth": "42"})) == [1.0, 0.0]
+
+
+def test_trl_with_conversations_of_several_tasks():
+    """Lists of messages, a list for each column (None where a record has none), None where a reward does not apply."""
+    asked = [{"role": "user", "content": "q"}]
+
+    async def maths(prompts, completions, task, answer=None, log_metric=None, **kwargs):
+        assert prompts == [asked, asked]
+        assert [[message["role"] for message in said] for said in completions] == [["assistant"]] * 2
+        assert (answer, kwargs["level"], log_metric) == (["42", None], [None, 3], None)
+        rows = zip(completions, task, strict=True)
+        return [float("42" in said[0]["content"]) if of == "maths" else None for said, of in rows]
+
+    batch = rows({"task": "maths", "answer": "42"}, {"task": "code", "level": 3}, messages=asked)
+    assert said(maths, batch) == [1.0, None]
+
+
+def test_openrlhf():
+    """Prompt and response as one text; its dictionary, whose logs become metrics."""
+
+    def reward_func(queries, prompts, labels):
+        assert queries == ["<user>q0<model>#### 42", "<user>q1<model>#### 41"]
+        assert prompts == ["<user>q0<model>", "<user>q1<model>"]
+        rewards = torch.tensor([float(query.endswith(label)) for query, label in zip(queries, labels, strict=True)])
+        return {"rewards": rewards, "scores": 1 - rewards, "extra_logs": {"right": rewards, "name": "x"}}
+
+    found = call(reward_func, form_of(reward_func), rows({"answer": "42"}))
+    assert [outcome.value for outcome in found] == [1.0, 0.0]
+    assert [dict(outcome.components) for outcome in found] == [{"right": 1, "score": 1}, {"right": 0, "score": 0}]
+    assert said(lambda queries, labels: torch.ones(len(queries), 1), rows()) == [1.0, 1.0]
+    assert said(lambda queries: {"scores": [3, 4]}, rows()) == [3.0, 4.0]
+
+
+def test_our_own_by_name_in_any_order_and_by_place():
+    fields = {"answer": "42"}
+
+    def parts(response, fields, prompt="", scale=2.0):
+        return scale * (fields["answer"] in response) + len(prompt)
+
+    assert said(parts, rows(fields)) == [17.0, 15.0]
+    assert said(lambda response: float(len(response)), rows()) == [7.0, 7.0]
+    assert form_of(lambda p, r, f: 0.0) == form_of(lambda prompt, response, record: 0.0) == Form()
+    assert form_of(lambda b: [0.0]) == Form("batch", places=())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda prompt, response, ground_truth: 0.0,
+        lambda prompt, response, answer: 0.0,
+        lambda response, prompt, record: 0.0,
+        lambda question, ground_truth, data_source: 0.0,
+        lambda prompts, responses, fields: 0.0,
+        lambda completions, queries: 0.0,
+        lambda solution_str, completions: 0.0,
+        lambda completions, response: 0.0,
+        lambda prompts: 0.0,
+        lambda task, completion, reference, info: 0.0,
+        lambda a, b: 0.0,
+        lambda prompts, completions, trainer_state: 0.0,
+    ],
+)
+def test_mixtures_and_unknown_names_are_refused_with_those_that_are_known(function):
+    with pytest.raises(ValueError, match="its parameters are") as error:
+        form_of(function)
+    for known in ("(prompt, response, fields)", "solution_str", "completions", "queries", "RewardBatch"):
+        assert known in str(error.value)
+
+
+def test_what_a_request_says_nothing_of():
+    """A function of messages gets texts; one that reads tokens has failed."""
+    batch = rows({"answer": "42"})
+    served = RewardBatch(
+        batch.prompts,
+        batch.responses,
+        *(Untold(name) for name in ("prompt_tokens", "response_tokens", "finished")),
+        batch.fields,
+        Untold("messages"),
+        [0, 1],
+    )
+    assert said(lambda completions, answer, **kw: [float(answer[0] in text) for text in completions], served) == [1, 0]
+    (first, _) = said(lambda completion_ids, **kw: [len(ids) for ids in completion_ids], served)
+    assert "reads response_tokens, of which a request says nothing" in first
+
+
+def test_a_text_without_a_score_is_said_with_its_key():
+    (first, _) = said(lambda prompt, response, fields: {"value": 1.0, "why": "text"}, rows())
+    assert first == "returned 'text' as 'why', expected a number; return a float for every response"
