@@ -65,7 +65,8 @@ def test_verl_by_name():
 def test_where_a_ground_truth_is_from(fields, truth):
     def score(ground_truth, solution_str, method="strict", score=5.0, **kwargs):
         assert ground_truth == truth
-        assert (method, kwargs) == ("strict", {name: fields[name] for name in fields.keys() - {"ground_truth"}})
+        others = {name: fields[name] for name in fields.keys() - {"ground_truth"}}
+        assert (method, kwargs) == ("strict", others | {"data_source": None, "extra_info": {}})
         return score
 
     assert said(score, rows(fields | {"method": "other"})) == [5.0, 5.0]
