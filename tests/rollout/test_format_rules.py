@@ -39,6 +39,27 @@ def test_a_form_is_there_or_not(rule, args, response, expected):
 
 
 @pytest.mark.parametrize(
+    ("prompt", "names", "response", "expected"),
+    [
+        ("<model>\n<think>\n", ["think", "answer"], "a</think>\n<answer>4</answer>", 1),
+        ("<model>\n<think>\n", ["think", "answer"], "<think>a</think>\n<answer>4</answer>", 1),
+        ("<model>\n<think>\n", ["think", "answer"], "a</think> and <answer>4</answer>", 0),
+        ("<model>\n<think>\n", ["answer"], "a</think>\n<answer>4</answer>", 1),
+        ("<model>\n<think>\n", ["answer"], "a <answer>4</answer>", 0),
+        ("<model>\n<think>\n\n</think>\n\n", ["think", "answer"], "<answer>4</answer>", 1),
+        ("<model>\n<think>\n\n</think>\n\n", ["answer"], "<answer>4</answer>", 1),
+        ("<model><think></think><answer>", ["think", "answer"], "4</answer>", 1),
+        ("<model>", ["think", "answer"], "a</think><answer>4</answer>", 0),
+        ("write <answer></answer>", ["answer"], "<answer>4</answer>", 1),
+        ("write <answer></answer>", ["answer"], "4", 0),
+    ],
+)
+def test_tags_with_which_the_prompt_ends(prompt, names, response, expected):
+    """Those of the template's generation prompt; an example of the form in a question counts for nothing."""
+    assert rule_with("tags", {"names": names})(prompt, response, {}) == expected
+
+
+@pytest.mark.parametrize(
     ("rule", "args", "message"),
     [
         ("tags", {"name": ["a"]}, "'tags' has no argument 'name'; did you mean 'names'?"),

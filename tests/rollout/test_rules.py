@@ -10,7 +10,7 @@ import torch
 from megarlhf.rollout.rewards.batch import RewardBatch
 from megarlhf.rollout.rewards.calls import call
 from megarlhf.rollout.rewards.forms import form_of
-from megarlhf.rollout.rewards.rules import RULES, exact_match, load_rule, numeric_match
+from megarlhf.rollout.rewards.rules import RULES, exact_match, field_check, load_rule, numeric_match
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,18 @@ from megarlhf.rollout.rewards.rules import RULES, exact_match, load_rule, numeri
         ("85.", "85", 0.0),
         ("", "85", 0.0),
         ("85", 85, 1.0),
+        ("85", 85.0, 1.0),
+        ("85.0", 85.0, 1.0),
+        ("0.5", 0.5, 1.0),
+        ("85", ["84", "85"], 1.0),
+        ("85", [["84"], [85.0, None]], 1.0),
+        ("['85']", ["85"], 0.0),
+        ("Paris", {"text": ["Lutetia", "Paris"], "answer_start": [3, 9]}, 1.0),
+        ("Lutetia", {"value": "Paris", "aliases": ["Lutetia"], "type": "Wikipedia"}, 1.0),
+        ("B", {"ground_truth": "B", "style": "rule"}, 1.0),
+        ("85", np.array(["84", "85"]), 1.0),
+        ("true", True, 1.0),
+        ("1", True, 0.0),
     ],
 )
 def test_exact_match(response, answer, expected):
@@ -57,6 +69,30 @@ def test_exact_match(response, answer, expected):
         ("+5", "5", 1.0),
         ("5", "+5", 1.0),
         ("1000", "1,000", 1.0),
+        ("it fell to \N{MINUS SIGN}3.", "-3", 1.0),
+        ("it fell to \N{MINUS SIGN}3.", "3", 0.0),
+        ("it fell to \N{EN DASH}3.", "-3", 1.0),
+        ("-3", "\N{MINUS SIGN}3", 1.0),
+        ("pages 3\N{EN DASH}5", "5", 1.0),
+        ("5\N{MINUS SIGN}3", "3", 1.0),
+        ("5 - 3", "3", 1.0),
+        ("the answer \N{EN DASH} 42", "42", 1.0),
+        ("-$3", "-3", 1.0),
+        (r"-\$3", "-$3", 1.0),
+        ("$-3$", "-3", 1.0),
+        ("- 3", "-3", 1.0),
+        ("x = - 3", "-3", 1.0),
+        ("two of them:\n- 3\n- 4", "4", 1.0),
+        ("1 234", "1234", 1.0),
+        ("1 234", "234", 0.0),
+        ("10 20 300", "300", 1.0),
+        ("1\N{NO-BREAK SPACE}234,5", "5", 1.0),
+        ("-12\N{NARROW NO-BREAK SPACE}345.5", "-12345.5", 1.0),
+        ("1234", "1\N{NO-BREAK SPACE}234", 1.0),
+        (r"1{,}234 or 1\,234", "$1,234", 1.0),
+        ("1_000", "1000", 1.0),
+        ("4", ["3", "4.0"], 1.0),
+        ("4", {"value": "4", "aliases": ["four"]}, 1.0),
     ],
 )
 def test_numeric_match(response, answer, expected):
@@ -68,6 +104,34 @@ def test_bad_answers_are_errors_and_not_zeros():
         numeric_match("", "80", {"answer": "eighty"})
     with pytest.raises(ValueError, match=r"needs the field 'answer', found 'solution'"):
         exact_match("", "80", {"solution": "80"})
+
+
+@pytest.mark.parametrize("name", ["exact_match", "numeric_match", "math_verify"])
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"answer": None}, "the record's answer is None, in which there is no text and no number"),
+        ({"answer": float("nan")}, "the record's answer is nan, in which there is no text"),
+        ({"answer": []}, r"the record's answer is \[\], in which"),
+        ({"answer": [[None], " "]}, "in which there is no text and no number"),
+        ({"answer": {"a": 1}}, "a mapping of 'a', of which none is ground_truth, target"),
+        ({"answer": {"text": "x", "answer": "B"}}, "of which 'answer' and 'text' may be it; name the one"),
+        (
+            {"reward_model": {"ground_truth": "4"}},
+            "if 'reward_model.ground_truth' is meant, name it under data: columns",
+        ),
+        ({"answers": ["4"]}, r"found 'answers'; if 'answers' is meant, .* columns: \{answer: answers\}"),
+    ],
+)
+def test_answers_that_are_none_are_refused_at_the_start(name, fields, words):
+    with pytest.raises(ValueError, match=words):
+        field_check(name)(fields)
+
+
+def test_what_is_no_number_and_no_formula():
+    for rule, answer in (("numeric_match", True), ("numeric_match", ["four"]), ("math_verify", False)):
+        with pytest.raises(ValueError, match="the record's answer is .*, expected a "):
+            field_check(rule)({"answer": answer})
 
 
 def outcome(rule, response, fields=None):

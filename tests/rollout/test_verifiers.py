@@ -50,6 +50,11 @@ def outcomes(reward, responses, fields):
         ("42", "first 42, then 43", 0),
         ("42", r"\boxed{24}", 0),
         ("(1,2]", r"\boxed{[1,2]}", 0),
+        ("-3", "It fell to \N{MINUS SIGN}3.", 1),
+        ("3", "It fell to \N{MINUS SIGN}3.", 0),
+        ("\N{EN DASH}3", r"\boxed{-3}", 1),
+        (["7", {"text": "0.5"}], r"\frac{1}{2}", 1),
+        (42.0, "42", 1),
     ],
 )
 def test_answers_are_equal_as_mathematics(answer, response, score):
@@ -72,9 +77,7 @@ def test_maths_in_worker_processes():
     found = outcomes(reward, ["0.5", "2", r"\boxed{9^{9^{9^{9}}}}", "3"], [{"answer": "1/2"}] * 3 + [{}])
     assert [outcome.value for outcome in found] == [1.0, 0.0, 0.0, None]
     assert [(each.components or {}).get("undecided") for each in found] == [0.0, 0.0, 1.0, None]
-    assert (
-        found[3].error == "failed: it needs the field 'answer', a text or a number, found None; add it to the prompts"
-    )
+    assert found[3].error == "failed: it needs the field 'answer', found none; add it to the prompts"
 
 
 def test_generated_tasks_in_worker_processes():
@@ -120,7 +123,9 @@ def test_without_the_package_it_is_said_what_to_install(name, monkeypatch):
 
 
 def test_records_are_looked_at_before_anything_is_generated():
-    with pytest.raises(ValueError, match=r"reward rule 'math_verify': it needs the field 'answer'.* found ' '"):
+    with pytest.raises(
+        ValueError, match="reward rule 'math_verify': the record's answer is ' ', in which there is no text"
+    ):
         field_check("math_verify")({"answer": " "})
     with pytest.raises(ValueError, match=r"it judges generated tasks: set data\.train = reasoning_gym:TASK"):
         field_check("reasoning_gym")({"answer": "3"})

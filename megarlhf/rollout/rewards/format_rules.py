@@ -10,13 +10,30 @@ from typing import Any
 Fields = Mapping[str, Any]
 
 
+# Tags at the end of a prompt, with which the template begins the response: <think>, or an empty <think></think>.
+_BEGUN = re.compile(r"(?:<([\w.:-]+)>\s*(?:</\1>\s*)?)+\Z")
+
+
 def tags(prompt: str, response: str, fields: Fields, *, names: Sequence[str] = ("think", "answer")) -> float:
     """Whether the response consists of <NAME>...</NAME> for each name, in their order, each once, and of white space
-    between them."""
+    between them. Tags with which the prompt ends belong to it; one that is open there and is not among the names has to
+    be closed first."""
+    if _consists_of(response, names):
+        return 1.0
+    if (begun := _BEGUN.search(prompt)) is None:
+        return 0.0
+    found = list(dict.fromkeys(re.findall(r"<([\w.:-]+)>", begun[0])))
+    if names[0] not in found and f"</{found[-1]}>" not in begun[0]:
+        names = [found[-1], *names]
+    start = begun[0].find(f"<{names[0]}>")
+    return float(start >= 0 and _consists_of(begun[0][start:] + response, names))
+
+
+def _consists_of(text: str, names: Sequence[str]) -> bool:
     parts = [rf"<{re.escape(name)}>(.*?)</{re.escape(name)}>" for name in names]
-    found = re.fullmatch(r"\s*" + r"\s*".join(parts) + r"\s*", response, re.DOTALL)
+    found = re.fullmatch(r"\s*" + r"\s*".join(parts) + r"\s*", text, re.DOTALL)
     marks = [mark for name in names for mark in (f"<{name}>", f"</{name}>")]
-    return float(found is not None and all(response.count(mark) == 1 for mark in marks))
+    return found is not None and all(text.count(mark) == 1 for mark in marks)
 
 
 def regex(prompt: str, response: str, fields: Fields, *, pattern: str, full: bool = False) -> float:

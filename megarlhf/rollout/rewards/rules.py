@@ -6,7 +6,6 @@ import contextlib
 import difflib
 import hashlib
 import inspect
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -15,57 +14,46 @@ from pathlib import Path
 from typing import Any
 
 from megarlhf.config import RewardConfig
+from megarlhf.rollout.rewards.answers import answers_of
 from megarlhf.rollout.rewards.calls import load_function
 from megarlhf.rollout.rewards.format_rules import FORMAT_RULES
 from megarlhf.rollout.rewards.forms import Form, form_of
+from megarlhf.rollout.rewards.numerals import last_number, number_of
 from megarlhf.rollout.rewards.verifiers import VERIFIERS
 
 Rule = Callable[[str, str, Mapping[str, Any]], Any]
 """(prompt text, response text without eos, other columns of the record) -> reward."""
 
-# The sign belongs to the number only where no number or word stands before it: 37-5 ends in 5.
-# So does a point that no digit precedes: .5 is a half, and what follows the points of "so...5" is 5.
-_NUMBER = re.compile(
-    r"(?:(?<![\w.)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.)])\.\d+)(?:[eE][-+]?\d{1,4})?"
-)
-
 
 def exact_match(prompt_text: str, response_text: str, fields: Mapping[str, Any]) -> float:
-    """1 if the response is the record's `answer`, white space around both aside; else 0."""
-    return float(response_text.strip() == _answer(fields))
+    """1 if the response is one of the record's answers, white space around both aside; else 0."""
+    return float(response_text.strip() in answers_of(fields))
 
 
 def numeric_match(prompt_text: str, response_text: str, fields: Mapping[str, Any]) -> float:
-    """1 if the last number of the response equals the record's `answer` as a decimal number; else 0.
+    """1 if the last number of the response equals one of the record's answers as a decimal number; else 0.
 
-    Thousands may have commas; 85, 85.0 and 8.5e1 are equal. Raises ValueError if the answer is no number.
+    Thousands may have commas or spaces; 85, 85.0 and 8.5e1 are equal. Raises ValueError if an answer is no number.
     """
-    answer, numbers = _numeric_answer(fields), _NUMBER.findall(response_text)
-    return float(bool(numbers) and _number(numbers[-1]) == answer)
+    return float(last_number(response_text) in _numeric_answers(fields))
 
 
-def _answer(fields: Mapping[str, Any]) -> str:
-    return str(_field(fields, "answer")).strip()
-
-
-def _numeric_answer(fields: Mapping[str, Any]) -> Decimal:
-    answer = _answer(fields)
-    if not _NUMBER.fullmatch(answer):
+def _numeric_answers(fields: Mapping[str, Any]) -> list[Decimal]:
+    """Those of the answers that are numbers, as of ["4", "four"]. Raises: ValueError where none is."""
+    answers = answers_of(fields)
+    if not (numbers := [number for text in answers if (number := number_of(text)) is not None]):
         raise ValueError(
-            f"the record's answer is {answer[:80]!r}, expected a number; clean the data or use exact_match"
+            f"the record's answer is {answers[0][:80]!r}, expected a number; clean the data or use exact_match"
         )
-    return _number(answer)
+    return numbers
 
 
 def _field(fields: Mapping[str, Any], name: str) -> Any:
     if fields.get(name) is None:
-        field_names = ", ".join(map(repr, fields)) or "none"
-        raise ValueError(f"it needs the field {name!r}, found {field_names}; add it to the prompts")
+        names = ", ".join(map(repr, fields)) or "none"
+        found = "null there" if name in fields else f"found {names}"
+        raise ValueError(f"it needs the field {name!r}, {found}; add it to the prompts")
     return fields[name]
-
-
-def _number(text: str) -> Decimal:
-    return Decimal(text.replace(",", ""))
 
 
 RULES: dict[str, Rule] = {
@@ -75,8 +63,8 @@ RULES: dict[str, Rule] = {
     **{name: rule for name, (rule, _, _) in VERIFIERS.items()},
 }
 _ANSWERS: dict[str, Callable[[Mapping[str, Any]], object]] = {
-    "exact_match": _answer,
-    "numeric_match": _numeric_answer,
+    "exact_match": answers_of,
+    "numeric_match": _numeric_answers,
     **{name: read for name, (_, _, read) in VERIFIERS.items()},
 }
 """What a rule reads of the fields; raises ValueError where it cannot."""

@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from megarlhf.data.procedural import FIELD, item_again, require_reasoning_gym
+from megarlhf.rollout.rewards.answers import ANSWER, answers_of
+from megarlhf.rollout.rewards.numerals import with_plain_signs
 
 Fields = Mapping[str, Any]
 _BOX = re.compile(r"\\boxed\s*{")
@@ -35,11 +37,12 @@ def math_verify(prompt: str, response: str, fields: Fields, *, seconds: int = 5)
     from math_verify.errors import TimeoutException
 
     try:
-        said = _parse(from_last_box(response), seconds)
+        said = _parse(from_last_box(with_plain_signs(response)), seconds)
     except (Exception, TimeoutException):  # noqa: BLE001 - sympy may raise anything for what a model has written
         return {"score": 0.0, "no_answer": 0.0, "undecided": 1.0}
     undecided = False
-    for right, given in itertools.product(_gold(maths_answer(fields), seconds), said):
+    answers = [formula for answer in maths_answers(fields) for formula in _gold(answer, seconds)]
+    for right, given in itertools.product(answers, said):
         try:
             if verify(right, given, timeout_seconds=seconds, raise_on_error=True):
                 return {"score": 1.0, "no_answer": 0.0, "undecided": 0.0}
@@ -80,12 +83,11 @@ def _boxes(response: str) -> list[tuple[int, int]]:
     return found
 
 
-def maths_answer(fields: Fields) -> str:
-    """The record's answer. Raises: ValueError where there is none."""
-    answer = fields.get("answer")
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
-        raise ValueError(f"it needs the field 'answer', a text or a number, found {answer!r}; add it to the prompts")
-    return str(answer).strip()
+def maths_answers(fields: Fields) -> list[str]:
+    """The record's answers. Raises: ValueError where there is none, or one is true or false."""
+    if isinstance(answer := fields.get(ANSWER), bool):
+        raise ValueError(f"the record's answer is {answer!r}, expected a formula or a number; use exact_match")
+    return [with_plain_signs(text) for text in answers_of(fields)]
 
 
 def _parse(text: str, seconds: int) -> list[Any]:
@@ -151,7 +153,7 @@ def check_reasoning_gym(*, tag: str | None = None, exact: bool = False) -> None:
 
 
 VERIFIERS: Mapping[str, tuple[Callable[..., Any], Callable[..., None], Callable[[Fields], object]]] = {
-    "math_verify": (math_verify, check_math_verify, maths_answer),
+    "math_verify": (math_verify, check_math_verify, maths_answers),
     "reasoning_gym": (reasoning_gym, check_reasoning_gym, generated_item),
 }
 """By name: the rule, what looks at its arguments, what reads a record's fields."""

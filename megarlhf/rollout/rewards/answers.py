@@ -1,0 +1,77 @@
+"""The record's right answers, as texts: what every built-in rule that compares with `answer` reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megarlhf.rollout.rewards.batch import short
+
+ANSWER = "answer"
+_WITHIN = ("ground_truth", "target", "answer", "answers", "text", "value")
+"""Keys of a mapping that is an answer, as verl, SQuAD, TriviaQA and others write it; one of them has to be there."""
+_BESIDE = "aliases"
+"""TriviaQA's further right answers, beside one of these keys."""
+_ELSEWHERE = ("ground_truth", "answers", "solution", "label", "target", "reward_model")
+"""Columns that may hold what is missing."""
+
+
+def answers_of(fields: Mapping[str, Any]) -> list[str]:
+    """Texts of which any is right, without white space around them: of a list each entry, of a mapping what it calls
+    the answer; of a number that is whole both 42 and 42.0, which is what pandas makes of whole numbers beside a gap.
+
+    Raises: ValueError where there is none.
+    """
+    if ANSWER not in fields:
+        names = ", ".join(map(repr, fields)) or "none"
+        near = next((name for name in _ELSEWHERE if name in fields), None)
+        meant = "add it to the prompts"
+        if near is not None:
+            within = (
+                f"{near}.ground_truth" if isinstance(fields[near], Mapping) and "ground_truth" in fields[near] else near
+            )
+            meant = f"if {within!r} is meant, name it under data: columns: {{answer: {within}}}"
+        raise ValueError(f"it needs the field 'answer', found {names}; {meant}")
+    found = list(dict.fromkeys(_texts(fields[ANSWER])))
+    if not found:
+        raise ValueError(
+            f"the record's answer is {short(fields[ANSWER])}, in which there is no text and no number; clean the data, "
+            "or leave such records out"
+        )
+    return found
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Raises: ValueError for a mapping of which it is not clear what is the answer."""
+    if value is None:
+        return
+    if isinstance(value, Mapping):
+        yield from _texts(value[_key_of(value)])
+        yield from _texts(value.get(_BESIDE))
+    elif isinstance(value, bool):
+        yield from (str(value), str(value).lower())
+    elif isinstance(value, float):
+        if math.isfinite(value):
+            yield from ([f"{value:.0f}"] if value == int(value) else [])
+            yield repr(value)
+    elif isinstance(value, list | tuple | set):
+        for each in value:
+            yield from _texts(each)
+    elif callable(getattr(value, "tolist", None)):  # of numpy
+        yield from _texts(value.tolist())
+    elif text := str(value).strip():
+        yield text
+
+
+def _key_of(answer: Mapping[str, Any]) -> str:
+    there = [name for name in _WITHIN if answer.get(name) is not None]
+    if len(there) == 1:
+        return there[0]
+    which = (
+        f"of which {' and '.join(map(repr, there))} may be it" if there else f"of which none is {', '.join(_WITHIN)}"
+    )
+    raise ValueError(
+        f"the record's answer is a mapping of {', '.join(map(repr, answer)) or 'nothing'}, {which}; name the one that "
+        "is right under data: columns: {answer: answer.KEY}"
+    )
