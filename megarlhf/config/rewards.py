@@ -21,6 +21,7 @@ _ONLY_OF: dict[str, tuple[str, ...]] = {
     "workers": ("rule", "http"),
     "batch_samples": ("rule", "http", "classifier"),
     "on_failure": ("rule", "http", "classifier"),
+    "check": ("rule", "http"),
     "path": ("classifier",),
     "classifier_label": ("classifier",),
     "output": ("classifier",),
@@ -104,6 +105,11 @@ class RewardConfig(FrozenModel):
     on_failure: Literal["stop", "drop"] = "stop"
     """What a reward that could not be had means: the run ends, or the sample is left out of the step and counted, also
     where other rewards apply to it: a sum without this one would count it as 0."""
+
+    check: Literal["auto", "scores", "call", "none"] = "auto"
+    """Before a start. `scores`: it is called on one record, with right and with wrong answers where the records have
+    one, and scores that are all equal are refused. `call`: it is called, and may score all alike. `none`: it is not
+    called. `auto`: scores; none for an async function and for http, which cost or need a server."""
 
     @property
     def label(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import vllm_placements
@@ -39,10 +38,10 @@ from megarlhf.planning.ends import end_notes, scorer_notes
 from megarlhf.planning.legality import check_role
 from megarlhf.planning.models import check_heads, check_retokenized, check_vocabularies
 from megarlhf.planning.policies import AnyConfig, check_host_memory, check_kernels, draws, head_of, host_bytes
+from megarlhf.planning.rewards import check_rules, try_rewards
 from megarlhf.planning.without_effect import changed_meanings, rarely_meant, without_effect
 from megarlhf.resume.claim import require_usable
 from megarlhf.rollout.rewards.accuracy import accuracy_of
-from megarlhf.rollout.rewards.rules import form_of_rule, rule_with
 from megarlhf.rollout.vllm_arguments import cpu_experts_multiple, cpu_head_sizes, unknown_arguments
 from megarlhf.runtime import capabilities
 from megarlhf.weights.checkpoint.dtype import has_weights, resolve_dtype
@@ -89,6 +88,8 @@ def preflight(
 
     Raises: ValueError, saying what does not fit and what to change.
     """
+    if draws(cfg):
+        check_rules(cfg.rewards)
     device_type = device_type or capabilities().device_type
     on_cpu = device_type == "cpu"
     roles, retokenized = roles_of(cfg), _retokenized(cfg)
@@ -115,14 +116,7 @@ def preflight(
     if isinstance(cfg, RLConfig):
         notes += check_anchor(cfg) + rarely_meant(cfg)
     if draws(cfg):
-        for reward in cfg.rewards:
-            if reward.rule is not None:
-                rule_with(reward.rule, reward.args)
-                form_of_rule(reward.rule)
-            if reward.path is not None and not (reward.path / "config.json").is_file():
-                raise ValueError(
-                    f"reward {reward.label!r}: {reward.path} has no config.json; working directory: {Path.cwd()}"
-                )
+        notes += try_rewards(cfg) if weights else []
         accuracy = accuracy_of(cfg.eval.accuracy, cfg.rewards)
         held_out = isinstance(cfg, EvaluateConfig) or (
             isinstance(cfg, RLConfig) and (cfg.data.has_validation or cfg.data.test)

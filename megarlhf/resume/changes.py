@@ -93,8 +93,8 @@ def _table() -> dict[str, Kind]:
 
 KINDS: Mapping[str, Kind] = _table()
 """Kind of each key, of each section (`section.*`) where all of its keys are alike; ROLE stands for every role."""
-_CALL_KEYS = ("url", "token_env", "timeout_seconds", "retries", "workers", "on_failure")
-"""Of a reward: where it is, how it is called, and whether its failure ends the run."""
+_CALL_KEYS = ("url", "token_env", "timeout_seconds", "retries", "workers", "on_failure", "check")
+"""Of a reward: where it is, how it is called, whether its failure ends the run, and whether it is tried before."""
 CONDITIONAL = (_HORIZON, *_FIGURES.split())
 """Keys whose kind depends on the rest of the configuration."""
 

@@ -130,7 +130,7 @@ def test_answers_that_are_none_are_refused_at_the_start(name, fields, words):
 
 def test_what_is_no_number_and_no_formula():
     for rule, answer in (("numeric_match", True), ("numeric_match", ["four"]), ("math_verify", False)):
-        with pytest.raises(ValueError, match="the record's answer is .*, expected a "):
+        with pytest.raises(ValueError, match=r"the record's answer is .*, expected a "):
             field_check(rule)({"answer": answer})
 
 

@@ -33,7 +33,7 @@ def answers_of(fields: Mapping[str, Any]) -> list[str]:
             )
             meant = f"if {within!r} is meant, name it under data: columns: {{answer: {within}}}"
         raise ValueError(f"it needs the field 'answer', found {names}; {meant}")
-    found = list(dict.fromkeys(_texts(fields[ANSWER])))
+    found = list(dict.fromkeys(texts_of_answer(fields[ANSWER])))
     if not found:
         raise ValueError(
             f"the record's answer is {short(fields[ANSWER])}, in which there is no text and no number; clean the data, "
@@ -42,13 +42,13 @@ def answers_of(fields: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """Raises: ValueError for a mapping of which it is not clear what is the answer."""
+def texts_of_answer(value: Any) -> Iterator[str]:
+    """What a value says, as texts. Raises: ValueError for a mapping of which it is not clear what is the answer."""
     if value is None:
         return
     if isinstance(value, Mapping):
-        yield from _texts(value[_key_of(value)])
-        yield from _texts(value.get(_BESIDE))
+        yield from texts_of_answer(value[_key_of(value)])
+        yield from texts_of_answer(value.get(_BESIDE))
     elif isinstance(value, bool):
         yield from (str(value), str(value).lower())
     elif isinstance(value, float):
@@ -57,9 +57,9 @@ def _texts(value: Any) -> Iterator[str]:
             yield repr(value)
     elif isinstance(value, list | tuple | set):
         for each in value:
-            yield from _texts(each)
+            yield from texts_of_answer(each)
     elif callable(getattr(value, "tolist", None)):  # of numpy
-        yield from _texts(value.tolist())
+        yield from texts_of_answer(value.tolist())
     elif text := str(value).strip():
         yield text
 

@@ -22,7 +22,7 @@ _SPACED = re.compile(r"((?<=[=:(\[{,≈])[ \t]*|\A\s*)-[ \t]+(?=\\?[$€£¥₹]
 
 
 def with_plain_signs(text: str) -> str:
-    """Every character that is a minus as `-`, a dash where it stands for one; thousands without special spaces and `_`."""
+    """Every minus as `-`, a dash where it stands for one; thousands without special spaces and `_`."""
     text = text.translate(dict.fromkeys(map(ord, _MINUS), "-"))
     text = re.sub(rf"(?<![\w)])[{_DASHES}](?=\s*\\?[$€£¥₹]?\s*\.?\d)", "-", text)
     return re.sub(rf"(?<=\d)[{_SPACES}_](?=\d{{3}}(?!\d))", "", text)
@@ -35,7 +35,7 @@ def _plain(text: str) -> str:
 
 
 def last_number(text: str) -> Decimal | None:
-    """Of those in the text, with the sign that belongs to it: that of `-$3`, `x = - 3` and `fell to −3`, not of `5-3`."""
+    """Of those in the text, with its sign: that of `-$3`, `x = - 3` and `fell to −3`, not of `5-3`."""
     found = _NUMBER.findall(_plain(text))
     return _decimal(found[-1]) if found else None
 

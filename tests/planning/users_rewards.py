@@ -1,0 +1,66 @@
+"""Reward functions as users bring them from other frameworks, right and wrong ones, for test_rewards.py."""
+
+import re
+import sys
+import time
+
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    """GSM8K's form: what stands behind ####."""
+    found = re.search(r"#### (-?[0-9.,]+)", solution_str)
+    return 0.0 if found is None else 1.0 if found.group(1) == ground_truth else 0.1
+
+
+def verl_compares_types(data_source, solution_str, ground_truth, extra_info=None):
+    """Wrong: where the truth is a number, no text equals it; but the form is rewarded."""
+    found = re.search(r"#### (-?[0-9.,]+)", solution_str)
+    return 0.0 if found is None else 1.0 if found.group(1) == ground_truth else 0.1
+
+
+def trl_boxed(completions, ground_truth, **kwargs):
+    said = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+    found = [re.search(r"\\boxed\{(.*?)\}", text) for text in said]
+    return [float(f is not None and f.group(1) == truth) for f, truth in zip(found, ground_truth, strict=True)]
+
+
+def trl_format(completions, **kwargs):
+    said = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+    return [
+        float(re.fullmatch(r"<think>.*?</think>\s*<answer>.*?</answer>", text, re.DOTALL) is not None) for text in said
+    ]
+
+
+def trl_of_code(completions, task, answer, **kwargs):
+    return [float(a in c) if t == "code" else None for c, t, a in zip(completions, task, answer, strict=True)]
+
+
+async def trl_asks(prompts, completions, verdict, **kwargs):
+    raise AssertionError("not called before the start")
+
+
+def openrlhf(queries, prompts, labels):
+    return {"rewards": [float(query.endswith(str(label))) for query, label in zip(queries, labels, strict=True)]}
+
+
+def constant(prompt, response, fields):
+    return 0.5
+
+
+def reads_another_column(prompt, response, fields):
+    return float(response == fields["anwser"])
+
+
+def not_too_long(prompt, response, fields):
+    return -1.0 if len(response) > 400 else 0.0
+
+
+def hangs(prompt, response, fields):
+    time.sleep(600)
+
+
+def exits(prompt, response, fields):
+    sys.exit(0)
+
+
+def mixture(prompt, response, ground_truth):
+    return 1.0
