@@ -141,7 +141,7 @@ class Site:
         return self._rl(
             name,
             {},
-            rewards=[{"kind": "rule", "rule": "benchmarks.faults.rules:hang_once"}],
+            rewards=[{"kind": "rule", "rule": "benchmarks.faults.rules:hang_once", "check": "none"}],
             algo={"advantage": "group_relative", "kl": {"coef": 0.05, "placement": "loss", "estimator": "k3"}},
             checkpoint={"every": 1, "every_minutes": 0, "export_every": 2},
             watchdog={"reward": 10, "grace": 6},

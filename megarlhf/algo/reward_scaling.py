@@ -34,8 +34,8 @@ def weighted_total(values_KN: Tensor, weights: Sequence[float], failed_KN: Tenso
 
     Shapes:  values_KN [K, N], K weights, failed_KN [K, N] bool -> [N]
     NaN:     where no reward applies, and where one has failed: the sum of the others would count it as 0
-    Note:    added up in fp64, so that sums that are equal on paper are equal: a deviation of rounding would be
-             divided by
+    Note:    added up in fp64. Of fp64 values, rounded to fp32 afterwards, sums that are equal on paper are equal: a
+             deviation of rounding would be divided by
     """
     weights_K1 = torch.tensor(weights, dtype=torch.float64, device=values_KN.device)[:, None]
     missing_KN = values_KN.isnan()

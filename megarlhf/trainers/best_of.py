@@ -46,7 +46,8 @@ def candidates(
         if reason:
             left_out[reason] += 1
         else:
-            by_prompt[n // per_prompt].append(Candidate(response, float(rewards_N[n])))
+            # Sums that are equal on paper are equal: 0.1 + 0.2 and 0.3.
+            by_prompt[n // per_prompt].append(Candidate(response, float(f"{float(rewards_N[n]):.12g}")))
     return by_prompt, left_out
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from megarlhf.config import RLConfig
+from megarlhf.config.algo import GROUPED
 from megarlhf.data.loader import ShuffledBatches, batches_of, mixture_in_words
 from megarlhf.data.tokenized import by_record
 from megarlhf.observe.phases import seconds_of
@@ -30,6 +31,7 @@ from megarlhf.trainers.rl_metrics import describe, kl_by_sample
 from megarlhf.trainers.rl_rollout import Drawing
 from megarlhf.trainers.rl_samples import training_rows
 from megarlhf.trainers.rl_score import score
+from megarlhf.trainers.rl_signal import alarm
 from megarlhf.trainers.rl_updates import Metrics, StepInProgress, train_on
 from megarlhf.trainers.session import Session, is_due, open_session
 from megarlhf.trainers.supervised import say_of_test
@@ -96,6 +98,7 @@ class Loop:
             described = describe(work.experience, cfg)
             metrics: Metrics = {**work.found, **described, **trained}
             step += 1
+            self._warn(session, step, work, described)
             session.stop_if_asked()
             update_weights(components, step, certify=step == 1 or is_due(step, cfg.rollout.verify_weights_every))
             last = stop.watch_kl(described["kl"]) or step == num_steps
@@ -138,6 +141,13 @@ class Loop:
             if not cfg.old_logprobs_in_training(step):
                 self.gap.watch(work.found)
             return work
+
+    def _warn(self, session: Session, step: int, work: StepInProgress, described: Metrics) -> None:
+        """Where nothing could be learnt from the step."""
+        watch, grouped = self.components.rewarder.signal, self.cfg.algo.advantage in GROUPED
+        tokenizer, experience = self.data.tokenizer, work.experience
+        if warning := alarm(step, experience, described, watch, self.of_record, tokenizer, grouped=grouped):
+            session.note(warning)
 
     def _show(self, session: Session, step: int, work: StepInProgress) -> None:
         """A table of samples of the step that is done. Collective."""

@@ -38,11 +38,14 @@ from megarlhf.rollout.rewards.score import (
 )
 from megarlhf.trainers.rl_batches import forward_per_sample
 from megarlhf.trainers.rl_retokenize import retokenized, retokenizer_of
+from megarlhf.trainers.rl_signal import SignalWatch
 from megarlhf.trainers.sequence_scores import sequence_scores
 
 log = logging.getLogger(__name__)
 
 NAN = float("nan")
+_SIGNAL = "(signal)"
+"""Among the states; no reward has such a name."""
 
 
 def model_scores(reward_model: Role, experience: Experience, micro: MicroBatchConfig) -> Tensor:
@@ -64,7 +67,7 @@ class Said:
     """What one reward said of the step's samples."""
 
     values_N: Tensor
-    """fp32; NaN where it does not apply, or failed."""
+    """fp64, so that sums that are equal on paper are equal; NaN where it does not apply, or failed."""
     failed_N: Tensor
     """bool."""
     late: bool = False
@@ -72,7 +75,7 @@ class Said:
     cut_N: Tensor | None = None
     """bool: whose text was too long, and was cut; None: none can be."""
     components: Mapping[str, Tensor] = field(default_factory=dict)
-    """fp32 [N] each, NaN where a sample has none of the name."""
+    """[N] each, NaN where a sample has none of the name."""
     token_values: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     """By sample; its value is their sum."""
 
@@ -157,12 +160,16 @@ class Rewarder:
             if reward.retokenize and reward_model is not None
         }
         self._moments = {label: RunningMoments() for label in self.labels}
+        self.signal = SignalWatch()
 
     def state_dict(self) -> dict[str, Any]:
-        """The running moments of each reward."""
-        return {name: [each.count, each.mean, each.squares] for name, each in self._moments.items()}
+        """The running moments of each reward, and what `signal` has counted."""
+        moments = {name: [each.count, each.mean, each.squares] for name, each in self._moments.items()}
+        return {**moments, _SIGNAL: self.signal.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if _SIGNAL in state:
+            self.signal.load_state_dict(state[_SIGNAL])
         self._moments |= {name: RunningMoments(*state[name]) for name in self._moments if name in state}
 
     def close(self) -> None:
@@ -202,6 +209,8 @@ class Rewarder:
         at_end: list[Tensor] = []
         for label, reward, each in zip(self.labels, self.rewards, said, strict=True):
             values_N = bounded(reward, each.values_N).masked_fill(failed_N, NAN)
+            if reward.normalise != "none":  # divides by a deviation, which must not be one of rounding
+                values_N = values_N.float().double()
             if reward.normalise == "running":
                 if learn:
                     self._moments[label].update(values_N)
@@ -213,7 +222,7 @@ class Rewarder:
                 tokens.append(reward.weight * self._per_token(label, reward, experience, each))
                 values_N[list(each.token_values)] = 0.0
             at_end.append(values_N)
-        total_N = weighted_total(torch.stack(at_end), [reward.weight for reward in self.rewards])
+        total_N = weighted_total(torch.stack(at_end), [reward.weight for reward in self.rewards]).float()
         kept_N = ~(total_N.isnan() | failed_N)
         metrics |= self.counts(said)
         if not bool(kept_N.any()):
@@ -226,7 +235,7 @@ class Rewarder:
             raise RewardError(words)
         lengths_N = experience.response_lengths_N
         column = Ragged(torch.stack(tokens).sum(0), lengths_N) if tokens else None
-        named = {f"reward/{label}": each.values_N for label, each in zip(self.labels, said, strict=True)}
+        named = {f"reward/{label}": each.values_N.float() for label, each in zip(self.labels, said, strict=True)}
         return Rewarded(total_N.masked_fill(~kept_N, 0.0), kept_N, column, metrics, named)
 
     def _per_token(self, label: str, reward: RewardConfig, experience: Experience, said: Said) -> Tensor:
@@ -309,7 +318,7 @@ class UnderWay:
         if (retokenizer := rewarder._retokenizers.get(label)) is not None:
             experience, cut_N = retokenized(label, experience, self.batch, retokenizer)
         scores_N = require_finite(model_scores(rewarder.reward_model, experience, rewarder._micro))
-        return Said(scores_N, torch.zeros_like(scores_N, dtype=torch.bool), cut_N=cut_N)
+        return Said(scores_N.double(), torch.zeros_like(scores_N, dtype=torch.bool), cut_N=cut_N)
 
     def finish(self, should_stop: ShouldStop = lambda: False, *, learn: bool = True) -> Rewarded:
         """Wait for all of them, and add them up. Collective.
@@ -331,7 +340,7 @@ def said_of(label: str, outcomes: Sequence[Outcome], device: torch.device) -> Sa
     names = sorted({name for outcome in outcomes for name in outcome.components or ()})
 
     def column(values: Sequence[float | None]) -> Tensor:
-        return torch.tensor([NAN if value is None else value for value in values], dtype=torch.float32, device=device)
+        return torch.tensor([NAN if value is None else value for value in values], dtype=torch.float64, device=device)
 
     return Said(
         values_N=column([outcome.value for outcome in outcomes]),
@@ -344,9 +353,10 @@ def said_of(label: str, outcomes: Sequence[Outcome], device: torch.device) -> Sa
 
 def totals_of(rewards: Sequence[RewardConfig], said: Sequence[Said]) -> Tensor:
     """The weighted sum of what is said, less `shift` and clipped, without normalisation: [N], NaN where no reward
-    applies or one has failed."""
+    applies or one has failed. fp32, after the sum."""
     values_KN = torch.stack([bounded(reward, each.values_N) for reward, each in zip(rewards, said, strict=True)])
-    return weighted_total(values_KN, [r.weight for r in rewards], torch.stack([each.failed_N for each in said]))
+    failed_KN = torch.stack([each.failed_N for each in said])
+    return weighted_total(values_KN, [reward.weight for reward in rewards], failed_KN).float()
 
 
 def bounded(reward: RewardConfig, values_N: Tensor) -> Tensor:

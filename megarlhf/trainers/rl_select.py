@@ -90,7 +90,7 @@ def groups_with_signal(drawn: Drawn, rewards: Sequence[RewardConfig], cfg: Dynam
     groups_N, said = drawn.experience.groups_N, drawn.said
     total_N = totals_of(rewards, said).cpu().double()
     normalised = [
-        bounded(reward, each.values_N).cpu().masked_fill(total_N.isnan(), torch.nan)
+        bounded(reward, each.values_N).float().cpu().masked_fill(total_N.isnan(), torch.nan)
         for reward, each in zip(rewards, said, strict=True)
         if reward.normalise != "none"
     ]

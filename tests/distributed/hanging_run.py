@@ -22,7 +22,7 @@ def hanging_run(rule: str, models: dict[str, Path], data: dict[str, Path], folde
     for role in ("critic", "reward_model"):
         del cfg[role]
     cfg["run"] = {"dir": str(folder / "run"), "nproc": 2}
-    cfg["rewards"] = [{"kind": "rule", "rule": f"tests.distributed.faulty_rules:{rule}", "workers": 0}]
+    cfg["rewards"] = [{"kind": "rule", "rule": f"tests.distributed.faulty_rules:{rule}", "workers": 0, "check": "none"}]
     cfg["watchdog"] = {"reward": 1.0, "grace": 4.0}
     (folder / "cfg.yaml").write_text(yaml.safe_dump(cfg))
     return ["rl", "-c", str(folder / "cfg.yaml")]

@@ -43,7 +43,13 @@ def test_a_function_that_is_wrong_in_the_second_step(
     name: str, workers: int, ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
     expected, words = FUNCTIONS[name]
-    rule: dict[str, Any] = {"kind": "rule", "rule": RULE + name, "timeout_seconds": 2.0, "workers": workers}
+    rule: dict[str, Any] = {
+        "kind": "rule",
+        "rule": RULE + name,
+        "timeout_seconds": 2.0,
+        "workers": workers,
+        "check": "none",
+    }
     argv = [*command(tmp_path, one_layer, data, [rule]), *ONE_RANK]
     status, said = ranks.run(1, "command_status", *argv)[0]
     assert status == expected, said
@@ -52,6 +58,7 @@ def test_a_function_that_is_wrong_in_the_second_step(
     for each in [*words, *([] if name == "nothing" else [ON_SAMPLE % name])]:
         assert each in last
     assert "Traceback" not in said
+    assert "WARNING step 1: nothing can be learnt: in each group all rewards are equal (reward_mean 1). Likely" in said
     _assert_first_step_is_kept(tmp_path / "run")
     if name == "raises":  # a new process counts its calls anew, so that the function is right now
         status, said = ranks.run(1, "command_status", *argv)[0]
@@ -84,7 +91,7 @@ def test_a_run_that_fails_in_its_first_step_goes_on_as_the_message_advises(
 ) -> None:
     """No point is written where nothing had been trained; the responses are taken from the bank, and a changed
     `on_failure` is the same run."""
-    rule = {"kind": "rule", "rule": RULE + "raises_for_short"}
+    rule = {"kind": "rule", "rule": RULE + "raises_for_short", "check": "none"}
     argv = [*command(tmp_path, one_layer, data, [rule]), *ONE_RANK]
     status, said = ranks.run(1, "command_status", *argv)[0]
     assert status == 2

@@ -19,6 +19,13 @@ def test_what_was_cut_is_empty_or_has_no_reward_is_no_candidate():
     assert left_out == {"responses_cut": 1, "responses_without_reward": 1, "responses_empty": 1}
 
 
+def test_sums_that_are_equal_on_paper_are_no_pair():
+    (group,), _ = candidates(
+        ["a", "b"], torch.tensor([True, True]), torch.tensor([0.1 + 0.2, 0.3], dtype=torch.float64), 2
+    )
+    assert choose([group], "best_and_worst", min_reward=0.3)[1] == {"prompts_with_equal_rewards": 1}
+
+
 GROUPS = [
     [Candidate("a", 1.0), Candidate("b", 3.0), Candidate("c", 3.0), Candidate("d", 0.0)],
     [Candidate("e", 2.0), Candidate("f", 2.0)],

@@ -14,7 +14,7 @@ from megarlhf.config import RewardConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.errors import RewardError
 from megarlhf.experience import Experience, Rollouts
-from megarlhf.trainers.rl_rewards import Rewarder, labels_of
+from megarlhf.trainers.rl_rewards import Rewarder, labels_of, totals_of
 from tests.tables import ragged
 
 MODULE = """
@@ -22,6 +22,9 @@ from megarlhf.rollout.rewards.batch import TokenRewards
 
 def number(prompt, response, fields):
     return fields["number"]
+
+def rest(prompt, response, fields):
+    return round(30.1 - fields["number"], 2)
 
 def even(batch):
     return [None if fields["number"] % 2 else 1.0 for fields in batch.fields]
@@ -107,6 +110,20 @@ def test_the_weighted_sum_by_hand(rewarder):
     assert found.metrics["samples_without_reward"] == 0
     assert found.per_sample["reward/number"].tolist() == list(NUMBERS)
     assert math.isnan(found.per_sample["reward/even"][0])
+
+
+@pytest.mark.parametrize("keys", [{}, {"shift": 0.1, "weight": 3.0}, {"clip": 40.0, "shift": -0.3}])
+def test_sums_that_are_equal_on_paper_are_equal(rewarder, keys):
+    """30.1 in two parts of two decimals: in fp32 values their sums differ in the last place, and a group of them would
+    be given a deviation of rounding to divide by."""
+    both = rewarder(rule("number", **keys), rule("rest", **keys))
+    totals = {
+        float(each) for n in range(0, 3000, 4) for each in total(both, [k / 100 for k in range(n, n + 4)]).rewards_N
+    }
+    assert len(totals) == 1
+    said = both.start(*step([0.1, 7.39, 2.22, 29.99])).said()
+    assert len({float(value) for value in totals_of(both.rewards, said)}) == 1
+    assert totals_of(both.rewards, said).dtype == torch.float32
 
 
 def test_components_are_metrics(rewarder):
