@@ -27,6 +27,7 @@ from megarlhf.weights.checkpoint.export import export, gather, with_dtype
 from megarlhf.weights.checkpoint.hf_writer import read_other_files
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint, require_scalar_head
 from megarlhf.weights.checkpoint.peft import adapter_config, brings_head, open_adapter, write_adapter
+from megarlhf.weights.checkpoint.scorer_padding import with_padding
 from megarlhf.weights.checks.digest import replica_digests, summed, whole_digest
 from megarlhf.weights.transport.random_init import fill_random, fill_zeros
 from megarlhf.weights.transport.storages import Storages, check_storages, load_from_files
@@ -136,13 +137,14 @@ def export_hugging_face(
     """
     if shard.mesh.replica != 0:
         return
+    config, files = _small_files(shard, source, stated, files)
     replica = replica_placements(shard.base)
     export(
         replica,
         shard.merged(),
         directory,
         arch=shard.arch.base,
-        config=_stated_config(shard, source, stated),
+        config=config,
         dtype=shard.dtype,
         rank=shard.mesh.runtime.rank,
         head=shard.head,
@@ -197,8 +199,9 @@ def companion_files(
 ) -> dict[str, bytes]:
     """The folder `hf/` of a Megatron checkpoint of the live model, by path in the checkpoint; from the model directory
     `source`, as above."""
-    config = json.dumps(_stated_config(shard, source, stated), indent=2) + "\n"
-    every = {"config.json": config.encode(), **read_other_files(source), **files}
+    config, files = _small_files(shard, source, stated, files)
+    text = json.dumps(config, indent=2) + "\n"
+    every = {"config.json": text.encode(), **read_other_files(source), **files}
     return {f"{COMPANION}/{name}": content for name, content in every.items()}
 
 
@@ -227,15 +230,20 @@ class _Checkpoints:
 CHECKPOINTS: WeightSource = _Checkpoints()
 
 
-def _stated_config(shard: ModelShard, source: Path, stated: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of `source`, for the head and the dtype of the live model."""
+def _small_files(
+    shard: ModelShard, source: Path, stated: Mapping[str, Any], files: Mapping[str, bytes]
+) -> tuple[dict[str, Any], Mapping[str, bytes]]:
+    """The config.json of `source`, for the head and the dtype of the live model; and the files in place of others."""
     config = read_config(source)
     config["architectures"] = [hf_class(shard.arch.model_type, shard.head)]
     if shard.head == "scalar":
         config["num_labels"] = 1
     left_out = {key for key, value in stated.items() if value is None}
     config = {key: value for key, value in (config | dict(stated)).items() if key not in left_out}
-    return with_dtype(config, shard.dtype)
+    if shard.head == "scalar":
+        config, changed = with_padding(config, {**read_other_files(source), **files})
+        files = {**files, **changed}
+    return with_dtype(config, shard.dtype), files
 
 
 def parameter_dtype(role: str, model: ModelConfig, head: Head) -> torch.dtype:

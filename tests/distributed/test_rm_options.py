@@ -17,6 +17,7 @@ from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.observe.measured import reproducible
 from megarlhf.observe.metrics import read_metrics
 from megarlhf.rollout.rewards.classifier import Classifier
+from tests.classifiers import write_tokenizer
 from tests.ranks import RankPool
 
 
@@ -91,6 +92,42 @@ def test_what_is_said_of_the_scores_is_that_of_the_export(run: Any, tmp_path: Pa
     assert single["score_mean"] == pytest.approx(float(found.mean()), abs=1e-4)
     assert rows[-1]["eval_calibration_error"] == single["calibration_error"]
     assert "eval_calibration_error" not in rows[0]
+
+
+def test_the_export_scores_alike_in_transformers_whatever_its_padding(
+    padded_with_its_end: tuple[Path, torch.Tensor], tmp_path: Path
+) -> None:
+    """With the export's own tokenizer, as its users call it."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    export, expected = padded_with_its_end
+    model = AutoModelForSequenceClassification.from_pretrained(export, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    records = load_records(tmp_path / "pairs.jsonl", fields=("prompt", "chosen", "rejected"))[:12]
+    texts = [row["prompt"] + row[key] + tokenizer.eos_token for row in records for key in ("chosen", "rejected")]
+    for batch, tokenizer.padding_side in ((1, "right"), (8, "right"), (8, "left")):
+        found: list[float] = []
+        for start in range(0, len(texts), batch):
+            inputs = tokenizer(texts[start : start + batch], return_tensors="pt", padding=True)
+            with torch.no_grad():
+                found += model(inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, 0].tolist()
+        torch.testing.assert_close(torch.tensor(found).view(-1, 2), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture
+def padded_with_its_end(run: Any, tmp_path: Path) -> tuple[Path, torch.Tensor]:
+    """The export of a run whose base pads with its end of sequence, and its scores of each pair alone."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    write_tokenizer(tmp_path / "base", pad_token="</s>")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=64, **sizes, **ids)).save_pretrained(
+        tmp_path / "base"
+    )
+    run("padded", 1, {}, reward_model={"model": {"path": str(tmp_path / "base")}, "optim": {"lr": 1e-2}})
+    export = tmp_path / "padded/checkpoints/latest/reward_model"
+    return export, scores(export, tmp_path / "pairs.jsonl")
 
 
 def test_margins_reach_the_loss_at_every_layout(run: Any, tmp_path: Path) -> None:

@@ -22,9 +22,10 @@ from megarlhf.weights.checkpoint.formats.huggingface.write import MAX_SHARD_BYTE
 from megarlhf.weights.checkpoint.formats.megatron.args import args_of
 from megarlhf.weights.checkpoint.formats.mp_rank.write import preallocate_mp_rank
 from megarlhf.weights.checkpoint.formats.torch_dist.write import preallocate_torch_dist
-from megarlhf.weights.checkpoint.hf_writer import copy_other_files, other_files
+from megarlhf.weights.checkpoint.hf_writer import copy_other_files, other_files, read_other_files
 from megarlhf.weights.checkpoint.open_checkpoint import Checkpoint
 from megarlhf.weights.checkpoint.replaceable import require_replaceable
+from megarlhf.weights.checkpoint.scorer_padding import with_padding
 from megarlhf.weights.checkpoint.staging import Staging
 from megarlhf.weights.checks.replicas import require_equal_replicas
 from megarlhf.weights.plan.copy_plan import make_plan
@@ -55,11 +56,9 @@ class HuggingFaceTarget:
 
     def plan(self, directory: Path, source: Checkpoint, dtype: torch.dtype) -> Planned:
         (part,) = self.parts(source)
-        if source.companion is not None:
-            copy_other_files(source.companion, directory)
+        config = _write_small_files(source, directory, dtype)
         carry_provenance(source.directory, directory)
         specs = {name: (shape, dtype) for name, shape in part.storages.items()}
-        config = stated_config(source, dtype)
         return [part], [preallocate_huggingface(directory, specs, config, max_shard_bytes=self.max_shard_bytes)]
 
 
@@ -113,10 +112,8 @@ class MegatronTarget:
             args["make_vocab_size_divisible_by"] = self._multiple(source)
         folder = directory / COMPANION
         folder.mkdir()
-        if source.companion is not None:
-            copy_other_files(source.companion, folder)
+        config = _write_small_files(source, folder, dtype)
         carry_provenance(source.directory, folder)
-        config = stated_config(source, dtype)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         write = preallocate_torch_dist if self.format == "torch_dist" else preallocate_mp_rank
         iteration = "release" if source.iteration is None else source.iteration
@@ -183,6 +180,18 @@ def _written_dtype(source: Checkpoint, requested: torch.dtype | None) -> torch.d
         shares = ", ".join(f"{name} ({n / total:.1%})" for name, n in zip(names, dtypes.values(), strict=True))
         raise ValueError(f"{source.directory} mixes dtypes: {shares} of its bytes; say which to write: --dtype")
     return requested or next(iter(dtypes))
+
+
+def _write_small_files(source: Checkpoint, directory: Path, dtype: torch.dtype) -> dict[str, Any]:
+    """What stands beside the source's weights. Returns config.json, which the caller writes."""
+    if source.companion is not None:
+        copy_other_files(source.companion, directory)
+    config = stated_config(source, dtype)
+    if source.head == "scalar":
+        config, changed = with_padding(config, read_other_files(directory))
+        for name, content in changed.items():
+            (directory / name).write_bytes(content)
+    return config
 
 
 def stated_config(source: Checkpoint, dtype: torch.dtype) -> dict[str, Any]:
