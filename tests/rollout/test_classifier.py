@@ -4,6 +4,7 @@ Not covered: a whole run with one (tests/distributed/test_reward_runs.py).
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from transformers import (
 from megarlhf.config import RewardConfig
 from megarlhf.rollout.rewards.batch import RewardBatch
 from megarlhf.rollout.rewards.classifier import Classifier
+from tests.classifiers import write_classifier
 from tests.distributed.tiny import write_tiny_llama
 
 CPU = torch.device("cpu")
@@ -183,3 +185,30 @@ def test_what_is_no_classifier_is_refused(tmp_path):
 def test_keys_of_other_kinds_are_refused(keys, message):
     with pytest.raises(ValueError, match=message):
         RewardConfig.model_validate(keys)
+
+
+CHATML = (
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'][0] }}]{{ m['content'] }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}[a]{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, None])
+def test_a_conversation_has_one_begin_and_the_end_of_its_turn_in_either_form(tmp_path, template):
+    """The rendered prompt has the begin, which the tokenizer would write again; the turn ends as its template ends it,
+    not with the end of sequence. Without a template of its own the classifier reads what the actor's has written."""
+    special = {"special": ("<unk>", "<s>", "</s>", "<pad>", "<end>"), "additional_special_tokens": ["<end>"]}
+    path = write_classifier(tmp_path, tokenizer={**special, "chat_template": template})
+    rows = replace(
+        batch(["<s>[u]1+1=<end>[a]", "<s>[u]7<end>[a]"], ["2", "80"]),
+        messages=[[{"role": "user", "content": text}] for text in ("1+1=", "7")],
+        ends=["<end>", "<end>"],
+    )
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+    texts = ["<s>[u]1+1=<end>[a]2<end>", "<s>[u]7<end>[a]80<end>"]
+    expected = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    for options in ({}, {"append_eos": True}, {"form": "chat"})[: 3 if template else 2]:
+        source = Classifier(path, CPU, **options)
+        assert [source._encoded(rows, n)["input_ids"] for n in range(2)] == expected
+    (pair,) = [Classifier(path, CPU, form="pair")._encoded(rows, 0)["input_ids"]]
+    assert pair.count(tokenizer.bos_token_id) == 1

@@ -67,6 +67,8 @@ class RewardBatch:
     """The conversation that the prompt was rendered from; None where it was a plain text."""
     samples: Sequence[int]
     """Each one's number in its step."""
+    ends: Sequence[str] | None = None
+    """The text of the token that ended each response; "" of one that was cut. None: nobody knows."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -74,7 +76,7 @@ class RewardBatch:
     def part(self, chosen: Sequence[int]) -> RewardBatch:
         """The rows `chosen`, in that order."""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        told = {name: column for name, column in columns.items() if not isinstance(column, Untold)}
+        told = {name: column for name, column in columns.items() if not isinstance(column, Untold | None)}
         return replace(self, **{name: [column[n] for n in chosen] for name, column in told.items()})
 
     def response_sizes(self) -> list[int | None]:

@@ -16,7 +16,7 @@ from megarlhf.architectures.hf_config import score_of_config
 from megarlhf.data.retokenize import Retokenizer
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.provenance import find_provenance_file
-from megarlhf.rollout.rewards.batch import Outcome, RewardBatch, short
+from megarlhf.rollout.rewards.batch import Outcome, RewardBatch, Untold, short
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,9 @@ class Classifier:
         self._longest = longest_input(model.config, self._tokenizer)
         self._path = path
         self._ours = None
-        if form == "chat" and find_provenance_file(path) is not None:  # scored where a turn ends, as it was trained
+        self._begin = self._tokenizer.bos_token_id
+        trained_here = find_provenance_file(path) is not None
+        if form != "pair" and self._tokenizer.chat_template and trained_here:  # scored where a turn ends, as trained
             self._ours = Retokenizer(load_tokenizer(path), max_tokens=_ANY_LENGTH)
         self._reads_segments = "token_type_ids" in inspect.signature(self._model.forward).parameters
         self._several = getattr(model.config, "problem_type", None) == "multi_label_classification"
@@ -104,8 +106,8 @@ class Classifier:
         """All that the tokenizer says of a text, such as which of two each token belongs to, as far as the model reads
         it."""
         prompt, response = batch.prompts[n], batch.responses[n]
-        if self._form == "chat":
-            messages = batch.messages[n]
+        messages = None if isinstance(batch.messages, Untold) else batch.messages[n]
+        if self._form == "chat" or (self._form == "joined" and messages is not None and self._tokenizer.chat_template):
             asked = [{"role": "user", "content": prompt}] if messages is None else list(messages)
             if self._ours is not None:
                 fields = batch.fields[n] if messages is not None else {}
@@ -118,9 +120,18 @@ class Classifier:
         elif self._form == "pair":
             encoded = self._tokenizer(prompt, response)
         else:
-            end = self._tokenizer.eos_token if self._append_eos and batch.finished[n] else ""
-            encoded = self._tokenizer(prompt + response + end)
-        return {name: list(encoded[name]) for name in ("input_ids", "token_type_ids") if name in encoded}
+            encoded = self._tokenizer(prompt + response + self._end(batch, n, of_turn=messages is not None))
+        found = {name: list(encoded[name]) for name in ("input_ids", "token_type_ids") if name in encoded}
+        if self._begin is not None and found["input_ids"][:2] == [self._begin] * 2:  # the prompt's template wrote one
+            return {name: row[1:] for name, row in found.items()}
+        return found
+
+    def _end(self, batch: RewardBatch, n: int, *, of_turn: bool) -> str:
+        """What is written behind a text: of a turn what ended it, where this tokenizer has such a token."""
+        if of_turn and batch.ends is not None and batch.ends[n] in self._tokenizer.get_vocab():
+            return batch.ends[n]
+        ends = (self._append_eos or of_turn) and batch.finished[n]
+        return (self._tokenizer.eos_token or "") if ends else ""
 
     @torch.no_grad()
     def _scores(self, rows: Sequence[Encoded]) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -156,6 +157,8 @@ def share_of_rank(prompts: Sequence[PromptSample], rollouts: Rollouts, tokenizer
     rows, finished = rollouts.responses.rows(), rollouts.finished_N.tolist()
     mine = [prompts[n] for n in share]
     responses = [rows[n].tolist() for n in share]
+    spoken = any(prompt.messages is not None for prompt in mine)
+    names = _token_names(tokenizer) if spoken else None  # type: ignore[arg-type]
     return RewardBatch(
         prompts=[prompt.text for prompt in mine],
         responses=[
@@ -167,7 +170,13 @@ def share_of_rank(prompts: Sequence[PromptSample], rollouts: Rollouts, tokenizer
         fields=[prompt.fields for prompt in mine],
         messages=[prompt.messages for prompt in mine],
         samples=list(share),
+        ends=names and [names[row[-1]] if finished[n] else "" for n, row in zip(share, responses, strict=True)],
     )
+
+
+@functools.lru_cache(maxsize=2)
+def _token_names(tokenizer: Tokenizer) -> list[str]:
+    return tokenizer.tokens()
 
 
 def gather(
