@@ -20,3 +20,13 @@ def finished_only(batch):
 
 def texts_of_batch(batch):
     return [float(len(response)) for response in batch.responses]
+
+
+def wanted(completions, wanted, **columns):
+    """TRL's form: 1 for a completion that is wanted."""
+    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+    return [float(text in row) for text, row in zip(texts, wanted, strict=True)]
+
+
+def of_messages(completions, **columns):
+    return [float(isinstance(completion, list)) for completion in completions]

@@ -1,8 +1,12 @@
 """A reward model behind a URL: the form of OpenRLHF's server, and a server that fails in every way."""
 
+import datetime
 import json
+import logging
+import math
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -89,8 +93,31 @@ def test_the_form_of_the_request_and_of_the_answer(server):
     path, headers, body = server.requests[0]
     assert path == "/get_reward"
     assert headers["Authorization"] == "Bearer secret"
-    assert body == {"query": ["p0 r0", "p1 r1"], "prompts": ["p0 ", "p1 "], "labels": [None, "1"]}
+    columns = [{}, {"answer": "1"}]
+    assert body == {
+        "query": ["p0 r0", "p1 r1"], "prompts": ["p0 ", "p1 "], "labels": [None, "1"], "columns": columns
+    }  # fmt: skip
     assert len(server.requests) == 2
+
+
+def test_columns_and_conversations_reach_the_server_and_no_line_is_logged(server, caplog):
+    """Whatever a record has: what JSON cannot hold as text, what is no number as null."""
+    asked = [[{"role": "user", "content": "p0"}], None]
+    keywords = {
+        "keywords": ["a"],
+        "weight": math.nan,
+        "day": datetime.date(2026, 1, 2),
+        "reward_model": {"ground_truth": 7},
+    }
+    rows = replace(batch(2), fields=[keywords, {"answer": "1"}], messages=asked)
+    reward = HttpReward(server.url, **FAST)
+    with caplog.at_level(logging.INFO):
+        assert [outcome.value for outcome in reward.start(rows).wait()] == [1.0, 1.0]
+    reward.close()
+    ((_, _, body),) = server.requests
+    assert body["columns"] == [{**keywords, "weight": None, "day": "2026-01-02"}, {"answer": "1"}]
+    assert (body["labels"], body["messages"]) == ([7, "1"], asked)
+    assert "HTTP Request" not in caplog.text
 
 
 @pytest.mark.parametrize(

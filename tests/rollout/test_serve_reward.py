@@ -1,5 +1,6 @@
 """`megarlhf serve-reward` as a process of its own, asked by the client of `kind: http` and by hand."""
 
+import json
 import os
 import signal
 import subprocess
@@ -124,6 +125,12 @@ def test_a_wrong_token_is_refused(url, token):
         ({"json": [1]}, 422, "expected {"),
         ({"json": {"query": "a"}}, 422, "query = 'a', expected a list of texts"),
         ({"json": {"query": ["a"], "prompts": []}}, 422, "query has 1 entries"),
+        (
+            {"json": {"query": ["a"], "columns": [{}, {}]}},
+            422,
+            "query has 1 entries; columns must be a list of as many",
+        ),
+        ({"json": {"query": ["a"], "columns": ["b"]}}, 422, "columns = ['b'], expected objects or null"),
         ({"json": {"query": ["ab"], "prompts": ["b"]}}, 422, "query 0 does not begin with its prompt: 'ab'"),
     ],
 )
@@ -137,6 +144,24 @@ def test_what_a_request_leaves_out():
     batch = batch_of(b'{"query": ["ab"], "labels": ["1"]}', 4)
     assert (batch.prompts, batch.responses, batch.fields) == ([""], ["ab"], [{"answer": "1"}])
     assert batch.part([0]).response_sizes() == [None]
+
+
+def test_a_rule_that_needs_a_column_is_served():
+    """By the columns of the request; a TRL function gets its conversations."""
+    body = {
+        "query": ["say a", "say b"],
+        "prompts": ["say ", "say "],
+        "labels": ["x", "b"],
+        "columns": [{"answer": "a", "wanted": ["a"]}, {"wanted": ["c"]}],
+        "messages": [[{"role": "user", "content": "say"}], None],
+    }
+    names = ("wanted", "of_messages")
+    rules = [RewardConfig(kind="rule", rule=f"tests.rollout.served_rules:{name}", workers=0) for name in names]
+    sources = {rule.label: (rule, make_source(rule, torch.device("cpu"))) for rule in rules}
+    batch = batch_of(json.dumps(body).encode(), 4)
+    assert batch.fields == [{"answer": "a", "wanted": ["a"]}, {"answer": "b", "wanted": ["c"]}]
+    found = answer_to(batch, sources)["by_reward"]
+    assert [found[rule.label] for rule in rules] == [[1.0, 0.0], [1.0, 0.0]]
 
 
 def test_a_token_is_compared_whole():

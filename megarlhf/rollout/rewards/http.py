@@ -1,6 +1,7 @@
 """A reward model behind a URL, in the form of OpenRLHF's server.
 
-Request, by POST as JSON: {"query": [prompt and response], "prompts": [...], "labels": [answers or null]}; answer:
+Request, by POST as JSON: {"query": [prompt and response], "prompts": [...], "labels": [answers or null]}, and beside
+these "columns": [all other columns of each record] and, where prompts were conversations, "messages"; answer:
 {"rewards": [a number or null for each]}. Servers that answer with "scores" beside it are understood too. Null is "does
 not apply", unless the answer has {"failed": {"NUMBER": "why"}} for it, as that of `serve-reward`.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import threading
 import time
@@ -19,6 +21,7 @@ from typing import Any
 import httpx
 
 from megarlhf.rollout.rewards.batch import Outcome, RewardBatch, short
+from megarlhf.rollout.rewards.forms import label_of
 from megarlhf.rollout.rewards.pool import BACKOFF_SECONDS, LOOK_SECONDS, Pending
 
 BATCH_SAMPLES = 32
@@ -83,6 +86,7 @@ class HttpReward:
         batch_samples: int | None = None,
         backoff_seconds: Sequence[float] = BACKOFF_SECONDS,
     ) -> None:
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it would write a line for each request
         self._url, self._retries, self._backoff = url, retries, backoff_seconds
         self._batch_samples, self._timeout = batch_samples or BATCH_SAMPLES, timeout_seconds
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -135,8 +139,11 @@ class HttpReward:
     def _ask(self, batch: RewardBatch) -> list[Outcome]:
         """Raises: ServerError, where another try may help."""
         queries = [prompt + response for prompt, response in zip(batch.prompts, batch.responses, strict=True)]
-        labels = [fields.get("answer") for fields in batch.fields]
-        body = {"query": queries, "prompts": list(batch.prompts), "labels": labels}
+        columns = [_plain(fields) for fields in batch.fields]
+        body = {"query": queries, "prompts": list(batch.prompts), "labels": [label_of(each) for each in columns]}
+        body["columns"] = columns
+        if any(messages is not None for messages in batch.messages):
+            body["messages"] = [_plain(messages) for messages in batch.messages]
         try:
             status, content = asyncio.run(self._post(body))
         except ServerError:
@@ -207,6 +214,17 @@ def require_plain_token(variable: str | None, token: str | None) -> None:
             f"the environment variable {variable} holds white space at an end, or what no HTTP header may have; export "
             "the token alone, without the end of a line"
         )
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold: numbers that are none as null, anything else that it does not know as text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
 def _text(content: bytes) -> str:

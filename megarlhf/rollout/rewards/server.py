@@ -1,6 +1,7 @@
 """Rewards behind a URL, in the form of OpenRLHF's server: what `kind: http` asks.
 
-POST /get_reward with {"query": [...], "prompts": [...], "labels": [...]} answers {"rewards": [number or null, ...],
+POST /get_reward with {"query": [...], "prompts": [...], "labels": [...]}, and perhaps "columns": [a record's other
+columns for each] and "messages": [a conversation or null for each], answers {"rewards": [number or null, ...],
 "failed": {"NUMBER": "why", ...}}, the latter for those that are null because a reward failed and is dropped;
 GET /health says which rewards there are. Requests are served one after the other: a rule or a classifier is asked by
 one at a time.
@@ -89,6 +90,7 @@ def batch_of(body: bytes, max_samples: int) -> RewardBatch:
     labels = tree.get("labels") if tree.get("labels") is not None else [None] * count
     if not isinstance(labels, list) or not len(prompts) == len(labels) == count:
         raise RequestError(422, f"query has {count} entries; prompts and labels must be lists of as many")
+    columns, messages = _entries(tree, "columns", count, dict), _entries(tree, "messages", count, list)
     if wrong := [n for n in range(count) if not queries[n].startswith(prompts[n])]:
         raise RequestError(422, f"query {wrong[0]} does not begin with its prompt: {short(queries[wrong[0]])}")
     return RewardBatch(
@@ -97,10 +99,25 @@ def batch_of(body: bytes, max_samples: int) -> RewardBatch:
         prompt_tokens=Untold("prompt_tokens"),
         response_tokens=Untold("response_tokens"),
         finished=Untold("finished"),
-        fields=[{} if label is None else {"answer": label} for label in labels],
-        messages=Untold("messages"),
+        fields=[
+            ({} if label is None else {"answer": label}) | (row or {})
+            for label, row in zip(labels, columns or [None] * count, strict=True)
+        ],
+        messages=messages or Untold("messages"),
         samples=list(range(count)),
     )
+
+
+def _entries(tree: Mapping[str, Any], key: str, count: int, kind: type) -> list[Any] | None:
+    """Entries that a request may have: of the kind, or null; None where it has none of them. Raises: RequestError."""
+    values = tree.get(key)
+    if values is None:
+        return None
+    if not isinstance(values, list) or len(values) != count:
+        raise RequestError(422, f"query has {count} entries; {key} must be a list of as many")
+    if not all(value is None or isinstance(value, kind) for value in values):
+        raise RequestError(422, f"{key} = {short(values)}, expected {'objects' if kind is dict else 'lists'} or null")
+    return values
 
 
 def _texts(tree: Mapping[str, Any], key: str) -> list[str]:
