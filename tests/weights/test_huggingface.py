@@ -9,7 +9,9 @@ from safetensors.torch import load_file, save_file
 from megarlhf.architectures.placements import logical_tensors
 from megarlhf.weights.checkpoint.formats.huggingface.read import INDEX, HFFiles
 from megarlhf.weights.checkpoint.hf_writer import open_hf_writer
+from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 from megarlhf.weights.transport.extent import MappedFiles
+from tests.classifiers import write_classifier
 from tests.weights.cases import TINY, random_logical, tiny
 
 SPECS = {
@@ -189,3 +191,12 @@ def test_an_index_that_forgets_a_tensor(tmp_path):
     save_file({"b": VALUES["b"], "stray": VALUES["b"].clone()}, tmp_path / "m" / shard)
     with pytest.raises(ValueError, match=r"does not list 1 tensors that its shards hold: stray"):
         HFFiles(tmp_path / "m")
+
+
+def test_a_classifier_of_two_labels_is_no_reward_model(tmp_path):
+    """Which is said of the head, and not of files that do not belong together."""
+    write_classifier(tmp_path, labels=("bad", "good"))
+    with pytest.raises(
+        ValueError, match=r"is a classifier of 2 labels \(score\.weight has so many rows\), and a reward"
+    ):
+        open_checkpoint(tmp_path, head="scalar")
