@@ -24,7 +24,7 @@ _OF_RECORDS = frozenset(
     | {"target", "targets", "gold", "gt", "expected", "truth"}
 )
 """Names that say a column of the record: a third parameter of such a name does not want all columns."""
-_NOT_GIVEN = ("trainer_state", "log_extra", "log_metric", "environments")
+NOT_GIVEN = ("trainer_state", "log_extra", "log_metric", "environments")
 """What TRL gives besides, of its trainer."""
 
 
@@ -209,7 +209,7 @@ def _by_name(style: str, named: Sequence[inspect.Parameter], every: Sequence[ins
     """Of a style that its names tell. Raises: ValueError."""
     given = STYLES[style].columns
     foreign = [p.name for p in named if _is_needed(p) and p.name not in given]
-    if absent := [name for name in foreign if name in _NOT_GIVEN]:
+    if absent := [name for name in foreign if name in NOT_GIVEN]:
         raise _refusal(every, f"{absent[0]} is of TRL's trainer and not given here; give it a default")
     if wrong := [name for name in foreign if name in OURS]:
         raise _refusal(every, f"{wrong[0]} is of {STYLES['fields'].words}, the others of {STYLES[style].words}")
@@ -219,7 +219,7 @@ def _by_name(style: str, named: Sequence[inspect.Parameter], every: Sequence[ins
         return Form()
     rest = frozenset(p.name for p in named) - {*names, *places}
     # TRL gives a parameter with a default the column of its name; verl and OpenRLHF do not.
-    kept, may = (frozenset(_NOT_GIVEN), rest) if style == "trl" else (rest, frozenset())
+    kept, may = (frozenset(NOT_GIVEN), rest) if style == "trl" else (rest, frozenset())
     return Form(style, places=places, names=names, keeps=kept, may=may)
 
 

@@ -124,8 +124,8 @@ def _open_huggingface(path: Path, wanted_head: Head | None) -> Checkpoint:
     if head == "scalar" and (shape := files.tensors[score].shape)[:1] != (1,):
         raise ValueError(
             f"{path} is a classifier of {shape[0]} labels ({score} has so many rows), and a reward model or a critic "
-            "has one score; as a reward give it so: {kind: classifier, path: ..., classifier_label: ...}; to be trained, "
-            "give a model with one (`megarlhf rm` makes one of a language model)"
+            "has one score; as a reward it is {kind: classifier, path: ..., classifier_label: ...}; to train one, "
+            "give a model with one score (`megarlhf rm` makes it of a language model)"
         )
     # A tied model's files may repeat the embedding as head; a loader may leave the head that it does not want.
     unused = {lm_head} if arch.tied_embeddings or wanted_head == "scalar" else set()
