@@ -209,8 +209,8 @@ class _Try:
         if failed and (self.reward.on_failure == "stop" or len(failed) == len(outcomes)):
             text, error = failed[0]
             raise ValueError(
-                f"reward {self.label!r} {error} (called before the start, check: none does not, with the response "
-                f"{short(text)} to a record of {self.key}: {_of(sample)})"
+                f"reward {self.label!r} {error} (called before the start, which check: none leaves out; response "
+                f"{short(text)} to a record of {self.key}, {_of(sample)})"
             )
         return [outcome.value for outcome in outcomes]
 

@@ -55,7 +55,7 @@ def test_what_is_right_says_nothing(paths, reward, record):
             {**VERL, "reward_model": {"ground_truth": 2}},
             "it gives the same for either, in every form that was tried, with '2' as the right answer",
         ),
-        ("reads_another_column", PLAIN, "raised KeyError: 'anwser'; .*users_rewards.py:.* check: none does not"),
+        ("reads_another_column", PLAIN, "raised KeyError: 'anwser'; .*users_rewards.py:.* check: none leaves out"),
         ("verl", {"prompt": "1+1=", "solution": "2"}, "reads ground_truth, and the record has none of ground_truth"),
         ("trl_boxed", PLAIN, r"takes 'ground_truth', and the records of data.train have 'answer'; name the column"),
         ("trl_asks", PLAIN, "takes 'verdict', and the records of data.train have 'answer'"),
