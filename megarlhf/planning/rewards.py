@@ -17,7 +17,7 @@ import torch
 from megarlhf.config import EvaluateConfig, GenerateConfig, RewardConfig, RLConfig
 from megarlhf.config.rewards import labels_of
 from megarlhf.data.fields import LeftOut, Reader
-from megarlhf.data.sample_kinds import PromptSample, Unusable
+from megarlhf.data.sample_kinds import PromptSample, Unusable, sample_of
 from megarlhf.data.sources import find
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.planning.encoders import prompt_encoder
@@ -113,7 +113,7 @@ def _first_samples(cfg: RLConfig | GenerateConfig | EvaluateConfig) -> tuple[str
         reader = Reader(source, ())
         for where, row in rows[:_RECORDS]:
             with contextlib.suppress(Unusable, LeftOut):
-                samples.append(encode(len(samples), reader.record(row, where)))
+                samples.append(sample_of(encode(len(samples), reader.record(row, where))))
         if samples:
             break
     return key, tokenizer, samples
