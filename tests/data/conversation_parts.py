@@ -12,9 +12,11 @@ EDGES = ("", "", "", "", " ", "\n", "\n\n", "  ")
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
-def text(draw: random.Random, numbers: Iterator[int]) -> str:
-    """A text that no other part has, now and then with white space around it or within, or with quotes."""
+def text(draw: random.Random, numbers: Iterator[int], *, plain: bool = False) -> str:
+    """A text that no other part has; now and then, if not `plain`, with white space around it or within, or quotes."""
     words = " ".join(draw.choices(WORDS, k=draw.randint(1, 6)))
+    if plain:
+        return f"{words}{next(numbers):04d}"
     inner = draw.choice(["", "", "", "\n", ' "quoted" ', " {x: 1}", " a/b "])
     return f"{draw.choice(EDGES)}{words}{inner}{next(numbers):04d}{draw.choice(EDGES)}"
 
@@ -57,9 +59,12 @@ def answer(draw: random.Random, numbers: Iterator[int], *, calls: bool) -> dict[
     return message
 
 
-def conversation(draw: random.Random) -> dict[str, Any]:
-    """A record of `sft`."""
+def conversation(draw: random.Random, *, plain: bool = False) -> dict[str, Any]:
+    """A record of `sft`; `plain`: one that every template writes."""
     numbers = iter(range(1000, 10_000))
+    if plain:
+        roles = ["user", "assistant"] * draw.randint(1, 3)
+        return {"messages": [{"role": role, "content": text(draw, numbers, plain=True)} for role in roles]}
     messages: list[dict[str, Any]] = []
     if draw.random() < 0.5:
         messages.append({"role": draw.choice(["system", "system", "developer"]), "content": text(draw, numbers)})

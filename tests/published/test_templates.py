@@ -1,0 +1,41 @@
+"""Published chat templates: every part of random conversations is written and learnt, or the record is refused.
+
+By search alone, with texts that stand nowhere else: `tests/data/test_written.py` has the same for templates of our own,
+and texts that are equal.
+"""
+
+import random
+
+import pytest
+
+from megarlhf.data.tokenizer import load_tokenizer
+from tests.data.conversation_parts import conversation
+from tests.data.test_written import check_records
+from tests.published.test_live import write_directory
+
+pytestmark = [pytest.mark.published, pytest.mark.timeout(600)]
+
+MOST_REFUSED = {
+    "deepseek_v3": "thoughts under a key, developers, calls beside a content",
+    "gemma3": "white space, and whatever does not alternate",
+    "llama3": "white space, calls",
+    "llama3_1": "white space, calls",
+    "qwen3": "thoughts of earlier answers, developers, line breaks around thoughts",
+    "smollm2": "thoughts, calls",
+}
+"""Of each package that has a template, what that leaves out or changes."""
+
+
+@pytest.mark.parametrize("name", MOST_REFUSED)
+def test_all_parts_of_random_conversations_are_written_and_learnt_or_refused(name, tmp_path):
+    tokenizer = load_tokenizer(write_directory(name, tmp_path, "llama"))
+    records = [conversation(random.Random(seed)) for seed in range(300)]
+
+    def spell(tokens):
+        return tokenizer._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    outcomes = check_records(tokenizer, None, records, spell)
+    assert outcomes["used"], outcomes
+    assert outcomes["NotWritten"], outcomes
+    plain = [conversation(random.Random(seed), plain=True) for seed in range(100)]
+    assert check_records(tokenizer, None, plain, spell)["used"] > 100
