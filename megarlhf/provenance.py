@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from typing import Any
 from megarlhf.model_directory import find_hf_directory
 
 FILE = "megarlhf.json"
+Writing = Mapping[str, Mapping[str, Any]]
+"""How records became tokens, by what they were read as: `{"conversations": {"template": "sha256...", "template_args":
+{}, "end": 2}}`, or `{"texts": {"end": 2}}`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,8 @@ class Provenance:
     """To which `rl` has measured the KL, or `dpo` its log-ratios."""
     adapter_of: Weights | None = None
     """The model that the role's adapter is on, which was not trained."""
+    writing: Writing | None = None
+    """How what it was trained on was written; None where that is not known, as of earlier versions."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"

@@ -383,11 +383,13 @@ def test_prompts_over_the_limit_are_counted_aloud_and_the_rest_is_trained_on(com
     rows = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(10, 20)]
     long = [{"prompt": "1234567+1234567=", "response": "2469134"}] * 3
     data = write(tmp_path / "mixed.jsonl", [*long, *rows])
-    arguments = command("sft", f"data.train={data}", "data.max_prompt_tokens=8", "train.num_steps=2")
+    arguments = command(
+        "sft", f"data.train={data}", "data.max_prompt_tokens=8", "train.num_steps=2", "data.max_skipped=0.25"
+    )
     ((status, written),) = ranks.run(1, "command_status", *arguments)
     assert status == 0, written
     written = written.replace("\n", "")
-    assert "mixed.jsonl: skipped 3 of 13 records (prompt longer than 8 tokens: 3)" in written, written
+    assert "mixed.jsonl: skipped 3 of 13 records (prompt longer than 8 tokens: 3), 23 % of them" in written, written
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2]
     checkpoints = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert checkpoints == ["latest", "step_000002"]

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from megarlhf.commands import cli
+from megarlhf.provenance import Provenance, Weights
 from tests.data.chat_styles import CHATML, write_chat_tokenizer
 from tests.distributed.tiny import write_reward_model
 from tests.weights.cases import LLAMA_70B, TINY
@@ -150,19 +151,135 @@ def test_conversations(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert "not decided: rollout.engine: megatron is slow, and vllm was not possible: " in out
 
 
-def test_texts_for_a_chat_model(capsys: pytest.CaptureFixture[str]) -> None:
-    """They are written without its template, which is said. The check says nothing of conversations."""
-    write(Path("data.jsonl"), KINDS["as we call them"][0])
-    write_chat_tokenizer(Path("model"), CHATML)
+def chat_model(template: str = CHATML) -> tuple[str, ...]:
+    write_chat_tokenizer(Path("model"), template)
     Path("model/config.json").write_text(json.dumps({**TINY, "vocab_size": 128, "max_position_embeddings": 512}))
-    status, out, err = said(capsys, "init", "--model", "model", "--data", "data.jsonl", "--device", "cpu")
+    return "--model", "model", "--data", "data.jsonl", "--device", "cpu"
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_texts_for_a_chat_model(earlier: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are written with its template, and measured so: `<|im_start|>user`, a line break, `69+1=`, `<|im_end|>`, a
+    line break, `<|im_start|>assistant` and a line break are 24 tokens. Not where an earlier run has trained it on
+    texts as they stand."""
+    write(Path("data.jsonl"), KINDS["as we call them"][0])
+    options = chat_model()
+    if earlier:
+        base = Weights(path="/base", digest="0", dtype="bfloat16")
+        stated = Provenance(command="sft", role="actor", run="/r", step=1, base=base, writing={"texts": {"end": 2}})
+        Path("model/megarlhf.json").write_text(stated.to_json())
+    status, out, err = said(capsys, "init", *options)
     assert (status, err) == (0, "")
-    words = "data.template: the tokenizer has a chat template, and the texts are written as they stand, without it"
-    assert f"not decided: {words}" in out
-    assert words in " ".join(Path("sft.yaml").read_text().replace("#", " ").split())
-    status, out, _ = said(capsys, "sft", "-c", "sft.yaml", "--dry-run")
+    data = yaml.safe_load(Path("sft.yaml").read_text())["data"]
+    assert (data.get("template"), data["max_prompt_tokens"]) == ((None, 8) if earlier else ("chat", 32))
+    assert ("data.template = plain would write them as they stand" in out) != earlier
+    assert said(capsys, "sft", "-c", "sft.yaml", "--dry-run")[0] == 0
+
+
+def test_a_template_that_refuses_the_texts_is_not_recommended(capsys: pytest.CaptureFixture[str]) -> None:
+    write(Path("data.jsonl"), KINDS["as we call them"][0])
+    status, out, _ = said(capsys, "init", *chat_model("{{ raise_exception('a system message is needed') }}"))
     assert status == 0
-    assert "the chat template ends an answer" not in out
+    assert "as the chat template refuses them: " in out
+    assert "a system message is needed" in out
+    assert "template" not in yaml.safe_load(Path("sft.yaml").read_text())["data"]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def answer(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def verl(n: int, a: str) -> dict[str, Any]:
+    return {
+        "data_source": "sums",
+        "prompt": [user(f"{n}+1")],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": a},
+        "extra_info": {"split": "train", "index": n, "answer": f"it is {a}", "question": f"{n}+1"},
+    }
+
+
+SHAPES: dict[str, tuple[Rows, str, dict[str, Any]]] = {
+    "verl": ([verl(n, a) for n, a in SUMS], "rl", {"columns": {"answer": "reward_model.ground_truth"}}),
+    "OpenRLHF's prompts": (
+        [{"context_messages": [user(f"{n}+1")], "label": a} for n, a in SUMS],
+        "rl",
+        {"columns": {"prompt": "context_messages", "answer": "label"}},
+    ),
+    "OpenRLHF's examples": (
+        [{"input": f"{n}+1", "output": a} for n, a in SUMS],
+        "sft",
+        {"columns": {"prompt": "input", "response": "output"}, "template": "chat"},
+    ),
+    "TRL's conversational completions": (
+        [{"prompt": [user(f"{n}+1")], "completion": [answer(a)]} for n, a in SUMS],
+        "sft",
+        {"columns": {"response": "completion"}},
+    ),
+    "TRL's completions of several answers": (
+        [{"prompt": [user("1")], "completion": [answer(a), user(f"{n}"), answer(a)]} for n, a in SUMS],
+        "sft",
+        {"columns": {"response": "completion"}, "loss_on": "all"},
+    ),
+    "TRL's texts": ([{"text": f"{n}+1={a}"} for n, a in SUMS], "sft", {}),
+    "TRL's pairs without a prompt": (
+        [{"chosen": f"{n}+1 is {a}", "rejected": f"{n}+1 is 7"} for n, a in SUMS],
+        "rm",
+        {"adapter": "implicit_prompt", "template": "chat"},
+    ),
+    "LLaMA-Factory's pairs": (
+        [
+            {"conversations": [{"from": "human", "value": f"{n}+1"}], **{k: {"from": "gpt", "value": v} for k, v in
+             (("chosen", a), ("rejected", "7"))}} for n, a in SUMS
+        ],
+        "rm",
+        {},
+    ),
+    "alpaca with history": (
+        [{"instruction": f"{n}+1", "input": "", "output": a, "history": [["1", "2"]]} for n, a in SUMS],
+        "sft",
+        {"adapter": "alpaca", "loss_on": "last"},
+    ),
+    "OpenOrca": (
+        [{"system_prompt": "be brief", "question": f"{n}+1", "response": a} for n, a in SUMS],
+        "sft",
+        {"columns": {"prompt": "question", "system": "system_prompt"}, "template": "chat"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_shapes_of_other_frameworks(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, command, expected = SHAPES[kind]
+    write(Path("data.jsonl"), rows)
+    status, out, err = said(capsys, "init", *chat_model())
+    assert (status, err) == (0, "")
+    data = yaml.safe_load(Path(f"{command}.yaml").read_text())["data"]
+    source = data["train"] if isinstance(data["train"], dict) else {}
+    keys = ("template", "loss_on")
+    found = {key: value for key, value in {**source, **data}.items() if key in ("columns", "adapter", *keys)}
+    assert found == expected
+    assert said(capsys, command, "-c", f"{command}.yaml", "--dry-run")[::2] == (0, "")
+    several = kind == "alpaca with history"
+    assert ("not decided: data.loss_on: 60 of 60 conversations have several answers" in out) == several
+
+
+def test_a_share_for_validation_and_for_what_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 200 records and more. What is written allows what was seen to be skipped, and says so."""
+    rows = [{"prompt": f"{n}+1=", "response": "" if n % 5 == 0 else str(n + 1)} for n in range(400)]
+    write(Path("data.jsonl"), rows)
+    status, out, _ = said(capsys, "init", *chat_model())
+    assert status == 0
+    data = yaml.safe_load(Path("sft.yaml").read_text())["data"]
+    assert (data["validation_share"], data["max_skipped"]) == (0.05, 0.22)
+    assert "not decided: data.max_skipped: 20 % of the records looked at cannot be used" in out
+    status, out, err = said(capsys, "sft", "-c", "sft.yaml", "--dry-run")
+    assert (status, err) == (0, "")
+    assert "data.validation_share = 0.05: 16 samples are set aside" in out
 
 
 def test_a_learned_reward(one_layer: dict[str, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

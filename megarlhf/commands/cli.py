@@ -335,7 +335,7 @@ def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], command: Comma
         other = _other_ranks(cfg.run, ranks, starts, launched=info is not None)
         here = ranks if info is None and not arguments.dry_run else 0
         with _other_ranks_meant(cfg.run, ranks, other):
-            preflight(arguments.command, cfg, ranks, local_ranks=here).print()
+            preflight(arguments.command, cfg, ranks, local_ranks=here, all_records=arguments.dry_run).print()
         for sentence in [*repeated_overrides(arguments.overrides), *other]:
             print(sentence)
 

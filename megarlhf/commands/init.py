@@ -130,7 +130,7 @@ def _check(draft: Draft, text: str, configs: Any) -> None:
             stream.write(text)
         cfg = load_config(configs[draft.command], name)
         device_type = GPU if draft.machine.device == "gpu" else "cpu"
-        preflight(draft.command, cfg, draft.machine.ranks, device_type=device_type)
+        preflight(draft.command, cfg, draft.machine.ranks, device_type=device_type, all_records=True)
     except ValueError as error:
         raise ValueError(str(error).replace(name, "what would be written")) from None
     finally:

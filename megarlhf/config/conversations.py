@@ -31,6 +31,11 @@ class ConversationConfig(FrozenModel):
     token by token: the template writes the text before an answer otherwise than it asks for one, or an answer's first
     characters merge with it. `skip` counts them."""
 
+    other_writing: Literal["refuse", "allow"] = "refuse"
+    """Of a model of an earlier run that was trained on text which was written otherwise than here: plain texts in place
+    of conversations, another chat template, other `template_args`, another end of answers. `allow` trains it all the
+    same."""
+
     @model_validator(mode="after")
     def _template_is_read(self) -> Self:
         unread = [key for key in ("chat_template", "template_args", "template_may_drop") if getattr(self, key)]

@@ -18,6 +18,7 @@ from pydantic import (
 from pydantic_core import CoreSchema
 
 from megarlhf.config.conversations import ConversationConfig
+from megarlhf.config.frozen import Fraction
 from megarlhf.config.roles import FrozenModel, Positive
 
 PHASES: Mapping[str, int] = {"sft": 0, "rm": 1, "dpo": 1, "rl": 2}
@@ -47,11 +48,11 @@ class SourceConfig(FrozenModel):
     """Which split of it to read, where it has several: files named for splits (`train.jsonl`, `test.jsonl`), a saved
     `DatasetDict`, a README that names them, a name of the hub. Several splits and none named is refused."""
     columns: dict[str, str] = Field(default={})
-    """Names of its columns, by the names that megarlhf reads: `{prompt: question, response: answer}`. A column is
-    renamed; the others stay as they are."""
+    """Names of its columns, by the names that megarlhf reads: `{prompt: question, answer: reward_model.ground_truth}`.
+    A column is renamed; the others stay as they are, also one out of which another is read."""
     adapter: str | None = None
-    """What makes records of its rows: `anthropic_hh`, `alpaca`, `sharegpt`, `openai_messages`, or a function of yours
-    as `package.module:function`."""
+    """What makes records of its rows: `anthropic_hh`, `implicit_prompt`, `alpaca`, `sharegpt`, `openai_messages`, or a
+    function of yours as `package.module:function`."""
     weight: Positive | None = None
     """Share of the samples drawn from it, relative to the other sets of the list. Without weights the sets are joined:
     each pass over the data has every sample once."""
@@ -93,6 +94,8 @@ def words_of(sources: Sequence[SourceConfig]) -> str:
 def _as_list(value: Any) -> Any:
     """A text is a path, and one set needs no list."""
     given = value if isinstance(value, list | tuple) else [value]
+    if value is None:
+        raise ValueError("nothing is given; name a file, a directory, a pattern or a name of the hub")
     if not given:
         raise ValueError("an empty list; name one set of records at least, or leave the key out")
     sets = [{"path": each} if isinstance(each, str | Path) else each for each in given]
@@ -198,6 +201,9 @@ class PromptDataConfig(ConversationConfig):
     """Processes on each node that tokenize; default: one for each core that the process may use, 32 at most."""
     max_prompt_tokens: PositiveInt = 1024
     """Longer prompts are skipped, counted and reported; nothing is cut."""
+    max_skipped: Fraction = 0.1
+    """Of each set, the share of records that may be skipped, for whatever reason; with more the start is refused. Rows
+    that an adapter leaves out do not count."""
 
     @model_validator(mode="before")
     @classmethod

@@ -49,13 +49,37 @@ def _common_length(first: str, second: str, mark: str) -> int:
     return common
 
 
+def implicit_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """TRL's preferences with an implicit prompt: `chosen` and `rejected` are whole texts. The prompt is their common
+    beginning, up to the last white space in it."""
+    chosen, rejected = _text(row, "chosen"), _text(row, "rejected")
+    differs = (at for at, letters in enumerate(zip(chosen, rejected, strict=False)) if letters[0] != letters[1])
+    same = next(differs, min(len(chosen), len(rejected)))
+    common = next((end for end in range(same - 1, 0, -1) if chosen[end].isspace()), 0)
+    if not chosen[:common].strip():
+        raise ValueError("chosen and rejected begin with different words, so that nothing is their prompt; give one")
+    others = {key: value for key, value in row.items() if key not in ("chosen", "rejected")}
+    return {**others, "prompt": chosen[:common], "chosen": chosen[common:], "rejected": rejected[common:]}
+
+
+_OF_ALPACA = ("instruction", "input", "output", "history")
+
+
 def alpaca(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Stanford Alpaca's `instruction`, `input` (may be empty) and `output`; the prompt is the two with a blank line
-    between them. A row without `output` is a prompt alone."""
+    between them. A row without `output` is a prompt alone, or that of a pair. `history`, of LLaMA-Factory, is a list of
+    earlier instructions with their outputs, with which the prompt is a list of messages."""
     context = row.get("input")
     instruction = _text(row, "instruction")
-    prompt = f"{instruction}\n\n{context}" if isinstance(context, str) and context.strip() else instruction
-    others = {key: value for key, value in row.items() if key not in ("instruction", "input", "output")}
+    prompt: Any = f"{instruction}\n\n{context}" if isinstance(context, str) and context.strip() else instruction
+    if history := row.get("history"):
+        turns = [list(turn) for turn in history] if isinstance(history, list) else [[]]
+        if not all(len(turn) == 2 and all(isinstance(each, str) for each in turn) for turn in turns):
+            raise ValueError("expected 'history' as a list of pairs of texts, [instruction, output]")
+        roles = ("user", "assistant")
+        messages = [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
+        prompt = [*messages, {"role": "user", "content": prompt}]
+    others = {key: value for key, value in row.items() if key not in _OF_ALPACA}
     return {**others, "prompt": prompt, **({"response": _text(row, "output")} if "output" in row else {})}
 
 
@@ -119,6 +143,7 @@ def openai_messages(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 ADAPTERS: dict[str, Adapter] = {
     "anthropic_hh": anthropic_hh,
+    "implicit_prompt": implicit_prompt,
     "alpaca": alpaca,
     "sharegpt": sharegpt,
     "openai_messages": openai_messages,

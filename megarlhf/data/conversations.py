@@ -1,8 +1,9 @@
 """What a record says: texts or conversations, by its columns. No template and no tokenizer yet.
 
 `plain` reads texts: `prompt` with `response`, or with `chosen` and `rejected`. `chat` reads conversations: `messages`
-or `conversations`, else `prompt` (a text is one message of the user) with the answers. `auto` is the one that the
-columns allow, and refuses a record that has both. Messages are `{role, content}`, or ShareGPT's `{from, value}`.
+or `conversations`, else `prompt` (a text is one message of the user) with the answers, each a text or messages. `auto`
+is the one that the columns allow, and refuses a record that has both. Messages are `{role, content}`, or ShareGPT's
+`{from, value}`. A record with `text` and none of these is raw text.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from megarlhf.data.record_fields import missing, present, shown, text_of
 from megarlhf.data.templates import Conversation, Template
 from megarlhf.data.text.messages import messages_of, without_nulls, without_weights
+from megarlhf.data.unread import require_no_messages, require_read
 
 Record = Mapping[str, Any]
 
@@ -44,6 +46,13 @@ class PairOfConversations:
     rejected: Conversation
 
 
+@dataclass(frozen=True)
+class RawText:
+    """A text of which every token is learnt."""
+
+    text: str
+
+
 class EmptyText(Exception):
     """A record with nothing where something has to be said: its text is the reason to skip it."""
 
@@ -63,18 +72,26 @@ def prompt_of(record: Record, template: Template) -> str | Conversation:
     return _spoken(asked)
 
 
-def example_of(record: Record, template: Template) -> tuple[str, str] | Conversation:
-    """A prompt and a response, or a conversation that ends with the assistant. Raises: ValueError; EmptyText."""
+def example_of(record: Record, template: Template) -> tuple[str, str] | Conversation | RawText:
+    """A prompt and a response, a conversation that ends with the assistant, or raw text. Raises: ValueError;
+    EmptyText."""
+    if present(record, "text") and not any(present(record, name) for name in (*CONVERSATION_COLUMNS, "response")):
+        return _raw_text(record, template)
     column = _list_column(record, template, ("prompt", "response"))
-    if column is None:
+    if column is not None:
+        require_read(record, "conversation")
+        whole = conversation_of(record, column)
+    elif isinstance(record.get("response"), list | Mapping) and template != "plain":
+        whole = _with_answers(record)
+    else:
         asked = _text_or_question(record, template, ("prompt", "response"))
         response = text_of(record, "response")
+        require_no_messages("response", response)
+        require_read(record, "texts")
         if isinstance(asked, str):
             return asked, response
         answer = {"role": "assistant", "content": response}
         whole = replace(asked, messages=[*asked.messages, answer])
-    else:
-        whole = conversation_of(record, column)
     if (role := whole.messages[-1]["role"]) != "assistant":
         raise ValueError(
             f"fine-tuning on messages expects the last one from 'assistant', got {role!r}; cut the conversation after "
@@ -83,11 +100,39 @@ def example_of(record: Record, template: Template) -> tuple[str, str] | Conversa
     return _spoken(whole)
 
 
+def _raw_text(record: Record, template: Template) -> RawText:
+    """Raises: ValueError; EmptyText."""
+    require_read(record, "raw text")
+    if template == "chat":
+        raise ValueError(
+            "the record has 'text' alone, which no chat template writes; set data.template to plain, by which every "
+            "token of it is learnt, or give 'messages', or 'prompt' and 'response'"
+        )
+    text = text_of(record, "text")
+    require_no_messages("text", text)
+    if not text.strip():
+        raise EmptyText("empty text")
+    return RawText(text)
+
+
+def _with_answers(record: Record) -> Conversation:
+    """Of a `response` of messages behind its prompt: only they are learnt. Raises: ValueError; EmptyText."""
+    asked = _text_or_question(record, "chat", ("prompt", "response"))
+    assert isinstance(asked, Conversation), "chat makes conversations"
+    require_read(record, "texts")
+    behind = messages_of(_listed(record["response"]), "response")
+    before, whole = len(asked.messages), [*asked.messages, *behind]
+    _require_order(whole, "response")
+    weighed = {number for number, message in enumerate(whole) if "weight" in message}
+    return replace(asked, messages=without_weights(whole), unlearnt=frozenset({*range(before), *weighed}))
+
+
 def pair_of(record: Record, template: Template) -> PairOfTexts | PairOfConversations:
     """A prompt and two responses. Raises: ValueError; EmptyText."""
     for name in ("chosen", "rejected"):
         if not present(record, name):
             raise missing(record, name)
+    require_read(record, "pair")
     kinds = {isinstance(record[name], str) for name in ("chosen", "rejected")}
     if len(kinds) > 1:
         raise ValueError(
@@ -97,7 +142,9 @@ def pair_of(record: Record, template: Template) -> PairOfTexts | PairOfConversat
     if kinds == {True}:
         asked = _asked_of_pair(record, template)
         if isinstance(asked, str):
-            return PairOfTexts(asked, str(record["chosen"]), str(record["rejected"]))
+            for name in ("chosen", "rejected"):
+                require_no_messages(name, record[name])
+            return PairOfTexts(asked, record["chosen"], record["rejected"])
         sides = [[{"role": "assistant", "content": record[name]}] for name in ("chosen", "rejected")]
     elif template == "plain":
         raise ValueError(
@@ -113,13 +160,12 @@ def pair_of(record: Record, template: Template) -> PairOfTexts | PairOfConversat
 
 
 def _asked_of_pair(record: Record, template: Template) -> str | Conversation:
-    """`prompt`, else a conversation up to the answer. `messages` beside `prompt` are not read: published sets keep the
-    chosen conversation there."""
-    if not present(record, "prompt"):
-        for column in _LISTS:
-            if present(record, column):
-                return conversation_of(record, column)
-    return _text_or_question(record, template, ("prompt",))
+    """`prompt`, else a conversation up to the answer. Raises: ValueError; EmptyText."""
+    names = ("prompt", "chosen", "rejected")
+    column = _list_column(record, template, names)
+    if column is not None and not present(record, "prompt"):
+        return conversation_of(record, column)
+    return _text_or_question(record, template, names)
 
 
 def _compared(record: Record, asked: Conversation | None, sides: list[list[dict[str, Any]]]) -> PairOfConversations:
@@ -153,8 +199,21 @@ def _compared(record: Record, asked: Conversation | None, sides: list[list[dict[
             raise ValueError(f"{name!r} ends with a message of {side[-1]['role']!r}; expected the assistant's answer")
     if _common(*sides) != sides[0][:-1] or len(sides[0]) != len(sides[1]):
         raise EmptyText("chosen and rejected differ before their last message")
+    _require_no_others(record, sides)
     chosen, rejected = (_spoken(Conversation(side, tools, variables=variables)) for side in sides)
     return PairOfConversations(chosen, rejected)
+
+
+def _require_no_others(record: Record, sides: list[list[dict[str, Any]]]) -> None:
+    """`messages` beside a prompt are not read: published sets keep a part of the pair there. Raises: ValueError where
+    they are something else."""
+    for column in (name for name in _LISTS if present(record, name) and present(record, "prompt")):
+        given = without_weights(messages_of(_listed(record[column]), column))
+        if not any(given in (side[: len(given)], side[-len(given) :]) for side in sides):
+            raise ValueError(
+                f"{column!r} beside 'prompt', 'chosen' and 'rejected' is no part of either conversation, and would not "
+                "be read; leave one of them out"
+            )
 
 
 def _common(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -200,6 +259,7 @@ def _text_or_question(record: Record, template: Template, names: Sequence[str]) 
             raise missing(record, name)
     prompt = record["prompt"]
     if isinstance(prompt, str):
+        require_no_messages("prompt", prompt)
         if template != "chat":
             _require_read(record, names)
             return prompt
@@ -216,7 +276,7 @@ def _require_read(record: Record, names: Sequence[str]) -> None:
     """Texts as they stand have no system message and no tools; in a prompt of `rl` the columns are fields for rewards.
     Raises: ValueError."""
     beside = [name for name in ("system", "tools", VARIABLES) if present(record, name) and record[name]]
-    if beside and "response" in names:
+    if beside and len(names) > 1:
         raise ValueError(
             f"the record has {' and '.join(map(repr, beside))} beside its texts, which only a chat template writes; "
             "set data.template to chat, or leave the column out"

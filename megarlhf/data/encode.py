@@ -24,11 +24,12 @@ from typing import Any, BinaryIO, cast
 
 from megarlhf.config import SourceConfig
 from megarlhf.data.columns import Packed, Writer, kinds_of, pack
-from megarlhf.data.fields import Fields, LeftOut, Reader
+from megarlhf.data.fields import LEFT_OUT, Fields, LeftOut, Reader
 from megarlhf.data.formats import Chunk
 from megarlhf.data.sample_kinds import Changed, Encoder, Unusable
 from megarlhf.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
 from megarlhf.data.tokenizer_files import without_torch
+from megarlhf.data.unread import counted
 
 ALONE_SECONDS = 0.5
 """So long this process encodes by itself, and then until the first worker is ready: for small data none is started."""
@@ -59,11 +60,11 @@ class Opened:
         self._reader = Reader(job.source, job.fields)
         self.loaded = load()
         self._encode = job.encoder.by(self.loaded)
-        self._kinds = kinds_of(job.sample_type)
+        self._sample_type, self._kinds = job.sample_type, kinds_of(job.sample_type)
         self._token_fields = [name for name in self._kinds if name == "tokens" or name.endswith("_tokens")]
         known = isinstance(self.loaded, HuggingFaceTokenizer | SentencePieceTokenizer)
         self._unk_id = self.loaded.unk_id if known else None
-        self._left_out = f"left out by the adapter {job.source.adapter}"
+        self._left_out = f"{LEFT_OUT} {job.source.adapter}"
 
     def __call__(self, chunk: Chunk, first_record: int) -> Packed:
         """Raises: ValueError, with the row's place, for the first one that is refused."""
@@ -87,6 +88,7 @@ class Opened:
             if isinstance(made, Changed):
                 changed.update(made.how)
                 made = made.sample
+            changed.update(counted(self._sample_type, record))
             several = made if isinstance(made, list) else [made]
             if self._unk_id is not None and any(map(self._has_unknown, several)):
                 changed[_UNKNOWN] += 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -24,6 +26,10 @@ class Record(dict[str, Any]):
     """Words that say where it stands: 'data.jsonl, line 3'."""
 
 
+LEFT_OUT = "left out by the adapter"
+"""Begins the reason by which such rows are counted: who wrote the adapter has decided it."""
+
+
 class LeftOut(Exception):
     """An adapter has returned None for the row."""
 
@@ -32,7 +38,7 @@ class Reader:
     """Makes records of the rows of a source."""
 
     def __init__(self, source: SourceConfig, fields: Fields) -> None:
-        self._source, self._fields = source, fields
+        self._source, self._fields, self.adapter = source, fields, source.adapter
         self._adapter = load_adapter(source.adapter) if source.adapter is not None else None
 
     def record(self, row: Any, where: str) -> Record:
@@ -50,17 +56,23 @@ class Reader:
         return record
 
     def _renamed(self, row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+        """With the columns by our names. One that is read out of another (`reward_model.ground_truth`) leaves that one
+        as it is, which rewards may read too."""
         columns = self._source.columns
-        for ours, theirs in columns.items():
-            if theirs not in row:
-                near = difflib.get_close_matches(theirs, [str(name) for name in row], n=1)
-                raise ValueError(
-                    f"{where}: no column {theirs!r}, which columns names for {ours!r}; the columns are {_names(row)}"
-                    + (f"; did you mean {near[0]!r}?" if near else "")
-                )
+        try:
+            named = {ours: value_at(row, theirs) for ours, theirs in columns.items()}
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        except KeyError as missing:
+            theirs = str(missing.args[0])
+            ours = next(name for name, path in columns.items() if path == theirs)
+            near = difflib.get_close_matches(theirs, [str(name) for name in row], n=1)
+            raise ValueError(
+                f"{where}: no column {theirs!r}, which columns names for {ours!r}; the columns are {_names(row)}"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+            ) from None
         taken = set(columns.values()) | set(columns)
-        return {**{key: value for key, value in row.items() if key not in taken},
-                **{ours: row[theirs] for ours, theirs in columns.items()}}  # fmt: skip
+        return {**{key: value for key, value in row.items() if key not in taken}, **named}
 
     def _adapted(self, row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         assert self._adapter is not None
@@ -79,6 +91,43 @@ class Reader:
                 "for a row that is to be left out"
             )
         return made
+
+
+def value_at(row: Mapping[str, Any], path: str) -> Any:
+    """Of a column, or of what stands in it: `reward_model.ground_truth`, `responses.0.text`. A column with just this
+    name comes first. A mapping or list may also be its JSON text, as Parquet files keep it.
+
+    Raises: KeyError, with `path`, where the row has no such column; ValueError for one in which there is nothing of
+    that name.
+    """
+    if path in row:
+        return row[path]
+    parts = path.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        if (column := ".".join(parts[:end])) in row:
+            return _inside(row[column], column, parts[end:])
+    raise KeyError(path)
+
+
+def _inside(value: Any, name: str, parts: Sequence[str]) -> Any:
+    """Raises: ValueError."""
+    for part in parts:
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError:
+                raise ValueError(f"{name!r} is the text {shown(value)}, in which there is no {part!r}") from None
+        if isinstance(value, Mapping) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            there = (
+                f"has {_names(value)}" if isinstance(value, Mapping) else f"is {type(value).__name__} {shown(value)}"
+            )
+            raise ValueError(f"{name!r} {there}, and columns asks for {part!r} in it")
+        name = f"{name}.{part}"
+    return value
 
 
 def records_of(chunks: Iterator[Chunk], source: SourceConfig, fields: Fields) -> Iterator[Record]:
@@ -123,37 +172,47 @@ FORMS: Mapping[str, str] = {
     "conversations": "conversations: set data.template to 'chat'",
     "response": "prompts with responses (`megarlhf sft`)",
     "prompt": "prompts, which `megarlhf rl` and `generate` take",
+    "text": "raw texts, which `megarlhf sft` and ptx.data learn whole",
 }
 """What rows with a field of this name are; the most telling first."""
-_OURS = (*FORMS, "rejected", "answer", "margin")
+_OURS = (*FORMS, "rejected", "answer", "margin", "system_prompt", "prompt_id")
+"""Names that stand for nothing but themselves."""
 _SHAPES: tuple[tuple[str, str], ...] = (
     ("instruction", "alpaca"),
     ("preferred_output", "openai_messages"),
 )
 """A column that tells whose data it is, and the adapter for that."""
 _ALSO_CALLED = {
-    "prompt": ("question", "query", "instruction", "input", "problem", "user"),
-    "response": ("completion", "output", "answer", "solution", "target", "reply"),
+    "prompt": ("question", "query", "instruction", "input", "problem", "user", "context_messages"),
+    "response": ("completion", "output", "answer", "solution", "target", "reply", "extra_info.answer"),
     "chosen": ("preferred", "better", "winner", "accepted", "chosen_response"),
     "rejected": ("dispreferred", "worse", "loser", "rejected_response", "not_chosen"),
+    "answer": ("ground_truth", "reward_model.ground_truth", "label", "solution", "target", "gold", "final_answer"),
     "text": ("content", "document", "body"),
     MESSAGES: ("conversation", "dialog", "dialogue", "turns", "chat"),
 }
-"""Names that others give to what we read."""
+"""Names that others give to what we read, as `columns` takes them."""
 
 
 def meant(missing: str, row: Mapping[str, Any]) -> tuple[Literal["column", "adapter"], str] | None:
     """What a row may have in place of a field: a column whose name is nearly right or says the same, or the shape of an
     adapter. A column that has a meaning of its own, such as `rejected`, is never taken for another one."""
     others = [str(name) for name in row if name not in _OURS]
-    if nearest := difflib.get_close_matches(missing, others, n=1, cutoff=0.6):
-        return "column", nearest[0]
+    lower = {name.lower(): name for name in others}
+    named = next((lower[name] for name in _ALSO_CALLED.get(missing, ()) if name in lower), None)
     for column, adapter in _SHAPES:
         if column in row:
             return "adapter", adapter
-    lower = {name.lower(): name for name in others}
-    also = [lower[name] for name in _ALSO_CALLED.get(missing, ()) if name in lower]
-    return ("column", also[0]) if also else None
+    if nearest := [named] if named else difflib.get_close_matches(missing, others, n=1, cutoff=0.6):
+        return "column", nearest[0]
+    pair = [row.get(name) for name in ("chosen", "rejected")]
+    if missing == "prompt" and all(isinstance(each, str) for each in pair):
+        return "adapter", "anthropic_hh" if "\n\nAssistant:" in str(pair[0]) else "implicit_prompt"
+    for name in (name for name in _ALSO_CALLED.get(missing, ()) if "." in name):
+        with contextlib.suppress(KeyError, ValueError):
+            if value_at(row, name) is not None:
+                return "column", name
+    return None
 
 
 def hint(missing: str, row: Mapping[str, Any]) -> str:
@@ -161,8 +220,11 @@ def hint(missing: str, row: Mapping[str, Any]) -> str:
     if found := meant(missing, row):
         kind, name = found
         if kind == "adapter":
-            return f"; these rows look like those for adapter: {name}"
+            pairs = f"{FORMS['chosen']}, " if row.get("chosen") is not None else "those "
+            return f"; these rows look like {pairs}for adapter: {name}"
         return f"; is it {name!r}? Then say columns: {{{missing}: {name}}}"
+    if isinstance(row.get("label"), bool):
+        return "; these rows look like unpaired preferences (KTO), of which no command learns"
     form = form_of(row)
     if form:
         return f"; these rows look like {form}"

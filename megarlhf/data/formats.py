@@ -208,6 +208,11 @@ def _header(cells: list[str], path: Path) -> list[str]:
             f"{path}, line 1: the columns are {', '.join(map(repr, columns))}, of which {twice[0]!r} "
             f"{'has no name' if not twice[0] else 'stands there twice'}; the first line of a table names each once"
         )
+    if len(columns) == 1 and (others := [mark for mark in ";\t|" if mark in columns[0]]):
+        raise ValueError(
+            f"{path}, line 1 is one column, {columns[0]!r}: cells are separated by ',' in .csv, tabs in .tsv, not by "
+            f"{others[0]!r}; write the file again"
+        )
     return columns
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from megarlhf.data.sample_kinds import Unusable
+from megarlhf.data.tokenized import lengths_of
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,24 @@ def require_at_most(tokens: int, limit: int, what: str) -> None:
 
 def _too_long(what: str, limit: int) -> str:
     return f"{what} longer than {limit} tokens"
+
+
+def require_fitting(
+    samples: Sequence[Any],
+    sequences: Sequence[Sequence[str]],
+    *,
+    positions: int,
+    model: str,
+    budget: int | None,
+    source: str,
+    words: str,
+) -> None:
+    """sequences: the fields that each sequence of a sample consists of; `words`: those of a sample, in a message
+
+    Raises: ValueError when a sequence does not fit the model's positions, or a sample a micro-batch."""
+    lengths_SN = [sum(lengths_of(samples, name) for name in names) for names in sequences]
+    require_positions(int(max(map(np.max, lengths_SN))), positions, model)
+    require_budget(sum(lengths_SN), budget, source, words)
 
 
 def require_positions(longest: int, max_positions: int, model: str) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import logging
+import math
 import textwrap
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -17,11 +19,11 @@ from megarlhf.data.adapters import digest_of_adapter
 from megarlhf.data.cache import cache_directory, digest_of_file, entry, key_of, stamp
 from megarlhf.data.columns import FORMAT, Columns, Writer
 from megarlhf.data.encode import Job, encode_all
-from megarlhf.data.fields import Fields, LeftOut, Reader
+from megarlhf.data.fields import LEFT_OUT, Fields, LeftOut, Reader
 from megarlhf.data.megatron_indexed import IndexedOptions, IndexedSamples
 from megarlhf.data.over_long import CuttingEncoder
 from megarlhf.data.sample_kinds import Encoder, PromptSample, Skipped
-from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder, form_of_record
+from megarlhf.data.samples import Form, PairEncoder, PromptEncoder, SFTEncoder, form_of_record
 from megarlhf.data.selection import phase_share, set_aside
 from megarlhf.data.sources import Place, files_in_words, find
 from megarlhf.data.tokenized import Joined, Samples, Stored, positions_of_shared
@@ -142,8 +144,21 @@ class SetLoader(Generic[Sample]):
         columns = Columns(directory, self.sample_type)
         manifest = columns.manifest
         logger.info("%s: %d samples %s %s", source.words, columns.num_samples, "kept in" if made else "of", directory)
-        notes.append(_in_words(manifest, source))
+        notes.append(self._in_words(manifest, source))
         return Stored(columns)
+
+    def _in_words(self, manifest: dict[str, Any], source: SourceConfig) -> str:
+        """What was read of a set. Raises: ValueError where too much of it was skipped."""
+        skipped, most = Skipped(manifest["num_records"], Counter(manifest["skipped"])), self.data.max_skipped
+        share = skipped.share(but=LEFT_OUT)
+        words = f"{source.words}: {skipped.describe()}" + f", {100 * share:.2g} % of them" * bool(share)
+        if share > most:
+            raise ValueError(
+                f"{words}, and data.max_skipped = {most:g} allows {100 * most:g} %. Raise the limits, mend the data, "
+                f"or set data.max_skipped={math.ceil(100 * share) / 100:g} if so many are meant to be left out"
+            )
+        changed = "".join(f"; {how}: {count}" for how, count in sorted(manifest["changed"].items()))
+        return f"{'WARNING: ' * bool(share)}{words}{changed}{files_in_words(source)}"
 
     def _encoder(self) -> Any:
         encoder: Any = self.encoder
@@ -159,12 +174,19 @@ def _of_one_form(encoder: Any, place: Place) -> Any:
         return CuttingEncoder(_of_one_form(encoder.encoder, place))
     if not isinstance(encoder, SFTEncoder | PairEncoder | PromptEncoder) or encoder.template != "auto":
         return encoder
+    first = first_record(encoder, place)
+    return encoder if first is None else replace(encoder, form=first[0])
+
+
+def first_record(encoder: Any, place: Place) -> tuple[Form, Mapping[str, Any]] | None:
+    """What the first record of a set that can be used is read as, and the record, where a look at the disk tells it."""
     reader = Reader(place.source, ())
     for where, row in place.first_rows(3):
         with contextlib.suppress(LeftOut, ValueError):
-            if (form := form_of_record(encoder, reader.record(row, where))) is not None:
-                return replace(encoder, form=form)
-    return encoder
+            record = reader.record(row, where)
+            if (form := form_of_record(encoder, record)) is not None:
+                return form, record
+    return None
 
 
 def _content(place: Place, cache: Path) -> list[Any]:
@@ -226,13 +248,6 @@ def _files(place: Place) -> list[Path]:
     if place.kind == "saved":
         return sorted(file for file in place.files[0].rglob("*") if file.is_file())
     return list(place.files)
-
-
-def _in_words(manifest: dict[str, Any], source: SourceConfig) -> str:
-    skipped = Skipped(manifest["num_records"])
-    skipped.reasons.update(manifest["skipped"])
-    changed = "".join(f"; {how}: {count}" for how, count in sorted(manifest["changed"].items()))
-    return f"{source.words}: {skipped.describe()}{changed}{files_in_words(source)}"
 
 
 def _shared_in_words(what: str, samples: Samples[Any], train: Samples[Any]) -> list[str]:

@@ -13,7 +13,7 @@ from megarlhf.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class CuttingEncoder:
-    """As `encoder`, but that a text is cut at the limit for which it would be skipped (`SFTEncoder.limit`). It is still
+    """As `encoder`, but that a text is cut at the limit for which it would be skipped. It is still
     skipped where its prompt is too long, or nothing that is learnt stands before the limit."""
 
     encoder: SFTEncoder
@@ -27,9 +27,8 @@ class CuttingEncoder:
         encode = self.encoder.of_any_length(loaded)
 
         def cut(index: int, record: Mapping[str, Any]) -> SFTSample | Changed:
-            made = encode(index, record)
+            made, limit = encode(index, record)
             sample: SFTSample = sample_of(made)
-            limit = self.encoder.limit(sample)
             if len(sample.tokens) <= limit.end:
                 return made
             if sample.prompt_length >= limit.end:

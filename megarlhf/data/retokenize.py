@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from megarlhf.data.conversations import tools_of, variables_of
-from megarlhf.data.samples import with_bos
 from megarlhf.data.templates import Conversation, chat_template
+from megarlhf.data.text.writer import with_bos
 from megarlhf.data.text.written import Kind, require_written
 from megarlhf.data.tokenizer import Tokenizer
 

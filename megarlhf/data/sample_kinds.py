@@ -107,6 +107,11 @@ class Skipped:
         """All that were left out."""
         return sum(self.reasons.values())
 
+    def share(self, *, but: str = "") -> float:
+        """Left out of all; `but`: reasons that begin so are those of records that are not there."""
+        absent = sum(count for reason, count in self.reasons.items() if but and reason.startswith(but))
+        return (self.count() - absent) / max(1, self.total - absent)
+
     def describe(self) -> str:
         """One sentence for the log."""
         if not self.count():

@@ -6,10 +6,9 @@ that ends it, as in rollout.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from datetime import date
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -20,6 +19,7 @@ from megarlhf.data.conversations import (
     EmptyText,
     PairOfConversations,
     PairOfTexts,
+    RawText,
     example_of,
     pair_of,
     prompt_of,
@@ -39,15 +39,16 @@ from megarlhf.data.sample_kinds import (
 )
 from megarlhf.data.sources import Record
 from megarlhf.data.templates import ChatTemplate, Conversation, Template, chat_template, has_template
-from megarlhf.data.text.written import Kind, NotWritten, require_written
+from megarlhf.data.text.writer import Writer, response_tokens, text_tokens
+from megarlhf.data.text.written import Kind
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.data.tokenizer_files import tokenizer_digest, writes_the_date
-from megarlhf.data.turns import Answered, Inexact, LossOn, answered, learnt_turns
+from megarlhf.data.turns import LossOn, learnt_turns
 
 VERSION = 4
 """Of how records are written as tokens: another one makes other keys of the cache."""
 
-Form = Literal["texts", "conversations"]
+Form = Literal["texts", "conversations", "raw texts"]
 Records = Sequence[Mapping[str, Any]]
 Sample = TypeVar("Sample")
 Read = TypeVar("Read")
@@ -109,55 +110,9 @@ class _Options:
             return chat_template(tokenizer, self.chat_template, self.template_args)
         return None
 
-
-class _Writer:
-    """Prompts and answers as token ids, by one tokenizer and one template."""
-
-    def __init__(self, options: _Options, tokenizer: Tokenizer) -> None:
-        self.tokenizer, self._skips, self._may_drop = tokenizer, options.inexact == "skip", options.template_may_drop
-        self._template = options.chat(tokenizer)
-
-    @property
-    def template(self) -> ChatTemplate:
-        """Raises: ValueError where there is none."""
-        return self._template or chat_template(self.tokenizer)
-
-    def answered(self, conversation: Conversation, loss_on: LossOn) -> Answered:
-        """See `turns.answered`. Raises: Unusable, ValueError."""
-        self.template.check(conversation)
-        if not learnt_turns(conversation, loss_on):
-            raise Unusable(f"{'every' if loss_on == 'all' else 'the last'} answer is not to be learnt")
-        with self._skipping_inexact():
-            found = answered(self.template, conversation, loss_on, self._may_drop)
-        return replace(found, omissions=(*found.omissions, *self._unread(conversation)))
-
-    def asked(self, asked: str | Conversation) -> tuple[str, list[int], tuple[str, ...]]:
-        """A prompt's text and ids, and what is left out of it, in words. Raises: Unusable, ValueError."""
-        if isinstance(asked, str):
-            return asked, _text_tokens(asked, self.tokenizer), ()
-        self.template.check(asked)
-        text = self.template.text(asked, reply=True)
-        with self._skipping_inexact():
-            written = self.template.written(asked, text, reply=True)
-            omissions = require_written(written, asked.roles, self._may_drop)
-        return text, self.template.ids(text), (*omissions, *self._unread(asked))
-
-    def _unread(self, conversation: Conversation) -> list[str]:
-        keys = ", ".join(self.template.unread_keys(conversation))
-        return [f"with keys of messages that nobody reads ({keys})"] if keys else []
-
-    @contextlib.contextmanager
-    def _skipping_inexact(self) -> Iterator[None]:
-        try:
-            yield
-        except Inexact as error:
-            if self._skips:
-                raise Unusable("answers that cannot be told from the rest, token by token") from error
-            raise
-        except NotWritten as error:
-            if self._skips:
-                raise Unusable("messages of which the chat template leaves out something") from error
-            raise
+    def writer(self, tokenizer: Tokenizer) -> Writer:
+        """With this tokenizer. Raises: ValueError as `chat`."""
+        return Writer(tokenizer, self.chat(tokenizer), self.template_may_drop, skips=self.inexact == "skip")
 
 
 def _skipping(read: Callable[..., Read], record: Mapping[str, Any], options: _Options) -> Read:
@@ -169,19 +124,22 @@ def _skipping(read: Callable[..., Read], record: Mapping[str, Any], options: _Op
     if options.template == "auto" and options.form is not None and _form(made) != options.form:
         raise ValueError(
             f"this record is read as {_form(made)}, and the first of its set as {options.form}: data.template = auto "
-            "reads one of the two in a set; set it to chat, which writes texts as messages too, or make two sets of it"
+            "reads one form in a set; set it to chat, which writes prompts and responses as messages too, or make two "
+            "sets of it"
         )
     return made
 
 
 def _form(read: Any) -> Form:
+    if isinstance(read, RawText):
+        return "raw texts"
     return "conversations" if isinstance(read, Conversation | PairOfConversations) else "texts"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SFTEncoder(_Options):
-    """Of a prompt and its response, or of a conversation: `conversations.example_of`. A response that was cut, which a
-    record's `finished: false` says, has no end token."""
+    """Of a prompt and its response, of a conversation, or of raw text: `conversations.example_of`. A response that was
+    cut, which a record's `finished: false` says, has no end token."""
 
     max_response_tokens: int
     loss_on: LossOn = "last"
@@ -196,39 +154,53 @@ class SFTEncoder(_Options):
         encode = self.of_any_length(loaded)
 
         def sample(index: int, record: Mapping[str, Any]) -> SFTSample | Changed:
-            made = encode(index, record)
-            limit = self.limit(unchanged := sample_of(made))
-            if len(unchanged.tokens) > limit.end:
+            made, limit = encode(index, record)
+            if len(sample_of(made).tokens) > limit.end:
                 raise Unusable(limit.over)
             return made
 
         return sample
 
-    def of_any_length(self, loaded: Tokenizer) -> Encode[SFTSample]:
-        """As `by`, and what is too long too."""
-        writer = _Writer(self, loaded)
+    def of_any_length(self, loaded: Tokenizer) -> Callable[[int, Mapping[str, Any]], tuple[SFTSample | Changed, Limit]]:
+        """As `by`, and what is too long too, with where it has to end."""
+        writer = self.writer(loaded)
+        most = self.max_prompt_tokens + self.max_response_tokens
 
-        def sample(index: int, record: Mapping[str, Any]) -> SFTSample | Changed:
+        def sample(index: int, record: Mapping[str, Any]) -> tuple[SFTSample | Changed, Limit]:
             example = _skipping(example_of, record, self)
+            if isinstance(example, RawText):
+                tokens = [*text_tokens(example.text, loaded), loaded.eos_id]
+                return SFTSample.of_response(tokens, 1), Limit("text", most, most)
             if isinstance(example, Conversation):
+                self._require_all_learnt(record, example)
                 whole = writer.answered(example, self.loss_on)
-                return changed(SFTSample(whole.tokens, whole.stretches), whole.omissions)
-            prompt_tokens = _text_tokens(example[0], loaded)
-            response_tokens = _response_tokens(example[1], loaded)
+                learnt, limit = self._limited(SFTSample(whole.tokens, whole.stretches))
+                return changed(learnt, whole.omissions), limit
+            prompt_tokens = text_tokens(example[0], loaded)
+            answer_tokens = response_tokens(example[1], loaded)
             if record.get("finished") is False:  # as `generate` writes it: it did not end where it was cut
-                response_tokens.pop()
-            return SFTSample.of_response(prompt_tokens + response_tokens, len(prompt_tokens))
+                answer_tokens.pop()
+            return self._limited(SFTSample.of_response(prompt_tokens + answer_tokens, len(prompt_tokens)))
 
         return sample
 
-    def limit(self, sample: SFTSample) -> Limit:
-        """Where the sample has to end: its response, or with `loss_on` all the whole conversation. Raises: Unusable
-        for a prompt that is too long."""
+    def _require_all_learnt(self, record: Mapping[str, Any], example: Conversation) -> None:
+        """Raises: ValueError for a `response` of several answers, of which only the last would be learnt."""
+        several = isinstance(record.get("response"), list) and len(learnt_turns(example, "all")) > 1
+        if self.loss_on == "last" and several:
+            raise ValueError(
+                f"'response' has {len(learnt_turns(example, 'all'))} answers, and data.loss_on = last learns the last "
+                "one only; set it to all, by which each answer of the response is learnt"
+            )
+
+    def _limited(self, sample: SFTSample) -> tuple[SFTSample, Limit]:
+        """With where it has to end: its response, or with `loss_on` all the whole. Raises: Unusable for a prompt that
+        is too long."""
         if self.loss_on == "all":
             most = self.max_prompt_tokens + self.max_response_tokens
-            return Limit("conversation", most, most)
+            return sample, Limit("conversation", most, most)
         require_at_most(sample.prompt_length, self.max_prompt_tokens, "prompt")
-        return Limit("response", self.max_response_tokens, sample.prompt_length + self.max_response_tokens)
+        return sample, Limit("response", self.max_response_tokens, sample.prompt_length + self.max_response_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +216,7 @@ class PairEncoder(_Options):
 
     def by(self, loaded: Tokenizer) -> Encode[PairSample]:
         """See `Encoder.by`."""
-        writer = _Writer(self, loaded)
+        writer = self.writer(loaded)
 
         def sample(index: int, record: Mapping[str, Any]) -> PairSample | Changed:
             (prompt_tokens, chosen_tokens, rejected_tokens), omissions = self._parts(record, writer)
@@ -259,13 +231,13 @@ class PairEncoder(_Options):
         return sample
 
     def _parts(
-        self, record: Mapping[str, Any], writer: _Writer
+        self, record: Mapping[str, Any], writer: Writer
     ) -> tuple[tuple[list[int], list[int], list[int]], Sequence[str]]:
         """Prompt, chosen and rejected answer, and what is left out of them, in words."""
         pair = _skipping(pair_of, record, self)
         if isinstance(pair, PairOfTexts):
-            prompt_tokens = _text_tokens(pair.prompt, writer.tokenizer)
-            chosen, rejected = (_response_tokens(each, writer.tokenizer) for each in (pair.chosen, pair.rejected))
+            prompt_tokens = text_tokens(pair.prompt, writer.tokenizer)
+            chosen, rejected = (response_tokens(each, writer.tokenizer) for each in (pair.chosen, pair.rejected))
             return (prompt_tokens, chosen, rejected), ()
         sides = [writer.answered(each, "last") for each in (pair.chosen, pair.rejected)]
         prompts = [side.tokens[: side.stretches[0]] for side in sides]
@@ -294,7 +266,7 @@ class PromptEncoder(_Options):
 
     def by(self, loaded: Tokenizer) -> Encode[PromptSample]:
         """See `Encoder.by`."""
-        writer = _Writer(self, loaded)
+        writer = self.writer(loaded)
 
         def sample(index: int, record: Mapping[str, Any]) -> PromptSample | Changed:
             asked = _skipping(prompt_of, record, self)
@@ -341,6 +313,8 @@ def reading_in_words(encoder: _Options, record: Mapping[str, Any]) -> str:
                 "variable that it takes instead (data.template_args, such as {date_string: 26 Nov 2026})"
             )
         return f"conversations, written by {by}{learnt}"
+    if form == "raw texts":
+        return "raw texts, of which every token is learnt"
     if encoder.template == "auto" and has_template(load_tokenizer(encoder.tokenizer)):
         return "texts as they stand; the tokenizer has a chat template, which data.template: chat would write them with"
     return "texts as they stand"
@@ -391,24 +365,3 @@ def encode_records(records: Records, encode: Encode[Sample]) -> tuple[list[Sampl
             else "no records; give data"
         )
     return samples, skipped
-
-
-def _text_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Of a prompt that is a text as it stands."""
-    tokens = tokenizer.encode(text)
-    if not text.strip() or not tokens:
-        raise Unusable("empty prompt")
-    return with_bos(tokens, tokenizer)
-
-
-def with_bos(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
-    """Behind begin-of-sequence, where the tokenizer has it; the text may have begun with it."""
-    if tokenizer.bos_id is None or tokens[:1] == [tokenizer.bos_id]:
-        return tokens
-    return [tokenizer.bos_id, *tokens]
-
-
-def _response_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
-    if not text.strip():
-        raise Unusable("empty response")
-    return [*tokenizer.encode(text, continuation=True), tokenizer.eos_id]

@@ -18,25 +18,22 @@ from megarlhf.config import (
 )
 from megarlhf.data.adapters import load_adapter
 from megarlhf.data.cache import cache_directory, require_cache
-from megarlhf.data.fields import Fields, LeftOut, Reader
+from megarlhf.data.fields import LEFT_OUT, Fields, LeftOut, Reader
 from megarlhf.data.megatron_indexed import PARTS, files_of, read_index, split_range
 from megarlhf.data.over_long import CuttingEncoder
 from megarlhf.data.procedural import require_disjoint
 from megarlhf.data.sample_kinds import Encode, Skipped, Unusable
-from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder, form_of_record, reading_in_words
+from megarlhf.data.samples import SFTEncoder, form_of_record, reading_in_words
 from megarlhf.data.sources import Place, find, source_files
 from megarlhf.data.templates import chat_template
+from megarlhf.data.texts import TextEncoder
 from megarlhf.data.tokenizer import load_tokenizer
-from megarlhf.planning.encoders import encoders_of, indexed_options
+from megarlhf.planning.encoders import RecordEncoder, indexed_options, sets_of
 from megarlhf.planning.enough import Enough
 from megarlhf.planning.policies import AnyConfig
 
 _FIRST_ROWS = 64
 """That are made samples of, of the first files together."""
-
-AnyEncoder = SFTEncoder | PairEncoder | PromptEncoder
-_Look = tuple[str, tuple[SourceConfig, ...], tuple[Any, Encode[Any]] | None]
-"""Key, sets, and what makes samples of them; None: plain texts."""
 
 
 def check_data(command: str, cfg: AnyConfig) -> tuple[list[str], bool]:
@@ -45,14 +42,12 @@ def check_data(command: str, cfg: AnyConfig) -> tuple[list[str], bool]:
     sentences, and whether all records are texts, as far as was seen. Raises: ValueError."""
     notes: list[str] = []
     forms: set[str | None] = set()
-    readers = [(each, _opened(cfg, each)) if each is not None else None for each in encoders_of(cfg)]
-    looks: list[_Look] = [(key, given, each) for key, given in cfg.data.sources().items() for each in readers]
-    if isinstance(cfg, RLConfig) and cfg.ptx is not None:
-        looks.append(("ptx.data", cfg.ptx.data, None))
+    opened: dict[int, Encode[Any]] = {}
     enough = Enough.of(command, cfg)
-    for key, given, encoding in looks:
-        encoder, encoded = encoding or (None, None)
-        fields = ("text",) if encoding is None else ()
+    for key, given, encoder in sets_of(cfg):
+        fields, encode = ["text"], None
+        if not isinstance(encoder, TextEncoder):
+            fields, encode = [], opened.get(id(encoder)) or opened.setdefault(id(encoder), _opened(cfg, encoder))
         counts: list[int | None] = []
         for source in given:
             try:
@@ -61,9 +56,9 @@ def check_data(command: str, cfg: AnyConfig) -> tuple[list[str], bool]:
                     counts.append(_check_indexed(cfg, key, source, notes))
                     continue
                 place = find(source)
-                record, unusable = _check_first_rows(place, fields, encoded)
+                record, unusable = _check_first_rows(place, fields, encode)
                 notes += [f"{key} = {source.words}: {unusable}"] * bool(unusable)
-                if encoder is not None:
+                if not isinstance(encoder, TextEncoder):
                     forms.add(None if record is None else form_of_record(encoder, record))
                     notes += _reading(cfg, key, source, encoder, record)
                 counts.append(enough.count(place) if enough is not None and key == "data.train" else None)
@@ -74,11 +69,11 @@ def check_data(command: str, cfg: AnyConfig) -> tuple[list[str], bool]:
         if enough is not None and key == "data.train":
             enough.require(counts)
     require_cache(cache_directory(cfg.data.cache, cfg.run.dir))
-    return notes, forms <= {"texts"}
+    return notes, forms <= {"texts", "raw texts"}
 
 
 def _reading(
-    cfg: AnyConfig, key: str, source: SourceConfig, encoder: AnyEncoder, record: Mapping[str, Any] | None
+    cfg: AnyConfig, key: str, source: SourceConfig, encoder: RecordEncoder, record: Mapping[str, Any] | None
 ) -> list[str]:
     """How a record is read, in a sentence; nothing without one. Raises: ValueError."""
     if record is None or not (words := reading_in_words(encoder, record)):
@@ -88,7 +83,7 @@ def _reading(
     return [f"{key} = {source.words}: {words}"]
 
 
-def _opened(cfg: AnyConfig, encoder: AnyEncoder) -> Encode[Any]:
+def _opened(cfg: AnyConfig, encoder: RecordEncoder) -> Encode[Any]:
     """As a run does it, which may cut what is too long."""
     if isinstance(encoder, SFTEncoder) and isinstance(cfg, SFTConfig) and cfg.data.over_long == "cut":
         return CuttingEncoder(encoder).by(encoder.load())
@@ -171,7 +166,7 @@ def _check_first_rows(place: Place, fields: Fields, encode: Encode[Any] | None) 
                 encode(number, record)
             usable.append(record)
         except LeftOut:
-            skipped.reasons[f"left out by the adapter {source.adapter}"] += 1
+            skipped.reasons[f"{LEFT_OUT} {source.adapter}"] += 1
         except Unusable as reason:
             skipped.reasons[str(reason)] += 1
         except ValueError as error:

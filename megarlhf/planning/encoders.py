@@ -16,36 +16,50 @@ from megarlhf.config import (
     RLConfig,
     RMConfig,
     SFTConfig,
+    SourceConfig,
 )
 from megarlhf.data.megatron_indexed import IndexedOptions, learnt_whole
 from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder, writing_options
-from megarlhf.data.texts import Text
+from megarlhf.data.texts import Text, TextEncoder
 from megarlhf.planning.policies import AnyConfig
 from megarlhf.rollout.rewards.rules import RuleFields
 
+RecordEncoder = SFTEncoder | PairEncoder | PromptEncoder
+AnyEncoder = RecordEncoder | TextEncoder
 
-def encoders_of(cfg: AnyConfig) -> list[SFTEncoder | PairEncoder | PromptEncoder | None]:
-    """Of everything that the configuration makes of a record; None: a plain text. Raises: as `encoder_of`."""
+
+def sets_of(cfg: AnyConfig) -> list[tuple[str, tuple[SourceConfig, ...], AnyEncoder]]:
+    """All sets of records by key, each with whatever the configuration makes of it. Raises: as `encoder_of`."""
+    encoders = encoders_of(cfg)
+    sets = [(key, given, encoder) for key, given in cfg.data.sources().items() for encoder in encoders]
+    if isinstance(cfg, RLConfig) and cfg.ptx is not None:
+        sets.append(("ptx.data", cfg.ptx.data, text_encoder(cfg)))
+    return sets
+
+
+def encoders_of(cfg: AnyConfig) -> list[AnyEncoder]:
+    """Of everything that the configuration makes of a record. Raises: as `encoder_of`."""
     if not isinstance(cfg, EvaluateConfig):
         return [encoder_of(cfg)]
     limits: dict[str, Any] = {"max_prompt_tokens": cfg.data.max_prompt_tokens, **writing_options(cfg.data)}
     limits["max_response_tokens"] = cfg.data.max_response_tokens
-    found: list[SFTEncoder | PairEncoder | PromptEncoder | None] = []
+    made: list[AnyEncoder] = []
     for task in cfg.tasks():
         role = cfg.reward_model if task == "pairs" else cfg.actor
         assert role is not None, "checked with the configuration"
         tokenizer = role.model.tokenizer_place()
         if task == "pairs":
-            found.append(PairEncoder(tokenizer=tokenizer, **limits))
+            made.append(PairEncoder(tokenizer=tokenizer, **limits))
         elif task != "perplexity":
-            found.append(prompt_encoder(cfg.data, tokenizer, cfg.rewards))
+            made.append(prompt_encoder(cfg.data, tokenizer, cfg.rewards))
         else:
             response = cfg.eval.perplexity_of == "response"
-            found.append(SFTEncoder(tokenizer=tokenizer, loss_on=cfg.data.loss_on, **limits) if response else None)
-    return found
+            of_response = SFTEncoder(tokenizer=tokenizer, loss_on=cfg.data.loss_on, **limits)
+            made.append(of_response if response else text_encoder(cfg))
+    return made
 
 
-def encoder_of(cfg: AnyConfig) -> SFTEncoder | PairEncoder | PromptEncoder:
+def encoder_of(cfg: AnyConfig) -> RecordEncoder:
     """Raises: ValueError for a tokenizer or a template that is not there."""
     if isinstance(cfg, SFTConfig | RMConfig | DPOConfig):
         role = cfg.reward_model if isinstance(cfg, RMConfig) else cfg.actor
@@ -60,6 +74,15 @@ def encoder_of(cfg: AnyConfig) -> SFTEncoder | PairEncoder | PromptEncoder:
         return PairEncoder(with_margin=isinstance(cfg, RMConfig) and cfg.margin, **options)
     assert isinstance(cfg, RLConfig | GenerateConfig), "eval has several: encoders_of"
     return prompt_encoder(cfg.data, cfg.actor.model.tokenizer_place(), cfg.rewards)
+
+
+def text_encoder(cfg: EvaluateConfig | RLConfig) -> TextEncoder:
+    """Of plain texts: those whose perplexity `eval` measures, or the pretraining mix of `rl`."""
+    if isinstance(cfg, RLConfig):
+        return TextEncoder(tokenizer=cfg.actor.model.tokenizer_place(), longest=cfg.ptx_max_tokens)
+    assert cfg.actor is not None, "checked with the configuration"
+    longest = cfg.data.max_prompt_tokens + cfg.data.max_response_tokens
+    return TextEncoder(tokenizer=cfg.actor.model.tokenizer_place(), longest=longest, end=False)
 
 
 def prompt_encoder(data: PromptDataConfig, tokenizer: Path, rewards: Sequence[RewardConfig] = ()) -> PromptEncoder:

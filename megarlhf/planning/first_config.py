@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megarlhf.architectures.architecture import Architecture
-from megarlhf.config import ParallelConfig, RoleConfig
+from megarlhf.config import ParallelConfig, PromptDataConfig, RoleConfig
 from megarlhf.planning.first_look import Command, DataLook, ModelLook, quantile
 from megarlhf.planning.legality import check_role
 
@@ -24,6 +24,9 @@ GPU_GIB = 80.0
 """Memory of a GPU where nobody says it."""
 NODE = 8
 """GPUs of a node, where there are more than these."""
+ENOUGH_TO_SHARE = 200
+"""Records of a set from which a share is set aside for validation."""
+MAX_SKIPPED: float = PromptDataConfig.model_fields["max_skipped"].default
 ROLE: dict[Command, str] = {"sft": "actor", "rm": "reward_model", "dpo": "actor", "rl": "actor"}
 _RATES: dict[Command, str] = {"sft": "1.0e-5", "rm": "5.0e-6", "dpo": "5.0e-7", "rl": "1.0e-6"}
 _TRAINED_BYTES, _SHARED_BYTES, _FROZEN_BYTES = 6, 12, 2
@@ -56,6 +59,14 @@ class Draft:
     tp: int = 1
     pp: int = 1
     undecided: list[str] = field(default_factory=list)
+
+    @property
+    def validation_share(self) -> float | None:
+        """Of the records, where there are enough of them: about a thousand at most."""
+        total = self.data.total
+        if total is None or total < ENOUGH_TO_SHARE:
+            return None
+        return float(f"{min(0.05, 1000 / total):.1g}")
 
     @property
     def dp(self) -> int:
@@ -167,6 +178,8 @@ def batch_of(draft: Draft, lengths: Lengths) -> dict[str, int]:
     least = 8192 if draft.machine.device == "gpu" else 2048
     micro = 2 ** math.ceil(math.log2(max(longest, least)))
     total = draft.data.total
+    if total is not None and draft.validation_share is not None:
+        total = int(total * (1 - draft.validation_share))
     wanted = 128 if draft.command in ("sft", "rl") else 64
     # Ten batches of a pass at least, where the data has so many records.
     batch = wanted if total is None else min(wanted, max(1, total // 10, min(total, draft.dp)))
@@ -279,11 +292,7 @@ def _parallel(draft: Draft) -> str:
 
 def _data_lines(draft: Draft, lengths: Lengths) -> list[str]:
     data = draft.data
-    if data.texts and draft.model.chat:
-        draft.undecided.append(
-            "data.template: the tokenizer has a chat template, and the texts are written as they stand, without it; "
-            "data.template = chat would write each prompt as a message of the user"
-        )
+    _say_how_it_is_written(draft)
     if data.total is None:
         looked_at = f"the first {data.records} records"
     else:
@@ -298,10 +307,41 @@ def _data_lines(draft: Draft, lengths: Lengths) -> list[str]:
     skipped = "".join(f"; {count} skipped: {why}" for why, count in data.skipped.items())
     lines = [*_remark(f"{data.read}; {looked_at}: {seen}{skipped}"), "data:"]
     lines.append(f"  train: {_yaml(data.source.short())}")
+    if data.template == "chat":
+        lines.append("  template: chat # each prompt as a message of the user; the lengths are with it")
+    if data.several_answers:
+        lines.append(f"  loss_on: {data.loss_on}")
+    if draft.validation_share is not None:
+        lines.append(f"  validation_share: {draft.validation_share} # set aside, for eval_ figures")
+    if (skipped_share := (sum(data.skipped.values()) + lengths.dropped) / data.records) > MAX_SKIPPED:
+        draft.undecided.append(
+            f"data.max_skipped: {100 * skipped_share:.0f} % of the records looked at cannot be used, and as many are "
+            "allowed here"
+        )
+        lines.append(f"  max_skipped: {min(1.0, math.ceil(110 * skipped_share) / 100)}")
     lines.append(f"  max_prompt_tokens: {lengths.prompt} # longer ones are skipped and counted")
     if draft.command != "rl":
         lines.append(f"  max_response_tokens: {lengths.response}")
     return lines
+
+
+def _say_how_it_is_written(draft: Draft) -> None:
+    data = draft.data
+    if data.template == "chat":
+        draft.undecided.append(
+            "data.template: the tokenizer has a chat template, and the texts are written with it, each prompt as a "
+            "message of the user; data.template = plain would write them as they stand"
+        )
+    if data.template_refuses:
+        draft.undecided.append(
+            f"data.template: the texts are written as they stand, as the chat template refuses them: "
+            f"{data.template_refuses}"
+        )
+    if data.several_answers and data.loss_on == "last":
+        draft.undecided.append(
+            f"data.loss_on: {data.several_answers} of {data.records} conversations have several answers, of which "
+            "last learns the last one, and all each one"
+        )
 
 
 def _spread(values: tuple[int, ...]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,13 +16,17 @@ from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.hf_config import architecture_from_hf, read_config
 from megarlhf.architectures.placements import Head, logical_tensors
 from megarlhf.config import ModelConfig, SourceConfig
-from megarlhf.data.fields import LeftOut, Reader, meant
-from megarlhf.data.sample_kinds import PairSample, PromptSample, SFTSample, Unusable
-from megarlhf.data.samples import Form, PairEncoder, PromptEncoder, SFTEncoder, form_of_record
+from megarlhf.data.conversations import EmptyText, PairOfConversations, RawText, example_of, pair_of, prompt_of
+from megarlhf.data.fields import LeftOut, Reader, meant, value_at
+from megarlhf.data.sample_kinds import PairSample, PromptSample, SFTSample, Unusable, sample_of
+from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder
 from megarlhf.data.sources import Place, find
-from megarlhf.data.templates import has_template
+from megarlhf.data.templates import Conversation, Template, has_template
 from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.data.turns import LossOn, learnt_turns
 from megarlhf.model_directory import end_tokens, require_hf_directory
+from megarlhf.planning.writing import has_marks
+from megarlhf.provenance import read_provenance
 from megarlhf.weights.checkpoint.dtype import has_weights, resolve_dtype
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 
@@ -51,6 +56,8 @@ class ModelLook:
     ends: tuple[int, ...]
     chat: bool
     """Whether the tokenizer has a chat template."""
+    knows: frozenset[str] = frozenset()
+    """What an earlier run has trained it on: `texts`, `conversations`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +80,13 @@ class DataLook:
     """Tokens of all sequences of each sample."""
     skipped: Mapping[str, int]
     has_answer: bool
-    texts: bool
-    """No conversations: they are written as they stand."""
+    template: Literal["auto", "chat"] = "auto"
+    """`chat`: texts are written with the chat template."""
+    template_refuses: str = ""
+    """Why they are not, where they were to be."""
+    loss_on: LossOn = "last"
+    several_answers: int = 0
+    """Records with more than one that could be learnt."""
 
     @property
     def longest(self) -> int:
@@ -112,6 +124,7 @@ def look_at_model(path: Path) -> ModelLook:
         tokens=tokenizer.vocab_size,
         ends=end_tokens(directory, tokenizer.eos_id),
         chat=has_template(tokenizer),
+        knows=frozenset(stated.writing or ()) if (stated := read_provenance(path)) is not None else frozenset(),
     )
 
 
@@ -127,25 +140,21 @@ def look_at_data(path: Path, split: str | None, command: Command | None, model: 
         raise ValueError(f"{where}: expected an object with columns, got {type(first).__name__} {str(first)[:60]}")
     command = command or _command_for(first)
     source, read = _readable(source, first, command)
-    encoder = _encoder(command, require_hf_directory(model.path))
-    reader, encode = Reader(source, ()), encoder.open()
-    samples, skipped, fields, forms = [], Counter[str](), set[str](), set[Form | None]()
-    for number, (where, row) in enumerate(rows):
-        try:
-            record = reader.record(row, where)
-            samples.append(encode(number, record))
-            fields |= record.keys()
-            forms.add(form_of_record(encoder, record))
-        except LeftOut:
-            skipped["left out by the adapter"] += 1
-        except Unusable as reason:
-            skipped[str(reason)] += 1
-        except ValueError as error:
-            raise ValueError(f"{str(error) if where in str(error) else f'{where}: {error}'}") from None
-    if not samples:
-        reasons = ", ".join(f"{count} {why}" for why, count in skipped.most_common())
+    reader = Reader(source, ())
+    template, refused = _template(command, reader, rows, model), ""
+    looked = _Looked(reader, rows, command, require_hf_directory(model.path), template)
+    try:
+        looked.encode()
+    except ValueError as error:
+        if template == "auto":
+            raise
+        template, refused = "auto", str(error)
+        looked = _Looked(reader, rows, command, require_hf_directory(model.path), template)
+        looked.encode()
+    if not looked.samples:
+        reasons = ", ".join(f"{count} {why}" for why, count in looked.skipped.most_common())
         raise ValueError(f"none of the first {len(rows)} records of {source.words} can be used: {reasons}; give others")
-    prompts, responses, tokens = zip(*map(_lengths, samples), strict=True)
+    prompts, responses, tokens = zip(*map(_lengths, looked.samples), strict=True)
     return DataLook(
         command=command,
         source=source,
@@ -155,10 +164,78 @@ def look_at_data(path: Path, split: str | None, command: Command | None, model: 
         prompts=prompts,
         responses=() if command == "rl" else responses,
         samples=tokens,
-        skipped=skipped,
-        has_answer="answer" in fields,
-        texts="conversations" not in forms,
+        skipped=looked.skipped,
+        has_answer="answer" in looked.fields,
+        template=template,
+        template_refuses=refused,
+        loss_on=looked.loss_on,
+        several_answers=looked.several,
     )
+
+
+class _Looked:
+    """The first records as samples."""
+
+    def __init__(
+        self, reader: Reader, rows: Sequence[tuple[str, Any]], command: Command, directory: Path, template: Template
+    ) -> None:
+        self._reader, self._rows, self._command = reader, rows, command
+        self._limits: dict[str, Any] = {"tokenizer": directory, "max_prompt_tokens": _NO_LIMIT, "template": template}
+        self.loss_on: LossOn = "last"
+        self.several = 0
+        self.samples: list[Any] = []
+        self.skipped, self.fields = Counter[str](), set[str]()
+
+    def encode(self) -> None:
+        """Raises: ValueError for a record that is refused."""
+        with contextlib.suppress(LeftOut, ValueError, EmptyText):
+            row = self._reader.record(self._rows[0][1], "")
+            if self._has_several(row) and isinstance(row.get("response"), list):
+                self.loss_on = "all"  # of a response all is learnt
+        encode = self._encoder().open()
+        for number, (where, row) in enumerate(self._rows):
+            try:
+                record = self._reader.record(row, where)
+                self.samples.append(sample_of(encode(number, record)))
+            except LeftOut:
+                self.skipped["left out by the adapter"] += 1
+            except Unusable as reason:
+                self.skipped[str(reason)] += 1
+            except ValueError as error:
+                raise ValueError(f"{str(error) if where in str(error) else f'{where}: {error}'}") from None
+            else:
+                self.fields |= {name for name, value in record.items() if value is not None}
+                self.several += self._has_several(record)
+
+    def _has_several(self, record: Mapping[str, Any]) -> bool:
+        example = example_of(record, self._limits["template"]) if self._command == "sft" else None
+        return isinstance(example, Conversation) and len(learnt_turns(example, "all")) > 1
+
+    def _encoder(self) -> Any:
+        if self._command == "rl":
+            return PromptEncoder(**self._limits)
+        if self._command == "sft":
+            return SFTEncoder(max_response_tokens=_NO_LIMIT, loss_on=self.loss_on, **self._limits)
+        return PairEncoder(max_response_tokens=_NO_LIMIT, **self._limits)
+
+
+def _template(
+    command: Command, reader: Reader, rows: Sequence[tuple[str, Any]], model: ModelLook
+) -> Literal["auto", "chat"]:
+    """`chat` for texts where the tokenizer has a template, unless an earlier run has trained the model on texts as they
+    stand, or they are dialogues or have been written with a template already."""
+    if not model.chat or model.knows == {"texts"} or reader.adapter == "anthropic_hh":
+        return "auto"
+    read = {"sft": example_of, "rl": prompt_of}.get(command, pair_of)
+    for where, row in rows:
+        with contextlib.suppress(LeftOut, ValueError, EmptyText):
+            given = reader.record(row, where)
+            record = {name: value for name, value in given.items() if name not in ("system", "tools")}
+            if isinstance(read(record, "auto"), Conversation | PairOfConversations | RawText):
+                return "auto"
+            written = has_marks(str(record["prompt"]), load_tokenizer(require_hf_directory(model.path)))
+            return "auto" if written else "chat"
+    return "auto"
 
 
 def _first_rows(place: Place) -> list[tuple[str, Any]]:
@@ -194,10 +271,14 @@ def _command_for(row: Mapping[str, Any]) -> Command:
         last = turns[-1] if isinstance(turns[-1], Mapping) else {}
         spoken = str(last.get("role", last.get("from", "")))
         return "sft" if spoken in ("assistant", "gpt", "chatgpt", "model", "bot") else "rl"
+    if isinstance(row.get("reward_model"), Mapping) or "ground_truth" in row:
+        return "rl"  # as verl keeps them
     if "answer" not in row and (_has(row, "prompt", "response") or {"instruction", "output"} <= row.keys()):
         return "sft"
     if _has(row, "prompt"):
         return "rl"
+    if _is_raw_text(row):
+        return "sft"
     raise ValueError(
         f"the rows have {', '.join(map(repr, row)) or 'no columns'}, of which no command is known to read any; rename "
         "columns (prompt, response; prompt, chosen, rejected; messages), or write an adapter (docs/data.md)"
@@ -210,14 +291,10 @@ def _readable(source: SourceConfig, row: Mapping[str, Any], command: Command) ->
     if turns is not None and command in ("sft", "rl"):
         return source, f"conversations in {turns!r}"
     pair = [row.get(name) for name in ("chosen", "rejected")]
-    if command in ("rm", "dpo"):
-        if all(isinstance(each, list) for each in pair):
-            return source, "pairs of conversations"
-        dialogues = all(isinstance(each, str) and "\n\nAssistant:" in each for each in pair)
-        if row.get("prompt") is None and dialogues:
-            return source.model_copy(
-                update={"adapter": "anthropic_hh"}
-            ), "pairs of dialogues, by the adapter anthropic_hh"
+    if command in ("rm", "dpo") and all(isinstance(each, list | Mapping) for each in pair):
+        return source, "pairs of conversations"
+    if command == "sft" and _is_raw_text(row):
+        return source, "raw texts"
     columns: dict[str, str] = {}
     for name in _COLUMNS[command]:
         found = None if row.get(name) is not None else meant(name, row)
@@ -227,6 +304,7 @@ def _readable(source: SourceConfig, row: Mapping[str, Any], command: Command) ->
             return source.model_copy(update={"adapter": found[1]}), f"rows of the adapter {found[1]}"
         if found is not None and found[1] not in columns.values():
             columns[name] = found[1]
+    columns |= _beside(row, command)
     words = {"sft": "prompts with responses", "rl": "prompts"}.get(command, "preference pairs")
     if not columns:
         return source, words
@@ -234,11 +312,19 @@ def _readable(source: SourceConfig, row: Mapping[str, Any], command: Command) ->
     return source.model_copy(update={"columns": columns}), f"{words}: {renamed}"
 
 
-def _encoder(command: Command, directory: Path) -> Any:
-    limits: dict[str, Any] = {"tokenizer": directory, "max_prompt_tokens": _NO_LIMIT}
-    if command == "rl":
-        return PromptEncoder(**limits)
-    return (SFTEncoder if command == "sft" else PairEncoder)(max_response_tokens=_NO_LIMIT, **limits)
+def _beside(row: Mapping[str, Any], command: Command) -> dict[str, str]:
+    """Columns that are read with the others where they are there: the answer of a prompt, a system message."""
+    columns = {}
+    if command == "rl" and row.get("answer") is None and (found := meant("answer", row)) and found[0] == "column":
+        answer = value_at(row, found[1])
+        columns = {"answer": found[1]} if isinstance(answer, str | int | float | list) else {}
+    if command != "rl" and isinstance(row.get("system_prompt"), str) and row.get("system") is None:
+        columns["system"] = "system_prompt"
+    return columns
+
+
+def _is_raw_text(row: Mapping[str, Any]) -> bool:
+    return isinstance(row.get("text"), str) and not _has(row, "prompt") and "instruction" not in row
 
 
 def _lengths(sample: SFTSample | PairSample | PromptSample) -> tuple[int, int, int]:

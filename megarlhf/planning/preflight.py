@@ -39,8 +39,10 @@ from megarlhf.planning.legality import check_role
 from megarlhf.planning.models import check_heads, check_retokenized, check_vocabularies
 from megarlhf.planning.policies import AnyConfig, check_host_memory, check_kernels, draws, head_of, host_bytes
 from megarlhf.planning.rewards import check_rules, try_rewards
+from megarlhf.planning.whole_sets import look_at_all_records
 from megarlhf.planning.without_effect import changed_meanings, rarely_meant, without_effect
-from megarlhf.resume.claim import require_usable
+from megarlhf.planning.writing import check_writing
+from megarlhf.resume.claim import require_usable, require_writable, strangers_in
 from megarlhf.rollout.rewards.accuracy import accuracy_of
 from megarlhf.rollout.vllm_arguments import cpu_experts_multiple, cpu_head_sizes, unknown_arguments
 from megarlhf.runtime import capabilities
@@ -79,12 +81,14 @@ def preflight(
     device_type: str | None = None,
     weights: bool = True,
     local_ranks: int = 0,
+    all_records: bool = False,
 ) -> Preflight:
     """Check the whole run.
 
     device_type: of the machines that it is for, in torch's words; None: of this one
     weights: whether models must have weights; if not, heads are looked at where they have
     local_ranks: see `check_layouts`
+    all_records: look at all records of small sets, beyond the first ones
 
     Raises: ValueError, saying what does not fit and what to change.
     """
@@ -113,6 +117,7 @@ def preflight(
     notes += check_trained(cfg, roles, {name: arch for name, (arch, _) in checked.items()})
     of_data, texts = ([], False) if isinstance(cfg, AskConfig) else check_data(command, cfg)
     notes += end_notes(*next(iter(roles.items())), cfg.data, generates=draws(cfg), texts=texts) + of_data
+    notes += [] if isinstance(cfg, AskConfig) else check_writing(cfg)
     if isinstance(cfg, RLConfig):
         notes += check_anchor(cfg) + rarely_meant(cfg)
     if draws(cfg):
@@ -132,6 +137,7 @@ def preflight(
     if isinstance(cfg, RLConfig) and "reward_model" in roles and "reward_model" not in retokenized:
         notes += scorer_notes(cfg.actor, roles["reward_model"], cfg.data)
     notes += [] if isinstance(cfg, AskConfig) else _check_outputs(command, cfg)
+    notes += look_at_all_records(command, cfg) if all_records else []
     if isinstance(cfg, DPOConfig):
         notes.append(cfg.in_words())
     if not isinstance(cfg, GenerateConfig | EvaluateConfig):
@@ -217,6 +223,8 @@ def _check_outputs(command: str, cfg: AnyConfig) -> list[str]:
     notes = []
     notes += same_data(cfg.data)
     usable = require_usable(cfg, cfg.run, command)
+    require_writable(cfg.run)
+    notes += strangers_in(cfg.run)
     if usable.removed:
         notes.append(f"run.dir = {cfg.run.dir}: the earlier run's {len(usable.removed)} files and folders are removed")
     return notes + usable.notes

@@ -45,7 +45,8 @@ _NEUTRAL = {
     "whether a KL that nothing else reads is measured": "algo.kl.log",
     "checks, which end a run or let it be": (
         "algo.unrewarded rollout.verify_weights_every rollout.poison_weights rollout.logprob_gap.* "
-        "rollout.max_engine_rebuilds train.max_skipped_in_a_row"
+        "rollout.max_engine_rebuilds train.max_skipped_in_a_row data.max_skipped "
+        "data.other_writing"
     ),
 }
 _FIGURES = "eval.every eval.max_samples"

@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from fnmatch import fnmatch
 from pathlib import Path
 
 from megarlhf.config import DPOConfig, FrozenModel, RLConfig, RMConfig, RunConfig, SFTConfig, dump_config, load_config
+from megarlhf.data.splits import is_pattern
 from megarlhf.observe.run_directory import (
     CONFIG_FILE,
     CONFIG_HEADER,
@@ -168,9 +171,48 @@ def _decide(cfg: FrozenModel, run: RunConfig, command: str) -> Usable:
                 "directory, or start over with run.on_existing=overwrite, which removes these files of that run and "
                 "nothing else"
             )
+    _require_apart(cfg, run)
     best = cfg.checkpoint.best if isinstance(cfg, SFTConfig | RMConfig | DPOConfig | RLConfig) else None
     require_room(run.dir, best=best is not None)
     return usable
+
+
+def _require_apart(cfg: FrozenModel, run: RunConfig) -> None:
+    """Raises: ValueError where the run would write between the files of a model, or into a folder of data, of which its
+    own files would be some at the next start."""
+    wanted = run.dir.resolve()
+    for key, path in inputs(cfg.model_dump()):
+        source = path.resolve()
+        if not key.startswith("data."):
+            mixed = wanted.is_relative_to(source) and _holds_a_model(source)
+        elif is_pattern(path):
+            mixed = wanted == source.parent and fnmatch("metrics.jsonl", path.name)
+        else:
+            mixed = wanted == source
+        if mixed:
+            raise ValueError(
+                f"run.dir = {run.dir} {'is' if wanted == source else 'stands in'} {key} = {path}, which this run "
+                "reads; name a directory of its own"
+            )
+
+
+def strangers_in(run: RunConfig) -> list[str]:
+    """In a sentence: what stands in the directory of a new run already."""
+    names = sorted(path.name for path in run.dir.iterdir()) if run.dir.is_dir() else []
+    others = [name for name in names if name not in ("lock", "failures", "tokens")]
+    if not others or files_of_a_run(run.dir):
+        return []
+    listed = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
+    return [f"run.dir = {run.dir} holds no run; the files of this one will stand beside {listed}"]
+
+
+def require_writable(run: RunConfig) -> None:
+    """By a folder that is made where the run directory is, or will be, and removed. Raises: ValueError."""
+    nearest = next(path for path in (run.dir.absolute(), *run.dir.absolute().parents) if path.exists())
+    try:
+        Path(tempfile.mkdtemp(prefix=".megarlhf-", dir=nearest)).rmdir()
+    except OSError as error:
+        raise ValueError(_not_writable(run, error)) from error
 
 
 def _require_same_command(run: RunConfig, command: str, shown: str) -> None:
@@ -277,6 +319,13 @@ def _require_overwritable(cfg: FrozenModel, run: RunConfig, files: list[Path]) -
 
 def _holds_weights(directory: Path) -> bool:
     return any(path.suffix in (".safetensors", ".bin") for path in directory.iterdir())
+
+
+def _holds_a_model(directory: Path) -> bool:
+    if not directory.is_dir():
+        return False
+    named = ("config.json", "latest_checkpointed_iteration.txt", "metadata.json")
+    return any((directory / name).exists() for name in named) or _holds_weights(directory)
 
 
 def _remove(directory: Path, files: list[Path]) -> None:

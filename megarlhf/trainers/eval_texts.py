@@ -18,9 +18,10 @@ from megarlhf.config import EvaluateConfig, RMConfig, SFTConfig, TrainConfig, wo
 from megarlhf.data.load import SetLoader
 from megarlhf.data.sample_kinds import Encoder
 from megarlhf.data.samples import PairSample, SFTSample
-from megarlhf.data.texts import Text, TextEncoder
+from megarlhf.data.texts import Text
 from megarlhf.models.role import Role
 from megarlhf.parallel.micro_batch import MicroBatch
+from megarlhf.planning.encoders import text_encoder
 from megarlhf.trainers.dpo_loss import response_logprobs, sequence_sums
 from megarlhf.trainers.eval_figures import Figures, of_pairs, of_texts
 from megarlhf.trainers.objective import Objective, Sample
@@ -54,9 +55,7 @@ def read_texts(cfg: EvaluateConfig) -> tuple[Sequence[SFTSample], str]:
     objective, limits = perplexity_objective(cfg), cfg.data
     if cfg.eval.perplexity_of == "response":
         return _read(objective, cfg.max_samples)
-    longest = limits.max_prompt_tokens + limits.max_response_tokens
-    tokenizer = objective.section.model.tokenizer_place()
-    encoder: Encoder[Any] = TextEncoder(tokenizer=tokenizer, longest=longest, end=False)
+    encoder: Encoder[Any] = text_encoder(cfg)
     pieces, _, notes = SetLoader(cfg.data, encoder, Text, ("text",), cfg.run.dir).train_and_validation()
     texts = [SFTSample.of_response(piece.tokens, 1) for piece in pieces[: cfg.max_samples]]
     max_positions = architecture_from_hf(objective.section.model.hf_directory()).longest_sequence

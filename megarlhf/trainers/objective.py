@@ -6,15 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megarlhf.architectures.placements import Head
 from megarlhf.config import DPOConfig, RMConfig, RoleConfig, SFTConfig
-from megarlhf.data.limits import require_budget, require_positions
+from megarlhf.data.limits import require_fitting
 from megarlhf.data.sample_kinds import Encoder
-from megarlhf.data.tokenized import lengths_of
 from megarlhf.experience import Ragged
 from megarlhf.models.role import Role
 from megarlhf.models.weights import CHECKPOINTS, WeightSource
@@ -76,9 +74,11 @@ class Objective(ABC, Generic[Sample]):
 
     def require_fitting(self, samples: Sequence[Sample], max_positions: int, source: str) -> None:
         """Raises: ValueError when a sequence does not fit the model's positions, or a sample a micro-batch."""
-        lengths_SN = [sum(lengths_of(samples, name) for name in names) for names in self.sequence_fields]
-        require_positions(int(max(map(np.max, lengths_SN))), max_positions, str(self.section.model.path))
-        require_budget(sum(lengths_SN), self.cfg.train.max_tokens_per_micro_batch, source, self.sample_words)
+        model, budget = str(self.section.model.path), self.cfg.train.max_tokens_per_micro_batch
+        require_fitting(
+            samples, self.sequence_fields, positions=max_positions, model=model, budget=budget, source=source,
+            words=self.sample_words,
+        )  # fmt: skip
 
     @property
     def stated(self) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ from megarlhf.models.role import Role, build_role
 from megarlhf.observe.phases import Phases
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.residency import Residency, Turn
+from megarlhf.planning.writing import writing_of_training
 from megarlhf.resume.file_digest import digest_of_directory
 from megarlhf.resume.identity import (
     architecture_of,
@@ -200,6 +201,7 @@ def training_of(
         data=digest_of_samples(data.train),
         states={**states, **components.states},
         base={role.name: identity_of_weights(role) for role in components.saved},
+        writing=writing_of_training(cfg, "actor"),
         adapter_bases=bases_of_adapters(components.saved),
         reference=None if components.reference is None else identity_of_weights(components.reference),
         architectures={role.name: architecture_of(role) for role in built if role is not None},

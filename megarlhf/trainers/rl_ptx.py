@@ -17,11 +17,11 @@ from megarlhf.config import RLConfig
 from megarlhf.data.load import SetLoader
 from megarlhf.data.loader import batches_of
 from megarlhf.data.sample_kinds import Encoder
-from megarlhf.data.texts import Text, TextEncoder
+from megarlhf.data.texts import Text
 from megarlhf.experience import Ragged
 from megarlhf.models.role import Role
 from megarlhf.parallel.micro_batch import MicroBatch, TokenSpans, repeat_on_micro_batch, scatter_to_micro_batch
-from megarlhf.planning.encoders import indexed_options
+from megarlhf.planning.encoders import indexed_options, text_encoder
 from megarlhf.resume.identity import digest_of_samples
 
 WEIGHTS = "ptx_weights"
@@ -76,7 +76,7 @@ def pretraining_mix(cfg: RLConfig) -> PretrainingMix | None:
     """As it is configured; None where it is not. Raises: ValueError for data without a text of two tokens."""
     if cfg.ptx is None:
         return None
-    encoder: Encoder[Any] = TextEncoder(tokenizer=cfg.actor.model.tokenizer_place(), longest=cfg.ptx_max_tokens)
+    encoder: Encoder[Any] = text_encoder(cfg)
     loader = SetLoader(cfg.data, encoder, Text, ("text",), cfg.run.dir, indexed_options(cfg))
     texts, _ = loader.whole(cfg.ptx.data)
     return PretrainingMix(texts, cfg.ptx.mini_batch_samples or cfg.train.mini_batch_samples, cfg.run.seed)

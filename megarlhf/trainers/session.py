@@ -232,6 +232,7 @@ class Session:
                 base=identity.base[role],
                 reference=training.reference,
                 adapter_of=training.adapter_bases.get(role),
+                writing=training.writing,
             )
 
         def saved(oldest: Position) -> None:

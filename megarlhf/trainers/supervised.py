@@ -29,6 +29,7 @@ from megarlhf.parallel.micro_batch import MicroBatch, prompts_computed
 from megarlhf.parallel.residency import Residency
 from megarlhf.parallel.router_balance import ROUTER_AUX_LOSS
 from megarlhf.planning.encoders import indexed_options
+from megarlhf.planning.writing import writing_of_training
 from megarlhf.resume.claim import NO_STEPS_LEFT
 from megarlhf.resume.identity import architecture_of, bases_of_adapters, digest_of_samples, identity_of_weights
 from megarlhf.resume.signals import StopRequest
@@ -94,6 +95,7 @@ def run_in(
             data=digest_of_samples(train),
             states=states,
             base={role.name: identity_of_weights(role)},
+            writing=writing_of_training(cfg, role.name),
             reference=next((identity_of_weights(each) for each in frozen if each.name == "reference"), None),
             architectures={each.name: architecture_of(each) for each in (role, *frozen)},
             others=_digests_beside(objective, validation),

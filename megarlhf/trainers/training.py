@@ -8,7 +8,7 @@ from typing import Any
 
 from megarlhf.config import CheckpointConfig, DPOConfig, FrozenModel, RLConfig, RMConfig, RunConfig, SFTConfig
 from megarlhf.models.role import Role
-from megarlhf.provenance import Weights
+from megarlhf.provenance import Weights, Writing
 from megarlhf.resume.changes import compare
 from megarlhf.resume.point import Position
 from megarlhf.resume.restore import Identity
@@ -36,6 +36,8 @@ class Training:
     """What each trained role began with."""
     adapter_bases: Mapping[str, Weights] = field(default_factory=dict)
     """Of those of them that have an adapter, what it is on."""
+    writing: Writing | None = None
+    """How the run writes its records as tokens."""
     reference: Weights | None = None
     """Of `rl`, and of `dpo` where its loss reads one."""
     architectures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

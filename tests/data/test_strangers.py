@@ -96,7 +96,7 @@ def test_a_response_that_is_too_long_is_dropped_or_cut(model, tmp_path):
     role = {"model": {"path": str(model), "random_init": True}}
 
     def loaded(**data):
-        data = {"train": str(file), "max_prompt_tokens": 16, "max_response_tokens": 4, **data}
+        data = {"train": str(file), "max_prompt_tokens": 16, "max_response_tokens": 4, "max_skipped": 1, **data}
         tree = {"run": {"dir": str(tmp_path / "run")}, "actor": role, "data": data, "train": RUN}
         return load_samples(SupervisedFineTuning(SFTConfig.model_validate(tree)))
 
@@ -104,8 +104,8 @@ def test_a_response_that_is_too_long_is_dropped_or_cut(model, tmp_path):
     dropped, _, said = loaded()
     cut, _, said_cut = loaded(over_long="cut")
     words = "skipped 8 of 24 records (prompt longer than 16 tokens: 8)"
-    assert said[0].endswith("(prompt longer than 16 tokens: 8, response longer than 4 tokens: 8)")
-    assert said_cut[0].endswith(f"{words}; response cut at 4 tokens: 8")
+    assert said[0].endswith("(prompt longer than 16 tokens: 8, response longer than 4 tokens: 8), 67 % of them")
+    assert said_cut[0].endswith(f"{words}, 33 % of them; response cut at 4 tokens: 8")
     assert (len(whole), len(dropped), len(cut)) == (16, 8, 16)
     long, short = whole[0], whole[1]
     assert cut[1] == dropped[0] == short

@@ -36,7 +36,7 @@ def in_a_process(place, encoder):
 
 def test_the_second_start_reads_and_encodes_nothing(place, tmp_path):
     """By count. Nor does one of a copy elsewhere; the reasons of what was skipped are kept."""
-    encoder = Counting(tmp_path / "log")
+    encoder, skipped = Counting(tmp_path / "log"), "skipped 1 of 41 records (empty response: 1), 2.4 % of them"
     train, held, notes = loader(place, encoder).train_and_validation("sft")
     assert (len(train), held, encoder.encoded()) == (40, [], list(range(41)))
     copied = shutil.copy(place["train"], tmp_path / "copy.jsonl")
@@ -44,8 +44,8 @@ def test_the_second_start_reads_and_encodes_nothing(place, tmp_path):
         again, _, said = loader({**place, "train": file}, encoder).train_and_validation("sft")
         assert list(again) == list(train)
         assert again.digest() == train.digest()
-        assert said == [f"{file}: skipped 1 of 41 records (empty response: 1)"]
-    assert notes == [f"{place['train']}: skipped 1 of 41 records (empty response: 1)"]
+        assert said == [f"WARNING: {file}: {skipped}"]
+    assert notes == [f"WARNING: {place['train']}: {skipped}"]
     assert encoder.encoded() == list(range(41))
     assert len(entries(place)) == 1
 
@@ -71,7 +71,7 @@ def test_whatever_makes_other_samples_is_another_key(place, tmp_path):
         file = write(tmp_path / "a.jsonl", rows)
         source = {"path": file, "columns": columns or {}}
         encoder = SFTEncoder(tokenizer=tmp_path / "model", **{**limits, **options})
-        data = {"train": source, "cache": place["cache"], "over_long": over_long}
+        data = {"train": source, "cache": place["cache"], "over_long": over_long, "max_skipped": 1}
         SetLoader(loader(data, encoder).data, encoder, SFTSample).train_and_validation("sft")
         return len(entries(place))
 

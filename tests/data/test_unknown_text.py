@@ -26,8 +26,8 @@ def pieces(tmp_path):
 
 def notes_of(tmp_path, encoder, sample_type, rows, **data):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = {"train": tmp_path / "rows.jsonl", "cache": str(tmp_path / "cache"), "workers": 1, **data}
-    loader = SetLoader(DataConfig.model_validate(given), encoder, sample_type)
+    given = {"train": tmp_path / "rows.jsonl", "cache": str(tmp_path / "cache"), "workers": 1, "max_skipped": 0.2}
+    loader = SetLoader(DataConfig.model_validate(given | data), encoder, sample_type)
     samples, _, notes = loader.train_and_validation()
     assert loader.train_and_validation()[2] == notes, "out of the cache too"
     return list(samples), notes[0].partition("rows.jsonl: ")[2]
@@ -43,7 +43,7 @@ def test_records_with_unknown_text_are_counted_once_each(tmp_path, pieces):
     encoder = SFTEncoder(tokenizer=pieces, **LIMITS)
     samples, note = notes_of(tmp_path, encoder, SFTSample, rows)
     assert [load_tokenizer(pieces).unk_id in sample.tokens for sample in samples] == [False, True, True, True]
-    assert note == f"skipped 1 of 5 records (prompt longer than 40 tokens: 1); {NOTE}: 3"
+    assert note == f"skipped 1 of 5 records (prompt longer than 40 tokens: 1), 20 % of them; {NOTE}: 3"
     rows = [{"prompt": "1", "response": "é" + "2" * 60}]
     _, note = notes_of(tmp_path, encoder, SFTSample, rows, over_long="cut")
     assert note == f"used all 1 records; response cut at 40 tokens: 1; {NOTE}: 1"

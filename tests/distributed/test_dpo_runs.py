@@ -68,6 +68,7 @@ def test_a_run_on_two_ranks_learns_to_prefer(loss: str, tree: dict[str, Any], ra
     exported = run / "checkpoints" / "latest" / "actor"
     origin = json.loads((exported / "megarlhf.json").read_text())
     assert origin["command"] == "dpo"
+    assert origin["writing"] == {"texts": {"end": load_tokenizer(exported).eos_id}}
     assert (origin["reference"] is None) == (loss in ("simpo", "orpo"))
     validation = Path(tree["data"]["validation"]).read_text().splitlines()
     chosen = _mean_logprob(exported, [json.loads(line) for line in validation], "chosen")

@@ -7,11 +7,11 @@ and texts that are equal.
 import random
 
 import pytest
+from tests.published.test_live import write_directory
 
 from megarlhf.data.tokenizer import load_tokenizer
 from tests.data.conversation_parts import conversation
 from tests.data.test_written import check_records
-from tests.published.test_live import write_directory
 
 pytestmark = [pytest.mark.published, pytest.mark.timeout(600)]
 

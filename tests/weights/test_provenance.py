@@ -11,7 +11,9 @@ from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 from tests.weights.models import write_model
 
 BASE = Weights(path="/base", digest="1", dtype="bfloat16")
-STATED = Provenance(command="rl", role="actor", run="/run", step=3, base=BASE, reference=BASE)
+STATED = Provenance(
+    command="rl", role="actor", run="/run", step=3, base=BASE, reference=BASE, writing={"texts": {"end": 2}}
+)
 OTHER = Provenance(command="sft", role="actor", run="/other", step=1, base=BASE)
 
 

@@ -1,0 +1,87 @@
+"""Prompts and answers as token ids."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megarlhf.data.sample_kinds import Unusable
+from megarlhf.data.templates import ChatTemplate, Conversation, chat_template
+from megarlhf.data.text.written import Kind, NotWritten, require_written
+from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.data.turns import Answered, Inexact, LossOn, answered, learnt_turns
+
+
+class Writer:
+    """Prompts and answers as token ids, by one tokenizer and one template."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, may_drop: tuple[Kind, ...], *, skips: bool
+    ) -> None:
+        """may_drop: what the template may leave out of a conversation
+        skips: conversations that are not written exactly are skipped, else refused"""
+        self.tokenizer, self._template, self._may_drop, self._skips = tokenizer, template, may_drop, skips
+
+    @property
+    def template(self) -> ChatTemplate:
+        """Raises: ValueError where there is none."""
+        return self._template or chat_template(self.tokenizer)
+
+    def answered(self, conversation: Conversation, loss_on: LossOn) -> Answered:
+        """See `turns.answered`. Raises: Unusable, ValueError."""
+        self.template.check(conversation)
+        if not learnt_turns(conversation, loss_on):
+            raise Unusable(f"{'every' if loss_on == 'all' else 'the last'} answer is not to be learnt")
+        with self._skipping_inexact():
+            found = answered(self.template, conversation, loss_on, self._may_drop)
+        return replace(found, omissions=(*found.omissions, *self._unread(conversation)))
+
+    def asked(self, asked: str | Conversation) -> tuple[str, list[int], tuple[str, ...]]:
+        """A prompt's text and ids, and what is left out of it, in words. Raises: Unusable, ValueError."""
+        if isinstance(asked, str):
+            return asked, text_tokens(asked, self.tokenizer), ()
+        self.template.check(asked)
+        text = self.template.text(asked, reply=True)
+        with self._skipping_inexact():
+            written = self.template.written(asked, text, reply=True)
+            omissions = require_written(written, asked.roles, self._may_drop)
+        return text, self.template.ids(text), (*omissions, *self._unread(asked))
+
+    def _unread(self, conversation: Conversation) -> list[str]:
+        keys = ", ".join(self.template.unread_keys(conversation))
+        return [f"with keys of messages that nobody reads ({keys})"] if keys else []
+
+    @contextlib.contextmanager
+    def _skipping_inexact(self) -> Iterator[None]:
+        try:
+            yield
+        except Inexact as error:
+            if self._skips:
+                raise Unusable("answers that cannot be told from the rest, token by token") from error
+            raise
+        except NotWritten as error:
+            if self._skips:
+                raise Unusable("messages of which the chat template leaves out something") from error
+            raise
+
+
+def text_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Of a prompt that is a text as it stands."""
+    tokens = tokenizer.encode(text)
+    if not text.strip() or not tokens:
+        raise Unusable("empty prompt")
+    return with_bos(tokens, tokenizer)
+
+
+def with_bos(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
+    """Behind begin-of-sequence, where the tokenizer has it; the text may have begun with it."""
+    if tokenizer.bos_id is None or tokens[:1] == [tokenizer.bos_id]:
+        return tokens
+    return [tokenizer.bos_id, *tokens]
+
+
+def response_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
+    if not text.strip():
+        raise Unusable("empty response")
+    return [*tokenizer.encode(text, continuation=True), tokenizer.eos_id]

@@ -1,0 +1,73 @@
+"""What a dry run finds behind the first rows of a set, and what it says that it did not look at."""
+
+import json
+
+import pytest
+
+from megarlhf.data.cache import VARIABLE
+from megarlhf.planning import whole_sets
+from megarlhf.planning.preflight import preflight
+from tests.planning.configs import sft
+
+GOOD = {"prompt": "1+1=", "response": "2"}
+
+
+def checked(paths, rows, **data):
+    (paths["root"] / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    limits = {"max_prompt_tokens": 16, "max_response_tokens": 8}
+    cfg = sft({**paths, "train": data.pop("train", paths["root"] / "rows.jsonl")}, **{**limits, **data})
+    run = cfg.run.model_copy(update={"dir": paths["root"] / "run"})
+    return preflight("sft", cfg.model_copy(update={"run": run}), 1, all_records=True).notes
+
+
+@pytest.mark.parametrize(
+    "row, words",
+    [
+        ({"prompt": "1+1=", "response": None}, "rows.jsonl, line 101: field 'response' is null"),
+        ({"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}, "line 101: "),
+        ({**GOOD, "images": ["x.png"]}, "line 101: the record has 'images'"),
+    ],
+)
+def test_a_row_behind_the_first_ones_is_refused(paths, row, words):
+    with pytest.raises(ValueError, match=f"^data.train: .*{words}"):
+        checked(paths, [GOOD] * 100 + [row])
+
+
+def test_all_records_are_counted_and_too_many_skipped_are_refused(paths):
+    rows = [GOOD] * 80 + [{"prompt": "1" * 50, "response": "2"}] * 20
+    with pytest.raises(ValueError, match=r"skipped 20 of 100 records \(.*: 20\), 20 % of them, and data\.max_skipped = "
+                       r"0\.1 allows 10 %\. .* or set data\.max_skipped=0\.2 if"):  # fmt: skip
+        checked(paths, rows)
+    notes = checked(paths, rows, max_skipped=0.2)
+    assert any(note.startswith("data.train, all records: WARNING: ") and "20 % of them" in note for note in notes)
+    assert not (paths["root"] / "run").exists()
+
+
+def test_rows_that_an_adapter_leaves_out_are_not_skipped(paths, monkeypatch):
+    (paths["root"] / "leaves_out.py").write_text("def most(row):\n    return row if row['prompt'] != 'no' else None\n")
+    monkeypatch.syspath_prepend(str(paths["root"]))
+    rows = [GOOD] * 20 + [{**GOOD, "prompt": "no"}] * 80
+    source = {"path": paths["root"] / "rows.jsonl", "adapter": "leaves_out:most"}
+    (note,) = (each for each in checked(paths, rows, train=source) if "all records" in each)
+    assert note.endswith("skipped 80 of 100 records (left out by the adapter leaves_out:most: 80)")
+
+
+def test_a_large_set_is_not_read_and_that_is_said(paths, monkeypatch):
+    monkeypatch.setattr(whole_sets, "WHOLE_MIB", 0.001)
+    notes = checked(paths, [GOOD] * 100 + [{"prompt": "1", "response": None}])
+    assert any("a dry run reads up to 0.001 MiB whole, so that only its first records" in note for note in notes)
+
+
+def test_nothing_is_kept_in_the_run_directory(paths, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(paths["root"] / "cache"))
+    checked(paths, [GOOD] * 100, cache="none")
+    assert not (paths["root"] / "cache").exists()
+    assert not (paths["root"] / "run").exists()
+    checked(paths, [GOOD] * 100)
+    assert list((paths["root"] / "cache").glob("*/MANIFEST.json")), "kept for the run"
+
+
+def test_what_does_not_fit_the_model_is_refused(paths):
+    """Its positions are 64."""
+    with pytest.raises(ValueError, match=r"the longest sample has 8. tokens, .* takes 64"):
+        checked(paths, [GOOD] * 100 + [{"prompt": "1" * 80, "response": "2"}], max_prompt_tokens=99)

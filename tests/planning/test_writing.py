@@ -1,0 +1,147 @@
+"""The stages of a chain write alike: what exports state of how their run wrote, against the next run. That trained
+models state it is shown in tests/distributed; not covered: data of the hub, of which nobody knows the form before."""
+
+import json
+
+import pytest
+
+from megarlhf.config import DPOConfig, EvaluateConfig, GenerateConfig, RLConfig, RMConfig, SFTConfig
+from megarlhf.planning.writing import check_writing, writing_of_training
+from megarlhf.provenance import FILE, Provenance, Weights
+from tests.data.chat_styles import CHATML, LLAMA_3, write_chat_tokenizer
+
+USER, ANSWER, WRONG = ({"role": role, "content": text} for role, text in
+                       (("user", "1+1"), ("assistant", "2"), ("assistant", "3")))  # fmt: skip
+ROWS = {
+    "talks": {"messages": [USER, ANSWER]}, "texts": {"prompt": "1+1", "response": "2"}, "raw": {"text": "1+1=2"},
+    "asked": {"prompt": [USER], "answer": "2"}, "question": {"prompt": "1+1", "answer": "2"},
+    "rendered": {"prompt": "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n", "response": "2"},
+    "pairs": {"prompt": [USER], "chosen": [ANSWER], "rejected": [WRONG]},
+    "text_pairs": {"prompt": "1+1", "chosen": "2", "rejected": "3"},
+}  # fmt: skip
+KINDS = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "rl": RLConfig, "generate": GenerateConfig,
+         "eval": EvaluateConfig}  # fmt: skip
+STEPS = {"num_steps": 1, "mini_batch_samples": 1, "micro_batch_samples": 1}
+RULE = [{"kind": "rule", "rule": "exact_match"}]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The function that makes the configuration of a command on a model and some rows."""
+    for name, row in ROWS.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+
+    def make(command, model, train, reward_model=None, **data):
+        role = {"model": {"path": model}}
+        tree = {"run": {"dir": tmp_path / "run"}, "data": {"train": tmp_path / f"{train}.jsonl", **data}}
+        tree["reward_model" if command == "rm" else "actor"] = role
+        if command in ("sft", "rm", "dpo"):
+            tree |= {"train": STEPS, **({"reference": role} if command == "dpo" else {})}
+        else:
+            rewards = [*RULE, *([{"kind": "model"}] if reward_model else [])]
+            tree |= {
+                "rewards": rewards,
+                **({"reward_model": {"model": {"path": reward_model}}} if reward_model else {}),
+            }
+        if command == "rl":
+            tree |= {"train": {**STEPS, "prompts_per_step": 1, "mini_batch_samples": 2}}
+            tree |= {"rollout": {"num_samples_per_prompt": 2}, "algo": {"advantage": "grpo"}}
+        return KINDS[command].model_validate(tree)
+
+    return make
+
+
+def described(directory, template):
+    """A model of which there is no more than its tokenizer."""
+    (write_chat_tokenizer(directory, template) / "config.json").write_text("{}")
+    return directory
+
+
+@pytest.fixture
+def trained(tmp_path, run):
+    """The function that makes what a run of `command` on these rows would have exported."""
+
+    def make(name, command, train, template=CHATML, base=None, **data):
+        model = described(tmp_path / name, template)
+        cfg = run(command, base or model, train, **data)
+        stated = Provenance(
+            command=command,
+            role="actor",
+            run="/runs/first",
+            step=1,
+            base=Weights(path="/base", digest="0", dtype="bfloat16"),
+            writing=writing_of_training(cfg, "reward_model" if command == "rm" else "actor"),
+        )
+        assert Provenance.from_json(stated.to_json()) == stated
+        (model / FILE).write_text(stated.to_json())
+        return model
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "command, rows, words",
+    [
+        ("sft", "talks", None), ("rl", "asked", None), ("dpo", "pairs", None), ("rm", "pairs", None),
+        ("generate", "asked", None), ("eval", "asked", None), ("sft", "raw", None),
+        ("sft", "rendered", None),
+        ("rl", "question", "and this run writes texts as they stand: it knows no texts"),
+        ("sft", "texts", "it knows no texts"), ("dpo", "text_pairs", "it knows no texts"),
+        ("rm", "text_pairs", "it knows no texts"), ("generate", "question", "it knows no texts"),
+        ("eval", "question", "it knows no texts"),
+    ],
+)  # fmt: skip
+def test_after_fine_tuning_on_conversations(trained, run, command, rows, words):
+    """Raw texts are learnt as in pretraining, and say nothing of how prompts are written."""
+    model = trained("sft", "sft", "talks")
+    if words is None:
+        assert check_writing(run(command, model, rows)) == []
+        return
+    with pytest.raises(
+        ValueError, match=rf"sft comes from /runs/first \(megarlhf sft\), .*{words}\. Write the data as"
+    ):
+        check_writing(run(command, model, rows))
+    (note,) = check_writing(run(command, model, rows, other_writing="allow"))
+    assert note.startswith("WARNING: ")
+
+
+def test_texts_and_conversations_may_be_what_a_model_knows(trained, run, tmp_path):
+    both = [tmp_path / "talks.jsonl", tmp_path / "texts.jsonl"]
+    model = described(tmp_path / "model", CHATML)
+    cfg = run("sft", model, "talks")
+    cfg = type(cfg).model_validate({**cfg.model_dump(mode="json"), "data": {"train": [str(path) for path in both]}})
+    writing = writing_of_training(cfg, "actor")
+    assert sorted(writing) == ["conversations", "texts"]
+    assert (writing["texts"], writing["conversations"]["end"]) == ({"end": 2}, 5)
+    with pytest.raises(ValueError, match="knows no conversations"):
+        check_writing(run("rl", trained("texts", "sft", "texts"), "asked"))
+    check_writing(run("rl", trained("plain", "sft", "texts"), "question"))
+
+
+def test_another_template_other_arguments_and_another_end(trained, run):
+    model = trained("sft", "sft", "talks", template_args={"enable_thinking": False})
+    check_writing(run("rl", model, "asked", template_args={"enable_thinking": False}))
+    with pytest.raises(ValueError, match="conversations by a chat template: other template_args"):
+        check_writing(run("rl", model, "asked"))
+    with pytest.raises(ValueError, match="another chat template; another end of answers"):
+        check_writing(run("rl", trained("plain", "sft", "talks"), "asked", chat_template=LLAMA_3))
+
+
+def test_the_reward_model_is_looked_at_as_it_reads(trained, run, tmp_path):
+    actor, scorer = trained("sft", "sft", "talks"), trained("rm", "rm", "text_pairs")
+    with pytest.raises(ValueError, match=r"reward_model: .*rm comes from .*it knows no conversations"):
+        check_writing(run("rl", actor, "asked", reward_model=scorer))
+    check_writing(run("rl", actor, "asked", reward_model=trained("good", "rm", "pairs")))
+
+
+def test_what_was_known_goes_through_raw_texts_and_is_not_asked_of_others(trained, run, tmp_path):
+    """Nor of a model of an earlier version, whose file does not say it, or of one that was trained elsewhere."""
+    model = trained("then", "sft", "raw", base=trained("sft", "sft", "talks"))
+    with pytest.raises(ValueError, match="knows no texts"):
+        check_writing(run("rl", model, "question"))
+    tree = json.loads((model / FILE).read_text())
+    del tree["writing"]
+    (model / FILE).write_text(json.dumps(tree))
+    assert check_writing(run("rl", model, "question")) == []
+    (model / FILE).unlink()
+    assert check_writing(run("rl", model, "question")) == []
