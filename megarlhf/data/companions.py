@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
+import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
 from megarlhf.config import ConversationConfig, ModelConfig
 from megarlhf.data.ends import turn_end_of
-from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from megarlhf.data.tokenizer_files import has_tokenizer, tokenizer_files
+from megarlhf.data.tokenizer_formats.comparison import read_otherwise
+from megarlhf.data.tokenizer_formats.settings import read_object
 from megarlhf.model_directory import end_tokens
 
+logger = logging.getLogger(__name__)
+
+CONFIG = "config.json"
+SETTINGS = "tokenizer_config.json"
 GENERATION = "generation_config.json"
 TEMPLATE = "chat_template.jinja"
 
@@ -29,6 +37,7 @@ def files_of_exports(model: ModelConfig, data: ConversationConfig, learnt: Colle
     if not has_tokenizer(place):
         return files
     tokenizer = load_tokenizer(place)
+    files |= _readable_by_transformers(place, directory, tokenizer)
     ends = end_tokens(directory, tokenizer.eos_id)
     if (turn_end := turn_end_of(data, tokenizer)) in learnt and turn_end is not None and turn_end not in ends:
         given = directory / GENERATION
@@ -36,6 +45,32 @@ def files_of_exports(model: ModelConfig, data: ConversationConfig, learnt: Colle
         settings["eos_token_id"] = [*ends, turn_end]
         files[GENERATION] = (json.dumps(settings, indent=2) + "\n").encode()
     return files
+
+
+def _readable_by_transformers(place: Path, model: Path, tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Files of a tokenizer with which transformers makes the ids that the model is trained with, where it would not by
+    those that are there: its classes put parts of their own in place of tokenizer.json's."""
+    with tempfile.TemporaryDirectory() as temporary:
+        export = Path(temporary)
+        for path in (*tokenizer_files(place), model / CONFIG):
+            link = export / (CONFIG if path.name == CONFIG else _name_in_export(place, path))
+            link.parent.mkdir(exist_ok=True)
+            link.symlink_to(path.absolute())
+        if read_otherwise(export, tokenizer) is None:
+            return {}
+        assert isinstance(tokenizer, HuggingFaceTokenizer), "others are not compared"
+        own, stated = tokenizer.of_transformers, read_object(export / SETTINGS)
+        settings = {**own.special_tokens_map, **stated, "tokenizer_class": "PreTrainedTokenizerFast"}
+        files = {
+            SETTINGS: (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode(),
+            "tokenizer.json": own.backend_tokenizer.to_str(pretty=True).encode(),
+        }
+        for name, content in files.items():
+            (export / name).unlink(missing_ok=True)
+            (export / name).write_bytes(content)
+        if other := read_otherwise(export, tokenizer):
+            logger.warning("exports: %s; load their tokenizer with PreTrainedTokenizerFast.from_pretrained", other)
+        return files
 
 
 def _name_in_export(place: Path, path: Path) -> str:

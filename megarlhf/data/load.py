@@ -132,6 +132,7 @@ class SetLoader(Generic[Sample]):
             {
                 "format": FORMAT,
                 "bos": "as the tokenizer writes it",  # not in every text whose tokenizer has one, as of old
+                "tokenizer": "as tokenizer.json stands",  # not as transformers rewrites it, as of old
                 "content": _content(place, cache),
                 "adapter": digest_of_adapter(source.adapter),
                 "columns": source.columns,

@@ -14,7 +14,8 @@ from typing import Any, Literal, cast
 
 from megarlhf.data.jinja_chat import STANDARD_ROLES, ChatProgram, program_of
 from megarlhf.data.text.written import THOUGHTS, Omission, Places, Written, compare, kept_strings
-from megarlhf.data.tokenizer import ChatTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+from megarlhf.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+from megarlhf.data.tokenizer_formats.protocol import ChatTokenizer
 
 Template = Literal["auto", "plain", "chat"]
 Message = Mapping[str, Any]

@@ -13,88 +13,18 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megarlhf.data.jinja_chat import program_of
-from megarlhf.data.tokenizer_files import byte_pairs, damaged, of_byte_pairs, without_torch
+from megarlhf.data.tokenizer_files import byte_pairs, damaged, require_readable, without_torch
+from megarlhf.data.tokenizer_formats.protocol import Messages, Tokenizer
+from megarlhf.data.tokenizer_formats.settings import Settings
 
 logger = logging.getLogger(__name__)
-
-Messages = Sequence[Mapping[str, Any]]
 
 # A protobuf message that is appended to another is merged into it, and its scalars win: field 3 of ModelProto
 # (normalizer_spec, 4 bytes long), in it fields 3 (add_dummy_prefix) and 4 (remove_extra_whitespaces) = false.
 _AS_CONTINUATION = b"\x1a\x04\x18\x00\x20\x00"
-
-
-class Tokenizer(Protocol):
-    """What the rest of megarlhf asks of a tokenizer."""
-
-    eos_id: int
-    """Ends a response."""
-    bos_id: int | None
-    """Starts a text; None where the model's own tokenizer starts none with it."""
-    pad_id: int
-    """Fills rows; masked everywhere, so that any id does."""
-    vocab_size: int
-    """Ids are 0..vocab_size - 1; a model's embedding may be padded beyond."""
-
-    def tokens(self) -> list[str]:
-        """What each id stands for, from 0 to vocab_size - 1; "" for an id that stands for nothing."""
-        ...
-
-    def encode(self, text: str, *, continuation: bool = False) -> list[int]:
-        """Ids of the text, without bos or eos; `continuation` for text that follows other text."""
-        ...
-
-    def decode(self, ids: Sequence[int], *, continuation: bool = False) -> str:
-        """Text of the ids; `continuation` keeps a leading space. Special tokens leave no text, nor do ids
-        beyond the tokenizer's vocabulary, which a model may have."""
-        ...
-
-
-class ChatTokenizer(Tokenizer, Protocol):
-    """A tokenizer that a conversation can be written with."""
-
-    name: str
-    """For messages."""
-    special_ids: frozenset[int]
-    """Of tokens that stand for themselves, whatever text is around them: a template's marks."""
-    unk_id: int | None
-    """What text becomes that it has no piece for; None where it writes every text, or has no token for this alone."""
-    named_bos_id: int | None
-    """`bos_token` to a template, which may write it where the tokenizer itself does not."""
-
-    takes_white_space: tuple[tuple[str, ...], tuple[str, ...]]
-    """Tokens that take in the white space behind them, and those that take in the white space before them."""
-
-    def own_template(self) -> str | None:
-        """The chat template that belongs to it; None where there is none."""
-        ...
-
-    def render(
-        self, messages: Messages, template: str | None, variables: Mapping[str, Any], *, tools: Any, reply: bool
-    ) -> str:
-        """The conversation as text, by `template` or its own one; with `reply` up to where the assistant's next
-        message begins. Raises: what the template raises."""
-        ...
-
-    def encode_rendered(self, text: str, *, continuation: bool = False) -> list[int]:
-        """Ids of what a template has written: the names of special tokens are those tokens, and none is added;
-        `continuation` for what it has written behind other text."""
-        ...
-
-    def marked(
-        self, messages: Messages, template: str | None, variables: Mapping[str, Any], *, tools: Any
-    ) -> tuple[list[int], list[bool]]:
-        """The whole conversation's ids, and which of them the template marks with `{% generation %}`."""
-        ...
-
-    def marked_places(
-        self, messages: Messages, template: str | None, variables: Mapping[str, Any], *, tools: Any
-    ) -> list[tuple[int, int]]:
-        """First and last character, and one more, of each stretch of the rendered text that is marked so."""
-        ...
 
 
 class SentencePieceTokenizer:
@@ -110,6 +40,11 @@ class SentencePieceTokenizer:
         try:
             self._start = SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
+            if re.match(rb"[A-Za-z0-9+/=]+ \d+\r?\n", model):
+                raise ValueError(
+                    f"{name} is a file of tiktoken, not of SentencePiece; give the model's tokenizer.json, which its "
+                    "Hugging Face directory has"
+                ) from error
             raise ValueError(f"{name} is not a SentencePiece model: {error}; copy it again") from error
         self.name, self._template = name, template
         self.takes_white_space: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
@@ -197,18 +132,20 @@ class HuggingFaceTokenizer:
         self._splits_special = bool(tokenizer.split_special_tokens)
         self._prepare_backend()
         self.name = name
-        self.vocab_size = len(tokenizer)
+        self.special_ids = frozenset(tokenizer.added_tokens_decoder)
+        # Added tokens may leave gaps.
+        self.vocab_size = max(len(tokenizer), *(token + 1 for token in self.special_ids), 0)
         self.eos_id = _required_eos(tokenizer.eos_token_id, name)
         bos_id = tokenizer.bos_token_id
-        starts = bos_id is not None and tokenizer.encode("a", add_special_tokens=True)[:1] == [bos_id]
-        self.bos_id: int | None = bos_id if starts else None
+        self.bos_id: int | None = _begin(tokenizer, name)
         self.named_bos_id: int | None = bos_id
         self.pad_id = _pad_or_eos(tokenizer.pad_token_id, self.eos_id, name)
         unk_id = tokenizer.unk_token_id
         self.unk_id: int | None = None if unk_id in (self.eos_id, bos_id) else unk_id  # that of GPT-2 ends texts
-        added = tokenizer.added_tokens_decoder
-        self.special_ids = frozenset(added)
-        right, left = (tuple(t.content for t in added.values() if getattr(t, side)) for side in ("rstrip", "lstrip"))
+        right, left = (
+            tuple(token.content for token in tokenizer.added_tokens_decoder.values() if getattr(token, side))
+            for side in ("rstrip", "lstrip")
+        )
         self.takes_white_space = (right, left)
         self._template: Any = None  # of one that was given by another process
         # A text to continue from, where the tokenizer puts a space before the first word.
@@ -238,8 +175,8 @@ class HuggingFaceTokenizer:
         self._prepare_backend()
 
     @property
-    def _tokenizer(self) -> Any:
-        """That of transformers."""
+    def of_transformers(self) -> Any:
+        """That of transformers, which this is around."""
         if self._whole is None:
             with without_torch():
                 loaded = load_tokenizer(self.name)
@@ -249,7 +186,7 @@ class HuggingFaceTokenizer:
 
     def _encode(self, text: str) -> list[int]:
         if self._backend is None:
-            return list(self._tokenizer.encode(text, add_special_tokens=False))
+            return list(self.of_transformers.encode(text, add_special_tokens=False))
         # Without transformers around it, and without offsets: 1.5 times as fast on texts of a hundred tokens. One call
         # for many texts is no faster: what is made of each lies in memory until the last is done.
         try:
@@ -260,7 +197,7 @@ class HuggingFaceTokenizer:
         return list(encoded.ids)
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(self.of_transformers.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _glued(self, text: str) -> str:
         """The text as it comes out when its ids follow those of another."""
@@ -268,7 +205,7 @@ class HuggingFaceTokenizer:
 
     def tokens(self) -> list[str]:
         """See `Tokenizer.tokens`."""
-        by_id = {token: text for text, token in self._tokenizer.get_vocab().items()}
+        by_id = {token: text for text, token in self.of_transformers.get_vocab().items()}
         return [by_id.get(token, "") for token in range(self.vocab_size)]
 
     def encode(self, text: str, *, continuation: bool = False) -> list[int]:
@@ -300,7 +237,7 @@ class HuggingFaceTokenizer:
         self, messages: Messages, template: str | None, variables: Mapping[str, Any], *, tools: Any, reply: bool
     ) -> str:
         """See `ChatTokenizer.render`."""
-        text = self._tokenizer.apply_chat_template(
+        text = self.of_transformers.apply_chat_template(
             list(messages), tools, chat_template=template, tokenize=False, add_generation_prompt=reply, **variables
         )
         return str(text)
@@ -313,7 +250,7 @@ class HuggingFaceTokenizer:
         self, messages: Messages, template: str | None, variables: Mapping[str, Any], *, tools: Any
     ) -> tuple[list[int], list[bool]]:
         """See `ChatTokenizer.marked`."""
-        made = self._tokenizer.apply_chat_template(
+        made = self.of_transformers.apply_chat_template(
             list(messages),
             tools,
             chat_template=template,
@@ -335,7 +272,7 @@ class HuggingFaceTokenizer:
             tools=tools,
             chat_template=template or self.own_template(),
             return_assistant_tokens_mask=True,
-            **{**self._tokenizer.special_tokens_map, **variables},
+            **{**self.of_transformers.special_tokens_map, **variables},
         )
         return [(int(first), int(end)) for first, end in places[0]]
 
@@ -349,33 +286,52 @@ def _user_defined(model: bytes) -> frozenset[int]:
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """The tokenizer of a directory: `tokenizer.json` through transformers, else `tokenizer.model`, else GPT-2's
-    `vocab.json` and `merges.txt` (or `gpt2-vocab.json` and `gpt2-merges.txt`, as Megatron-LM's scripts name them). A
-    file is a SentencePiece model.
+    """The tokenizer of a directory: `tokenizer.json` as it stands, else `tokenizer.model`, else GPT-2's `vocab.json`
+    and `merges.txt` (or `gpt2-vocab.json` and `gpt2-merges.txt`, as Megatron-LM's scripts name them), each with what
+    the small files beside it say. A file is a SentencePiece model.
 
-    Raises: ValueError where there is none of them, a file is damaged, or the tokenizer defines no eos
+    Raises: ValueError where there is none of them, one needs code of the directory, a file is damaged, or the tokenizer
+    defines no eos
     """
     directory = Path(directory)
     if (directory / "tokenizer.json").is_file():
-        from transformers import AutoTokenizer
+        from megarlhf.data.tokenizer_formats.tokenizer_json import of_json
 
         with damaged(directory / "tokenizer.json"):
-            tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-        return HuggingFaceTokenizer(tokenizer, str(directory))
+            made = of_json(directory)
+        return HuggingFaceTokenizer(made, str(directory))
+    if directory.is_dir():
+        require_readable(directory)
     model = directory if directory.is_file() else directory / "tokenizer.model"
     if model.is_file():
-        beside = model.parent / "chat_template.jinja"
-        template = beside.read_text(encoding="utf-8") if beside.is_file() else None
-        return SentencePieceTokenizer(model.read_bytes(), str(model), template)
+        return _of_sentencepiece(model, alone=model == directory)
     if not directory.is_dir():
         raise ValueError(f"no such tokenizer directory: {directory}; give one that holds a tokenizer")
     if (pair := byte_pairs(directory)) is not None:
-        return HuggingFaceTokenizer(of_byte_pairs(*pair), str(directory))
+        from megarlhf.data.tokenizer_formats.byte_pairs import of_byte_pairs
+
+        with damaged(pair[0]):
+            made = of_byte_pairs(*pair)
+        return HuggingFaceTokenizer(made, str(directory))
     file_names = ", ".join(sorted(entry.name for entry in directory.iterdir())[:8]) or "nothing"
     raise ValueError(
         f"no tokenizer in {directory}: expected tokenizer.json or tokenizer.model, found {file_names}; copy the "
         "tokenizer of the model there, or GPT-2's vocab.json and merges.txt"
     )
+
+
+def _of_sentencepiece(model: Path, *, alone: bool) -> Tokenizer:
+    """`alone`: of the files beside it only a chat template is read."""
+    with damaged(model):
+        template = Settings.read(model.parent).chat_template()
+    pieces = SentencePieceTokenizer(model.read_bytes(), str(model), template)
+    if alone:
+        return pieces
+    from megarlhf.data.tokenizer_formats.sentencepiece_model import of_sentencepiece
+
+    with damaged(model):
+        made = of_sentencepiece(model)
+    return pieces if made is None else HuggingFaceTokenizer(made, str(model.parent))
 
 
 def first_difference(writer: Tokenizer, reader: Tokenizer) -> str | None:
@@ -403,6 +359,19 @@ def _require_text(text: str) -> None:
                 f"character {number} of a text is {character!r}, half of a pair by which UTF-16 writes one character: "
                 "the text was cut inside it; mend it, or leave the record out"
             )
+
+
+def _begin(tokenizer: Any, name: str) -> int | None:
+    """The token that a tokenizer of transformers writes before a text. Raises: ValueError where it writes several."""
+    text, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a", add_special_tokens=True)
+    places = (n for n in range(len(whole)) if text and whole[n : n + len(text)] == text)
+    start = next(places, int(whole[:1] == [tokenizer.bos_token_id]))
+    if start > 1:
+        raise ValueError(
+            f"{name} begins every text with {start} tokens ({', '.join(tokenizer.convert_ids_to_tokens(whole[:start]))}"
+            "), and a text begins with one or none here; give a tokenizer whose post-processor writes one"
+        )
+    return int(whole[0]) if start else None
 
 
 def _required_eos(eos_id: int | None, name: str) -> int:

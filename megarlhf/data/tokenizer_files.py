@@ -1,24 +1,27 @@
-"""The files that a tokenizer is read from: which there are, what they are, and GPT-2's pair of them."""
+"""The files that a tokenizer is read from: which there are, and which are none."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from megarlhf.data.tokenizer_formats.settings import Mismatch, Settings
 
 _FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "*vocab.json", "*merges.txt", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
 )  # fmt: skip
 """Whatever a tokenizer is read from."""
+_FOREIGN = ("tekken.json", "*.tiktoken", "tiktoken.model")
+"""Files of mistral-common and of tiktoken."""
+_SAVE = "transformers.AutoTokenizer.from_pretrained(DIR{options}).save_pretrained(DIR)"
+"""How a tokenizer.json is written, where transformers can."""
 _TODAY = "strftime_now"
 """The function by which a chat template asks for the date."""
-_END_OF_TEXT = "<|endoftext|>"
-"""GPT-2's only special token."""
 
 
 def tokenizer_files(place: str | Path) -> list[Path]:
@@ -65,27 +68,22 @@ def byte_pairs(directory: Path) -> tuple[Path, Path] | None:
     return found[0][0], found[1][0]
 
 
-def of_byte_pairs(vocab: Path, merges: Path) -> Any:
-    """As transformers' GPT2Tokenizer: pairs of bytes, and `<|endoftext|>` as the only special token, which begins and
-    ends a text. Settings that stand beside the files (tokenizer_config.json) count."""
-    from tokenizers import Tokenizer as FastTokenizer
-    from tokenizers import decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    settings: dict[str, Any] = {}
-    with damaged(vocab):
-        fast = FastTokenizer(models.BPE.from_file(str(vocab), str(merges)))
-        given = vocab.parent / "tokenizer_config.json"
-        if given.is_file():
-            settings = json.loads(given.read_text(encoding="utf-8"))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = decoders.ByteLevel()
-    end = _END_OF_TEXT if fast.token_to_id(_END_OF_TEXT) is not None else None
-    names = {name: settings.get(name, end) for name in ("bos_token", "eos_token", "unk_token")}
-    special = {name: token["content"] if isinstance(token, dict) else token for name, token in names.items()}
-    made = PreTrainedTokenizerFast(tokenizer_object=fast, **{k: v for k, v in special.items() if v is not None})
-    made.chat_template = settings.get("chat_template")
-    return made
+def require_readable(directory: Path) -> None:
+    """Raises: ValueError for a tokenizer that needs code of its directory, or whose files only other programs read."""
+    with damaged(directory / "tokenizer_config.json"):
+        code = Settings.read(directory).code()
+    if code is not None:
+        raise ValueError(
+            f"the tokenizer of {directory} needs code from there (auto_map in tokenizer_config.json: {code}), which is "
+            f"never run; a tokenizer.json is read without it: {_SAVE.format(options=', trust_remote_code=True')}"
+        )
+    has_other = any((directory / name).is_file() for name in ("tokenizer.model", "vocab.json", "gpt2-vocab.json"))
+    foreign = None if has_other else next((p for pattern in _FOREIGN for p in sorted(directory.glob(pattern))), None)
+    if foreign is not None:
+        raise ValueError(
+            f"no tokenizer in {directory} but {foreign.name}, which other programs read; a tokenizer.json is needed: "
+            f"copy that of the model's own repository, or write one: {_SAVE.format(options='')}"
+        )
 
 
 @contextlib.contextmanager
@@ -105,9 +103,11 @@ def without_torch() -> Iterator[None]:
 
 @contextlib.contextmanager
 def damaged(path: Path) -> Iterator[None]:
-    """Raises: ValueError in place of what a reader raises of a file."""
+    """Raises: ValueError in place of what a reader raises of a file; `Mismatch` of files that are sound."""
     try:
         yield
+    except Mismatch:
+        raise
     except Exception as error:  # what the readers below it raise: JSON, keys, values
         raise ValueError(
             f"{path}, or a file that belongs to it (tokenizer_config.json), cannot be read as a Hugging Face "

@@ -15,6 +15,7 @@ from megarlhf.config import ModelConfig, RoleConfig
 from megarlhf.data.templates import Template, chat_template
 from megarlhf.data.tokenizer import first_difference, load_tokenizer
 from megarlhf.data.tokenizer_files import has_tokenizer
+from megarlhf.data.tokenizer_formats.comparison import read_otherwise
 from megarlhf.planning.policies import trained_tensors_of
 from megarlhf.weights.checkpoint.dtype import has_weights
 from megarlhf.weights.checkpoint.formats.megatron.tokenizers import tokenizer_in_words
@@ -37,6 +38,8 @@ def check_vocabularies(roles: Mapping[str, RoleConfig], retokenized: Collection[
     _require_tokenizer(writer, first.model)
     tokenizer = load_tokenizer(described)
     notes = []
+    if other := read_otherwise(described, tokenizer):
+        notes.append(f"{writer}: texts are read as the files of {described} say; {other}")
     for role, section in roles.items():
         if role in retokenized:
             continue

@@ -19,7 +19,8 @@ from megarlhf.data.samples import Form, PairEncoder, PromptEncoder, SFTEncoder
 from megarlhf.data.sources import Place, find
 from megarlhf.data.templates import chat_template
 from megarlhf.data.texts import TextEncoder
-from megarlhf.data.tokenizer import ChatTokenizer, Tokenizer, load_tokenizer
+from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
+from megarlhf.data.tokenizer_formats.protocol import ChatTokenizer
 from megarlhf.planning.encoders import AnyEncoder, RecordEncoder, encoders_of
 from megarlhf.planning.policies import AnyConfig
 from megarlhf.provenance import FILE, Provenance, Writing, read_provenance

@@ -190,7 +190,7 @@ def test_a_tokenizer_given_to_another_process_encodes_as_here(tmp_path, fast_tok
     assert ids == {name: [each.encode(text, continuation=c) for text, c in asked] for name, each in given.items()}
     assert (loaded, torch) == (False, False)
     assert chat == given["fast_prefix"].render([{"role": "user", "content": "a"}], None, {}, tools=None, reply=True)
-    merging = HuggingFaceTokenizer(given["fast_prefix"]._tokenizer, str(places["fast_prefix"]))
+    merging = HuggingFaceTokenizer(given["fast_prefix"].of_transformers, str(places["fast_prefix"]))
     merging._lead = [1, 2, 3]  # such as of a tokenizer that merges a line break with what follows
     for each in (merging, pickle.loads(pickle.dumps(merging))):
         with pytest.raises(ValueError, match="merges a line break with 'x'"):

@@ -40,7 +40,7 @@ def test_answers_and_their_ends_are_learnt_and_nothing_else(tokenizers, style, l
     it stands white space only."""
     tokenizer = tokenizers[style]
     template, talk = chat_template(tokenizer), Conversation(TALK)
-    theirs = tokenizer._tokenizer.apply_chat_template(TALK, tokenize=True, return_dict=False)
+    theirs = tokenizer.of_transformers.apply_chat_template(TALK, tokenize=True, return_dict=False)
     for loss_on, expected in (("last", last), ("all", everything)):
         found = answered(template, talk, loss_on)
         assert learnt_texts(tokenizer, found) == expected
@@ -158,7 +158,7 @@ def test_prompts_are_what_transformers_asks_with(tokenizers):
     for style in ("chatml", "llama_3", "mistral", "marked"):
         encode = PromptEncoder(tokenizer=None, max_prompt_tokens=200).by(tokenizers[style])
         prompt = encode(0, {"messages": TALK[:3]})
-        theirs = tokenizers[style]._tokenizer
+        theirs = tokenizers[style].of_transformers
         options = {"add_generation_prompt": True, "return_dict": False}
         assert prompt.tokens == theirs.apply_chat_template(TALK[:3], tokenize=True, **options)
         assert prompt.text == theirs.apply_chat_template(TALK[:3], tokenize=False, add_generation_prompt=True)

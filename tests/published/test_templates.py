@@ -7,11 +7,11 @@ and texts that are equal.
 import random
 
 import pytest
-from tests.published.test_live import write_directory
 
 from megarlhf.data.tokenizer import load_tokenizer
 from tests.data.conversation_parts import conversation
 from tests.data.test_written import check_records
+from tests.published.test_live import write_directory
 
 pytestmark = [pytest.mark.published, pytest.mark.timeout(600)]
 
@@ -32,7 +32,7 @@ def test_all_parts_of_random_conversations_are_written_and_learnt_or_refused(nam
     records = [conversation(random.Random(seed)) for seed in range(300)]
 
     def spell(tokens):
-        return tokenizer._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return tokenizer.of_transformers.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     outcomes = check_records(tokenizer, None, records, spell)
     assert outcomes["used"], outcomes

@@ -43,7 +43,9 @@ class Classifier:
         batch_samples: int = 32,
     ) -> None:
         """Raises: ValueError for a directory that is no classifier, whose head is missing, or without the label."""
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        from transformers import AutoModelForSequenceClassification
+
+        from megarlhf.data.tokenizer_formats.tokenizer_json import of_directory
 
         if not (path / "config.json").is_file():
             raise ValueError(f"{path} has no config.json; give the directory of a Hugging Face sequence classifier")
@@ -51,7 +53,7 @@ class Classifier:
             model, loaded = AutoModelForSequenceClassification.from_pretrained(
                 str(path), dtype=DTYPES[dtype], local_files_only=True, output_loading_info=True
             )
-            self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            self._tokenizer = of_directory(path)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"{path} cannot be read as a sequence classifier: {_first_line(error)}") from error
         if missing := sorted(loaded["missing_keys"]):

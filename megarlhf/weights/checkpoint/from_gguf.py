@@ -18,6 +18,8 @@ from megarlhf.architectures.hf_config import hf_config
 from megarlhf.data import tokenizer_files as on_disk
 from megarlhf.data.templates import chat_template, has_template
 from megarlhf.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
+from megarlhf.data.tokenizer_formats.comparison import read_otherwise
+from megarlhf.data.tokenizer_formats.texts import TEXTS
 from megarlhf.weights.checkpoint.formats.gguf.header import GGUFFile, read_gguf
 from megarlhf.weights.checkpoint.formats.gguf.model import architecture_of
 from megarlhf.weights.checkpoint.formats.gguf.names import Source, sources
@@ -114,14 +116,6 @@ def _one_or_list(ids: tuple[int, ...]) -> int | list[int]:
 
 # --- the tokenizer --------------------------------------------------------------------------------
 
-_SAMPLES = (
-    "The answer is 37+48 = 85, isn't it?",
-    "  two spaces,\ttabs\n\n\nlines \r\n and a no-break\u00a0space ",
-    "na\u00efve cafe\u0301 \u65e5\u672c\u8a9e \U0001f642\u200d\u2642 \u0661\u0662\u0663\u00bd \u0928\u092e\u0938\u094d",
-    "def f(x):\n    return x ** 2  # DON'T\n",
-)
-"""Texts that tokenizers cut in different ways."""
-
 
 def _given(file: GGUFFile, directory: Path) -> TokenizerFiles:
     """The tokenizer of a directory. Raises: ValueError when it is not the file's."""
@@ -176,7 +170,8 @@ def _checked(
     Raises: ValueError when it is read as another tokenizer than was meant.
     """
     loaded = load_tokenizer(directory)
-    if len(loaded.tokens()) > vocab_size or not _same(loaded, written):
+    same = _same(loaded, written) and (written.backend is None or read_otherwise(directory, loaded) is None)
+    if len(loaded.tokens()) > vocab_size or not same:
         raise ValueError(
             f"the tokenizer of {file.path} is read by transformers as another one than the file describes; name a "
             "directory that has the model's own tokenizer: --tokenizer DIR"
@@ -200,7 +195,7 @@ def _checked(
 def _same(loaded: Tokenizer, written: TokenizerFiles) -> bool:
     if written.backend is None:
         return True
-    samples = [*_SAMPLES, *(f"a {written.tokens[token]}b" for token in written.end_ids)]
+    samples = [*TEXTS, *(f"a {written.tokens[token]}b" for token in written.end_ids)]
     ids = [written.backend.encode(text, add_special_tokens=False).ids for text in samples]
     start = written.backend.encode("a").ids[0]
     return (

@@ -28,6 +28,7 @@ WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgp
 WEIGHT_SUFFIXES |= {".ot", ".tflite", ".npz", ".pb", ".mlmodel", ".pdparams", ".nemo", ".tar", ".zip", ".gz"}
 SMALL_BYTES = 200 << 20
 """No tokenizer is larger; what is, are weights of a kind we do not know."""
+TEKKEN = "tekken.json"
 TEMPLATES = "additional_chat_templates"
 """The one folder of a tokenizer; others beside a model (`original/`, `onnx/`) hold its weights once more."""
 
@@ -112,14 +113,17 @@ def read_other_files(source: Path) -> dict[str, bytes]:
 
 def other_files(source: Path) -> list[Path]:
     """A model directory's small files other than weights, their index, config.json, and where the weights come from:
-    the small files may be another model's.
+    the small files may be another model's. Where tokenizer.json or tokenizer.model is there, tekken.json is left out:
+    transformers would read it in their place.
 
     Raises: ValueError for a link that leads nowhere.
     """
     files = []
+    elsewhere = any((source / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
     for path in sorted((*source.iterdir(), *(source / TEMPLATES).glob("*"))):
         weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json") or ".data-" in path.name
-        if weights or path.name in ("config.json", TRACKER, CONFIG, PROVENANCE) or path.name.startswith("."):
+        unread = path.name in ("config.json", TRACKER, CONFIG, PROVENANCE) or (elsewhere and path.name == TEKKEN)
+        if weights or unread or path.name.startswith("."):
             continue
         if not path.exists():
             raise ValueError(f"{path} is a link to {path.readlink()}, which does not exist; download it, or remove it")

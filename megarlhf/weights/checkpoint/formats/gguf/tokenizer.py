@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megarlhf.data.tokenizer_formats.pieces import fast_tokenizer
 from megarlhf.weights.checkpoint.formats.gguf.header import GGUFFile
 
 _LLAMA3 = (
@@ -265,13 +266,10 @@ def _byte_level(read: _Vocabulary) -> Any:
     return tokenizer
 
 
-_SPACE = "▁"
-
-
 def _sentence_pieces(read: _Vocabulary) -> Any:
     """`llama`: SentencePiece's pairs, with bytes for what has no piece. As Llama 2's tokenizer.json: a space is put
     before a text, and before what follows a special token, unless the file says otherwise."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, processors
+    from tokenizers import processors
 
     if read.file.architecture == "phi3":
         raise ValueError(
@@ -284,45 +282,21 @@ def _sentence_pieces(read: _Vocabulary) -> Any:
                 f"{read.file.path} has a tokenizer that changes text before it reads it (tokenizer.ggml.{key}), which "
                 f"is not carried over; {_OTHER_TOKENIZER}"
             )
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab=read.ids,
-            merges=_merges_by_score(read),
-            unk_token=read.name("unknown_token_id"),
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
-    prefix = read.get("add_space_prefix", bool, True)
-    replaced = normalizers.Replace(" ", _SPACE)
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replaced]) if prefix else replaced
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-        + [decoders.Strip(content=" ", left=1, right=0)] * prefix
+    scores = read.get("scores", list, None)
+    if scores is None or len(scores) < len(read.tokens):
+        raise ValueError(f"{read.file.path} has no tokenizer.ggml.scores of all its tokens; copy it again")
+    tokenizer = fast_tokenizer(
+        read.ids,
+        scores,
+        {number for number in read.ids.values() if read.types[number] == NORMAL},
+        unknown=read.name("unknown_token_id"),
+        prefix=read.get("add_space_prefix", bool, True),
     )
     tokenizer.post_processor = read.post_processor(bos=True) or processors.TemplateProcessing(
         single="$A", pair="$A $B:1", special_tokens=[]
     )
     read.add_special(tokenizer)
     return tokenizer
-
-
-def _merges_by_score(read: _Vocabulary) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose joint piece has the highest score: every cut of a piece into two, in the
-    order of the scores. A mark is never joined out of pieces."""
-    scores = read.get("scores", list, None)
-    if scores is None or len(scores) < len(read.tokens):
-        raise ValueError(f"{read.file.path} has no tokenizer.ggml.scores of all its tokens; copy it again")
-    merges = []
-    for token, number in read.ids.items():
-        if read.types[number] != NORMAL:
-            continue
-        pairs = [(token[:at], token[at:]) for at in range(1, len(token))]
-        known = [(a, b) for a, b in pairs if a in read.ids and b in read.ids]
-        known.sort(key=lambda pair: (read.ids[pair[0]], read.ids[pair[1]]))
-        merges += [(scores[number], pair) for pair in known]
-    merges.sort(key=lambda merge: -merge[0])
-    return [pair for _, pair in merges]
 
 
 _BUILDERS: Mapping[str, Callable[[_Vocabulary], Any]] = {"gpt2": _byte_level, "llama": _sentence_pieces}

@@ -1,0 +1,34 @@
+"""vocab.json and merges.txt: GPT-2's pair of files, which others have too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megarlhf.data.tokenizer_formats.settings import Settings, read_object, require_ids, settled
+
+
+def of_byte_pairs(vocab: Path, merges: Path) -> Any:
+    """As transformers reads them, by the class that the directory names if it is one of such files, else as GPT-2's.
+    Settings that stand beside the files count: OPT's begin token, added tokens, a chat template.
+
+    Raises: ValueError, and whatever transformers raises, for damaged files.
+    """
+    from transformers import GPT2Tokenizer
+
+    settings = Settings.read(vocab.parent)
+    kind = settings.kind()
+    if kind is None or "merges_file" not in kind.vocab_files_names:
+        kind = GPT2Tokenizer
+    tokens = {*read_object(vocab), *settings.added()}
+    unstated = settings.unstated_names(kind)
+    names = {name: token if token in tokens else None for name, token in unstated.items()}
+    made = kind.from_pretrained(
+        str(vocab.parent),
+        local_files_only=True,
+        vocab_file=str(vocab),
+        merges_file=str(merges),
+        **names,
+    )
+    require_ids(made, settings)
+    return settled(made, settings)
