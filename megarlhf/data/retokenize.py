@@ -8,13 +8,14 @@ actor ended it with. So `megarlhf rm` makes its samples.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from megarlhf.data.conversations import tools_of, variables_of
-from megarlhf.data.templates import Conversation, chat_template
+from megarlhf.data.templates import ChatTemplate, Conversation, chat_template
 from megarlhf.data.text.writer import with_bos
 from megarlhf.data.text.written import Kind, require_written
 from megarlhf.data.tokenizer import Tokenizer
@@ -46,6 +47,10 @@ class Retokenizer:
     may_drop: tuple[Kind, ...] = ()
     """What the chat template may leave out of a conversation."""
 
+    @functools.cached_property
+    def _template(self) -> ChatTemplate:
+        return chat_template(self.tokenizer)
+
     def __call__(
         self,
         prompt: str,
@@ -64,7 +69,7 @@ class Retokenizer:
         if messages is None:
             start, bos_id = with_bos(tokenizer.encode(prompt), tokenizer), tokenizer.bos_id
         else:
-            template = chat_template(tokenizer)
+            template = self._template
             variables = {name: part for name, part in variables_of(fields).items() if template.program.names(name)}
             asked = Conversation([dict(message) for message in messages], tools_of(fields), variables=variables)
             template.check(asked)

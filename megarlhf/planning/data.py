@@ -18,14 +18,16 @@ from megarlhf.config import (
 )
 from megarlhf.data.adapters import load_adapter
 from megarlhf.data.cache import cache_directory, require_cache
+from megarlhf.data.conversations import prompt_of
 from megarlhf.data.fields import LEFT_OUT, Fields, LeftOut, Reader
 from megarlhf.data.megatron_indexed import PARTS, files_of, read_index, split_range
 from megarlhf.data.over_long import CuttingEncoder
 from megarlhf.data.procedural import require_disjoint
+from megarlhf.data.retokenize import Retokenizer
 from megarlhf.data.sample_kinds import Encode, Skipped, Unusable
 from megarlhf.data.samples import SFTEncoder, form_of_record, reading_in_words
 from megarlhf.data.sources import Place, find, source_files
-from megarlhf.data.templates import chat_template
+from megarlhf.data.templates import Conversation, chat_template
 from megarlhf.data.texts import TextEncoder
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.planning.encoders import RecordEncoder, indexed_options, sets_of
@@ -79,7 +81,7 @@ def _reading(
     if record is None or not (words := reading_in_words(encoder, record)):
         return []
     if isinstance(cfg, RLConfig) and words.startswith("conversations"):
-        _require_template_of_scorer(cfg)
+        _require_template_of_scorer(cfg, record)
     return [f"{key} = {source.words}: {words}"]
 
 
@@ -90,11 +92,16 @@ def _opened(cfg: AnyConfig, encoder: RecordEncoder) -> Encode[Any]:
     return encoder.open()
 
 
-def _require_template_of_scorer(cfg: RLConfig) -> None:
-    """Raises: ValueError where a reward model that is given conversations as text has no template for them."""
+def _require_template_of_scorer(cfg: RLConfig, record: Mapping[str, Any]) -> None:
+    """Raises: ValueError where a reward model that is given conversations as text has no template for them, or one that
+    leaves out a part of the first record's."""
     if cfg.reward_model is not None and cfg.uses_reward_model and cfg.retokenizes:
         try:
-            chat_template(load_tokenizer(cfg.reward_model.model.tokenizer_place()))
+            tokenizer = load_tokenizer(cfg.reward_model.model.tokenizer_place())
+            chat_template(tokenizer)
+            if isinstance(asked := prompt_of(record, cfg.data.template_mode), Conversation):
+                write = Retokenizer(tokenizer, max_tokens=2**31, may_drop=cfg.data.template_may_drop)
+                write("", asked.messages, "a", finished=True, fields=record)
         except ValueError as error:
             raise ValueError(f"reward_model (retokenize: true) is given conversations: {error}") from None
 

@@ -60,8 +60,8 @@ _MATHEMATICS = {
     ),
     "the optimizer": "ROLE.optim.* train.skip_grad_norm_above train.skip_grad_norm_factor",
     "the data": (
-        "data.template data.chat_template data.template_args data.inexact data.loss_on data.sequence_length "
-        "data.max_prompt_tokens data.max_response_tokens data.over_long data.validation_share "
+        "data.template data.chat_template data.template_args data.inexact data.template_may_drop data.loss_on "
+        "data.sequence_length data.max_prompt_tokens data.max_response_tokens data.over_long data.validation_share "
         "data.phases data.split_seed "
         "train.mini_batch_samples train.prompts_per_step train.shuffle"
     ),

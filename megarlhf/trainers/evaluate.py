@@ -83,6 +83,7 @@ def run(cfg: EvaluateConfig, runtime: Runtime, parts: Parts = Parts()) -> None: 
                             cfg.forward,
                             runtime.device,
                             phases,
+                            may_drop=cfg.data.template_may_drop,
                         )
                     )
                 )

@@ -119,7 +119,14 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases,
     residency.turn()  # vLLM measures what is free
     engine = parts.engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, rows)
     rewarder = Rewarder(
-        cfg.rewards, reward_model, tokenizer, cfg.train, runtime.device, phases, unrewarded=cfg.algo.unrewarded
+        cfg.rewards,
+        reward_model,
+        tokenizer,
+        cfg.train,
+        runtime.device,
+        phases,
+        unrewarded=cfg.algo.unrewarded,
+        may_drop=cfg.data.template_may_drop,
     )
     for phase in ("rollout", "eval"):
         phases.before[phase] = Turn(residency, partial(engine.needs, to_generate=True))

@@ -12,6 +12,7 @@ from torch import Tensor
 from megarlhf.collective_errors import raise_on_all_ranks
 from megarlhf.config import MicroBatchConfig, RewardConfig
 from megarlhf.data.retokenize import Retokenized, Retokenizer
+from megarlhf.data.text.written import Kind
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.errors import RewardError
 from megarlhf.experience import Experience, Ragged
@@ -19,14 +20,17 @@ from megarlhf.models.role import Role
 from megarlhf.rollout.rewards.batch import RewardBatch, short
 
 
-def retokenizer_of(reward_model: Role, reward: RewardConfig, micro: MicroBatchConfig) -> Retokenizer:
-    """With the reward model's tokenizer. A text is as long at most as the model can read, as a packed micro-batch can
+def retokenizer_of(
+    reward_model: Role, reward: RewardConfig, micro: MicroBatchConfig, may_drop: tuple[Kind, ...] = ()
+) -> Retokenizer:
+    """With the reward model's tokenizer, whose chat template may leave out `may_drop` of a conversation. A text is as long at most as the model can read, as a packed micro-batch can
     hold, and as `max_tokens` says."""
     limits = (reward_model.shard.arch.longest_sequence, micro.max_tokens_per_micro_batch, reward.max_tokens)
     return Retokenizer(
         tokenizer=load_tokenizer(reward_model.section.model.tokenizer_place()),
         max_tokens=min(limit for limit in limits if limit is not None),
         cuts=reward.too_long == "cut",
+        may_drop=may_drop,
     )
 
 

@@ -20,6 +20,7 @@ from megarlhf.architectures.hf_config import read_config, score_of_config
 from megarlhf.config import MicroBatchConfig, RewardConfig
 from megarlhf.config.rewards import labels_of
 from megarlhf.data.samples import PromptSample
+from megarlhf.data.text.written import Kind
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.errors import RewardError, WatchdogTimeout
 from megarlhf.experience import Experience, Ragged
@@ -145,7 +146,9 @@ class Rewarder:
         phases: Phases | None = None,
         *,
         unrewarded: str = "stop",
+        may_drop: tuple[Kind, ...] = (),
     ) -> None:
+        """may_drop: what the reward model's own chat template may leave out of a conversation"""
         self.rewards, self.reward_model, self.tokenizer = rewards, reward_model, tokenizer
         self.device = device
         self._micro, self._phases, self._unrewarded = micro, phases or Phases(), unrewarded
@@ -155,7 +158,7 @@ class Rewarder:
             label: make_source(reward, device) for label, reward in named if reward.kind != "model"
         }
         self._retokenizers = {
-            label: retokenizer_of(reward_model, reward, micro)
+            label: retokenizer_of(reward_model, reward, micro, may_drop)
             for label, reward in zip(self.labels, rewards, strict=True)
             if reward.retokenize and reward_model is not None
         }

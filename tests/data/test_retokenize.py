@@ -51,3 +51,14 @@ def test_a_begin_of_sequence_that_only_the_template_writes_is_kept(fast_tokenize
     assert cut.truncated
     assert len(whole) > 5
     assert cut.tokens == [BOS, *whole[-4:]]
+
+
+def test_messages_that_its_own_template_leaves_out_are_refused_unless_they_may_be(tmp_path):
+    """The score would be of another conversation than the actor has had."""
+    only_users = "{% for m in messages if m.role != 'system' %}[u]{{ m.content }}{% endfor %}"
+    reader = load_tokenizer(write_tokenizer(tmp_path, letters="12+=[]au", chat_template=only_users))
+    talk = [{"role": "system", "content": "1"}, {"role": "user", "content": "1+1="}]
+    with pytest.raises(ValueError, match=r"message 1 \('system'\): the chat template does not write all of"):
+        Retokenizer(reader, 64)("", talk, "2", finished=True)
+    made = Retokenizer(reader, 64, may_drop=("messages",))("", talk, "2", finished=True)
+    assert made == Retokenizer(reader, 64)("", talk[1:], "2", finished=True)

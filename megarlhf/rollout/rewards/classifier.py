@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megarlhf.architectures.hf_config import score_of_config
 from megarlhf.data.retokenize import Retokenizer
+from megarlhf.data.text.written import KINDS
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.provenance import find_provenance_file
 from megarlhf.rollout.rewards.batch import Outcome, RewardBatch, Untold, short
@@ -79,7 +80,7 @@ class Classifier:
         self._begin = self._tokenizer.bos_token_id
         trained_here = find_provenance_file(path) is not None
         if form != "pair" and self._tokenizer.chat_template and trained_here:  # scored where a turn ends, as trained
-            self._ours = Retokenizer(load_tokenizer(path), max_tokens=_ANY_LENGTH)
+            self._ours = Retokenizer(load_tokenizer(path), max_tokens=_ANY_LENGTH, may_drop=KINDS)
         self._reads_segments = "token_type_ids" in inspect.signature(self._model.forward).parameters
         self._several = getattr(model.config, "problem_type", None) == "multi_label_classification"
 
