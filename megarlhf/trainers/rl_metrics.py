@@ -47,8 +47,7 @@ def describe(experience: Experience, cfg: RLConfig) -> dict[str, float | None]:
     if trained_N is not None:
         metrics["samples_left_out"] = int((~trained_N).sum())
     if cfg.rollout.num_samples_per_prompt > 1:
-        silent_N = without_signal(rewards_N, groups_N)
-        metrics["groups_without_signal"] = float(silent_N.float().mean())
+        metrics["groups_without_signal"] = share_without_signal(rewards_N, groups_N)
     if "returns" in experience.columns:
         values_T, returns_T = (experience.columns[name].values_T for name in ("values", "returns"))
         rest_T = returns_T.double() - values_T.double()
@@ -58,6 +57,11 @@ def describe(experience: Experience, cfg: RLConfig) -> dict[str, float | None]:
     if experience.holding is not None:
         metrics["columns_received_mib"] = int(experience.holding.received_W.max()) / 2**20
     return metrics
+
+
+def share_without_signal(rewards_N: Tensor, groups_N: Tensor) -> float:
+    """Of samples, those in whose group all rewards are equal."""
+    return float(without_signal(rewards_N, groups_N).float().mean())
 
 
 def kl_by_sample(experience: Experience, kl: KLConfig) -> Tensor:

@@ -23,8 +23,8 @@ from megarlhf.rollout.rewards.batch import RewardBatch, short
 def retokenizer_of(
     reward_model: Role, reward: RewardConfig, micro: MicroBatchConfig, may_drop: tuple[Kind, ...] = ()
 ) -> Retokenizer:
-    """With the reward model's tokenizer, whose chat template may leave out `may_drop` of a conversation. A text is as long at most as the model can read, as a packed micro-batch can
-    hold, and as `max_tokens` says."""
+    """With the reward model's tokenizer, whose chat template may leave out `may_drop` of a conversation. A text is as
+    long at most as the model can read, as a packed micro-batch can hold, and as `max_tokens` says."""
     limits = (reward_model.shard.arch.longest_sequence, micro.max_tokens_per_micro_batch, reward.max_tokens)
     return Retokenizer(
         tokenizer=load_tokenizer(reward_model.section.model.tokenizer_place()),
