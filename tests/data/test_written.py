@@ -45,10 +45,11 @@ def check_records(tokenizer, template, records, spell):
             whole = spell(sample.tokens)
             assert all(stands_in(part, whole) for message in record["messages"] for part in parts(message)), record
             pairs = zip(sample.stretches[0::2], sample.stretches[1::2], strict=True)
-            learnt = [spell(sample.tokens[first:end]) for first, end in pairs]
+            learnt = [(spell(sample.tokens[:first]), spell(sample.tokens[first:end])) for first, end in pairs]
             answers = [message for message in record["messages"] if message["role"] == "assistant"]
-            for answer, text in zip(answers[-len(learnt) :], learnt, strict=True):
-                assert all(stands_in(part, text) for part in parts(answer)), (record, text)
+            for answer, (before, text) in zip(answers[-len(learnt) :], learnt, strict=True):
+                opened = "<think>\n" * before.endswith("<think>\n")  # by the text that asks for the answer
+                assert all(stands_in(part, opened + text) for part in parts(answer)), (record, text)
     return outcomes
 
 
