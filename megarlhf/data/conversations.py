@@ -16,7 +16,7 @@ from typing import Any
 
 from megarlhf.data.record_fields import missing, present, shown, text_of
 from megarlhf.data.templates import Conversation, Template
-from megarlhf.data.text.messages import messages_of, without_nulls, without_weights
+from megarlhf.data.text.messages import messages_of, without_weights
 from megarlhf.data.unread import require_no_messages, require_read
 
 Record = Mapping[str, Any]
@@ -321,7 +321,7 @@ def tools_of(record: Record) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise ValueError(f"field 'tools' is {shown(tools)}, expected a list of objects that describe tools")
-    return [without_nulls(tool) for tool in tools]
+    return [dict(tool) for tool in tools]
 
 
 def variables_of(record: Record) -> dict[str, Any]:
@@ -334,7 +334,7 @@ def variables_of(record: Record) -> dict[str, Any]:
         return {}
     if not isinstance(given, Mapping):
         raise ValueError(f"field {VARIABLES!r} is {shown(given)}, expected an object: variables of the chat template")
-    return dict(without_nulls(given))
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _require_order(messages: Sequence[Mapping[str, Any]], column: str) -> None:

@@ -14,7 +14,7 @@ import itertools
 import lzma
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BufferedReader, TextIOWrapper
 from pathlib import Path
@@ -171,7 +171,24 @@ def _batched(rows: Iterable[tuple[int, Any]]) -> Iterator[tuple[tuple[int, Any],
 
 def chunks_of_rows(rows: Iterable[Any], name: str, unit: str) -> Iterator[Chunk]:
     """Of rows that are there already, such as those of a saved dataset."""
-    return _chunked(enumerate(map(dict, rows), 1), name, unit)
+    return _chunked(enumerate(map(without_absent, rows), 1), name, unit)
+
+
+def without_absent(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a columnar set, in which messages and descriptions of tools have the keys of all rows: one that is null
+    there is one that the row has not."""
+    return {name: _without_nulls(value) if _is_of_objects(value) else value for name, value in row.items()}
+
+
+def _is_of_objects(value: Any) -> bool:
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, Mapping) and not {"role", "from", "function", "type", "name"}.isdisjoint(first)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _table(path: Path, compressed: str, delimiter: str) -> Iterator[tuple[int, dict[str, str]]]:
@@ -232,7 +249,7 @@ def _columnar(path: Path, suffix: str, compressed: str) -> Iterator[dict[str, An
             for batch in _batches(source, suffix, stack):
                 if len(set(batch.schema.names)) < len(batch.schema.names):
                     raise ValueError(f"{path}: a column name stands twice among {', '.join(batch.schema.names)}")
-                yield from batch.to_pylist()
+                yield from map(without_absent, batch.to_pylist())
         except pa.ArrowException as error:
             raise ValueError(f"{path}: not a readable {suffix} file: {error}; write it again") from error
 

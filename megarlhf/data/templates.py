@@ -98,7 +98,7 @@ class ChatTemplate:
         def render(messages: Messages, tools: Any) -> str:
             return self._render(messages, tools, variables, reply)
 
-        return compare(text, render, messages, tools, self.program.strings, self._kept)
+        return compare(text, render, messages, tools, self._kept)
 
     @functools.cached_property
     def _kept(self) -> re.Pattern[str] | None:

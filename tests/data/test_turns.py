@@ -241,7 +241,7 @@ def test_a_template_that_ends_no_turn_gets_the_end_of_sequence(tokenizers):
 
 
 def test_calls_of_tools_are_learnt_as_the_template_writes_them(tokenizers):
-    tools = [{"type": "function", "function": {"name": "add", "parameters": None}}]
+    tools = [{"type": "function", "function": {"name": "add"}}]
     call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [
         said("user", "1+1"), {"role": "assistant", "content": None, "tool_calls": [call]}, said("tool", "2"),

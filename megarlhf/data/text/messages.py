@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 from megarlhf.data.record_fields import present, shown
+from megarlhf.data.text.written import THOUGHTS
 
 _SHAREGPT = {
     "human": "user", "user": "user",
@@ -44,12 +47,19 @@ def _message(value: Any, where: str) -> dict[str, Any]:
         raise ValueError(
             f"{where} ({role!r}) has {foreign[0]!r}: {_FOREIGN[foreign[0]]}; leave the key out, or the record"
         )
+    for key in (name for name in THOUGHTS if message.get(name)):
+        message[key] = _thought(message[key], f"{where} ({role!r}), {key}")
     if isinstance(message.get("content"), list):
-        message |= _of_parts(message.pop("content"), f"{where} ({role!r})")
-    if isinstance(legacy := message.pop("function_call", None), Mapping):
-        message["tool_calls"] = [{"type": "function", "function": legacy}]
-    if message.get("tool_calls"):
-        message["tool_calls"] = [_call(each, where) for each in message["tool_calls"]]
+        parts = _of_parts(message.pop("content"), f"{where} ({role!r})")
+        if "thinking" in parts and any(message.get(key) for key in THOUGHTS):
+            raise ValueError(f"{where} ({role!r}) has a thought in its content and another beside it; leave one out")
+        message |= parts
+    if legacy := message.pop("function_call", None):
+        if message.get("tool_calls"):
+            raise ValueError(f"{where} ({role!r}) has both function_call and tool_calls; leave one of them out")
+        message["tool_calls"] = [{"type": "function", "function": _parsed(legacy, where)}]
+    if calls := _parsed(message.get("tool_calls"), where):
+        message["tool_calls"] = [_call(each, where) for each in (calls if isinstance(calls, list) else [calls])]
         message.setdefault("content", "")
     else:
         message.pop("tool_calls", None)
@@ -68,6 +78,7 @@ _FOREIGN: Mapping[str, str] = {
         ("image", "images", "image_url", "audio", "audios", "video", "videos"), "models of text alone are trained"
     ),
     **dict.fromkeys(("prefix", "partial"), "an answer that goes on where this one ends is not known"),
+    **dict.fromkeys(("functions", "documents"), "they are of the record: columns tools and chat_template_kwargs"),
 }
 """Keys of a message that change what it means to others, and that nothing here reads; and why."""
 
@@ -93,8 +104,33 @@ def _of_parts(parts: list[Any], where: str) -> dict[str, str]:
                 f"{where}: a part of its content is {shown(given)}, expected {{type: text, text: ...}}; models of text "
                 "alone are trained: leave such records out"
             )
+        if into == "thinking" and texts["content"].strip():
+            raise ValueError(f"{where}: a thought stands behind a text in its content, and is written before it")
         texts[into] = texts.get(into, "") + part[key]
     return texts
+
+
+def _thought(value: Any, where: str) -> str:
+    """Of a thought that is a text, a list of parts, or an object with `content` or `text`. Raises: ValueError."""
+    if isinstance(value, Mapping):
+        value = value.get("content", value.get("text"))
+    if isinstance(value, list):
+        value = "".join(_of_parts([each for each in value if each], where).values())
+    if not isinstance(value, str):
+        raise ValueError(f"{where} is {shown(value)}, expected a text; convert the data")
+    return value
+
+
+def _parsed(value: Any, where: str) -> Any:
+    """Calls of tools, also as JSON. Raises: ValueError."""
+    if not isinstance(value, str) or not value.strip():
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(
+            f"{where}: a call of a tool is {shown(value)}, expected an object, or its JSON: {error}"
+        ) from None
 
 
 _FLAGS = ("weight", "loss", "train", "training", "trainable")
@@ -129,16 +165,39 @@ def _call(value: Any, where: str) -> Any:
     """A call of a tool, whose arguments are an object or the JSON of one."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{where}: a call of a tool is {shown(value)}, expected an object")
-    call = without_nulls(value)
-    function = call.get("function", call)
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    try:
-        known = not isinstance(arguments, str) or isinstance(json.loads(arguments), dict)
-    except ValueError:
-        known = False
-    if not known:
-        raise ValueError(f"{where}: the arguments of a call are {shown(arguments)}, expected an object, or its JSON")
+    call = {key: part for key, part in value.items() if part is not None}
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _call(call["function"], where)}
+    arguments = call.get("arguments")
+    if isinstance(arguments, str):
+        if not arguments.strip():
+            return {**call, "arguments": {}}
+        try:
+            known = isinstance(json.loads(arguments, parse_float=_exact, object_pairs_hook=_once), dict)
+        except ValueError as error:
+            raise ValueError(
+                f"{where}: the arguments of a call are {shown(arguments)}, expected an object, or its JSON: {error}"
+            ) from None
+        if not known:
+            raise ValueError(
+                f"{where}: the arguments of a call are {shown(arguments)}, expected an object, or its JSON"
+            )
     return call
+
+
+def _exact(digits: str) -> float:
+    """Raises: ValueError for a number that a template would write otherwise."""
+    number = float(digits)
+    if not math.isfinite(number) or Decimal(repr(number)) != Decimal(digits):
+        raise ValueError(f"{digits} cannot be kept exactly; write it as a text")
+    return number
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises: ValueError for a key that stands twice."""
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("a key stands there twice")
+    return found
 
 
 def _from_sharegpt(value: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -158,10 +217,3 @@ def _from_sharegpt(value: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(text, str | list):
         raise ValueError(f"{where} ({name!r}): value is {shown(text)}, expected a text; convert the data")
     return {**others, "role": _SHAREGPT[role], "content": text}
-
-
-def without_nulls(value: Any) -> Any:
-    """A key that is null is a key that is not there: Parquet and Arrow give every row the keys of all."""
-    if isinstance(value, Mapping):
-        return {key: without_nulls(part) for key, part in value.items() if part is not None}
-    return [without_nulls(part) for part in value] if isinstance(value, list) else value

@@ -11,6 +11,7 @@ they are, for the template may look for them. So it takes the same way through b
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -68,12 +69,14 @@ class _Part:
     message: int | None
     key: str
     text: str
-    replaced: str = ""
+    replaced: Any = ""
     """What stands in its place in the second rendering."""
     runs: list[str] = field(default_factory=list)
     """Keys of the runs in it."""
     answer: str | None = None
     """The end of `replaced` behind a mark that ends thoughts; None where there is no such mark."""
+    thinks: bool = False
+    """Whether it is of the assistant, who may have thoughts in a content."""
 
     def omission(self, kind: Kind | None = None) -> Omission:
         """As one of its own kind, or of another."""
@@ -104,12 +107,30 @@ def compare(
     render: Render,
     messages: Sequence[Message],
     tools: Tools | None,
-    constants: frozenset[str],
     kept: re.Pattern[str] | None,
 ) -> Written:
-    """What `text`, as `render` has written the messages, has of them. `constants` and `kept`: see `kept_strings`.
-    Raises: what the template raises."""
-    replaced = _Replaced(constants, kept)
+    """What `text`, as `render` has written the messages, has of them. `kept`: see `kept_strings`. Raises: what the
+    template raises."""
+    first: Written | ValueError
+    try:
+        first = _compared(text, render, messages, tools, _Replaced(kept))
+        if not any(omission.kind in ("tool_calls", "tools") for omission in first.omissions):
+            return first
+    except ValueError as error:  # a template that looks up the name of a tool
+        first = error
+    bare = [{key: part for key, part in each.items() if key != "tool_calls"} for each in messages]
+    with contextlib.suppress(ValueError):
+        again = _compared(text, render, messages, tools, _Replaced(kept, literal=True))
+        if not again.omissions and (bare == list(messages) or render(bare, tools) != text):
+            return again
+    if isinstance(first, ValueError):
+        raise first
+    return first
+
+
+def _compared(
+    text: str, render: Render, messages: Sequence[Message], tools: Tools | None, replaced: _Replaced
+) -> Written:
     second = render([replaced.message(n, each) for n, each in enumerate(messages)], replaced.tools(tools))
     aligned, _ = _aligned(text, second, replaced.runs)
     if aligned is None:
@@ -139,55 +160,98 @@ def _compare_without_white_space(text: str, second: str, replaced: _Replaced) ->
 class _Replaced:
     """A conversation with other texts in place of its own."""
 
-    def __init__(self, constants: frozenset[str], kept: re.Pattern[str] | None) -> None:
+    def __init__(self, kept: re.Pattern[str] | None, *, literal: bool = False) -> None:
+        """literal: names of tools and values that are no texts stay as they are, and are searched for"""
         self.parts: list[_Part] = []
         self.runs: dict[str, _Run] = {}
         """By their character, or as a number."""
-        self._constants, self._kept = constants, kept
+        self._kept, self._literal = kept, literal
 
     def message(self, number: int, message: Message) -> dict[str, Any]:
         """The message with runs in place of its texts."""
         replaced = dict(message)
         for key in ("content", *THOUGHTS):
             if isinstance(value := message.get(key), str) and value:
-                replaced[key] = self._text(_Part("messages" if key == "content" else "thoughts", number, key, value))
+                kind: Kind = "messages" if key == "content" else "thoughts"
+                part = _Part(kind, number, key, value, thinks=message.get("role") == "assistant")
+                replaced[key] = self._text(part)
         if message.get("tool_calls"):
             replaced["tool_calls"] = [self._call(call, number) for call in message["tool_calls"]]
         return replaced
 
     def tools(self, tools: Tools | None) -> Tools | None:
-        """Descriptions of tools with runs in place of names and descriptions."""
-        return None if tools is None else [self._described(tool) for tool in tools]
+        """Descriptions of tools with runs in place of names, of descriptions and of names of parameters; of one without
+        any, in place of all texts."""
+        if tools is None:
+            return None
+        replaced = []
+        for tool in tools:
+            before = len(self.parts)
+            described = self._described(tool)
+            replaced.append(described if len(self.parts) > before else self._argument(tool, None))
+        return replaced
 
     def _described(self, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            named = {key for key in ("name", "description") if isinstance(value.get(key), str) and value[key]}
-            return {
-                key: self._whole(_Part("tools", None, key, part)) if key in named else self._described(part)
-                for key, part in value.items()
-            }
-        return [self._described(part) for part in value] if isinstance(value, list) else value
+        if isinstance(value, list):
+            return [self._described(part) for part in value]
+        if not isinstance(value, Mapping):
+            return value
+        parameters = value.get("properties")
+        names = self._keys(parameters, None) if isinstance(parameters, Mapping) else {}
+        replaced: dict[str, Any] = {}
+        for key, part in value.items():
+            if key in ("name", "description") and isinstance(part, str) and part:
+                replaced[key] = self._name(_Part("tools", None, key, part))
+            elif key == "properties" and names:
+                replaced[key] = {names[name]: self._described(each) for name, each in part.items()}
+            elif key == "required" and isinstance(part, list):
+                replaced[key] = [names.get(each, each) for each in part]
+            else:
+                replaced[key] = self._described(part)
+        return replaced
+
+    def _keys(self, value: Mapping[str, Any], number: int | None) -> dict[str, str]:
+        """Runs in place of keys, which sort as these do."""
+        kind: Kind = "tools" if number is None else "tool_calls"
+        return {key: self._name(_Part(kind, number, "arguments", key)) for key in sorted(value) if key}
+
+    def _name(self, part: _Part) -> str:
+        if self._literal and part.key != "description":
+            return self._searched(part, part.text)
+        return self._whole(part)
+
+    def _searched(self, part: _Part, value: Any) -> Any:
+        part.replaced = value
+        self.parts.append(part)
+        return value
 
     def _call(self, call: Any, number: int) -> Any:
         if not isinstance(call, Mapping):
             return call
-        if isinstance(call.get("function"), Mapping):
-            return {**call, "function": self._call(call["function"], number)}
         replaced = dict(call)
-        if isinstance(name := call.get("name"), str) and name and name not in self._constants:
-            replaced["name"] = self._whole(_Part("tool_calls", number, "name", name))
-        if "arguments" in call:
-            replaced["arguments"] = self._argument(call["arguments"], number)
+        function = replaced["function"] = dict(call["function"]) if isinstance(call.get("function"), Mapping) else None
+        if function is None:
+            function = replaced
+            del replaced["function"]
+        if isinstance(name := function.get("name"), str) and name:
+            function["name"] = self._name(_Part("tool_calls", number, "name", name))
+            if isinstance(call.get("id"), str):  # Kimi's has the name in it
+                replaced["id"] = call["id"].replace(name, function["name"])
+        if "arguments" in function:
+            function["arguments"] = self._argument(function["arguments"], number)
         return replaced
 
-    def _argument(self, value: Any, number: int) -> Any:
+    def _argument(self, value: Any, number: int | None) -> Any:
         if isinstance(value, Mapping):
-            return {key: self._argument(part, number) for key, part in value.items()}
+            names = self._keys(value, number)
+            return {names.get(key, key): self._argument(part, number) for key, part in value.items()}
         if isinstance(value, list):
             return [self._argument(part, number) for part in value]
-        part = _Part("tool_calls", number, "arguments", str(value))
+        part = _Part("tools" if number is None else "tool_calls", number, "arguments", str(value))
         if isinstance(value, str):
             return self._whole(part) if value else value
+        if self._literal:
+            return self._searched(part, value)
         other = 7 * 10**15 + 7919 * len(self.runs)
         part.replaced = self._add(part, str(other), value, len(str(other)))
         return other
@@ -298,7 +362,7 @@ def _omission(part: _Part, squeezed: str) -> Omission:
     """Of a part that is not whole; `squeezed`: the second rendering without white space."""
     if any(_squeezed(spelled) in squeezed for spelled in _spellings(part.replaced)):
         return part.omission("white_space")
-    if part.kind == "messages" and part.answer is not None and _squeezed(part.answer) in squeezed:
+    if part.kind == "messages" and part.answer is not None and part.thinks and _squeezed(part.answer) in squeezed:
         return part.omission("thoughts")
     return part.omission()
 
