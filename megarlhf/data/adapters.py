@@ -69,8 +69,14 @@ def alpaca(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Stanford Alpaca's `instruction`, `input` (may be empty) and `output`; the prompt is the two with a blank line
     between them. A row without `output` is a prompt alone, or that of a pair. `history`, of LLaMA-Factory, is a list of
     earlier instructions with their outputs, with which the prompt is a list of messages."""
-    context = row.get("input")
+    context = str(given) if isinstance(given := row.get("input"), int | float) else given
     instruction = _text(row, "instruction")
+    if context is not None and not isinstance(context, str):
+        raise ValueError(f"expected a text in 'input', it is {type(context).__name__}")
+    if row.get("query"):
+        raise ValueError(
+            "the row has both 'instruction' and 'query'; name the one that is meant by an adapter of yours"
+        )
     prompt: Any = f"{instruction}\n\n{context}" if isinstance(context, str) and context.strip() else instruction
     if history := row.get("history"):
         turns = [list(turn) for turn in history] if isinstance(history, list) else [[]]
@@ -104,8 +110,8 @@ def sharegpt(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
         content = turn.get("value", turn.get("content"))
         if not isinstance(content, str):
             raise ValueError(f"a turn from {speaker!r} has no text in 'value'")
-        weight = {} if turn.get("weight") is None else {"weight": turn["weight"]}
-        messages.append({"role": _ROLES[speaker.lower()], "content": content, **weight})
+        others = {key: value for key, value in turn.items() if key not in ("from", "value", "role", "content")}
+        messages.append({"role": _ROLES[speaker.lower()], "content": content, **others})
     if next((each["role"] for each in messages if each["role"] != "system"), None) == "assistant":
         return None
     system = row.get("system")

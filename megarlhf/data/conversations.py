@@ -28,6 +28,9 @@ CONVERSATION_COLUMNS = ("prompt", *_LISTS)
 VARIABLES = "chat_template_kwargs"
 """The column with variables of the template for this record."""
 
+BESIDE_A_CONVERSATION = ("system", "tools", VARIABLES)
+"""Columns that are written with it, and that texts as they stand have no place for."""
+
 
 @dataclass(frozen=True)
 class PairOfTexts:
@@ -59,15 +62,16 @@ class EmptyText(Exception):
 
 def prompt_of(record: Record, template: Template) -> str | Conversation:
     """What has to be answered. Raises: ValueError; EmptyText."""
+    require_read(record, "prompt")
     column = _list_column(record, template, ("prompt",))
-    if column is None:
-        return _text_or_question(record, template, ("prompt",))
-    asked = conversation_of(record, column)
+    asked = _text_or_question(record, template, ("prompt",)) if column is None else conversation_of(record, column)
+    if isinstance(asked, str):
+        return asked
     if asked.messages[-1]["role"] == "assistant":
         raise ValueError(
-            f"the conversation in {column!r} ends with a message of 'assistant', which would become part of the "
-            "prompt; expected a message of the user, the system or a tool as the last one: drop the last message, or "
-            "train on it with `megarlhf sft`"
+            f"the conversation in {column or 'prompt'!r} ends with a message of 'assistant', which would become part "
+            "of the prompt; expected a message of the user, the system or a tool as the last one: drop the last "
+            "message, or train on it with `megarlhf sft`"
         )
     return _spoken(asked)
 
@@ -79,8 +83,10 @@ def example_of(record: Record, template: Template) -> tuple[str, str] | Conversa
         return _raw_text(record, template)
     column = _list_column(record, template, ("prompt", "response"))
     if column is not None:
-        require_read(record, "conversation")
         whole = conversation_of(record, column)
+        answered_there = present(record, "prompt") and present(record, "response")  # data.template says which is meant
+        beside = {name: value for name, value in record.items() if name != "response" or not answered_there}
+        require_read(beside, "conversation", whole.messages)
     elif isinstance(record.get("response"), list | Mapping) and template != "plain":
         whole = _with_answers(record)
     else:
@@ -132,8 +138,8 @@ def pair_of(record: Record, template: Template) -> PairOfTexts | PairOfConversat
     for name in ("chosen", "rejected"):
         if not present(record, name):
             raise missing(record, name)
-    require_read(record, "pair")
     kinds = {isinstance(record[name], str) for name in ("chosen", "rejected")}
+    require_read(record, "pair of texts" if kinds == {True} else "pair")
     if len(kinds) > 1:
         raise ValueError(
             f"'chosen' is {shown(record['chosen'])}, 'rejected' is {shown(record['rejected'])}; expected two texts or "
@@ -261,7 +267,7 @@ def _text_or_question(record: Record, template: Template, names: Sequence[str]) 
     if isinstance(prompt, str):
         require_no_messages("prompt", prompt)
         if template != "chat":
-            _require_read(record, names)
+            _require_no_conversation(record)
             return prompt
         if not prompt.strip():
             raise EmptyText("empty prompt")
@@ -272,14 +278,13 @@ def _text_or_question(record: Record, template: Template, names: Sequence[str]) 
     return conversation_of(record, "prompt")
 
 
-def _require_read(record: Record, names: Sequence[str]) -> None:
-    """Texts as they stand have no system message and no tools; in a prompt of `rl` the columns are fields for rewards.
-    Raises: ValueError."""
-    beside = [name for name in ("system", "tools", VARIABLES) if present(record, name) and record[name]]
-    if beside and len(names) > 1:
+def _require_no_conversation(record: Record) -> None:
+    """Texts as they stand have no system message and no tools. Raises: ValueError."""
+    beside = [name for name in BESIDE_A_CONVERSATION if present(record, name) and record[name]]
+    if beside:
         raise ValueError(
             f"the record has {' and '.join(map(repr, beside))} beside its texts, which only a chat template writes; "
-            "set data.template to chat, or leave the column out"
+            f"set data.template to chat, or give the column another name: columns: {{not_read: {beside[0]}}}"
         )
 
 

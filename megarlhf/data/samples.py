@@ -45,7 +45,7 @@ from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.data.tokenizer_files import tokenizer_digest, writes_the_date
 from megarlhf.data.turns import LossOn, learnt_turns
 
-VERSION = 4
+VERSION = 5
 """Of how records are written as tokens: another one makes other keys of the cache."""
 
 Form = Literal["texts", "conversations", "raw texts"]
@@ -174,7 +174,10 @@ class SFTEncoder(_Options):
             if isinstance(example, Conversation):
                 self._require_all_learnt(record, example)
                 whole = writer.answered(example, self.loss_on)
-                learnt, limit = self._limited(SFTSample(whole.tokens, whole.stretches))
+                made = SFTSample(whole.tokens, whole.stretches)
+                if record.get("finished") is False and learnt_turns(example, "last"):
+                    made = _without_end(made)
+                learnt, limit = self._limited(made)
                 return changed(learnt, whole.omissions), limit
             prompt_tokens = text_tokens(example[0], loaded)
             answer_tokens = response_tokens(example[1], loaded)
@@ -337,6 +340,14 @@ def build_prompts(records: Records, tokenizer: Tokenizer, **options: Any) -> tup
 
 def _built(encoder: Any, records: Records, tokenizer: Tokenizer) -> tuple[list[Any], Skipped]:
     return encode_records(records, encoder.by(tokenizer))
+
+
+def _without_end(sample: SFTSample) -> SFTSample:
+    """Of an answer that was cut: the token that would end it is its last one. Raises: Unusable where that is all."""
+    *before, first, end = sample.stretches
+    if end - 1 == first:
+        raise Unusable("empty response")
+    return SFTSample(sample.tokens[:-1], [*before, first, end - 1])
 
 
 def _margin(record: Mapping[str, Any]) -> float:

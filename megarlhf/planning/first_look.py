@@ -16,7 +16,15 @@ from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.hf_config import architecture_from_hf, read_config
 from megarlhf.architectures.placements import Head, logical_tensors
 from megarlhf.config import ModelConfig, SourceConfig
-from megarlhf.data.conversations import EmptyText, PairOfConversations, RawText, example_of, pair_of, prompt_of
+from megarlhf.data.conversations import (
+    BESIDE_A_CONVERSATION,
+    EmptyText,
+    PairOfConversations,
+    RawText,
+    example_of,
+    pair_of,
+    prompt_of,
+)
 from megarlhf.data.fields import LeftOut, Reader, meant, value_at
 from megarlhf.data.sample_kinds import PairSample, PromptSample, SFTSample, Unusable, sample_of
 from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder
@@ -230,7 +238,7 @@ def _template(
     for where, row in rows:
         with contextlib.suppress(LeftOut, ValueError, EmptyText):
             given = reader.record(row, where)
-            record = {name: value for name, value in given.items() if name not in ("system", "tools")}
+            record = {name: value for name, value in given.items() if name not in BESIDE_A_CONVERSATION}
             if isinstance(read(record, "auto"), Conversation | PairOfConversations | RawText):
                 return "auto"
             written = has_marks(str(record["prompt"]), load_tokenizer(require_hf_directory(model.path)))

@@ -15,7 +15,7 @@ from megarlhf.config import ModelConfig, RoleConfig
 from megarlhf.data.templates import Template, chat_template
 from megarlhf.data.tokenizer import first_difference, load_tokenizer
 from megarlhf.data.tokenizer_files import has_tokenizer
-from megarlhf.data.tokenizer_formats.comparison import read_otherwise
+from megarlhf.data.tokenizer_formats.comparison import changed_text, read_otherwise
 from megarlhf.planning.policies import trained_tensors_of
 from megarlhf.weights.checkpoint.dtype import has_weights
 from megarlhf.weights.checkpoint.formats.megatron.tokenizers import tokenizer_in_words
@@ -40,6 +40,12 @@ def check_vocabularies(roles: Mapping[str, RoleConfig], retokenized: Collection[
     notes = []
     if other := read_otherwise(described, tokenizer):
         notes.append(f"{writer}: texts are read as the files of {described} say; {other}")
+    if change := changed_text(tokenizer):
+        text, read = change
+        notes.append(
+            f"{writer}: the tokenizer of {described} does not keep texts as they are: {text!r} becomes {read!r}, in "
+            "prompts and in what is learnt"
+        )
     for role, section in roles.items():
         if role in retokenized:
             continue

@@ -39,6 +39,8 @@ _WRITTEN = (
     "#### {}",
     "\\boxed{{{}}}",
     "The answer is {}.",
+    "Answer: {}",
+    "Final Answer: {}",
     "<answer>{}</answer>",
     "<think>\nA thought.\n</think>\n<answer>\n{}\n</answer>",
     "<think>\nA thought.\n</think>\n\n\\boxed{{{}}}",

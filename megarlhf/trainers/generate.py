@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megarlhf.algo.reward_scaling import weighted_total
 from megarlhf.config import GenerateConfig, RewardConfig
+from megarlhf.data.conversations import BESIDE_A_CONVERSATION
 from megarlhf.data.samples import PromptSample
 from megarlhf.errors import RewardError, WatchdogTimeout
 from megarlhf.experience import Rollouts
@@ -184,10 +185,12 @@ def _in_words(counts: Mapping[str, float]) -> str:
 def lines_of(
     prompts: Sequence[PromptSample], responses: Sequence[str], rollouts: Rollouts, values: Mapping[str, Tensor]
 ) -> Iterable[dict[str, Any]]:
-    """`values`: what each reward says of each response, [N]; NaN where it says nothing."""
+    """`values`: what each reward says of each response, [N]; NaN where it says nothing. The text of a prompt that was a
+    conversation has its system message and its tools: their columns are left out."""
     for n, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        written = () if prompt.messages is None else BESIDE_A_CONVERSATION
         yield {
-            **prompt.fields,
+            **{name: value for name, value in prompt.fields.items() if name not in written},
             "prompt": prompt.text,
             "response": response,
             "finished": bool(rollouts.finished_N[n]),

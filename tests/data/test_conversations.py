@@ -35,11 +35,66 @@ def test_forms_of_fine_tuning():
 
 def test_forms_of_prompts():
     assert prompt_of({"prompt": "1+1"}, "auto") == "1+1"
-    assert prompt_of({"prompt": "1+1", "system": "x"}, "auto") == "1+1", "a field for rewards"
+    assert prompt_of({"prompt": "1+1", "context": "x", "answer": "2"}, "auto") == "1+1", "fields for rewards"
     assert prompt_of({"prompt": "1+1"}, "chat") == Conversation([ASKED])
     assert prompt_of({"prompt": [ASKED]}, "auto") == Conversation([ASKED])
     assert prompt_of({"conversations": SHAREGPT[:1]}, "auto") == Conversation([ASKED])
     assert prompt_of({"messages": [*TALK, ASKED], "answer": "2"}, "auto") == Conversation([*TALK, ASKED])
+
+
+@pytest.mark.parametrize("name", ["system", "tools", "chat_template_kwargs"])
+def test_a_prompt_that_is_a_text_has_nothing_beside_it_that_a_template_writes(name):
+    value = {"system": "x", "tools": [{"name": "f"}], "chat_template_kwargs": {"a": 1}}[name]
+    for template in ("auto", "plain"):
+        with pytest.raises(ValueError, match=rf"has '{name}' beside .*not_read: {name}"):
+            prompt_of({"prompt": "1+1", name: value}, template)
+        assert prompt_of({"prompt": "1+1", name: None, "not_read": value}, template) == "1+1"
+    for record, template in (({"prompt": "1+1"}, "chat"), ({"prompt": [ASKED]}, "auto")):
+        assert prompt_of({**record, name: value}, template) != prompt_of(record, template)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("system_prompt", "x"), ("history", [["a", "b"]]), ("documents", [{"text": "a"}]), ("images", ["a.png"]),
+        ("audio", {"path": "a.wav"}), ("enable_thinking", False),
+    ],
+)  # fmt: skip
+def test_a_column_that_can_only_belong_to_the_prompt_is_no_field_for_rewards(name, value):
+    for record, template in (
+        ({"prompt": "1+1"}, "plain"),
+        ({"prompt": "1+1"}, "chat"),
+        ({"messages": [ASKED]}, "auto"),
+    ):
+        with pytest.raises(ValueError, match=rf"has '{name}' = .*not_read: {name}"):
+            prompt_of({**record, name: value}, template)
+        assert prompt_of({**record, name: None, "not_read": value}, template) == prompt_of(record, template)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("documents", [{"text": "a"}]), ("enable_thinking", True), ("thinking", False), ("context", "A sum."),
+        ("response", "4"), ("completion", "4"), ("instruction", "add"),
+    ],
+)  # fmt: skip
+def test_what_stands_beside_messages_and_in_none_of_them_is_refused(name, value):
+    for template in ("auto", "chat"):
+        with pytest.raises(ValueError, match=rf"has '{name}' = .*not_read: {name}"):
+            example_of({"messages": TALK, name: value}, template)
+    repeated = {"instruction": "1+1", "response": "2", "context": ""}
+    assert example_of({"messages": TALK, **repeated}, "auto") == Conversation(TALK)
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking", "thought"])
+@pytest.mark.parametrize("template", ["auto", "chat"])
+def test_a_thought_beside_texts_is_refused(name, template):
+    """The answer alone would be learnt."""
+    pair = {"prompt": "1+1", "chosen": "2", "rejected": "3"}
+    for read, texts in ((example_of, {"prompt": "1+1", "response": "2"}), (pair_of, pair)):
+        with pytest.raises(ValueError, match=rf"has '{name}' = .*looks like a thought .*not_read: {name}"):
+            read({**texts, name: "one and one"}, template)
+        assert read({**texts, name: " "}, template) == read(texts, template)
 
 
 def test_forms_of_pairs():
@@ -73,7 +128,7 @@ def test_sharegpt_calls_and_nulls_of_parquet():
     found = example_of(record, "auto")
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     roles = [ASKED, said("assistant", "", tool_calls=[call]), said("tool", "2"), ANSWER]
-    assert found == Conversation(roles, [{"name": "add"}])
+    assert found == Conversation(roles, [{"name": "add", "strict": None}]), "JSON says null itself"
     nulls = [{**ASKED, "tool_calls": None, "name": None}, {**ANSWER, "tool_calls": []}]
     assert example_of({"messages": nulls, "tools": None}, "auto") == Conversation(TALK)
 

@@ -24,6 +24,8 @@ from megarlhf.data.samples import (
 from megarlhf.data.sources import load_records
 from megarlhf.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from tests.classifiers import CHAT_TEMPLATE, LETTERS, write_tokenizer
+from tests.data.chat_styles import CHATML
+from tests.data.chat_styles import chat_tokenizer as styled_tokenizer
 
 BOS, EOS, PAD = 1, 2, 0
 
@@ -135,6 +137,25 @@ def test_chat_template(fast_tokenizer):
     assert (asked.tokens, asked.text, asked.fields) == (prompt, "<user>37+48=<bot>", {"answer": "85"})
     with pytest.raises(ValueError, match=r"record 2: .* expects the last one from 'assistant', got 'user'"):
         build_sft([{"messages": messages}, {"messages": messages[:1]}], tokenizer, **limits)
+
+
+@pytest.mark.parametrize("loss_on", ["last", "all"])
+def test_the_end_of_a_conversation_that_was_cut_is_not_learnt(tmp_path, loss_on):
+    """`finished: false` beside messages, and beside texts that a template writes: the last answer alone has no end."""
+    tokenizer = styled_tokenizer(tmp_path, CHATML)
+    encode = SFTEncoder(tokenizer=tmp_path, max_prompt_tokens=99, max_response_tokens=99, loss_on=loss_on,
+                        template="chat").by(tokenizer)  # fmt: skip
+    roles = ("user", "assistant", "user", "assistant")
+    talk = [{"role": role, "content": str(number)} for number, role in enumerate(roles)]
+    for record in ({"messages": talk}, {"prompt": talk[:3], "response": "3"}, {"prompt": "1", "response": "2"}):
+        whole, cut = encode(0, record), encode(0, {**record, "finished": False})
+        assert whole.tokens == [*cut.tokens, whole.tokens[-1]]
+        assert whole.tokens[-1] in tokenizer.special_ids
+        assert cut.stretches == [*whole.stretches[:-1], whole.stretches[-1] - 1]
+        assert encode(0, {**record, "finished": True}) == whole
+    if loss_on == "all":
+        unlearnt = {"messages": [*talk[:3], {**talk[3], "weight": 0}]}
+        assert encode(0, {**unlearnt, "finished": False}) == encode(0, unlearnt), "the first answer has ended"
 
 
 def test_pairs_take_their_prompt_from_prompt_whatever_else_a_record_has(fast_tokenizer):

@@ -4,16 +4,23 @@ Not covered: Megatron checkpoints (tests/weights opens them), and tokenizers tha
 tokens: the actor's alone does that.
 """
 
+import io
 import json
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from sentencepiece import SentencePieceTrainer
+from tokenizers import Regex, Tokenizer, models, normalizers
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import logical_tensors
 from megarlhf.config import ConversationConfig, RoleConfig
-from megarlhf.data.tokenizer import SentencePieceTokenizer, first_difference, load_tokenizer
+from megarlhf.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, first_difference, load_tokenizer
+from megarlhf.data.tokenizer_formats.comparison import changed_text
 from megarlhf.planning.ends import end_notes
 from megarlhf.planning.models import check_heads, check_vocabularies
 from tests.planning.configs import MODEL
@@ -67,6 +74,53 @@ def longer(proto):
 
 def another_end(proto):
     proto.pieces[2].piece, proto.trainer_spec.eos_piece = "<end>", "<end>"
+
+
+def sentence_pieces(**options):
+    """Of letters, digits and white space, in SentencePiece's own defaults but for `options`."""
+    content = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(["Ab 12 Ef", "A b 1 2 E f"] * 20),
+        model_writer=content,
+        model_type="char",
+        vocab_size=20,
+        hard_vocab_limit=False,
+        **{"minloglevel": 2, "user_defined_symbols": ["\n", "\t"], **options},
+    )
+    return content.getvalue()
+
+
+@pytest.mark.parametrize(
+    "options, becomes",
+    [
+        ({}, "'Ab 12"),
+        ({"normalization_rule_name": "nmt_nfkc_cf", "remove_extra_whitespaces": False}, "'ab  12"),
+        ({"normalization_rule_name": "identity", "remove_extra_whitespaces": False}, None),
+    ],
+)
+def test_a_tokenizer_that_changes_texts_is_named(model, options, becomes):
+    actor = model("actor", tokenizer=sentence_pieces(**options))
+    notes = check_vocabularies({"actor": actor})
+    assert len(notes) == (becomes is not None)
+    assert all("does not keep texts as they are: 'Ab  12" in note and f" becomes {becomes}" in note for note in notes)
+
+
+@pytest.mark.parametrize("normalizer", [normalizers.Lowercase(), normalizers.Replace(Regex(r"\s+"), " ")])
+def test_a_tokenizer_json_that_changes_texts_is_named_and_one_that_composes_characters_is_not(normalizer):
+    file = Tokenizer(models.BPE({letter: n for n, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    file.pre_tokenizer, file.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    file.add_special_tokens(["</s>"])
+    for normal in (None, normalizers.NFC()):
+        if normal is not None:
+            file.normalizer = normal
+        assert changed_text(of_file(file)) is None
+    file.normalizer = normalizer
+    text, read = changed_text(of_file(file))
+    assert (text, read) == ("Ab  12\n\n\tEf", normalizer.normalize_str(text))
+
+
+def of_file(file):
+    return HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=file, eos_token="</s>"), "here")
 
 
 def test_a_role_that_reads_other_tokens_than_the_actor_writes_is_refused(model):

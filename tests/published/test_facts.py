@@ -274,6 +274,40 @@ def test_names_of_special_tokens_in_their_places(stated, tmp_path):
         load_tokenizer(directory)
 
 
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("name", ["bos_token", "eos_token"])
+def test_a_begin_or_end_that_tokenizer_json_lacks_is_refused(name, place, tmp_path):
+    """It would be a new row of the model, behind all that it has learnt. One with an id in a file beside is read."""
+    file = byte_level("<s>", "</s>")
+    size, beside = file.get_vocab_size(), tmp_path / "special_tokens_map.json"
+    names = {**NAMES, name: "<|nope|>"}
+    directory = write(tmp_path, file, **(names if place == "tokenizer_config.json" else {}))
+    beside.write_text(json.dumps(names))
+    with pytest.raises(ValueError, match=rf"{name} is '<\|nope\|>' in .*tokenizer\.json has no such token"):
+        load_tokenizer(directory)
+    (directory / "added_tokens.json").write_text(json.dumps({"<|nope|>": size}))
+    tokenizer = load_tokenizer(directory)
+    assert (tokenizer.encode("<|nope|>"), tokenizer.vocab_size) == ([size], size + 1)
+
+
+def test_a_further_special_token_that_tokenizer_json_lacks_is_named(tmp_path, caplog):
+    file = byte_level("<s>", "</s>")
+    directory = write(tmp_path, file, **NAMES, pad_token="<pad>", additional_special_tokens=["</s>", "<|new|>"])
+    assert load_tokenizer(directory).vocab_size == file.get_vocab_size() + 2
+    assert "'<pad>' (pad_token), '<|new|>' (extra_special_tokens)" in caplog.text
+
+
+def test_an_end_whose_id_is_0(tmp_path):
+    """GPT-NeoX: the class alone names it."""
+    file = byte_level()
+    vocabulary = ["<|endoftext|>", *sorted(file.get_vocab(), key=file.get_vocab().__getitem__)]
+    content = json.loads(file.to_str())
+    content["model"]["vocab"] = {token: number for number, token in enumerate(vocabulary)}
+    file = Tokenizer.from_str(json.dumps(content))
+    file.add_special_tokens(["<|endoftext|>"])
+    assert load_tokenizer(write(tmp_path, file, tokenizer_class="GPTNeoXTokenizer")).eos_id == 0
+
+
 def test_ids_behind_a_gap_are_of_the_vocabulary(tmp_path):
     """Added tokens that start at a round number."""
     file = Tokenizer(models.BPE({"b": 0, "<s>": 6, "</s>": 7}, []))

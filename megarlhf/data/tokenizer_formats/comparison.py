@@ -1,12 +1,23 @@
-"""Whether transformers' AutoTokenizer makes the same ids of texts as a directory's own files."""
+"""Whether a tokenizer keeps texts, and transformers' AutoTokenizer makes the same ids of them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from megarlhf.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from megarlhf.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from megarlhf.data.tokenizer_formats.texts import TEXTS
+
+_SAMPLE = "Ab  12\n\n\tEf"
+
+
+def changed_text(tokenizer: Tokenizer) -> tuple[str, str] | None:
+    """A text and what it becomes as ids and back, for a tokenizer that puts one space for runs of white space, or
+    changes letters; None for one that keeps them. Characters that it does not know say nothing of that."""
+    unknown = tokenizer.unk_id if isinstance(tokenizer, HuggingFaceTokenizer | SentencePieceTokenizer) else None
+    text = "".join(letter for letter in _SAMPLE if unknown is None or unknown not in tokenizer.encode(letter)).strip()
+    read = tokenizer.decode(tokenizer.encode(text))
+    return None if read == text else (text, read)
 
 
 def read_otherwise(directory: Path, tokenizer: Tokenizer) -> str | None:

@@ -7,6 +7,7 @@ LlamaTokenizer's over a byte-level file drop every space. Which class is taken d
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,11 @@ class _OfTheFile(PreTrainedTokenizerFast):
         def of_file(token: Any) -> Any:
             return tokens.get(text_of(token) or "", token)
 
-        made |= {name: token for name, token in of_class.items() if name not in made and file.token_to_id(token)}
+        def known(token: str) -> bool:
+            return token in added or file.token_to_id(token) is not None
+
+        made |= {name: token for name, token in of_class.items() if name not in made and known(token)}
+        _require_known(made, known, cls.SPECIAL_TOKENS_ATTRIBUTES)
         for name in cls.SPECIAL_TOKENS_ATTRIBUTES:
             if made.get(name) is not None:
                 made[name] = of_file(made[name])
@@ -69,6 +74,27 @@ class _OfTheFile(PreTrainedTokenizerFast):
             made["extra_special_tokens"] = [of_file(token) for token in further]
         made["added_tokens_decoder"] = _lacking(file, added, made.get("added_tokens_decoder") or {})
         return made
+
+
+def _require_known(made: dict[str, Any], known: Callable[[str], bool], names: Collection[str]) -> None:
+    """A special token that no file has an id for would get a new row of the model, about which nobody has learnt. A
+    line names it. Raises: Mismatch for the begin and the end, which every text would have."""
+    named = [(name, text_of(made.get(name))) for name in names]
+    if isinstance(further := made.get("extra_special_tokens"), list | tuple):
+        named += [("extra_special_tokens", text_of(token)) for token in further]
+    unknown = {token: name for name, token in named if token is not None and not known(token)}
+    for token, name in unknown.items():
+        if name in ("bos_token", "eos_token"):
+            raise Mismatch(
+                f"{name} is {token!r} in tokenizer_config.json or special_tokens_map.json, and tokenizer.json has no "
+                "such token: files of two tokenizers; copy the model's again, or name a token that it has"
+            )
+    if unknown:
+        logger.warning(
+            "tokenizer_config.json or special_tokens_map.json name special tokens that tokenizer.json lacks, and that "
+            "get ids behind its last: %s",
+            ", ".join(f"{token!r} ({name})" for token, name in unknown.items()),
+        )
 
 
 def _lacking(file: Any, added: dict[str, int], described: dict[int, Any]) -> dict[int, Any]:

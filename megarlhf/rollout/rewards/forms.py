@@ -24,6 +24,8 @@ _OF_RECORDS = frozenset(
     | {"target", "targets", "gold", "gt", "expected", "truth"}
 )
 """Names that say a column of the record: a third parameter of such a name does not want all columns."""
+_TRUTH_WORDS = ("answer", "truth", "label", "solution", "target", "expected")
+"""In a name that says a column of the record."""
 NOT_GIVEN = ("trainer_state", "log_extra", "log_metric", "environments")
 """What TRL gives besides, of its trainer."""
 
@@ -238,7 +240,8 @@ def _by_place(parameters: Sequence[inspect.Parameter]) -> Form:
     if len(needed) > 3 or (len(positional) < 3 and not open_ended):
         raise _refusal(parameters, f"{len(needed)} have to be given")
     ours = list(OURS)
-    if wrong := [name for place, name in enumerate(given) if name in _NAMES and name != ours[place]]:
+    known = [name for name in given if name in _NAMES or any(word in name.lower() for word in _TRUTH_WORDS)]
+    if wrong := [name for name in known if name != ours[given.index(name)]]:
         raise _refusal(parameters, f"{wrong[0]} stands in the place of {ours[given.index(wrong[0])]}")
     return Form()
 

@@ -15,8 +15,9 @@ log = logging.getLogger(__name__)
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
-_NEVER_LAST = ("pad", "reserved", "unused", "start", "begin")
-"""What special tokens that end no text have in their names, the ones that stand in no text first."""
+_IN_NO_TEXT = ("pad", "reserved", "unused")
+"""What special tokens that stand in no text have in their names. TRL takes every padding token for padding, also one
+within a conversation."""
 
 
 def with_padding(config: Mapping[str, Any], files: Mapping[str, bytes]) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -29,7 +30,8 @@ def with_padding(config: Mapping[str, Any], files: Mapping[str, bytes]) -> tuple
     settings, ids = _json(files, TOKENIZER_CONFIG), _special_ids(files)
     ends = _ends(config, files) | {ids[name] for name in [_name(settings.get("eos_token"))] if name in ids}
     vocab_size = config.get("vocab_size") or max(ids.values(), default=-1) + 1
-    for name in _candidates(settings, ids):
+    written = files.get("chat_template.jinja", b"").decode() or json.dumps(settings.get("chat_template") or "")
+    for name in _candidates(settings, ids, written):
         if ids[name] not in ends and ids[name] < vocab_size:
             return {**config, "pad_token_id": ids[name]}, _naming(name, settings, files)
     if ids or config.get("pad_token_id") in ends:
@@ -51,13 +53,15 @@ def _naming(name: str, settings: Mapping[str, Any], files: Mapping[str, bytes]) 
     return {file: (json.dumps(tree, indent=2, ensure_ascii=False) + "\n").encode() for file, tree in changed.items()}
 
 
-def _candidates(settings: Mapping[str, Any], ids: Mapping[str, int]) -> Iterator[str]:
+def _candidates(settings: Mapping[str, Any], ids: Mapping[str, int], template: str) -> Iterator[str]:
     for key in ("pad_token", "unk_token"):
         if (name := _name(settings.get(key))) in ids:
             yield str(name)
-    for word in _NEVER_LAST:
+    for word in _IN_NO_TEXT:
         yield from (name for name in ids if word in name.lower())
-    if (begin := _name(settings.get("bos_token"))) in ids:
+    begin = _name(settings.get("bos_token"))
+    yield from (name for name in ids if template and name != begin and name not in template)
+    if begin in ids:
         yield str(begin)
 
 
