@@ -116,7 +116,7 @@ def test_responses_outlast_a_reward_that_fails(
         assert status == 2, said
         return said, folder
 
-    said, folder = refused("broken", "always_raises")
+    said, folder = refused("broken", "always_raises", ", check: none")
     assert "always_raises' on sample 0" in said
     assert f"the responses are kept, without rewards, in {folder}/responses_without_rewards.jsonl" in said
     kept = [json.loads(line) for line in (folder / "responses_without_rewards.jsonl").read_text().splitlines()]
