@@ -173,8 +173,9 @@ def assert_same_training(actual: dict[str, Any], expected: dict[str, Any]) -> No
         np.testing.assert_allclose(actual["columns"][name], column, atol=1e-5, rtol=1e-5, err_msg=name)
     for name in {"value_loss", "entropy", "actor_grad_norm", "critic_grad_norm"} & expected["metrics"].keys():
         np.testing.assert_allclose(actual["metrics"][name], expected["metrics"][name], rtol=1e-5, err_msg=name)
+    # Whitened advantages, of size 1, nearly cancel in these means: what fp32 rounds off each (1e-7) stays.
     for name in ("policy_loss", "loss"):
-        np.testing.assert_allclose(actual["metrics"][name], expected["metrics"][name], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(actual["metrics"][name], expected["metrics"][name], rtol=1e-5, atol=1e-6)
     # Of a step with one update it is left out: its ratio is 1 by construction.
     assert actual["metrics"].get("first_ratio_deviation") == expected["metrics"].get("first_ratio_deviation")
     assert actual["metrics"].get("first_ratio_deviation", 0.0) == 0.0

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -69,14 +70,17 @@ def test_a_reward_model_whose_template_ends_otherwise_is_said(role):
 
 
 def test_conversations_for_a_reward_model_without_a_template_are_refused_before_a_run(role):
-    """Of one that is given text; one that reads the actor's ids needs none."""
-    for retokenizes, template in ((True, CHATML), (False, None)):
-        scorer = role(f"scorer_{retokenizes}", template)
-        _require_template_of_scorer(
-            SimpleNamespace(reward_model=scorer, uses_reward_model=True, retokenizes=retokenizes)
-        )
-    bare = SimpleNamespace(reward_model=role("bare", None), uses_reward_model=True, retokenizes=True)
+    """One that reads the actor's ids needs no template."""
+    record = {"prompt": [{"role": "user", "content": "a"}]}
+
+    def cfg(name: str, template: str | None, retokenizes: bool) -> Any:
+        data = SimpleNamespace(template_mode="auto", template_may_drop=())
+        scorer = role(name, template)
+        return SimpleNamespace(reward_model=scorer, uses_reward_model=True, retokenizes=retokenizes, data=data)
+
+    _require_template_of_scorer(cfg("text", CHATML, True), record)
+    _require_template_of_scorer(cfg("ids", None, False), record)
     with pytest.raises(
         ValueError, match=r"reward_model \(retokenize: true\) is given conversations: .*no chat template"
     ):
-        _require_template_of_scorer(bare)
+        _require_template_of_scorer(cfg("bare", None, True), record)
