@@ -182,7 +182,7 @@ def child_conversations(work: Path) -> dict[str, float]:
         seconds: dict[str, list[float]] = {"with": [], "without": []}
         for number in range(14):  # the first pair warms up
             way = ("with", "without")[number % 2]
-            ChatTemplate.written = checked if way == "with" else lambda *_, **__: Written([], {})  # type: ignore[method-assign]
+            ChatTemplate.written = checked if way == "with" else lambda *_, **__: Written([], [])  # type: ignore[method-assign]
             start = now()
             for index, record in enumerate(records):
                 encode(index, record)

@@ -14,6 +14,7 @@ from megarlhf.config import load_config
 from megarlhf.planning.first_config import ROLE, Draft, Machine, choose_layout, text_of
 from megarlhf.planning.first_look import Command, DataLook, ModelLook, look_at_data, look_at_model
 from megarlhf.planning.preflight import preflight
+from megarlhf.planning.rewards import rule_for_answers
 from megarlhf.runtime import GPU, capabilities
 
 
@@ -30,7 +31,7 @@ def init(arguments: argparse.Namespace, configs: Any) -> int:
     draft = Draft(command, model, data, _machine(arguments), run_dir)
     choose_layout(draft)
     _say_what_is_open(draft, arguments)
-    rewards = _rewards(arguments, data) if command == "rl" else []
+    rewards = _rewards(arguments, data, draft.undecided) if command == "rl" else []
     text = _checked(draft, rewards, arguments.reward_model, configs)
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("x", encoding="utf-8") as stream:
@@ -84,14 +85,20 @@ def _say_what_is_open(draft: Draft, arguments: argparse.Namespace) -> None:
         draft.undecided.append(f"the dtype: {draft.model.dtype_in_words}; fp32 would keep every digit")
 
 
-def _rewards(arguments: argparse.Namespace, data: DataLook) -> list[dict[str, Any]]:
+def _rewards(arguments: argparse.Namespace, data: DataLook, undecided: list[str]) -> list[dict[str, Any]]:
     """What scores the responses. Raises: ValueError where nothing says it."""
     if arguments.reward_model is not None:
         return [{"kind": "model"}]
     if arguments.reward is not None:
         return [{"kind": "rule", "rule": arguments.reward}]
     if data.has_answer:
-        return [{"kind": "rule", "rule": "exact_match"}]
+        rule = rule_for_answers(data.source)
+        if rule != "exact_match":
+            undecided.append(
+                f"rewards: the answers are whole solutions, which no response equals; {rule} compares with what stands "
+                "behind #### in them"
+            )
+        return [{"kind": "rule", "rule": rule}]
     raise ValueError(
         "rl needs a reward, and the data has no column 'answer' to compare with; give --reward-model DIR (a model that "
         "`megarlhf rm` has trained) or --reward RULE (`megarlhf keys rl.rewards`, docs/data.md)"

@@ -16,8 +16,8 @@ from typing import Any
 
 from megarlhf.data.conversations import tools_of, variables_of
 from megarlhf.data.templates import ChatTemplate, Conversation, chat_template
+from megarlhf.data.text.omissions import Kind, require_written
 from megarlhf.data.text.writer import with_bos
-from megarlhf.data.text.written import Kind, require_written
 from megarlhf.data.tokenizer import Tokenizer
 
 
@@ -74,7 +74,7 @@ class Retokenizer:
             asked = Conversation([dict(message) for message in messages], tools_of(fields), variables=variables)
             template.check(asked)
             text = template.text(asked, reply=True)
-            require_written(template.written(asked, text, reply=True), asked.roles, self.may_drop)
+            require_written(template.written(asked, text, reply=True).omissions, asked.roles, self.may_drop)
             start, end = template.ids(text), template.end
             bos_id = template.tokenizer.named_bos_id
         tokens = start + tokenizer.encode(response, continuation=True) + [end] * finished

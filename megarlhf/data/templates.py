@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
 from megarlhf.data.jinja_chat import STANDARD_ROLES, ChatProgram, program_of
-from megarlhf.data.text.written import THOUGHTS, Omission, Places, Written, compare, kept_strings
+from megarlhf.data.text.omissions import Omission
+from megarlhf.data.text.replaced import THOUGHTS, kept_strings
+from megarlhf.data.text.written import Written, compare
 from megarlhf.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from megarlhf.data.tokenizer_formats.protocol import ChatTokenizer
 
@@ -85,7 +88,7 @@ class ChatTemplate:
         """What `text`, as `self.text` has made it, has of the conversation. Raises: ValueError as `text`."""
         messages, tools = self._adapted(conversation.messages), conversation.tools
         found = self._compare(text, messages, tools, conversation.variables, reply)
-        return replace(found, omissions=[*found.omissions, *self._swallowed(text, messages, found.places)])
+        return replace(found, omissions=[*found.omissions, *self._swallowed(text, found)])
 
     def _compare(
         self,
@@ -104,16 +107,19 @@ class ChatTemplate:
     def _kept(self) -> re.Pattern[str] | None:
         return kept_strings(self.program.strings)
 
-    def _swallowed(self, text: str, messages: Messages, places: Places) -> Iterator[Omission]:
-        """White space that the template writes and the tokenizer does not, as it stands beside a token that takes it
-        in: Phi-3's marks have `rstrip`."""
-        before, behind = self.tokenizer.takes_white_space
-        for number, (first, end) in places.items() if before or behind else ():
-            content = messages[number].get("content") or ""
-            leads = content != content.lstrip() and text[:first].rstrip().endswith(before)
-            trails = content != content.rstrip() and text[end:].lstrip().startswith(behind)
-            if leads or trails:
-                yield Omission("white_space", number, "content", content)
+    def _swallowed(self, text: str, written: Written) -> list[Omission]:
+        """White space of messages that the template writes and the tokenizer does not, as it stands beside a token that
+        takes it in: Phi-3's marks have `rstrip`."""
+        taken = [match.span(match.lastindex or 0) for match in self._takes.finditer(text)] if self._takes else []
+        parts = [part for first, end, part in written.spans if any(s < end and first < e for s, e in taken)]
+        return [Omission("white_space", part.message, part.key, part.text) for part in parts]
+
+    @functools.cached_property
+    def _takes(self) -> re.Pattern[str] | None:
+        """Finds white space that a token takes in: behind it, or before it; None where no token does."""
+        behind, before = ("|".join(map(re.escape, tokens)) for tokens in self.tokenizer.takes_white_space)
+        forms = [f"(?:{behind})(\\s+)"] * bool(behind) + [f"(\\s+)(?:{before})"] * bool(before)
+        return re.compile("|".join(forms)) if forms else None
 
     def _adapted(self, messages: Messages) -> Messages:
         """In the form that the template reads: thoughts under its key, calls of tools as it writes them."""
@@ -151,9 +157,8 @@ class ChatTemplate:
         """The content beside calls of tools, where they have none, and whether arguments are a mapping or JSON: the
         first of these forms with which the template writes a call."""
         for content, kind in itertools.product(("", None), (dict, str)):
-            call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
             asked = {"role": "user", "content": "a"}
-            answer = {"role": "assistant", "content": content, "tool_calls": [_with_arguments(call, kind)]}
+            answer = {"role": "assistant", "content": content, "tool_calls": [_with_arguments(_sample_call("f"), kind)]}
             if self._writes([asked, answer]):
                 return content, kind
         return "", dict
@@ -222,6 +227,24 @@ class ChatTemplate:
         """The last token of an answer: `turn_end`, else the tokenizer's end of sequence."""
         return self.tokenizer.eos_id if self.turn_end is None else self.turn_end
 
+    @functools.cached_property
+    def end_of_calls(self) -> int:
+        """The last special token of an answer that calls tools: of one that calls two, where the template writes such,
+        as what ends one call does not end the answer."""
+        _, kind = self._form_of_calls
+        asked = {"role": "user", "content": "a"}
+        for names in ("fg", "f"):
+            calls = [_with_arguments(_sample_call(name), kind) for name in names]
+            with contextlib.suppress(ValueError):
+                text = self.text(Conversation([asked, {"role": "assistant", "content": "", "tool_calls": calls}]))
+                written = self.ids(text)[len(self.ids(self.text(Conversation([asked]), reply=True))) :]
+                tail = [self.end, *self.behind_turn_end]
+                if written[-len(tail) :] == tail:
+                    return self.end
+                if special := [token for token in written if token in self.tokenizer.special_ids]:
+                    return special[-1]
+        return self.end
+
     def check(self, conversation: Conversation) -> None:
         """Raises: ValueError for a role or a variable that is probably misspelt: one that the template does not know.
         What it leaves out, `written` says."""
@@ -240,9 +263,23 @@ class ChatTemplate:
             )
 
     def unread_keys(self, conversation: Conversation) -> list[str]:
-        """Keys of messages that neither the template nor anybody else reads."""
-        keys = {key for message in conversation.messages for key in message if key not in READ_KEYS}
-        return sorted(key for key in keys if not self.program.names(key))
+        """Keys of messages that neither the template nor anybody else reads: the text is the same without them."""
+        messages = conversation.messages
+        keys = {key for message in messages for key in message if key not in READ_KEYS and message[key]}
+        return sorted(key for key in keys if not (self.program.names(key) and self._changes(conversation, key)))
+
+    def _changes(self, conversation: Conversation, key: str) -> bool:
+        """Whether a key of messages changes what the template writes."""
+        without = [{name: part for name, part in message.items() if name != key} for message in conversation.messages]
+        try:
+            return self.text(conversation) != self.text(replace(conversation, messages=without))
+        except ValueError:
+            return True
+
+
+def _sample_call(name: str) -> dict[str, Any]:
+    id_of_call = 8 * "a" + name  # Mistral's have nine characters
+    return {"id": id_of_call, "type": "function", "function": {"name": name, "arguments": {"x": "y"}}}
 
 
 def _with_arguments(call: Any, kind: type) -> Any:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megarlhf.data.templates import ChatTemplate, Conversation
-from megarlhf.data.text.written import Kind, Places, require_written
+from megarlhf.data.text.omissions import Kind, require_written
+from megarlhf.data.text.written import Places
 
 LossOn = Literal["last", "all"]
 
@@ -65,7 +66,7 @@ def answered(
         )
     whole = template.text(conversation)
     written = template.written(conversation, whole)
-    omissions = require_written(written, conversation.roles, may_drop, turns)
+    omissions = require_written(written.omissions, conversation.roles, may_drop, turns)
     if template.has_marks:
         _require_in_marks(template, conversation, turns, written.places)
         found = _by_marks(template, conversation, turns, loss_on)
@@ -75,11 +76,12 @@ def answered(
 
 
 def _by_prefixes(
-    template: ChatTemplate, conversation: Conversation, turns: Sequence[int], whole: str, places: Places
+    template: ChatTemplate, conversation: Conversation, turns: Sequence[int], text: str, places: Places
 ) -> Answered:
-    """`turns`: numbers of the assistant's messages, the last message among them; `whole`: the text, which has the
-    messages in `places`."""
-    ids, stretches = _closed(template, whole), list[int]()
+    """`turns`: numbers of the assistant's messages, the last message among them; `text`: of the whole conversation,
+    which has the messages in `places`."""
+    whole = Whole(template, text)
+    ids, stretches = whole.ids, list[int]()
     for turn in turns:
         if turn == 0:
             raise Inexact(
@@ -87,10 +89,10 @@ def _by_prefixes(
                 "or set data.loss_on to last"
             )
         asked = template.text(conversation.before(turn), reply=True)
-        if not whole.startswith(asked):
-            raise Inexact(_otherwise(asked, whole, turn))
-        before, last = template.ids(asked), turn + 1 == len(conversation.messages)
-        so_far = whole if last else template.text(conversation.before(turn + 1))
+        if not text.startswith(asked):
+            raise Inexact(_otherwise(asked, text, turn))
+        before, last = whole.ids_of(asked), turn + 1 == len(conversation.messages)
+        so_far = text if last else template.text(conversation.before(turn + 1))
         first, behind = places.get(turn, (len(asked), len(asked)))
         if first < len(asked) or behind > len(so_far):
             raise Inexact(_elsewhere(turn))
@@ -98,19 +100,42 @@ def _by_prefixes(
             if not last or ids[: _last(stretches)] != before[: _last(stretches)]:
                 raise Inexact(_merged(turn, "begins", "the text before it", "start the answer with another character"))
             # A model that is asked has the ids before it, and continues them: no merge crosses the border then.
-            ids = [*before, *_closed(template, whole[len(asked) :], continuation=True)]
-        calls = bool(conversation.messages[turn].get("tool_calls"))
-        if last:
-            end = _end(template, ids, len(before), turn, calls=calls)
-        else:
-            if not whole.startswith(so_far):
-                raise Inexact(_changes(so_far, whole, turn))
-            ids_so_far = template.ids(so_far)
-            end = _end(template, ids_so_far, len(before), turn, calls=calls)
-            if ids[:end] != ids_so_far[:end]:
-                raise Inexact(_merged(turn, "ends", "the text behind it", "set data.loss_on to last"))
+            ids = [*before, *_closed(template, text[len(asked) :], continuation=True)]
+        ids_so_far = ids if last else whole.ids_of(so_far)
+        end = _end(template, ids_so_far, len(before), turn, conversation)
+        if ids[:end] != ids_so_far[:end]:
+            is_prefix = text.startswith(so_far)
+            advice = "set data.loss_on to last"
+            raise Inexact(
+                _merged(turn, "ends", "the text behind it", advice) if is_prefix else _changes(so_far, text, turn)
+            )
         stretches += [len(before), end]
     return Answered(ids[: stretches[-1]], stretches)
+
+
+class Whole:
+    """The ids of a whole conversation, and those of texts that begin as it does, which are made anew only behind the
+    last mark that both have."""
+
+    def __init__(self, template: ChatTemplate, text: str) -> None:
+        self._template, self._text = template, text
+        self.ids = _closed(template, text)
+        divides = template.tokenizer.divides
+        found = [] if divides is None else list(divides.finditer(text))
+        known = {token for mark in {match.group() for match in found} for token in template.ids(mark)}
+        written = self.ids if template.turn_end is not None else self.ids[:-1]
+        numbers = [number for number, token in enumerate(written) if token in known]
+        # Where they are not as many, it cannot be told which id is which mark's.
+        self._marks = list(zip(found, numbers, strict=True)) if len(found) == len(numbers) else []
+
+    def ids_of(self, text: str) -> list[int]:
+        """The ids of a text."""
+        shared = len(text) if self._text.startswith(text) else _common(text, self._text)
+        for match, number in reversed(self._marks):
+            same = match.re.match(text, match.start()) if match.end() <= shared else None
+            if same is not None and same.group() == match.group():
+                return self.ids[:number] + self._template.ids(text[match.start() :])
+        return self._template.ids(text)
 
 
 def _closed(template: ChatTemplate, whole: str, *, continuation: bool = False) -> list[int]:
@@ -127,22 +152,25 @@ def _last(stretches: Sequence[int]) -> int:
     return stretches[-1] if stretches else 0
 
 
-def _end(template: ChatTemplate, ids: Sequence[int], start: int, turn: int, *, calls: bool) -> int:
+def _end(template: ChatTemplate, ids: Sequence[int], start: int, turn: int, conversation: Conversation) -> int:
     """Where an answer that begins at `start` ends: behind the last token that ends a turn, behind which only white
-    space may follow. A turn that calls tools may end with another special token. Raises: Inexact."""
-    special, usual = template.tokenizer.special_ids, len(ids) - len(template.behind_turn_end)
+    space may follow. A turn that calls tools may end with another token. Raises: Inexact."""
+    usual = len(ids) - len(template.behind_turn_end)
     if usual > start and ids[usual - 1] == template.end and list(ids[usual:]) == template.behind_turn_end:
         return usual
+    calls = conversation.messages[turn].get("tool_calls")
+    ends = {template.end, template.end_of_calls} if calls else {template.end}
     for end in range(len(ids), start, -1):
         token = ids[end - 1]
-        if token == template.end or (calls and token in special):
+        if token in ends:
             return end
-        if template.tokenizer.decode([token]).strip():
+        if template.tokenizer.decode([token]).strip() or (calls and token in template.tokenizer.special_ids):
             break
+    known = " or ".join(str(token) for token in sorted(ends))
     raise Inexact(
-        f"message {turn + 1} ('assistant') does not end with token {template.end}, by which the chat template ends "
-        f"answers elsewhere, but with {_shown(template.tokenizer.decode(ids[start:])[-30:])}; correct the template, or "
-        "give another one (data.chat_template)"
+        f"message {turn + 1} ('assistant') does not end with token {known}, by which the chat template ends answers "
+        f"elsewhere, but with {_shown(template.tokenizer.decode(ids[start:])[-30:])}; correct the template, or give "
+        "another one (data.chat_template)"
     )
 
 

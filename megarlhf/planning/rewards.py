@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megarlhf.config import EvaluateConfig, GenerateConfig, RewardConfig, RLConfig
+from megarlhf.config import EvaluateConfig, GenerateConfig, RewardConfig, RLConfig, SourceConfig
 from megarlhf.config.rewards import labels_of
 from megarlhf.data.fields import LeftOut, Reader
 from megarlhf.data.sample_kinds import PromptSample, Unusable, sample_of
 from megarlhf.data.sources import find
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.planning.encoders import prompt_encoder
-from megarlhf.rollout.rewards.answers import texts_of_answer
+from megarlhf.rollout.rewards.answers import answers_of, end_of_solution, listed_in, texts_of_answer
 from megarlhf.rollout.rewards.batch import RewardBatch, short
 from megarlhf.rollout.rewards.format_rules import FORMAT_RULES
 from megarlhf.rollout.rewards.forms import Form
@@ -30,29 +31,28 @@ from megarlhf.rollout.rewards.rules import RULES, form_of_rule, rule_with
 from megarlhf.rollout.rewards.score import RewardSource, make_source
 
 _RECORDS = 8
-"""That are read; a reward is called on the first to which it applies."""
-_MOST_ANSWERS = 4
+"""Number of records that are read; a reward is called on the first to which it applies."""
+_MOST_ANSWERS = 2
 _TRUTHS = ("ground_truth", "answer", "answers", "solution", "final_answer", "label", "labels", "target", "reference")
-"""Columns that may hold the right answer, beside those that a function names."""
-_WRITTEN = (
-    "{}",
-    "#### {}",
-    "\\boxed{{{}}}",
-    "The answer is {}.",
-    "Answer: {}",
-    "Final Answer: {}",
-    "<answer>{}</answer>",
-    "<think>\nA thought.\n</think>\n<answer>\n{}\n</answer>",
-    "<think>\nA thought.\n</think>\n\n\\boxed{{{}}}",
-    "A thought.\n</think>\n<answer>{}</answer>",
-    "```\n{}\n```",
+"""Columns that may hold the right answer."""
+_EVERY_FORM = (
+    "<think>\nA thought.\n</think>\nThe answer is {0}.\nFinal Answer: {0}\n\\boxed{{{0}}}\n<{tag}>{0}</{tag}>\n#### {0}"
 )
-"""Forms in which functions look for an answer."""
-_OTHER_TEXTS = ("No idea.", "No idea. " * 200)
+"""Most functions find the answer here, wherever they look for it."""
+_STRICT_FORMS = ("{0}", "<think>\nA thought.\n</think>\n<{tag}>\n{0}\n</{tag}>")
+"""Forms that some functions want and nothing beside."""
+_OTHER_TEXTS = (
+    "<think>A thought.</think><answer>No idea.</answer>",
+    "No idea. " * 200 + "\n</think>\n<answer>No idea.</answer>",
+)
+"""Texts for functions that read no answer: in the forms that TRL's examples and prompts that end with <think> want, one
+short and one long."""
+_CONFIRM = "set check: call in its entry of `rewards`"
 
 
 def check_rules(rewards: Sequence[RewardConfig]) -> None:
-    """Before anything is read. Raises: ValueError for a rule that cannot be had or called, or a missing classifier."""
+    """Check rules before anything is read. Raises: ValueError for one that cannot be had or called, or a missing
+    classifier."""
     for reward in rewards:
         if reward.rule is not None:
             rule_with(reward.rule, reward.args)
@@ -108,17 +108,35 @@ def _first_samples(cfg: RLConfig | GenerateConfig | EvaluateConfig) -> tuple[str
     samples: list[PromptSample] = []
     key, sources = next(iter(cfg.data.sources().items()))
     for source in sources:
-        place = find(source)
-        rows = place.first_rows(_RECORDS)
-        if place.kind == "generated":
-            rows = list(itertools.islice((row for chunk in place.chunks() for row in chunk.located()), _RECORDS))
         reader = Reader(source, ())
-        for where, row in rows[:_RECORDS]:
+        for where, row in _first_rows(source):
             with contextlib.suppress(Unusable, LeftOut):
                 samples.append(sample_of(encode(len(samples), reader.record(row, where))))
         if samples:
             break
     return key, tokenizer, samples
+
+
+def _first_rows(source: SourceConfig) -> list[tuple[str, Any]]:
+    place = find(source)
+    rows = place.first_rows(_RECORDS)
+    if place.kind == "generated":
+        rows = list(itertools.islice((row for chunk in place.chunks() for row in chunk.located()), _RECORDS))
+    return rows[:_RECORDS]
+
+
+def rule_for_answers(source: SourceConfig) -> str:
+    """The built-in rule that reads the answers as the first records write them: of whole solutions what they end with,
+    otherwise the text."""
+    reader, ends = Reader(source, ()), list[str | None]()
+    for where, row in _first_rows(source):
+        with contextlib.suppress(ValueError, LeftOut):
+            ends += map(end_of_solution, answers_of(reader.record(row, where)))
+    return _rule_for_ends(ends) if ends and None not in ends else "exact_match"
+
+
+def _rule_for_ends(ends: Iterable[str | None]) -> str:
+    return "numeric_match" if all(end and number_of(end) is not None for end in ends) else "math_verify"
 
 
 @dataclass(frozen=True)
@@ -132,29 +150,33 @@ class _Try:
     samples: Sequence[PromptSample]
 
     def notes(self) -> list[str]:
-        """What to tell the user. Raises: ValueError."""
+        """Call the reward. Returns sentences for the user. Raises: ValueError."""
         form = _form(self.reward)
         source = make_source(self.reward.model_copy(update={"workers": 1}), torch.device("cpu"))
         with contextlib.closing(source):
             for sample in self.samples:
                 rights = self._rights(sample, form)
                 wrong = self._wrong(sample, rights, form)
-                pairs = [(shape.format(right), shape.format(wrong)) for shape in self._shapes() for right in rights]
-                seen: list[float] = []
+                pairs = [
+                    (right, self._written(shape, right), self._written(shape, wrong))
+                    for shape in (_EVERY_FORM, *_STRICT_FORMS)
+                    for right in rights
+                ]
                 # The first pair mostly tells; all others are called where it does not.
-                for some, others in ((pairs[:1], ()), (pairs[1:], _OTHER_TEXTS)):
-                    values = self._values(source, sample, [text for pair in some for text in pair] + list(others))
-                    paired = values[: 2 * len(some)]
-                    if paired[::2] != paired[1::2]:
-                        return []
-                    seen += [value for value in values if value is not None]
-                if seen:
-                    return self._judged(sample, rights, wrong, seen, form)
+                scores = self._scores(source, sample, pairs[0][1:] if pairs else _OTHER_TEXTS)
+                if set(scores.values()) == {None}:
+                    continue
+                if pairs and len(set(scores.values())) == 1 and self.reward.check != "call":
+                    others = [text for _, *both in pairs for text in both] + list(_OTHER_TEXTS)
+                    scores |= self._scores(
+                        source, sample, [text for text in dict.fromkeys(others) if text not in scores]
+                    )
+                told = {right for right, this, other in pairs if scores.get(this) != scores.get(other)}
+                return self._judged(sample, rights, wrong, told, scores, form)
         return [f"reward {self.label!r} does not apply to the first {len(self.samples)} records of {self.key}"]
 
-    def _shapes(self) -> tuple[str, ...]:
-        tag = self.reward.args.get("tag")
-        return _WRITTEN if tag is None else (f"<{tag}>{{}}</{tag}>", *_WRITTEN)
+    def _written(self, shape: str, answer: str) -> str:
+        return shape.format(answer, tag=self.reward.args.get("tag", "answer"))
 
     def require_columns(self) -> None:
         """Raises: ValueError for a column that the function needs and no record has."""
@@ -167,16 +189,18 @@ class _Try:
                 )
 
     def _rights(self, sample: PromptSample, form: Form) -> list[str]:
-        """Right answers of a record: each as it stands, and what a solution ends with."""
-        fields = sample.fields
-        nested = fields.get("reward_model")
-        values = [fields.get(name) for name in dict.fromkeys((*form.needed_columns, *_TRUTHS))]
-        values.insert(0, nested.get("ground_truth") if isinstance(nested, Mapping) else None)
+        """Right answers of a record, two at most: what a solution ends with stands before the solution."""
+        fields, nested = sample.fields, sample.fields.get("reward_model")
+        names = [name for name in form.needed_columns if name in _TRUTHS] + ["ground_truth"]
+        values = [fields.get(name) for name in names]
+        values.append(nested.get("ground_truth") if isinstance(nested, Mapping) else None)
+        values += [fields.get(name) for name in (*_TRUTHS, *form.needed_columns)]
         found: dict[str, None] = {}
         for value in [fields.get("answer"), *values] if self.reward.rule in RULES else values:
             with contextlib.suppress(ValueError):  # a mapping of which nothing is known
-                for text in itertools.islice(texts_of_answer(value), 2):
-                    found |= dict.fromkeys(filter(None, (text.rpartition("####")[2].strip(), text)))
+                texts = list(itertools.islice(texts_of_answer(value), 2))
+                for text in [*texts[:1], str(value).strip()] if listed_in(value) else texts:
+                    found |= dict.fromkeys([end_of_solution(text) or text, text])
         return list(found)[:_MOST_ANSWERS]
 
     def _wrong(self, sample: PromptSample, rights: Sequence[str], form: Form) -> str:
@@ -204,35 +228,74 @@ class _Try:
             samples=list(range(count)),
         )
 
-    def _values(self, source: RewardSource, sample: PromptSample, texts: Sequence[str]) -> list[float | None]:
-        """Raises: ValueError for a failure that would end the run, or where there is nothing else."""
+    def _scores(self, source: RewardSource, sample: PromptSample, texts: Sequence[str]) -> dict[str, float | None]:
+        """Score of each text. Raises: ValueError for a failure that would end the run, or where all have failed."""
         outcomes = source.start(self._batch(sample, texts)).wait() or []
         failed = [(text, outcome.error) for text, outcome in zip(texts, outcomes, strict=True) if outcome.error]
         if failed and (self.reward.on_failure == "stop" or len(failed) == len(outcomes)):
             text, error = failed[0]
+            given = ""
+            if _form(self.reward).style == "trl" and error.startswith("raised"):
+                given = ", completions are texts" if sample.messages is None else ", completions are lists of messages"
             raise ValueError(
                 f"reward {self.label!r} {error} (called before the start, which check: none leaves out; response "
-                f"{short(text)} to a record of {self.key}, {_of(sample)})"
+                f"{short(text)} to a record of {self.key}{given}, {_of(sample)})"
             )
-        return [outcome.value for outcome in outcomes]
+        return {text: outcome.value for text, outcome in zip(texts, outcomes, strict=True)}
 
     def _judged(
-        self, sample: PromptSample, rights: Sequence[str], wrong: str, seen: Sequence[float], form: Form
+        self,
+        sample: PromptSample,
+        rights: Sequence[str],
+        wrong: str,
+        told: Collection[str],
+        scores: Mapping[str, float | None],
+        form: Form,
     ) -> list[str]:
-        """Right and wrong answers scored alike. Raises: ValueError where that is not meant."""
-        alike = len(set(seen)) == 1
+        """Sentences for the user. `told`: the right answers that scored otherwise than a wrong one.
+
+        Raises: ValueError where there is none, or only the whole of a solution, unless that is meant.
+        """
+        if self.reward.check == "call":
+            return []
+        seen = sorted({value + 0.0 for value in scores.values() if value is not None})  # no -0
         if not rights:
             what = "the records have no answer, so that it was only called"
-            return [f"reward {self.label!r} gives {seen[0]:g} for two texts; {what}"] if alike else []
-        if self.reward.check == "call" or not (alike or _reads_truth(form)):
-            return []
-        how = f"{seen[0]:g} for all texts" if alike else "the same for either, in every form that was tried"
+            return [f"reward {self.label!r} gives {seen[0]:g} for two texts; {what}"] if len(seen) == 1 else []
+        record = f"a record of {self.key} ({_of(sample)})"
+        if told and all(end_of_solution(right) for right in told):
+            end, rule = rights[0], _rule_for_ends(rights[:1])
+            mend = f"use the rule {rule}, which reads" if self.reward.rule in RULES else "let it compare with"
+            raise ValueError(
+                f"reward {self.label!r} takes only a repetition of the whole solution for right: to {record}, whose "
+                f"answer ends with #### {end}, it gives {short(end)} the same as {short(wrong)}; {mend} what stands "
+                f"behind ####, or where that is meant {_CONFIRM}"
+            )
+        if told or (len(seen) > 1 and not _reads_truth(form)):
+            return self._of_lists(sample)
+        tried = "as they stand, in \\boxed{}, behind ####, in <answer> and so on"
+        if _reads_truth(form):
+            behind = " (it stands behind #### in the record's)" if end_of_solution(rights[-1]) else ""
+            how = (
+                f"{seen[0]:g} for all texts" if len(seen) == 1 else "the same for either, in every form that was tried"
+            )
+            raise ValueError(
+                f"reward {self.label!r} does not tell a right answer from a wrong one: to {record} it gives {how}, "
+                f"with {short(rights[0])} as the right answer{behind} and {short(wrong)} as a wrong one, {tried}. "
+                "Nothing could be learnt. Look at what it compares and returns; where that is meant, or no such text "
+                f"can be right, {_CONFIRM}"
+            )
         raise ValueError(
-            f"reward {self.label!r} does not tell a right answer from a wrong one: to a record of {self.key} "
-            f"({_of(sample)}) it gives {how}, with {short(rights[0])} as the right answer and {short(wrong)} as a "
-            "wrong one, as they stand, in \\boxed{}, behind ####, in <answer> and so on. Nothing could be learnt. "
-            "Look at what it compares and returns; where that is meant, or no such text can be right, say check: call"
+            f"reward {self.label!r} gives {seen[0]:g} for all of {len(scores)} texts to {record}: {short(rights[0])} "
+            f"and {short(wrong)} {tried}, short texts and a long one. Nothing could be learnt. If it compares with the "
+            "record's answer, look at what it reads and returns; if it judges something that these texts do not have, "
+            f"such as a form of your own, {_CONFIRM}"
         )
+
+    def _of_lists(self, sample: PromptSample) -> list[str]:
+        if self.reward.rule not in RULES or not listed_in(answer := sample.fields.get("answer")):
+            return []
+        return [f"reward {self.label!r}: {short(answer)} is read as a list, of which any entry is a right answer"]
 
 
 def _of(sample: PromptSample) -> str:
@@ -240,5 +303,5 @@ def _of(sample: PromptSample) -> str:
 
 
 def _reads_truth(form: Form) -> bool:
-    """Whether the function names the right answer among its parameters."""
+    """Tell whether the function names the right answer among its parameters."""
     return not {*form.names, *form.places}.isdisjoint({*_TRUTHS, "ground_truths"})

@@ -20,7 +20,7 @@ from megarlhf.architectures.hf_config import read_config, score_of_config
 from megarlhf.config import MicroBatchConfig, RewardConfig
 from megarlhf.config.rewards import labels_of
 from megarlhf.data.samples import PromptSample
-from megarlhf.data.text.written import Kind
+from megarlhf.data.text.omissions import Kind
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.errors import RewardError, WatchdogTimeout
 from megarlhf.experience import Experience, Ragged

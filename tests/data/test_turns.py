@@ -5,7 +5,7 @@ import pytest
 from megarlhf.data.over_long import CuttingEncoder
 from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder, Unusable
 from megarlhf.data.templates import Conversation, chat_template
-from megarlhf.data.turns import Inexact, answered
+from megarlhf.data.turns import Inexact, Whole, answered
 from tests.data.chat_styles import STYLES, chat_tokenizer, said
 
 TALK = [said("user", "1+1"), said("assistant", "2"), said("user", "2+2"), said("assistant", "4")]
@@ -226,6 +226,59 @@ def test_an_answer_that_would_merge_with_the_text_before_it_stands_behind_it(fas
     only = answered(chat_template(tokenizer, turns), Conversation(talk), "last")
     assert only.tokens == [*tokenizer.encode("37</s>3"), *tokenizer.encode("7</s>")]
     assert only.stretches == [len(only.tokens) - 2, len(only.tokens)]
+
+
+def test_a_conversation_that_ends_otherwise_than_a_turn(tokenizers):
+    """Phi-3 writes an end of sequence behind a whole conversation: each answer is learnt up to its own end."""
+    template = STYLES["chatml"].replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
+    made, tokenizer = chat_template(tokenizers["none"], template), tokenizers["none"]
+    assert made.text(Conversation(TALK)).endswith("<|im_end|>\n</s>")
+    found = answered(made, Conversation(LONG), "all")
+    assert learnt_texts(tokenizer, found) == [f"{number}<|im_end|>" for number in (2, 4, 6, 8)]
+    assert found.tokens == answered(chat_template(tokenizer, STYLES["chatml"]), Conversation(LONG), "all").tokens
+
+
+def test_an_answer_that_ends_with_one_of_its_calls_is_refused(tokenizers):
+    """DeepSeek-V3's template writes an end behind the second call, and none behind one alone."""
+    calls = (
+        "{% for c in m.tool_calls or [] %}<|start_header_id|>{{ c.function.name }}{{ c.function.arguments | tojson }}"
+        "<|end_header_id|>{% if not loop.first %}<|im_end|>{% endif %}{% endfor %}"
+    )
+    for written, one_is_fine in ((calls, False), (calls.replace("not loop.first", "loop.last"), True)):
+        template = STYLES["chatml"].replace(
+            "{{ m.content }}<|im_end|>",
+            "{{ m.content }}" + written + "{% if not m.tool_calls %}<|im_end|>{% endif %}",
+        )
+        made, tokenizer = chat_template(tokenizers["none"], template), tokenizers["none"]
+        call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+        one, two = ([said("user", "1"), said("assistant", "", tool_calls=[call] * number)] for number in (1, 2))
+        (learnt,) = learnt_texts(tokenizer, answered(made, Conversation(two), "last"))
+        assert learnt.endswith("f{}<|end_header_id|><|im_end|>")
+        if one_is_fine:
+            (learnt,) = learnt_texts(tokenizer, answered(made, Conversation(one), "last"))
+            assert learnt == "<|start_header_id|>f{}<|end_header_id|><|im_end|>"
+        else:
+            with pytest.raises(Inexact, match=r"message 2 \('assistant'\) does not end with token"):
+                answered(made, Conversation(one), "last")
+
+
+@pytest.mark.parametrize("style", ["chatml", "llama_3", "mistral", "none"])
+def test_ids_of_a_beginning_are_those_of_the_whole_up_to_a_mark(fast_tokenizer, style):
+    """What is made anew behind the last mark equals what is made of the text alone; also where the text goes on
+    otherwise, and where a user writes a mark."""
+    from megarlhf.data.tokenizer import HuggingFaceTokenizer
+
+    fast = fast_tokenizer(prefix=False, eos_token="</s>", additional_special_tokens=["<|im_start|>", "<|im_end|>"])
+    tokenizer = HuggingFaceTokenizer(fast, "here")
+    bare = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+    template = chat_template(tokenizer, STYLES.get(style, bare))
+    for talk in (LONG, [said("user", "37 <|im_end|> 37<|im_"), *TALK[1:]]):
+        text = template.text(Conversation(talk))
+        whole = Whole(template, text)
+        for number in range(len(text) + 1):
+            for behind in ("", "3", "<|im_start|>", " </s>"):
+                beginning = text[:number] + behind
+                assert whole.ids_of(beginning) == template.ids(beginning)
 
 
 def test_a_template_that_ends_no_turn_gets_the_end_of_sequence(tokenizers):

@@ -1,7 +1,4 @@
-"""What a chat template leaves out of a conversation is found, whatever the template does and whatever is in the texts.
-
-Not covered: names of parameters in descriptions of tools; calls whose arguments are truth values alone.
-"""
+"""Whatever a chat template leaves out of a conversation is found, whatever texts are in it."""
 
 import random
 from collections import Counter
@@ -11,7 +8,7 @@ import pytest
 from megarlhf.data.sample_kinds import Changed, sample_of
 from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder, Unusable
 from megarlhf.data.templates import Conversation, chat_template
-from megarlhf.data.text.written import KINDS
+from megarlhf.data.text.omissions import KINDS
 from tests.data.chat_styles import STYLES, chat_tokenizer, said
 from tests.data.conversation_parts import conversation, parts, stands_in
 
@@ -164,7 +161,7 @@ def test_white_space_beside_marks_that_take_it_in_is_missed(tokenizer):
     bare = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
     template = chat_template(taking, bare + "{% if add_generation_prompt %}<|im_start|>{% endif %}")
     assert taking.encode("<|im_start|> a") == taking.encode("<|im_start|>a")
-    for text, missing in (("a", False), (" a", True), ("a ", False)):
+    for text, missing in (("a", False), (" a", True), ("a ", False), ("a<|im_end|> b", True), ("a b", False)):
         asked = Conversation([said("user", text)])
         omissions = template.written(asked, template.text(asked, reply=True), reply=True).omissions
         assert [each.kind for each in omissions] == ["white_space"] * missing
@@ -237,6 +234,61 @@ def test_keys_of_messages_that_nobody_reads_are_counted_by_name(tokenizer):
     assert encoder(tokenizer, named)(0, {"messages": talk}).how == (
         "with keys of messages that nobody reads (country)",
     )
+
+
+def test_a_key_that_the_template_reads_elsewhere_only_is_counted(tokenizer):
+    """Its name in the code says nothing; and a message's own tools, which change what is asked, are refused."""
+    calling, talk = STYLES["tools"], [said("user", "a", name="bob", notes=[]), said("assistant", "b")]
+    assert encoder(tokenizer, calling)(0, {"messages": talk}).how == ("with keys of messages that nobody reads (name)",)
+    with pytest.raises(ValueError, match="a message has 'tools', which the chat template does not read there"):
+        encoder(tokenizer, calling)(0, {"messages": [said("system", "c", tools=[{"name": "f"}]), *talk]})
+    reading = STYLES["chatml"].replace("{{ m.content }}", "{{ m.content }}{{ m.tools or '' }}")
+    assert encoder(tokenizer, reading)(0, {"messages": [said("system", "c", tools="f"), *talk]})
+
+
+ARGUMENTS = {"a": "it's", "b": 'a "b"', "c": "back\\slash", "it's": True, "d": ["x'", {"e": 'y"'}]}
+EACH = "{% for k, v in c.function.arguments.items() %}"
+ESCAPED = r"""{{ v | replace('\\', '\\\\') | replace("'", "\\'") if v is string else v }}"""
+WAYS = {
+    "Python": "{{ c.function.arguments }}",
+    "JSON": "{{ c.function.arguments | tojson }}",
+    "JSON within JSON": "{{ c.function.arguments | tojson | tojson }}",
+    "each as it is": EACH + "{{ k }}={{ v if v is string else v | tojson }}{% endfor %}",
+    "each in apostrophes": EACH + "{{ k }}='" + ESCAPED + "'{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("written", WAYS.values(), ids=WAYS)
+def test_arguments_are_found_in_whatever_way_they_are_written(tokenizer, written):
+    """And are missed where a part of them is not there."""
+    template = STYLES["tools"].replace("{{ c.function.arguments | tojson }}", written)
+
+    def talk(arguments):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        return {"messages": [said("user", "a"), said("assistant", "", tool_calls=[call])]}
+
+    assert encoder(tokenizer, template)(0, talk(ARGUMENTS)).num_learnt
+    cut = template.replace("c.function.arguments", "(c.function.arguments | dictsort)[1:] | list")
+    with pytest.raises(ValueError, match=r"does not write all of its arguments|refuses the messages"):
+        encoder(tokenizer, cut.replace(".items()", ""))(0, talk(ARGUMENTS))
+
+
+def test_a_command_in_a_system_message_is_obeyed_or_refused(tokenizer):
+    """SmolLM3 takes `/no_think` out of it and answers without a thought; one that only takes it out is refused."""
+    obeying = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.replace('/no_think', '') }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{{ '<think></think>' if '/no_think' in messages[0].content }}{% endif %}"
+    )
+    ask = encoder(tokenizer, obeying, PromptEncoder)
+    for system in ("/no_think", "Be brief. /no_think"):
+        sample = ask(0, {"messages": [said("system", system), said("user", "a")]})
+        assert sample.text.endswith("assistant\n<think></think>")
+    cut = encoder(tokenizer, obeying.replace("m.content.replace", "m.content[:4].replace"), PromptEncoder)
+    with pytest.raises(ValueError, match="does not write all of its content 'Be brief"):
+        cut(0, {"messages": [said("system", system), said("user", "a")]})
+    with pytest.raises(ValueError, match="does not write all of its content"):
+        ask(0, {"messages": [said("system", "c"), said("user", "a /no_think")]})
 
 
 def test_variables_of_the_template_are_the_record_s_before_the_configuration_s(tokenizer):

@@ -1,19 +1,26 @@
 """Rewards are called on a real record before a run: what tells nothing apart, fails or cannot be called is refused.
 
-Not covered: classifiers and servers, which are not asked; how functions of each form are called
-(tests/rollout/test_reward_forms.py).
+Published functions are called in this process, to be quick. Not covered: classifiers and servers, which are not asked;
+how functions of each form are called (tests/rollout/test_reward_forms.py).
 """
 
 import json
 
 import pytest
 
+from megarlhf.config import SourceConfig
 from megarlhf.config.rewards import RewardConfig
+from megarlhf.planning import rewards as checks
 from megarlhf.planning.preflight import preflight
-from megarlhf.planning.rewards import try_rewards
+from megarlhf.planning.rewards import rule_for_answers, try_rewards
+from megarlhf.rollout.rewards.rules import form_of_rule, load_rule
+from megarlhf.rollout.rewards.score import InThisProcess
+from tests.data.chat_styles import CHATML, write_chat_tokenizer
 from tests.planning.configs import rl
 
 OURS = "tests.planning.users_rewards:"
+PUBLISHED = "tests.planning.published_rewards:"
+SOLUTION = "Natalia sold 48/2 = 24 clips in May.\nNatalia sold 48+24 = 72 clips altogether.\n#### 72"
 PLAIN = {"prompt": "1+1=", "answer": "2"}
 VERL = {"prompt": "1+1=", "data_source": "a", "reward_model": {"ground_truth": "2"}, "extra_info": {"index": 0}}
 
@@ -49,7 +56,11 @@ def test_what_is_right_says_nothing(paths, reward, record):
 @pytest.mark.parametrize(
     ("reward", "record", "words"),
     [
-        ("constant", PLAIN, "it gives 0.5 for all texts, with '2' as the right answer and '3' as a wrong one"),
+        (
+            "constant",
+            PLAIN,
+            "gives 0.5 for all of 8 texts to a record .*: '2' and '3' as they stand, .* set check: call in",
+        ),
         (
             "verl_compares_types",
             {**VERL, "reward_model": {"ground_truth": 2}},
@@ -71,7 +82,7 @@ def test_what_tells_nothing_apart_or_fails_is_refused(paths, reward, record, wor
 
 def test_another_records_answer_is_the_wrong_one(paths):
     records = [{"prompt": "1+1=", "answer": word} for word in ("cat", "dog")]
-    with pytest.raises(ValueError, match="with 'cat' as the right answer and 'dog' as a wrong one"):
+    with pytest.raises(ValueError, match="'cat' and 'dog' as they stand"):
         tried(paths, "constant", *records)
 
 
@@ -102,8 +113,119 @@ def test_a_mistake_in_rewards_is_said_before_models_and_data_are_read(paths):
 
 
 def test_the_start_tries_rewards(paths):
-    with pytest.raises(ValueError, match="does not tell a right answer from a wrong one"):
+    with pytest.raises(ValueError, match="for all of 8 texts"):
         preflight("rl", rl(paths, rewards=[{"kind": "rule", "rule": OURS + "constant"}]), 1)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How many responses each call of a function is for; it runs in this process."""
+    sizes = []
+
+    class Counted(InThisProcess):
+        def start(self, batch):
+            sizes.append(len(batch))
+            return super().start(batch)
+
+    made = lambda reward, device: Counted(load_rule(reward.rule), form_of_rule(reward.rule))  # noqa: E731
+    monkeypatch.setattr(checks, "make_source", made)
+    return sizes
+
+
+OF_MESSAGES = ("unsloth_correct", "unsloth_whole_number", "unsloth_strict_form", "trl_form")
+"""They read completion[0]["content"]."""
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("unsloth_correct", [2]),
+        ("unsloth_whole_number", [2, 6]),
+        ("trl_form", [2, 6]),
+        ("trl_boxed", [2]),
+        ("trl_length", [2, 6]),
+        ("r1_zero_prefilled", [2, 6]),
+        ("verl_gsm8k", [2]),
+        ("verl_dapo", [2]),
+        ("openrlhf_math", [2]),
+        ("swift_accuracy", [2]),
+        ("kept", [2]),
+        ("whole_only", [2, 6]),
+    ],
+)
+def test_published_functions_pass_after_few_calls(paths, calls, name, sizes):
+    """Two where the first pair tells; never more than eleven."""
+    prompt = "1+1="
+    if name in OF_MESSAGES:
+        (paths["model"] / "tokenizer.model").unlink()
+        write_chat_tokenizer(paths["model"], CHATML)
+        prompt = [{"role": "user", "content": prompt}]
+    record = {"prompt": prompt} | dict.fromkeys(("answer", "ground_truth", "solution"), "2")
+    assert tried(paths, {"rule": PUBLISHED + name}, record) == []
+    assert calls == sizes
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("too_long", "gives 0 for all of 8 texts .* and a long one.* judges something that these texts do not have"),
+        ("verl_shorter", "it gives 0 for all texts, with '2' as the right answer .* set check: call in its entry of"),
+        ("trl_form", "string indices must be integers.* to a record of data.train, completions are texts, prompt"),
+    ],
+)
+def test_published_functions_that_are_stopped(paths, calls, name, words):
+    with pytest.raises(ValueError, match=words):
+        tried(paths, {"rule": PUBLISHED + name})
+    assert sum(calls) in (2, 8)
+
+
+def test_a_confirmed_reward_is_called_once(paths, calls):
+    """With one pair."""
+    assert tried(paths, {"rule": PUBLISHED + "too_long", "check": "call"}) == []
+    assert calls == [2]
+
+
+@pytest.mark.parametrize("answer", [SOLUTION, SOLUTION.replace("\n", " ")])
+def test_whole_solutions_as_answers(paths, calls, answer):
+    """As in GSM8K's column `answer`."""
+    record = {"prompt": "q", "answer": answer}
+    for rule in ("numeric_match", "math_verify"):
+        assert tried(paths, {"rule": rule}, record) == []
+    assert tried(paths, {"rule": "exact_match", "check": "call"}, record) == []
+    for rule, mend in (
+        ("exact_match", "use the rule numeric_match, which reads"),
+        (PUBLISHED + "whole_only", "let it compare with"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"only a repetition of the whole solution .*'72' the same as '73'; {mend}"
+        ):
+            tried(paths, {"rule": rule}, record)
+    assert max(calls) == 9
+    with pytest.raises(ValueError, match=r"with '72' as the right answer \(it stands behind #### in the record's\)"):
+        tried(paths, {"rule": PUBLISHED + "verl_gsm8k"}, record)
+
+
+@pytest.mark.parametrize(
+    ("answers", "rule"),
+    [
+        ([SOLUTION, "It is so.\n#### 1,000"], "numeric_match"),
+        ([SOLUTION, "So.\n#### x + 1"], "math_verify"),
+        ([SOLUTION, "72"], "exact_match"),
+        (["72", "73"], "exact_match"),
+        ([None, {"a": 1}], "exact_match"),
+    ],
+)
+def test_the_rule_for_answers_as_they_are_written(paths, answers, rule):
+    paths["train"].write_text("".join(json.dumps({"prompt": "q", "answer": each}) + "\n" for each in answers))
+    assert rule_for_answers(SourceConfig(path=paths["train"])) == rule
+
+
+def test_lists_in_json_text_are_said(paths, calls):
+    for rule in ("exact_match", "numeric_match", "math_verify"):
+        (note,) = tried(paths, {"rule": rule}, {"prompt": "q", "answer": '["7", "seven"]'})
+        assert note.endswith("""'["7", "seven"]' is read as a list, of which any entry is a right answer""")
+    assert tried(paths, {"rule": "exact_match"}, {"prompt": "q", "answer": "[7]"}) == []
+    assert tried(paths, {"rule": PUBLISHED + "whole_only"}, {"prompt": "q", "answer": '["7"]'}) == []
 
 
 def test_only_what_can_be_called_has_the_key():

@@ -4,6 +4,7 @@ Each is written as those frameworks' own pages have them, for records as their u
 processes, which call the same (test_reward_pool.py); what a start makes of the scores (tests/planning/test_rewards.py).
 """
 
+import functools
 import re
 
 import pytest
@@ -140,8 +141,15 @@ def test_our_own_by_name_in_any_order_and_by_place():
 
     assert said(parts, rows(fields)) == [17.0, 15.0]
     assert said(lambda response: float(len(response)), rows()) == [7.0, 7.0]
-    assert form_of(lambda p, r, f: 0.0) == form_of(lambda prompt, response, record: 0.0) == Form()
-    assert form_of(lambda b: [0.0]) == Form("batch", places=())
+    assert form_of(lambda prompt, response, fields, scale=2.0: 0.0) == Form()
+
+
+def test_a_batch_by_its_name_or_its_annotation():
+    def longer(rows: RewardBatch, scale=2.0):
+        return [scale * len(text) for text in rows.responses]
+
+    assert form_of(lambda batch: [0.0]) == form_of(longer) == Form("batch", places=())
+    assert said(longer, rows()) == [14.0, 14.0]
 
 
 @pytest.mark.parametrize(
@@ -159,6 +167,18 @@ def test_our_own_by_name_in_any_order_and_by_place():
         lambda task, completion, reference, info: 0.0,
         lambda a, b: 0.0,
         lambda prompts, completions, trainer_state: 0.0,
+        lambda prompt, response, record: 0.0,
+        lambda p, r, f: 0.0,
+        lambda rows: [0.0],
+        lambda *, batch: [0.0],
+        lambda: 0.0,
+        lambda predict_str, ground_truth, use_boxed=True: 0.0,  # verl's geo3k
+        lambda completion, test_cases, continuous=False: 0.0,  # verl's code rewards
+        lambda completion, info, state: 0.0,  # verifiers
+        lambda reward_inputs, format_weight=0.1: [0.0],  # EasyR1
+        lambda args, sample, **kwargs: 0.0,  # slime
+        lambda prompt, completions, prompt_ids, completion_ids, answer, **kwargs: 0.0,  # AReaL
+        lambda samples, prompts, outputs, **kwargs: [0.0],  # trlx
     ],
 )
 def test_mixtures_and_unknown_names_are_refused_with_those_that_are_known(function):
@@ -166,6 +186,56 @@ def test_mixtures_and_unknown_names_are_refused_with_those_that_are_known(functi
         form_of(function)
     for known in ("(prompt, response, fields)", "solution_str", "completions", "queries", "RewardBatch"):
         assert known in str(error.value)
+
+
+def undecorated(function):
+    """A decorator that loses the names."""
+    return lambda *args, **kwargs: function(*args, **kwargs)
+
+
+async def of_verls_loop(data_source, solution_str, ground_truth, reward_router_address, reward_model_tokenizer):
+    return 1.0
+
+
+class Accuracy:
+    """ms-swift's plugins are classes."""
+
+    def __call__(self, completions, solution, **kwargs):
+        return [float(one == right) for one, right in zip(completions, solution, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (
+            undecorated(compute_score),
+            r"\(\*args, \*\*kwargs\): no name says what it reads; .*functools\.wraps.* solution_str",
+        ),
+        (
+            lambda **kwargs: [0.0],
+            r"\(\*\*kwargs\): no name says what it reads; name what it takes, such as \(completions",
+        ),
+        (
+            of_verls_loop,
+            "verl gives reward_router_address and reward_model_tokenizer, of the reward model .* kind http",
+        ),
+        (Accuracy, r"is the class Accuracy, of which an object is called; .* \(reward = Accuracy\(\)\), and name that"),
+        (lambda prompt, response, answer: 0.0, "answer is none of these; the record's columns stand in `fields`"),
+        (lambda prompts: [0.0], "prompts alone does not say which of these it is"),
+        (max, "it has no signature, .*; call it in a function of yours"),
+    ],
+)
+def test_what_is_said_of_functions_that_cannot_be_called(function, words):
+    with pytest.raises(ValueError, match=words):
+        form_of(function)
+
+
+def test_decorators_partials_and_objects_that_keep_the_names():
+    kept = functools.wraps(compute_score)(undecorated(compute_score))
+    assert said(kept, rows(VERL)) == [1.0, 0.1]
+    assert said(Accuracy(), rows({"solution": "#### 42"})) == [1.0, 0.0]
+    given = functools.partial(of_verls_loop, reward_router_address="judge:80", reward_model_tokenizer=None)
+    assert said(given, rows({"answer": "42"})) == [1.0, 1.0]
 
 
 def test_what_a_request_says_nothing_of():

@@ -222,7 +222,7 @@ def test_tries_again_after_a_hang(ask, tmp_path):
     """A function that hangs the first time only, by a file that it leaves."""
     flag = tmp_path / "seen"
     (tmp_path / "flaky.py").write_text(
-        f"import pathlib, time\ndef rule(p, r, f):\n    flag = pathlib.Path({str(flag)!r})\n"
+        f"import pathlib, time\ndef rule(prompt, response, fields):\n    flag = pathlib.Path({str(flag)!r})\n"
         "    if not flag.exists():\n        flag.touch()\n        time.sleep(600)\n    return 4.0\n"
     )
     pool = RewardPool("flaky:rule", form_of(load_function("flaky:rule")), workers=1, timeout_seconds=1.0, retries=1)

@@ -34,6 +34,18 @@ from megarlhf.rollout.rewards.rules import RULES, exact_match, field_check, load
         ("85", np.array(["84", "85"]), 1.0),
         ("true", True, 1.0),
         ("1", True, 0.0),
+        ("7", '["7"]', 1.0),
+        ("seven", ' ["7", "seven"] ', 1.0),
+        ("Seven", '["7", "seven"]', 0.0),
+        ('["7", "seven"]', '["7", "seven"]', 1.0),
+        ("[7]", "[7]", 1.0),
+        ("7", "[7]", 0.0),
+        ("1", "[1, 2]", 0.0),
+        ("7", '["7", 8]', 0.0),
+        ("a", '[["a"]]', 0.0),
+        ("[]", "[]", 1.0),
+        ("[x", "[x", 1.0),
+        ("72", "So it is.\n#### 72", 0.0),
     ],
 )
 def test_exact_match(response, answer, expected):
@@ -93,6 +105,11 @@ def test_exact_match(response, answer, expected):
         ("1_000", "1000", 1.0),
         ("4", ["3", "4.0"], 1.0),
         ("4", {"value": "4", "aliases": ["four"]}, 1.0),
+        ("7", '["seven", "7"]', 1.0),
+        ("8", '["seven", "7"]', 0.0),
+        ("it is 72", "48/2 = 24, 48+24 = 72\n#### 72", 1.0),
+        ("it is 24", "48/2 = 24, 48+24 = 72\n#### 72", 0.0),
+        ("1000", "So it is. #### 1,000\n", 1.0),
     ],
 )
 def test_numeric_match(response, answer, expected):
@@ -129,7 +146,8 @@ def test_answers_that_are_none_are_refused_at_the_start(name, fields, words):
 
 
 def test_what_is_no_number_and_no_formula():
-    for rule, answer in (("numeric_match", True), ("numeric_match", ["four"]), ("math_verify", False)):
+    bad = (True, ["four"], "[7]", "#### 72\nand more", "so many: 72")
+    for rule, answer in (*(("numeric_match", each) for each in bad), ("math_verify", False)):
         with pytest.raises(ValueError, match=r"the record's answer is .*, expected a "):
             field_check(rule)({"answer": answer})
 

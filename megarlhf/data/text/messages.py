@@ -9,7 +9,7 @@ from decimal import Decimal
 from typing import Any
 
 from megarlhf.data.record_fields import present, shown
-from megarlhf.data.text.written import THOUGHTS
+from megarlhf.data.text.replaced import THOUGHTS
 
 _SHAREGPT = {
     "human": "user", "user": "user",

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megarlhf.data.sample_kinds import Unusable
 from megarlhf.data.templates import ChatTemplate, Conversation, chat_template
-from megarlhf.data.text.written import Kind, NotWritten, require_written
+from megarlhf.data.text.omissions import Kind, NotWritten, require_written
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.data.turns import Answered, Inexact, LossOn, answered, learnt_turns
 
@@ -45,12 +45,18 @@ class Writer:
         text = self.template.text(asked, reply=True)
         with self._skipping_inexact():
             written = self.template.written(asked, text, reply=True)
-            omissions = require_written(written, asked.roles, self._may_drop)
+            omissions = require_written(written.omissions, asked.roles, self._may_drop)
         return text, self.template.ids(text), (*omissions, *self._unread(asked))
 
     def _unread(self, conversation: Conversation) -> list[str]:
-        keys = ", ".join(self.template.unread_keys(conversation))
-        return [f"with keys of messages that nobody reads ({keys})"] if keys else []
+        """Keys of messages that nobody reads, in words. Raises: ValueError for one that changes what is asked."""
+        keys = self.template.unread_keys(conversation)
+        if "tools" in keys:
+            raise ValueError(
+                "a message has 'tools', which the chat template does not read there; give them as the record's column "
+                "'tools'"
+            )
+        return [f"with keys of messages that nobody reads ({', '.join(keys)})"] if keys else []
 
     @contextlib.contextmanager
     def _skipping_inexact(self) -> Iterator[None]:

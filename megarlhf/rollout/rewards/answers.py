@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,11 +17,14 @@ _BESIDE = "aliases"
 """TriviaQA's further right answers, beside one of these keys."""
 _ELSEWHERE = ("ground_truth", "answers", "solution", "label", "target", "reward_model")
 """Columns that may hold what is missing."""
+_BEHIND_MARK = re.compile(r"####[ \t]*([^\s#][^\n#]*?)\s*\Z")
+"""The end of GSM8K's solutions."""
 
 
 def answers_of(fields: Mapping[str, Any]) -> list[str]:
-    """Texts of which any is right, without white space around them: of a list each entry, of a mapping what it calls
-    the answer; of a number that is whole both 42 and 42.0, which is what pandas makes of whole numbers beside a gap.
+    """Texts of which any is right, without white space around them: of a list each entry, also where texts are listed
+    in JSON text (["7", "seven"], but not [7], which is an answer itself), of a mapping what it calls the answer; of a
+    number that is whole both 42 and 42.0, which is what pandas makes of whole numbers beside a gap.
 
     Raises: ValueError where there is none.
     """
@@ -43,7 +48,7 @@ def answers_of(fields: Mapping[str, Any]) -> list[str]:
 
 
 def texts_of_answer(value: Any) -> Iterator[str]:
-    """What a value says, as texts. Raises: ValueError for a mapping of which it is not clear what is the answer."""
+    """Answers in a value, as texts. Raises: ValueError for a mapping of which it is not clear what is the answer."""
     if value is None:
         return
     if isinstance(value, Mapping):
@@ -60,8 +65,28 @@ def texts_of_answer(value: Any) -> Iterator[str]:
             yield from texts_of_answer(each)
     elif callable(getattr(value, "tolist", None)):  # of numpy
         yield from texts_of_answer(value.tolist())
+    elif listed := listed_in(value):
+        for each in listed:
+            yield from texts_of_answer(each)
     elif text := str(value).strip():
         yield text
+
+
+def listed_in(value: Any) -> list[str]:
+    """Texts of a list that is written as JSON text; numbers in brackets are an answer to a question of mathematics."""
+    if not (isinstance(value, str) and value.strip().startswith("[")):
+        return []
+    try:
+        listed = json.loads(value)
+    except (ValueError, RecursionError):  # the latter for thousands of brackets
+        return []
+    return listed if isinstance(listed, list) and all(isinstance(each, str) for each in listed) else []
+
+
+def end_of_solution(answer: str) -> str | None:
+    """Text behind #### at the end of a solution, as in GSM8K; None: the text is no such solution."""
+    found = _BEHIND_MARK.search(answer)
+    return found and found[1]
 
 
 def _key_of(answer: Mapping[str, Any]) -> str:

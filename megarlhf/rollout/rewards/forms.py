@@ -19,15 +19,10 @@ Fields = Mapping[str, Any]
 
 _TRUTHS = ("ground_truth", "reward_model.ground_truth", "answer")
 _LABELS = ("answer", "labels", "label", "ground_truth", "reward_model.ground_truth")
-_OF_RECORDS = frozenset(
-    {"answer", "answers", "label", "solution", "solutions", "reference", "references"}
-    | {"target", "targets", "gold", "gt", "expected", "truth"}
-)
-"""Names that say a column of the record: a third parameter of such a name does not want all columns."""
-_TRUTH_WORDS = ("answer", "truth", "label", "solution", "target", "expected")
-"""In a name that says a column of the record."""
 NOT_GIVEN = ("trainer_state", "log_extra", "log_metric", "environments")
-"""What TRL gives besides, of its trainer."""
+"""Parameters that TRL gives besides, of its trainer."""
+_OF_VERLS_SERVER = ("reward_router_address", "reward_model_tokenizer")
+"""Parameters that verl's reward loop gives besides, of the reward model that it serves."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +121,6 @@ STYLES: Mapping[str, Style] = {
         frozenset({"queries"}),
     ),
 }
-_NAMES = frozenset(name for style in STYLES.values() for name in style.columns) | _OF_RECORDS
-"""Names that have a meaning: a parameter that has one gets what it says, or the function is refused."""
 
 
 class Form(NamedTuple):
@@ -138,9 +131,9 @@ class Form(NamedTuple):
     waits: bool = False
     """It is async."""
     places: tuple[str, ...] = tuple(OURS)
-    """What is given by place."""
+    """Parameters that are given by place."""
     names: tuple[str, ...] = ()
-    """What is given by name."""
+    """Parameters that are given by name."""
     others: bool = False
     """It takes whatever further columns the records have."""
     keeps: frozenset[str] = frozenset()
@@ -159,7 +152,7 @@ class Form(NamedTuple):
         return [] if self.style == "batch" else [n for n in self.names if n not in STYLES[self.style].columns]
 
     def call(self, function: Callable[..., Any], batch: RewardBatch, n: int | None = None) -> Any:
-        """For response `n`; None: for all, where it is `batched`. Raises: what the function raises, and WrongValue."""
+        """Call it for response `n`; None: for all, where it is `batched`. Raises: what it raises, and WrongValue."""
         if self.style == "batch":
             return function(batch)
         given = STYLES[self.style].columns
@@ -181,40 +174,74 @@ class Form(NamedTuple):
 
 
 def form_of(function: Callable[..., Any]) -> Form:
-    """From its signature. A name that only one style has tells that; parameters beside those of the style are columns
-    of the records. One parameter of another name gets a `RewardBatch`; three get prompt, response and fields.
+    """Read the form from the signature. A name that only one style has tells that; parameters beside those of the
+    style are columns of the records. `batch`, or one that is annotated so, gets a `RewardBatch`.
 
-    Raises: ValueError for parameters that are none of these or of several, or for a generator.
+    Raises: ValueError for parameters that are none of these or of several, for a generator, or a class.
     """
     target = without_partials(function)
-    if not inspect.isroutine(target) and not inspect.isclass(target):
+    if inspect.isclass(target):
+        raise ValueError(
+            f"it is the class {target.__name__}, of which an object is called; make one in your module "
+            f"(reward = {target.__name__}()), and name that"
+        )
+    if not inspect.isroutine(target):
         target = without_partials(type(target).__call__)
     if inspect.isasyncgenfunction(target) or inspect.isgeneratorfunction(target):
         raise ValueError("it is a generator; return the values instead of yielding them")
-    waits = inspect.iscoroutinefunction(target)
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # of a builtin without a signature
-        return Form(waits=waits)
+    except (TypeError, ValueError):
+        raise ValueError(
+            "it has no signature, as some functions written in C; call it in a function of yours"
+        ) from None
+    waits = inspect.iscoroutinefunction(target)
     others = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    needed = [p for p in named if _is_needed(p)]
     marked = [name for name, style in STYLES.items() if style.marks & {p.name for p in named}]
     if len(marked) > 1:
         raise _refusal(parameters, f"they are of {' and of '.join(STYLES[name].words for name in marked)}")
-    if not marked or (marked == ["fields"] and not {p.name for p in named if _is_needed(p)} <= OURS.keys()):
-        return _by_place(parameters)._replace(waits=waits)
-    (name,) = marked
-    return _by_name(name, named, parameters)._replace(waits=waits, others=others and name != "fields")
+    if marked:
+        (name,) = marked
+        return _by_name(name, named, parameters)._replace(waits=waits, others=others and name != "fields")
+    if [p.kind is p.KEYWORD_ONLY or not _is_batch(p) for p in needed] == [False]:
+        return Form("batch", waits=waits, places=())
+    raise _refusal(parameters, _why_unknown([p.name for p in needed]))
+
+
+def _why_unknown(needed: Sequence[str]) -> str:
+    if not needed:
+        return (
+            "no name says what it reads; name what it takes, such as (completions, **kwargs), and let a decorator keep "
+            "the names of what it decorates (functools.wraps)"
+        )
+    if unknown := [name for name in needed if not any(name in style.columns for style in STYLES.values())]:
+        have, are = "has" if len(needed) == 1 else "have", "is" if len(unknown) == 1 else "are"
+        return f"{len(needed)} {have} to be given, of which {', '.join(unknown)} {are} not known"
+    return f"{', '.join(needed)} alone does not say which of these it is"
+
+
+def _is_batch(parameter: inspect.Parameter) -> bool:
+    return parameter.name == "batch" or "RewardBatch" in str(parameter.annotation)
 
 
 def _by_name(style: str, named: Sequence[inspect.Parameter], every: Sequence[inspect.Parameter]) -> Form:
-    """Of a style that its names tell. Raises: ValueError."""
+    """Form of a style that its names tell. Raises: ValueError."""
     given = STYLES[style].columns
     foreign = [p.name for p in named if _is_needed(p) and p.name not in given]
     if absent := [name for name in foreign if name in NOT_GIVEN]:
         raise _refusal(every, f"{absent[0]} is of TRL's trainer and not given here; give it a default")
+    if served := [name for name in foreign if name in _OF_VERLS_SERVER]:
+        raise _refusal(
+            every,
+            f"verl gives {' and '.join(served)}, of the reward model that it serves, which is not done here; serve the "
+            "model yourself and give the function its address (functools.partial), or use a reward of kind http",
+        )
     if wrong := [name for name in foreign if name in OURS]:
         raise _refusal(every, f"{wrong[0]} is of {STYLES['fields'].words}, the others of {STYLES[style].words}")
+    if style == "fields" and foreign:
+        raise _refusal(every, f"{foreign[0]} is none of these; the record's columns stand in `fields`")
     places = tuple(p.name for p in named if p.kind is p.POSITIONAL_ONLY and (p.name in given or _is_needed(p)))
     names = tuple(p.name for p in named if (p.name in given or _is_needed(p)) and p.name not in places)
     if style == "fields" and names == tuple(OURS):
@@ -225,27 +252,6 @@ def _by_name(style: str, named: Sequence[inspect.Parameter], every: Sequence[ins
     return Form(style, places=places, names=names, keeps=kept, may=may)
 
 
-def _by_place(parameters: Sequence[inspect.Parameter]) -> Form:
-    """Where names tell nothing: one parameter that has to be given, or three. Raises: ValueError."""
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    needed = [p.name for p in positional if _is_needed(p)]
-    if only := [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and _is_needed(p)]:
-        raise _refusal(parameters, f"{only[0]} can be given by name only, and the name says nothing")
-    open_ended = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    given = [p.name for p in positional][:3]
-    if len(needed) == 1:
-        if needed[0] in _NAMES:
-            raise _refusal(parameters, f"{needed[0]} alone is of none of the forms")
-        return Form("batch", places=())
-    if len(needed) > 3 or (len(positional) < 3 and not open_ended):
-        raise _refusal(parameters, f"{len(needed)} have to be given")
-    ours = list(OURS)
-    known = [name for name in given if name in _NAMES or any(word in name.lower() for word in _TRUTH_WORDS)]
-    if wrong := [name for name in known if name != ours[given.index(name)]]:
-        raise _refusal(parameters, f"{wrong[0]} stands in the place of {ours[given.index(wrong[0])]}")
-    return Form()
-
-
 def _is_needed(parameter: inspect.Parameter) -> bool:
     return parameter.default is parameter.empty
 
@@ -254,12 +260,12 @@ def _refusal(parameters: Sequence[inspect.Parameter], why: str) -> ValueError:
     known = "; ".join(style.words for style in STYLES.values())
     return ValueError(
         f"its parameters are ({', '.join(map(str, parameters))}): {why}. A function is called by the names of its "
-        f"parameters, which may be: {known}; or one, a RewardBatch, for several responses"
+        f"parameters, which may be: {known}; or (batch), a RewardBatch, for several responses"
     )
 
 
 def without_partials(function: Any) -> Any:
-    """What stands below functools.partial."""
+    """Take functools.partial away."""
     while isinstance(function, partial):
         function = function.func
     return function

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarlhf.config import RewardConfig
-from megarlhf.rollout.rewards.answers import answers_of
+from megarlhf.rollout.rewards.answers import ANSWER, answers_of, end_of_solution
 from megarlhf.rollout.rewards.calls import load_function
 from megarlhf.rollout.rewards.format_rules import FORMAT_RULES
 from megarlhf.rollout.rewards.forms import Form, form_of
@@ -25,22 +25,25 @@ Rule = Callable[[str, str, Mapping[str, Any]], Any]
 """(prompt text, response text without eos, other columns of the record) -> reward."""
 
 
-def exact_match(prompt_text: str, response_text: str, fields: Mapping[str, Any]) -> float:
-    """1 if the response is one of the record's answers, white space around both aside; else 0."""
-    return float(response_text.strip() in answers_of(fields))
+def exact_match(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
+    """1 if the response is one of the record's answers, white space around both aside; else 0. Where the answer is a
+    list in JSON text, the response may also be that text."""
+    answers, said = answers_of(fields), response.strip()
+    return float(said in answers or (isinstance(fields[ANSWER], str) and said == fields[ANSWER].strip()))
 
 
-def numeric_match(prompt_text: str, response_text: str, fields: Mapping[str, Any]) -> float:
+def numeric_match(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
     """1 if the last number of the response equals one of the record's answers as a decimal number; else 0.
 
-    Thousands may have commas or spaces; 85, 85.0 and 8.5e1 are equal. Raises ValueError if an answer is no number.
+    Of a solution that ends with #### 72, as in GSM8K, the answer is what stands there. Thousands may have commas or
+    spaces; 85, 85.0 and 8.5e1 are equal. Raises ValueError if an answer is no number.
     """
-    return float(last_number(response_text) in _numeric_answers(fields))
+    return float(last_number(response) in _numeric_answers(fields))
 
 
 def _numeric_answers(fields: Mapping[str, Any]) -> list[Decimal]:
-    """Those of the answers that are numbers, as of ["4", "four"]. Raises: ValueError where none is."""
-    answers = answers_of(fields)
+    """Answers that are numbers, as 4 of ["4", "four"]. Raises: ValueError where none is."""
+    answers = [end_of_solution(text) or text for text in answers_of(fields)]
     if not (numbers := [number for text in answers if (number := number_of(text)) is not None]):
         raise ValueError(
             f"the record's answer is {answers[0][:80]!r}, expected a number; clean the data or use exact_match"
@@ -67,14 +70,14 @@ _ANSWERS: dict[str, Callable[[Mapping[str, Any]], object]] = {
     "numeric_match": _numeric_answers,
     **{name: read for name, (_, _, read) in VERIFIERS.items()},
 }
-"""What a rule reads of the fields; raises ValueError where it cannot."""
+"""Readers of the fields that a rule needs; they raise ValueError where they cannot."""
 ACCURACIES: Mapping[str, Mapping[str, Any]] = {name: {} for name in _ANSWERS} | {"reasoning_gym": {"exact": True}}
 """Rules that say whether a response is right, with the arguments with which they say 0 or 1."""
 _CHECKS: dict[str, Callable[..., None]] = {
     **{name: check for name, (_, check) in FORMAT_RULES.items()},
     **{name: check for name, (_, check, _) in VERIFIERS.items()},
 }
-"""What looks at a rule's arguments."""
+"""Checks of a rule's arguments."""
 
 
 def sources_of_rules(rewards: Sequence[RewardConfig]) -> dict[str, str]:
@@ -157,7 +160,7 @@ class RuleFields:
 
 
 def _needed(name: str) -> tuple[str, ...]:
-    """What a rule of the user's names in an attribute, `required_fields`."""
+    """Fields that a rule of the user's names in an attribute, `required_fields`."""
     needed = getattr(load_rule(name), "required_fields", ())
     return (needed,) if isinstance(needed, str) else tuple(needed)
 

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from megarlhf.data.procedural import FIELD, item_again, require_reasoning_gym
-from megarlhf.rollout.rewards.answers import ANSWER, answers_of
+from megarlhf.rollout.rewards.answers import ANSWER, answers_of, end_of_solution
 from megarlhf.rollout.rewards.numerals import with_plain_signs
 
 Fields = Mapping[str, Any]
@@ -84,10 +84,11 @@ def _boxes(response: str) -> list[tuple[int, int]]:
 
 
 def maths_answers(fields: Fields) -> list[str]:
-    """The record's answers. Raises: ValueError where there is none, or one is true or false."""
+    """The record's answers, of solutions that end with #### what stands there. Raises: ValueError where there is none,
+    or one is true or false."""
     if isinstance(answer := fields.get(ANSWER), bool):
         raise ValueError(f"the record's answer is {answer!r}, expected a formula or a number; use exact_match")
-    return [with_plain_signs(text) for text in answers_of(fields)]
+    return [with_plain_signs(end_of_solution(text) or text) for text in answers_of(fields)]
 
 
 def _parse(text: str, seconds: int) -> list[Any]:

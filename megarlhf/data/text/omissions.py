@@ -1,0 +1,71 @@
+"""Omissions of a chat template: what a refusal or a count says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Kind = Literal["white_space", "thoughts", "messages", "tool_calls", "tools"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True)
+class Omission:
+    """Something of a conversation that is not written as it is given."""
+
+    kind: Kind
+    message: int | None
+    """Number of the message, from 0; None for the descriptions of tools."""
+    key: str
+    """Of the message, or of a description."""
+    text: str
+    """What stands under the key; a part of it may be written."""
+
+
+class NotWritten(ValueError):
+    """The template leaves something out, and nobody has allowed it."""
+
+
+_WHAT: Mapping[Kind, str] = {
+    "white_space": "white space",
+    "thoughts": "a thought",
+    "messages": "a message, or a part of one",
+    "tool_calls": "a call of a tool, or a part of one",
+    "tools": "a description of a tool, or a part of one",
+}
+
+
+def require_written(
+    omissions: Sequence[Omission], roles: Sequence[str], may_drop: Collection[Kind], learnt: Collection[int] = ()
+) -> tuple[str, ...]:
+    """Words for a count of what was left out; nothing where all is written.
+
+    learnt: numbers of the messages that are learnt, of which no more than white space may be missing
+
+    Raises: NotWritten for what may not be left out.
+    """
+    for omission in omissions:
+        is_learnt = omission.message in learnt and omission.kind != "white_space"
+        if omission.kind not in may_drop or is_learnt:
+            kinds = {each.kind for each in omissions}
+            raise NotWritten(_refusal(omission, roles, None if is_learnt else sorted({*may_drop, *kinds})))
+    left_out = sorted({omission.kind for omission in omissions})
+    return tuple(f"without {_WHAT[kind]} that the chat template leaves out or changes" for kind in left_out)
+
+
+def _refusal(omission: Omission, roles: Sequence[str], would_do: Sequence[Kind] | None) -> str:
+    """would_do: `template_may_drop` with which the record is used; None for an answer that is learnt."""
+    where = "tools" if omission.message is None else f"message {omission.message + 1} ({roles[omission.message]!r})"
+    shown = repr(omission.text if len(omission.text) <= 80 else omission.text[:77] + "...")
+    what = "leaves out or changes white space of" if omission.kind == "white_space" else "does not write all of"
+    changed = f"{where}: the chat template {what} its {omission.key} {shown}"
+    if would_do is None:
+        return (
+            f"{changed}, so that the answer would not be learnt as it is given. Give a template that writes it "
+            "(data.chat_template), or change the data, or leave such records out (data.inexact: skip)"
+        )
+    return (
+        f"{changed}. Give a template that writes it (data.chat_template), or change the data; or leave it out, "
+        f"counted: data.template_may_drop: [{', '.join(would_do)}]; or leave such records out: data.inexact: skip"
+    )
