@@ -1,4 +1,4 @@
-"""Where a trained model comes from: `megarlhf.json`, which stands beside its weights and travels with copies of them.
+"""The origin of a trained model: `megarlhf.json`, which stands beside its weights and travels with copies of them.
 
 It names the run and what the run began with. So the KL of a later run can be held to the same reference.
 """
@@ -32,7 +32,7 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """What a checkpoint of a role was made of."""
+    """The making of a role's checkpoint."""
 
     command: str
     role: str
@@ -72,7 +72,7 @@ def find_provenance_file(model: Path) -> Path | None:
 
 
 def read_provenance(model: Path) -> Provenance | None:
-    """Of the model at `model`; None where nothing is stated.
+    """The provenance of the model at `model`; None where nothing is stated.
 
     Raises: ValueError when the file is damaged.
     """

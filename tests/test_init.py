@@ -121,6 +121,8 @@ def turns(question: str, answer: str) -> list[dict[str, str]]:
 
 CONVERSATIONS: dict[str, tuple[Rows, str, str]] = {
     "messages": ([{"messages": turns(f"{n}+1", a)} for n, a in SUMS], "sft", "conversations in 'messages'"),
+    "json": ([{"messages": json.dumps(turns(f"{n}+1", a))} for n, a in SUMS], "sft", "conversations in 'messages'"),
+    "ms-swift": ([{"messages": turns(f"{n}+1", a), "rejected_response": "no"} for n, a in SUMS], "rm", "ms_swift"),
     "to be answered": ([{"messages": turns(f"{n}+1", a)[:2], "answer": a} for n, a in SUMS], "rl", "conversations in"),
     "pairs": (
         [{"chosen": turns(f"{n}+1", a), "rejected": turns(f"{n}+1", "no")} for n, a in SUMS],
@@ -380,3 +382,14 @@ def test_what_it_cannot_use_is_told(one_layer: dict[str, Path], capsys: pytest.C
     status, _, err = said(capsys, "init", "--model", model, "--data", "split", "--split", "train")
     assert (status, err) == (0, "")
     assert yaml.safe_load(Path("sft.yaml").read_text())["data"]["train"] == {"path": "split", "split": "train"}
+
+
+def test_answers_that_are_whole_solutions(one_layer: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """As in GSM8K: the rule reads what they end with, and the file says so."""
+    rows = [{"question": f"{n}+1=", "answer": f"We add 1 to {n}.\n#### {a}"} for n, a in SUMS]
+    write(Path("data.jsonl"), rows)
+    status, out, err = said(capsys, "init", "--model", one_layer["plain"], "--data", "data.jsonl")
+    assert (status, err) == (0, "")
+    assert "not decided: rewards: the answers are whole solutions, which no response equals; numeric_match" in out
+    assert yaml.safe_load(Path("rl.yaml").read_text())["rewards"] == [{"kind": "rule", "rule": "numeric_match"}]
+    assert said(capsys, "rl", "-c", "rl.yaml", "--dry-run")[0] == 0

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from megarlhf.config.frozen import FrozenModel
+
+_OF_THE_COMMAND = "the command sets it; leave it out"
+RESERVED_VARIABLES: Mapping[str, str] = {
+    "messages": "the conversation is given in the column 'messages'",
+    "conversation": "the conversation is given in the column 'messages'",
+    "tools": "descriptions of tools are given in the column 'tools'",
+    "chat_template": "a template is given for all records, as data.chat_template",
+    **dict.fromkeys(
+        ("add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation", "max_length"),
+        _OF_THE_COMMAND,
+    ),
+    **dict.fromkeys(
+        ("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"), _OF_THE_COMMAND
+    ),
+}
+"""Names of arguments of transformers' `apply_chat_template` that are no variables of a template, and what to do."""
 
 
 class ConversationConfig(FrozenModel):
@@ -37,10 +54,15 @@ class ConversationConfig(FrozenModel):
     same."""
 
     @model_validator(mode="after")
-    def _template_is_read(self) -> Self:
+    def _check_template(self) -> Self:
         unread = [key for key in ("chat_template", "template_args", "template_may_drop") if getattr(self, key)]
         if self.template == "plain" and unread:
             raise ValueError(f"{unread[0]} is given, and template = plain reads no template; set template to chat")
+        if reserved := [name for name in self.template_args if name in RESERVED_VARIABLES]:
+            raise ValueError(
+                f"template_args has {reserved[0]!r}, which is no variable of a template: "
+                f"{RESERVED_VARIABLES[reserved[0]]}"
+            )
         return self
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from megarlhf.config.choices import BestConfig
 from megarlhf.config.roles import FrozenModel, NonNegative
@@ -34,7 +34,7 @@ class RunConfig(FrozenModel):
     world_size: PositiveInt | None = None
     """Ranks of the job that the file is for; default: `nproc`. It starts none. `megarlhf plan` and `--dry-run` plan and
     check that many ranks, also where they are not, and a start with another number says so."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Everything random follows from it: weights, data order, samples."""
     deterministic: bool = False
     """The same bits from every run on GPUs of one kind. Without it some kernels add in an order that changes from run

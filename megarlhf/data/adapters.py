@@ -1,4 +1,4 @@
-"""Adapters: what makes records of the rows of data that others have written.
+"""Adapters: functions that make records of the rows of data that others have written.
 
 An adapter is a function `row -> record`. A record has what the command reads: `prompt` with `response`, with `chosen`
 and `rejected`, or alone; or `messages`. It raises ValueError for a row that it cannot read, and returns None for one
@@ -147,17 +147,56 @@ def openai_messages(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return row
 
 
+def ms_swift(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """ms-swift's preferences: `messages`, whose last one is the answer, beside `rejected_response`, a text that stands
+    in its place, or `rejected_messages`, a whole conversation."""
+    chosen = row.get("messages")
+    if not isinstance(chosen, list) or not chosen or not isinstance(chosen[-1], Mapping):
+        raise ValueError(f"expected 'messages', a list of {{role, content}}, found {', '.join(map(repr, row))}")
+    if chosen[-1].get("role") != "assistant":
+        raise ValueError(
+            f"expected the last of 'messages' to be the assistant's answer, it is of {chosen[-1].get('role')!r}"
+        )
+    rejected = row.get("rejected_messages")
+    if rejected is None:
+        rejected = [*chosen[:-1], {"role": "assistant", "content": _text(row, "rejected_response")}]
+    others = {key: value for key, value in row.items() if key not in ("messages", *_OF_MS_SWIFT)}
+    return {**others, "chosen": chosen, "rejected": rejected}
+
+
+_OF_MS_SWIFT = ("rejected_messages", "rejected_response")
+
+
+def nemo_rl(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """NeMo-RL's preferences: `context`, a text or messages, and two `completions`, each with a `rank`, of which the
+    lower one is the better. Two of the same rank are left out."""
+    given = row.get("completions")
+    pair = given if isinstance(given, list) and all(isinstance(each, Mapping) for each in given) else []
+    if len(pair) != 2 or not all(isinstance(each.get("rank"), int | float) and "completion" in each for each in pair):
+        raise ValueError(
+            f"expected 'context' and 'completions', two of {{rank, completion}}, found {', '.join(map(repr, row))}"
+        )
+    better, worse = sorted(pair, key=lambda each: float(each["rank"]))
+    if better["rank"] == worse["rank"]:
+        return None
+    others = {key: value for key, value in row.items() if key not in ("context", "completions")}
+    return {**others, "prompt": row.get("context"), "chosen": better["completion"], "rejected": worse["completion"]}
+
+
 ADAPTERS: dict[str, Adapter] = {
     "anthropic_hh": anthropic_hh,
     "implicit_prompt": implicit_prompt,
     "alpaca": alpaca,
     "sharegpt": sharegpt,
     "openai_messages": openai_messages,
+    "ms_swift": ms_swift,
+    "nemo_rl": nemo_rl,
 }
 
 
 def load_adapter(name: str) -> Adapter:
-    """Of `ADAPTERS`, or a function of the user's as `package.module:function`. Raises: ValueError for another name."""
+    """One of `ADAPTERS`, or a function of the user's as `package.module:function`. Raises: ValueError for another
+    name."""
     if name in ADAPTERS:
         return ADAPTERS[name]
     module_name, colon, function = name.partition(":")
@@ -182,9 +221,9 @@ def load_adapter(name: str) -> Adapter:
 
 
 def digest_of_adapter(name: str | None) -> str | None:
-    """Of the module that the configuration names for an adapter of the user's, of the file that its code stands in, and
-    of those that both import, so that a changed one is another adapter. What a factory or a decorator has made has its
-    code elsewhere: there too."""
+    """Digest of the module that the configuration names for an adapter of the user's, of the file that its code stands
+    in, and of those that both import, so that a changed one is another adapter. What a factory or a decorator has made
+    has its code elsewhere: there too."""
     if name is None or name in ADAPTERS:
         return name
     adapter = load_adapter(name)
@@ -211,7 +250,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 def _is_own(module: str, file: Path) -> bool:
-    """Whether a module comes neither with Python nor as a package that was installed."""
+    """Tell whether a module comes neither with Python nor as a package that was installed."""
     known = module.partition(".")[0] in sys.stdlib_module_names | {"megarlhf"}
     return not known and not set(_INSTALLED) & set(file.parts)
 

@@ -26,7 +26,7 @@ import numpy as np
 from megarlhf.data.blocks import digest_of_blocks
 
 FORMAT = 2
-"""Of the files. Another one is another key of the cache, so that no version reads another's."""
+"""Version of the files. Another one is another key of the cache, so that no version reads another's."""
 MANIFEST = "MANIFEST.json"
 RECORD, PROMPT = "record", "prompt_digest"
 Kind = Literal["tokens", "text", "json", "int", "float", "digest"]
@@ -38,7 +38,7 @@ Array = np.ndarray[Any, Any]
 
 
 def kinds_of(sample_type: type[Any]) -> dict[str, Kind]:
-    """What each field of a sample is kept as, and the two columns beside."""
+    """Kinds of the columns: one for each field of a sample, and the two beside."""
     hints = typing.get_type_hints(sample_type)
     kinds: dict[Any, Kind] = {list[int]: "tokens", str: "text", int: "int", float: "float"}
     columns: dict[str, Kind] = {each.name: kinds.get(hints[each.name], "json") for each in fields(sample_type)}
@@ -52,7 +52,7 @@ class Packed:
     num_samples: int
     num_records: int
     lengths: dict[str, Array]
-    """Of each sample, of the columns with several values."""
+    """[samples] for each column with several values: how many a sample has."""
     values: dict[str, bytes]
     skipped: Counter[str] = field(default_factory=Counter)
     """Records that were left out, by reason."""
@@ -101,7 +101,7 @@ _TAG = "__megarlhf__"
 
 
 def _tagged(value: Any) -> dict[str, Any]:
-    """What columns of Parquet and Arrow may hold and JSON may not."""
+    """JSON for values that columns of Parquet and Arrow may hold and JSON may not."""
     if isinstance(value, datetime.datetime | datetime.date | datetime.time):
         return {_TAG: type(value).__name__, "value": value.isoformat()}
     if isinstance(value, decimal.Decimal):
@@ -199,7 +199,7 @@ class Writer:
             os.fsync(out.fileno())
 
     def close(self) -> None:
-        """Of what was not finished."""
+        """Close the files of a directory that was not finished."""
         for file in self._files.values():
             file.close()
 

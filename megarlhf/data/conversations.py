@@ -1,21 +1,22 @@
-"""What a record says: texts or conversations, by its columns. No template and no tokenizer yet.
+"""Records read as texts or as conversations, by their columns. No template and no tokenizer yet.
 
 `plain` reads texts: `prompt` with `response`, or with `chosen` and `rejected`. `chat` reads conversations: `messages`
 or `conversations`, else `prompt` (a text is one message of the user) with the answers, each a text or messages. `auto`
 is the one that the columns allow, and refuses a record that has both. Messages are `{role, content}`, or ShareGPT's
-`{from, value}`. A record with `text` and none of these is raw text.
+`{from, value}`, as a list or as its JSON text. A record with `text` and none of these is raw text.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megarlhf.config.conversations import RESERVED_VARIABLES
 from megarlhf.data.record_fields import missing, present, shown, text_of
 from megarlhf.data.templates import Conversation, Template
+from megarlhf.data.text.json_text import parse_text, with_lists
 from megarlhf.data.text.messages import messages_of, without_weights
 from megarlhf.data.unread import require_no_messages, require_read
 
@@ -24,6 +25,8 @@ Record = Mapping[str, Any]
 _LISTS = ("messages", "conversations")
 CONVERSATION_COLUMNS = ("prompt", *_LISTS)
 """Columns that become a prompt, and are no fields of it."""
+_OF_MESSAGES = (*CONVERSATION_COLUMNS, "response", "chosen", "rejected")
+"""Columns that may hold messages."""
 
 VARIABLES = "chat_template_kwargs"
 """The column with variables of the template for this record."""
@@ -34,7 +37,7 @@ BESIDE_A_CONVERSATION = ("system", "tools", VARIABLES)
 
 @dataclass(frozen=True)
 class PairOfTexts:
-    """Of a preference."""
+    """A preference between two texts."""
 
     prompt: str
     chosen: str
@@ -60,8 +63,14 @@ class EmptyText(Exception):
     """A record with nothing where something has to be said: its text is the reason to skip it."""
 
 
+def read_lists(record: Record, template: Template) -> Record:
+    """The record, with messages in place of their JSON text where a template reads messages."""
+    return record if template == "plain" else with_lists(record, _OF_MESSAGES)
+
+
 def prompt_of(record: Record, template: Template) -> str | Conversation:
-    """What has to be answered. Raises: ValueError; EmptyText."""
+    """The prompt that has to be answered. Raises: ValueError; EmptyText."""
+    record = read_lists(record, template)
     require_read(record, "prompt")
     column = _list_column(record, template, ("prompt",))
     asked = _text_or_question(record, template, ("prompt",)) if column is None else conversation_of(record, column)
@@ -79,6 +88,7 @@ def prompt_of(record: Record, template: Template) -> str | Conversation:
 def example_of(record: Record, template: Template) -> tuple[str, str] | Conversation | RawText:
     """A prompt and a response, a conversation that ends with the assistant, or raw text. Raises: ValueError;
     EmptyText."""
+    record = read_lists(record, template)
     if present(record, "text") and not any(present(record, name) for name in (*CONVERSATION_COLUMNS, "response")):
         return _raw_text(record, template)
     column = _list_column(record, template, ("prompt", "response"))
@@ -122,11 +132,11 @@ def _raw_text(record: Record, template: Template) -> RawText:
 
 
 def _with_answers(record: Record) -> Conversation:
-    """Of a `response` of messages behind its prompt: only they are learnt. Raises: ValueError; EmptyText."""
+    """A prompt with a `response` of messages behind it: only they are learnt. Raises: ValueError; EmptyText."""
     asked = _text_or_question(record, "chat", ("prompt", "response"))
     assert isinstance(asked, Conversation), "chat makes conversations"
     require_read(record, "texts")
-    behind = messages_of(_listed(record["response"]), "response")
+    behind = _messages(record, "response")
     before, whole = len(asked.messages), [*asked.messages, *behind]
     _require_order(whole, "response")
     weighed = {number for number, message in enumerate(whole) if "weight" in message}
@@ -135,6 +145,7 @@ def _with_answers(record: Record) -> Conversation:
 
 def pair_of(record: Record, template: Template) -> PairOfTexts | PairOfConversations:
     """A prompt and two responses. Raises: ValueError; EmptyText."""
+    record = read_lists(record, template)
     for name in ("chosen", "rejected"):
         if not present(record, name):
             raise missing(record, name)
@@ -157,7 +168,7 @@ def pair_of(record: Record, template: Template) -> PairOfTexts | PairOfConversat
             "'chosen' and 'rejected' are lists of messages, and data.template = plain reads texts; set it to chat"
         )
     else:
-        sides = [messages_of(_listed(record[name]), name) for name in ("chosen", "rejected")]
+        sides = [_messages(record, name) for name in ("chosen", "rejected")]
         asked = None
         if any(present(record, name) for name in CONVERSATION_COLUMNS):
             asked = _asked_of_pair(record, "chat")
@@ -214,7 +225,7 @@ def _require_no_others(record: Record, sides: list[list[dict[str, Any]]]) -> Non
     """`messages` beside a prompt are not read: published sets keep a part of the pair there. Raises: ValueError where
     they are something else."""
     for column in (name for name in _LISTS if present(record, name) and present(record, "prompt")):
-        given = without_weights(messages_of(_listed(record[column]), column))
+        given = without_weights(_messages(record, column))
         if not any(given in (side[: len(given)], side[-len(given) :]) for side in sides):
             raise ValueError(
                 f"{column!r} beside 'prompt', 'chosen' and 'rejected' is no part of either conversation, and would not "
@@ -231,8 +242,8 @@ def _common(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> list[d
 
 
 def _leads_to(asked: list[dict[str, Any]], common: list[dict[str, Any]]) -> bool:
-    """Whether both conversations begin with what is asked: with all of it, or, where that is a single question, with
-    that question last."""
+    """Tell whether both conversations begin with what is asked: with all of it, or, where that is a single question,
+    with that question last."""
     return common[: len(asked)] == asked or (len(asked) == 1 and common[-1:] == asked)
 
 
@@ -290,14 +301,18 @@ def _require_no_conversation(record: Record) -> None:
 
 def conversation_of(record: Record, column: str) -> Conversation:
     """The messages of a column, with the record's `system` and `tools`. Raises: ValueError."""
-    messages = _with_system(record, messages_of(_listed(record[column]), column))
+    messages = _with_system(record, _messages(record, column))
     _require_order(messages, column)
     unlearnt = frozenset(number for number, message in enumerate(messages) if "weight" in message)
     return Conversation(without_weights(messages), tools_of(record), unlearnt, variables_of(record))
 
 
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, Mapping) else value
+def _messages(record: Record, column: str) -> list[dict[str, Any]]:
+    """Raises: ValueError."""
+    value = record[column]
+    if isinstance(value, str):
+        require_no_messages(column, value)
+    return messages_of([value] if isinstance(value, Mapping) else value, column)
 
 
 def _with_system(record: Record, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -319,7 +334,7 @@ def tools_of(record: Record) -> list[dict[str, Any]] | None:
     tools = record.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:
-            tools = json.loads(tools)
+            tools = parse_text(tools)
         except ValueError as error:
             raise ValueError(f"field 'tools' is a text that is no JSON: {error}; expected a list of objects") from None
     if not tools:
@@ -330,15 +345,20 @@ def tools_of(record: Record) -> list[dict[str, Any]] | None:
 
 
 def variables_of(record: Record) -> dict[str, Any]:
-    """Its own variables of the template, also as JSON text. Raises: ValueError."""
+    """The record's own variables of the template, also as JSON text. Raises: ValueError."""
     given = record.get(VARIABLES)
     if isinstance(given, str) and given.strip():
         with contextlib.suppress(ValueError):
-            given = json.loads(given)
+            given = parse_text(given)
     if not given:
         return {}
     if not isinstance(given, Mapping):
         raise ValueError(f"field {VARIABLES!r} is {shown(given)}, expected an object: variables of the chat template")
+    if reserved := [name for name, value in given.items() if value is not None and name in RESERVED_VARIABLES]:
+        raise ValueError(
+            f"field {VARIABLES!r} has {reserved[0]!r}, which is no variable that a record may set: "
+            f"{RESERVED_VARIABLES[reserved[0]]}"
+        )
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -356,8 +376,6 @@ def _require_order(messages: Sequence[Mapping[str, Any]], column: str) -> None:
             )
         elif role == "tool" and "assistant" not in before:
             problem = "is a tool's answer, and no assistant has called one before"
-        elif role == "system" and "assistant" in before:
-            problem = "comes after an answer; a system message stands at the beginning"
         else:
             continue
         raise ValueError(

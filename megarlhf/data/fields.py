@@ -9,9 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from megarlhf.config import SourceConfig
-from megarlhf.data.adapters import load_adapter
+from megarlhf.data.adapters import ADAPTERS, load_adapter
 from megarlhf.data.formats import Chunk
 from megarlhf.data.json_rows import shown
+from megarlhf.data.text.json_text import messages_in, with_lists
+from megarlhf.data.unread import is_flag
 
 MESSAGES = "messages"
 Fields = Sequence[str | Sequence[str]]
@@ -56,8 +58,8 @@ class Reader:
         return record
 
     def _renamed(self, row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-        """With the columns by our names. One that is read out of another (`reward_model.ground_truth`) leaves that one
-        as it is, which rewards may read too."""
+        """The row with the columns by our names. One that is read out of another (`reward_model.ground_truth`) leaves
+        that one as it is, which rewards may read too."""
         columns = self._source.columns
         try:
             named = {ours: value_at(row, theirs) for ours, theirs in columns.items()}
@@ -78,7 +80,7 @@ class Reader:
         assert self._adapter is not None
         name = self._source.adapter
         try:
-            made = self._adapter(row)
+            made = self._adapter(with_lists(row, row) if name in ADAPTERS else row)
         except ValueError as error:
             raise ValueError(f"{where}: adapter {name!r}: {error}") from error
         except Exception as error:  # code of the user's
@@ -94,8 +96,8 @@ class Reader:
 
 
 def value_at(row: Mapping[str, Any], path: str) -> Any:
-    """Of a column, or of what stands in it: `reward_model.ground_truth`, `responses.0.text`. A column with just this
-    name comes first. A mapping or list may also be its JSON text, as Parquet files keep it.
+    """The value of a column, or of what stands in it: `reward_model.ground_truth`, `responses.0.text`. A column with
+    just this name comes first. A mapping or list may also be its JSON text, as Parquet files keep it.
 
     Raises: KeyError, with `path`, where the row has no such column; ValueError for one in which there is nothing of
     that name.
@@ -131,7 +133,7 @@ def _inside(value: Any, name: str, parts: Sequence[str]) -> Any:
 
 
 def records_of(chunks: Iterator[Chunk], source: SourceConfig, fields: Fields) -> Iterator[Record]:
-    """Of a source's chunks, but for rows that its adapter leaves out. Raises: ValueError as `Reader.record`."""
+    """Records of a source's chunks, but for rows that its adapter leaves out. Raises: ValueError as `Reader.record`."""
     reader = Reader(source, fields)
     for chunk in chunks:
         for where, row in chunk.located():
@@ -174,14 +176,19 @@ FORMS: Mapping[str, str] = {
     "prompt": "prompts, which `megarlhf rl` and `generate` take",
     "text": "raw texts, which `megarlhf sft` and ptx.data learn whole",
 }
-"""What rows with a field of this name are; the most telling first."""
+"""By the name of a field: the kind of data that rows with it are; the most telling first."""
 _OURS = (*FORMS, "rejected", "answer", "margin", "system_prompt", "prompt_id")
 """Names that stand for nothing but themselves."""
-_SHAPES: tuple[tuple[str, str], ...] = (
-    ("instruction", "alpaca"),
-    ("preferred_output", "openai_messages"),
+_SHAPES: tuple[tuple[frozenset[str], str], ...] = (
+    (frozenset({"instruction"}), "alpaca"),
+    (frozenset({"preferred_output"}), "openai_messages"),
+    (frozenset({"messages", "rejected_response"}), "ms_swift"),
+    (frozenset({"messages", "rejected_messages"}), "ms_swift"),
+    (frozenset({"context", "completions"}), "nemo_rl"),
 )
-"""A column that tells whose data it is, and the adapter for that."""
+"""Columns that tell whose data it is, and the adapter for that."""
+PAIR_ADAPTERS = ("openai_messages", "ms_swift", "nemo_rl")
+"""Adapters that make preference pairs of rows without `chosen` and `rejected`."""
 _ALSO_CALLED = {
     "prompt": ("question", "query", "instruction", "input", "problem", "user", "context_messages"),
     "response": ("completion", "output", "answer", "solution", "target", "reply", "extra_info.answer"),
@@ -195,13 +202,14 @@ _ALSO_CALLED = {
 
 
 def meant(missing: str, row: Mapping[str, Any]) -> tuple[Literal["column", "adapter"], str] | None:
-    """What a row may have in place of a field: a column whose name is nearly right or says the same, or the shape of an
-    adapter. A column that has a meaning of its own, such as `rejected`, is never taken for another one."""
+    """The column that a row may have in place of a field, one whose name is nearly right or says the same, or the
+    adapter for such rows. A column that has a meaning of its own, such as `rejected`, is never taken for another
+    one."""
     others = [str(name) for name in row if name not in _OURS]
     lower = {name.lower(): name for name in others}
     named = next((lower[name] for name in _ALSO_CALLED.get(missing, ()) if name in lower), None)
-    for column, adapter in _SHAPES:
-        if column in row:
+    for columns, adapter in _SHAPES:
+        if all(row.get(name) is not None for name in columns):
             return "adapter", adapter
     if nearest := [named] if named else difflib.get_close_matches(missing, others, n=1, cutoff=0.6):
         return "column", nearest[0]
@@ -216,23 +224,39 @@ def meant(missing: str, row: Mapping[str, Any]) -> tuple[Literal["column", "adap
 
 
 def hint(missing: str, row: Mapping[str, Any]) -> str:
-    """What may have been meant, or what kind of data this is, for a message."""
+    """Words on what may have been meant, or what kind of data this is, for a message."""
+    if (turns := _turns_in(row)) is not None and missing in ("prompt", "response", MESSAGES):
+        if messages_in(row[turns]) is not None:
+            return f"; is {turns!r} the conversation? Then say columns: {{{MESSAGES}: {turns}}}"
+        return f"; {turns!r} looks like a conversation of another form: make {MESSAGES!r} of it by an adapter of yours"
     if found := meant(missing, row):
         kind, name = found
         if kind == "adapter":
-            pairs = f"{FORMS['chosen']}, " if row.get("chosen") is not None else "those "
+            is_pair = row.get("chosen") is not None or name in PAIR_ADAPTERS
+            pairs = f"{FORMS['chosen']}, " if is_pair else "those "
             return f"; these rows look like {pairs}for adapter: {name}"
         return f"; is it {name!r}? Then say columns: {{{missing}: {name}}}"
-    if isinstance(row.get("label"), bool):
+    if is_flag(row.get("label")) and "text" not in row:
         return "; these rows look like unpaired preferences (KTO), of which no command learns"
+    if "completions" in row and "labels" in row:
+        return "; these rows look like steps with a label each (PRM), of which no command learns"
     form = form_of(row)
     if form:
         return f"; these rows look like {form}"
     return f"; name the column that is meant, as columns: {{{missing}: ...}}, or add {missing!r}"
 
 
+def _turns_in(row: Mapping[str, Any]) -> str | None:
+    """The column of another name that holds a conversation, of whatever form."""
+    for name in _ALSO_CALLED[MESSAGES]:
+        value = row.get(name)
+        if messages_in(value) or (isinstance(value, list) and value and isinstance(value[0], Mapping)):
+            return name
+    return None
+
+
 def form_of(row: Mapping[str, Any]) -> str:
-    """What the row is, in words; "" where no field tells it."""
+    """The kind of data that the row is, in words; "" where no field tells it."""
     return next((form for name, form in FORMS.items() if name in row), "")
 
 

@@ -35,13 +35,13 @@ class Chunk:
     """Some rows that follow each other."""
 
     name: str
-    """Of the file."""
+    """Name of the file."""
     unit: str
-    """What its rows are counted in: line, row, item."""
+    """Word for one of its rows: line, row, item."""
     numbers: list[int]
     rows: list[Any]
     raw: bool = False
-    """Whether `rows` are lines of JSON that nobody has parsed."""
+    """True where `rows` are lines of JSON that nobody has parsed."""
 
     def located(self) -> Iterator[tuple[str, Any]]:
         """Each row, with the words that say where it stands. Raises: ValueError for one that cannot be read."""
@@ -170,7 +170,7 @@ def _batched(rows: Iterable[tuple[int, Any]]) -> Iterator[tuple[tuple[int, Any],
 
 
 def chunks_of_rows(rows: Iterable[Any], name: str, unit: str) -> Iterator[Chunk]:
-    """Of rows that are there already, such as those of a saved dataset."""
+    """Chunks of rows that are there already, such as those of a saved dataset."""
     return _chunked(enumerate(map(without_absent, rows), 1), name, unit)
 
 

@@ -31,8 +31,8 @@ def parse_line(raw: bytes, name: str, line: int) -> Any:
     except UnicodeDecodeError as error:
         raise ValueError(f"{name}, line {line}: not UTF-8 ({error.reason}); convert the file") from error
     try:
-        return json.loads(text, object_pairs_hook=_object)
-    except _DuplicateKey as error:
+        return json.loads(text, object_pairs_hook=object_of)
+    except DuplicateKey as error:
         raise ValueError(f"{name}, line {line}: {error}; expected each key once: remove or rename one") from error
     except json.JSONDecodeError as error:
         raise _malformed(error, text, name, line) from error
@@ -40,7 +40,7 @@ def parse_line(raw: bytes, name: str, line: int) -> Any:
 
 def parse_array(stream: BinaryIO, name: str) -> Iterator[Any]:
     """The rows of one array, of which no more than a piece and a row is held. Raises: ValueError with file and line."""
-    decoder = json.JSONDecoder(object_pairs_hook=_object)
+    decoder = json.JSONDecoder(object_pairs_hook=object_of)
     text = _Text(stream, name)
     text.expect("[")
     number = 0
@@ -53,7 +53,7 @@ def parse_array(stream: BinaryIO, name: str) -> Iterator[Any]:
             try:
                 row, end = decoder.raw_decode(text.text, text.position)
                 break
-            except _DuplicateKey as error:
+            except DuplicateKey as error:
                 raise ValueError(
                     f"{name}, row {number}: {error}; expected each key once: remove or rename one"
                 ) from error
@@ -125,17 +125,18 @@ def _malformed(error: json.JSONDecodeError, text: str, name: str, first_line: in
     )
 
 
-class _DuplicateKey(Exception):
-    """Of which a parser would keep the last value, in silence."""
+class DuplicateKey(ValueError):
+    """A key that stands twice in an object. A parser would keep its last value, in silence."""
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of its keys and values, as a parser gives them. Raises: DuplicateKey."""
     row = dict(pairs)
     if len(row) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in row if keys.count(key) > 1)
         values = ", ".join(shown(value) for key, value in pairs if key == twice)
-        raise _DuplicateKey(f"the key {twice!r} stands {keys.count(twice)} times in one object, with {values}")
+        raise DuplicateKey(f"the key {twice!r} stands {keys.count(twice)} times in one object, with {values}")
     return row
 
 

@@ -23,6 +23,7 @@ from megarlhf.data.conversations import (
     example_of,
     pair_of,
     prompt_of,
+    read_lists,
 )
 from megarlhf.data.limits import Limit, require_at_most
 from megarlhf.data.sample_kinds import (
@@ -39,14 +40,14 @@ from megarlhf.data.sample_kinds import (
 )
 from megarlhf.data.sources import Record
 from megarlhf.data.templates import ChatTemplate, Conversation, Template, chat_template, has_template
+from megarlhf.data.text.omissions import Kind
 from megarlhf.data.text.writer import Writer, response_tokens, text_tokens
-from megarlhf.data.text.written import Kind
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.data.tokenizer_files import tokenizer_digest, writes_the_date
 from megarlhf.data.turns import LossOn, learnt_turns
 
-VERSION = 5
-"""Of how records are written as tokens: another one makes other keys of the cache."""
+VERSION = 6
+"""Version of how records are read and written as tokens: another one makes other keys of the cache."""
 
 Form = Literal["texts", "conversations", "raw texts"]
 Records = Sequence[Mapping[str, Any]]
@@ -68,7 +69,7 @@ def writing_options(data: ConversationConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Options:
-    """What all encoders need to know."""
+    """Options of all encoders."""
 
     tokenizer: Path
     """The directory of the tokenizer."""
@@ -79,12 +80,12 @@ class _Options:
     template_args: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the template."""
     template_may_drop: tuple[Kind, ...] = ()
-    """What the template may leave out of a conversation."""
+    """Parts of a conversation that the template may leave out."""
     inexact: Literal["refuse", "skip"] = "refuse"
-    """What becomes of a conversation of which the template leaves out something else, or whose answers cannot be told
+    """Treatment of a conversation of which the template leaves out something else, or whose answers cannot be told
     from the rest."""
     form: Form | None = None
-    """What the first record of a set is; with `auto` all others are the same. No part of the key: content says it."""
+    """Form of the first record of a set; with `auto` all others are the same. No part of the key: content says it."""
 
     def key(self) -> dict[str, Any]:
         """See `Encoder.key`."""
@@ -99,7 +100,7 @@ class _Options:
         return load_tokenizer(self.tokenizer)
 
     def chat(self, tokenizer: Tokenizer) -> ChatTemplate | None:
-        """What conversations are written with; None where there is nothing, which a conversation then says.
+        """The template that conversations are written with; None where there is none, which a conversation then says.
 
         Raises: ValueError where a template is certainly read, and there is none."""
         if self.template not in get_args(Template):
@@ -138,8 +139,8 @@ def _form(read: Any) -> Form:
 
 @dataclass(frozen=True, kw_only=True)
 class SFTEncoder(_Options):
-    """Of a prompt and its response, of a conversation, or of raw text: `conversations.example_of`. A response that was
-    cut, which a record's `finished: false` says, has no end token."""
+    """Samples of a prompt and its response, of a conversation, or of raw text: `conversations.example_of`. A response
+    that was cut, which a record's `finished: false` says, has no end token."""
 
     max_response_tokens: int
     loss_on: LossOn = "last"
@@ -167,6 +168,7 @@ class SFTEncoder(_Options):
         most = self.max_prompt_tokens + self.max_response_tokens
 
         def sample(index: int, record: Mapping[str, Any]) -> tuple[SFTSample | Changed, Limit]:
+            record = read_lists(record, self.template)
             example = _skipping(example_of, record, self)
             if isinstance(example, RawText):
                 tokens = [*text_tokens(example.text, loaded), loaded.eos_id]
@@ -208,7 +210,8 @@ class SFTEncoder(_Options):
 
 @dataclass(frozen=True, kw_only=True)
 class PairEncoder(_Options):
-    """Of a prompt and two answers, texts or messages (`conversations.pair_of`), and `margin` where it is asked for."""
+    """Samples of a prompt and two answers, texts or messages (`conversations.pair_of`), and of `margin` where it is
+    asked for."""
 
     max_response_tokens: int
     with_margin: bool = False
@@ -229,6 +232,8 @@ class PairEncoder(_Options):
             if chosen_tokens == rejected_tokens:
                 raise Unusable("chosen equals rejected")
             margin = _margin(record) if self.with_margin else 0.0
+            if not self.with_margin and record.get("margin") is not None:
+                omissions = (*omissions, "with a column 'margin', which `rm` reads with margin: true")
             return changed(PairSample(prompt_tokens, chosen_tokens, rejected_tokens, margin), omissions)
 
         return sample
@@ -255,7 +260,7 @@ class PairEncoder(_Options):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptEncoder(_Options):
-    """Of what has to be answered: `conversations.prompt_of`."""
+    """Samples of what has to be answered: `conversations.prompt_of`."""
 
     check_fields: FieldCheck | None = None
 
@@ -292,7 +297,7 @@ _READERS: Mapping[type[_Options], Callable[[Mapping[str, Any], Template], Any]] 
 
 
 def form_of_record(encoder: _Options, record: Mapping[str, Any]) -> Form | None:
-    """What a record is read as; None for one that is skipped. Raises: ValueError for one that is refused."""
+    """The form that a record is read as; None for one that is skipped. Raises: ValueError for one that is refused."""
     try:
         return _form(_READERS[type(encoder)](record, encoder.template))
     except EmptyText:
@@ -343,7 +348,7 @@ def _built(encoder: Any, records: Records, tokenizer: Tokenizer) -> tuple[list[A
 
 
 def _without_end(sample: SFTSample) -> SFTSample:
-    """Of an answer that was cut: the token that would end it is its last one. Raises: Unusable where that is all."""
+    """The sample of an answer that was cut, without the token that ends it. Raises: Unusable where that is all."""
     *before, first, end = sample.stretches
     if end - 1 == first:
         raise Unusable("empty response")

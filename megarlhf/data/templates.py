@@ -48,7 +48,7 @@ class Conversation:
 
     @property
     def roles(self) -> list[str]:
-        """Of its messages."""
+        """The roles of its messages."""
         return [message["role"] for message in self.messages]
 
 
@@ -64,13 +64,13 @@ class ChatTemplate:
 
     @functools.cached_property
     def program(self) -> ChatProgram:
-        """What the template reads and writes. Raises: ValueError where it is no template."""
+        """The parsed template. Raises: ValueError where it is no template."""
         text = self.given or self.tokenizer.own_template()
         assert text is not None, "see chat_template"
         return program_of(text)
 
     def text(self, conversation: Conversation, *, reply: bool = False) -> str:
-        """As the template writes it; with `reply` up to where the assistant's next message begins.
+        """Write it by the template; with `reply` up to where the assistant's next message begins.
 
         Raises: ValueError for messages that the template refuses.
         """
@@ -85,7 +85,7 @@ class ChatTemplate:
             )
 
     def written(self, conversation: Conversation, text: str, *, reply: bool = False) -> Written:
-        """What `text`, as `self.text` has made it, has of the conversation. Raises: ValueError as `text`."""
+        """Find the conversation in `text`, as `self.text` has made it. Raises: ValueError as `text`."""
         messages, tools = self._adapted(conversation.messages), conversation.tools
         found = self._compare(text, messages, tools, conversation.variables, reply)
         return replace(found, omissions=[*found.omissions, *self._swallowed(text, found)])
@@ -164,15 +164,15 @@ class ChatTemplate:
         return "", dict
 
     def _writes(self, messages: Messages) -> bool:
-        """Whether the template writes all of a sample."""
+        """Tell whether the template writes all of a sample."""
         try:
             return not self._compare(self._render(messages, None), messages).omissions
         except ValueError:
             return False
 
     def ids(self, text: str, *, continuation: bool = False) -> list[int]:
-        """Of what the template has written; `continuation`: behind other text. It writes begin-of-sequence itself, or
-        there is none."""
+        """Token ids of what the template has written; `continuation`: behind other text. It writes begin-of-sequence
+        itself, or there is none."""
         return self.tokenizer.encode_rendered(text, continuation=continuation)
 
     def marked(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
@@ -181,7 +181,7 @@ class ChatTemplate:
             return self.tokenizer.marked(*self._arguments(conversation), tools=conversation.tools)
 
     def marked_places(self, conversation: Conversation) -> list[tuple[int, int]]:
-        """Where the stretches of `text` stand that the template marks. Raises: ValueError as `text`."""
+        """Places of the stretches of `text` that the template marks. Raises: ValueError as `text`."""
         with _refusals(self.tokenizer.name, conversation.messages):
             return self.tokenizer.marked_places(*self._arguments(conversation), tools=conversation.tools)
 
@@ -194,12 +194,12 @@ class ChatTemplate:
 
     @functools.cached_property
     def has_marks(self) -> bool:
-        """Whether the template marks what the assistant says, for a tokenizer that can find the marks again."""
+        """True where the template marks what the assistant says, for a tokenizer that can find the marks again."""
         return self.program.has_marks and isinstance(self.tokenizer, HuggingFaceTokenizer)
 
     @functools.cached_property
     def behind_an_answer(self) -> str:
-        """What the template writes behind the text of a last answer. Raises: ValueError where it writes no answer."""
+        """The end of the text behind a last answer. Raises: ValueError where it writes no answer."""
         asked = {"role": "user", "content": "a"}
         whole = self.text(Conversation([asked, {"role": "assistant", "content": _ANSWER}]))
         _, found, behind = whole.rpartition(_ANSWER)
@@ -218,7 +218,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def behind_turn_end(self) -> list[int]:
-        """What the template writes behind that token: ChatML's line break."""
+        """The ids that the template writes behind that token: ChatML's line break."""
         written = self.ids(self.behind_an_answer)
         return [] if self.turn_end is None else written[written.index(self.turn_end) + 1 :]
 
@@ -269,7 +269,7 @@ class ChatTemplate:
         return sorted(key for key in keys if not (self.program.names(key) and self._changes(conversation, key)))
 
     def _changes(self, conversation: Conversation, key: str) -> bool:
-        """Whether a key of messages changes what the template writes."""
+        """Tell whether a key of messages changes what the template writes."""
         without = [{name: part for name, part in message.items() if name != key} for message in conversation.messages]
         try:
             return self.text(conversation) != self.text(replace(conversation, messages=without))
@@ -294,7 +294,7 @@ def _with_arguments(call: Any, kind: type) -> Any:
 
 
 def has_template(tokenizer: Tokenizer) -> bool:
-    """Whether a chat template belongs to the tokenizer."""
+    """Tell whether a chat template belongs to the tokenizer."""
     known = isinstance(tokenizer, HuggingFaceTokenizer | SentencePieceTokenizer)
     return known and cast(ChatTokenizer, tokenizer).own_template() is not None
 
@@ -320,7 +320,7 @@ def chat_template(
 
 
 class _refusals:
-    """What a template raises, as a ValueError with the roles."""
+    """Turns what a template raises into a ValueError with the roles."""
 
     def __init__(self, name: str, messages: Sequence[Message]) -> None:
         self._name, self._messages = name, messages

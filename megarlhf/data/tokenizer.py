@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ class SentencePieceTokenizer:
         self.pad_id = _pad_or_eos(pad_id if pad_id >= 0 else None, self.eos_id, name)
         self.unk_id: int | None = int(self._start.unk_id())
         self._control = {piece: n for n, piece in enumerate(self.tokens()) if self._start.is_control(n)}
-        self._between = re.compile("(" + "|".join(map(re.escape, self._control)) + ")") if self._control else None
+        self.divides = _any_of(self._control)
         self.special_ids = frozenset(self._control.values()) | _user_defined(model)
 
     def own_template(self) -> str | None:
@@ -79,7 +79,7 @@ class SentencePieceTokenizer:
     def encode_rendered(self, text: str, *, continuation: bool = False) -> list[int]:
         """See `ChatTokenizer.encode_rendered`. Between control symbols the text is ordinary text; the first stretch
         begins as a text does, the others continue."""
-        parts = self._between.split(text) if self._between else [text]
+        parts = self.divides.split(text) if self.divides else [text]
         ids: list[int] = []
         for number, part in enumerate(parts):
             if number % 2:
@@ -119,6 +119,12 @@ class SentencePieceTokenizer:
         return str((self._continued if continuation else self._start).decode(known_tokens))
 
 
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str] | None:
+    """Finds one of several tokens, of two that begin alike the longer; None where there are none."""
+    longest_first = sorted(filter(None, tokens), key=len, reverse=True)
+    return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
+
+
 class HuggingFaceTokenizer:
     """A Hugging Face tokenizer, chat template included. Special tokens written in text become their ids.
 
@@ -147,6 +153,8 @@ class HuggingFaceTokenizer:
             for side in ("rstrip", "lstrip")
         )
         self.takes_white_space = (right, left)
+        apart = (t.content for t in tokenizer.added_tokens_decoder.values() if not (t.normalized or t.single_word))
+        self.divides = None if self._backend is None or self._splits_special else _any_of(apart)
         self._template: Any = None  # of one that was given by another process
         # A text to continue from, where the tokenizer puts a space before the first word.
         self._lead = self._encode("\n") if self._decode(self._encode("a")) != self._glued("a") else []

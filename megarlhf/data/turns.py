@@ -1,4 +1,4 @@
-"""Which tokens of a conversation the assistant says: by the template's marks, or by exact differences of prefixes.
+"""Tokens of a conversation that the assistant says: by the template's marks, or by exact differences of prefixes.
 
 An answer is what stands behind the ids of the conversation before it, as `rl` and `generate` ask for it: the model
 learns to continue just what it will be given. It ends with the token by which the template ends a turn, where a
@@ -148,12 +148,12 @@ def _closed(template: ChatTemplate, whole: str, *, continuation: bool = False) -
 
 
 def _last(stretches: Sequence[int]) -> int:
-    """Where the answers end that were found so far."""
+    """The end of the answers that were found so far."""
     return stretches[-1] if stretches else 0
 
 
 def _end(template: ChatTemplate, ids: Sequence[int], start: int, turn: int, conversation: Conversation) -> int:
-    """Where an answer that begins at `start` ends: behind the last token that ends a turn, behind which only white
+    """The end of an answer that begins at `start`: behind the last token that ends a turn, behind which only white
     space may follow. A turn that calls tools may end with another token. Raises: Inexact."""
     usual = len(ids) - len(template.behind_turn_end)
     if usual > start and ids[usual - 1] == template.end and list(ids[usual:]) == template.behind_turn_end:
@@ -187,7 +187,7 @@ def _require_in_marks(template: ChatTemplate, conversation: Conversation, turns:
 
 
 def _by_marks(template: ChatTemplate, conversation: Conversation, turns: Sequence[int], loss_on: LossOn) -> Answered:
-    """What stands between {% generation %} and {% endgeneration %}."""
+    """Learn what stands between {% generation %} and {% endgeneration %}."""
     ids, runs = _marked_runs(template, conversation)
     if not runs:
         raise Inexact(
@@ -219,7 +219,7 @@ def _marked_runs(template: ChatTemplate, conversation: Conversation) -> tuple[li
 def _runs_of(
     template: ChatTemplate, conversation: Conversation, turns: Sequence[int], runs: list[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """Those of the messages that are learnt. Raises: Inexact where it cannot be told whose they are."""
+    """Runs of the messages that are learnt. Raises: Inexact where it cannot be told whose they are."""
     every = _turns(conversation)
     if len(turns) == len(every):
         return runs

@@ -12,33 +12,59 @@ from typing import Any, Literal
 
 from megarlhf.data.json_rows import shown
 from megarlhf.data.sample_kinds import PairSample, SFTSample
+from megarlhf.data.text.json_text import parse_text
 
-_COUNTED: Mapping[type, tuple[str, ...]] = {SFTSample: ("chosen", "rejected"), PairSample: ("response", "completion")}
+_REJECTED = ("rejected_response", "rejected_messages", "completions")
+_COUNTED: Mapping[type, tuple[str, ...]] = {
+    SFTSample: ("chosen", "rejected", "chosen_response", *_REJECTED),
+    PairSample: ("response", "completion", "output", *_REJECTED),
+}
 """Columns with answers of which the samples of a kind have nothing."""
+_JUDGEMENTS = ("is_correct", "correct", "is_chosen", "is_preferred")
+"""Columns that say whether the answer is a good one."""
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
 
 
 def counted(sample_type: type, record: Mapping[str, Any]) -> Iterator[str]:
-    """What of a record is not read, in words by which it is counted."""
+    """Parts of a record that are not read, in words by which they are counted."""
     for name in _COUNTED.get(sample_type, ()):
         if record.get(name) is not None:
             yield f"with a column {name!r}, which is not read here"
+    for name in _JUDGEMENTS if sample_type is SFTSample else ():
+        if _off(record.get(name)):
+            yield f"with {name} = {record[name]}, which are learnt as the others"
 
 
 def _given(value: Any) -> bool:
     return bool(value)
 
 
+_SWITCHES = {"true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0, "1.0": 1.0, "0.0": 0.0}
+"""Texts as CSV files have them."""
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, str):
+        return _SWITCHES.get(value.strip().lower())
+    return float(value) if isinstance(value, bool | int | float) else None
+
+
 def _not_one(value: Any) -> bool:
-    return not (isinstance(value, bool | int | float) and value == 1)
+    return _number(value) != 1
 
 
 def _off(value: Any) -> bool:
-    return isinstance(value, bool | int) and value == 0
+    return _number(value) == 0
 
 
-def _flag(value: Any) -> bool:
-    return isinstance(value, bool)
+def is_flag(value: Any) -> bool:
+    """Tell whether a value is true or false, also as a number, and as a CSV file writes them."""
+    return _number(value) in (0, 1)
+
+
+def _mask(value: Any) -> bool:
+    """Tell whether NeMo's `mask`, the role that is not learnt, names another one than the user."""
+    return bool(value) and str(value).lower() not in ("user", "human")
 
 
 def _text(value: Any) -> bool:
@@ -50,7 +76,7 @@ def _numbers(value: Any) -> bool:
 
 
 Rules = Mapping[str, tuple[Callable[[Any], bool], str]]
-"""By column: whether a value of it says something, and what."""
+"""Columns, each with a function that tells whether a value of it says something, and with what it says."""
 
 
 def _rules(names: str, says: Callable[[Any], bool], meaning: str) -> Rules:
@@ -63,6 +89,7 @@ _ALWAYS: Rules = {
         _not_one,
         "says which tokens are learnt, and texts are tokenized here: say it by weight: 0 of messages, or data.loss_on",
     ),
+    **_rules("mask", _mask, "says what is not learnt: say it by weight: 0 of messages, or data.loss_on"),
     **_rules("labels", _numbers, "says which tokens are learnt, and texts are tokenized here: leave them out"),
     **_rules(
         "weight sample_weight loss_weight loss_scale example_weight",
@@ -77,11 +104,11 @@ _OF_TEMPLATE: Rules = {
     **_rules("documents", _given, f"{_PART}: give them to the template: chat_template_kwargs: {{documents: ...}}"),
     **_rules(
         "enable_thinking thinking",
-        _flag,
+        is_flag,
         "is a variable of the chat template: give it under chat_template_kwargs, or for all in data.template_args",
     ),
 }
-"""Of the prompt, and of nothing else."""
+"""Columns of the prompt, and of nothing else."""
 _OTHER_PARTS: Rules = {
     **_rules("history", _given, f"{_PART}: the adapter alpaca joins the parts, or one of yours"),
     **_rules("functions function_call", _given, f"{_PART}: call the column 'tools'"),
@@ -95,15 +122,20 @@ _THOUGHTS: Rules = _rules(
 )
 _BESIDE_MESSAGES: Rules = {
     **_rules("instruction context", _text, f"{_PART}, and stands in no message: make a message of it"),
-    **_rules("response completion", _text, "looks like an answer, and stands in no message: make a message of it"),
+    **_rules(
+        "response completion output", _text, "looks like an answer, and stands in no message: make a message of it"
+    ),
 }
+_SECOND_ANSWERS: Rules = _rules(
+    "completion output", _text, "looks like an answer beside 'response': name the one that is meant by columns"
+)
 _BESIDE_TEXTS: Rules = {
     **_OTHER_PARTS,
     **_rules("instruction input", _given, f"{_PART}: the adapter alpaca joins the parts, or one of yours"),
     **_rules("context", _given, f"{_PART}: join them by an adapter of yours"),
 }
 _UNPAIRED: Rules = _rules(
-    "label kto_tag", _flag, "marks unpaired preferences (KTO), of which no command learns: keep the good answers"
+    "label kto_tag", is_flag, "marks unpaired preferences (KTO), of which no command learns: keep the good answers"
 )
 _BESIDE_RAW_TEXT: Rules = _rules(
     "instruction input output question answer completion conversation system",
@@ -114,13 +146,13 @@ Kind = Literal["raw text", "texts", "conversation", "pair", "pair of texts", "pr
 _BESIDE_PROMPTS: Rules = {name: _OTHER_PARTS[name] for name in ("history", "system_prompt")}
 _RULES: Mapping[Kind, Sequence[Rules]] = {
     "raw text": (_ALWAYS, _OF_TEMPLATE, _BESIDE_RAW_TEXT),
-    "texts": (_ALWAYS, _OF_TEMPLATE, _BESIDE_TEXTS, _UNPAIRED, _THOUGHTS),
+    "texts": (_ALWAYS, _OF_TEMPLATE, _BESIDE_TEXTS, _SECOND_ANSWERS, _UNPAIRED, _THOUGHTS),
     "conversation": (_ALWAYS, _OF_TEMPLATE, _OTHER_PARTS, _UNPAIRED, _BESIDE_MESSAGES),
     "pair": (_ALWAYS, _OF_TEMPLATE, _BESIDE_TEXTS),
     "pair of texts": (_ALWAYS, _OF_TEMPLATE, _BESIDE_TEXTS, _THOUGHTS),
     "prompt": (_OF_TEMPLATE, _BESIDE_PROMPTS),
 }
-"""By what a record is read as: its prompt and response, one conversation, two answers, what has to be answered."""
+"""Rules for each kind of record: raw text, prompt and response, one conversation, two answers, a prompt alone."""
 
 
 def require_read(record: Mapping[str, Any], kind: Kind, messages: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -128,7 +160,8 @@ def require_read(record: Mapping[str, Any], kind: Kind, messages: Sequence[Mappi
     than a part of one of its `messages`."""
     for name, value in record.items():
         for says, meaning in (rules[name] for rules in _RULES[kind] if name in rules):
-            if value is not None and says(value) and not _in_a_message(value, messages):
+            stands_there = says in (_text, _given) and _in_a_message(value, messages)
+            if value is not None and says(value) and not stands_there:
                 raise ValueError(
                     f"the record has {name!r} = {shown(value)}, which is not read, and {meaning}. Where it means "
                     f"nothing, give it another name: columns: {{not_read: {name}}}"
@@ -140,9 +173,15 @@ def _in_a_message(value: Any, messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def require_no_messages(name: str, text: str) -> None:
-    """Raises: ValueError for a text that is a list of messages."""
-    if _MESSAGES_AS_TEXT.match(text):
-        raise ValueError(
-            f"field {name!r} is the text {shown(text)}, which looks like a list of messages and would be written as it "
-            "stands; write a list, or make one of it by an adapter (json.loads)"
+    """Raises: ValueError for a text that looks like a list of messages, and that is not read as one."""
+    if not _MESSAGES_AS_TEXT.match(text):
+        return
+    try:
+        parse_text(text)
+        why = (
+            "would be written as it stands; messages are {role, content} or {from, value} each, in the columns "
+            "'messages', 'conversations' or 'prompt', with data.template = auto or chat"
         )
+    except ValueError as error:
+        why = f"is no JSON of one ({error}); write a list, or its JSON (Python: json.dumps)"
+    raise ValueError(f"field {name!r} is the text {shown(text)}, which looks like a list of messages and {why}")

@@ -25,11 +25,12 @@ from megarlhf.data.conversations import (
     pair_of,
     prompt_of,
 )
-from megarlhf.data.fields import LeftOut, Reader, meant, value_at
+from megarlhf.data.fields import PAIR_ADAPTERS, LeftOut, Reader, meant, value_at
 from megarlhf.data.sample_kinds import PairSample, PromptSample, SFTSample, Unusable, sample_of
 from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder
 from megarlhf.data.sources import Place, find
 from megarlhf.data.templates import Conversation, Template, has_template
+from megarlhf.data.text.json_text import with_lists
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.data.turns import LossOn, learnt_turns
 from megarlhf.model_directory import end_tokens, require_hf_directory
@@ -146,6 +147,7 @@ def look_at_data(path: Path, split: str | None, command: Command | None, model: 
     where, first = rows[0]
     if not isinstance(first, Mapping):
         raise ValueError(f"{where}: expected an object with columns, got {type(first).__name__} {str(first)[:60]}")
+    first = with_lists(first, first)
     command = command or _command_for(first)
     source, read = _readable(source, first, command)
     reader = Reader(source, ())
@@ -273,7 +275,7 @@ def _has(row: Mapping[str, Any], *names: str) -> bool:
 def _command_for(row: Mapping[str, Any]) -> Command:
     """Which command such data is for. Raises: ValueError where it is for none."""
     turns = next((row[name] for name in _LISTS if isinstance(row.get(name), list) and row[name]), None)
-    if _has(row, "chosen", "rejected") or "preferred_output" in row:
+    if _has(row, "chosen", "rejected") or (meant("chosen", row) or ("", ""))[1] in PAIR_ADAPTERS:
         return "rm"
     if turns is not None:
         last = turns[-1] if isinstance(turns[-1], Mapping) else {}

@@ -1,4 +1,4 @@
-"""What a dry run does with data beyond its first rows: small sets are tokenized whole, as the run will do it, and kept
+"""Data beyond the first rows in a dry run: small sets are tokenized whole, as the run will do it, and kept
 for the run, so that all of its refusals are told."""
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _cache(data: PromptDataConfig) -> Iterator[Any]:
 
 
 def _loader(cfg: AnyConfig, data: PromptDataConfig, encoder: AnyEncoder) -> SetLoader[Any]:
-    """As the run has it."""
+    """Loader of a set, as the run has it."""
     fields = ("text",) if isinstance(encoder, TextEncoder) else ()
     indexed = indexed_options(cfg) if isinstance(cfg, SFTConfig | RLConfig) else None
     return SetLoader(data, encoder, _SAMPLES[type(encoder)], fields, indexed=indexed)

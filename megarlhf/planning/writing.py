@@ -1,4 +1,4 @@
-"""How a run writes its records as tokens, and whether a model that it begins with was trained on text written so.
+"""How a run writes its records as tokens, and whether the models that read them were trained on text written so.
 
 An SFT model that knows a chat template answers plain texts badly, and the other way round, and no figure says why. So
 exports state how their run wrote (`megarlhf.json`), and a later stage that writes otherwise is refused.
@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from megarlhf.config import ConversationConfig, EvaluateConfig, PromptDataConfig, RLConfig, RoleConfig, roles_of
+from megarlhf.config import (
+    ConversationConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    PromptDataConfig,
+    RewardConfig,
+    RLConfig,
+    RoleConfig,
+    roles_of,
+)
+from megarlhf.config.rewards import labels_of
 from megarlhf.data.ends import turn_end_of
 from megarlhf.data.load import first_record
 from megarlhf.data.samples import Form, PairEncoder, PromptEncoder, SFTEncoder
 from megarlhf.data.sources import Place, find
-from megarlhf.data.templates import chat_template
+from megarlhf.data.templates import chat_template, has_template
 from megarlhf.data.texts import TextEncoder
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.data.tokenizer_formats.protocol import ChatTokenizer
@@ -26,47 +36,50 @@ from megarlhf.planning.policies import AnyConfig
 from megarlhf.provenance import FILE, Provenance, Writing, read_provenance
 
 _EVALUATED: Mapping[type, tuple[str, ...]] = {
-    SFTEncoder: ("actor",), PromptEncoder: ("actor", "reward_model"), PairEncoder: ("reward_model",), TextEncoder: ()
+    SFTEncoder: ("actor",), PromptEncoder: ("actor", "against", "reward_model"),
+    PairEncoder: ("reward_model",), TextEncoder: (),
 }  # fmt: skip
-"""By what `eval` makes of the data: the roles that read it."""
+"""Roles that read the data in `eval`, by its encoder."""
 _WORDS = {"template": "another chat template", "template_args": "other template_args", "end": "another end of answers"}
+_AS_BEFORE = "Write the data as before (data.template, data.chat_template, data.template_args)"
+_AS_THE_CLASSIFIER_READS = (
+    "Set form: joined and append_eos: true of the reward where it was trained on texts as they stand, form: chat where "
+    "on conversations, which it writes by its own chat template"
+)
 
 
 def writing_of_training(cfg: AnyConfig, role: str) -> Writing | None:
-    """What exports of a role state: how this run writes, or, where that cannot be told (raw texts, token ids, data of
-    the hub), how the model was written for that it began with."""
+    """The statement in exports of a role: how this run writes, or, where that cannot be told (raw texts, token ids,
+    data of the hub), how the model was written for that it began with."""
     (encoder,) = encoders_of(cfg)
     section = roles_of(cfg)[role]
-    own = _writing(cfg.data, section, forms_of(cfg.data, encoder))
+    own = _writing(cfg.data, section.model.tokenizer_place(), forms_of(cfg.data, encoder))
     stated = _stated(section)
     return own or (None if stated is None else stated.writing)
 
 
 def check_writing(cfg: AnyConfig) -> list[str]:
-    """The models that a run begins with against how it writes, in sentences where the configuration allows another
-    way. Raises: ValueError where it does not."""
+    """The models that read a run's texts against how it writes them, in sentences where the configuration allows
+    another way. Raises: ValueError where it does not."""
     notes = []
-    for name, data, section, forms in _read_by(cfg):
-        stated = _stated(section)
-        if stated is None or not stated.writing or not (now := _writing(data, section, forms)):
-            continue
-        if not (differences := _differences(stated.writing, now)):
+    for name, path, stated, now, remedy in (*_roles(cfg), *_classifiers(cfg)):
+        if not (differences := _differences(stated.writing or {}, now)):
             continue
         words = (
-            f"{name}: {section.model.path} comes from {stated.run} (megarlhf {stated.command}), which wrote "
-            f"{_in_words(stated.writing)}, and this run writes {_in_words(now)}: {'; '.join(differences)}"
+            f"{name}: {path} comes from {stated.run} (megarlhf {stated.command}), which wrote "
+            f"{_in_words(stated.writing or {})}, and this run writes {_in_words(now)}: {'; '.join(differences)}"
         )
         if cfg.data.other_writing == "refuse":
             raise ValueError(
-                f"{words}. Write the data as before (data.template, data.chat_template, data.template_args), or set "
-                f"data.other_writing=allow if the change is meant. {FILE} beside the weights says how it was"
+                f"{words}. {remedy}, or set data.other_writing=allow if the change is meant. {FILE} beside the weights "
+                "says how it was"
             )
         notes.append(f"WARNING: {words} (data.other_writing = allow)")
     return notes
 
 
 def forms_of(data: PromptDataConfig, encoder: AnyEncoder) -> frozenset[Form]:
-    """What the training records are read as, by the first ones of each set. Left out are raw texts, what cannot be
+    """The forms of the training records, by the first ones of each set. Left out are raw texts, forms that cannot be
     told, and texts that a template has written before, as `generate` keeps its prompts."""
     if isinstance(encoder, TextEncoder):
         return frozenset()
@@ -85,36 +98,75 @@ def _form_of(encoder: RecordEncoder, place: Place) -> Form | None:
 
 
 def has_marks(text: str, tokenizer: Tokenizer) -> bool:
-    """Whether special tokens stand in a text, as a chat template writes them."""
+    """Tell whether special tokens stand in a text, as a chat template writes them."""
     names = tokenizer.tokens()
     special = (names[each] for each in cast(ChatTokenizer, tokenizer).special_ids if each < len(names))
     return any(name in text for name in special if len(name) > 2)
 
 
-def _read_by(cfg: AnyConfig) -> list[tuple[str, ConversationConfig, RoleConfig, frozenset[Form]]]:
-    """The models that read the data, each with how it is written for them."""
-    roles, read = roles_of(cfg), list[tuple[str, ConversationConfig, RoleConfig, frozenset[Form]]]()
+_Reader = tuple[str, Path, Provenance, Writing, str]
+"""A model that reads what a run writes: its name and place, what it was trained with, how the run writes for it, and
+what to do where that differs."""
+
+
+def _roles(cfg: AnyConfig) -> Iterator[_Reader]:
+    """The roles that say what they were trained with. All read the ids that one tokenizer has made, but for a reward
+    model that is given text, and for the other model of a comparison, which is asked by its own tokenizer."""
+    roles, retokenizes = roles_of(cfg), isinstance(cfg, RLConfig | EvaluateConfig) and cfg.retokenizes
     for encoder in encoders_of(cfg):
         forms = forms_of(cfg.data, encoder)
-        readers = _EVALUATED[type(encoder)] if isinstance(cfg, EvaluateConfig) else ("actor", "reward_model")
-        for name in (name for name in readers if name in roles):
-            apart = isinstance(cfg, RLConfig | EvaluateConfig) and name == "reward_model" and cfg.retokenizes
-            read.append((name, ConversationConfig() if apart else cfg.data, roles[name], forms))
-    return read
+        for name in _EVALUATED[type(encoder)] if isinstance(cfg, EvaluateConfig) else roles:
+            section = roles.get(name)
+            if section is None or (name == "reference" and section.model.path == roles["actor"].model.path):
+                continue  # the second: what the actor knows, its base knows or does not need
+            if (stated := _stated(section)) is None or not stated.writing:
+                continue
+            is_given_text = name == "reward_model" and retokenizes
+            apart = is_given_text or name == "against"
+            place = section.model.tokenizer_place() if apart else encoder.tokenizer
+            writing = _writing(ConversationConfig() if is_given_text else cfg.data, place, forms)
+            yield name, section.model.path, stated, writing, _AS_BEFORE
+
+
+def _classifiers(cfg: AnyConfig) -> Iterator[_Reader]:
+    """The rewards that are models of an earlier run."""
+    if not isinstance(cfg, RLConfig | GenerateConfig | EvaluateConfig):
+        return
+    forms = [forms_of(cfg.data, each) for each in encoders_of(cfg) if isinstance(each, PromptEncoder)]
+    for label, reward in zip(labels_of(cfg.rewards), cfg.rewards, strict=True):
+        if reward.path is None or (stated := read_provenance(reward.path)) is None or not stated.writing:
+            continue
+        for each in forms:
+            writing = _writing_for(reward, reward.path, each)
+            yield f"reward {label!r}", reward.path, stated, writing, _AS_THE_CLASSIFIER_READS
+
+
+def _writing_for(reward: RewardConfig, path: Path, forms: frozenset[Form]) -> Writing:
+    """How `rollout.rewards.classifier` writes responses to prompts of these forms for a model of an earlier run."""
+    if reward.form == "pair":
+        return {"pairs of texts": {}} if forms else {}
+    if reward.form == "chat" and forms:
+        forms = frozenset({"conversations"})
+    if "conversations" in forms and not has_template(load_tokenizer(path)):
+        return {"conversations": {}}  # by the actor's template
+    writing = dict(_writing(ConversationConfig(), path, forms))
+    if "texts" in writing and not reward.append_eos:
+        writing["texts"] = {"end": None}
+    return writing
 
 
 def _stated(section: RoleConfig) -> Provenance | None:
-    """Of the adapter that a model has, else of the model. Raises: ValueError for a damaged file."""
+    """The provenance of the adapter that a model has, else of the model. Raises: ValueError for a damaged file."""
     adapter = None if section.lora is None else section.lora.path
     paths = [path for path in (adapter, None if section.model.random_init else section.model.path) if path is not None]
     return next((stated for path in paths if (stated := read_provenance(Path(path))) is not None), None)
 
 
-def _writing(data: ConversationConfig, section: RoleConfig, forms: frozenset[Form]) -> Writing:
-    """By form: what makes the tokens of an answer and of what stands before it."""
+def _writing(data: ConversationConfig, place: Path, forms: frozenset[Form]) -> Writing:
+    """By form, with the tokenizer at `place`: what makes the tokens of an answer and of what stands before it."""
     if not forms:
         return {}
-    tokenizer, writing = load_tokenizer(section.model.tokenizer_place()), dict[str, Mapping[str, Any]]()
+    tokenizer, writing = load_tokenizer(place), dict[str, Mapping[str, Any]]()
     if "texts" in forms:
         writing["texts"] = {"end": tokenizer.eos_id}
     if "conversations" in forms:
@@ -131,10 +183,10 @@ def _writing(data: ConversationConfig, section: RoleConfig, forms: frozenset[For
 
 def _differences(before: Writing, now: Writing) -> list[str]:
     """In words; a model that was trained on both forms is used with either."""
-    found = [f"it knows no {form}" for form in now if form not in before]
+    differences = [f"it knows no {form}" for form in now if form not in before]
     for form in now.keys() & before.keys():
-        found += [_WORDS[key] for key, value in now[form].items() if before[form].get(key) != value]
-    return found
+        differences += [_WORDS[key] for key, value in now[form].items() if before[form].get(key) != value]
+    return differences
 
 
 def _in_words(writing: Writing) -> str:

@@ -1,4 +1,4 @@
-"""What a start may do in a run directory where an earlier run has been: go on, start over, or be refused.
+"""Starts in a run directory where an earlier run has been: they go on, start over, or are refused.
 
 A start that is refused leaves every file as it was.
 """
@@ -36,19 +36,19 @@ NO_STEPS_LEFT = "num_steps"
 
 @dataclass(frozen=True)
 class Usable:
-    """What a start will do in its run directory."""
+    """Effects of a start in its run directory."""
 
     removed: list[Path]
     """An earlier run's files, which `overwrite` removes."""
     resumes: bool
     """An earlier run goes on."""
     notes: list[str]
-    """In sentences: what goes on, and what has changed in its configuration."""
+    """Sentences on what goes on, and on what has changed in its configuration."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """What `FINISHED` says about a run."""
+    """Content of `FINISHED`."""
 
     step: int
     reason: str
@@ -113,7 +113,7 @@ def claim(cfg: FrozenModel, run: RunConfig, command: str) -> Claim:
 
 
 def require_usable(cfg: FrozenModel, run: RunConfig, command: str) -> Usable:
-    """What a start of `command` would do in `run.dir`; nothing is touched. May watch an old lock for a while.
+    """Tell what a start of `command` would do in `run.dir`; nothing is touched. May watch an old lock for a while.
 
     Raises: ValueError when the directory belongs to a run that is running, when the earlier run there may not go on or
     be overwritten, or when something that no run wrote stands where this one saves.
@@ -131,7 +131,7 @@ def finish(run_dir: Path, step: int, reason: str) -> None:
 
 
 def finished(run_dir: Path) -> Finished | None:
-    """What `FINISHED` says; None for a run that has not finished.
+    """The content of `FINISHED`; None for a run that has not finished.
 
     Raises: ValueError when it is damaged.
     """
@@ -171,10 +171,25 @@ def _decide(cfg: FrozenModel, run: RunConfig, command: str) -> Usable:
                 "directory, or start over with run.on_existing=overwrite, which removes these files of that run and "
                 "nothing else"
             )
+    _require_own(run)
     _require_apart(cfg, run)
     best = cfg.checkpoint.best if isinstance(cfg, SFTConfig | RMConfig | DPOConfig | RLConfig) else None
     require_room(run.dir, best=best is not None)
     return usable
+
+
+def _require_own(run: RunConfig) -> None:
+    """Raises: ValueError for a directory that is everybody's, unless an earlier run stands in it already."""
+    wanted = run.dir.resolve()
+    which = {Path("/"): "the root directory", Path(os.path.expanduser("~")).resolve(): "the home directory"}
+    which[Path.cwd()] = "the working directory"
+    shared = "the root of a git repository" if (wanted / ".git").exists() else which.get(wanted)
+    if shared and written_by(wanted / CONFIG_FILE) is None:
+        raise ValueError(
+            f"run.dir = {run.dir} is {shared}: {CONFIG_FILE}, metrics.jsonl, checkpoints and other files of the run "
+            "would stand among files that are none of it, and run.on_existing=overwrite would take files of such names "
+            "for its own; name a directory of its own, such as run.dir=runs/1"
+        )
 
 
 def _require_apart(cfg: FrozenModel, run: RunConfig) -> None:
@@ -197,7 +212,7 @@ def _require_apart(cfg: FrozenModel, run: RunConfig) -> None:
 
 
 def strangers_in(run: RunConfig) -> list[str]:
-    """In a sentence: what stands in the directory of a new run already."""
+    """A sentence on what stands in the directory of a new run already, or none."""
     names = sorted(path.name for path in run.dir.iterdir()) if run.dir.is_dir() else []
     others = [name for name in names if name not in ("lock", "failures", "tokens")]
     if not others or files_of_a_run(run.dir):
@@ -228,7 +243,7 @@ def _require_same_command(run: RunConfig, command: str, shown: str) -> None:
 
 
 def _require_resumable(cfg: TrainingConfig, run: RunConfig, command: str) -> list[str]:
-    """What to tell of the earlier run that goes on. Raises: ValueError when it has finished, or would change."""
+    """Sentences on the earlier run that goes on. Raises: ValueError when it has finished, or would change."""
     ended = finished(run.dir)
     if ended is not None:
         _require_more_to_do(ended, cfg, run)
@@ -272,7 +287,7 @@ def _require_more_to_do(ended: Finished, cfg: TrainingConfig, run: RunConfig) ->
 
 
 def _missing_to_go_on(ended: Finished, cfg: TrainingConfig, run: RunConfig) -> list[str]:
-    """What the user has to do before a run that has finished has more to do; empty when it has."""
+    """Advice for a run that has finished and has nothing more to do; empty where it has."""
     missing = []
     if cfg.train.num_steps <= ended.step:
         missing.append(f"raise train.num_steps above {ended.step} (it is {cfg.train.num_steps})")

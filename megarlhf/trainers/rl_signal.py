@@ -42,7 +42,7 @@ class SignalWatch:
     def watch(
         self, step: int, said: Mapping[str, Tensor], metrics: Mapping[str, Metric], *, grouped: bool = True
     ) -> list[str]:
-        """What there is to say of step `step` (1 is the first), in sentences.
+        """Sentences about step `step` (1 is the first).
 
         said: what each reward said of the step's samples [N], by name; NaN: nothing
         metrics: of the step, as `rl_metrics.describe` makes them
@@ -88,7 +88,7 @@ def alarm(
     *,
     grouped: bool,
 ) -> str:
-    """What `watch` says of a step, the likely causes and the first sample; "" where there is nothing to say."""
+    """Sentences of `watch` about a step, the likely causes and the first sample; "" where there is nothing to say."""
     said = {n.removeprefix(OF_REWARD): v_N for n, v_N in experience.per_sample.items() if n.startswith(OF_REWARD)}
     if experience.num_samples == 1 or not (sentences := watch.watch(step, said, metrics, grouped=grouped)):
         return ""

@@ -67,6 +67,7 @@ def test_a_missing_key_is_named(refusal, command, section, key, words):
         ("actor.optim.beta1=1.5", ["actor.optim.beta1: ", "less than 1", "got 1.5"]),
         ("actor.optim.beta2=1", ["actor.optim.beta2: ", "less than 1", "got 1"]),
         ("run.on_existing=ignore", ["run.on_existing: ", "'resume', 'refuse' or 'overwrite'", "got 'ignore'"]),
+        ("run.seed=-1", ["run.seed: ", "greater than or equal to 0", "got -1"]),
         ("actor.optim.lr=.nan", ["actor.optim.lr: ", "finite number", "got nan"]),
         ("actor.optim.lr=.inf", ["actor.optim.lr: ", "finite number", "got inf"]),
         ("actor.optim.lr=yes", ["actor.optim.lr: ", "valid number", "got 'yes'"]),

@@ -195,8 +195,6 @@ REFUSED = [
      "message 2 of 'assistant' answers nothing.*leave such records out, as the adapter sharegpt does"),
     ("a tool without a call", prompt_of, talk("user", "tool"), "auto",
      "message 2 of 'tool' is a tool's answer, and no"),
-    ("a late system message", prompt_of, talk("user", "assistant", "system", "user"), "auto",
-     "message 3 of 'system' comes after an answer"),
     ("two system messages", example_of, {**talk("system", "user", "assistant"), "system": "x"}, "auto",
      "a column 'system', and its conversation begins with a system message"),
     ("a system message beside texts", example_of, {"prompt": "1", "response": "2", "system": "x"}, "auto",

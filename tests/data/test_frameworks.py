@@ -10,7 +10,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from megarlhf.config import SourceConfig
-from megarlhf.data.fields import hint
+from megarlhf.data.adapters import nemo_rl
 from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder
 from megarlhf.data.sources import load_records
 from megarlhf.data.unread import counted
@@ -121,12 +121,27 @@ PAIR_OF_TEXTS, PAIR_OF_TALKS = ("<s>37+48?", "85</s>", "75</s>"), (CHAT, "85<|im
          PAIR_OF_TEXTS),
         ({"conversations": [OF_PAIR], "chosen": {"from": "gpt", "value": "85"},
           "rejected": {"from": "gpt", "value": "75"}}, {}, PAIR_OF_TALKS),
+        # ms-swift: the answer that is rejected, alone and with its conversation
+        ({"messages": [USER, REPLY], "rejected_response": "75"}, {"adapter": "ms_swift"}, PAIR_OF_TALKS),
+        ({"messages": [USER, REPLY], "rejected_messages": [USER, WRONG]}, {"adapter": "ms_swift"}, PAIR_OF_TALKS),
+        # NeMo-RL: the lower rank is the better one, wherever it stands
+        ({"context": [USER], "completions": [{"rank": 1, "completion": [WRONG]}, {"rank": 0, "completion": [REPLY]}]},
+         {"adapter": "nemo_rl"}, PAIR_OF_TALKS),
+        ({"context": "37+48?", "completions": [{"rank": 0, "completion": "85"}, {"rank": 1, "completion": "75"}]},
+         {"adapter": "nemo_rl"}, PAIR_OF_TEXTS),
     ],
 )  # fmt: skip
 def test_what_is_compared(chatml, tmp_path, row, source, expected):
     sample = PairEncoder(**ANSWERS).by(chatml)(0, read(tmp_path, row, **source))
     fields = (sample.prompt_tokens, sample.chosen_tokens, sample.rejected_tokens)
     assert tuple(shown(chatml, tokens) for tokens in fields) == expected
+
+
+def test_completions_of_one_rank_are_left_out_and_more_than_two_are_refused():
+    same = [{"rank": 0, "completion": [REPLY]}, {"rank": 0, "completion": [WRONG]}]
+    assert nemo_rl({"context": [USER], "completions": same}) is None
+    with pytest.raises(ValueError, match=r"expected 'context' and 'completions', two of \{rank, completion\}"):
+        nemo_rl({"context": [USER], "completions": [*same, *same]})
 
 
 AS_TEXT = {**VERL, "extra_info": json.dumps(VERL["extra_info"])}
@@ -189,7 +204,7 @@ TEXTS = {"prompt": "37+48?", "response": "85"}
         ({"kto_tag": False}, "(KTO)"), ({"documents": [{"text": "a"}]}, "chat_template_kwargs"),
         ({"enable_thinking": False}, "data.template_args"), ({"tools": "[{}]"}, "only a chat template writes"),
         ({"system": "Be brief."}, "only a chat template writes"), ({"messages": [USER, REPLY]}, "say which is meant"),
-        ({"prompt": json.dumps([USER])}, "looks like a list of messages"),
+        ({"output": "80"}, "beside 'response'"),
         ({"response": str([REPLY])}, "looks like a list of messages"),
     ],
 )  # fmt: skip
@@ -199,7 +214,7 @@ def test_a_column_that_changes_the_meaning_is_refused_by_its_name(chatml, beside
         SFTEncoder(**ANSWERS).by(chatml)(0, {**TEXTS, **beside})
     assert words in str(error.value)
     pair = {"prompt": "37+48?", "chosen": "85", "rejected": "75", **beside}
-    if not {"label", "kto_tag", "response"} & beside.keys():
+    if not {"label", "kto_tag", "response", "output"} & beside.keys():
         with pytest.raises(ValueError, match=next(iter(beside))):
             PairEncoder(**ANSWERS).by(chatml)(0, pair)
     SFTEncoder(**ANSWERS).by(chatml)(0, {**TEXTS, "not_read": next(iter(beside.values()))})
@@ -238,14 +253,3 @@ def test_messages_beside_a_pair_that_belong_to_neither_answer(chatml):
     record = {"prompt": [USER], "chosen": [REPLY], "rejected": [WRONG], "messages": [*EARLIER, USER]}
     with pytest.raises(ValueError, match="'messages' beside 'prompt', 'chosen' and 'rejected' is no part of either"):
         PairEncoder(**ANSWERS).by(chatml)(0, record)
-
-
-def test_unpaired_preferences_are_said_to_be_none_that_is_read():
-    row = {"prompt": "The sky is", "completion": " blue.", "label": True}
-    assert "of which no command learns" in hint("chosen", row)
-    assert hint("response", row).endswith("columns: {response: completion}")
-
-
-def test_hints_name_columns_in_columns():
-    assert hint("answer", VERL).endswith("columns: {answer: reward_model.ground_truth}")
-    assert hint("prompt", {"chosen": "a b", "rejected": "a c"}).endswith("adapter: implicit_prompt")

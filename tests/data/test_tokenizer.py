@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from megarlhf.data.samples import PromptEncoder
 from megarlhf.data.texts import pieces
 from megarlhf.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, load_tokenizer
+from megarlhf.data.tokenizer_formats.texts import where_they_differ
 
 CORPUS = ["the answer is 85", "what is 37+48= and so on", "0123456789 abc"] * 5
 
@@ -195,3 +196,16 @@ def test_a_tokenizer_given_to_another_process_encodes_as_here(tmp_path, fast_tok
     for each in (merging, pickle.loads(pickle.dumps(merging))):
         with pytest.raises(ValueError, match="merges a line break with 'x'"):
             each.encode("x", continuation=True)
+
+
+@pytest.mark.parametrize(
+    "ours, theirs, expected",
+    [
+        ([1, 2, 3], [1, 7, 3], ("[1, 2, 3]", "[1, 7, 3]")),
+        ([*range(30), 30], [*range(30), 99], ("[..., 28, 29, 30]", "[..., 28, 29, 99]")),
+        ([*range(10), 5], [*range(10)], ("[..., 8, 9, 5]", "[..., 8, 9]")),
+        (list(range(40)), [*range(20), 99], ("[..., 18, 19, 20, 21, 22, 23, 24, 25, ...]", "[..., 18, 19, 99]")),
+    ],
+)
+def test_ids_in_a_message_are_shown_where_they_differ(ours, theirs, expected):
+    assert where_they_differ(ours, theirs) == expected

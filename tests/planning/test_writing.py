@@ -31,21 +31,26 @@ def run(tmp_path):
     for name, row in ROWS.items():
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
 
-    def make(command, model, train, reward_model=None, **data):
+    def make(command, model, train, reward_model=None, critic=None, reference=None, rewards=RULE, **data):
+        """reward_model, critic, reference: models of their own"""
         role = {"model": {"path": model}}
         tree = {"run": {"dir": tmp_path / "run"}, "data": {"train": tmp_path / f"{train}.jsonl", **data}}
         tree["reward_model" if command == "rm" else "actor"] = role
         if command in ("sft", "rm", "dpo"):
-            tree |= {"train": STEPS, **({"reference": role} if command == "dpo" else {})}
-        else:
-            rewards = [*RULE, *([{"kind": "model"}] if reward_model else [])]
             tree |= {
-                "rewards": rewards,
-                **({"reward_model": {"model": {"path": reward_model}}} if reward_model else {}),
+                "train": STEPS,
+                **({"reference": {"model": {"path": reference or model}}} if command == "dpo" else {}),
             }
+        else:
+            given = {"reward_model": reward_model, "critic": critic, "reference": reference}
+            tree |= {name: {"model": {"path": path}} for name, path in given.items() if path is not None}
+            tree |= {"rewards": [*rewards, *([{"kind": "model"}] if reward_model else [])]}
         if command == "rl":
             tree |= {"train": {**STEPS, "prompts_per_step": 1, "mini_batch_samples": 2}}
-            tree |= {"rollout": {"num_samples_per_prompt": 2}, "algo": {"advantage": "grpo"}}
+            tree |= {
+                "rollout": {"num_samples_per_prompt": 2},
+                "algo": {"advantage": "gae" if critic else "grpo", "kl": {"coef": 0.1}},
+            }
         return KINDS[command].model_validate(tree)
 
     return make
@@ -132,6 +137,63 @@ def test_the_reward_model_is_looked_at_as_it_reads(trained, run, tmp_path):
     with pytest.raises(ValueError, match=r"reward_model: .*rm comes from .*it knows no conversations"):
         check_writing(run("rl", actor, "asked", reward_model=scorer))
     check_writing(run("rl", actor, "asked", reward_model=trained("good", "rm", "pairs")))
+
+
+def test_all_roles_that_read_the_actor_s_ids_are_looked_at(trained, run):
+    """A critic that was a reward model, a reference of its own. By the actor's template, whatever their own are."""
+    actor = trained("sft", "sft", "talks")
+    for name, command, kind in (("critic", "rl", "asked"), ("reference", "rl", "asked"), ("reference", "dpo", "pairs")):
+        earlier = ("sft", "texts") if name == "reference" else ("rm", "text_pairs")
+        with pytest.raises(ValueError, match=rf"^{name}: .*it knows no conversations\. Write the data as before"):
+            check_writing(run(command, actor, kind, **{name: trained(f"old_{name}", *earlier)}))
+        earlier = ("sft", "talks") if name == "reference" else ("rm", "pairs")
+        assert check_writing(run(command, actor, kind, **{name: trained(f"good_{name}", *earlier)})) == []
+    own = trained("own", "rm", "pairs", template=LLAMA_3)
+    for name in ("critic", "reward_model"):
+        with pytest.raises(ValueError, match=rf"^{name}: .*another chat template; another end of answers"):
+            check_writing(run("rl", actor, "asked", **{name: own}))
+    notes = check_writing(run("rl", actor, "asked", critic=own, reward_model=own, other_writing="allow"))
+    assert [note.split(":")[1] for note in notes] == [" critic", " reward_model"]
+
+
+@pytest.mark.parametrize(
+    "rows, form, words",
+    [
+        ("asked", {}, None), ("asked", {"form": "chat"}, None), ("asked", {"form": "pair"}, "knows no pairs of texts"),
+        ("question", {"form": "chat"}, None), ("question", {"append_eos": True}, "it knows no texts"),
+        ("rendered", {}, None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["rl", "generate", "eval"])
+def test_a_classifier_is_looked_at_as_it_writes(trained, run, command, rows, form, words):
+    """By its own tokenizer and template, in the form of the reward. It was trained on conversations here."""
+    judge = {"kind": "classifier", "path": trained("judge", "rm", "pairs", template=LLAMA_3), "name": "judge", **form}
+    cfg = run(command, described(judge["path"].parent / "new", CHATML), rows, rewards=[*RULE, judge])
+    if words is None:
+        assert check_writing(cfg) == []
+        return
+    with pytest.raises(ValueError, match=rf"^reward 'judge': .*judge comes from .*{words}\. Set form: joined"):
+        check_writing(cfg)
+
+
+def test_a_classifier_of_texts_is_read_at_the_end_that_it_was_trained_at(trained, run, tmp_path):
+    new, judge = described(tmp_path / "new", None), trained("judge", "rm", "text_pairs")
+    reward = {"kind": "classifier", "path": judge}
+    check_writing(run("rl", new, "question", rewards=[{**reward, "append_eos": True}]))
+    with pytest.raises(ValueError, match=r"texts as they stand: another end of answers\. .*append_eos: true"):
+        check_writing(run("rl", new, "question", rewards=[reward]))
+    with pytest.raises(ValueError, match="knows no conversations"):
+        check_writing(run("rl", new, "question", rewards=[{**reward, "form": "chat"}]))
+    bare = trained("bare", "rm", "text_pairs", template=None)
+    with pytest.raises(ValueError, match="knows no conversations"):
+        check_writing(run("rl", described(tmp_path / "chat", CHATML), "asked", rewards=[{**reward, "path": bare}]))
+
+
+def test_the_model_that_is_compared_with_is_looked_at(trained, run):
+    tree = run("eval", trained("sft", "sft", "talks"), "asked").model_dump(mode="json", exclude_unset=True)
+    old = {**tree, "against": {"model": {"path": str(trained("old", "sft", "texts"))}}}
+    with pytest.raises(ValueError, match=r"^against: .*it knows no conversations"):
+        check_writing(EvaluateConfig.model_validate(old))
 
 
 def test_what_was_known_goes_through_raw_texts_and_is_not_asked_of_others(trained, run, tmp_path):

@@ -8,8 +8,9 @@ import random
 
 import pytest
 
-from megarlhf.data.templates import chat_template
+from megarlhf.data.templates import Conversation, chat_template
 from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.data.turns import Whole
 from tests.data.conversation_parts import conversation
 from tests.data.test_written import check_records
 from tests.published.test_live import write_directory
@@ -57,3 +58,18 @@ def test_all_parts_of_random_conversations_are_written_and_learnt_or_refused(nam
     assert outcomes["NotWritten"], outcomes
     plain = [conversation(random.Random(seed), plain=True) for seed in range(100)]
     assert check_records(tokenizer, None, plain, spelled(tokenizer))["used"] > 100
+
+
+@pytest.mark.parametrize("name", MOST_REFUSED)
+def test_ids_of_a_beginning_are_those_of_the_whole_up_to_a_mark(name, tmp_path):
+    """And anew behind it; wherever a text is cut."""
+    tokenizer = load_tokenizer(write_directory(name, tmp_path, "llama"))
+    template, draw, compared = chat_template(tokenizer), random.Random(1), 0
+    for seed in range(100):
+        text = template.text(Conversation(conversation(random.Random(seed), plain=True)["messages"]))
+        whole = Whole(template, text)
+        for end in draw.choices(range(len(text) + 1), k=20):
+            ids = whole.ids_of(text[:end])
+            assert ids == template.ids(text[:end])
+            compared += len(ids)
+    assert compared > 10_000

@@ -7,6 +7,7 @@ import pytest
 
 from megarlhf.config import SourceConfig
 from megarlhf.resume.claim import require_usable, require_writable, strangers_in
+from tests.resume.earlier_run import leave_a_run
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -40,3 +41,23 @@ def test_a_directory_that_cannot_be_written_is_refused(cfg):
     """Also where the user may write anything: there is no place for files in /proc."""
     with pytest.raises(ValueError, match=r"run\.dir = /proc/x/y cannot be written"):
         require_writable(cfg().run.model_copy(update={"dir": Path("/proc/x/y")}))
+
+
+@pytest.mark.parametrize("which", ["the working directory", "the home directory", "the root of a git repository"])
+def test_a_run_does_not_write_into_a_directory_that_is_everybody_s(cfg, tmp_path, monkeypatch, which):
+    """A run that is there already goes on in it, and a directory in it may be a run's."""
+    place, new = tmp_path / "place", cfg()
+    place.mkdir()
+    if which == "the working directory":
+        monkeypatch.chdir(place)
+    elif which == "the home directory":
+        monkeypatch.setenv("HOME", str(place))
+    else:
+        (place / ".git").mkdir()
+    given = Path(".") if which == "the working directory" else place
+    with pytest.raises(ValueError, match=rf"run\.dir = .* is {which}: config\.yaml, metrics\.jsonl, .*=runs/1"):
+        require_usable(new, new.run.model_copy(update={"dir": given}), "sft")
+    require_usable(new, new.run.model_copy(update={"dir": given / "runs" / "1"}), "sft")
+    leave_a_run(new)
+    monkeypatch.chdir(new.run.dir)
+    assert require_usable(new, new.run.model_copy(update={"dir": Path(".")}), "sft").resumes

@@ -111,7 +111,7 @@ def _of_parts(parts: list[Any], where: str) -> dict[str, str]:
 
 
 def _thought(value: Any, where: str) -> str:
-    """Of a thought that is a text, a list of parts, or an object with `content` or `text`. Raises: ValueError."""
+    """The text of a thought: a text, a list of parts, or an object with `content` or `text`. Raises: ValueError."""
     if isinstance(value, Mapping):
         value = value.get("content", value.get("text"))
     if isinstance(value, list):
@@ -201,7 +201,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _from_sharegpt(value: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """As `{role, content}`, its other keys as they are."""
+    """The message as `{role, content}`, with its other keys as they are."""
     name, text = value["from"], value.get("value")
     others = {key: part for key, part in value.items() if key not in ("from", "value")}
     role = str(name).lower()

@@ -53,7 +53,7 @@ class Part:
         return functools.reduce(lambda left, command: left.replace(command, ""), self.commands, text)
 
     def omission(self, kind: Kind | None = None) -> Omission:
-        """As one of its own kind, or of another."""
+        """Make an omission of its own kind, or of another."""
         return Omission(kind or self.kind, self.message, self.key, self.text)
 
 

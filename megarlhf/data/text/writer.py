@@ -73,7 +73,7 @@ class Writer:
 
 
 def text_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Of a prompt that is a text as it stands."""
+    """Token ids of a prompt that is a text as it stands."""
     tokens = tokenizer.encode(text)
     if not text.strip() or not tokens:
         raise Unusable("empty prompt")

@@ -1,4 +1,4 @@
-"""What a chat template leaves out of a conversation, or changes in it.
+"""Finds what a chat template leaves out of a conversation, or changes in it.
 
 The conversation is rendered once more with every text of it (a message, a thought, an argument of a call) replaced by
 another one of the same length: a run of one character that stands for this text alone. Both renderings have to be the
@@ -33,7 +33,7 @@ last."""
 
 @dataclass(frozen=True)
 class Written:
-    """What a rendered text has of a conversation."""
+    """The part of a conversation that a rendered text has."""
 
     omissions: list[Omission]
     stretches: Stretches
@@ -53,7 +53,7 @@ class Written:
 
     @functools.cached_property
     def places(self) -> Places:
-        """Where the messages stand."""
+        """Places of the messages."""
         places: Places = {}
         for first, end, part in self.stretches:
             if part.message is not None:
@@ -69,7 +69,7 @@ def compare(
     tools: Tools | None,
     kept: re.Pattern[str] | None,
 ) -> Written:
-    """What `text`, as `render` has written the messages, has of them. `kept`: see `kept_strings`. Raises: what the
+    """Find the messages in `text`, as `render` has written them. `kept`: see `kept_strings`. Raises: what the
     template raises."""
     first: Written | ValueError
     try:
@@ -108,7 +108,7 @@ def _compared(
 def _obeys(
     text: str, render: Render, messages: Sequence[Message], tools: Tools | None, part: Part, squeezed: str
 ) -> bool:
-    """Whether the template writes all of a system message but commands that change something else: SmolLM3's
+    """Tell whether the template writes all of a system message but commands that change something else: SmolLM3's
     `/no_think`."""
     if _squeezed(part.without_commands(part.replaced)) not in squeezed:
         return False
@@ -119,7 +119,7 @@ def _obeys(
 
 
 def _compare_without_white_space(text: str, second: str, replaced: Replaced) -> Written:
-    """Of renderings that differ elsewhere than in the runs."""
+    """Compare renderings that differ elsewhere than in the runs."""
     squeezed = _squeezed(second)
     aligned, wrong = _aligned(_squeezed(text), squeezed, replaced.runs, spell=_squeezed_spellings)
     if aligned is None:
@@ -192,7 +192,7 @@ def _is_whole(part: Part, second: str, aligned: _Aligned) -> bool:
 
 
 def _omission(part: Part, squeezed: str) -> Omission:
-    """Of a part that is not whole; `squeezed`: the second rendering without white space."""
+    """The omission of a part that is not whole; `squeezed`: the second rendering without white space."""
     if any(_squeezed(spelled) in squeezed for spelled in _spellings(part.replaced)):
         return part.omission("white_space")
     answer = None if part.answer_from is None else part.replaced[part.answer_from :]

@@ -1,4 +1,4 @@
-"""Whether a tokenizer keeps texts, and transformers' AutoTokenizer makes the same ids of them."""
+"""Compares: a tokenizer keeps texts, and transformers' AutoTokenizer makes the same ids of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megarlhf.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
-from megarlhf.data.tokenizer_formats.texts import TEXTS
+from megarlhf.data.tokenizer_formats.texts import TEXTS, where_they_differ
 
 _SAMPLE = "Ab  12\n\n\tEf"
 
@@ -45,7 +45,8 @@ def read_otherwise(directory: Path, tokenizer: Tokenizer) -> str | None:
     if not different:
         return None
     text, ids, other = different[0]
+    mine, others = where_they_differ(ids, other)
     return (
         f"{name} ({type(theirs).__name__}) makes other ids of {len(different)} of {len(texts)} sample texts, such as "
-        f"of {text!r}: {other[:8]} in place of {ids[:8]}"
+        f"of {text!r}: {others} in place of {mine}"
     )

@@ -1,7 +1,8 @@
-"""What the rest of megarlhf asks of a tokenizer, and what writing conversations asks of one."""
+"""Protocols of a tokenizer: for the rest of megarlhf, and for writing conversations."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -9,7 +10,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Tokenizer(Protocol):
-    """What the rest of megarlhf asks of a tokenizer."""
+    """A tokenizer, as the rest of megarlhf uses it."""
 
     eos_id: int
     """Ends a response."""
@@ -21,7 +22,7 @@ class Tokenizer(Protocol):
     """Ids are 0..vocab_size - 1; a model's embedding may be padded beyond."""
 
     def tokens(self) -> list[str]:
-        """What each id stands for, from 0 to vocab_size - 1; "" for an id that stands for nothing."""
+        """The text of each id, from 0 to vocab_size - 1; "" for an id that stands for nothing."""
         ...
 
     def encode(self, text: str, *, continuation: bool = False) -> list[int]:
@@ -49,6 +50,10 @@ class ChatTokenizer(Tokenizer, Protocol):
     takes_white_space: tuple[tuple[str, ...], tuple[str, ...]]
     """Tokens that take in the white space behind them, and those that take in the white space before them."""
 
+    divides: re.Pattern[str] | None
+    """Finds tokens at which a text is divided before anything else, so that ids before and behind one do not depend on
+    each other; None where there are none."""
+
     def own_template(self) -> str | None:
         """The chat template that belongs to it; None where there is none."""
         ...
@@ -74,5 +79,5 @@ class ChatTokenizer(Tokenizer, Protocol):
     def marked_places(
         self, messages: Messages, template: str | None, variables: Mapping[str, Any], *, tools: Any
     ) -> list[tuple[int, int]]:
-        """Where the stretches of the rendered text stand that are marked so."""
+        """Places of the stretches of the rendered text that are marked so."""
         ...

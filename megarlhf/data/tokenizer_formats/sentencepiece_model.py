@@ -12,7 +12,7 @@ from typing import Any
 
 from megarlhf.data.tokenizer_formats.pieces import fast_tokenizer
 from megarlhf.data.tokenizer_formats.settings import NAMES, Mismatch, Settings, require_ids, settled, text_of
-from megarlhf.data.tokenizer_formats.texts import TEXTS
+from megarlhf.data.tokenizer_formats.texts import TEXTS, where_they_differ
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def of_sentencepiece(model: Path) -> Any:
             logger.info(
                 "%s changes texts before it reads them, which transformers does not do for the tokens that the files "
                 "beside it add: %r is %s, and %s by SentencePiece alone",
-                *(model, text, read[:8], theirs[:8]),
+                *(model, text, *where_they_differ(read, theirs)),
             )
             break
     return settled(made, settings)

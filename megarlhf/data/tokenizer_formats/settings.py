@@ -1,4 +1,4 @@
-"""What the small files beside a tokenizer say of it: its class, names of special tokens, added tokens, the begin."""
+"""Settings in the small files beside a tokenizer: its class, names of special tokens, added tokens, the begin."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Settings:
         return cls(directory, stated, model)
 
     def class_name(self) -> str | None:
-        """Of the tokenizer, without `Fast`; None where nothing says it."""
+        """The class of the tokenizer, without `Fast`; None where nothing says it."""
         name = self.stated.get("tokenizer_class") or self.model.get("tokenizer_class")
         if name is None:
             from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
@@ -55,14 +55,14 @@ class Settings:
         return None if name is None or name in _GENERAL else str(name).removesuffix("Fast")
 
     def kind(self) -> type[Any] | None:
-        """That class of transformers; None for one that it does not have."""
+        """The class itself; None for one that transformers does not have."""
         from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
         name = self.class_name()
         return None if name is None else tokenizer_class_from_name(name)
 
     def of_mistral(self) -> bool:
-        """Whether the model may be one of those whose tokenizer.json was published with a wrong expression."""
+        """True where the model may be one of those whose tokenizer.json was published with a wrong expression."""
         return str(self.model.get("model_type")).startswith(("mistral", "ministral", "pixtral", "voxtral"))
 
     def code(self) -> str | None:
@@ -96,18 +96,19 @@ class Settings:
         return tokens | {str(text_of(token)): int(number) for number, token in decoder.items()}
 
     def begin(self) -> bool | None:
-        """Whether a text begins with bos; None where the tokenizer's own files say it."""
+        """True where a text begins with bos; None where the tokenizer's own files say it."""
         stated = self.stated.get("add_bos_token")
         return bool(stated) if stated is not None and self.class_name() in _WRITES_AS_STATED else None
 
     def rows(self) -> int | None:
-        """Of the model's embedding; None where nothing says it."""
+        """The size of the model's embedding; None where nothing says it."""
         text_model = self.model.get("text_config")
         rows = self.model.get("vocab_size") or (text_model.get("vocab_size") if isinstance(text_model, dict) else None)
         return rows if isinstance(rows, int) else None
 
     def chat_template(self) -> str | None:
-        """Of the files that may have one alone. Several with names: that for tools, as transformers takes it."""
+        """The chat template, of the files that may have one alone. Several with names: that for tools, as transformers
+        takes it."""
         beside = self.directory / "chat_template.jinja"
         if beside.is_file():
             return beside.read_text(encoding="utf-8")
@@ -131,7 +132,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def text_of(token: Any) -> str | None:
-    """Of a token that is written as a text, or as an object with flags; None where none is named."""
+    """The text of a token that is written as a text, or as an object with flags; None where none is named."""
     if isinstance(token, dict):
         token = token.get("content")
     return None if token is None else str(token)
@@ -162,7 +163,7 @@ def settled(made: Any, settings: Settings) -> Any:
 
 
 def writes_bos(made: Any) -> bool:
-    """Whether a tokenizer of transformers begins a text with its bos."""
+    """Tell whether a tokenizer of transformers begins a text with its bos."""
     return made.bos_token_id is not None and made.encode("a")[:1] == [made.bos_token_id]
 
 

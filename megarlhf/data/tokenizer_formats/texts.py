@@ -1,4 +1,10 @@
-"""Texts on which tokenizers differ."""
+"""Texts on which tokenizers differ, and where ids of one do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_SHOWN = 8
 
 TEXTS = (
     "The answer is 37+48 = 85, isn't it? In 1984: 1234567.89",
@@ -13,3 +19,16 @@ TEXTS = (
     "CamelCase snake_case kebab-case http://a.example/b?c=d&e=%20 <tag attr='1'>$x^2$</tag>",
 )
 """Texts that tokenizers cut in different ways."""
+
+
+def where_they_differ(ours: Sequence[int], theirs: Sequence[int]) -> tuple[str, str]:
+    """The ids of one text by two tokenizers, in words, from shortly before the first that differs."""
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    first = next((n for n, (mine, other) in pairs if mine != other), min(len(ours), len(theirs)))
+    start = max(0, first - 2)
+
+    def shown(ids: Sequence[int]) -> str:
+        part = ", ".join(map(str, ids[start : start + _SHOWN]))
+        return f"[{'..., ' * (start > 0)}{part}{', ...' * (len(ids) > start + _SHOWN)}]"
+
+    return shown(ours), shown(theirs)

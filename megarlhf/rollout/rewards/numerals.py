@@ -35,7 +35,7 @@ def _plain(text: str) -> str:
 
 
 def last_number(text: str) -> Decimal | None:
-    """Of those in the text, with its sign: that of `-$3`, `x = - 3` and `fell to −3`, not of `5-3`."""
+    """The last number in the text, with its sign: that of `-$3`, `x = - 3` and `fell to −3`, not of `5-3`."""
     found = _NUMBER.findall(_plain(text))
     return _decimal(found[-1]) if found else None
 

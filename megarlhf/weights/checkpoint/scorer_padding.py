@@ -87,5 +87,5 @@ def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _name(token: Any) -> str | None:
-    """Of a special token, which may be written with how it is cut from its neighbours."""
+    """The text of a special token, which may be written with how it is cut from its neighbours."""
     return token.get("content") if isinstance(token, Mapping) else token

@@ -1,0 +1,169 @@
+"""Columns of a record that are refused, counted, or told of by a hint, since others read them; and messages that are
+kept as JSON text. Not covered: keys of messages (test_conversations.py)."""
+
+import csv
+import json
+
+import pytest
+
+from megarlhf.config import SourceConfig
+from megarlhf.config.conversations import ConversationConfig
+from megarlhf.data.fields import hint
+from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder
+from megarlhf.data.sources import load_records
+from megarlhf.data.unread import counted
+from tests.data.chat_styles import CHATML, chat_tokenizer
+from tests.data.test_frameworks import ANSWERS, LIMITS, REPLY, TEXTS, USER, VERL, WRONG
+
+TALK = {"messages": [USER, REPLY]}
+NATIVE = [{"from": "human", "value": "37+48?"}, {"from": "gpt", "value": "85"}]
+
+
+@pytest.fixture(scope="module")
+def chatml(tmp_path_factory):
+    return chat_tokenizer(tmp_path_factory.mktemp("chatml"), CHATML)
+
+
+@pytest.mark.parametrize(
+    "encoder, row",
+    [
+        (SFTEncoder, TALK), (SFTEncoder, {"conversations": NATIVE}), (SFTEncoder, {"prompt": [USER], "response": "85"}),
+        (SFTEncoder, {"prompt": [USER], "response": [REPLY]}),
+        (PairEncoder, {"prompt": [USER], "chosen": [REPLY], "rejected": [WRONG]}),
+        (PairEncoder, {"chosen": [USER, REPLY], "rejected": [USER, WRONG]}),
+        (PromptEncoder, {"prompt": [USER]}), (PromptEncoder, {"messages": [USER]}),
+        (SFTEncoder, {**TALK, "tools": [{"name": "f"}]}),
+    ],
+)  # fmt: skip
+def test_messages_in_json_text_are_read_as_the_list_that_they_are(chatml, tmp_path, encoder, row):
+    """As files of Parquet and CSV keep them: here of CSV, where every cell is a text. Null keys are none."""
+    encode = encoder(**(LIMITS if encoder is PromptEncoder else ANSWERS), template_may_drop=("tools",)).by(chatml)
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in row.items()}
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, texts)
+        writer.writeheader()
+        writer.writerow(texts)
+    (record,) = load_records(SourceConfig(path=tmp_path / "rows.csv"), fields=())
+    assert encode(0, record) == encode(0, row)
+    with_null = {name: json.dumps([{**each, "tool_calls": None} for each in value]) if isinstance(value, list)
+                 and name != "tools" else value for name, value in row.items()}  # fmt: skip
+    assert encode(0, with_null) == encode(0, row)
+
+
+@pytest.mark.parametrize("loss_on", ["last", "all"])
+def test_a_response_in_json_text_with_several_answers(chatml, loss_on):
+    """Is that of the list: one of them alone would be learnt."""
+    answers = [REPLY, USER, WRONG]
+    encode = SFTEncoder(**ANSWERS, loss_on=loss_on).by(chatml)
+    if loss_on == "last":
+        with pytest.raises(ValueError, match="set it to all"):
+            encode(0, {"prompt": [USER], "response": json.dumps(answers)})
+    else:
+        record = {"prompt": json.dumps([USER]), "response": json.dumps(answers)}
+        assert encode(0, record) == encode(0, {"prompt": [USER], "response": answers})
+
+
+@pytest.mark.parametrize(
+    "record, template, words",
+    [
+        ({"messages": str([USER, REPLY])}, "auto", "is no JSON of one (Expecting property name"),
+        ({"messages": '[{"role": "user", "role": "user", "content": "a"}]'}, "auto", "the key 'role' stands 2 times"),
+        ({"messages": "37+48?"}, "auto", "expected a list of messages"),
+        ({**TEXTS, "prompt": str([USER])}, "auto", "is no JSON of one"),
+        ({**TEXTS, "prompt": json.dumps([USER])}, "plain", "with data.template = auto or chat"),
+        ({**TEXTS, "prompt": json.dumps([USER, {"content": "a"}])}, "auto", "would be written as it stands"),
+        ({"text": json.dumps([USER])}, "auto", "in the columns 'messages', 'conversations' or 'prompt'"),
+    ],
+)
+def test_texts_that_look_like_messages_and_are_not_read(chatml, record, template, words):
+    with pytest.raises(ValueError, match=r"field '(messages|prompt|text)' is ") as error:
+        SFTEncoder(**ANSWERS, template=template).by(chatml)(0, record)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("answer", ['[{"x": 1}]', '{"role": "user", "content": "a"}', "[1, 2]", "[{"])
+def test_answers_that_are_json_of_other_things_stay_texts(chatml, answer):
+    encode = SFTEncoder(**ANSWERS).by(chatml)
+    assert encode(0, {**TEXTS, "response": answer}).tokens[-len(answer) - 1 : -1] == chatml.encode(answer)
+
+
+@pytest.mark.parametrize("label", [True, False, 1, 0, 1.0, "True", "false", "1", "0"])
+@pytest.mark.parametrize("record", [TEXTS, TALK])
+def test_labels_of_unpaired_preferences_are_refused(chatml, record, label):
+    """Whatever says yes and no, also where the digit stands in a message. Raw texts have classes (IMDB), which change
+    nothing, as have texts with other numbers."""
+    encode = SFTEncoder(**ANSWERS).by(chatml)
+    with pytest.raises(ValueError, match=r"'label' = .*\(KTO\).*columns: \{not_read: label\}"):
+        encode(0, {**record, "label": label})
+    assert encode(0, {**record, "label": 3}) == encode(0, record)
+    encode(0, {"text": "It is blue.", "label": label})
+    PromptEncoder(**LIMITS).by(chatml)(0, {"prompt": "37+48?", "label": label})
+
+
+@pytest.mark.parametrize("beside", [{"train": "False"}, {"loss": 0.0}, {"weight": "0.5"}, {"mask": "Assistant"}])
+def test_marks_as_texts_and_fractions(chatml, beside):
+    """As CSV files and pandas' columns with nulls have them."""
+    encode = SFTEncoder(**ANSWERS).by(chatml)
+    with pytest.raises(ValueError, match=next(iter(beside))):
+        encode(0, {**TALK, **beside})
+    assert encode(0, {**TALK, "train": "true", "loss": "0.3", "weight": "1", "mask": "User"}) == encode(0, TALK)
+
+
+@pytest.mark.parametrize(
+    "beside, words",
+    [
+        ({"rejected_response": "75"}, "with a column 'rejected_response', which is not read here"),
+        ({"rejected_messages": [USER, WRONG]}, "with a column 'rejected_messages', which is not read here"),
+        ({"completions": ["75"]}, "with a column 'completions', which is not read here"),
+        ({"is_correct": False}, "with is_correct = False, which are learnt as the others"),
+        ({"is_correct": True, "score_chosen": 8.0, "rejected": None}, None),
+    ],
+)
+def test_answers_that_fine_tuning_does_not_read_are_counted(chatml, beside, words):
+    sample = SFTEncoder(**ANSWERS).by(chatml)(0, {**TALK, **beside})
+    assert list(counted(type(sample), {**TALK, **beside})) == [words] * (words is not None)
+
+
+def test_a_margin_that_is_not_read_is_counted(chatml):
+    pair = {"prompt": "37+48?", "chosen": "85", "rejected": "75", "margin": 2.0}
+    made = PairEncoder(**ANSWERS).by(chatml)(0, pair)
+    assert made.how == ("with a column 'margin', which `rm` reads with margin: true",)
+    assert PairEncoder(**ANSWERS, with_margin=True).by(chatml)(0, pair).margin == 2.0
+
+
+RESERVED = [("tools", "in the column 'tools'"), ("messages", "in the column 'messages'"),
+            ("conversation", "in the column 'messages'"), ("add_generation_prompt", "the command sets it"),
+            ("tokenize", "the command sets it"), ("chat_template", "data.chat_template")]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, words", RESERVED)
+def test_names_that_are_no_variables_of_a_template(chatml, name, words):
+    """Arguments of apply_chat_template: said by name, with where it belongs; of all records too."""
+    with pytest.raises(ValueError, match=f"'chat_template_kwargs' has '{name}', which is no variable .*{words}"):
+        SFTEncoder(**ANSWERS).by(chatml)(0, {**TALK, "chat_template_kwargs": {"enable_thinking": None, name: True}})
+    with pytest.raises(ValueError, match=f"template_args has '{name}', which is no variable of a template: .*{words}"):
+        ConversationConfig(template_args={name: True})
+
+
+HELPSTEER = {"context": [USER], "completions": [{"rank": 0, "completion": [REPLY]}]}
+STEPS = {"prompt": "37+48?", "completions": ["7+8=15", "85"], "labels": [True, False]}
+
+
+@pytest.mark.parametrize(
+    "missing, row, words",
+    [
+        ("chosen", {"prompt": "The sky is", "completion": " blue.", "label": 1}, "(KTO), of which no command learns"),
+        ("response", {"prompt": "The sky is", "completion": " blue.", "label": 1}, "{response: completion}"),
+        ("prompt", {"text": "It is blue.", "label": 1}, "raw texts, which `megarlhf sft` and ptx.data learn whole"),
+        ("response", STEPS, "steps with a label each (PRM), of which no command learns"),
+        ("chosen", {**TALK, "rejected_response": "75"}, "(`megarlhf rm`), for adapter: ms_swift"),
+        ("chosen", HELPSTEER, "(`megarlhf rm`), for adapter: nemo_rl"), ("prompt", HELPSTEER, "for adapter: nemo_rl"),
+        ("prompt", {"conversation": [USER, REPLY]}, "Then say columns: {messages: conversation}"),
+        ("response", {"dialogue": json.dumps(NATIVE)}, "Then say columns: {messages: dialogue}"),
+        ("prompt", {"conversation": [{"human": "37+48?", "assistant": "85"}]}, "by an adapter of yours"),
+        ("answer", VERL, "columns: {answer: reward_model.ground_truth}"),
+        ("prompt", {"chosen": "a b", "rejected": "a c"}, "adapter: implicit_prompt"),
+    ],
+)  # fmt: skip
+def test_hints_say_what_rows_are_and_what_to_do(missing, row, words):
+    assert hint(missing, row).endswith(words)
