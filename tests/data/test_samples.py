@@ -135,8 +135,8 @@ def test_chat_template(fast_tokenizer):
         [{"messages": messages[:1], "answer": "85"}], tokenizer, max_prompt_tokens=50, template="chat"
     )
     assert (asked.tokens, asked.text, asked.fields) == (prompt, "<user>37+48=<bot>", {"answer": "85"})
-    with pytest.raises(ValueError, match=r"record 2: .* expects the last one from 'assistant', got 'user'"):
-        build_sft([{"messages": messages}, {"messages": messages[:1]}], tokenizer, **limits)
+    _, skipped = build_sft([{"messages": messages}, {"messages": messages[:1]}], tokenizer, **limits)
+    assert skipped.reasons == {"no message of the assistant": 1}
 
 
 @pytest.mark.parametrize("loss_on", ["last", "all"])

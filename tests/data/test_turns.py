@@ -238,6 +238,16 @@ def test_a_conversation_that_ends_otherwise_than_a_turn(tokenizers):
     assert found.tokens == answered(chat_template(tokenizer, STYLES["chatml"]), Conversation(LONG), "all").tokens
 
 
+def test_what_stands_behind_the_last_answer_is_counted_and_not_learnt(tokenizers):
+    """As in ShareGPT's conversations, which end where the user stopped."""
+    options = {"tokenizer": None, "max_prompt_tokens": 500, "max_response_tokens": 500, "template": "chat"}
+    for loss_on in ("last", "all"):
+        encode = SFTEncoder(**options, loss_on=loss_on).by(tokenizers["chatml"])
+        made = encode(0, {"messages": [*TALK, said("user", "thanks"), said("tool", "4")]})
+        assert made.sample == encode(0, {"messages": TALK})
+        assert made.how == ("with messages behind the last answer, which nobody learns",)
+
+
 def test_an_answer_that_ends_with_one_of_its_calls_is_refused(tokenizers):
     """DeepSeek-V3's template writes an end behind the second call, and none behind one alone."""
     calls = (

@@ -151,7 +151,7 @@ def test_a_bad_conversation_is_found_before_ranks_start(base: Path, tmp_path: Pa
     assert "(<|im_end|>), which is none of 2 (</s>)" in notes
     with talks.open("a") as out:
         out.write(json.dumps({"messages": [said("user", "hi"), said("asistant", "ho")]}) + "\n")
-    with pytest.raises(ValueError, match=r"talks\.jsonl, line 2: fine-tuning on messages expects the last one from"):
+    with pytest.raises(ValueError, match=r"talks\.jsonl, line 2: fine-tuning on messages expects answers of"):
         preflight("sft", SFTConfig.model_validate(tree), 1, device_type="cpu")
     missing = {**tree, "data": {"train": str(talks), "chat_template": str(tmp_path / "none.jinja")}}
     with pytest.raises(ValueError, match=r"data\.chat_template = .*none\.jinja is no file"):

@@ -32,7 +32,15 @@ from tests.distributed.interrupted_jobs import (
     points_at_updates,
     stopped_rollout,
 )
-from tests.distributed.test_resume import BORDER, TRAIN, Case, command_line, rows, tree
+from tests.distributed.test_resume import (
+    BORDER,
+    TRAIN,
+    Case,
+    command_line,
+    rows,
+    tree,
+    uncalled_before_the_start,
+)
 from tests.ranks import RankPool
 
 RARELY = {"every_minutes": 1000}
@@ -130,6 +138,7 @@ def test_a_run_that_the_watchdog_ends_saves_its_last_border(
     second is saved too."""
     made = case("grpo", checkpoint=RARELY, eval={})
     del made.config["data"]["validation"], made.config["train"]["stop"]
+    uncalled_before_the_start(made.config)
     whole, run = tmp_path / "whole", tmp_path / "run"
     ranks.run(2, "command", *command_line(made, whole))
     argv = command_line(made, run)

@@ -342,6 +342,13 @@ def test_what_the_bank_holds_is_not_generated_again(
         assert not list((run / "bank").glob("step_*")), "all steps are covered by the last resume point"
 
 
+def uncalled_before_the_start(config: dict[str, Any]) -> None:
+    """No rule of the configuration is called before the run, so that its calls can be counted."""
+    for reward in config["rewards"]:
+        if reward["kind"] == "rule":
+            reward["check"] = "none"
+
+
 @pytest.mark.parametrize(
     ("name", "owner", "method", "calls", "position"),
     [
@@ -369,6 +376,8 @@ def test_a_signal_saves_and_ends_the_run(
     made.config["checkpoint"] = {"every_minutes": 1000}
     if name == "sft":  # an evaluation is six micro-batches, in two parts
         made.config["data"]["validation"], made.config["eval"] = str(data["sft"]), {"every": 2, "max_samples": 24}
+    else:
+        uncalled_before_the_start(made.config)
     whole, run = tmp_path / "whole", tmp_path / "run"
     ranks.run(1, "command", *command_line(made, whole))
     argv = command_line(made, run)
