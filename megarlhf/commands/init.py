@@ -92,12 +92,9 @@ def _rewards(arguments: argparse.Namespace, data: DataLook, undecided: list[str]
     if arguments.reward is not None:
         return [{"kind": "rule", "rule": arguments.reward}]
     if data.has_answer:
-        rule = rule_for_answers(data.source)
-        if rule != "exact_match":
-            undecided.append(
-                f"rewards: the answers are whole solutions, which no response equals; {rule} compares with what stands "
-                "behind #### in them"
-            )
+        rule, why = rule_for_answers(data.source, talks=data.template == "chat")
+        if why:
+            undecided.append(f"rewards: the answers are {why}")
         return [{"kind": "rule", "rule": rule}]
     raise ValueError(
         "rl needs a reward, and the data has no column 'answer' to compare with; give --reward-model DIR (a model that "

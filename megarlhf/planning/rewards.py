@@ -125,14 +125,23 @@ def _first_rows(source: SourceConfig) -> list[tuple[str, Any]]:
     return rows[:_RECORDS]
 
 
-def rule_for_answers(source: SourceConfig) -> str:
-    """The built-in rule that reads the answers as the first records write them: of whole solutions what they end with,
-    otherwise the text."""
-    reader, ends = Reader(source, ()), list[str | None]()
+def rule_for_answers(source: SourceConfig, *, talks: bool = False) -> tuple[str, str]:
+    """The built-in rule that reads the answers as the first records write them, and why it is not `exact_match`: of
+    whole solutions it reads what they end with, of numbers in an answer to a message (`talks`, where texts are written
+    as messages) the last one."""
+    reader, answers = Reader(source, ()), list[str]()
     for where, row in _first_rows(source):
         with contextlib.suppress(ValueError, LeftOut):
-            ends += map(end_of_solution, answers_of(reader.record(row, where)))
-    return _rule_for_ends(ends) if ends and None not in ends else "exact_match"
+            record = reader.record(row, where)
+            answers += answers_of(record)
+            talks |= isinstance(record.get("prompt"), list) or "messages" in record
+    ends = [end_of_solution(answer) for answer in answers]
+    if answers and None not in ends:
+        why = "whole solutions, which no response equals; {} compares with what stands behind #### in them"
+        return (rule := _rule_for_ends(ends)), why.format(rule)
+    if answers and talks and all(number_of(answer) is not None for answer in answers):
+        return "numeric_match", "numbers; numeric_match compares with the last number of a response"
+    return "exact_match", ""
 
 
 def _rule_for_ends(ends: Iterable[str | None]) -> str:

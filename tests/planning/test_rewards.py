@@ -205,6 +205,9 @@ def test_whole_solutions_as_answers(paths, calls, answer):
         tried(paths, {"rule": PUBLISHED + "verl_gsm8k"}, record)
 
 
+NUMBERS = [["72", "73"], [SOLUTION, "It is so.\n#### 1,000"]]
+
+
 @pytest.mark.parametrize(
     ("answers", "rule"),
     [
@@ -217,7 +220,10 @@ def test_whole_solutions_as_answers(paths, calls, answer):
 )
 def test_the_rule_for_answers_as_they_are_written(paths, answers, rule):
     paths["train"].write_text("".join(json.dumps({"prompt": "q", "answer": each}) + "\n" for each in answers))
-    assert rule_for_answers(SourceConfig(path=paths["train"])) == rule
+    source = SourceConfig(path=paths["train"])
+    found, why = rule_for_answers(source)
+    assert (found, bool(why)) == (rule, rule != "exact_match")
+    assert (rule_for_answers(source, talks=True)[0] == "numeric_match") == (answers in NUMBERS)
 
 
 def test_lists_in_json_text_are_said(paths, calls):
