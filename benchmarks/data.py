@@ -58,7 +58,7 @@ def sources() -> list[str]:
 
 def write_tokenizer(directory: Path, texts: Sequence[str], vocabulary: int) -> None:
     """Byte pairs, as those of Llama 3 and Qwen are."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -72,6 +72,8 @@ def write_tokenizer(directory: Path, texts: Sequence[str], vocabulary: int) -> N
             show_progress=False,
         ),
     )
+    begin = {"single": "<s> $A", "pair": "<s> $A $B", "special_tokens": [("<s>", 0)]}
+    tokenizer.post_processor = processors.TemplateProcessing(**begin)
     directory.mkdir()
     tokenizer.save(str(directory / "tokenizer.json"))
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
