@@ -171,13 +171,12 @@ class SFTEncoder(_Options):
         most = self.max_prompt_tokens + self.max_response_tokens
 
         def sample(index: int, record: Mapping[str, Any]) -> tuple[SFTSample | Changed, Limit]:
-            record = read_lists(record, self.template)
             example = _skipping(example_of, record, self)
             if isinstance(example, RawText):
                 tokens = [*text_tokens(example.text, loaded), loaded.eos_id]
                 return SFTSample.of_response(tokens, 1), Limit("text", most, most)
             if isinstance(example, Conversation):
-                self._require_all_learnt(record, example)
+                self._require_all_learnt(read_lists(record, self.template), example)
                 whole = writer.answered(example, self.loss_on)
                 made = SFTSample(whole.tokens, whole.stretches)
                 if record.get("finished") is False and learnt_turns(example, "last"):

@@ -122,9 +122,8 @@ class Whole:
         self.ids = _closed(template, text)
         divides = template.tokenizer.divides
         found = [] if divides is None else list(divides.finditer(text))
-        known = {token for mark in {match.group() for match in found} for token in template.ids(mark)}
         written = self.ids if template.turn_end is not None else self.ids[:-1]
-        numbers = [number for number, token in enumerate(written) if token in known]
+        numbers = [number for number, token in enumerate(written) if token in template.tokenizer.special_ids]
         # Where they are not as many, it cannot be told which id is which mark's.
         self._marks = list(zip(found, numbers, strict=True)) if len(found) == len(numbers) else []
 
