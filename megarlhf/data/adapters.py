@@ -14,9 +14,10 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -115,7 +116,9 @@ def sharegpt(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if next((each["role"] for each in messages if each["role"] != "system"), None) == "assistant":
         return None
     system = row.get("system")
-    if isinstance(system, str) and system.strip():
+    if system and not isinstance(system, str):
+        raise ValueError(f"expected a text in 'system', it is {type(system).__name__}")
+    if system and system.strip():
         messages.insert(0, {"role": "system", "content": system})
     others = {key: value for key, value in row.items() if key not in (name, "system")}
     return {**others, "messages": messages}
@@ -176,6 +179,8 @@ def nemo_rl(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
         raise ValueError(
             f"expected 'context' and 'completions', two of {{rank, completion}}, found {', '.join(map(repr, row))}"
         )
+    if any(math.isnan(each["rank"]) for each in pair):
+        raise ValueError("a rank is NaN; expected numbers")
     better, worse = sorted(pair, key=lambda each: float(each["rank"]))
     if better["rank"] == worse["rank"]:
         return None
@@ -192,6 +197,29 @@ ADAPTERS: dict[str, Adapter] = {
     "ms_swift": ms_swift,
     "nemo_rl": nemo_rl,
 }
+
+
+_READ: Mapping[str, Sequence[str]] = {
+    "anthropic_hh": ("chosen", "rejected"),
+    "implicit_prompt": ("chosen", "rejected"),
+    "alpaca": _OF_ALPACA,
+    "sharegpt": ("conversations", "conversation", "system"),
+    "openai_messages": _OF_PREFERENCES,
+    "ms_swift": ("messages", *_OF_MS_SWIFT),
+    "nemo_rl": ("context", "completions"),
+}
+"""Columns that an adapter makes other ones of; all others stay."""
+
+
+def require_kept(name: str, row: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+    """Raises: ValueError for a column of the row in whose place one of `ADAPTERS` has written another."""
+    for column, value in row.items():
+        kept = column in _READ[name] or value in (None, "", [], {}) or record.get(column) is value
+        if not kept and record.get(column) != value:
+            raise ValueError(
+                f"the row has a column {column!r}, in whose place the adapter writes what it makes of "
+                f"{', '.join(each for each in _READ[name] if each in row)}; leave one of them out"
+            )
 
 
 def load_adapter(name: str) -> Adapter:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from megarlhf.config import SourceConfig
-from megarlhf.data.adapters import ADAPTERS, load_adapter
+from megarlhf.data.adapters import ADAPTERS, load_adapter, require_kept
 from megarlhf.data.formats import Chunk
 from megarlhf.data.json_rows import shown
 from megarlhf.data.text.json_text import messages_in, with_lists
@@ -77,10 +77,14 @@ class Reader:
         return {**{key: value for key, value in row.items() if key not in taken}, **named}
 
     def _adapted(self, row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-        assert self._adapter is not None
         name = self._source.adapter
+        assert self._adapter is not None
+        assert name is not None
+        row = with_lists(row, row) if name in ADAPTERS else row
         try:
-            made = self._adapter(with_lists(row, row) if name in ADAPTERS else row)
+            made = self._adapter(row)
+            if name in ADAPTERS and made is not None:
+                require_kept(name, row, made)
         except ValueError as error:
             raise ValueError(f"{where}: adapter {name!r}: {error}") from error
         except Exception as error:  # code of the user's

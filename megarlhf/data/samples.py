@@ -116,6 +116,12 @@ class _Options:
         return Writer(tokenizer, self.chat(tokenizer), self.template_may_drop, skips=self.inexact == "skip")
 
 
+def _is_cut(record: Mapping[str, Any]) -> bool:
+    """Tell whether the response did not end where it stops, as `generate` writes it, also as CSV has it."""
+    finished = record.get("finished")
+    return finished is not None and str(finished).strip().lower() in ("false", "0", "0.0")
+
+
 _BEHIND_THE_ANSWERS = "with messages behind the last answer, which nobody learns"
 
 
@@ -179,14 +185,14 @@ class SFTEncoder(_Options):
                 self._require_all_learnt(read_lists(record, self.template), example)
                 whole = writer.answered(example, self.loss_on)
                 made = SFTSample(whole.tokens, whole.stretches)
-                if record.get("finished") is False and learnt_turns(example, "last"):
+                if _is_cut(record) and learnt_turns(example, "last"):
                     made = _without_end(made)
                 learnt, limit = self._limited(made)
                 behind = [_BEHIND_THE_ANSWERS] * (example.roles[-1] != "assistant")
                 return changed(learnt, (*whole.omissions, *behind)), limit
             prompt_tokens = text_tokens(example[0], loaded)
             answer_tokens = response_tokens(example[1], loaded)
-            if record.get("finished") is False:  # as `generate` writes it: it did not end where it was cut
+            if _is_cut(record):
                 answer_tokens.pop()
             return self._limited(SFTSample.of_response(prompt_tokens + answer_tokens, len(prompt_tokens)))
 

@@ -26,6 +26,9 @@ Messages = Sequence[Message]
 READ_KEYS = frozenset(("role", "content", "tool_calls", "tool_call_id", "id", *THOUGHTS))
 """Keys of a message that are read, or that only tell messages apart."""
 
+_OF_CALLS = frozenset(("id", "type", "index", "function", "name", "arguments"))
+_NOTHING: tuple[Any, ...] = (None, "", [], {})
+
 _ANSWER = "zqxjkv"
 """An answer that no template takes for something else."""
 
@@ -265,8 +268,13 @@ class ChatTemplate:
     def unread_keys(self, conversation: Conversation) -> list[str]:
         """Keys of messages that neither the template nor anybody else reads: the text is the same without them."""
         messages = conversation.messages
-        keys = {key for message in messages for key in message if key not in READ_KEYS and message[key]}
-        return sorted(key for key in keys if not (self.program.names(key) and self._changes(conversation, key)))
+        keys = {key for each in messages for key in each if key not in READ_KEYS and each[key] not in _NOTHING}
+        unread = {key for key in keys if not (self.program.names(key) and self._changes(conversation, key))}
+        calls = [call for message in messages for call in message.get("tool_calls") or [] if isinstance(call, Mapping)]
+        functions = [call["function"] for call in calls if isinstance(call.get("function"), Mapping)]
+        return sorted(
+            unread | {f"tool_calls.{key}" for each in (*calls, *functions) for key in each.keys() - _OF_CALLS}
+        )
 
     def _changes(self, conversation: Conversation, key: str) -> bool:
         """Tell whether a key of messages changes what the template writes."""

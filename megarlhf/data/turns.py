@@ -14,7 +14,7 @@ from typing import Literal
 
 from megarlhf.data.templates import ChatTemplate, Conversation
 from megarlhf.data.text.omissions import Kind, require_written
-from megarlhf.data.text.written import Places
+from megarlhf.data.text.written import Places, Written
 
 LossOn = Literal["last", "all"]
 
@@ -68,7 +68,7 @@ def answered(
     written = template.written(conversation, whole)
     omissions = require_written(written.omissions, conversation.roles, may_drop, turns)
     if template.has_marks:
-        _require_in_marks(template, conversation, turns, written.places)
+        _require_in_marks(template, conversation, turns, written)
         found = _by_marks(template, conversation, turns, loss_on)
     else:
         found = _by_prefixes(template, conversation, turns, whole, written.places)
@@ -173,11 +173,21 @@ def _end(template: ChatTemplate, ids: Sequence[int], start: int, turn: int, conv
     )
 
 
-def _require_in_marks(template: ChatTemplate, conversation: Conversation, turns: Sequence[int], places: Places) -> None:
-    """Raises: Inexact where a part of an answer that is to be learnt is written outside the template's marks."""
+def _require_in_marks(
+    template: ChatTemplate, conversation: Conversation, turns: Sequence[int], written: Written
+) -> None:
+    """Raises: Inexact where a part of an answer that is to be learnt is written outside the template's marks, or
+    another message inside."""
     marked = template.marked_places(conversation)
+    for first, behind, part in written.spans:
+        role = "assistant" if part.message is None else conversation.roles[part.message]
+        if role != "assistant" and any(start < behind and first < end for start, end in marked):
+            raise Inexact(
+                f"message {(part.message or 0) + 1} ({role!r}) is written inside the marks {{% generation %}} of the "
+                "chat template, and would be learnt; put them around nothing but what the assistant says"
+            )
     for turn in turns:
-        first, behind = places.get(turn, (0, 0))
+        first, behind = written.places.get(turn, (0, 0))
         if behind and marked and not any(start <= first and behind <= end for start, end in marked):
             raise Inexact(
                 f"a part of message {turn + 1} ('assistant') is written outside the marks {{% generation %}} of the "
@@ -243,7 +253,7 @@ def _end_of_mark(template: ChatTemplate, ids: Sequence[int], run: tuple[int, int
     raise Inexact(
         f"the mark {{% generation %}} ends with {_shown(template.tokenizer.decode(ids[start:end])[-30:])}, before "
         f"token {template.end} that ends a turn, which the model would never learn to write; put {{% endgeneration "
-        "%}} behind it in a template of your own (data.chat_template)"
+        "%} behind it in a template of your own (data.chat_template)"
     )
 
 

@@ -121,7 +121,12 @@ _THOUGHTS: Rules = _rules(
     "with the thought under 'reasoning_content' of the assistant's message",
 )
 _BESIDE_MESSAGES: Rules = {
-    **_rules("instruction context", _text, f"{_PART}, and stands in no message: make a message of it"),
+    **_rules(
+        "prompt query system_message instruction context",
+        _text,
+        f"{_PART}, and stands in no message: make a message of it",
+    ),
+    **_rules("available_tools", _given, f"{_PART}: call the column 'tools'"),
     **_rules(
         "response completion output", _text, "looks like an answer, and stands in no message: make a message of it"
     ),
@@ -137,18 +142,24 @@ _BESIDE_TEXTS: Rules = {
 _UNPAIRED: Rules = _rules(
     "label kto_tag", is_flag, "marks unpaired preferences (KTO), of which no command learns: keep the good answers"
 )
-_BESIDE_RAW_TEXT: Rules = _rules(
-    "instruction input output question answer completion conversation system",
-    _given,
-    "stands beside 'text', of which every token would be learnt: name prompt and response, or give an adapter",
+_ALL_OF_THE_TEXT = (
+    "stands beside 'text', of which every token would be learnt: name prompt and response, or give an adapter"
 )
+_BESIDE_RAW_TEXT: Rules = {
+    **_rules(
+        "instruction input output question answer completion conversation system tools history chat_template_kwargs",
+        _given,
+        _ALL_OF_THE_TEXT,
+    ),
+    **_rules("summary target role", _text, _ALL_OF_THE_TEXT),
+}
 Kind = Literal["raw text", "texts", "conversation", "pair", "pair of texts", "prompt"]
 _BESIDE_PROMPTS: Rules = {name: _OTHER_PARTS[name] for name in ("history", "system_prompt")}
 _RULES: Mapping[Kind, Sequence[Rules]] = {
     "raw text": (_ALWAYS, _OF_TEMPLATE, _BESIDE_RAW_TEXT),
     "texts": (_ALWAYS, _OF_TEMPLATE, _BESIDE_TEXTS, _SECOND_ANSWERS, _UNPAIRED, _THOUGHTS),
-    "conversation": (_ALWAYS, _OF_TEMPLATE, _OTHER_PARTS, _UNPAIRED, _BESIDE_MESSAGES),
-    "pair": (_ALWAYS, _OF_TEMPLATE, _BESIDE_TEXTS),
+    "conversation": (_ALWAYS, _OF_TEMPLATE, _OTHER_PARTS, _UNPAIRED, _BESIDE_MESSAGES, _THOUGHTS),
+    "pair": (_ALWAYS, _OF_TEMPLATE, _BESIDE_TEXTS, _THOUGHTS),
     "pair of texts": (_ALWAYS, _OF_TEMPLATE, _BESIDE_TEXTS, _THOUGHTS),
     "prompt": (_OF_TEMPLATE, _BESIDE_PROMPTS),
 }

@@ -12,6 +12,7 @@ import pytest
 from megarlhf.config import SourceConfig
 from megarlhf.data import json_rows
 from megarlhf.data.adapters import ADAPTERS, alpaca, anthropic_hh, digest_of_adapter, openai_messages, sharegpt
+from megarlhf.data.fields import Reader
 from megarlhf.data.formats import read_chunks
 from megarlhf.data.json_rows import parse_array
 from megarlhf.data.samples import PairEncoder
@@ -185,3 +186,31 @@ def test_an_adapter_that_is_made_elsewhere_is_another_one_when_its_own_module_ch
         assert digest_of_adapter(f"{way}_mine:other") != before
         file.write_text(text)
     assert digest_of_adapter(f"{way}_mine:other") == before
+
+
+OVERWRITTEN = [
+    ("implicit_prompt", {"prompt": "Q: what?", "chosen": "I say yes", "rejected": "I say no"}, "prompt"),
+    ("anthropic_hh", {"prompt": "x", "chosen": "\n\nAssistant: a", "rejected": "\n\nAssistant: b"}, "prompt"),
+    ("alpaca", {"instruction": "i", "input": "", "output": "o", "response": "other"}, "response"),
+    ("sharegpt", {"messages": [1], "conversations": [{"from": "human", "value": "a"}]}, "messages"),
+    ("nemo_rl", {"prompt": "p", "context": "q", "completions": [
+        {"rank": 0, "completion": "a"}, {"rank": 1, "completion": "b"}]}, "prompt"),
+    ("ms_swift", {"chosen": "c", "messages": [said("assistant", "a")], "rejected_response": "b"}, "chosen"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "row", "column"), OVERWRITTEN, ids=[case[0] for case in OVERWRITTEN])
+def test_a_column_in_whose_place_an_adapter_writes_is_refused(name, row, column, tmp_path):
+    reader = Reader(SourceConfig(path=tmp_path, adapter=name), ())
+    with pytest.raises(ValueError, match=f"the row has a column '{column}', in whose place the adapter writes"):
+        reader.record(row, "row 1")
+    assert reader.record({key: value for key, value in row.items() if key != column}, "row 1")
+
+
+def test_a_system_message_that_is_no_text_and_a_rank_that_is_no_number_are_refused():
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    with pytest.raises(ValueError, match="expected a text in 'system', it is list"):
+        ADAPTERS["sharegpt"]({"system": ["Be Spock"], "conversations": turns})
+    pair = [{"rank": float("nan"), "completion": "a"}, {"rank": 1, "completion": "b"}]
+    with pytest.raises(ValueError, match="a rank is NaN"):
+        ADAPTERS["nemo_rl"]({"context": "q", "completions": pair})

@@ -339,3 +339,72 @@ def test_an_answer_outside_the_marks_of_the_template_is_refused(tokenizer):
     template = STYLES["marked"].replace("{% generation %}{{ m.content }}", "{{ m.content }}{% generation %}")
     with pytest.raises(ValueError, match=r"a part of message 2 \('assistant'\) is written outside the marks"):
         encoder(tokenizer, template)(0, {"messages": [said("user", "a"), said("assistant", "b")]})
+
+
+def test_marks_around_other_messages_are_refused(tokenizer):
+    """Whatever is learnt of: with one mark around everything, the user's words would be."""
+    everyone = STYLES["chatml"].replace(
+        "{{ m.content }}<|im_end|>", "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    )
+    whole = "{% generation %}" + STYLES["chatml"].replace("{% if add", "{% endgeneration %}{% if add")
+    for template in (everyone, whole):
+        for loss_on in ("last", "all"):
+            with pytest.raises(ValueError, match=r"message 1 \('user'\) is written inside the marks"):
+                encoder(tokenizer, template, loss_on=loss_on)(
+                    0, {"messages": [said("user", "a"), said("assistant", "b")]}
+                )
+
+
+def test_what_calls_of_tools_have_beside_name_and_arguments(tokenizer):
+    """JSON text of calls keeps every digit, or is refused; further keys are counted."""
+
+    def talk(calls):
+        return {"messages": [said("user", "a"), {"role": "assistant", "content": "", "tool_calls": calls}]}
+
+    function = {"name": "f", "arguments": {"a": 1}, "thought": "secret"}
+    made = encoder(tokenizer, "tools")(0, talk([{"type": "function", "function": function, "result": 4}]))
+    assert made.how == ("with keys of messages that nobody reads (tool_calls.result, tool_calls.thought)",)
+    for arguments in ('{"a": 1, "a": 2}', '{"a": 0.12345678901234567890}', '{"a": 1e400}'):
+        text = '[{"type": "function", "function": {"name": "f", "arguments": ' + arguments + "}}]"
+        with pytest.raises(ValueError, match=r"a call of a tool is .*(twice|exactly)"):
+            encoder(tokenizer, "tools")(0, talk(text))
+        turns = [{"from": "human", "value": "a"}, {"from": "function_call", "value": text[1:-1]}]
+        with pytest.raises(ValueError, match=r"expected JSON: .*(twice|exactly)"):
+            encoder(tokenizer, "tools")(0, {"conversations": turns})
+
+
+def test_a_flag_of_a_message_that_says_no_is_counted(tokenizer):
+    talk = [said("user", "a"), said("assistant", "b", learn=False, supervise=0, notes="")]
+    assert encoder(tokenizer, "chatml")(0, {"messages": talk}).how == (
+        "with keys of messages that nobody reads (learn, supervise)",
+    )
+
+
+@pytest.mark.parametrize("finished", [False, "False", "false", 0, "0"])
+def test_a_response_that_was_cut_has_no_end_however_that_is_written(tokenizer, finished):
+    talk = {"messages": [said("user", "a"), said("assistant", "b")]}
+    encode = encoder(tokenizer, "chatml")
+    assert encode(0, {**talk, "finished": finished}).tokens == encode(0, talk).tokens[:-1]
+    assert encode(0, {**talk, "finished": "True"}) == encode(0, talk)
+
+
+BESIDE = [
+    {"messages": [said("user", "a"), said("assistant", "b")], "reasoning_content": "why"},
+    {"messages": [said("user", "a"), said("assistant", "b")], "prompt": "Be brief."},
+    {"messages": [said("user", "a"), said("assistant", "b")], "system_message": "Be Spock"},
+    {"text": "A long text", "summary": "short"},
+    {"text": "A long text", "tools": [{"name": "f"}]},
+    {"text": "What now?", "role": "prompter", "parent_id": None},
+]
+
+
+@pytest.mark.parametrize("record", BESIDE, ids=lambda record: list(record)[1])
+def test_columns_beside_messages_and_texts_are_refused(tokenizer, record):
+    plain = SFTEncoder(**{**OPTIONS, "template": "plain"})
+    encode = plain.by(tokenizer) if "text" in record else encoder(tokenizer, "chatml")
+    with pytest.raises(ValueError, match=f"the record has '{list(record)[1]}' = .* which is not read"):
+        encode(0, record)
+    inside = {**record, "prompt": "a"} if "messages" in record else {"text": "A long text", "id": 3}
+    for name in ("reasoning_content", "system_message"):
+        inside.pop(name, None)
+    assert encode(0, inside)

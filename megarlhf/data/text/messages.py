@@ -126,7 +126,7 @@ def _parsed(value: Any, where: str) -> Any:
     if not isinstance(value, str) or not value.strip():
         return value
     try:
-        return json.loads(value)
+        return _parse(value)
     except ValueError as error:
         raise ValueError(
             f"{where}: a call of a tool is {shown(value)}, expected an object, or its JSON: {error}"
@@ -173,7 +173,7 @@ def _call(value: Any, where: str) -> Any:
         if not arguments.strip():
             return {**call, "arguments": {}}
         try:
-            known = isinstance(json.loads(arguments, parse_float=_exact, object_pairs_hook=_once), dict)
+            known = isinstance(_parse(arguments), dict)
         except ValueError as error:
             raise ValueError(
                 f"{where}: the arguments of a call are {shown(arguments)}, expected an object, or its JSON: {error}"
@@ -183,6 +183,11 @@ def _call(value: Any, where: str) -> Any:
                 f"{where}: the arguments of a call are {shown(arguments)}, expected an object, or its JSON"
             )
     return call
+
+
+def _parse(text: str) -> Any:
+    """The value of a JSON text. Raises: ValueError, also for what would be written otherwise than it is given."""
+    return json.loads(text, parse_float=_exact, object_pairs_hook=_once)
 
 
 def _exact(digits: str) -> float:
@@ -207,7 +212,7 @@ def _from_sharegpt(value: Mapping[str, Any], where: str) -> dict[str, Any]:
     role = str(name).lower()
     if role == _CALL:
         try:
-            call = json.loads(text) if isinstance(text, str) else text
+            call = _parse(text) if isinstance(text, str) else text
         except ValueError as error:
             raise ValueError(f"{where} (from {name!r}) is {shown(text)}, expected JSON: {error}") from None
         calls = call if isinstance(call, list) else [call]
