@@ -18,9 +18,9 @@ class Omission:
     message: int | None
     """Number of the message, from 0; None for the descriptions of tools."""
     key: str
-    """Of the message, or of a description."""
+    """Key of the message, or of a description."""
     text: str
-    """What stands under the key; a part of it may be written."""
+    """The text under the key, of which a part may be written."""
 
 
 class NotWritten(ValueError):

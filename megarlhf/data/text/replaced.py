@@ -38,13 +38,13 @@ class Part:
     key: str
     text: str
     replaced: Any = ""
-    """What stands in its place in the second rendering."""
+    """Text in place of `text` in the second rendering."""
     runs: list[str] = field(default_factory=list)
     """Keys of the runs in it."""
     answer_from: int | None = None
     """Where in `replaced` stands what follows a mark that ends thoughts; None where there is no such mark."""
     role: str = ""
-    """Of the message whose content it is."""
+    """Role of the message, where the part is a content or a thought."""
     commands: frozenset[str] = frozenset()
     """Strings in a system message by which the template may be commanded."""
 
@@ -63,7 +63,7 @@ class Run:
 
     part: Part
     value: Any
-    """What the first rendering has in its place."""
+    """Text or value in place of the run in the first rendering."""
     size: int
     """Characters of the run."""
 
@@ -196,7 +196,7 @@ class Replaced:
         return str(part.replaced)
 
     def _text(self, part: Part) -> str:
-        """All but white space around it, and what the template may look for."""
+        """Runs for a text, but not for white space around it and for strings that the template may look for."""
         text = part.text.strip()
         if text == part.text and (self._kept is None or self._kept.search(text) is None):
             return self._whole(part)
