@@ -366,10 +366,10 @@ def test_what_calls_of_tools_have_beside_name_and_arguments(tokenizer):
     assert made.how == ("with keys of messages that nobody reads (tool_calls.result, tool_calls.thought)",)
     for arguments in ('{"a": 1, "a": 2}', '{"a": 0.12345678901234567890}', '{"a": 1e400}'):
         text = '[{"type": "function", "function": {"name": "f", "arguments": ' + arguments + "}}]"
-        with pytest.raises(ValueError, match=r"a call of a tool is .*(twice|exactly)"):
+        with pytest.raises(ValueError, match=r"a call of a tool is .*(2 times|exactly)"):
             encoder(tokenizer, "tools")(0, talk(text))
         turns = [{"from": "human", "value": "a"}, {"from": "function_call", "value": text[1:-1]}]
-        with pytest.raises(ValueError, match=r"expected JSON: .*(twice|exactly)"):
+        with pytest.raises(ValueError, match=r"expected JSON: .*(2 times|exactly)"):
             encoder(tokenizer, "tools")(0, {"conversations": turns})
 
 

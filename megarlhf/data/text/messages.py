@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
+from megarlhf.data.json_rows import object_of
 from megarlhf.data.record_fields import present, shown
 from megarlhf.data.text.replaced import THOUGHTS
 
@@ -187,7 +188,7 @@ def _call(value: Any, where: str) -> Any:
 
 def _parse(text: str) -> Any:
     """The value of a JSON text. Raises: ValueError, also for what would be written otherwise than it is given."""
-    return json.loads(text, parse_float=_exact, object_pairs_hook=_once)
+    return json.loads(text, parse_float=_exact, object_pairs_hook=object_of)
 
 
 def _exact(digits: str) -> float:
@@ -196,13 +197,6 @@ def _exact(digits: str) -> float:
     if not math.isfinite(number) or Decimal(repr(number)) != Decimal(digits):
         raise ValueError(f"{digits} cannot be kept exactly; write it as a text")
     return number
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Raises: ValueError for a key that stands twice."""
-    if len(found := dict(pairs)) < len(pairs):
-        raise ValueError("a key stands there twice")
-    return found
 
 
 def _from_sharegpt(value: Mapping[str, Any], where: str) -> dict[str, Any]:
