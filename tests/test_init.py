@@ -1,6 +1,7 @@
 """`megarlhf init`: what it writes passes `--dry-run` as it stands, for data of every kind, and says what is open.
 
-Not covered: a GPU (its layouts are chosen by config.json alone), names of the hub.
+Not covered: shapes of other frameworks (test_init_shapes.py), a GPU (its layouts are chosen by config.json alone),
+names of the hub.
 """
 
 from __future__ import annotations
@@ -195,89 +196,6 @@ def test_a_template_that_refuses_the_texts_is_not_recommended(capsys: pytest.Cap
     assert "as the chat template refuses them: " in out
     assert "a system message is needed" in out
     assert "template" not in yaml.safe_load(Path("sft.yaml").read_text())["data"]
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def answer(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
-
-
-def verl(n: int, a: str) -> dict[str, Any]:
-    return {
-        "data_source": "sums",
-        "prompt": [user(f"{n}+1")],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": a},
-        "extra_info": {"split": "train", "index": n, "answer": f"it is {a}", "question": f"{n}+1"},
-    }
-
-
-SHAPES: dict[str, tuple[Rows, str, dict[str, Any]]] = {
-    "verl": ([verl(n, a) for n, a in SUMS], "rl", {"columns": {"answer": "reward_model.ground_truth"}}),
-    "OpenRLHF's prompts": (
-        [{"context_messages": [user(f"{n}+1")], "label": a} for n, a in SUMS],
-        "rl",
-        {"columns": {"prompt": "context_messages", "answer": "label"}},
-    ),
-    "OpenRLHF's examples": (
-        [{"input": f"{n}+1", "output": a} for n, a in SUMS],
-        "sft",
-        {"columns": {"prompt": "input", "response": "output"}, "template": "chat"},
-    ),
-    "TRL's conversational completions": (
-        [{"prompt": [user(f"{n}+1")], "completion": [answer(a)]} for n, a in SUMS],
-        "sft",
-        {"columns": {"response": "completion"}},
-    ),
-    "TRL's completions of several answers": (
-        [{"prompt": [user("1")], "completion": [answer(a), user(f"{n}"), answer(a)]} for n, a in SUMS],
-        "sft",
-        {"columns": {"response": "completion"}, "loss_on": "all"},
-    ),
-    "TRL's texts": ([{"text": f"{n}+1={a}"} for n, a in SUMS], "sft", {}),
-    "TRL's pairs without a prompt": (
-        [{"chosen": f"{n}+1 is {a}", "rejected": f"{n}+1 is 7"} for n, a in SUMS],
-        "rm",
-        {"adapter": "implicit_prompt", "template": "chat"},
-    ),
-    "LLaMA-Factory's pairs": (
-        [
-            {"conversations": [{"from": "human", "value": f"{n}+1"}], **{k: {"from": "gpt", "value": v} for k, v in
-             (("chosen", a), ("rejected", "7"))}} for n, a in SUMS
-        ],
-        "rm",
-        {},
-    ),
-    "alpaca with history": (
-        [{"instruction": f"{n}+1", "input": "", "output": a, "history": [["1", "2"]]} for n, a in SUMS],
-        "sft",
-        {"adapter": "alpaca", "loss_on": "last"},
-    ),
-    "OpenOrca": (
-        [{"system_prompt": "be brief", "question": f"{n}+1", "response": a} for n, a in SUMS],
-        "sft",
-        {"columns": {"prompt": "question", "system": "system_prompt"}, "template": "chat"},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", SHAPES)
-def test_shapes_of_other_frameworks(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    rows, command, expected = SHAPES[kind]
-    write(Path("data.jsonl"), rows)
-    status, out, err = said(capsys, "init", *chat_model())
-    assert (status, err) == (0, "")
-    data = yaml.safe_load(Path(f"{command}.yaml").read_text())["data"]
-    source = data["train"] if isinstance(data["train"], dict) else {}
-    keys = ("template", "loss_on")
-    found = {key: value for key, value in {**source, **data}.items() if key in ("columns", "adapter", *keys)}
-    assert found == expected
-    assert said(capsys, command, "-c", f"{command}.yaml", "--dry-run")[::2] == (0, "")
-    several = kind == "alpaca with history"
-    assert ("not decided: data.loss_on: 60 of 60 conversations have several answers" in out) == several
 
 
 def test_a_share_for_validation_and_for_what_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:

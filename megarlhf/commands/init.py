@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import re
 import tempfile
+from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from megarlhf.config import load_config
+from megarlhf.config import DataConfig, load_config
 from megarlhf.planning.first_config import ROLE, Draft, Machine, choose_layout, text_of
 from megarlhf.planning.first_look import Command, DataLook, ModelLook, look_at_data, look_at_model
 from megarlhf.planning.preflight import preflight
@@ -20,6 +23,24 @@ from megarlhf.runtime import GPU, capabilities
 
 def init(arguments: argparse.Namespace, configs: Any) -> int:
     """Raises: ValueError for what is not there, does not fit together, or would be overwritten."""
+    with _without_options():
+        return _write(arguments, configs)
+
+
+@contextlib.contextmanager
+def _without_options() -> Iterator[None]:
+    """Adds to a refusal what can be done about keys that it names, of which `init` has no options."""
+    try:
+        yield
+    except ValueError as error:
+        if not any(key in DataConfig.model_fields for key in re.findall(r"\bdata\.(\w+)", str(error))):
+            raise
+        raise ValueError(
+            f"{error} (`init` takes no keys of data: change the data, or begin with a file of configs/ and set them)"
+        ) from error
+
+
+def _write(arguments: argparse.Namespace, configs: Any) -> int:
     model = look_at_model(arguments.model)
     data = look_at_data(Path(arguments.data), arguments.split, arguments.for_command, model)
     command = data.command

@@ -63,21 +63,21 @@ def implicit_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**others, "prompt": chosen[:common], "chosen": chosen[common:], "rejected": rejected[common:]}
 
 
-_OF_ALPACA = ("instruction", "input", "output", "history")
+_ALPACA = {"instruction": ("instruction", "query"), "input": ("input", "context"), "output": ("output", "response")}
+"""By Alpaca's names of its columns: these, and those of Dolly and ms-swift."""
+_OF_ALPACA = (*(name for names in _ALPACA.values() for name in names), "history")
 
 
 def alpaca(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Stanford Alpaca's `instruction`, `input` (may be empty) and `output`; the prompt is the two with a blank line
-    between them. A row without `output` is a prompt alone, or that of a pair. `history`, of LLaMA-Factory, is a list of
-    earlier instructions with their outputs, with which the prompt is a list of messages."""
-    context = str(given) if isinstance(given := row.get("input"), int | float) else given
-    instruction = _text(row, "instruction")
+    between them. Dolly's `instruction`, `context` and `response`, and ms-swift's `query` and `response`, are the same.
+    A row without `output` is a prompt alone, or that of a pair. `history`, of LLaMA-Factory, is a list of earlier
+    instructions with their outputs, with which the prompt is a list of messages."""
+    names = {ours: _only(row, alternatives) for ours, alternatives in _ALPACA.items()}
+    context = str(given) if isinstance(given := row.get(names["input"]), int | float) else given
+    instruction = _text(row, names["instruction"])
     if context is not None and not isinstance(context, str):
-        raise ValueError(f"expected a text in 'input', it is {type(context).__name__}")
-    if row.get("query"):
-        raise ValueError(
-            "the row has both 'instruction' and 'query'; name the one that is meant by an adapter of yours"
-        )
+        raise ValueError(f"expected a text in {names['input']!r}, it is {type(context).__name__}")
     prompt: Any = f"{instruction}\n\n{context}" if isinstance(context, str) and context.strip() else instruction
     if history := row.get("history"):
         turns = [list(turn) for turn in history] if isinstance(history, list) else [[]]
@@ -87,7 +87,18 @@ def alpaca(row: Mapping[str, Any]) -> Mapping[str, Any]:
         messages = [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
         prompt = [*messages, {"role": "user", "content": prompt}]
     others = {key: value for key, value in row.items() if key not in _OF_ALPACA}
-    return {**others, "prompt": prompt, **({"response": _text(row, "output")} if "output" in row else {})}
+    output = names["output"]
+    return {**others, "prompt": prompt, **({"response": _text(row, output)} if output in row else {})}
+
+
+def _only(row: Mapping[str, Any], names: Sequence[str]) -> str:
+    """The name of which the row has a column, the first of them without any. Raises: ValueError for two."""
+    there = [name for name in names if row.get(name)] or [name for name in names if name in row]
+    if len(there) > 1 and row.get(there[0]):
+        raise ValueError(
+            f"the row has both {there[0]!r} and {there[1]!r}; name the one that is meant by an adapter of yours"
+        )
+    return (there or names)[0]
 
 
 _ROLES = {
@@ -118,6 +129,8 @@ def sharegpt(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
     system = row.get("system")
     if system and not isinstance(system, str):
         raise ValueError(f"expected a text in 'system', it is {type(system).__name__}")
+    if system and system.strip() and messages and messages[0]["role"] == "system":
+        raise ValueError("the row has a column 'system', and its turns begin with one of the system; leave one out")
     if system and system.strip():
         messages.insert(0, {"role": "system", "content": system})
     others = {key: value for key, value in row.items() if key not in (name, "system")}

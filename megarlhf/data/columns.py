@@ -25,7 +25,7 @@ import numpy as np
 
 from megarlhf.data.blocks import digest_of_blocks
 
-FORMAT = 2
+FORMAT = 3
 """Version of the files. Another one is another key of the cache, so that no version reads another's."""
 MANIFEST = "MANIFEST.json"
 RECORD, PROMPT = "record", "prompt_digest"
@@ -58,6 +58,8 @@ class Packed:
     """Records that were left out, by reason."""
     changed: Counter[str] = field(default_factory=Counter)
     """Samples that are not all of their record, by what was done."""
+    unread: Counter[str] = field(default_factory=Counter)
+    """Columns of which nothing is in the samples, each with the number of records that have something there."""
 
 
 def pack(samples: Sequence[Any], records: Sequence[int], kinds: Mapping[str, Kind]) -> Packed:
@@ -149,6 +151,7 @@ class Writer:
         self.num_samples = self.num_records = 0
         self.skipped: Counter[str] = Counter()
         self.changed: Counter[str] = Counter()
+        self.unread: Counter[str] = Counter()
 
     def _open(self, name: str) -> None:
         self._files[name] = (self._directory / name).open("wb")
@@ -170,6 +173,7 @@ class Writer:
         self.num_records += packed.num_records
         self.skipped += packed.skipped
         self.changed += packed.changed
+        self.unread += packed.unread
 
     def finish(self, **others: Any) -> None:
         """Write what is left, and the manifest."""
@@ -188,6 +192,7 @@ class Writer:
             "num_records": self.num_records,
             "skipped": dict(self.skipped),
             "changed": dict(self.changed),
+            "unread": dict(self.unread),
             "digest": whole.hexdigest(),
             "files": sizes,
             "blocks": {name: digest_of_blocks(self._directory / name) for name in sizes},

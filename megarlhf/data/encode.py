@@ -29,7 +29,7 @@ from megarlhf.data.formats import Chunk
 from megarlhf.data.sample_kinds import Changed, Encoder, Unusable
 from megarlhf.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
 from megarlhf.data.tokenizer_files import without_torch
-from megarlhf.data.unread import counted
+from megarlhf.data.unread import counted, unread_columns
 
 ALONE_SECONDS = 0.5
 """So long this process encodes by itself, and then until the first worker is ready: for small data none is started."""
@@ -72,6 +72,7 @@ class Opened:
         records: list[int] = []
         skipped: Counter[str] = Counter()
         changed: Counter[str] = Counter()
+        unread: Counter[str] = Counter()
         for number, (where, row) in enumerate(chunk.located(), first_record):
             try:
                 record = self._reader.record(row, where)
@@ -89,6 +90,7 @@ class Opened:
                 changed.update(made.how)
                 made = made.sample
             changed.update(counted(self._sample_type, record))
+            unread.update(unread_columns(self._sample_type, record))
             several = made if isinstance(made, list) else [made]
             if self._unk_id is not None and any(map(self._has_unknown, several)):
                 changed[_UNKNOWN] += 1
@@ -100,7 +102,7 @@ class Opened:
             raise ValueError(
                 f"{chunk.name}, {chunk.unit} {chunk.numbers[0]} to {chunk.numbers[-1]}: {error}"
             ) from error
-        return replace(packed, num_records=len(chunk.rows), skipped=skipped, changed=changed)
+        return replace(packed, num_records=len(chunk.rows), skipped=skipped, changed=changed, unread=unread)
 
     def _has_unknown(self, sample: Any) -> bool:
         return any(self._unk_id in getattr(sample, name) for name in self._token_fields)

@@ -13,7 +13,7 @@ from megarlhf.data.adapters import ADAPTERS, load_adapter, require_kept
 from megarlhf.data.formats import Chunk
 from megarlhf.data.json_rows import shown
 from megarlhf.data.text.json_text import messages_in, with_lists
-from megarlhf.data.unread import is_flag
+from megarlhf.data.unread import is_verdict
 
 MESSAGES = "messages"
 Fields = Sequence[str | Sequence[str]]
@@ -185,6 +185,7 @@ _OURS = (*FORMS, "rejected", "answer", "margin", "system_prompt", "prompt_id")
 """Names that stand for nothing but themselves."""
 _SHAPES: tuple[tuple[frozenset[str], str], ...] = (
     (frozenset({"instruction"}), "alpaca"),
+    (frozenset({"query", "history"}), "alpaca"),
     (frozenset({"preferred_output"}), "openai_messages"),
     (frozenset({"messages", "rejected_response"}), "ms_swift"),
     (frozenset({"messages", "rejected_messages"}), "ms_swift"),
@@ -240,7 +241,7 @@ def hint(missing: str, row: Mapping[str, Any]) -> str:
             pairs = f"{FORMS['chosen']}, " if is_pair else "those "
             return f"; these rows look like {pairs}for adapter: {name}"
         return f"; is it {name!r}? Then say columns: {{{missing}: {name}}}"
-    if is_flag(row.get("label")) and "text" not in row:
+    if is_verdict(row.get("label")) and "text" not in row:
         return "; these rows look like unpaired preferences (KTO), of which no command learns"
     if "completions" in row and "labels" in row:
         return "; these rows look like steps with a label each (PRM), of which no command learns"

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 Sample = TypeVar("Sample")
 Whole = Stored[Sample] | IndexedSamples[Sample]
 """All samples of a set."""
+_SHOWN_COLUMNS = 20
 _READERS = ("tokenizers", "transformers", "sentencepiece", "jinja2", "reasoning-gym")
 """Packages of which another version may make other tokens or rows."""
 
@@ -159,6 +160,7 @@ class SetLoader(Generic[Sample]):
                 f"or set data.max_skipped={math.ceil(100 * share) / 100:g} if so many are meant to be left out"
             )
         changed = "".join(f"; {how}: {count}" for how, count in sorted(manifest["changed"].items()))
+        changed += _unread_in_words(manifest["unread"], manifest["num_records"] - skipped.count())
         return f"{'WARNING: ' * bool(share)}{words}{changed}{files_in_words(source)}"
 
     def _encoder(self) -> Any:
@@ -188,6 +190,15 @@ def first_record(encoder: Any, place: Place) -> tuple[Form, Mapping[str, Any]] |
             if (form := form_of_record(encoder, record)) is not None:
                 return form, record
     return None
+
+
+def _unread_in_words(columns: Mapping[str, int], records: int) -> str:
+    """Columns of which nothing is in the samples, in words; how many records have one where it is not all."""
+    if not columns:
+        return ""
+    shown = [name if count == records else f"{name} (in {count})" for name, count in sorted(columns.items())]
+    more = f" and {len(shown) - _SHOWN_COLUMNS} others" * (len(shown) > _SHOWN_COLUMNS)
+    return f"; columns that are not read: {', '.join(shown[:_SHOWN_COLUMNS])}{more}"
 
 
 def _content(place: Place, cache: Path) -> list[Any]:

@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 from megarlhf.data.jinja_chat import STANDARD_ROLES, ChatProgram, program_of
 from megarlhf.data.text.omissions import Omission
 from megarlhf.data.text.replaced import THOUGHTS, kept_strings
+from megarlhf.data.text.tool_keys import keys_of_tools, without_key
 from megarlhf.data.text.written import Written, compare
 from megarlhf.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from megarlhf.data.tokenizer_formats.protocol import ChatTokenizer
@@ -204,12 +205,15 @@ class ChatTemplate:
     def behind_an_answer(self) -> str:
         """The end of the text behind a last answer. Raises: ValueError where it writes no answer."""
         asked = {"role": "user", "content": "a"}
-        whole = self.text(Conversation([asked, {"role": "assistant", "content": _ANSWER}]))
+        whole, other = (
+            self.text(Conversation([asked, {"role": "assistant", "content": answer}])) for answer in (_ANSWER, "yhwbpg")
+        )
         _, found, behind = whole.rpartition(_ANSWER)
         if not found:
+            wrong = "writes nothing" if whole == other else "changes or cuts the text"
             raise ValueError(
-                "the chat template writes nothing of an assistant's message, so that nothing could be learnt; correct "
-                "the template"
+                f"the chat template {wrong} of an assistant's message: it writes {_ANSWER!r} as {whole!r}, so that no "
+                "answer could be learnt as it is given; correct the template"
             )
         return behind
 
@@ -272,9 +276,34 @@ class ChatTemplate:
         unread = {key for key in keys if not (self.program.names(key) and self._changes(conversation, key))}
         calls = [call for message in messages for call in message.get("tool_calls") or [] if isinstance(call, Mapping)]
         functions = [call["function"] for call in calls if isinstance(call.get("function"), Mapping)]
-        return sorted(
-            unread | {f"tool_calls.{key}" for each in (*calls, *functions) for key in each.keys() - _OF_CALLS}
-        )
+        unread |= {f"tool_calls.{key}" for each in (*calls, *functions) for key in each.keys() - _OF_CALLS}
+        return sorted(unread)
+
+    def unread_keys_of_tools(self, conversation: Conversation) -> Sequence[str]:
+        """Keys in descriptions of tools, such as `enum`, without which the template writes the same."""
+        if not conversation.tools:
+            return ()
+        described = json.dumps(conversation.tools, sort_keys=True, default=str)
+        if described not in self._unread_by_tools:
+            if len(self._unread_by_tools) >= 1000:
+                self._unread_by_tools.clear()
+            keys = sorted(keys_of_tools(conversation.tools))
+            asked = Conversation([{"role": "user", "content": "a"}], conversation.tools)
+            self._unread_by_tools[described] = [key for key in keys if not self._describes(asked, key)]
+        return self._unread_by_tools[described]
+
+    @functools.cached_property
+    def _unread_by_tools(self) -> dict[str, Sequence[str]]:
+        """Keys that were found before: the same tools stand in many records."""
+        return {}
+
+    def _describes(self, conversation: Conversation, key: str) -> bool:
+        """Tell whether a key of descriptions of tools changes what the template writes."""
+        try:
+            without = replace(conversation, tools=without_key(conversation.tools, key))
+            return self.text(conversation) != self.text(without)
+        except ValueError:
+            return True
 
     def _changes(self, conversation: Conversation, key: str) -> bool:
         """Tell whether a key of messages changes what the template writes."""

@@ -7,32 +7,66 @@ a prompt can mean (`images`, `documents`) are refused there too.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from megarlhf.data.json_rows import shown
 from megarlhf.data.sample_kinds import PairSample, SFTSample
 from megarlhf.data.text.json_text import parse_text
+from megarlhf.data.text.replaced import THOUGHTS
 
-_REJECTED = ("rejected_response", "rejected_messages", "completions")
-_COUNTED: Mapping[type, tuple[str, ...]] = {
-    SFTSample: ("chosen", "rejected", "chosen_response", *_REJECTED),
-    PairSample: ("response", "completion", "output", *_REJECTED),
+_OF_ALL = ("prompt", "messages", "conversations", "system", "tools", "chat_template_kwargs")
+_READ: Mapping[type, tuple[str, ...]] = {
+    SFTSample: ("response", "finished", *_OF_ALL),
+    PairSample: ("chosen", "rejected", "margin", *_OF_ALL),
 }
-"""Columns with answers of which the samples of a kind have nothing."""
+"""Columns that samples of a kind are made of. All columns of a prompt are read: rewards get them."""
+NOT_READ = "not_read"
+"""The column by which the configuration says that nothing is to be read of it."""
+_SCORE = re.compile("scor|rating|reward")
 _JUDGEMENTS = ("is_correct", "correct", "is_chosen", "is_preferred")
 """Columns that say whether the answer is a good one."""
-_MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
+_MESSAGES_AS_TEXT = re.compile(r"""\ufeff?\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
 
 
 def counted(sample_type: type, record: Mapping[str, Any]) -> Iterator[str]:
-    """Parts of a record that are not read, in words by which they are counted."""
-    for name in _COUNTED.get(sample_type, ()):
-        if record.get(name) is not None:
-            yield f"with a column {name!r}, which is not read here"
+    """What others would not learn as it stands, in words by which it is counted."""
     for name in _JUDGEMENTS if sample_type is SFTSample else ():
         if _off(record.get(name)):
             yield f"with {name} = {record[name]}, which are learnt as the others"
+    for name in record if sample_type is PairSample else ():
+        if "chosen" in name and _SCORE.search(name):
+            other = name.replace("chosen", "rejected")
+            chosen, rejected = (_number(record.get(each)) for each in (name, other))
+            if chosen is not None and rejected is not None and chosen < rejected:
+                yield f"with {name} below {other}"
+    if sample_type is PairSample and (_number(record.get("margin")) or 0.0) < 0:
+        yield "with a margin below 0"
+
+
+def unread_columns(sample_type: type, record: Mapping[str, Any]) -> Iterator[str]:
+    """Columns of a record of which nothing is in its sample, but for those whose text stands in one that is read."""
+    read = {name: record[name] for name in _READ.get(sample_type, ()) if record.get(name) is not None}
+    if "text" in record and not read.keys() & {"prompt", "messages", "conversations"}:
+        read["text"] = record["text"]
+    if not read or sample_type not in _READ:
+        return
+    for name, value in record.items():
+        if name in read or name == NOT_READ or value in (None, "", [], {}):
+            continue
+        if not (isinstance(value, str) and _stands_in(value.strip(), read.values())):
+            yield name
+
+
+def _stands_in(text: str, values: Iterable[Any]) -> bool:
+    """Tell whether a text is a part of another one, or of one of the texts in a list of messages."""
+    for value in values:
+        if isinstance(value, list | Mapping):
+            if _stands_in(text, value.values() if isinstance(value, Mapping) else value):
+                return True
+        elif isinstance(value, str) and text in value:
+            return True
+    return False
 
 
 def _given(value: Any) -> bool:
@@ -60,6 +94,11 @@ def _off(value: Any) -> bool:
 def is_flag(value: Any) -> bool:
     """Tell whether a value is true or false, also as a number, and as a CSV file writes them."""
     return _number(value) in (0, 1)
+
+
+def is_verdict(value: Any) -> bool:
+    """Tell whether a value says of one answer that it is a good or a bad one, as KTO's do."""
+    return is_flag(value) or str(value).strip().lower() in ("desirable", "undesirable")
 
 
 def _mask(value: Any) -> bool:
@@ -92,7 +131,7 @@ _ALWAYS: Rules = {
     **_rules("mask", _mask, "says what is not learnt: say it by weight: 0 of messages, or data.loss_on"),
     **_rules("labels", _numbers, "says which tokens are learnt, and texts are tokenized here: leave them out"),
     **_rules(
-        "weight sample_weight loss_weight loss_scale example_weight",
+        "weight weights sample_weight loss_weight loss_scale example_weight",
         _not_one,
         "says how much the record counts, and each counts the same: make sets of them, each with its weight",
     ),
@@ -112,17 +151,20 @@ _OF_TEMPLATE: Rules = {
 _OTHER_PARTS: Rules = {
     **_rules("history", _given, f"{_PART}: the adapter alpaca joins the parts, or one of yours"),
     **_rules("functions function_call", _given, f"{_PART}: call the column 'tools'"),
-    **_rules("system_prompt", _given, f"{_PART}: say columns: {{system: system_prompt}} and data.template = chat"),
+    **{
+        name: (_given, f"{_PART}: say columns: {{system: {name}}} and data.template = chat")
+        for name in ("system_prompt", "system_message")
+    },
 }
 _THOUGHTS: Rules = _rules(
-    "reasoning reasoning_content thinking thought",
+    " ".join(THOUGHTS),
     _text,
     "looks like a thought before the answer, of which nothing would be learnt: make messages by an adapter of yours, "
     "with the thought under 'reasoning_content' of the assistant's message",
 )
 _BESIDE_MESSAGES: Rules = {
     **_rules(
-        "prompt query system_message instruction context",
+        "prompt query instruction context",
         _text,
         f"{_PART}, and stands in no message: make a message of it",
     ),
@@ -137,10 +179,10 @@ _SECOND_ANSWERS: Rules = _rules(
 _BESIDE_TEXTS: Rules = {
     **_OTHER_PARTS,
     **_rules("instruction input", _given, f"{_PART}: the adapter alpaca joins the parts, or one of yours"),
-    **_rules("context", _given, f"{_PART}: join them by an adapter of yours"),
+    **_rules("context contexts passage passages", _given, f"{_PART}: join them by an adapter of yours"),
 }
 _UNPAIRED: Rules = _rules(
-    "label kto_tag", is_flag, "marks unpaired preferences (KTO), of which no command learns: keep the good answers"
+    "label kto_tag", is_verdict, "marks unpaired preferences (KTO), of which no command learns: keep the good answers"
 )
 _ALL_OF_THE_TEXT = (
     "stands beside 'text', of which every token would be learnt: name prompt and response, or give an adapter"

@@ -25,7 +25,7 @@ from megarlhf.data.conversations import (
     pair_of,
     prompt_of,
 )
-from megarlhf.data.fields import PAIR_ADAPTERS, LeftOut, Reader, meant, value_at
+from megarlhf.data.fields import PAIR_ADAPTERS, LeftOut, Reader, hint, meant, value_at
 from megarlhf.data.sample_kinds import PairSample, PromptSample, SFTSample, Unusable, sample_of
 from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder
 from megarlhf.data.sources import Place, find
@@ -288,16 +288,22 @@ def _command_for(row: Mapping[str, Any]) -> Command:
         return "sft" if spoken in ("assistant", "gpt", "chatgpt", "model", "bot") else "rl"
     if isinstance(row.get("reward_model"), Mapping) or "ground_truth" in row:
         return "rl"  # as verl keeps them
-    if "answer" not in row and (_has(row, "prompt", "response") or {"instruction", "output"} <= row.keys()):
+    if "answer" not in row and (_has(row, "prompt", "response") or _is_alpaca(row)):
         return "sft"
-    if _has(row, "prompt"):
+    if _has(row, "prompt") and not {"completions", "labels"} <= row.keys():
         return "rl"
     if _is_raw_text(row):
         return "sft"
     raise ValueError(
         f"the rows have {', '.join(map(repr, row)) or 'no columns'}, of which no command is known to read any; rename "
         "columns (prompt, response; prompt, chosen, rejected; messages), or write an adapter (docs/data.md)"
+        f"{hint('response', row)}"
     )
+
+
+def _is_alpaca(row: Mapping[str, Any]) -> bool:
+    is_named = (meant("prompt", row) or ("", ""))[1] == "alpaca"
+    return is_named and any(row.get(name) is not None for name in ("output", "response"))
 
 
 def _readable(source: SourceConfig, row: Mapping[str, Any], command: Command) -> tuple[SourceConfig, str]:

@@ -43,6 +43,11 @@ def test_alpaca_puts_the_input_behind_the_instruction():
     for empty in ({}, {"input": ""}, {"input": None}):
         assert alpaca({"instruction": "Add.", **empty, "output": "3"}) == {"prompt": "Add.", "response": "3"}
     assert alpaca({"instruction": "Add."}) == {"prompt": "Add."}, "a prompt alone, for rl"
+    dolly = {"instruction": "Add.", "context": "1 2", "response": "3"}
+    assert alpaca(dolly) == alpaca({**dolly, "input": "", "output": None}) == {"prompt": "Add.\n\n1 2", "response": "3"}
+    for other in ({"input": "3 4"}, {"output": "7"}, {"query": "Subtract."}):
+        with pytest.raises(ValueError, match=f"the row has both .*'{next(iter(other))}'.*; name the one that is meant"):
+            alpaca({**dolly, **other})
 
 
 def test_sharegpt_turns_become_messages():
@@ -59,6 +64,7 @@ def test_sharegpt_turns_become_messages():
     assert sharegpt({"conversation": turns[:1], "system": "s"}) == {"messages": [system, messages[0]]}
     for row, words in (
         ({"conversations": [{"from": "human", "text": "a"}]}, "a turn from 'human' has no text in 'value'"),
+        ({"conversations": [{"from": "system", "value": "s"}, *turns], "system": "t"}, "leave one out"),
         ({"turns": turns}, "expected 'conversations', a list of {from, value}, found 'turns'"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -191,7 +197,7 @@ def test_an_adapter_that_is_made_elsewhere_is_another_one_when_its_own_module_ch
 OVERWRITTEN = [
     ("implicit_prompt", {"prompt": "Q: what?", "chosen": "I say yes", "rejected": "I say no"}, "prompt"),
     ("anthropic_hh", {"prompt": "x", "chosen": "\n\nAssistant: a", "rejected": "\n\nAssistant: b"}, "prompt"),
-    ("alpaca", {"instruction": "i", "input": "", "output": "o", "response": "other"}, "response"),
+    ("alpaca", {"instruction": "i", "input": "", "output": "o", "prompt": "other"}, "prompt"),
     ("sharegpt", {"messages": [1], "conversations": [{"from": "human", "value": "a"}]}, "messages"),
     ("nemo_rl", {"prompt": "p", "context": "q", "completions": [
         {"rank": 0, "completion": "a"}, {"rank": 1, "completion": "b"}]}, "prompt"),

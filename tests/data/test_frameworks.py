@@ -86,6 +86,11 @@ SHAREGPT = [{"from": "human", "value": "37+48?"}, {"from": "gpt", "value": "85"}
         ({**PAIRED, "history": [["Hello", "Hi"]]}, {"adapter": "alpaca"}, "all",
          f"{BEFORE.format('[Hi<|im_end|>]')}{CHAT}[85<|im_end|>]"),
         ({"conversations": SHAREGPT, "system": "", "tools": ""}, {}, "last", f"{CHAT}[85<|im_end|>]"),
+        # ms-swift: query and history; Dolly
+        ({"system": "", "query": "37+48?", "response": "85", "history": [["Hello", "Hi"]]}, {"adapter": "alpaca"},
+         "last", f"{BEFORE.format('Hi<|im_end|>')}{CHAT}[85<|im_end|>]"),
+        ({"instruction": "Add.", "context": "37+48?", "response": "85", "category": "sums"}, {"adapter": "alpaca"},
+         "last", "<s>Add.\n\n37+48?[85</s>]"),
         # axolotl: alpaca, ShareGPT, completion
         ({"instruction": "Add.", "input": "37+48?", "output": "85"}, {"adapter": "alpaca"}, "last",
          "<s>Add.\n\n37+48?[85</s>]"),
@@ -220,7 +225,7 @@ def test_a_column_that_changes_the_meaning_is_refused_by_its_name(chatml, beside
     SFTEncoder(**ANSWERS).by(chatml)(0, {**TEXTS, "not_read": next(iter(beside.values()))})
 
 
-def test_ordinary_columns_pass_and_answers_that_are_not_read_are_counted(chatml):
+def test_ordinary_columns_pass(chatml):
     ordinary = {"id": 3, "source": "x", "split": "train", "score": 0.5, "lang": "en", "meta": {"a": 1}, "weight": 1,
                 "train": True, "loss": 0.53, "label": "sums", "loss_mask": None, "images": [], "history": [],
                 "labels": ["easy"]}  # fmt: skip
@@ -228,9 +233,6 @@ def test_ordinary_columns_pass_and_answers_that_are_not_read_are_counted(chatml)
     sample = encode(0, {**TEXTS, **ordinary})
     assert sample == encode(0, TEXTS)
     assert list(counted(type(sample), {**TEXTS, **ordinary})) == []
-    assert list(counted(type(sample), {**TEXTS, "rejected": "75", "chosen": None})) == [
-        "with a column 'rejected', which is not read here"
-    ]
 
 
 @pytest.mark.parametrize(

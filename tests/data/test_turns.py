@@ -379,3 +379,16 @@ def test_variables_of_the_template_are_the_configuration_s(tokenizers):
         for args in ({"thinking": True}, {})
     ]
     assert texts[0] == texts[1] + "think"
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [("m.content | upper", "changes or cuts the text"), ("m.content[:3]", "changes or cuts the text"),
+     ("m.role", "writes nothing")],
+)  # fmt: skip
+def test_a_template_that_does_not_write_the_answer_says_what_it_does(tokenizers, change, words):
+    template = STYLES["chatml"].replace("m.content", change)
+    assert template != STYLES["chatml"]
+    options = {"tokenizer": None, "max_prompt_tokens": 99, "max_response_tokens": 99, "chat_template": template}
+    with pytest.raises(ValueError, match=f"the chat template {words} of an assistant's message: it writes 'zqxjkv' as"):
+        SFTEncoder(**options, loss_on="all").by(tokenizers["none"])(0, {"messages": TALK})

@@ -6,13 +6,15 @@ import json
 
 import pytest
 
-from megarlhf.config import SourceConfig
+from megarlhf.config import PromptDataConfig, SourceConfig
 from megarlhf.config.conversations import ConversationConfig
 from megarlhf.data.fields import hint
+from megarlhf.data.load import SetLoader
+from megarlhf.data.sample_kinds import PairSample, PromptSample, SFTSample
 from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder
 from megarlhf.data.sources import load_records
-from megarlhf.data.unread import counted
-from tests.data.chat_styles import CHATML, chat_tokenizer
+from megarlhf.data.unread import counted, unread_columns
+from tests.data.chat_styles import CHATML, chat_tokenizer, write_chat_tokenizer
 from tests.data.test_frameworks import ANSWERS, LIMITS, REPLY, TEXTS, USER, VERL, WRONG
 
 TALK = {"messages": [USER, REPLY]}
@@ -45,6 +47,11 @@ def test_messages_in_json_text_are_read_as_the_list_that_they_are(chatml, tmp_pa
         writer.writerow(texts)
     (record,) = load_records(SourceConfig(path=tmp_path / "rows.csv"), fields=())
     assert encode(0, record) == encode(0, row)
+    columns = {name: {key: [each.get(key) for each in value] for key in value[0]} if isinstance(value, list)
+               and name != "tools" else value for name, value in row.items()}  # fmt: skip
+    assert encode(0, columns) == encode(0, row), "a Sequence of the datasets library"
+    marked = {name: "\ufeff" + text if text.startswith("[") else text for name, text in texts.items()}
+    assert encode(0, marked) == encode(0, row)
     with_null = {name: json.dumps([{**each, "tool_calls": None} for each in value]) if isinstance(value, list)
                  and name != "tools" else value for name, value in row.items()}  # fmt: skip
     assert encode(0, with_null) == encode(0, row)
@@ -87,7 +94,7 @@ def test_answers_that_are_json_of_other_things_stay_texts(chatml, answer):
     assert encode(0, {**TEXTS, "response": answer}).tokens[-len(answer) - 1 : -1] == chatml.encode(answer)
 
 
-@pytest.mark.parametrize("label", [True, False, 1, 0, 1.0, "True", "false", "1", "0"])
+@pytest.mark.parametrize("label", [True, False, 1, 0, 1.0, "True", "false", "1", "0", "undesirable"])
 @pytest.mark.parametrize("record", [TEXTS, TALK])
 def test_labels_of_unpaired_preferences_are_refused(chatml, record, label):
     """Whatever says yes and no, also where the digit stands in a message. Raw texts have classes (IMDB), which change
@@ -109,19 +116,57 @@ def test_marks_as_texts_and_fractions(chatml, beside):
     assert encode(0, {**TALK, "train": "true", "loss": "0.3", "weight": "1", "mask": "User"}) == encode(0, TALK)
 
 
+PAIR = {"prompt": "37+48?", "chosen": "85", "rejected": "75"}
+
+
 @pytest.mark.parametrize(
-    "beside, words",
+    "sample_type, record, words",
     [
-        ({"rejected_response": "75"}, "with a column 'rejected_response', which is not read here"),
-        ({"rejected_messages": [USER, WRONG]}, "with a column 'rejected_messages', which is not read here"),
-        ({"completions": ["75"]}, "with a column 'completions', which is not read here"),
-        ({"is_correct": False}, "with is_correct = False, which are learnt as the others"),
-        ({"is_correct": True, "score_chosen": 8.0, "rejected": None}, None),
+        (SFTSample, {**TALK, "is_correct": False}, ["with is_correct = False, which are learnt as the others"]),
+        (SFTSample, {**TALK, "is_correct": True, "score_chosen": 8.0}, []),
+        (PairSample, {**PAIR, "score_chosen": 1, "score_rejected": 8.0}, ["with score_chosen below score_rejected"]),
+        (PairSample, {**PAIR, "chosen_rating": 5, "rejected_rating": 2, "chosen_length": 1, "rejected_length": 9}, []),
+        (PairSample, {**PAIR, "margin": -0.5}, ["with a margin below 0"]),
     ],
 )
-def test_answers_that_fine_tuning_does_not_read_are_counted(chatml, beside, words):
-    sample = SFTEncoder(**ANSWERS).by(chatml)(0, {**TALK, **beside})
-    assert list(counted(type(sample), {**TALK, **beside})) == [words] * (words is not None)
+def test_judgements_of_others_are_counted(sample_type, record, words):
+    assert list(counted(sample_type, record)) == words
+
+
+@pytest.mark.parametrize(
+    "sample_type, record, unread",
+    [
+        (SFTSample, {**TALK, "rejected_response": "75", "completions": ["75"], "question": "How much?"},
+         "completions question rejected_response"),
+        (SFTSample, {**TALK, "question": "37+48?", "answer": " 85 ", "id": 0, "source": None, "meta": {}}, "id"),
+        (SFTSample, {**TALK, "text": "user: 37+48? assistant: 85"}, "text"),
+        (SFTSample, {"conversations": NATIVE, "answer": "85", "input": "Add."}, "input"),
+        (SFTSample, {"messages": json.dumps([USER, REPLY]), "answer": "85", "label": 3}, "label"),
+        (SFTSample, {**TEXTS, "finished": False, "stop": "length"}, "stop"),
+        (SFTSample, {"text": "It is blue.", "label": 0}, "label"),
+        (PairSample, {**PAIR, "label": 0, "finished": False, "margin": 1.0}, "finished label"),
+        (PromptSample, {"prompt": "37+48?", "answer": "85"}, ""),
+    ],
+)  # fmt: skip
+def test_columns_of_which_nothing_is_read(sample_type, record, unread):
+    """But for those whose text stands in one that is read, as the question of a conversation does."""
+    assert sorted(unread_columns(sample_type, {**record, "not_read": "x"})) == unread.split()
+
+
+def test_columns_that_are_not_read_are_named_with_the_set(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGARLHF_CACHE", str(tmp_path / "cache"))
+    rows = [{**TEXTS, "id": n, "source": "x" if n else None, **{f"score_{k:02}": 1 for k in range(25)}} for n in (0, 1)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = SourceConfig(path=tmp_path / "rows.jsonl")
+    encoder = SFTEncoder(**{**ANSWERS, "tokenizer": write_chat_tokenizer(tmp_path / "tokenizer", CHATML)})
+    for _ in ("made", "kept"):
+        notes = []
+        SetLoader(PromptDataConfig(train=[source]), encoder, SFTSample).stored(source, notes)
+        assert "used all 2 records; columns that are not read: id, score_00, score_01, " in notes[0]
+        assert notes[0].endswith("score_18 and 7 others")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({**TEXTS, **row}) + "\n" for row in [{"a": 1}, {"b": 1}]))
+    SetLoader(PromptDataConfig(train=[source]), encoder, SFTSample).stored(source, notes := [])
+    assert notes[0].endswith("columns that are not read: a (in 1), b (in 1)")
 
 
 def test_a_margin_that_is_not_read_is_counted(chatml):

@@ -1,4 +1,5 @@
-"""Whatever a chat template leaves out of a conversation is found, whatever texts are in it."""
+"""Whatever a chat template leaves out of a conversation is found, whatever texts are in it. Not covered: keys of
+messages (test_unread_keys.py)."""
 
 import random
 from collections import Counter
@@ -193,59 +194,6 @@ def test_a_thought_is_written_under_the_key_that_the_template_reads(tokenizer, k
     assert encoder(tokenizer, "reasoning")(0, {"messages": [said("user", "2+2"), parted]}) == sample
 
 
-FLAGS = [{"loss": False}, {"train": False}, {"training": 0}, {"trainable": False}, {"weight": 0}, {"loss": 0.0}]
-
-
-@pytest.mark.parametrize("flag", FLAGS, ids=str)
-@pytest.mark.parametrize("form", ["messages", "sharegpt"])
-def test_an_answer_that_others_would_not_learn_is_not_learnt(tokenizer, flag, form):
-    """Whoever's the mark is; and a mark that says otherwise, or of a part of an answer, is refused by name."""
-
-    def record(marks):
-        messages = [said("user", "a"), said("assistant", "b", **marks), said("user", "c"), said("assistant", "d")]
-        if form == "messages":
-            return {"messages": messages}
-        names = {"user": "human", "assistant": "gpt"}
-        rest = [{key: part for key, part in each.items() if key not in ("role", "content")} for each in messages]
-        turns = zip(messages, rest, strict=True)
-        return {"conversations": [{"from": names[m["role"]], "value": m["content"], **others} for m, others in turns]}
-
-    encode = encoder(tokenizer, "chatml", loss_on="all")
-    both, one = encode(0, record({})), encode(0, record(flag))
-    assert (len(both.stretches), one.stretches) == (4, both.stretches[2:])
-    assert one.tokens == both.tokens
-    assert encode(0, record(dict.fromkeys(flag, True))) == both
-    for marks, words in (
-        ({**flag, "train": True, "loss": False}, "contradict each other"),
-        (dict.fromkeys(flag, "no"), "expected 1 or true, or 0 or false"),
-        ({"loss_mask": [1, 0]}, "has 'loss_mask': a part of a message cannot be left out"),
-        ({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}, "has 'train_detail'"),
-        ({"images": ["a.png"]}, "has 'images': models of text alone are trained"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            encode(0, record(marks))
-
-
-def test_keys_of_messages_that_nobody_reads_are_counted_by_name(tokenizer):
-    talk = [said("user", "a", name="bob", country="x"), said("assistant", "b", tool_call_id="1")]
-    made = encoder(tokenizer, "chatml")(0, {"messages": talk})
-    assert made.how == ("with keys of messages that nobody reads (country, name)",)
-    named = STYLES["chatml"].replace("{{ m.role }}", "{{ m.name or m.role }}")
-    assert encoder(tokenizer, named)(0, {"messages": talk}).how == (
-        "with keys of messages that nobody reads (country)",
-    )
-
-
-def test_a_key_that_the_template_reads_elsewhere_only_is_counted(tokenizer):
-    """Its name in the code says nothing; and a message's own tools, which change what is asked, are refused."""
-    calling, talk = STYLES["tools"], [said("user", "a", name="bob", notes=[]), said("assistant", "b")]
-    assert encoder(tokenizer, calling)(0, {"messages": talk}).how == ("with keys of messages that nobody reads (name)",)
-    with pytest.raises(ValueError, match="a message has 'tools', which the chat template does not read there"):
-        encoder(tokenizer, calling)(0, {"messages": [said("system", "c", tools=[{"name": "f"}]), *talk]})
-    reading = STYLES["chatml"].replace("{{ m.content }}", "{{ m.content }}{{ m.tools or '' }}")
-    assert encoder(tokenizer, reading)(0, {"messages": [said("system", "c", tools="f"), *talk]})
-
-
 ARGUMENTS = {"a": "it's", "b": 'a "b"', "c": "back\\slash", "it's": True, "d": ["x'", {"e": 'y"'}]}
 EACH = "{% for k, v in c.function.arguments.items() %}"
 ESCAPED = r"""{{ v | replace('\\', '\\\\') | replace("'", "\\'") if v is string else v }}"""
@@ -353,31 +301,6 @@ def test_marks_around_other_messages_are_refused(tokenizer):
                 encoder(tokenizer, template, loss_on=loss_on)(
                     0, {"messages": [said("user", "a"), said("assistant", "b")]}
                 )
-
-
-def test_what_calls_of_tools_have_beside_name_and_arguments(tokenizer):
-    """JSON text of calls keeps every digit, or is refused; further keys are counted."""
-
-    def talk(calls):
-        return {"messages": [said("user", "a"), {"role": "assistant", "content": "", "tool_calls": calls}]}
-
-    function = {"name": "f", "arguments": {"a": 1}, "thought": "secret"}
-    made = encoder(tokenizer, "tools")(0, talk([{"type": "function", "function": function, "result": 4}]))
-    assert made.how == ("with keys of messages that nobody reads (tool_calls.result, tool_calls.thought)",)
-    for arguments in ('{"a": 1, "a": 2}', '{"a": 0.12345678901234567890}', '{"a": 1e400}'):
-        text = '[{"type": "function", "function": {"name": "f", "arguments": ' + arguments + "}}]"
-        with pytest.raises(ValueError, match=r"a call of a tool is .*(2 times|exactly)"):
-            encoder(tokenizer, "tools")(0, talk(text))
-        turns = [{"from": "human", "value": "a"}, {"from": "function_call", "value": text[1:-1]}]
-        with pytest.raises(ValueError, match=r"expected JSON: .*(2 times|exactly)"):
-            encoder(tokenizer, "tools")(0, {"conversations": turns})
-
-
-def test_a_flag_of_a_message_that_says_no_is_counted(tokenizer):
-    talk = [said("user", "a"), said("assistant", "b", learn=False, supervise=0, notes="")]
-    assert encoder(tokenizer, "chatml")(0, {"messages": talk}).how == (
-        "with keys of messages that nobody reads (learn, supervise)",
-    )
 
 
 @pytest.mark.parametrize("finished", [False, "False", "false", 0, "0"])

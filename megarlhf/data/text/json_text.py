@@ -1,4 +1,4 @@
-"""Values that a column keeps as JSON text, as files of Parquet and CSV do: messages above all."""
+"""Messages as files of Parquet and CSV keep them: as JSON text, or as an object with a list for each key."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 from megarlhf.data.json_rows import object_of
 
-_BEGINS_A_LIST = re.compile(r"\s*\[\s*\{")
+_BEGINS_A_LIST = re.compile(r"\ufeff?\s*\[\s*\{")
 _KEYS_OF_MESSAGES = ({"role", "content"}, {"from", "value"}, {"role", "tool_calls"})
 
 
 def parse_text(text: str) -> Any:
     """The value of a JSON text. Raises: ValueError, also for a key that stands twice in an object."""
-    return json.loads(text, object_pairs_hook=object_of)
+    return json.loads(text.removeprefix("\ufeff"), object_pairs_hook=object_of)
 
 
 def messages_in(value: Any) -> list[Mapping[str, Any]] | None:
-    """The messages of a list, or of the JSON text of one; None for anything else."""
+    """The messages of a list, of the JSON text of one, or of an object of lists; None for anything else."""
     if isinstance(value, str):
         if not _BEGINS_A_LIST.match(value):
             return None
@@ -27,14 +27,25 @@ def messages_in(value: Any) -> list[Mapping[str, Any]] | None:
             value = parse_text(value)
         except ValueError:
             return None
+    if isinstance(value, Mapping):
+        value = _as_rows(value)
     if not isinstance(value, list) or not value:
         return None
     good = all(isinstance(each, Mapping) and any(keys <= each.keys() for keys in _KEYS_OF_MESSAGES) for each in value)
     return value if good else None
 
 
+def _as_rows(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Objects in place of one with a list for each key, as the datasets library makes of a `Sequence` of objects."""
+    lists = list(columns.values())
+    if not lists or not all(isinstance(each, list) and len(each) == len(lists[0]) for each in lists):
+        return []
+    rows = (dict(zip(columns, row, strict=True)) for row in zip(*lists, strict=True))
+    return [{key: part for key, part in row.items() if part is not None} for row in rows]
+
+
 def with_lists(record: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
-    """The record, with messages in place of their JSON text in columns of these names."""
-    texts = ((name, messages_in(record[name])) for name in names if isinstance(record.get(name), str))
+    """The record, with lists of messages in columns of these names."""
+    texts = ((name, messages_in(record[name])) for name in names if isinstance(record.get(name), str | Mapping))
     lists = {name: messages for name, messages in texts if messages is not None}
     return {**record, **lists} if lists else record

@@ -162,6 +162,10 @@ def without_weights(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     return [{key: part for key, part in message.items() if key != "weight"} for message in messages]
 
 
+_WITHOUT_ARGUMENTS = frozenset(("name", "id", "type", "index"))
+"""Keys of a call of a tool that takes none; others may hold what should stand under `arguments`."""
+
+
 def _call(value: Any, where: str) -> Any:
     """A call of a tool, whose arguments are an object or the JSON of one."""
     if not isinstance(value, Mapping):
@@ -170,6 +174,13 @@ def _call(value: Any, where: str) -> Any:
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _call(call["function"], where)}
     arguments = call.get("arguments")
+    if not isinstance(call.get("name"), str) or (arguments is None and call.keys() - _WITHOUT_ARGUMENTS):
+        raise ValueError(
+            f"{where}: a call of a tool has the keys {', '.join(map(repr, call)) or 'none'}, expected name and "
+            "arguments, or a function with these; convert the data"
+        )
+    if arguments is None:
+        return {**call, "arguments": {}}
     if isinstance(arguments, str):
         if not arguments.strip():
             return {**call, "arguments": {}}

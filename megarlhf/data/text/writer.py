@@ -56,7 +56,11 @@ class Writer:
                 "a message has 'tools', which the chat template does not read there; give them as the record's column "
                 "'tools'"
             )
-        return [f"with keys of messages that nobody reads ({', '.join(keys)})"] if keys else []
+        unread = {
+            "messages that nobody reads": keys,
+            "tools that the chat template does not write": self.template.unread_keys_of_tools(conversation),
+        }
+        return [f"with keys of {what} ({', '.join(names)})" for what, names in unread.items() if names]
 
     @contextlib.contextmanager
     def _skipping_inexact(self) -> Iterator[None]:
