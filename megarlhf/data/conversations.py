@@ -103,7 +103,7 @@ def example_of(record: Record, template: Template) -> tuple[str, str] | Conversa
     else:
         asked = _text_or_question(record, template, ("prompt", "response"))
         response = text_of(record, "response")
-        require_no_messages("response", response)
+        _require_a_text("response", response, template)
         require_read(record, "texts")
         if isinstance(asked, str):
             return asked, response
@@ -128,10 +128,16 @@ def _raw_text(record: Record, template: Template) -> RawText:
             "token of it is learnt, or give 'messages', or 'prompt' and 'response'"
         )
     text = text_of(record, "text")
-    require_no_messages("text", text)
+    _require_a_text("text", text, template)
     if not text.strip():
         raise EmptyText("empty text")
     return RawText(text)
+
+
+def _require_a_text(name: str, text: str, template: Template) -> None:
+    """Raises: ValueError for messages in a text, unless `plain` says that it is meant as it stands: code, say."""
+    if template != "plain":
+        require_no_messages(name, text)
 
 
 def _with_answers(record: Record) -> Conversation:
@@ -163,7 +169,7 @@ def pair_of(record: Record, template: Template) -> PairOfTexts | PairOfConversat
         asked = _asked_of_pair(record, template)
         if isinstance(asked, str):
             for name in ("chosen", "rejected"):
-                require_no_messages(name, record[name])
+                _require_a_text(name, record[name], template)
             return PairOfTexts(asked, record["chosen"], record["rejected"])
         sides = [[{"role": "assistant", "content": record[name]}] for name in ("chosen", "rejected")]
     elif template == "plain":

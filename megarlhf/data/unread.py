@@ -226,8 +226,9 @@ def _in_a_message(value: Any, messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def require_no_messages(name: str, text: str) -> None:
-    """Raises: ValueError for a text that looks like a list of messages, and that is not read as one."""
-    if not _MESSAGES_AS_TEXT.match(text):
+    """Raises: ValueError for a text that looks like a list of messages from its first to its last character, and that
+    is not read as one."""
+    if not _MESSAGES_AS_TEXT.match(text) or not text.rstrip().endswith("]"):
         return
     try:
         parse_text(text)
@@ -237,4 +238,5 @@ def require_no_messages(name: str, text: str) -> None:
         )
     except ValueError as error:
         why = f"is no JSON of one ({error}); write a list, or its JSON (Python: json.dumps)"
-    raise ValueError(f"field {name!r} is the text {shown(text)}, which looks like a list of messages and {why}")
+    meant = "" if name in _OF_ALL else ". Where it is meant as it stands, set data.template to plain"
+    raise ValueError(f"field {name!r} is the text {shown(text)}, which looks like a list of messages and {why}{meant}")

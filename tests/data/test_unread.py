@@ -88,7 +88,23 @@ def test_texts_that_look_like_messages_and_are_not_read(chatml, record, template
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("answer", ['[{"x": 1}]', '{"role": "user", "content": "a"}', "[1, 2]", "[{"])
+CODE = '      [\n  {"role": "user", "content": tok.decode(x)},\n]\nprint(1)'
+
+
+def test_an_answer_that_is_a_list_of_messages_as_it_stands(chatml):
+    """As an assistant for programmers writes them: `plain` says that it is meant so."""
+    answer = str([USER, REPLY])
+    with pytest.raises(ValueError, match=r"meant as it stands, set data\.template to plain"):
+        SFTEncoder(**ANSWERS).by(chatml)(0, {**TEXTS, "response": answer})
+    for encoder, record in (
+        (SFTEncoder, {**TEXTS, "response": answer}),
+        (SFTEncoder, {"text": answer}),
+        (PairEncoder, {"prompt": "37+48?", "chosen": answer, "rejected": "no"}),
+    ):
+        encoder(**ANSWERS, template="plain").by(chatml)(0, record)
+
+
+@pytest.mark.parametrize("answer", [CODE, '[{"x": 1}]', '{"role": "user", "content": "a"}', "[1, 2]", "[{"])
 def test_answers_that_are_json_of_other_things_stay_texts(chatml, answer):
     encode = SFTEncoder(**ANSWERS).by(chatml)
     assert encode(0, {**TEXTS, "response": answer}).tokens[-len(answer) - 1 : -1] == chatml.encode(answer)
