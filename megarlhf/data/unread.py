@@ -16,9 +16,9 @@ from megarlhf.data.text.json_text import parse_text
 from megarlhf.data.text.replaced import THOUGHTS
 
 _OF_ALL = ("prompt", "messages", "conversations", "system", "tools", "chat_template_kwargs")
-_READ: Mapping[type, tuple[str, ...]] = {
-    SFTSample: ("response", "finished", *_OF_ALL),
-    PairSample: ("chosen", "rejected", "margin", *_OF_ALL),
+_READ: Mapping[type, frozenset[str]] = {
+    SFTSample: frozenset(("response", "finished", *_OF_ALL)),
+    PairSample: frozenset(("chosen", "rejected", "margin", *_OF_ALL)),
 }
 """Columns that samples of a kind are made of. All columns of a prompt are read: rewards get them."""
 NOT_READ = "not_read"
@@ -31,26 +31,29 @@ _MESSAGES_AS_TEXT = re.compile(r"""\ufeff?\s*\[\s*\{\s*["'](role|from|content|va
 
 def counted(sample_type: type, record: Mapping[str, Any]) -> Iterator[str]:
     """What others would not learn as it stands, in words by which it is counted."""
-    for name in _JUDGEMENTS if sample_type is SFTSample else ():
-        if _off(record.get(name)):
-            yield f"with {name} = {record[name]}, which are learnt as the others"
-    for name in record if sample_type is PairSample else ():
-        if "chosen" in name and _SCORE.search(name):
-            other = name.replace("chosen", "rejected")
-            chosen, rejected = (_number(record.get(each)) for each in (name, other))
-            if chosen is not None and rejected is not None and chosen < rejected:
-                yield f"with {name} below {other}"
-    if sample_type is PairSample and (_number(record.get("margin")) or 0.0) < 0:
-        yield "with a margin below 0"
+    if sample_type is SFTSample:
+        for name in _JUDGEMENTS:
+            if name in record and _off(record[name]):
+                yield f"with {name} = {record[name]}, which are learnt as the others"
+    if sample_type is PairSample:
+        for name in record:
+            if "chosen" in name and _SCORE.search(name):
+                other = name.replace("chosen", "rejected")
+                chosen, rejected = (_number(record.get(each)) for each in (name, other))
+                if chosen is not None and rejected is not None and chosen < rejected:
+                    yield f"with {name} below {other}"
+        if (_number(record.get("margin")) or 0.0) < 0:
+            yield "with a margin below 0"
 
 
 def unread_columns(sample_type: type, record: Mapping[str, Any]) -> Iterator[str]:
     """Columns of a record of which nothing is in its sample, but for those whose text stands in one that is read."""
-    read = {name: record[name] for name in _READ.get(sample_type, ()) if record.get(name) is not None}
+    known = _READ.get(sample_type)
+    if known is None or record.keys() <= known:
+        return
+    read = {name: record[name] for name in known if record.get(name) is not None}
     if "text" in record and not read.keys() & {"prompt", "messages", "conversations"}:
         read["text"] = record["text"]
-    if not read or sample_type not in _READ:
-        return
     for name, value in record.items():
         if name in read or name == NOT_READ or value in (None, "", [], {}):
             continue
