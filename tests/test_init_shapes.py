@@ -92,6 +92,8 @@ SHAPES: dict[str, tuple[Rows, str, dict[str, Any]]] = {
         "sft",
         {},
     ),
+    "RLVR": ([{"messages": [user(f"{n}+1")], "ground_truth": a, "dataset": "x"} for n, a in SUMS], "rl",
+             {"columns": {"answer": "ground_truth"}}),
     "OpenOrca": (
         [{"system_prompt": "be brief", "question": f"{n}+1", "response": a} for n, a in SUMS],
         "sft",
@@ -120,6 +122,12 @@ def test_shapes_of_other_frameworks(kind: str, capsys: pytest.CaptureFixture[str
     "row, words",
     [
         ({"prompt": "1+1", "completions": ["2"], "labels": [True]}, "steps with a label each (PRM), of which no"),
+        (
+            {"prompt": "1+1", "response_0": "3", "response_1": "2", "better_response_id": 1},
+            "several answers each (response_0, response_1): say by an adapter of yours which is chosen",
+        ),
+        ({"question": "1+1", "response_j": "2", "response_k": "3"}, "several answers each (response_j, response_k)"),
+        ({"text": "Add one and one.", "code": "print(1 + 1)"}, "'code' = 'print(1 + 1)', which is not read"),
         ({"messages": [user("1+1"), answer(" 2 ")]}, "data.template_may_drop: [white_space]; or leave such records"),
         ({"messages": [user("1+1"), {**answer(""), "tool_calls": [{"name": "f", "parameters": {}}]}]}, "has the keys"),
     ],

@@ -72,9 +72,12 @@ def read_lists(record: Record, template: Template) -> Record:
 def prompt_of(record: Record, template: Template) -> str | Conversation:
     """The prompt that has to be answered. Raises: ValueError; EmptyText."""
     record = read_lists(record, template)
-    require_read(record, "prompt")
     column = _list_column(record, template, ("prompt",))
     asked = _text_or_question(record, template, ("prompt",)) if column is None else conversation_of(record, column)
+    if isinstance(asked, Conversation) and column is not None:
+        require_read(record, "messages to answer", asked.messages)
+    else:
+        require_read(record, "prompt")
     if isinstance(asked, str):
         return asked
     if asked.messages[-1]["role"] == "assistant":
@@ -159,7 +162,8 @@ def pair_of(record: Record, template: Template) -> PairOfTexts | PairOfConversat
         if not present(record, name):
             raise missing(record, name)
     kinds = {isinstance(record[name], str) for name in ("chosen", "rejected")}
-    require_read(record, "pair of texts" if kinds == {True} else "pair")
+    if kinds == {True}:
+        require_read(record, "pair of texts")
     if len(kinds) > 1:
         raise ValueError(
             f"'chosen' is {shown(record['chosen'])}, 'rejected' is {shown(record['rejected'])}; expected two texts or "
@@ -178,6 +182,7 @@ def pair_of(record: Record, template: Template) -> PairOfTexts | PairOfConversat
         )
     else:
         sides = [_messages(record, name) for name in ("chosen", "rejected")]
+        require_read(record, "pair", sides[0])
         asked = None
         if any(present(record, name) for name in CONVERSATION_COLUMNS):
             asked = _asked_of_pair(record, "chat")
@@ -370,7 +375,7 @@ def variables_of(record: Record) -> dict[str, Any]:
             f"field {VARIABLES!r} has {reserved[0]!r}, which is no variable that a record may set: "
             f"{RESERVED_VARIABLES[reserved[0]]}"
         )
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in given.items() if value not in (None, "", [], {})}
 
 
 def _require_order(messages: Sequence[Mapping[str, Any]], column: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -199,7 +200,16 @@ _ALSO_CALLED = {
     "response": ("completion", "output", "answer", "solution", "target", "reply", "extra_info.answer"),
     "chosen": ("preferred", "better", "winner", "accepted", "chosen_response"),
     "rejected": ("dispreferred", "worse", "loser", "rejected_response", "not_chosen"),
-    "answer": ("ground_truth", "reward_model.ground_truth", "label", "solution", "target", "gold", "final_answer"),
+    "answer": (
+        "ground_truth",
+        "reward_model.ground_truth",
+        "label",
+        "solution",
+        "target",
+        "gold",
+        "final_answer",
+        "expected_answer",
+    ),
     "text": ("content", "document", "body"),
     MESSAGES: ("conversation", "dialog", "dialogue", "turns", "chat"),
 }
@@ -210,14 +220,14 @@ def meant(missing: str, row: Mapping[str, Any]) -> tuple[Literal["column", "adap
     """The column that a row may have in place of a field, one whose name is nearly right or says the same, or the
     adapter for such rows. A column that has a meaning of its own, such as `rejected`, is never taken for another
     one."""
-    others = [str(name) for name in row if name not in _OURS]
+    others = [str(name) for name in row if name not in _OURS and (missing == "answer" or _has_texts(row[name]))]
     lower = {name.lower(): name for name in others}
     named = next((lower[name] for name in _ALSO_CALLED.get(missing, ()) if name in lower), None)
     for columns, adapter in _SHAPES:
         if all(row.get(name) is not None for name in columns):
             return "adapter", adapter
     if nearest := [named] if named else difflib.get_close_matches(missing, others, n=1, cutoff=0.6):
-        return "column", nearest[0]
+        return None if nearest[0] in several_answers(row) else ("column", nearest[0])
     pair = [row.get(name) for name in ("chosen", "rejected")]
     if missing == "prompt" and all(isinstance(each, str) for each in pair):
         return "adapter", "anthropic_hh" if "\n\nAssistant:" in str(pair[0]) else "implicit_prompt"
@@ -226,6 +236,20 @@ def meant(missing: str, row: Mapping[str, Any]) -> tuple[Literal["column", "adap
             if value_at(row, name) is not None:
                 return "column", name
     return None
+
+
+_ONE_OF_SEVERAL = re.compile(r"(response|answer|completion|output|reply|model)s?_?([0-9a-k])")
+
+
+def several_answers(row: Mapping[str, Any]) -> list[str]:
+    """Columns with an answer each, such as `response_a` and `response_b`, of which only their reader knows the better
+    one; nothing where there is one alone."""
+    names = [str(name) for name in row if _ONE_OF_SEVERAL.fullmatch(str(name)) and _has_texts(row[name])]
+    return names if len(names) > 1 else []
+
+
+def _has_texts(value: Any) -> bool:
+    return value is None or (isinstance(value, str | list | Mapping) and not isinstance(value, bool))
 
 
 def hint(missing: str, row: Mapping[str, Any]) -> str:
@@ -241,6 +265,11 @@ def hint(missing: str, row: Mapping[str, Any]) -> str:
             pairs = f"{FORMS['chosen']}, " if is_pair else "those "
             return f"; these rows look like {pairs}for adapter: {name}"
         return f"; is it {name!r}? Then say columns: {{{missing}: {name}}}"
+    if several := several_answers(row):
+        return (
+            f"; the rows have several answers each ({', '.join(several)}): say by an adapter of yours which is chosen "
+            "and which rejected, or which is learnt"
+        )
     if is_verdict(row.get("label")) and "text" not in row:
         return "; these rows look like unpaired preferences (KTO), of which no command learns"
     if "completions" in row and "labels" in row:

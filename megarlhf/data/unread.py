@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from megarlhf.data.json_rows import shown
 from megarlhf.data.sample_kinds import PairSample, SFTSample
-from megarlhf.data.text.json_text import parse_text
+from megarlhf.data.text.json_text import messages_in, parse_text
 from megarlhf.data.text.replaced import THOUGHTS
 
 _OF_ALL = ("prompt", "messages", "conversations", "system", "tools", "chat_template_kwargs")
@@ -51,7 +51,7 @@ def unread_columns(sample_type: type, record: Mapping[str, Any]) -> Iterator[str
     known = _READ.get(sample_type)
     if known is None or record.keys() <= known:
         return
-    read = {name: record[name] for name in known if record.get(name) is not None}
+    read = {name: messages_in(record[name]) or record[name] for name in known if record.get(name) is not None}
     if "text" in record and not read.keys() & {"prompt", "messages", "conversations"}:
         read["text"] = record["text"]
     for name, value in record.items():
@@ -61,13 +61,18 @@ def unread_columns(sample_type: type, record: Mapping[str, Any]) -> Iterator[str
             yield name
 
 
+_SHORT = 16
+"""Characters of a text that may stand anywhere by chance."""
+
+
 def _stands_in(text: str, values: Iterable[Any]) -> bool:
-    """Tell whether a text is a part of another one, or of one of the texts in a list of messages."""
+    """Tell whether a text is another one, or one of the texts in a list of messages, or a part of one that is no word
+    or two."""
     for value in values:
         if isinstance(value, list | Mapping):
             if _stands_in(text, value.values() if isinstance(value, Mapping) else value):
                 return True
-        elif isinstance(value, str) and text in value:
+        elif isinstance(value, str) and (text == value.strip() or (len(text) >= _SHORT and text in value)):
             return True
     return False
 
@@ -111,6 +116,11 @@ def _mask(value: Any) -> bool:
 
 def _text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
+
+
+def _words(value: Any) -> bool:
+    """Tell whether a value is a text of several words, and no switch ("on")."""
+    return _text(value) and len(value.split()) > 1
 
 
 def _numbers(value: Any) -> bool:
@@ -161,10 +171,12 @@ _OTHER_PARTS: Rules = {
 }
 _THOUGHTS: Rules = _rules(
     " ".join(THOUGHTS),
-    _text,
+    _words,
     "looks like a thought before the answer, of which nothing would be learnt: make messages by an adapter of yours, "
     "with the thought under 'reasoning_content' of the assistant's message",
 )
+_THOUGHTS_OF_PAIRS = {name: _THOUGHTS[name] for name in ("reasoning_content", "thinking", "thought")}
+"""Others, such as `rationale`, may be those of the judge."""
 _BESIDE_MESSAGES: Rules = {
     **_rules(
         "prompt query instruction context",
@@ -196,19 +208,27 @@ _BESIDE_RAW_TEXT: Rules = {
         _given,
         _ALL_OF_THE_TEXT,
     ),
+    **_rules(
+        "code solution solutions answers highlights translation sql target_text chosen rejected response responses "
+        "explanation thinking",
+        _words,
+        _ALL_OF_THE_TEXT,
+    ),
     **_rules("summary target role", _text, _ALL_OF_THE_TEXT),
 }
-Kind = Literal["raw text", "texts", "conversation", "pair", "pair of texts", "prompt"]
+Kind = Literal["raw text", "texts", "conversation", "pair", "pair of texts", "prompt", "messages to answer"]
 _BESIDE_PROMPTS: Rules = {name: _OTHER_PARTS[name] for name in ("history", "system_prompt")}
 _RULES: Mapping[Kind, Sequence[Rules]] = {
     "raw text": (_ALWAYS, _OF_TEMPLATE, _BESIDE_RAW_TEXT),
     "texts": (_ALWAYS, _OF_TEMPLATE, _BESIDE_TEXTS, _SECOND_ANSWERS, _UNPAIRED, _THOUGHTS),
     "conversation": (_ALWAYS, _OF_TEMPLATE, _OTHER_PARTS, _UNPAIRED, _BESIDE_MESSAGES, _THOUGHTS),
-    "pair": (_ALWAYS, _OF_TEMPLATE, _BESIDE_TEXTS, _THOUGHTS),
-    "pair of texts": (_ALWAYS, _OF_TEMPLATE, _BESIDE_TEXTS, _THOUGHTS),
+    "pair": (_ALWAYS, _OF_TEMPLATE, _BESIDE_TEXTS, _THOUGHTS_OF_PAIRS),
+    "pair of texts": (_ALWAYS, _OF_TEMPLATE, _BESIDE_TEXTS, _THOUGHTS_OF_PAIRS),
     "prompt": (_OF_TEMPLATE, _BESIDE_PROMPTS),
+    "messages to answer": (_OF_TEMPLATE, _BESIDE_PROMPTS, {"prompt": _BESIDE_MESSAGES["prompt"]}),
 }
-"""Rules for each kind of record: raw text, prompt and response, one conversation, two answers, a prompt alone."""
+"""Rules for each kind of record: raw text, prompt and response, one conversation, two answers, a prompt alone, messages
+alone."""
 
 
 def require_read(record: Mapping[str, Any], kind: Kind, messages: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -216,7 +236,7 @@ def require_read(record: Mapping[str, Any], kind: Kind, messages: Sequence[Mappi
     than a part of one of its `messages`."""
     for name, value in record.items():
         for says, meaning in (rules[name] for rules in _RULES[kind] if name in rules):
-            stands_there = says in (_text, _given) and _in_a_message(value, messages)
+            stands_there = says in (_text, _words, _given) and _in_a_message(value, messages)
             if value is not None and says(value) and not stands_there:
                 raise ValueError(
                     f"the record has {name!r} = {shown(value)}, which is not read, and {meaning}. Where it means "

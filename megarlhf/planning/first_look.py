@@ -25,7 +25,7 @@ from megarlhf.data.conversations import (
     pair_of,
     prompt_of,
 )
-from megarlhf.data.fields import PAIR_ADAPTERS, LeftOut, Reader, hint, meant, value_at
+from megarlhf.data.fields import PAIR_ADAPTERS, LeftOut, Reader, hint, meant, several_answers, value_at
 from megarlhf.data.sample_kinds import PairSample, PromptSample, SFTSample, Unusable, sample_of
 from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder
 from megarlhf.data.sources import Place, find
@@ -290,7 +290,7 @@ def _command_for(row: Mapping[str, Any]) -> Command:
         return "rl"  # as verl keeps them
     if "answer" not in row and (_has(row, "prompt", "response") or _is_alpaca(row)):
         return "sft"
-    if _has(row, "prompt") and not {"completions", "labels"} <= row.keys():
+    if _has(row, "prompt") and not {"completions", "labels"} <= row.keys() and not several_answers(row):
         return "rl"
     if _is_raw_text(row):
         return "sft"
@@ -312,7 +312,8 @@ def _readable(source: SourceConfig, row: Mapping[str, Any], command: Command) ->
         return source, f"rows of the adapter {source.adapter}"
     turns = next((name for name in _LISTS if row.get(name) is not None), None)
     if turns is not None and command in ("sft", "rl"):
-        return source, f"conversations in {turns!r}"
+        beside = _beside(row, command) if command == "rl" else {}
+        return source.model_copy(update={"columns": beside}), f"conversations in {turns!r}"
     pair = [row.get(name) for name in ("chosen", "rejected")]
     if command in ("rm", "dpo") and all(isinstance(each, list | Mapping) for each in pair):
         return source, "pairs of conversations"

@@ -39,6 +39,7 @@ from megarlhf.planning.legality import check_role
 from megarlhf.planning.models import check_heads, check_retokenized, check_vocabularies
 from megarlhf.planning.policies import AnyConfig, check_host_memory, check_kernels, draws, head_of, host_bytes
 from megarlhf.planning.rewards import check_rules, try_rewards
+from megarlhf.planning.unread_fields import check_unread_fields
 from megarlhf.planning.whole_sets import look_at_all_records
 from megarlhf.planning.without_effect import changed_meanings, rarely_meant, without_effect
 from megarlhf.planning.writing import check_writing
@@ -117,11 +118,12 @@ def preflight(
     notes += check_trained(cfg, roles, {name: arch for name, (arch, _) in checked.items()})
     of_data, texts = ([], False) if isinstance(cfg, AskConfig) else check_data(command, cfg)
     notes += end_notes(*next(iter(roles.items())), cfg.data, generates=draws(cfg), texts=texts) + of_data
-    notes += [] if isinstance(cfg, AskConfig) else check_writing(cfg)
+    notes += check_writing(cfg)
     if isinstance(cfg, RLConfig):
         notes += check_anchor(cfg) + rarely_meant(cfg)
     if draws(cfg):
         notes += try_rewards(cfg) if weights else []
+        notes += check_unread_fields(cfg) if weights and isinstance(cfg, RLConfig | EvaluateConfig) else []
         accuracy = accuracy_of(cfg.eval.accuracy, cfg.rewards)
         held_out = isinstance(cfg, EvaluateConfig) or (
             isinstance(cfg, RLConfig) and (cfg.data.has_validation or cfg.data.test)

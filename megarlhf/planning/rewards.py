@@ -7,10 +7,13 @@ called only where `check` says so, as is a reward of kind http.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -25,9 +28,9 @@ from megarlhf.planning.encoders import prompt_encoder
 from megarlhf.rollout.rewards.answers import answers_of, end_of_solution, listed_in, texts_of_answer
 from megarlhf.rollout.rewards.batch import RewardBatch, short
 from megarlhf.rollout.rewards.format_rules import FORMAT_RULES
-from megarlhf.rollout.rewards.forms import Form
+from megarlhf.rollout.rewards.forms import Form, without_partials
 from megarlhf.rollout.rewards.numerals import number_of
-from megarlhf.rollout.rewards.rules import RULES, form_of_rule, rule_with
+from megarlhf.rollout.rewards.rules import RULES, form_of_rule, load_rule, rule_with
 from megarlhf.rollout.rewards.score import RewardSource, make_source
 
 _RECORDS = 8
@@ -76,7 +79,7 @@ def try_rewards(cfg: RLConfig | GenerateConfig | EvaluateConfig) -> list[str]:
             notes.append(f"reward {label!r} {what}, and is not called before the start (check: scores does it)")
     if not tried:
         return notes
-    key, tokenizer, samples = _first_samples(cfg)
+    key, tokenizer, samples = first_samples(cfg)
     if not samples:
         return [*notes, f"{', '.join(label for label, _ in tried)}: not called before the start, as no record was read"]
     for label, reward in tried:
@@ -99,7 +102,7 @@ def _how(reward: RewardConfig) -> str:
     return "none" if reward.rule is None or _form(reward).waits else "scores"
 
 
-def _first_samples(cfg: RLConfig | GenerateConfig | EvaluateConfig) -> tuple[str, Tokenizer, list[PromptSample]]:
+def first_samples(cfg: RLConfig | GenerateConfig | EvaluateConfig) -> tuple[str, Tokenizer, list[PromptSample]]:
     """The key of the first set that has usable records, the tokenizer, and the first of these."""
     assert cfg.actor is not None, "it draws responses"
     encoder = prompt_encoder(cfg.data, cfg.actor.model.tokenizer_place())
@@ -139,6 +142,8 @@ def rule_for_answers(source: SourceConfig, *, talks: bool = False) -> tuple[str,
     if answers and None not in ends:
         why = "whole solutions, which no response equals; {} compares with what stands behind #### in them"
         return (rule := _rule_for_ends(ends)), why.format(rule)
+    if any("\\" in answer for answer in answers) and find_spec("math_verify"):
+        return "math_verify", "formulas; math_verify compares as mathematics"
     if answers and talks and all(number_of(answer) is not None for answer in answers):
         return "numeric_match", "numbers; numeric_match compares with the last number of a response"
     return "exact_match", ""
@@ -180,8 +185,7 @@ class _Try:
                     scores |= self._scores(
                         source, sample, [text for text in dict.fromkeys(others) if text not in scores]
                     )
-                told = {right for right, this, other in pairs if scores.get(this) != scores.get(other)}
-                return self._judged(sample, rights, wrong, told, scores, form)
+                return self._judged(sample, rights, wrong, pairs, scores, form)
         return [f"reward {self.label!r} does not apply to the first {len(self.samples)} records of {self.key}"]
 
     def _written(self, shape: str, answer: str) -> str:
@@ -257,16 +261,17 @@ class _Try:
         sample: PromptSample,
         rights: Sequence[str],
         wrong: str,
-        told: Collection[str],
+        pairs: Sequence[tuple[str, str, str]],
         scores: Mapping[str, float | None],
         form: Form,
     ) -> list[str]:
-        """Sentences for the user. `told`: the right answers that scored otherwise than a wrong one.
+        """Sentences for the user. `pairs`: a right answer, a text with it, and the same text with the wrong one.
 
         Raises: ValueError where there is none, or only the whole of a solution, unless that is meant.
         """
         if self.reward.check == "call":
             return []
+        told = {right for right, this, other in pairs if scores.get(this) != scores.get(other)}
         seen = sorted({value + 0.0 for value in scores.values() if value is not None})  # no -0
         if not rights:
             what = "the records have no answer, so that it was only called"
@@ -280,10 +285,13 @@ class _Try:
                 f"answer ends with #### {end}, it gives {short(end)} the same as {short(wrong)}; {mend} what stands "
                 f"behind ####, or where that is meant {_CONFIRM}"
             )
-        if told or (len(seen) > 1 and not _reads_truth(form)):
-            return self._of_lists(sample)
+        if told:
+            return [*self._of_lists(sample), *self._of_the_order(sample, rights, pairs, scores)]
+        if len(seen) > 1 and not _reads_truth(self.reward, form):
+            what = f"{short(rights[0])} and {short(wrong)} the same, in every form that was tried"
+            return [f"reward {self.label!r} gives {what}: it judges something else than the answer of {record}"]
         tried = "as they stand, in \\boxed{}, behind ####, in <answer> and so on"
-        if _reads_truth(form):
+        if _reads_truth(self.reward, form):
             behind = " (it stands behind #### in the record's)" if end_of_solution(rights[-1]) else ""
             how = (
                 f"{seen[0]:g} for all texts" if len(seen) == 1 else "the same for either, in every form that was tried"
@@ -301,6 +309,24 @@ class _Try:
             f"such as a form of your own, {_CONFIRM}"
         )
 
+    def _of_the_order(
+        self,
+        sample: PromptSample,
+        rights: Sequence[str],
+        pairs: Sequence[tuple[str, str, str]],
+        scores: Mapping[str, float | None],
+    ) -> list[str]:
+        """A warning where right answers get less than wrong ones, as a distance would give them."""
+        both = [(scores.get(this), scores.get(other)) for right, this, other in pairs if right == rights[0]]
+        known = [(this, other) for this, other in both if this is not None and other is not None and this != other]
+        if not known or any((this - other) * self.reward.weight > 0 for this, other in known):
+            return []
+        given = f"{known[0][0]:g} for {short(rights[0])}, which is right, and {known[0][1]:g} for a wrong one"
+        where = f"to a record of {self.key} ({_of(sample)})"
+        return [
+            f"WARNING: reward {self.label!r}, of weight {self.reward.weight:g}, prefers wrong answers: {given}, {where}"
+        ]
+
     def _of_lists(self, sample: PromptSample) -> list[str]:
         if self.reward.rule not in RULES or not listed_in(answer := sample.fields.get("answer")):
             return []
@@ -311,6 +337,23 @@ def _of(sample: PromptSample) -> str:
     return f"prompt {short(sample.text)}, fields {short(sample.fields)}"
 
 
-def _reads_truth(form: Form) -> bool:
-    """Tell whether the function names the right answer among its parameters."""
-    return not {*form.names, *form.places}.isdisjoint({*_TRUTHS, "ground_truths"})
+def _reads_truth(reward: RewardConfig, form: Form) -> bool:
+    """Tell whether the function names the right answer, among its parameters or as a key in its code."""
+    truths = {*_TRUTHS, "ground_truths"}
+    named = {*form.names, *form.places, *form.keeps, *form.may}
+    code = None if reward.rule is None or reward.rule in RULES else _code_of(load_rule(reward.rule))
+    return not named.isdisjoint(truths) or (code is not None and not _texts_in(code).isdisjoint(truths))
+
+
+def _code_of(function: Any) -> CodeType | None:
+    function = inspect.unwrap(without_partials(function))
+    if not inspect.isroutine(function):
+        function = without_partials(type(function).__call__)
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def _texts_in(code: CodeType) -> set[str]:
+    """Texts that stand by themselves in a function's code, and in functions within it."""
+    texts = {each for each in code.co_consts if isinstance(each, str)}
+    return texts.union(*(_texts_in(each) for each in code.co_consts if isinstance(each, CodeType)))

@@ -22,6 +22,7 @@ from megarlhf.config import (
     RoleConfig,
     roles_of,
 )
+from megarlhf.config.ask import AskConfig
 from megarlhf.config.rewards import labels_of
 from megarlhf.data.ends import turn_end_of
 from megarlhf.data.load import first_record
@@ -87,6 +88,13 @@ def forms_of(data: PromptDataConfig, encoder: AnyEncoder) -> frozenset[Form]:
     return frozenset(form for form in forms if form is not None)
 
 
+def _forms(cfg: AnyConfig, encoder: AnyEncoder) -> frozenset[Form]:
+    """The forms of the records, or of what is typed."""
+    if isinstance(cfg, AskConfig):
+        return frozenset({"conversations" if cfg.data.template_mode == "chat" else "texts"})
+    return forms_of(cfg.data, encoder)
+
+
 def _form_of(encoder: RecordEncoder, place: Place) -> Form | None:
     if place.kind in ("generated", "hub"):
         known: Form = "conversations" if encoder.template == "chat" else "texts"
@@ -114,7 +122,7 @@ def _roles(cfg: AnyConfig) -> Iterator[_Reader]:
     model that is given text, and for the other model of a comparison, which is asked by its own tokenizer."""
     roles, retokenizes = roles_of(cfg), isinstance(cfg, RLConfig | EvaluateConfig) and cfg.retokenizes
     for encoder in encoders_of(cfg):
-        forms = forms_of(cfg.data, encoder)
+        forms = _forms(cfg, encoder)
         for name in _EVALUATED[type(encoder)] if isinstance(cfg, EvaluateConfig) else roles:
             section = roles.get(name)
             if section is None or (name == "reference" and section.model.path == roles["actor"].model.path):
@@ -132,7 +140,7 @@ def _classifiers(cfg: AnyConfig) -> Iterator[_Reader]:
     """The rewards that are models of an earlier run."""
     if not isinstance(cfg, RLConfig | GenerateConfig | EvaluateConfig):
         return
-    forms = [forms_of(cfg.data, each) for each in encoders_of(cfg) if isinstance(each, PromptEncoder)]
+    forms = [_forms(cfg, each) for each in encoders_of(cfg) if isinstance(each, PromptEncoder)]
     for label, reward in zip(labels_of(cfg.rewards), cfg.rewards, strict=True):
         if reward.path is None or (stated := read_provenance(reward.path)) is None or not stated.writing:
             continue

@@ -91,10 +91,32 @@ def test_what_stands_beside_messages_and_in_none_of_them_is_refused(name, value)
 def test_a_thought_beside_texts_is_refused(name, template):
     """The answer alone would be learnt."""
     pair = {"prompt": "1+1", "chosen": "2", "rejected": "3"}
-    for read, texts in ((example_of, {"prompt": "1+1", "response": "2"}), (pair_of, pair)):
+    readers = [(example_of, {"prompt": "1+1", "response": "2"}), (pair_of, pair)]
+    for read, texts in readers[: 1 if name == "reasoning" else 2]:  # of a pair it may be the judge's
         with pytest.raises(ValueError, match=rf"has '{name}' = .*looks like a thought .*not_read: {name}"):
             read({**texts, name: "one and one"}, template)
-        assert read({**texts, name: " "}, template) == read(texts, template)
+        for switch in (" ", "on"):
+            assert read({**texts, name: switch}, template) == read(texts, template)
+
+
+def test_a_prompt_beside_messages_that_are_to_be_answered():
+    """Is refused where it stands in none of them, as in `sft`."""
+    record = {"messages": [ASKED], "prompt": "Translate 10"}
+    with pytest.raises(ValueError, match="'prompt' = 'Translate 10', which is not read"):
+        prompt_of(record, "chat")
+    assert prompt_of({**record, "prompt": ASKED["content"]}, "chat") == Conversation([ASKED])
+
+
+def test_an_instruction_that_is_the_question_of_a_pair():
+    """As in Magpie's preferences; and empty variables of the template are none, as in smoltalk2."""
+    sides = {"chosen": TALK, "rejected": [ASKED, said("assistant", "3")]}
+    beside = {
+        "instruction": ASKED["content"],
+        "chat_template_kwargs": {"custom_instructions": "", "python_tools": None},
+    }
+    assert pair_of({**sides, **beside}, "auto") == pair_of(sides, "auto")
+    with pytest.raises(ValueError, match="'instruction' = 'Be brief'"):
+        pair_of({**sides, "instruction": "Be brief"}, "auto")
 
 
 def test_forms_of_pairs():

@@ -155,6 +155,7 @@ def test_judgements_of_others_are_counted(sample_type, record, words):
         (SFTSample, {**TALK, "rejected_response": "75", "completions": ["75"], "question": "How much?"},
          "completions question rejected_response"),
         (SFTSample, {**TALK, "question": "37+48?", "answer": " 85 ", "id": 0, "source": None, "meta": {}}, "id"),
+        (SFTSample, {**TEXTS, "winner": "1", "is_bad": "7", "answer_b": "8"}, "answer_b is_bad winner"),
         (SFTSample, {**TALK, "text": "user: 37+48? assistant: 85"}, "text"),
         (SFTSample, {"conversations": NATIVE, "answer": "85", "input": "Add."}, "input"),
         (SFTSample, {"messages": json.dumps([USER, REPLY]), "answer": "85", "label": 3}, "label"),

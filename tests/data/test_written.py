@@ -312,7 +312,7 @@ def test_a_response_that_was_cut_has_no_end_however_that_is_written(tokenizer, f
 
 
 BESIDE = [
-    {"messages": [said("user", "a"), said("assistant", "b")], "reasoning_content": "why"},
+    {"messages": [said("user", "a"), said("assistant", "b")], "reasoning_content": "I know why"},
     {"messages": [said("user", "a"), said("assistant", "b")], "prompt": "Be brief."},
     {"messages": [said("user", "a"), said("assistant", "b")], "system_message": "Be Spock"},
     {"text": "A long text", "summary": "short"},

@@ -13,7 +13,8 @@ from megarlhf.config.rewards import RewardConfig
 from megarlhf.planning import rewards as checks
 from megarlhf.planning.preflight import preflight
 from megarlhf.planning.rewards import rule_for_answers, try_rewards
-from megarlhf.rollout.rewards.rules import form_of_rule, load_rule
+from megarlhf.planning.unread_fields import check_unread_fields
+from megarlhf.rollout.rewards.rules import field_check, form_of_rule, load_rule
 from megarlhf.rollout.rewards.score import InThisProcess
 from tests.data.chat_styles import CHATML, write_chat_tokenizer
 from tests.planning.configs import rl
@@ -39,9 +40,12 @@ def tried(paths, reward, *records):
         ("verl", VERL),
         ("verl", PLAIN),
         ("trl_boxed", {"prompt": "1+1=", "ground_truth": "2"}),
-        ("trl_format", PLAIN),
         ("openrlhf", PLAIN),
-        ("not_too_long", PLAIN),
+        ("columns_by_name", PLAIN),
+        ("answer_by_default", PLAIN),
+        ("only_by_name", PLAIN),
+        ({"rule": OURS + "distance", "weight": -1.0}, PLAIN),
+        ({"rule": "exact_match"}, {"prompt": "1+1=", "answer": "\N{MINUS SIGN}2"}),
         ({"rule": "exact_match"}, {"prompt": "1+1=", "answer": [2.0, None]}),
         ({"rule": "numeric_match"}, {"prompt": "1+1=", "answer": "\N{MINUS SIGN}2"}),
         ({"rule": OURS + "constant", "check": "call"}, PLAIN),
@@ -78,6 +82,55 @@ def test_what_tells_nothing_apart_or_fails_is_refused(paths, reward, record, wor
     with pytest.raises(ValueError, match=words) as error:
         tried(paths, reward, record)
     assert str(error.value).startswith(f"reward '{OURS}")
+
+
+@pytest.mark.parametrize("name", ["of_another_column", "trl_of_another_column", "default_that_stays"])
+def test_a_bonus_for_the_form_hides_no_column_that_is_not_read(paths, name):
+    """Scores differ between texts, and never between a right answer and a wrong one."""
+    with pytest.raises(
+        ValueError, match=r"does not tell a right answer from a wrong one: .* the same for either, in every"
+    ):
+        tried(paths, name)
+
+
+def test_a_reward_that_prefers_wrong_answers_is_said(paths):
+    (note,) = tried(paths, "distance")
+    assert note.startswith(f"WARNING: reward '{OURS}distance', of weight 1, prefers wrong answers: ")
+    assert "for '2', which is right, and 1 for a wrong one" in note
+
+
+PARTS = [{"context": "The sky is blue."}, {"choices": {"text": ["one", "two"]}}, {"input": "in words"}]
+
+
+@pytest.mark.parametrize("beside", PARTS, ids=lambda beside: next(iter(beside)))
+def test_columns_of_prompts_that_no_reward_reads(paths, beside):
+    """A part of the prompt is refused, unless it stands there or a function of the user's may read it."""
+    (name,) = beside
+
+    def notes(record, **rewards):
+        paths["train"].write_text("".join(json.dumps(record) + "\n" for _ in range(24)))
+        return check_unread_fields(rl(paths, rewards=[{"kind": "rule", "rule": "exact_match", **rewards}]))
+
+    with pytest.raises(ValueError, match=rf"has '{name}' = .* does not stand in it.*columns: \{{not_read: {name}\}}"):
+        notes({**PLAIN, **beside})
+    within = {**PLAIN, **beside, "prompt": "The sky is blue. one two in words. 1+1="}
+    assert notes(within) == [f"data.train: columns that no reward reads: {name}"]
+    assert notes({**PLAIN, **beside}, rule=OURS + "verl") == []
+    assert notes({**PLAIN, "id": 0, "source": ""}) == ["data.train: columns that no reward reads: id"]
+
+
+def test_an_answer_that_is_missing_in_a_later_record():
+    """Of a function that takes ground_truth: told before the start, with its line."""
+    check = field_check(OURS + "verl")
+    check({"answer": "2"})
+    with pytest.raises(ValueError, match="reads ground_truth, and the record has none of"):
+        check({"answer": None})
+
+
+def test_formulas_are_compared_as_mathematics(paths):
+    paths["train"].write_text(json.dumps({"prompt": "q", "answer": r"\frac{1}{2}"}) + "\n")
+    rule, why = rule_for_answers(SourceConfig(path=paths["train"]))
+    assert (rule, why) == ("math_verify", "formulas; math_verify compares as mathematics")
 
 
 def test_another_records_answer_is_the_wrong_one(paths):
@@ -132,6 +185,8 @@ def calls(monkeypatch):
     return sizes
 
 
+OF_THE_FORM = ("unsloth_whole_number", "trl_form", "trl_length", "r1_zero_prefilled")
+ANOTHER = "'2' and '3' the same, in every form that was tried: it judges something else than the answer"
 OF_MESSAGES = ("unsloth_correct", "unsloth_whole_number", "unsloth_strict_form", "trl_form")
 """They read completion[0]["content"]."""
 
@@ -161,7 +216,11 @@ def test_published_functions_pass_after_few_calls(paths, calls, name, sizes):
         write_chat_tokenizer(paths["model"], CHATML)
         prompt = [{"role": "user", "content": prompt}]
     record = {"prompt": prompt} | dict.fromkeys(("answer", "ground_truth", "solution"), "2")
-    assert tried(paths, {"rule": PUBLISHED + name}, record) == []
+    notes = tried(paths, {"rule": PUBLISHED + name}, record)
+    if name in OF_THE_FORM:
+        assert [note.partition("gives ")[2].partition(" of a record")[0] for note in notes] == [ANOTHER]
+    else:
+        assert notes == []
     assert calls == sizes
 
 

@@ -6,8 +6,9 @@ import json
 import pytest
 
 from megarlhf.config import DPOConfig, EvaluateConfig, GenerateConfig, RLConfig, RMConfig, SFTConfig
+from megarlhf.config.ask import AskConfig
 from megarlhf.planning.writing import check_writing, writing_of_training
-from megarlhf.provenance import FILE, Provenance, Weights
+from megarlhf.provenance import FILE, Provenance, Weights, read_provenance
 from tests.data.chat_styles import CHATML, LLAMA_3, write_chat_tokenizer
 
 USER, ANSWER, WRONG = ({"role": role, "content": text} for role, text in
@@ -207,3 +208,29 @@ def test_what_was_known_goes_through_raw_texts_and_is_not_asked_of_others(traine
     assert check_writing(run("rl", model, "question")) == []
     (model / FILE).unlink()
     assert check_writing(run("rl", model, "question")) == []
+
+
+def test_what_is_typed_is_written_as_it_was_learnt(trained, tmp_path):
+    """`generate --prompt` on a model that knows conversations, and on one that knows texts."""
+
+    def ask(model, **data):
+        return AskConfig.model_validate(
+            {"run": {"dir": tmp_path / "run"}, "actor": {"model": {"path": model}}, "data": data}
+        )
+
+    talks, texts = trained("talks", "sft", "talks"), trained("texts", "sft", "texts")
+    assert check_writing(ask(talks, template="chat")) == check_writing(ask(texts)) == []
+    with pytest.raises(ValueError, match="and this run writes texts as they stand: it knows no texts"):
+        check_writing(ask(talks))
+    with pytest.raises(ValueError, match="it knows no conversations"):
+        check_writing(ask(texts, template="chat"))
+    assert "WARNING" in check_writing(ask(talks, other_writing="allow"))[0]
+
+
+def test_a_statement_of_another_kind_is_refused_in_words(trained):
+    model = trained("talks", "sft", "talks")
+    stated = json.loads((model / FILE).read_text())
+    for wrong in ("x", ["x"], {"texts": 2}):
+        (model / FILE).write_text(json.dumps({**stated, "writing": wrong}))
+        with pytest.raises(ValueError, match="does not say where the model comes from"):
+            read_provenance(model)

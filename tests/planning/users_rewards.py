@@ -3,6 +3,7 @@
 import re
 import sys
 import time
+from difflib import SequenceMatcher
 
 
 def verl(data_source, solution_str, ground_truth, extra_info=None):
@@ -48,6 +49,36 @@ def constant(prompt, response, fields):
 
 def reads_another_column(prompt, response, fields):
     return float(response == fields["anwser"])
+
+
+def of_another_column(prompt, response, fields):
+    """Wrong: the answer stands elsewhere; but the form is rewarded."""
+    return 0.1 * ("<answer>" in response) + float(fields.get("solution", "none") in response)
+
+
+def trl_of_another_column(completions, **kwargs):
+    truths = kwargs.get("solution", [""] * len(completions))
+    return [0.1 * ("<answer>" in c) + float(t != "" and t in c) for c, t in zip(completions, truths, strict=True)]
+
+
+def default_that_stays(solution_str, ground_truth, answer=None):
+    return 0.1 * ("<answer>" in solution_str) + float(answer is not None and answer in solution_str)
+
+
+def distance(prompt, response, fields):
+    return 1.0 - SequenceMatcher(None, response, fields["answer"]).ratio()
+
+
+def columns_by_name(response, **columns):
+    return float(columns["answer"] in response)
+
+
+def answer_by_default(response, answer=None):
+    return float(answer in response)
+
+
+def only_by_name(*, prompt, response, fields):
+    return float(fields["answer"] in response)
 
 
 def not_too_long(prompt, response, fields):

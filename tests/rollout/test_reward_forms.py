@@ -141,7 +141,14 @@ def test_our_own_by_name_in_any_order_and_by_place():
 
     assert said(parts, rows(fields)) == [17.0, 15.0]
     assert said(lambda response: float(len(response)), rows()) == [7.0, 7.0]
-    assert form_of(lambda prompt, response, fields, scale=2.0: 0.0) == Form()
+    assert said(parts, rows({**fields, "scale": 3.0})) == [18.0, 15.0], "a column with the name of a default"
+    assert form_of(lambda prompt, response, fields: 0.0) == Form()
+
+    def by_name(*, prompt, response, fields):
+        return float(len(prompt)) + fields["answer"].count("4")
+
+    assert said(by_name, rows(fields)) == [16.0, 16.0]
+    assert said(lambda response, **columns: float(columns["answer"] in response), rows(fields)) == [1.0, 0.0]
 
 
 def test_a_batch_by_its_name_or_its_annotation():

@@ -153,7 +153,7 @@ def outcomes_of_batch(returned: Any, batch: RewardBatch) -> list[Outcome]:
     try:
         if isinstance(returned, Mapping) and (values := returned.get("rewards", returned.get("scores"))) is not None:
             returned = _with_logs(values, returned.get("extra_logs"), len(batch))
-        if isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
+        if isinstance(returned, str | bytes | Mapping | set | frozenset) or not isinstance(returned, Iterable):
             raise WrongValue(f"returned {short(returned)}, expected one value for each of {len(batch)} responses")
         values = list(returned)
         if len(values) != len(batch):

@@ -204,7 +204,11 @@ def form_of(function: Callable[..., Any]) -> Form:
         raise _refusal(parameters, f"they are of {' and of '.join(STYLES[name].words for name in marked)}")
     if marked:
         (name,) = marked
-        return _by_name(name, named, parameters)._replace(waits=waits, others=others and name != "fields")
+        form = _by_name(name, named, parameters)
+        if name == "fields" and form.names == tuple(OURS) and not (others or form.may):
+            by_place = all(p.kind is not p.KEYWORD_ONLY for p in named)
+            return Form(waits=waits) if by_place else form._replace(waits=waits)
+        return form._replace(waits=waits, others=others)
     if [p.kind is p.KEYWORD_ONLY or not _is_batch(p) for p in needed] == [False]:
         return Form("batch", waits=waits, places=())
     raise _refusal(parameters, _why_unknown([p.name for p in needed]))
@@ -244,11 +248,9 @@ def _by_name(style: str, named: Sequence[inspect.Parameter], every: Sequence[ins
         raise _refusal(every, f"{foreign[0]} is none of these; the record's columns stand in `fields`")
     places = tuple(p.name for p in named if p.kind is p.POSITIONAL_ONLY and (p.name in given or _is_needed(p)))
     names = tuple(p.name for p in named if (p.name in given or _is_needed(p)) and p.name not in places)
-    if style == "fields" and names == tuple(OURS):
-        return Form()
     rest = frozenset(p.name for p in named) - {*names, *places}
-    # TRL gives a parameter with a default the column of its name; verl and OpenRLHF do not.
-    kept, may = (frozenset(NOT_GIVEN), rest) if style == "trl" else (rest, frozenset())
+    # TRL gives a parameter with a default the column of its name, and so do we; verl and OpenRLHF do not.
+    kept, may = (frozenset(NOT_GIVEN), rest) if style in ("trl", "fields") else (rest, frozenset())
     return Form(style, places=places, names=names, keeps=kept, may=may)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import hashlib
 import inspect
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -17,8 +18,8 @@ from megarlhf.config import RewardConfig
 from megarlhf.rollout.rewards.answers import ANSWER, answers_of, end_of_solution
 from megarlhf.rollout.rewards.calls import load_function
 from megarlhf.rollout.rewards.format_rules import FORMAT_RULES
-from megarlhf.rollout.rewards.forms import Form, form_of
-from megarlhf.rollout.rewards.numerals import last_number, number_of
+from megarlhf.rollout.rewards.forms import Form, form_of, truth_of
+from megarlhf.rollout.rewards.numerals import last_number, number_of, with_plain_signs
 from megarlhf.rollout.rewards.verifiers import VERIFIERS
 
 Rule = Callable[[str, str, Mapping[str, Any]], Any]
@@ -26,10 +27,15 @@ Rule = Callable[[str, str, Mapping[str, Any]], Any]
 
 
 def exact_match(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
-    """1 if the response is one of the record's answers, white space around both aside; else 0. Where the answer is a
-    list in JSON text, the response may also be that text."""
-    answers, said = answers_of(fields), response.strip()
-    return float(said in answers or (isinstance(fields[ANSWER], str) and said == fields[ANSWER].strip()))
+    """1 if the response is one of the record's answers, white space around both aside; else 0. Signs of Unicode that
+    look alike are the same (a minus, letters with combining accents). Where the answer is a list in JSON text, the
+    response may also be that text."""
+    answers = [*answers_of(fields), *([fields[ANSWER]] if isinstance(fields[ANSWER], str) else [])]
+    return float(_alike(response) in map(_alike, answers))
+
+
+def _alike(text: str) -> str:
+    return unicodedata.normalize("NFC", with_plain_signs(text)).strip()
 
 
 def numeric_match(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
@@ -169,12 +175,16 @@ def field_check(name: str) -> Callable[[Mapping[str, Any]], None]:
     """A function that raises ValueError for a record's fields with which the rule cannot work, so that nothing is
     generated first. The user's own rule names what it needs in an attribute, `required_fields`."""
     needed = _needed(name)
+    form = form_of_rule(name)
+    reads_truth = not {"ground_truth", "ground_truths"}.isdisjoint({*form.names, *form.places})
 
     def check(fields: Mapping[str, Any]) -> None:
         try:
             for field in needed:
                 _field(fields, field)
             _ANSWERS.get(name, lambda fields: None)(fields)
+            if reads_truth:
+                truth_of(fields)
         except ValueError as error:
             raise ValueError(f"reward rule {name!r}: {error}") from error
 

@@ -21,7 +21,7 @@ Fields = Mapping[str, Any]
 _BOX = re.compile(r"\\boxed\s*{")
 _BETWEEN = re.compile(r"[\s,;$]*(?:(?:and|or)\b)?[\s,;$]*(?:\w+\s*=\s*)?")
 """Between boxes that are one answer together."""
-_SET_APART = re.compile(r"\\boxed|\$|\\\(|\\\[")
+_SET_APART = re.compile(r"\\boxed|(?<!\\)\$|\\\(|\\\[")
 
 
 def math_verify(prompt: str, response: str, fields: Fields, *, seconds: int = 5) -> Mapping[str, float]:
