@@ -196,8 +196,8 @@ _SHAPES: tuple[tuple[frozenset[str], str], ...] = (
 PAIR_ADAPTERS = ("openai_messages", "ms_swift", "nemo_rl")
 """Adapters that make preference pairs of rows without `chosen` and `rejected`."""
 _ALSO_CALLED = {
-    "prompt": ("question", "query", "instruction", "input", "problem", "user", "context_messages"),
-    "response": ("completion", "output", "answer", "solution", "target", "reply", "extra_info.answer"),
+    "prompt": ("question", "query", "instruction", "input", "inputs", "problem", "user", "context_messages"),
+    "response": ("completion", "output", "answer", "solution", "target", "targets", "reply", "extra_info.answer"),
     "chosen": ("preferred", "better", "winner", "accepted", "chosen_response"),
     "rejected": ("dispreferred", "worse", "loser", "rejected_response", "not_chosen"),
     "answer": (

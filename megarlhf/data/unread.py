@@ -175,6 +175,12 @@ _THOUGHTS: Rules = _rules(
     "looks like a thought before the answer, of which nothing would be learnt: make messages by an adapter of yours, "
     "with the thought under 'reasoning_content' of the assistant's message",
 )
+_NAME_OF_THOUGHTS = re.compile("(?:^|_)(?:thinking|thoughts?|reasoning|rationale|cot)(?:_|$)", re.IGNORECASE)
+_THOUGHTS_ELSEWHERE = (
+    lambda value: any(map(_words, value if isinstance(value, list) else [value])),
+    _THOUGHTS["thought"][1],
+)
+"""Of columns such as `thinking_trajectories` and `Complex_CoT`."""
 _THOUGHTS_OF_PAIRS = {name: _THOUGHTS[name] for name in ("reasoning_content", "thinking", "thought")}
 """Others, such as `rationale`, may be those of the judge."""
 _BESIDE_MESSAGES: Rules = {
@@ -235,7 +241,8 @@ def require_read(record: Mapping[str, Any], kind: Kind, messages: Sequence[Mappi
     """Raises: ValueError for a column that would change what is learnt or asked of such a record, and that says more
     than a part of one of its `messages`."""
     for name, value in record.items():
-        for says, meaning in (rules[name] for rules in _RULES[kind] if name in rules):
+        thought = [_THOUGHTS_ELSEWHERE] if _THOUGHTS in _RULES[kind] and _NAME_OF_THOUGHTS.search(name) else []
+        for says, meaning in [rules[name] for rules in _RULES[kind] if name in rules] or thought:
             stands_there = says in (_text, _words, _given) and _in_a_message(value, messages)
             if value is not None and says(value) and not stands_there:
                 raise ValueError(

@@ -28,7 +28,7 @@ from megarlhf.planning.encoders import prompt_encoder
 from megarlhf.rollout.rewards.answers import answers_of, end_of_solution, listed_in, texts_of_answer
 from megarlhf.rollout.rewards.batch import RewardBatch, short
 from megarlhf.rollout.rewards.format_rules import FORMAT_RULES
-from megarlhf.rollout.rewards.forms import Form, without_partials
+from megarlhf.rollout.rewards.forms import Form, first_of, without_partials
 from megarlhf.rollout.rewards.numerals import number_of
 from megarlhf.rollout.rewards.rules import RULES, form_of_rule, load_rule, rule_with
 from megarlhf.rollout.rewards.score import RewardSource, make_source
@@ -203,10 +203,10 @@ class _Try:
 
     def _rights(self, sample: PromptSample, form: Form) -> list[str]:
         """Right answers of a record, two at most: what a solution ends with stands before the solution."""
-        fields, nested = sample.fields, sample.fields.get("reward_model")
+        fields = sample.fields
         names = [name for name in form.needed_columns if name in _TRUTHS] + ["ground_truth"]
         values = [fields.get(name) for name in names]
-        values.append(nested.get("ground_truth") if isinstance(nested, Mapping) else None)
+        values.append(first_of(fields, ("reward_model.ground_truth",)))
         values += [fields.get(name) for name in (*_TRUTHS, *form.needed_columns)]
         found: dict[str, None] = {}
         for value in [fields.get("answer"), *values] if self.reward.rule in RULES else values:

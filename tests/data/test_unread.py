@@ -186,6 +186,16 @@ def test_columns_that_are_not_read_are_named_with_the_set(tmp_path, monkeypatch)
     assert notes[0].endswith("columns that are not read: a (in 1), b (in 1)")
 
 
+@pytest.mark.parametrize("name", ["thinking_trajectories", "deepseek_thinking_trajectory", "Complex_CoT"])
+def test_thoughts_under_names_of_their_own_are_refused(chatml, name):
+    """As in s1K and medical-o1; a switch or a number of that name is none."""
+    encode = SFTEncoder(**ANSWERS).by(chatml)
+    for value in ("Seven and eight are 15.", ["Seven and eight are 15."]):
+        with pytest.raises(ValueError, match=f"'{name}' = .* looks like a thought .*not_read: {name}"):
+            encode(0, {**TEXTS, name: value})
+    assert encode(0, {**TEXTS, name: 512, "reasoning_effort": "high"}) == encode(0, TEXTS)
+
+
 def test_a_margin_that_is_not_read_is_counted(chatml):
     pair = {"prompt": "37+48?", "chosen": "85", "rejected": "75", "margin": 2.0}
     made = PairEncoder(**ANSWERS).by(chatml)(0, pair)

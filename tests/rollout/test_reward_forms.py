@@ -5,14 +5,15 @@ processes, which call the same (test_reward_pool.py); what a start makes of the 
 """
 
 import functools
+import json
 import re
 
 import pytest
 import torch
 
-from megarlhf.rollout.rewards.batch import RewardBatch, Untold
+from megarlhf.rollout.rewards.batch import RewardBatch, Untold, WrongValue
 from megarlhf.rollout.rewards.calls import call
-from megarlhf.rollout.rewards.forms import Form, form_of
+from megarlhf.rollout.rewards.forms import Form, form_of, truth_of
 
 VERL = {
     "data_source": "openai/gsm8k",
@@ -115,6 +116,14 @@ def test_trl_with_conversations_of_several_tasks():
 
     batch = rows({"task": "maths", "answer": "42"}, {"task": "code", "level": 3}, messages=asked)
     assert said(maths, batch) == [1.0, None]
+
+
+def test_a_truth_in_json_text():
+    """As Parquet files may keep verl's column."""
+    fields = {"reward_model": json.dumps({"style": "rule", "ground_truth": "42"})}
+    assert said(lambda solution_str, ground_truth: float(ground_truth in solution_str), rows(fields)) == [1.0, 0.0]
+    with pytest.raises(WrongValue, match="reads ground_truth"):
+        truth_of({"reward_model": "rule"})
 
 
 def test_openrlhf():

@@ -5,7 +5,9 @@ The standard library only, as `batch.py`.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,22 +42,26 @@ class Style:
 
 def label_of(fields: Fields) -> Any:
     """The right answer, as OpenRLHF's servers and functions are given it; None where the record has none."""
-    return _first(fields, _LABELS)
+    return first_of(fields, _LABELS)
 
 
 def truth_of(fields: Fields) -> Any:
     """The right answer, as verl's functions are given it. Raises: WrongValue where the record has none."""
-    found = _first(fields, _TRUTHS)
+    found = first_of(fields, _TRUTHS)
     if found is None:
         names = ", ".join(map(repr, fields)) or "none"
         raise WrongValue(f"reads ground_truth, and the record has none of {', '.join(_TRUTHS)}; its columns: {names}")
     return found
 
 
-def _first(fields: Fields, names: Iterable[str]) -> Any:
+def first_of(fields: Fields, names: Iterable[str]) -> Any:
+    """The first column that is there, of names such as `answer` and `reward_model.ground_truth`; None without any."""
     for name in names:
         column, _, within = name.partition(".")
         value = fields.get(column)
+        if within and isinstance(value, str):  # JSON text, as files of Parquet may keep it
+            with contextlib.suppress(ValueError):
+                value = json.loads(value)
         if within:
             value = value.get(within) if isinstance(value, Mapping) else None
         if value is not None:
