@@ -18,7 +18,7 @@ from megarlhf.data.jinja_chat import STANDARD_ROLES
 from megarlhf.data.record_fields import missing, present, shown, text_of
 from megarlhf.data.templates import Conversation, Template
 from megarlhf.data.text.json_text import parse_text, with_lists
-from megarlhf.data.text.messages import messages_of, without_weights
+from megarlhf.data.text.messages import messages_of, require_order, without_weights
 from megarlhf.data.unread import require_no_messages, require_read
 
 Record = Mapping[str, Any]
@@ -150,7 +150,7 @@ def _with_answers(record: Record) -> Conversation:
     require_read(record, "texts")
     behind = _messages(record, "response")
     before, whole = len(asked.messages), [*asked.messages, *behind]
-    _require_order(whole, "response")
+    require_order(whole, "response")
     weighed = {number for number, message in enumerate(whole) if "weight" in message}
     return replace(asked, messages=without_weights(whole), unlearnt=frozenset({*range(before), *weighed}))
 
@@ -225,7 +225,7 @@ def _compared(record: Record, asked: Conversation | None, sides: list[list[dict[
     if sides[0] == sides[1]:
         raise EmptyText("chosen equals rejected")
     for name, side in zip(("chosen", "rejected"), sides, strict=True):
-        _require_order(side, name)
+        require_order(side, name)
         if side[-1]["role"] != "assistant":
             raise ValueError(f"{name!r} ends with a message of {side[-1]['role']!r}; expected the assistant's answer")
     if _common(*sides) != sides[0][:-1] or len(sides[0]) != len(sides[1]):
@@ -316,7 +316,7 @@ def _require_no_conversation(record: Record) -> None:
 def conversation_of(record: Record, column: str) -> Conversation:
     """The messages of a column, with the record's `system` and `tools`. Raises: ValueError."""
     messages = _with_system(record, _messages(record, column))
-    _require_order(messages, column)
+    require_order(messages, column)
     unlearnt = frozenset(number for number, message in enumerate(messages) if "weight" in message)
     return Conversation(without_weights(messages), tools_of(record), unlearnt, variables_of(record))
 
@@ -376,27 +376,6 @@ def variables_of(record: Record) -> dict[str, Any]:
             f"{RESERVED_VARIABLES[reserved[0]]}"
         )
     return {name: value for name, value in given.items() if value not in (None, "", [], {})}
-
-
-def _require_order(messages: Sequence[Mapping[str, Any]], column: str) -> None:
-    """Raises: ValueError for an order that is a mistake in every template."""
-    roles = [message["role"] for message in messages]
-    for number, role in enumerate(roles):
-        before, remedy = roles[:number], "correct the order"
-        if role == "assistant" and before[-1:] == ["assistant"]:
-            problem = "follows another of 'assistant', with nothing between that it answers"
-        elif role == "assistant" and not {"user", "tool"} & set(before) and set(before) <= {"system", "developer"}:
-            problem = "answers nothing: no message of the user stands before it"
-            remedy = (
-                "leave such records out, as the adapter sharegpt does, or drop that message, by an adapter of yours"
-            )
-        elif role == "tool" and "assistant" not in before:
-            problem = "is a tool's answer, and no assistant has called one before"
-        else:
-            continue
-        raise ValueError(
-            f"field {column!r}, message {number + 1} of {role!r} {problem} (roles: {', '.join(roles)}); {remedy}"
-        )
 
 
 def _spoken(conversation: Conversation) -> Conversation:

@@ -158,6 +158,27 @@ def _marked(message: dict[str, Any], where: str) -> dict[str, Any]:
     return {**message, "weight": 0} if message["role"] == "assistant" and not all(flags.values()) else message
 
 
+def require_order(messages: Sequence[Mapping[str, Any]], column: str) -> None:
+    """Raises: ValueError for an order that is a mistake in every template."""
+    roles = [message["role"] for message in messages]
+    for number, role in enumerate(roles):
+        before, remedy = roles[:number], "correct the order"
+        if role == "assistant" and before[-1:] == ["assistant"]:
+            problem = "follows another of 'assistant', with nothing between that it answers"
+        elif role == "assistant" and not {"user", "tool"} & set(before) and set(before) <= {"system", "developer"}:
+            problem = "answers nothing: no message of the user stands before it"
+            remedy = (
+                "leave such records out, as the adapter sharegpt does, or drop that message, by an adapter of yours"
+            )
+        elif role == "tool" and "assistant" not in before:
+            problem = "is a tool's answer, and no assistant has called one before"
+        else:
+            continue
+        raise ValueError(
+            f"field {column!r}, message {number + 1} of {role!r} {problem} (roles: {', '.join(roles)}); {remedy}"
+        )
+
+
 def without_weights(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{key: part for key, part in message.items() if key != "weight"} for message in messages]
 
