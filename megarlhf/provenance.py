@@ -60,10 +60,9 @@ class Provenance:
         tree: dict[str, Any] = json.loads(text)
         named = {name: tree.get(name) for name in ("reference", "adapter_of")}
         weights = {name: None if stated is None else Weights(**stated) for name, stated in named.items()}
-        if not all(
-            isinstance(each, Mapping) for each in (tree.get("writing") or {}, *(tree.get("writing") or {}).values())
-        ):
-            raise ValueError(f"writing is {tree['writing']!r}")
+        writing = tree.get("writing") or {}
+        if not all(isinstance(each, Mapping) for each in (writing, *writing.values())):
+            raise ValueError(f"writing is {writing!r}")
         return cls(**{**tree, "base": Weights(**tree["base"]), **weights})
 
 

@@ -249,7 +249,7 @@ def several_answers(row: Mapping[str, Any]) -> list[str]:
 
 
 def _has_texts(value: Any) -> bool:
-    return value is None or (isinstance(value, str | list | Mapping) and not isinstance(value, bool))
+    return value is None or isinstance(value, str | list | Mapping)
 
 
 def hint(missing: str, row: Mapping[str, Any]) -> str:

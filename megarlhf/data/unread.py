@@ -1,7 +1,7 @@
 """Columns of a record that change what should be learnt from it, and that nothing reads: refused by name, or counted.
 
-Ordinary columns (`id`, `source`, `score`) pass. In prompts all columns are fields for the rewards, but those that only
-a prompt can mean (`images`, `documents`) are refused there too.
+Ordinary columns (`id`, `source`, `score`) pass, and are named with their set. In prompts all columns are fields for the
+rewards, but those that only a prompt can mean (`images`, `documents`) are refused there too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MESSAGES_AS_TEXT = re.compile(r"""\ufeff?\s*\[\s*\{\s*["'](role|from|content|va
 
 
 def counted(sample_type: type, record: Mapping[str, Any]) -> Iterator[str]:
-    """What others would not learn as it stands, in words by which it is counted."""
+    """Words by which a record is counted that others would not learn as it stands."""
     if sample_type is SFTSample:
         for name in _JUDGEMENTS:
             if name in record and _off(record[name]):
@@ -180,7 +180,7 @@ _THOUGHTS_ELSEWHERE = (
     lambda value: any(map(_words, value if isinstance(value, list) else [value])),
     _THOUGHTS["thought"][1],
 )
-"""Of columns such as `thinking_trajectories` and `Complex_CoT`."""
+"""The rule of columns such as `thinking_trajectories` and `Complex_CoT`."""
 _THOUGHTS_OF_PAIRS = {name: _THOUGHTS[name] for name in ("reasoning_content", "thinking", "thought")}
 """Others, such as `rationale`, may be those of the judge."""
 _BESIDE_MESSAGES: Rules = {

@@ -234,3 +234,12 @@ def test_a_module_that_cannot_be_imported_is_told_with_its_line(tmp_path, monkey
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=r"my_broken_rules fails when .*NameError.*my_broken_rules\.py:2\)"):
         load_rule("my_broken_rules:f")
+
+
+@pytest.mark.parametrize(
+    "response, answer, expected",
+    [("-5", "\N{MINUS SIGN}5", 1.0), ("\N{EN DASH}5", "-5", 1.0), ("cafe\N{COMBINING ACUTE ACCENT}", "café", 1.0),
+     ("a1_234", "a1234", 0.0), ("1 000", "1000", 0.0), ("1990\N{EN DASH}1995", "1990-1995", 0.0), ("5", "-5", 0.0)],
+)  # fmt: skip
+def test_exact_match_takes_signs_that_look_alike_for_one_and_nothing_else(response, answer, expected):
+    assert exact_match("q", response, {"answer": answer}) == expected

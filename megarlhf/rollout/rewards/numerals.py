@@ -21,10 +21,15 @@ _ALONE = re.compile(rf"\$?(?:[-+]{_CURRENCY}?|{_CURRENCY}[-+]?)?{_DIGITS}\$?")
 _SPACED = re.compile(r"((?<=[=:(\[{,≈])[ \t]*|\A\s*)-[ \t]+(?=\\?[$€£¥₹]?\.?\d)")
 
 
+def with_plain_minus(text: str) -> str:
+    """Every minus as `-`, and a dash where it stands for one."""
+    text = text.translate(dict.fromkeys(map(ord, _MINUS), "-"))
+    return re.sub(rf"(?<![\w)])[{_DASHES}](?=\s*\\?[$€£¥₹]?\s*\.?\d)", "-", text)
+
+
 def with_plain_signs(text: str) -> str:
     """Every minus as `-`, a dash where it stands for one; thousands without special spaces and `_`."""
-    text = text.translate(dict.fromkeys(map(ord, _MINUS), "-"))
-    text = re.sub(rf"(?<![\w)])[{_DASHES}](?=\s*\\?[$€£¥₹]?\s*\.?\d)", "-", text)
+    text = with_plain_minus(text)
     return re.sub(rf"(?<=\d)[{_SPACES}_](?=\d{{3}}(?!\d))", "", text)
 
 

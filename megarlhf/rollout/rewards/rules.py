@@ -19,7 +19,7 @@ from megarlhf.rollout.rewards.answers import ANSWER, answers_of, end_of_solution
 from megarlhf.rollout.rewards.calls import load_function
 from megarlhf.rollout.rewards.format_rules import FORMAT_RULES
 from megarlhf.rollout.rewards.forms import Form, form_of, truth_of
-from megarlhf.rollout.rewards.numerals import last_number, number_of, with_plain_signs
+from megarlhf.rollout.rewards.numerals import last_number, number_of, with_plain_minus
 from megarlhf.rollout.rewards.verifiers import VERIFIERS
 
 Rule = Callable[[str, str, Mapping[str, Any]], Any]
@@ -35,7 +35,7 @@ def exact_match(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
 
 
 def _alike(text: str) -> str:
-    return unicodedata.normalize("NFC", with_plain_signs(text)).strip()
+    return unicodedata.normalize("NFC", with_plain_minus(text)).strip()
 
 
 def numeric_match(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
