@@ -44,7 +44,7 @@ unexport PYTHONDONTWRITEBYTECODE
 	bench-gpu-logprob bench-gpu-packed bench-gpu-prompts bench-resume bench-data bench-rewards bench-rollout \
 	bench-rehearsal bench-fits bench-parallel test \
 	test-matrix test-slow test-gpu test-peers test-published test-slurm test-faults slurm-scripts lint docs \
-	doctor lock clean
+	count doctor lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -195,6 +195,9 @@ lint: venv ## ruff (lint and format) and mypy
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(PY) -m mypy
+
+count: ## lines, folders, names, docstrings and words at commits: make count COMMITS='OLD NEW'
+	$(PY) -m tools.count $(COMMITS)
 
 # An environment of its own: the site needs neither torch nor anything else of $(VENV).
 DOCS_VENV ?= build/docs-venv
