@@ -26,7 +26,7 @@ from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.models.packed_attention import packed_attention
 from megarlhf.models.tree_attention import kernel_for, plain_attention
-from megarlhf.observe.phases import Phases
+from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.packed_rows import packed_row
 from megarlhf.parallel.packing import forward_cost
 from megarlhf.rollout.bank import Bank

@@ -61,7 +61,7 @@ def gap_with_head(head: str, model: Path, prompts: Path) -> dict[str, Any]:
 
     from megarlhf.config import RLConfig
     from megarlhf.data.tokenizer import load_tokenizer
-    from megarlhf.observe.phases import Phases
+    from megarlhf.observe.watch.phases import Phases
     from megarlhf.rollout.bank import Bank
     from megarlhf.runtime import RankInfo, initialize
     from megarlhf.trainers.prompts import load_prompts

@@ -33,7 +33,7 @@ from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.experience import Experience, Ragged, Rollouts
 from megarlhf.models.role import Role
-from megarlhf.observe.phases import Phases
+from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.parallel.step import Loss, StepResult
 from megarlhf.rollout.bank import Bank

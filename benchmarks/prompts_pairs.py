@@ -27,7 +27,7 @@ from benchmarks.prompts_work import looked_at
 from megarlhf.config import DPOConfig, RMConfig, SFTConfig
 from megarlhf.data.sample_kinds import PairSample, SFTSample
 from megarlhf.models.role import build_role
-from megarlhf.observe.phases import Phases
+from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.runtime import RankInfo, Runtime, initialize
 from megarlhf.trainers.bad_steps import BadSteps, Failures, Update

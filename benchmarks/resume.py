@@ -34,9 +34,9 @@ from megarlhf.config import CheckpointConfig, RoleConfig
 from megarlhf.models.role import Role, build_role
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.micro_batch import MicroBatch
-from megarlhf.resume.checkpointer import Checkpointer
-from megarlhf.resume.point import Position, find_points, read_manifest
-from megarlhf.resume.restore import Identity
+from megarlhf.resume.points.checkpointer import Checkpointer
+from megarlhf.resume.points.point import Position, find_points, read_manifest
+from megarlhf.resume.points.restore import Identity
 from megarlhf.resume.signals import StopRequest
 from megarlhf.runtime import RankInfo, Runtime, initialize, shutdown
 from megarlhf.trainers.sft import NextTokenLoss

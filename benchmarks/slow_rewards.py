@@ -30,7 +30,7 @@ import yaml
 
 from benchmarks.machine import ROOT, machine
 from benchmarks.packing_workload import Sizes, write_model
-from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.rollout.rewards.batch import RewardBatch
 
 SIZES = Sizes(vocab=4096, hidden=384, layers=6, heads=6, kv_heads=6, intermediate=1024)

@@ -42,7 +42,7 @@ from benchmarks.trl_compare import Setting, start_ours, start_theirs
 from benchmarks.trl_data import Data, Step, prepare_tiny, step_of
 from benchmarks.trl_figures import CURVES, machine_of
 from benchmarks.trl_task import Task, read_records, right, write_records, write_task
-from megarlhf.resume.file_digest import digest_of
+from megarlhf.resume.points.file_digest import digest_of
 
 COMPARISON = dataclasses.replace(COMPARISONS["grpo_mixed"], peers=COMPARISONS["grpo_mixed"].peers[:1])
 """Of each side the way that `make bench-trl` compares on lengths as they come."""

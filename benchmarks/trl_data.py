@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from benchmarks.packing_workload import Kind, Sizes, text_of, write_model
 from benchmarks.trl_task import RULE, read_records, write_records, write_task
-from megarlhf.resume.file_digest import digest_of_directory
+from megarlhf.resume.points.file_digest import digest_of_directory
 
 Command = Literal["grpo", "sft", "rm"]
 SUPERVISED = {

@@ -8,7 +8,7 @@ class Interrupted(Exception):
 
 
 class WatchdogInterrupt(BaseException):
-    """Raised by the watchdog in the main thread of a rank whose phase has passed its limit; `observe/watchdog.py`.
+    """Raised by the watchdog in the main thread of a rank whose phase has passed its limit.
 
     Not an `Exception`: a user's function that takes every exception for a reward of 0 must not take this one.
     """

@@ -16,8 +16,8 @@ import yaml
 from megarlhf.commands import cli, launch
 from megarlhf.config import EvaluateConfig, FrozenModel, GenerateConfig, RLConfig, SFTConfig, load_config
 from megarlhf.errors import WatchdogTimeout
-from megarlhf.observe.metrics import read_metrics
-from megarlhf.resume.lock import Lock
+from megarlhf.observe.records.metrics import read_metrics
+from megarlhf.resume.claim.lock import Lock
 from megarlhf.resume.signals import StopRun
 from megarlhf.runtime import Runtime
 from megarlhf.trainers import evaluate, generate, rl

@@ -22,8 +22,8 @@ from benchmarks.faults.runs import differences, results
 from megarlhf.commands.cli import COMMANDS
 from megarlhf.commands.cli import main as megarlhf
 from megarlhf.config import load_config
-from megarlhf.observe.metrics import read_metrics
-from megarlhf.observe.progress import make_console
+from megarlhf.observe.records.metrics import read_metrics
+from megarlhf.observe.terminal.progress import make_console
 from tests.chat_model import write_chat_model, write_silent_model
 from tests.ranks import RankPool
 from tools.demo_chat.figures import responses

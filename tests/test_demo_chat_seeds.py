@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from megarlhf.config import RLConfig, SFTConfig, load_config
-from megarlhf.observe.profile import CURVE
-from megarlhf.observe.progress import make_console
-from megarlhf.observe.run_directory import FINISHED_FILE
+from megarlhf.observe.records.run_directory import FINISHED_FILE
+from megarlhf.observe.terminal.progress import make_console
+from megarlhf.observe.watch.profile import CURVE
 from megarlhf.planning.batch import rl_batch_numbers
-from megarlhf.planning.without_effect import without_effect
+from megarlhf.planning.unused_keys import without_effect
 from tests.chat_model import write_chat_model
 from tests.command import ROOT, outside_a_run
 from tests.test_demo_chat import SMALL

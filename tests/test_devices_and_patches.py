@@ -22,7 +22,7 @@ CUDA_IN = (
     "rollout/vllm_build.py",
     "kernels/",
     "rehearsal/margin.py",
-    "planning/gpu_environment.py",
+    "planning/machine/gpu_environment.py",
 )
 PATCHES_IN = (
     "parallel/process_groups.py",

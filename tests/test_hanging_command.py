@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.records.metrics import read_metrics
 from tests.command import megarlhf
 from tests.distributed.hanging_run import RULES, hanging_run, line_of
 

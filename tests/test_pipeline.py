@@ -20,7 +20,7 @@ from megarlhf.commands.cli import main
 from megarlhf.data.samples import build_pairs
 from megarlhf.data.sources import load_records
 from megarlhf.data.tokenizer import load_tokenizer
-from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.records.metrics import read_metrics
 from tests.command import succeed
 from tests.ranks import RankPool
 from tools.demo.make_data import Recipe, write_all

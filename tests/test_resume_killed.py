@@ -13,7 +13,7 @@ import pytest
 from benchmarks.faults import random_faults
 from benchmarks.faults.runs import Case, Reference, Site, differences, results
 from benchmarks.faults.trial import NotHappened, Trial
-from megarlhf.resume.point import find_points
+from megarlhf.resume.points.point import find_points
 from tests.distributed.test_rl_layouts import config as rl_config
 from tests.ranks import RankPool
 

@@ -16,8 +16,8 @@ import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megarlhf.observe.copy_progress import bytes_bar
-from megarlhf.resume.file_digest import digest_of
+from megarlhf.observe.terminal.copy_progress import bytes_bar
+from megarlhf.resume.points.file_digest import digest_of
 from megarlhf.weights.checkpoint.staging import Staging
 
 ROOT = Path(__file__).parents[1] / "build" / "pretrained"

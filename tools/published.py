@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarlhf.resume.file_digest import digest_of
+from megarlhf.resume.points.file_digest import digest_of
 from megarlhf.weights.checkpoint.staging import Staging
 from tools.pretrained import download
 

@@ -18,7 +18,7 @@ from benchmarks.faults.record import Record, Result, summary
 from benchmarks.faults.runs import Site, generator
 from benchmarks.faults.trial import CannotHappen, NotHappened, Trial
 from benchmarks.machine import ROOT, machine
-from megarlhf.planning.nodes import source_digest
+from megarlhf.planning.machine.nodes import source_digest
 
 ATTEMPTS = 8
 CORES = 2

@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.faults.processes import Command
 from benchmarks.faults.record import Result
 from benchmarks.faults.trial import NotHappened, Trial
-from megarlhf.resume.point import find_points
+from megarlhf.resume.points.point import find_points
 
 _making = threading.Lock()
 WRITING_SECONDS = 0.12

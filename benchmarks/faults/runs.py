@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from benchmarks.faults.processes import Command
-from megarlhf.observe.measured import reproducible
+from megarlhf.observe.records.cost_metrics import reproducible
 from tools.demo.make_data import Recipe, write_all
 
 STEPS = {"sft": 24, "rl": 5}

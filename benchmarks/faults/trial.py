@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.faults.processes import Command
 from benchmarks.faults.record import Result
 from benchmarks.faults.runs import Case, Reference, Site, contents, differences, has_step, results, rows
-from megarlhf.resume.point import Position, find_points
+from megarlhf.resume.points.point import Position, find_points
 
 _PARTIAL = re.compile(r"\.step_(\d+)(?:_update_(\d+))?\.partial")
 _FROM = re.compile(r"from\s+resume/step_(\d+)(?:_update_(\d+))?")

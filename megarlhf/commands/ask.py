@@ -31,8 +31,8 @@ def is_asked(arguments: argparse.Namespace) -> bool:
 def ask(arguments: argparse.Namespace, argv: list[str]) -> int:
     """Check, and become the ranks."""
     from megarlhf.commands import launch
-    from megarlhf.planning.determinism import environment
-    from megarlhf.planning.gpu_environment import gpu_environment
+    from megarlhf.planning.machine.determinism import environment
+    from megarlhf.planning.machine.gpu_environment import gpu_environment
     from megarlhf.planning.preflight import preflight
     from megarlhf.runtime import RankInfo, detect_rank
 

@@ -21,7 +21,7 @@ def calibrate(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     from megarlhf.commands import launch
 
     launch.silence_libraries()
-    from megarlhf.planning.nodes import require_gpus
+    from megarlhf.planning.machine.nodes import require_gpus
     from megarlhf.rehearsal.calibrate import require_writable
     from megarlhf.runtime import RankInfo, capabilities, detect_rank
 

@@ -286,13 +286,13 @@ def _dispatch(arguments: argparse.Namespace, argv: list[str]) -> int:
         print(script(arguments.shell, parser(), own, configurations()), end="")
         return 0
     if arguments.command == "report":
-        from megarlhf.observe.report import write_report
+        from megarlhf.observe.report.page import write_report
 
         write_report([Path(run_dir) for run_dir in arguments.run_dirs], Path(arguments.out), title=arguments.title)
         print(f"wrote {arguments.out}")
         return 0
     if arguments.command == "compare":
-        from megarlhf.observe.compare import compare
+        from megarlhf.observe.report.compare import compare
 
         compare([Path(run_dir) for run_dir in arguments.run_dirs], Path(arguments.out), title=arguments.title)
         print(f"wrote {arguments.out}")
@@ -319,8 +319,8 @@ def _dispatch(arguments: argparse.Namespace, argv: list[str]) -> int:
 def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], command: Command, cfg: Any) -> int:
     """Check the run once, in the process that starts the ranks or on the first of them, and run it."""
     from megarlhf.commands import launch
-    from megarlhf.planning.determinism import environment
-    from megarlhf.planning.gpu_environment import gpu_environment
+    from megarlhf.planning.machine.determinism import environment
+    from megarlhf.planning.machine.gpu_environment import gpu_environment
     from megarlhf.planning.preflight import check_layouts, preflight
     from megarlhf.runtime import RankInfo, detect_rank
 

@@ -15,8 +15,8 @@ import torch
 
 from megarlhf.architectures.placements import logical_tensors
 from megarlhf.commands.convert_arguments import parse
-from megarlhf.observe.copy_progress import bytes_bar, count_bar
-from megarlhf.observe.progress import make_console, table
+from megarlhf.observe.terminal.copy_progress import bytes_bar, count_bar
+from megarlhf.observe.terminal.progress import make_console, table
 from megarlhf.weights.checkpoint.checksums import check_checksums, has_checksums
 from megarlhf.weights.checkpoint.conversion import DTYPES, HuggingFaceTarget, MegatronTarget, Target, convert
 from megarlhf.weights.checkpoint.describe import describe

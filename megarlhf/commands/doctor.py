@@ -24,7 +24,7 @@ from packaging.version import Version
 from rich.console import Console
 from rich.text import Text
 
-from megarlhf.observe.progress import make_console, table
+from megarlhf.observe.terminal.progress import make_console, table
 
 if TYPE_CHECKING:
     from megarlhf.runtime import Capabilities  # it imports torch

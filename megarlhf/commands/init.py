@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from megarlhf.config import DataConfig, load_config
-from megarlhf.planning.first_config import ROLE, Draft, Machine, choose_layout, text_of
-from megarlhf.planning.first_look import Command, DataLook, ModelLook, look_at_data, look_at_model
+from megarlhf.planning.data.rewards import rule_for_answers
+from megarlhf.planning.init.configuration import ROLE, Draft, Machine, choose_layout, text_of
+from megarlhf.planning.init.inspection import Command, DataLook, ModelLook, look_at_data, look_at_model
 from megarlhf.planning.preflight import preflight
-from megarlhf.planning.rewards import rule_for_answers
 from megarlhf.runtime import GPU, capabilities
 
 

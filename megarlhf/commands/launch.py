@@ -32,9 +32,9 @@ import torch.distributed as dist
 from megarlhf import runtime
 from megarlhf.collective_errors import on_first_rank
 from megarlhf.commands.process_tree import PARENT
-from megarlhf.planning.determinism import require_deterministic_device
-from megarlhf.planning.nodes import check_nodes, require_gpus
-from megarlhf.resume.point import find_points
+from megarlhf.planning.machine.determinism import require_deterministic_device
+from megarlhf.planning.machine.nodes import check_nodes, require_gpus
+from megarlhf.resume.points.point import find_points
 from megarlhf.resume.signals import (
     INTERRUPTED,
     KEEP_EARLY,

@@ -10,7 +10,7 @@ from statistics import fmean
 
 from megarlhf.commands.plan_arguments import parser
 from megarlhf.config import RLConfig, load_config
-from megarlhf.observe.progress import make_console, table
+from megarlhf.observe.terminal.progress import make_console, table
 from megarlhf.planning.weight_traffic import (
     ORDERS,
     TransferReport,

@@ -123,7 +123,7 @@ def _writing(out: Path) -> Iterator[None]:
 
 
 def _one(arguments: argparse.Namespace) -> int:
-    from megarlhf.observe.progress import make_console
+    from megarlhf.observe.terminal.progress import make_console
     from megarlhf.rehearsal.console import print_result
     from megarlhf.rehearsal.page import check_out, write
     from megarlhf.rehearsal.progress import shown
@@ -143,7 +143,7 @@ def _one(arguments: argparse.Namespace) -> int:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
-    from megarlhf.observe.progress import make_console
+    from megarlhf.observe.terminal.progress import make_console
     from megarlhf.rehearsal.progress import shown
     from megarlhf.rehearsal.run_sweep import check_sweep_out, print_sweep, run_sweep, write_sweep
     from megarlhf.rehearsal.sweep import parse_axes

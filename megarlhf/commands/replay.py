@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarlhf.commands import launch
-from megarlhf.planning.legality import check_role
-from megarlhf.resume.changes import TrainingConfig
+from megarlhf.planning.layout import check_role
+from megarlhf.resume.claim.config_changes import TrainingConfig
 from megarlhf.runtime import RankInfo, detect_rank
 from megarlhf.trainers.failures import Failure
 

@@ -10,7 +10,7 @@ from megarlhf.architectures.trained import count_trained, in_words
 from megarlhf.architectures.vllm_adapters import MAX_RANK, MODEL_TYPES
 from megarlhf.config import DPOConfig, GenerateConfig, RLConfig, RoleConfig
 from megarlhf.config.shared_base import why_apart
-from megarlhf.planning.policies import AnyConfig, head_of, trained_roles, trained_tensors_of
+from megarlhf.planning.machine.capabilities import AnyConfig, head_of, trained_roles, trained_tensors_of
 from megarlhf.weights.checkpoint.peft import notes_of, require_readable_by_peft
 
 

@@ -16,7 +16,7 @@ from megarlhf.data.templates import Template, chat_template
 from megarlhf.data.tokenizer import first_difference, load_tokenizer
 from megarlhf.data.tokenizer_files import has_tokenizer
 from megarlhf.data.tokenizer_formats.comparison import changed_text, read_otherwise
-from megarlhf.planning.policies import trained_tensors_of
+from megarlhf.planning.machine.capabilities import trained_tensors_of
 from megarlhf.weights.checkpoint.dtype import has_weights
 from megarlhf.weights.checkpoint.formats.megatron.tokenizers import tokenizer_in_words
 from megarlhf.weights.checkpoint.open_checkpoint import Checkpoint, open_checkpoint, require_scalar_head

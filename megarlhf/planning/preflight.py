@@ -21,11 +21,10 @@ from megarlhf.config import (
 from megarlhf.config.ask import AskConfig
 from megarlhf.layout import MeshLayout
 from megarlhf.memory import available_bytes
-from megarlhf.observe.progress import make_console, table
-from megarlhf.observe.run_directory import require_writable_output
-from megarlhf.observe.wandb_run import require_wandb
+from megarlhf.observe.records.run_directory import require_writable_output
+from megarlhf.observe.records.wandb_run import require_wandb
+from megarlhf.observe.terminal.progress import make_console, table
 from megarlhf.planning.adapters import check_trained
-from megarlhf.planning.anchor import check_anchor
 from megarlhf.planning.batch import (
     BatchNumber,
     dpo_batch_numbers,
@@ -33,17 +32,25 @@ from megarlhf.planning.batch import (
     schedule_notes,
     supervised_batch_numbers,
 )
-from megarlhf.planning.data import check_data, same_data
-from megarlhf.planning.ends import end_notes, scorer_notes
-from megarlhf.planning.legality import check_role
+from megarlhf.planning.data.end_tokens import end_notes, scorer_notes
+from megarlhf.planning.data.first_rows import check_data, same_data
+from megarlhf.planning.data.formatting import check_writing
+from megarlhf.planning.data.rewards import check_rules, try_rewards
+from megarlhf.planning.data.unread_fields import check_unread_fields
+from megarlhf.planning.data.whole_sets import look_at_all_records
+from megarlhf.planning.kl_reference import check_anchor
+from megarlhf.planning.layout import check_role
+from megarlhf.planning.machine.capabilities import (
+    AnyConfig,
+    check_host_memory,
+    check_kernels,
+    draws,
+    head_of,
+    host_bytes,
+)
 from megarlhf.planning.models import check_heads, check_retokenized, check_vocabularies
-from megarlhf.planning.policies import AnyConfig, check_host_memory, check_kernels, draws, head_of, host_bytes
-from megarlhf.planning.rewards import check_rules, try_rewards
-from megarlhf.planning.unread_fields import check_unread_fields
-from megarlhf.planning.whole_sets import look_at_all_records
-from megarlhf.planning.without_effect import changed_meanings, rarely_meant, without_effect
-from megarlhf.planning.writing import check_writing
-from megarlhf.resume.claim import require_usable, require_writable, strangers_in
+from megarlhf.planning.unused_keys import changed_meanings, rarely_meant, without_effect
+from megarlhf.resume.claim.on_existing import require_usable, require_writable, strangers_in
 from megarlhf.rollout.rewards.accuracy import accuracy_of
 from megarlhf.rollout.vllm_arguments import cpu_experts_multiple, cpu_head_sizes, unknown_arguments
 from megarlhf.runtime import capabilities

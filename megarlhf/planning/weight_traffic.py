@@ -20,7 +20,7 @@ from megarlhf.architectures.placements import padded_vocab_size, vllm_placements
 from megarlhf.config import RLConfig
 from megarlhf.layout import MeshLayout, engine_order
 from megarlhf.placement import RankPlacements
-from megarlhf.planning.legality import check_role
+from megarlhf.planning.layout import check_role
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
 from megarlhf.weights.plan.copy_plan import CopyPlan, make_plan
 from megarlhf.weights.plan.tiers import TieredPlan, least_received_by_node, make_tiers, traffic_between_nodes

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import yaml
 
 from megarlhf.memory import available_bytes
-from megarlhf.observe.progress import Progress
+from megarlhf.observe.terminal.progress import Progress
 from megarlhf.rehearsal.calibrate_host import host_seconds
 from megarlhf.rehearsal.calibrate_messages import make_groups, mean_over_ranks, measure_collectives, num_collectives
 from megarlhf.rehearsal.calibrate_work import (

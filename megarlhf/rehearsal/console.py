@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from megarlhf.observe.progress import format_number, table
+from megarlhf.observe.terminal.progress import format_number, table
 from megarlhf.rehearsal.page_time import percent
 from megarlhf.rehearsal.page_wire import size, summed, way
 from megarlhf.rehearsal.result import PhaseRow, RankResult, Result

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from megarlhf.observe.charts import TEMPLATE
+from megarlhf.observe.report.charts import TEMPLATE
 from megarlhf.rehearsal.page_parts import colours_of
 from megarlhf.rehearsal.result import RankResult
 from megarlhf.rehearsal.words import GIB, gib

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from megarlhf.observe.records import LENGTHS_FILE
+from megarlhf.observe.records.step_records import LENGTHS_FILE
 
 FORMS = "constant:N, uniform:LOW,HIGH, lognormal:mean=M,sigma=S, a file of numbers, or the directory of an earlier run"
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from megarlhf.observe.html_page import check_replaceable, document, write_whole, written_by
-from megarlhf.observe.progress import format_duration
+from megarlhf.observe.report.html_page import check_replaceable, document, write_whole, written_by
+from megarlhf.observe.terminal.progress import format_duration
 from megarlhf.rehearsal.curve import SCRIPT
 from megarlhf.rehearsal.page_memory import (
     curve_section,

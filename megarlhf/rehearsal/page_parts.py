@@ -6,7 +6,7 @@ import html
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megarlhf.observe.progress import format_number
+from megarlhf.observe.terminal.progress import format_number
 from megarlhf.rehearsal.result import RankResult
 
 COLOURS = {

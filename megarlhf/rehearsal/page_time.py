@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarlhf.observe.charts import PALETTE, TEMPLATE
-from megarlhf.observe.progress import format_number
+from megarlhf.observe.report.charts import PALETTE, TEMPLATE
+from megarlhf.observe.terminal.progress import format_number
 from megarlhf.rehearsal.page_parts import folded, long, number, panel, paragraph, table, text
 from megarlhf.rehearsal.result import Result, StepTime
 from megarlhf.rehearsal.words import NO_TIME, shown_steps

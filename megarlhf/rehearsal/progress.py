@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from megarlhf.observe.progress import format_duration
+from megarlhf.observe.terminal.progress import format_duration
 from megarlhf.rehearsal.processes import DONE, At, Told
 from megarlhf.rehearsal.request import Request
 

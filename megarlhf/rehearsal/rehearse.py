@@ -338,7 +338,7 @@ def _host(rank: RankResult) -> list[HostRow]:
         HostRow(
             name="a resume point's copy of the state",
             nbytes=0 if (written := rank.resume_point) is None else written.host_bytes,
-            source="counted: what this rank writes, copied before it is written (resume/writer.py)",
+            source="counted: what this rank writes, copied before it is written (resume/points/writer.py)",
         ),
     ]
 

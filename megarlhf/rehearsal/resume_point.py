@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megarlhf.rehearsal.interfaces import without_modes
-from megarlhf.resume.file_digest import FileDigest
-from megarlhf.resume.point import Point
-from megarlhf.resume.writer import Content, Outcome, Writer, own_items
+from megarlhf.resume.points.file_digest import FileDigest
+from megarlhf.resume.points.point import Point
+from megarlhf.resume.points.writer import Content, Outcome, Writer, own_items
 from megarlhf.runtime import Runtime
 
 

@@ -11,10 +11,10 @@ from typing import Any
 from rich.console import Console
 
 from megarlhf.config import dump_config, roles_of
-from megarlhf.observe.html_page import check_replaceable, write_whole
-from megarlhf.observe.progress import table
+from megarlhf.observe.report.html_page import check_replaceable, write_whole
+from megarlhf.observe.terminal.progress import table
 from megarlhf.planning.batch import dpo_batch_numbers, rl_batch_numbers, supervised_batch_numbers
-from megarlhf.planning.legality import check_role
+from megarlhf.planning.layout import check_role
 from megarlhf.rehearsal.processes import RankFailed, Told
 from megarlhf.rehearsal.rehearse import rehearse
 from megarlhf.rehearsal.request import Request

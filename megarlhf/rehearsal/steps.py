@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megarlhf.config import ProfileConfig
 from megarlhf.config.watchdog import WatchdogConfig
-from megarlhf.observe.phases import OpenPhase, Phases
+from megarlhf.observe.watch.phases import OpenPhase, Phases
 from megarlhf.runtime import Runtime
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import count_elements
 from megarlhf.config import DPOConfig, RLConfig, roles_of
-from megarlhf.planning.policies import head_of
+from megarlhf.planning.machine.capabilities import head_of
 from megarlhf.rehearsal.result import Result
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
 

@@ -14,7 +14,7 @@ from megarlhf.config.ask import AskConfig
 from megarlhf.data.sample_kinds import sample_of
 from megarlhf.data.samples import PromptSample, Unusable, reading_in_words
 from megarlhf.data.tokenizer import load_tokenizer
-from megarlhf.planning.encoders import prompt_encoder
+from megarlhf.planning.data.encoders import prompt_encoder
 from megarlhf.rollout.engine import sample_seed
 from megarlhf.rollout.rewards.score import response_texts
 from megarlhf.runtime import Runtime

@@ -22,15 +22,15 @@ import torch
 from megarlhf.collective_errors import from_first_rank
 from megarlhf.config import SkipConfig, dump_config
 from megarlhf.models.role import Role
-from megarlhf.observe.phases import Phases
-from megarlhf.observe.run_directory import CONFIG_FILE, CONFIG_HEADER
+from megarlhf.observe.records.run_directory import CONFIG_FILE, CONFIG_HEADER
+from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.megatron_cpu import norm_of
 from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout
 from megarlhf.parallel.step import Loss, StepResult
-from megarlhf.resume import role_state
-from megarlhf.resume.changes import TrainingConfig
-from megarlhf.resume.kept_weights import KeptWeights, keep_weights
-from megarlhf.resume.restore import layout_in_words
+from megarlhf.resume.claim.config_changes import TrainingConfig
+from megarlhf.resume.points import sharded_state
+from megarlhf.resume.points.kept_weights import KeptWeights, keep_weights
+from megarlhf.resume.points.restore import layout_in_words
 from megarlhf.trainers.failures import POINT, Failure, plain, rank_file
 
 log = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ class Failures:
             gradient_norm=result.grad_norm,
             denominators={name: value for name, value in vars(loss).items() if type(value) is int},
             coefficients={name: value for name, value in vars(loss).items() if name in CHANGING},
-            counters=role_state.counters(role),
+            counters=sharded_state.counters(role),
             layout=layout_in_words(role),
             world_size=role.mesh.runtime.world_size,
         )

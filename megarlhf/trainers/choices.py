@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megarlhf.config.choices import BestConfig, PatienceConfig, Watched, watched
-from megarlhf.observe.metrics import Metric
+from megarlhf.observe.records.metrics import Metric
 
 
 class Patience:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megarlhf.algo.calibration import pair_report
 from megarlhf.algo.intervals import Estimate, mean_of, pass_at_k_of, ratio_of, share_of, ties_of, wins_of
-from megarlhf.observe.metrics import Metric
-from megarlhf.observe.progress import table
+from megarlhf.observe.records.metrics import Metric
+from megarlhf.observe.terminal.progress import table
 
 REPORT = "eval.json"
 """In the run directory."""

@@ -19,7 +19,7 @@ from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.experience import Rollouts
 from megarlhf.models.role import Role
-from megarlhf.observe.phases import Phases
+from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.residency import Residency, Turn
 from megarlhf.rollout.engine import sample_seed
 from megarlhf.rollout.rewards.accuracy import accuracy_metrics, accuracy_of

@@ -21,7 +21,7 @@ from megarlhf.data.samples import PairSample, SFTSample
 from megarlhf.data.texts import Text
 from megarlhf.models.role import Role
 from megarlhf.parallel.micro_batch import MicroBatch
-from megarlhf.planning.encoders import text_encoder
+from megarlhf.planning.data.encoders import text_encoder
 from megarlhf.trainers.dpo_loss import response_logprobs, sequence_sums
 from megarlhf.trainers.eval_figures import Figures, of_pairs, of_texts
 from megarlhf.trainers.objective import Objective, Sample

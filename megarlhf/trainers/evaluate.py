@@ -13,13 +13,13 @@ from megarlhf.data.samples import PairSample, SFTSample
 from megarlhf.errors import RewardError, WatchdogTimeout
 from megarlhf.experience import Rollouts
 from megarlhf.models.role import Role, build_role
-from megarlhf.observe.phases import Phases
-from megarlhf.observe.watchdog import watched_phases
+from megarlhf.observe.watch.phases import Phases
+from megarlhf.observe.watch.watchdog import watched_phases
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.residency import Residency
-from megarlhf.planning.policies import head_of
-from megarlhf.resume.claim import NO_STEPS_LEFT, finish
-from megarlhf.resume.identity import digest_of_adapter, digest_of_samples, identity_of_weights
+from megarlhf.planning.machine.capabilities import head_of
+from megarlhf.resume.claim.identity import digest_of_adapter, digest_of_samples, identity_of_weights
+from megarlhf.resume.claim.on_existing import NO_STEPS_LEFT, finish
 from megarlhf.rollout.rewards.score import response_texts
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.eval_figures import INTERVALS, REPORT, Figures, as_json, as_table, metrics_of

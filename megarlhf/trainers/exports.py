@@ -17,7 +17,7 @@ from megarlhf.collective_errors import on_first_rank, raise_on_all_ranks
 from megarlhf.config import CheckpointConfig
 from megarlhf.models.role import Role
 from megarlhf.provenance import FILE, Provenance
-from megarlhf.resume.point import SET_ASIDE, Position
+from megarlhf.resume.points.point import SET_ASIDE, Position
 from megarlhf.trainers.choices import Best
 from megarlhf.weights.checkpoint.staging import sync
 

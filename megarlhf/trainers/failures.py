@@ -3,7 +3,7 @@
 failure.json     which step, why it was skipped, its numbers
 config.yaml      the resolved configuration of the run
 rank_RRRRR.pt    a rank's micro-batches; rank_RRRRR.json: the norms of its gradients
-point/           the role's weights before the step: a resume point without optimizer (`resume/kept_weights.py`)
+point/           the role's weights before the step: a resume point without optimizer (`resume/points/kept_weights.py`)
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from megarlhf.config import DPOConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, load_config, roles_of
-from megarlhf.observe.run_directory import CONFIG_FILE
-from megarlhf.resume.changes import TrainingConfig
+from megarlhf.observe.records.run_directory import CONFIG_FILE
+from megarlhf.resume.claim.config_changes import TrainingConfig
 
 FAILURE_FILE = "failure.json"
 POINT = "point"

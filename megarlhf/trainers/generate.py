@@ -21,11 +21,11 @@ from megarlhf.data.samples import PromptSample
 from megarlhf.errors import RewardError, WatchdogTimeout
 from megarlhf.experience import Rollouts
 from megarlhf.models.role import build_role
-from megarlhf.observe.metrics import Metric
-from megarlhf.observe.phases import Phases
-from megarlhf.observe.watchdog import watched_phases
+from megarlhf.observe.records.metrics import Metric
+from megarlhf.observe.watch.phases import Phases
+from megarlhf.observe.watch.watchdog import watched_phases
 from megarlhf.parallel.mesh import GroupCache
-from megarlhf.resume.claim import NO_STEPS_LEFT, finish
+from megarlhf.resume.claim.on_existing import NO_STEPS_LEFT, finish
 from megarlhf.rollout.engine import RolloutEngine, sample_seed
 from megarlhf.rollout.rewards.accuracy import accuracy_metrics, accuracy_of
 from megarlhf.rollout.rewards.batch import RewardBatch

@@ -14,10 +14,10 @@ from megarlhf.config import ProfileConfig, RolloutConfig
 from megarlhf.config.watchdog import WatchdogConfig
 from megarlhf.models.role import Role
 from megarlhf.models.weights import CHECKPOINTS, WeightSource
-from megarlhf.observe.phases import Phases
-from megarlhf.observe.profile import recorded_phases
+from megarlhf.observe.watch.phases import Phases
+from megarlhf.observe.watch.profile import recorded_phases
 from megarlhf.parallel.residency import HostMemory
-from megarlhf.resume.writer import Writer
+from megarlhf.resume.points.writer import Writer
 from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.prompts import make_engine

@@ -20,7 +20,7 @@ from megarlhf.layout import engine_order
 from megarlhf.model_directory import end_tokens
 from megarlhf.models.role import Role
 from megarlhf.models.settings import DTYPES
-from megarlhf.planning.encoders import prompt_encoder
+from megarlhf.planning.data.encoders import prompt_encoder
 from megarlhf.rollout.engine import RolloutEngine, Sampling, StopStrings
 from megarlhf.rollout.rewards.accuracy import accuracy_of
 from megarlhf.rollout.rewards.rules import field_check

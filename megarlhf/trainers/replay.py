@@ -29,10 +29,10 @@ from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.micro_batch import MicroBatch, TokenSpans, scatter_to_micro_batch
 from megarlhf.parallel.not_finite import MODEL, LossModule, NotFinite, first_not_finite
 from megarlhf.parallel.step import Loss
-from megarlhf.resume.changes import TrainingConfig, compare
-from megarlhf.resume.kept_weights import find_weights
-from megarlhf.resume.restore import layout_in_words
-from megarlhf.resume.role_state import is_tied_copy, layers_of
+from megarlhf.resume.claim.config_changes import TrainingConfig, compare
+from megarlhf.resume.points.kept_weights import find_weights
+from megarlhf.resume.points.restore import layout_in_words
+from megarlhf.resume.points.sharded_state import is_tied_copy, layers_of
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.bad_steps import load_kept
 from megarlhf.trainers.dpo_loss import PreferenceLoss

@@ -13,11 +13,11 @@ from megarlhf.config import RLConfig
 from megarlhf.config.algo import GROUPED
 from megarlhf.data.loader import ShuffledBatches, batches_of, mixture_in_words
 from megarlhf.data.tokenized import by_record
-from megarlhf.observe.phases import seconds_of
-from megarlhf.planning.anchor import anchor_notes
-from megarlhf.resume.claim import NO_STEPS_LEFT
+from megarlhf.observe.watch.phases import seconds_of
+from megarlhf.planning.kl_reference import anchor_notes
+from megarlhf.resume.claim.on_existing import NO_STEPS_LEFT
+from megarlhf.resume.points.stateful import Stateful
 from megarlhf.resume.signals import StopRequest, StopRun
-from megarlhf.resume.state import Stateful
 from megarlhf.rollout.bank import Bank
 from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.runtime import Runtime

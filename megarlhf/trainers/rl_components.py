@@ -13,12 +13,11 @@ from megarlhf.config import RLConfig
 from megarlhf.data.companions import files_of_exports
 from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.models.role import Role, build_role
-from megarlhf.observe.phases import Phases
+from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.residency import Residency, Turn
-from megarlhf.planning.writing import writing_of_training
-from megarlhf.resume.file_digest import digest_of_directory
-from megarlhf.resume.identity import (
+from megarlhf.planning.data.formatting import writing_of_training
+from megarlhf.resume.claim.identity import (
     architecture_of,
     bases_of_adapters,
     digest_of_samples,
@@ -26,8 +25,9 @@ from megarlhf.resume.identity import (
     digest_of_weights,
     identity_of_weights,
 )
+from megarlhf.resume.points.file_digest import digest_of_directory
+from megarlhf.resume.points.stateful import Stateful
 from megarlhf.resume.signals import StopRequest
-from megarlhf.resume.state import Stateful
 from megarlhf.rollout.bank import Bank
 from megarlhf.rollout.engine import RolloutEngine, Sampling
 from megarlhf.rollout.rewards.rules import sources_of_rules

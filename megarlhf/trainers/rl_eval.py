@@ -18,8 +18,8 @@ from megarlhf.config import RewardConfig, RLConfig, StopConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.experience import Ragged, Rollouts
-from megarlhf.observe.metrics import Metric
-from megarlhf.observe.samples import Row, spread
+from megarlhf.observe.records.metrics import Metric
+from megarlhf.observe.records.sample_tables import Row, spread
 from megarlhf.rollout.rewards.accuracy import accuracy_metrics, accuracy_of
 from megarlhf.rollout.rewards.score import gather, make_source, share_of_rank
 from megarlhf.trainers.choices import Patience

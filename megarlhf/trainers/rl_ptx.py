@@ -21,8 +21,8 @@ from megarlhf.data.texts import Text
 from megarlhf.experience import Ragged
 from megarlhf.models.role import Role
 from megarlhf.parallel.micro_batch import MicroBatch, TokenSpans, repeat_on_micro_batch, scatter_to_micro_batch
-from megarlhf.planning.encoders import indexed_options, text_encoder
-from megarlhf.resume.identity import digest_of_samples
+from megarlhf.planning.data.encoders import indexed_options, text_encoder
+from megarlhf.resume.claim.identity import digest_of_samples
 
 WEIGHTS = "ptx_weights"
 """Column: the weight of each text token in the loss, 0 elsewhere."""

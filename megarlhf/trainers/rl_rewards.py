@@ -26,7 +26,7 @@ from megarlhf.errors import RewardError, WatchdogTimeout
 from megarlhf.experience import Experience, Ragged
 from megarlhf.kernels import packed_sums
 from megarlhf.models.role import Role
-from megarlhf.observe.phases import Phases
+from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.rollout.rewards.batch import Outcome, RewardBatch, short
 from megarlhf.rollout.rewards.score import (

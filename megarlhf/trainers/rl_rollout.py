@@ -15,7 +15,7 @@ from megarlhf.config import RLConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenized import records_of
 from megarlhf.experience import Experience, Rollouts
-from megarlhf.resume.changes import mathematics_of
+from megarlhf.resume.claim.config_changes import mathematics_of
 from megarlhf.rollout.bank import Bank
 from megarlhf.rollout.engine import KeptResponses, RolloutEngine, Sampling, sample_seed
 from megarlhf.trainers.rl_components import Components

@@ -15,7 +15,7 @@ from megarlhf.config import RLConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.experience import Experience, Rollouts
-from megarlhf.observe.samples import Row, spread
+from megarlhf.observe.records.sample_tables import Row, spread
 from megarlhf.rollout.rewards.score import text_of
 from megarlhf.trainers.rl_advantages import total_rewards
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import Tokenizer
 from megarlhf.experience import Experience
-from megarlhf.observe.metrics import Metric
+from megarlhf.observe.records.metrics import Metric
 from megarlhf.rollout.rewards.batch import short
 from megarlhf.rollout.rewards.score import text_of
 from megarlhf.trainers.rl_samples import OF_REWARD

@@ -13,7 +13,7 @@ from torch import Tensor
 from megarlhf.config import RLConfig
 from megarlhf.experience import Experience
 from megarlhf.models.role import Role
-from megarlhf.observe.metrics import Metric
+from megarlhf.observe.records.metrics import Metric
 from megarlhf.parallel.router_balance import ROUTER_AUX_LOSS
 from megarlhf.parallel.step import StepResult
 from megarlhf.rollout.engine import sample_seed

@@ -25,7 +25,7 @@ from megarlhf.models.role import Role
 from megarlhf.parallel.batching import owners_of_outputs
 from megarlhf.parallel.chunks import split_name
 from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout, TokenSpans, repeat_on_micro_batch
-from megarlhf.resume.identity import digest_of_samples
+from megarlhf.resume.claim.identity import digest_of_samples
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.objective import Metrics, Objective, ShouldStop
 from megarlhf.trainers.parts import Parts

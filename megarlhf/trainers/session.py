@@ -15,24 +15,24 @@ from megarlhf.collective_errors import from_first_rank, on_first_rank
 from megarlhf.config import FrozenModel, RLConfig, RunConfig
 from megarlhf.errors import Interrupted, RewardError, WatchdogTimeout
 from megarlhf.models.role import Role
-from megarlhf.observe.measured import measure
-from megarlhf.observe.metrics import Metric
-from megarlhf.observe.phases import Phases
-from megarlhf.observe.progress import Progress
-from megarlhf.observe.records import Records, open_records, require_readable_records
-from megarlhf.observe.run_directory import CONFIG_FILE
-from megarlhf.observe.samples import Kind, Row
-from megarlhf.observe.wandb_run import WandbRun
+from megarlhf.observe.records.cost_metrics import measure
+from megarlhf.observe.records.metrics import Metric
+from megarlhf.observe.records.run_directory import CONFIG_FILE
+from megarlhf.observe.records.sample_tables import Kind, Row
+from megarlhf.observe.records.step_records import Records, open_records, require_readable_records
+from megarlhf.observe.records.wandb_run import WandbRun
+from megarlhf.observe.terminal.progress import Progress
+from megarlhf.observe.watch.phases import Phases
 from megarlhf.provenance import Provenance
-from megarlhf.resume import point
-from megarlhf.resume.checkpointer import Checkpointer
-from megarlhf.resume.claim import Claim, claim, finish
-from megarlhf.resume.identity import History
-from megarlhf.resume.lock import LockError
-from megarlhf.resume.point import Position
-from megarlhf.resume.restore import Identity, MakeTable, Table, restore
+from megarlhf.resume.claim.identity import History
+from megarlhf.resume.claim.lock import LockError
+from megarlhf.resume.claim.on_existing import Claim, claim, finish
+from megarlhf.resume.points import point
+from megarlhf.resume.points.checkpointer import Checkpointer
+from megarlhf.resume.points.point import Position
+from megarlhf.resume.points.restore import Identity, MakeTable, Table, restore
+from megarlhf.resume.points.stateful import Stateful
 from megarlhf.resume.signals import StopRun
-from megarlhf.resume.state import Stateful
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.exports import Exports, point_at_best, set_exports_aside
 from megarlhf.trainers.training import Training, identity_of

@@ -21,19 +21,19 @@ from megarlhf.data.loader import batches_of, mixture_in_words
 from megarlhf.data.tokenized import Samples
 from megarlhf.errors import Interrupted
 from megarlhf.models.role import Role, build_role
-from megarlhf.observe.metrics import Metric
-from megarlhf.observe.phases import Phases, seconds_of
-from megarlhf.observe.progress import format_number
+from megarlhf.observe.records.metrics import Metric
+from megarlhf.observe.terminal.progress import format_number
+from megarlhf.observe.watch.phases import Phases, seconds_of
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.micro_batch import MicroBatch, prompts_computed
 from megarlhf.parallel.residency import Residency
 from megarlhf.parallel.router_balance import ROUTER_AUX_LOSS
-from megarlhf.planning.encoders import indexed_options
-from megarlhf.planning.writing import writing_of_training
-from megarlhf.resume.claim import NO_STEPS_LEFT
-from megarlhf.resume.identity import architecture_of, bases_of_adapters, digest_of_samples, identity_of_weights
+from megarlhf.planning.data.encoders import indexed_options
+from megarlhf.planning.data.formatting import writing_of_training
+from megarlhf.resume.claim.identity import architecture_of, bases_of_adapters, digest_of_samples, identity_of_weights
+from megarlhf.resume.claim.on_existing import NO_STEPS_LEFT
+from megarlhf.resume.points.stateful import Stateful
 from megarlhf.resume.signals import StopRequest
-from megarlhf.resume.state import Stateful
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.bad_steps import BadSteps, Failures, Update
 from megarlhf.trainers.choices import Best, Patience

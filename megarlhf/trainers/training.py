@@ -9,12 +9,12 @@ from typing import Any
 from megarlhf.config import CheckpointConfig, DPOConfig, FrozenModel, RLConfig, RMConfig, RunConfig, SFTConfig
 from megarlhf.models.role import Role
 from megarlhf.provenance import Weights, Writing
-from megarlhf.resume.changes import compare
-from megarlhf.resume.point import Position
-from megarlhf.resume.restore import Identity
+from megarlhf.resume.claim.config_changes import compare
+from megarlhf.resume.points.point import Position
+from megarlhf.resume.points.restore import Identity
+from megarlhf.resume.points.stateful import Stateful
+from megarlhf.resume.points.writer import Writer
 from megarlhf.resume.signals import StopRequest
-from megarlhf.resume.state import Stateful
-from megarlhf.resume.writer import Writer
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.choices import Best
 

@@ -12,7 +12,7 @@ import datasets
 import pytest
 
 from megarlhf.config import load_config
-from megarlhf.planning.data import same_data
+from megarlhf.planning.data.first_rows import same_data
 from megarlhf.planning.preflight import preflight
 from megarlhf.trainers.sft import SupervisedFineTuning
 from megarlhf.trainers.supervised import load_samples

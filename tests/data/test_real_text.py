@@ -15,9 +15,9 @@ from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder, build_
 from megarlhf.data.sources import load_records
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.experience import Ragged, Rollouts
-from megarlhf.observe.html_page import document
-from megarlhf.observe.report_samples import _text
-from megarlhf.observe.samples import SampleTables, read_table
+from megarlhf.observe.records.sample_tables import SampleTables, read_table
+from megarlhf.observe.report.html_page import document
+from megarlhf.observe.report.samples import _text
 from megarlhf.rollout.rewards.score import response_texts
 from tests.chat_model import write_chat_tokenizer
 

@@ -16,7 +16,7 @@ import pytest
 from megarlhf.data.columns import Columns, Writer, pack
 from megarlhf.data.samples import PairSample, PromptSample, SFTSample
 from megarlhf.data.tokenized import Joined, Selected, Stored, by_record, lengths_of, positions_of_shared, records_of
-from megarlhf.resume.identity import digest_of_samples
+from megarlhf.resume.claim.identity import digest_of_samples
 
 FIELDS = {
     "answer": "é\u2028 \U0001f600",

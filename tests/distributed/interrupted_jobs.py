@@ -19,9 +19,9 @@ from unittest import mock
 import torch.distributed as dist
 
 from megarlhf.commands import cli
-from megarlhf.observe.step_lines import StepLines
+from megarlhf.observe.records.jsonl import StepLines
 from megarlhf.parallel import step as training_step
-from megarlhf.resume import point, writer
+from megarlhf.resume.points import point, writer
 from megarlhf.runtime import Runtime
 from megarlhf.trainers import rm
 from tests.distributed.jobs import command_status
@@ -120,7 +120,7 @@ def command_that_hangs(runtime: Runtime, calls: int, owner: str, method: str, *a
 def stopped_rollout(runtime: Runtime, run: str, *argv: str) -> tuple[int, str, list[tuple[list[str], bool, bool]]]:
     """SIGTERM to rank 1 when the second rollout begins; status, words, and how things stand when the engine is closed:
     the resume points, whether the run is locked, whether the ranks can still talk."""
-    from megarlhf.resume.point import find_points
+    from megarlhf.resume.points.point import find_points
 
     engine, seen = "megarlhf.rollout.megatron_engine:MegatronEngine", []
 

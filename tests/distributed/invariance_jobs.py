@@ -18,7 +18,7 @@ from megarlhf.config import RLConfig, RMConfig, SFTConfig
 from megarlhf.experience import Ragged, Rollouts
 from megarlhf.models.build import placements_on
 from megarlhf.models.role import Role, build_role
-from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.parallel import step
 from megarlhf.parallel.chunks import chunks_of
 from megarlhf.rollout.megatron_engine import MegatronEngine

@@ -22,7 +22,7 @@ from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.models.role import Role, build_role
 from megarlhf.models.settings import DTYPES
 from megarlhf.models.weights import load_weights
-from megarlhf.observe.phases import Phases
+from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.batching import padded_length
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.micro_batch import MicroBatch

@@ -21,12 +21,12 @@ from megarlhf.parallel import step as training_step
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.residency import Tensors
-from megarlhf.resume import role_state
-from megarlhf.resume.checkpointer import Checkpointer
-from megarlhf.resume.point import Position
-from megarlhf.resume.restore import Identity
+from megarlhf.resume.points import sharded_state
+from megarlhf.resume.points.checkpointer import Checkpointer
+from megarlhf.resume.points.point import Position
+from megarlhf.resume.points.restore import Identity
+from megarlhf.resume.points.writer import Content, Outcome, Writer
 from megarlhf.resume.signals import StopRequest
-from megarlhf.resume.writer import Content, Outcome, Writer
 from megarlhf.runtime import Runtime
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 from megarlhf.weights.transport.storages import load_from_files
@@ -64,7 +64,7 @@ def write(writer: Writer, directory: Path, role: Role, **files: Any) -> Outcome:
         directory.mkdir(parents=True)
     dist.barrier()
     files |= {f"actor/{name}": content for name, content in role.companion_files().items()}
-    content = Content({"actor": role_state.sharded_state(role)}, {"actor": role_state.common(role, 3)}, files)
+    content = Content({"actor": sharded_state.sharded_state(role)}, {"actor": sharded_state.common(role, 3)}, files)
     writer.start(directory, content, lambda files: None)
     outcome = writer.poll(wait=True)
     while outcome is None:
@@ -86,12 +86,12 @@ def save_and_load(
     if source is None:
         train(role, 3)
     else:
-        role_state.load_state(role, Path(source) / "actor")
-        role_state.set_counters(role, {"optimizer_steps": 3, "scheduler_steps": 3})
+        sharded_state.load_state(role, Path(source) / "actor")
+        sharded_state.set_counters(role, {"optimizer_steps": 3, "scheduler_steps": 3})
     outcome = write(Writer(runtime), Path(target), role)
     assert outcome.error is None, outcome.error
     assert role.trainer is not None
-    return {**role_state.counters(role), "rate": role.trainer.learning_rate, "bytes": outcome.bytes}
+    return {**sharded_state.counters(role), "rate": role.trainer.learning_rate, "bytes": outcome.bytes}
 
 
 def save_and_load_streamed(runtime: Runtime, model: str, target: str) -> dict[str, Any]:
@@ -118,13 +118,13 @@ def save_and_load_streamed(runtime: Runtime, model: str, target: str) -> dict[st
         pieces, most[0] = role.parts.optimizer, 0
         assert write(Writer(runtime), Path(target), role).error is None
         found |= {"pieces": len(pieces), "written": most[0]}
-        before = role_state.sharded_state(role)
+        before = sharded_state.sharded_state(role)
         fresh = build(runtime, model, {}, "bf16", "lm", parameters=True, optimizer="stream")
         fresh.parts.residency.turn()
         pieces, most[0] = fresh.parts.optimizer, 0
-        role_state.load_state(fresh, Path(target) / "actor")
+        sharded_state.load_state(fresh, Path(target) / "actor")
         found["filled"] = most[0]
-        after = role_state.sharded_state(fresh)
+        after = sharded_state.sharded_state(fresh)
     pairs = [(before[name].data, after[name].data) for name in before]
     tensors = [(one, other) for one, other in pairs if isinstance(one, torch.Tensor)]
     found["equal"] = all(torch.equal(one, other) and bool(one.any()) for one, other in tensors)

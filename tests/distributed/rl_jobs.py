@@ -13,7 +13,7 @@ from megarlhf.config import RLConfig
 from megarlhf.data.sources import load_records
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.models.role import Role, build_role
-from megarlhf.observe.phases import Phases
+from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel import step
 from megarlhf.parallel.residency import RoleParts
 from megarlhf.runtime import Runtime

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megarlhf.observe.metrics import read_metrics
-from megarlhf.resume.point import find_points
+from megarlhf.observe.records.metrics import read_metrics
+from megarlhf.resume.points.point import find_points
 from tests.distributed.test_reward_runs import command
 from tests.ranks import RankPool
 from tests.rollout.test_http_reward import Server

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megarlhf.config import SFTConfig
 from megarlhf.models.role import Role, build_role
-from megarlhf.observe.metrics import read_metrics
-from megarlhf.observe.phases import Phases
+from megarlhf.observe.records.metrics import read_metrics
+from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.not_finite import first_not_finite
 from megarlhf.runtime import Runtime

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
-from megarlhf.observe.measured import reproducible
-from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.records.cost_metrics import reproducible
+from megarlhf.observe.records.metrics import read_metrics
 from tests.distributed.interrupted_jobs import command_until
 from tests.distributed.test_rl_layouts import config as rl_config
 from tests.ranks import RankPool
 
-BORDER = ("megarlhf.resume.checkpointer:Checkpointer", "border")
+BORDER = ("megarlhf.resume.points.checkpointer:Checkpointer", "border")
 EXPORTS = ("megarlhf.trainers.exports:Exports", "maybe_write")
 
 

@@ -17,7 +17,7 @@ import yaml
 from megarlhf.config import SFTConfig
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.model_directory import end_tokens
-from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.planning.preflight import preflight
 from tests.data.chat_styles import CHATML, said, write_chat_tokenizer
 from tests.distributed.tiny import write_tiny_llama

@@ -10,7 +10,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.records.metrics import read_metrics
 from tests.distributed.interrupted_jobs import command_until
 from tests.distributed.test_rl_layouts import config
 from tests.ranks import RankPool
@@ -54,7 +54,7 @@ def test_the_actor_waits_for_the_critic_also_over_a_resume(
     assert ["policy_loss" in row for row in rows] == [False, False, True]
     assert ["value_loss" in row for row in rows] == [True, True, True]
 
-    at = ("megarlhf.resume.checkpointer:Checkpointer", "border")
+    at = ("megarlhf.resume.points.checkpointer:Checkpointer", "border")
     killed = ranks.run(2, command_until, 3, *at, *argv, warm, f"run.dir={parts}")
     assert [outcome for outcome, _ in killed] == ["killed"] * 2
     ranks.run(2, "command", *argv, warm, f"run.dir={parts}")

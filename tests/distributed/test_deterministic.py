@@ -15,8 +15,8 @@ import pytest
 import torch
 import yaml
 
-from megarlhf.observe.measured import reproducible
-from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.records.cost_metrics import reproducible
+from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.provenance import FILE, read_provenance
 from megarlhf.runtime import Runtime
 from tests.distributed import jobs

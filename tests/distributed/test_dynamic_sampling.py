@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.records.metrics import read_metrics
 from tests.distributed.test_rl_layouts import config
 from tests.ranks import RankPool
 

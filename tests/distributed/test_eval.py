@@ -19,7 +19,7 @@ from megarlhf.algo.intervals import pass_at_k
 from megarlhf.data.samples import build_pairs
 from megarlhf.data.sources import load_records
 from megarlhf.data.tokenizer import load_tokenizer
-from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.records.metrics import read_metrics
 from tests.ranks import RankPool
 
 LAYOUTS = {"tp2": {"tp": 2}, "pp2": {"pp": 2}}

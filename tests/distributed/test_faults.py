@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.provenance import FILE as PROVENANCE
-from megarlhf.resume.point import Position, damaged_files, find_points, read_manifest
+from megarlhf.resume.points.point import Position, damaged_files, find_points, read_manifest
 from megarlhf.trainers.session import _require_steps_left
 from tests.distributed.interrupted_jobs import (
     command_on_a_full_disk,
@@ -256,8 +256,8 @@ def test_a_run_that_was_killed_after_its_last_step_ends_in_order(tmp_path: Path)
 @pytest.mark.parametrize(
     "phase, owner, method",
     [
-        ("build", "megarlhf.resume.point", "damaged_files"),
-        ("checkpoint", "megarlhf.observe.step_lines:StepLines", "flush"),
+        ("build", "megarlhf.resume.points.point", "damaged_files"),
+        ("checkpoint", "megarlhf.observe.records.jsonl:StepLines", "flush"),
     ],
 )
 def test_a_file_system_that_does_not_answer_is_late(

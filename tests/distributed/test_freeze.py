@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
-from megarlhf.resume import role_state
+from megarlhf.resume.points import sharded_state
 from megarlhf.runtime import Runtime
 from tests.distributed.interrupted_jobs import command_until
 from tests.distributed.test_resume import TRAIN, command_line, rows, weights
@@ -108,5 +108,5 @@ def test_a_point_with_all_layers_under_one_key_goes_on(
 
 
 def written_together(runtime: Runtime, *argv: str) -> str:
-    with mock.patch.object(role_state, "_trains_some", return_value=False):
+    with mock.patch.object(sharded_state, "_trains_some", return_value=False):
         return command_until(runtime, 3, TRAIN, "step", *argv)[0]

@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
-from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 from tests.distributed.lora import read_adapter, write_adapter
 from tests.distributed.test_resume import command_line, rows, weights

@@ -16,7 +16,7 @@ import yaml
 
 from megarlhf.config import RMConfig, SFTConfig
 from megarlhf.data.megatron_indexed import open_indexed
-from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.planning.preflight import preflight
 from tests.data.test_megatron_indexed import documents, write
 from tests.distributed.test_rl_layouts import config

@@ -11,8 +11,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from megarlhf.observe.measured import reproducible
-from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.records.cost_metrics import reproducible
+from megarlhf.observe.records.metrics import read_metrics
 from tests.distributed.interrupted_jobs import command_until
 from tests.distributed.test_rl_layouts import config
 from tests.ranks import RankPool

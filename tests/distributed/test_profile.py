@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from megarlhf.observe.measured import reproducible
-from megarlhf.observe.metrics import read_metrics
-from megarlhf.observe.profile import CURVE
+from megarlhf.observe.records.cost_metrics import reproducible
+from megarlhf.observe.records.metrics import read_metrics
+from megarlhf.observe.watch.profile import CURVE
 from tests.distributed.test_rl_layouts import config as rl_config
 from tests.ranks import RankPool
 

@@ -16,7 +16,7 @@ import yaml
 
 from megarlhf.data.texts import pieces
 from megarlhf.data.tokenizer import load_tokenizer
-from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.records.metrics import read_metrics
 from tests.distributed.compare import assert_gradients_equal
 from tests.distributed.interrupted_jobs import command_until
 from tests.distributed.test_rl_layouts import config

@@ -20,7 +20,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from megarlhf.resume import point
+from megarlhf.resume.points import point
 from megarlhf.runtime import Runtime
 from tests.apart import run_module
 from tests.distributed import jobs

@@ -19,16 +19,16 @@ import pytest
 import torch
 import yaml
 
-from megarlhf.observe.measured import reproducible
+from megarlhf.observe.records.cost_metrics import reproducible
 from megarlhf.provenance import Provenance, Weights
-from megarlhf.resume.point import find_points, read_manifest
+from megarlhf.resume.points.point import find_points, read_manifest
 from tests.distributed.interrupted_jobs import command_on_a_tight_disk, command_until, command_with_signal
 from tests.distributed.test_rl_layouts import config as rl_config
 from tests.ranks import RankPool
 
 STEPS = 5
 TRAIN = "megarlhf.parallel.step:Trainer"
-BORDER = "megarlhf.resume.checkpointer:Checkpointer"
+BORDER = "megarlhf.resume.points.checkpointer:Checkpointer"
 ENGINE = "megarlhf.rollout.megatron_engine:MegatronEngine"
 EXPORTS = "megarlhf.trainers.exports:Exports"
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarlhf.resume.point import damaged_files, find_points, read_manifest
+from megarlhf.resume.points.point import damaged_files, find_points, read_manifest
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 from tests.distributed.resume_jobs import (
     load_with_megatron,

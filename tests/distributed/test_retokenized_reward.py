@@ -17,7 +17,7 @@ from megarlhf.config import MicroBatchConfig, RewardConfig, RoleConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.experience import Experience, Ragged, Rollouts
-from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.runtime import Runtime
 from tests.classifiers import CHAT_TEMPLATE, LETTERS, write_classifier, write_tokenizer
 from tests.distributed.test_rl_layouts import config

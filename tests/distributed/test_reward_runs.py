@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.records.metrics import read_metrics
 from tests.distributed.test_rl_layouts import config
 from tests.ranks import RankPool
 from tests.rollout.test_classifier import write_tokenizer

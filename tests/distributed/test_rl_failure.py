@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import yaml
 
-from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.runtime import Runtime
 from tests.command import python
 from tests.distributed.interrupted_jobs import at_call

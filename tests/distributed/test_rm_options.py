@@ -14,8 +14,8 @@ from megarlhf.commands import cli
 from megarlhf.data.samples import build_pairs
 from megarlhf.data.sources import load_records
 from megarlhf.data.tokenizer import load_tokenizer
-from megarlhf.observe.measured import reproducible
-from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.records.cost_metrics import reproducible
+from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.rollout.rewards.classifier import Classifier
 from tests.classifiers import write_tokenizer
 from tests.ranks import RankPool

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.records.metrics import read_metrics
 from tests.distributed.test_rl_layouts import config as rl_config
 from tests.ranks import RankPool
 

@@ -15,11 +15,11 @@ import yaml
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
 from megarlhf.commands.cli import main
-from megarlhf.observe.measured import reproducible
-from megarlhf.observe.metrics import read_metrics
-from megarlhf.observe.records import LENGTHS_FILE
-from megarlhf.observe.samples import read_table, steps_of
-from megarlhf.observe.step_lines import read_lines
+from megarlhf.observe.records.cost_metrics import reproducible
+from megarlhf.observe.records.jsonl import read_lines
+from megarlhf.observe.records.metrics import read_metrics
+from megarlhf.observe.records.sample_tables import read_table, steps_of
+from megarlhf.observe.records.step_records import LENGTHS_FILE
 from megarlhf.rehearsal.lengths import Given, parse
 from tests.distributed.interrupted_jobs import command_until
 from tests.distributed.test_rl_layouts import config as rl_config

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarlhf.config import WatchdogConfig
-from megarlhf.observe.watchdog import watched_phases
+from megarlhf.observe.watch.watchdog import watched_phases
 from megarlhf.runtime import Runtime
 from tests.ranks import RankPool
 
@@ -20,7 +20,7 @@ def steps(runtime: Runtime, folder: str) -> tuple[list[str], list[dict[str, floa
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    log, laps = logging.getLogger("megarlhf.observe.stragglers"), []
+    log, laps = logging.getLogger("megarlhf.observe.watch.stragglers"), []
     log.addHandler(handler)
     with watched_phases(cfg, Path(folder), runtime) as phases:
         for step in range(3):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.records.metrics import read_metrics
 from tests.data.strangers import written
 from tests.ranks import RankPool
 

@@ -25,7 +25,7 @@ from megarlhf.models.role import build_role
 from megarlhf.parallel import step
 from megarlhf.parallel.chunks import split_name
 from megarlhf.parallel.mesh import GroupCache
-from megarlhf.resume.identity import digest_of_weights
+from megarlhf.resume.claim.identity import digest_of_weights
 from megarlhf.runtime import Runtime
 from megarlhf.trainers import replay
 from megarlhf.trainers.sft import SupervisedFineTuning

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from megarlhf.commands import cli
-from megarlhf.observe.compare import Final, compare, differing_keys, final_figures, intervals_of
-from megarlhf.observe.report import read_run
+from megarlhf.observe.report.compare import Final, compare, differing_keys, final_figures, intervals_of
+from megarlhf.observe.report.page import read_run
 from tests.observe.test_report import _Links, figures_of, make_run_dir
 
 SFT = [{"step": 1, "loss": 2.0, "eval_loss": 3.0, "grad_norm": 1.0}, {"step": 2, "loss": 1.5, "eval_loss": None}]

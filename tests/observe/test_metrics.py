@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megarlhf.observe.metrics import MetricsWriter, read_metrics
+from megarlhf.observe.records.metrics import MetricsWriter, read_metrics
 
 
 def lines(run_dir):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megarlhf.observe.phases import Phases, seconds_of
+from megarlhf.observe.watch.phases import Phases, seconds_of
 
 
 class Clock:

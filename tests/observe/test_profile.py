@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from megarlhf.config import ProfileConfig
-from megarlhf.observe import profile as recording
-from megarlhf.observe.phases import OpenPhase, Phases
-from megarlhf.observe.profile import CURVE, FOLDER, Recorder, memory_curve
+from megarlhf.observe.watch import profile as recording
+from megarlhf.observe.watch.phases import OpenPhase, Phases
+from megarlhf.observe.watch.profile import CURVE, FOLDER, Recorder, memory_curve
 from megarlhf.runtime import Runtime
 
 

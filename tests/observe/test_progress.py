@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from megarlhf.observe.progress import Progress, format_duration, format_number, table
+from megarlhf.observe.terminal.progress import Progress, format_duration, format_number, table
 
 
 class Clock:

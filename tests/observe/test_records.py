@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from megarlhf.observe import step_lines
-from megarlhf.observe.records import LENGTHS_FILE, open_records, require_readable_records
-from megarlhf.observe.step_lines import read_lines
+from megarlhf.observe.records import jsonl
+from megarlhf.observe.records.jsonl import read_lines
+from megarlhf.observe.records.step_records import LENGTHS_FILE, open_records, require_readable_records
 from megarlhf.rehearsal.lengths import Given, parse
 
 
@@ -68,12 +68,12 @@ def test_a_line_that_has_no_room_waits_until_a_resume_point_is_written(
     with open_records(tmp_path, None, None, lengths=True) as records:
         records.keep_lengths(1, [1], [2])
         with monkeypatch.context() as patched:
-            patched.setattr(step_lines.os, "write", full)
+            patched.setattr(jsonl.os, "write", full)
             records.keep_lengths(2, [3], [4])
         assert [row["step"] for row in kept(tmp_path)] == [1]
         assert "lengths.jsonl: " in caplog.text
         assert "bytes could not be written yet: no room" in caplog.text
-        assert step_lines.os.write is os.write
+        assert jsonl.os.write is os.write
         records.flush()
         assert [row["responses"] for row in kept(tmp_path)] == [[2], [4]]
 

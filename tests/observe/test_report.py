@@ -8,12 +8,12 @@ from html.parser import HTMLParser
 import plotly.graph_objects as go
 import pytest
 
-from megarlhf.observe import html_page
-from megarlhf.observe.chart_list import CHARTS, REWARD, Chart
-from megarlhf.observe.charts import Run, charts_of, figure, kind_of
-from megarlhf.observe.html_page import write_whole
-from megarlhf.observe.metrics import MetricsWriter
-from megarlhf.observe.report import render, write_report
+from megarlhf.observe.records.metrics import MetricsWriter
+from megarlhf.observe.report import html_page
+from megarlhf.observe.report.chart_list import CHARTS, REWARD, Chart
+from megarlhf.observe.report.charts import Run, charts_of, figure, kind_of
+from megarlhf.observe.report.html_page import write_whole
+from megarlhf.observe.report.page import render, write_report
 
 RL_ROWS = [
     {

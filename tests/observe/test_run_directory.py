@@ -6,7 +6,7 @@ Not covered: Weights & Biases' own folder, which stays. What a start does where 
 import pytest
 
 from megarlhf.config import GenerateConfig
-from megarlhf.observe.run_directory import files_of_a_run, require_writable_output
+from megarlhf.observe.records.run_directory import files_of_a_run, require_writable_output
 
 
 def test_a_report_of_a_start_that_hung_is_no_run_by_itself(tmp_path):

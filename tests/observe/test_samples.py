@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from megarlhf.observe.charts import Run
-from megarlhf.observe.report_samples import MAX_ROWS, section_of_samples
-from megarlhf.observe.run_directory import files_of_a_run
-from megarlhf.observe.samples import (
+from megarlhf.observe.records.run_directory import files_of_a_run
+from megarlhf.observe.records.sample_tables import (
     SampleTables,
     ShownTables,
     as_markdown,
@@ -24,6 +22,8 @@ from megarlhf.observe.samples import (
     spread,
     steps_of,
 )
+from megarlhf.observe.report.charts import Run
+from megarlhf.observe.report.samples import MAX_ROWS, section_of_samples
 
 NASTY = '</pre><script>alert("x")</script>\n# no heading & no *emphasis*'
 

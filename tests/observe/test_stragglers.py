@@ -7,7 +7,7 @@ from statistics import median
 import torch
 
 from megarlhf.config import StragglersConfig
-from megarlhf.observe.stragglers import Stragglers, medians_of_others, probe_seconds
+from megarlhf.observe.watch.stragglers import Stragglers, medians_of_others, probe_seconds
 
 
 def watch(rows, **cfg):

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from megarlhf.config import RunConfig, WandbConfig
-from megarlhf.observe.metrics import MetricsWriter
-from megarlhf.observe.wandb_run import WandbRun, require_wandb
+from megarlhf.observe.records.metrics import MetricsWriter
+from megarlhf.observe.records.wandb_run import WandbRun, require_wandb
 
 ROWS = [
     {"step": 1, "sample": 0, "prompt": "1+1=", "response": "<b>2", "length": 2, "finished": True, "reward": 2.0}
@@ -165,8 +165,8 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from megarlhf.config import WandbConfig
-from megarlhf.observe.metrics import MetricsWriter
-from megarlhf.observe.wandb_run import WandbRun, require_wandb
+from megarlhf.observe.records.metrics import MetricsWriter
+from megarlhf.observe.records.wandb_run import WandbRun, require_wandb
 run, resume = Path(sys.argv[1]), None if sys.argv[2] == "new" else int(sys.argv[2])
 cfg = WandbConfig(project="mine", mode="offline")
 require_wandb(cfg)

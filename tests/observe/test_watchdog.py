@@ -11,10 +11,10 @@ import pytest
 
 from megarlhf.config import WatchdogConfig
 from megarlhf.errors import WatchdogInterrupt, WatchdogTimeout
-from megarlhf.observe import watchdog as module
-from megarlhf.observe.phases import Phases
-from megarlhf.observe.stacks import RankState, describe, place_of, read_states, waits_for_others
-from megarlhf.observe.watchdog import Watchdog
+from megarlhf.observe.watch import watchdog as module
+from megarlhf.observe.watch.phases import Phases
+from megarlhf.observe.watch.stacks import RankState, describe, place_of, read_states, waits_for_others
+from megarlhf.observe.watch.watchdog import Watchdog
 from tests.distributed.faulty_rules import as_in_a_collective
 from tests.observe.test_phases import Clock
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megarlhf.config import RLConfig, RMConfig
-from megarlhf.planning.anchor import anchor_notes, check_anchor
+from megarlhf.planning.kl_reference import anchor_notes, check_anchor
 from megarlhf.provenance import FILE, Provenance, Weights
 from tests.resume.earlier_run import begin
 

@@ -19,8 +19,9 @@ import torch
 
 from megarlhf import runtime
 from megarlhf.commands import cli, launch
-from megarlhf.planning import determinism, preflight
-from megarlhf.planning.determinism import ENGINE_NCCL, INVARIANT_ATTENTION, Device, device_problems, environment
+from megarlhf.planning import preflight
+from megarlhf.planning.machine import determinism
+from megarlhf.planning.machine.determinism import ENGINE_NCCL, INVARIANT_ATTENTION, Device, device_problems, environment
 from megarlhf.runtime import RankInfo, Runtime, without_torch_determinism
 from tests.config.examples import KINDS
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from megarlhf.config import ConversationConfig, RoleConfig
-from megarlhf.planning.data import _require_template_of_scorer
-from megarlhf.planning.ends import end_notes, scorer_notes
+from megarlhf.planning.data.end_tokens import end_notes, scorer_notes
+from megarlhf.planning.data.first_rows import _require_template_of_scorer
 from tests.data.chat_styles import CHATML, LLAMA_3, MISTRAL, write_chat_tokenizer
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from megarlhf.config import RoleConfig
-from megarlhf.planning.gpu_environment import ROUNDED, gpu_environment
+from megarlhf.planning.machine.gpu_environment import ROUNDED, gpu_environment
 
 EXACT = {"PYTORCH_ALLOC_CONF": f"{ROUNDED}:1"}
 
@@ -38,7 +38,7 @@ def test_what_the_user_has_not_set(tp: int, environ: dict[str, str], expected: d
 
 def test_an_older_torch_is_not_given_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.11 on a GPU: "Unrecognized key 'pinned_max_round_threshold_mb' in CUDA allocator config"."""
-    monkeypatch.setattr("megarlhf.planning.gpu_environment.version", lambda package: "2.11.0+cu130")
+    monkeypatch.setattr("megarlhf.planning.machine.gpu_environment.version", lambda package: "2.11.0+cu130")
     assert gpu_environment(roles(1), {}, on_gpu=True) == {}
 
 

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from megarlhf.architectures.hf_config import router_aux_loss_of_config
-from megarlhf.planning.legality import check_role
+from megarlhf.planning.layout import check_role
 from megarlhf.planning.preflight import preflight
 from tests.planning.configs import rl, role, sft
 

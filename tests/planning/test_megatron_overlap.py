@@ -8,7 +8,7 @@ import os
 import pytest
 
 from megarlhf.config.data import SFTDataConfig
-from megarlhf.planning.data import same_data
+from megarlhf.planning.data.first_rows import same_data
 from tests.data.test_megatron_indexed import documents, write
 
 

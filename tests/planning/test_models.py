@@ -21,7 +21,7 @@ from megarlhf.architectures.placements import logical_tensors
 from megarlhf.config import ConversationConfig, RoleConfig
 from megarlhf.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, first_difference, load_tokenizer
 from megarlhf.data.tokenizer_formats.comparison import changed_text
-from megarlhf.planning.ends import end_notes
+from megarlhf.planning.data.end_tokens import end_notes
 from megarlhf.planning.models import check_heads, check_vocabularies
 from tests.planning.configs import MODEL
 from tools.demo.make_data import train_tokenizer

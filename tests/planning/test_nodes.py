@@ -16,8 +16,8 @@ import pytest
 from safetensors import safe_open
 
 from megarlhf.config import SFTConfig
-from megarlhf.planning import nodes
-from megarlhf.planning.nodes import RankFacts, disk_problems, needed_bytes, notes, problems, require_gpus, where
+from megarlhf.planning.machine import nodes
+from megarlhf.planning.machine.nodes import RankFacts, disk_problems, needed_bytes, notes, problems, require_gpus, where
 from megarlhf.runtime import Runtime
 from tests.ranks import RankPool
 

@@ -10,8 +10,8 @@ import pytest
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import count_elements
 from megarlhf.config import RLConfig, SFTConfig, load_config, roles_of
-from megarlhf.planning.legality import check_role
-from megarlhf.planning.policies import host_bytes
+from megarlhf.planning.layout import check_role
+from megarlhf.planning.machine.capabilities import host_bytes
 
 ROOT = Path(__file__).parents[2]
 

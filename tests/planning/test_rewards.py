@@ -10,10 +10,10 @@ import pytest
 
 from megarlhf.config import SourceConfig
 from megarlhf.config.rewards import RewardConfig
-from megarlhf.planning import rewards as checks
+from megarlhf.planning.data import rewards as checks
+from megarlhf.planning.data.rewards import rule_for_answers, try_rewards
+from megarlhf.planning.data.unread_fields import check_unread_fields
 from megarlhf.planning.preflight import preflight
-from megarlhf.planning.rewards import rule_for_answers, try_rewards
-from megarlhf.planning.unread_fields import check_unread_fields
 from megarlhf.rollout.rewards.rules import field_check, form_of_rule, load_rule
 from megarlhf.rollout.rewards.score import InThisProcess
 from tests.data.chat_styles import CHATML, write_chat_tokenizer

@@ -4,7 +4,7 @@ import pytest
 
 from megarlhf.config import GenerateConfig, SFTConfig
 from megarlhf.planning.preflight import preflight
-from megarlhf.planning.without_effect import rarely_meant, without_effect
+from megarlhf.planning.unused_keys import rarely_meant, without_effect
 from tests.planning.configs import rl, role, sft
 
 

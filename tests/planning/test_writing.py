@@ -7,7 +7,7 @@ import pytest
 
 from megarlhf.config import DPOConfig, EvaluateConfig, GenerateConfig, RLConfig, RMConfig, SFTConfig
 from megarlhf.config.ask import AskConfig
-from megarlhf.planning.writing import check_writing, writing_of_training
+from megarlhf.planning.data.formatting import check_writing, writing_of_training
 from megarlhf.provenance import FILE, Provenance, Weights, read_provenance
 from tests.data.chat_styles import CHATML, LLAMA_3, write_chat_tokenizer
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from megarlhf.layout import MeshLayout
 from megarlhf.parallel.mesh import GroupCache, build_mesh
-from megarlhf.planning import nodes
-from megarlhf.planning.nodes import RankFacts
+from megarlhf.planning.machine import nodes
+from megarlhf.planning.machine.nodes import RankFacts
 from megarlhf.rehearsal import interfaces
 from megarlhf.rehearsal.job import runtime_of
 from megarlhf.runtime import Runtime

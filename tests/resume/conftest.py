@@ -32,9 +32,8 @@ def dead_lock():
 
     def leave(directory):
         directory.mkdir(exist_ok=True)
-        code = (
-            f"import os, pathlib; from megarlhf.resume.lock import Lock; Lock.take(pathlib.Path({str(directory)!r})); "
-        )
+        taking = f"Lock.take(pathlib.Path({str(directory)!r})); "
+        code = "import os, pathlib; from megarlhf.resume.claim.lock import Lock; " + taking
         subprocess.run([sys.executable, "-c", code + "os._exit(9)"], check=False, cwd=ROOT)
         assert (directory / "lock").exists()
 

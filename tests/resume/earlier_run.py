@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megarlhf.config import GenerateConfig, RLConfig, RMConfig, SFTConfig
-from megarlhf.observe.records import open_records
-from megarlhf.resume.claim import Claim, claim, require_usable
+from megarlhf.observe.records.step_records import open_records
+from megarlhf.resume.claim.on_existing import Claim, claim, require_usable
 
 Config = SFTConfig | RMConfig | RLConfig | GenerateConfig
 

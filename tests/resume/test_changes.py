@@ -16,9 +16,9 @@ from pydantic import BaseModel
 
 from megarlhf.config import DPOConfig, RLConfig, RMConfig, SFTConfig, in_todays_words, load_config
 from megarlhf.config.load import _apply_override, _model_in
-from megarlhf.resume.changes import CONDITIONAL, KINDS, ROLES, compare, kind_of, mathematics_of
-from megarlhf.resume.identity import History
-from megarlhf.resume.restore import Identity
+from megarlhf.resume.claim.config_changes import CONDITIONAL, KINDS, ROLES, compare, kind_of, mathematics_of
+from megarlhf.resume.claim.identity import History
+from megarlhf.resume.points.restore import Identity
 from tests.config.examples import KINDS as EXAMPLES
 
 TRAINING = {name: EXAMPLES[name] for name in ("sft", "rm", "dpo", "rl")}
@@ -53,7 +53,7 @@ def test_every_key_is_classified(name: str) -> None:
             kind_of(key, cfg, cfg)
         except KeyError:
             unclassified.append(key)
-    assert unclassified == [], "say in resume/changes.py whether another value changes what is computed"
+    assert unclassified == [], "say in resume/claim/config_changes.py whether another value changes what is computed"
 
 
 def test_no_entry_is_about_a_key_that_there_is_not() -> None:

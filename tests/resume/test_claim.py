@@ -12,9 +12,9 @@ import pytest
 
 from megarlhf.config import CheckpointConfig, SFTConfig, load_config
 from megarlhf.config.choices import BestConfig
-from megarlhf.observe.run_directory import files_of_a_run
-from megarlhf.resume.claim import NO_STEPS_LEFT, claim, finish, finished, require_usable
-from megarlhf.resume.lock import Lock
+from megarlhf.observe.records.run_directory import files_of_a_run
+from megarlhf.resume.claim.lock import Lock
+from megarlhf.resume.claim.on_existing import NO_STEPS_LEFT, claim, finish, finished, require_usable
 from tests.config.examples import KINDS as EXAMPLES
 from tests.resume.earlier_run import begin, content, leave_a_run, refused
 
@@ -163,7 +163,7 @@ def test_a_start_that_finds_a_full_disk_changes_nothing(cfg, monkeypatch):
                 return full(descriptor) if len(calls) == call else real(descriptor)
 
             with monkeypatch.context() as patch:
-                patch.setattr("megarlhf.resume.claim.os.fsync", fsync)
+                patch.setattr("megarlhf.resume.claim.on_existing.os.fsync", fsync)
                 with pytest.raises(ValueError, match=r"cannot be written .*No space left"):
                     claimed.start()
     assert content(cfg().run.dir) == before

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from megarlhf.resume import lock as module
-from megarlhf.resume.lock import Holder, Lock, LockError, held_by, require_free
+from megarlhf.resume.claim import lock as module
+from megarlhf.resume.claim.lock import Holder, Lock, LockError, held_by, require_free
 from tests.command import ROOT
 
 
@@ -46,7 +46,7 @@ def content(directory: Path) -> dict[str, tuple[str, int]]:
 
 HOLD = """
 import pathlib, sys, time
-from megarlhf.resume.lock import Lock
+from megarlhf.resume.claim.lock import Lock
 Lock.take(pathlib.Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)
@@ -145,7 +145,7 @@ def test_a_holder_refreshes_its_lock(tmp_path: Path) -> None:
 
 RACE = """
 import os, pathlib, sys, time
-from megarlhf.resume import lock
+from megarlhf.resume.claim import lock
 directory, begin = pathlib.Path(sys.argv[1]), float(sys.argv[2])
 time.sleep(max(0, begin - time.time()))
 num_held = 0

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from megarlhf.config import GenerateConfig, SFTConfig, load_config
-from megarlhf.resume.claim import NO_STEPS_LEFT, claim, finish, require_usable
+from megarlhf.resume.claim.on_existing import NO_STEPS_LEFT, claim, finish, require_usable
 from tests.resume.earlier_run import begin, content, leave_a_run, refused
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megarlhf.config import CheckpointConfig
-from megarlhf.resume import point
-from megarlhf.resume.cadence import Cadence
-from megarlhf.resume.point import Position, find_points, superfluous
+from megarlhf.resume.points import point
+from megarlhf.resume.points.cadence import Cadence
+from megarlhf.resume.points.point import Position, find_points, superfluous
 
 
 def points(run: Path, *positions: Position) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megarlhf.config import SourceConfig
-from megarlhf.resume.claim import require_usable, require_writable, strangers_in
+from megarlhf.resume.claim.on_existing import require_usable, require_writable, strangers_in
 from tests.resume.earlier_run import leave_a_run
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter, load
 
-from megarlhf.resume import writer
+from megarlhf.resume.points import writer
 from tests.command import python
 
 
@@ -34,7 +34,7 @@ PARENT_OF_TWO_THREADS = """
 import multiprocessing, os
 from pathlib import Path
 import torch
-from megarlhf.resume import writer
+from megarlhf.resume.points import writer
 torch.set_num_threads(2)
 held = torch.zeros(1 << 22)
 held.clone()  # OpenMP's threads are there

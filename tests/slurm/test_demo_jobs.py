@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megarlhf.observe.measured import reproducible
+from megarlhf.observe.records.cost_metrics import reproducible
 from tests.command import ROOT
 from tests.slurm.cluster import CPU, ENDED, Cluster, missing, output, running_cluster
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from megarlhf.config import ParallelConfig, SkipConfig
 from megarlhf.layout import MeshLayout
-from megarlhf.observe.phases import Phases
+from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout
 from megarlhf.parallel.step import StepResult
 from megarlhf.trainers import bad_steps as skipping

@@ -12,7 +12,7 @@ import torch
 
 from megarlhf.config import AlgoConfig
 from megarlhf.experience import Experience, Rollouts
-from megarlhf.observe.phases import Phases
+from megarlhf.observe.watch.phases import Phases
 from megarlhf.rollout.engine import Sampling
 from megarlhf.trainers.rl_advantages import add_advantages, total_rewards
 from megarlhf.trainers.rl_rewards import Rewarded

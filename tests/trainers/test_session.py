@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megarlhf.config import SFTConfig
-from megarlhf.observe.measured import reproducible
-from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.records.cost_metrics import reproducible
+from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.exports import save_roles, set_exports_aside
 from megarlhf.trainers.session import open_session

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from megarlhf.observe.metrics import read_metrics
+from megarlhf.observe.records.metrics import read_metrics
 
 DEFAULT_ROOT = Path("runs/demo")
 """Where the configurations in configs/demo/ point."""

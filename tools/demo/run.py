@@ -9,8 +9,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarlhf.observe.progress import make_console, table
-from megarlhf.observe.report import write_report
+from megarlhf.observe.report.page import write_report
+from megarlhf.observe.terminal.progress import make_console, table
 from tools.demo.pipeline import (
     DEFAULT_ROOT,
     STAGES,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from megarlhf.observe.metrics import read_metrics
-from megarlhf.observe.progress import make_console, table
+from megarlhf.observe.records.metrics import read_metrics
+from megarlhf.observe.terminal.progress import make_console, table
 from tools.demo.pipeline import BY_NAME, DEFAULT_ROOT, make_data, run_timed, stage_command
 
 ROLES = ("actor", "critic", "reward_model")

@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from megarlhf.observe.metrics import read_metrics
-from megarlhf.observe.progress import make_console, table
+from megarlhf.observe.records.metrics import read_metrics
+from megarlhf.observe.terminal.progress import make_console, table
 from megarlhf.runtime import capabilities
 from tools.demo.pipeline import ACTOR, BY_NAME, evaluations, make_data, run_timed, stage_command, write_json
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from megarlhf.algo.intervals import Estimate, mean_of
-from megarlhf.observe.metrics import read_metrics
-from megarlhf.observe.progress import format_number
+from megarlhf.observe.records.metrics import read_metrics
+from megarlhf.observe.terminal.progress import format_number
 from tools.demo.pipeline import evaluations
 from tools.demo_chat.pipeline import MODELS, RELEASED, RM, SFT
 from tools.demo_chat.tasks import CHECKS, judge, task_of

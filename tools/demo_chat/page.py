@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarlhf.observe.progress import format_number
+from megarlhf.observe.terminal.progress import format_number
 from tools.demo_chat.figures import Row, by_prompt, read_lines, responses, said
 from tools.demo_chat.tasks import checks
 

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.machine import commit_of_sources
-from megarlhf.observe.run_directory import FINISHED_FILE
+from megarlhf.observe.records.run_directory import FINISHED_FILE
 from tools.demo.pipeline import Stage, call, run_timed, stage_command, write_json
 
 DEMO = "demo-chat"

@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megarlhf.observe.metrics import read_metrics
-from megarlhf.observe.phases import SUMS
-from megarlhf.observe.profile import CURVE
-from megarlhf.observe.run_directory import FINISHED_FILE
+from megarlhf.observe.records.metrics import read_metrics
+from megarlhf.observe.records.run_directory import FINISHED_FILE
+from megarlhf.observe.watch.phases import SUMS
+from megarlhf.observe.watch.profile import CURVE
 from tools.demo.pipeline import Stage, run_timed
 from tools.demo_chat.pipeline import GRPO, PPO, RM, SFT, Runner
 

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.machine import ROOT, machine
 from megarlhf.algo.intervals import mean_of
-from megarlhf.resume.file_digest import digest_of_directory
+from megarlhf.resume.points.file_digest import digest_of_directory
 
 COMMAND = "make demo-chat-seeds"
 MODULES = "tools/demo_chat"

@@ -15,9 +15,9 @@ from typing import Any
 
 from megarlhf.commands.cli import COMMANDS
 from megarlhf.config import load_config
-from megarlhf.observe.progress import make_console, table
-from megarlhf.observe.report import write_report
-from megarlhf.resume.file_digest import digest_of_directory
+from megarlhf.observe.report.page import write_report
+from megarlhf.observe.terminal.progress import make_console, table
+from megarlhf.resume.points.file_digest import digest_of_directory
 from tools.demo.pipeline import call, write_json
 from tools.demo_chat.figures import figures, read_lines, said
 from tools.demo_chat.make_data import make, sizes_with, write_lines

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults.runs import differences, results
-from megarlhf.observe.metrics import read_metrics
-from megarlhf.observe.progress import make_console, table
+from megarlhf.observe.records.metrics import read_metrics
+from megarlhf.observe.terminal.progress import make_console, table
 from tools.demo.pipeline import call, write_json
 from tools.demo_chat.figures import DIFFERENCES, figures
 from tools.demo_chat.killed import call_and_kill

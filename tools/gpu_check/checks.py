@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarlhf.resume.point import find_points
+from megarlhf.resume.points.point import find_points
 from tools.gpu_check.cases import Job, Launch
 from tools.gpu_check.memory import PhasePeak, compare
 from tools.gpu_check.plan import UNCOUNTED

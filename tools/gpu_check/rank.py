@@ -31,8 +31,8 @@ from megarlhf.experience import Experience
 from megarlhf.models import build
 from megarlhf.models.build import ModelShard
 from megarlhf.models.role import Role
-from megarlhf.observe.metrics import read_metrics
-from megarlhf.planning.nodes import check_nodes, require_gpus
+from megarlhf.observe.records.metrics import read_metrics
+from megarlhf.planning.machine.nodes import check_nodes, require_gpus
 from megarlhf.rehearsal.engine import GivenResponses as ConstantResponses
 from megarlhf.rehearsal.lengths import Constant
 from megarlhf.rollout.engine import RolloutEngine

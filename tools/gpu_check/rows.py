@@ -12,7 +12,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.text import Text
 
-from megarlhf.observe.progress import make_console, table
+from megarlhf.observe.terminal.progress import make_console, table
 
 Status = Literal["passed", "FAILED", "skipped"]
 STYLES: dict[Status, str] = {"passed": "green", "FAILED": "bold red", "skipped": "yellow"}

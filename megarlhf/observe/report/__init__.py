@@ -1,0 +1,1 @@
+"""HTML pages about runs: the report and the comparison."""

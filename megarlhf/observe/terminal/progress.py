@@ -1,0 +1,189 @@
+"""Progress of a run on the terminal: a live bar, or a plain line every so often where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeGuard
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, TaskProgressColumn, TextColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+from rich.text import Text
+
+from megarlhf.observe.records.metrics import Metric
+
+HEADLINES = (
+    "reward_mean",
+    "eval_accuracy",
+    "kl",
+    "rollout_logprob_gap_max",
+    "response_length_mean",
+    "entropy",
+    "loss",
+    "eval_perplexity",
+    "pair_accuracy",
+    "eval_pair_accuracy",
+    "eval_loss",
+    "grad_norm",
+    "learning_rate",
+)
+"""The most telling metrics first; of those that a command logs, the first few are shown."""
+
+MAX_SHOWN = 6
+PLAIN_WIDTH = 140  # a log file has no width of its own; rich would fold at 80
+
+
+def make_console() -> Console:
+    """A console on stdout: the terminal's width, or a wide one where stdout is a file or a pipe."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PLAIN_WIDTH)
+
+
+def table(title: str, rows: Sequence[Sequence[object]], columns: Sequence[str]) -> Table:
+    """A table to print (`Progress.note` or a console takes it); columns of numbers stand to the right.
+
+    Floats are shortened by `format_number`, None is shown as a dash. Raises: ValueError for a row of another length
+    than `columns`.
+    """
+    result = Table(title=title, title_justify="left", title_style="bold")
+    for row in rows:
+        if len(row) != len(columns):
+            raise ValueError(f"table {title!r}: row {list(row)} has {len(row)} cells, expected {len(columns)}")
+    for index, column in enumerate(columns):
+        values = [row[index] for row in rows if row[index] is not None]
+        right = bool(values) and all(_is_number(value) for value in values)
+        result.add_column(column, justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        result.add_row(*map(_cell, row))
+    return result
+
+
+def format_number(value: float | int | None) -> str:
+    """Four significant digits; integers whole; a dash for None."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    if value != 0 and not 1e-3 <= abs(value) < 1e5:
+        return f"{value:.2e}"
+    return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def format_duration(seconds: float | None) -> str:
+    """`h:mm:ss`; `-:--:--` when it is not known."""
+    if seconds is None:
+        return "-:--:--"
+    minutes, whole_seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{whole_seconds:02d}"
+
+
+class Progress:
+    """Shows how far a run is: step, elapsed and left time, and its most telling metrics.
+
+        with Progress("rl", total=200, enabled=rank == 0) as progress:
+            progress.step(1, metrics)      # one step is done
+            progress.note("saved checkpoints/step-1")
+
+    title:    what runs
+    total:    steps of the whole run
+    enabled:  False on ranks other than 0: nothing is printed
+    start:    steps already done when this process began (a resume); they do not count for the time left
+    headline: metric names, the most telling first; the first `MAX_SHOWN` that have been logged are shown. A
+              metric logged at some steps only (evaluations) keeps its last value.
+    interval_seconds: without a terminal, the least time between two lines; the first and last always come
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total: int,
+        *,
+        enabled: bool = True,
+        start: int = 0,
+        headline: Sequence[str] = HEADLINES,
+        interval_seconds: float = 30.0,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._title, self._total, self._start, self._done = title, total, start, start
+        self._headline, self._interval_seconds, self._clock = headline, interval_seconds, clock
+        self._console = (console or make_console()) if enabled else None
+        self._latest: dict[str, Metric] = {}
+        self._begin, self._last_line = clock(), -math.inf
+        self._bar = RichProgress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[times]}"),
+            expand=True,
+        )
+        self._bar.add_task(title, total=total)
+        self._live: Live | None = None
+
+    def __enter__(self) -> Progress:
+        if self._console is not None and self._console.is_terminal:
+            self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self._renderable)
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def step(self, n: int, metrics: Mapping[str, Metric]) -> None:
+        """Say that `n` of the total steps are done, and what the last one measured."""
+        self._done = n
+        self._latest.update(metrics)
+        if self._console is None or self._live is not None:
+            return  # silent, or drawn by the live display
+        now = self._clock()
+        if n >= self._total or now - self._last_line >= self._interval_seconds:
+            self._last_line = now
+            percent = 100 * n // self._total if self._total else 100
+            line = "  ".join([f"{self._title} {n}/{self._total} {percent}%", self._times(), *self._shown()])
+            self._print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def note(self, message: RenderableType) -> None:
+        """Print a message or a `table` above the bar; text is taken as it is, without rich's markup."""
+        if self._console is not None:
+            text = isinstance(message, str)
+            self._print(Text(str(message)) if text else message, soft_wrap=text)
+
+    def _print(self, message: RenderableType, **options: Any) -> None:
+        """A disk that is full, where stdout is a file, costs the line and not the run."""
+        assert self._console is not None
+        with contextlib.suppress(OSError):
+            self._console.print(message, **options)
+
+    def _times(self) -> str:
+        """Elapsed in this process, and left at its pace, which is not known before its first step."""
+        elapsed, done_here = self._clock() - self._begin, self._done - self._start
+        left = elapsed / done_here * max(self._total - self._done, 0) if done_here > 0 else None
+        return f"elapsed {format_duration(elapsed)}  left {format_duration(left)}"
+
+    def _shown(self) -> list[str]:
+        names = [name for name in self._headline if name in self._latest][:MAX_SHOWN]
+        return [f"{name} {format_number(self._latest[name])}" for name in names]
+
+    def _renderable(self) -> RenderableType:
+        self._bar.update(self._bar.task_ids[0], completed=self._done, times=self._times())
+        return Group(self._bar.get_renderable(), Text("   ".join(self._shown()), style="cyan"))
+
+
+def _is_number(value: object) -> TypeGuard[float | int]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _cell(value: object) -> Text:
+    if isinstance(value, Text):
+        return value
+    return Text(format_number(value) if value is None or _is_number(value) else str(value))

@@ -1,0 +1,1 @@
+"""Checks of data and rewards before a run."""

@@ -1,0 +1,104 @@
+"""How the records of a configuration become samples: what is tokenized in a run, and what a check before it tries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megarlhf.architectures.hf_config import architecture_from_hf
+from megarlhf.config import (
+    DPOConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    PromptDataConfig,
+    RewardConfig,
+    RLConfig,
+    RMConfig,
+    SFTConfig,
+    SourceConfig,
+)
+from megarlhf.data.megatron_indexed import IndexedOptions, learnt_whole
+from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder, writing_options
+from megarlhf.data.texts import Text, TextEncoder
+from megarlhf.planning.machine.capabilities import AnyConfig
+from megarlhf.rollout.rewards.rules import RuleFields
+
+RecordEncoder = SFTEncoder | PairEncoder | PromptEncoder
+AnyEncoder = RecordEncoder | TextEncoder
+
+
+def sets_of(cfg: AnyConfig) -> list[tuple[str, tuple[SourceConfig, ...], AnyEncoder]]:
+    """All sets of records by key, each with whatever the configuration makes of it. Raises: as `encoder_of`."""
+    encoders = encoders_of(cfg)
+    sets = [(key, given, encoder) for key, given in cfg.data.sources().items() for encoder in encoders]
+    if isinstance(cfg, RLConfig) and cfg.ptx is not None:
+        sets.append(("ptx.data", cfg.ptx.data, text_encoder(cfg)))
+    return sets
+
+
+def encoders_of(cfg: AnyConfig) -> list[AnyEncoder]:
+    """Of everything that the configuration makes of a record. Raises: as `encoder_of`."""
+    if not isinstance(cfg, EvaluateConfig):
+        return [encoder_of(cfg)]
+    limits: dict[str, Any] = {"max_prompt_tokens": cfg.data.max_prompt_tokens, **writing_options(cfg.data)}
+    limits["max_response_tokens"] = cfg.data.max_response_tokens
+    made: list[AnyEncoder] = []
+    for task in cfg.tasks():
+        role = cfg.reward_model if task == "pairs" else cfg.actor
+        assert role is not None, "checked with the configuration"
+        tokenizer = role.model.tokenizer_place()
+        if task == "pairs":
+            made.append(PairEncoder(tokenizer=tokenizer, **limits))
+        elif task != "perplexity":
+            made.append(prompt_encoder(cfg.data, tokenizer, cfg.rewards))
+        else:
+            response = cfg.eval.perplexity_of == "response"
+            of_response = SFTEncoder(tokenizer=tokenizer, loss_on=cfg.data.loss_on, **limits)
+            made.append(of_response if response else text_encoder(cfg))
+    return made
+
+
+def encoder_of(cfg: AnyConfig) -> RecordEncoder:
+    """Raises: ValueError for a tokenizer or a template that is not there."""
+    if isinstance(cfg, SFTConfig | RMConfig | DPOConfig):
+        role = cfg.reward_model if isinstance(cfg, RMConfig) else cfg.actor
+        options: dict[str, Any] = {
+            "tokenizer": role.model.tokenizer_place(),
+            "max_prompt_tokens": cfg.data.max_prompt_tokens,
+            "max_response_tokens": cfg.data.max_response_tokens,
+            **writing_options(cfg.data),
+        }
+        if isinstance(cfg, SFTConfig):
+            return SFTEncoder(loss_on=cfg.data.loss_on, **options)
+        return PairEncoder(with_margin=isinstance(cfg, RMConfig) and cfg.margin, **options)
+    assert isinstance(cfg, RLConfig | GenerateConfig), "eval has several: encoders_of"
+    return prompt_encoder(cfg.data, cfg.actor.model.tokenizer_place(), cfg.rewards)
+
+
+def text_encoder(cfg: EvaluateConfig | RLConfig) -> TextEncoder:
+    """Of plain texts: those whose perplexity `eval` measures, or the pretraining mix of `rl`."""
+    if isinstance(cfg, RLConfig):
+        return TextEncoder(tokenizer=cfg.actor.model.tokenizer_place(), longest=cfg.ptx_max_tokens)
+    assert cfg.actor is not None, "checked with the configuration"
+    longest = cfg.data.max_prompt_tokens + cfg.data.max_response_tokens
+    return TextEncoder(tokenizer=cfg.actor.model.tokenizer_place(), longest=longest, end=False)
+
+
+def prompt_encoder(data: PromptDataConfig, tokenizer: Path, rewards: Sequence[RewardConfig] = ()) -> PromptEncoder:
+    """How records become prompts, which have what the rules of the rewards need."""
+    rules = tuple(reward.rule for reward in rewards if reward.rule is not None)
+    return PromptEncoder(
+        tokenizer=tokenizer,
+        max_prompt_tokens=data.max_prompt_tokens,
+        check_fields=RuleFields(rules),
+        **writing_options(data),
+    )
+
+
+def indexed_options(cfg: SFTConfig | RLConfig) -> IndexedOptions[Any]:
+    """How Megatron's indexed data is read: by `sft` as its data, by `rl` as that of `ptx`."""
+    vocab_size = architecture_from_hf(cfg.actor.model.hf_directory()).vocab_size
+    if isinstance(cfg, SFTConfig):
+        return IndexedOptions(cfg.data.indexed_length, cfg.run.seed, learnt_whole, vocab_size)
+    return IndexedOptions(cfg.ptx_max_tokens - 1, cfg.run.seed, Text, vocab_size)

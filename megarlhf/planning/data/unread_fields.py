@@ -1,0 +1,51 @@
+"""Columns of prompts that neither the prompt nor a reward reads: refused where they look like a part of the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megarlhf.config import EvaluateConfig, RewardConfig, RLConfig
+from megarlhf.data.conversations import BESIDE_A_CONVERSATION
+from megarlhf.data.json_rows import shown
+from megarlhf.data.procedural import FIELD
+from megarlhf.data.unread import NOT_READ
+from megarlhf.planning.data.rewards import first_samples
+from megarlhf.rollout.rewards.answers import ANSWER
+from megarlhf.rollout.rewards.rules import RULES
+
+_PARTS = ("context", "contexts", "passage", "passages", "input", "instruction", "choices", "options")
+_READ = {ANSWER, FIELD, NOT_READ, *BESIDE_A_CONVERSATION}
+
+
+def check_unread_fields(cfg: RLConfig | EvaluateConfig) -> list[str]:
+    """Name the columns of the first prompts that nobody reads, where the rewards are of a kind that shows it.
+
+    Raises: ValueError for a column that would have to stand in the prompt.
+    """
+    if not cfg.rewards or any(map(_may_read_columns, cfg.rewards)):
+        return []
+    key, _, samples = first_samples(cfg)
+    for sample in samples:
+        for name in _PARTS:
+            if any(text not in sample.text for text in _texts_in(sample.fields.get(name))):
+                raise ValueError(
+                    f"a record of {key} has {name!r} = {shown(sample.fields[name])}, which no reward reads and which "
+                    "looks like a part of the prompt, but does not stand in it: join them by an adapter of yours. "
+                    f"Where it means nothing, give it another name: columns: {{not_read: {name}}}"
+                )
+    given = {name for sample in samples for name, value in sample.fields.items() if value not in (None, "", [], {})}
+    names = ", ".join(sorted(given - _READ))
+    return [f"{key}: columns that no reward reads: {names}"] if names else []
+
+
+def _may_read_columns(reward: RewardConfig) -> bool:
+    return reward.kind == "http" or (reward.rule is not None and reward.rule not in RULES)
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value.strip()
+    elif isinstance(value, list | Mapping):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts_in(part)

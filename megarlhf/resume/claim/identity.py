@@ -1,0 +1,113 @@
+"""What makes a run this run: digests of its data, of its reference's weights, and of what it has computed so far."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from megarlhf.collective_errors import from_rank
+from megarlhf.data.tokenized import Samples
+from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.models import weights
+from megarlhf.models.role import Role
+from megarlhf.observe.records.cost_metrics import reproducible
+from megarlhf.provenance import Weights
+from megarlhf.weights.checks.digest import whole_digest
+
+
+def digest_of_samples(samples: Sequence[Any]) -> str:
+    """SHA-256 of samples (dataclasses of token ids, texts, numbers and mappings) in their order. Of samples on disk it
+    was made when they were written."""
+    if isinstance(samples, Samples):
+        return samples.digest()
+    digest = hashlib.sha256()
+    for sample in samples:
+        for field in fields(sample):
+            value = getattr(sample, field.name)
+            if isinstance(value, list) and all(isinstance(each, int) for each in value):
+                content = array("q", value).tobytes()
+            else:
+                content = json.dumps(value, sort_keys=True, default=str).encode()
+            digest.update(f"{field.name}:{len(content)}:".encode() + content)
+    return digest.hexdigest()
+
+
+def identity_of_weights(role: Role, *, head: bool = True) -> Weights:
+    """What a role that has just been built begins with; without its scalar head where not `head`. Collective."""
+    dtype = str(role.shard.dtype).removeprefix("torch.")
+    return Weights(path=str(role.section.model.path.absolute()), digest=digest_of_weights(role, head=head), dtype=dtype)
+
+
+def bases_of_adapters(roles: Sequence[Role]) -> dict[str, Weights]:
+    """Of those of these roles that have an adapter, what it is on, which a resume point does not hold. A scalar head is
+    trained and exported with the adapter, and no part of that. Collective."""
+    return {
+        role.name: identity_of_weights(role.without_adapter(role.name), head=False)
+        for role in roles
+        if role.shard.arch.adapter is not None
+    }
+
+
+def architecture_of(role: Role) -> dict[str, Any]:
+    """All that a role computes with its weights: what its config.json says, by key."""
+    architecture: dict[str, Any] = json.loads(json.dumps(asdict(role.shard.arch)))
+    balance = None if role.trainer is None else role.trainer.balance
+    if balance is not None and role.section.router_aux_loss_coef == "auto":
+        architecture["router_aux_loss_coef"] = balance.coefficient
+    return architecture
+
+
+def digest_of_vocabulary(tokenizer: Tokenizer) -> str:
+    """Of what each id stands for."""
+    return hashlib.sha256(json.dumps(tokenizer.tokens()).encode()).hexdigest()
+
+
+def digest_of_weights(role: Role, *, head: bool = True) -> str:
+    """Of a role's live parameters, without its scalar head where not `head`, the same at every layout. Collective."""
+    return _digest(role, lambda: weights.digest_of_shard(role.shard, head=head))
+
+
+def digest_of_adapter(role: Role) -> str:
+    """Of the live adapter of a role, without a scalar head. Collective."""
+    return _digest(role, lambda: weights.digest_of_adapter(role.shard))
+
+
+def _digest(role: Role, of_shard: Callable[[], str]) -> str:
+    role.parts.to_compute()
+    mesh = role.mesh
+    # Of nothing: as long as any, so that a rehearsed rank hears a message of the right length.
+    digest = of_shard() if mesh.is_member else whole_digest({})
+    everywhere = mesh.layout.world_size == mesh.runtime.world_size
+    return digest if everywhere else from_rank(digest, mesh.layout.first)
+
+
+class History:
+    """A digest of all that the run has measured so far.
+
+    Two runs that agree in it have, for all that can be seen, the same weights: what one has generated with them (the
+    rollout bank), the other may use.
+    """
+
+    def __init__(self) -> None:
+        self.digest = ""
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take note of a step's metrics, but for what the step took."""
+        text = json.dumps([self.digest, step, reproducible(metrics)], sort_keys=True)
+        self.digest = hashlib.sha256(text.encode()).hexdigest()
+
+    def fingerprint(self, mathematics: Mapping[str, Any], began_with: Mapping[str, str]) -> str:
+        """Of weights, as far as can be seen, and of what is computed with them. `began_with`: digests of the run's
+        models, data and the like, by name."""
+        known = [self.digest, mathematics, began_with]
+        return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"digest": self.digest}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.digest = state["digest"]

@@ -1,0 +1,1 @@
+"""Resume points: when they are due, how they are written, found and loaded."""

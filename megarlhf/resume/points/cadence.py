@@ -1,0 +1,65 @@
+"""When a resume point is due, and when the time left in the job is too short to go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from megarlhf.config import CheckpointConfig
+from megarlhf.resume.points.point import Position
+
+
+@dataclass
+class Cadence:
+    """Asked at every border. What is due by steps or updates every rank knows; of time the answers of rank 0 count."""
+
+    cfg: CheckpointConfig
+    time_left: Callable[[], float | None]
+    clock: Callable[[], float] = time.monotonic
+    longest_border: float = 0.0
+    """Seconds between two borders."""
+    longest_save: float = 0.0
+    _saved_at: float = field(init=False)
+    _updates: int = 0
+    """Since the last save."""
+    _last_border: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._saved_at = self._last_border = self.clock()
+
+    def at_border(self, updates: int) -> None:
+        """A border has been reached, `updates` optimizer updates after the last one: actor and critic count as one."""
+        now = self.clock()
+        self.longest_border = max(self.longest_border, now - self._last_border)
+        self._last_border = now
+        self._updates += updates
+
+    def due(self, position: Position) -> bool:
+        """Whether a point is due at this very border, by steps or updates."""
+        cfg, at_step = self.cfg, not position.update and position.step > 0
+        return bool(cfg.every and at_step and position.step % cfg.every == 0) or bool(
+            cfg.every_updates and self._updates >= cfg.every_updates
+        )
+
+    def overdue(self) -> bool:
+        """Whether a point is due at the next border at which none is being written, by time."""
+        return 0 < self.cfg.every_minutes <= (self.clock() - self._saved_at) / 60
+
+    def time_is_up(self) -> bool:
+        """Whether another step, and a save after it, might not fit into the job any more."""
+        left = self.time_left()
+        return left is not None and left < self.longest_border + self.longest_save + self.cfg.seconds_before_end
+
+    def save_at_once(self) -> bool:
+        """Whether there is hardly time for a save any more, in the middle of a step."""
+        left = self.time_left()
+        return left is not None and left < self.longest_save + self.cfg.seconds_before_end
+
+    def saving(self) -> None:
+        """A save begins."""
+        self._saved_at, self._updates = self.clock(), 0
+
+    def saved(self, seconds: float) -> None:
+        """A save has ended, well or not."""
+        self.longest_save = max(self.longest_save, seconds)

@@ -1,0 +1,324 @@
+"""The resume points that a run writes: asked at every border, written while training goes on.
+
+A border is a moment between two optimizer updates. A point holds the state at a border: of the roles as they are, for
+nothing but an update changes them, and of everything else as it was then.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from megarlhf.collective_errors import on_first_rank, raise_on_all_ranks
+from megarlhf.config import CheckpointConfig
+from megarlhf.models.role import Role
+from megarlhf.provenance import FILE, Provenance
+from megarlhf.resume.points import point, sharded_state
+from megarlhf.resume.points.cadence import Cadence
+from megarlhf.resume.points.file_digest import FileDigest
+from megarlhf.resume.points.point import Position
+from megarlhf.resume.points.restore import RANDOM, TABLE, Identity, MakeTable, layout_in_words
+from megarlhf.resume.points.stateful import Stateful
+from megarlhf.resume.points.writer import Content, Outcome, Writer
+from megarlhf.resume.signals import STOP_SIGNALS, StopRequest, StopRun, time_left
+from megarlhf.runtime import Runtime, random_state
+
+log = logging.getLogger(__name__)
+
+_NOTHING, _WHEN_FREE, _NOW, _TIME_IS_UP = range(4)
+"""What ranks agree on at a border: the greatest that one says. Above them stand the signals that ask to stop."""
+
+
+@dataclass(frozen=True)
+class _Border:
+    """What is to be saved of a border beside the roles."""
+
+    position: Position
+    state: Mapping[str, Any]
+    random: Mapping[str, Any]
+    """Of this rank."""
+    table: MakeTable | None
+    updates: int
+    """Optimizer updates that this process had made."""
+
+
+class Checkpointer:
+    """Of one run. Every public method is collective.
+
+    `still_ours` is called on rank 0 before anything is written, and raises when the run directory has been taken over;
+    `on_room` when there is room for a point: files that a full disk did not take can be written now.
+    `on_saved` is called on rank 0 after a point has been written, with the position of the oldest of the newest
+    `checkpoint.keep`: a start goes on from one of these, while those of `keep_every` are kept for people.
+    `provenance` says where a role's weights come from at a position. `writer` makes what writes.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        run_dir: Path,
+        cfg: CheckpointConfig,
+        roles: Sequence[Role],
+        states: Mapping[str, Stateful],
+        identity: Identity,
+        stop: StopRequest,
+        *,
+        note: Callable[[str], None] = log.info,
+        still_ours: Callable[[], object] = lambda: None,
+        on_room: Callable[[], object] = lambda: None,
+        on_saved: Callable[[Position], None] = lambda position: None,
+        provenance: Callable[[str, Position], Provenance] | None = None,
+        newest: Position | None = None,
+        writer: Callable[[Runtime], Writer] = Writer,
+    ) -> None:
+        self._runtime, self._run_dir, self._cfg = runtime, run_dir, cfg
+        self._roles, self._states, self._identity, self._stop = roles, states, identity, stop
+        self._note, self._still_ours, self._on_room, self._on_saved = note, still_ours, on_room, on_saved
+        self._provenance = provenance
+        self._companions = _companion_files(runtime, roles)
+        self._writer, self._cadence = writer(runtime), Cadence(cfg, _time_left_everywhere())
+        self._border: _Border | None = None
+        self._writing: Position | None = None
+        """The point in work."""
+        self._newest = newest
+        """The newest point that this process has written or begun with."""
+        self._announced = False
+        self.seconds_standing = 0.0
+        """How long training has stood still for points; the caller sets it back."""
+        if cfg.every_updates == 1:
+            for role in roles:
+                if role.trainer is not None:
+                    role.trainer.before_update = self._complete_last
+
+    def border(self, position: Position, table: MakeTable | None = None, *, only_to_stop: bool = False) -> None:
+        """A border has been reached; a point of it is written when one is due, or `only_to_stop`.
+
+        Raises: StopRun, when the run has been asked to stop or its time is nearly over, once the state is saved.
+        """
+        started = time.perf_counter()
+        updates = self._updates_made()
+        before = self._border.position if self._border else self._newest or Position(0)
+        self._cadence.at_border(int(position != before and not only_to_stop))
+        state = {name: each.state_dict() for name, each in self._states.items()}
+        self._border = _Border(position, state, random_state(self._runtime.device), table, updates)
+        self._poll()
+        code = self._agree(position)
+        if code >= _TIME_IS_UP:
+            self._end(code)
+        if code == _NOW and not only_to_stop:
+            self._poll(wait=True)
+        if code and not only_to_stop and not self._writer.busy and self._start() and not self._cfg.background:
+            self._poll(wait=True)
+        self.seconds_standing += time.perf_counter() - started
+
+    def asked_to_stop(self) -> bool:
+        """Whether this rank knows of a reason to stop before the next border. Not collective."""
+        return self._stop.requested() is not None or self._cadence.save_at_once()
+
+    def stop_now(self, reason: Exception) -> NoReturn:
+        """End the run between two borders, where nothing has been updated since the last one.
+
+        Raises: StopRun, once the state is saved.
+        """
+        self._end(max(self._agree(None), _TIME_IS_UP), f"; {reason}")
+
+    def stop_if_asked(self) -> None:
+        """`stop_now` where any rank knows of a reason to stop."""
+        reasons = torch.tensor(int(self.asked_to_stop()), device=self._runtime.device)
+        dist.all_reduce(reasons, op=dist.ReduceOp.MAX)
+        if int(reasons):
+            self._end(max(self._agree(None), _TIME_IS_UP))
+
+    def finish(self, *, last_border: bool) -> None:
+        """Wait for what is being written; with `last_border` keep that too, where points are written by any cadence."""
+        self._poll(wait=True)
+        if last_border and self._cfg.by_cadence:
+            self.save_last_border()
+
+    def drop_border(self) -> None:
+        """Keep no more of the last border, whose weights something else than an update has changed."""
+        self._border = None
+
+    def abandon(self) -> None:
+        """End what is being written and not complete; it is not a point. Not collective."""
+        self._writer.abandon()
+
+    def has_progress(self) -> bool:
+        """Whether anything was done since the run began: of its first border nothing is worth a point."""
+        return self._border is None or self._border.position > Position(0)
+
+    def save_last_border(self) -> str:
+        """Write a point of the last border and wait for it; returns what has become of it, in a sentence."""
+        border = self._border
+        if border is None:
+            if self._newest is None:
+                return "there is nothing yet that could be saved; the same command begins again"
+            return f"there is nothing new to save; the same command goes on from {self._name_of_newest()}"
+        self._poll(wait=True)
+        if self._updates_made() != border.updates:
+            return f"an update was not complete, so the newest resume point is {self._name_of_newest()}"
+        if self._newest != border.position and self._start():
+            self._poll(wait=True)
+        if self._newest != border.position:
+            return f"{border.position} could not be saved, so the newest resume point is {self._name_of_newest()}"
+        return f"saved {self._path(border.position)}; the same command goes on from there"
+
+    def _agree(self, position: Position | None) -> int:
+        asked = self._stop.requested()
+        code = _NOTHING if asked is None else _TIME_IS_UP + 1 + STOP_SIGNALS.index(asked)
+        if code == _NOTHING:
+            if self._runtime.is_main and self._cadence.time_is_up():
+                code = _TIME_IS_UP
+            elif position is not None and self._cadence.due(position):  # which every rank knows
+                code = _NOW
+            elif self._runtime.is_main and position is not None and self._cadence.overdue():
+                code = _WHEN_FREE
+        codes = torch.tensor(code, device=self._runtime.device)
+        dist.all_reduce(codes, op=dist.ReduceOp.MAX)
+        return int(codes)
+
+    def _end(self, code: int, more: str = "") -> NoReturn:
+        number = STOP_SIGNALS[code - _TIME_IS_UP - 1] if code > _TIME_IS_UP else None
+        why = number.name if number is not None else "the job's time is nearly over"
+        raise StopRun(f"stopped ({why}): {self.save_last_border()}{more}", number)
+
+    def _updates_made(self) -> int:
+        return sum(role.trainer.updates for role in self._roles if role.trainer is not None)
+
+    def _path(self, position: Position) -> Path:
+        return point.resume_directory(self._run_dir) / position.name
+
+    def _name_of_newest(self) -> str:
+        return self._newest.name if self._newest else "none of this start"
+
+    def _start(self) -> bool:
+        """Begin to write the last border, for which training stands still; False, and said, where it cannot be."""
+        border = self._border
+        assert border is not None
+        self._cadence.saving()
+        content, size = self._content(border)
+        directory = point.partial_path(self._run_dir, border.position)
+        reason: list[str | None] = [None]
+        on_first_rank(self._still_ours)
+        if self._runtime.is_main:
+            spare = point.superfluous(point.find_points(self._run_dir), keep=1, keep_every=self._cfg.keep_every)
+            reason = [self._writer.make_room(directory, size, [*point.passed_over(self._run_dir), *spare])]
+            if reason[0] is None:
+                self._on_room()
+        dist.broadcast_object_list(reason, src=0)
+        if reason[0] is not None:
+            self._say_failed(border.position, reason[0])
+            return False
+        roles = {role.name: {**sharded_state.counters(role), "layout": layout_in_words(role)} for role in self._roles}
+        body = {
+            **self._identity.stated(),
+            "step": border.position.step,
+            "update": border.position.update,
+            "world_size": self._runtime.world_size,
+            "roles": roles,
+            "state": border.state,
+        }
+        self._writing = border.position
+        self._writer.start(directory, content, partial(self._complete, border.position, body))
+        return True
+
+    def _content(self, border: _Border) -> tuple[Content, int]:
+        """What is to be written, and on rank 0 how many bytes that will be on all ranks together."""
+        roles = {role.name: sharded_state.sharded_state(role) for role in self._roles}
+        commons = {role.name: sharded_state.common(role, border.position.step) for role in self._roles}
+        mine = (border.random, sum(sharded_state.bytes_to_write(state) for state in roles.values()))
+        everyones = self._writer.to_first(mine)
+        table = None if border.table is None else border.table()
+        files: dict[str, Any] = dict(self._companions)
+        size = sum(map(len, self._companions.values()))
+        if everyones is not None:
+            files[RANDOM] = [random for random, _ in everyones]
+            if self._provenance is not None:
+                files |= {f"{name}/{FILE}": self._provenance(name, border.position).to_json() for name in roles}
+            size += sum(each for _, each in everyones)
+            if table is not None:
+                files[TABLE] = table
+        return Content(roles, commons, files), size + size // 50 + (1 << 20)
+
+    def _poll(self, *, wait: bool = False) -> None:
+        """See what has become of the point in work; with `wait`, until that is known."""
+        while self._writer.busy:
+            outcome = self._writer.poll(wait=wait)
+            if outcome is not None:
+                self._done(outcome)
+            elif not wait:
+                return
+
+    def _complete_last(self) -> None:
+        """With a point at every update: the last one is complete before the weights change again, so that a kill loses
+        no more than one update."""
+        started = time.perf_counter()
+        self._poll(wait=True)
+        self.seconds_standing += time.perf_counter() - started
+
+    def _complete(self, position: Position, body: Mapping[str, Any], files: Mapping[str, FileDigest]) -> None:
+        """In the process that writes for rank 0: all files of the point lie there."""
+        self._still_ours()
+        directory = point.partial_path(self._run_dir, position)
+        point.write_manifest(directory, body, files)
+        point.commit(directory, self._path(position))
+
+    def _done(self, outcome: Outcome) -> None:
+        assert self._writing is not None
+        position, self._writing = self._writing, None
+        self._cadence.saved(outcome.seconds)
+        if outcome.error is not None:
+            self._say_failed(position, outcome.error)
+            return
+        self._newest = position
+        if not self._announced:  # there may be one at every update
+            size = f"{outcome.bytes / 1e6:,.1f} MB"
+            self._note(f"resume point {position.name}: {size}, complete after {outcome.seconds:.1f} s")
+            self._announced = True
+        if self._runtime.is_main:
+            points = point.find_points(self._run_dir)
+            may_go = point.superfluous(points, keep=self._cfg.keep, keep_every=self._cfg.keep_every)
+            if len(points) >= self._cfg.keep:
+                may_go += point.passed_over(self._run_dir)
+            for old in may_go:
+                point.remove(old)
+            kept = [each.position for each in point.find_points(self._run_dir)[-self._cfg.keep :]]
+            self._on_saved(min([*kept, position]))
+
+    def _say_failed(self, position: Position, reason: str) -> None:
+        self._announced = False
+        self._note(
+            f"WARNING: no resume point of {position}: {reason}. The run goes on; the newest resume point is "
+            f"{self._name_of_newest()}, and the next one is tried when it is due"
+        )
+
+
+def _companion_files(runtime: Runtime, roles: Sequence[Role]) -> dict[str, bytes]:
+    """On rank 0 the folders `hf/` of all roles, by path in a point. Read at the start, since a model's directory may be
+    removed during the run. Collective.
+
+    Raises: ValueError when a file cannot be read.
+    """
+    files: dict[str, bytes] = {}
+    words = "config.json, tokenizer and the other small files of a model go into every resume point: "
+    with raise_on_all_ranks(lambda reasons: ValueError(words + "; ".join(reasons))):
+        if runtime.is_main:
+            for role in roles:
+                files |= {f"{role.name}/{name}": content for name, content in role.companion_files().items()}
+    return files
+
+
+def _time_left_everywhere() -> Callable[[], float | None]:
+    """The time that rank 0 finds is left in the job, for every rank: a rank that draws responses by itself has to know
+    it too. Collective."""
+    left: list[float | None] = [time_left() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(left, src=0)
+    end = None if left[0] is None else time.monotonic() + left[0]
+    return lambda: None if end is None else end - time.monotonic()
