@@ -32,11 +32,11 @@ from megarlhf.parallel.packing import forward_cost
 from megarlhf.rollout.bank import Bank
 from megarlhf.rollout.engine import Response, gather_rollouts
 from megarlhf.runtime import Runtime, counts_allocations, synchronize
-from megarlhf.trainers.rl_components import build
-from megarlhf.trainers.rl_rollout import Drawing, make_experience
-from megarlhf.trainers.rl_score import score
-from megarlhf.trainers.rl_updates import StepInProgress, train_on
-from megarlhf.trainers.session import Session
+from megarlhf.trainers.rl.build import build
+from megarlhf.trainers.rl.rollout import Drawing, make_experience
+from megarlhf.trainers.rl.scoring import score
+from megarlhf.trainers.rl.update import StepInProgress, train_on
+from megarlhf.trainers.run.session import Session
 from tools.demo.make_data import base_files
 from tools.gpu_check.memory import AllocatorMeter
 

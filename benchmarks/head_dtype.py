@@ -64,12 +64,12 @@ def gap_with_head(head: str, model: Path, prompts: Path) -> dict[str, Any]:
     from megarlhf.observe.watch.phases import Phases
     from megarlhf.rollout.bank import Bank
     from megarlhf.runtime import RankInfo, initialize
-    from megarlhf.trainers.prompts import load_prompts
-    from megarlhf.trainers.rl_components import build
-    from megarlhf.trainers.rl_gap import logprob_gap
-    from megarlhf.trainers.rl_rollout import Drawing, sample
-    from megarlhf.trainers.rl_score import score
-    from megarlhf.trainers.session import Session
+    from megarlhf.trainers.generation.prompts import load_prompts
+    from megarlhf.trainers.rl.build import build
+    from megarlhf.trainers.rl.logprob_gap import logprob_gap
+    from megarlhf.trainers.rl.rollout import Drawing, sample
+    from megarlhf.trainers.rl.scoring import score
+    from megarlhf.trainers.run.session import Session
 
     role = {"model": {"path": str(model), "dtype": "bf16"}}
     cfg = RLConfig.model_validate(

@@ -2,7 +2,7 @@
 workload's responses.
 
 One process builds a run for each way of laying rows out (the same weights, one configuration key apart), and trains
-whichever the command names. A phase is score, StepInProgress.begun, train_on and describe, as in trainers/rl.py; a
+whichever the command names. A phase is score, StepInProgress.begun, train_on and describe, as in trainers/rl/loop.py; a
 whole step has generation before it and the transfer of the weights behind it.
 
     {"command": "round", "way": "packed", "inject": true}   ->   seconds of phase and step, and of their parts
@@ -38,13 +38,13 @@ from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.parallel.step import Loss, StepResult
 from megarlhf.rollout.bank import Bank
 from megarlhf.runtime import RankInfo, Runtime, initialize
-from megarlhf.trainers.rl_components import build
-from megarlhf.trainers.rl_gap import LogprobGapWatch
-from megarlhf.trainers.rl_metrics import describe
-from megarlhf.trainers.rl_rollout import Drawing, make_experience, sample
-from megarlhf.trainers.rl_score import score
-from megarlhf.trainers.rl_updates import StepInProgress, train_on
-from megarlhf.trainers.session import Session
+from megarlhf.trainers.rl.build import build
+from megarlhf.trainers.rl.logprob_gap import LogprobGapWatch
+from megarlhf.trainers.rl.metrics import describe
+from megarlhf.trainers.rl.rollout import Drawing, make_experience, sample
+from megarlhf.trainers.rl.scoring import score
+from megarlhf.trainers.rl.update import StepInProgress, train_on
+from megarlhf.trainers.run.session import Session
 
 Clock = Callable[[str], Any]
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib
 import json
 import tempfile
 import time
@@ -34,10 +33,10 @@ from megarlhf.layout import MeshLayout
 from megarlhf.parallel.mesh import forget_scratch_buffer
 from megarlhf.rehearsal.job import Job
 from megarlhf.rehearsal.lengths import Constant
-from megarlhf.rehearsal.program import ENTRIES
 from megarlhf.rehearsal.steps import Enough, Steps
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.parts import Parts
+from megarlhf.trainers.entries import import_entry
+from megarlhf.trainers.run.factories import Parts
 
 RESULT = ROOT / "benchmarks" / "results" / "parallel.json"
 PROMPT, RESPONSE, SEQUENCES = 32, 64, 8
@@ -141,7 +140,7 @@ def count_rank(runtime: Runtime, job: Job) -> Seen:
 
     steps = Steps(job.num_steps, moved, lambda step: None)
     parts = Parts(phases=steps.phases, weights=RandomNumbers(lambda shard: None))
-    run = importlib.import_module(ENTRIES[job.command]).run
+    run = import_entry(job.command)
     recorder.on = True
     with routed(job.routing), contextlib.suppress(Enough):
         run(job.cfg, replace(runtime, backend=BACKEND), parts)

@@ -30,11 +30,11 @@ from megarlhf.models.role import build_role
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.runtime import RankInfo, Runtime, initialize
-from megarlhf.trainers.bad_steps import BadSteps, Failures, Update
-from megarlhf.trainers.dpo import PreferenceOptimisation
-from megarlhf.trainers.rm import RewardModelling
-from megarlhf.trainers.sft import SupervisedFineTuning
-from megarlhf.trainers.supervised import train_on
+from megarlhf.trainers.run.skipped_steps import BadSteps, Failures, Update
+from megarlhf.trainers.supervised.dpo import PreferenceOptimisation
+from megarlhf.trainers.supervised.loop import train_on
+from megarlhf.trainers.supervised.rm import RewardModelling
+from megarlhf.trainers.supervised.sft import SupervisedFineTuning
 
 STEPS = 1_000_000
 """Of the schedule; no benchmark makes as many."""

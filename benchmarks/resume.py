@@ -39,7 +39,7 @@ from megarlhf.resume.points.point import Position, find_points, read_manifest
 from megarlhf.resume.points.restore import Identity
 from megarlhf.resume.signals import StopRequest
 from megarlhf.runtime import RankInfo, Runtime, initialize, shutdown
-from megarlhf.trainers.sft import NextTokenLoss
+from megarlhf.trainers.supervised.sft import NextTokenLoss
 
 SIZES = Sizes(vocab=8192, hidden=512, layers=8, heads=8, kv_heads=8, intermediate=1408)
 SMALL = Sizes(vocab=64, hidden=32, layers=2, heads=2, kv_heads=2, intermediate=64)

@@ -28,8 +28,8 @@ from benchmarks.trl_task import rule_of
 from megarlhf.config import RLConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.runtime import RankInfo, Runtime, initialize
-from megarlhf.trainers.prompts import load_prompts
-from megarlhf.trainers.rl_rollout import sample
+from megarlhf.trainers.generation.prompts import load_prompts
+from megarlhf.trainers.rl.rollout import sample
 
 
 class Grpo(Run):

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import megarlhf.commands.cli
 import megarlhf.planning.preflight
-import megarlhf.trainers.rl
-import megarlhf.trainers.rm
-import megarlhf.trainers.sft
+import megarlhf.trainers.rl.loop
+import megarlhf.trainers.supervised.rm
+import megarlhf.trainers.supervised.sft
 import tests.distributed.jobs
 
 gc.collect()

@@ -20,7 +20,8 @@ from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.resume.claim.lock import Lock
 from megarlhf.resume.signals import StopRun
 from megarlhf.runtime import Runtime
-from megarlhf.trainers import evaluate, generate, rl
+from megarlhf.trainers.generation import evaluate, generate
+from megarlhf.trainers.rl import loop as rl
 from tests.command import megarlhf
 from tests.ranks import RankPool
 from tests.resume.earlier_run import begin
@@ -125,7 +126,7 @@ def test_a_dry_run_prints_the_resolved_numbers_and_starts_nothing(name, lines, c
 def test_without_dry_run_a_plain_start_launches_ranks_and_a_single_rank_joins(command, started, capsys):
     assert cli.main(command("sft", "run.nproc=2")) == 0
     assert cli.main(command("rm")) == 0
-    assert started == [("local_ranks", 2), ("as_rank", "megarlhf.trainers.rm:run")]
+    assert started == [("local_ranks", 2), ("as_rank", "megarlhf.trainers.supervised.rm:run")]
     assert "micro-batches per optimizer step" in capsys.readouterr().out
 
 

@@ -7,7 +7,7 @@ import pytest
 from megarlhf.config import RLConfig, load_config
 from megarlhf.planning.batch import rl_batch_numbers
 from megarlhf.planning.unused_keys import without_effect
-from megarlhf.trainers.rl_advantages import ADVANTAGES
+from megarlhf.trainers.rl.advantages import ADVANTAGES
 from tools.demo.pipeline import BY_NAME
 from tools.demo.seeds import VARIANTS, folder_of, summary_of
 

@@ -228,7 +228,7 @@ def test_the_packages_with_exceptions_are_imported():
 # --- planted violations ---------------------------------------------------------------------------
 
 PLANTED = [
-    ("upward arrows", "models/build.py", "from megarlhf.trainers.rl import run"),
+    ("upward arrows", "models/build.py", "from megarlhf.trainers.rl.loop import run"),
     ("upward arrows", "models/build.py", "def f():\n    import megarlhf.rollout.engine"),
     ("upward arrows", "rollout/engine.py", "from megarlhf.planning.batch import BatchNumber"),
     ("upward arrows", "parallel/mesh.py", "from megarlhf import models"),
@@ -236,10 +236,10 @@ PLANTED = [
     ("upward arrows", "weights/plan/overlaps.py", "from ...parallel.mesh import Mesh"),
     ("upward arrows", "runtime.py", "from megarlhf.layout import MeshLayout"),
     ("upward arrows", "runtime.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import megarlhf.config"),
-    ("upward arrows", "trainers/rl.py", "import importlib\nimportlib.import_module('megarlhf.commands.cli')"),
-    ("upward arrows", "trainers/rl.py", "ENTRY = 'megarlhf.commands.launch:as_rank'"),
-    ("upward arrows", "trainers/rl.py", "from megarlhf.cellar.barrel import wine"),
-    ("upward arrows", "trainers/rl.py", "from tools.demo.make_data import base_files"),
+    ("upward arrows", "trainers/rl/loop.py", "import importlib\nimportlib.import_module('megarlhf.commands.cli')"),
+    ("upward arrows", "trainers/rl/loop.py", "ENTRY = 'megarlhf.commands.launch:as_rank'"),
+    ("upward arrows", "trainers/rl/loop.py", "from megarlhf.cellar.barrel import wine"),
+    ("upward arrows", "trainers/rl/loop.py", "from tools.demo.make_data import base_files"),
     ("upward arrows", "weights/plan/overlaps.py", "from megarlhf.planning.weight_traffic import main"),
     ("upward arrows", "weights/plan/overlaps.py", "from megarlhf.weights.transport.schedule import ElementRange"),
     ("upward arrows", "architectures/table.py", "from megarlhf.weights.plan.copy_plan import Copy"),
@@ -253,7 +253,7 @@ PLANTED = [
         "weights/checkpoint/formats/mp_rank/read.py",
         "from megarlhf.weights.checkpoint.formats.torch_dist import keys",
     ),
-    ("strangers", "trainers/rl.py", "from megatron.core import parallel_state"),
+    ("strangers", "trainers/rl/loop.py", "from megatron.core import parallel_state"),
     ("strangers", "weights/plan/overlaps.py", "def f():\n    import megatron.core"),
     ("strangers", "rollout/engine.py", "from vllm import LLM"),
     ("strangers", "models/norm.py", "import triton.language as tl"),
@@ -284,9 +284,13 @@ def test_a_planted_violation_is_found(name, file, text):
 
 
 PERMITTED = [
-    ("upward arrows", "trainers/rl.py", "from megarlhf.rollout.engine import Sampling\nimport megarlhf.algo.kl"),
+    ("upward arrows", "trainers/rl/loop.py", "from megarlhf.rollout.engine import Sampling\nimport megarlhf.algo.kl"),
     ("upward arrows", "weights/plan/overlaps.py", "from megarlhf.weights.plan.box import Box\nfrom .box import Box"),
-    ("upward arrows", "commands/cli.py", "ENTRY = 'megarlhf.trainers.sft:run'\nfrom megarlhf.commands import launch"),
+    (
+        "upward arrows",
+        "commands/cli.py",
+        "ENTRY = 'megarlhf.trainers.supervised.sft:run'\nfrom megarlhf.commands import launch",
+    ),
     ("upward arrows", "__main__.py", "from megarlhf.commands.plan import main"),
     ("upward arrows", "observe/x.py", "import logging\nlogging.getLogger('megarlhf')\nimport torch"),
     ("strangers", "resume/save.py", "from megatron.core import dist_checkpointing"),

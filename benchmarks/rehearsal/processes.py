@@ -11,7 +11,12 @@ from typing import Any
 
 from megarlhf.runtime import RankInfo, free_port
 
-PRELOAD = ["megarlhf.trainers.sft", "megarlhf.trainers.rm", "megarlhf.trainers.rl", "benchmarks.rehearsal.real_run"]
+PRELOAD = [
+    "megarlhf.trainers.supervised.sft",
+    "megarlhf.trainers.supervised.rm",
+    "megarlhf.trainers.rl.loop",
+    "benchmarks.rehearsal.real_run",
+]
 
 
 def together(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:

@@ -12,7 +12,6 @@ into it.
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,14 +30,14 @@ from megarlhf.parallel.residency import HostMemory
 from megarlhf.rehearsal.engine import EngineMemory, GivenResponses, RehearsedEngine
 from megarlhf.rehearsal.engine_time import stated_tokens
 from megarlhf.rehearsal.job import Job
-from megarlhf.rehearsal.program import ENTRIES
 from megarlhf.rehearsal.routing import Routing
 from megarlhf.rehearsal.steps import Enough, Steps
 from megarlhf.rehearsal.weights import NoNumbers
 from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.parts import Parts
-from megarlhf.trainers.prompts import engine_dtype
+from megarlhf.trainers.entries import import_entry
+from megarlhf.trainers.generation.prompts import engine_dtype
+from megarlhf.trainers.run.factories import Parts
 
 MARK = "PHASE "
 Place = tuple[int, str]
@@ -99,7 +98,7 @@ def real_rank(runtime: Runtime, job: Job, plant: Callable[[Place], None] | None 
 
     steps = Steps(job.num_steps, moved, lambda step: None)
     parts = Parts(phases=steps.phases, weights=RandomNumbers(lambda shard: None), engine=engine, host=Elsewhere)
-    run = importlib.import_module(ENTRIES[job.command]).run
+    run = import_entry(job.command)
     recorder.on = True
     activities = [torch.profiler.ProfilerActivity.CPU]
     with (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 from dataclasses import replace
 from time import perf_counter
@@ -15,12 +14,13 @@ from megarlhf.models.role import Role
 from megarlhf.rehearsal.engine import GivenResponses
 from megarlhf.rehearsal.hardware import load_hardware
 from megarlhf.rehearsal.pricing import Pricing
-from megarlhf.rehearsal.program import ENTRIES, Job, Rank, RankRecord
+from megarlhf.rehearsal.program import Job, Rank, RankRecord
 from megarlhf.rehearsal.steps import Enough, Steps
 from megarlhf.rehearsal.stopwatch import undisturbed_clock
 from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.parts import Parts
+from megarlhf.trainers.entries import import_entry
+from megarlhf.trainers.run.factories import Parts
 
 Place = tuple[int, str]
 """(step, phase)."""
@@ -42,7 +42,7 @@ def real_rank(runtime: Runtime, job: Job) -> dict[Place, tuple[float, float]]:
 
     steps = Steps(job.num_steps, moved, lambda step: None)
     with contextlib.suppress(Enough):
-        importlib.import_module(ENTRIES[job.command]).run(job.cfg, runtime, Parts(phases=steps.phases, engine=engine))
+        import_entry(job.command)(job.cfg, runtime, Parts(phases=steps.phases, engine=engine))
     return spent
 
 

@@ -10,7 +10,7 @@ from megarlhf.config import load_config, roles_of
 from megarlhf.config.ask import AskConfig
 from megarlhf.config.load import names_section
 
-ENTRY = "megarlhf.trainers.ask:run"
+ENTRY = "megarlhf.trainers.generation.chat:run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

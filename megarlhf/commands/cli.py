@@ -36,6 +36,7 @@ from megarlhf.config.load import repeated_overrides
 from megarlhf.config.serve import ServeRewardConfig
 from megarlhf.errors import WatchdogTimeout
 from megarlhf.resume.signals import TO_BE_QUEUED_AGAIN, StopRun
+from megarlhf.trainers.entries import ENTRIES
 
 
 @dataclass(frozen=True)
@@ -43,19 +44,18 @@ class Command:
     """A command that runs on ranks."""
 
     config: type[FrozenModel]
-    entry: str
-    """`module:function`, called as function(cfg, runtime); imported only when the command runs."""
     help: str
 
 
 COMMANDS: dict[str, Command] = {
-    "sft": Command(SFTConfig, "megarlhf.trainers.sft:run", "supervised fine-tuning"),
-    "rm": Command(RMConfig, "megarlhf.trainers.rm:run", "train a reward model on preference pairs"),
-    "dpo": Command(DPOConfig, "megarlhf.trainers.dpo:run", "preference optimisation: DPO, IPO, SimPO, ORPO, KTO"),
-    "rl": Command(RLConfig, "megarlhf.trainers.rl:run", "PPO, GRPO and their relatives"),
-    "generate": Command(GenerateConfig, "megarlhf.trainers.generate:run", "sample responses into a JSON lines file"),
-    "eval": Command(EvaluateConfig, "megarlhf.trainers.evaluate:run", "figures of a model, each with its interval"),
+    "sft": Command(SFTConfig, "supervised fine-tuning"),
+    "rm": Command(RMConfig, "train a reward model on preference pairs"),
+    "dpo": Command(DPOConfig, "preference optimisation: DPO, IPO, SimPO, ORPO, KTO"),
+    "rl": Command(RLConfig, "PPO, GRPO and their relatives"),
+    "generate": Command(GenerateConfig, "sample responses into a JSON lines file"),
+    "eval": Command(EvaluateConfig, "figures of a model, each with its interval"),
 }
+"""Where each starts: `trainers/entries.py`."""
 
 
 DIRECTORY = "MEGARLHF_DIRECTORY"
@@ -311,12 +311,11 @@ def _dispatch(arguments: argparse.Namespace, argv: list[str]) -> int:
         return replay(Path(arguments.failure), arguments.overrides, argv)
     if arguments.command == "generate" and is_asked(arguments):
         return ask(arguments, argv)
-    command = COMMANDS[arguments.command]
-    cfg = load_config(command.config, arguments.config, arguments.overrides)
-    return _run_on_ranks(arguments, argv, command, cfg)
+    cfg = load_config(COMMANDS[arguments.command].config, arguments.config, arguments.overrides)
+    return _run_on_ranks(arguments, argv, cfg)
 
 
-def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], command: Command, cfg: Any) -> int:
+def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], cfg: Any) -> int:
     """Check the run once, in the process that starts the ranks or on the first of them, and run it."""
     from megarlhf.commands import launch
     from megarlhf.planning.machine.determinism import environment
@@ -349,7 +348,7 @@ def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], command: Comma
     if info is not None and not checked:  # every rank by itself: nobody is there yet to be told
         with _other_ranks_meant(cfg.run, starts, _other_ranks(cfg.run, starts, starts, launched=True)):
             check_layouts(cfg, starts, local_ranks=info.local_world_size)
-    return launch.as_rank(info or RankInfo(), cfg, command.entry, check=None if checked else check)
+    return launch.as_rank(info or RankInfo(), cfg, ENTRIES[arguments.command], check=None if checked else check)
 
 
 @contextlib.contextmanager

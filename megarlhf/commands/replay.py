@@ -10,7 +10,7 @@ from megarlhf.commands import launch
 from megarlhf.planning.layout import check_role
 from megarlhf.resume.claim.config_changes import TrainingConfig
 from megarlhf.runtime import RankInfo, detect_rank
-from megarlhf.trainers.failures import Failure
+from megarlhf.trainers.run.failures import Failure
 
 ENTRY = "megarlhf.trainers.replay:run"
 

@@ -23,7 +23,7 @@ from megarlhf.rehearsal.trace import Event, Work
 from megarlhf.rehearsal.transformer_engine import Layers
 from megarlhf.rehearsal.wire import Line, Reached
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.prompts import mesh_orders
+from megarlhf.trainers.generation.prompts import mesh_orders
 
 
 @dataclass(frozen=True, kw_only=True)

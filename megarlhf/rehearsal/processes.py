@@ -25,6 +25,7 @@ import torch
 
 from megarlhf.rehearsal.job import Job, RankRecord
 from megarlhf.rehearsal.pricing import Pricing
+from megarlhf.trainers.entries import import_entry
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def _import_what_ranks_need(jobs: Sequence[Job]) -> None:
     """In this process, before the forks."""
     torch.set_num_threads(1)
     for command in {job.command for job in jobs}:
-        importlib.import_module(f"megarlhf.trainers.{command}")
+        import_entry(command)
     importlib.import_module("megarlhf.rehearsal.program")
     gc.collect()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import resource
 import time
 from collections import Counter
@@ -45,11 +44,10 @@ from megarlhf.rehearsal.wire import Wire, labels_of
 from megarlhf.rehearsal.work import Meter, Price
 from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.parts import Parts
-from megarlhf.trainers.prompts import engine_dtype
+from megarlhf.trainers.entries import import_entry
+from megarlhf.trainers.generation.prompts import engine_dtype
+from megarlhf.trainers.run.factories import Parts
 
-ENTRIES = {name: f"megarlhf.trainers.{name}" for name in ("sft", "rm", "dpo", "rl")}
-"""Module of each command that can be rehearsed."""
 MAX_NUM_SEQS = 1024
 """Sequences that vLLM runs at once, where `rollout.engine_args` says nothing: its default on a GPU of 70 GiB or more
 (vllm/engine/arg_utils.py)."""
@@ -106,7 +104,7 @@ class Rank:
         job, began = self.job, time.perf_counter()
         interfaces.join(job.rank, job.world_size, job.kind)
         forget_scratch_buffer()
-        run = importlib.import_module(ENTRIES[job.command]).run
+        run = import_entry(job.command)
         created = self._created
         seen = seen_batches(lambda: (self.wire.step, self.wire.phase), self._shares, self._tokens)
         # Backwards in this thread: autograd counts devices at a process's first backward, which may be long ago.

@@ -34,19 +34,29 @@ SITES: tuple[Site, ...] = (
     Site(
         "megatron/core/optimizer/optimizer.py", "_unscale_main_grads_and_check_for_nan", 0.0, "no gradient is infinite"
     ),
-    Site("trainers/supervised.py", "validation_sums", 1.0, "sums of a loss, which are reported"),
-    Site("trainers/dpo.py", "logprobs", -1.0, "log-probs under the reference, which the loss reads and no shape does"),
+    Site("trainers/supervised/loop.py", "validation_sums", 1.0, "sums of a loss, which are reported"),
+    Site(
+        "trainers/supervised/dpo.py",
+        "logprobs",
+        -1.0,
+        "log-probs under the reference, which the loss reads and no shape does",
+    ),
     Site("weights/checks/", "", 0, "digests of both sides are taken to be equal, and padding to be zero"),
     Site("observe/", "", 1.0, "what is measured is shown to nobody"),
-    Site("trainers/rl_rewards.py", "metrics_of", 1.0, "metrics of rewards"),
+    Site("trainers/experience/rewards.py", "metrics_of", 1.0, "metrics of rewards"),
     Site("algo/reward_scaling.py", "update", 1.0, "moments of rewards, which the next steps scale them by"),
-    Site("trainers/rl_metrics.py", "share_without_signal", 0.0, "every step has something to learn"),
-    Site("trainers/rl_metrics.py", "", 1.0, "metrics"),
-    Site("trainers/rl_signal.py", "watch", 0.0, "rewards differ, so that no step is without something to learn"),
+    Site("trainers/rl/metrics.py", "share_without_signal", 0.0, "every step has something to learn"),
+    Site("trainers/rl/metrics.py", "", 1.0, "metrics"),
+    Site("trainers/rl/no_signal.py", "watch", 0.0, "rewards differ, so that no step is without something to learn"),
     Site("algo/advantages.py", "explained_variance", 1.0, "metrics"),
-    Site("trainers/rl_statistics.py", "", 0.0, "metrics of tokens: the log-prob gap is zero, no limit ends the run"),
-    Site("trainers/rl_gap.py", "", 0.0, "the log-prob gap is zero: no limit ends the run"),
-    Site("trainers/rl_kl.py", "", 0.0, "metrics of the KL, which steer no shape"),
+    Site(
+        "trainers/experience/statistics.py",
+        "",
+        0.0,
+        "metrics of tokens: the log-prob gap is zero, no limit ends the run",
+    ),
+    Site("trainers/rl/logprob_gap.py", "", 0.0, "the log-prob gap is zero: no limit ends the run"),
+    Site("trainers/rl/kl_controller.py", "", 0.0, "metrics of the KL, which steer no shape"),
 )
 
 

@@ -34,12 +34,12 @@ from megarlhf.resume.points.kept_weights import find_weights
 from megarlhf.resume.points.restore import layout_in_words
 from megarlhf.resume.points.sharded_state import is_tied_copy, layers_of
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.bad_steps import load_kept
-from megarlhf.trainers.dpo_loss import PreferenceLoss
-from megarlhf.trainers.failures import POINT, Failure, rank_file
-from megarlhf.trainers.rl_losses import PolicyLoss, ValueLoss
-from megarlhf.trainers.rm import PairwiseLoss
-from megarlhf.trainers.sft import NextTokenLoss
+from megarlhf.trainers.rl.losses import PolicyLoss, ValueLoss
+from megarlhf.trainers.run.failures import POINT, Failure, rank_file
+from megarlhf.trainers.run.skipped_steps import load_kept
+from megarlhf.trainers.supervised.dpo_loss import PreferenceLoss
+from megarlhf.trainers.supervised.rm import PairwiseLoss
+from megarlhf.trainers.supervised.sft import NextTokenLoss
 
 LARGEST = 5
 """Parameters whose gradients are shown when all are finite."""

@@ -14,8 +14,8 @@ import pytest
 from megarlhf.config import load_config
 from megarlhf.planning.data.first_rows import same_data
 from megarlhf.planning.preflight import preflight
-from megarlhf.trainers.sft import SupervisedFineTuning
-from megarlhf.trainers.supervised import load_samples
+from megarlhf.trainers.supervised.loop import load_samples
+from megarlhf.trainers.supervised.sft import SupervisedFineTuning
 from tests.config.examples import KINDS
 from tests.planning.configs import MODEL
 from tools.demo.make_data import train_tokenizer

@@ -10,10 +10,10 @@ import pytest
 
 from megarlhf.config import RLConfig, RMConfig, SFTConfig
 from megarlhf.planning.preflight import preflight
-from megarlhf.trainers.prompts import load_prompts
-from megarlhf.trainers.rm import RewardModelling
-from megarlhf.trainers.sft import SupervisedFineTuning
-from megarlhf.trainers.supervised import load_samples
+from megarlhf.trainers.generation.prompts import load_prompts
+from megarlhf.trainers.supervised.loop import load_samples
+from megarlhf.trainers.supervised.rm import RewardModelling
+from megarlhf.trainers.supervised.sft import SupervisedFineTuning
 from tests.data.strangers import ROWS, STRANGERS, lines, written
 from tests.planning.configs import MODEL
 from tools.demo.make_data import train_tokenizer

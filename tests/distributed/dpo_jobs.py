@@ -31,8 +31,8 @@ def dpo_steps(
 ) -> dict[str, Any]:
     """With each of the losses: held-out evaluation before training, metrics and gradients of the first steps, and the
     weights after them."""
-    from megarlhf.trainers.dpo import PreferenceOptimisation
-    from megarlhf.trainers.supervised import evaluate
+    from megarlhf.trainers.supervised.dpo import PreferenceOptimisation
+    from megarlhf.trainers.supervised.loop import evaluate
 
     made, cache = {}, GroupCache(runtime)
     for name, keys in losses.items():

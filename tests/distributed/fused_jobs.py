@@ -68,7 +68,7 @@ def fused_gradients(
     """By linear layer after one accumulation over several micro-batches: the largest gradient, and the largest
     difference between `main_grad` and the sum of the products in fp32. `fused`: whether TransformerEngine's kind adds
     them by itself; or, with Megatron-Core's own layers, where the products are by address of their buffer."""
-    from megarlhf.trainers.sft import SupervisedFineTuning
+    from megarlhf.trainers.supervised.sft import SupervisedFineTuning
     from tests.distributed import jobs
 
     cfg = SFTConfig.model_validate(config)

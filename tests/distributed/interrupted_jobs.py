@@ -23,7 +23,7 @@ from megarlhf.observe.records.jsonl import StepLines
 from megarlhf.parallel import step as training_step
 from megarlhf.resume.points import point, writer
 from megarlhf.runtime import Runtime
-from megarlhf.trainers import rm
+from megarlhf.trainers.supervised import rm
 from tests.distributed.jobs import command_status
 
 
@@ -135,10 +135,10 @@ def stopped_rollout(runtime: Runtime, run: str, *argv: str) -> tuple[int, str, l
 def command_that_skips(runtime: Runtime, calls: int, *argv: str) -> tuple[int | str, str]:
     """A command in which every step counts as a spike once three gradient norms are known; cut off at a call of
     `Trainer.accumulate`, or not (0)."""
-    from megarlhf.trainers import bad_steps
+    from megarlhf.trainers.run import skipped_steps
 
     trainer = "megarlhf.parallel.step:Trainer"
-    with mock.patch.object(bad_steps, "MIN_NORMS", 3), mock.patch.object(bad_steps, "median", return_value=0.0):
+    with mock.patch.object(skipped_steps, "MIN_NORMS", 3), mock.patch.object(skipped_steps, "median", return_value=0.0):
         if calls:
             return command_until(runtime, calls, trainer, "accumulate", *argv)
         return command_status(runtime, *argv)
@@ -234,7 +234,7 @@ def command_stopped_while_it_scales(runtime: Runtime, when: str, *argv: str) -> 
     with mock.patch.object(rm, "validation_sums", measure):
         if when == "measured":
             return command_status(runtime, *argv)
-        return command_with_signal(runtime, 1, "megarlhf.trainers.rm", "divide_head", *argv)
+        return command_with_signal(runtime, 1, "megarlhf.trainers.supervised.rm", "divide_head", *argv)
 
 
 def command_on_a_read_only_disk(runtime: Runtime, patched: bool, *argv: str) -> tuple[int, str, int]:
@@ -244,5 +244,5 @@ def command_on_a_read_only_disk(runtime: Runtime, patched: bool, *argv: str) -> 
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
     refused = mock.patch.object(Path, "write_text", refuse) if patched else contextlib.nullcontext()
-    with refused, at_call(0, "megarlhf.trainers.supervised", "build_role", _kill) as made:
+    with refused, at_call(0, "megarlhf.trainers.supervised.loop", "build_role", _kill) as made:
         return *command_status(runtime, *argv), len(made)

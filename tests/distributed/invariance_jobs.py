@@ -23,8 +23,11 @@ from megarlhf.parallel import step
 from megarlhf.parallel.chunks import chunks_of
 from megarlhf.rollout.megatron_engine import MegatronEngine
 from megarlhf.runtime import Runtime
-from megarlhf.trainers import rl, rl_components, rm, sft, supervised
-from megarlhf.trainers.parts import Parts
+from megarlhf.trainers.rl import build as rl_components
+from megarlhf.trainers.rl import loop as rl
+from megarlhf.trainers.run.factories import Parts
+from megarlhf.trainers.supervised import loop as supervised
+from megarlhf.trainers.supervised import rm, sft
 from tests.distributed.invariance_routing import Routing
 from tests.distributed.logical import Held
 

@@ -75,8 +75,8 @@ def command_status(runtime: Runtime, *argv: str) -> tuple[int, str]:
 
 def train_once(objective: Any, role: Role, samples: Any) -> Any:
     """One optimizer step outside of a run: its metrics."""
-    from megarlhf.trainers.bad_steps import BadSteps, Failures, Update
-    from megarlhf.trainers.supervised import train_on
+    from megarlhf.trainers.run.skipped_steps import BadSteps, Failures, Update
+    from megarlhf.trainers.supervised.loop import train_on
 
     phases = Phases()
     bad_steps = BadSteps(objective.cfg.train, Failures.of(objective.cfg, objective.command), phases)
@@ -87,7 +87,7 @@ def sft_steps(
     runtime: Runtime, config: dict[str, Any], num_steps: int, order: tuple[int, ...] | None = None
 ) -> dict[str, Any]:
     """Losses, gradient norms and gradients of the first steps, and the weights after them."""
-    from megarlhf.trainers.sft import SupervisedFineTuning
+    from megarlhf.trainers.supervised.sft import SupervisedFineTuning
 
     cfg = SFTConfig.model_validate(config)
     objective, samples = SupervisedFineTuning(cfg), _sft_samples(cfg)
@@ -120,8 +120,8 @@ def _sft_samples(cfg: SFTConfig) -> list[Any]:
 
 def saved_roles(runtime: Runtime, config: dict[str, Any], root: str, order: tuple[int, ...] | None) -> None:
     """Checkpoints of actor and critic: as loaded, after a step of SFT, and of the last one loaded again."""
-    from megarlhf.trainers.exports import save_roles
-    from megarlhf.trainers.sft import SupervisedFineTuning
+    from megarlhf.trainers.run.exports import save_roles
+    from megarlhf.trainers.supervised.sft import SupervisedFineTuning
 
     cfg = SFTConfig.model_validate(config)
     objective, samples = SupervisedFineTuning(cfg), _sft_samples(cfg)
@@ -183,8 +183,8 @@ def rm_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[s
     """The same for the reward model, with its held-out evaluation before training."""
     from megarlhf.config import RMConfig
     from megarlhf.data.samples import build_pairs
-    from megarlhf.trainers.rm import RewardModelling, divide_head, score_deviation
-    from megarlhf.trainers.supervised import evaluate
+    from megarlhf.trainers.supervised.loop import evaluate
+    from megarlhf.trainers.supervised.rm import RewardModelling, divide_head, score_deviation
 
     cfg = RMConfig.model_validate(config)
     objective = RewardModelling(cfg)

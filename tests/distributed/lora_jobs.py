@@ -36,7 +36,7 @@ def draw_adapter(role: Role, std: float = 0.2) -> None:
 
 def lora_gradients(runtime: Runtime, config: dict[str, Any], merged: str) -> dict[str, Any]:
     """Loss, gradients and weights of the first step of an adapter whose B is not zero; its model is exported first."""
-    from megarlhf.trainers.sft import SupervisedFineTuning
+    from megarlhf.trainers.supervised.sft import SupervisedFineTuning
     from tests.distributed.jobs import _sft_samples, train_once
 
     cfg = SFTConfig.model_validate(config)
@@ -65,7 +65,7 @@ def vllm_with_adapter(
 ) -> dict[str, Any]:
     """An engine fed by an actor with one adapter after the other: what it says and how likely it finds it, and whether
     planted wrong adapters are found."""
-    from megarlhf.trainers.prompts import make_engine
+    from megarlhf.trainers.generation.prompts import make_engine
 
     section = {"model": {"path": model}, "parallel": {"tp": tp}, "lora": {"path": adapters[0]}}
     actor = build_role("actor", RoleConfig.model_validate(section), "lm", GroupCache(runtime), seed=0)
@@ -131,7 +131,7 @@ def _refusal(engine: Any, actor: Role) -> str:
 
 def trained_bytes(runtime: Runtime, config: dict[str, Any]) -> dict[str, int]:
     """After a step: bytes of this rank's parameters, gradient buffers and optimizer's state."""
-    from megarlhf.trainers.sft import SupervisedFineTuning
+    from megarlhf.trainers.supervised.sft import SupervisedFineTuning
     from tests.distributed.jobs import _sft_samples, train_once
 
     cfg = SFTConfig.model_validate(config)

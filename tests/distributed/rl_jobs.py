@@ -37,13 +37,13 @@ def rl_step(
     piece_bytes: of the optimizer's state, where it is streamed
     """
     from megarlhf.rollout.bank import Bank
-    from megarlhf.trainers import prompts as asked
-    from megarlhf.trainers import rl_components
-    from megarlhf.trainers.rl_metrics import describe
-    from megarlhf.trainers.rl_rollout import Drawing, sample
-    from megarlhf.trainers.rl_score import score
-    from megarlhf.trainers.rl_updates import StepInProgress, train_on
-    from megarlhf.trainers.session import Session
+    from megarlhf.trainers.generation import prompts as asked
+    from megarlhf.trainers.rl import build as rl_components
+    from megarlhf.trainers.rl.metrics import describe
+    from megarlhf.trainers.rl.rollout import Drawing, sample
+    from megarlhf.trainers.rl.scoring import score
+    from megarlhf.trainers.rl.update import StepInProgress, train_on
+    from megarlhf.trainers.run.session import Session
 
     cfg = RLConfig.model_validate(config)
     tokenizer = load_tokenizer(cfg.actor.model.hf_directory())

@@ -19,7 +19,7 @@ from megarlhf.commands import ask, cli
 from megarlhf.config import load_config
 from megarlhf.config.ask import AskConfig
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.ask import run
+from megarlhf.trainers.generation.chat import run
 from tests.ranks import RankPool
 
 

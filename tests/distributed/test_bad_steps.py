@@ -22,9 +22,9 @@ from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.not_finite import first_not_finite
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.bad_steps import BadSteps, Failures, Update
-from megarlhf.trainers.sft import SupervisedFineTuning
-from megarlhf.trainers.supervised import train_on
+from megarlhf.trainers.run.skipped_steps import BadSteps, Failures, Update
+from megarlhf.trainers.supervised.loop import train_on
+from megarlhf.trainers.supervised.sft import SupervisedFineTuning
 from tests.distributed import jobs
 from tests.distributed.test_rl_layouts import config as rl_config
 from tests.ranks import RankPool

@@ -19,7 +19,7 @@ from tests.distributed.test_rl_layouts import config as rl_config
 from tests.ranks import RankPool
 
 BORDER = ("megarlhf.resume.points.checkpointer:Checkpointer", "border")
-EXPORTS = ("megarlhf.trainers.exports:Exports", "maybe_write")
+EXPORTS = ("megarlhf.trainers.run.exports:Exports", "maybe_write")
 
 
 @pytest.fixture

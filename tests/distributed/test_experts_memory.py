@@ -15,7 +15,7 @@ from megarlhf.models.experts import Exchange
 from megarlhf.models.role import build_role
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.sft import SupervisedFineTuning
+from megarlhf.trainers.supervised.sft import SupervisedFineTuning
 from tests.distributed import jobs
 from tests.distributed.test_packed_layouts import write_ragged
 from tests.distributed.tiny import write_family

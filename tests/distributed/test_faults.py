@@ -17,7 +17,7 @@ import pytest
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.provenance import FILE as PROVENANCE
 from megarlhf.resume.points.point import Position, damaged_files, find_points, read_manifest
-from megarlhf.trainers.session import _require_steps_left
+from megarlhf.trainers.run.session import _require_steps_left
 from tests.distributed.interrupted_jobs import (
     command_on_a_full_disk,
     command_on_a_read_only_disk,
@@ -65,7 +65,7 @@ def content(directory: Path) -> dict[str, tuple[bytes, int]]:
 
 
 @pytest.mark.parametrize(
-    "name, module", [("sft", "megarlhf.trainers.supervised"), ("grpo", "megarlhf.trainers.rl_components")]
+    "name, module", [("sft", "megarlhf.trainers.supervised.loop"), ("grpo", "megarlhf.trainers.rl.build")]
 )
 def test_a_signal_while_the_models_are_built(name: str, module: str, case, ranks: RankPool, tmp_path: Path) -> None:
     """With nothing saved yet the directory stays empty; an earlier run's stays as it is. One rank of two gets it."""

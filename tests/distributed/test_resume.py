@@ -30,7 +30,7 @@ STEPS = 5
 TRAIN = "megarlhf.parallel.step:Trainer"
 BORDER = "megarlhf.resume.points.checkpointer:Checkpointer"
 ENGINE = "megarlhf.rollout.megatron_engine:MegatronEngine"
-EXPORTS = "megarlhf.trainers.exports:Exports"
+EXPORTS = "megarlhf.trainers.run.exports:Exports"
 
 ROLES = ("actor", "reference", "critic", "reward_model")
 
@@ -42,7 +42,7 @@ CUTS: dict[str, list[list[Cut]]] = {
     "dpo": [[(TRAIN, "accumulate", 4)], [(BORDER, "border", 5)]],
     "ppo": [
         [(ENGINE, "generate", 3), (TRAIN, "accumulate", 8)],
-        [("megarlhf.trainers.rl_updates", "add_advantages", 2), (TRAIN, "step", 5), (BORDER, "border", 4)],
+        [("megarlhf.trainers.rl.update", "add_advantages", 2), (TRAIN, "step", 5), (BORDER, "border", 4)],
     ],
     "grpo": [[(TRAIN, "step", 6), (ENGINE, "generate", 2)]],
 }
@@ -355,7 +355,13 @@ def uncalled_before_the_start(config: dict[str, Any]) -> None:
         ("sft", TRAIN, "step", 3, "step_000002_update_0001"),
         ("sft", "megarlhf.models.role:Role", "forward", 3, "step_000001_update_0001"),
         ("grpo", "megarlhf.rollout.bank:StepBank", "add", 17, "step_000001"),
-        ("grpo", "megarlhf.trainers.rl_eval", "make_experience", 3, "step_000000_update_0004"),  # two an evaluation
+        (
+            "grpo",
+            "megarlhf.trainers.rl.evaluation",
+            "make_experience",
+            3,
+            "step_000000_update_0004",
+        ),  # two an evaluation
         ("grpo", "megarlhf.rollout.rewards.score", "outcomes_here", 33, "step_000001"),
     ],
 )

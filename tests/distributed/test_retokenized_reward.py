@@ -60,8 +60,8 @@ def scores(
     from megarlhf.models.role import build_role
     from megarlhf.parallel.mesh import GroupCache
     from megarlhf.rollout.rewards.score import share_of_rank
-    from megarlhf.trainers.rl_retokenize import retokenized, retokenizer_of
-    from megarlhf.trainers.rl_rewards import model_scores
+    from megarlhf.trainers.experience.retokenize import retokenized, retokenizer_of
+    from megarlhf.trainers.experience.rewards import model_scores
 
     tokenizer = load_tokenizer(models["actor"])
     section = RoleConfig.model_validate({"model": {"path": str(models[name])}, "parallel": parallel})

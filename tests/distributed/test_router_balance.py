@@ -18,8 +18,8 @@ from megarlhf.config import SFTConfig
 from megarlhf.models.role import build_role
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.sft import SupervisedFineTuning
-from megarlhf.trainers.supervised import evaluate
+from megarlhf.trainers.supervised.loop import evaluate
+from megarlhf.trainers.supervised.sft import SupervisedFineTuning
 from tests.distributed import jobs
 from tests.distributed.compare import assert_gradients_equal
 from tests.distributed.test_packed_layouts import rl, write_ragged

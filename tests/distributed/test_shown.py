@@ -95,7 +95,7 @@ def test_a_killed_run_has_the_tables_of_one_that_was_not(
     """Cut off after the tables of step 2 and before a point has them; what it has left of that step is made unlike what
     is to come, and none of it may stay. The resumed step takes its samples from a point inside the step."""
     argv, run = command_line(tmp_path, config(two_layers, data, {"tp": 2})), tmp_path / "run"
-    assert ranks.run(2, command_until, 2, "megarlhf.trainers.session:Session", "export", *argv)[0][0] == "killed"
+    assert ranks.run(2, command_until, 2, "megarlhf.trainers.run.session:Session", "export", *argv)[0][0] == "killed"
     stale = [run / "samples" / name for name in ("step_000002.jsonl", "eval_step_000002.jsonl")]
     assert all(path.exists() for path in stale)
     assert [row["step"] for row in read_lines(run / LENGTHS_FILE)] == [1, 2]

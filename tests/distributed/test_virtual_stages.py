@@ -28,7 +28,7 @@ from megarlhf.parallel.mesh import GroupCache
 from megarlhf.resume.claim.identity import digest_of_weights
 from megarlhf.runtime import Runtime
 from megarlhf.trainers import replay
-from megarlhf.trainers.sft import SupervisedFineTuning
+from megarlhf.trainers.supervised.sft import SupervisedFineTuning
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport.reshard import Resharder
 from tests.distributed import jobs

@@ -19,7 +19,7 @@ from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.parallel.step import Loss
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.sft import SupervisedFineTuning
+from megarlhf.trainers.supervised.sft import SupervisedFineTuning
 from tests.distributed import jobs
 from tests.distributed.test_sft_layouts import config
 from tests.distributed.tiny import write_family

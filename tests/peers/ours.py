@@ -23,7 +23,7 @@ from megarlhf.algo.rollout_correction import rollout_correction
 from megarlhf.algo.segments import Segments
 from megarlhf.config import AlgoConfig
 from megarlhf.experience import Experience, Ragged, Rollouts
-from megarlhf.trainers.rl_advantages import add_advantages
+from megarlhf.trainers.rl.advantages import add_advantages
 from tests.peers import pairs
 from tests.peers.inputs import Inputs
 

@@ -11,7 +11,7 @@ import torch
 import megarlhf.algo.losses
 from megarlhf.parallel import step
 from megarlhf.rehearsal.sites import SITES, Assumptions, Site, UnknownNumber
-from megarlhf.trainers import rl_kl
+from megarlhf.trainers.rl import kl_controller
 from tests.rehearsal.devices import a_device, unknown
 
 PACKAGE = Path(megarlhf.__file__).parent
@@ -35,13 +35,13 @@ def test_a_read_that_is_not_listed_ends_the_rehearsal_with_file_and_line() -> No
 
 
 def test_a_listed_read_is_answered_and_counted() -> None:
-    """`trainers/rl_kl.py`, whose answer is 0; twice on one line is one entry with its count."""
-    read = as_if_in(rl_kl.__file__, "read", "return tensor[0].item()")
+    """`trainers/rl/kl_controller.py`, whose answer is 0; twice on one line is one entry with its count."""
+    read = as_if_in(kl_controller.__file__, "read", "return tensor[0].item()")
     with a_device() as device:
         assert [read(unknown(2)), read(unknown(2))] == [0.0, 0.0]  # type: ignore[operator]
     ((assumption, count),) = device.assumptions.counts.items()
     assert count == 2
-    assert assumption.where == "megarlhf/trainers/rl_kl.py:2 in read"
+    assert assumption.where == "megarlhf/trainers/rl/kl_controller.py:2 in read"
     assert (assumption.answer, assumption.reason) == ("0.0", "metrics of the KL, which steer no shape")
 
 

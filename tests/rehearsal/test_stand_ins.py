@@ -12,9 +12,9 @@ from megarlhf.config import RLConfig, RMConfig, SFTConfig, words_of
 from megarlhf.data.tokenizer import load_tokenizer
 from megarlhf.rehearsal.lengths import Constant, Given
 from megarlhf.rehearsal.stand_ins import LETTERS, SPECIAL, stand_in, write_tokenizer
-from megarlhf.trainers.rm import RewardModelling
-from megarlhf.trainers.sft import SupervisedFineTuning
-from megarlhf.trainers.supervised import load_samples
+from megarlhf.trainers.supervised.loop import load_samples
+from megarlhf.trainers.supervised.rm import RewardModelling
+from megarlhf.trainers.supervised.sft import SupervisedFineTuning
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
 
 CONFIG = {

@@ -20,7 +20,7 @@ from megarlhf.rollout.engine import Response, Sampling
 from megarlhf.rollout.feed import SharedCounter
 from megarlhf.rollout.megatron_engine import _Decoding
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.prompts import sampling_of
+from megarlhf.trainers.generation.prompts import sampling_of
 from tests.rollout.test_requests import flat
 from tools.demo.make_data import base_files
 

@@ -15,9 +15,9 @@ from megarlhf.layout import MeshLayout
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout
 from megarlhf.parallel.step import StepResult
-from megarlhf.trainers import bad_steps as skipping
-from megarlhf.trainers.bad_steps import KEPT, BadSteps, Failures, SkippedTooOften, Update, load_kept
-from megarlhf.trainers.failures import Failure
+from megarlhf.trainers.run import skipped_steps as skipping
+from megarlhf.trainers.run.failures import Failure
+from megarlhf.trainers.run.skipped_steps import KEPT, BadSteps, Failures, SkippedTooOften, Update, load_kept
 
 
 class Role:
@@ -62,7 +62,7 @@ def run(monkeypatch):
     """Steps of (loss, norm) one after the other: which were skipped. No weights are kept: there is no model."""
     role = Role()
     counters = {"optimizer_steps": 7, "scheduler_steps": 7}
-    monkeypatch.setattr(skipping.role_state, "counters", lambda role: counters)
+    monkeypatch.setattr(skipping.sharded_state, "counters", lambda role: counters)
     monkeypatch.setattr(skipping, "keep_weights", lambda role, directory, body, newest: (None, "no model"))
 
     def steps(bad_steps, numbers, number=None):

@@ -7,8 +7,8 @@ import torch
 
 from megarlhf.config import RewardConfig
 from megarlhf.data.samples import PromptSample
-from megarlhf.trainers.best_of import Candidate, candidates, choose, record_of
-from megarlhf.trainers.generate import _chosen_lines, _Scores, _summary
+from megarlhf.trainers.generation.best_of import Candidate, candidates, choose, record_of
+from megarlhf.trainers.generation.generate import _chosen_lines, _Scores, _summary
 
 
 def test_what_was_cut_is_empty_or_has_no_reward_is_no_candidate():

@@ -11,7 +11,7 @@ import pytest
 
 from megarlhf.config import StopConfig
 from megarlhf.config.choices import BestConfig, PatienceConfig
-from megarlhf.trainers.choices import Best, Patience
+from megarlhf.trainers.run.best_checkpoint import Best, Patience
 
 NAN = math.nan
 

@@ -12,8 +12,8 @@ import yaml
 from megarlhf.commands import cli, launch
 from megarlhf.commands.replay import replay
 from megarlhf.parallel.not_finite import NotFinite
-from megarlhf.trainers.failures import Failure, rank_file
 from megarlhf.trainers.replay import Repeated, _when, report
+from megarlhf.trainers.run.failures import Failure, rank_file
 
 FAILURE = Failure(
     command="sft",

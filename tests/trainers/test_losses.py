@@ -9,8 +9,8 @@ import torch
 from megarlhf.config import AlgoConfig
 from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.parallel.vocab import Vocabulary
-from megarlhf.trainers.rl_losses import PolicyLoss
-from megarlhf.trainers.sft import NextTokenLoss
+from megarlhf.trainers.rl.losses import PolicyLoss
+from megarlhf.trainers.supervised.sft import NextTokenLoss
 
 B, S, H, PADDED, TRUE, TEMPERATURE = 3, 5, 6, 2304, 2200, 0.8
 BACKENDS = ["chunked", "reference"]

@@ -13,7 +13,7 @@ import torch
 from megarlhf.config import AlgoConfig
 from megarlhf.config.algo import AdvantageName
 from megarlhf.experience import Experience, Rollouts
-from megarlhf.trainers.rl_advantages import ADVANTAGES, add_advantages, whitened_alone
+from megarlhf.trainers.rl.advantages import ADVANTAGES, add_advantages, whitened_alone
 from tests.tables import ragged
 
 REWARDS = (1.0, 3.0, 2.0, 4.0)

@@ -8,7 +8,7 @@ import torch
 
 from megarlhf.config import LogprobGapConfig
 from megarlhf.experience import Experience, Rollouts
-from megarlhf.trainers.rl_gap import LogprobGapError, LogprobGapWatch, logprob_gap
+from megarlhf.trainers.rl.logprob_gap import LogprobGapError, LogprobGapWatch, logprob_gap
 from tests.tables import ragged
 from tests.trainers.test_rl_parts import experience
 
@@ -127,7 +127,7 @@ def test_every_key_of_the_correction_reaches_the_weights():
     """Ratios of one response 2, .5 and 1, of the other .1: the geometric means are 1 and .1."""
     from megarlhf.config import RolloutCorrectionConfig
     from megarlhf.experience import Experience, Rollouts
-    from megarlhf.trainers.rl_gap import corrected
+    from megarlhf.trainers.rl.logprob_gap import corrected
     from tests.tables import ragged
 
     logs = [[math.log(2.0), math.log(0.5), 0.0], [math.log(0.1)]]

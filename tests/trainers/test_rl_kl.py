@@ -8,8 +8,8 @@ import torch
 
 from megarlhf.config import AlgoConfig, KLConfig
 from megarlhf.experience import Experience, Rollouts
-from megarlhf.trainers.rl_kl import KLController
-from megarlhf.trainers.rl_updates import learners
+from megarlhf.trainers.rl.kl_controller import KLController
+from megarlhf.trainers.rl.update import learners
 from tests.tables import ragged
 
 ADAPTIVE = {"coef": 0.1, "controller": "adaptive", "target": 0.05, "horizon": 1000}

@@ -12,8 +12,8 @@ import torch
 from megarlhf.config import RLConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.experience import Experience, Rollouts
-from megarlhf.trainers.rl_metrics import describe, kl_by_sample
-from megarlhf.trainers.rl_samples import training_rows
+from megarlhf.trainers.rl.metrics import describe, kl_by_sample
+from megarlhf.trainers.rl.sample_rows import training_rows
 from tests.config.examples import RL
 from tests.tables import ragged
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from megarlhf.config import AlgoConfig, StopConfig
 from megarlhf.experience import Experience, Rollouts
-from megarlhf.trainers.rl_advantages import add_advantages
-from megarlhf.trainers.rl_batches import prompts_of, split_into_mini_batches
-from megarlhf.trainers.rl_eval import StopRule
+from megarlhf.trainers.experience.batches import prompts_of, split_into_mini_batches
+from megarlhf.trainers.rl.advantages import add_advantages
+from megarlhf.trainers.rl.evaluation import StopRule
 from tests.tables import ragged
 
 
@@ -243,7 +243,7 @@ def test_the_rows_of_a_group_are_drawn_with_different_seeds() -> None:
     """What `sample` hands to the engine: prompts repeated, one seed a row, another set the next step."""
     from types import SimpleNamespace
 
-    from megarlhf.trainers.rl_rollout import sample
+    from megarlhf.trainers.rl.rollout import sample
 
     asked: list[tuple[list[list[int]], list[int]]] = []
 

@@ -12,7 +12,7 @@ from megarlhf.data.texts import Text, pieces
 from megarlhf.parallel.batching import Batching
 from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.parallel.packing import Cost
-from megarlhf.trainers.rl_ptx import PretrainingMix
+from megarlhf.trainers.rl.pretraining_mix import PretrainingMix
 
 
 class Letters:

@@ -2,7 +2,7 @@
 
 import torch
 
-from megarlhf.trainers.rl_retokenize import common_beginnings
+from megarlhf.trainers.experience.retokenize import common_beginnings
 
 
 def test_what_the_texts_of_a_prompt_begin_with_stands_for_it():

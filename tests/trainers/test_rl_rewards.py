@@ -14,7 +14,7 @@ from megarlhf.config import RewardConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.errors import RewardError
 from megarlhf.experience import Experience, Rollouts
-from megarlhf.trainers.rl_rewards import Rewarder, labels_of, totals_of
+from megarlhf.trainers.experience.rewards import Rewarder, labels_of, totals_of
 from tests.tables import ragged
 
 MODULE = """

@@ -14,9 +14,9 @@ from megarlhf.config import AlgoConfig
 from megarlhf.experience import Experience, Rollouts
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.rollout.engine import Sampling
-from megarlhf.trainers.rl_advantages import add_advantages, total_rewards
-from megarlhf.trainers.rl_rewards import Rewarded
-from megarlhf.trainers.rl_score import greedy_rewards, with_rewards
+from megarlhf.trainers.experience.rewards import Rewarded
+from megarlhf.trainers.rl.advantages import add_advantages, total_rewards
+from megarlhf.trainers.rl.scoring import greedy_rewards, with_rewards
 from tests.tables import ragged
 
 

@@ -12,8 +12,8 @@ import torch
 from megarlhf.config import DynamicSamplingConfig, RewardConfig
 from megarlhf.data.samples import PromptSample
 from megarlhf.experience import Experience, Rollouts
-from megarlhf.trainers.rl_rewards import Said
-from megarlhf.trainers.rl_select import Drawn, groups_with_signal, select
+from megarlhf.trainers.experience.rewards import Said
+from megarlhf.trainers.rl.dynamic_sampling import Drawn, groups_with_signal, select
 from tests.tables import ragged
 
 NAN = math.nan

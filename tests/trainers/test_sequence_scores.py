@@ -3,7 +3,7 @@
 import torch
 
 from megarlhf.parallel.micro_batch import MicroBatchLayout
-from megarlhf.trainers.sequence_scores import sequence_scores
+from megarlhf.trainers.experience.sequence_scores import sequence_scores
 
 
 def test_last_tokens_and_means_over_responses_by_hand():

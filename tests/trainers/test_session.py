@@ -14,9 +14,9 @@ from megarlhf.config import SFTConfig
 from megarlhf.observe.records.cost_metrics import reproducible
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.exports import save_roles, set_exports_aside
-from megarlhf.trainers.session import open_session
-from megarlhf.trainers.supervised import rescale
+from megarlhf.trainers.run.exports import save_roles, set_exports_aside
+from megarlhf.trainers.run.session import open_session
+from megarlhf.trainers.supervised.loop import rescale
 from tests.ranks import RankPool
 
 

@@ -8,9 +8,9 @@ import json
 import pytest
 
 from megarlhf.config import PromptDataConfig, RewardConfig, SFTConfig
-from megarlhf.trainers.prompts import load_prompts
-from megarlhf.trainers.sft import SupervisedFineTuning
-from megarlhf.trainers.supervised import load_samples
+from megarlhf.trainers.generation.prompts import load_prompts
+from megarlhf.trainers.supervised.loop import load_samples
+from megarlhf.trainers.supervised.sft import SupervisedFineTuning
 from tests.data.counting import Counting, loader
 from tests.planning.configs import MODEL
 from tools.demo.make_data import train_tokenizer

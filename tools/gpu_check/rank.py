@@ -7,7 +7,6 @@ the first rank appends a line to `results.jsonl` beside the launch; a rank that 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import sys
@@ -37,9 +36,10 @@ from megarlhf.rehearsal.engine import GivenResponses as ConstantResponses
 from megarlhf.rehearsal.lengths import Constant
 from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.runtime import RankInfo, Runtime
-from megarlhf.trainers import rl_updates
-from megarlhf.trainers.parts import Parts
-from megarlhf.trainers.prompts import make_engine
+from megarlhf.trainers.entries import import_entry
+from megarlhf.trainers.generation.prompts import make_engine
+from megarlhf.trainers.rl import update as rl_updates
+from megarlhf.trainers.run.factories import Parts
 from megarlhf.weights.checks.certificate import Certificate
 from tools.gpu_check.cases import PROGRAM, Job, Launch
 from tools.gpu_check.given import GivenResponses
@@ -105,7 +105,7 @@ def run_job(runtime: Runtime, job: Job, make_meter: MakeMeter, *, look_at_nodes:
     meter = make_meter(runtime) if job.measured else None
     measured = MeasuredPhases(meter) if meter is not None else None
     with _layers(job), _noted_advantages(seen):
-        run = importlib.import_module(f"megarlhf.trainers.{job.command}").run
+        run = import_entry(job.command)
         phases = Parts().phases if measured is None else measured.steps.phases
         run(cfg, runtime, Parts(phases=phases, engine=partial(_engine, job, runtime, seen)))
     peaks = None

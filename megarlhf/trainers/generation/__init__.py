@@ -1,0 +1,1 @@
+"""The commands that generate and evaluate without training."""

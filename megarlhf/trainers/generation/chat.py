@@ -1,0 +1,86 @@
+"""`megarlhf generate` at a terminal: responses to prompts that are typed, one after the other. Nothing is written."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarlhf.collective_errors import from_first_rank
+from megarlhf.config.ask import AskConfig
+from megarlhf.data.sample_kinds import sample_of
+from megarlhf.data.samples import PromptSample, Unusable, reading_in_words
+from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.planning.data.encoders import prompt_encoder
+from megarlhf.rollout.engine import sample_seed
+from megarlhf.rollout.rewards.score import response_texts
+from megarlhf.runtime import Runtime
+from megarlhf.trainers.generation.generate import engine_of
+from megarlhf.trainers.generation.prompts import sampling_of
+
+SIGN = "> "
+"""Where a prompt is waited for."""
+
+
+def run(cfg: AskConfig, runtime: Runtime, model: Path) -> None:
+    """Print a response to each prompt of the command line, or to what is typed, until there is no more.
+
+    Raises: ValueError for a prompt of the command line that cannot be used."""
+    encoder = prompt_encoder(cfg.data, cfg.actor.model.tokenizer_place())
+    encode = encoder.open()
+
+    def encoded(text: str) -> PromptSample:
+        try:
+            sample: PromptSample = sample_of(encode(0, record_of(text)))
+            return sample
+        except Unusable as reason:
+            limit = f"; the limit is data.max_prompt_tokens = {cfg.data.max_prompt_tokens}"
+            raise ValueError(f"{reason}{limit if 'longer' in str(reason) else ''}") from None
+
+    def record_of(text: str) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+
+    chat = cfg.data.template_mode == "chat"
+    if runtime.is_main and (read_as := reading_in_words(encoder, record_of("x"))):
+        print(f"prompts: {read_as}", file=sys.stderr, flush=True)
+    asked = [encoded(text) for text in cfg.prompts]  # before a model is built
+    tokenizer = load_tokenizer(cfg.actor.model.tokenizer_place())
+    sampling = sampling_of(cfg.rollout, cfg.actor, tokenizer, greedy=cfg.greedy, data=cfg.data)
+    engine, count, per_prompt = engine_of(cfg, runtime), 0, cfg.rollout.num_samples_per_prompt
+    for prompt in asked or typed(encoded, runtime):
+        rows = [torch.tensor(prompt.tokens)] * per_prompt
+        seeds = [sample_seed(cfg.run.seed, 0, count + n) for n in range(per_prompt)]
+        rollouts, count = engine.generate(rows, seeds, sampling), count + per_prompt
+        if runtime.is_main:
+            for text, finished in zip(response_texts(rollouts, tokenizer), rollouts.finished_N.tolist(), strict=True):
+                print(text, flush=True)
+                if not finished:
+                    cut = f"(cut at rollout.max_response_tokens = {cfg.rollout.max_response_tokens})"
+                    print(cut, file=sys.stderr, flush=True)
+    engine.close()
+
+
+def typed(encoded: Callable[[str], PromptSample], runtime: Runtime) -> Iterator[PromptSample]:
+    """What is typed on the first rank, on every rank, line by line, until its end (Ctrl-D). Collective."""
+    at_terminal = sys.stdin.isatty()
+    if runtime.is_main and at_terminal:
+        print("one prompt a line; Ctrl-D ends", file=sys.stderr, flush=True)
+    while True:
+        line: str | None = None
+        if runtime.is_main:
+            if at_terminal:
+                print(SIGN, end="", file=sys.stderr, flush=True)
+            line = sys.stdin.readline() or None
+        line = from_first_rank(line)
+        if line is None:
+            return
+        if not line.strip():
+            continue
+        try:
+            yield encoded(line.rstrip("\n"))
+        except ValueError as reason:
+            if runtime.is_main:
+                print(f"{reason}", file=sys.stderr, flush=True)

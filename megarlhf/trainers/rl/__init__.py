@@ -1,0 +1,1 @@
+"""Reinforcement learning: the loop and its stages."""

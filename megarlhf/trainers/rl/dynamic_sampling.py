@@ -1,0 +1,111 @@
+"""Which samples of a step are trained on: dynamic sampling, between the rewards and the log-probs.
+
+Legend: N samples, G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarlhf.algo.advantages import without_signal
+from megarlhf.config import DynamicSamplingConfig, RewardConfig
+from megarlhf.data.samples import PromptSample
+from megarlhf.experience import Experience, Rollouts
+from megarlhf.trainers.experience.rewards import Said, bounded, totals_of
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Prompts, the responses to them, and what each reward says of these."""
+
+    prompts: Sequence[PromptSample]
+    """One for each group; the samples of a group stand together."""
+    experience: Experience
+    said: Sequence[Said]
+
+    def samples_of(self, groups: Sequence[int]) -> list[int]:
+        """Of chosen groups, in their order."""
+        size = self.experience.num_samples // len(self.prompts)
+        return [group * size + n for group in groups for n in range(size)]
+
+
+DrawMore = Callable[[int, int, Sequence[PromptSample]], Drawn | None]
+"""(round, missing groups, all prompts drawn so far) to further prompts with responses; None: there are none."""
+
+
+def select(
+    first: Drawn, draw_more: DrawMore, rewards: Sequence[RewardConfig], cfg: DynamicSamplingConfig
+) -> tuple[Drawn, dict[str, float]]:
+    """As many groups as `first` has: those with signal of all rounds, filled up with dropped ones; and metrics.
+
+    Every rank gets the same, from the same arguments.
+    """
+    rounds, wanted = [first], len(first.prompts)
+    useful = [(0, group) for group in groups_with_signal(first, rewards, cfg)]
+    while len(useful) < wanted and len(rounds) <= cfg.max_refills:
+        used = [prompt for drawn in rounds for prompt in drawn.prompts]
+        more = draw_more(len(rounds), wanted - len(useful), used)
+        if more is None:
+            break
+        useful += [(len(rounds), group) for group in groups_with_signal(more, rewards, cfg)]
+        rounds.append(more)
+    drawn = [(number, group) for number, each in enumerate(rounds) for group in range(len(each.prompts))]
+    dropped = [each for each in drawn if each not in set(useful)]
+    chosen = sorted(useful + dropped[: wanted - len(useful)])
+    metrics: dict[str, float] = {
+        "groups_drawn": len(drawn),
+        "groups_dropped": len(dropped),
+        "groups_filled_up": wanted - len(useful),
+        "sampling_rounds": len(rounds),
+    }
+    by_round = [[group for number, group in chosen if number == n] for n in range(len(rounds))]
+    return joined([(each, groups) for each, groups in zip(rounds, by_round, strict=True) if groups]), metrics
+
+
+def joined(parts: Sequence[tuple[Drawn, Sequence[int]]]) -> Drawn:
+    """Chosen groups of several rounds, numbered anew."""
+    samples = [drawn.samples_of(groups) for drawn, groups in parts]
+    rows = [(drawn, each) for (drawn, _), each in zip(parts, samples, strict=True)]
+    prompts = [drawn.prompts[group] for drawn, groups in parts for group in groups]
+    size = sum(map(len, samples)) // len(prompts)
+    experience = Experience(
+        prompts=tuple(drawn.experience.prompts[n] for drawn, each in rows for n in each),
+        groups_N=torch.arange(len(prompts)).repeat_interleave(size),
+        rollouts=Rollouts.joined([(drawn.experience.rollouts, each) for drawn, each in rows]),
+    )
+    said = [Said.joined([(drawn.said[k], each) for drawn, each in rows]) for k in range(len(parts[0][0].said))]
+    return Drawn(prompts, experience, said)
+
+
+def groups_with_signal(drawn: Drawn, rewards: Sequence[RewardConfig], cfg: DynamicSamplingConfig) -> list[int]:
+    """Groups whose responses differ in what they earn, and whose mean reward is in the range that is asked for.
+
+    Compared is the weighted sum of the rewards, each less its shift and clipped; a reward that is normalised also by
+    itself, as equal sums may differ after it. Samples without a reward, or with one that failed, are not compared.
+    """
+    groups_N, said = drawn.experience.groups_N, drawn.said
+    total_N = totals_of(rewards, said).cpu().double()
+    normalised = [
+        bounded(reward, each.values_N).float().cpu().masked_fill(total_N.isnan(), torch.nan)
+        for reward, each in zip(rewards, said, strict=True)
+        if reward.normalise != "none"
+    ]
+    differs_N = torch.stack([_differs(values_N, groups_N) for values_N in (total_N, *normalised)]).any(0)
+    useful = [group for group in range(len(drawn.prompts)) if bool(differs_N[groups_N == group].any())]
+    if cfg.reward_range is None:
+        return useful
+    low, high = cfg.reward_range
+    return [g for g in useful if low < float(total_N[groups_N == g].nanmean()) < high]
+
+
+def _differs(values_N: Tensor, groups_N: Tensor) -> Tensor:
+    """[N] bool: in whose group two values that are not NaN differ."""
+    present_N = ~values_N.isnan()
+    differs_N = torch.zeros_like(present_N)
+    if bool(present_N.any()):
+        differs_N[present_N] = ~without_signal(values_N[present_N], groups_N[present_N])
+    return differs_N

@@ -1,0 +1,174 @@
+"""Held-out evaluation in the loop, and the rules that end a run.
+
+The rules see the held-out reward, which is an accuracy where the reward is a rule that compares with the answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarlhf.algo.kl import kl_estimate
+from megarlhf.config import RewardConfig, RLConfig, StopConfig
+from megarlhf.data.samples import PromptSample
+from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.experience import Ragged, Rollouts
+from megarlhf.observe.records.metrics import Metric
+from megarlhf.observe.records.sample_tables import Row, spread
+from megarlhf.rollout.rewards.accuracy import accuracy_metrics, accuracy_of
+from megarlhf.rollout.rewards.score import gather, make_source, share_of_rank
+from megarlhf.trainers.generation.prompts import sampling_of
+from megarlhf.trainers.rl.build import Components
+from megarlhf.trainers.rl.rollout import make_experience
+from megarlhf.trainers.rl.sample_rows import rows_of
+from megarlhf.trainers.rl.scoring import policy_logprobs
+from megarlhf.trainers.run.best_checkpoint import Patience
+from megarlhf.trainers.supervised.loop import as_test
+
+
+class Evaluator:
+    """Greedy responses to the held-out prompts: mean reward, accuracy by the reward or rule that is one, and a table of
+    the same samples each time."""
+
+    def __init__(
+        self,
+        cfg: RLConfig,
+        components: Components,
+        validation: Sequence[PromptSample],
+        test: Sequence[PromptSample] = (),
+    ) -> None:
+        rewarder = components.rewarder
+        self._cfg, self._components, self._validation, self._test = cfg, components, validation, test
+        self._sampling = sampling_of(cfg.rollout, cfg.actor, rewarder.tokenizer, greedy=True, data=cfg.data)
+        self._accuracy = accuracy_of(cfg.eval.accuracy, cfg.rewards)
+        judge = self._accuracy.judge if validation or test else None
+        self._judge = None if judge is None else Judge(judge, rewarder.tokenizer)
+        self._shown = spread(cfg.samples.count, len(validation))
+
+    def close(self) -> None:
+        """End what judges held-out responses only."""
+        if self._judge is not None:
+            self._judge.close()
+
+    def __call__(
+        self, step: int, should_stop: Callable[[], bool] = lambda: False
+    ) -> tuple[dict[str, Metric], list[Row]]:
+        """Metrics after `step`, and the rows of its table; nothing without held-out prompts. Raises: Interrupted, on
+        every rank, when `should_stop` says so on one while responses are drawn or rewarded."""
+        if not self._validation:
+            return {}, []
+        rollouts, total_N, said, metrics = self._measure(self._validation, should_stop)
+        tokenizer, kl_N = self._components.rewarder.tokenizer, self._kl_of_shown(rollouts)
+        return metrics, rows_of(step, self._shown, self._validation, rollouts, total_N, said, tokenizer, kl_N)
+
+    @property
+    def has_test(self) -> bool:
+        """Whether there are prompts for figures."""
+        return bool(self._test)
+
+    def test(self, should_stop: Callable[[], bool]) -> dict[str, Metric]:
+        """The same figures of `data.test`, by names of their own; nothing without any. Raises: as above."""
+        return as_test(self._measure(self._test, should_stop)[3]) if self._test else {}
+
+    def _measure(
+        self, asked: Sequence[PromptSample], should_stop: Callable[[], bool]
+    ) -> tuple[Rollouts, Tensor, dict[str, Tensor], dict[str, Metric]]:
+        """Responses, the sum of their rewards, what each reward said, and the metrics of both."""
+        components, prompts = self._components, [torch.tensor(prompt.tokens) for prompt in asked]
+        rollouts = components.engine.generate(prompts, [0] * len(prompts), self._sampling, should_stop=should_stop)
+        total_N, said = components.rewarder.validation(make_experience(asked, rollouts, 1), asked, should_stop)
+        if self._judge is not None:
+            said[self._judge.label] = self._judge(asked, rollouts, should_stop)
+        metrics: dict[str, Metric] = {"eval_reward_mean": float(total_N.nanmean())}
+        if self._accuracy.label is not None:
+            metrics |= accuracy_metrics(self._accuracy, said[self._accuracy.label])
+        return rollouts, total_N, said, metrics
+
+    def _kl_of_shown(self, rollouts: Rollouts) -> Tensor:
+        """[N]: of the responses that the table shows, the mean over their tokens of the KL to the reference, as the
+        metric `kl` of training estimates it; NaN of the others, which nobody reads, and where there is no reference.
+        Collective."""
+        kl_N = torch.full((len(self._validation),), math.nan)
+        reference = self._components.reference
+        if not self._shown or reference is None:
+            return kl_N
+        cfg, kl = self._cfg, self._cfg.algo.kl
+        prompts = [self._validation[n] for n in self._shown]
+        shown = make_experience(prompts, Rollouts.joined([(rollouts, self._shown)]), 1)
+        logprobs = [
+            policy_logprobs(role, shown, [range(len(prompts))], cfg.train, temperature=cfg.rollout.temperature)
+            for role in (self._components.actor, reference)
+        ]
+        kl_T = kl_estimate(logprobs[0].values_T, logprobs[1].values_T, kl.estimator, kl.clamp)
+        kl_N[self._shown] = torch.stack([row.mean() for row in Ragged(kl_T, shown.response_lengths_N).rows()]).cpu()
+        return kl_N
+
+
+class Judge:
+    """A rule that judges held-out responses and is none of the rewards."""
+
+    def __init__(self, reward: RewardConfig, tokenizer: Tokenizer) -> None:
+        self.label, self._tokenizer = reward.label, tokenizer
+        self._source = make_source(reward, torch.device("cpu"))  # of a rule
+
+    def __call__(self, prompts: Sequence[PromptSample], rollouts: Rollouts, should_stop: Callable[[], bool]) -> Tensor:
+        """What it says, [N]; NaN where that is nothing. Collective."""
+        batch = share_of_rank(prompts, rollouts, self._tokenizer)
+        outcomes = gather(self.label, self._source.start(batch), batch, should_stop=should_stop)
+        return torch.tensor([math.nan if each.value is None else each.value for each in outcomes])
+
+    def close(self) -> None:
+        self._source.close()
+
+
+class StopRule:
+    """Ends a run on the KL to the reference, or when a held-out metric stands still."""
+
+    def __init__(self, cfg: StopConfig) -> None:
+        self._cfg = cfg
+        self._patience = Patience(cfg, "rl")
+        self._kls: deque[float] = deque(maxlen=cfg.max_kl_steps)
+        """Of the last steps."""
+        self.reason: str | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        patience = {"patience": self._patience.state_dict(), "kls": list(self._kls)}
+        return {**patience, "reason": self.reason, "limits": self._cfg.model_dump()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """That other limits than today's have ended the run does not count."""
+        if "patience" in state:  # not in points of earlier versions, which counted the reward alone
+            self._patience.load_state_dict(state["patience"])
+        self._kls.extend(state["kls"])
+        self.reason = state["reason"] if state["limits"] == self._cfg.model_dump() else None
+
+    def watch(self, evaluation: Mapping[str, Metric]) -> bool:
+        """Take note of an evaluation that is due by `eval.every`; returns whether the run ends here.
+
+        The one after the last step counts only where it is due anyway: a run that is prolonged is then the run that was
+        planned as long.
+        """
+        self._patience.watch(evaluation)
+        return self._over()
+
+    def watch_kl(self, kl: float | None) -> bool:
+        """Take note of the metric `kl` of a step, where it is measured; returns whether the run ends here."""
+        if kl is not None:
+            self._kls.append(kl)
+        return self._over()
+
+    def _over(self) -> bool:
+        if self._cfg.max_kl is not None and self._kls:
+            mean = sum(self._kls) / len(self._kls)
+            if mean > self._cfg.max_kl:
+                of = f"mean of the last {len(self._kls)} steps" if len(self._kls) > 1 else "of the first step"
+                self.reason = (
+                    f"stopped: kl {mean:.4g} per response token ({of}) exceeds train.stop.max_kl = {self._cfg.max_kl}"
+                )
+        self.reason = self._patience.reason or self.reason
+        return self.reason is not None

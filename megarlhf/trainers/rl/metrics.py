@@ -1,0 +1,73 @@
+"""What a step's samples were like, as metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from megarlhf.algo.advantages import explained_variance, without_signal
+from megarlhf.algo.kl import KLKind, kl_estimate
+from megarlhf.config import KLConfig, RLConfig
+from megarlhf.experience import Experience
+from megarlhf.trainers.experience.statistics import means_of, moments_of, sums_of, variance_of
+from megarlhf.trainers.rl.advantages import total_rewards
+
+LOGGED_KL: Mapping[str, KLKind] = {"kl_k1": "k1", "kl_k3": "k3"}
+"""k1 is unbiased and noisy, k3 never negative: the two together say when either is not to be trusted."""
+
+
+def kl_metrics(experience: Experience, kl: KLConfig) -> dict[str, float | None]:
+    """The KL to the reference, mean per response token; null where there is no reference. Collective."""
+    ref = experience.columns.get("ref_logprobs")
+    if ref is None:
+        return dict.fromkeys(("kl", *LOGGED_KL))
+    old_T = experience.columns["old_logprobs"].values_T
+    found = [kl_estimate(old_T, ref.values_T, kl.estimator, kl.clamp)]
+    found += [kl_estimate(old_T, ref.values_T, kind) for kind in LOGGED_KL.values()]
+    return dict(zip(("kl", *LOGGED_KL), means_of(experience, *found), strict=True))
+
+
+def describe(experience: Experience, cfg: RLConfig) -> dict[str, float | None]:
+    """What the step's samples were like. Rewards, and what follows from them, are of the samples that have one.
+    Collective."""
+    lengths_N, rewards_N = experience.response_lengths_N, total_rewards(experience)
+    groups_N, trained_N = experience.groups_N.to(rewards_N.device), experience.per_sample.get("trained")
+    if (rewarded_N := experience.per_sample.get("rewarded")) is not None:
+        rewards_N, groups_N = rewards_N[rewarded_N], groups_N[rewarded_N]
+    metrics: dict[str, float | None] = {
+        "reward_mean": float(rewards_N.mean()),
+        "reward_std": float(rewards_N.std(correction=0)),
+        **kl_metrics(experience, cfg.algo.kl),
+        "response_length_mean": float(lengths_N.float().mean()),
+        "finished_fraction": float(experience.rollouts.finished_N.float().mean()),
+        "tokens": int(lengths_N.sum()),
+    }
+    if trained_N is not None:
+        metrics["samples_left_out"] = int((~trained_N).sum())
+    if cfg.rollout.num_samples_per_prompt > 1:
+        metrics["groups_without_signal"] = share_without_signal(rewards_N, groups_N)
+    if "returns" in experience.columns:
+        values_T, returns_T = (experience.columns[name].values_T for name in ("values", "returns"))
+        rest_T = returns_T.double() - values_T.double()
+        metrics["value_mean"] = means_of(experience, values_T, counted_N=trained_N)[0]
+        moments = [moments_of(experience, x_T, trained_N) for x_T in (returns_T, rest_T)]
+        metrics["explained_variance"] = explained_variance(*map(variance_of, moments))
+    if experience.holding is not None:
+        metrics["columns_received_mib"] = int(experience.holding.received_W.max()) / 2**20
+    return metrics
+
+
+def share_without_signal(rewards_N: Tensor, groups_N: Tensor) -> float:
+    """Of samples, those in whose group all rewards are equal."""
+    return float(without_signal(rewards_N, groups_N).float().mean())
+
+
+def kl_by_sample(experience: Experience, kl: KLConfig) -> Tensor:
+    """[N]: the mean over each response's tokens of the KL to the reference; NaN where there is none. Collective."""
+    ref = experience.columns.get("ref_logprobs")
+    if ref is None:
+        return torch.full([experience.num_samples], torch.nan)
+    kl_T = kl_estimate(experience.columns["old_logprobs"].values_T, ref.values_T, kl.estimator, kl.clamp)
+    return sums_of(experience, kl_T)[:, 0].cpu() / experience.response_lengths_N

@@ -1,0 +1,83 @@
+"""Rows of the tables of samples, from the table of experience.
+
+Legend: N samples of the step or held-out prompts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from megarlhf.config import RLConfig
+from megarlhf.data.samples import PromptSample
+from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.experience import Experience, Rollouts
+from megarlhf.observe.records.sample_tables import Row, spread
+from megarlhf.rollout.rewards.score import text_of
+from megarlhf.trainers.rl.advantages import total_rewards
+
+OF_REWARD = "reward/"
+
+
+def rows_of(
+    step: int,
+    shown: Sequence[int],
+    prompts: Sequence[PromptSample],
+    rollouts: Rollouts,
+    total_N: Tensor,
+    said: Mapping[str, Tensor],
+    tokenizer: Tokenizer,
+    kl_N: Tensor,
+) -> list[Row]:
+    """A row for each of the samples `shown`; `prompts` are one for each sample of the rollouts.
+
+    said: what each reward said [N], by name, before shift, clip and weight; NaN: nothing
+    kl_N: to the reference, the mean over each response's tokens
+    """
+    responses = rollouts.responses.rows()
+    rows: list[Row] = []
+    for n in shown:
+        prompt = prompts[n]
+        row: dict[str, Any] = {"step": step, "sample": n, "prompt": prompt.text}
+        if prompt.fields.get("answer") is not None:
+            row["answer"] = str(prompt.fields["answer"])
+        row |= {
+            "response": text_of(responses[n].tolist(), tokenizer, finished=bool(rollouts.finished_N[n])),
+            "length": len(responses[n]),
+            "finished": bool(rollouts.finished_N[n]),
+            "reward": _or_none(total_N[n]),
+            "rewards": {name: _or_none(values_N[n]) for name, values_N in said.items()},
+            "kl": _or_none(kl_N[n]),
+        }
+        rows.append(row)
+    return rows
+
+
+def training_rows(
+    cfg: RLConfig,
+    step: int,
+    experience: Experience,
+    prompts: Sequence[PromptSample],
+    tokenizer: Tokenizer,
+    kl_N: Tensor,
+) -> list[Row]:
+    """Of the samples that step `step` (from 1) was trained on. `prompts`: one for each sample. `kl_N`: see
+    `rl_metrics.kl_by_sample`."""
+    per_sample = experience.per_sample
+    total_N = total_rewards(experience)
+    if "rewarded" in per_sample:
+        total_N = total_N.masked_fill(~per_sample["rewarded"], math.nan)  # no reward applies
+    said = {
+        name.removeprefix(OF_REWARD): values_N for name, values_N in per_sample.items() if name.startswith(OF_REWARD)
+    }
+    shown = spread(cfg.samples.count, experience.num_samples)
+    return rows_of(step, shown, prompts, experience.rollouts, total_N, said, tokenizer, kl_N)
+
+
+def _or_none(value: Tensor) -> float | None:
+    """JSON has no NaN and no infinity."""
+    number = float(value)
+    return number if math.isfinite(number) else None

@@ -1,0 +1,1 @@
+"""A run, whatever it trains: directory, resume, exports, skipped steps, failures."""

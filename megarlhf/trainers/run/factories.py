@@ -1,0 +1,53 @@
+"""What a run is built from beside its configuration. A rehearsal, or a test, hands in others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from megarlhf.config import ProfileConfig, RolloutConfig
+from megarlhf.config.watchdog import WatchdogConfig
+from megarlhf.models.role import Role
+from megarlhf.models.weights import CHECKPOINTS, WeightSource
+from megarlhf.observe.watch.phases import Phases
+from megarlhf.observe.watch.profile import recorded_phases
+from megarlhf.parallel.residency import HostMemory
+from megarlhf.resume.points.writer import Writer
+from megarlhf.rollout.engine import RolloutEngine
+from megarlhf.runtime import Runtime
+from megarlhf.trainers.generation.prompts import make_engine
+
+
+class MakePhases(Protocol):
+    """The phases of a run, while it runs. Collective."""
+
+    def __call__(
+        self, watchdog: WatchdogConfig, profile: ProfileConfig, run_dir: Path, runtime: Runtime, /
+    ) -> AbstractContextManager[Phases]: ...
+
+
+class MakeEngine(Protocol):
+    """The configured engine, still without weights. Collective."""
+
+    def __call__(
+        self, rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, micro_batch_samples: int, /
+    ) -> RolloutEngine: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Those of a real run."""
+
+    phases: MakePhases = recorded_phases
+    weights: WeightSource = CHECKPOINTS
+    """Where the roles' weights come from."""
+    engine: MakeEngine = make_engine
+    host: Callable[[torch.device], HostMemory] = HostMemory
+    """Where parts of roles are while they are not on the device."""
+    writer: Callable[[Runtime], Writer] = Writer
+    """Of resume points."""

@@ -1,0 +1,250 @@
+"""Optimizer steps whose numbers are not to be trusted: which are skipped, what is kept of them, when the run ends.
+
+Every rank decides from the same two numbers, the loss summed over all ranks and the agreed gradient norm
+(`parallel.step.Trainer.gradient_norm`), so a step is skipped on all ranks or on none.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from megarlhf.collective_errors import from_first_rank
+from megarlhf.config import SkipConfig, dump_config
+from megarlhf.models.role import Role
+from megarlhf.observe.records.run_directory import CONFIG_FILE, CONFIG_HEADER
+from megarlhf.observe.watch.phases import Phases
+from megarlhf.parallel.megatron_cpu import norm_of
+from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout
+from megarlhf.parallel.step import Loss, StepResult
+from megarlhf.resume.claim.config_changes import TrainingConfig
+from megarlhf.resume.points import sharded_state
+from megarlhf.resume.points.kept_weights import KeptWeights, keep_weights
+from megarlhf.resume.points.restore import layout_in_words
+from megarlhf.trainers.run.failures import POINT, Failure, plain, rank_file
+
+log = logging.getLogger(__name__)
+
+WINDOW = 64
+"""Gradient norms that the running median is of."""
+MIN_NORMS = 16
+CHANGING = ("kl_coef", "entropy_coef", "kl_point")
+"""Fields of losses that change over a run."""
+COLUMNS_AT = "token"
+"""Where numbers of a token stand in micro-batches that are kept."""
+KEPT = 5
+"""Skipped steps that are kept in `failures/`, with the weights before them: the newest."""
+
+
+class SkippedTooOften(FloatingPointError):
+    """Too many optimizer steps of one role in a row were skipped. Raised on every rank; no weight has been changed."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """Which optimizer step of the run, and what it is made of."""
+
+    step: int
+    """1 is the first, as in the metrics."""
+    number: int | None
+    """Of the mini-batch in its step, from 0; None where a step has one."""
+    samples: Sequence[int]
+    """The mini-batch, by the numbers of the data (sft, rm, dpo) or of the step's samples (rl)."""
+
+    @property
+    def name(self) -> str:
+        return f"step_{self.step:06d}" + ("" if self.number is None else f"_update_{self.number:04d}")
+
+
+class BadSteps:
+    """Of one role."""
+
+    def __init__(self, cfg: SkipConfig, failures: Failures, phases: Phases) -> None:
+        self._cfg, self._failures, self._phases = cfg, failures, phases
+        self._in_a_row = 0
+        self._norms: deque[float] = deque(maxlen=WINDOW)
+        """Of the last steps that were not skipped."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"in_a_row": self._in_a_row, "norms": list(self._norms)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._in_a_row, self._norms = int(state["in_a_row"]), deque(state["norms"], maxlen=WINDOW)
+
+    def reason_to_skip(self, sums: dict[str, float], norm: float) -> str:
+        """Why a step of this loss and gradient norm is skipped; empty: it is not."""
+        if not math.isfinite(sums["loss"]):
+            return f"the loss is {sums['loss']}"
+        if not math.isfinite(norm):
+            return "the gradient is not finite"
+        above = self._cfg.skip_grad_norm_above
+        if above is not None and norm > above:
+            return f"the gradient norm {norm:.4g} is above train.skip_grad_norm_above = {above:g}"
+        factor = self._cfg.skip_grad_norm_factor
+        if factor is not None and len(self._norms) >= MIN_NORMS and norm > factor * (middle := median(self._norms)):
+            return (
+                f"the gradient norm {norm:.4g} is above train.skip_grad_norm_factor = {factor:g} times {middle:.4g}, "
+                f"the median of the last {len(self._norms)} steps"
+            )
+        return ""
+
+    def apply(
+        self, role: Role, sums: dict[str, float], update: Update, batches: Sequence[MicroBatch], loss: Loss
+    ) -> StepResult:
+        """The optimizer step after `role.accumulate(batches, loss)` has returned `sums`, unless it is skipped; then it
+        is kept. Collective.
+
+        Raises: SkippedTooOften, when this is one skipped step in a row too many.
+        """
+        with self._phases(f"optimizer/{role.name}"):
+            result = role.optimizer_step(sums, self.reason_to_skip)
+        if not result.skipped:
+            self._in_a_row = 0
+            self._norms.append(result.grad_norm)
+            return result
+        self._in_a_row += 1
+        most = self._cfg.max_skipped_in_a_row
+        with self._phases("checkpoint"):  # not inside of the other: its limit is not for a write
+            kept = self._failures.keep(role, result, update, batches, loss)
+        what = f"{role.name}, {update.name.replace('_', ' ')}: {result.skipped}"
+        log.info("optimizer step skipped on all ranks (%d in a row, %d end the run): %s", self._in_a_row, most, what)
+        if self._in_a_row >= most:
+            raise SkippedTooOften(
+                f"{what}. {self._in_a_row} optimizer step(s) in a row were skipped, and train.max_skipped_in_a_row = "
+                f"{most}; the weights are those before them. The batch is kept in {kept}; `megarlhf replay {kept}` "
+                "repeats the step and names the first tensor that is not finite. Look at the last losses, lower the "
+                "learning rate, or check the data of this step"
+            )
+        return result
+
+
+class Failures:
+    """Where a run keeps its skipped steps: the newest `KEPT` of all its roles."""
+
+    def __init__(self, directory: Path, command: str, config: str) -> None:
+        """`config`: what `config.yaml` of the run holds."""
+        self._directory, self._command, self._config = directory, command, config
+        self._weights: dict[str, KeptWeights] = {}
+        """By role, the newest."""
+
+    @classmethod
+    def of(cls, cfg: TrainingConfig, command: str) -> Failures:
+        """Of a run of this command."""
+        return cls(cfg.run.dir / "failures", command, CONFIG_HEADER.format(command=command) + dump_config(cfg))
+
+    def keep(self, role: Role, result: StepResult, update: Update, batches: Sequence[MicroBatch], loss: Loss) -> Path:
+        """Keep a step that was skipped: batch, numbers, and the weights before it. Collective; returns the folder.
+
+        What cannot be written is said, and ends no run: the evidence is not worth one.
+        """
+        directory, is_main = self._directory / f"{update.name}_{role.name}", role.mesh.runtime.is_main
+        if is_main:  # a start before this one may have come to the same step, on more ranks
+            shutil.rmtree(directory, ignore_errors=True)
+        from_first_rank(None)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            _keep_batches(directory, role, batches)
+            if is_main:
+                (directory / CONFIG_FILE).write_text(self._config, encoding="utf-8")
+                self._describe(role, result, update, loss).write(directory)
+        except OSError as error:
+            log.warning("the batch of the skipped step could not be kept in %s: %s", directory, error)
+        self._keep_weights(role, update, directory)
+        if is_main:
+            self._prune()
+        return directory
+
+    def _describe(self, role: Role, result: StepResult, update: Update, loss: Loss) -> Failure:
+        return Failure(
+            command=self._command,
+            role=role.name,
+            step=update.step,
+            update=update.number,
+            samples=list(update.samples),
+            reason=result.skipped,
+            sums=result.sums,
+            gradient_norm=result.grad_norm,
+            denominators={name: value for name, value in vars(loss).items() if type(value) is int},
+            coefficients={name: value for name, value in vars(loss).items() if name in CHANGING},
+            counters=sharded_state.counters(role),
+            layout=layout_in_words(role),
+            world_size=role.mesh.runtime.world_size,
+        )
+
+    def _keep_weights(self, role: Role, update: Update, directory: Path) -> None:
+        body = {"command": self._command, "step": update.step - 1, "update": update.number or 0}
+        newest = self._weights.get(role.name)
+        kept, problem = keep_weights(role, directory / POINT, body, newest)
+        if kept is not None:
+            self._weights[role.name] = kept
+        elif role.mesh.runtime.is_main:
+            log.warning(
+                "the weights before the skipped step could not be kept in %s: %s. `megarlhf replay` needs them, or a "
+                "resume point after as many optimizer steps",
+                directory / POINT,
+                problem,
+            )
+
+    def _prune(self) -> None:
+        """Nothing but the newest `KEPT`."""
+        kept = [path for path in self._directory.glob("step_[0-9]*") if path.is_dir()]
+        for old in sorted(kept, key=lambda path: path.stat().st_mtime_ns)[:-KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _keep_batches(directory: Path, role: Role, batches: Sequence[MicroBatch]) -> None:
+    """This rank's micro-batches and the norms of its gradients."""
+    tensors = [
+        {
+            "tokens_BS": batch.tokens_BS.cpu(),
+            "columns": {name: column.cpu() for name, column in batch.columns.items()},
+            "layout": None if batch.layout is None else asdict(batch.layout),
+            "columns_at": COLUMNS_AT,
+        }
+        for batch in batches
+    ]
+    rank = role.mesh.runtime.rank
+    gradients = {name: _norm(p) for name, p in role.shard.module.named_parameters() if p.requires_grad}
+    mesh = role.mesh
+    numbers = {"dp": mesh.coordinates.dp, "last_stage": mesh.is_last_stage, "gradient_norms_of_this_rank": gradients}
+    (directory / rank_file(rank, "json")).write_text(json.dumps(numbers, indent=1), encoding="utf-8")
+    partial = directory / f".{rank_file(rank)}.partial"
+    torch.save(tensors, partial)
+    partial.replace(directory / rank_file(rank))
+
+
+def load_kept(file: Path) -> list[MicroBatch]:
+    """The micro-batches of a rank, from `rank_RRRRR.pt`.
+
+    Raises: ValueError for those of an earlier version, whose columns stood elsewhere.
+    """
+    kept = torch.load(file, weights_only=True)
+    if any(batch.get("columns_at") != COLUMNS_AT for batch in kept):
+        raise ValueError(
+            f"{file} was written by an earlier version, which kept numbers of a token where it is predicted; replay it "
+            "with the version that wrote it"
+        )
+    return [
+        MicroBatch(
+            tokens_BS=batch["tokens_BS"],
+            columns=batch["columns"],
+            layout=None if batch["layout"] is None else MicroBatchLayout(**batch["layout"]),
+        )
+        for batch in kept
+    ]
+
+
+def _norm(parameter: torch.nn.Parameter) -> float | str:
+    """Of what lies in this rank's gradient buffer, as JSON: a text where it is not finite."""
+    gradient = getattr(parameter, "main_grad", None)
+    return "none" if gradient is None else plain({"": float(norm_of(gradient))})[""]

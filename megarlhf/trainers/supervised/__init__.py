@@ -1,0 +1,1 @@
+"""The loop and the losses of `sft`, `rm` and `dpo`."""
