@@ -31,9 +31,9 @@ from benchmarks.rehearsal.recorded import BACKEND, Recorder, join_again
 from benchmarks.rehearsal.rehearsed_run import rehearsed_rank
 from megarlhf.layout import MeshLayout
 from megarlhf.parallel.mesh import forget_scratch_buffer
+from megarlhf.rehearsal.fakes.lengths import Constant
+from megarlhf.rehearsal.fakes.phases import Enough, Steps
 from megarlhf.rehearsal.job import Job
-from megarlhf.rehearsal.lengths import Constant
-from megarlhf.rehearsal.steps import Enough, Steps
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.entries import import_entry
 from megarlhf.trainers.run.factories import Parts

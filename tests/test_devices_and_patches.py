@@ -21,14 +21,14 @@ CUDA_IN = (
     "parallel/residency.py",
     "rollout/vllm_build.py",
     "kernels/",
-    "rehearsal/margin.py",
+    "rehearsal/cost_model/margin.py",
     "planning/machine/gpu_environment.py",
 )
 PATCHES_IN = (
     "parallel/process_groups.py",
     "parallel/megatron_cpu.py",
     "rollout/vllm_patches.py",
-    "rehearsal/interfaces.py",
+    "rehearsal/fake_device/torch_patches.py",
 )
 
 SETTINGS = {

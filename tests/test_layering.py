@@ -83,11 +83,17 @@ FLOOR = {room: -number for number, floor in enumerate(HOUSE) for room in floor}
 
 ONLY_IN: dict[str, tuple[str, ...]] = {
     # A rehearsal puts stand-ins in place of kernels that it cannot import.
-    "megatron": ("parallel/", "models/", "resume/", "rehearsal/interfaces.py", "rehearsal/megatron_interfaces.py"),
+    "megatron": (
+        "parallel/",
+        "models/",
+        "resume/",
+        "rehearsal/fake_device/torch_patches.py",
+        "rehearsal/fake_device/megatron_patches.py",
+    ),
     # The engine, and apart from it what is patched: they change for different reasons.
     "vllm": ("rollout/vllm_build.py", "rollout/vllm_engine.py", "rollout/vllm_patches.py"),
     # A rehearsal counts a kernel instead of compiling it.
-    "triton": ("kernels/", "rehearsal/interfaces.py"),
+    "triton": ("kernels/", "rehearsal/fake_device/torch_patches.py"),
 }
 """Packages that change under us, and the files that may import them."""
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megarlhf.config import DPOConfig, RLConfig, RMConfig, SFTConfig
+from megarlhf.rehearsal.fake_device.routing import Routing
+from megarlhf.rehearsal.fakes.inputs import stand_in
+from megarlhf.rehearsal.fakes.lengths import Lengths, Uniform
 from megarlhf.rehearsal.job import Job
-from megarlhf.rehearsal.lengths import Lengths, Uniform
-from megarlhf.rehearsal.routing import Routing
-from megarlhf.rehearsal.stand_ins import stand_in
 
 DENSE: dict[str, Any] = {
     "model_type": "llama",

@@ -27,12 +27,12 @@ from megarlhf.models.experts import Router
 from megarlhf.models.role import Role
 from megarlhf.parallel.mesh import forget_scratch_buffer
 from megarlhf.parallel.residency import HostMemory
-from megarlhf.rehearsal.engine import EngineMemory, GivenResponses, RehearsedEngine
-from megarlhf.rehearsal.engine_time import stated_tokens
+from megarlhf.rehearsal.cost_model.engine_time import stated_tokens
+from megarlhf.rehearsal.fake_device.routing import Routing
+from megarlhf.rehearsal.fakes.engine import EngineMemory, GivenResponses, RehearsedEngine
+from megarlhf.rehearsal.fakes.phases import Enough, Steps
+from megarlhf.rehearsal.fakes.weights import NoNumbers
 from megarlhf.rehearsal.job import Job
-from megarlhf.rehearsal.routing import Routing
-from megarlhf.rehearsal.steps import Enough, Steps
-from megarlhf.rehearsal.weights import NoNumbers
 from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.entries import import_entry

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_flatten
 
 from megarlhf.parallel.process_groups import OneThreadGloo
-from megarlhf.rehearsal.trace import Operation
+from megarlhf.rehearsal.timeline.trace import Operation
 
 BACKEND = "recorded"
 

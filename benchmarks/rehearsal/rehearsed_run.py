@@ -12,7 +12,7 @@ from benchmarks.rehearsal.real_run import Place, Seen
 from benchmarks.rehearsal.recorded import Message
 from megarlhf.rehearsal.job import Job, RankRecord
 from megarlhf.rehearsal.program import Rank
-from megarlhf.rehearsal.trace import Collective, Event, Mark, Receive, Send
+from megarlhf.rehearsal.timeline.trace import Collective, Event, Mark, Receive, Send
 
 
 class NoPrice:

@@ -3,8 +3,8 @@
 An estimate is the replay of all ranks' rehearsals, priced by a file that `megarlhf calibrate` has written here. What is
 measured are the same jobs over gloo. All steps of a job do the same; of a phase the fastest step of several runs
 counts, from the second step on, on a clock that stands still while the scheduler runs others
-(`rehearsal/stopwatch.py`). Where two ranks wait for each other, such a pause of one is waiting time of the other, so a
-busy machine still makes times of two ranks longer.
+(`rehearsal/calibrate/stopwatch.py`). Where two ranks wait for each other, such a pause of one is waiting time of the
+other, so a busy machine still makes times of two ranks longer.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from benchmarks.machine import ROOT
 from benchmarks.rehearsal.processes import as_ranks, together
 from benchmarks.rehearsal.time_cases import TimeCase, job_of
 from benchmarks.rehearsal.timed_run import Place, real_rank, rehearsed_rank
-from megarlhf.rehearsal.hardware import load_hardware
-from megarlhf.rehearsal.pricing import Pricing
-from megarlhf.rehearsal.replay import replay
+from megarlhf.rehearsal.cost_model.hardware import load_hardware
+from megarlhf.rehearsal.cost_model.pricing import Pricing
+from megarlhf.rehearsal.timeline.simulate import replay
 
 STEPS = 5
 REPEATS = 3

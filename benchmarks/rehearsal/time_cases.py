@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarlhf.config import RLConfig, SFTConfig
-from megarlhf.rehearsal.lengths import Constant, Lengths, Uniform
+from megarlhf.rehearsal.fakes.inputs import stand_in
+from megarlhf.rehearsal.fakes.lengths import Constant, Lengths, Uniform
 from megarlhf.rehearsal.program import Job
-from megarlhf.rehearsal.stand_ins import stand_in
 
 LONGEST = 256
 

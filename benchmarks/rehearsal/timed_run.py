@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from megarlhf.config import RolloutConfig
 from megarlhf.models.role import Role
-from megarlhf.rehearsal.engine import GivenResponses
-from megarlhf.rehearsal.hardware import load_hardware
-from megarlhf.rehearsal.pricing import Pricing
+from megarlhf.rehearsal.calibrate.stopwatch import undisturbed_clock
+from megarlhf.rehearsal.cost_model.hardware import load_hardware
+from megarlhf.rehearsal.cost_model.pricing import Pricing
+from megarlhf.rehearsal.fakes.engine import GivenResponses
+from megarlhf.rehearsal.fakes.phases import Enough, Steps
 from megarlhf.rehearsal.program import Job, Rank, RankRecord
-from megarlhf.rehearsal.steps import Enough, Steps
-from megarlhf.rehearsal.stopwatch import undisturbed_clock
 from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.entries import import_entry

@@ -22,7 +22,7 @@ def calibrate(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
     launch.silence_libraries()
     from megarlhf.planning.machine.nodes import require_gpus
-    from megarlhf.rehearsal.calibrate import require_writable
+    from megarlhf.rehearsal.calibrate.run import require_writable
     from megarlhf.runtime import RankInfo, capabilities, detect_rank
 
     out = Path(arguments.out)
@@ -47,8 +47,8 @@ def calibrate(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 def _as_rank(info: RankInfo, out: Path, *, quick: bool) -> None:
     from megarlhf import runtime
     from megarlhf.collective_errors import on_first_rank
-    from megarlhf.rehearsal.calibrate import calibrate as measure
-    from megarlhf.rehearsal.calibrate import write_hardware
+    from megarlhf.rehearsal.calibrate.run import calibrate as measure
+    from megarlhf.rehearsal.calibrate.run import write_hardware
 
     joined = runtime.initialize(info, seed=0)
     hardware = measure(joined, quick=quick)

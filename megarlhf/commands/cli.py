@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import megarlhf
 from megarlhf.commands.arguments import Once, Parser, command_first, positive
 from megarlhf.commands.ask import add_arguments as add_ask_arguments
 from megarlhf.commands.ask import ask, is_asked
@@ -250,7 +251,7 @@ def _raised_here(error: Exception) -> bool:
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
-    return frame is not None and Path(frame.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parents[1])
+    return frame is not None and Path(frame.tb_frame.f_code.co_filename).is_relative_to(Path(megarlhf.__file__).parent)
 
 
 def _refuse_another_directory() -> None:

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import megarlhf
 from megarlhf.commands.arguments import Once, Parser, command_first, positive
 from megarlhf.config import DPOConfig, FrozenModel, RLConfig, RMConfig, SFTConfig, load_config
 
 CONFIGS: dict[str, type[FrozenModel]] = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "rl": RLConfig}
-HARDWARE = Path(__file__).resolve().parents[2] / "configs" / "hardware" / "h100.yaml"
+HARDWARE = Path(megarlhf.__file__).resolve().parents[1] / "configs" / "hardware" / "h100.yaml"
 """Where `--hardware` names none."""
 DOES_NOT_FIT = 1
 """Exit status of a rehearsal that has found that the job does not run."""
@@ -124,10 +125,10 @@ def _writing(out: Path) -> Iterator[None]:
 
 def _one(arguments: argparse.Namespace) -> int:
     from megarlhf.observe.terminal.progress import make_console
-    from megarlhf.rehearsal.console import print_result
-    from megarlhf.rehearsal.page import check_out, write
     from megarlhf.rehearsal.progress import shown
     from megarlhf.rehearsal.rehearse import rehearse
+    from megarlhf.rehearsal.report.console import print_result
+    from megarlhf.rehearsal.report.page import check_out, write
 
     out, options = _out(arguments), _options(arguments)
     cfg = load_config(CONFIGS[arguments.command], arguments.config, _overrides(arguments))
@@ -174,10 +175,10 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Of a `Request`, what no configuration changes. Raises: ValueError."""
-    from megarlhf.rehearsal.hardware import load_hardware
-    from megarlhf.rehearsal.lengths import parse
-    from megarlhf.rehearsal.margin import MarginConfig
-    from megarlhf.rehearsal.routing import Routing
+    from megarlhf.rehearsal.cost_model.hardware import load_hardware
+    from megarlhf.rehearsal.cost_model.margin import MarginConfig
+    from megarlhf.rehearsal.fake_device.routing import Routing
+    from megarlhf.rehearsal.fakes.lengths import parse
 
     if arguments.hardware is None and not HARDWARE.is_file():
         raise ValueError("give --hardware FILE: megarlhf is installed without its folder configs/hardware")

@@ -9,19 +9,19 @@ import torch
 
 from megarlhf.config import FrozenModel, RLConfig, roles_of
 from megarlhf.layout import MeshLayout
-from megarlhf.rehearsal import interfaces
-from megarlhf.rehearsal.batches import Share
-from megarlhf.rehearsal.engine_time import RolloutEstimate
-from megarlhf.rehearsal.interfaces import Kind
-from megarlhf.rehearsal.lengths import Lengths
-from megarlhf.rehearsal.margin import MarginConfig
-from megarlhf.rehearsal.memory import PhaseMemory
-from megarlhf.rehearsal.resume_point import Written
-from megarlhf.rehearsal.routing import Routing
-from megarlhf.rehearsal.sites import Assumption
-from megarlhf.rehearsal.trace import Event, Work
-from megarlhf.rehearsal.transformer_engine import Layers
-from megarlhf.rehearsal.wire import Line, Reached
+from megarlhf.rehearsal.cost_model.engine_time import RolloutEstimate
+from megarlhf.rehearsal.cost_model.margin import MarginConfig
+from megarlhf.rehearsal.fake_device import torch_patches
+from megarlhf.rehearsal.fake_device.assumptions import Assumption
+from megarlhf.rehearsal.fake_device.ledger import PhaseMemory
+from megarlhf.rehearsal.fake_device.routing import Routing
+from megarlhf.rehearsal.fake_device.torch_patches import Kind
+from megarlhf.rehearsal.fakes.batches import Share
+from megarlhf.rehearsal.fakes.lengths import Lengths
+from megarlhf.rehearsal.fakes.resume_point import Written
+from megarlhf.rehearsal.timeline.messages import Line, Reached
+from megarlhf.rehearsal.timeline.trace import Event, Work
+from megarlhf.rehearsal.transformer_engine.replace import Layers
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.generation.prompts import mesh_orders
 
@@ -32,7 +32,7 @@ class Job:
 
     command: str
     cfg: FrozenModel
-    """With whatever stands in for what is missing: `stand_ins.py`."""
+    """With whatever stands in for what is missing: `fakes/inputs.py`."""
     rank: int
     world_size: int
     ranks_per_node: int
@@ -113,5 +113,5 @@ def runtime_of(rank: int, world_size: int, ranks_per_node: int, device: torch.de
         local_world_size=min(ranks_per_node, world_size),
         ranks_per_block=min(ranks_per_node, world_size),  # nodes have equally many: request.require_sense
         device=device,
-        backend=interfaces.BACKENDS["cpu" if device.type == "cpu" else "gpu"],
+        backend=torch_patches.BACKENDS["cpu" if device.type == "cpu" else "gpu"],
     )

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megarlhf.layout import MeshLayout
-from megarlhf.rehearsal.batches import Share, Shares
+from megarlhf.rehearsal.fakes.batches import Share, Shares
 
 LARGER = 1.01
 """A micro-batch that is larger by less is not rehearsed for its memory."""

@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
+import megarlhf
+from megarlhf.rehearsal.cost_model.pricing import Pricing
 from megarlhf.rehearsal.job import Job, RankRecord
-from megarlhf.rehearsal.pricing import Pricing
 from megarlhf.trainers.entries import import_entry
 
 
@@ -186,7 +187,7 @@ def _failed(job: Job, error: BaseException) -> RankFailed:
 def _ours(error: BaseException) -> bool:
     """Whether our own code raised it, and so wrote its message for people."""
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).resolve().parents[1])
+    return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(megarlhf.__file__).resolve().parent)
 
 
 @contextlib.contextmanager

@@ -16,32 +16,32 @@ from megarlhf.config import RolloutConfig
 from megarlhf.models.build import ModelShard
 from megarlhf.models.role import Role
 from megarlhf.parallel.mesh import forget_scratch_buffer
-from megarlhf.rehearsal import interfaces
-from megarlhf.rehearsal.batches import Share, seen_batches
-from megarlhf.rehearsal.buckets import Buckets
-from megarlhf.rehearsal.decoding import EngineShape
-from megarlhf.rehearsal.device import Device
-from megarlhf.rehearsal.digests import equal_digests
-from megarlhf.rehearsal.engine import EngineMemory, GivenResponses, RehearsedEngine, forward_bytes
-from megarlhf.rehearsal.engine_time import DecodePrice, RolloutEstimate, RolloutWork, estimate
-from megarlhf.rehearsal.experts import EqualExperts
-from megarlhf.rehearsal.host_memory import RehearsedHost
-from megarlhf.rehearsal.interfaces import FakeTensor, Hooks
+from megarlhf.rehearsal.cost_model.decoding import EngineShape
+from megarlhf.rehearsal.cost_model.engine_time import DecodePrice, RolloutEstimate, RolloutWork, estimate
+from megarlhf.rehearsal.cost_model.margin import engine_items, facts_of, margin, total
+from megarlhf.rehearsal.cost_model.meter import Meter, Price
+from megarlhf.rehearsal.fake_device import torch_patches
+from megarlhf.rehearsal.fake_device.assumptions import Assumptions
+from megarlhf.rehearsal.fake_device.device import Device
+from megarlhf.rehearsal.fake_device.fake_collectives import EMPTY_BANK, gathered
+from megarlhf.rehearsal.fake_device.ledger import GPU_BLOCK, Ledger, PhaseMemory, merged
+from megarlhf.rehearsal.fake_device.torch_patches import FakeTensor, Hooks
+from megarlhf.rehearsal.fakes.batches import Share, seen_batches
+from megarlhf.rehearsal.fakes.engine import EngineMemory, GivenResponses, RehearsedEngine, forward_bytes
+from megarlhf.rehearsal.fakes.host_memory import RehearsedHost
+from megarlhf.rehearsal.fakes.phases import BETWEEN, Enough, Steps
+from megarlhf.rehearsal.fakes.resume_point import RehearsedWriter, Written
+from megarlhf.rehearsal.fakes.weights import NoNumbers
 from megarlhf.rehearsal.job import Job, RankRecord, layouts_of, runtime_of
-from megarlhf.rehearsal.layers import EqualLayers
-from megarlhf.rehearsal.margin import engine_items, facts_of, margin, total
-from megarlhf.rehearsal.memory import GPU_BLOCK, Ledger, PhaseMemory, merged
-from megarlhf.rehearsal.optimizer import KERNELS
-from megarlhf.rehearsal.others import EMPTY_BANK, gathered
-from megarlhf.rehearsal.resume_point import RehearsedWriter, Written
-from megarlhf.rehearsal.sites import Assumptions
-from megarlhf.rehearsal.steps import BETWEEN, Enough, Steps
-from megarlhf.rehearsal.tape import Player, Recorder
-from megarlhf.rehearsal.trace import Mark
-from megarlhf.rehearsal.transformer_engine import Shared, replace_layers
-from megarlhf.rehearsal.weights import NoNumbers
-from megarlhf.rehearsal.wire import Wire, labels_of
-from megarlhf.rehearsal.work import Meter, Price
+from megarlhf.rehearsal.reuse.buckets import Buckets
+from megarlhf.rehearsal.reuse.digests import equal_digests
+from megarlhf.rehearsal.reuse.experts import EqualExperts
+from megarlhf.rehearsal.reuse.layers import EqualLayers
+from megarlhf.rehearsal.reuse.tape import Player, Recorder
+from megarlhf.rehearsal.timeline.messages import Wire, labels_of
+from megarlhf.rehearsal.timeline.trace import Mark
+from megarlhf.rehearsal.transformer_engine.optimizer import KERNELS
+from megarlhf.rehearsal.transformer_engine.replace import Shared, replace_layers
 from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.entries import import_entry
@@ -67,7 +67,7 @@ class Rank:
     ) -> None:
         """`told` gets step, phase and the number of operations so far, whenever a phase begins."""
         self.job, self._price, self._told = job, price, told
-        self.device = interfaces.device_of(job.kind)
+        self.device = torch_patches.device_of(job.kind)
         self.ledger = Ledger(GPU_BLOCK if job.kind == "gpu" else 1)
         self.meter = Meter(price, ticked=self._ticked)
         self.runtime = runtime_of(job.rank, job.world_size, job.ranks_per_node, self.device)
@@ -79,7 +79,7 @@ class Rank:
         self.meter.numbers = self.mode.known.twin
         self._num_samples = 0
         """Of the last rollout."""
-        self._created = interfaces.count_groups()
+        self._created = torch_patches.count_groups()
         self._shares: dict[str, list[Share]] = {}
         self._tokens: Counter[tuple[int, str]] = Counter()
         self._rollouts: list[RolloutEstimate] = []
@@ -102,7 +102,7 @@ class Rank:
     def run(self) -> RankRecord:
         """The whole rehearsal of this rank."""
         job, began = self.job, time.perf_counter()
-        interfaces.join(job.rank, job.world_size, job.kind)
+        torch_patches.join(job.rank, job.world_size, job.kind)
         forget_scratch_buffer()
         run = import_entry(job.command)
         created = self._created
@@ -110,7 +110,7 @@ class Rank:
         # Backwards in this thread: autograd counts devices at a process's first backward, which may be long ago.
         in_one_thread = torch.autograd.set_multithreading_enabled(False)
         with contextlib.ExitStack() as stack:
-            for scope in (created, interfaces.patched(self._hooks()), seen, in_one_thread):
+            for scope in (created, torch_patches.patched(self._hooks()), seen, in_one_thread):
                 stack.enter_context(scope)
             if job.reuse:
                 stack.enter_context(self._equal_digests)

@@ -15,13 +15,15 @@ from megarlhf.architectures.placements import Head
 from megarlhf.config import RLConfig, roles_of
 from megarlhf.planning.preflight import preflight
 from megarlhf.planning.weight_traffic import plan_transfer, transfer_setup
-from megarlhf.rehearsal import interfaces
+from megarlhf.rehearsal.cost_model.margin import Facts, engine_items, facts_of, margin, total
+from megarlhf.rehearsal.cost_model.pricing import Pricing
+from megarlhf.rehearsal.fake_device import torch_patches
+from megarlhf.rehearsal.fake_device.ledger import PhaseMemory
+from megarlhf.rehearsal.fakes.inputs import StandIns, stand_in
+from megarlhf.rehearsal.fakes.lengths import Lengths, LogNormal
+from megarlhf.rehearsal.fakes.phases import BETWEEN
 from megarlhf.rehearsal.job import Job, RankRecord, layouts_of, runtime_of
 from megarlhf.rehearsal.kinds import Kind, chosen, first_rank, named, pipelines_of, stages_of
-from megarlhf.rehearsal.lengths import Lengths, LogNormal
-from megarlhf.rehearsal.margin import Facts, engine_items, facts_of, margin, total
-from megarlhf.rehearsal.memory import PhaseMemory
-from megarlhf.rehearsal.pricing import Pricing
 from megarlhf.rehearsal.processes import Told, run_ranks
 from megarlhf.rehearsal.request import Request
 from megarlhf.rehearsal.result import (
@@ -36,10 +38,8 @@ from megarlhf.rehearsal.result import (
     ResumePointRow,
     RolloutRow,
 )
-from megarlhf.rehearsal.stand_ins import StandIns, stand_in
-from megarlhf.rehearsal.steps import BETWEEN
+from megarlhf.rehearsal.timeline.messages import labels_of
 from megarlhf.rehearsal.times import times_of
-from megarlhf.rehearsal.wire import labels_of
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
 from megarlhf.weights.plan.traffic import Links
 
@@ -55,7 +55,7 @@ def rehearse(request: Request, told: Told = lambda at: None) -> Result:
 
     Raises: ValueError for what the program refuses; RuntimeError where a rehearsed rank fails.
     """
-    interfaces.require_tested_torch()
+    torch_patches.require_tested_torch()
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="megarlhf-rehearsal-") as directory:
         stood = stand_in(
@@ -66,7 +66,7 @@ def rehearse(request: Request, told: Told = lambda at: None) -> Result:
             steps=request.steps,
             resume_point=request.resume_point,
         )
-        device_type = interfaces.device_of(request.hardware.kind).type
+        device_type = torch_patches.device_of(request.hardware.kind).type
         with stood.named_by_the_user():
             preflight(request.command, stood.cfg, request.world_size, device_type=device_type, weights=False)
             whole = _Rehearsal(request, stood, told)
@@ -81,7 +81,7 @@ class _Rehearsal:
         self.request, self.stood, self.told = request, stood, told
         self.cfg: Any = stood.cfg
         self.price = Pricing(request.hardware, request.ranks_per_node)
-        device = interfaces.device_of(request.hardware.kind)
+        device = torch_patches.device_of(request.hardware.kind)
         runtime = runtime_of(0, request.world_size, request.ranks_per_node, device)
         self.layouts = layouts_of(self.cfg, runtime)
         self.main = next(role for role in MAIN_ROLES if role in self.layouts)

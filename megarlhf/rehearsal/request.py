@@ -8,11 +8,11 @@ from typing import Any
 
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.config import RLConfig, roles_of
-from megarlhf.rehearsal.hardware import Hardware
-from megarlhf.rehearsal.lengths import Lengths
-from megarlhf.rehearsal.margin import MarginConfig
-from megarlhf.rehearsal.routing import Routing
-from megarlhf.rehearsal.transformer_engine import Layers
+from megarlhf.rehearsal.cost_model.hardware import Hardware
+from megarlhf.rehearsal.cost_model.margin import MarginConfig
+from megarlhf.rehearsal.fake_device.routing import Routing
+from megarlhf.rehearsal.fakes.lengths import Lengths
+from megarlhf.rehearsal.transformer_engine.replace import Layers
 
 DEFAULT_STEPS = 2
 """What is made lazily, such as the optimizer's state, is there from the second step on."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megarlhf.rehearsal.memory import LargeStorage
+from megarlhf.rehearsal.fake_device.ledger import LargeStorage
 
 FORMAT = 1
 """Of `rehearsal.json`."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
+from megarlhf.rehearsal.cost_model.pricing import Pricing
 from megarlhf.rehearsal.job import RankRecord
-from megarlhf.rehearsal.pricing import Pricing
-from megarlhf.rehearsal.replay import replay
-from megarlhf.rehearsal.replayed import PhaseTimes, StepTimes
 from megarlhf.rehearsal.result import PhaseTime, StepTime
-from megarlhf.rehearsal.trace import Work
+from megarlhf.rehearsal.timeline.simulate import replay
+from megarlhf.rehearsal.timeline.simulated import PhaseTimes, StepTimes
+from megarlhf.rehearsal.timeline.trace import Work
 
 MULTIPLIES: tuple[Work, ...] = ("matmul", "attention")
 

@@ -11,7 +11,7 @@ import pytest
 
 from megarlhf.config import RLConfig, RMConfig, SFTConfig, load_config, roles_of
 from megarlhf.planning.preflight import preflight
-from megarlhf.rehearsal.stand_ins import stand_in
+from megarlhf.rehearsal.fakes.inputs import stand_in
 
 ROOT = Path(__file__).parents[2]
 KINDS = {"sft": SFTConfig, "rm": RMConfig, "ppo": RLConfig, "grpo": RLConfig}

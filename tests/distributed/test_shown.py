@@ -20,7 +20,7 @@ from megarlhf.observe.records.jsonl import read_lines
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.observe.records.sample_tables import read_table, steps_of
 from megarlhf.observe.records.step_records import LENGTHS_FILE
-from megarlhf.rehearsal.lengths import Given, parse
+from megarlhf.rehearsal.fakes.lengths import Given, parse
 from tests.distributed.interrupted_jobs import command_until
 from tests.distributed.test_rl_layouts import config as rl_config
 from tests.ranks import RankPool

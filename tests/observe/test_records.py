@@ -15,7 +15,7 @@ import pytest
 from megarlhf.observe.records import jsonl
 from megarlhf.observe.records.jsonl import read_lines
 from megarlhf.observe.records.step_records import LENGTHS_FILE, open_records, require_readable_records
-from megarlhf.rehearsal.lengths import Given, parse
+from megarlhf.rehearsal.fakes.lengths import Given, parse
 
 
 def keep(run: Path, steps: dict[int, list[int]], resume_step: int | None = None) -> None:

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from megarlhf.rehearsal import interfaces
-from megarlhf.rehearsal.device import Device
-from megarlhf.rehearsal.memory import Ledger
-from megarlhf.rehearsal.sites import SITES, Assumptions, Site
-from megarlhf.rehearsal.wire import Labels, Wire
+from megarlhf.rehearsal.fake_device import torch_patches
+from megarlhf.rehearsal.fake_device.assumptions import SITES, Assumptions, Site
+from megarlhf.rehearsal.fake_device.device import Device
+from megarlhf.rehearsal.fake_device.ledger import Ledger
+from megarlhf.rehearsal.timeline.messages import Labels, Wire
 
 
 class Uncounted:
@@ -28,19 +28,19 @@ def a_device(sites: tuple[Site, ...] = SITES) -> Iterator[Device]:
     """In force inside, on the way of a CPU."""
     ledger = Ledger(1)
     wire = Wire(0, 1, Labels({}, {}), lambda event: None)
-    device = Device(interfaces.device_of("cpu"), ledger, wire, Assumptions(sites), Uncounted())
+    device = Device(torch_patches.device_of("cpu"), ledger, wire, Assumptions(sites), Uncounted())
     ledger.enter(1, "train")
-    with interfaces.lifting_only_host_tensors(), device:
+    with torch_patches.lifting_only_host_tensors(), device:
         yield device
 
 
 @contextlib.contextmanager
 def a_rank(rank: int, world_size: int) -> Iterator[Device]:
     """The same in a process group that reaches nobody, with torch's functions patched as in a rehearsal."""
-    interfaces.join(rank, world_size, "cpu")
+    torch_patches.join(rank, world_size, "cpu")
     try:
         with a_device() as device:
-            hooks = interfaces.Hooks(
+            hooks = torch_patches.Hooks(
                 device=device.device,
                 scalar=device.scalar,
                 address=device.address,
@@ -52,7 +52,7 @@ def a_rank(rank: int, world_size: int) -> Iterator[Device]:
                 buckets=None,
                 again=lambda now: setattr(device.counter, "computes_again", now),
             )
-            with interfaces.patched(hooks):
+            with torch_patches.patched(hooks):
                 yield device
     finally:
         dist.destroy_process_group()

@@ -11,13 +11,13 @@ import yaml
 
 from megarlhf.commands.rehearse import CONFIGS, main
 from megarlhf.config import load_config
-from megarlhf.rehearsal.hardware import load_hardware
+from megarlhf.rehearsal.cost_model.hardware import load_hardware
+from megarlhf.rehearsal.cost_model.pricing import Pricing
+from megarlhf.rehearsal.fakes.inputs import stand_in
+from megarlhf.rehearsal.fakes.lengths import Uniform
 from megarlhf.rehearsal.job import Job, RankRecord
-from megarlhf.rehearsal.lengths import Uniform
-from megarlhf.rehearsal.pricing import Pricing
 from megarlhf.rehearsal.processes import run_ranks
 from megarlhf.rehearsal.request import Request
-from megarlhf.rehearsal.stand_ins import stand_in
 
 H100 = Path("configs/hardware/h100.yaml")
 DENSE: dict[str, Any] = {

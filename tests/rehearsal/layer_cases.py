@@ -21,10 +21,10 @@ from megarlhf.config import SFTConfig
 from megarlhf.models.role import build_role
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout
-from megarlhf.rehearsal import interfaces
-from megarlhf.rehearsal.lengths import Constant
+from megarlhf.rehearsal.fake_device import torch_patches
+from megarlhf.rehearsal.fakes.lengths import Constant
+from megarlhf.rehearsal.fakes.weights import NoNumbers
 from megarlhf.rehearsal.program import Job, Rank
-from megarlhf.rehearsal.weights import NoNumbers
 from megarlhf.runtime import Runtime
 
 LENGTHS = (2048, 1024, 1024)
@@ -166,7 +166,7 @@ def rehearse(case: Case) -> dict[str, Any]:
         (folder / "config.json").write_text(json.dumps(MODELS[case.model]))
         rank, batch = _rank(case, folder), _batch(case)
         world = case.tp * case.cp
-        interfaces.join(0, world, "gpu")
+        torch_patches.join(0, world, "gpu")
         stack.callback(dist.destroy_process_group)
         runtime = Runtime(
             rank=0,
@@ -175,9 +175,9 @@ def rehearse(case: Case) -> dict[str, Any]:
             local_world_size=world,
             ranks_per_block=world,
             device=rank.device,
-            backend=interfaces.BACKENDS["gpu"],
+            backend=torch_patches.BACKENDS["gpu"],
         )
-        stack.enter_context(interfaces.patched(rank._hooks()))
+        stack.enter_context(torch_patches.patched(rank._hooks()))
         stack.enter_context(rank.mode)
         batch = MicroBatch(batch.tokens_BS.to(rank.device), {}, batch.layout)
         return _seen(case, rank, GroupCache(runtime), batch)

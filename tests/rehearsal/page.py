@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from megarlhf.architectures.architecture import Architecture
-from megarlhf.rehearsal.transformer_engine import LOCAL, TE, Saved, saved_tensors
+from megarlhf.rehearsal.transformer_engine.replace import LOCAL, TE, Saved, saved_tensors
 
 WORDS = {
     "rms": "RMSNorm",

@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from megarlhf.rehearsal.memory import LargeStorage
+from megarlhf.rehearsal.fake_device.ledger import LargeStorage
 from megarlhf.rehearsal.result import (
     AssumptionRow,
     HostRow,
@@ -66,7 +66,7 @@ def kinds_at(step, phase, rank):
 def storages(kinds):
     where = {
         "activations": "megatron/core/transformer/mlp.py:224 in forward",
-        "engine's cache": "megarlhf/rehearsal/engine.py:140 in _cache",
+        "engine's cache": "megarlhf/rehearsal/fakes/engine.py:140 in _cache",
         "gradients": "megatron/core/distributed/param_and_grad_buffer.py:612 in __init__",
     }
     return [

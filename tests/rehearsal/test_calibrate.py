@@ -10,12 +10,12 @@ import torch
 
 from megarlhf.commands.cli import main
 from megarlhf.commands.launch import MARK
-from megarlhf.rehearsal.calibrate import calibrate, require_writable, write_hardware
-from megarlhf.rehearsal.calibrate_messages import groups_of
-from megarlhf.rehearsal.calibrate_work import RING, RING_BYTES, copies_of, in_turn
-from megarlhf.rehearsal.hardware import Hardware, load_hardware
-from megarlhf.rehearsal.pricing import Pricing
-from megarlhf.rehearsal.stopwatch import undisturbed_clock
+from megarlhf.rehearsal.calibrate.messages import groups_of
+from megarlhf.rehearsal.calibrate.run import calibrate, require_writable, write_hardware
+from megarlhf.rehearsal.calibrate.stopwatch import undisturbed_clock
+from megarlhf.rehearsal.calibrate.work import RING, RING_BYTES, copies_of, in_turn
+from megarlhf.rehearsal.cost_model.hardware import Hardware, load_hardware
+from megarlhf.rehearsal.cost_model.pricing import Pricing
 from megarlhf.runtime import Runtime
 from tests.ranks import RankPool
 from tests.rehearsal.test_hardware import tree

@@ -6,7 +6,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from megarlhf.rehearsal.console import print_result
+from megarlhf.rehearsal.report.console import print_result
 from tests.rehearsal.results import a_result, too_small
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megarlhf.architectures.hf_config import architecture_from_hf
-from megarlhf.rehearsal.decoding import EngineShape, RolloutTime
-from megarlhf.rehearsal.engine_time import EngineWork, RolloutEstimate, RolloutWork, estimate, shape_of
+from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutTime
+from megarlhf.rehearsal.cost_model.engine_time import EngineWork, RolloutEstimate, RolloutWork, estimate, shape_of
 from tests.rehearsal.jobs import DENSE, EXPERTS, write_model
 
 ENGINES = RolloutWork([EngineWork([4, 4], [10, 30]), EngineWork([4], [20]), EngineWork([], [])])

@@ -15,7 +15,7 @@ from megarlhf.layout import MeshLayout
 from megarlhf.parallel.mesh import GroupCache, build_mesh
 from megarlhf.planning.machine import nodes
 from megarlhf.planning.machine.nodes import RankFacts
-from megarlhf.rehearsal import interfaces
+from megarlhf.rehearsal.fake_device import torch_patches
 from megarlhf.rehearsal.job import runtime_of
 from megarlhf.runtime import Runtime
 from tests.ranks import RankPool
@@ -30,11 +30,11 @@ ORDERED = replace(FLAT, order=(0, 4, 1, 5, 2, 6, 3, 7))
 def counted(runtime: Runtime, rank: int, layouts: list[MeshLayout]) -> tuple[int, int]:
     """Calls and memberships of a rank of 512 that has been looked at with its node and has roles of these layouts."""
     dist.destroy_process_group()
-    interfaces.join(rank, WORLD, "cpu")
+    torch_patches.join(rank, WORLD, "cpu")
     there = runtime_of(rank, WORLD, PER_NODE, runtime.device)
     facts = [RankFacts(node=str(each // PER_NODE), rank=each, versions={}, open_files=1e6) for each in range(WORLD)]
     quiet = dict.fromkeys(("_require_sum", "_require_passed"), mock.DEFAULT)
-    with interfaces.count_groups() as made, mock.patch.multiple(nodes, **quiet):
+    with torch_patches.count_groups() as made, mock.patch.multiple(nodes, **quiet):
         nodes._check_sums(facts, there)
         cache = GroupCache(there)
         for layout in layouts:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megarlhf.rehearsal.hardware import Hardware, load_hardware
+from megarlhf.rehearsal.cost_model.hardware import Hardware, load_hardware
 from tests.command import ROOT
 
 SHIPPED = sorted((ROOT / "configs" / "hardware").glob("*.yaml"))

@@ -1,6 +1,7 @@
 """What a rehearsal uses of torch's inside is where it was, and does what it did.
 
-A failure here means: torch has moved something; look at `megarlhf/rehearsal/interfaces.py` before `TESTED` is changed.
+A failure here means: torch has moved something; look at `megarlhf/rehearsal/fake_device/torch_patches.py` before
+`TESTED` is changed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megarlhf.rehearsal import interfaces
+from megarlhf.rehearsal.fake_device import torch_patches
 from tests.rehearsal.devices import a_device, unknown
 
 
@@ -24,11 +25,11 @@ def parameters(function: object) -> list[str]:
 
 
 def test_another_torch_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    interfaces.require_tested_torch()
+    torch_patches.require_tested_torch()
     for version in ("2.12.1", "2.14.0+cu130", "2.130.0"):
         monkeypatch.setattr(torch, "__version__", version)
         with pytest.raises(RuntimeError, match=f"is checked with version 2.13, found {version.replace('+', '.')}"):
-            interfaces.require_tested_torch()
+            torch_patches.require_tested_torch()
 
 
 def test_private_interfaces_are_where_they_were() -> None:
@@ -42,9 +43,9 @@ def test_private_interfaces_are_where_they_were() -> None:
     assert parameters(_setup_privateuseone_for_python_backend)[:2] == ["rename", "backend_module"]
     assert callable(torch._C._get_privateuse1_backend_name)
     memory = torch.zeros(2)
-    assert interfaces.storage_key(memory) == interfaces.storage_key(memory[1:]) == memory.untyped_storage()._cdata
-    assert interfaces.storage_key(memory) != interfaces.storage_key(memory.clone())
-    assert interfaces.tree_flatten([{"a": (1, 2)}])[0] == [1, 2]
+    assert torch_patches.storage_key(memory) == torch_patches.storage_key(memory[1:]) == memory.untyped_storage()._cdata
+    assert torch_patches.storage_key(memory) != torch_patches.storage_key(memory.clone())
+    assert torch_patches.tree_flatten([{"a": (1, 2)}])[0] == [1, 2]
     assert callable(dist.Work.boxed)
     assert parameters(dist.broadcast_object_list)[:2] == ["object_list", "src"]
     assert parameters(dist.scatter_object_list)[:3] == [
@@ -62,7 +63,7 @@ PRIVATE = re.compile(r"torch\._(?!_)|torch\.[\w.]+\._|\._cdata|torch\.testing\._
 
 
 def test_no_other_file_of_a_rehearsal_names_what_is_private_to_torch() -> None:
-    folder = Path(interfaces.__file__).parent
+    folder = Path(torch_patches.__file__).parent
     found = {file.name for file in folder.glob("*.py") if PRIVATE.search(file.read_text(encoding="utf-8"))}
     assert found == {"interfaces.py"}
 
@@ -76,7 +77,7 @@ def test_triton_launches_a_kernel_through_run() -> None:
 
 
 def test_only_tensors_of_the_host_are_lifted_as_they_are() -> None:
-    with interfaces.lifting_only_host_tensors():
+    with torch_patches.lifting_only_host_tensors():
         assert torch._C._only_lift_cpu_tensors() is True
     assert torch._C._only_lift_cpu_tensors() is False
 
@@ -85,10 +86,10 @@ def test_a_fake_tensor_beside_a_real_one() -> None:
     """What every line of the rehearsal relies on: shapes without numbers, real tensors that stay real."""
     with a_device() as device:
         product = unknown(3, 4) @ unknown(4, 5)
-        assert isinstance(product, interfaces.FakeTensor)
+        assert isinstance(product, torch_patches.FakeTensor)
         assert (tuple(product.shape), product.device) == ((3, 5), torch.device("cpu", 0))
         real = torch.tensor([1, 2])
-        assert not isinstance(real, interfaces.FakeTensor)
+        assert not isinstance(real, torch_patches.FakeTensor)
         assert device.ledger.total == 4 * 15
         del product
         assert device.ledger.total == 0

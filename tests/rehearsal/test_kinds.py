@@ -14,9 +14,9 @@ from megarlhf.config import TrainConfig
 from megarlhf.layout import MeshLayout
 from megarlhf.parallel.batching import Batching
 from megarlhf.parallel.packing import Cost
-from megarlhf.rehearsal.batches import Share, seen_batches
+from megarlhf.rehearsal.fake_device.fake_collectives import gathered
+from megarlhf.rehearsal.fakes.batches import Share, seen_batches
 from megarlhf.rehearsal.kinds import Kind, chosen, first_rank, named, pipelines_of, stages_of
-from megarlhf.rehearsal.others import gathered
 from megarlhf.rollout.rewards.batch import Outcome
 
 

@@ -8,8 +8,8 @@ import pickle
 import torch
 import torch.distributed as dist
 
-from megarlhf.rehearsal.interfaces import storage_key
-from megarlhf.rehearsal.known import LARGEST_MADE
+from megarlhf.rehearsal.fake_device.known_values import LARGEST_MADE
+from megarlhf.rehearsal.fake_device.torch_patches import storage_key
 from tests.rehearsal.devices import a_device, a_rank, unknown
 
 HERE = torch.device("cpu", 0)

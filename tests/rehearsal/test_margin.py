@@ -10,9 +10,17 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
-from megarlhf.rehearsal.margin import Facts, MarginConfig, engine_items, facts_of, margin, token_bucket, total
-from megarlhf.rehearsal.memory import PhaseMemory
-from megarlhf.rehearsal.wire import Reached
+from megarlhf.rehearsal.cost_model.margin import (
+    Facts,
+    MarginConfig,
+    engine_items,
+    facts_of,
+    margin,
+    token_bucket,
+    total,
+)
+from megarlhf.rehearsal.fake_device.ledger import PhaseMemory
+from megarlhf.rehearsal.timeline.messages import Reached
 
 MIB = 2**20
 LLAMA_3_70B = Facts(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.rehearsal.time import TimeRow, ranking, sft, time_error_median
-from megarlhf.rehearsal.operations import memory_class, stored_bytes, touched_bytes, work_of
+from megarlhf.rehearsal.cost_model.operations import memory_class, stored_bytes, touched_bytes, work_of
 
 A, B = torch.zeros(10, 4), torch.zeros(10, 4)
 ROWS = torch.zeros(3, dtype=torch.int64)

@@ -10,7 +10,7 @@ import torch
 
 import megarlhf.algo.losses
 from megarlhf.parallel.megatron_cpu import megatron_device
-from megarlhf.rehearsal.origins import KINDS, OTHERS, PACKAGE, _look
+from megarlhf.rehearsal.fake_device.origins import KINDS, OTHERS, PACKAGE, _look
 from tests.rehearsal.devices import a_device, unknown
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import plotly.graph_objects as go
 import pytest
 
-from megarlhf.rehearsal.curve import figure, thinned
-from megarlhf.rehearsal.origins import KINDS, OTHERS
-from megarlhf.rehearsal.page import render, write
-from megarlhf.rehearsal.page_memory import MAX_POINTS, MAX_RANKS
-from megarlhf.rehearsal.page_parts import COLOURS, UNKNOWN, colours_of
-from megarlhf.rehearsal.page_wire import size
+from megarlhf.rehearsal.fake_device.origins import KINDS, OTHERS
+from megarlhf.rehearsal.report.curve import figure, thinned
+from megarlhf.rehearsal.report.page import render, write
+from megarlhf.rehearsal.report.page_memory import MAX_POINTS, MAX_RANKS
+from megarlhf.rehearsal.report.page_parts import COLOURS, UNKNOWN, colours_of
+from megarlhf.rehearsal.report.page_wire import size
 from tests.rehearsal.results import GIB, a_result, rank_of, too_small
 
 SCRIPTS = re.compile(r"<script>.*?</script>", re.DOTALL)
@@ -78,7 +78,7 @@ def test_the_page_says_what_was_found(page):
         "The tokenizer is stood in for: none stands at models/llama-3-70b.",
         "memory_bandwidth a datasheet",
         "world_size: 64",
-        "megarlhf/rehearsal/engine.py:140 in _cache",
+        "megarlhf/rehearsal/fakes/engine.py:140 in _cache",
     ):
         assert said in text, said
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from megarlhf.rehearsal.decoding import EngineShape, Sequences, stated_seconds
-from megarlhf.rehearsal.hardware import Hardware
-from megarlhf.rehearsal.interpolation import Grid, along, between_shares
-from megarlhf.rehearsal.pricing import Pricing
-from megarlhf.rehearsal.replay import Price as ReplayPrice
-from megarlhf.rehearsal.rings import Speed, Spread, seconds_by_formula
-from megarlhf.rehearsal.work import Price as WorkPrice
+from megarlhf.rehearsal.cost_model.collectives import Speed, Spread, seconds_by_formula
+from megarlhf.rehearsal.cost_model.decoding import EngineShape, Sequences, stated_seconds
+from megarlhf.rehearsal.cost_model.hardware import Hardware
+from megarlhf.rehearsal.cost_model.interpolation import Grid, along, between_shares
+from megarlhf.rehearsal.cost_model.meter import Price as WorkPrice
+from megarlhf.rehearsal.cost_model.pricing import Pricing
+from megarlhf.rehearsal.timeline.simulate import Price as ReplayPrice
 from tests.rehearsal.test_hardware import tree
 
 NODE = tuple(range(8))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megarlhf.rehearsal.stand_ins import write_tokenizer
+from megarlhf.rehearsal.fakes.inputs import write_tokenizer
 from tests.rehearsal.jobs import Rehearsed, job_tree, run_command, write_job
 
 WORLD = 8

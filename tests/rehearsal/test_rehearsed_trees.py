@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from megarlhf.rehearsal.device import Device
-from megarlhf.rehearsal.interfaces import FakeTensor
+from megarlhf.rehearsal.cost_model.pricing import Pricing
+from megarlhf.rehearsal.fake_device.device import Device
+from megarlhf.rehearsal.fake_device.origins import callers
+from megarlhf.rehearsal.fake_device.torch_patches import FakeTensor
+from megarlhf.rehearsal.fakes.inputs import stand_in
+from megarlhf.rehearsal.fakes.lengths import Constant, Uniform
 from megarlhf.rehearsal.job import Job, RankRecord
-from megarlhf.rehearsal.lengths import Constant, Uniform
-from megarlhf.rehearsal.origins import callers
-from megarlhf.rehearsal.pricing import Pricing
 from megarlhf.rehearsal.program import Rank
 from megarlhf.rehearsal.request import Request
-from megarlhf.rehearsal.stand_ins import stand_in
 from tests.apart import apart
 from tests.rehearsal.jobs import DENSE, job_tree, records_of, request_of
 

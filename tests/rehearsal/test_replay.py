@@ -10,9 +10,9 @@ from itertools import pairwise
 
 import pytest
 
-from megarlhf.rehearsal.replay import replay
-from megarlhf.rehearsal.replayed import Segment, overlaps
-from megarlhf.rehearsal.trace import Collective, Compute
+from megarlhf.rehearsal.timeline.simulate import replay
+from megarlhf.rehearsal.timeline.simulated import Segment, overlaps
+from megarlhf.rehearsal.timeline.trace import Collective, Compute
 from tests.rehearsal.traces import Prices, Writer, run, times
 
 

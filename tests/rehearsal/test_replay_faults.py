@@ -5,8 +5,8 @@ Not covered: faults of programs (a rehearsal's tests plant those).
 
 import pytest
 
-from megarlhf.rehearsal.replay import replay
-from megarlhf.rehearsal.trace import Collective, Compute, Mark, Send, Wait
+from megarlhf.rehearsal.timeline.simulate import replay
+from megarlhf.rehearsal.timeline.trace import Collective, Compute, Mark, Send, Wait
 from tests.rehearsal.traces import Prices, Writer, only_fault, run
 
 

@@ -17,9 +17,9 @@ from benchmarks.rehearsal.cases import Case, job_of
 from benchmarks.rehearsal.real_run import Seen, real_rank
 from benchmarks.rehearsal.rehearsed_run import NoPrice, seen
 from megarlhf.parallel.mesh import forget_scratch_buffer
+from megarlhf.rehearsal.fakes.resume_point import Written
 from megarlhf.rehearsal.job import Job
 from megarlhf.rehearsal.program import Rank
-from megarlhf.rehearsal.resume_point import Written
 from megarlhf.runtime import Runtime
 from tests.ranks import RankPool
 

@@ -15,13 +15,13 @@ import pytest
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megarlhf.rehearsal.experts import FEWEST as EQUAL_EXPERTS
+from megarlhf.rehearsal.fake_device.result_cache import ResultsByShape
+from megarlhf.rehearsal.fake_device.routing import Routing
 from megarlhf.rehearsal.job import RankRecord
-from megarlhf.rehearsal.layers import FEWEST
-from megarlhf.rehearsal.routing import Routing
-from megarlhf.rehearsal.shapes import ResultsByShape
-from megarlhf.rehearsal.te_layers import Gate
-from megarlhf.rehearsal.trace import Compute, Event
+from megarlhf.rehearsal.reuse.experts import FEWEST as EQUAL_EXPERTS
+from megarlhf.rehearsal.reuse.layers import FEWEST
+from megarlhf.rehearsal.timeline.trace import Compute, Event
+from megarlhf.rehearsal.transformer_engine.layers import Gate
 from megarlhf.weights.checks import digest
 from tests.rehearsal.jobs import MODELS, job_tree, records_of, request_of, write_model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarlhf.rehearsal.routing import Routing
+from megarlhf.rehearsal.fake_device.routing import Routing
 
 
 def test_balanced_experts_are_dealt_out_one_after_the_other() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarlhf.rehearsal.scratch import of_operation
+from megarlhf.rehearsal.fake_device.scratch import of_operation
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ import torch
 
 import megarlhf.algo.losses
 from megarlhf.parallel import step
-from megarlhf.rehearsal.sites import SITES, Assumptions, Site, UnknownNumber
+from megarlhf.rehearsal.fake_device.assumptions import SITES, Assumptions, Site, UnknownNumber
 from megarlhf.trainers.rl import kl_controller
 from tests.rehearsal.devices import a_device, unknown
 

@@ -10,8 +10,8 @@ import pytest
 
 from megarlhf.config import RLConfig, RMConfig, SFTConfig, words_of
 from megarlhf.data.tokenizer import load_tokenizer
-from megarlhf.rehearsal.lengths import Constant, Given
-from megarlhf.rehearsal.stand_ins import LETTERS, SPECIAL, stand_in, write_tokenizer
+from megarlhf.rehearsal.fakes.inputs import LETTERS, SPECIAL, stand_in, write_tokenizer
+from megarlhf.rehearsal.fakes.lengths import Constant, Given
 from megarlhf.trainers.supervised.loop import load_samples
 from megarlhf.trainers.supervised.rm import RewardModelling
 from megarlhf.trainers.supervised.sft import SupervisedFineTuning

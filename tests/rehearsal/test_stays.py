@@ -2,8 +2,8 @@
 
 import pytest
 
-from megarlhf.rehearsal.memory import Ledger, merged
-from megarlhf.rehearsal.steps import Enough, Steps
+from megarlhf.rehearsal.fake_device.ledger import Ledger, merged
+from megarlhf.rehearsal.fakes.phases import Enough, Steps
 
 
 def test_a_phase_that_is_entered_twice_begins_twice_and_when_it_is_entered():

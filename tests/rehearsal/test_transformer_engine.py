@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megarlhf.architectures.hf_config import architecture_from_hf
-from megarlhf.rehearsal.memory import GPU_BLOCK
-from megarlhf.rehearsal.transformer_engine import LOCAL, TE, replace_layers, saved_tensors, traits_of
+from megarlhf.rehearsal.fake_device.ledger import GPU_BLOCK
+from megarlhf.rehearsal.transformer_engine.replace import LOCAL, TE, replace_layers, saved_tensors, traits_of
 from tests.command import ROOT, python
 from tests.rehearsal.layer_cases import CASES, MODELS, TOKENS
 from tests.rehearsal.page import EXAMPLES, example, rows
@@ -271,7 +271,7 @@ def test_storages_are_laid_to_the_line_that_made_them(seen):
     """Not to the file that stands between the program and torch in every call; in the backward, to the stand-in."""
     places = seen["llama-3-70b tp8 sp te"]["places"]
     assert "megarlhf/parallel/megatron_cpu.py" not in places
-    assert {"megatron/core/transformer/attention.py", "megarlhf/rehearsal/te_layers.py"} <= set(places)
+    assert {"megatron/core/transformer/attention.py", "megarlhf/rehearsal/transformer_engine/layers.py"} <= set(places)
 
 
 def test_the_page_has_the_tables(architectures):

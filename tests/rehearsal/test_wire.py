@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarlhf.layout import MeshLayout
-from megarlhf.rehearsal.wire import labels_of
+from megarlhf.rehearsal.timeline.messages import labels_of
 
 
 def test_a_group_is_called_by_as_few_axes_as_a_layout_allows() -> None:

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from megarlhf.rehearsal.replay import replay
-from megarlhf.rehearsal.replay_faults import ReplayError
-from megarlhf.rehearsal.trace import Collective, Compute, Mark, Receive, Send, Wait
+from megarlhf.rehearsal.timeline.deadlocks import ReplayError
+from megarlhf.rehearsal.timeline.simulate import replay
+from megarlhf.rehearsal.timeline.trace import Collective, Compute, Mark, Receive, Send, Wait
 
 
 @dataclass

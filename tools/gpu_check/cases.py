@@ -119,7 +119,7 @@ STEPS, SAMPLES = 3, 8
 """Steps of fine-tuning; samples of an optimizer step."""
 PROGRAM = ("-m", "tools.gpu_check.rank")
 """Behind python: what a rank runs."""
-REWARD = "megarlhf.rehearsal.stand_ins:length_of_response"
+REWARD = "megarlhf.rehearsal.fakes.inputs:length_of_response"
 
 
 @dataclass(frozen=True, kw_only=True)

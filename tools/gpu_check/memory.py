@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from megarlhf import runtime
-from megarlhf.rehearsal.steps import BETWEEN, Steps
+from megarlhf.rehearsal.fakes.phases import BETWEEN, Steps
 
 LEFT_OUT = (BETWEEN, "build", "checkpoint")
 """Phases that are not compared. A rehearsal draws no weights and exports nothing; what lies between phases is small."""

@@ -32,8 +32,8 @@ from megarlhf.models.build import ModelShard
 from megarlhf.models.role import Role
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.planning.machine.nodes import check_nodes, require_gpus
-from megarlhf.rehearsal.engine import GivenResponses as ConstantResponses
-from megarlhf.rehearsal.lengths import Constant
+from megarlhf.rehearsal.fakes.engine import GivenResponses as ConstantResponses
+from megarlhf.rehearsal.fakes.lengths import Constant
 from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.runtime import RankInfo, Runtime
 from megarlhf.trainers.entries import import_entry

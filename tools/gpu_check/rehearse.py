@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarlhf.config import RLConfig, SFTConfig
-from megarlhf.rehearsal.decoding import RolloutTime
-from megarlhf.rehearsal.interfaces import Kind
+from megarlhf.rehearsal.cost_model.decoding import RolloutTime
+from megarlhf.rehearsal.fake_device.torch_patches import Kind
+from megarlhf.rehearsal.fakes.inputs import stand_in
+from megarlhf.rehearsal.fakes.lengths import Constant
 from megarlhf.rehearsal.job import Job as Rehearsed
-from megarlhf.rehearsal.lengths import Constant
 from megarlhf.rehearsal.program import Rank
-from megarlhf.rehearsal.stand_ins import stand_in
 from tools.gpu_check import memory
 from tools.gpu_check.cases import Job, Launch
 

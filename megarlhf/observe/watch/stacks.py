@@ -14,6 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import megarlhf
+
 MAX_STACKS = 8
 """Ranks whose stacks are printed; the files have all."""
 SHOWN_FRAMES = 12
@@ -69,7 +71,7 @@ def place_of(frame: FrameType | None) -> str:
     """The innermost line of the user's own code; of ours where there is none."""
     frames = [e for e in reversed(traceback.extract_stack(frame)) if not e.filename.endswith("collective_errors.py")]
     libraries = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-    package = str(Path(__file__).parents[1])
+    package = str(Path(megarlhf.__file__).parent)
     own = [e for e in frames if e.filename.startswith(package) or not e.filename.startswith((*libraries, "<"))]
     users = [entry for entry in own if not entry.filename.startswith(package)]
     # The user's code is what we call: below it stands a frame of ours. What calls us is a launcher.

@@ -1,0 +1,1 @@
+"""Seconds of kernels, messages and generation on a described machine."""

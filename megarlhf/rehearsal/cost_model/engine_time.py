@@ -1,0 +1,126 @@
+"""How long the rollout engines take for a step's responses, by a stated speed or by the roofline of decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megarlhf.architectures.architecture import Architecture
+from megarlhf.parallel.packing import forward_cost
+from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutTime, Sequences
+
+
+class DecodePrice(Protocol):
+    """What prices a rollout: `pricing.Pricing`."""
+
+    def decode_seconds(
+        self,
+        shape: EngineShape,
+        prompts: Sequence[int],
+        responses: Sequence[int],
+        cache_bytes: int,
+        *,
+        max_running: int = 1024,
+        samples_per_prompt: int = 1,
+    ) -> RolloutTime: ...
+
+    def pulled_seconds(
+        self,
+        shape: EngineShape,
+        first: Sequence[EngineWork],
+        queue: Sequence[EngineWork],
+        cache_bytes: int,
+        *,
+        most: int,
+        max_running: int = 1024,
+        samples_per_prompt: int = 1,
+    ) -> tuple[list[RolloutTime], list[int]]: ...
+
+
+EngineWork = Sequences
+"""What one engine has to generate, or a piece of a queue."""
+
+
+@dataclass(frozen=True)
+class RolloutWork:
+    """What all engines of the job have to generate."""
+
+    engines: Sequence[EngineWork]
+    """What each begins with."""
+    queue: Sequence[EngineWork] = ()
+    """Pieces for whichever engine asks first."""
+    most: int = 0
+    """An engine with so many unfinished sequences asks for no more."""
+
+
+@dataclass(frozen=True)
+class RolloutEstimate:
+    """Of all engines of the job."""
+
+    slowest: float
+    """Seconds; every rank waits for it."""
+    fastest: float
+    tokens: int
+    most_running: int
+    """Sequences at once on one engine; 0 where a speed was stated."""
+
+
+def shape_of(arch: Architecture, tp: int, first_rank: int, dtype: torch.dtype, weight_bytes: int) -> EngineShape:
+    """An engine of `tp` ranks from `first_rank` on."""
+    groups = max(1, arch.num_kv_heads // tp)
+    head = 2 * arch.vocab_size * arch.hidden_size
+    return EngineShape(
+        ranks=tuple(range(first_rank, first_rank + tp)),
+        weight_bytes=weight_bytes,
+        flops_per_token=(forward_cost(arch).per_token + head) / tp,
+        cache_bytes_per_token=2 * arch.num_layers * groups * arch.head_dim * dtype.itemsize,
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        query_size=max(1, arch.num_heads // tp) * arch.head_dim,
+        dtype=str(dtype).removeprefix("torch."),
+        itemsize=dtype.itemsize,
+    )
+
+
+def estimate(
+    work: RolloutWork,
+    shape: EngineShape,
+    cache_bytes: int,
+    price: DecodePrice,
+    *,
+    tokens_per_second: float | None,
+    max_running: int,
+    samples_per_prompt: int,
+) -> tuple[RolloutEstimate, list[int]]:
+    """The time, and which engine takes each piece of the queue.
+
+    `tokens_per_second`: of responses, of one engine, stated by the user; None: by the roofline."""
+    running, owners = 0, list[int]()
+    if tokens_per_second is not None:
+        tokens, owners = stated_tokens(work)
+        seconds = [count / tokens_per_second for count in tokens]
+    else:
+        times: list[RolloutTime] = []
+        options = {"max_running": max_running, "samples_per_prompt": samples_per_prompt}
+        if work.queue:
+            times, owners = price.pulled_seconds(
+                shape, work.engines, work.queue, cache_bytes, most=work.most, **options
+            )
+        else:
+            for each in work.engines:
+                times.append(price.decode_seconds(shape, each.prompts, each.responses, cache_bytes, **options))
+        seconds, running = [time.seconds for time in times], max((time.most_running for time in times), default=0)
+    total = sum(sum(part.responses) for part in (*work.engines, *work.queue))
+    return RolloutEstimate(max(seconds, default=0.0), min(seconds, default=0.0), total, running), owners
+
+
+def stated_tokens(work: RolloutWork) -> tuple[list[int], list[int]]:
+    """Response tokens of each engine, at equal speeds, and which engine takes each piece of the queue."""
+    tokens, owners = [sum(engine.responses) for engine in work.engines], []
+    for piece in work.queue:
+        owners.append(min(range(len(tokens)), key=tokens.__getitem__))
+        tokens[owners[-1]] += sum(piece.responses)
+    return tokens, owners

@@ -1,0 +1,284 @@
+"""Device memory that a rehearsal cannot see: item by item, how it scales, and where the number is from.
+
+A rehearsal sees every tensor that the program makes. It does not see what the driver, NCCL and libraries take for
+themselves, what kernels ask for while they run, and what the allocator cannot use. Each item here is a formula of what
+the rehearsal has counted, with numbers that can be set. Those marked "assumed" have no source but judgement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megarlhf.architectures.architecture import Architecture
+from megarlhf.config import FrozenModel
+from megarlhf.config.roles import Fraction, NonNegative
+from megarlhf.rehearsal.fake_device.ledger import PhaseMemory
+from megarlhf.rehearsal.timeline.messages import Reached
+from megarlhf.rehearsal.transformer_engine.replace import Layers
+
+MIB = 2**20
+STAYS = (
+    "parameters",
+    "gradients",
+    "main parameters",
+    "optimizer state",
+    "engine's weights",
+    "engine's cache",
+    "kernels' work space",
+)
+"""Kinds of memory that are taken once and kept; the others come and go, and leave gaps."""
+
+
+class NcclMargin(FrozenModel):
+    """A communicator has buffers for each channel of each connection, made when it is first used so."""
+
+    channels: NonNegative = 24
+    """Of collectives: what NCCL logs as `coll channels` (NCCL_DEBUG=INFO). A log of 8 GPUs with NVLink SHARP shows at
+    least 23 (NVIDIA/nccl#1259)."""
+    algorithms: NonNegative = 2
+    """Of a communicator that were used, ring and tree or NVLS, each with connections of its own."""
+    peer_channels: NonNegative = 32
+    """To one rank of the same node that is sent to or received from (NVIDIA/nccl#1685, 8 H100)."""
+    connection_mib: NonNegative = 12
+    """Of a channel's connection within a node: 10 where it receives, 2 where it sends (NVIDIA/nccl#1685). By the
+    source: 0.5 + 4.69 + 4 MiB for the protocols LL, LL128 and Simple, in units of 2 MiB (src/init.cc, DEFAULT_BUFFSIZE
+    and its neighbours; src/transport/p2p.cc, p2pRecvSetup). NCCL_BUFFSIZE changes the third."""
+    network_mib: NonNegative = 512
+    """Of a communicator that sends to other nodes or receives from them: buffers that its connections share
+    (NVIDIA/nccl#2363)."""
+    unused_mib: NonNegative = 4
+    """Of a communicator that was made and has said nothing: assumed."""
+
+
+class VllmMargin(FrozenModel):
+    """What vLLM takes beside weights and cache. It counts this in its own share, so that its cache is smaller by it."""
+
+    graphs_mib: NonNegative = 1024
+    """CUDA graphs, which vLLM measures at start and keeps free of the cache (vllm/v1/worker/gpu_worker.py,
+    profile_cudagraph_memory; VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS). Its size is assumed: a start prints it."""
+    all_reduce_mib: NonNegative = 24
+    """Buffers of its own all-reduce under tensor parallelism: 8 MiB three times
+    (vllm/distributed/device_communicators/custom_all_reduce.py)."""
+    communicators: NonNegative = 2
+    """Of NCCL, under tensor parallelism: torch's group and vLLM's own (device_communicators/pynccl.py)."""
+
+
+class MarginConfig(FrozenModel):
+    """Section `margin`: every number of what cannot be seen. MiB are 2^20 bytes."""
+
+    context_mib: NonNegative = 600
+    """The driver's context and the code of kernels, loaded as they are used: about 400 MB with lazy loading
+    (pytorch/pytorch#109888), 555 MiB on a large Blackwell (ggml-org/llama.cpp#23604). It grows with the number of
+    multiprocessors."""
+    cublas_mib: NonNegative = 32
+    """Workspace of cuBLAS for each stream that multiplies by torch's own products: 32 MiB from Hopper on, 8 MiB before
+    (aten/src/ATen/cuda/CublasHandlePool.cpp; CUBLAS_WORKSPACE_CONFIG). TransformerEngine's own is a tensor, which the
+    rehearsal counts."""
+    streams: NonNegative = 2
+    """The trainer's, and that of the engine's graphs."""
+    multiprocessors: NonNegative = 132
+    """Of the device: an H100 SXM has 132."""
+    kernels_mib: NonNegative = 128
+    """Temporaries inside other kernels (sorting, scans, reductions) and thread-local memory: assumed."""
+    fragmentation: Fraction = 0.1
+    """Of what comes and goes at the peak: gaps between blocks that nothing fits in, and blocks of 2 MiB that are not
+    full (c10/cuda/CUDACachingAllocator.h, kRoundLarge). Assumed: a study of training with pipelines and recomputation
+    reports up to 43% with torch's default allocator (arXiv 2507.16274), whose option expandable_segments has less."""
+    nccl: NcclMargin = NcclMargin()
+    vllm: VllmMargin = VllmMargin()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a rehearsed rank has counted that the margin depends on. `facts_of` makes it."""
+
+    memberships: int
+    """Process groups that the rank is in: communicators, each made with its first message."""
+    groups: int
+    """Of them, that have made a collective of device tensors."""
+    near_peers: int
+    """Ranks of its node with which it exchanges device tensors outside of collectives, in each group."""
+    far_groups: int
+    """Groups in which it does so with another node."""
+    passing_bytes: int
+    """At the peak, of what comes and goes."""
+    tokens: int
+    """Of the longest micro-batch that is trained."""
+    heads: int
+    kv_heads: int
+    """Of this rank, of the role that is trained."""
+    head_dim: int
+    hidden: int
+    layer_norm: bool
+    """Whether norms have a bias."""
+    layers: Layers
+    engine_tp: int = 0
+    """Of vLLM; 0: there is none on this rank."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing that cannot be seen."""
+
+    name: str
+    nbytes: int
+    scaling: str
+    """The formula, in words."""
+    source: str
+    before_tensors: bool = False
+    """Taken before and beside torch's tensors, so that vLLM finds it taken when it starts."""
+
+
+def facts_of(
+    reached: Reached,
+    memberships: int,
+    peak: PhaseMemory,
+    arch: Architecture,
+    *,
+    tp: int,
+    tokens: int,
+    layers: Layers,
+    engine_tp: int = 0,
+) -> Facts:
+    """Of a rank, and of one role."""
+    return Facts(
+        memberships=memberships,
+        groups=reached.groups,
+        near_peers=reached.near_peers,
+        far_groups=reached.far_groups,
+        passing_bytes=sum(nbytes for kind, nbytes in peak.by_kind.items() if kind not in STAYS),
+        tokens=tokens,
+        heads=arch.num_heads // tp,
+        kv_heads=max(1, arch.num_kv_heads // tp),
+        head_dim=arch.head_dim,
+        hidden=arch.hidden_size,
+        layer_norm=arch.norm == "layer",
+        layers=layers,
+        engine_tp=engine_tp,
+    )
+
+
+def margin(cfg: MarginConfig, facts: Facts) -> list[Item]:
+    """All that stands beside the tensors of a rehearsed rank at its peak, vLLM's own apart: `engine_items`."""
+    return [
+        Item("CUDA context", _mib(cfg.context_mib), "a process", "pytorch/pytorch#109888", before_tensors=True),
+        *_nccl(cfg.nccl, facts),
+        Item(
+            "cuBLAS workspaces",
+            _mib(cfg.cublas_mib * cfg.streams),
+            f"{cfg.streams:g} streams x {cfg.cublas_mib:g} MiB",
+            "aten/src/ATen/cuda/CublasHandlePool.cpp",
+        ),
+        _attention(facts),
+        *_norms(cfg, facts),
+        Item("temporaries inside other kernels", _mib(cfg.kernels_mib), "a device", "assumed"),
+        Item(
+            "fragmentation",
+            int(cfg.fragmentation * facts.passing_bytes),
+            f"{cfg.fragmentation:.0%} of the {facts.passing_bytes / 2**30:.1f} GiB that come and go at the peak",
+            "assumed; c10/cuda/CUDACachingAllocator.h, arXiv 2507.16274",
+        ),
+    ]
+
+
+def engine_items(cfg: MarginConfig, facts: Facts) -> list[Item]:
+    """What vLLM takes from its own share of the device, beside weights, activations and cache."""
+    if not facts.engine_tp:
+        return []
+    vllm = cfg.vllm
+    items = [Item("CUDA graphs", _mib(vllm.graphs_mib), "an engine", "assumed; vllm/v1/worker/gpu_worker.py")]
+    if facts.engine_tp > 1:
+        each = _communicator_mib(cfg.nccl)
+        words = f"{vllm.communicators:g} communicators x {each:g} MiB + {vllm.all_reduce_mib:g} MiB"
+        nbytes = _mib(vllm.communicators * each + vllm.all_reduce_mib)
+        items.append(Item("messages inside an engine", nbytes, words, "vllm/distributed/device_communicators"))
+    return items
+
+
+def total(items: Sequence[Item], *, before_tensors: bool = False) -> int:
+    """Bytes; `before_tensors`: of the items that are taken before and beside tensors only."""
+    return sum(item.nbytes for item in items if item.before_tensors or not before_tensors)
+
+
+def _nccl(cfg: NcclMargin, facts: Facts) -> list[Item]:
+    each = _communicator_mib(cfg)
+    unused = max(0, facts.memberships - facts.groups)
+    peer = cfg.peer_channels * cfg.connection_mib
+    return [
+        Item(
+            "NCCL: collectives",
+            _mib(facts.groups * each),
+            f"{facts.groups} groups x {cfg.channels:g} channels x {cfg.algorithms:g} algorithms x "
+            f"{cfg.connection_mib:g} MiB",
+            "NVIDIA/nccl#1685, #964 (544 and 688 MB a group on A100), src/transport/p2p.cc",
+            before_tensors=True,
+        ),
+        Item(
+            "NCCL: sends and receives in a node",
+            _mib(facts.near_peers * peer),
+            f"{facts.near_peers} peers x {cfg.peer_channels:g} channels x {cfg.connection_mib:g} MiB",
+            "NVIDIA/nccl#1685",
+            before_tensors=True,
+        ),
+        Item(
+            "NCCL: sends and receives between nodes",
+            _mib(facts.far_groups * cfg.network_mib),
+            f"{facts.far_groups} groups x {cfg.network_mib:g} MiB",
+            "NVIDIA/nccl#2363",
+            before_tensors=True,
+        ),
+        Item(
+            "NCCL: communicators without a message",
+            _mib(unused * cfg.unused_mib),
+            f"{unused} groups x {cfg.unused_mib:g} MiB",
+            "assumed",
+            before_tensors=True,
+        ),
+    ]
+
+
+def _communicator_mib(cfg: NcclMargin) -> float:
+    return cfg.channels * cfg.algorithms * cfg.connection_mib
+
+
+def _attention(facts: Facts) -> Item:
+    """Work space of the backward of attention, of which one layer at a time has one."""
+    per_token = facts.heads * facts.head_dim
+    grouped = facts.heads != facts.kv_heads
+    if facts.layers == "te":
+        tokens = token_bucket(facts.tokens)
+        # Gradients of queries, and of keys and values of each query head where heads share them, in fp32.
+        nbytes = tokens * (4 * per_token * (3 if grouped else 1) + 4 * facts.heads)
+        words = f"{tokens} tokens (a bucket of cuDNN's) x {facts.heads} heads x {facts.head_dim} x 4 B"
+        words += ", for gradients of query, key and value" if grouped else ""
+        source = "cudnn-frontend, scaled_dot_product_flash_attention.h (dQ_accum, dK_fullhead, softmax_sum)"
+        return Item("attention's backward", nbytes, words, source)
+    nbytes = facts.tokens * (4 * per_token + (4 * per_token if grouped else 0) + 4 * facts.heads)
+    words = f"{facts.tokens} tokens x {facts.heads} heads x {facts.head_dim} x 4 B"
+    words += ", twice (key and value in bf16)" if grouped else ""
+    source = "aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (dq_accum, dk_expanded, dv_expanded)"
+    return Item("attention's backward", nbytes, words, source)
+
+
+def token_bucket(tokens: int) -> int:
+    """Tokens for which TransformerEngine asks cuDNN (transformer_engine/common/fused_attn/utils.cu, get_max_tokens): at
+    least 1024, the next power of two up to 32,768, then steps of 32,768."""
+    if tokens <= 1024:
+        return 1024
+    return 1 << (tokens - 1).bit_length() if tokens <= 32768 else -(-tokens // 32768) * 32768
+
+
+def _norms(cfg: MarginConfig, facts: Facts) -> list[Item]:
+    """TransformerEngine sums the gradient of a norm's parameters over blocks of rows first."""
+    if facts.layers != "te":
+        return []
+    parameters = 2 if facts.layer_norm else 1
+    nbytes = int(cfg.multiprocessors * facts.hidden * 4 * parameters)
+    words = f"{cfg.multiprocessors:g} multiprocessors x {facts.hidden} x 4 B" + (" x 2" if facts.layer_norm else "")
+    source = "transformer_engine/common/normalization/common.h (dgamma_part)"
+    return [Item("norms' backward", nbytes, words, source)]
+
+
+def _mib(value: float) -> int:
+    return int(value * MIB)

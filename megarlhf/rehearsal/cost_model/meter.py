@@ -1,0 +1,236 @@
+"""What an operation costs: floating-point operations and bytes, by the shapes of its tensors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megarlhf.rehearsal.cost_model.operations import FREE, memory_class, touched_bytes, work_of
+from megarlhf.rehearsal.fake_device.torch_patches import flop_registry, tree_flatten
+from megarlhf.rehearsal.timeline.trace import Compute, Event, Work
+
+
+class Price(Protocol):
+    """What prices operations: `pricing.Pricing`."""
+
+    def operation_seconds(
+        self,
+        work: Work,
+        flops: float,
+        nbytes: int,
+        dtype: str,
+        shape: tuple[int, ...] | None = None,
+        kind: str = "copy",
+    ) -> float: ...
+
+
+class Cost(NamedTuple):
+    """Of one operation."""
+
+    work: Work
+    seconds: float
+    flops: float
+
+
+class Spending(NamedTuple):
+    """Of several operations."""
+
+    operations: int = 0
+    seconds: float = 0.0
+    flops: int = 0
+    again: float = 0.0
+    """Seconds of what is computed again in a backward; its operations are not in `flops`."""
+
+    def plus(self, more: Spending) -> Spending:
+        return Spending(
+            self.operations + more.operations,
+            self.seconds + more.seconds,
+            self.flops + more.flops,
+            self.again + more.again,
+        )
+
+
+class Listener(Protocol):
+    """What may be told all that is done: `tape.Recorder`."""
+
+    def spent(self, work: Work, spending: Spending) -> None: ...
+
+    def said(self, event: Event) -> None: ...
+
+
+NOTHING = Cost("host", 0.0, 0.0)
+"""Of operations that touch no number."""
+
+
+@dataclass
+class Meter:
+    """Counts the work of one rank and writes its trace."""
+
+    price: Price
+    events: list[Event] = field(default_factory=list)
+    seconds: float = 0.0
+    """The rank's own clock: work alone, without waiting for others."""
+    phase: str = "build"
+    step: int = 0
+    flops: Counter[tuple[int, str, Work]] = field(default_factory=Counter)
+    """By step, phase and work; without what is computed again."""
+    work_seconds: Counter[tuple[int, str, Work]] = field(default_factory=Counter)
+    again_seconds: Counter[tuple[int, str]] = field(default_factory=Counter)
+    """By step and phase, of what is computed again in a backward."""
+    computes_again: bool = False
+    """Whether what is computed now has been computed before."""
+    operations: Counter[tuple[int, str]] = field(default_factory=Counter)
+    numbers: Callable[[Tensor], Tensor | None] = lambda tensor: None
+    """Those of a device tensor, where they are known: `Known.twin`."""
+    ticked: Callable[[float], None] = lambda seconds: None
+    """Told the clock after each operation."""
+    listener: Listener | None = None
+    _pending: dict[Work, float] = field(default_factory=dict)
+
+    def operation(self, func: Any, args: Sequence[Any], out: Any, tensors: Sequence[Tensor]) -> Cost | None:
+        """An operation of torch on the device. Returns what it costs, for `again`; None where that does not follow from
+        shapes."""
+        cost = self._cost(func, args, out, tensors)
+        self.again(cost)
+        return None if cost.work == "attention" else cost
+
+    def again(self, cost: Cost) -> None:
+        """The same operation on the same shapes."""
+        if cost is not NOTHING:
+            self.spend(*cost)
+
+    def _cost(self, func: Any, args: Sequence[Any], out: Any, tensors: Sequence[Tensor]) -> Cost:
+        name = func._overloadpacket.__name__
+        if name in FREE:
+            return NOTHING
+        work, flops, shape = work_of(name), 0.0, None
+        kind: str = "copy"
+        of = tensors[-1:]
+        if work == "matmul":
+            flops, shape = _product(args)
+            of = _matrices(args)
+        elif work == "attention":
+            full = _sees_all(name, args, tensors)
+            flops = _attention_flops(func, args, out, self.numbers, full=full)
+            shape = _attention_shape(name, args, full=full)
+            kind, of = "backward" if "backward" in name else "forward", tensors
+        else:
+            kind = memory_class(name, args, out)
+        nbytes = touched_bytes(name, args, out, tensors)
+        dtype = str(of[0].dtype).removeprefix("torch.") if of else "float32"
+        seconds = self.price.operation_seconds(work, flops, nbytes, dtype, shape, kind)
+        if work == "attention" and kind == "backward":  # a fifth of it are the scores, which the kernel makes again
+            flops *= 0.8
+        return Cost(work, seconds, flops)
+
+    def kernel(self, nbytes: int, dtype: str) -> None:
+        """A kernel of ours, bound by the memory that it is handed."""
+        self.spend("kernel", self.price.operation_seconds("kernel", 0.0, nbytes, dtype), 0.0)
+
+    def spend(self, work: Work, seconds: float, flops: float) -> None:
+        """Let the clock run."""
+        spending = Spending(1, seconds, 0, seconds) if self.computes_again else Spending(1, seconds, int(flops))
+        if self.listener is not None:
+            self.listener.spent(work, spending)
+        self._spend(work, spending)
+        self.ticked(self.seconds)
+
+    def spend_again(self, spendings: Mapping[Work, Spending]) -> None:
+        """All that a stretch between two messages has spent."""
+        for work, spending in spendings.items():
+            all_again = Spending(spending.operations, spending.seconds, 0, spending.seconds)
+            self._spend(work, all_again if self.computes_again else spending)
+        self.ticked(self.seconds)
+
+    def _spend(self, work: Work, spending: Spending) -> None:
+        at, key = (self.step, self.phase), (self.step, self.phase, work)
+        self.flops[key] += spending.flops
+        self.work_seconds[key] += spending.seconds  # type: ignore[assignment]
+        self.again_seconds[at] += spending.again  # type: ignore[assignment]
+        self.operations[at] += spending.operations
+        self._pending[work] = self._pending.get(work, 0.0) + spending.seconds
+        self.seconds += spending.seconds
+
+    def message(self, event: Event) -> None:
+        """Something that is said to others, after the work so far."""
+        if self.listener is not None:
+            self.listener.said(event)
+        self.flush()
+        self.events.append(event)
+
+    def flush(self) -> None:
+        """Write the work so far as events; to be called before the phase changes."""
+        for work, seconds in self._pending.items():
+            self.events.append(Compute(self.phase, seconds, work))
+        self._pending.clear()
+
+
+def _matrices(args: Sequence[Any]) -> list[Tensor]:
+    """The two factors. Of addmm and its like the first argument is what is added."""
+    return [x for x in args if isinstance(x, Tensor) and x.dim() >= 2][-2:]
+
+
+def _product(args: Sequence[Any]) -> tuple[float, tuple[int, ...]]:
+    """Floating-point operations, and (batch, m, k, n)."""
+    left, right = _matrices(args)
+    batch = int(left.shape[0]) if left.dim() == 3 else 1
+    m, k, n = int(left.shape[-2]), int(left.shape[-1]), int(right.shape[-1])
+    return 2.0 * batch * m * k * n, (batch, m, k, n)
+
+
+CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+def _sees_all(name: str, args: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
+    """Each query of a CPU's kernel sees each key: it is neither causal nor has a mask among its `tensors`, which are
+    three and two results, backward six and three."""
+    causal = any(x is True for x in args)
+    return name.startswith(CPU_FLASH) and not causal and len(tensors) == (9 if "backward" in name else 5)
+
+
+def _attention_flops(
+    func: Any, args: Sequence[Any], out: Any, numbers: Callable[[Tensor], Tensor | None], *, full: bool
+) -> float:
+    """By torch's formulas, which count every pair of a query and a key; causal attention looks at half of them and of
+    the diagonal. Of a packed row the formulas know no lengths and take the longest for all: where they are known, pairs
+    are counted."""
+    name = func._overloadpacket.__name__
+    if "_varlen_attn" in name and (pairs := _packed_pairs(args, numbers)) is not None:
+        query_TND = next(x for x in args if isinstance(x, Tensor) and x.dim() == 3)
+        return 2.0 * pairs * query_TND[0].numel() * (2.5 if "backward" in name else 1.0)
+    formula = flop_registry.get(func._overloadpacket)
+    tensors = [x for x in tree_flatten(args)[0] if isinstance(x, Tensor)]
+    if formula is not None:
+        return float(formula(*args, out_val=out)) / 2
+    query, key = tensors[1:3] if "backward" in name else tensors[:2]
+    keys = int(key.shape[-2])
+    whole = 4.0 * query.numel() * keys * (2.5 if "backward" in name else 1.0)
+    return whole if full else whole * (keys + 1) / (2 * keys)
+
+
+def _packed_pairs(args: Sequence[Any], numbers: Callable[[Tensor], Tensor | None]) -> int | None:
+    """Twice those of a query and a key that it looks at, by where sequences begin; None where that is not known. The
+    last query of a sequence is aligned with its last key."""
+    begins = [numbers(x) for x in args if isinstance(x, Tensor) and x.dtype is torch.int32 and x.dim() == 1][:2]
+    if len(begins) < 2 or any(each is None for each in begins):
+        return None
+    queries, keys = (each.long().diff() for each in begins if each is not None)
+    to_the_right = next((x[1] for x in args if isinstance(x, list | tuple) and len(x) == 2), -1)
+    causal = to_the_right == 0 or next(x for x in args if isinstance(x, bool))  # of several the first
+    return int((queries * (2 * keys - (queries - 1 if causal else 0))).sum())
+
+
+def _attention_shape(name: str, args: Sequence[Any], *, full: bool) -> tuple[int, ...] | None:
+    """(heads, queries, keys, head_dim) of causal attention over [batch, heads, length, head_dim], of twice the queries
+    where each of them sees all keys; None for any other form."""
+    tensors = [x for x in args if isinstance(x, Tensor)][1 if "backward" in name else 0 :]
+    query, key = tensors[0], tensors[1]
+    if query.dim() != 4:
+        return None
+    batch, heads, queries, head_dim = map(int, query.shape)
+    return batch * heads, queries * (2 if full else 1), int(key.shape[-2]), head_dim

@@ -1,0 +1,1 @@
+"""A device that holds shapes and no numbers, and the patches that let the program run on it."""

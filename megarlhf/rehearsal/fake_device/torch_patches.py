@@ -1,0 +1,377 @@
+"""The one file of the rehearsal that knows private interfaces of torch and Triton, and that patches them. What is
+patched of Megatron-Core is in `fake_device/megatron_patches.py`.
+
+What is used, and why:
+  FakeTensorMode, FakeTensor                   tensors with a shape, a dtype and a device, and no numbers
+  in_kernel_invocation_manager, _make_subclass    the same made by hand, ten times faster: `fake_device/result_cache.py`
+  _set_only_lift_cpu_tensors                   torch.tensor(...) on the host stays real beside them
+  _setup_privateuseone_for_python_backend      a device that is no CPU, without a compiler. Autograd aborts on fake
+                                               `cuda` tensors where torch has no CUDA
+  _create_fake_pg, FakeStore                   a process group that reaches nobody
+  _disable_current_modes                       a tensor is made beside the modes, to ask torch for its strides
+  TorchDispatchMode, tree_flatten              every operation is seen, with the tensors in its arguments
+  DisableTorchFunction, _DisableTorchDispatch  asking a tensor for its shape calls nobody
+  UntypedStorage._cdata                        by which tensors of one memory are known
+  Work.boxed                                   a collective's handle, made here, so that waiting for it is seen
+  varlen._varlen_attn, _varlen_attn_backward   attention's kernels one by one
+
+What is patched inside `patched`, and why:
+  dist.broadcast_object_list, scatter_object_list, all_gather_object
+                                                     what another rank would say is asked of the rehearsal
+  dist.all_reduce                                    its operation, which the dispatcher hands on as an opaque object
+  nn.Module.to                                       puts parameters without a dispatched operation
+  triton JITFunction.run                             a kernel is counted instead of compiled
+  kernels.linear_logprob.logits_again_into           its work is one that was done before
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch import Tensor, nn
+from torch._C import DisableTorchFunction
+from torch._C import _DisableTorchDispatch as DisableTorchDispatch
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
+from torch.nn.attention.varlen import _varlen_attn as varlen_attn
+from torch.nn.attention.varlen import _varlen_attn_backward as varlen_attn_backward
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils._pytree import tree_flatten
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+from torch.utils.flop_counter import flop_registry
+
+from megarlhf.kernels import linear_logprob
+from megarlhf.rehearsal.fake_device.megatron_patches import OptimizerKernels, megatron_patched
+
+TESTED = "2.13"
+"""Version of torch."""
+DEVICE = "rehearsal"
+"""Name of the device that stands for a GPU."""
+Kind = Literal["gpu", "cpu"]
+BACKENDS: Mapping[str, str] = {"gpu": "rehearsal", "cpu": "rehearsal_on_cpu"}
+"""By kind of device: a backend is registered for its devices once in a process."""
+
+__all__ = [
+    "BACKENDS",
+    "DisableTorchDispatch",
+    "DisableTorchFunction",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "Hooks",
+    "Kind",
+    "NumberedWork",
+    "SequentialMLP",
+    "TorchDispatchMode",
+    "device_of",
+    "flop_registry",
+    "tree_flatten",
+    "varlen_attn",
+    "varlen_attn_backward",
+    "without_modes",
+]
+
+
+def address_of(storage: torch.UntypedStorage) -> int:
+    """The same for one memory, while it lives."""
+    return int(storage._cdata)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The same for all tensors of one memory, while it lives."""
+    return address_of(tensor.untyped_storage())
+
+
+def after_this_backward(call: Callable[[], None]) -> None:
+    """To be asked inside a backward: called when it is over, one that is inside of another too."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def onednn_multiplies_bf16() -> bool:
+    """Whether oneDNN has products of this processor's."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def require_tested_torch() -> None:
+    """Raises: RuntimeError for a torch whose private interfaces this file was not checked with."""
+    if not torch.__version__.startswith(TESTED + "."):
+        raise RuntimeError(
+            f"a rehearsal uses private interfaces of torch and is checked with version {TESTED}, found "
+            f"{torch.__version__}; install torch {TESTED}, or extend megarlhf/rehearsal/fake_device/torch_patches.py"
+        )
+
+
+class _Absent(_DummyBackendModule):
+    """`torch.rehearsal`. Were it available, FakeTensorMode would compute constants on it."""
+
+    def is_available(self) -> bool:
+        return False
+
+
+def device_of(kind: Kind) -> torch.device:
+    """The device whose tensors hold no numbers; a process has one kind.
+
+    `gpu`: a device type of its own, so that the program goes the way of a GPU. `cpu`: the CPU with a number, which no
+    real tensor has, so that the program goes the way of a CPU and tensors of host and device are told apart.
+    """
+    if kind == "cpu":
+        return torch.device("cpu", 0)
+    if torch._C._get_privateuse1_backend_name() != DEVICE:
+        _setup_privateuseone_for_python_backend(DEVICE, _Absent())
+    return torch.device(DEVICE, 0)
+
+
+def join(rank: int, world_size: int, kind: Kind) -> None:
+    """Make this process a rank of a world in which nobody else is."""
+    if (backend := BACKENDS[kind]) not in dist.Backend.backend_list:
+        devices = ["cpu", DEVICE] if kind == "gpu" else ["cpu"]
+        dist.Backend.register_backend(backend, _create_fake_pg, extended_api=True, devices=devices)
+    dist.init_process_group(backend, rank=rank, world_size=world_size, store=FakeStore())
+
+
+def fake_of(
+    mode: FakeTensorMode, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> FakeTensor:
+    """A new tensor of the device. As `FakeTensor(mode, ...)` makes it, without its checks."""
+    return _wrapped(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+
+
+def view_of(mode: FakeTensorMode, of: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int) -> FakeTensor:
+    """A look at the memory of a tensor of the device."""
+    elem = torch.empty((0,), dtype=of.dtype, device="meta")
+    with in_kernel_invocation_manager(mode):
+        elem.set_(of.untyped_storage(), offset, shape, stride)
+    return _wrapped(mode, elem, of.fake_device)  # type: ignore[attr-defined]
+
+
+def _wrapped(mode: FakeTensorMode, elem: Tensor, device: torch.device) -> FakeTensor:
+    fake = Tensor._make_subclass(FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=device)
+    torch._C._set_throw_on_mutable_data_ptr(fake)
+    fake.__dict__.update(_STATE, _fake_device=device, fake_mode=mode)
+    return fake
+
+
+def _state_of_a_fake_tensor() -> dict[str, Any]:
+    """What a FakeTensor's constructor sets, but for device and mode."""
+    with torch._C.DisableTorchFunction():
+        mode = FakeTensorMode()
+        made = FakeTensor(mode, torch.empty(0, device="meta"), torch.device("cpu"))
+    return {name: value for name, value in made.__dict__.items() if name not in ("_fake_device", "fake_mode")}
+
+
+_STATE = _state_of_a_fake_tensor()
+
+
+class NumberedWork(dist.Work):
+    """A message that was issued. Waiting for it is told."""
+
+    def __init__(self, number: int, waited: Callable[[int], None]) -> None:
+        super().__init__()
+        self._number, self._waited, self._done = number, waited, False
+
+    def wait(self, timeout: Any = None) -> bool:
+        if not self._done:
+            self._done = True
+            self._waited(self._number)
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class count_groups:
+    """Inside, the calls that make process groups are counted."""
+
+    def __init__(self) -> None:
+        self.calls = self.memberships = 0
+
+    def __enter__(self) -> count_groups:
+        self._original = dist.new_group
+
+        def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            self.memberships += ranks is None or dist.get_rank() in ranks
+            return self._original(ranks, *args, **kwargs)
+
+        dist.new_group = new_group
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        dist.new_group = self._original
+
+
+@contextlib.contextmanager
+def lifting_only_host_tensors() -> Iterator[None]:
+    """Inside, what torch makes of Python numbers stays a real tensor until it is moved."""
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the patches ask of the rehearsal."""
+
+    device: torch.device
+    scalar: Callable[[Tensor], Any]
+    """The number of a fake tensor of one element, for the host."""
+    address: Callable[[Tensor], int]
+    """Stands for `data_ptr`: equal for tensors of one memory at one place."""
+    reducing: Callable[[Any], None]
+    """Told the operation (dist.ReduceOp) of the next all_reduce; None after it."""
+    gathered: Callable[[Any], list[Any] | None]
+    """What each rank hands in to `all_gather_object`; None: the same as this one."""
+    scattered: Callable[[], Any]
+    """What rank 0 hands this rank in `scatter_object_list`."""
+    launched: Callable[[str, tuple[Any, ...]], None]
+    """A Triton kernel, by name, with its arguments."""
+    attention: Callable[..., Tensor] | None
+    """In place of torch's attention, where the device has no kernel of it."""
+    buckets: Any
+    """Of `megatron_interfaces.megatron_patched`, as the two below."""
+    again: Callable[[bool], None]
+    optimizer: OptimizerKernels | None = None
+
+
+class _Functions(TorchFunctionMode):
+    """Python functions of torch that do not come to the dispatcher, or come too late."""
+
+    def __init__(self, hooks: Hooks) -> None:
+        super().__init__()
+        self._hooks = hooks
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.data_ptr and isinstance(args[0], FakeTensor):
+            return self._hooks.address(args[0])
+        if func is torch.tensor and isinstance(args[0], list | tuple):  # Megatron makes a norm of device scalars
+            args = (self._numbers(args[0]), *args[1:])
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == self._hooks.device:
+            # On the way of a CPU torch would make it in real memory, whatever the device's number.
+            elsewhere = {key: value for key, value in kwargs.items() if key != "device"}
+            return func(*args, **elsewhere).to(self._hooks.device)
+        attention = self._hooks.attention if func is nn.functional.scaled_dot_product_attention else None
+        if attention is not None and isinstance(args[0], FakeTensor):
+            return attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _numbers(self, values: Any) -> Any:
+        if isinstance(values, list | tuple):
+            return [self._numbers(value) for value in values]
+        return self._hooks.scalar(values) if isinstance(values, FakeTensor) else values
+
+
+@contextlib.contextmanager
+def patched(hooks: Hooks) -> Iterator[None]:
+    """Scope of the patches."""
+    require_tested_torch()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(lifting_only_host_tensors())
+        broadcast, rank = dist.broadcast_object_list, dist.get_rank()
+
+        def broadcast_object_list(objects: list[Any], src: int | None = None, *args: Any, **kwargs: Any) -> None:
+            kwargs.pop("group_src", None)
+            broadcast(objects, rank, *args, **kwargs)  # what rank `src` would say, this one says
+
+        def scatter_object_list(into: list[Any], values: Any = None, src: int | None = None, **kwargs: Any) -> None:
+            """The messages of torch's own; what they would bring is known."""
+            src, here = 0 if src is None else src, rank == (0 if src is None else src)
+            into[0] = values[rank] if here else hooks.scattered()
+            said = [len(pickle.dumps(value)) for value in (values if here else into)]
+            longest = max(said)
+            dist.broadcast(torch.tensor([longest]), src)
+            for size, dtype in ((longest, torch.uint8), (1, torch.int64)):
+                parts = [torch.empty(size, dtype=dtype) for _ in said] if here else None
+                dist.scatter(torch.empty(size, dtype=dtype), parts, src)
+
+        gather = dist.all_gather_object
+
+        def all_gather_object(into: list[Any], mine: Any, group: Any = None) -> None:
+            """A list that comes filled says what each rank hands in. Messages are as long as the longest of it."""
+            said = hooks.gathered(mine) or (None if None in into else list(into))
+            if said is None:
+                gather(into, mine, group)
+                return
+            into[:] = said
+            for size, dtype in ((1, torch.int64), (max(len(pickle.dumps(value)) for value in said), torch.uint8)):
+                part = torch.empty(size, dtype=dtype)
+                dist.all_gather([torch.empty_like(part) for _ in said], part, group)
+
+        reduce = dist.all_reduce
+
+        def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
+            hooks.reducing(op)
+            try:
+                return reduce(tensor, op, *args, **kwargs)
+            finally:
+                hooks.reducing(None)
+
+        _set(stack, dist, "all_reduce", all_reduce)
+        _set(stack, dist, "all_gather_object", all_gather_object)
+        _set(stack, dist, "broadcast_object_list", broadcast_object_list)
+        _set(stack, dist, "scatter_object_list", scatter_object_list)
+        _set(stack, nn.Module, "to", _module_to(nn.Module.to))
+        if hooks.device.type == DEVICE and importlib.util.find_spec("triton") is not None:
+            from triton.runtime.jit import JITFunction
+
+            def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+                hooks.launched(self.fn.__name__, (*args, *kwargs.values()))
+
+            _set(stack, JITFunction, "run", run)
+        logits = linear_logprob.logits_again_into
+
+        def logits_again_into(*args: Tensor) -> None:
+            hooks.again(True)
+            try:
+                logits(*args)
+            finally:
+                hooks.again(False)
+
+        _set(stack, linear_logprob, "logits_again_into", logits_again_into)
+        stack.enter_context(megatron_patched(hooks.buckets, hooks.again, hooks.optimizer))
+        stack.enter_context(_Functions(hooks))
+        yield
+
+
+def _set(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+
+
+def _module_to(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """As torch's, of a device only: parameters that are there already stay, the others become fake ones."""
+        if len(args) != 1 or kwargs or not isinstance(args[0], torch.device):
+            return original(self, *args, **kwargs)
+        for module in self.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and not isinstance(parameter, FakeTensor):
+                    moved = nn.Parameter(parameter.data.to(args[0]), parameter.requires_grad)
+                    moved.__dict__.update(parameter.__dict__)
+                    module._parameters[name] = moved
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not isinstance(buffer, FakeTensor):
+                    module._buffers[name] = buffer.to(args[0])
+        return self
+
+    return to

@@ -1,0 +1,261 @@
+"""The rollout engine of a rehearsal: vLLM's memory and our resharder, and responses of given lengths.
+
+Weights stand where the table says that vLLM has them (`architectures/`), the cache is as large as vLLM makes it, and
+updates and certificates are the real engine's. Nothing is generated: responses have lengths from a distribution, and
+the time that they take is an estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.placements import vllm_placements
+from megarlhf.config import RolloutConfig
+from megarlhf.experience import Rollouts
+from megarlhf.layout import split_evenly
+from megarlhf.models.build import ModelShard
+from megarlhf.parallel.residency import Part, RoleParts
+from megarlhf.rehearsal.cost_model.decoding import EngineShape
+from megarlhf.rehearsal.cost_model.engine_time import EngineWork, RolloutWork, shape_of
+from megarlhf.rehearsal.fakes.lengths import Lengths
+from megarlhf.rollout.balance import deal, pieces_of
+from megarlhf.rollout.engine import KeptResponses, Response, Sampling, gather_indexed
+from megarlhf.rollout.vllm_engine import VllmEngine
+from megarlhf.runtime import Runtime
+from megarlhf.weights.checks.certificate import Certificate
+
+TOKEN = 5
+"""What every response consists of: no id of a tokenizer's beginning that ends something."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineMemory:
+    """What bounds the engine on a device."""
+
+    device_bytes: int
+    """Of the device; 0: not bounded, as on a CPU."""
+    reserved_bytes: int
+    """Of the device that the process has taken before torch allocates anything: context and communicators."""
+    activation_bytes: int
+    """That vLLM finds its own forward to need, and keeps free of the cache."""
+    held_bytes: Callable[[], int]
+    """What the trainer's tensors take now."""
+
+
+class _Model(nn.Module):
+    """Parameters under vLLM's names, which have dots."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.held = dict(parameters)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        return iter(self.held.items())
+
+
+class _LLM:
+    """What the real engine asks of `vllm.LLM`, apart from generating."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], cache: Tensor) -> None:
+        self._model, self.cache = _Model(parameters), cache
+
+    def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
+        return [function(self._model)]
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+
+class RehearsedEngine(VllmEngine):
+    """vLLM without vLLM."""
+
+    def __init__(
+        self,
+        model_path: Path,
+        dtype: torch.dtype,
+        rollout: RolloutConfig,
+        tp: int,
+        max_model_len: int,
+        actor: RoleParts,
+        runtime: Runtime,
+        *,
+        lengths: Lengths,
+        memory: EngineMemory,
+        drew: Callable[[int], None],
+        generated: Callable[[RolloutWork, EngineShape, int], Sequence[int]],
+        refused: Callable[[str], None],
+    ) -> None:
+        """`drew` is told the number of samples of each rollout; `generated` what the engines of the job have to
+        generate, and the shape and the bytes of the cache of this rank's, and says which engine takes each piece of the
+        queue; `refused` why vLLM would not start, in which
+        case the rehearsal goes on with a cache for one sequence."""
+        self._lengths, self._memory = lengths, memory
+        self._drew, self._generated, self._refused = drew, generated, refused
+        self._cache_bytes = 0
+        super().__init__(model_path, dtype, rollout, tp, max_model_len, actor, runtime)
+
+    def _start(self, model_path: Path, max_model_len: int) -> Any:
+        """Memory as vLLM takes it."""
+        held = self._memory.held_bytes()
+        parameters = self._weights()
+        weights = sum(tensor.numel() * tensor.element_size() for tensor in parameters.values())
+        self._shape = shape_of(self._arch, self._tp, self._runtime.rank // self._tp * self._tp, self._dtype, weights)
+        self._cache_bytes = self._cache_size(held, weights, max_model_len)
+        return _LLM(parameters, self._cache())
+
+    def _weights(self) -> dict[str, Tensor]:
+        rank, device = self._runtime.rank, self._runtime.device
+        shapes = vllm_placements(self._arch, tp=self._tp, tp_rank=rank % self._tp, rank=rank).storages
+        return {name: torch.empty(shape, dtype=self._dtype, device=device) for name, shape in shapes.items()}
+
+    def _cache_tensors(self) -> Sequence[Tensor]:
+        return [self._llm.cache]
+
+    def _require_room(self, nbytes: int, what: str) -> None:
+        """As the real one, of which the rehearsal goes on."""
+        memory = self._memory
+        free = memory.device_bytes - memory.reserved_bytes - memory.held_bytes()
+        if memory.device_bytes and free < nbytes:
+            self._refused(f"vLLM's {what} of {_gib(nbytes)} would not come back: {_gib(free)} of the device are free")
+
+    def _cache(self) -> Tensor:
+        return torch.empty(self._cache_bytes, dtype=torch.uint8, device=self._runtime.device)
+
+    def _cache_size(self, held: int, weights: int, max_model_len: int) -> int:
+        """Bytes. vLLM takes its share of the whole device, and wants to find it free
+        (`vllm/v1/worker/gpu_worker.py`, init_device and determine_available_memory)."""
+        rollout, device = self._rollout, self._memory.device_bytes
+        if not device:
+            return rollout.cpu_cache_gib << 30
+        share, taken = int(device * rollout.gpu_memory_utilization), held + self._memory.reserved_bytes
+        named = f"rollout.gpu_memory_utilization = {rollout.gpu_memory_utilization}"
+        least = max_model_len * self._shape.cache_bytes_per_token
+        if device - taken < share:
+            self._refused(
+                f"vLLM would not start: {named} of {_gib(device)} is {_gib(share)}, and {_gib(device - taken)} are "
+                f"free after the roles ({_gib(held)}) and what the process takes ({_gib(taken - held)}); lower "
+                "rollout.gpu_memory_utilization, or cut the roles further (tp, pp, more ranks)"
+            )
+        cache = share - weights - self._memory.activation_bytes
+        if cache < least:
+            self._refused(
+                f"vLLM would not start: {named} of {_gib(device)} is {_gib(share)}; its weights take {_gib(weights)} "
+                f"and its own forward {_gib(self._memory.activation_bytes)}, which leaves {_gib(max(0, cache))} for "
+                f"the cache, and one sequence of {max_model_len} tokens needs {_gib(least)}; raise the share or "
+                "rollout.parallel.tp"
+            )
+        return max(cache, least)
+
+    def _check_memory(self) -> None:
+        """Whether vLLM's loader leaves weights in place is asked of the live engine only."""
+
+    def _check_table(self, actor: ModelShard) -> None:
+        """The same of the table, which is proven against vLLM's own loader."""
+
+    def generate(
+        self,
+        prompts: Sequence[Tensor],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        *,
+        bank: KeptResponses | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> Rollouts:
+        """Responses of drawn lengths, each on the engine that would draw it."""
+        self._wake(to_generate=True)
+        tp, world = self._tp, self._runtime.world_size
+        self._drew(len(prompts))
+        drawn = [min(self._lengths.draw(seed), sampling.max_tokens) for seed in seeds]
+        pieces = pieces_of(prompts, range(len(prompts)), world // tp, self._seen, sampling.max_tokens)
+        dealt = deal(self._rollout.balance, pieces, world // tp)
+
+        def work(rows: Sequence[int]) -> EngineWork:
+            return EngineWork([len(prompts[n]) for n in rows], [drawn[n] for n in rows])
+
+        asked = RolloutWork([work(rows) for rows in dealt.first], [work(rows) for rows in dealt.queue], dealt.most)
+        shares = [list(rows) for rows in dealt.first]
+        for rows, engine in zip(dealt.queue, self._generated(asked, self._shape, self._cache_bytes), strict=True):
+            shares[engine] += rows
+        self._seen.saw(prompts, drawn)
+        owned = {engine * tp + place: share[place::tp] for engine, share in enumerate(shares) for place in range(tp)}
+        return given_responses(owned, drawn, sampling, self._version, self._runtime)
+
+    def close(self) -> None:
+        self._sleeper.forget()
+        self._llm = None
+
+
+class GivenResponses:
+    """In place of the engine `megatron`, and of any engine where only the trainer is looked at: no weights of its own,
+    every rank answers for an equal share."""
+
+    rebuilds, local_seconds = 0, 0.0
+
+    def __init__(
+        self, actor: RoleParts, runtime: Runtime, lengths: Lengths, drew: Callable[[int], None] = lambda number: None
+    ) -> None:
+        self._actor = actor
+        self._runtime, self._lengths, self._drew, self.weight_version = runtime, lengths, drew, -1
+
+    def needs(self, *, to_generate: bool) -> Sequence[Part]:
+        return (self._actor.parameters,)
+
+    def update_weights(self, actor: ModelShard, version: int) -> None:
+        self.weight_version = version
+
+    def verify_weights(self, actor: ModelShard) -> Certificate | None:
+        return None
+
+    def generate(
+        self,
+        prompts: Sequence[Tensor],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        *,
+        bank: KeptResponses | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> Rollouts:
+        self._actor.to_compute()
+        self._drew(len(prompts))
+        drawn = [min(self._lengths.draw(seed), sampling.max_tokens) for seed in seeds]
+        shares = dict(enumerate(split_evenly(len(prompts), self._runtime.world_size)))
+        return given_responses(shares, drawn, sampling, self.weight_version, self._runtime)
+
+    def close(self) -> None: ...
+
+
+def given_responses(
+    shares: Mapping[int, Sequence[int]], lengths: Sequence[int], sampling: Sampling, version: int, runtime: Runtime
+) -> Rollouts:
+    """Rollouts of these lengths, by the way that those of a real engine take; `shares`: rows by the rank that answers
+    for them."""
+    finished = [length < sampling.max_tokens for length in lengths]
+    index = [{n: (lengths[n], finished[n]) for n in shares.get(rank, ())} for rank in range(runtime.world_size)]
+    own = shares.get(runtime.rank, ())
+    mine = {n: Response([TOKEN] * lengths[n], [-1.0] * lengths[n], finished[n]) for n in own}
+    said: list[Any] = [(part, False, 0.0) for part in index]
+    dist.all_gather_object(said, said[runtime.rank])  # as the real engines do; what it says is known here
+    return gather_indexed(mine, index, len(lengths), version, runtime.device)
+
+
+def forward_bytes(arch: Architecture, tp: int) -> int:
+    """What vLLM finds its own forward to need on one rank, and keeps free of the cache: assumed to be residual stream,
+    norm's output and MLP of the largest batch of tokens, and the logits of all sequences in fp32.
+
+    Source: vllm/v1/worker/gpu_worker.py, determine_available_memory, which measures it by such a forward;
+    vllm/engine/arg_utils.py for its sizes on a GPU of 70 GiB or more.
+    """
+    width = max(arch.ffn_size, arch.experts_per_token * arch.expert_ffn_size if arch.num_experts else 0)
+    return 16384 * 2 * (4 * arch.hidden_size + 3 * width // tp) + 1024 * 4 * arch.vocab_size
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.1f} GiB"

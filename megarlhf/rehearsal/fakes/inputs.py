@@ -1,0 +1,236 @@
+"""What stands in for files that a rehearsal does not have: tokenizer, data and rewards.
+
+They are real files in a temporary directory, read by the program as any others. What is there is used as it is; what is
+stood in for is said on the page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import string
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarlhf.architectures.hf_config import read_config
+from megarlhf.config import DPOConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, words_of
+from megarlhf.data.sources import is_there
+from megarlhf.planning.machine.capabilities import head_of
+from megarlhf.rehearsal.fakes.lengths import Constant, Lengths, LogNormal
+from megarlhf.weights.checkpoint.dtype import resolve_dtype
+
+SPECIAL = ("<pad>", "<s>", "</s>")
+LETTERS = string.ascii_letters
+"""Tokens of the stand-in tokenizer, in this order."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+REWARD = "megarlhf.rehearsal.fakes.inputs:length_of_response"
+
+AnyConfig = SFTConfig | RMConfig | DPOConfig | RLConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandIns:
+    """A configuration that can be run without the files, and what was put in their place."""
+
+    cfg: AnyConfig
+    notes: tuple[str, ...]
+    """Sentences for the page."""
+    originals: Mapping[str, str]
+    """Directories of models that stand in, and those of the user that they stand for."""
+
+    @contextlib.contextmanager
+    def named_by_the_user(self) -> Iterator[None]:
+        """What is refused inside is said of the user's directories. Raises: ValueError."""
+        try:
+            yield
+        except ValueError as error:
+            words = str(error)
+            for ours, theirs in self.originals.items():
+                words = words.replace(ours, theirs)
+            raise ValueError(words) from error
+
+
+def length_of_response(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
+    """A reward that differs between samples."""
+    return float(len(response) % 7)
+
+
+def stand_in(
+    cfg: AnyConfig,
+    directory: Path,
+    *,
+    prompt_lengths: Lengths | None,
+    response_lengths: Lengths | None,
+    steps: int,
+    resume_point: bool = False,
+) -> StandIns:
+    """The configuration with stand-ins in `directory` for what is missing. With `resume_point` one is written at the
+    beginning of the last step, if there are several and the job writes any."""
+    tree, notes = cfg.model_dump(mode="json"), []
+    tree["run"] |= {"dir": str(directory / "run"), "on_existing": "overwrite", "wandb": {}}
+    resume_point = resume_point and steps > 1 and cfg.checkpoint.by_cadence
+    tree["checkpoint"] = {"every_minutes": 0, "every": steps - 1 if resume_point else 0}
+    tree["profile"] = {}
+    notes.append(
+        f"One resume point is written, before step {steps}." if resume_point else "No resume point is written."
+    )
+    notes.append("No export is written.")
+    if isinstance(cfg, RLConfig) and 0 < cfg.train.critic_warmup_steps < cfg.train.num_steps:
+        tree["train"]["critic_warmup_steps"] = (
+            0  # else no step would have the actor's training and its optimizer's state
+        )
+        notes.append(
+            f"The first {cfg.train.critic_warmup_steps} steps train the critic alone (train.critic_warmup_steps): "
+            "rehearsed are steps after them."
+        )
+    paths: dict[str, str] = {}
+    # Only of `rl` are responses no data.
+    given = prompt_lengths is not None or (response_lengths is not None and not isinstance(cfg, RLConfig))
+    there = is_there(cfg.data.train)
+    has_data = there and not given
+    for role in ("actor", "reference", "critic", "reward_model"):
+        if tree.get(role) is not None:
+            notes += _model(role, tree[role]["model"], getattr(cfg, role), directory, paths, has_data=has_data)
+    if paths and isinstance(cfg, RLConfig):
+        tree["rollout"] |= {"stop": [], "stop_token_ids": []}
+    if paths or not has_data:
+        why = "is not there" if not there else "is not used, since lengths were given" if given else ""
+        notes += _data(cfg, tree["data"], directory, steps, prompt_lengths, response_lengths, why)
+    elif isinstance(cfg, RLConfig):  # its evaluations read rewards, which a device that holds no numbers does not know
+        tree["data"] |= dict.fromkeys(("validation", "test", "validation_share"))
+        notes += _held_out(cfg)
+    if isinstance(cfg, RLConfig):
+        tree["samples"] = {"every": 0}
+        notes += _rewards(cfg, tree)
+        if cfg.ptx is not None and (paths or not is_there(cfg.ptx.data)):
+            tree["ptx"] = None
+            why = "cannot be read with the stand-in tokenizer" if is_there(cfg.ptx.data) else "is not there"
+            notes.append(f"ptx.data = {words_of(cfg.ptx.data)} {why}: the pretraining mix is left out.")
+    originals = {ours: theirs for theirs, ours in paths.items()}
+    return StandIns(cfg=type(cfg).model_validate(tree), notes=tuple(dict.fromkeys(notes)), originals=originals)
+
+
+def _model(
+    role: str, model: dict[str, Any], section: RoleConfig, directory: Path, paths: dict[str, str], *, has_data: bool
+) -> list[str]:
+    """Point a role at a directory with config.json and tokenizer, and say its dtype, which weights may have said.
+
+    Raises: ValueError where there is no config.json.
+
+    Records that stand in are of so many tokens by the stand-in tokenizer only, so it reads them wherever they do.
+    """
+    source = section.model.hf_directory()
+    place = section.model.tokenizer_place()
+    has_tokenizer = place.is_file() or any((place / name).is_file() for name in TOKENIZER_FILES)
+    if has_tokenizer and has_data:
+        return []
+    if str(source) not in paths:
+        folder = directory / "models" / f"{len(paths)}_{source.name}"
+        folder.mkdir(parents=True)
+        config = {**read_config(source), "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
+        (folder / "config.json").write_text(json.dumps(config, indent=1))
+        write_tokenizer(folder)
+        paths[str(source)] = str(folder)
+    head = head_of(role)
+    dtype = resolve_dtype(role, section.model, head).name
+    model |= {"path": paths[str(source)], "hf": None, "tokenizer": None, "dtype": dtype}
+    why = "is not used, since the data stands in" if has_tokenizer else "is not there"
+    return [f"The tokenizer of {place} {why}: one of {len(LETTERS)} letters stands in."]
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A letter of the text is a token.
+
+    transformers builds a tokenizer of its own for some families (Qwen2) from the vocabulary of whatever stands there.
+    It is one of byte pairs, so this one is too: with no pairs, in which both agree. A text begins with bos.
+    """
+    pad, bos, eos = SPECIAL
+    spread = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    tokenizer: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": spread,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+            "special_tokens": {bos: {"id": bos, "ids": [SPECIAL.index(bos)], "tokens": [bos]}},
+        },
+        "decoder": spread,
+        "model": {"type": "BPE", "vocab": {name: n for n, name in enumerate((*SPECIAL, *LETTERS))}, "merges": []},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos, "pad_token": pad}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+
+
+def _data(
+    cfg: AnyConfig,
+    data: dict[str, Any],
+    directory: Path,
+    steps: int,
+    prompts: Lengths | None,
+    responses: Lengths | None,
+    why: str,
+) -> list[str]:
+    """Write records of given lengths. `why`: data are not used; "": because of the tokenizer."""
+    longest = cfg.data.max_prompt_tokens
+    prompts = prompts or Constant(max(1, longest // 2))
+    per_step = cfg.train.prompts_per_step if isinstance(cfg, RLConfig) else cfg.train.mini_batch_samples
+    file = directory / "data.jsonl"
+    words = [f"prompts: {prompts.words}, at most {longest}"]
+    most = None if isinstance(cfg, RLConfig) else cfg.data.max_response_tokens
+    if most is not None:
+        responses = responses or LogNormal(max(2.0, most / 3), 0.6)
+        words.append(f"responses: {responses.words}, at most {most}")
+    with file.open("w", encoding="utf-8") as out:
+        for n in range(per_step * steps):
+            # One token of the prompt is its beginning.
+            record: dict[str, Any] = {"prompt": _text(min(prompts.draw(3 * n), longest) - 1, n)}
+            if most is not None and responses is not None:
+                names = ("response",) if isinstance(cfg, SFTConfig) else ("chosen", "rejected")
+                for k, name in enumerate(names, 1):
+                    # One token of the response is its end.
+                    record[name] = _text(min(responses.draw(3 * n + k), most) - 1, n + k)
+            out.write(json.dumps(record) + "\n")
+    data |= {"train": str(file), "template": "plain", "chat_template": None, "template_args": {}}
+    data |= {"sequence_length": None} if isinstance(cfg, SFTConfig) else {}
+    data |= dict.fromkeys(("validation", "test", "validation_share", "phases", "workers"))
+    data |= {"split_seed": 0, "cache": "none"}
+    why = why or "cannot be read with the stand-in tokenizer"
+    notes = [f"data.train = {words_of(cfg.data.train)} {why}: {per_step * steps} records stand in; {'; '.join(words)}."]
+    return [*notes, *_held_out(cfg)]
+
+
+def _held_out(cfg: AnyConfig) -> list[str]:
+    """Where there is any, that it is left out."""
+    if not cfg.data.has_validation:
+        return []
+    held_out = cfg.data.validation
+    what = f"data.validation = {words_of(held_out)}" if held_out else "data.validation_share"
+    return [f"{what} is left out: memory and time of evaluations are not in here."]
+
+
+def _text(tokens: int, seed: int) -> str:
+    """So many tokens of the stand-in tokenizer."""
+    return "".join(LETTERS[(seed + k) % len(LETTERS)] for k in range(max(1, tokens)))
+
+
+def _rewards(cfg: RLConfig, tree: dict[str, Any]) -> list[str]:
+    """Functions, servers and classifiers are not called: their answers would be about nothing."""
+    notes, kept = [], []
+    for reward, given in zip(cfg.rewards, tree["rewards"], strict=True):
+        if reward.kind == "model" and not reward.retokenize:
+            kept.append(given)
+            continue
+        notes.append(f"The reward {reward.label} is not called: its time and memory are not in here.")
+        scaled = {key: given[key] for key in ("weight", "shift", "clip", "normalise", "normalise_eps")}
+        kept.append({"kind": "rule", "rule": REWARD, "name": reward.label, "workers": 0, **scaled})
+    tree["rewards"] = kept
+    tree["eval"] |= {"accuracy": None}
+    return notes

@@ -1,0 +1,106 @@
+"""Resume points in a rehearsal: all is done as in a run, up to the bytes, which are counted and not written."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarlhf.rehearsal.fake_device.torch_patches import without_modes
+from megarlhf.resume.points.file_digest import FileDigest
+from megarlhf.resume.points.point import Point
+from megarlhf.resume.points.writer import Content, Outcome, Writer, own_items
+from megarlhf.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank writes of a resume point."""
+
+    bytes_by_role: dict[str, int]
+    """Of the role's file, with the header of each tensor. A role of which the rank has nothing is left out."""
+    tensors_by_role: dict[str, int]
+    """How many there are in it."""
+    host_bytes: int
+    """Of the copy that is written from: where the device is no memory of the host."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.bytes_by_role.values())
+
+
+class RehearsedWriter(Writer):
+    """Has no process beside it, so that what is written is complete when it is asked for. What rank 0 writes besides
+    (metadata, tokenizers, states of a few kilobytes), and the messages by which it learns the plans of all, are not
+    counted."""
+
+    def __init__(self, runtime: Runtime, copied: Callable[[int], None], written: Callable[[Written], None]) -> None:
+        """`copied` is told the bytes that are copied to the host, `written` what one point takes."""
+        super().__init__(runtime)
+        self._copied, self._written = copied, written
+        self._under_way: Written | None = None
+
+    def to_first(self, value: Any) -> list[Any] | None:
+        """Every rank is taken to hand in what this one does. No message is counted: its bytes are those of the longest,
+        which no rank knows alone."""
+        return [value] * self._runtime.world_size if self._runtime.is_main else None
+
+    @property
+    def busy(self) -> bool:
+        return self._under_way is not None
+
+    def make_room(self, directory: Path, size: int, spare: Sequence[Point]) -> str | None:
+        """Nothing is written, so there is room."""
+        return None
+
+    def start(self, directory: Path, content: Content, complete: Callable[[Mapping[str, FileDigest]], None]) -> None:
+        sizes, numbers, on_host = {}, {}, 0
+        for name, state in content.roles.items():
+            own = own_items(state)
+            tensors = [item.data for item in own if isinstance(item.data, Tensor)]
+            if own:
+                numbers[name] = len(tensors)
+                sizes[name] = sum(map(saved_bytes, tensors)) + (len(own) - len(tensors)) * _object_bytes()
+            if self._runtime.device.type != "cpu":
+                on_host += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        if on_host:
+            self._copied(on_host)
+        self._under_way = Written(sizes, numbers, on_host)
+        self._written(self._under_way)
+
+    def poll(self, *, wait: bool = False) -> Outcome | None:
+        done, self._under_way = self._under_way, None
+        return None if done is None else Outcome(None, 0.0, done.nbytes)
+
+    def abandon(self) -> None:
+        self._under_way = None
+
+
+def saved_bytes(tensor: Tensor) -> int:
+    """Of a tensor in a file, where torch.save writes it with a header of its own; within the bytes by which headers of
+    equal dimensions differ."""
+    return tensor.numel() * tensor.element_size() + _header_bytes(tensor.dim(), tensor.dtype)
+
+
+@functools.cache
+def _header_bytes(dimensions: int, dtype: torch.dtype) -> int:
+    with without_modes():
+        file = io.BytesIO()
+        one = torch.zeros((1,) * dimensions, dtype=dtype)
+        torch.save(one, file)
+        return file.tell() - one.element_size()
+
+
+@functools.cache
+def _object_bytes() -> int:
+    """Of a place that stands empty: TransformerEngine's states, which Megatron-LM expects (`extra_states`)."""
+    with without_modes():
+        file = io.BytesIO()
+        torch.save([None], file)
+        return file.tell()

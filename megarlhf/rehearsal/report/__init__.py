@@ -1,0 +1,1 @@
+"""A rehearsal's result on the terminal and as an HTML page."""

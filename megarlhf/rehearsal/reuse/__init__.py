@@ -1,0 +1,1 @@
+"""Work of one layer, recorded once and reused for layers like it."""

@@ -1,0 +1,56 @@
+"""What Megatron-Core does beside a backward or a forward, of layers that run and of those that are played alike: it
+begins the sum of a bucket's gradients when all are there, and waits for a bucket's weights when the first is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from megarlhf.rehearsal.cost_model.meter import Meter
+from megarlhf.rehearsal.fake_device.ledger import Ledger
+from megarlhf.rehearsal.timeline.messages import Wire
+
+
+class Buckets:
+    """Tells buckets what layers that are played need and have learnt, and keeps their messages out of tapes: where a
+    bucket ends has nothing to do with the layer in which that happens."""
+
+    def __init__(self, ledger: Ledger, meter: Meter, wire: Wire) -> None:
+        self._parts: tuple[Any, ...] = (ledger, meter, wire)
+        self._bucket_groups: dict[int, Any] = {}
+        """Of Megatron-Core, by identity of their parameters, which they hold."""
+
+    def made(self, bucket_group: Any) -> None:
+        """Buckets are there. The optimizer makes the same groups once more for itself, later."""
+        for parameter in bucket_group.params:
+            self._bucket_groups.setdefault(id(parameter), bucket_group)
+
+    def needed(self, parameters: Iterable[Tensor]) -> None:
+        """The forward of a played layer begins."""
+        for parameter in parameters:
+            bucket_group = self._bucket_groups.get(id(parameter))
+            if bucket_group is not None and bucket_group.param_gather_handle is not None:
+                bucket_group.finish_param_sync()
+
+    def learnt(self, parameters: Iterable[Tensor]) -> None:
+        """The backward of a played layer is over; in the order of it."""
+        for parameter in parameters:
+            bucket_group = self._bucket_groups.get(id(parameter))
+            if bucket_group is not None and bucket_group.ddp_config.overlap_grad_reduce:
+                bucket_group.register_grad_ready(parameter)
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Scope in which no tape listens."""
+        listeners = [part.listener for part in self._parts]
+        for part in self._parts:
+            part.listener = None
+        try:
+            yield
+        finally:
+            for part, listener in zip(self._parts, listeners, strict=True):
+                part.listener = listener

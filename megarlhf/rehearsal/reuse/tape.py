@@ -1,0 +1,346 @@
+"""What a device does between two moments, noted to be played again: memory, work, messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megarlhf.rehearsal.cost_model.meter import Meter, Spending
+from megarlhf.rehearsal.fake_device.ledger import Change, Ledger, Storage
+from megarlhf.rehearsal.fake_device.torch_patches import (
+    DisableTorchDispatch,
+    DisableTorchFunction,
+    FakeTensorMode,
+    fake_of,
+    storage_key,
+)
+from megarlhf.rehearsal.timeline.messages import Line, Wire
+from megarlhf.rehearsal.timeline.trace import Collective, Event, Receive, Send, Wait, Work
+
+Owner = Literal["own", "before", "forward", "input", "grad_output"]
+"""Whose memory is given back: of this tape, of the same layer's forward before this one, of the forward of this
+backward, of a tensor that came in."""
+
+
+class Mark(NamedTuple):
+    """A piece of memory, which is another one than what gets its key when it is gone."""
+
+    key: int
+    storage: Storage | None
+
+
+class Made(NamedTuple):
+    """Memory is taken, the `number`-th of the tape."""
+
+    number: int
+    storage: Storage
+
+
+class Freed(NamedTuple):
+    """Memory is given back."""
+
+    owner: Owner
+    number: int
+
+
+class Passing(NamedTuple):
+    """Memory inside an operation."""
+
+    storage: Storage
+
+
+class Spent(NamedTuple):
+    """Work is done."""
+
+    work: Work
+    spending: Spending
+
+
+class Said(NamedTuple):
+    """A message is issued or waited for."""
+
+    event: Event
+
+
+class Counted(NamedTuple):
+    """A row of the table of messages; step and phase are those of whoever plays it."""
+
+    line: Line
+    nbytes: int
+
+
+class Again(NamedTuple):
+    """A stretch of another tape is played while this one is open."""
+
+    first_key: int
+    """That the other tape's memory has in this play."""
+    reserved: int
+    """Keys."""
+    stretch: Stretch
+
+
+Note = Made | Freed | Passing | Spent | Said | Counted | Again
+
+
+class Out(NamedTuple):
+    """A tensor that goes out."""
+
+    number: int | None
+    """Of its memory; None: it is what came in."""
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    """Without a graph it steers too: Megatron-Core adds in place where no gradient is required."""
+
+
+@dataclass
+class Stretch:
+    """Notes between two messages that need not be played one by one."""
+
+    changes: list[Change] = field(default_factory=list)
+    """Memory that comes and goes within the tape."""
+    spendings: dict[Work, Spending] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def spend(self, work: Work, more: Spending) -> None:
+        """Work goes on."""
+        self.spendings[work] = self.spendings.get(work, Spending()).plus(more)
+        self.seconds += more.seconds
+
+    def add(self, played: Stretch, first_number: int) -> None:
+        """Another one follows, whose numbers begin here."""
+        begin = self.seconds
+        self.changes += [Change(begin + at, first_number + n, what, sign) for at, n, what, sign in played.changes]
+        for work, spending in played.spendings.items():
+            self.spend(work, spending)
+
+
+@dataclass
+class Tape:
+    """Notes in order."""
+
+    notes: list[Note] = field(default_factory=list)
+    count: int = 0
+    """Memory that was taken."""
+    numbers: dict[int, int] = field(default_factory=dict)
+    """By key of the storage, of what still lives."""
+    results: list[Out] = field(default_factory=list)
+    _compacted: Compact | None = None
+
+    def goes_out(self, *tensors: Tensor) -> None:
+        """The tape ends with these."""
+        self.results = [
+            Out(self.numbers.get(storage_key(x)), tuple(x.shape), tuple(x.stride()), x.dtype, x.requires_grad)
+            for x in tensors
+        ]
+
+    def without_first_use(self) -> None:
+        """Of a backward: what lives on after it was made at its first use, for all backwards."""
+        kept = set(self.numbers.values()) - {out.number for out in self.results}
+        self.notes = [note for note in self.notes if not (isinstance(note, Made) and note.number in kept)]
+
+    def compact(self) -> Compact:
+        """The same in fewer pieces, and the numbers of memory in it. To be called when the tape is complete."""
+        if self._compacted is None:
+            self._compacted = _compact(self.notes, self.count)
+        return self._compacted
+
+
+Compact = tuple[list[Note | Stretch], int]
+
+
+def _compact(notes: Sequence[Note], count: int) -> Compact:
+    """`count`: numbers that are taken; memory inside operations gets further ones."""
+    ends = {note.number for note in notes if isinstance(note, Freed) and note.owner == "own"}
+    storages = {note.number: note.storage for note in notes if isinstance(note, Made)}
+    further = count
+    inner: dict[int, int] = {}
+    """Numbers here of what other tapes' plays have reserved."""
+    pieces: list[Note | Stretch] = []
+    for note in notes:
+        match note:
+            case Spent(work, spending):
+                _open_stretch(pieces).spend(work, spending)
+            case Made(number, storage) if number in ends:
+                stretch = _open_stretch(pieces)
+                stretch.changes.append(Change(stretch.seconds, number, storage, 1))
+            case Freed("own", number):
+                stretch = _open_stretch(pieces)
+                stretch.changes.append(Change(stretch.seconds, number, storages[number], -1))
+            case Passing(storage):
+                stretch = _open_stretch(pieces)
+                stretch.changes += [Change(stretch.seconds, further, storage, sign) for sign in (1, -1)]
+                further += 1
+            case Again(first_key, reserved, played):
+                stretch = _open_stretch(pieces)
+                if first_key not in inner:
+                    inner[first_key], further = further, further + reserved
+                stretch.add(played, inner[first_key])
+            case _:
+                pieces.append(note)
+    return pieces, further
+
+
+def _open_stretch(pieces: list[Note | Stretch]) -> Stretch:
+    """The last piece, a new one where that is none."""
+    if not (pieces and isinstance(pieces[-1], Stretch)):
+        pieces.append(Stretch())
+    stretch = pieces[-1]
+    assert isinstance(stretch, Stretch)
+    return stretch
+
+
+class Recorder:
+    """Listens to ledger, meter and wire of a rank while a tape is open."""
+
+    def __init__(self, ledger: Ledger, meter: Meter, wire: Wire) -> None:
+        self._ledger, self._parts = ledger, (ledger, meter, wire)
+        self.tape: Tape | None = None
+        self._others: dict[int, tuple[Owner, int]] = {}
+        self._outer: Any = None
+        """Who listens besides."""
+
+    def begin(self, others: Mapping[int, tuple[Owner, int]]) -> Tape:
+        """`others`: memory that is there already, by key, with the name by which its end is noted. Another recorder's
+        tape may be open, which goes on."""
+        assert self.tape is None, "a tape is begun while another of the same recorder is open"
+        tape = self.tape = Tape()
+        self._others = dict(others)
+        self._outer = self._ledger.listener
+        for part in self._parts:
+            part.listener = self
+        return tape
+
+    def mark(self, tensor: Tensor) -> Mark:
+        """The memory of a tensor."""
+        key = storage_key(tensor)
+        return Mark(key, self._ledger.live.get(key))
+
+    def lives(self, mark: Mark) -> bool:
+        return mark.storage is not None and self._ledger.live.get(mark.key) is mark.storage
+
+    def left_of(self, tape: Tape, owner: Owner) -> dict[int, tuple[Owner, int]]:
+        """For `begin`: what is left of a tape's memory, as its owner's."""
+        made = {note.number: note.storage for note in tape.notes if isinstance(note, Made)}
+        return {key: (owner, n) for key, n in tape.numbers.items() if self.lives(Mark(key, made[n]))}
+
+    def end(self) -> None:
+        """The tape is complete."""
+        self.tape = None
+        for part in self._parts:
+            part.listener = self._outer
+        self._outer = None
+
+    def changed(self, key: int, storage: Storage, sign: int) -> None:
+        """Of `memory.Ledger`."""
+        if self._outer is not None:
+            self._outer.changed(key, storage, sign)
+        tape = self._open()
+        if sign > 0:
+            tape.numbers[key] = tape.count
+            tape.notes.append(Made(tape.count, storage))
+            tape.count += 1
+        elif key in tape.numbers:
+            tape.notes.append(Freed("own", tape.numbers.pop(key)))
+        elif key in self._others:
+            tape.notes.append(Freed(*self._others.pop(key)))
+
+    def passed(self, storage: Storage) -> None:
+        """Of `memory.Ledger`."""
+        if self._outer is not None:
+            self._outer.passed(storage)
+        self._open().notes.append(Passing(storage))
+
+    def spent(self, work: Work, spending: Spending) -> None:
+        """Of `work.Meter`."""
+        if self._outer is not None:
+            self._outer.spent(work, spending)
+        self._open().notes.append(Spent(work, spending))
+
+    def said(self, event: Event) -> None:
+        """Of `work.Meter`."""
+        if self._outer is not None:
+            self._outer.said(event)
+        self._open().notes.append(Said(event))
+
+    def counted(self, line: Line, nbytes: int) -> None:
+        """Of `wire.Wire`."""
+        if self._outer is not None:
+            self._outer.counted(line, nbytes)
+        self._open().notes.append(Counted(line, nbytes))
+
+    def repeated(self, first_key: int, reserved: int, stretch: Stretch) -> None:
+        """Of `Player`."""
+        assert self._outer is None, "a tape is played while two are open"
+        self._open().notes.append(Again(first_key, reserved, stretch))
+
+    def _open(self) -> Tape:
+        assert self.tape is not None
+        return self.tape
+
+
+class Player:
+    """Plays tapes on the ledger, meter and wire of a rank."""
+
+    def __init__(self, ledger: Ledger, meter: Meter, wire: Wire, mode: FakeTensorMode, device: torch.device) -> None:
+        self._ledger, self._meter, self._wire, self._mode, self._device = ledger, meter, wire, mode, device
+
+    def play(self, tape: Tape, others: Mapping[Owner, Any]) -> tuple[list[Tensor], dict[int, int]]:
+        """(what goes out, keys of the memory that lives on, by number).
+
+        others: by owner, whose memory the tape may give back: of what came in the tensor, which also goes out where
+                none is made for it; of `before` and `forward` what `play` has returned for it
+        """
+        keys: dict[int, int] = {}
+        numbers: dict[int, int] = {}
+        made: dict[int, Tensor] = {}
+        notes, reserved = tape.compact()
+        outs = {out.number: out for out in tape.results}
+        first = self._ledger.reserve(reserved)
+        listener = self._ledger.listener
+        for note in notes:
+            match note:
+                case Stretch(changes, spendings):
+                    if isinstance(listener, Recorder):
+                        listener.repeated(first, reserved, note)
+                    if changes:
+                        self._ledger.repeat(first, changes)
+                    self._meter.spend_again(spendings)
+                case Made(number, storage):
+                    if number in outs:
+                        made[number] = self._made(outs[number])
+                        self._ledger.see_as(made[number], storage)
+                    else:
+                        keys[number] = first - number
+                        self._ledger.take(storage, keys[number])
+                case Freed(owner, number):
+                    self._free(number, others[owner])
+                case Counted(line, nbytes):
+                    self._wire.count_again(line, nbytes)
+                case Said(event):
+                    self._meter.message(self._renumbered(event, numbers))
+        came_in = others.get("grad_output", others.get("input"))
+        return [came_in if out.number is None else made[out.number] for out in tape.results], keys
+
+    def _made(self, out: Out) -> Tensor:
+        with DisableTorchFunction(), DisableTorchDispatch():
+            return fake_of(self._mode, out.size, out.stride, out.dtype, self._device)
+
+    def _free(self, number: int, owner: Any) -> None:
+        if isinstance(owner, Tensor):
+            self._ledger.end_early(owner)
+        elif owner is not None and (key := owner.pop(number, None)) is not None:
+            self._ledger.give_back(key)
+
+    def _renumbered(self, event: Event, numbers: dict[int, int]) -> Event:
+        """Messages of a rank have numbers of their own."""
+        if isinstance(event, Wait):
+            return Wait(self._meter.phase, numbers[event.number])
+        assert isinstance(event, Collective | Send | Receive)
+        numbers[event.number] = number = self._wire.next_number()
+        return replace(event, phase=self._meter.phase, number=number)

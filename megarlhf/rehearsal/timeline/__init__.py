@@ -1,0 +1,1 @@
+"""Simulated time: the trace of each rank, messages between ranks, deadlocks."""

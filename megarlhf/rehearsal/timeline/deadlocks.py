@@ -1,0 +1,306 @@
+"""Why communications of a replay disagree or never complete: the first causes, in sentences.
+
+The replay says where it stopped; the traces themselves, which are complete, say the rest. A rank that stands still
+because another one does is no cause of its own: from every such rank this walks to the rank it waits for, until it
+comes to a call that is not in the other's trace (`missing`), to a disagreement, or back to where it was (`deadlock`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from megarlhf.rehearsal.timeline.trace import Collective, Event, Receive, Send
+
+Call = Collective | Send | Receive
+
+
+class Stream(NamedTuple):
+    """Communications that run one after the other: the collectives of a group, or one group's messages from one rank
+    to another. The n-th of a rank belongs to the n-th of every other member."""
+
+    ranks: tuple[int, ...]
+    """The group's, in its order; of messages it may be empty."""
+    pair: tuple[int, int] | None = None
+    """Of messages: source and destination."""
+    host: bool = False
+
+    def members(self) -> tuple[int, ...]:
+        """The ranks that take part in each communication."""
+        return self.ranks if self.pair is None else self.pair
+
+
+class Waiting(NamedTuple):
+    """A communication that is not complete, and one rank which has issued it or waits for it."""
+
+    rank: int
+    event: int
+    """Index in the rank's trace: of its `Wait`, or of the call where it does not wait."""
+    seconds: float
+    stream: Stream
+    position: int
+    """In the stream, from 0."""
+    missing: tuple[int, ...]
+    """Replayed ranks that have not issued it."""
+
+
+class Disagreement(NamedTuple):
+    """Two ranks issue different things where they should issue the same."""
+
+    kind: Literal["operation", "size"]
+    stream: Stream
+    position: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A first cause for which these ranks could not run together."""
+
+    kind: Literal["operation", "size", "missing", "deadlock"]
+    ranks: tuple[int, ...]
+    """Who takes part, the one that misses something among them."""
+    phase: str
+    """Of the rank that comes to it first."""
+    events: Mapping[int, int]
+    """Where: the index in the trace of each rank that issues it; of a deadlock, of the `Wait` at which it stands."""
+    seconds: float
+    """When the replay came to it."""
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """A rank that did not come to the end of its trace; followers of a fault too."""
+
+    rank: int
+    phase: str
+    index: int
+    """Of its `Wait`."""
+    seconds: float
+    """Since when it waits."""
+    sentence: str
+
+
+class ReplayError(ValueError):
+    """The traces do not fit together."""
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        super().__init__("\n".join(fault.sentence for fault in faults))
+        self.faults = faults
+
+
+def stream_of(rank: int, event: Call) -> Stream:
+    """Where a rank's call runs."""
+    if isinstance(event, Collective):
+        return Stream(event.ranks, None, event.host)
+    return Stream(event.ranks, (rank, event.peer) if isinstance(event, Send) else (event.peer, rank))
+
+
+def explain(
+    traces: Mapping[int, Sequence[Event]],
+    disagreements: Sequence[Disagreement],
+    waiting: Sequence[Waiting],
+    left: Sequence[Waiting],
+) -> tuple[list[Fault], list[Stuck]]:
+    """Faults by the time at which the replay came to them, and the ranks that stand still.
+
+    waiting: of each rank that stands still, that for which it waits. left: what some have issued, others have not and
+    nobody waits for; where ranks stand still it is a consequence, and no fault.
+    """
+    if not (disagreements or waiting or left):
+        return [], []
+    streams = {each.stream for each in disagreements} | {each.stream for each in (*waiting, *left)}
+    explainer = _Explainer(traces, streams)
+    faults = [explainer.disagreement(each) for each in disagreements]
+    disagreeing = {each.stream for each in disagreements}
+    if not waiting:
+        faults += explainer.missing(each for each in left if each.stream not in disagreeing)
+    elsewhere = [each for each in waiting if each.stream not in disagreeing]
+    faults += explainer.missing(each for each in elsewhere if explainer.never(each))
+    behind = {each.rank: each for each in elsewhere if not explainer.never(each)}
+    faults += [explainer.deadlock(cycle, len(waiting) - len(cycle)) for cycle in _cycles(behind)]
+    assert faults, "what waits or is left over has a cause"
+    stuck = [
+        Stuck(each.rank, explainer.phase(each.rank, each.event), each.event, each.seconds, explainer.waits(each))
+        for each in sorted(waiting)
+    ]
+    return sorted(faults, key=lambda fault: (fault.seconds, fault.ranks)), stuck
+
+
+def _cycles(behind: Mapping[int, Waiting]) -> Iterator[list[Waiting]]:
+    """Each circle of ranks that wait for each other, once. Of several ranks that one waits for, the first is taken."""
+    seen: set[int] = set()
+    for first in sorted(behind):
+        path: list[int] = []
+        rank = first
+        while rank in behind and rank not in seen:
+            seen.add(rank)
+            path.append(rank)
+            rank = behind[rank].missing[0]
+        if rank in path:
+            yield [behind[each] for each in path[path.index(rank) :]]
+
+
+class _Explainer:
+    """Traces, and where in them the calls of some streams are."""
+
+    def __init__(self, traces: Mapping[int, Sequence[Event]], streams: set[Stream]) -> None:
+        self.traces = traces
+        self.calls: dict[Stream, dict[int, list[int]]] = {stream: defaultdict(list) for stream in streams}
+        for rank, trace in traces.items():
+            for index, event in enumerate(trace):
+                if isinstance(event, Call) and (stream := stream_of(rank, event)) in streams:
+                    self.calls[stream][rank].append(index)
+
+    def phase(self, rank: int, index: int) -> str:
+        return self.traces[rank][index].phase
+
+    def never(self, waiting: Waiting) -> list[int]:
+        """Of the ranks that are missing, those in whose whole trace the call is not."""
+        calls = self.calls[waiting.stream]
+        return [rank for rank in waiting.missing if len(calls[rank]) <= waiting.position]
+
+    def disagreement(self, each: Disagreement) -> Fault:
+        """Says what every rank issues there."""
+        events = self._events(each.stream, each.position)
+        said: dict[str, list[int]] = defaultdict(list)
+        for rank, index in events.items():
+            said[self._call(rank, index)].append(rank)
+        number = f"the {_ordinal(each.position + 1)} {_what(each.stream)}"
+        calls = "; ".join(f"{_ranks(ranks)}: {call} ({self._at(events, ranks)})" for call, ranks in said.items())
+        advice = "both ends of a message" if each.stream.pair else "all ranks of a group"
+        sentence = f"{number} is not the same on all: {calls}; {advice} must issue the same, in one order"
+        first = min(events)
+        return Fault(each.kind, tuple(events), self.phase(first, events[first]), events, each.seconds, sentence)
+
+    def missing(self, waiting: Iterable[Waiting]) -> Iterator[Fault]:
+        """One fault a stream: its first communication that a rank never issues."""
+        streams: set[Stream] = set()
+        for each in sorted(waiting, key=lambda each: (each.position, each.seconds, each.rank)):
+            if each.stream not in streams:
+                streams.add(each.stream)
+                yield self._missing(each)
+
+    def _missing(self, waiting: Waiting) -> Fault:
+        stream, position = waiting.stream, waiting.position
+        events, never = self._events(stream, position), self.never(waiting)
+        issuers = [rank for rank in events if rank not in never]
+        rank = waiting.rank
+        call, where = self._call(rank, events[rank]), self._at(events, issuers)
+        if stream.pair:
+            source, destination = stream.pair
+            toward, never_does = ("to", "receives") if rank == source else ("from", "sends")
+            peer = destination if rank == source else source
+            sentence = f"rank {rank} {call} (its {_ordinal(position + 1)} message {toward} it, {where}), "
+            sentence += f"which rank {peer} never {never_does}"
+        else:
+            issue = f"{_ranks(issuers)} {'issues' if len(issuers) == 1 else 'issue'}"
+            sentence = f"{issue} {call} ({where}), the {_ordinal(position + 1)} {_what(stream)}, "
+            sentence += f"which {_ranks(never)} never {'issues' if len(never) == 1 else 'issue'}"
+        sentence += f"; {self._totals(stream)}; {_ADVICE[stream.pair is None]}"
+        return Fault("missing", (*issuers, *never), self.phase(rank, events[rank]), events, waiting.seconds, sentence)
+
+    def deadlock(self, cycle: Sequence[Waiting], others: int) -> Fault:
+        """Ranks that wait for each other. Where they do not issue equally much, that is what is missing."""
+        first = min(cycle, key=lambda each: (each.seconds, each.rank))
+        circle = " -> ".join(str(each.rank) for each in (*cycle, cycle[0]))
+        uneven = [each.stream for each in cycle if len({len(calls) for calls in self._issued(each.stream)}) > 1]
+        parts = [
+            f"{_ranks([each.rank for each in cycle])} wait for each other ({circle})",
+            *(self.waits(each) for each in cycle),
+            *([f"{others} other {'rank stands' if others == 1 else 'ranks stand'} still too"] if others else []),
+            *(self._totals(stream) for stream in dict.fromkeys(uneven)),
+            _ADVICE[first.stream.pair is None] if uneven else "issue them in one order on all ranks",
+        ]
+        events = {each.rank: each.event for each in cycle}
+        phase = self.phase(first.rank, first.event)
+        kind: Literal["missing", "deadlock"] = "missing" if uneven else "deadlock"
+        return Fault(kind, tuple(events), phase, events, max(each.seconds for each in cycle), "; ".join(parts))
+
+    def waits(self, each: Waiting) -> str:
+        """For what a rank waits, since when, and where those that are missing would issue it."""
+        since = f"since {each.seconds:.6g} s in {self.phase(each.rank, each.event)} (event {each.event})"
+        what = f"the {_ordinal(each.position + 1)} {_what(each.stream)}"
+        calls = self.calls[each.stream]
+        reasons = [
+            f"rank {rank} issues at its event {calls[rank][each.position]}"
+            if each.position < len(calls[rank])
+            else f"rank {rank} never issues"
+            for rank in each.missing
+        ]
+        return f"rank {each.rank} waits {since} for {what}, which {' and '.join(reasons) or 'cannot complete'}"
+
+    def _issued(self, stream: Stream) -> list[list[int]]:
+        """The calls of each replayed member."""
+        return [self.calls[stream][rank] for rank in stream.members() if rank in self.traces]
+
+    def _events(self, stream: Stream, position: int) -> dict[int, int]:
+        """Where each rank issues the stream's communication at `position`, if it does."""
+        return {rank: calls[position] for rank, calls in sorted(self.calls[stream].items()) if position < len(calls)}
+
+    def _call(self, rank: int, index: int) -> str:
+        """What a rank does: of a message a predicate, of a collective its object."""
+        event = self.traces[rank][index]
+        assert isinstance(event, Call)
+        if isinstance(event, Collective):
+            article = "an" if event.operation[0] == "a" else "a"
+            return f"{article} {event.operation} of {event.nbytes:,} bytes in {event.phase}"
+        verb, toward = ("sends", "to") if isinstance(event, Send) else ("receives", "from")
+        return f"{verb} {event.nbytes:,} bytes {toward} rank {event.peer} in {event.phase}"
+
+    @staticmethod
+    def _at(events: Mapping[int, int], ranks: Sequence[int]) -> str:
+        """The indices of these ranks' events."""
+        indices = sorted({events[rank] for rank in ranks})
+        return f"event{'s' if len(indices) > 1 else ''} {_listed(indices)}"
+
+    def _totals(self, stream: Stream) -> str:
+        """How many communications each rank issues in a stream, and the first that is in different phases."""
+        ranks = [rank for rank in stream.members() if rank in self.traces]
+        by_number: dict[int, list[int]] = defaultdict(list)
+        for rank in ranks:
+            by_number[len(self.calls[stream][rank])].append(rank)
+        counts = " and ".join(f"{number:,} on {_ranks(some)}" for number, some in sorted(by_number.items()))
+        text = f"{_what(stream, plural=True)} in all: {counts}"
+        for position, indices in enumerate(zip(*self._issued(stream), strict=False)):
+            phases = [self.phase(rank, index) for rank, index in zip(ranks, indices, strict=True)]
+            other = next((place for place, phase in enumerate(phases) if phase != phases[0]), None)
+            if other is not None:
+                first = f"{phases[0]} on rank {ranks[0]}, {phases[other]} on rank {ranks[other]}"
+                return f"{text}, and the {_ordinal(position + 1)} is the first in different phases ({first})"
+        return text
+
+
+_ADVICE = {
+    True: "all ranks of a group must issue the same collectives, in one order",
+    False: "every message needs both ends",
+}
+"""What to do where something is missing; by whether it is a collective."""
+
+
+def _what(stream: Stream, plural: bool = False) -> str:
+    """What runs in a stream."""
+    ending = "s" if plural else ""
+    if stream.pair is None:
+        return f"{'host ' if stream.host else ''}collective{ending} of group ({_listed(stream.ranks)})"
+    group = f" in group ({_listed(stream.ranks)})" if stream.ranks else ""
+    return f"message{ending} from rank {stream.pair[0]} to rank {stream.pair[1]}{group}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)}"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """All of a few numbers; of many the first ones, the last one and how many they are."""
+    if len(numbers) <= 8:
+        return ", ".join(map(str, numbers))
+    return f"{', '.join(map(str, numbers[:3]))}, ..., {numbers[-1]}: {len(numbers)} in all"
+
+
+def _ordinal(number: int) -> str:
+    ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number:,}{ending}"

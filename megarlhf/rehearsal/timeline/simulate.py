@@ -1,0 +1,396 @@
+"""Traces of several ranks, run together: when each computes, what it waits for, and where they do not fit together.
+
+Each rank has one clock, that of its device's compute stream. What is assumed:
+
+- A communication is *issued* at the clock and moves nothing; its `Wait` moves the clock to its end.
+- A collective begins when every replayed member has issued it, and the group's previous one is over (as in a stream
+  of NCCL), and takes its price. The n-th of a rank in a group is the n-th of every other; a group is its tuple of
+  ranks, collectives between hosts apart: two process groups of the same ranks count as one.
+- A message begins when both ends have issued it (rendezvous, as NCCL does) and the previous one from the same rank to
+  the same rank in the same group is over. The sender's `Wait` waits for the receiver; issuing never blocks. A message
+  of no bytes is complete for its sender at once.
+- Ranks that are not replayed behave like those that are: a collective needs only the replayed members of its group. A
+  message to or from a rank that is not replayed takes its price and is counted.
+- Communications of different groups, and messages in opposite directions, do not slow one another or what is being
+  computed. That is optimistic: they share wires, and kernels of NCCL take multiprocessors; how many is counted.
+- Where ranks disagree about bytes, the most that anyone says is priced; of `all_to_all` that is no fault. Where they
+  disagree about the operation, it and all that follows it in the group never completes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Literal, Protocol
+
+from megarlhf.rehearsal.timeline.deadlocks import Call, Disagreement, Stream, Waiting, explain, stream_of
+from megarlhf.rehearsal.timeline.simulated import (
+    Communication,
+    Message,
+    PhaseTimes,
+    RankTimes,
+    Replayed,
+    State,
+    StepTimes,
+    overlaps,
+    segments_of,
+)
+from megarlhf.rehearsal.timeline.trace import Collective, Compute, Event, Mark, Operation, Send, Wait, Work
+
+
+class Price(Protocol):
+    """What communications cost that have all wires to themselves. The same arguments must cost the same: each is asked
+    for once in a group."""
+
+    def collective_seconds(self, operation: Operation, ranks: tuple[int, ...], nbytes: int, *, host: bool) -> float:
+        """Seconds from the moment at which the last rank has issued it."""
+
+    def message_seconds(self, src: int, dst: int, nbytes: int) -> float:
+        """Seconds from the moment at which both ends have issued it."""
+
+
+def label_by_size(ranks: tuple[int, ...]) -> str:
+    """The label of a group of which nothing else is known."""
+    return f"{len(ranks)} ranks"
+
+
+def replay(
+    traces: Mapping[int, Sequence[Event]],
+    price: Price,
+    *,
+    label: Callable[[tuple[int, ...]], str] = label_by_size,
+    segments: int | None = None,
+) -> Replayed:
+    """Runs the traces together, each from clock 0.
+
+    traces:   by global rank.
+    label:    names a group in the result; for messages without a group it is asked about (source, destination).
+    segments: at most so many of a rank in the timeline; None for all.
+    Raises:   ValueError for a trace that is no trace: a number twice, a `Wait` for no number, a step marked twice, a
+              rank in no group of its own, negative seconds. Traces that do not fit together are `Replayed.faults`.
+    """
+    if segments is not None and segments < 1:
+        raise ValueError(f"a timeline of {segments} segments a rank: give 1 or more, or None for all")
+    replaying = _Replaying(traces, price, label)
+    replaying.run()
+    ranks = replaying.ranks
+    shared = [overlaps(rank.transfers) for rank in ranks]
+    faults, stuck = explain(traces, replaying.disagreements, replaying.waiting(), replaying.left())
+    return Replayed(
+        steps=_steps(ranks),
+        ends={rank.rank: rank.clock for rank in ranks},
+        timeline=tuple(each for rank in ranks for each in segments_of(rank.rank, rank.ends, rank.looks, segments)),
+        faults=tuple(faults),
+        stuck=tuple(stuck),
+        unmatched_messages=replaying.unmatched_messages,
+        overlapping=sum(number for number, _ in shared),
+        overlapping_seconds=sum(seconds for _, seconds in shared),
+    )
+
+
+@dataclass(slots=True)
+class _Row:
+    """A `Communication` that is being added up: the same fields."""
+
+    count: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    idle: float = 0.0
+    queued: float = 0.0
+    transfer: float = 0.0
+
+
+_Key = tuple[Operation | Message, str]
+
+
+@dataclass(slots=True)
+class _Tally:
+    """A `RankTimes` that is being added up."""
+
+    seconds: float = 0.0
+    compute: defaultdict[Work, float] = field(default_factory=lambda: defaultdict(float))
+    rows: defaultdict[_Key, _Row] = field(default_factory=lambda: defaultdict(_Row))
+
+    def times(self) -> RankTimes:
+        communication = {key: Communication(*astuple(row)) for key, row in self.rows.items()}
+        return RankTimes(self.seconds, dict(self.compute), communication)
+
+
+class _Rank:
+    """One rank: its trace, how far it has come, and what it has spent."""
+
+    def __init__(self, rank: int, trace: Sequence[Event]) -> None:
+        self.rank = rank
+        self.trace = trace
+        self.index = 0
+        self.clock = 0.0
+        self.numbers: dict[int, tuple[_Pending, _Key] | None] = {}
+        """What was issued, by number; None once it is known to be complete."""
+        self.waits_for: _Pending | None = None
+        self.phase: str | None = None
+        self.tally = _Tally()
+        self.tallies: dict[str, _Tally] = {}
+        self.steps: dict[int | None, tuple[float, dict[str, _Tally]]] = {}
+        self.step_start = 0.0
+        self.ends: list[float] = []
+        self.looks: list[tuple[str, State]] = []
+        self.transfers: list[tuple[float, float, int]] = []
+
+    def enter(self, phase: str) -> None:
+        """What follows is of this phase."""
+        self.phase = phase
+        self.tally = self.tallies.setdefault(phase, _Tally())
+
+    def spend(self, until: float, kind: State) -> float:
+        """The clock moves; returns by how much."""
+        seconds = until - self.clock
+        if seconds <= 0:
+            return 0.0
+        self.clock = until
+        self.tally.seconds += seconds
+        assert self.phase is not None, "every event enters its phase"
+        look = (self.phase, kind)
+        if self.looks and self.looks[-1] == look:
+            self.ends[-1] = until
+        else:
+            self.ends.append(until)
+            self.looks.append(look)
+        return seconds
+
+    def end_step(self, step: int | None) -> None:
+        """What was spent since the last mark is this step's."""
+        if step in self.steps:
+            raise ValueError(f"{self.here()} marks step {step}, which it has marked before; mark each step once")
+        self.steps[step] = (self.clock - self.step_start, self.tallies)
+        self.step_start, self.tallies, self.phase = self.clock, {}, None
+
+    def here(self) -> str:
+        """For messages of errors."""
+        return f"rank {self.rank}, event {self.index}"
+
+
+@dataclass(slots=True)
+class _Pending:
+    """One communication, from the first rank that issues it."""
+
+    stream: _Stream
+    position: int
+    operation: Operation | None
+    """None for a message."""
+    nbytes: int
+    ready: float = 0.0
+    """When the last rank so far has issued it."""
+    start: float = 0.0
+    end: float | None = None
+    issued: list[tuple[_Rank, int, _Row]] = field(default_factory=list)
+    """By which rank, at which of its events, and where it is added up."""
+    waiting: list[_Rank] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Stream:
+    """A `Stream` while it runs."""
+
+    key: Stream
+    group: int
+    """Streams of one group have the same number."""
+    label: str
+    positions: dict[int, int]
+    """How many communications each replayed member has issued."""
+    free: float = 0.0
+    """When the last one ends."""
+    pending: dict[int, _Pending] = field(default_factory=dict)
+    """By position; those that have not begun."""
+    prices: dict[tuple[Operation | None, int], float] = field(default_factory=dict)
+    disagrees: bool = False
+    """One fault of a stream is said."""
+    broken: float = float("inf")
+    """From this position on nothing completes."""
+
+
+class _Replaying:
+    """The ranks and what runs between them.
+
+    When a communication begins depends on nothing but when its ranks issue it and on the one before it in its stream.
+    So no queue of events in time is needed: any rank runs on until it waits for something that has not begun.
+    """
+
+    def __init__(
+        self, traces: Mapping[int, Sequence[Event]], price: Price, label: Callable[[tuple[int, ...]], str]
+    ) -> None:
+        self.price = price
+        self.label = label
+        self.ranks = [_Rank(rank, traces[rank]) for rank in sorted(traces)]
+        self.traces = traces
+        self.runnable = deque(self.ranks)
+        self.streams: dict[Stream, _Stream] = {}
+        self.groups: dict[tuple[tuple[int, ...], bool], int] = {}
+        self.disagreements: list[Disagreement] = []
+        self.unmatched_messages = 0
+
+    def run(self) -> None:
+        """Until every rank is through, or waits for what never comes."""
+        while self.runnable:
+            self._advance(self.runnable.popleft())
+        for rank in self.ranks:
+            if rank.tallies:
+                rank.end_step(None)
+
+    def _advance(self, rank: _Rank) -> None:
+        """One rank, until it waits or is through."""
+        rank.waits_for = None
+        while rank.index < len(rank.trace):
+            event = rank.trace[rank.index]
+            if event.phase != rank.phase and not isinstance(event, Mark):
+                rank.enter(event.phase)
+            if isinstance(event, Compute):
+                if not event.seconds >= 0:
+                    raise ValueError(f"{rank.here()} computes for {event.seconds} seconds; give 0 or more")
+                rank.tally.compute[event.work] += event.seconds
+                rank.spend(rank.clock + event.seconds, "compute")
+            elif isinstance(event, Wait):
+                if not self._wait(rank, event):
+                    return
+            elif isinstance(event, Mark):
+                rank.end_step(event.step)
+            else:
+                self._issue(rank, event)
+            rank.index += 1
+
+    def _issue(self, rank: _Rank, event: Call) -> None:
+        """A rank issues its next communication in a stream; the last one that does begins it."""
+        if event.number in rank.numbers:
+            raise ValueError(f"{rank.here()} issues number {event.number} for the second time; give each number once")
+        stream = self._stream(rank, event)
+        position = stream.positions[rank.rank]
+        stream.positions[rank.rank] = position + 1
+        operation = event.operation if isinstance(event, Collective) else None
+        pending = stream.pending.get(position)
+        if pending is None:
+            pending = stream.pending[position] = _Pending(stream, position, operation, event.nbytes)
+        elif (pending.operation, pending.nbytes) != (operation, event.nbytes):
+            self._compare(pending, operation, event.nbytes, rank.clock)
+        key: _Key = (operation or ("send" if isinstance(event, Send) else "receive"), stream.label)
+        pending.ready = max(pending.ready, rank.clock)
+        pending.issued.append((rank, rank.index, rank.tally.rows[key]))
+        sent_at_once = isinstance(event, Send) and event.nbytes == 0
+        rank.numbers[event.number] = None if sent_at_once else (pending, key)
+        if len(pending.issued) == len(stream.positions) and position < stream.broken:
+            self._begin(pending)
+
+    def _compare(self, pending: _Pending, operation: Operation | None, nbytes: int, clock: float) -> None:
+        """What to do where ranks do not issue the same; of a stream the first is said."""
+        stream = pending.stream
+        same_operation = pending.operation == operation
+        pending.nbytes = max(pending.nbytes, nbytes)
+        if not same_operation:
+            stream.broken = min(stream.broken, pending.position)
+        if not stream.disagrees and not (same_operation and operation == "all_to_all"):
+            stream.disagrees = True
+            kind: Literal["operation", "size"] = "size" if same_operation else "operation"
+            time = max(clock, pending.ready)
+            self.disagreements.append(Disagreement(kind, stream.key, pending.position, time))
+
+    def _stream(self, rank: _Rank, event: Call) -> _Stream:
+        """Where a rank's call runs."""
+        key = stream_of(rank.rank, event)
+        stream = self.streams.get(key)
+        if stream is None:
+            group = self.groups.setdefault((key.ranks or key.members(), key.host), len(self.groups))
+            positions = {member: 0 for member in key.members() if member in self.traces}
+            stream = _Stream(key, group, self.label(key.ranks or key.members()), positions)
+            self.streams[key] = stream
+        if rank.rank not in stream.positions:
+            raise ValueError(f"{rank.here()} is a collective of ranks {key.ranks}, of which it is none")
+        if key.pair is not None:
+            if key.pair[0] == key.pair[1]:
+                raise ValueError(f"{rank.here()} is a message of the rank to itself; copy instead")
+            self.unmatched_messages += len(stream.positions) == 1
+        return stream
+
+    def _begin(self, pending: _Pending) -> None:
+        """All have issued it: when it starts and ends is known, and ranks that wait for it go on."""
+        stream = pending.stream
+        del stream.pending[pending.position]
+        key = (pending.operation, pending.nbytes)
+        seconds = stream.prices.get(key)
+        if seconds is None:
+            seconds = stream.prices[key] = self._price(stream.key, *key)
+        pending.start = max(pending.ready, stream.free)
+        pending.end = stream.free = pending.start + seconds
+        for rank, _, row in pending.issued:
+            row.count += 1
+            row.nbytes += pending.nbytes
+            row.seconds += seconds
+            if seconds:
+                rank.transfers.append((pending.start, pending.end, stream.group))
+        pending.issued.clear()
+        self.runnable.extend(pending.waiting)
+        pending.waiting.clear()
+
+    def _price(self, key: Stream, operation: Operation | None, nbytes: int) -> float:
+        if operation is None:
+            assert key.pair is not None, "what is no collective is a message"
+            seconds = self.price.message_seconds(*key.pair, nbytes)
+        else:
+            seconds = self.price.collective_seconds(operation, key.ranks, nbytes, host=key.host)
+        if not seconds >= 0:
+            raise ValueError(f"{operation or 'a message'} of {nbytes} bytes in {key} costs {seconds}; give 0 or more")
+        return seconds
+
+    @staticmethod
+    def _wait(rank: _Rank, event: Wait) -> bool:
+        """Moves the clock to the end of a communication, or says that it is not known yet."""
+        if event.number not in rank.numbers:
+            raise ValueError(f"{rank.here()} waits for number {event.number}, which it has not issued")
+        issued = rank.numbers[event.number]
+        if issued is None:
+            return True
+        pending, key = issued
+        if pending.end is None:
+            pending.waiting.append(rank)
+            rank.waits_for = pending
+            return False
+        rank.numbers[event.number] = None
+        if pending.end > rank.clock:
+            row = rank.tally.rows[key]
+            row.idle += rank.spend(pending.ready, "idle")
+            row.queued += rank.spend(pending.start, "queued")
+            row.transfer += rank.spend(pending.end, "transfer")
+        return True
+
+    def waiting(self) -> list[Waiting]:
+        """The ranks that are not through, each with what it waits for."""
+        return [
+            self._incomplete(rank.waits_for, rank, rank.index, rank.clock)
+            for rank in self.ranks
+            if rank.waits_for is not None
+        ]
+
+    def left(self) -> list[Waiting]:
+        """The first of each stream that some rank has issued and that has not begun."""
+        firsts = [stream.pending[min(stream.pending)] for stream in self.streams.values() if stream.pending]
+        return [self._incomplete(first, *first.issued[0][:2], first.ready) for first in firsts]
+
+    @staticmethod
+    def _incomplete(pending: _Pending, rank: _Rank, event: int, seconds: float) -> Waiting:
+        positions = pending.stream.positions
+        missing = tuple(member for member, issued in positions.items() if issued <= pending.position)
+        return Waiting(rank.rank, event, seconds, pending.stream.key, pending.position, missing)
+
+
+def _steps(ranks: Sequence[_Rank]) -> tuple[StepTimes, ...]:
+    """What the ranks have added up, by step and phase; steps in their order, what follows the last one at the end."""
+    steps = {step for rank in ranks for step in rank.steps}
+    times = []
+    for step in sorted(steps, key=lambda step: (step is None, step or 0)):
+        seconds: dict[int, float] = {}
+        phases: defaultdict[str, dict[int, RankTimes]] = defaultdict(dict)
+        for rank in ranks:
+            if step in rank.steps:
+                seconds[rank.rank], tallies = rank.steps[step]
+                for phase, tally in tallies.items():
+                    phases[phase][rank.rank] = tally.times()
+        times.append(StepTimes(step, seconds, {phase: PhaseTimes(of) for phase, of in phases.items()}))
+    return tuple(times)
