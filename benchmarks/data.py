@@ -103,8 +103,8 @@ def write_records(path: Path, texts: Sequence[str], count: int, least: int, most
 
 def loader_of(work: Path, name: str, cache: Path, workers: int | None) -> Any:
     from megarlhf.config import DataConfig
-    from megarlhf.data.load import SetLoader
-    from megarlhf.data.samples import SFTEncoder, SFTSample
+    from megarlhf.data.samples.encoders import SFTEncoder, SFTSample
+    from megarlhf.data.tokenize.load import SetLoader
 
     data = DataConfig.model_validate(
         {"train": work / f"{name}.jsonl", "cache": str(cache), "workers": workers, **LIMITS}
@@ -123,7 +123,7 @@ def since(start: tuple[float, float]) -> dict[str, float]:
 
 
 def child_ours(work: Path, processes: int) -> dict[str, float]:
-    from megarlhf.data.tokenized import lengths_of
+    from megarlhf.data.samples.dataset import lengths_of
 
     loader = loader_of(work, "records", Path(tempfile.mkdtemp(dir=work)), processes)
     loader.encoder.open()  # the tokenizer is imported and loaded, as that of `map` is
@@ -167,8 +167,8 @@ def child_map(work: Path, processes: int, *, batched: bool) -> dict[str, float]:
 
 def child_conversations(work: Path) -> dict[str, float]:
     """CPU seconds with the check over those without it, by template: the median of pairs in turns."""
-    from megarlhf.data.samples import SFTEncoder
-    from megarlhf.data.templates import ChatTemplate
+    from megarlhf.data.samples.encoders import SFTEncoder
+    from megarlhf.data.text.templates import ChatTemplate
     from megarlhf.data.text.written import Written
 
     rows = [json.loads(line) for line in (work / "records.jsonl").read_text().splitlines()][:1000]
@@ -205,9 +205,9 @@ def child_memory(work: Path, way: str) -> None:
     """Says that it has read all, waits for the others, and says what it holds."""
     import gc
 
-    from megarlhf.data.samples import SFTEncoder, encode_records
-    from megarlhf.data.sources import load_records
-    from megarlhf.data.tokenized import lengths_of
+    from megarlhf.data.samples.dataset import lengths_of
+    from megarlhf.data.samples.encoders import SFTEncoder, encode_records
+    from megarlhf.data.sources.find import load_records
 
     SFTEncoder(tokenizer=work / "tokenizer", **LIMITS).open()
     gc.collect()
@@ -229,7 +229,7 @@ def child_memory(work: Path, way: str) -> None:
 
 
 def child_first_batch(work: Path) -> dict[str, Any]:
-    from megarlhf.data.loader import batches_of
+    from megarlhf.data.samples.order import batches_of
 
     loader = loader_of(work, "many", work / "cache", None)
     start = time.perf_counter()

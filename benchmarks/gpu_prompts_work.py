@@ -22,8 +22,8 @@ from benchmarks.packing_workload import Workload
 from benchmarks.prompts_work import by_formula
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.config import RLConfig
-from megarlhf.data.samples import PromptSample
-from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.data.samples.encoders import PromptSample
+from megarlhf.data.text.tokenizer import load_tokenizer
 from megarlhf.models.packed_attention import packed_attention
 from megarlhf.models.tree_attention import kernel_for, plain_attention
 from megarlhf.observe.watch.phases import Phases

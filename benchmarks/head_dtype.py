@@ -60,7 +60,7 @@ def gap_with_head(head: str, model: Path, prompts: Path) -> dict[str, Any]:
     import vllm
 
     from megarlhf.config import RLConfig
-    from megarlhf.data.tokenizer import load_tokenizer
+    from megarlhf.data.text.tokenizer import load_tokenizer
     from megarlhf.observe.watch.phases import Phases
     from megarlhf.rollout.bank import Bank
     from megarlhf.runtime import RankInfo, initialize

@@ -29,8 +29,8 @@ from benchmarks.packing_children import Parent
 from benchmarks.packing_workload import Sizes, make_workload, text_of
 from benchmarks.prompts_work import looked_at
 from megarlhf.config import LogprobGapConfig, RLConfig
-from megarlhf.data.samples import PromptSample
-from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.data.samples.encoders import PromptSample
+from megarlhf.data.text.tokenizer import load_tokenizer
 from megarlhf.experience import Experience, Ragged, Rollouts
 from megarlhf.models.role import Role
 from megarlhf.observe.watch.phases import Phases

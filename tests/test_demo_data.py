@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megarlhf.data.samples import build_pairs, build_prompts, build_sft
-from megarlhf.data.sources import load_records
-from megarlhf.data.tokenizer import SentencePieceTokenizer, load_tokenizer
+from megarlhf.data.samples.encoders import build_pairs, build_prompts, build_sft
+from megarlhf.data.sources.find import load_records
+from megarlhf.data.text.tokenizer import SentencePieceTokenizer, load_tokenizer
 from tools.demo.make_data import (
     ALPHABET,
     MODEL_CONFIG,

@@ -12,9 +12,9 @@ from torch import Tensor
 from megarlhf.architectures.hf_config import architecture_from_hf, read_config, score_of_config
 from megarlhf.architectures.placements import head_name, identity_placements, logical_tensors
 from megarlhf.config import ModelConfig, RoleConfig
-from megarlhf.data.templates import Template, chat_template
-from megarlhf.data.tokenizer import first_difference, load_tokenizer
-from megarlhf.data.tokenizer_files import has_tokenizer
+from megarlhf.data.text.templates import Template, chat_template
+from megarlhf.data.text.tokenizer import first_difference, load_tokenizer
+from megarlhf.data.text.tokenizer_files import has_tokenizer
 from megarlhf.data.tokenizer_formats.comparison import changed_text, read_otherwise
 from megarlhf.planning.machine.capabilities import trained_tensors_of
 from megarlhf.weights.checkpoint.dtype import has_weights

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarlhf.config import DataConfig
-from megarlhf.data.load import SetLoader
-from megarlhf.data.samples import SFTSample, Unusable
+from megarlhf.data.samples.encoders import SFTSample, Unusable
+from megarlhf.data.tokenize.load import SetLoader
 
 ROWS = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(40)]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarlhf.data.conversations import (
+from megarlhf.data.text.conversations import (
     EmptyText,
     PairOfConversations,
     PairOfTexts,
@@ -10,7 +10,7 @@ from megarlhf.data.conversations import (
     pair_of,
     prompt_of,
 )
-from megarlhf.data.templates import Conversation
+from megarlhf.data.text.templates import Conversation
 from tests.data.chat_styles import said
 
 ASKED, ANSWER = said("user", "1+1"), said("assistant", "2")

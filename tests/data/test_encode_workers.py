@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from megarlhf.config import SourceConfig
-from megarlhf.data import encode
-from megarlhf.data.encode import Job
-from megarlhf.data.samples import SFTEncoder, SFTSample
+from megarlhf.data.samples.encoders import SFTEncoder, SFTSample
+from megarlhf.data.tokenize import workers as encode
+from megarlhf.data.tokenize.workers import Job
 from tests.data.counting import ROWS, Counting, entries, loader, write
 
 
@@ -28,7 +28,7 @@ def workers_at_once(monkeypatch):
         pool._has_begun = True
         return True
 
-    monkeypatch.setattr("megarlhf.data.formats.CHUNK_ROWS", 5)
+    monkeypatch.setattr("megarlhf.data.sources.read.CHUNK_ROWS", 5)
     monkeypatch.setattr(encode, "ALONE_SECONDS", 0.0)
     monkeypatch.setattr(encode._Pool, "is_ready", property(ready))
 
@@ -91,7 +91,7 @@ def test_a_worker_whose_parent_was_killed_ends_without_a_word(tmp_path, left_out
     """Also in the middle of what it was being told; `None`: before it was told anything."""
     job = pickle.dumps(Job(SourceConfig(path=tmp_path), Counting(tmp_path / "log"), SFTSample, ()))
     told = b"" if left_out is None else job[:-left_out]
-    command = [sys.executable, "-m", "megarlhf.data.encode"]
+    command = [sys.executable, "-m", "megarlhf.data.tokenize.workers"]
     done = subprocess.run(command, input=told, capture_output=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 

@@ -10,10 +10,10 @@ import pyarrow.parquet as parquet
 import pytest
 
 from megarlhf.config import SourceConfig
-from megarlhf.data.adapters import nemo_rl
-from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder
-from megarlhf.data.sources import load_records
-from megarlhf.data.unread import counted
+from megarlhf.data.samples.encoders import PairEncoder, PromptEncoder, SFTEncoder
+from megarlhf.data.sources.adapters import nemo_rl
+from megarlhf.data.sources.find import load_records
+from megarlhf.data.sources.unread_columns import counted
 from tests.data.chat_styles import CHATML, chat_tokenizer
 
 LIMITS = {"tokenizer": Path(), "max_prompt_tokens": 999}

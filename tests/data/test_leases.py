@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarlhf.data import cache
+from megarlhf.data.tokenize import cache
 
 
 def test_a_lease_has_its_text_from_the_beginning(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarlhf.data.loader import MixedBatches, ShuffledBatches
+from megarlhf.data.samples.order import MixedBatches, ShuffledBatches
 
 SIZES = st.integers(1, 12).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n)))
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megarlhf.data.blocks import digest_of_blocks
-from megarlhf.data.megatron_indexed import open_indexed, parse_blend, read_index, split_range
-from megarlhf.data.tokenized import Joined
+from megarlhf.data.samples.dataset import Joined
+from megarlhf.data.samples.megatron_indexed import open_indexed, parse_blend, read_index, split_range
 
 
 def write(prefix, documents, dtype=np.int32):

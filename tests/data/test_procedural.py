@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from megarlhf.data.procedural import FIELD, SAME_HASHES, item_again, parse, require_disjoint, require_task
-from megarlhf.data.sources import load_records, require_source, source_files
+from megarlhf.data.sources.find import load_records, require_source, source_files
+from megarlhf.data.sources.reasoning_gym import FIELD, SAME_HASHES, item_again, parse, require_disjoint, require_task
 from tests.command import ROOT
 
 LEGS = "reasoning_gym:leg_counting?size=4&seed=5&max_animals=4"
@@ -88,7 +88,7 @@ def test_items_are_equal_whatever_hashes_a_process_has():
     name = "reasoning_gym:isomorphic_strings?size=3&seed=5"
     rows = load_records(name, fields=("prompt",))
     load = f"load_records({name!r}, fields=())"
-    code = f"from megarlhf.data.sources import load_records; print([row['prompt'] for row in {load}])"
+    code = f"from megarlhf.data.sources.find import load_records; print([row['prompt'] for row in {load}])"
     for seed in ("1", "2"):
         env = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
         said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout

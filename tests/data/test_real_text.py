@@ -10,10 +10,10 @@ import json
 import pytest
 import torch
 
-from megarlhf.data.retokenize import Retokenizer
-from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder, build_sft
-from megarlhf.data.sources import load_records
-from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.data.samples.encoders import PairEncoder, PromptEncoder, SFTEncoder, build_sft
+from megarlhf.data.samples.retokenize import Retokenizer
+from megarlhf.data.sources.find import load_records
+from megarlhf.data.text.tokenizer import load_tokenizer
 from megarlhf.experience import Ragged, Rollouts
 from megarlhf.observe.records.sample_tables import SampleTables, read_table
 from megarlhf.observe.report.html_page import document

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megarlhf.data.retokenize import Retokenizer, TextTooLong
-from megarlhf.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from megarlhf.data.samples.retokenize import Retokenizer, TextTooLong
+from megarlhf.data.text.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from tests.classifiers import CHAT_TEMPLATE, write_tokenizer
 
 BOS, EOS = 1, 2

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megarlhf.config import SFTDataConfig
-from megarlhf.data.load import SetLoader
-from megarlhf.data.samples import (
+from megarlhf.data.samples.encoders import (
     PairEncoder,
     PairSample,
     PromptEncoder,
@@ -21,8 +20,9 @@ from megarlhf.data.samples import (
     build_prompts,
     build_sft,
 )
-from megarlhf.data.sources import load_records
-from megarlhf.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from megarlhf.data.sources.find import load_records
+from megarlhf.data.text.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from megarlhf.data.tokenize.load import SetLoader
 from tests.classifiers import CHAT_TEMPLATE, LETTERS, write_tokenizer
 from tests.data.chat_styles import CHATML
 from tests.data.chat_styles import chat_tokenizer as styled_tokenizer
@@ -237,7 +237,7 @@ def test_template_errors(fast_tokenizer):
 
 
 def test_more_tokens_than_positions_are_refused_with_both_numbers():
-    from megarlhf.data.limits import require_positions
+    from megarlhf.data.samples.limits import require_positions
 
     require_positions(64, 64, "base")
     with pytest.raises(ValueError, match="longest sample has 65 tokens, base takes 64 "):
@@ -245,7 +245,7 @@ def test_more_tokens_than_positions_are_refused_with_both_numbers():
 
 
 def test_a_sample_longer_than_a_packed_micro_batch_is_named_with_both_numbers():
-    from megarlhf.data.limits import require_budget
+    from megarlhf.data.samples.limits import require_budget
 
     require_budget([64, 3], 64, "train.jsonl", "prompt and response")
     require_budget([64, 3], None, "train.jsonl", "prompt and response")

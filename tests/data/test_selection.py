@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from megarlhf.data.selection import set_aside
+from megarlhf.data.samples.split import set_aside
 from tests.data.counting import Counting, loader
 
 

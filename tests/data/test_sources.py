@@ -14,7 +14,7 @@ import datasets
 import pytest
 
 from megarlhf.config import SourceConfig
-from megarlhf.data.sources import files_in_words, find, load_records, require_source, source_files
+from megarlhf.data.sources.find import files_in_words, find, load_records, require_source, source_files
 
 ROWS = [
     {"prompt": "1+1=", "response": "2", "answer": 2, "day": "2024-01-01"},
@@ -386,7 +386,7 @@ def test_processes_that_load_at_once_do_not_race(tmp_path):
     """Three processes, one Parquet file, an empty home: all succeed and the home stays without a cache."""
     datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / "a.parquet")
     code = (
-        "import sys; from megarlhf.data.sources import load_records; "
+        "import sys; from megarlhf.data.sources.find import load_records; "
         "print(len(load_records(sys.argv[1], fields=['prompt'])))"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "a.parquet")]

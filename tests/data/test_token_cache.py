@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from megarlhf.data import cache
-from megarlhf.data.load import SetLoader
-from megarlhf.data.samples import SFTEncoder, SFTSample
+from megarlhf.data.samples.encoders import SFTEncoder, SFTSample
+from megarlhf.data.tokenize import cache
+from megarlhf.data.tokenize.load import SetLoader
 from tests.data.counting import ROWS, Counting, entries, loader, write
 from tools.demo.make_data import train_tokenizer
 

@@ -13,9 +13,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megarlhf.data.columns import Columns, Writer, pack
-from megarlhf.data.samples import PairSample, PromptSample, SFTSample
-from megarlhf.data.tokenized import Joined, Selected, Stored, by_record, lengths_of, positions_of_shared, records_of
+from megarlhf.data.samples.columns import Columns, Writer, pack
+from megarlhf.data.samples.dataset import (
+    Joined,
+    Selected,
+    Stored,
+    by_record,
+    lengths_of,
+    positions_of_shared,
+    records_of,
+)
+from megarlhf.data.samples.encoders import PairSample, PromptSample, SFTSample
 from megarlhf.resume.claim.identity import digest_of_samples
 
 FIELDS = {

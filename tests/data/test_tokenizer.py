@@ -11,9 +11,9 @@ import sentencepiece
 from tokenizers import ByteLevelBPETokenizer, processors
 from transformers import AutoTokenizer
 
-from megarlhf.data.samples import PromptEncoder
-from megarlhf.data.texts import pieces
-from megarlhf.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, load_tokenizer
+from megarlhf.data.samples.encoders import PromptEncoder
+from megarlhf.data.samples.texts import pieces
+from megarlhf.data.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, load_tokenizer
 from megarlhf.data.tokenizer_formats.texts import where_they_differ
 
 CORPUS = ["the answer is 85", "what is 37+48= and so on", "0123456789 abc"] * 5

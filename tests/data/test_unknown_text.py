@@ -8,9 +8,9 @@ import json
 import pytest
 
 from megarlhf.config import DataConfig
-from megarlhf.data.load import SetLoader
-from megarlhf.data.samples import PairEncoder, PairSample, SFTEncoder, SFTSample
-from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.data.samples.encoders import PairEncoder, PairSample, SFTEncoder, SFTSample
+from megarlhf.data.text.tokenizer import load_tokenizer
+from megarlhf.data.tokenize.load import SetLoader
 from tools.demo.make_data import train_tokenizer
 
 NOTE = "with text that the tokenizer does not know, which became its unknown token"

@@ -8,12 +8,12 @@ import pytest
 
 from megarlhf.config import PromptDataConfig, SourceConfig
 from megarlhf.config.conversations import ConversationConfig
-from megarlhf.data.fields import hint
-from megarlhf.data.load import SetLoader
-from megarlhf.data.sample_kinds import PairSample, PromptSample, SFTSample
-from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder
-from megarlhf.data.sources import load_records
-from megarlhf.data.unread import counted, unread_columns
+from megarlhf.data.samples.encoders import PairEncoder, PromptEncoder, SFTEncoder
+from megarlhf.data.samples.types import PairSample, PromptSample, SFTSample
+from megarlhf.data.sources.fields import hint
+from megarlhf.data.sources.find import load_records
+from megarlhf.data.sources.unread_columns import counted, unread_columns
+from megarlhf.data.tokenize.load import SetLoader
 from tests.data.chat_styles import CHATML, chat_tokenizer, write_chat_tokenizer
 from tests.data.test_frameworks import ANSWERS, LIMITS, REPLY, TEXTS, USER, VERL, WRONG
 

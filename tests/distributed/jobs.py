@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megarlhf.architectures.placements import Head
 from megarlhf.config import RoleConfig, SFTConfig
-from megarlhf.data.samples import build_sft
-from megarlhf.data.sources import load_records
-from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.data.samples.encoders import build_sft
+from megarlhf.data.sources.find import load_records
+from megarlhf.data.text.tokenizer import load_tokenizer
 from megarlhf.models.role import Role, build_role
 from megarlhf.models.settings import DTYPES
 from megarlhf.models.weights import load_weights
@@ -182,7 +182,7 @@ def _whole_vocabulary(role: Role, output: Tensor, batch: MicroBatch) -> Tensor:
 def rm_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[str, Any]:
     """The same for the reward model, with its held-out evaluation before training."""
     from megarlhf.config import RMConfig
-    from megarlhf.data.samples import build_pairs
+    from megarlhf.data.samples.encoders import build_pairs
     from megarlhf.trainers.supervised.loop import evaluate
     from megarlhf.trainers.supervised.rm import RewardModelling, divide_head, score_deviation
 

@@ -10,8 +10,8 @@ from unittest import mock
 import torch.distributed as dist
 
 from megarlhf.config import RLConfig
-from megarlhf.data.sources import load_records
-from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.data.sources.find import load_records
+from megarlhf.data.text.tokenizer import load_tokenizer
 from megarlhf.models.role import Role, build_role
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel import step
@@ -130,7 +130,7 @@ def bytes_there(parts: RoleParts) -> dict[str, int]:
 
 
 def _prompts(cfg: RLConfig, tokenizer: Any) -> list[Any]:
-    from megarlhf.data.samples import build_prompts
+    from megarlhf.data.samples.encoders import build_prompts
 
     records = load_records(cfg.data.train, fields=("prompt",))
     return build_prompts(records, tokenizer, max_prompt_tokens=cfg.data.max_prompt_tokens)[0]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from megarlhf.config import DPOConfig
-from megarlhf.data.samples import PairSample
+from megarlhf.data.samples.encoders import PairSample
 from tests.distributed.compare import assert_gradients_equal, assert_weights_equal
 from tests.distributed.dpo_jobs import dpo_steps, pairs_of
 from tests.ranks import RankPool

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from megarlhf.data.samples import build_sft
-from megarlhf.data.sources import load_records
-from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.data.samples.encoders import build_sft
+from megarlhf.data.sources.find import load_records
+from megarlhf.data.text.tokenizer import load_tokenizer
 from megarlhf.models.attention import causal_band
 from megarlhf.models.positions import PositionTable
 from tests.distributed.compare import assert_gradients_equal

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from megarlhf.config import RMConfig, SFTConfig
-from megarlhf.data.megatron_indexed import open_indexed
+from megarlhf.data.samples.megatron_indexed import open_indexed
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.planning.preflight import preflight
 from tests.data.test_megatron_indexed import documents, write

@@ -14,8 +14,8 @@ import torch
 import yaml
 
 from megarlhf.config import MicroBatchConfig, RewardConfig, RoleConfig
-from megarlhf.data.samples import PromptSample
-from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.data.samples.encoders import PromptSample
+from megarlhf.data.text.tokenizer import load_tokenizer
 from megarlhf.experience import Experience, Ragged, Rollouts
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.runtime import Runtime

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import logical_tensors
 from megarlhf.config import ConversationConfig, RoleConfig
-from megarlhf.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, first_difference, load_tokenizer
+from megarlhf.data.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, first_difference, load_tokenizer
 from megarlhf.data.tokenizer_formats.comparison import changed_text
 from megarlhf.planning.data.end_tokens import end_notes
 from megarlhf.planning.models import check_heads, check_vocabularies

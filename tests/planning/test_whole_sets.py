@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megarlhf.data.cache import VARIABLE
+from megarlhf.data.tokenize.cache import VARIABLE
 from megarlhf.planning.data import whole_sets
 from megarlhf.planning.preflight import preflight
 from tests.planning.configs import sft

@@ -17,9 +17,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer
 
 from megarlhf.config import ConversationConfig, ModelConfig
-from megarlhf.data.companions import files_of_exports
-from megarlhf.data.tokenizer import load_tokenizer
-from megarlhf.data.tokenizer_files import has_tokenizer
+from megarlhf.data.text.export_files import files_of_exports
+from megarlhf.data.text.tokenizer import load_tokenizer
+from megarlhf.data.text.tokenizer_files import has_tokenizer
 from megarlhf.data.tokenizer_formats.comparison import read_otherwise
 from megarlhf.data.tokenizer_formats.texts import TEXTS
 from megarlhf.weights.checkpoint.hf_writer import other_files

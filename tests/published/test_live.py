@@ -14,11 +14,11 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoTokenizer
 
 from megarlhf.config import ConversationConfig, ModelConfig
-from megarlhf.data.companions import files_of_exports
-from megarlhf.data.samples import PromptEncoder
-from megarlhf.data.templates import Conversation, chat_template
-from megarlhf.data.texts import pieces
-from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.data.samples.encoders import PromptEncoder
+from megarlhf.data.samples.texts import pieces
+from megarlhf.data.text.export_files import files_of_exports
+from megarlhf.data.text.templates import Conversation, chat_template
+from megarlhf.data.text.tokenizer import load_tokenizer
 from megarlhf.data.tokenizer_formats.comparison import read_otherwise
 from tests.published.texts import draw, write_config
 from tools import pretrained, published

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megarlhf.config import RoleConfig, RolloutConfig
-from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.data.text.tokenizer import load_tokenizer
 from megarlhf.model_directory import end_tokens
 from megarlhf.rollout import vllm_engine
 from megarlhf.rollout.balance import SeenLengths

@@ -7,7 +7,7 @@ import torch
 
 from megarlhf.config import RewardConfig
 from megarlhf.config.rewards import IN_WORKERS
-from megarlhf.data.sources import load_records
+from megarlhf.data.sources.find import load_records
 from megarlhf.rollout.rewards.accuracy import accuracy_of
 from megarlhf.rollout.rewards.batch import RewardBatch
 from megarlhf.rollout.rewards.rules import field_check, rule_with
@@ -117,7 +117,7 @@ def test_bad_arguments_are_refused(name, args, message):
 @pytest.mark.parametrize("name", VERIFIERS)
 def test_without_the_package_it_is_said_what_to_install(name, monkeypatch):
     monkeypatch.setattr("megarlhf.rollout.rewards.verifiers.find_spec", lambda name: None)
-    monkeypatch.setattr("megarlhf.data.procedural.find_spec", lambda name: None)
+    monkeypatch.setattr("megarlhf.data.sources.reasoning_gym.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"it needs the package .*: pip install 'megarlhf\[verifiers\]'"):
         rule_with(name, {})
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 
 from megarlhf.config import RewardConfig
-from megarlhf.data.samples import PromptSample
+from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.trainers.generation.best_of import Candidate, candidates, choose, record_of
 from megarlhf.trainers.generation.generate import _chosen_lines, _Scores, _summary
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarlhf.config import RLConfig
-from megarlhf.data.samples import PromptSample
+from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.experience import Experience, Rollouts
 from megarlhf.trainers.rl.metrics import describe, kl_by_sample
 from megarlhf.trainers.rl.sample_rows import training_rows

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarlhf.data.texts import Text, pieces
+from megarlhf.data.samples.texts import Text, pieces
 from megarlhf.parallel.batching import Batching
 from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.parallel.packing import Cost

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megarlhf.config import RewardConfig
-from megarlhf.data.samples import PromptSample
+from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.errors import RewardError
 from megarlhf.experience import Experience, Rollouts
 from megarlhf.trainers.experience.rewards import Rewarder, labels_of, totals_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarlhf.config import DynamicSamplingConfig, RewardConfig
-from megarlhf.data.samples import PromptSample
+from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.experience import Experience, Rollouts
 from megarlhf.trainers.experience.rewards import Said
 from megarlhf.trainers.rl.dynamic_sampling import Drawn, groups_with_signal, select

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megarlhf.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+from megarlhf.data.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from megarlhf.data.tokenizer_formats.texts import TEXTS, where_they_differ
 
 _SAMPLE = "Ab  12\n\n\tEf"

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from megarlhf.data.tokenizer_files import damaged
+from megarlhf.data.text.tokenizer_files import damaged
 from megarlhf.data.tokenizer_formats.settings import Mismatch, Settings, settled, text_of
 
 logger = logging.getLogger(__name__)

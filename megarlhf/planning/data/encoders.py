@@ -18,9 +18,9 @@ from megarlhf.config import (
     SFTConfig,
     SourceConfig,
 )
-from megarlhf.data.megatron_indexed import IndexedOptions, learnt_whole
-from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder, writing_options
-from megarlhf.data.texts import Text, TextEncoder
+from megarlhf.data.samples.encoders import PairEncoder, PromptEncoder, SFTEncoder, writing_options
+from megarlhf.data.samples.megatron_indexed import IndexedOptions, learnt_whole
+from megarlhf.data.samples.texts import Text, TextEncoder
 from megarlhf.planning.machine.capabilities import AnyConfig
 from megarlhf.rollout.rewards.rules import RuleFields
 

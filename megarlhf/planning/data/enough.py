@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megarlhf.config import EvaluateConfig, GenerateConfig, PromptDataConfig, RLConfig, words_of
 from megarlhf.config.data import PHASES
-from megarlhf.data.sources import Place
+from megarlhf.data.sources.find import Place
 from megarlhf.planning.machine.capabilities import AnyConfig
 
 _COUNTED_BYTES = 256 << 20

@@ -24,13 +24,13 @@ from megarlhf.config import (
 )
 from megarlhf.config.ask import AskConfig
 from megarlhf.config.rewards import labels_of
-from megarlhf.data.ends import turn_end_of
-from megarlhf.data.load import first_record
-from megarlhf.data.samples import Form, PairEncoder, PromptEncoder, SFTEncoder
-from megarlhf.data.sources import Place, find
-from megarlhf.data.templates import chat_template, has_template
-from megarlhf.data.texts import TextEncoder
-from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
+from megarlhf.data.samples.encoders import Form, PairEncoder, PromptEncoder, SFTEncoder
+from megarlhf.data.samples.texts import TextEncoder
+from megarlhf.data.sources.find import Place, find
+from megarlhf.data.text.end_tokens import turn_end_of
+from megarlhf.data.text.templates import chat_template, has_template
+from megarlhf.data.text.tokenizer import Tokenizer, load_tokenizer
+from megarlhf.data.tokenize.load import first_record
 from megarlhf.data.tokenizer_formats.protocol import ChatTokenizer
 from megarlhf.planning.data.encoders import AnyEncoder, RecordEncoder, encoders_of
 from megarlhf.planning.machine.capabilities import AnyConfig

@@ -12,14 +12,14 @@ from typing import Any
 
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.config import DPOConfig, PromptDataConfig, RLConfig, RMConfig, SFTConfig, SourceConfig
-from megarlhf.data.cache import PRIVATE
-from megarlhf.data.limits import require_fitting
-from megarlhf.data.load import SetLoader
-from megarlhf.data.megatron_indexed import PARTS
-from megarlhf.data.sample_kinds import PAIR_SEQUENCES, PairSample, PromptSample, SFTSample
-from megarlhf.data.samples import PairEncoder, PromptEncoder, SFTEncoder
-from megarlhf.data.sources import Place, find
-from megarlhf.data.texts import Text, TextEncoder
+from megarlhf.data.samples.encoders import PairEncoder, PromptEncoder, SFTEncoder
+from megarlhf.data.samples.limits import require_fitting
+from megarlhf.data.samples.megatron_indexed import PARTS
+from megarlhf.data.samples.texts import Text, TextEncoder
+from megarlhf.data.samples.types import PAIR_SEQUENCES, PairSample, PromptSample, SFTSample
+from megarlhf.data.sources.find import Place, find
+from megarlhf.data.tokenize.cache import PRIVATE
+from megarlhf.data.tokenize.load import SetLoader
 from megarlhf.planning.data.encoders import AnyEncoder, indexed_options, sets_of
 from megarlhf.planning.machine.capabilities import AnyConfig
 

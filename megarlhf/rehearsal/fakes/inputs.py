@@ -16,7 +16,7 @@ from typing import Any
 
 from megarlhf.architectures.hf_config import read_config
 from megarlhf.config import DPOConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, words_of
-from megarlhf.data.sources import is_there
+from megarlhf.data.sources.find import is_there
 from megarlhf.planning.machine.capabilities import head_of
 from megarlhf.rehearsal.fakes.lengths import Constant, Lengths, LogNormal
 from megarlhf.weights.checkpoint.dtype import resolve_dtype

@@ -10,8 +10,8 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from megarlhf.collective_errors import from_rank
-from megarlhf.data.tokenized import Samples
-from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.data.samples.dataset import Samples
+from megarlhf.data.text.tokenizer import Tokenizer
 from megarlhf.models import weights
 from megarlhf.models.role import Role
 from megarlhf.observe.records.cost_metrics import reproducible

@@ -15,7 +15,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from megarlhf.config import DPOConfig, FrozenModel, RLConfig, RMConfig, RunConfig, SFTConfig, dump_config, load_config
-from megarlhf.data.splits import is_pattern
+from megarlhf.data.sources.splits import is_pattern
 from megarlhf.observe.records.run_directory import (
     CONFIG_FILE,
     CONFIG_HEADER,

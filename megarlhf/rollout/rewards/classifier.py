@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megarlhf.architectures.hf_config import score_of_config
-from megarlhf.data.retokenize import Retokenizer
+from megarlhf.data.samples.retokenize import Retokenizer
 from megarlhf.data.text.omissions import KINDS
-from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.data.text.tokenizer import load_tokenizer
 from megarlhf.provenance import find_provenance_file
 from megarlhf.rollout.rewards.batch import Outcome, RewardBatch, Untold, short
 

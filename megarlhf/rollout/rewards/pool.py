@@ -21,7 +21,7 @@ from multiprocessing import Pipe
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from megarlhf.data.procedural import SAME_HASHES
+from megarlhf.data.sources.reasoning_gym import SAME_HASHES
 from megarlhf.rollout.rewards.batch import Outcome, RewardBatch
 from megarlhf.rollout.rewards.calls import AT_ONCE
 from megarlhf.rollout.rewards.forms import Form

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from megarlhf.data.procedural import FIELD, item_again, require_reasoning_gym
+from megarlhf.data.sources.reasoning_gym import FIELD, item_again, require_reasoning_gym
 from megarlhf.rollout.rewards.answers import ANSWER, answers_of, end_of_solution
 from megarlhf.rollout.rewards.numerals import with_plain_signs
 

@@ -19,9 +19,9 @@ from megarlhf.algo.reward_scaling import RunningMoments, group_normalised, weigh
 from megarlhf.architectures.hf_config import read_config, score_of_config
 from megarlhf.config import MicroBatchConfig, RewardConfig
 from megarlhf.config.rewards import labels_of
-from megarlhf.data.samples import PromptSample
+from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.data.text.omissions import Kind
-from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.data.text.tokenizer import Tokenizer
 from megarlhf.errors import RewardError, WatchdogTimeout
 from megarlhf.experience import Experience, Ragged
 from megarlhf.kernels import packed_sums

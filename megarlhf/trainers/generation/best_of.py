@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from megarlhf.data.samples import PromptSample
+from megarlhf.data.samples.encoders import PromptSample
 
 Selection = Literal["best", "best_and_worst"]
 

@@ -11,9 +11,9 @@ import torch
 
 from megarlhf.collective_errors import from_first_rank
 from megarlhf.config.ask import AskConfig
-from megarlhf.data.sample_kinds import sample_of
-from megarlhf.data.samples import PromptSample, Unusable, reading_in_words
-from megarlhf.data.tokenizer import load_tokenizer
+from megarlhf.data.samples.encoders import PromptSample, Unusable, reading_in_words
+from megarlhf.data.samples.types import sample_of
+from megarlhf.data.text.tokenizer import load_tokenizer
 from megarlhf.planning.data.encoders import prompt_encoder
 from megarlhf.rollout.engine import sample_seed
 from megarlhf.rollout.rewards.score import response_texts

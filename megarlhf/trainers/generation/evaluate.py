@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarlhf.config import EvaluateConfig, words_of
-from megarlhf.data.samples import PairSample, SFTSample
+from megarlhf.data.samples.encoders import PairSample, SFTSample
 from megarlhf.errors import RewardError, WatchdogTimeout
 from megarlhf.experience import Rollouts
 from megarlhf.models.role import Role, build_role

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megarlhf.algo.reward_scaling import weighted_total
 from megarlhf.config import GenerateConfig, RewardConfig
-from megarlhf.data.conversations import BESIDE_A_CONVERSATION
-from megarlhf.data.samples import PromptSample
+from megarlhf.data.samples.encoders import PromptSample
+from megarlhf.data.text.conversations import BESIDE_A_CONVERSATION
 from megarlhf.errors import RewardError, WatchdogTimeout
 from megarlhf.experience import Rollouts
 from megarlhf.models.role import build_role

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from megarlhf.config import ConversationConfig, PromptDataConfig, RewardConfig, RoleConfig, RolloutConfig, words_of
-from megarlhf.data.ends import turn_end_of
-from megarlhf.data.load import SetLoader
-from megarlhf.data.sample_kinds import PromptSample
-from megarlhf.data.tokenized import Samples
-from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
+from megarlhf.data.samples.dataset import Samples
+from megarlhf.data.samples.types import PromptSample
+from megarlhf.data.text.end_tokens import turn_end_of
+from megarlhf.data.text.tokenizer import Tokenizer, load_tokenizer
+from megarlhf.data.tokenize.load import SetLoader
 from megarlhf.layout import engine_order
 from megarlhf.model_directory import end_tokens
 from megarlhf.models.role import Role

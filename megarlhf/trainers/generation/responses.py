@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megarlhf.config import EvaluateConfig, RewardConfig, RolloutConfig, words_of
-from megarlhf.data.samples import PromptSample
-from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.data.samples.encoders import PromptSample
+from megarlhf.data.text.tokenizer import Tokenizer
 from megarlhf.experience import Rollouts
 from megarlhf.models.role import Role
 from megarlhf.observe.watch.phases import Phases

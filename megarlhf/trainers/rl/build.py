@@ -10,8 +10,8 @@ from pathlib import Path
 from megarlhf.architectures.placements import Head
 from megarlhf.collective_errors import from_first_rank, raise_on_all_ranks
 from megarlhf.config import RLConfig
-from megarlhf.data.companions import files_of_exports
-from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
+from megarlhf.data.text.export_files import files_of_exports
+from megarlhf.data.text.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.models.role import Role, build_role
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.mesh import GroupCache

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarlhf.algo.advantages import without_signal
 from megarlhf.config import DynamicSamplingConfig, RewardConfig
-from megarlhf.data.samples import PromptSample
+from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.experience import Experience, Rollouts
 from megarlhf.trainers.experience.rewards import Said, bounded, totals_of
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megarlhf.algo.kl import kl_estimate
 from megarlhf.config import RewardConfig, RLConfig, StopConfig
-from megarlhf.data.samples import PromptSample
-from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.data.samples.encoders import PromptSample
+from megarlhf.data.text.tokenizer import Tokenizer
 from megarlhf.experience import Ragged, Rollouts
 from megarlhf.observe.records.metrics import Metric
 from megarlhf.observe.records.sample_tables import Row, spread

@@ -11,8 +11,8 @@ from functools import partial
 
 from megarlhf.config import RLConfig
 from megarlhf.config.algo import GROUPED
-from megarlhf.data.loader import ShuffledBatches, batches_of, mixture_in_words
-from megarlhf.data.tokenized import by_record
+from megarlhf.data.samples.dataset import by_record
+from megarlhf.data.samples.order import ShuffledBatches, batches_of, mixture_in_words
 from megarlhf.observe.watch.phases import seconds_of
 from megarlhf.planning.kl_reference import anchor_notes
 from megarlhf.resume.claim.on_existing import NO_STEPS_LEFT

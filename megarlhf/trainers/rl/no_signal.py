@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megarlhf.data.samples import PromptSample
-from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.data.samples.encoders import PromptSample
+from megarlhf.data.text.tokenizer import Tokenizer
 from megarlhf.experience import Experience
 from megarlhf.observe.records.metrics import Metric
 from megarlhf.rollout.rewards.batch import short

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from megarlhf.config import RLConfig
-from megarlhf.data.load import SetLoader
-from megarlhf.data.loader import batches_of
-from megarlhf.data.sample_kinds import Encoder
-from megarlhf.data.texts import Text
+from megarlhf.data.samples.order import batches_of
+from megarlhf.data.samples.texts import Text
+from megarlhf.data.samples.types import Encoder
+from megarlhf.data.tokenize.load import SetLoader
 from megarlhf.experience import Ragged
 from megarlhf.models.role import Role
 from megarlhf.parallel.micro_batch import MicroBatch, TokenSpans, repeat_on_micro_batch, scatter_to_micro_batch

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megarlhf.config import RLConfig
-from megarlhf.data.samples import PromptSample
-from megarlhf.data.tokenized import records_of
+from megarlhf.data.samples.dataset import records_of
+from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.experience import Experience, Rollouts
 from megarlhf.resume.claim.config_changes import mathematics_of
 from megarlhf.rollout.bank import Bank

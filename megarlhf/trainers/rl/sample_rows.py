@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from megarlhf.config import RLConfig
-from megarlhf.data.samples import PromptSample
-from megarlhf.data.tokenizer import Tokenizer
+from megarlhf.data.samples.encoders import PromptSample
+from megarlhf.data.text.tokenizer import Tokenizer
 from megarlhf.experience import Experience, Rollouts
 from megarlhf.observe.records.sample_tables import Row, spread
 from megarlhf.rollout.rewards.score import text_of

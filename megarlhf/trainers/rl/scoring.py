@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megarlhf.algo.length_shaping import missing_end_penalty, overlong_penalty
 from megarlhf.config import MicroBatchConfig, RLConfig
-from megarlhf.data.samples import PromptSample
+from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.experience import Experience, Ragged
 from megarlhf.kernels import packed_sums
 from megarlhf.models.role import Role

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.config import SFTConfig, words_of
-from megarlhf.data.companions import files_of_exports
-from megarlhf.data.load import SetLoader
-from megarlhf.data.loader import batches_of, mixture_in_words
-from megarlhf.data.tokenized import Samples
+from megarlhf.data.samples.dataset import Samples
+from megarlhf.data.samples.order import batches_of, mixture_in_words
+from megarlhf.data.text.export_files import files_of_exports
+from megarlhf.data.tokenize.load import SetLoader
 from megarlhf.errors import Interrupted
 from megarlhf.models.role import Role, build_role
 from megarlhf.observe.records.metrics import Metric

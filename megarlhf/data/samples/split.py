@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from megarlhf.data.columns import Array
-from megarlhf.data.megatron_indexed import IndexedSamples
-from megarlhf.data.tokenized import Samples, Selected, Stored
+from megarlhf.data.samples.columns import Array
+from megarlhf.data.samples.dataset import Samples, Selected, Stored
+from megarlhf.data.samples.megatron_indexed import IndexedSamples
 
 Sample = TypeVar("Sample")
 _MISSED = 0.1

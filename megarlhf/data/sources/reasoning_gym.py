@@ -4,7 +4,7 @@ Some of its generators walk through Python sets, so that what they make depends 
 therefore made in a process of its own with a fixed one, and are equal on every rank, in every run.
 
 The standard library and yaml only: the process that generates and those that score import this. Run as
-`python -m megarlhf.data.procedural SOURCE`, it prints a JSON line for each item.
+`python -m megarlhf.data.sources.reasoning_gym SOURCE`, it prints a JSON line for each item.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def generate(name: str) -> list[dict[str, Any]]:
     `reasoning_gym` needs. Raises: ValueError as `require_task`, or with what the generator said."""
     require_task(name)
     done = subprocess.run(
-        [sys.executable, "-m", "megarlhf.data.procedural", name],
+        [sys.executable, "-m", "megarlhf.data.sources.reasoning_gym", name],
         env=os.environ | SAME_HASHES,
         capture_output=True,
         text=True,

@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from megarlhf.data.json_rows import shown
-from megarlhf.data.sample_kinds import PairSample, SFTSample
+from megarlhf.data.samples.types import PairSample, SFTSample
+from megarlhf.data.sources.json_rows import shown
 from megarlhf.data.text.json_text import messages_in, parse_text
 from megarlhf.data.text.replaced import THOUGHTS
 

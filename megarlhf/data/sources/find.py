@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarlhf.config import SourceConfig
-from megarlhf.data.fields import Fields, Record, form_of, records_of
-from megarlhf.data.formats import (
+from megarlhf.data.samples.megatron_indexed import files_of, prefix_of
+from megarlhf.data.sources.fields import Fields, Record, form_of, records_of
+from megarlhf.data.sources.read import (
     COMPRESSED,
     SUFFIXES,
     Chunk,
@@ -28,9 +29,8 @@ from megarlhf.data.formats import (
     kind_of,
     read_chunks,
 )
-from megarlhf.data.megatron_indexed import files_of, prefix_of
-from megarlhf.data.procedural import generate, is_procedural, items_of, require_task
-from megarlhf.data.splits import (
+from megarlhf.data.sources.reasoning_gym import generate, is_procedural, items_of, require_task
+from megarlhf.data.sources.splits import (
     chosen_split,
     files_of_directory,
     files_of_pattern,

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megarlhf.data.columns import MANIFEST
+from megarlhf.data.samples.columns import MANIFEST
 
 logger = logging.getLogger(__name__)
 VARIABLE = "MEGARLHF_CACHE"

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarlhf.data.jinja_chat import program_of
-from megarlhf.data.tokenizer_files import byte_pairs, damaged, require_readable, without_torch
+from megarlhf.data.text.jinja_chat import program_of
+from megarlhf.data.text.tokenizer_files import byte_pairs, damaged, require_readable, without_torch
 from megarlhf.data.tokenizer_formats.protocol import Messages, Tokenizer
 from megarlhf.data.tokenizer_formats.settings import Settings
 

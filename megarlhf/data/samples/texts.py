@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarlhf.data.samples import Unusable
-from megarlhf.data.tokenizer import Tokenizer, load_tokenizer
-from megarlhf.data.tokenizer_files import tokenizer_digest
+from megarlhf.data.samples.encoders import Unusable
+from megarlhf.data.text.tokenizer import Tokenizer, load_tokenizer
+from megarlhf.data.text.tokenizer_files import tokenizer_digest
 
 
 @dataclass(frozen=True)

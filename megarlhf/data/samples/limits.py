@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from megarlhf.data.sample_kinds import Unusable
-from megarlhf.data.tokenized import lengths_of
+from megarlhf.data.samples.dataset import lengths_of
+from megarlhf.data.samples.types import Unusable
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ import numpy as np
 
 from megarlhf.config.data import SourceConfig, parse_blend
 from megarlhf.data.blocks import digest_of_blocks
-from megarlhf.data.columns import Array
-from megarlhf.data.sample_kinds import SFTSample
-from megarlhf.data.tokenized import Joined, Samples
+from megarlhf.data.samples.columns import Array
+from megarlhf.data.samples.dataset import Joined, Samples
+from megarlhf.data.samples.types import SFTSample
 
 Sample = TypeVar("Sample")
 HEADER = b"MMIDIDX\x00\x00"

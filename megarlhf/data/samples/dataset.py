@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 
-from megarlhf.data.columns import Array, Columns
+from megarlhf.data.samples.columns import Array, Columns
 
 Sample = TypeVar("Sample")
 

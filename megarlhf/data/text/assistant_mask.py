@@ -12,8 +12,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megarlhf.data.templates import ChatTemplate, Conversation
 from megarlhf.data.text.omissions import Kind, require_written
+from megarlhf.data.text.templates import ChatTemplate, Conversation
 from megarlhf.data.text.written import Places, Written
 
 LossOn = Literal["last", "all"]

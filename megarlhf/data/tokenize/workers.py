@@ -1,9 +1,9 @@
 """From the rows of a source to columns of samples, in this process and, where that takes long, in others beside it.
 
 The result does not depend on how many there are: chunks of rows are encoded anywhere and appended in their order. A
-worker is `python -m megarlhf.data.encode`; it is told a job with its tokenizer, and then chunks, by pickles through a
-pipe from its parent, and ends when the pipe does. The parent encodes what its workers have no room for, so that of two
-processes one is started.
+worker is `python -m megarlhf.data.tokenize.workers`; it is told a job with its tokenizer, and then chunks, by pickles
+through a pipe from its parent, and ends when the pipe does. The parent encodes what its workers have no room for, so
+that of two processes one is started.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, cast
 
 from megarlhf.config import SourceConfig
-from megarlhf.data.columns import Packed, Writer, kinds_of, pack
-from megarlhf.data.fields import LEFT_OUT, Fields, LeftOut, Reader
-from megarlhf.data.formats import Chunk
-from megarlhf.data.sample_kinds import Changed, Encoder, Unusable
-from megarlhf.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
-from megarlhf.data.tokenizer_files import without_torch
-from megarlhf.data.unread import counted, unread_columns
+from megarlhf.data.samples.columns import Packed, Writer, kinds_of, pack
+from megarlhf.data.samples.types import Changed, Encoder, Unusable
+from megarlhf.data.sources.fields import LEFT_OUT, Fields, LeftOut, Reader
+from megarlhf.data.sources.read import Chunk
+from megarlhf.data.sources.unread_columns import counted, unread_columns
+from megarlhf.data.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
+from megarlhf.data.text.tokenizer_files import without_torch
 
 ALONE_SECONDS = 0.5
 """So long this process encodes by itself, and then until the first worker is ready: for small data none is started."""
@@ -231,7 +231,7 @@ class _Worker:
     def __init__(self, environment: dict[str, str], told: bytes) -> None:
         # A group of its own: Ctrl-C is for the run, which ends its workers.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "megarlhf.data.encode"],
+            [sys.executable, "-m", "megarlhf.data.tokenize.workers"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

@@ -15,18 +15,18 @@ from typing import Any, Generic, TypeVar
 
 from megarlhf.config import DataConfig, PromptDataConfig, SourceConfig
 from megarlhf.config.data import PHASES
-from megarlhf.data.adapters import digest_of_adapter
-from megarlhf.data.cache import cache_directory, digest_of_file, entry, key_of, stamp
-from megarlhf.data.columns import FORMAT, Columns, Writer
-from megarlhf.data.encode import Job, encode_all
-from megarlhf.data.fields import LEFT_OUT, Fields, LeftOut, Reader
-from megarlhf.data.megatron_indexed import IndexedOptions, IndexedSamples
-from megarlhf.data.over_long import CuttingEncoder
-from megarlhf.data.sample_kinds import Encoder, PromptSample, Skipped
-from megarlhf.data.samples import Form, PairEncoder, PromptEncoder, SFTEncoder, form_of_record
-from megarlhf.data.selection import phase_share, set_aside
-from megarlhf.data.sources import Place, files_in_words, find
-from megarlhf.data.tokenized import Joined, Samples, Stored, positions_of_shared
+from megarlhf.data.samples.columns import FORMAT, Columns, Writer
+from megarlhf.data.samples.dataset import Joined, Samples, Stored, positions_of_shared
+from megarlhf.data.samples.encoders import Form, PairEncoder, PromptEncoder, SFTEncoder, form_of_record
+from megarlhf.data.samples.megatron_indexed import IndexedOptions, IndexedSamples
+from megarlhf.data.samples.split import phase_share, set_aside
+from megarlhf.data.samples.truncation import CuttingEncoder
+from megarlhf.data.samples.types import Encoder, PromptSample, Skipped
+from megarlhf.data.sources.adapters import digest_of_adapter
+from megarlhf.data.sources.fields import LEFT_OUT, Fields, LeftOut, Reader
+from megarlhf.data.sources.find import Place, files_in_words, find
+from megarlhf.data.tokenize.cache import cache_directory, digest_of_file, entry, key_of, stamp
+from megarlhf.data.tokenize.workers import Job, encode_all
 
 logger = logging.getLogger(__name__)
 Sample = TypeVar("Sample")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarlhf.data import json_rows
-from megarlhf.data.fields import hint
+from megarlhf.data.sources import json_rows
+from megarlhf.data.sources.fields import hint
 
 
 def present(record: Mapping[str, Any], name: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from megarlhf.data.formats import SUFFIXES, kind_of, require_readable
+from megarlhf.data.sources.read import SUFFIXES, kind_of, require_readable
 
 Splits = dict[str, list[Path]]
 """Files in order, by split; "" where nothing says one."""

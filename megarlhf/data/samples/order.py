@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megarlhf.config import SourceConfig
-from megarlhf.data.tokenized import Joined
+from megarlhf.data.samples.dataset import Joined
 
 
 class ShuffledBatches:

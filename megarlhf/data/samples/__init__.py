@@ -1,0 +1,1 @@
+"""Samples: records as token ids, their order, limits and storage."""

@@ -1,0 +1,1 @@
+"""Records from files, datasets and generators."""

@@ -1,0 +1,1 @@
+"""Tokenization by worker processes, and the cache of its results."""
