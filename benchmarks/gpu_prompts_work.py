@@ -24,13 +24,13 @@ from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.config import RLConfig
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.data.text.tokenizer import load_tokenizer
-from megarlhf.models.packed_attention import packed_attention
-from megarlhf.models.tree_attention import kernel_for, plain_attention
+from megarlhf.models.attention.packed import packed_attention
+from megarlhf.models.attention.tree import kernel_for, plain_attention
 from megarlhf.observe.watch.phases import Phases
-from megarlhf.parallel.packed_rows import packed_row
-from megarlhf.parallel.packing import forward_cost
-from megarlhf.rollout.bank import Bank
+from megarlhf.parallel.packing.partition import forward_cost
+from megarlhf.parallel.packing.rows import packed_row
 from megarlhf.rollout.engine import Response, gather_rollouts
+from megarlhf.rollout.response_cache import Bank
 from megarlhf.runtime import Runtime, counts_allocations, synchronize
 from megarlhf.trainers.rl.build import build
 from megarlhf.trainers.rl.rollout import Drawing, make_experience

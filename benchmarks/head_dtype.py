@@ -62,7 +62,7 @@ def gap_with_head(head: str, model: Path, prompts: Path) -> dict[str, Any]:
     from megarlhf.config import RLConfig
     from megarlhf.data.text.tokenizer import load_tokenizer
     from megarlhf.observe.watch.phases import Phases
-    from megarlhf.rollout.bank import Bank
+    from megarlhf.rollout.response_cache import Bank
     from megarlhf.runtime import RankInfo, initialize
     from megarlhf.trainers.generation.prompts import load_prompts
     from megarlhf.trainers.rl.build import build

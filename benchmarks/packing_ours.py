@@ -36,7 +36,7 @@ from megarlhf.models.role import Role
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.parallel.step import Loss, StepResult
-from megarlhf.rollout.bank import Bank
+from megarlhf.rollout.response_cache import Bank
 from megarlhf.runtime import RankInfo, Runtime, initialize
 from megarlhf.trainers.rl.build import build
 from megarlhf.trainers.rl.logprob_gap import LogprobGapWatch

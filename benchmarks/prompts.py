@@ -40,7 +40,7 @@ from benchmarks.peers import UnavailableError
 from benchmarks.prompts_figures import goals, in_words, ratios
 from benchmarks.prompts_work import HELD_APART, by_formula
 from megarlhf.architectures.hf_config import architecture_from_hf
-from megarlhf.parallel.packing import forward_cost
+from megarlhf.parallel.packing.partition import forward_cost
 
 RESULT = ROOT / "benchmarks" / "results" / "prompts.json"
 KEPT = ROOT / "build" / "bench-prompts"

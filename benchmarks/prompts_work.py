@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from benchmarks.packing_children import Message
 from benchmarks.packing_workload import Workload
 from benchmarks.peers import AnonymousPeak
-from megarlhf.parallel.packing import Cost
+from megarlhf.parallel.packing.partition import Cost
 
 PRODUCTS = {"_scaled_dot_product_flash_attention_for_cpu": 2, "_scaled_dot_product_flash_attention_for_cpu_backward": 5}
 """Of matrices, in attention."""

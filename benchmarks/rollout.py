@@ -87,7 +87,7 @@ class Engines:
         from megarlhf.config import RoleConfig, RolloutConfig
         from megarlhf.models.role import build_role
         from megarlhf.parallel.mesh import GroupCache
-        from megarlhf.rollout.vllm_engine import VllmEngine
+        from megarlhf.rollout.vllm.engine import VllmEngine
 
         self.load, rng = load, random.Random(1)
         section = RoleConfig.model_validate({"model": {"path": str(model), "dtype": "fp32"}})
@@ -101,9 +101,11 @@ class Engines:
 
     def seconds(self, way: str, number: int) -> tuple[float, float]:
         """Seconds of the rollout, and those that an engine was idle, on average."""
-        from megarlhf.rollout import requests, vllm_build, vllm_engine
         from megarlhf.rollout.balance import SeenLengths
         from megarlhf.rollout.engine import Sampling
+        from megarlhf.rollout.vllm import build as vllm_build
+        from megarlhf.rollout.vllm import engine as vllm_engine
+        from megarlhf.rollout.vllm import generate_loop
 
         balance, known = WAYS[way]
         lengths = lengths_of(self.load, number)
@@ -122,7 +124,7 @@ class Engines:
         self.engine._seen = SeenLengths(self.load.prompts if known else 0)
         self.engine._seen.saw(self.prompts, lengths_of(self.load, number - 1))
         whole = mock.patch.object(
-            requests, "response_of", lambda output, _: requests.response_so_far(output, finished=False)
+            generate_loop, "response_of", lambda output, _: generate_loop.response_so_far(output, finished=False)
         )
         with mock.patch.object(vllm_engine, "enqueue", enqueue), whole:
             dist.barrier()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megarlhf.config import RolloutConfig
-from megarlhf.rollout.vllm_build import set_environment
+from megarlhf.rollout.vllm.build import set_environment
 
 runtime: Any = SimpleNamespace(device=torch.device("cpu"))
 set_environment(RolloutConfig(), runtime)

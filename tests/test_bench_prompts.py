@@ -15,7 +15,7 @@ from benchmarks import prompts as bench
 from benchmarks import prompts_figures as figures
 from benchmarks.packing_workload import REHEARSAL, Workload
 from benchmarks.prompts_work import Work, by_formula
-from megarlhf.parallel.packing import Cost
+from megarlhf.parallel.packing.partition import Cost
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from tests.source_files import is_in, sources
 CUDA_IN = (
     "runtime.py",
     "parallel/megatron_cpu.py",
-    "parallel/residency.py",
-    "rollout/vllm_build.py",
+    "parallel/device_memory.py",
+    "rollout/vllm/build.py",
     "kernels/",
     "rehearsal/cost_model/margin.py",
     "planning/machine/gpu_environment.py",
@@ -27,7 +27,7 @@ CUDA_IN = (
 PATCHES_IN = (
     "parallel/process_groups.py",
     "parallel/megatron_cpu.py",
-    "rollout/vllm_patches.py",
+    "rollout/vllm/patches.py",
     "rehearsal/fake_device/torch_patches.py",
 )
 
@@ -141,7 +141,7 @@ def test_the_exceptions_are_needed():
     files = sources()
     assert SETTINGS.keys() == {"runtime.py"}
     assert all(f"{setting} = " in files["runtime.py"] for setting in SETTINGS["runtime.py"])
-    for place in (*PATCHES_IN, "rollout/vllm_build.py", "runtime.py"):
+    for place in (*PATCHES_IN, "rollout/vllm/build.py", "runtime.py"):
         assert place in files
     assert {file for file in PATCHES_IN if patches({"elsewhere.py": files[file]})} == set(PATCHES_IN)
     assert cuda_names({"elsewhere.py": files["runtime.py"]})

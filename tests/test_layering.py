@@ -91,7 +91,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "rehearsal/fake_device/megatron_patches.py",
     ),
     # The engine, and apart from it what is patched: they change for different reasons.
-    "vllm": ("rollout/vllm_build.py", "rollout/vllm_engine.py", "rollout/vllm_patches.py"),
+    "vllm": ("rollout/vllm/build.py", "rollout/vllm/engine.py", "rollout/vllm/patches.py"),
     # A rehearsal counts a kernel instead of compiling it.
     "triton": ("kernels/", "rehearsal/fake_device/torch_patches.py"),
 }

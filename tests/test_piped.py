@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megarlhf.commands import cli
-from megarlhf.commands.piped import without_pipes
+from megarlhf.commands.arguments.piped import without_pipes
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ from megarlhf.config import RolloutConfig
 from megarlhf.models.build import ModelShard
 from megarlhf.models.experts import Router
 from megarlhf.models.role import Role
+from megarlhf.parallel.device_memory import HostMemory
 from megarlhf.parallel.mesh import forget_scratch_buffer
-from megarlhf.parallel.residency import HostMemory
 from megarlhf.rehearsal.cost_model.engine_time import stated_tokens
 from megarlhf.rehearsal.fake_device.routing import Routing
 from megarlhf.rehearsal.fakes.engine import EngineMemory, GivenResponses, RehearsedEngine

@@ -1,7 +1,7 @@
 """How config.json states a rotary embedding and its scaling, read and written.
 
-What a type computes is in `models/rotary_frequencies.py`. Two types depend on the length of a sequence, and there
-transformers and vLLM part:
+What a type computes is in `models/attention/rotary_frequencies.py`. Two types depend on the length of a sequence, and
+there transformers and vLLM part:
 
 - `dynamic`: transformers makes new frequencies whenever a sequence grows beyond `max_position_embeddings`, and keys
   that it has cached keep the old ones; vLLM has one table, which ends there. Up to there both compute no scaling.

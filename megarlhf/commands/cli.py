@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import megarlhf
-from megarlhf.commands.arguments import Once, Parser, command_first, positive
-from megarlhf.commands.ask import add_arguments as add_ask_arguments
-from megarlhf.commands.ask import ask, is_asked
-from megarlhf.commands.piped import without_pipes
+from megarlhf.commands.arguments.parser import Once, Parser, command_first, positive
+from megarlhf.commands.arguments.piped import without_pipes
+from megarlhf.commands.arguments.shells import HELP_OF_COMPLETION, SHELLS
+from megarlhf.commands.chat import add_arguments as add_ask_arguments
+from megarlhf.commands.chat import ask, is_asked
 from megarlhf.commands.process_tree import end_with_parent
-from megarlhf.commands.shells import HELP_OF_COMPLETION, SHELLS
 from megarlhf.commands.versions import ShowVersions
 from megarlhf.config import (
     DPOConfig,
@@ -166,7 +166,7 @@ def _add_init(commands: Any) -> None:
 
 
 def _keys_below(name: str) -> str:
-    from megarlhf.commands.keys import keys_in_words
+    from megarlhf.commands.arguments.keys import keys_in_words
 
     title = f"keys of the configuration of {name} (a part of them: `megarlhf keys {name}.SECTION`):"
     return f"{title}\n\n{keys_in_words(configurations()[name])}"
@@ -272,7 +272,7 @@ def _dispatch(arguments: argparse.Namespace, argv: list[str]) -> int:
 
         return report(examine(capabilities()))
     if arguments.command == "keys":
-        from megarlhf.commands.keys import print_keys
+        from megarlhf.commands.arguments.keys import print_keys
 
         print_keys(arguments.words, configurations())
         return 0
@@ -281,7 +281,7 @@ def _dispatch(arguments: argparse.Namespace, argv: list[str]) -> int:
 
         return init(arguments, configurations())
     if arguments.command == "completion":
-        from megarlhf.commands.completion import script
+        from megarlhf.commands.arguments.completion import script
 
         own = {name: _own(name) for name in OF_THEIR_OWN}
         print(script(arguments.shell, parser(), own, configurations()), end="")

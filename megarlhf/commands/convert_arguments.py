@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from megarlhf.commands.arguments import Parser, command_first, num_bytes, positive, positives
+from megarlhf.commands.arguments.parser import Parser, command_first, num_bytes, positive, positives
 
 DTYPES = ("bf16", "fp16", "fp32")
 """Those of `weights/checkpoint/conversion.py`."""

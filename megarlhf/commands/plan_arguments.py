@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarlhf.commands.arguments import Once, Parser, gigabits, positive
+from megarlhf.commands.arguments.parser import Once, Parser, gigabits, positive
 
 ORDERS = ("engine", "rank")
 """Those of `planning/weight_traffic.py`."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import megarlhf
-from megarlhf.commands.arguments import Once, Parser, command_first, positive
+from megarlhf.commands.arguments.parser import Once, Parser, command_first, positive
 from megarlhf.config import DPOConfig, FrozenModel, RLConfig, RMConfig, SFTConfig, load_config
 
 CONFIGS: dict[str, type[FrozenModel]] = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "rl": RLConfig}

@@ -1,9 +1,19 @@
-"""Typed configuration. `sections.py` and the files that it imports say what may be said, `load.py` reads it."""
+"""Typed configuration. `config/commands.py` and the files that it imports say what may be said, `load.py` reads it."""
 
 from megarlhf.config.algo import AlgoConfig, KLConfig, RolloutCorrectionConfig
-from megarlhf.config.beside import EMAConfig, PTXConfig, ReferenceUpdateConfig
+from megarlhf.config.auxiliary import EMAConfig, PTXConfig, ReferenceUpdateConfig
 from megarlhf.config.built_roles import roles_of
 from megarlhf.config.choices import StopConfig
+from megarlhf.config.commands import (
+    EvalConfig,
+    MicroBatchConfig,
+    RLConfig,
+    RLEvalConfig,
+    RLTrainConfig,
+    RMConfig,
+    SFTConfig,
+    TrainConfig,
+)
 from megarlhf.config.conversations import ConversationConfig
 from megarlhf.config.data import DataConfig, PromptDataConfig, SFTDataConfig, SourceConfig, words_of
 from megarlhf.config.evaluate import EvaluateConfig
@@ -11,7 +21,6 @@ from megarlhf.config.frozen import FrozenModel
 from megarlhf.config.generate import GenerateConfig
 from megarlhf.config.load import dump_config, load_config
 from megarlhf.config.lora import LoraConfig
-from megarlhf.config.numbers import SkipConfig
 from megarlhf.config.preference import DPOConfig
 from megarlhf.config.profile import ProfileConfig
 from megarlhf.config.rewards import RewardConfig
@@ -25,17 +34,8 @@ from megarlhf.config.roles import (
 )
 from megarlhf.config.rollout import Dtype, LogprobGapConfig, RolloutConfig, RolloutParallelConfig
 from megarlhf.config.run import CheckpointConfig, RunConfig
-from megarlhf.config.sections import (
-    EvalConfig,
-    MicroBatchConfig,
-    RLConfig,
-    RLEvalConfig,
-    RLTrainConfig,
-    RMConfig,
-    SFTConfig,
-    TrainConfig,
-)
 from megarlhf.config.selection import DynamicSamplingConfig, OverlongConfig
-from megarlhf.config.shown import AccuracyConfig, SamplesConfig, WandbConfig
 from megarlhf.config.shuffle import Shuffle, in_todays_words
+from megarlhf.config.skip import SkipConfig
+from megarlhf.config.tracking import AccuracyConfig, SamplesConfig, WandbConfig
 from megarlhf.config.watchdog import StragglersConfig, WatchdogConfig

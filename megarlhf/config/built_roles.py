@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from megarlhf.config.commands import RLConfig, RMConfig, SFTConfig
 from megarlhf.config.evaluate import EvaluateConfig
 from megarlhf.config.generate import GenerateConfig
 from megarlhf.config.preference import DPOConfig
 from megarlhf.config.roles import RoleConfig
-from megarlhf.config.sections import RLConfig, RMConfig, SFTConfig
 
 
 def roles_of(

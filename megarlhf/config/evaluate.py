@@ -6,14 +6,14 @@ from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import PositiveInt, model_validator
 
+from megarlhf.config.commands import MicroBatchConfig
 from megarlhf.config.data import OF_TRAINING, SFTDataConfig, require_no_weights, words_of
 from megarlhf.config.frozen import FrozenModel
 from megarlhf.config.rewards import RewardConfig
 from megarlhf.config.roles import RoleConfig, require_all_ranks
 from megarlhf.config.rollout import RolloutConfig
 from megarlhf.config.run import RunConfig
-from megarlhf.config.sections import MicroBatchConfig
-from megarlhf.config.shown import AccuracyConfig
+from megarlhf.config.tracking import AccuracyConfig
 from megarlhf.config.watchdog import WatchdogConfig
 
 Task = Literal["perplexity", "pairs", "generation", "comparison"]

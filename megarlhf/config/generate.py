@@ -12,7 +12,7 @@ from megarlhf.config.rewards import RewardConfig
 from megarlhf.config.roles import FrozenModel, RoleConfig, require_all_ranks
 from megarlhf.config.rollout import RolloutConfig
 from megarlhf.config.run import RunConfig
-from megarlhf.config.shown import AccuracyConfig
+from megarlhf.config.tracking import AccuracyConfig
 from megarlhf.config.watchdog import WatchdogConfig
 
 

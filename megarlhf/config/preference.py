@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from megarlhf.config.choices import check_choices
+from megarlhf.config.commands import EvalConfig, TrainConfig
 from megarlhf.config.data import DataConfig
 from megarlhf.config.profile import ProfileConfig, within_the_run
 from megarlhf.config.roles import FrozenModel, NonNegative, Positive, RoleConfig, require_all_ranks
 from megarlhf.config.run import CheckpointConfig, RunConfig
-from megarlhf.config.sections import EvalConfig, TrainConfig
 from megarlhf.config.shared_base import is_base_of, reference_section
 from megarlhf.config.watchdog import WatchdogConfig
 

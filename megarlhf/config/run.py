@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from megarlhf.config.choices import BestConfig
 from megarlhf.config.roles import FrozenModel, NonNegative
-from megarlhf.config.shown import WandbConfig
+from megarlhf.config.tracking import WandbConfig
 
 
 class RunConfig(FrozenModel):

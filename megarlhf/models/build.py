@@ -23,12 +23,12 @@ from megarlhf.architectures.megatron_layout import MegatronLayout, ModelRank
 from megarlhf.architectures.placements import Experts, Head, Spec, padded_vocab_size
 from megarlhf.config import KernelsConfig, ParallelConfig, RoleConfig
 from megarlhf.kernels.arguments import require_device
+from megarlhf.models.attention.packed_rotary import PackedRotary
+from megarlhf.models.attention.rotary_frequencies import attention_factor, scaled_frequencies
 from megarlhf.models.experts import use_exchange
 from megarlhf.models.heads import LanguageHead, ScalarHead
 from megarlhf.models.lora import attach_adapters, merged_parameters, scaled_parameters
-from megarlhf.models.packed_rotary import PackedRotary
 from megarlhf.models.positions import PositionTable
-from megarlhf.models.rotary_frequencies import attention_factor, scaled_frequencies
 from megarlhf.models.settings import transformer_config
 from megarlhf.models.specs import block_spec, fuses_gate, gates_by_silu
 from megarlhf.parallel.chunks import Model, as_model, chunks_of

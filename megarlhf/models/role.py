@@ -24,10 +24,10 @@ from megarlhf.models.lora import without_adapters
 from megarlhf.models.trainable import choose_trained
 from megarlhf.models.weights import CHECKPOINTS, WeightSource, companion_files, export_adapter, export_hugging_face
 from megarlhf.parallel.batching import Batching
+from megarlhf.parallel.device_memory import Residency, RoleParts, Tensors
 from megarlhf.parallel.mesh import GroupCache, Mesh, build_mesh
 from megarlhf.parallel.micro_batch import MicroBatch
-from megarlhf.parallel.packing import forward_cost
-from megarlhf.parallel.residency import Residency, RoleParts, Tensors
+from megarlhf.parallel.packing.partition import forward_cost
 from megarlhf.parallel.router_balance import RouterBalance
 from megarlhf.parallel.step import Loss, StepResult, Trainer, forward_only
 from megarlhf.weights.checkpoint.formats.huggingface.read import is_huggingface

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import Spec
 from megarlhf.config import Dtype, ParallelConfig, RoleConfig
-from megarlhf.models.rotary_frequencies import attention_factor
+from megarlhf.models.attention.rotary_frequencies import attention_factor
 from megarlhf.parallel.mesh import Mesh
 
 DTYPES: Mapping[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -50,7 +50,7 @@ def transformer_config(
 
     `activation_module`: the layer spec brings a module for the activation; `fused_gate`: Megatron-Core's own is fused.
     Which fusions are on and why: docs/design.md. The bias of the attention's output is not in here:
-    `models/attention.py`.
+    `models/attention/layers.py`.
     """
     parallel = section.parallel
     config = TransformerConfig(

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import Spec
-from megarlhf.models.attention import CausalAttention, GroupedSelfAttention, with_packed_rows
+from megarlhf.models.attention.layers import CausalAttention, GroupedSelfAttention, with_packed_rows
 from megarlhf.models.elementwise import SiluGate
 from megarlhf.models.experts import ExpertsLayer, Router
 from megarlhf.models.norm import LayerNorm, RMSNorm

@@ -19,9 +19,9 @@ from megarlhf.config import MicroBatchConfig
 from megarlhf.layout import column_multiple, split_evenly
 from megarlhf.parallel.mesh import Mesh
 from megarlhf.parallel.micro_batch import MicroBatchLayout, round_up
-from megarlhf.parallel.packing import Cost, pack
-from megarlhf.parallel.tree_layouts import Entry, segments_of
-from megarlhf.parallel.tree_packing import Packed, PrefixGroup, pack_trees
+from megarlhf.parallel.packing.partition import Cost, pack
+from megarlhf.parallel.packing.tree_layouts import Entry, segments_of
+from megarlhf.parallel.packing.tree_partition import Packed, PrefixGroup, pack_trees
 
 FILLER = -1
 """Stands for a sample where a rank has a row too many; nothing is computed from it."""

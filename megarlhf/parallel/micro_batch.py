@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megarlhf.experience import Ragged
 from megarlhf.parallel.context import ContextShare, ranges
-from megarlhf.parallel.packed_rows import ROOT, PackedRow, packed_row, way_to
+from megarlhf.parallel.packing.rows import ROOT, PackedRow, packed_row, way_to
 
 FILLER_LENGTH = 32
 """Tokens of a sequence, at most, with which a packed row is filled up."""

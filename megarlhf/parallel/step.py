@@ -32,14 +32,14 @@ from megarlhf.config import OffloadConfig, OptimConfig
 from megarlhf.parallel.batching import padded_length
 from megarlhf.parallel.chunks import Model, chunks_of
 from megarlhf.parallel.context import ContextShare, context_share
+from megarlhf.parallel.device_memory import Residency, RoleParts, Tensors
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import Mesh
 from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout
 from megarlhf.parallel.optimizer_pieces import PIECE_BYTES, optimizers_in, pieces_of, step_in_pieces
 from megarlhf.parallel.optimizer_settings import lr_scheduler, optimizer_config
-from megarlhf.parallel.packed_rows import PackedRow
+from megarlhf.parallel.packing.rows import PackedRow
 from megarlhf.parallel.pipeline import KnownShapes
-from megarlhf.parallel.residency import Residency, RoleParts, Tensors
 from megarlhf.parallel.router_balance import ROUTER_AUX_LOSS, RouterBalance
 
 

@@ -52,7 +52,7 @@ from megarlhf.planning.models import check_heads, check_retokenized, check_vocab
 from megarlhf.planning.unused_keys import changed_meanings, rarely_meant, without_effect
 from megarlhf.resume.claim.on_existing import require_usable, require_writable, strangers_in
 from megarlhf.rollout.rewards.accuracy import accuracy_of
-from megarlhf.rollout.vllm_arguments import cpu_experts_multiple, cpu_head_sizes, unknown_arguments
+from megarlhf.rollout.vllm.arguments import cpu_experts_multiple, cpu_head_sizes, unknown_arguments
 from megarlhf.runtime import capabilities
 from megarlhf.weights.checkpoint.dtype import has_weights, resolve_dtype
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from megarlhf.errors import Interrupted
 from megarlhf.experience import Rollouts, redistribute
 from megarlhf.models.build import ModelShard
-from megarlhf.parallel.residency import Part
+from megarlhf.parallel.device_memory import Part
 from megarlhf.weights.checks.certificate import Certificate
 
 

@@ -17,8 +17,8 @@ from megarlhf.experience import Rollouts
 from megarlhf.kernels import token_logprobs
 from megarlhf.models.build import ModelShard
 from megarlhf.parallel.batching import FILLER, padded_length, split_padded
+from megarlhf.parallel.device_memory import Part, RoleParts
 from megarlhf.parallel.micro_batch import MicroBatch
-from megarlhf.parallel.residency import Part, RoleParts
 from megarlhf.parallel.step import forward_only
 from megarlhf.parallel.vocab import logits_at
 from megarlhf.rollout.engine import KeptResponses, Response, Sampling, any_rank, gather_rollouts, missing_rows

@@ -12,7 +12,7 @@ from torch import Tensor
 from megarlhf.collective_errors import raise_on_all_ranks
 from megarlhf.experience import Rollouts
 from megarlhf.models.build import ModelShard
-from megarlhf.parallel.residency import Part
+from megarlhf.parallel.device_memory import Part
 from megarlhf.rollout.engine import (
     EngineFailure,
     KeptResponses,

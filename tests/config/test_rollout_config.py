@@ -4,7 +4,7 @@ import pytest
 
 from megarlhf.config import LogprobGapConfig, RLConfig, RolloutConfig
 from megarlhf.config.rollout import RESERVED_ENGINE_ARGS
-from megarlhf.rollout.vllm_arguments import known_arguments, unknown_arguments
+from megarlhf.rollout.vllm.arguments import known_arguments, unknown_arguments
 
 
 def test_engine_arguments_come_from_file_and_command_line(load):

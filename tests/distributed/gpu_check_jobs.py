@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megarlhf.parallel.residency import resize
+from megarlhf.parallel.device_memory import resize
 from megarlhf.runtime import Runtime
 from tests.ranks import RankPool
 from tools.gpu_check.cases import Launch

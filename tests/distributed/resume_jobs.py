@@ -18,9 +18,9 @@ from megarlhf.architectures.placements import Head
 from megarlhf.config import CheckpointConfig, RoleConfig
 from megarlhf.models.role import Role, build_role
 from megarlhf.parallel import step as training_step
+from megarlhf.parallel.device_memory import Tensors
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import GroupCache
-from megarlhf.parallel.residency import Tensors
 from megarlhf.resume.points import sharded_state
 from megarlhf.resume.points.checkpointer import Checkpointer
 from megarlhf.resume.points.point import Position

@@ -15,7 +15,7 @@ from megarlhf.data.text.tokenizer import load_tokenizer
 from megarlhf.models.role import Role, build_role
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel import step
-from megarlhf.parallel.residency import RoleParts
+from megarlhf.parallel.device_memory import RoleParts
 from megarlhf.runtime import Runtime
 from tests.distributed.gathered import record_gradients, weights_of
 from tests.distributed.logical import Arrays
@@ -36,7 +36,7 @@ def rl_step(
     watch_fails: whoever is told the gap to the engine in the training ends it there
     piece_bytes: of the optimizer's state, where it is streamed
     """
-    from megarlhf.rollout.bank import Bank
+    from megarlhf.rollout.response_cache import Bank
     from megarlhf.trainers.generation import prompts as asked
     from megarlhf.trainers.rl import build as rl_components
     from megarlhf.trainers.rl.metrics import describe

@@ -19,11 +19,12 @@ from megarlhf.experience import Rollouts
 from megarlhf.models.role import build_role
 from megarlhf.models.settings import DTYPES
 from megarlhf.parallel.mesh import GroupCache
-from megarlhf.rollout import megatron_engine, vllm_engine
+from megarlhf.rollout import megatron_engine
 from megarlhf.rollout.balance import Deal
-from megarlhf.rollout.bank import Bank, StepBank
 from megarlhf.rollout.engine import KeptResponses, Response, RolloutInterrupted, Sampling, sample_seed
+from megarlhf.rollout.response_cache import Bank, StepBank
 from megarlhf.rollout.restarting import RestartingEngine
+from megarlhf.rollout.vllm import engine as vllm_engine
 from megarlhf.runtime import Runtime
 
 EOS, STEP = 2, 7

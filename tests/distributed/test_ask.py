@@ -15,7 +15,8 @@ from unittest import mock
 import pytest
 import yaml
 
-from megarlhf.commands import ask, cli
+from megarlhf.commands import chat as ask
+from megarlhf.commands import cli
 from megarlhf.config import load_config
 from megarlhf.config.ask import AskConfig
 from megarlhf.runtime import Runtime

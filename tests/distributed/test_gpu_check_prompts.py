@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarlhf.models import tree_attention
+from megarlhf.models.attention import tree as tree_attention
 from tests.distributed.gpu_check_jobs import PoolStart
 from tests.ranks import RankPool
 from tools.gpu_check import __main__ as command

@@ -95,7 +95,8 @@ def test_megatron_core_s_router_still_needs_transformer_engine() -> None:
 
 
 def test_megatron_core_still_cuts_kv_groups_over_its_global_group() -> None:
-    """`models/attention.py::GroupedSelfAttention`: the gather has no group, the rank is that of `parallel_state`."""
+    """`models/attention/layers.py::GroupedSelfAttention`: the gather has no group, the rank is that of
+    `parallel_state`."""
     from megatron.core.transformer.attention import SelfAttention
 
     source = inspect.getsource(SelfAttention.get_query_key_value_tensors)
@@ -173,8 +174,8 @@ def test_a_product_on_a_cpu_still_depends_on_the_number_of_rows_and_ours_does_no
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`vllm_patches.linear`, for as many rows as requests may be in a batch; the product as it is where it differs."""
-    from megarlhf.rollout import vllm_patches
-    from megarlhf.rollout.vllm_patches import linear
+    from megarlhf.rollout.vllm import patches as vllm_patches
+    from megarlhf.rollout.vllm.patches import linear
 
     differs, kept, have = [], torch.get_num_threads(), vllm_patches.HAVE_ONEDNN
     try:
@@ -198,7 +199,7 @@ def test_a_product_on_a_cpu_still_depends_on_the_number_of_rows_and_ours_does_no
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_our_product_takes_a_bias_and_no_rows_at_all(dtype: torch.dtype) -> None:
-    from megarlhf.rollout.vllm_patches import linear
+    from megarlhf.rollout.vllm.patches import linear
 
     weight_VH, bias_V = torch.randn(6, 4, dtype=dtype), torch.randn(6, dtype=dtype)
     for rows in (0, 1, 2, 3):

@@ -326,7 +326,9 @@ def test_what_the_bank_holds_is_not_generated_again(
     whole = tmp_path / "whole"
     ranks.run(1, "command", *command_line(grpo, whole))
     argv = command_line(grpo, tmp_path / "cut")
-    assert ranks.run(1, command_until, 16 + 6, "megarlhf.rollout.bank:StepBank", "add", *argv)[0][0] == "killed"
+    assert (
+        ranks.run(1, command_until, 16 + 6, "megarlhf.rollout.response_cache:StepBank", "add", *argv)[0][0] == "killed"
+    )
     assert not find_points(tmp_path / "cut")
     for name, spoilt in (("kept", False), ("spoilt", True)):
         run = tmp_path / name
@@ -354,7 +356,7 @@ def uncalled_before_the_start(config: dict[str, Any]) -> None:
     [
         ("sft", TRAIN, "step", 3, "step_000002_update_0001"),
         ("sft", "megarlhf.models.role:Role", "forward", 3, "step_000001_update_0001"),
-        ("grpo", "megarlhf.rollout.bank:StepBank", "add", 17, "step_000001"),
+        ("grpo", "megarlhf.rollout.response_cache:StepBank", "add", 17, "step_000001"),
         (
             "grpo",
             "megarlhf.trainers.rl.evaluation",

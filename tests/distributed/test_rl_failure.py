@@ -25,7 +25,7 @@ from tests.ranks import RankPool
 FAULTY = """
 import os, sys, time
 from megarlhf.commands.cli import main
-from megarlhf.rollout.vllm_engine import VllmEngine
+from megarlhf.rollout.vllm.engine import VllmEngine
 from megarlhf.weights.{room} import {module} as module
 
 def plant(engine, actor, **version):
@@ -75,7 +75,7 @@ def broken_transfer(runtime: Runtime, *argv: str) -> tuple[str, bool]:
 
     lost = IndexError("list index out of range")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(at_call(2, "megarlhf.rollout.vllm_engine:VllmEngine", "update_weights", lose))
+        stack.enter_context(at_call(2, "megarlhf.rollout.vllm.engine:VllmEngine", "update_weights", lose))
         try:
             command_status(runtime, *argv)
         except reshard.TransferError as error:

@@ -21,7 +21,7 @@ from megarlhf.experience import Ragged
 from megarlhf.models.role import build_role
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.micro_batch import MicroBatch, TokenSpans, micro_batch_mask, scatter_to_micro_batch
-from megarlhf.parallel.packing import forward_cost
+from megarlhf.parallel.packing.partition import forward_cost
 from megarlhf.parallel.vocab import next_token_logprobs
 from megarlhf.runtime import Runtime
 from tests.ranks import RankPool

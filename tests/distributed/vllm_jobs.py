@@ -20,8 +20,8 @@ from megarlhf.models.settings import DTYPES
 from megarlhf.models.weights import load_weights
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.placement import Box, Placement, RankPlacements
-from megarlhf.rollout import vllm_patches
 from megarlhf.rollout.engine import Sampling
+from megarlhf.rollout.vllm import patches as vllm_patches
 from megarlhf.runtime import Runtime
 from megarlhf.weights.plan.copy_plan import CopyPlan
 from megarlhf.weights.transport import reshard
@@ -35,7 +35,7 @@ class _Session:
     def __init__(
         self, runtime: Runtime, model: str, tp: int, parallel: dict[str, Any], dtype: str = "fp32", **rollout: Any
     ) -> None:
-        from megarlhf.rollout.vllm_engine import VllmEngine
+        from megarlhf.rollout.vllm.engine import VllmEngine
 
         self.runtime = runtime
         offload = {"parameters": bool(rollout.get("sleep_level"))}
@@ -81,7 +81,7 @@ def vllm_family(
     """What an engine says with two sets of weights, and which parameters vLLM's own loading would fill otherwise."""
     from safetensors.torch import load_file
 
-    from megarlhf.rollout.vllm_patches import cpu_patches
+    from megarlhf.rollout.vllm.patches import cpu_patches
 
     session = _Session(runtime, first, tp, parallel, dtype)
     assert {tensor.dtype for tensor in session.engine._parameters.values()} == {DTYPES[dtype]}
@@ -140,7 +140,7 @@ def vllm_sleeps(
     runtime: Runtime, first: str, second: str, tp: int, level: int, prompts: list[list[int]]
 ) -> dict[str, Any]:
     """An engine that gives its memory back while the trainer works: what it holds then, and what it says after."""
-    from megarlhf.rollout import sleep
+    from megarlhf.rollout.vllm import sleep
 
     session = _Session(runtime, first, tp, {"tp": tp}, sleep_level=level)
     actor, engine = session.actor.parts, session.engine
@@ -302,7 +302,7 @@ def vllm_broken(runtime: Runtime, first: str, second: str, prompts: list[list[in
 
 def vllm_failing_steps(runtime: Runtime, model: str, prompts: list[list[int]]) -> dict[str, tuple[str, str]]:
     """(error, what `generate` then says) for each local step of the engine, as it fails on rank 1 alone."""
-    from megarlhf.rollout import vllm_engine
+    from megarlhf.rollout.vllm import engine as vllm_engine
     from megarlhf.weights.checks import certificate
 
     session = _Session(runtime, model, 2, {"pp": 2}, poison_weights=True)
@@ -370,7 +370,7 @@ def vllm_packed_experts(runtime: Runtime, model: str) -> str:
     """The error of an engine that was built without the patch that leaves experts as they are."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    from megarlhf.rollout import vllm_patches
+    from megarlhf.rollout.vllm import patches as vllm_patches
 
     ours = vllm_patches._keep_experts
     vllm_patches._keep_experts = CPUUnquantizedExperts.process_weights_after_loading

@@ -19,7 +19,7 @@ from megarlhf.runtime import Runtime
 
 def vllm_session(runtime: Runtime, first: str, second: str, tp: int, prompts: list[list[int]]) -> dict[str, Any]:
     """An engine fed by an actor twice: what it says each time, and whether planted faults are found."""
-    from megarlhf.rollout.vllm_engine import VllmEngine
+    from megarlhf.rollout.vllm.engine import VllmEngine
 
     section = RoleConfig.model_validate({"model": {"path": first}, "parallel": {"tp": tp}})
     actor = build_role("actor", section, "lm", GroupCache(runtime), seed=0)
@@ -50,7 +50,7 @@ def vllm_session(runtime: Runtime, first: str, second: str, tp: int, prompts: li
 
 def vllm_prompt_once(runtime: Runtime, model: str, prompt: list[int], copies: int) -> list[dict[str, Any]]:
     """Samples of one prompt as megarlhf starts vLLM, and without a prefix cache; and how many tokens it computed."""
-    from megarlhf.rollout.vllm_engine import VllmEngine
+    from megarlhf.rollout.vllm.engine import VllmEngine
 
     section = RoleConfig.model_validate({"model": {"path": model}})
     actor = build_role("actor", section, "lm", GroupCache(runtime), seed=0)

@@ -103,10 +103,10 @@ def test_files_and_functions_exist(page):
 
 
 def test_an_unknown_name_is_found():
-    spans = ["trainers/rl/loop.py::run", "trainers/rl/loop.py::walk", "rollout/vllm_engine.py::VllmEngine.generate"]
-    spans += ["rollout/vllm_engine.py::VllmEngine.sing", "trainers/nothing.py", "architectures/families/", "cellar/"]
+    spans = ["trainers/rl/loop.py::run", "trainers/rl/loop.py::walk", "rollout/vllm/engine.py::VllmEngine.generate"]
+    spans += ["rollout/vllm/engine.py::VllmEngine.sing", "trainers/nothing.py", "architectures/families/", "cellar/"]
     assert unknown_names(spans) == [
-        "trainers/rl/loop.py::walk", "rollout/vllm_engine.py::VllmEngine.sing", "trainers/nothing.py", "cellar/"
+        "trainers/rl/loop.py::walk", "rollout/vllm/engine.py::VllmEngine.sing", "trainers/nothing.py", "cellar/"
     ]  # fmt: skip
 
 

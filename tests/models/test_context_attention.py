@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.nn.attention import varlen
 
-from megarlhf.models import past_attention as module
-from megarlhf.models.packed_attention import chunks_by_runs, varlen_attention
-from megarlhf.models.past_attention import _varlen_attn, attend_to_the_past
+from megarlhf.models.attention import past as module
+from megarlhf.models.attention.packed import chunks_by_runs, varlen_attention
+from megarlhf.models.attention.past import _varlen_attn, attend_to_the_past
 from megarlhf.parallel.context import zigzag
-from megarlhf.parallel.packed_rows import packed_row
+from megarlhf.parallel.packing.rows import packed_row
 from tests.models.test_packed_attention import CPU, by_hand, inputs, with_gradients
 
 

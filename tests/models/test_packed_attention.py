@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 
-from megarlhf.models.attention import CausalAttention, open_packed_row, with_packed_rows
-from megarlhf.models.packed_attention import packed_attention, varlen_attention
-from megarlhf.models.packed_rotary import PackedRotary
-from megarlhf.models.past_attention import _varlen_attn, attention_path
+from megarlhf.models.attention.layers import CausalAttention, open_packed_row, with_packed_rows
+from megarlhf.models.attention.packed import packed_attention, varlen_attention
+from megarlhf.models.attention.packed_rotary import PackedRotary
+from megarlhf.models.attention.past import _varlen_attn, attention_path
 from megarlhf.models.positions import PositionTable
 from megarlhf.parallel.megatron_cpu import megatron_device
-from megarlhf.parallel.packed_rows import packed_row
+from megarlhf.parallel.packing.rows import packed_row
 
 CPU = torch.device("cpu")
 D = 8

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megarlhf.architectures.hf_config import architecture_from_hf
+from megarlhf.models.attention.rotary_frequencies import attention_factor, scaled_frequencies
 from megarlhf.models.elementwise import rotate
-from megarlhf.models.rotary_frequencies import attention_factor, scaled_frequencies
 
 HEAD = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 8192}
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 2048}

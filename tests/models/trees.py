@@ -8,7 +8,7 @@ import random
 import torch
 from torch import Tensor
 
-from megarlhf.parallel.packed_rows import ROOT
+from megarlhf.parallel.packing.rows import ROOT
 
 CPU = torch.device("cpu")
 Row = tuple[tuple[int, ...], tuple[int, ...]]

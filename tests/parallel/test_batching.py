@@ -25,8 +25,8 @@ from megarlhf.parallel.micro_batch import (
     repeat_on_micro_batch,
     scatter_to_micro_batch,
 )
-from megarlhf.parallel.packed_rows import ROOT
-from megarlhf.parallel.packing import Cost
+from megarlhf.parallel.packing.partition import Cost
+from megarlhf.parallel.packing.rows import ROOT
 from tests.tables import ragged
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.layout import split_evenly
-from megarlhf.parallel.packing import Cost, forward_cost, pack, require_fits
+from megarlhf.parallel.packing.partition import Cost, forward_cost, pack, require_fits
 
 LINEAR = Cost(per_token=1.0, per_pair=0.0)
 PAIRS = Cost(per_token=0.0, per_pair=1.0)
@@ -241,7 +241,7 @@ def test_micro_batches_cost_alike(seed):
 def test_another_process_packs_alike():
     """With other hashes, and no torch loaded."""
     program = (
-        "import sys; from megarlhf.parallel.packing import Cost, pack; "
+        "import sys; from megarlhf.parallel.packing.partition import Cost, pack; "
         "groups = [[1 + n * n % 97, 1 + n % 31] for n in range(300)]; "
         "print(pack(groups, num_ranks=4, max_tokens=150, cost=Cost(0.1, 0.003)))"
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarlhf.config import OffloadConfig
-from megarlhf.parallel.residency import HostMemory, Residency, RoleParts, Tensors
+from megarlhf.parallel.device_memory import HostMemory, Residency, RoleParts, Tensors
 
 CPU = torch.device("cpu")
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarlhf.parallel.packing import Cost, pack
-from megarlhf.parallel.tree_packing import PrefixGroup, pack_trees
+from megarlhf.parallel.packing.partition import Cost, pack
+from megarlhf.parallel.packing.tree_partition import PrefixGroup, pack_trees
 
 LINEAR = Cost(per_token=1.0, per_pair=0.0)
 COST = Cost(per_token=1.0, per_pair=1 / 2000)
@@ -243,8 +243,8 @@ def test_one_rank_with_room_computes_every_beginning_once(problem):
 def test_another_process_packs_alike():
     """With other hashes, and no torch loaded."""
     program = (
-        "from megarlhf.parallel.packing import Cost;"
-        "from megarlhf.parallel.tree_packing import PrefixGroup, pack_trees;"
+        "from megarlhf.parallel.packing.partition import Cost;"
+        "from megarlhf.parallel.packing.tree_partition import PrefixGroup, pack_trees;"
         "groups = [PrefixGroup(20, tuple(21 + (n * k * k) % 97 for k in range(5))) for n in range(40)];"
         "packed = pack_trees(groups, num_ranks=16, max_tokens=400, cost=Cost(0.1, 0.003))"
     )

@@ -12,7 +12,7 @@ import pytest
 
 from megarlhf.config import EvaluateConfig, GenerateConfig
 from megarlhf.planning.preflight import preflight
-from megarlhf.rollout.vllm_arguments import cpu_experts_multiple, cpu_head_sizes
+from megarlhf.rollout.vllm.arguments import cpu_experts_multiple, cpu_head_sizes
 from tests.planning.configs import ROWS, rl, role, sft
 
 

@@ -13,7 +13,7 @@ import torch
 from megarlhf.config import TrainConfig
 from megarlhf.layout import MeshLayout
 from megarlhf.parallel.batching import Batching
-from megarlhf.parallel.packing import Cost
+from megarlhf.parallel.packing.partition import Cost
 from megarlhf.rehearsal.fake_device.fake_collectives import gathered
 from megarlhf.rehearsal.fakes.batches import Share, seen_batches
 from megarlhf.rehearsal.kinds import Kind, chosen, first_rank, named, pipelines_of, stages_of

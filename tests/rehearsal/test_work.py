@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megarlhf.kernels import linear_token_logprobs
-from megarlhf.models.tree_attention import CpuFlash, Varlen, _varlen_kernels, merged_attention
-from megarlhf.parallel.packed_rows import packed_row
+from megarlhf.models.attention.tree import CpuFlash, Varlen, _varlen_kernels, merged_attention
+from megarlhf.parallel.packing.rows import packed_row
 from megarlhf.rehearsal.cost_model.meter import Meter
 from megarlhf.rehearsal.fake_device.torch_patches import varlen_attn, varlen_attn_backward
 from megarlhf.rehearsal.transformer_engine.optimizer import FusedAdam

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from megarlhf.rollout.balance import Deal, Piece, SeenLengths, deal, pieces_of
 from megarlhf.rollout.engine import KeptResponses
-from megarlhf.rollout.feed import NOTHING, Feed, SharedCounter
-from megarlhf.rollout.requests import draw
+from megarlhf.rollout.prompt_queue import NOTHING, Feed, SharedCounter
+from megarlhf.rollout.vllm.generate_loop import draw
 from tests.rollout.test_requests import SAMPLING, output
 
 

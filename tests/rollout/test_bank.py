@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from megarlhf.rollout import bank as bank_module
-from megarlhf.rollout.bank import Bank
+from megarlhf.rollout import response_cache as bank_module
 from megarlhf.rollout.engine import Response, Sampling
+from megarlhf.rollout.response_cache import Bank
 
 SAMPLING = Sampling(max_tokens=3, temperature=0.7, end_ids=(2, 9))
 PROMPTS = [torch.tensor([1, n]) for n in range(4)]

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from megarlhf.config import RoleConfig, RolloutConfig
 from megarlhf.data.text.tokenizer import load_tokenizer
 from megarlhf.model_directory import end_tokens
-from megarlhf.rollout import vllm_engine
 from megarlhf.rollout.balance import SeenLengths
 from megarlhf.rollout.engine import Response, Sampling
-from megarlhf.rollout.feed import SharedCounter
 from megarlhf.rollout.megatron_engine import _Decoding
+from megarlhf.rollout.prompt_queue import SharedCounter
+from megarlhf.rollout.vllm import engine as vllm_engine
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.generation.prompts import sampling_of
 from tests.rollout.test_requests import flat

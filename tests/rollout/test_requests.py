@@ -9,8 +9,8 @@ import pytest
 
 from megarlhf.rollout.balance import Deal
 from megarlhf.rollout.engine import EngineFailure, KeptResponses, Response, Sampling
-from megarlhf.rollout.feed import NOTHING, Feed
-from megarlhf.rollout.requests import draw, response_of, run_in_lockstep
+from megarlhf.rollout.prompt_queue import NOTHING, Feed
+from megarlhf.rollout.vllm.generate_loop import draw, response_of, run_in_lockstep
 
 SAMPLING = Sampling(max_tokens=3, end_ids=(2, 9))
 

@@ -6,7 +6,7 @@ import pytest
 
 from megarlhf.config import RoleConfig, RolloutConfig
 from megarlhf.rollout.engine import KeptResponses, Response, Sampling, StopStrings
-from megarlhf.rollout.requests import draw, response_of
+from megarlhf.rollout.vllm.generate_loop import draw, response_of
 from megarlhf.trainers.generation.prompts import sampling_of
 from tests.rollout.test_requests import feed_of, output
 from tools.demo.make_data import Recipe, write_all

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megarlhf.config import RolloutConfig
-from megarlhf.rollout.vllm_build import build_llm
+from megarlhf.rollout.vllm.build import build_llm
 from megarlhf.runtime import Runtime
 
 

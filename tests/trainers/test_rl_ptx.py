@@ -11,7 +11,7 @@ import torch
 from megarlhf.data.samples.texts import Text, pieces
 from megarlhf.parallel.batching import Batching
 from megarlhf.parallel.micro_batch import MicroBatch
-from megarlhf.parallel.packing import Cost
+from megarlhf.parallel.packing.partition import Cost
 from megarlhf.trainers.rl.pretraining_mix import PretrainingMix
 
 

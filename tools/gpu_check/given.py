@@ -10,7 +10,7 @@ from torch import Tensor
 from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
 from megarlhf.models.build import ModelShard
-from megarlhf.parallel.residency import Part
+from megarlhf.parallel.device_memory import Part
 from megarlhf.rollout.engine import KeptResponses, Response, Sampling, gather_rollouts
 from megarlhf.runtime import Runtime
 from megarlhf.weights.checks.certificate import Certificate

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from benchmarks.gpu_check import FACTOR, results_of
 from benchmarks.gpu_timing import Deadline
-from megarlhf.models.packed_attention import packed_attention
-from megarlhf.models.tree_attention import kernel_for
-from megarlhf.parallel.packed_rows import ROOT, packed_row
+from megarlhf.models.attention.packed import packed_attention
+from megarlhf.models.attention.tree import kernel_for
+from megarlhf.parallel.packing.rows import ROOT, packed_row
 
 Check = Callable[[], str | None]
 ROUNDING = {torch.float32: 4e-7, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

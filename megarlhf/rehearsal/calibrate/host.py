@@ -19,7 +19,7 @@ from megarlhf.config import RoleConfig
 from megarlhf.models.role import build_role
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import GroupCache
-from megarlhf.parallel.packed_rows import packed_row
+from megarlhf.parallel.packing.rows import packed_row
 from megarlhf.rehearsal.calibrate.stopwatch import undisturbed_clock
 from megarlhf.rehearsal.cost_model.meter import Meter, Price
 from megarlhf.rehearsal.fake_device.torch_patches import TorchDispatchMode, tree_flatten

@@ -120,8 +120,8 @@ def pulled_seconds(
     """Times of several engines until each has its responses, and which engine takes each piece of a queue.
 
     first: what each begins with. queue: sequences of one prompt each; an engine that has room for more takes the next
-    one, but not beyond `most` unfinished sequences (`rollout/feed.py`), and the one that is behind in time comes first.
-    Raises: ValueError for a sequence that does not fit the cache alone.
+    one, but not beyond `most` unfinished sequences (`rollout/prompt_queue.py`), and the one that is behind in time
+    comes first. Raises: ValueError for a sequence that does not fit the cache alone.
     """
     capacity = cache_bytes // shape.cache_bytes_per_token
     longest = max((p + r for work in (*first, *queue) for p, r in work.pairs()), default=0)

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from megarlhf.architectures.architecture import Architecture
-from megarlhf.parallel.packing import forward_cost
+from megarlhf.parallel.packing.partition import forward_cost
 from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutTime, Sequences
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarlhf.parallel.residency import resize
+from megarlhf.parallel.device_memory import resize
 from megarlhf.rehearsal.fake_device.assumptions import Assumptions
 from megarlhf.rehearsal.fake_device.known_values import Known
 from megarlhf.rehearsal.fake_device.ledger import Ledger

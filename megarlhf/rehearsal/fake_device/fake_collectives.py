@@ -31,4 +31,4 @@ def _are_outcomes(found: list[Any], count: Any) -> bool:
 
 
 EMPTY_BANK: Any = (0, 0, [])
-"""What rank 0 hands out of the rollout bank of a run that has just begun: `rollout/bank.py`."""
+"""What rank 0 hands out of the rollout bank of a run that has just begun: `rollout/response_cache.py`."""

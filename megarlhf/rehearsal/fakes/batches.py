@@ -10,7 +10,7 @@ from typing import Any
 
 from megarlhf.parallel.batching import Batching
 from megarlhf.parallel.micro_batch import MicroBatchLayout
-from megarlhf.parallel.packing import Cost
+from megarlhf.parallel.packing.partition import Cost
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Share:
     """What one data-parallel rank has to do in one phase, over all steps."""
 
     cost: float
-    """By what micro-batches are balanced with (`parallel/packing.py`)."""
+    """By what micro-batches are balanced with (`parallel/packing/partition.py`)."""
     tokens: int
     """That are computed, without what fills rows up: what sequences share counts once."""
     longest: int

@@ -22,13 +22,13 @@ from megarlhf.config import RolloutConfig
 from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
 from megarlhf.models.build import ModelShard
-from megarlhf.parallel.residency import Part, RoleParts
+from megarlhf.parallel.device_memory import Part, RoleParts
 from megarlhf.rehearsal.cost_model.decoding import EngineShape
 from megarlhf.rehearsal.cost_model.engine_time import EngineWork, RolloutWork, shape_of
 from megarlhf.rehearsal.fakes.lengths import Lengths
 from megarlhf.rollout.balance import deal, pieces_of
 from megarlhf.rollout.engine import KeptResponses, Response, Sampling, gather_indexed
-from megarlhf.rollout.vllm_engine import VllmEngine
+from megarlhf.rollout.vllm.engine import VllmEngine
 from megarlhf.runtime import Runtime
 from megarlhf.weights.checks.certificate import Certificate
 

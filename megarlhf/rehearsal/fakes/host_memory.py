@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from megarlhf.parallel.residency import HostMemory
+from megarlhf.parallel.device_memory import HostMemory
 from megarlhf.rehearsal.cost_model.meter import Meter
 
 

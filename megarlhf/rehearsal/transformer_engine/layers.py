@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megarlhf.models.attention import CausalAttention, open_packed_row
+from megarlhf.models.attention.layers import CausalAttention, open_packed_row
+from megarlhf.models.attention.packed import packed_attention
 from megarlhf.models.lora import move_adapter
-from megarlhf.models.packed_attention import packed_attention
 from megarlhf.rehearsal.fake_device.fused import add_product, pass_over
 from megarlhf.rehearsal.fake_device.torch_patches import storage_key, varlen_attn, varlen_attn_backward
 from megarlhf.rehearsal.transformer_engine.ring import ring_attention
@@ -287,7 +287,7 @@ class Attention(nn.Module):
         """[S', B, N, D], [S', B, G, D] twice -> [S', B, N x D]; of a packed row S' = T' and B = 1."""
         if packed_seq_params is not None:
             row, query, key, value = open_packed_row(packed_seq_params, query_SBND, key_SBGD, value_SBGD)
-            # As `models/attention.py` does beside TransformerEngine.
+            # As `models/attention/layers.py` does beside TransformerEngine.
             if query.dtype not in SIXTEEN_BITS or self.own_way or row.has_trees:
                 context = packed_attention(query, key, value, row, scale=self.scale, window=self.window)
             else:

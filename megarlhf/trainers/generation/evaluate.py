@@ -15,8 +15,8 @@ from megarlhf.experience import Rollouts
 from megarlhf.models.role import Role, build_role
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.observe.watch.watchdog import watched_phases
+from megarlhf.parallel.device_memory import Residency
 from megarlhf.parallel.mesh import GroupCache
-from megarlhf.parallel.residency import Residency
 from megarlhf.planning.machine.capabilities import head_of
 from megarlhf.resume.claim.identity import digest_of_adapter, digest_of_samples, identity_of_weights
 from megarlhf.resume.claim.on_existing import NO_STEPS_LEFT, finish

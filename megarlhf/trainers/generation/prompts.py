@@ -105,11 +105,11 @@ def make_engine(rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, mic
 
         return MegatronEngine(actor.shard, micro_batch_samples, actor.parts)
     from megarlhf.rollout.restarting import RestartingEngine
-    from megarlhf.rollout.vllm_engine import VllmEngine
+    from megarlhf.rollout.vllm.engine import VllmEngine
 
     kind: Any = VllmEngine
     if rollout.lora == "adapter":
-        from megarlhf.rollout.vllm_adapter_engine import VllmAdapterEngine
+        from megarlhf.rollout.vllm.adapter_engine import VllmAdapterEngine
 
         kind = partial(VllmAdapterEngine, adapted=actor.shard.arch)
     build = partial(

@@ -20,7 +20,7 @@ from megarlhf.data.text.tokenizer import Tokenizer
 from megarlhf.experience import Rollouts
 from megarlhf.models.role import Role
 from megarlhf.observe.watch.phases import Phases
-from megarlhf.parallel.residency import Residency, Turn
+from megarlhf.parallel.device_memory import Residency, Turn
 from megarlhf.rollout.engine import sample_seed
 from megarlhf.rollout.rewards.accuracy import accuracy_metrics, accuracy_of
 from megarlhf.trainers.experience.rewards import Rewarder, Said, totals_of

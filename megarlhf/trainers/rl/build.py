@@ -14,8 +14,8 @@ from megarlhf.data.text.export_files import files_of_exports
 from megarlhf.data.text.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.models.role import Role, build_role
 from megarlhf.observe.watch.phases import Phases
+from megarlhf.parallel.device_memory import Residency, Turn
 from megarlhf.parallel.mesh import GroupCache
-from megarlhf.parallel.residency import Residency, Turn
 from megarlhf.planning.data.formatting import writing_of_training
 from megarlhf.resume.claim.identity import (
     architecture_of,
@@ -28,8 +28,8 @@ from megarlhf.resume.claim.identity import (
 from megarlhf.resume.points.file_digest import digest_of_directory
 from megarlhf.resume.points.stateful import Stateful
 from megarlhf.resume.signals import StopRequest
-from megarlhf.rollout.bank import Bank
 from megarlhf.rollout.engine import RolloutEngine, Sampling
+from megarlhf.rollout.response_cache import Bank
 from megarlhf.rollout.rewards.rules import sources_of_rules
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.experience.rewards import Rewarder

@@ -18,8 +18,8 @@ from megarlhf.planning.kl_reference import anchor_notes
 from megarlhf.resume.claim.on_existing import NO_STEPS_LEFT
 from megarlhf.resume.points.stateful import Stateful
 from megarlhf.resume.signals import StopRequest, StopRun
-from megarlhf.rollout.bank import Bank
 from megarlhf.rollout.engine import RolloutEngine
+from megarlhf.rollout.response_cache import Bank
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.generation.prompts import PromptData, engine_dtype, load_prompts
 from megarlhf.trainers.rl.build import Components, build, training_of

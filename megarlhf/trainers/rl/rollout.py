@@ -16,8 +16,8 @@ from megarlhf.data.samples.dataset import records_of
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.experience import Experience, Rollouts
 from megarlhf.resume.claim.config_changes import mathematics_of
-from megarlhf.rollout.bank import Bank
 from megarlhf.rollout.engine import KeptResponses, RolloutEngine, Sampling, sample_seed
+from megarlhf.rollout.response_cache import Bank
 from megarlhf.trainers.rl.build import Components
 from megarlhf.trainers.run.session import Session
 

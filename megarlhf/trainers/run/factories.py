@@ -16,7 +16,7 @@ from megarlhf.models.role import Role
 from megarlhf.models.weights import CHECKPOINTS, WeightSource
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.observe.watch.profile import recorded_phases
-from megarlhf.parallel.residency import HostMemory
+from megarlhf.parallel.device_memory import HostMemory
 from megarlhf.resume.points.writer import Writer
 from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.runtime import Runtime

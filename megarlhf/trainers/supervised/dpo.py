@@ -25,6 +25,7 @@ from megarlhf.data.samples.limits import require_budget, require_positions
 from megarlhf.data.samples.types import PAIR_SEQUENCES, PairSample
 from megarlhf.models.role import Role, build_role
 from megarlhf.models.weights import CHECKPOINTS, WeightSource
+from megarlhf.parallel.device_memory import Residency
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.micro_batch import (
     MicroBatch,
@@ -33,7 +34,6 @@ from megarlhf.parallel.micro_batch import (
     micro_batch_mask,
     repeat_on_micro_batch,
 )
-from megarlhf.parallel.residency import Residency
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.run.factories import Parts
 from megarlhf.trainers.supervised.dpo_loss import REFERENCE, PreferenceLoss, response_logprobs, sequence_sums

@@ -24,9 +24,9 @@ from megarlhf.models.role import Role, build_role
 from megarlhf.observe.records.metrics import Metric
 from megarlhf.observe.terminal.progress import format_number
 from megarlhf.observe.watch.phases import Phases, seconds_of
+from megarlhf.parallel.device_memory import Residency
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.micro_batch import MicroBatch, prompts_computed
-from megarlhf.parallel.residency import Residency
 from megarlhf.parallel.router_balance import ROUTER_AUX_LOSS
 from megarlhf.planning.data.encoders import indexed_options
 from megarlhf.planning.data.formatting import writing_of_training

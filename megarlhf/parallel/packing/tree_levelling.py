@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarlhf.parallel.bins import MAX_PARTNERS, MAX_ROUNDS, Bins, costliest_first, exchange
+from megarlhf.parallel.packing.bins import MAX_PARTNERS, MAX_ROUNDS, Bins, costliest_first, exchange
 
 Entry = tuple[int, tuple[int, ...]]
 """A group, and which of its sequences."""

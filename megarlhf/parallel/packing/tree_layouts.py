@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarlhf.parallel.packed_rows import ROOT
+from megarlhf.parallel.packing.rows import ROOT
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,18 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from megarlhf.config.algo import GROUPED, AlgoConfig
-from megarlhf.config.beside import EMAConfig, PTXConfig, ReferenceUpdateConfig
+from megarlhf.config.auxiliary import EMAConfig, PTXConfig, ReferenceUpdateConfig
 from megarlhf.config.choices import DEFAULT, PatienceConfig, StopConfig, check_choices
 from megarlhf.config.data import DataConfig, PromptDataConfig, SFTDataConfig
-from megarlhf.config.numbers import SkipConfig
 from megarlhf.config.profile import ProfileConfig, within_the_run
 from megarlhf.config.rewards import RewardConfig
 from megarlhf.config.roles import FrozenModel, NonNegative, Positive, RoleConfig, require_all_ranks
 from megarlhf.config.rollout import RolloutConfig
 from megarlhf.config.run import CheckpointConfig, RunConfig
 from megarlhf.config.shared_base import is_base_of, reference_section
-from megarlhf.config.shown import AccuracyConfig, SamplesConfig
 from megarlhf.config.shuffle import Shuffle
+from megarlhf.config.skip import SkipConfig
+from megarlhf.config.tracking import AccuracyConfig, SamplesConfig
 from megarlhf.config.watchdog import WatchdogConfig
 
 

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megarlhf.commands.arguments import Parser
+from megarlhf.commands.arguments.parser import Parser
 from megarlhf.config.frozen import FrozenModel
 from megarlhf.config.reference import all_paths
 

@@ -12,7 +12,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from torch import Tensor
 
 from megarlhf.parallel.context import zigzag
-from megarlhf.parallel.packed_rows import PackedRow
+from megarlhf.parallel.packing.rows import PackedRow
 
 
 class PackedRotary(RotaryEmbedding):
@@ -20,7 +20,8 @@ class PackedRotary(RotaryEmbedding):
 
     A GPTModel asks `get_rotary_seq_len` and hands the answer to `forward`: the length of the table for padded rows,
     here the row itself for a packed one. Its cosines and sines are made once and go with it to the attention of every
-    layer, which turns queries and keys (`models/attention.py`); to Megatron the packed row has no rotary positions.
+    layer, which turns queries and keys (`models/attention/layers.py`); to Megatron the packed row has no rotary
+    positions.
     """
 
     def __init__(self, *, dtype: torch.dtype, attention_factor: float = 1.0, **named: Any) -> None:

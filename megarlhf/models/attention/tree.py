@@ -34,9 +34,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megarlhf.kernels.backends import log_once
-from megarlhf.models.past_attention import attend_to_the_past, attention_path, varlen
-from megarlhf.parallel.packed_rows import PackedRow
-from megarlhf.parallel.packed_trees import Part, Trees
+from megarlhf.models.attention.past import attend_to_the_past, attention_path, varlen
+from megarlhf.parallel.packing.rows import PackedRow
+from megarlhf.parallel.packing.trees import Part, Trees
 
 log = logging.getLogger(__name__)
 

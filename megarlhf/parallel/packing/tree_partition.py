@@ -1,7 +1,8 @@
 """Packing sequences that begin alike into micro-batches, with one copy of the beginning for all that meet in one.
 
-Pure integers, as `packing.py`, of which it uses the machinery. Its items are *parts*: sequences of a group that are
-computed together. It begins with whole groups, and divides one only where that pays for the copy of the beginning:
+Pure integers, as `packing/partition.py`, of which it uses the machinery. Its items are *parts*: sequences of a group
+that are computed together. It begins with whole groups, and divides one only where that pays for the copy of the
+beginning:
 
 1. Whole groups, those that exceed the budget in the fewest parts that fit. Where they would take more micro-batches
    than without sharing, what finds no room is divided to fill the micro-batches that there are.
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megarlhf.parallel.bins import (
+from megarlhf.parallel.packing.bins import (
     BinCapacities,
     Bins,
     balance,
@@ -30,8 +31,8 @@ from megarlhf.parallel.bins import (
     to_integer,
     to_integers,
 )
-from megarlhf.parallel.packing import Cost, require_fits
-from megarlhf.parallel.tree_levelling import TOLERANCE, Levelling, Outcome, Packed, Part, Tree
+from megarlhf.parallel.packing.partition import Cost, require_fits
+from megarlhf.parallel.packing.tree_levelling import TOLERANCE, Levelling, Outcome, Packed, Part, Tree
 
 FINENESS = (1, 2, 4)
 """Finer parts cost a rank's share of the work over one of these, or little more."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megarlhf.parallel.packed_trees import Borders
+from megarlhf.parallel.packing.trees import Borders
 
 AttentionPath = Literal["varlen", "runs"]
 LEAST_BLOCK = 64

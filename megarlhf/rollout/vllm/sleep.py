@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from megarlhf.collective_errors import raise_on_all_ranks
-from megarlhf.parallel.residency import Part, Residency, Tensors
+from megarlhf.parallel.device_memory import Part, Residency, Tensors
 from megarlhf.runtime import Runtime, free_bytes, give_back_cached
 
 GIB = 2**30

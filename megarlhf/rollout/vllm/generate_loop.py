@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megarlhf.rollout.engine import EngineFailure, KeptResponses, Response, Sampling
-from megarlhf.rollout.feed import NOTHING, Feed
+from megarlhf.rollout.prompt_queue import NOTHING, Feed
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 Before the first write two things are shown on the very engine that will be written to: that vLLM has left its
 parameters as its loader fills them, and that its loader fills them as the table says. vLLM's patches for the CPU
-stand in `vllm_patches.py`.
+stand in `vllm/patches.py`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from megarlhf.collective_errors import raise_on_all_ranks
 from megarlhf.config import RolloutConfig
 from megarlhf.experience import Rollouts
 from megarlhf.models.build import ModelShard, placements_on
-from megarlhf.parallel.residency import Part, RoleParts
+from megarlhf.parallel.device_memory import Part, RoleParts
 from megarlhf.placement import RankPlacements
 from megarlhf.rollout.balance import SeenLengths, deal, pieces_of
 from megarlhf.rollout.engine import EngineFailure, KeptResponses, Sampling, gather_rollouts, missing_rows
-from megarlhf.rollout.feed import Feed, SharedCounter, agreed_key, rendezvous_store
-from megarlhf.rollout.requests import draw
-from megarlhf.rollout.sleep import EngineMemory, cache_of_worker, make_sleeper, require_room
-from megarlhf.rollout.vllm_build import build_llm, changed_in_memory, enqueue
-from megarlhf.rollout.vllm_patches import keep_default_group
+from megarlhf.rollout.prompt_queue import Feed, SharedCounter, agreed_key, rendezvous_store
+from megarlhf.rollout.vllm.build import build_llm, changed_in_memory, enqueue
+from megarlhf.rollout.vllm.generate_loop import draw
+from megarlhf.rollout.vllm.patches import keep_default_group
+from megarlhf.rollout.vllm.sleep import EngineMemory, cache_of_worker, make_sleeper, require_room
 from megarlhf.runtime import Runtime, free_bytes, without_torch_determinism
 from megarlhf.weights.checks.certificate import Certificate, CertificateError, certify, nonzero_padding
 from megarlhf.weights.checks.loader_check import check_loader, sample_tensors

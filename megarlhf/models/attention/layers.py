@@ -1,7 +1,7 @@
 """Attention for Megatron-Core's layers: the core for the local layer spec, and query groups cut by tensor parallelism.
 
 Rows are either padded on the right, so that a causal mask already keeps padding out of every real position, or
-packed (`parallel/packed_rows.py`).
+packed (`parallel/packing/rows.py`).
 
 Legend: S sequence, B batch, T tokens of a packed row, S' and T' those of them that are this rank's (all but under
 context parallelism), N query heads and G key-value groups of this rank, D head dimension.
@@ -23,9 +23,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from megarlhf.models.attention.packed import chunks_attention, gather_keys, packed_attention
 from megarlhf.models.elementwise import rotate
-from megarlhf.models.packed_attention import chunks_attention, gather_keys, packed_attention
-from megarlhf.parallel.packed_rows import PackedRow
+from megarlhf.parallel.packing.rows import PackedRow
 
 
 class CausalAttention(nn.Module):

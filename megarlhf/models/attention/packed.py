@@ -8,7 +8,7 @@ Under context parallelism a rank has the queries of its share of the row, and ga
 Each of its chunks, two of a sequence, attends to the keys up to its own last one: in all ranks alike, and about 1 / cp
 of the work.
 
-Rows whose segments continue others go to `tree_attention.py`.
+Rows whose segments continue others go to `attention/tree.py`.
 
 Legend: T tokens of the row, T' this rank's (all of them without context parallelism), N query heads and G key-value
 groups of this rank, D head dimension; B sequences of equal length, L their length, C that of a chunk.
@@ -25,11 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.kernels.backends import log_once
-from megarlhf.models.past_attention import attend_to_the_past, attention_path, varlen
-from megarlhf.models.tree_attention import tree_attention
+from megarlhf.models.attention.past import attend_to_the_past, attention_path, varlen
+from megarlhf.models.attention.tree import tree_attention
 from megarlhf.parallel.context import ContextShare, gather_sequence
-from megarlhf.parallel.packed_rows import PackedRow
-from megarlhf.parallel.packed_trees import Borders
+from megarlhf.parallel.packing.rows import PackedRow
+from megarlhf.parallel.packing.trees import Borders
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Command lines: parsers, completion, the list of keys."""

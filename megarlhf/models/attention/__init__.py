@@ -1,0 +1,1 @@
+"""Attention over padded rows, packed rows and rows with shared prompts."""

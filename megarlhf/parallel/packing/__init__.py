@@ -1,0 +1,1 @@
+"""Packing of sequences into micro-batches, with shared beginnings stored once."""
