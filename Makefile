@@ -44,7 +44,7 @@ unexport PYTHONDONTWRITEBYTECODE
 	bench-gpu-logprob bench-gpu-packed bench-gpu-prompts bench-resume bench-data bench-rewards bench-rollout \
 	bench-rehearsal bench-fits bench-parallel test \
 	test-matrix test-slow test-gpu test-peers test-published test-slurm test-faults slurm-scripts lint docs \
-	count doctor lock clean
+	count refusals doctor lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -195,6 +195,11 @@ lint: venv ## ruff (lint and format) and mypy
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(PY) -m mypy
+
+refusals: ## messages before and after a change, none may get lost: make refusals OLD=COMMIT [NEW=COMMIT]
+	@[ -n "$(OLD)" ] || { echo "make refusals: OLD is not set; name the commit before the change:" \
+		"make refusals OLD=COMMIT [NEW=COMMIT]" >&2; exit 1; }
+	@$(or $(wildcard $(PY)),python3) -m tools.refusals $(OLD) $(if $(NEW),--new $(NEW))
 
 count: ## lines, folders, names, docstrings and words at commits: make count COMMITS='OLD NEW'
 	$(PY) -m tools.count $(COMMITS)

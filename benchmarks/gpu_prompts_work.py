@@ -23,7 +23,7 @@ from benchmarks.prompts_work import by_formula
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.config import RLConfig
 from megarlhf.data.samples.encoders import PromptSample
-from megarlhf.data.text.tokenizer import load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.models.attention.packed import packed_attention
 from megarlhf.models.attention.tree import kernel_for, plain_attention
 from megarlhf.observe.watch.phases import Phases
@@ -32,8 +32,9 @@ from megarlhf.parallel.packing.rows import packed_row
 from megarlhf.rollout.engine import Response, gather_rollouts
 from megarlhf.rollout.response_cache import Bank
 from megarlhf.runtime import Runtime, counts_allocations, synchronize
+from megarlhf.trainers.experience.prompts import make_experience
 from megarlhf.trainers.rl.build import build
-from megarlhf.trainers.rl.rollout import Drawing, make_experience
+from megarlhf.trainers.rl.rollout import Drawing
 from megarlhf.trainers.rl.scoring import score
 from megarlhf.trainers.rl.update import StepInProgress, train_on
 from megarlhf.trainers.run.session import Session

@@ -60,11 +60,11 @@ def gap_with_head(head: str, model: Path, prompts: Path) -> dict[str, Any]:
     import vllm
 
     from megarlhf.config import RLConfig
-    from megarlhf.data.text.tokenizer import load_tokenizer
+    from megarlhf.data.tokenizers.tokenizer import load_tokenizer
     from megarlhf.observe.watch.phases import Phases
     from megarlhf.rollout.response_cache import Bank
     from megarlhf.runtime import RankInfo, initialize
-    from megarlhf.trainers.generation.prompts import load_prompts
+    from megarlhf.trainers.experience.prompts import load_prompts
     from megarlhf.trainers.rl.build import build
     from megarlhf.trainers.rl.logprob_gap import logprob_gap
     from megarlhf.trainers.rl.rollout import Drawing, sample

@@ -30,7 +30,7 @@ from benchmarks.packing_workload import Sizes, make_workload, text_of
 from benchmarks.prompts_work import looked_at
 from megarlhf.config import LogprobGapConfig, RLConfig
 from megarlhf.data.samples.encoders import PromptSample
-from megarlhf.data.text.tokenizer import load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.experience import Experience, Ragged, Rollouts
 from megarlhf.models.role import Role
 from megarlhf.observe.watch.phases import Phases
@@ -38,10 +38,11 @@ from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.parallel.step import Loss, StepResult
 from megarlhf.rollout.response_cache import Bank
 from megarlhf.runtime import RankInfo, Runtime, initialize
+from megarlhf.trainers.experience.prompts import make_experience
 from megarlhf.trainers.rl.build import build
 from megarlhf.trainers.rl.logprob_gap import LogprobGapWatch
 from megarlhf.trainers.rl.metrics import describe
-from megarlhf.trainers.rl.rollout import Drawing, make_experience, sample
+from megarlhf.trainers.rl.rollout import Drawing, sample
 from megarlhf.trainers.rl.scoring import score
 from megarlhf.trainers.rl.update import StepInProgress, train_on
 from megarlhf.trainers.run.session import Session

@@ -25,7 +25,7 @@ from benchmarks.packing_ours import timed
 from benchmarks.packing_workload import Sizes, Workload, make_workload
 from benchmarks.prompts_work import looked_at
 from megarlhf.config import DPOConfig, RMConfig, SFTConfig
-from megarlhf.data.samples.types import PairSample, SFTSample
+from megarlhf.data.sample_types import PairSample, SFTSample
 from megarlhf.models.role import build_role
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.mesh import GroupCache

@@ -28,7 +28,7 @@ from benchmarks.trl_task import rule_of
 from megarlhf.config import RLConfig
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.runtime import RankInfo, Runtime, initialize
-from megarlhf.trainers.generation.prompts import load_prompts
+from megarlhf.trainers.experience.prompts import load_prompts
 from megarlhf.trainers.rl.rollout import sample
 
 

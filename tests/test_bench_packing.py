@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import packing as bench
 from benchmarks.packing_workload import REHEARSAL, Sizes, make_workload, reward, text_of, write_model
-from megarlhf.data.text.tokenizer import load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 
 
 def test_the_benchmark_runs(tmp_path, monkeypatch):

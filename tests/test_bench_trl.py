@@ -191,7 +191,7 @@ def test_both_sides_hand_a_rule_the_same_prompt(tmp_path):
 
     from benchmarks.trl_data import prepare_tiny
     from megarlhf.config import DataConfig
-    from megarlhf.trainers.generation.prompts import load_prompts
+    from megarlhf.trainers.experience.prompts import load_prompts
 
     data = prepare_tiny(tmp_path)
     step = data.steps["equal"]

@@ -10,7 +10,7 @@ import pytest
 
 from megarlhf.data.samples.encoders import build_pairs, build_prompts, build_sft
 from megarlhf.data.sources.find import load_records
-from megarlhf.data.text.tokenizer import SentencePieceTokenizer, load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import SentencePieceTokenizer, load_tokenizer
 from tools.demo.make_data import (
     ALPHABET,
     MODEL_CONFIG,

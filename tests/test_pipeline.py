@@ -19,7 +19,7 @@ import yaml
 from megarlhf.commands.cli import main
 from megarlhf.data.samples.encoders import build_pairs
 from megarlhf.data.sources.find import load_records
-from megarlhf.data.text.tokenizer import load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.observe.records.metrics import read_metrics
 from tests.command import succeed
 from tests.ranks import RankPool

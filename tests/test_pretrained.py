@@ -4,7 +4,7 @@ import zipfile
 
 import pytest
 
-from megarlhf.data.text.tokenizer import load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.resume.points.file_digest import digest_of
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 from tests.weights.gguf_files import VOCAB, tokens, write_gguf

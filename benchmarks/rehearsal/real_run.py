@@ -34,9 +34,9 @@ from megarlhf.rehearsal.fakes.phases import Enough, Steps
 from megarlhf.rehearsal.fakes.weights import NoNumbers
 from megarlhf.rehearsal.job import Job
 from megarlhf.rollout.engine import RolloutEngine
+from megarlhf.rollout.factory import engine_dtype
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.entries import import_entry
-from megarlhf.trainers.generation.prompts import engine_dtype
 from megarlhf.trainers.run.factories import Parts
 
 MARK = "PHASE "

@@ -13,9 +13,9 @@ from megarlhf.architectures.hf_config import architecture_from_hf, read_config, 
 from megarlhf.architectures.placements import head_name, identity_placements, logical_tensors
 from megarlhf.config import ModelConfig, RoleConfig
 from megarlhf.data.text.templates import Template, chat_template
-from megarlhf.data.text.tokenizer import first_difference, load_tokenizer
-from megarlhf.data.text.tokenizer_files import has_tokenizer
-from megarlhf.data.tokenizer_formats.comparison import changed_text, read_otherwise
+from megarlhf.data.tokenizers.comparison import changed_text, read_otherwise
+from megarlhf.data.tokenizers.files import has_tokenizer
+from megarlhf.data.tokenizers.tokenizer import first_difference, load_tokenizer
 from megarlhf.planning.machine.capabilities import trained_tensors_of
 from megarlhf.weights.checkpoint.dtype import has_weights
 from megarlhf.weights.checkpoint.formats.megatron.tokenizers import tokenizer_in_words

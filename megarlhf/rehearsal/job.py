@@ -22,8 +22,8 @@ from megarlhf.rehearsal.fakes.resume_point import Written
 from megarlhf.rehearsal.timeline.messages import Line, Reached
 from megarlhf.rehearsal.timeline.trace import Event, Work
 from megarlhf.rehearsal.transformer_engine.replace import Layers
+from megarlhf.rollout.factory import mesh_orders
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.generation.prompts import mesh_orders
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,9 +43,9 @@ from megarlhf.rehearsal.timeline.trace import Mark
 from megarlhf.rehearsal.transformer_engine.optimizer import KERNELS
 from megarlhf.rehearsal.transformer_engine.replace import Shared, replace_layers
 from megarlhf.rollout.engine import RolloutEngine
+from megarlhf.rollout.factory import engine_dtype
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.entries import import_entry
-from megarlhf.trainers.generation.prompts import engine_dtype
 from megarlhf.trainers.run.factories import Parts
 
 MAX_NUM_SEQS = 1024

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megarlhf.data.text.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from tests.classifiers import write_tokenizer
 
 CHATML = (

@@ -10,14 +10,14 @@ import tracemalloc
 import pytest
 
 from megarlhf.config import SourceConfig
+from megarlhf.data import json_rows
+from megarlhf.data.json_rows import parse_array
 from megarlhf.data.samples.encoders import PairEncoder
-from megarlhf.data.sources import json_rows
 from megarlhf.data.sources.adapters import ADAPTERS, alpaca, anthropic_hh, digest_of_adapter, openai_messages, sharegpt
 from megarlhf.data.sources.fields import Reader
 from megarlhf.data.sources.find import load_records
-from megarlhf.data.sources.json_rows import parse_array
 from megarlhf.data.sources.read import read_chunks
-from megarlhf.data.text.tokenizer import HuggingFaceTokenizer
+from megarlhf.data.tokenizers.tokenizer import HuggingFaceTokenizer
 from tests.data.chat_styles import said
 from tests.data.conftest import CHAT
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarlhf.data.text.conversations import (
+from megarlhf.data.records.conversations import (
     EmptyText,
     PairOfConversations,
     PairOfTexts,

@@ -13,7 +13,7 @@ import torch
 from megarlhf.data.samples.encoders import PairEncoder, PromptEncoder, SFTEncoder, build_sft
 from megarlhf.data.samples.retokenize import Retokenizer
 from megarlhf.data.sources.find import load_records
-from megarlhf.data.text.tokenizer import load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.experience import Ragged, Rollouts
 from megarlhf.observe.records.sample_tables import SampleTables, read_table
 from megarlhf.observe.report.html_page import document

@@ -3,7 +3,7 @@
 import pytest
 
 from megarlhf.data.samples.retokenize import Retokenizer, TextTooLong
-from megarlhf.data.text.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from tests.classifiers import CHAT_TEMPLATE, write_tokenizer
 
 BOS, EOS = 1, 2

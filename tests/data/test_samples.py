@@ -21,8 +21,8 @@ from megarlhf.data.samples.encoders import (
     build_sft,
 )
 from megarlhf.data.sources.find import load_records
-from megarlhf.data.text.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from megarlhf.data.tokenize.load import SetLoader
+from megarlhf.data.tokenizers.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from tests.classifiers import CHAT_TEMPLATE, LETTERS, write_tokenizer
 from tests.data.chat_styles import CHATML
 from tests.data.chat_styles import chat_tokenizer as styled_tokenizer

@@ -10,7 +10,7 @@ import pytest
 
 from megarlhf.config import RLConfig, RMConfig, SFTConfig
 from megarlhf.planning.preflight import preflight
-from megarlhf.trainers.generation.prompts import load_prompts
+from megarlhf.trainers.experience.prompts import load_prompts
 from megarlhf.trainers.supervised.loop import load_samples
 from megarlhf.trainers.supervised.rm import RewardModelling
 from megarlhf.trainers.supervised.sft import SupervisedFineTuning

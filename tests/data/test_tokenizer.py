@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from megarlhf.data.samples.encoders import PromptEncoder
 from megarlhf.data.samples.texts import pieces
-from megarlhf.data.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, load_tokenizer
-from megarlhf.data.tokenizer_formats.texts import where_they_differ
+from megarlhf.data.tokenizers.sample_texts import where_they_differ
+from megarlhf.data.tokenizers.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, load_tokenizer
 
 CORPUS = ["the answer is 85", "what is 37+48= and so on", "0123456789 abc"] * 5
 

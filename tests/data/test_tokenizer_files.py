@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megarlhf.data.samples.encoders import PairEncoder, PromptEncoder, SFTEncoder
-from megarlhf.data.text.tokenizer import SentencePieceTokenizer, load_tokenizer
-from megarlhf.data.text.tokenizer_files import has_tokenizer, tokenizer_digest, writes_the_date
+from megarlhf.data.tokenizers.files import has_tokenizer, tokenizer_digest, writes_the_date
+from megarlhf.data.tokenizers.tokenizer import SentencePieceTokenizer, load_tokenizer
 from megarlhf.weights.checkpoint.formats.megatron.tokenizers import tokenizer_in_words, tokenizer_place
 from tests.data.chat_styles import CHATML, MISTRAL, said
 from tests.data.test_tokenizer import sentencepiece_model

@@ -208,7 +208,7 @@ def test_what_is_not_exact_is_refused(tokenizers, name, template, loss_on, talk,
 def test_an_answer_that_would_merge_with_the_text_before_it_stands_behind_it(fast_tokenizer):
     """The tokenizer of conftest.py has a token for "37"; a model that is asked with "3" answers "7", a token of its
     own. Of an answer that others follow, the ids of the whole conversation are another model's input: refused."""
-    from megarlhf.data.text.tokenizer import HuggingFaceTokenizer
+    from megarlhf.data.tokenizers.tokenizer import HuggingFaceTokenizer
 
     tokenizer = HuggingFaceTokenizer(fast_tokenizer(prefix=False, eos_token="</s>"), "here")
     assert len(tokenizer.encode("37")) == 1
@@ -276,7 +276,7 @@ def test_an_answer_that_ends_with_one_of_its_calls_is_refused(tokenizers):
 def test_ids_of_a_beginning_are_those_of_the_whole_up_to_a_mark(fast_tokenizer, style):
     """What is made anew behind the last mark equals what is made of the text alone; also where the text goes on
     otherwise, and where a user writes a mark."""
-    from megarlhf.data.text.tokenizer import HuggingFaceTokenizer
+    from megarlhf.data.tokenizers.tokenizer import HuggingFaceTokenizer
 
     fast = fast_tokenizer(prefix=False, eos_token="</s>", additional_special_tokens=["<|im_start|>", "<|im_end|>"])
     tokenizer = HuggingFaceTokenizer(fast, "here")

@@ -9,8 +9,8 @@ import pytest
 
 from megarlhf.config import DataConfig
 from megarlhf.data.samples.encoders import PairEncoder, PairSample, SFTEncoder, SFTSample
-from megarlhf.data.text.tokenizer import load_tokenizer
 from megarlhf.data.tokenize.load import SetLoader
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from tools.demo.make_data import train_tokenizer
 
 NOTE = "with text that the tokenizer does not know, which became its unknown token"

@@ -8,8 +8,8 @@ import pytest
 
 from megarlhf.config import PromptDataConfig, SourceConfig
 from megarlhf.config.conversations import ConversationConfig
+from megarlhf.data.sample_types import PairSample, PromptSample, SFTSample
 from megarlhf.data.samples.encoders import PairEncoder, PromptEncoder, SFTEncoder
-from megarlhf.data.samples.types import PairSample, PromptSample, SFTSample
 from megarlhf.data.sources.fields import hint
 from megarlhf.data.sources.find import load_records
 from megarlhf.data.sources.unread_columns import counted, unread_columns

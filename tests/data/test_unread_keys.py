@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from megarlhf.data.samples.types import Changed
+from megarlhf.data.sample_types import Changed
 from tests.data.chat_styles import CHATML, STYLES, chat_tokenizer, said
 from tests.data.test_written import encoder
 

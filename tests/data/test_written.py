@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
+from megarlhf.data.sample_types import Changed, sample_of
 from megarlhf.data.samples.encoders import PairEncoder, PromptEncoder, SFTEncoder, Unusable
-from megarlhf.data.samples.types import Changed, sample_of
 from megarlhf.data.text.omissions import KINDS
 from megarlhf.data.text.templates import Conversation, chat_template
 from tests.data.chat_styles import STYLES, chat_tokenizer, said
@@ -151,7 +151,7 @@ def test_white_space_beside_marks_that_take_it_in_is_missed(tokenizer):
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from megarlhf.data.text.tokenizer import HuggingFaceTokenizer
+    from megarlhf.data.tokenizers.tokenizer import HuggingFaceTokenizer
 
     letters = {letter: number for number, letter in enumerate("</s> \nab<|im_start|>use.", 0)}
     base = Tokenizer(models.WordLevel({letter: n for n, letter in enumerate(dict.fromkeys(letters))}, unk_token="."))

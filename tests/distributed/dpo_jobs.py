@@ -7,7 +7,7 @@ from typing import Any
 from megarlhf.config import DPOConfig
 from megarlhf.data.samples.encoders import PairSample, build_pairs
 from megarlhf.data.sources.find import load_records
-from megarlhf.data.text.tokenizer import load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.models.role import build_role
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.runtime import Runtime

@@ -18,7 +18,7 @@ from megarlhf.architectures.placements import Head
 from megarlhf.config import RoleConfig, SFTConfig
 from megarlhf.data.samples.encoders import build_sft
 from megarlhf.data.sources.find import load_records
-from megarlhf.data.text.tokenizer import load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.models.role import Role, build_role
 from megarlhf.models.settings import DTYPES
 from megarlhf.models.weights import load_weights

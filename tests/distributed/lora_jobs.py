@@ -65,7 +65,7 @@ def vllm_with_adapter(
 ) -> dict[str, Any]:
     """An engine fed by an actor with one adapter after the other: what it says and how likely it finds it, and whether
     planted wrong adapters are found."""
-    from megarlhf.trainers.generation.prompts import make_engine
+    from megarlhf.rollout.factory import make_engine
 
     section = {"model": {"path": model}, "parallel": {"tp": tp}, "lora": {"path": adapters[0]}}
     actor = build_role("actor", RoleConfig.model_validate(section), "lm", GroupCache(runtime), seed=0)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megarlhf.config import RLConfig
 from megarlhf.data.sources.find import load_records
-from megarlhf.data.text.tokenizer import load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.models.role import Role, build_role
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel import step
@@ -36,8 +36,8 @@ def rl_step(
     watch_fails: whoever is told the gap to the engine in the training ends it there
     piece_bytes: of the optimizer's state, where it is streamed
     """
+    from megarlhf.rollout import factory as asked
     from megarlhf.rollout.response_cache import Bank
-    from megarlhf.trainers.generation import prompts as asked
     from megarlhf.trainers.rl import build as rl_components
     from megarlhf.trainers.rl.metrics import describe
     from megarlhf.trainers.rl.rollout import Drawing, sample

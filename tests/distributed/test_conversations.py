@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from megarlhf.config import SFTConfig
-from megarlhf.data.text.tokenizer import load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.model_directory import end_tokens
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.planning.preflight import preflight

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from megarlhf.data.text.tokenizer import load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from tests.ranks import RankPool
 
 STEPS = 8

@@ -16,7 +16,7 @@ import torch
 
 from megarlhf.data.samples.encoders import build_sft
 from megarlhf.data.sources.find import load_records
-from megarlhf.data.text.tokenizer import load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.models.attention.layers import causal_band
 from megarlhf.models.positions import PositionTable
 from tests.distributed.compare import assert_gradients_equal

@@ -16,7 +16,7 @@ import pytest
 from megarlhf.config import SFTConfig, words_of
 from megarlhf.data.samples.encoders import build_prompts, build_sft
 from megarlhf.data.sources.find import load_records
-from megarlhf.data.text.tokenizer import load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.runtime import capabilities
 from tests.distributed.gpu_check_jobs import PoolStart
 from tests.ranks import RankPool

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from megarlhf.data.samples.texts import pieces
-from megarlhf.data.text.tokenizer import load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.observe.records.metrics import read_metrics
 from tests.distributed.compare import assert_gradients_equal
 from tests.distributed.interrupted_jobs import command_until

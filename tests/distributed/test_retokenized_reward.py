@@ -15,7 +15,7 @@ import yaml
 
 from megarlhf.config import MicroBatchConfig, RewardConfig, RoleConfig
 from megarlhf.data.samples.encoders import PromptSample
-from megarlhf.data.text.tokenizer import load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.experience import Experience, Ragged, Rollouts
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.runtime import Runtime

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarlhf.data.text.tokenizer import load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from tests.distributed.compare import assert_gradients_equal
 from tests.distributed.test_rl_layouts import config
 from tests.distributed.tiny import write_reward_model

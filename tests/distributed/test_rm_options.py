@@ -13,7 +13,7 @@ import yaml
 from megarlhf.commands import cli
 from megarlhf.data.samples.encoders import build_pairs
 from megarlhf.data.sources.find import load_records
-from megarlhf.data.text.tokenizer import load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.observe.records.cost_metrics import reproducible
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.rollout.rewards.classifier import Classifier

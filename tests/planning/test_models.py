@@ -19,8 +19,13 @@ from transformers import PreTrainedTokenizerFast
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import logical_tensors
 from megarlhf.config import ConversationConfig, RoleConfig
-from megarlhf.data.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, first_difference, load_tokenizer
-from megarlhf.data.tokenizer_formats.comparison import changed_text
+from megarlhf.data.tokenizers.comparison import changed_text
+from megarlhf.data.tokenizers.tokenizer import (
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    first_difference,
+    load_tokenizer,
+)
 from megarlhf.planning.data.end_tokens import end_notes
 from megarlhf.planning.models import check_heads, check_vocabularies
 from tests.planning.configs import MODEL

@@ -18,10 +18,10 @@ from transformers import AutoTokenizer
 
 from megarlhf.config import ConversationConfig, ModelConfig
 from megarlhf.data.text.export_files import files_of_exports
-from megarlhf.data.text.tokenizer import load_tokenizer
-from megarlhf.data.text.tokenizer_files import has_tokenizer
-from megarlhf.data.tokenizer_formats.comparison import read_otherwise
-from megarlhf.data.tokenizer_formats.texts import TEXTS
+from megarlhf.data.tokenizers.comparison import read_otherwise
+from megarlhf.data.tokenizers.files import has_tokenizer
+from megarlhf.data.tokenizers.sample_texts import TEXTS
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.weights.checkpoint.hf_writer import other_files
 from tests.published.texts import draw, write_config
 

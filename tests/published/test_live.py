@@ -18,8 +18,8 @@ from megarlhf.data.samples.encoders import PromptEncoder
 from megarlhf.data.samples.texts import pieces
 from megarlhf.data.text.export_files import files_of_exports
 from megarlhf.data.text.templates import Conversation, chat_template
-from megarlhf.data.text.tokenizer import load_tokenizer
-from megarlhf.data.tokenizer_formats.comparison import read_otherwise
+from megarlhf.data.tokenizers.comparison import read_otherwise
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from tests.published.texts import draw, write_config
 from tools import pretrained, published
 

@@ -10,7 +10,7 @@ import pytest
 
 from megarlhf.data.text.assistant_mask import Whole
 from megarlhf.data.text.templates import Conversation, chat_template
-from megarlhf.data.text.tokenizer import load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from tests.data.conversation_parts import conversation
 from tests.data.test_written import check_records
 from tests.published.test_live import write_directory

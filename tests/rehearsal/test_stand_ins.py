@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarlhf.config import RLConfig, RMConfig, SFTConfig, words_of
-from megarlhf.data.text.tokenizer import load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.rehearsal.fakes.inputs import LETTERS, SPECIAL, stand_in, write_tokenizer
 from megarlhf.rehearsal.fakes.lengths import Constant, Given
 from megarlhf.trainers.supervised.loop import load_samples

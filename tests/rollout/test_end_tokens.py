@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 
 from megarlhf.config import RoleConfig, RolloutConfig
-from megarlhf.data.text.tokenizer import load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.model_directory import end_tokens
 from megarlhf.rollout.balance import SeenLengths
 from megarlhf.rollout.engine import Response, Sampling
+from megarlhf.rollout.factory import sampling_of
 from megarlhf.rollout.megatron_engine import _Decoding
 from megarlhf.rollout.prompt_queue import SharedCounter
 from megarlhf.rollout.vllm import engine as vllm_engine
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.generation.prompts import sampling_of
 from tests.rollout.test_requests import flat
 from tools.demo.make_data import base_files
 

@@ -6,8 +6,8 @@ import pytest
 
 from megarlhf.config import RoleConfig, RolloutConfig
 from megarlhf.rollout.engine import KeptResponses, Response, Sampling, StopStrings
+from megarlhf.rollout.factory import sampling_of
 from megarlhf.rollout.vllm.generate_loop import draw, response_of
-from megarlhf.trainers.generation.prompts import sampling_of
 from tests.rollout.test_requests import feed_of, output
 from tools.demo.make_data import Recipe, write_all
 
@@ -94,7 +94,7 @@ def test_a_text_that_is_complete_at_the_longest_length_has_ended_the_response():
 
 def test_the_configuration_reaches_the_engines(tmp_path):
     write_all(tmp_path, Recipe(validation=4, test=4, sft_train=1, pairs_train=1, prompts_train=1), seed=0)
-    from megarlhf.data.text.tokenizer import load_tokenizer
+    from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 
     actor = RoleConfig.model_validate({"model": {"path": str(tmp_path / "base")}})
     tokenizer = load_tokenizer(tmp_path / "base")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from megarlhf.config import RoleConfig, RolloutConfig
-from megarlhf.trainers.generation.prompts import mesh_orders
+from megarlhf.rollout.factory import mesh_orders
 
 NODE = SimpleNamespace(world_size=8, ranks_per_block=8)
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)

@@ -8,7 +8,7 @@ import math
 import torch
 
 from megarlhf.data.samples.encoders import PromptSample
-from megarlhf.trainers.rl.no_signal import SignalWatch, alarm
+from megarlhf.trainers.experience.no_signal import SignalWatch, alarm
 from tests.trainers.test_rl_metrics import experience
 
 

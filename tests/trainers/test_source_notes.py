@@ -8,7 +8,7 @@ import json
 import pytest
 
 from megarlhf.config import PromptDataConfig, RewardConfig, SFTConfig
-from megarlhf.trainers.generation.prompts import load_prompts
+from megarlhf.trainers.experience.prompts import load_prompts
 from megarlhf.trainers.supervised.loop import load_samples
 from megarlhf.trainers.supervised.sft import SupervisedFineTuning
 from tests.data.counting import Counting, loader

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from megarlhf.commands.convert import main
-from megarlhf.data.text.tokenizer import load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.model_directory import end_tokens
 from megarlhf.weights.checkpoint.formats.gguf.tokenizer import CUTS
 from megarlhf.weights.checkpoint.from_gguf import convert_gguf

@@ -35,9 +35,9 @@ from megarlhf.planning.machine.nodes import check_nodes, require_gpus
 from megarlhf.rehearsal.fakes.engine import GivenResponses as ConstantResponses
 from megarlhf.rehearsal.fakes.lengths import Constant
 from megarlhf.rollout.engine import RolloutEngine
+from megarlhf.rollout.factory import make_engine
 from megarlhf.runtime import RankInfo, Runtime
 from megarlhf.trainers.entries import import_entry
-from megarlhf.trainers.generation.prompts import make_engine
 from megarlhf.trainers.rl import update as rl_updates
 from megarlhf.trainers.run.factories import Parts
 from megarlhf.weights.checks.certificate import Certificate

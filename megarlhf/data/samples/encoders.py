@@ -14,8 +14,18 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from megarlhf.config import ConversationConfig
-from megarlhf.data.samples.limits import Limit, require_at_most
-from megarlhf.data.samples.types import (
+from megarlhf.data.records.conversations import (
+    CONVERSATION_COLUMNS,
+    EmptyText,
+    PairOfConversations,
+    PairOfTexts,
+    RawText,
+    example_of,
+    pair_of,
+    prompt_of,
+    read_lists,
+)
+from megarlhf.data.sample_types import (
     Changed,
     Encode,
     FieldCheck,
@@ -27,24 +37,14 @@ from megarlhf.data.samples.types import (
     changed,
     sample_of,
 )
+from megarlhf.data.samples.limits import Limit, require_at_most
 from megarlhf.data.sources.find import Record
 from megarlhf.data.text.assistant_mask import LossOn, learnt_turns
-from megarlhf.data.text.conversations import (
-    CONVERSATION_COLUMNS,
-    EmptyText,
-    PairOfConversations,
-    PairOfTexts,
-    RawText,
-    example_of,
-    pair_of,
-    prompt_of,
-    read_lists,
-)
 from megarlhf.data.text.omissions import Kind
 from megarlhf.data.text.templates import ChatTemplate, Conversation, Template, chat_template, has_template
-from megarlhf.data.text.tokenizer import Tokenizer, load_tokenizer
-from megarlhf.data.text.tokenizer_files import tokenizer_digest, writes_the_date
 from megarlhf.data.text.writer import Writer, response_tokens, text_tokens
+from megarlhf.data.tokenizers.files import tokenizer_digest, writes_the_date
+from megarlhf.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 VERSION = 6
 """Version of how records are read and written as tokens: another one makes other keys of the cache."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from megarlhf.data.sample_types import Unusable
 from megarlhf.data.samples.dataset import lengths_of
-from megarlhf.data.samples.types import Unusable
 
 
 @dataclass(frozen=True)

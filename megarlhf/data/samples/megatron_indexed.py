@@ -20,9 +20,10 @@ import numpy as np
 
 from megarlhf.config.data import SourceConfig, parse_blend
 from megarlhf.data.blocks import digest_of_blocks
+from megarlhf.data.sample_types import SFTSample
 from megarlhf.data.samples.columns import Array
 from megarlhf.data.samples.dataset import Joined, Samples
-from megarlhf.data.samples.types import SFTSample
+from megarlhf.data.sources.megatron_files import files_of, prefix_of
 
 Sample = TypeVar("Sample")
 HEADER = b"MMIDIDX\x00\x00"
@@ -61,30 +62,6 @@ class Indexed:
         digest.update(np.ascontiguousarray(self.lengths).tobytes())
         digest.update(digest_of_blocks(files_of(self.prefix)[0]).encode())
         return digest.hexdigest()
-
-
-def prefix_of(path: str | Path) -> Path:
-    """Of a data set that is named by its prefix, or by one of its two files."""
-    text = str(path)
-    return Path(text.removesuffix(".bin").removesuffix(".idx"))
-
-
-def files_of(path: str | Path) -> tuple[Path, Path]:
-    """The two files, tokens and index. Raises: ValueError where one is not there."""
-    prefix = prefix_of(path)
-    files = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
-    if missing := [file.name for file in files if not file.is_file()]:
-        near = (
-            sorted(file.name.removesuffix(".idx") for file in prefix.parent.glob("*.idx"))
-            if prefix.parent.is_dir()
-            else []
-        )
-        hint = f"; {prefix.parent} has {', '.join(near[:8])}" if near else ""
-        raise ValueError(
-            f"{prefix}: no {' and no '.join(missing)}, which Megatron's indexed data consists of; give the path that "
-            f"both begin with{hint}"
-        )
-    return files
 
 
 def read_index(path: str | Path) -> Indexed:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megarlhf.data.text.conversations import tools_of, variables_of
+from megarlhf.data.records.conversations import tools_of, variables_of
 from megarlhf.data.text.omissions import Kind, require_written
 from megarlhf.data.text.templates import ChatTemplate, Conversation, chat_template
-from megarlhf.data.text.tokenizer import Tokenizer
 from megarlhf.data.text.writer import with_bos
+from megarlhf.data.tokenizers.tokenizer import Tokenizer
 
 
 class TextTooLong(ValueError):

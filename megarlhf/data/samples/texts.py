@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megarlhf.data.samples.encoders import Unusable
-from megarlhf.data.text.tokenizer import Tokenizer, load_tokenizer
-from megarlhf.data.text.tokenizer_files import tokenizer_digest
+from megarlhf.data.tokenizers.files import tokenizer_digest
+from megarlhf.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megarlhf.data.sample_types import Changed, sample_of
 from megarlhf.data.samples.encoders import SFTEncoder, SFTSample, Unusable
-from megarlhf.data.samples.types import Changed, sample_of
-from megarlhf.data.text.tokenizer import Tokenizer
+from megarlhf.data.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

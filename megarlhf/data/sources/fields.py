@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from megarlhf.config import SourceConfig
+from megarlhf.data.json_rows import shown
+from megarlhf.data.json_text import messages_in, with_lists
 from megarlhf.data.sources.adapters import ADAPTERS, load_adapter, require_kept
-from megarlhf.data.sources.json_rows import shown
 from megarlhf.data.sources.read import Chunk
 from megarlhf.data.sources.unread_columns import is_verdict
-from megarlhf.data.text.json_text import messages_in, with_lists
 
 MESSAGES = "messages"
 Fields = Sequence[str | Sequence[str]]

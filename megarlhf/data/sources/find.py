@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarlhf.config import SourceConfig
-from megarlhf.data.samples.megatron_indexed import files_of, prefix_of
 from megarlhf.data.sources.fields import Fields, Record, form_of, records_of
+from megarlhf.data.sources.megatron_files import files_of, prefix_of
 from megarlhf.data.sources.read import (
     COMPRESSED,
     SUFFIXES,

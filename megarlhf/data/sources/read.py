@@ -20,7 +20,7 @@ from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from megarlhf.data.sources.json_rows import begins_with_bracket, parse_array, parse_line
+from megarlhf.data.json_rows import begins_with_bracket, parse_array, parse_line
 
 JSON, TABLES, COLUMNS = (".jsonl", ".ndjson", ".json"), {".csv": ",", ".tsv": "\t"}, (".parquet", ".arrow")
 SUFFIXES = (*JSON, *TABLES, *COLUMNS)

@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from megarlhf.data.samples.types import PairSample, SFTSample
-from megarlhf.data.sources.json_rows import shown
-from megarlhf.data.text.json_text import messages_in, parse_text
+from megarlhf.data.json_rows import shown
+from megarlhf.data.json_text import messages_in, parse_text
+from megarlhf.data.sample_types import PairSample, SFTSample
 from megarlhf.data.text.replaced import THOUGHTS
 
 _OF_ALL = ("prompt", "messages", "conversations", "system", "tools", "chat_template_kwargs")

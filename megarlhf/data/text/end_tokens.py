@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarlhf.config import ConversationConfig
 from megarlhf.data.text.templates import chat_template, has_template
-from megarlhf.data.text.tokenizer import Tokenizer
+from megarlhf.data.tokenizers.tokenizer import Tokenizer
 
 
 def turn_end_of(data: ConversationConfig, tokenizer: Tokenizer) -> int | None:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from megarlhf.config import ConversationConfig, ModelConfig
 from megarlhf.data.text.end_tokens import turn_end_of
-from megarlhf.data.text.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
-from megarlhf.data.text.tokenizer_files import has_tokenizer, tokenizer_files
-from megarlhf.data.tokenizer_formats.comparison import read_otherwise
-from megarlhf.data.tokenizer_formats.settings import read_object
+from megarlhf.data.tokenizers.comparison import read_otherwise
+from megarlhf.data.tokenizers.files import has_tokenizer, tokenizer_files
+from megarlhf.data.tokenizers.settings import read_object
+from megarlhf.data.tokenizers.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from megarlhf.model_directory import end_tokens
 
 logger = logging.getLogger(__name__)

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
-from megarlhf.data.text.jinja_chat import STANDARD_ROLES, ChatProgram, program_of
 from megarlhf.data.text.omissions import Omission
 from megarlhf.data.text.replaced import THOUGHTS, kept_strings
-from megarlhf.data.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from megarlhf.data.text.tool_keys import keys_of_tools, without_key
 from megarlhf.data.text.written import Written, compare
-from megarlhf.data.tokenizer_formats.protocol import ChatTokenizer
+from megarlhf.data.tokenizers.jinja_chat import STANDARD_ROLES, ChatProgram, program_of
+from megarlhf.data.tokenizers.protocol import ChatTokenizer
+from megarlhf.data.tokenizers.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 
 Template = Literal["auto", "plain", "chat"]
 Message = Mapping[str, Any]

@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megarlhf.data.samples.types import Unusable
+from megarlhf.data.sample_types import Unusable
 from megarlhf.data.text.assistant_mask import Answered, Inexact, LossOn, answered, learnt_turns
 from megarlhf.data.text.omissions import Kind, NotWritten, require_written
 from megarlhf.data.text.templates import ChatTemplate, Conversation, chat_template
-from megarlhf.data.text.tokenizer import Tokenizer
+from megarlhf.data.tokenizers.tokenizer import Tokenizer
 
 
 class Writer:

@@ -15,13 +15,13 @@ from typing import Any, Generic, TypeVar
 
 from megarlhf.config import DataConfig, PromptDataConfig, SourceConfig
 from megarlhf.config.data import PHASES
+from megarlhf.data.sample_types import Encoder, PromptSample, Skipped
 from megarlhf.data.samples.columns import FORMAT, Columns, Writer
 from megarlhf.data.samples.dataset import Joined, Samples, Stored, positions_of_shared
 from megarlhf.data.samples.encoders import Form, PairEncoder, PromptEncoder, SFTEncoder, form_of_record
 from megarlhf.data.samples.megatron_indexed import IndexedOptions, IndexedSamples
 from megarlhf.data.samples.split import phase_share, set_aside
 from megarlhf.data.samples.truncation import CuttingEncoder
-from megarlhf.data.samples.types import Encoder, PromptSample, Skipped
 from megarlhf.data.sources.adapters import digest_of_adapter
 from megarlhf.data.sources.fields import LEFT_OUT, Fields, LeftOut, Reader
 from megarlhf.data.sources.find import Place, files_in_words, find

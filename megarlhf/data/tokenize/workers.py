@@ -23,13 +23,13 @@ from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, cast
 
 from megarlhf.config import SourceConfig
+from megarlhf.data.sample_types import Changed, Encoder, Unusable
 from megarlhf.data.samples.columns import Packed, Writer, kinds_of, pack
-from megarlhf.data.samples.types import Changed, Encoder, Unusable
 from megarlhf.data.sources.fields import LEFT_OUT, Fields, LeftOut, Reader
 from megarlhf.data.sources.read import Chunk
 from megarlhf.data.sources.unread_columns import counted, unread_columns
-from megarlhf.data.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
-from megarlhf.data.text.tokenizer_files import without_torch
+from megarlhf.data.tokenizers.files import without_torch
+from megarlhf.data.tokenizers.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
 
 ALONE_SECONDS = 0.5
 """So long this process encodes by itself, and then until the first worker is ready: for small data none is started."""

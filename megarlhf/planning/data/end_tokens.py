@@ -8,8 +8,8 @@ from megarlhf.architectures.hf_config import read_config
 from megarlhf.config import ConversationConfig, RoleConfig
 from megarlhf.data.text.end_tokens import turn_end_of
 from megarlhf.data.text.templates import has_template
-from megarlhf.data.text.tokenizer import load_tokenizer
-from megarlhf.data.text.tokenizer_files import has_tokenizer
+from megarlhf.data.tokenizers.files import has_tokenizer
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.model_directory import end_tokens
 
 

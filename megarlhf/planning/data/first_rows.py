@@ -16,20 +16,21 @@ from megarlhf.config import (
     SourceConfig,
     words_of,
 )
+from megarlhf.data.records.conversations import prompt_of
+from megarlhf.data.sample_types import Encode, Skipped, Unusable
 from megarlhf.data.samples.encoders import SFTEncoder, form_of_record, reading_in_words
-from megarlhf.data.samples.megatron_indexed import PARTS, files_of, read_index, split_range
+from megarlhf.data.samples.megatron_indexed import PARTS, read_index, split_range
 from megarlhf.data.samples.retokenize import Retokenizer
 from megarlhf.data.samples.texts import TextEncoder
 from megarlhf.data.samples.truncation import CuttingEncoder
-from megarlhf.data.samples.types import Encode, Skipped, Unusable
 from megarlhf.data.sources.adapters import load_adapter
 from megarlhf.data.sources.fields import LEFT_OUT, Fields, LeftOut, Reader
 from megarlhf.data.sources.find import Place, find, source_files
+from megarlhf.data.sources.megatron_files import files_of
 from megarlhf.data.sources.reasoning_gym import require_disjoint
-from megarlhf.data.text.conversations import prompt_of
 from megarlhf.data.text.templates import Conversation, chat_template
-from megarlhf.data.text.tokenizer import load_tokenizer
 from megarlhf.data.tokenize.cache import cache_directory, require_cache
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.planning.data.encoders import RecordEncoder, indexed_options, sets_of
 from megarlhf.planning.data.enough import Enough
 from megarlhf.planning.machine.capabilities import AnyConfig

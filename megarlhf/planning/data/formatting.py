@@ -29,9 +29,9 @@ from megarlhf.data.samples.texts import TextEncoder
 from megarlhf.data.sources.find import Place, find
 from megarlhf.data.text.end_tokens import turn_end_of
 from megarlhf.data.text.templates import chat_template, has_template
-from megarlhf.data.text.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.data.tokenize.load import first_record
-from megarlhf.data.tokenizer_formats.protocol import ChatTokenizer
+from megarlhf.data.tokenizers.protocol import ChatTokenizer
+from megarlhf.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.planning.data.encoders import AnyEncoder, RecordEncoder, encoders_of
 from megarlhf.planning.machine.capabilities import AnyConfig
 from megarlhf.provenance import FILE, Provenance, Writing, read_provenance

@@ -20,10 +20,10 @@ import torch
 
 from megarlhf.config import EvaluateConfig, GenerateConfig, RewardConfig, RLConfig, SourceConfig
 from megarlhf.config.rewards import labels_of
-from megarlhf.data.samples.types import PromptSample, Unusable, sample_of
+from megarlhf.data.sample_types import PromptSample, Unusable, sample_of
 from megarlhf.data.sources.fields import LeftOut, Reader
 from megarlhf.data.sources.find import find
-from megarlhf.data.text.tokenizer import Tokenizer
+from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.planning.data.encoders import prompt_encoder
 from megarlhf.rollout.rewards.answers import answers_of, end_of_solution, listed_in, texts_of_answer
 from megarlhf.rollout.rewards.batch import RewardBatch, short

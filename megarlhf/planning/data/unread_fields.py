@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarlhf.config import EvaluateConfig, RewardConfig, RLConfig
-from megarlhf.data.sources.json_rows import shown
+from megarlhf.data.json_rows import shown
+from megarlhf.data.records.conversations import BESIDE_A_CONVERSATION
 from megarlhf.data.sources.reasoning_gym import FIELD
 from megarlhf.data.sources.unread_columns import NOT_READ
-from megarlhf.data.text.conversations import BESIDE_A_CONVERSATION
 from megarlhf.planning.data.rewards import first_samples
 from megarlhf.rollout.rewards.answers import ANSWER
 from megarlhf.rollout.rewards.rules import RULES

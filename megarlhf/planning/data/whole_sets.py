@@ -12,11 +12,11 @@ from typing import Any
 
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.config import DPOConfig, PromptDataConfig, RLConfig, RMConfig, SFTConfig, SourceConfig
+from megarlhf.data.sample_types import PAIR_SEQUENCES, PairSample, PromptSample, SFTSample
 from megarlhf.data.samples.encoders import PairEncoder, PromptEncoder, SFTEncoder
 from megarlhf.data.samples.limits import require_fitting
 from megarlhf.data.samples.megatron_indexed import PARTS
 from megarlhf.data.samples.texts import Text, TextEncoder
-from megarlhf.data.samples.types import PAIR_SEQUENCES, PairSample, PromptSample, SFTSample
 from megarlhf.data.sources.find import Place, find
 from megarlhf.data.tokenize.cache import PRIVATE
 from megarlhf.data.tokenize.load import SetLoader

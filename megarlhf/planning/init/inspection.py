@@ -16,12 +16,8 @@ from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.hf_config import architecture_from_hf, read_config
 from megarlhf.architectures.placements import Head, logical_tensors
 from megarlhf.config import ModelConfig, SourceConfig
-from megarlhf.data.samples.encoders import PairEncoder, PromptEncoder, SFTEncoder
-from megarlhf.data.samples.types import PairSample, PromptSample, SFTSample, Unusable, sample_of
-from megarlhf.data.sources.fields import PAIR_ADAPTERS, LeftOut, Reader, hint, meant, several_answers, value_at
-from megarlhf.data.sources.find import Place, find
-from megarlhf.data.text.assistant_mask import LossOn, learnt_turns
-from megarlhf.data.text.conversations import (
+from megarlhf.data.json_text import with_lists
+from megarlhf.data.records.conversations import (
     BESIDE_A_CONVERSATION,
     EmptyText,
     PairOfConversations,
@@ -30,9 +26,13 @@ from megarlhf.data.text.conversations import (
     pair_of,
     prompt_of,
 )
-from megarlhf.data.text.json_text import with_lists
+from megarlhf.data.sample_types import PairSample, PromptSample, SFTSample, Unusable, sample_of
+from megarlhf.data.samples.encoders import PairEncoder, PromptEncoder, SFTEncoder
+from megarlhf.data.sources.fields import PAIR_ADAPTERS, LeftOut, Reader, hint, meant, several_answers, value_at
+from megarlhf.data.sources.find import Place, find
+from megarlhf.data.text.assistant_mask import LossOn, learnt_turns
 from megarlhf.data.text.templates import Conversation, Template, has_template
-from megarlhf.data.text.tokenizer import load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.model_directory import end_tokens, require_hf_directory
 from megarlhf.planning.data.formatting import has_marks
 from megarlhf.provenance import read_provenance

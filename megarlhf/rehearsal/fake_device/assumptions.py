@@ -47,7 +47,12 @@ SITES: tuple[Site, ...] = (
     Site("algo/reward_scaling.py", "update", 1.0, "moments of rewards, which the next steps scale them by"),
     Site("trainers/rl/metrics.py", "share_without_signal", 0.0, "every step has something to learn"),
     Site("trainers/rl/metrics.py", "", 1.0, "metrics"),
-    Site("trainers/rl/no_signal.py", "watch", 0.0, "rewards differ, so that no step is without something to learn"),
+    Site(
+        "trainers/experience/no_signal.py",
+        "watch",
+        0.0,
+        "rewards differ, so that no step is without something to learn",
+    ),
     Site("algo/advantages.py", "explained_variance", 1.0, "metrics"),
     Site(
         "trainers/experience/statistics.py",

@@ -33,7 +33,6 @@ from megarlhf.rehearsal.fake_device.torch_patches import (
     storage_key,
 )
 from megarlhf.rehearsal.fake_device.trees import tensors_in, with_tensors
-from megarlhf.rehearsal.timeline.messages import Wire
 
 aten = torch.ops.aten
 
@@ -46,6 +45,13 @@ class Counter(Protocol):
 
     def again(self, cost: Any) -> None:
         """The same operation on the same shapes."""
+
+
+class Wire(Protocol):
+    """Messages between ranks: `timeline.messages.Wire`."""
+
+    def call(self, func: Any, args: Sequence[Any], over: Callable[[], None]) -> Any:
+        """Issue a collective. `over` is called when it has ended."""
 
 
 class Device(TorchDispatchMode):

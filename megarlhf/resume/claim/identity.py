@@ -11,7 +11,7 @@ from typing import Any
 
 from megarlhf.collective_errors import from_rank
 from megarlhf.data.samples.dataset import Samples
-from megarlhf.data.text.tokenizer import Tokenizer
+from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.models import weights
 from megarlhf.models.role import Role
 from megarlhf.observe.records.cost_metrics import reproducible

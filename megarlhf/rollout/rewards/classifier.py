@@ -15,7 +15,7 @@ from torch import Tensor
 from megarlhf.architectures.hf_config import score_of_config
 from megarlhf.data.samples.retokenize import Retokenizer
 from megarlhf.data.text.omissions import KINDS
-from megarlhf.data.text.tokenizer import load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.provenance import find_provenance_file
 from megarlhf.rollout.rewards.batch import Outcome, RewardBatch, Untold, short
 
@@ -46,7 +46,7 @@ class Classifier:
         """Raises: ValueError for a directory that is no classifier, whose head is missing, or without the label."""
         from transformers import AutoModelForSequenceClassification
 
-        from megarlhf.data.tokenizer_formats.tokenizer_json import of_directory
+        from megarlhf.data.tokenizers.tokenizer_json import of_directory
 
         if not (path / "config.json").is_file():
             raise ValueError(f"{path} has no config.json; give the directory of a Hugging Face sequence classifier")

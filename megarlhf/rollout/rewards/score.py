@@ -16,7 +16,7 @@ from megarlhf.collective_errors import raise_on_all_ranks
 from megarlhf.config import RewardConfig
 from megarlhf.config.rewards import IN_WORKERS
 from megarlhf.data.samples.encoders import PromptSample
-from megarlhf.data.text.tokenizer import Tokenizer
+from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.errors import Interrupted, RewardError, WatchdogTimeout
 from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly

@@ -13,7 +13,7 @@ from megarlhf.collective_errors import raise_on_all_ranks
 from megarlhf.config import MicroBatchConfig, RewardConfig
 from megarlhf.data.samples.retokenize import Retokenized, Retokenizer
 from megarlhf.data.text.omissions import Kind
-from megarlhf.data.text.tokenizer import load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.errors import RewardError
 from megarlhf.experience import Experience, Ragged
 from megarlhf.models.role import Role

@@ -21,7 +21,7 @@ from megarlhf.config import MicroBatchConfig, RewardConfig
 from megarlhf.config.rewards import labels_of
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.data.text.omissions import Kind
-from megarlhf.data.text.tokenizer import Tokenizer
+from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.errors import RewardError, WatchdogTimeout
 from megarlhf.experience import Experience, Ragged
 from megarlhf.kernels import packed_sums
@@ -38,9 +38,9 @@ from megarlhf.rollout.rewards.score import (
     share_of_rank,
 )
 from megarlhf.trainers.experience.batches import forward_per_sample
+from megarlhf.trainers.experience.no_signal import SignalWatch
 from megarlhf.trainers.experience.retokenize import retokenized, retokenizer_of
 from megarlhf.trainers.experience.sequence_scores import sequence_scores
-from megarlhf.trainers.rl.no_signal import SignalWatch
 
 log = logging.getLogger(__name__)
 

@@ -11,15 +11,15 @@ import torch
 
 from megarlhf.collective_errors import from_first_rank
 from megarlhf.config.ask import AskConfig
+from megarlhf.data.sample_types import sample_of
 from megarlhf.data.samples.encoders import PromptSample, Unusable, reading_in_words
-from megarlhf.data.samples.types import sample_of
-from megarlhf.data.text.tokenizer import load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.planning.data.encoders import prompt_encoder
 from megarlhf.rollout.engine import sample_seed
+from megarlhf.rollout.factory import sampling_of
 from megarlhf.rollout.rewards.score import response_texts
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.generation.generate import engine_of
-from megarlhf.trainers.generation.prompts import sampling_of
 
 SIGN = "> "
 """Where a prompt is waited for."""

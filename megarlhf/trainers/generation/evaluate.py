@@ -20,12 +20,12 @@ from megarlhf.parallel.mesh import GroupCache
 from megarlhf.planning.machine.capabilities import head_of
 from megarlhf.resume.claim.identity import digest_of_adapter, digest_of_samples, identity_of_weights
 from megarlhf.resume.claim.on_existing import NO_STEPS_LEFT, finish
+from megarlhf.rollout.factory import actor_order
 from megarlhf.rollout.rewards.score import response_texts
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.experience.rewards import Rewarder
 from megarlhf.trainers.generation.figures import INTERVALS, REPORT, Figures, as_json, as_table, metrics_of
 from megarlhf.trainers.generation.generate import lines_of, write_lines
-from megarlhf.trainers.generation.prompts import actor_order
 from megarlhf.trainers.generation.responses import (
     Answers,
     Prompts,

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megarlhf.algo.reward_scaling import weighted_total
 from megarlhf.config import GenerateConfig, RewardConfig
+from megarlhf.data.records.conversations import BESIDE_A_CONVERSATION
 from megarlhf.data.samples.encoders import PromptSample
-from megarlhf.data.text.conversations import BESIDE_A_CONVERSATION
 from megarlhf.errors import RewardError, WatchdogTimeout
 from megarlhf.experience import Rollouts
 from megarlhf.models.role import build_role
@@ -27,12 +27,13 @@ from megarlhf.observe.watch.watchdog import watched_phases
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.resume.claim.on_existing import NO_STEPS_LEFT, finish
 from megarlhf.rollout.engine import RolloutEngine, sample_seed
+from megarlhf.rollout.factory import actor_order, make_engine, sampling_of
 from megarlhf.rollout.rewards.accuracy import accuracy_metrics, accuracy_of
 from megarlhf.rollout.rewards.batch import RewardBatch
 from megarlhf.rollout.rewards.score import RewardSource, gather, make_source, response_texts, share_of_rank
 from megarlhf.runtime import Runtime
+from megarlhf.trainers.experience.prompts import PromptData, load_prompts
 from megarlhf.trainers.generation.best_of import candidates, choose, record_of
-from megarlhf.trainers.generation.prompts import PromptData, actor_order, load_prompts, make_engine, sampling_of
 from megarlhf.trainers.run.session import open_session
 
 log = logging.getLogger(__name__)

@@ -16,17 +16,17 @@ from torch import Tensor
 
 from megarlhf.config import EvaluateConfig, RewardConfig, RolloutConfig, words_of
 from megarlhf.data.samples.encoders import PromptSample
-from megarlhf.data.text.tokenizer import Tokenizer
+from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.experience import Rollouts
 from megarlhf.models.role import Role
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.device_memory import Residency, Turn
 from megarlhf.rollout.engine import sample_seed
+from megarlhf.rollout.factory import sampling_of
 from megarlhf.rollout.rewards.accuracy import accuracy_metrics, accuracy_of
+from megarlhf.trainers.experience.prompts import load_prompts, make_experience
 from megarlhf.trainers.experience.rewards import Rewarder, Said, totals_of
 from megarlhf.trainers.generation.figures import Figure, Figures, of_comparison, of_right, of_values
-from megarlhf.trainers.generation.prompts import load_prompts, sampling_of
-from megarlhf.trainers.rl.rollout import make_experience
 from megarlhf.trainers.run.factories import Parts
 
 _SAMPLED = ("temperature", "top_p", "top_k", "min_p")

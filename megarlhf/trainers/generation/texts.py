@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megarlhf.architectures.hf_config import architecture_from_hf, read_config, score_of_config
 from megarlhf.config import EvaluateConfig, RMConfig, SFTConfig, TrainConfig, words_of
+from megarlhf.data.sample_types import Encoder
 from megarlhf.data.samples.encoders import PairSample, SFTSample
 from megarlhf.data.samples.texts import Text
-from megarlhf.data.samples.types import Encoder
 from megarlhf.data.tokenize.load import SetLoader
 from megarlhf.models.role import Role
 from megarlhf.parallel.micro_batch import MicroBatch

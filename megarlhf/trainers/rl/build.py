@@ -11,7 +11,7 @@ from megarlhf.architectures.placements import Head
 from megarlhf.collective_errors import from_first_rank, raise_on_all_ranks
 from megarlhf.config import RLConfig
 from megarlhf.data.text.export_files import files_of_exports
-from megarlhf.data.text.tokenizer import Tokenizer, load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.models.role import Role, build_role
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.device_memory import Residency, Turn
@@ -29,11 +29,12 @@ from megarlhf.resume.points.file_digest import digest_of_directory
 from megarlhf.resume.points.stateful import Stateful
 from megarlhf.resume.signals import StopRequest
 from megarlhf.rollout.engine import RolloutEngine, Sampling
+from megarlhf.rollout.factory import mesh_orders, sampling_of
 from megarlhf.rollout.response_cache import Bank
 from megarlhf.rollout.rewards.rules import sources_of_rules
 from megarlhf.runtime import Runtime
+from megarlhf.trainers.experience.prompts import PromptData
 from megarlhf.trainers.experience.rewards import Rewarder
-from megarlhf.trainers.generation.prompts import PromptData, mesh_orders, sampling_of
 from megarlhf.trainers.rl.kl_controller import KLController
 from megarlhf.trainers.rl.moving_weights import MovingAverage, MovingReference
 from megarlhf.trainers.rl.pretraining_mix import PretrainingMix, pretraining_mix

@@ -16,19 +16,19 @@ from torch import Tensor
 from megarlhf.algo.kl import kl_estimate
 from megarlhf.config import RewardConfig, RLConfig, StopConfig
 from megarlhf.data.samples.encoders import PromptSample
-from megarlhf.data.text.tokenizer import Tokenizer
+from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.experience import Ragged, Rollouts
 from megarlhf.observe.records.metrics import Metric
 from megarlhf.observe.records.sample_tables import Row, spread
+from megarlhf.rollout.factory import sampling_of
 from megarlhf.rollout.rewards.accuracy import accuracy_metrics, accuracy_of
 from megarlhf.rollout.rewards.score import gather, make_source, share_of_rank
-from megarlhf.trainers.generation.prompts import sampling_of
+from megarlhf.trainers.experience.prompts import make_experience
 from megarlhf.trainers.rl.build import Components
-from megarlhf.trainers.rl.rollout import make_experience
 from megarlhf.trainers.rl.sample_rows import rows_of
 from megarlhf.trainers.rl.scoring import policy_logprobs
 from megarlhf.trainers.run.best_checkpoint import Patience
-from megarlhf.trainers.supervised.loop import as_test
+from megarlhf.trainers.run.test_split import as_test
 
 
 class Evaluator:

@@ -19,14 +19,15 @@ from megarlhf.resume.claim.on_existing import NO_STEPS_LEFT
 from megarlhf.resume.points.stateful import Stateful
 from megarlhf.resume.signals import StopRequest, StopRun
 from megarlhf.rollout.engine import RolloutEngine
+from megarlhf.rollout.factory import engine_dtype
 from megarlhf.rollout.response_cache import Bank
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.generation.prompts import PromptData, engine_dtype, load_prompts
+from megarlhf.trainers.experience.no_signal import alarm
+from megarlhf.trainers.experience.prompts import PromptData, load_prompts
 from megarlhf.trainers.rl.build import Components, build, training_of
 from megarlhf.trainers.rl.evaluation import Evaluator, StopRule
 from megarlhf.trainers.rl.logprob_gap import LogprobGapWatch
 from megarlhf.trainers.rl.metrics import describe, kl_by_sample
-from megarlhf.trainers.rl.no_signal import alarm
 from megarlhf.trainers.rl.rollout import Drawing
 from megarlhf.trainers.rl.sample_rows import training_rows
 from megarlhf.trainers.rl.scoring import score
@@ -34,7 +35,7 @@ from megarlhf.trainers.rl.update import Metrics, StepInProgress, train_on
 from megarlhf.trainers.run.best_checkpoint import Best
 from megarlhf.trainers.run.factories import Parts
 from megarlhf.trainers.run.session import Session, is_due, open_session
-from megarlhf.trainers.supervised.loop import say_of_test
+from megarlhf.trainers.run.test_split import say_of_test
 
 
 def run(cfg: RLConfig, runtime: Runtime, parts: Parts = Parts()) -> None:  # noqa: B008 -- frozen

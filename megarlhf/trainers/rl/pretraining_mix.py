@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megarlhf.config import RLConfig
+from megarlhf.data.sample_types import Encoder
 from megarlhf.data.samples.order import batches_of
 from megarlhf.data.samples.texts import Text
-from megarlhf.data.samples.types import Encoder
 from megarlhf.data.tokenize.load import SetLoader
 from megarlhf.experience import Ragged
 from megarlhf.models.role import Role

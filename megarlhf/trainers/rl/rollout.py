@@ -14,10 +14,11 @@ from torch import Tensor
 from megarlhf.config import RLConfig
 from megarlhf.data.samples.dataset import records_of
 from megarlhf.data.samples.encoders import PromptSample
-from megarlhf.experience import Experience, Rollouts
+from megarlhf.experience import Experience
 from megarlhf.resume.claim.config_changes import mathematics_of
 from megarlhf.rollout.engine import KeptResponses, RolloutEngine, Sampling, sample_seed
 from megarlhf.rollout.response_cache import Bank
+from megarlhf.trainers.experience.prompts import make_experience
 from megarlhf.trainers.rl.build import Components
 from megarlhf.trainers.run.session import Session
 
@@ -97,13 +98,3 @@ def _requests(cfg: RLConfig, prompts: Sequence[PromptSample], step: int, refill:
     """Prompts and seeds, a row for each sample."""
     rows = [torch.tensor(prompt.tokens) for prompt in prompts for _ in range(cfg.rollout.num_samples_per_prompt)]
     return rows, [sample_seed(cfg.run.seed, step, n, refill) for n in range(len(rows))]
-
-
-def make_experience(prompts: Sequence[PromptSample], rollouts: Rollouts, num_samples_per_prompt: int) -> Experience:
-    """The table's index: sample n answers prompt n // num_samples_per_prompt."""
-    repeated = [prompt for prompt in prompts for _ in range(num_samples_per_prompt)]
-    return Experience(
-        prompts=tuple(torch.tensor(prompt.tokens) for prompt in repeated),
-        groups_N=torch.arange(len(prompts)).repeat_interleave(num_samples_per_prompt),
-        rollouts=rollouts,
-    )

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from megarlhf.config import RLConfig
 from megarlhf.data.samples.encoders import PromptSample
-from megarlhf.data.text.tokenizer import Tokenizer
+from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.experience import Experience, Rollouts
 from megarlhf.observe.records.sample_tables import Row, spread
 from megarlhf.rollout.rewards.score import text_of
+from megarlhf.trainers.experience.no_signal import OF_REWARD
 from megarlhf.trainers.rl.advantages import total_rewards
-
-OF_REWARD = "reward/"
 
 
 def rows_of(

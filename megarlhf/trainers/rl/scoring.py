@@ -23,11 +23,12 @@ from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.parallel.vocab import batch_logprobs
 from megarlhf.rollout.engine import sample_seed
 from megarlhf.trainers.experience.batches import forward_per_token, holding_of
+from megarlhf.trainers.experience.prompts import make_experience
 from megarlhf.trainers.experience.rewards import Rewarded, Said, UnderWay
 from megarlhf.trainers.rl.advantages import ADVANTAGES, TOKEN_REWARDS
 from megarlhf.trainers.rl.build import Components
 from megarlhf.trainers.rl.dynamic_sampling import Drawn, select
-from megarlhf.trainers.rl.rollout import Drawing, make_experience
+from megarlhf.trainers.rl.rollout import Drawing
 from megarlhf.trainers.rl.update import mini_batches_of_pass
 from megarlhf.trainers.run.session import Session
 

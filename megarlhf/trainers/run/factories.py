@@ -19,8 +19,8 @@ from megarlhf.observe.watch.profile import recorded_phases
 from megarlhf.parallel.device_memory import HostMemory
 from megarlhf.resume.points.writer import Writer
 from megarlhf.rollout.engine import RolloutEngine
+from megarlhf.rollout.factory import make_engine
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.generation.prompts import make_engine
 
 
 class MakePhases(Protocol):

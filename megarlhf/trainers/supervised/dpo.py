@@ -20,9 +20,9 @@ from torch import Tensor
 
 from megarlhf.algo import preference
 from megarlhf.config import DPOConfig
+from megarlhf.data.sample_types import PAIR_SEQUENCES, PairSample
 from megarlhf.data.samples.dataset import lengths_of
 from megarlhf.data.samples.limits import require_budget, require_positions
-from megarlhf.data.samples.types import PAIR_SEQUENCES, PairSample
 from megarlhf.models.role import Role, build_role
 from megarlhf.models.weights import CHECKPOINTS, WeightSource
 from megarlhf.parallel.device_memory import Residency

@@ -6,7 +6,7 @@ What a command brings to it is an `Objective` (`objective.py`): `sft.py`, `rm.py
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -21,8 +21,6 @@ from megarlhf.data.text.export_files import files_of_exports
 from megarlhf.data.tokenize.load import SetLoader
 from megarlhf.errors import Interrupted
 from megarlhf.models.role import Role, build_role
-from megarlhf.observe.records.metrics import Metric
-from megarlhf.observe.terminal.progress import format_number
 from megarlhf.observe.watch.phases import Phases, seconds_of
 from megarlhf.parallel.device_memory import Residency
 from megarlhf.parallel.mesh import GroupCache
@@ -40,6 +38,7 @@ from megarlhf.trainers.run.factories import Parts
 from megarlhf.trainers.run.resumable import Training
 from megarlhf.trainers.run.session import Session, is_due, open_session
 from megarlhf.trainers.run.skipped_steps import BadSteps, Failures, Update
+from megarlhf.trainers.run.test_split import as_test, say_of_test
 from megarlhf.trainers.supervised.objective import Metrics, Objective, Sample, ShouldStop
 
 _BATCHES_AT_ONCE = 4
@@ -176,21 +175,6 @@ def close(
             of_test |= as_test(objective.closing_report(role, test, should_stop)[0])
     say_of_test(session, of_test)
     return metrics | of_test
-
-
-def say_of_test(session: Session, metrics: Mapping[str, Metric]) -> None:
-    """The figures of `data.test`, where there are any; they are of the weights after the last step."""
-    if not metrics:
-        return
-    figures = ", ".join(f"{name} {format_number(value)}" for name, value in metrics.items())
-    best = session.best_export
-    of_best = "" if best is None else f". Those of {best}: megarlhf eval of a model there, with data.train = data.test"
-    session.note(f"data.test, after the last step: {figures}{of_best}")
-
-
-def as_test(metrics: Mapping[str, Metric]) -> Metrics:
-    """Of `data.test`, in place of held-out data that choices are made on."""
-    return {f"test_{name.removeprefix('eval_')}": value for name, value in metrics.items()}
 
 
 def _digests_beside(objective: Objective[Sample], validation: Sequence[Sample]) -> dict[str, str]:

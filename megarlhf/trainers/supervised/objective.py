@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megarlhf.architectures.placements import Head
 from megarlhf.config import DPOConfig, RMConfig, RoleConfig, SFTConfig
+from megarlhf.data.sample_types import Encoder
 from megarlhf.data.samples.limits import require_fitting
-from megarlhf.data.samples.types import Encoder
 from megarlhf.experience import Ragged
 from megarlhf.models.role import Role
 from megarlhf.models.weights import CHECKPOINTS, WeightSource

@@ -19,7 +19,7 @@ from megarlhf.algo.calibration import pair_report
 from megarlhf.algo.losses import centering, pairwise_aligned_span, pairwise_ranking
 from megarlhf.architectures.hf_config import SCORE_OF
 from megarlhf.config import RMConfig
-from megarlhf.data.samples.types import PAIR_SEQUENCES, PairSample
+from megarlhf.data.sample_types import PAIR_SEQUENCES, PairSample
 from megarlhf.experience import redistribute
 from megarlhf.models.role import Role
 from megarlhf.parallel.batching import owners_of_outputs

@@ -15,11 +15,11 @@ from types import MappingProxyType
 import torch
 
 from megarlhf.architectures.hf_config import hf_config
-from megarlhf.data.text import tokenizer_files as on_disk
 from megarlhf.data.text.templates import chat_template, has_template
-from megarlhf.data.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
-from megarlhf.data.tokenizer_formats.comparison import read_otherwise
-from megarlhf.data.tokenizer_formats.texts import TEXTS
+from megarlhf.data.tokenizers import files as on_disk
+from megarlhf.data.tokenizers.comparison import read_otherwise
+from megarlhf.data.tokenizers.sample_texts import TEXTS
+from megarlhf.data.tokenizers.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
 from megarlhf.weights.checkpoint.formats.gguf.header import GGUFFile, read_gguf
 from megarlhf.weights.checkpoint.formats.gguf.model import architecture_of
 from megarlhf.weights.checkpoint.formats.gguf.names import Source, sources

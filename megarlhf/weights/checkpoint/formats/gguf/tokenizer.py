@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarlhf.data.tokenizer_formats.pieces import fast_tokenizer
+from megarlhf.data.tokenizers.pieces import fast_tokenizer
 from megarlhf.weights.checkpoint.formats.gguf.header import GGUFFile
 
 _LLAMA3 = (

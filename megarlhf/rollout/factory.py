@@ -1,81 +1,22 @@
-"""What rl, generate and eval share: prompts, tokenizer and the engine."""
+"""Build the configured rollout engine, its sampling, and the order of ranks that suits it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from megarlhf.config import ConversationConfig, PromptDataConfig, RewardConfig, RoleConfig, RolloutConfig, words_of
-from megarlhf.data.samples.dataset import Samples
-from megarlhf.data.samples.types import PromptSample
+from megarlhf.config import ConversationConfig, RoleConfig, RolloutConfig
 from megarlhf.data.text.end_tokens import turn_end_of
-from megarlhf.data.text.tokenizer import Tokenizer, load_tokenizer
-from megarlhf.data.tokenize.load import SetLoader
+from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.layout import engine_order
 from megarlhf.model_directory import end_tokens
 from megarlhf.models.role import Role
 from megarlhf.models.settings import DTYPES
-from megarlhf.planning.data.encoders import prompt_encoder
 from megarlhf.rollout.engine import RolloutEngine, Sampling, StopStrings
-from megarlhf.rollout.rewards.accuracy import accuracy_of
-from megarlhf.rollout.rewards.rules import field_check
 from megarlhf.runtime import Runtime
-
-
-@dataclass(frozen=True)
-class PromptData:
-    """Training and held-out prompts, on every rank."""
-
-    train: Samples[PromptSample]
-    validation: Sequence[PromptSample]
-    tokenizer: Tokenizer
-    notes: list[str]
-    """What was skipped, in words."""
-    test: Sequence[PromptSample] = ()
-    """For figures."""
-
-
-def load_prompts(
-    data: PromptDataConfig,
-    tokenizer_place: Path,
-    rewards: Sequence[RewardConfig] = (),
-    max_validation: int | None = None,
-    accuracy: str | None = None,
-    run_dir: Path | None = None,
-) -> PromptData:
-    """Read and tokenize the prompts. Raises: ValueError for a record without what the rules of `rewards` need, and for
-    a held-out one without what `eval.accuracy` needs. `run_dir`: where `data.cache: none` keeps them."""
-    loader = SetLoader(data, prompt_encoder(data, tokenizer_place, rewards), PromptSample, run_dir=run_dir)
-    tokenizer = load_tokenizer(tokenizer_place)
-    train, validation, notes = loader.train_and_validation("rl")
-    validation = validation[:max_validation]
-    require_fields_of_accuracy(accuracy, rewards, validation, words_of(data.validation or data.train))
-    test: Sequence[PromptSample] = ()
-    if data.test is not None:
-        test, of_test = loader.test(train)
-        notes += of_test
-        require_fields_of_accuracy(accuracy, rewards, test, words_of(data.test))
-    return PromptData(train, validation, tokenizer, notes, test)
-
-
-def require_fields_of_accuracy(
-    accuracy: str | None, rewards: Sequence[RewardConfig], validation: Sequence[PromptSample], source: str
-) -> None:
-    """Raises: ValueError for a held-out record that the rule named by `eval.accuracy` cannot judge."""
-    judge = accuracy_of(accuracy, rewards).judge
-    if judge is None or judge.rule is None:
-        return
-    check = field_check(judge.rule)
-    for prompt in validation:
-        try:
-            check(prompt.fields)
-        except ValueError as error:
-            raise ValueError(f"eval.accuracy, {source}, record {prompt.index + 1}: {error}") from error
 
 
 def actor_order(rollout: RolloutConfig, actor: RoleConfig, runtime: Runtime) -> tuple[int, ...] | None:

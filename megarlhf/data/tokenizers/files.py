@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megarlhf.data.tokenizer_formats.settings import Mismatch, Settings
+from megarlhf.data.tokenizers.settings import Mismatch, Settings
 
 _FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from megarlhf.data.sources.json_rows import object_of
-from megarlhf.data.sources.record_fields import present, shown
+from megarlhf.data.json_rows import object_of
+from megarlhf.data.records.record_fields import present, shown
 from megarlhf.data.text.replaced import THOUGHTS
 
 _SHAREGPT = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarlhf.data.sources import json_rows
+from megarlhf.data import json_rows
 from megarlhf.data.sources.fields import hint
 
 

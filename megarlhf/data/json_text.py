@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megarlhf.data.sources.json_rows import object_of
+from megarlhf.data.json_rows import object_of
 
 _BEGINS_A_LIST = re.compile(r"\ufeff?\s*\[\s*\{")
 _KEYS_OF_MESSAGES = ({"role", "content"}, {"from", "value"}, {"role", "tool_calls"})

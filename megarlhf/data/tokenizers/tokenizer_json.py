@@ -13,8 +13,8 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from megarlhf.data.text.tokenizer_files import damaged
-from megarlhf.data.tokenizer_formats.settings import Mismatch, Settings, settled, text_of
+from megarlhf.data.tokenizers.files import damaged
+from megarlhf.data.tokenizers.settings import Mismatch, Settings, settled, text_of
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megarlhf.data.tokenizer_formats.settings import Settings, read_object, require_ids, settled
+from megarlhf.data.tokenizers.settings import Settings, read_object, require_ids, settled
 
 
 def of_byte_pairs(vocab: Path, merges: Path) -> Any:

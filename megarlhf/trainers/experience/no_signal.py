@@ -11,12 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from megarlhf.data.samples.encoders import PromptSample
-from megarlhf.data.text.tokenizer import Tokenizer
+from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.experience import Experience
 from megarlhf.observe.records.metrics import Metric
 from megarlhf.rollout.rewards.batch import short
 from megarlhf.rollout.rewards.score import text_of
-from megarlhf.trainers.rl.sample_rows import OF_REWARD
+
+OF_REWARD = "reward/"
+"""Prefix of the columns of single rewards in `Experience.per_sample`."""
 
 CONSTANT_STEPS = 5
 """In a row with one value of a reward, after which that is said."""

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megarlhf.config.conversations import RESERVED_VARIABLES
-from megarlhf.data.sources.record_fields import missing, present, shown, text_of
+from megarlhf.data.json_text import parse_text, with_lists
+from megarlhf.data.records.messages import messages_of, require_order, without_weights
+from megarlhf.data.records.record_fields import missing, present, shown, text_of
 from megarlhf.data.sources.unread_columns import require_no_messages, require_read
-from megarlhf.data.text.jinja_chat import STANDARD_ROLES
-from megarlhf.data.text.json_text import parse_text, with_lists
-from megarlhf.data.text.messages import messages_of, require_order, without_weights
 from megarlhf.data.text.templates import Conversation, Template
+from megarlhf.data.tokenizers.jinja_chat import STANDARD_ROLES
 
 Record = Mapping[str, Any]
 

@@ -10,9 +10,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from megarlhf.data.tokenizer_formats.pieces import fast_tokenizer
-from megarlhf.data.tokenizer_formats.settings import NAMES, Mismatch, Settings, require_ids, settled, text_of
-from megarlhf.data.tokenizer_formats.texts import TEXTS, where_they_differ
+from megarlhf.data.tokenizers.pieces import fast_tokenizer
+from megarlhf.data.tokenizers.sample_texts import TEXTS, where_they_differ
+from megarlhf.data.tokenizers.settings import NAMES, Mismatch, Settings, require_ids, settled, text_of
 
 logger = logging.getLogger(__name__)
 

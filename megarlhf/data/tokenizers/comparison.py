@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megarlhf.data.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
-from megarlhf.data.tokenizer_formats.texts import TEXTS, where_they_differ
+from megarlhf.data.tokenizers.sample_texts import TEXTS, where_they_differ
+from megarlhf.data.tokenizers.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 
 _SAMPLE = "Ab  12\n\n\tEf"
 

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarlhf.data.text.jinja_chat import program_of
-from megarlhf.data.text.tokenizer_files import byte_pairs, damaged, require_readable, without_torch
-from megarlhf.data.tokenizer_formats.protocol import Messages, Tokenizer
-from megarlhf.data.tokenizer_formats.settings import Settings
+from megarlhf.data.tokenizers.files import byte_pairs, damaged, require_readable, without_torch
+from megarlhf.data.tokenizers.jinja_chat import program_of
+from megarlhf.data.tokenizers.protocol import Messages, Tokenizer
+from megarlhf.data.tokenizers.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -303,7 +303,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     """
     directory = Path(directory)
     if (directory / "tokenizer.json").is_file():
-        from megarlhf.data.tokenizer_formats.tokenizer_json import of_json
+        from megarlhf.data.tokenizers.tokenizer_json import of_json
 
         with damaged(directory / "tokenizer.json"):
             made = of_json(directory)
@@ -316,7 +316,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     if not directory.is_dir():
         raise ValueError(f"no such tokenizer directory: {directory}; give one that holds a tokenizer")
     if (pair := byte_pairs(directory)) is not None:
-        from megarlhf.data.tokenizer_formats.byte_pairs import of_byte_pairs
+        from megarlhf.data.tokenizers.byte_pairs import of_byte_pairs
 
         with damaged(pair[0]):
             made = of_byte_pairs(*pair)
@@ -335,7 +335,7 @@ def _of_sentencepiece(model: Path, *, alone: bool) -> Tokenizer:
     pieces = SentencePieceTokenizer(model.read_bytes(), str(model), template)
     if alone:
         return pieces
-    from megarlhf.data.tokenizer_formats.sentencepiece_model import of_sentencepiece
+    from megarlhf.data.tokenizers.sentencepiece_model import of_sentencepiece
 
     with damaged(model):
         made = of_sentencepiece(model)

@@ -1,0 +1,1 @@
+"""Records as conversations, pairs and prompts, before any template."""

@@ -1,1 +1,0 @@
-"""The formats in which a directory keeps a tokenizer, each read into a fast tokenizer of transformers."""

@@ -1,0 +1,1 @@
+"""Tokenizers from the files of a directory."""

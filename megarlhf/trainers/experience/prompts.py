@@ -1,0 +1,80 @@
+"""Prompts of a run with generation, and the table of experience that begins with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megarlhf.config import PromptDataConfig, RewardConfig, words_of
+from megarlhf.data.sample_types import PromptSample
+from megarlhf.data.samples.dataset import Samples
+from megarlhf.data.tokenize.load import SetLoader
+from megarlhf.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from megarlhf.experience import Experience, Rollouts
+from megarlhf.planning.data.encoders import prompt_encoder
+from megarlhf.rollout.rewards.accuracy import accuracy_of
+from megarlhf.rollout.rewards.rules import field_check
+
+
+@dataclass(frozen=True)
+class PromptData:
+    """Training and held-out prompts, on every rank."""
+
+    train: Samples[PromptSample]
+    validation: Sequence[PromptSample]
+    tokenizer: Tokenizer
+    notes: list[str]
+    """What was skipped, in words."""
+    test: Sequence[PromptSample] = ()
+    """For figures."""
+
+
+def load_prompts(
+    data: PromptDataConfig,
+    tokenizer_place: Path,
+    rewards: Sequence[RewardConfig] = (),
+    max_validation: int | None = None,
+    accuracy: str | None = None,
+    run_dir: Path | None = None,
+) -> PromptData:
+    """Read and tokenize the prompts. Raises: ValueError for a record without what the rules of `rewards` need, and for
+    a held-out one without what `eval.accuracy` needs. `run_dir`: where `data.cache: none` keeps them."""
+    loader = SetLoader(data, prompt_encoder(data, tokenizer_place, rewards), PromptSample, run_dir=run_dir)
+    tokenizer = load_tokenizer(tokenizer_place)
+    train, validation, notes = loader.train_and_validation("rl")
+    validation = validation[:max_validation]
+    require_fields_of_accuracy(accuracy, rewards, validation, words_of(data.validation or data.train))
+    test: Sequence[PromptSample] = ()
+    if data.test is not None:
+        test, of_test = loader.test(train)
+        notes += of_test
+        require_fields_of_accuracy(accuracy, rewards, test, words_of(data.test))
+    return PromptData(train, validation, tokenizer, notes, test)
+
+
+def require_fields_of_accuracy(
+    accuracy: str | None, rewards: Sequence[RewardConfig], validation: Sequence[PromptSample], source: str
+) -> None:
+    """Raises: ValueError for a held-out record that the rule named by `eval.accuracy` cannot judge."""
+    judge = accuracy_of(accuracy, rewards).judge
+    if judge is None or judge.rule is None:
+        return
+    check = field_check(judge.rule)
+    for prompt in validation:
+        try:
+            check(prompt.fields)
+        except ValueError as error:
+            raise ValueError(f"eval.accuracy, {source}, record {prompt.index + 1}: {error}") from error
+
+
+def make_experience(prompts: Sequence[PromptSample], rollouts: Rollouts, num_samples_per_prompt: int) -> Experience:
+    """The table's index: sample n answers prompt n // num_samples_per_prompt."""
+    repeated = [prompt for prompt in prompts for _ in range(num_samples_per_prompt)]
+    return Experience(
+        prompts=tuple(torch.tensor(prompt.tokens) for prompt in repeated),
+        groups_N=torch.arange(len(prompts)).repeat_interleave(num_samples_per_prompt),
+        rollouts=rollouts,
+    )
