@@ -44,7 +44,7 @@ unexport PYTHONDONTWRITEBYTECODE
 	bench-gpu-logprob bench-gpu-packed bench-gpu-prompts bench-resume bench-data bench-rewards bench-rollout \
 	bench-rehearsal bench-fits bench-parallel test \
 	test-matrix test-slow test-gpu test-peers test-published test-slurm test-faults slurm-scripts lint docs \
-	count refusals doctor lock clean
+	count refusals equality doctor lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -200,6 +200,11 @@ refusals: ## messages before and after a change, none may get lost: make refusal
 	@[ -n "$(OLD)" ] || { echo "make refusals: OLD is not set; name the commit before the change:" \
 		"make refusals OLD=COMMIT [NEW=COMMIT]" >&2; exit 1; }
 	@$(or $(wildcard $(PY)),python3) -m tools.refusals $(OLD) $(if $(NEW),--new $(NEW))
+
+# Fifteen minutes for both trees, half of it where the results of OLD are kept.
+equality: venv ## the numbers of 49 small runs, equal to those of a commit: make equality OLD=COMMIT [ONLY='sft ppo-tp2']
+	@[ -n "$(OLD)" ] || { echo "make equality: which commit is right? For example: make equality OLD=HEAD~1" >&2; exit 2; }
+	$(PY) -m tools.equality $(OLD) $(if $(NEW),--new $(NEW)) $(if $(ONLY),--only $(ONLY))
 
 count: ## lines, folders, names, docstrings and words at commits: make count COMMITS='OLD NEW'
 	$(PY) -m tools.count $(COMMITS)

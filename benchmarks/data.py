@@ -169,7 +169,7 @@ def child_conversations(work: Path) -> dict[str, float]:
     """CPU seconds with the check over those without it, by template: the median of pairs in turns."""
     from megarlhf.data.samples.encoders import SFTEncoder
     from megarlhf.data.text.templates import ChatTemplate
-    from megarlhf.data.text.written import Written
+    from megarlhf.data.text.written import WrittenPart
 
     rows = [json.loads(line) for line in (work / "records.jsonl").read_text().splitlines()][:1000]
     answers = (f"<think>\n{row['prompt'].strip()}\n</think>\n\n{row['response'].strip()}" for row in rows)
@@ -184,7 +184,7 @@ def child_conversations(work: Path) -> dict[str, float]:
         seconds: dict[str, list[float]] = {"with": [], "without": []}
         for number in range(14):  # the first pair warms up
             way = ("with", "without")[number % 2]
-            ChatTemplate.written = checked if way == "with" else lambda *_, **__: Written([], [])  # type: ignore[method-assign]
+            ChatTemplate.written = checked if way == "with" else lambda *_, **__: WrittenPart([], [])  # type: ignore[method-assign]
             start = now()
             for index, record in enumerate(records):
                 encode(index, record)

@@ -30,13 +30,13 @@ from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.packing.partition import forward_cost
 from megarlhf.parallel.packing.rows import packed_row
 from megarlhf.rollout.engine import Response, gather_rollouts
-from megarlhf.rollout.response_cache import Bank
+from megarlhf.rollout.response_cache import RolloutCache
 from megarlhf.runtime import Runtime, counts_allocations, synchronize
 from megarlhf.trainers.experience.prompts import make_experience
 from megarlhf.trainers.rl.build import build
 from megarlhf.trainers.rl.rollout import Drawing
 from megarlhf.trainers.rl.scoring import score
-from megarlhf.trainers.rl.update import StepInProgress, train_on
+from megarlhf.trainers.rl.update import StepState, train_on
 from megarlhf.trainers.run.session import Session
 from tools.demo.make_data import base_files
 from tools.gpu_check.memory import AllocatorMeter
@@ -184,12 +184,12 @@ class Trainer:
         given = {n: Response(ids, [-2.0] * len(ids), True) for n, ids in enumerate(workload.responses)}
         rollouts = gather_rollouts(given, len(given), self._step, self._runtime.device)
         experience = make_experience(prompts, rollouts, PER_PROMPT)
-        drawing = Drawing(cfg, parts, prompts, Bank(cfg.run.dir / "bank"), self._session, self._step)
+        drawing = Drawing(cfg, parts, prompts, RolloutCache(cfg.run.dir / "bank"), self._session, self._step)
         if self._meter is not None:
             self._meter.reset()
         parts.phases.begin_step(self._step + 1)
         experience, _ = score(drawing, experience, prompts)
-        work = StepInProgress.begun(cfg, parts, experience, {})
+        work = StepState.begun(cfg, parts, experience, {})
         metrics = train_on(cfg, parts, work, 0)  # by which step it is, groups would be in other mini-batches
         by_phase = parts.phases.end_step(self._step + 1)
         self._step += 1

@@ -62,7 +62,7 @@ def gap_with_head(head: str, model: Path, prompts: Path) -> dict[str, Any]:
     from megarlhf.config import RLConfig
     from megarlhf.data.tokenizers.tokenizer import load_tokenizer
     from megarlhf.observe.watch.phases import Phases
-    from megarlhf.rollout.response_cache import Bank
+    from megarlhf.rollout.response_cache import RolloutCache
     from megarlhf.runtime import RankInfo, initialize
     from megarlhf.trainers.experience.prompts import load_prompts
     from megarlhf.trainers.rl.build import build
@@ -97,7 +97,7 @@ def gap_with_head(head: str, model: Path, prompts: Path) -> dict[str, Any]:
     components.engine.verify_weights(components.actor.shard)
     chosen = data.train[:32]
     experience = sample(cfg, components.engine, chosen, components.sampling, 0)
-    drawing = Drawing(cfg, components, chosen, Bank(cfg.run.dir / "bank"), Session(runtime, cfg.run.dir), 0)
+    drawing = Drawing(cfg, components, chosen, RolloutCache(cfg.run.dir / "bank"), Session(runtime, cfg.run.dir), 0)
     experience, _ = score(drawing, experience, chosen)
     gap = {name.removeprefix("rollout_logprob_gap_"): value for name, value in logprob_gap(experience).items()}
     components.engine.close()

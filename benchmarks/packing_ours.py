@@ -36,15 +36,15 @@ from megarlhf.models.role import Role
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.parallel.step import Loss, StepResult
-from megarlhf.rollout.response_cache import Bank
+from megarlhf.rollout.response_cache import RolloutCache
 from megarlhf.runtime import RankInfo, Runtime, initialize
 from megarlhf.trainers.experience.prompts import make_experience
 from megarlhf.trainers.rl.build import build
-from megarlhf.trainers.rl.logprob_gap import LogprobGapWatch
+from megarlhf.trainers.rl.logprob_gap import MismatchGuard
 from megarlhf.trainers.rl.metrics import describe
 from megarlhf.trainers.rl.rollout import Drawing, sample
 from megarlhf.trainers.rl.scoring import score
-from megarlhf.trainers.rl.update import StepInProgress, train_on
+from megarlhf.trainers.rl.update import StepState, train_on
 from megarlhf.trainers.run.session import Session
 
 Clock = Callable[[str], Any]
@@ -111,15 +111,15 @@ class Run:
             with self._clock("generate"):
                 experience = sample(cfg, parts.engine, self.prompts, parts.sampling, step)
         start, cpu = time.perf_counter(), time.process_time()
-        drawing = Drawing(cfg, parts, self.prompts, Bank(cfg.run.dir / "bank"), self._session, step)
+        drawing = Drawing(cfg, parts, self.prompts, RolloutCache(cfg.run.dir / "bank"), self._session, step)
         experience, _ = score(drawing, experience, self.prompts)
         scored = time.perf_counter()
-        work = StepInProgress.begun(cfg, parts, experience, {})
+        work = StepState.begun(cfg, parts, experience, {})
         prepared = time.perf_counter()
         metrics = train_on(cfg, parts, work, step)
         metrics |= describe(work.experience, cfg)
         if not inject:
-            gap = LogprobGapWatch(LogprobGapConfig(steps=1), parts.actor.shard.dtype)
+            gap = MismatchGuard(LogprobGapConfig(steps=1), parts.actor.shard.dtype)
             gap.watch(work.found)
             gap.raise_if_failed(last=False)
         trained, cpu = time.perf_counter(), time.process_time() - cpu

@@ -32,11 +32,11 @@ from benchmarks.rehearsal.rehearsed_run import rehearsed_rank
 from megarlhf.layout import MeshLayout
 from megarlhf.parallel.mesh import forget_scratch_buffer
 from megarlhf.rehearsal.fakes.lengths import Constant
-from megarlhf.rehearsal.fakes.phases import Enough, Steps
+from megarlhf.rehearsal.fakes.phases import Steps, StopRehearsal
 from megarlhf.rehearsal.job import Job
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.entries import import_entry
-from megarlhf.trainers.run.factories import Parts
+from megarlhf.trainers.run.factories import RunFactories
 
 RESULT = ROOT / "benchmarks" / "results" / "parallel.json"
 PROMPT, RESPONSE, SEQUENCES = 32, 64, 8
@@ -139,10 +139,10 @@ def count_rank(runtime: Runtime, job: Job) -> Seen:
         now[0] = step, phase
 
     steps = Steps(job.num_steps, moved, lambda step: None)
-    parts = Parts(phases=steps.phases, weights=RandomNumbers(lambda shard: None))
+    parts = RunFactories(phases=steps.phases, weights=RandomNumbers(lambda shard: None))
     run = import_entry(job.command)
     recorder.on = True
-    with routed(job.routing), contextlib.suppress(Enough):
+    with routed(job.routing), contextlib.suppress(StopRehearsal):
         run(job.cfg, replace(runtime, backend=BACKEND), parts)
     return Seen(runtime.rank, {}, dict(recorder.counts), dict(recorder.nbytes))
 

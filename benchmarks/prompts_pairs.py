@@ -30,7 +30,7 @@ from megarlhf.models.role import build_role
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.runtime import RankInfo, Runtime, initialize
-from megarlhf.trainers.run.skipped_steps import BadSteps, Failures, Update
+from megarlhf.trainers.run.skipped_steps import Failures, StepGuard, Update
 from megarlhf.trainers.supervised.dpo import PreferenceOptimisation
 from megarlhf.trainers.supervised.loop import train_on
 from megarlhf.trainers.supervised.rm import RewardModelling
@@ -59,7 +59,7 @@ class Supervised:
         objective.build_frozen(cache, role)
         self._role = timed(role, self._clock)
         self._phases = Phases()
-        self._bad_steps = BadSteps(objective.cfg.train, Failures.of(objective.cfg, objective.command), self._phases)
+        self._bad_steps = StepGuard(objective.cfg.train, Failures.of(objective.cfg, objective.command), self._phases)
         workload = make_workload(options["workload"], Sizes(**options["sizes"]))
         self._samples: list[Any] = texts_of(workload) if options["command"] == "sft" else pairs_of(workload)
         self._steps = 0

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from benchmarks.packing_children import Message
 from benchmarks.packing_workload import Workload
 from benchmarks.peers import AnonymousPeak
-from megarlhf.parallel.packing.partition import Cost
+from megarlhf.parallel.packing.partition import ForwardCost
 
 PRODUCTS = {"_scaled_dot_product_flash_attention_for_cpu": 2, "_scaled_dot_product_flash_attention_for_cpu_backward": 5}
 """Of matrices, in attention."""
@@ -66,7 +66,7 @@ def looked_at(round: Callable[[], Any]) -> Message:
 
 
 def by_formula(
-    cost: Cost, workload: Workload, *, shared: bool, forwards: int, head: int, head_rows: str = "responses"
+    cost: ForwardCost, workload: Workload, *, shared: bool, forwards: int, head: int, head_rows: str = "responses"
 ) -> dict[str, float]:
     """Floating-point operations of a training phase with so many forwards before its forward and backward.
 

@@ -2,9 +2,9 @@
 
 A sample's global index is its row everywhere: sample n answers prompt n // num_samples_per_prompt. What the engine
 returns and the small index (lengths, groups, rewards, weight version) are on every rank. Token columns are ragged, one
-value per response token. A role's outputs go through `redistribute` to the ranks that read them (`Holding`); there a
-column is whole in its rows, and the rows of samples that a rank has nothing of are empty. What is of the whole batch is
-made of one number for each sample, which a rank that has it tells all (`Experience.of_all`).
+value per response token. A role's outputs go through `redistribute` to the ranks that read them (`ColumnSharding`).
+There each row is either whole or empty. Figures of the whole batch are made of one number per sample
+(`Experience.gather_per_sample`).
 
 Legend: N samples of the step, T tokens of the samples end to end, W ranks of the run.
 """
@@ -96,34 +96,34 @@ class Rollouts:
 
 
 @dataclass(frozen=True, eq=False)
-class Holding:
+class ColumnSharding:
     """Which ranks have the token columns of which samples, the same on every rank."""
 
-    held_WN: Tensor
+    resident_WN: Tensor
     """bool, on the CPU. Some rank has each sample."""
     received_W: Tensor = field(init=False)
     """Bytes of columns that each rank has received so far: int64."""
 
     def __post_init__(self) -> None:
-        assert bool(self.held_WN.any(0).all()), "no rank is to have a sample's columns"
-        object.__setattr__(self, "received_W", torch.zeros(len(self.held_WN), dtype=torch.int64))
+        assert bool(self.resident_WN.any(0).all()), "no rank is to have a sample's columns"
+        object.__setattr__(self, "received_W", torch.zeros(len(self.resident_WN), dtype=torch.int64))
 
     def note(self, lengths_N: Tensor, owners: Sequence[Sequence[int]], element_bytes: int) -> None:
         """A column has been brought from its owners to those that hold it."""
-        owned_WN = torch.zeros_like(self.held_WN)
+        owned_WN = torch.zeros_like(self.resident_WN)
         for each, samples in zip(owned_WN, owners, strict=True):
             each[list(samples)] = True
-        self.received_W.add_((self.held_WN & ~owned_WN).long() @ lengths_N * element_bytes)
+        self.received_W.add_((self.resident_WN & ~owned_WN).long() @ lengths_N * element_bytes)
 
     @cached_property
-    def mine_N(self) -> Tensor:
+    def local_N(self) -> Tensor:
         """bool, on the CPU: this rank has them."""
-        return self.held_WN[dist.get_rank()]
+        return self.resident_WN[dist.get_rank()]
 
     @cached_property
-    def spoken_for_N(self) -> Tensor:
+    def is_sender_N(self) -> Tensor:
         """bool, on the CPU: this rank is the first that has them, and tells all others what is asked of them."""
-        return self.held_WN.int().argmax(0) == dist.get_rank()
+        return self.resident_WN.int().argmax(0) == dist.get_rank()
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Experience:
     """Per response token: old_logprobs, ref_logprobs, values, advantages, returns, ..."""
     per_sample: Mapping[str, Tensor] = field(default_factory=dict)
     """Per sample [N]: rewards, ..."""
-    holding: Holding | None = None
+    holding: ColumnSharding | None = None
     """Which rank has which rows of the columns; None: every rank has all."""
     given_prompt_numbers_N: Tensor | None = None
     """`prompt_numbers_N`, where samples have left their group."""
@@ -184,14 +184,14 @@ class Experience:
 
     def held(self, column: Ragged) -> Ragged:
         """Of a column that is here whole, the rows that this rank has of the others."""
-        return column if self.holding is None else column.only(self.holding.mine_N)
+        return column if self.holding is None else column.only(self.holding.local_N)
 
-    def of_all(self, values_N: Tensor) -> Tensor:
+    def gather_per_sample(self, values_N: Tensor) -> Tensor:
         """Numbers that follow from each sample's columns, [N] or [N, K], on every rank. What this rank says of samples
         that it has nothing of is not read. The same to the bit wherever the columns are. Collective."""
         if self.holding is None:
             return values_N
-        spoken_N = self.holding.spoken_for_N.to(values_N.device)
+        spoken_N = self.holding.is_sender_N.to(values_N.device)
         told_N = torch.where(spoken_N.view(-1, *[1] * (values_N.ndim - 1)), values_N, 0)
         dist.all_reduce(told_N)
         return told_N
@@ -207,9 +207,9 @@ class Experience:
         Collective."""
         if self.holding is None:
             return values_T.topk(min(count, len(values_T))).values
-        lengths_N, first_N = self.response_lengths_N, self.holding.held_WN.int().argmax(0)
-        spoken_for = Ragged(values_T, lengths_N * self.holding.mine_N).only(self.holding.spoken_for_N).values_T
-        tokens_W = torch.zeros(len(self.holding.held_WN), dtype=torch.int64).index_add_(0, first_N, lengths_N)
+        lengths_N, first_N = self.response_lengths_N, self.holding.resident_WN.int().argmax(0)
+        spoken_for = Ragged(values_T, lengths_N * self.holding.local_N).only(self.holding.is_sender_N).values_T
+        tokens_W = torch.zeros(len(self.holding.resident_WN), dtype=torch.int64).index_add_(0, first_N, lengths_N)
         counts = tokens_W.clamp(max=count).tolist()
         largest = _replicate(spoken_for.topk(counts[dist.get_rank()]).values, counts)
         return largest.topk(min(count, len(largest))).values
@@ -218,9 +218,9 @@ class Experience:
         """With every column whole on every rank. Collective."""
         if self.holding is None:
             return self
-        lengths_N, held_WN = self.response_lengths_N, self.holding.held_WN
-        speakers_N = held_WN.int().argmax(0)
-        owners = [(speakers_N == rank).nonzero().flatten().tolist() for rank in range(len(held_WN))]
+        lengths_N, resident_WN = self.response_lengths_N, self.holding.resident_WN
+        speakers_N = resident_WN.int().argmax(0)
+        owners = [(speakers_N == rank).nonzero().flatten().tolist() for rank in range(len(resident_WN))]
 
         def whole(column: Ragged) -> Ragged:
             rows, own = column.rows(), owners[dist.get_rank()]
@@ -276,7 +276,7 @@ def redistribute(
     lengths_N: Tensor,
     like: Tensor,
     owners: Sequence[Sequence[int]],
-    to: Holding | None = None,
+    to: ColumnSharding | None = None,
 ) -> Ragged:
     """Bring rows from the ranks that own them to those that read them: `to`; None: every rank reads all.
 
@@ -301,8 +301,8 @@ def redistribute(
         rows = dict(zip(order, values.split(lengths_N[order].tolist()), strict=True))
         return Ragged(_joined([rows[n] for n in range(len(lengths_N))], like), lengths_N)
     rows |= _exchange(rows, lengths_N, like, owners, to)
-    read = to.mine_N.nonzero().flatten().tolist()
-    return Ragged(_joined([rows[n] for n in read], like), lengths_N * to.mine_N)
+    read = to.local_N.nonzero().flatten().tolist()
+    return Ragged(_joined([rows[n] for n in read], like), lengths_N * to.local_N)
 
 
 def _joined(rows: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -310,12 +310,12 @@ def _joined(rows: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def _exchange(
-    rows: Mapping[int, Tensor], lengths_N: Tensor, like: Tensor, owners: Sequence[Sequence[int]], to: Holding
+    rows: Mapping[int, Tensor], lengths_N: Tensor, like: Tensor, owners: Sequence[Sequence[int]], to: ColumnSharding
 ) -> dict[int, Tensor]:
     """What this rank reads and does not own. Each row travels once to each of its readers."""
     rank, own = dist.get_rank(), list(owners[dist.get_rank()])
-    wanted = [[own[k] for k in reads.nonzero().flatten().tolist()] for reads in to.held_WN[:, own]]
-    coming = [[n for n in samples if to.mine_N[n]] for samples in owners]
+    wanted = [[own[k] for k in reads.nonzero().flatten().tolist()] for reads in to.resident_WN[:, own]]
+    coming = [[n for n in samples if to.local_N[n]] for samples in owners]
     wanted[rank] = coming[rank] = []
     sent = _joined([rows[n] for samples in wanted for n in samples], like)
     sizes_out, sizes_in = ([int(lengths_N[samples].sum()) for samples in each] for each in (wanted, coming))

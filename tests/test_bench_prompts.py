@@ -15,7 +15,7 @@ from benchmarks import prompts as bench
 from benchmarks import prompts_figures as figures
 from benchmarks.packing_workload import REHEARSAL, Workload
 from benchmarks.prompts_work import Work, by_formula
-from megarlhf.parallel.packing.partition import Cost
+from megarlhf.parallel.packing.partition import ForwardCost
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,9 @@ def test_work_of_two_responses_by_hand():
     """Cost 10 a token and 1 a pair: a prompt of 2 with responses of 1 and 3. Apart 3 + 5 tokens and 6 + 15 pairs;
     shared 6 tokens, and of pairs 3 + 3 + 12. Four log-probs, each for 100, five times with two forwards before."""
     workload = Workload([[1, 2]], [[1], [1, 2, 3]])
-    apart, shared = (by_formula(Cost(10.0, 1.0), workload, shared=each, forwards=2, head=100) for each in (False, True))
+    apart, shared = (
+        by_formula(ForwardCost(10.0, 1.0), workload, shared=each, forwards=2, head=100) for each in (False, True)
+    )
     assert apart == {"layers": 5 * 80, "attention": 5.5 * 21, "head": 2000}
     assert shared == {"layers": 5 * 60, "attention": 5.5 * 18, "head": 2000}
 

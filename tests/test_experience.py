@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarlhf.experience import Experience, Holding, Ragged, Rollouts, redistribute
+from megarlhf.experience import ColumnSharding, Experience, Ragged, Rollouts, redistribute
 from megarlhf.layout import MeshLayout
 from megarlhf.parallel.mesh import Mesh
 from tests.ranks import RankPool
@@ -133,7 +133,7 @@ HELD = [[True, False, False, False], [False, False, True, True], [True, True, Fa
 
 def spread(runtime):
     """A column from one rank to its readers, what each has of it, and what follows from all of it."""
-    lengths_N, holding = torch.tensor(LENGTHS), Holding(torch.tensor(HELD))
+    lengths_N, holding = torch.tensor(LENGTHS), ColumnSharding(torch.tensor(HELD))
     rows = {n: 10.0 * n + torch.arange(length) for n, length in enumerate(LENGTHS)}
     owned = rows if runtime.rank == 1 else {}
     sent = []
@@ -151,7 +151,7 @@ def spread(runtime):
     prompts, zeros = tuple(torch.ones(4, 1, dtype=torch.int64)), Ragged(torch.zeros(sum(LENGTHS)), lengths_N)
     rollouts = Rollouts(zeros, zeros, torch.ones(4, dtype=torch.bool), weight_version=0)
     table = Experience(prompts, torch.arange(4), rollouts, {"values": column}, holding=holding)
-    numbers_N = table.of_all(torch.tensor([row.sum() if len(row) else 0.0 for row in column.rows()]))
+    numbers_N = table.gather_per_sample(torch.tensor([row.sum() if len(row) else 0.0 for row in column.rows()]))
     whole = table.replicated()
     return {
         "rows": [row.tolist() for row in column.rows()],
@@ -213,24 +213,24 @@ def test_of_512_ranks_those_receive_a_column_that_train_on_it():
     column, and no rank receives more than an eighth of it. Gathered as padded shares, every rank received 511 shares of
     an eighth: 2.2 GB."""
     layout, size = MeshLayout(tp=8, pp=8, dp=8), 8301
-    lengths_N, held_WN = torch.full((1024,), size), torch.zeros(512, 1024, dtype=torch.bool)
+    lengths_N, resident_WN = torch.full((1024,), size), torch.zeros(512, 1024, dtype=torch.bool)
     owners = [[] for _ in range(512)]
     for dp in range(8):
         samples = list(range(128 * dp, 128 * (dp + 1)))
         ranks = Mesh(layout, None, None, None).last_stage(dp)
-        held_WN[torch.tensor(ranks)[:, None], torch.tensor(samples)] = True
+        resident_WN[torch.tensor(ranks)[:, None], torch.tensor(samples)] = True
         owners[ranks[0]] = samples
-    holding, column = Holding(held_WN), 1024 * size * 4
+    holding, column = ColumnSharding(resident_WN), 1024 * size * 4
     holding.note(lengths_N, owners, 4)
     assert column == pytest.approx(34e6, rel=0.01)
     assert int(holding.received_W.sum()) == 7 * column
     assert holding.received_W.unique().tolist() == [0, column // 8]
     assert int((holding.received_W > 0).sum()) == 56
-    elsewhere = Holding(held_WN)  # owned by a reward model's or a reference's ranks
+    elsewhere = ColumnSharding(resident_WN)  # owned by a reward model's or a reference's ranks
     elsewhere.note(lengths_N, [range(1024), *[[]] * 511], 4)
     assert int(elsewhere.received_W.sum()) == 8 * column
 
 
 def test_every_sample_is_with_some_rank():
     with pytest.raises(AssertionError, match="no rank is to have a sample's columns"):
-        Holding(torch.tensor([[True, False], [True, False]]))
+        ColumnSharding(torch.tensor([[True, False], [True, False]]))

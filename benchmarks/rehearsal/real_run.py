@@ -29,15 +29,15 @@ from megarlhf.parallel.device_memory import HostMemory
 from megarlhf.parallel.mesh import forget_scratch_buffer
 from megarlhf.rehearsal.cost_model.engine_time import stated_tokens
 from megarlhf.rehearsal.fake_device.routing import Routing
-from megarlhf.rehearsal.fakes.engine import EngineMemory, GivenResponses, RehearsedEngine
-from megarlhf.rehearsal.fakes.phases import Enough, Steps
-from megarlhf.rehearsal.fakes.weights import NoNumbers
+from megarlhf.rehearsal.fakes.engine import EngineBudget, GivenResponses, RehearsedEngine
+from megarlhf.rehearsal.fakes.phases import Steps, StopRehearsal
+from megarlhf.rehearsal.fakes.weights import UninitializedWeights
 from megarlhf.rehearsal.job import Job
 from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.rollout.factory import engine_dtype
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.entries import import_entry
-from megarlhf.trainers.run.factories import Parts
+from megarlhf.trainers.run.factories import RunFactories
 
 MARK = "PHASE "
 Place = tuple[int, str]
@@ -57,7 +57,7 @@ class Seen:
     """Bytes that live when the phase is left last: a release that was not seen would show."""
 
 
-class RandomNumbers(NoNumbers):
+class RandomNumbers(UninitializedWeights):
     """Weights of a real run that has no checkpoint."""
 
     def load(self, shard: ModelShard, model: Any, *, seed: int, new_head: bool) -> None:
@@ -97,14 +97,14 @@ def real_rank(runtime: Runtime, job: Job, plant: Callable[[Place], None] | None 
         return real_engine(job, rollout, actor, prompt_tokens)
 
     steps = Steps(job.num_steps, moved, lambda step: None)
-    parts = Parts(phases=steps.phases, weights=RandomNumbers(lambda shard: None), engine=engine, host=Elsewhere)
+    parts = RunFactories(phases=steps.phases, weights=RandomNumbers(lambda shard: None), engine=engine, host=Elsewhere)
     run = import_entry(job.command)
     recorder.on = True
     activities = [torch.profiler.ProfilerActivity.CPU]
     with (
         torch.profiler.profile(activities=activities, profile_memory=True) as profile,
         routed(job.routing),
-        contextlib.suppress(Enough),
+        contextlib.suppress(StopRehearsal),
     ):
         run(job.cfg, runtime, parts)
     recorder.on = False
@@ -128,7 +128,7 @@ def real_engine(job: Job, rollout: RolloutConfig, actor: Role, prompt_tokens: in
         actor.parts,
         actor.mesh.runtime,
         lengths=job.response_lengths,
-        memory=EngineMemory(device_bytes=0, reserved_bytes=0, activation_bytes=0, held_bytes=lambda: 0),
+        memory=EngineBudget(device_bytes=0, reserved_bytes=0, activation_bytes=0, held_bytes=lambda: 0),
         drew=lambda num_samples: None,
         generated=lambda work, shape, cache_bytes: stated_tokens(work)[1],  # as the job states its speed
         refused=refused,

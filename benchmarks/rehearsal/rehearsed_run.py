@@ -12,7 +12,7 @@ from benchmarks.rehearsal.real_run import Place, Seen
 from benchmarks.rehearsal.recorded import Message
 from megarlhf.rehearsal.job import Job, RankRecord
 from megarlhf.rehearsal.program import Rank
-from megarlhf.rehearsal.timeline.trace import Collective, Event, Mark, Receive, Send
+from megarlhf.rehearsal.timeline.trace import Collective, Event, Receive, Send, StepMark
 
 
 class NoPrice:
@@ -58,7 +58,7 @@ def messages(events: list[Event], rank: int) -> tuple[Counter[Message], Counter[
     nbytes: Counter[Message] = Counter()
     step = 0
     for event in events:
-        if isinstance(event, Mark):
+        if isinstance(event, StepMark):
             step = event.step + 1
         if not isinstance(event, Collective | Send | Receive):
             continue

@@ -15,12 +15,12 @@ from megarlhf.rehearsal.calibrate.stopwatch import undisturbed_clock
 from megarlhf.rehearsal.cost_model.hardware import load_hardware
 from megarlhf.rehearsal.cost_model.pricing import Pricing
 from megarlhf.rehearsal.fakes.engine import GivenResponses
-from megarlhf.rehearsal.fakes.phases import Enough, Steps
+from megarlhf.rehearsal.fakes.phases import Steps, StopRehearsal
 from megarlhf.rehearsal.program import Job, Rank, RankRecord
 from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.entries import import_entry
-from megarlhf.trainers.run.factories import Parts
+from megarlhf.trainers.run.factories import RunFactories
 
 Place = tuple[int, str]
 """(step, phase)."""
@@ -41,8 +41,8 @@ def real_rank(runtime: Runtime, job: Job) -> dict[Place, tuple[float, float]]:
         return GivenResponses(actor.parts, actor.mesh.runtime, job.response_lengths)
 
     steps = Steps(job.num_steps, moved, lambda step: None)
-    with contextlib.suppress(Enough):
-        import_entry(job.command)(job.cfg, runtime, Parts(phases=steps.phases, engine=engine))
+    with contextlib.suppress(StopRehearsal):
+        import_entry(job.command)(job.cfg, runtime, RunFactories(phases=steps.phases, engine=engine))
     return spent
 
 

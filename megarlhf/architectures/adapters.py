@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from megarlhf.architectures.architecture import Adapter, AdapterTarget, Architecture
 from megarlhf.architectures.families import family_of
-from megarlhf.architectures.shards import LogicalTensor, Segment, Shard
+from megarlhf.architectures.shards import LogicalTensor, Shard, StorageSegment
 from megarlhf.architectures.table import Entry, Place, Rule, Table, TPRank, dimensions, iter_tensors
 from megarlhf.placement import Box
 
@@ -207,7 +207,7 @@ def _rule_a(entry: Entry) -> Rule:
             start = segment.box.start[segment.dims.index(1)]
         height = tensors[0].shape[0]
         segments = tuple(
-            Segment(tensor.name, Box((0, start), (height, start + columns)), (n * height, 0), (0, 1))
+            StorageSegment(tensor.name, Box((0, start), (height, start + columns)), (n * height, 0), (0, 1))
             for n, tensor in enumerate(tensors)
         )
         return Shard((len(tensors) * height, columns), segments)
@@ -226,7 +226,7 @@ def _rule_b(entry: Entry, numbers: Collection[int]) -> Rule:
             if segment.tensor in position:
                 dim = segment.dims.index(0)
                 box = Box((segment.box.start[dim], 0), (segment.box.stop[dim], width))
-                segments.append(Segment(tensors[position[segment.tensor]].name, box, (segment.at[0], 0), (0, 1)))
+                segments.append(StorageSegment(tensors[position[segment.tensor]].name, box, (segment.at[0], 0), (0, 1)))
         return Shard((base.shape[0], width), tuple(segments))
 
     return rule

@@ -16,7 +16,7 @@ Facts = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Key:
+class ConfigField:
     """A field that stands in config.json."""
 
     name: str
@@ -51,8 +51,8 @@ class ConfigSpec:
     lm_class: str
     scalar_class: str
     facts: Facts
-    """By field of `Architecture`, in an order in which defaults can be computed: a `Key`, a callable of the facts
-    before it, or a value that holds for every model of this type."""
+    """By field of `Architecture`, in an order in which defaults can be computed: a `ConfigField`, a callable of the
+    facts before it, or a value that holds for every model of this type."""
     rope_theta: float | None = 10000.0
     """Rotary base where config.json has none; None: the model has no rotary embedding."""
     rope_types: tuple[str, ...] = ROPE_TYPES
@@ -68,7 +68,7 @@ def read_facts(config: Mapping[str, Any], spec: ConfigSpec) -> dict[str, Any]:
     _refuse_quantized(config)
     facts: dict[str, Any] = {}
     for field, fact in spec.facts.items():
-        if isinstance(fact, Key):
+        if isinstance(fact, ConfigField):
             facts[field] = _read(config, fact, facts)
         else:
             facts[field] = fact(facts) if callable(fact) else fact
@@ -92,7 +92,7 @@ def write_facts(facts: Facts, spec: ConfigSpec) -> dict[str, Any]:
 
     Rotary numbers are written in the style that transformers 4 and 5 and vLLM all read.
     """
-    config = {fact.name: facts[field] for field, fact in spec.facts.items() if isinstance(fact, Key)}
+    config = {fact.name: facts[field] for field, fact in spec.facts.items() if isinstance(fact, ConfigField)}
     if spec.rope_theta is not None:
         config["rope_theta"] = facts["rope_theta"]
         config |= write_scaling(facts["rope_scaling"])
@@ -148,7 +148,7 @@ def equal_heads(facts: Facts) -> int:
 # --- what several keys say together ---------------------------------------------------------------
 
 
-def _read(config: Mapping[str, Any], key: Key, facts: Facts) -> Any:
+def _read(config: Mapping[str, Any], key: ConfigField, facts: Facts) -> Any:
     name = key.alias if key.alias is not None and key.alias in config and key.name not in config else key.name
     value = config.get(name)
     if value is None:

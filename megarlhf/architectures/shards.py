@@ -17,7 +17,7 @@ class LogicalTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class StorageSegment:
     """A box of a logical tensor, where it starts in the storage, and along which of its dims it runs."""
 
     tensor: str
@@ -32,7 +32,7 @@ class Shard:
     """The shape of a storage and the segments in it; what no segment covers is padding."""
 
     shape: Shape
-    segments: tuple[Segment, ...]
+    segments: tuple[StorageSegment, ...]
     declared_shape: Shape | None = None
     """Shape under which the system declares the storage, where it reads its memory as `shape`."""
 
@@ -44,7 +44,7 @@ class Shard:
         return self.shape if self.declared_shape is None else self.declared_shape
 
 
-def _placement(segment: Segment, storage: str, shape: Shape) -> Placement:
+def _placement(segment: StorageSegment, storage: str, shape: Shape) -> Placement:
     extent = [1] * len(shape)
     for dim, size in zip(segment.dims, segment.box.shape, strict=True):
         extent[dim] = size
@@ -55,10 +55,10 @@ def _placement(segment: Segment, storage: str, shape: Shape) -> Placement:
     return Placement(segment.tensor, segment.box, storage, offset, tuple(strides[dim] for dim in segment.dims))
 
 
-def _straight(tensor: LogicalTensor, box: Box) -> Segment:
+def _straight(tensor: LogicalTensor, box: Box) -> StorageSegment:
     """A box that starts the storage and runs as the tensor does."""
     rank = len(tensor.shape)
-    return Segment(tensor.name, box, (0,) * rank, tuple(range(rank)))
+    return StorageSegment(tensor.name, box, (0,) * rank, tuple(range(rank)))
 
 
 def rows(tensor: LogicalTensor, start: int, stop: int) -> Shard:

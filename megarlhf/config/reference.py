@@ -25,7 +25,7 @@ SETS_IN_WORDS = (
 
 
 @dataclass(frozen=True)
-class Key:
+class ConfigKey:
     """One key that a configuration file may have."""
 
     path: str
@@ -45,7 +45,7 @@ class Section:
     name: str
     """`actor`; for a list of sections `rewards[]`."""
     description: str
-    keys: tuple[Key, ...]
+    keys: tuple[ConfigKey, ...]
 
 
 @cache
@@ -75,7 +75,7 @@ def _section(field: Schema, definitions: Mapping[str, Schema]) -> tuple[Schema |
     return None, ""
 
 
-def _keys(schema: Schema, definitions: Mapping[str, Schema], prefix: str = "") -> Iterator[Key]:
+def _keys(schema: Schema, definitions: Mapping[str, Schema], prefix: str = "") -> Iterator[ConfigKey]:
     for name, field in schema["properties"].items():
         inner, suffix = _section(field, definitions)
         if inner is None or _is_set(field):
@@ -91,13 +91,13 @@ def _is_set(field: Schema) -> bool:
 
 
 @cache
-def set_keys() -> tuple[Key, ...]:
+def set_keys() -> tuple[ConfigKey, ...]:
     """`SET.path` and the others."""
     schema = SourceConfig.model_json_schema()
     return tuple(_keys(schema, schema.get("$defs", {}), f"{SET}."))
 
 
-def all_paths(config: type[FrozenModel]) -> dict[str, Key]:
+def all_paths(config: type[FrozenModel]) -> dict[str, ConfigKey]:
     """Every key by its whole path: `actor.model.path`, `rewards[].kind`, `data.train.split`."""
     found = {}
     for section in sections(config):
@@ -109,10 +109,10 @@ def all_paths(config: type[FrozenModel]) -> dict[str, Key]:
     return found
 
 
-def _key(path: str, field: Schema, required: bool) -> Key:
+def _key(path: str, field: Schema, required: bool) -> ConfigKey:
     value = field.get("default")
     default = "required" if required else f"`{value if isinstance(value, str) else json.dumps(value)}`"
-    return Key(path, _kind(field), default, _sentence(field), tuple(_choices(field)))
+    return ConfigKey(path, _kind(field), default, _sentence(field), tuple(_choices(field)))
 
 
 def _choices(field: Schema) -> list[str]:

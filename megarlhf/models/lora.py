@@ -41,7 +41,7 @@ _EXPERTS = ".experts."
 
 
 @dataclass(frozen=True)
-class Sharing:
+class LinearSharding:
     """How the ranks of a tensor-parallel group share a linear layer."""
 
     kind: Literal["column", "row"]
@@ -55,7 +55,9 @@ class LowRank(nn.Module):
 
     rows: Tensor | None
 
-    def __init__(self, a: nn.Parameter, b: nn.Parameter, scale: float, sharing: Sharing, rows: Tensor | None) -> None:
+    def __init__(
+        self, a: nn.Parameter, b: nn.Parameter, scale: float, sharing: LinearSharding, rows: Tensor | None
+    ) -> None:
         """`rows`: [O, N], 1 where a row of B belongs to an adapter, of which there are several or which has not all
         rows; None: one, and all rows are its."""
         super().__init__()
@@ -133,7 +135,7 @@ def attach_adapters(
         stacked = sorted(by_storage[name], key=lambda placement: placement.offset)
         order = [placement.tensor.removesuffix(A) + B for placement in stacked]
         rows = _rows(by_storage[name_b], order, placements.storages[name_b], reference)
-        sharing = Sharing(kind, None if of_expert else tp_group, sequence_parallel)
+        sharing = LinearSharding(kind, None if of_expert else tp_group, sequence_parallel)
         # The whole one of the two, of which each rank has seen its own tokens, or its own part of an expert.
         whole = a if kind == "column" else b
         if tp_group is not None and (sequence_parallel or of_expert):

@@ -24,7 +24,7 @@ from megarlhf.models.lora import without_adapters
 from megarlhf.models.trainable import choose_trained
 from megarlhf.models.weights import CHECKPOINTS, WeightSource, companion_files, export_adapter, export_hugging_face
 from megarlhf.parallel.batching import Batching
-from megarlhf.parallel.device_memory import Residency, RoleParts, Tensors
+from megarlhf.parallel.device_memory import DeviceMemory, RoleParts, Tensors
 from megarlhf.parallel.mesh import GroupCache, Mesh, build_mesh
 from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.parallel.packing.partition import forward_cost
@@ -139,18 +139,18 @@ def build_role(
     stated: Mapping[str, Any] = MappingProxyType({}),
     files: Mapping[str, bytes] = MappingProxyType({}),
     weights: WeightSource = CHECKPOINTS,
-    residency: Residency | None = None,
+    device_memory: DeviceMemory | None = None,
 ) -> Role:
     """Build the model, load its weights, and, given a number of optimizer steps, wrap it for training.
 
     `order` says which rank stands where in the mesh (`layout.engine_order`); None: in the order of their numbers.
     `new_head`: a scalar role may start from a language model, with a random head. `stated`, `files`: see `Role`.
-    `residency`: of all roles that share the device; None: it is alone there.
+    `device_memory`: of all roles that share the device; None: it is alone there.
     Collective: every rank builds the same roles in the same order, those that it has nothing of included.
     """
     runtime = cache.runtime
-    residency = residency or Residency(runtime.device)
-    residency.turn()
+    device_memory = device_memory or DeviceMemory(runtime.device)
+    device_memory.keep_only()
     arch = adapted(architecture_from_hf(section.model.hf_directory()), section.lora, name)
     layout = replace(section.parallel.layout(runtime.world_size, name), order=order)
     mesh = build_mesh(layout, runtime, cache)
@@ -159,14 +159,16 @@ def build_role(
     trainer = None
     if num_optimizer_steps is None:
         shard.module.requires_grad_(False)
-        parts = RoleParts(residency, Tensors(shard.module.parameters, residency.host, constant=True))
-        residency.share(parts, section.offload)
+        parts = RoleParts(device_memory, Tensors(shard.module.parameters, device_memory.host, constant=True))
+        device_memory.share(parts, section.offload)
     else:
         choose_trained(shard, section)
         balance = _balance(name, section, arch, head, mesh)
         if balance is not None:
             use_balance(shard.module, balance)
-        trainer = Trainer(shard.module, mesh, section.optim, num_optimizer_steps, section.offload, residency, balance)
+        trainer = Trainer(
+            shard.module, mesh, section.optim, num_optimizer_steps, section.offload, device_memory, balance
+        )
         parts = trainer.parts
         if shard.dtype == torch.bfloat16:
             log.info("%s: %s", name, bf16_gradients(shard.spec))

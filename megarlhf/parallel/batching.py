@@ -19,8 +19,8 @@ from megarlhf.config import MicroBatchConfig
 from megarlhf.layout import column_multiple, split_evenly
 from megarlhf.parallel.mesh import Mesh
 from megarlhf.parallel.micro_batch import MicroBatchLayout, round_up
-from megarlhf.parallel.packing.partition import Cost, pack
-from megarlhf.parallel.packing.tree_layouts import Entry, segments_of
+from megarlhf.parallel.packing.partition import ForwardCost, pack
+from megarlhf.parallel.packing.tree_layouts import SequenceGroup, segments_of
 from megarlhf.parallel.packing.tree_partition import Packed, PrefixGroup, pack_trees
 
 FILLER = -1
@@ -59,7 +59,7 @@ class Batching:
     """How one role's sequences become micro-batches."""
 
     mesh: Mesh
-    cost: Cost
+    cost: ForwardCost
     """What packed micro-batches are balanced by."""
     micro: MicroBatchConfig
     share: bool = False
@@ -171,7 +171,7 @@ class Batching:
             entries = []
             for n, members in chosen:
                 own = tuple(groups[n][member] for member in members)
-                entries.append(Entry(own, tuple(lengths[each] for each in own), shared[n]))
+                entries.append(SequenceGroup(own, tuple(lengths[each] for each in own), shared[n]))
             sequences = tuple(itertools.chain.from_iterable(entry.sequences for entry in entries))
             if not any(entry.is_tree for entry in entries):
                 return self._row(sequences, lengths, [lengths[n] for n in sequences])

@@ -28,22 +28,22 @@ resize = torch.ops.inductor.resize_storage_bytes_
 """(tensor, bytes): makes its storage so large; through the dispatcher, so that a rehearsal sees it."""
 
 
-class Part(Protocol):
+class Offloadable(Protocol):
     """What comes and goes as one."""
 
     @property
     def present(self) -> bool: ...
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         """Give the device's memory back."""
 
-    def come(self) -> None:
+    def onload(self) -> None:
         """Be on the device again, or on the way."""
 
     def wait(self) -> None:
         """What the device computes from here on finds it there."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for messages between ranks that still fill it."""
 
 
@@ -90,7 +90,7 @@ class HostMemory:
         """Of the memory that has the numbers of its storage, the view that this tensor is."""
         return host.view(tensor.dtype).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until what has left is there."""
         if self._out is not None:
             self._out.synchronize()
@@ -148,10 +148,10 @@ class Tensors:
         return sum(each.nbytes for each in self._away) if not self.present else sum(m.nbytes for m in self._storages())
 
     @torch.no_grad()
-    def leave(self) -> None:
+    def offload(self) -> None:
         assert self.present, "a part leaves that is away"
         self.wait()
-        self.settle()
+        self.synchronize()
         self.present, self._away = False, list(self._storages())
         for moved in self._away:
             if self._copied:
@@ -159,7 +159,7 @@ class Tensors:
             resize(moved.whole, 0)
 
     @torch.no_grad()
-    def come(self) -> None:
+    def onload(self) -> None:
         assert not self.present, "a part comes that is there"
         self.present = True
         for moved in self._away:
@@ -178,7 +178,7 @@ class Tensors:
         self._arrival()
         self._arrival = _nothing
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self._settle()
 
     def _copy_of(self, moved: _Moved) -> Tensor:
@@ -212,7 +212,7 @@ def _key(tensor: Tensor) -> int:
 class RoleParts:
     """Of one role."""
 
-    residency: Residency
+    device_memory: DeviceMemory
     parameters: Tensors
     gradients: Tensors | None = None
     optimizer: tuple[Tensors, ...] = ()
@@ -222,21 +222,21 @@ class RoleParts:
 
     def to_compute(self) -> None:
         """A forward without gradients, or something that reads the weights, begins."""
-        self.residency.turn(self.parameters)
+        self.device_memory.keep_only(self.parameters)
 
     def to_learn(self, *, settled: bool = True) -> None:
         """Forward and backward begin, or what looks at the gradients. Not `settled`: a module waits by itself for what
         still fills its parameters."""
-        self.residency.turn(self.parameters, *self._of_gradients, settled=settled)
+        self.device_memory.keep_only(self.parameters, *self._of_gradients, settled=settled)
 
     def to_update(self) -> None:
         """A step of the whole optimizer begins."""
-        self.residency.turn(self.parameters, *self._of_gradients, *self.optimizer)
+        self.device_memory.keep_only(self.parameters, *self._of_gradients, *self.optimizer)
 
     def to_update_piece(self, number: int) -> None:
         """A step of one piece begins; the next one comes meanwhile."""
         now, soon = self.optimizer[number], self.optimizer[number + 1 : number + 2]
-        self.residency.turn(self.parameters, *self._of_gradients, now, soon=soon)
+        self.device_memory.keep_only(self.parameters, *self._of_gradients, now, soon=soon)
 
     def to_read(self) -> Callable[[Tensor], Tensor]:
         """The state is read, or filled, where it lies: nothing moves. Returns what gives for one of its tensors the
@@ -246,22 +246,22 @@ class RoleParts:
             away |= part.away
             if part.present:
                 part.wait()
-                part.settle()
-        self.residency.host.settle()
+                part.synchronize()
+        self.device_memory.host.synchronize()
 
         def lies(tensor: Tensor) -> Tensor:
             host = away.get(_key(tensor))
-            return tensor if host is None else self.residency.host.view_like(tensor, host)
+            return tensor if host is None else self.device_memory.host.view_like(tensor, host)
 
         return lies
 
-    def turns(self, role: str) -> dict[str, Turn]:
+    def turns(self, role: str) -> dict[str, OnDevice]:
         """By phase, what the role needs in it."""
         parameters, learns = (self.parameters,), (self.parameters, *self._of_gradients)
         updates = learns if self.streams else (*learns, *self.optimizer)
         needs = {"score": parameters, "train": learns, "optimizer": updates}
         return {
-            f"{kind}/{role}": Turn(self.residency, partial(tuple, parts), settled=kind != "train")
+            f"{kind}/{role}": OnDevice(self.device_memory, partial(tuple, parts), settled=kind != "train")
             for kind, parts in needs.items()
         }
 
@@ -276,40 +276,40 @@ class RoleParts:
 
 
 @dataclass(frozen=True)
-class Turn:
+class OnDevice:
     """A turn that may be taken before its work begins, as a phase does that says what it needs."""
 
-    residency: Residency
-    needed: Callable[[], Sequence[Part]]
+    device_memory: DeviceMemory
+    needed: Callable[[], Sequence[Offloadable]]
     settled: bool = True
 
     @property
     def moves(self) -> bool:
         """Whether anything has to come or to leave."""
-        return self.residency.moves(*self.needed())
+        return self.device_memory.moves(*self.needed())
 
     def __call__(self) -> None:
-        self.residency.turn(*self.needed(), settled=self.settled)
+        self.device_memory.keep_only(*self.needed(), settled=self.settled)
 
 
-class Residency:
+class DeviceMemory:
     """Which parts are on the device. One for all roles and the engine of a process."""
 
     def __init__(self, device: torch.device, host: HostMemory | None = None, *, shared: bool = False) -> None:
         """`shared`: several work in turns, so that what is `auto` goes away where it helps: on a GPU."""
         self.device, self.host = device, host or HostMemory(device)
         self.auto = shared and device.type != "cpu"
-        self._movable: list[Part] = []
+        self._movable: list[Offloadable] = []
 
     @property
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
-    def may_leave(self, *parts: Part) -> None:
+    def allow_offload(self, *parts: Offloadable) -> None:
         """From now on these go away in the turns of others."""
         self._movable += parts
 
-    def forget(self, *parts: Part) -> None:
+    def forget(self, *parts: Offloadable) -> None:
         """These are no more."""
         self._movable = [part for part in self._movable if not any(part is each for each in parts)]
 
@@ -322,12 +322,12 @@ class Residency:
         if offload.optimizer is True or parts.streams:
             self._movable += parts.optimizer
 
-    def moves(self, *needed: Part) -> bool:
+    def moves(self, *needed: Offloadable) -> bool:
         """Whether a turn that needs these would move anything."""
         leaving = any(part.present and not any(part is each for each in needed) for part in self._movable)
         return leaving or not all(part.present for part in needed)
 
-    def turn(self, *needed: Part, soon: Iterable[Part] = (), settled: bool = True) -> None:
+    def keep_only(self, *needed: Offloadable, soon: Iterable[Offloadable] = (), settled: bool = True) -> None:
         """Whoever calls needs these parts until the next turn, and those that come `soon` in it. All others leave.
 
         They leave before any comes, so that the device never holds both.
@@ -335,11 +335,11 @@ class Residency:
         stay = (*needed, *soon)
         for part in self._movable:
             if part.present and not any(part is each for each in stay):
-                part.leave()
+                part.offload()
         for part in stay:
             if not part.present:
-                part.come()
+                part.onload()
         for part in needed:
             part.wait()
             if settled:
-                part.settle()
+                part.synchronize()

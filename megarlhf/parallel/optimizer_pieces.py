@@ -30,7 +30,7 @@ for them."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class OptimizerPiece:
     """Some of the parameters that one optimizer updates."""
 
     optimizer: MegatronOptimizer
@@ -71,7 +71,7 @@ class Piece:
             base.step_with_ready_grads(self.optimizer)
 
 
-def pieces_of(optimizer: MegatronOptimizer, largest: int) -> list[Piece]:
+def pieces_of(optimizer: MegatronOptimizer, largest: int) -> list[OptimizerPiece]:
     """All that it updates, cut into pieces of about `largest` bytes of state."""
     pieces = []
     for each in optimizers_in(optimizer):
@@ -83,13 +83,13 @@ def pieces_of(optimizer: MegatronOptimizer, largest: int) -> list[Piece]:
             held.append(tensor)
             nbytes = BYTES_OF_STATE * sum(tensor.numel() for tensor in held)
             if nbytes >= largest or number == len(updated):
-                pieces.append(Piece(each, held))
+                pieces.append(OptimizerPiece(each, held))
                 held = []
     return pieces
 
 
 def step_in_pieces(
-    optimizer: MegatronOptimizer, pieces: Sequence[Piece], arrive: Callable[[int], None] | None = None
+    optimizer: MegatronOptimizer, pieces: Sequence[OptimizerPiece], arrive: Callable[[int], None] | None = None
 ) -> None:
     """`optimizer.step_with_ready_grads()`, piece by piece; before each, `arrive(its number)` is called.
 

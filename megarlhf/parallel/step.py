@@ -32,7 +32,7 @@ from megarlhf.config import OffloadConfig, OptimConfig
 from megarlhf.parallel.batching import padded_length
 from megarlhf.parallel.chunks import Model, chunks_of
 from megarlhf.parallel.context import ContextShare, context_share
-from megarlhf.parallel.device_memory import Residency, RoleParts, Tensors
+from megarlhf.parallel.device_memory import DeviceMemory, RoleParts, Tensors
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import Mesh
 from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout
@@ -190,7 +190,7 @@ class Trainer:
         optim: OptimConfig,
         num_steps: int,
         offload: OffloadConfig,
-        residency: Residency,
+        device_memory: DeviceMemory,
         balance: RouterBalance | None = None,
     ) -> None:
         self.mesh = mesh
@@ -227,7 +227,7 @@ class Trainer:
                 pg_collection=mesh.groups,
             )
         self.scheduler = lr_scheduler(self.optimizer, optim, num_steps)
-        self._make_parts(offload, residency)
+        self._make_parts(offload, device_memory)
         # All gathers are begun by the step itself; a forward waits for those of its own buckets.
         for chunk in self.chunks:
             chunk.overlap_param_gather_with_optimizer_step = True
@@ -244,9 +244,9 @@ class Trainer:
         """Megatron's gradient buffers of all chunks."""
         return [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
-    def _make_parts(self, offload: OffloadConfig, residency: Residency) -> None:
+    def _make_parts(self, offload: OffloadConfig, device_memory: DeviceMemory) -> None:
         """What of all this may be in host memory when it is not needed."""
-        streams = offload.optimizer == "stream" or (offload.optimizer == "auto" and residency.auto)
+        streams = offload.optimizer == "stream" or (offload.optimizer == "auto" and device_memory.auto)
         self._pieces = pieces_of(self.optimizer, PIECE_BYTES if streams else sys.maxsize)
         buffers = self.buffers
 
@@ -254,13 +254,13 @@ class Trainer:
             return [*self.module.parameters(), *(b.param_data for b in buffers if b.param_data is not None)]
 
         self.parts = RoleParts(
-            residency,
-            parameters=Tensors(own, residency.host, settle=self._finish_gathers),
-            gradients=Tensors(lambda: [buffer.grad_data for buffer in buffers], residency.host, copied=False),
-            optimizer=tuple(Tensors(piece.state, residency.host, without=own) for piece in self._pieces),
+            device_memory,
+            parameters=Tensors(own, device_memory.host, settle=self._finish_gathers),
+            gradients=Tensors(lambda: [buffer.grad_data for buffer in buffers], device_memory.host, copied=False),
+            optimizer=tuple(Tensors(piece.state, device_memory.host, without=own) for piece in self._pieces),
             streams=streams,
         )
-        residency.share(self.parts, offload)
+        device_memory.share(self.parts, offload)
 
     def _weights_are_whole(self) -> None:
         """No forward has to gather any."""
@@ -358,7 +358,7 @@ class Trainer:
         """Make what the first step of the optimizer would make, as zeros, with a piece of its state on the device."""
         for piece, part in zip(self._pieces, self.parts.optimizer, strict=True):
             if piece.is_new:
-                self.parts.residency.turn(part)
+                self.parts.device_memory.keep_only(part)
                 with megatron_device(self.mesh.runtime.device):
                     piece.make_state()
 

@@ -16,9 +16,9 @@ from megarlhf.rehearsal.fake_device.assumptions import Assumption
 from megarlhf.rehearsal.fake_device.ledger import PhaseMemory
 from megarlhf.rehearsal.fake_device.routing import Routing
 from megarlhf.rehearsal.fake_device.torch_patches import Kind
-from megarlhf.rehearsal.fakes.batches import Share
+from megarlhf.rehearsal.fakes.batches import RankLoad
 from megarlhf.rehearsal.fakes.lengths import Lengths
-from megarlhf.rehearsal.fakes.resume_point import Written
+from megarlhf.rehearsal.fakes.resume_point import PointSizes
 from megarlhf.rehearsal.timeline.messages import Line, Reached
 from megarlhf.rehearsal.timeline.trace import Event, Work
 from megarlhf.rehearsal.transformer_engine.replace import Layers
@@ -74,7 +74,7 @@ class RankRecord:
     reached: Reached
     groups_created: int
     memberships: int
-    shares: dict[str, list[Share]]
+    shares: dict[str, list[RankLoad]]
     """By phase, the work of each data-parallel rank of its role."""
     tokens: dict[tuple[int, str], int]
     """Packed in a step and phase, on all ranks of its role."""
@@ -88,7 +88,7 @@ class RankRecord:
     """Bytes by kind at the end of the last step, on the device or in host memory for a while."""
     offloaded: int
     """Bytes of host memory for what is not on the device meanwhile."""
-    resume_point: Written | None
+    resume_point: PointSizes | None
     """What it writes of one."""
     tool_seconds: float
     tool_gib: float

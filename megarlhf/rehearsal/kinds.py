@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megarlhf.layout import MeshLayout
-from megarlhf.rehearsal.fakes.batches import Share, Shares
+from megarlhf.rehearsal.fakes.batches import RankLoad, Shares
 
 LARGER = 1.01
 """A micro-batch that is larger by less is not rehearsed for its memory."""
@@ -106,9 +106,9 @@ def _pipelines(layouts: Mapping[str, MeshLayout], main: str, shares: Shares) -> 
     return found
 
 
-def _share_of(rank: int, layouts: Mapping[str, MeshLayout], shares: Shares) -> Share:
+def _share_of(rank: int, layouts: Mapping[str, MeshLayout], shares: Shares) -> RankLoad:
     """Of a rank, over the phases of all roles."""
-    total = Share(0.0, 0, 0, 0)
+    total = RankLoad(0.0, 0, 0, 0)
     for phase, by_dp in shares.items():
         role = "reward_model" if phase == "reward" else phase.partition("/")[2]
         layout = layouts.get(role)

@@ -19,41 +19,41 @@ from megarlhf.parallel.mesh import forget_scratch_buffer
 from megarlhf.rehearsal.cost_model.decoding import EngineShape
 from megarlhf.rehearsal.cost_model.engine_time import DecodePrice, RolloutEstimate, RolloutWork, estimate
 from megarlhf.rehearsal.cost_model.margin import engine_items, facts_of, margin, total
-from megarlhf.rehearsal.cost_model.meter import Meter, Price
+from megarlhf.rehearsal.cost_model.meter import Meter, OperationPricing
 from megarlhf.rehearsal.fake_device import torch_patches
 from megarlhf.rehearsal.fake_device.assumptions import Assumptions
-from megarlhf.rehearsal.fake_device.device import Device
+from megarlhf.rehearsal.fake_device.device import FakeDevice
 from megarlhf.rehearsal.fake_device.fake_collectives import EMPTY_BANK, gathered
 from megarlhf.rehearsal.fake_device.ledger import GPU_BLOCK, Ledger, PhaseMemory, merged
 from megarlhf.rehearsal.fake_device.torch_patches import FakeTensor, Hooks
-from megarlhf.rehearsal.fakes.batches import Share, seen_batches
-from megarlhf.rehearsal.fakes.engine import EngineMemory, GivenResponses, RehearsedEngine, forward_bytes
+from megarlhf.rehearsal.fakes.batches import RankLoad, seen_batches
+from megarlhf.rehearsal.fakes.engine import EngineBudget, GivenResponses, RehearsedEngine, forward_bytes
 from megarlhf.rehearsal.fakes.host_memory import RehearsedHost
-from megarlhf.rehearsal.fakes.phases import BETWEEN, Enough, Steps
-from megarlhf.rehearsal.fakes.resume_point import RehearsedWriter, Written
-from megarlhf.rehearsal.fakes.weights import NoNumbers
+from megarlhf.rehearsal.fakes.phases import BETWEEN, Steps, StopRehearsal
+from megarlhf.rehearsal.fakes.resume_point import PointSizes, RehearsedWriter
+from megarlhf.rehearsal.fakes.weights import UninitializedWeights
 from megarlhf.rehearsal.job import Job, RankRecord, layouts_of, runtime_of
 from megarlhf.rehearsal.reuse.buckets import Buckets
 from megarlhf.rehearsal.reuse.digests import equal_digests
 from megarlhf.rehearsal.reuse.experts import EqualExperts
 from megarlhf.rehearsal.reuse.layers import EqualLayers
-from megarlhf.rehearsal.reuse.tape import Player, Recorder
+from megarlhf.rehearsal.reuse.tape import Player, TapeRecorder
 from megarlhf.rehearsal.timeline.messages import Wire, labels_of
-from megarlhf.rehearsal.timeline.trace import Mark
+from megarlhf.rehearsal.timeline.trace import StepMark
 from megarlhf.rehearsal.transformer_engine.optimizer import KERNELS
 from megarlhf.rehearsal.transformer_engine.replace import Shared, replace_layers
 from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.rollout.factory import engine_dtype
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.entries import import_entry
-from megarlhf.trainers.run.factories import Parts
+from megarlhf.trainers.run.factories import RunFactories
 
 MAX_NUM_SEQS = 1024
 """Sequences that vLLM runs at once, where `rollout.engine_args` says nothing: its default on a GPU of 70 GiB or more
 (vllm/engine/arg_utils.py)."""
 
 
-class RankPrice(Price, DecodePrice, Protocol):
+class RankPrice(OperationPricing, DecodePrice, Protocol):
     """What prices all that a rank does: `pricing.Pricing`."""
 
     def offload_seconds(self, nbytes: int) -> float: ...
@@ -75,12 +75,12 @@ class Rank:
         labels = labels_of(self.layouts)
         self.wire = Wire(job.rank, job.ranks_per_node, labels, self.meter.message)
         self.assumptions = Assumptions()
-        self.mode = Device(self.device, self.ledger, self.wire, self.assumptions, self.meter)
+        self.mode = FakeDevice(self.device, self.ledger, self.wire, self.assumptions, self.meter)
         self.meter.numbers = self.mode.known.twin
         self._num_samples = 0
         """Of the last rollout."""
         self._created = torch_patches.count_groups()
-        self._shares: dict[str, list[Share]] = {}
+        self._shares: dict[str, list[RankLoad]] = {}
         self._tokens: Counter[tuple[int, str]] = Counter()
         self._rollouts: list[RolloutEstimate] = []
         self._problems: list[str] = []
@@ -88,15 +88,15 @@ class Rank:
         self._cache_bytes = 0
         self._hosts: list[RehearsedHost] = []
         self._held: dict[str, int] = {}
-        self._written: list[Written] = []
+        self._written: list[PointSizes] = []
         self.mode.routing = job.routing
         self.steps = Steps(job.num_steps, self._moved, self._ended)
         player = Player(self.ledger, self.meter, self.wire, self.mode.fake, self.device)
         parts = self.ledger, self.meter, self.wire
         self._buckets = Buckets(*parts)
-        self._equal_layers = EqualLayers(Recorder(*parts), player, self.mode.known, self._buckets)
-        self._equal_experts = EqualExperts(Recorder(*parts), player, self.mode.known, self._buckets)
-        self._equal_digests = equal_digests(Recorder(*parts), player)
+        self._equal_layers = EqualLayers(TapeRecorder(*parts), player, self.mode.known, self._buckets)
+        self._equal_experts = EqualExperts(TapeRecorder(*parts), player, self.mode.known, self._buckets)
+        self._equal_digests = equal_digests(TapeRecorder(*parts), player)
         self._shared = Shared(self.device, self.ledger.name)
 
     def run(self) -> RankRecord:
@@ -115,7 +115,7 @@ class Rank:
             if job.reuse:
                 stack.enter_context(self._equal_digests)
             stack.enter_context(self.mode)
-            with contextlib.suppress(Enough):
+            with contextlib.suppress(StopRehearsal):
                 run(job.cfg, self.runtime, self._parts())
             self.ledger.leave()
         return RankRecord(
@@ -143,7 +143,7 @@ class Rank:
             tool_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         )
 
-    def _parts(self) -> Parts:
+    def _parts(self) -> RunFactories:
         def host(device: torch.device) -> RehearsedHost:
             self._hosts.append(RehearsedHost(device, self.meter, self._price.offload_seconds))
             return self._hosts[-1]
@@ -154,8 +154,8 @@ class Rank:
         def copied(nbytes: int) -> None:
             self.meter.spend("offload", self._price.offload_seconds(nbytes), 0.0)
 
-        weights = NoNumbers(self._built)
-        return Parts(phases=self.steps.phases, weights=weights, engine=self._engine, host=host, writer=writer)
+        weights = UninitializedWeights(self._built)
+        return RunFactories(phases=self.steps.phases, weights=weights, engine=self._engine, host=host, writer=writer)
 
     def _engine(
         self, rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, micro_batch_samples: int
@@ -178,7 +178,7 @@ class Rank:
             refused=self._problems.append,
         )
 
-    def _engine_memory(self, actor: Role, tp: int) -> EngineMemory:
+    def _engine_memory(self, actor: Role, tp: int) -> EngineBudget:
         """What there is of it when the engine starts."""
         job, arch = self.job, actor.shard.arch
         now = PhaseMemory(0, "build", 0, 0, 0, 0, {}, [], [])
@@ -193,7 +193,7 @@ class Rank:
             engine_tp=tp,
         )
         own = total(engine_items(job.margin, facts)) + forward_bytes(arch, tp)
-        return EngineMemory(
+        return EngineBudget(
             device_bytes=job.device_bytes,
             reserved_bytes=total(margin(job.margin, facts), before_tensors=True) if job.kind == "gpu" else 0,
             activation_bytes=own if job.kind == "gpu" else 0,
@@ -259,7 +259,7 @@ class Rank:
             self._told(step, phase, sum(self.meter.operations.values()))
 
     def _ended(self, step: int) -> None:
-        self.meter.message(Mark(self.meter.phase, step))
+        self.meter.message(StepMark(self.meter.phase, step))
         self._held = self.ledger.held()
         if step >= self.job.num_steps:
             self.ledger.leave()  # what is freed on the way out is no part of the run

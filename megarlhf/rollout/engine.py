@@ -17,7 +17,7 @@ from torch import Tensor
 from megarlhf.errors import Interrupted
 from megarlhf.experience import Rollouts, redistribute
 from megarlhf.models.build import ModelShard
-from megarlhf.parallel.device_memory import Part
+from megarlhf.parallel.device_memory import Offloadable
 from megarlhf.weights.checks.certificate import Certificate
 
 
@@ -84,7 +84,7 @@ class Response:
     finished: bool
 
 
-class KeptResponses:
+class FinishedResponses:
     """Finished responses of a rollout in progress: what is here is not drawn again. Each row is on one rank only."""
 
     def __init__(self, held: Mapping[int, Response] | None = None) -> None:
@@ -125,7 +125,7 @@ class RolloutEngine(Protocol):
         """Of the last `generate`: what this rank's engine took, before it waited for the others."""
         ...
 
-    def needs(self, *, to_generate: bool) -> Sequence[Part]:
+    def needs(self, *, to_generate: bool) -> Sequence[Offloadable]:
         """What has to be on the device when it generates, or when it takes over weights."""
         ...
 
@@ -146,7 +146,7 @@ class RolloutEngine(Protocol):
         seeds: Sequence[int],
         sampling: Sampling,
         *,
-        bank: KeptResponses | None = None,
+        bank: FinishedResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
         """One response for each prompt; row n is drawn with seeds[n] wherever it is drawn.
@@ -178,7 +178,7 @@ def sample_seed(run_seed: int, step: int, sample: int, refill: int = 0) -> int:
     return int.from_bytes(digest, "little") >> 2
 
 
-def missing_rows(bank: KeptResponses, num_samples: int) -> list[int]:
+def missing_rows(bank: FinishedResponses, num_samples: int) -> list[int]:
     """The rows that no rank holds. Collective."""
     held_by_rank: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(held_by_rank, list(bank.held))

@@ -17,11 +17,11 @@ from megarlhf.experience import Rollouts
 from megarlhf.kernels import token_logprobs
 from megarlhf.models.build import ModelShard
 from megarlhf.parallel.batching import FILLER, padded_length, split_padded
-from megarlhf.parallel.device_memory import Part, RoleParts
+from megarlhf.parallel.device_memory import Offloadable, RoleParts
 from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.parallel.step import forward_only
 from megarlhf.parallel.vocab import logits_at
-from megarlhf.rollout.engine import KeptResponses, Response, Sampling, any_rank, gather_rollouts, missing_rows
+from megarlhf.rollout.engine import FinishedResponses, Response, Sampling, any_rank, gather_rollouts, missing_rows
 
 
 class MegatronEngine:
@@ -40,7 +40,7 @@ class MegatronEngine:
     def weight_version(self) -> int:
         return self._version
 
-    def needs(self, *, to_generate: bool) -> Sequence[Part]:
+    def needs(self, *, to_generate: bool) -> Sequence[Offloadable]:
         return (self._parts.parameters,)
 
     def update_weights(self, actor: ModelShard, version: int) -> None:
@@ -59,12 +59,12 @@ class MegatronEngine:
         seeds: Sequence[int],
         sampling: Sampling,
         *,
-        bank: KeptResponses | None = None,
+        bank: FinishedResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
         """Rows are split over data-parallel ranks; all ranks stop at the same token."""
         self._parts.to_compute()
-        bank = KeptResponses() if bank is None else bank
+        bank = FinishedResponses() if bank is None else bank
         rows = missing_rows(bank, len(prompts))
         began = time.monotonic()
         stopped = self._draw(rows, prompts, seeds, sampling, bank, should_stop) if rows else False
@@ -78,7 +78,7 @@ class MegatronEngine:
         prompts: Sequence[Tensor],
         seeds: Sequence[int],
         sampling: Sampling,
-        bank: KeptResponses,
+        bank: FinishedResponses,
         should_stop: Callable[[], bool] | None,
     ) -> bool:
         """Whether it was stopped."""

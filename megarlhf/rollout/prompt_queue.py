@@ -43,7 +43,7 @@ class SharedCounter:
         return int(self._store().add(f"{self._key}/{self._turn}", count)) - count
 
 
-class Feed:
+class PromptQueue:
     """The rows of one engine, alike on all its ranks.
 
     It asks for a piece of the queue when vLLM has taken all of its requests into the batch and has room for more. The

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.collective_errors import raise_on_all_ranks
-from megarlhf.rollout.engine import KeptResponses, Response, Sampling
+from megarlhf.rollout.engine import FinishedResponses, Response, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class _Expected:
     sampling: Sampling
 
 
-class Bank:
+class RolloutCache:
     """The responses of the steps since the last resume point. All ranks make one, with the same directory."""
 
     def __init__(self, directory: Path) -> None:
@@ -126,11 +126,11 @@ class Bank:
         self._not_kept = True
 
 
-class StepBank(KeptResponses):
+class StepBank(FinishedResponses):
     """The bank of one step. What is added is handed to the operating system at once."""
 
     def __init__(
-        self, bank: Bank, path: Path, expected: _Expected, held: Mapping[int, Response], num_taken_over: int
+        self, bank: RolloutCache, path: Path, expected: _Expected, held: Mapping[int, Response], num_taken_over: int
     ) -> None:
         super().__init__(held)
         self.num_taken_over = num_taken_over

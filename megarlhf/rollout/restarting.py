@@ -12,10 +12,10 @@ from torch import Tensor
 from megarlhf.collective_errors import raise_on_all_ranks
 from megarlhf.experience import Rollouts
 from megarlhf.models.build import ModelShard
-from megarlhf.parallel.device_memory import Part
+from megarlhf.parallel.device_memory import Offloadable
 from megarlhf.rollout.engine import (
     EngineFailure,
-    KeptResponses,
+    FinishedResponses,
     RolloutEngine,
     RolloutInterrupted,
     Sampling,
@@ -58,7 +58,7 @@ class RestartingEngine:
     def local_seconds(self) -> float:
         return self.engine.local_seconds
 
-    def needs(self, *, to_generate: bool) -> Sequence[Part]:
+    def needs(self, *, to_generate: bool) -> Sequence[Offloadable]:
         return self.engine.needs(to_generate=to_generate)
 
     def update_weights(self, actor: ModelShard, version: int) -> None:
@@ -86,14 +86,14 @@ class RestartingEngine:
         seeds: Sequence[int],
         sampling: Sampling,
         *,
-        bank: KeptResponses | None = None,
+        bank: FinishedResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
         """As the engine's; what is finished when it fails is kept, in `bank` or in memory.
 
         Raises: EngineFailure on every rank when it fails once more than may be.
         """
-        bank = KeptResponses() if bank is None else bank
+        bank = FinishedResponses() if bank is None else bank
         for rebuilds in range(self._max_rebuilds + 1):
             try:
                 return self.engine.generate(prompts, seeds, sampling, bank=bank, should_stop=should_stop)

@@ -46,7 +46,7 @@ LARGEST = 5
 
 
 @dataclass(frozen=True)
-class Repeated:
+class RepeatedStep:
     """What a repeated step has given, the same on every rank."""
 
     loss: float
@@ -165,7 +165,7 @@ def cut_again(kept: Sequence[MicroBatch], role: Role, cfg: TrainingConfig, *, gr
     return batches
 
 
-def repeat(role: Role, batches: Sequence[MicroBatch], loss: Loss) -> Repeated:
+def repeat(role: Role, batches: Sequence[MicroBatch], loss: Loss) -> RepeatedStep:
     """Forward, backward and the gradient norm, watched. Collective."""
     assert role.trainer is not None
     watched, sums = LossModule(loss), {}
@@ -196,7 +196,7 @@ def repeat(role: Role, batches: Sequence[MicroBatch], loss: Loss) -> Repeated:
     for name, square in itertools.chain.from_iterable(each.items() for *_, each in everyones):
         total[name] += square
     norms = {name: math.sqrt(square) for name, square in total.items()}
-    return Repeated(
+    return RepeatedStep(
         loss=sums["loss"],
         gradient_norm=gradient_norm,
         first=tuple((where, first) for _, where, first in sorted(firsts, key=lambda item: item[0])),
@@ -204,7 +204,7 @@ def repeat(role: Role, batches: Sequence[MicroBatch], loss: Loss) -> Repeated:
     )
 
 
-def report(failure: Failure, found: Repeated) -> list[str]:
+def report(failure: Failure, found: RepeatedStep) -> list[str]:
     """What a user is told, in lines."""
     kept, repeated = (failure.sums["loss"], failure.gradient_norm), (found.loss, found.gradient_norm)
     same = "the same, bit for bit" if list(map(str, kept)) == list(map(str, repeated)) else "other bits"

@@ -14,7 +14,7 @@ import pytest
 from megarlhf.config import SourceConfig
 from megarlhf.data.samples.encoders import SFTEncoder, SFTSample
 from megarlhf.data.tokenize import workers as encode
-from megarlhf.data.tokenize.workers import Job
+from megarlhf.data.tokenize.workers import EncodingJob
 from tests.data.counting import ROWS, Counting, entries, loader, write
 
 
@@ -89,7 +89,7 @@ def test_a_worker_that_is_killed_is_said(place, tmp_path, workers_at_once, monke
 @pytest.mark.parametrize("left_out", [1, 9, None])
 def test_a_worker_whose_parent_was_killed_ends_without_a_word(tmp_path, left_out):
     """Also in the middle of what it was being told; `None`: before it was told anything."""
-    job = pickle.dumps(Job(SourceConfig(path=tmp_path), Counting(tmp_path / "log"), SFTSample, ()))
+    job = pickle.dumps(EncodingJob(SourceConfig(path=tmp_path), Counting(tmp_path / "log"), SFTSample, ()))
     told = b"" if left_out is None else job[:-left_out]
     command = [sys.executable, "-m", "megarlhf.data.tokenize.workers"]
     done = subprocess.run(command, input=told, capture_output=True, check=False)

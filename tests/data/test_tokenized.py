@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megarlhf.data.samples.columns import Columns, Writer, pack
+from megarlhf.data.samples.columns import Columns, ColumnWriter, pack
 from megarlhf.data.samples.dataset import (
     Joined,
     Selected,
@@ -47,7 +47,7 @@ PROMPTS = [
 
 def stored(directory, samples, records, total, **changes):
     directory.mkdir()
-    writer = Writer(directory, type(samples[0]))
+    writer = ColumnWriter(directory, type(samples[0]))
     for start in range(0, len(samples), 2):  # in several pieces, of which the last is empty
         packed = pack(samples[start : start + 2], records[start : start + 2], writer.kinds)
         writer.append(replace(packed, num_records=2, skipped=Counter({"why": 1})))

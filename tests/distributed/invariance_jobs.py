@@ -25,7 +25,7 @@ from megarlhf.rollout.megatron_engine import MegatronEngine
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.rl import build as rl_components
 from megarlhf.trainers.rl import loop as rl
-from megarlhf.trainers.run.factories import Parts
+from megarlhf.trainers.run.factories import RunFactories
 from megarlhf.trainers.supervised import loop as supervised
 from megarlhf.trainers.supervised import rm, sft
 from tests.distributed.invariance_routing import Routing
@@ -109,12 +109,12 @@ def train(runtime: Runtime, command: str, config: Mapping[str, Any], given: Give
         contextlib.redirect_stdout(io.StringIO()),
         routing.listening(),
     ):
-        run(cfg, runtime, Parts(engine=engine))
+        run(cfg, runtime, RunFactories(engine=engine))
     first = next(iter(seen.values())).role
     result: dict[str, Any] = {
         "metrics": read_metrics(cfg.run.dir)[-1] if runtime.is_main else {},
         "given": engines[0].given if engines else None,
-        "host_bytes": first.parts.residency.host.nbytes,
+        "host_bytes": first.parts.device_memory.host.nbytes,
         "router_gap": routing.gap,
         "choices": routing.choices,
         "roles": {},

@@ -75,11 +75,11 @@ def command_status(runtime: Runtime, *argv: str) -> tuple[int, str]:
 
 def train_once(objective: Any, role: Role, samples: Any) -> Any:
     """One optimizer step outside of a run: its metrics."""
-    from megarlhf.trainers.run.skipped_steps import BadSteps, Failures, Update
+    from megarlhf.trainers.run.skipped_steps import Failures, StepGuard, Update
     from megarlhf.trainers.supervised.loop import train_on
 
     phases = Phases()
-    bad_steps = BadSteps(objective.cfg.train, Failures.of(objective.cfg, objective.command), phases)
+    bad_steps = StepGuard(objective.cfg.train, Failures.of(objective.cfg, objective.command), phases)
     return train_on(objective, role, samples, Update(1, None, ()), bad_steps, phases)
 
 

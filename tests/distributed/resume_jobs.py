@@ -25,7 +25,7 @@ from megarlhf.resume.points import sharded_state
 from megarlhf.resume.points.checkpointer import Checkpointer
 from megarlhf.resume.points.point import Position
 from megarlhf.resume.points.restore import Identity
-from megarlhf.resume.points.writer import Content, Outcome, Writer
+from megarlhf.resume.points.writer import Content, PointWriter, WriteOutcome
 from megarlhf.resume.signals import StopRequest
 from megarlhf.runtime import Runtime
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
@@ -59,7 +59,7 @@ def train(role: Role, steps: int) -> None:
         trainer.step(trainer.gradient_norm())
 
 
-def write(writer: Writer, directory: Path, role: Role, **files: Any) -> Outcome:
+def write(writer: PointWriter, directory: Path, role: Role, **files: Any) -> WriteOutcome:
     if writer._runtime.is_main:
         directory.mkdir(parents=True)
     dist.barrier()
@@ -88,7 +88,7 @@ def save_and_load(
     else:
         sharded_state.load_state(role, Path(source) / "actor")
         sharded_state.set_counters(role, {"optimizer_steps": 3, "scheduler_steps": 3})
-    outcome = write(Writer(runtime), Path(target), role)
+    outcome = write(PointWriter(runtime), Path(target), role)
     assert outcome.error is None, outcome.error
     assert role.trainer is not None
     return {**sharded_state.counters(role), "rate": role.trainer.learning_rate, "bytes": outcome.bytes}
@@ -109,18 +109,18 @@ def save_and_load_streamed(runtime: Runtime, model: str, target: str) -> dict[st
     found: dict[str, Any] = {}
     with (
         mock.patch.object(training_step, "PIECE_BYTES", 2**14),
-        mock.patch.object(Tensors, "come", noting(Tensors.come)),
+        mock.patch.object(Tensors, "onload", noting(Tensors.onload)),
     ):
         pieces: Sequence[Tensors] = ()
         role = build(runtime, model, {}, "bf16", "lm", parameters=True, optimizer="stream")
         train(role, 2)
-        role.parts.residency.turn()
+        role.parts.device_memory.keep_only()
         pieces, most[0] = role.parts.optimizer, 0
-        assert write(Writer(runtime), Path(target), role).error is None
+        assert write(PointWriter(runtime), Path(target), role).error is None
         found |= {"pieces": len(pieces), "written": most[0]}
         before = sharded_state.sharded_state(role)
         fresh = build(runtime, model, {}, "bf16", "lm", parameters=True, optimizer="stream")
-        fresh.parts.residency.turn()
+        fresh.parts.device_memory.keep_only()
         pieces, most[0] = fresh.parts.optimizer, 0
         sharded_state.load_state(fresh, Path(target) / "actor")
         found["filled"] = most[0]
@@ -135,7 +135,7 @@ def save_and_export(runtime: Runtime, model: str, parallel: dict[str, Any], targ
     """A role after three steps, as a resume point has it and as a Hugging Face directory."""
     role = build(runtime, model, parallel, "fp32", "lm")
     train(role, 3)
-    assert write(Writer(runtime), Path(target), role).error is None
+    assert write(PointWriter(runtime), Path(target), role).error is None
     role.export(Path(exported))
 
 

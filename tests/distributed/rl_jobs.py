@@ -37,12 +37,12 @@ def rl_step(
     piece_bytes: of the optimizer's state, where it is streamed
     """
     from megarlhf.rollout import factory as asked
-    from megarlhf.rollout.response_cache import Bank
+    from megarlhf.rollout.response_cache import RolloutCache
     from megarlhf.trainers.rl import build as rl_components
     from megarlhf.trainers.rl.metrics import describe
     from megarlhf.trainers.rl.rollout import Drawing, sample
     from megarlhf.trainers.rl.scoring import score
-    from megarlhf.trainers.rl.update import StepInProgress, train_on
+    from megarlhf.trainers.rl.update import StepState, train_on
     from megarlhf.trainers.run.session import Session
 
     cfg = RLConfig.model_validate(config)
@@ -67,10 +67,10 @@ def rl_step(
         record_gradients(role, gradients[role.name])
     parts.engine.update_weights(parts.actor.shard, version=0)
     experience = sample(cfg, parts.engine, prompts, parts.sampling, 0)
-    drawing = Drawing(cfg, parts, prompts, Bank(cfg.run.dir / "bank"), Session(runtime, cfg.run.dir), 0)
+    drawing = Drawing(cfg, parts, prompts, RolloutCache(cfg.run.dir / "bank"), Session(runtime, cfg.run.dir), 0)
     with mock.patch.object(step, "_run", noting(step._run, roles, there)):
         experience, rewards = score(drawing, experience, prompts)
-    work = StepInProgress.begun(cfg, parts, experience, rewards)
+    work = StepState.begun(cfg, parts, experience, rewards)
     told: list[Any] = []
 
     def watch(found: Any) -> None:
@@ -81,13 +81,13 @@ def rl_step(
     metrics: dict[str, Any] = {}
     with contextlib.suppress(InterruptedError), mock.patch.object(step, "_run", noting(step._run, roles, there)):
         metrics = train_on(cfg, parts, work, 0, watch=watch)
-    parts.actor.parts.residency.turn(*(role.parts.parameters for role in parts.trained))
+    parts.actor.parts.device_memory.keep_only(*(role.parts.parameters for role in parts.trained))
     metrics = {**work.found, **describe(work.experience, cfg), **metrics}
     experience = work.experience.replicated()
     result = {
         "told": told,
         "there": there,
-        "host_bytes": parts.actor.parts.residency.host.nbytes,
+        "host_bytes": parts.actor.parts.device_memory.host.nbytes,
         "roles": [role.name for role in roles],
         "num_groups": new_group.call_count,
         "orders": {role.name: role.mesh.layout.order for role in roles},

@@ -21,8 +21,8 @@ from megarlhf.models.settings import DTYPES
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.rollout import megatron_engine
 from megarlhf.rollout.balance import Deal
-from megarlhf.rollout.engine import KeptResponses, Response, RolloutInterrupted, Sampling, sample_seed
-from megarlhf.rollout.response_cache import Bank, StepBank
+from megarlhf.rollout.engine import FinishedResponses, Response, RolloutInterrupted, Sampling, sample_seed
+from megarlhf.rollout.response_cache import RolloutCache, StepBank
 from megarlhf.rollout.restarting import RestartingEngine
 from megarlhf.rollout.vllm import engine as vllm_engine
 from megarlhf.runtime import Runtime
@@ -116,7 +116,7 @@ class _Counting(StepBank):
 
 
 def _opened(folder: str, limit: float = float("inf"), fingerprint: str = "weights 7") -> _Counting:
-    bank = Bank(Path(folder))
+    bank = RolloutCache(Path(folder))
     return _Counting.of(
         bank.open(STEP, fingerprint=fingerprint, sampling=SAMPLING, prompts=PROMPTS, seeds=SEEDS), limit
     )
@@ -163,10 +163,10 @@ def cut_off_and_continued(
     return seen
 
 
-def _all_but_the_longest(runtime: Runtime, whole: Rows) -> KeptResponses:
+def _all_but_the_longest(runtime: Runtime, whole: Rows) -> FinishedResponses:
     """Holds all rows but for one for each of two engines, which then computes with a single row at a time."""
     rows = sorted(range(len(whole)), key=lambda row: len(whole[row][0]))[:-2]
-    return KeptResponses({row: Response(*whole[row]) for row in rows} if runtime.is_main else {})
+    return FinishedResponses({row: Response(*whole[row]) for row in rows} if runtime.is_main else {})
 
 
 def forwards_of_a_rollout(runtime: Runtime, model: str) -> tuple[list[int], int]:
@@ -265,7 +265,7 @@ def balanced(runtime: Runtime, model: str, tp: int, dtype: str) -> dict[str, Any
     seen: dict[str, Any] = {"rows": {}, "held": {}, "idle": {}}
 
     def drawn(name: str, pause: float = 0.0) -> Rows:
-        bank = KeptResponses()
+        bank = FinishedResponses()
         rollouts = session.engine.generate(
             prompts, seeds, SAMPLING, bank=bank, should_stop=lambda: bool(time.sleep(pause))
         )
@@ -279,7 +279,7 @@ def balanced(runtime: Runtime, model: str, tp: int, dtype: str) -> dict[str, Any
     by_length = sorted(range(len(rows)), key=lambda row: len(rows[row][0]))
     seen["first"], seen["last"], queue = by_length[:4], by_length[-4:], by_length[4:-4]
     dealt = Deal([seen["first"], seen["last"]], [(row,) for row in queue], most=len(rows) // 2)
-    with mock.patch.object(vllm_engine, "deal", return_value=dealt):
+    with mock.patch.object(vllm_engine, "assign", return_value=dealt):
         drawn("uneven", pause=0.01)  # so that the number of steps decides, and not what else the machine does
     session.engine.close()
     return seen

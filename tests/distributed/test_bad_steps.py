@@ -22,7 +22,7 @@ from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.not_finite import first_not_finite
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.run.skipped_steps import BadSteps, Failures, Update
+from megarlhf.trainers.run.skipped_steps import Failures, StepGuard, Update
 from megarlhf.trainers.supervised.loop import train_on
 from megarlhf.trainers.supervised.sft import SupervisedFineTuning
 from tests.distributed import jobs
@@ -73,7 +73,7 @@ def poisoned_steps(runtime: Runtime, tree: dict[str, Any]) -> dict[str, Any]:
     trainer = role.trainer
     assert trainer is not None
     phases, last = Phases(), runtime.rank == runtime.world_size - 1
-    bad_steps = BadSteps(cfg.train, Failures.of(cfg, "sft"), phases)
+    bad_steps = StepGuard(cfg.train, Failures.of(cfg, "sft"), phases)
     accumulate = trainer.accumulate
     spoil = ""
 

@@ -169,7 +169,7 @@ def vllm_sleeps(
         with mock.patch.object(sleep, "free_bytes", return_value=1 << 10):
             found["no room"] = _error(lambda: session.greedy(prompts))
         said.append(session.greedy(prompts))
-        found["host"] = actor.residency.host.nbytes
+        found["host"] = actor.device_memory.host.nbytes
     engine.close()
     return {"said": said, **found}
 

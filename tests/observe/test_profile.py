@@ -17,7 +17,7 @@ import torch
 from megarlhf.config import ProfileConfig
 from megarlhf.observe.watch import profile as recording
 from megarlhf.observe.watch.phases import OpenPhase, Phases
-from megarlhf.observe.watch.profile import CURVE, FOLDER, Recorder, memory_curve
+from megarlhf.observe.watch.profile import CURVE, FOLDER, ProfileRecorder, memory_curve
 from megarlhf.runtime import Runtime
 
 
@@ -45,9 +45,9 @@ def phases() -> Phases:
     return made
 
 
-def recorder(phases: Phases, run_dir: Path, **keys: Any) -> Recorder:
+def recorder(phases: Phases, run_dir: Path, **keys: Any) -> ProfileRecorder:
     runtime = Runtime(device=torch.device("cpu"), backend="gloo")
-    made = Recorder(ProfileConfig.model_validate(keys), phases, run_dir / FOLDER, runtime)
+    made = ProfileRecorder(ProfileConfig.model_validate(keys), phases, run_dir / FOLDER, runtime)
     phases.observer = phases.sharing = made
     return made
 
@@ -142,7 +142,7 @@ def test_a_gpu_s_snapshot_is_of_its_step(phases: Phases, tmp_path: Path, monkeyp
     monkeypatch.setattr(recording, "synchronize", lambda device: seen.append("wait"))
     monkeypatch.setattr(recording, "record_allocations", lambda device: seen.append("record"))
     monkeypatch.setattr(recording, "write_allocations", lambda device, path: seen.append("write") or path.touch())
-    made = Recorder(
+    made = ProfileRecorder(
         ProfileConfig(memory_snapshot=2),
         phases,
         tmp_path / FOLDER,

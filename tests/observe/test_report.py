@@ -11,7 +11,7 @@ import pytest
 from megarlhf.observe.records.metrics import MetricsWriter
 from megarlhf.observe.report import html_page
 from megarlhf.observe.report.chart_list import CHARTS, REWARD, Chart
-from megarlhf.observe.report.charts import Run, charts_of, figure, kind_of
+from megarlhf.observe.report.charts import RecordedRun, charts_of, figure, kind_of
 from megarlhf.observe.report.html_page import write_whole
 from megarlhf.observe.report.page import render, write_report
 
@@ -38,7 +38,7 @@ RL_ROWS = [
 
 
 def run_of(rows, name="run", config=None):
-    return Run(name=name, kind=kind_of(rows), rows=rows, config=config)
+    return RecordedRun(name=name, kind=kind_of(rows), rows=rows, config=config)
 
 
 def make_run_dir(path, rows, config=None):
@@ -144,7 +144,7 @@ def test_plotly_accepts_every_figure(num_runs):
     for kind, charts in CHARTS.items():
         names = [name for chart in charts for name in chart.metrics + chart.right]
         rows = [{"step": step, **dict.fromkeys(names, float(step % 3 + 1))} for step in range(1, 6)]
-        runs = [Run(name=f"run {index}", kind=kind, rows=rows, config=None) for index in range(num_runs)]
+        runs = [RecordedRun(name=f"run {index}", kind=kind, rows=rows, config=None) for index in range(num_runs)]
         for chart in charts:
             assert len(go.Figure(figure(chart, runs)).data) >= len(chart.metrics)
             checked += 1

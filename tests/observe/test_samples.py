@@ -22,7 +22,7 @@ from megarlhf.observe.records.sample_tables import (
     spread,
     steps_of,
 )
-from megarlhf.observe.report.charts import Run
+from megarlhf.observe.report.charts import RecordedRun
 from megarlhf.observe.report.samples import MAX_ROWS, section_of_samples
 
 NASTY = '</pre><script>alert("x")</script>\n# no heading & no *emphasis*'
@@ -126,7 +126,7 @@ class _Tags(HTMLParser):
 
 
 def section(tables: ShownTables, name: str = "run") -> str:
-    return section_of_samples([Run(name=name, kind="rl", rows=[{"step": 1}], config=None, tables=tables)])
+    return section_of_samples([RecordedRun(name=name, kind="rl", rows=[{"step": 1}], config=None, tables=tables)])
 
 
 def test_a_report_shows_evaluations_side_by_side_and_escapes_what_was_said(tmp_path: Path) -> None:

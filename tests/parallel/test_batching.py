@@ -25,7 +25,7 @@ from megarlhf.parallel.micro_batch import (
     repeat_on_micro_batch,
     scatter_to_micro_batch,
 )
-from megarlhf.parallel.packing.partition import Cost
+from megarlhf.parallel.packing.partition import ForwardCost
 from megarlhf.parallel.packing.rows import ROOT
 from tests.tables import ragged
 
@@ -82,7 +82,7 @@ def test_grid_length_is_a_multiple_of_tp(longest, tp, expected):
 
 def batching(rank=0, *, samples=None, tokens=None, **sizes):
     micro = MicroBatchConfig(micro_batch_samples=samples, max_tokens_per_micro_batch=tokens)
-    return Batching(mesh=mesh(rank, **sizes), cost=Cost(1.0, 0.0), micro=micro)
+    return Batching(mesh=mesh(rank, **sizes), cost=ForwardCost(1.0, 0.0), micro=micro)
 
 
 PADDED = MicroBatchLayout(sequences=(2, 0), lengths=(3, 2), starts=(0, 4), rows=3, columns=4, packed=False)
@@ -271,7 +271,7 @@ def test_one_token_predicts_the_first_of_every_continuation():
 
 def sharing(tokens, dp=1, rank=0, **sizes):
     micro = MicroBatchConfig(max_tokens_per_micro_batch=tokens)
-    return Batching(mesh=mesh(rank, dp=dp, **sizes), cost=Cost(1.0, 0.0), micro=micro, share=True)
+    return Batching(mesh=mesh(rank, dp=dp, **sizes), cost=ForwardCost(1.0, 0.0), micro=micro, share=True)
 
 
 def test_responses_to_a_prompt_share_it_where_they_meet():
@@ -295,7 +295,7 @@ def test_what_cannot_be_shared_is_laid_out_as_ever():
     assert batching(tokens=20).layouts(alone, lengths, shared=[4, 4, 4], divisible=True) == plain
     assert not any(layout.segments for layout in plain)
     padded = MicroBatchConfig(micro_batch_samples=2)
-    assert not Batching(mesh=mesh(0), cost=Cost(1.0, 0.0), micro=padded, share=True).shares
+    assert not Batching(mesh=mesh(0), cost=ForwardCost(1.0, 0.0), micro=padded, share=True).shares
     assert not sharing(20, cp=2).shares
     assert sharing(20).shares
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.layout import split_evenly
-from megarlhf.parallel.packing.partition import Cost, forward_cost, pack, require_fits
+from megarlhf.parallel.packing.partition import ForwardCost, forward_cost, pack, require_fits
 
-LINEAR = Cost(per_token=1.0, per_pair=0.0)
-PAIRS = Cost(per_token=0.0, per_pair=1.0)
+LINEAR = ForwardCost(per_token=1.0, per_pair=0.0)
+PAIRS = ForwardCost(per_token=0.0, per_pair=1.0)
 LLAMA_3_8B = {
     "model_type": "llama",
     "num_layers": 32,
@@ -152,7 +152,7 @@ def problems(draw, most=40):
     sequence = st.integers(1, max_tokens)
     groups = draw(st.lists(st.lists(sequence, min_size=1, max_size=3), max_size=most))
     groups = [group for group in groups if sum(group) <= max_tokens]
-    cost = Cost(draw(st.floats(0, 3)), draw(st.floats(0.01, 3)), draw(st.none() | st.integers(1, 9)))
+    cost = ForwardCost(draw(st.floats(0, 3)), draw(st.floats(0.01, 3)), draw(st.none() | st.integers(1, 9)))
     return groups, draw(st.integers(1, 6)), max_tokens, cost
 
 
@@ -178,7 +178,7 @@ def test_every_group_once_within_the_budget_in_as_few_micro_batches_as_first_fit
 
 def test_no_micro_batch_is_emptied_to_level_the_costs():
     """Four groups, four micro-batches of 15: moving the 4 next to the 1 would level their ranks and waste a forward."""
-    packed = pack([[14], [4], [1], [15]], num_ranks=2, max_tokens=15, cost=Cost(0, 0.01))
+    packed = pack([[14], [4], [1], [15]], num_ranks=2, max_tokens=15, cost=ForwardCost(0, 0.01))
     assert sorted(batch for rank in packed for batch in rank) == [[0], [1], [2], [3]]
 
 
@@ -186,7 +186,7 @@ def test_no_micro_batch_is_emptied_to_level_the_costs():
 @given(st.lists(st.integers(6, 15), min_size=2, max_size=9), st.integers(1, 4))
 def test_micro_batches_are_empty_only_where_groups_are_too_few(lengths, num_ranks):
     """Groups that nearly fill a micro-batch, beside some that do not."""
-    packed = pack([[n] for n in [*lengths, 1, 3]], num_ranks=num_ranks, max_tokens=15, cost=Cost(1, 0.1))
+    packed = pack([[n] for n in [*lengths, 1, 3]], num_ranks=num_ranks, max_tokens=15, cost=ForwardCost(1, 0.1))
     batches = [batch for rank in packed for batch in rank]
     assert batches.count([]) == max(0, len(batches) - len(lengths) - 2)
 
@@ -206,7 +206,7 @@ def test_ranks_cost_alike(mean, longest, max_tokens, seed):
 
     A token costs as much as 2,000 pairs: of the long lengths, attention is more than a third.
     """
-    cost = Cost(per_token=1.0, per_pair=1 / 2000)
+    cost = ForwardCost(per_token=1.0, per_pair=1 / 2000)
     lengths = lognormal(512, mean, longest, seed)
     groups = singles(lengths)
     if mean == 2000:
@@ -220,7 +220,7 @@ def test_ranks_cost_alike(mean, longest, max_tokens, seed):
 @pytest.mark.parametrize("seed", range(5))
 def test_few_micro_batches_of_ranks_cost_alike(seed):
     """128 long sequences: ranks swap whole micro-batches and, as these alone leave 10% and more, groups."""
-    cost = Cost(per_token=1.0, per_pair=1 / 2000)
+    cost = ForwardCost(per_token=1.0, per_pair=1 / 2000)
     groups = singles(lognormal(128, 2000, 8192, seed))
     packed = pack(groups, num_ranks=8, max_tokens=8192, cost=cost)
     assert 3 <= len(packed[0]) <= 5
@@ -230,7 +230,7 @@ def test_few_micro_batches_of_ranks_cost_alike(seed):
 @pytest.mark.parametrize("seed", [2, 3])
 def test_micro_batches_cost_alike(seed):
     """Each, and not only their sum over a rank: 0.2% over the mean, where packing alone leaves 1.3%."""
-    cost = Cost(per_token=1.0, per_pair=1 / 2000)
+    cost = ForwardCost(per_token=1.0, per_pair=1 / 2000)
     lengths = lognormal(512, 64, 512, seed)
     packed = pack(singles(lengths), num_ranks=8, max_tokens=512, cost=cost)
     batches = [[batch] for rank in packed for batch in rank]
@@ -241,9 +241,9 @@ def test_micro_batches_cost_alike(seed):
 def test_another_process_packs_alike():
     """With other hashes, and no torch loaded."""
     program = (
-        "import sys; from megarlhf.parallel.packing.partition import Cost, pack; "
+        "import sys; from megarlhf.parallel.packing.partition import ForwardCost, pack; "
         "groups = [[1 + n * n % 97, 1 + n % 31] for n in range(300)]; "
-        "print(pack(groups, num_ranks=4, max_tokens=150, cost=Cost(0.1, 0.003)))"
+        "print(pack(groups, num_ranks=4, max_tokens=150, cost=ForwardCost(0.1, 0.003)))"
     )
     texts = []
     for seed in ("1", "2"):
@@ -254,13 +254,13 @@ def test_another_process_packs_alike():
         assert ran.returncode == 0, ran.stderr.decode()
         texts.append(ran.stdout.decode().strip())
     groups = [[1 + n * n % 97, 1 + n % 31] for n in range(300)]
-    assert texts == [str(pack(groups, num_ranks=4, max_tokens=150, cost=Cost(0.1, 0.003)))] * 2
+    assert texts == [str(pack(groups, num_ranks=4, max_tokens=150, cost=ForwardCost(0.1, 0.003)))] * 2
 
 
 def test_many_groups():
     """20,000 groups with less than 1% of the budget to spare."""
     lengths = lognormal(20_000, 2000, 8192, 0)
-    cost = Cost(1.0, 1 / 2000)
+    cost = ForwardCost(1.0, 1 / 2000)
     packed = pack(singles(lengths), num_ranks=64, max_tokens=8192, cost=cost)
     batches = [batch for rank in packed for batch in rank]
     assert sorted(n for batch in batches for n in batch) == list(range(20_000))
@@ -271,16 +271,16 @@ def test_many_groups():
 
 def test_pairs_of_causal_attention_by_hand():
     """1 + 2 + 3 + 4 + 5 = 15 pairs; with a window of 3, 1 + 2 + 3 + 3 + 3 = 12; a window of 9 changes nothing."""
-    assert Cost(1.0, 10.0).of(5) == 155.0
-    assert Cost(1.0, 10.0, window=3).of(5) == 125.0
-    assert Cost(1.0, 10.0, window=9).of(5) == 155.0
-    assert Cost(1.0, 10.0, window=1).of(5) == 55.0
+    assert ForwardCost(1.0, 10.0).of(5) == 155.0
+    assert ForwardCost(1.0, 10.0, window=3).of(5) == 125.0
+    assert ForwardCost(1.0, 10.0, window=9).of(5) == 155.0
+    assert ForwardCost(1.0, 10.0, window=1).of(5) == 55.0
 
 
 def test_operations_of_a_dense_llama_by_hand():
     """Llama 3 8B: a layer has q and o of 16,777,216 each, k and v of 4,194,304, three of 58,720,256 in the MLP."""
     cost = forward_cost(Architecture(**LLAMA_3_8B))
-    assert cost == Cost(per_token=2 * 32 * 218_103_808, per_pair=4 * 32 * 128 * 32, window=None)
+    assert cost == ForwardCost(per_token=2 * 32 * 218_103_808, per_pair=4 * 32 * 128 * 32, window=None)
     assert forward_cost(Architecture(**LLAMA_3_8B, sliding_window=4096)).window == 4096
     ungated = forward_cost(Architecture(**LLAMA_3_8B, gated_mlp=False))
     assert cost.per_token - ungated.per_token == 2 * 32 * 58_720_256

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarlhf.parallel.packing.partition import Cost, pack
+from megarlhf.parallel.packing.partition import ForwardCost, pack
 from megarlhf.parallel.packing.tree_partition import PrefixGroup, pack_trees
 
-LINEAR = Cost(per_token=1.0, per_pair=0.0)
-COST = Cost(per_token=1.0, per_pair=1 / 2000)
+LINEAR = ForwardCost(per_token=1.0, per_pair=0.0)
+COST = ForwardCost(per_token=1.0, per_pair=1 / 2000)
 
 
 def alike(shared, *responses, divisible=True):
@@ -183,7 +183,7 @@ def problems(draw, most=8, window=True):
         if divisible or shared + sum(responses) <= max_tokens:
             groups.append(alike(shared, *responses, divisible=divisible))
     reach = draw(st.none() | st.integers(1, 9)) if window else None
-    cost = Cost(draw(st.floats(0, 3)), draw(st.floats(0.01, 3)), reach)
+    cost = ForwardCost(draw(st.floats(0, 3)), draw(st.floats(0.01, 3)), reach)
     return groups, draw(st.integers(1, 6)), max_tokens, cost
 
 
@@ -243,10 +243,10 @@ def test_one_rank_with_room_computes_every_beginning_once(problem):
 def test_another_process_packs_alike():
     """With other hashes, and no torch loaded."""
     program = (
-        "from megarlhf.parallel.packing.partition import Cost;"
+        "from megarlhf.parallel.packing.partition import ForwardCost;"
         "from megarlhf.parallel.packing.tree_partition import PrefixGroup, pack_trees;"
         "groups = [PrefixGroup(20, tuple(21 + (n * k * k) % 97 for k in range(5))) for n in range(40)];"
-        "packed = pack_trees(groups, num_ranks=16, max_tokens=400, cost=Cost(0.1, 0.003))"
+        "packed = pack_trees(groups, num_ranks=16, max_tokens=400, cost=ForwardCost(0.1, 0.003))"
     )
     texts = []
     for seed in ("1", "2"):
@@ -345,7 +345,7 @@ def pairs_by_brute_force(shared, continuations, window):
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.integers(0, 30), st.lists(st.integers(0, 30), max_size=5), st.none() | st.integers(1, 70))
 def test_cost_of_a_tree(shared, continuations, window):
-    cost = Cost(per_token=7.0, per_pair=3.0, window=window)
+    cost = ForwardCost(per_token=7.0, per_pair=3.0, window=window)
     expected = 7 * (shared + sum(continuations)) + 3 * pairs_by_brute_force(shared, continuations, window)
     assert cost.of_tree(shared, continuations) == expected
     for length in continuations:
@@ -355,6 +355,6 @@ def test_cost_of_a_tree(shared, continuations, window):
 def test_cost_of_a_tree_by_hand():
     """Inside the prompt of 3: 1 + 2 + 3 = 6 pairs; a continuation of 2 looks at 2 x 3 of the prompt and 1 + 2 of its
     own, one of 1 at 3 + 1. With a window of 2: 1 + 2 + 2, then 2 each."""
-    assert Cost(0.0, 1.0).of_tree(3, [2, 1]) == 6 + (6 + 3) + (3 + 1)
-    assert Cost(0.0, 1.0, window=2).of_tree(3, [2, 1]) == 5 + 4 + 2
-    assert Cost(10.0, 0.0).of_tree(3, [2, 1]) == 60
+    assert ForwardCost(0.0, 1.0).of_tree(3, [2, 1]) == 6 + (6 + 3) + (3 + 1)
+    assert ForwardCost(0.0, 1.0, window=2).of_tree(3, [2, 1]) == 5 + 4 + 2
+    assert ForwardCost(10.0, 0.0).of_tree(3, [2, 1]) == 60

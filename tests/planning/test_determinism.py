@@ -21,7 +21,13 @@ from megarlhf import runtime
 from megarlhf.commands import cli, launch
 from megarlhf.planning import preflight
 from megarlhf.planning.machine import determinism
-from megarlhf.planning.machine.determinism import ENGINE_NCCL, INVARIANT_ATTENTION, Device, device_problems, environment
+from megarlhf.planning.machine.determinism import (
+    ENGINE_NCCL,
+    INVARIANT_ATTENTION,
+    DeviceTraits,
+    device_problems,
+    environment,
+)
 from megarlhf.runtime import RankInfo, Runtime, without_torch_determinism
 from tests.config.examples import KINDS
 
@@ -110,8 +116,8 @@ def test_nccl_is_told_what_the_installed_vllm_would_tell_it() -> None:
 
 
 def test_kernels_that_are_not_deterministic_on_a_gpu_are_named() -> None:
-    hopper = Device((9, 0), True, None)
-    ampere, blackwell = Device((8, 0), True, (2, 4, 0)), Device((10, 0), True, (2, 8, 1))
+    hopper = DeviceTraits((9, 0), True, None)
+    ampere, blackwell = DeviceTraits((8, 0), True, (2, 4, 0)), DeviceTraits((10, 0), True, (2, 8, 1))
     assert device_problems(config("rl"), hopper) == []
     assert device_problems(config("rl"), blackwell) == []
     engine, attention = device_problems(config("rl"), ampere)
@@ -120,8 +126,8 @@ def test_kernels_that_are_not_deterministic_on_a_gpu_are_named() -> None:
     assert "got 8.0, and an older flash-attn" in attention
     assert "Install flash-attn >= 2.4.1, or uninstall transformer-engine" in attention
     assert device_problems(config("rl", {"engine": "megatron"}), ampere) == [attention]
-    assert device_problems(config("sft"), Device((8, 0), False, None)) == []
-    (missing,) = device_problems(config("sft"), Device((12, 0), True, None))
+    assert device_problems(config("sft"), DeviceTraits((8, 0), False, None)) == []
+    (missing,) = device_problems(config("sft"), DeviceTraits((12, 0), True, None))
     assert "got 12.0, and no flash-attn" in missing
     assert device_problems(config("generate"), blackwell) == []
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megarlhf.rehearsal.fake_device import torch_patches
 from megarlhf.rehearsal.fake_device.assumptions import SITES, Assumptions, Site
-from megarlhf.rehearsal.fake_device.device import Device
+from megarlhf.rehearsal.fake_device.device import FakeDevice
 from megarlhf.rehearsal.fake_device.ledger import Ledger
 from megarlhf.rehearsal.timeline.messages import Labels, Wire
 
@@ -24,18 +24,18 @@ class Uncounted:
 
 
 @contextlib.contextmanager
-def a_device(sites: tuple[Site, ...] = SITES) -> Iterator[Device]:
+def a_device(sites: tuple[Site, ...] = SITES) -> Iterator[FakeDevice]:
     """In force inside, on the way of a CPU."""
     ledger = Ledger(1)
     wire = Wire(0, 1, Labels({}, {}), lambda event: None)
-    device = Device(torch_patches.device_of("cpu"), ledger, wire, Assumptions(sites), Uncounted())
+    device = FakeDevice(torch_patches.device_of("cpu"), ledger, wire, Assumptions(sites), Uncounted())
     ledger.enter(1, "train")
     with torch_patches.lifting_only_host_tensors(), device:
         yield device
 
 
 @contextlib.contextmanager
-def a_rank(rank: int, world_size: int) -> Iterator[Device]:
+def a_rank(rank: int, world_size: int) -> Iterator[FakeDevice]:
     """The same in a process group that reaches nobody, with torch's functions patched as in a rehearsal."""
     torch_patches.join(rank, world_size, "cpu")
     try:

@@ -23,7 +23,7 @@ from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout
 from megarlhf.rehearsal.fake_device import torch_patches
 from megarlhf.rehearsal.fakes.lengths import Constant
-from megarlhf.rehearsal.fakes.weights import NoNumbers
+from megarlhf.rehearsal.fakes.weights import UninitializedWeights
 from megarlhf.rehearsal.program import Job, Rank
 from megarlhf.runtime import Runtime
 
@@ -221,7 +221,7 @@ def _seen(case: Case, rank: Rank, cache: GroupCache, batch: MicroBatch) -> dict[
     places: set[str] = set()
     rank._moved(1, "build")
     steps = 1 if case.trains else None
-    weights = NoNumbers(rank._built)
+    weights = UninitializedWeights(rank._built)
     role = build_role("actor", section, "lm", cache, seed=0, num_optimizer_steps=steps, weights=weights)
     for layer in role.shard.module.decoder.layers:
         layer.register_forward_hook(lambda *_: live.append(ledger.total))

@@ -13,15 +13,15 @@ import torch
 from megarlhf.config import TrainConfig
 from megarlhf.layout import MeshLayout
 from megarlhf.parallel.batching import Batching
-from megarlhf.parallel.packing.partition import Cost
+from megarlhf.parallel.packing.partition import ForwardCost
 from megarlhf.rehearsal.fake_device.fake_collectives import gathered
-from megarlhf.rehearsal.fakes.batches import Share, seen_batches
+from megarlhf.rehearsal.fakes.batches import RankLoad, seen_batches
 from megarlhf.rehearsal.kinds import Kind, chosen, first_rank, named, pipelines_of, stages_of
-from megarlhf.rollout.rewards.batch import Outcome
+from megarlhf.rollout.rewards.batch import RewardResult
 
 
-def share(cost: float, longest: int = 10) -> Share:
-    return Share(cost, tokens=int(cost), longest=longest, micro_batches=1)
+def share(cost: float, longest: int = 10) -> RankLoad:
+    return RankLoad(cost, tokens=int(cost), longest=longest, micro_batches=1)
 
 
 # Ranks of the actor: tp fastest, then dp, then pp. rank = tp + 2 dp + 6 pp.
@@ -116,9 +116,9 @@ def test_shares_by_hand() -> None:
     calls in a phase add up; afterwards nothing is seen."""
     mesh: Any = SimpleNamespace(layout=MeshLayout(tp=1, pp=1, dp=2), coordinates=SimpleNamespace(dp=0))
     micro = TrainConfig(num_steps=1, mini_batch_samples=3, max_tokens_per_micro_batch=5)
-    batching = Batching(mesh, Cost(per_token=2.0, per_pair=1.0), micro)
+    batching = Batching(mesh, ForwardCost(per_token=2.0, per_pair=1.0), micro)
     lengths = torch.tensor([5, 3, 1])
-    shares: dict[str, list[Share]] = {}
+    shares: dict[str, list[RankLoad]] = {}
     tokens: Counter[tuple[int, str]] = Counter()
     with seen_batches(lambda: (1, "train/actor"), shares, tokens):
         batching.layouts_by_rank([[0], [1], [2]], lengths)
@@ -140,13 +140,13 @@ def test_what_sequences_share_is_work_once() -> None:
     the step are tokens of whole sequences."""
     mesh: Any = SimpleNamespace(layout=MeshLayout(tp=1, pp=1, dp=1), coordinates=SimpleNamespace(dp=0))
     micro = TrainConfig(num_steps=1, mini_batch_samples=2, max_tokens_per_micro_batch=16)
-    batching = Batching(mesh, Cost(per_token=2.0, per_pair=1.0), micro, share=True)
-    shares: dict[str, list[Share]] = {}
+    batching = Batching(mesh, ForwardCost(per_token=2.0, per_pair=1.0), micro, share=True)
+    shares: dict[str, list[RankLoad]] = {}
     tokens: Counter[tuple[int, str]] = Counter()
     with seen_batches(lambda: (1, "train/actor"), shares, tokens):
         ((layout,),) = batching.layouts_by_rank([[0, 1]], torch.tensor([6, 7]), shared=[4], divisible=True)
     assert layout.parents == (-1, 0, 0)
-    work = Share(cost=2 * 9 + 39, tokens=9, longest=layout.columns, micro_batches=1)
+    work = RankLoad(cost=2 * 9 + 39, tokens=9, longest=layout.columns, micro_batches=1)
     assert shares["train/actor"] == [work]
     assert tokens == {(1, "train/actor"): 13}
 
@@ -155,19 +155,21 @@ def test_padding_is_no_work() -> None:
     """Two rows of one micro-batch are as long as the longest sequence; tokens are those of the sequences."""
     mesh: Any = SimpleNamespace(layout=MeshLayout(tp=1, pp=1, dp=1), coordinates=SimpleNamespace(dp=0))
     batching = Batching(
-        mesh, Cost(per_token=1.0, per_pair=0.0), TrainConfig(num_steps=1, mini_batch_samples=2, micro_batch_samples=2)
+        mesh,
+        ForwardCost(per_token=1.0, per_pair=0.0),
+        TrainConfig(num_steps=1, mini_batch_samples=2, micro_batch_samples=2),
     )
-    shares: dict[str, list[Share]] = {}
+    shares: dict[str, list[RankLoad]] = {}
     tokens: Counter[tuple[int, str]] = Counter()
     with seen_batches(lambda: (1, "train/actor"), shares, tokens):
         (layouts,) = batching.layouts_by_rank([[0], [1]], torch.tensor([4, 2]))
     columns = layouts[0].columns
-    assert shares["train/actor"] == [Share(cost=6.0, tokens=6, longest=2 * columns, micro_batches=1)]
+    assert shares["train/actor"] == [RankLoad(cost=6.0, tokens=6, longest=2 * columns, micro_batches=1)]
     assert columns >= 4
 
 
-@pytest.mark.parametrize("own", [[Outcome(value=3.0), Outcome(value=4.0)], []])
-def test_outcomes_of_other_ranks(own: list[Outcome]) -> None:
+@pytest.mark.parametrize("own", [[RewardResult(value=3.0), RewardResult(value=4.0)], []])
+def test_outcomes_of_other_ranks(own: list[RewardResult]) -> None:
     """Seven samples on three ranks: 3, 2 and 2, each with what this rank says, or anything where it has none."""
     said = gathered((own, len(own)), 7, 3)
     assert said is not None
@@ -176,10 +178,12 @@ def test_outcomes_of_other_ranks(own: list[Outcome]) -> None:
     values = [outcome.value for outcome in said[0][0]]
     assert values == ([3.0, 4.0, 3.0] if own else [1.0] * 3)
     # As many bytes as of outcomes that are not one and the same object.
-    assert len(pickle.dumps(said[0])) == len(pickle.dumps(([Outcome(value=value) for value in values], 3)))
+    assert len(pickle.dumps(said[0])) == len(pickle.dumps(([RewardResult(value=value) for value in values], 3)))
 
 
-@pytest.mark.parametrize("mine", [None, 3, ("a", 1), ([1], 1), ([Outcome(value=1.0)], 2), [Outcome(value=1.0)]])
+@pytest.mark.parametrize(
+    "mine", [None, 3, ("a", 1), ([1], 1), ([RewardResult(value=1.0)], 2), [RewardResult(value=1.0)]]
+)
 def test_whatever_else_is_said_alike(mine: Any) -> None:
     assert gathered(mine, 7, 3) is None
 

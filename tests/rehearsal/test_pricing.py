@@ -12,9 +12,9 @@ from megarlhf.rehearsal.cost_model.collectives import Speed, Spread, seconds_by_
 from megarlhf.rehearsal.cost_model.decoding import EngineShape, Sequences, stated_seconds
 from megarlhf.rehearsal.cost_model.hardware import Hardware
 from megarlhf.rehearsal.cost_model.interpolation import Grid, along, between_shares
-from megarlhf.rehearsal.cost_model.meter import Price as WorkPrice
+from megarlhf.rehearsal.cost_model.meter import OperationPricing as WorkPrice
 from megarlhf.rehearsal.cost_model.pricing import Pricing
-from megarlhf.rehearsal.timeline.simulate import Price as ReplayPrice
+from megarlhf.rehearsal.timeline.simulate import MessagePricing as ReplayPrice
 from tests.rehearsal.test_hardware import tree
 
 NODE = tuple(range(8))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megarlhf.rehearsal.cost_model.pricing import Pricing
-from megarlhf.rehearsal.fake_device.device import Device
+from megarlhf.rehearsal.fake_device.device import FakeDevice
 from megarlhf.rehearsal.fake_device.origins import callers
 from megarlhf.rehearsal.fake_device.torch_patches import FakeTensor
 from megarlhf.rehearsal.fakes.inputs import stand_in
@@ -94,9 +94,9 @@ def reads_and_copies(folder: Path, share: bool) -> tuple[int, Counter[str], Coun
     """Of a rank's training: micro-batches, and by file what the host reads from the device, or learns a shape by, and
     what it copies there."""
     reads, copies = Counter[str](), Counter[str]()
-    dispatch = Device._dispatch
+    dispatch = FakeDevice._dispatch
 
-    def noted(self: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    def noted(self: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
         name = func._overloadpacket.__name__
         of_device = any(isinstance(x, FakeTensor) for x in args)
         if self.wire.phase == "train/actor" and (name in READS or "unique" in name) and of_device:
@@ -105,7 +105,7 @@ def reads_and_copies(folder: Path, share: bool) -> tuple[int, Counter[str], Coun
             copies[callers()[0][0].rpartition("/")[2]] += 1
         return dispatch(self, func, args, kwargs)
 
-    Device._dispatch = noted  # type: ignore[method-assign]
+    FakeDevice._dispatch = noted  # type: ignore[method-assign]
     asked = request(folder, share=share)
     lengths = {"prompt_lengths": asked.prompt_lengths, "response_lengths": asked.response_lengths}
     stood = stand_in(asked.cfg, folder / "standing_in", steps=1, **lengths)

@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 
 from megarlhf.rehearsal.timeline.simulate import replay
-from megarlhf.rehearsal.timeline.simulated import Segment, overlaps
+from megarlhf.rehearsal.timeline.simulated import TimeSegment, overlaps
 from megarlhf.rehearsal.timeline.trace import Collective, Compute
 from tests.rehearsal.traces import Prices, Writer, run, times
 
@@ -40,10 +40,10 @@ def test_two_ranks_and_one_all_reduce():
     assert phase.seconds() == 3.75
     assert phase.bubble() == 1 - (1.25 + 3.25) / 7.5
     assert [each for each in replayed.timeline if each.rank == 0] == [
-        Segment(0, "train/actor", "compute", 0.0, 1.0),
-        Segment(0, "train/actor", "idle", 1.0, 3.0),
-        Segment(0, "train/actor", "transfer", 3.0, 3.5),
-        Segment(0, "train/actor", "compute", 3.5, 3.75),
+        TimeSegment(0, "train/actor", "compute", 0.0, 1.0),
+        TimeSegment(0, "train/actor", "idle", 1.0, 3.0),
+        TimeSegment(0, "train/actor", "transfer", 3.0, 3.5),
+        TimeSegment(0, "train/actor", "compute", 3.5, 3.75),
     ]
 
 
@@ -248,7 +248,7 @@ def test_a_timeline_of_few_segments_keeps_the_time():
     assert all(one.end == other.start for one, other in pairwise(few))
     assert [(each.phase, each.kind) for each in few] == [("rollout", "compute"), ("train/actor", "compute")]
     short = replay({0: [Compute("a", 1.0), Compute("b", 9.0)]}, Prices(), segments=2).timeline
-    assert short == (Segment(0, "a", "compute", 0.0, 1.0), Segment(0, "b", "compute", 1.0, 10.0))
+    assert short == (TimeSegment(0, "a", "compute", 0.0, 1.0), TimeSegment(0, "b", "compute", 1.0, 10.0))
 
 
 def test_the_order_in_which_ranks_are_run_does_not_matter():

@@ -6,7 +6,7 @@ Not covered: faults of programs (a rehearsal's tests plant those).
 import pytest
 
 from megarlhf.rehearsal.timeline.simulate import replay
-from megarlhf.rehearsal.timeline.trace import Collective, Compute, Mark, Send, Wait
+from megarlhf.rehearsal.timeline.trace import Collective, Compute, Send, StepMark, Wait
 from tests.rehearsal.traces import Prices, Writer, only_fault, run
 
 
@@ -230,7 +230,7 @@ def test_independent_faults_are_all_found_in_order():
     [
         ([Wait("a", 1)], "waits for number 1, which it has not issued"),
         ([Send("a", 9, 8, 1), Send("a", 9, 8, 1)], "issues number 1 for the second time"),
-        ([Mark("a", 1), Mark("a", 1)], "marks step 1, which it has marked before"),
+        ([StepMark("a", 1), StepMark("a", 1)], "marks step 1, which it has marked before"),
         ([Collective("a", "barrier", (1, 2), 0, 1)], "of which it is none"),
         ([Compute("a", float("nan"))], "computes for nan seconds"),
         ([Send("a", 0, 8, 1)], "of the rank to itself"),

@@ -17,7 +17,7 @@ from benchmarks.rehearsal.cases import Case, job_of
 from benchmarks.rehearsal.real_run import Seen, real_rank
 from benchmarks.rehearsal.rehearsed_run import NoPrice, seen
 from megarlhf.parallel.mesh import forget_scratch_buffer
-from megarlhf.rehearsal.fakes.resume_point import Written
+from megarlhf.rehearsal.fakes.resume_point import PointSizes
 from megarlhf.rehearsal.job import Job
 from megarlhf.rehearsal.program import Rank
 from megarlhf.runtime import Runtime
@@ -44,7 +44,7 @@ def real(runtime: Runtime, job: Job) -> tuple[Seen, dict[str, int]]:
     return found, {file.parent.name: os.stat(file).st_size for file in files}
 
 
-def rehearsed(runtime: Runtime, job: Job) -> tuple[Seen, Written | None]:
+def rehearsed(runtime: Runtime, job: Job) -> tuple[Seen, PointSizes | None]:
     dist.destroy_process_group()
     record = Rank(replace(job, rank=runtime.rank), NoPrice()).run()
     dist.destroy_process_group()

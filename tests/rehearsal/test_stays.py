@@ -3,7 +3,7 @@
 import pytest
 
 from megarlhf.rehearsal.fake_device.ledger import Ledger, merged
-from megarlhf.rehearsal.fakes.phases import Enough, Steps
+from megarlhf.rehearsal.fakes.phases import Steps, StopRehearsal
 
 
 def test_a_phase_that_is_entered_twice_begins_twice_and_when_it_is_entered():
@@ -34,7 +34,7 @@ def test_on_the_way_out_no_phase_begins():
             with phases("checkpoint"):
                 phases.end_step(1)
 
-    with pytest.raises(Enough):
+    with pytest.raises(StopRehearsal):
         run()
     assert moved == [(1, "train"), (1, "between phases"), (1, "checkpoint")]
     assert ended == [0, 1]

@@ -6,7 +6,7 @@ import pytest
 
 from megarlhf.rehearsal.timeline.deadlocks import ReplayError
 from megarlhf.rehearsal.timeline.simulate import replay
-from megarlhf.rehearsal.timeline.trace import Collective, Compute, Mark, Receive, Send, Wait
+from megarlhf.rehearsal.timeline.trace import Collective, Compute, Receive, Send, StepMark, Wait
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Writer:
         return self
 
     def mark(self, step):
-        self.events.append(Mark(self.phase, step))
+        self.events.append(StepMark(self.phase, step))
         return self
 
 

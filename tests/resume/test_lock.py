@@ -148,8 +148,8 @@ import os, pathlib, sys, time
 from megarlhf.resume.claim import lock
 directory, begin = pathlib.Path(sys.argv[1]), float(sys.argv[2])
 time.sleep(max(0, begin - time.time()))
-num_held = 0
-while num_held < 10 and time.time() < begin + 60:
+num_resident = 0
+while num_resident < 10 and time.time() < begin + 60:
     try:
         held = lock.Lock.take(directory)
     except lock.LockError:
@@ -159,10 +159,10 @@ while num_held < 10 and time.time() < begin + 60:
     time.sleep(0.001)
     held.require_held()
     inside.unlink()
-    num_held += 1
-    if num_held < 10:
+    num_resident += 1
+    if num_resident < 10:
         held.release()
-print("held", num_held, flush=True)
+print("held", num_resident, flush=True)
 os._exit(9)  # as after a crash: the next process follows a holder that has ended
 """
 

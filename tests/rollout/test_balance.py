@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarlhf.rollout.balance import Deal, Piece, SeenLengths, deal, pieces_of
-from megarlhf.rollout.engine import KeptResponses
-from megarlhf.rollout.prompt_queue import NOTHING, Feed, SharedCounter
-from megarlhf.rollout.vllm.generate_loop import draw
+from megarlhf.rollout.balance import Chunk, Deal, SeenLengths, assign, chunk_by_length
+from megarlhf.rollout.engine import FinishedResponses
+from megarlhf.rollout.prompt_queue import NOTHING, PromptQueue, SharedCounter
+from megarlhf.rollout.vllm.generate_loop import run_requests
 from tests.rollout.test_requests import SAMPLING, output
 
 
@@ -21,18 +21,18 @@ def prompts_of(*lengths):
 
 
 def pieces(*works):
-    return [Piece((row,), work) for row, work in enumerate(works)]
+    return [Chunk((row,), work) for row, work in enumerate(works)]
 
 
 def test_a_prompt_s_samples_are_a_piece_and_its_work_counts_the_prompt_once():
     """Two samples each of prompts of 3, 5 and 4 tokens, 100 expected of a response, and one engine."""
-    found = pieces_of(prompts_of(3, 5, 4, 3, 5, 4), range(6), 1, SeenLengths(), 100)
-    assert found == [Piece((1, 4), 205), Piece((2, 5), 204), Piece((0, 3), 203)]
+    found = chunk_by_length(prompts_of(3, 5, 4, 3, 5, 4), range(6), 1, SeenLengths(), 100)
+    assert found == [Chunk((1, 4), 205), Chunk((2, 5), 204), Chunk((0, 3), 203)]
 
 
 def test_few_prompts_are_cut_so_that_each_engine_has_some():
     """16 samples of one prompt, two engines: eight pieces; rows that are not missing are left out."""
-    found = pieces_of(prompts_of(*[3] * 20), range(4, 20), 2, SeenLengths(), 10)
+    found = chunk_by_length(prompts_of(*[3] * 20), range(4, 20), 2, SeenLengths(), 10)
     assert [piece.rows for piece in found] == [(n, n + 1) for n in range(4, 20, 2)]
     assert {piece.work for piece in found} == {23}
 
@@ -52,32 +52,32 @@ def test_expected_lengths_are_those_seen():
 
 
 def test_fixed_shares_are_equal_numbers_in_order():
-    assert deal("fixed", pieces(9, 1, 1, 1, 1), 2) == Deal([[0, 1, 2], [3, 4]])
+    assert assign("fixed", pieces(9, 1, 1, 1, 1), 2) == Deal([[0, 1, 2], [3, 4]])
 
 
 def test_the_longest_first_to_the_engine_with_the_least():
     """9 | 5, then 4 to the second (9), 3 to the first (12), 2 and 1 to the second (12)."""
-    assert deal("length", pieces(9, 5, 4, 3, 2, 1), 2) == Deal([[0, 3], [1, 2, 4, 5]], [], 3)
+    assert assign("length", pieces(9, 5, 4, 3, 2, 1), 2) == Deal([[0, 3], [1, 2, 4, 5]], [], 3)
 
 
 def test_on_demand_engines_begin_with_half_and_the_rest_waits():
     """Nine pieces for two engines: four are dealt, five queue up."""
-    dealt = deal("on_demand", pieces(9, 8, 7, 6, 5, 4, 3, 2, 1), 2)
+    dealt = assign("on_demand", pieces(9, 8, 7, 6, 5, 4, 3, 2, 1), 2)
     assert dealt == Deal([[0, 3], [1, 2]], [(4,), (5,), (6,), (7,), (8,)], 5)
-    assert deal("on_demand", pieces(2, 1), 2) == Deal([[], []], [(0,), (1,)], 1)
-    assert deal("on_demand", [], 2) == Deal([[], []], [], 0)
+    assert assign("on_demand", pieces(2, 1), 2) == Deal([[], []], [(0,), (1,)], 1)
+    assert assign("on_demand", [], 2) == Deal([[], []], [], 0)
 
 
 @pytest.mark.parametrize("balance", ["fixed", "length", "on_demand"])
 def test_one_engine_draws_all_in_order(balance):
-    assert deal(balance, pieces(1, 5, 3), 1) == Deal([[0, 1, 2]])
+    assert assign(balance, pieces(1, 5, 3), 1) == Deal([[0, 1, 2]])
 
 
 @pytest.mark.parametrize("balance", ["fixed", "length", "on_demand"])
 @pytest.mark.parametrize("num_engines", [2, 3, 7])
 def test_each_row_goes_to_one(balance, num_engines):
-    found = pieces_of(prompts_of(*(3 + n % 5 for n in range(23))), range(2, 23), num_engines, SeenLengths(), 10)
-    dealt = deal(balance, found, num_engines)
+    found = chunk_by_length(prompts_of(*(3 + n % 5 for n in range(23))), range(2, 23), num_engines, SeenLengths(), 10)
+    dealt = assign(balance, found, num_engines)
     assert len(dealt.first) == num_engines
     rows = [row for part in (*dealt.first, *dealt.queue) for row in part]
     assert sorted(rows) == list(range(2, 23))
@@ -87,7 +87,7 @@ def test_an_engine_asks_when_it_has_room_and_has_no_more_than_a_fair_share():
     dealt = Deal([[0], [1]], [(2, 3), (4,)], most=3)
     store = dist.HashStore()
     counter = SharedCounter(lambda: store, "n")
-    feeds = [Feed(dealt, 0, counter), Feed(dealt, 1, counter)]
+    feeds = [PromptQueue(dealt, 0, counter), PromptQueue(dealt, 1, counter)]
     counter.restart()
     asked = [
         feeds[0].wants_more(unfinished, room) for unfinished, room in ((0, True), (1, True), (1, False), (2, True))
@@ -97,7 +97,7 @@ def test_an_engine_asks_when_it_has_room_and_has_no_more_than_a_fair_share():
     assert (feeds[1].take(0), feeds[0].take(1), feeds[1].take(2)) == ((2, 3), (4,), ())
     assert (feeds[0].is_open, feeds[1].is_open) == (True, False)
     assert not feeds[1].wants_more(0, True)
-    assert Feed(dealt, 0).ask() == NOTHING, "a rank that is not its engine's first"
+    assert PromptQueue(dealt, 0).ask() == NOTHING, "a rank that is not its engine's first"
     counter.restart()
     feeds[0].close()
     assert feeds[1].ask() == len(dealt.queue), "the others find the queue used up"
@@ -142,12 +142,12 @@ class OneAtATime:
 
 def draws(dealt, others=0, **options):
     """(engine, bank, counter, stopped) of the first of two engines; the other has taken so many pieces before."""
-    store, engine, bank = dist.HashStore(), OneAtATime(), KeptResponses()
+    store, engine, bank = dist.HashStore(), OneAtATime(), FinishedResponses()
     counter = SharedCounter(lambda: store, "n")
     counter.restart()
     counter.next(others)
-    stopped = draw(
-        engine, engine.enqueue, Feed(dealt, 0, counter), SAMPLING, bank, options.get("should_stop"), None,
+    stopped = run_requests(
+        engine, engine.enqueue, PromptQueue(dealt, 0, counter), SAMPLING, bank, options.get("should_stop"), None,
         options.get("place", 0), options.get("num_places", 1),
     )  # fmt: skip
     return engine, bank, counter, stopped

@@ -8,16 +8,16 @@ from types import SimpleNamespace
 import pytest
 
 from megarlhf.rollout.balance import Deal
-from megarlhf.rollout.engine import EngineFailure, KeptResponses, Response, Sampling
-from megarlhf.rollout.prompt_queue import NOTHING, Feed
-from megarlhf.rollout.vllm.generate_loop import draw, response_of, run_in_lockstep
+from megarlhf.rollout.engine import EngineFailure, FinishedResponses, Response, Sampling
+from megarlhf.rollout.prompt_queue import NOTHING, PromptQueue
+from megarlhf.rollout.vllm.generate_loop import response_of, run_in_lockstep, run_requests
 
 SAMPLING = Sampling(max_tokens=3, end_ids=(2, 9))
 
 
 def feed_of(*rows):
     """Of one engine, which begins with all."""
-    return Feed(Deal([rows]), 0)
+    return PromptQueue(Deal([rows]), 0)
 
 
 def flat(tokens, logprob=-0.5):
@@ -63,16 +63,16 @@ class Engine:
 
 def test_each_row_gets_its_own_response_as_it_finishes():
     engine, seen = Engine(), []
-    bank = KeptResponses()
+    bank = FinishedResponses()
     bank.add = lambda row, response: seen.append((engine.steps, row, response))
-    assert draw(engine, engine.enqueue, feed_of(4, 7, 6), SAMPLING, bank, None, None) is False
+    assert run_requests(engine, engine.enqueue, feed_of(4, 7, 6), SAMPLING, bank, None, None) is False
     expected = Response([2], [-0.5], True)
     assert seen == [(1, 6, expected), (2, 7, expected), (3, 4, expected)]
 
 
 def test_a_rank_answers_for_its_own_rows_only():
-    engine, bank = Engine(), KeptResponses()
-    draw(engine, engine.enqueue, feed_of(4, 7, 6), SAMPLING, bank, None, None, 1, 3)
+    engine, bank = Engine(), FinishedResponses()
+    run_requests(engine, engine.enqueue, feed_of(4, 7, 6), SAMPLING, bank, None, None, 1, 3)
     assert bank.held == {7: Response([2], [-0.5], True)}
     assert engine.steps == 3, "all are drawn"
 
@@ -86,15 +86,19 @@ def test_logprobs_of_other_tokens_are_refused():
 
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_stop_keeps_what_is_finished_and_aborts_the_rest(after):
-    engine, bank = Engine(), KeptResponses()
-    stopped = draw(engine, engine.enqueue, feed_of(0, 1, 2), SAMPLING, bank, lambda: engine.steps == after, None)
+    engine, bank = Engine(), FinishedResponses()
+    stopped = run_requests(
+        engine, engine.enqueue, feed_of(0, 1, 2), SAMPLING, bank, lambda: engine.steps == after, None
+    )
     assert (stopped, sorted(bank.held), engine.steps) == (True, [2, 1, 0][:after][::-1], after)
     assert engine.aborted == ["10-a1", "11-b2", "12-c3"]
 
 
 def test_a_stop_after_the_last_response_is_none():
-    engine, bank = Engine(), KeptResponses()
-    assert draw(engine, engine.enqueue, feed_of(0, 1, 2), SAMPLING, bank, lambda: engine.steps == 3, None) is False
+    engine, bank = Engine(), FinishedResponses()
+    assert (
+        run_requests(engine, engine.enqueue, feed_of(0, 1, 2), SAMPLING, bank, lambda: engine.steps == 3, None) is False
+    )
     assert sorted(bank.held) == [0, 1, 2]
     assert engine.aborted == []
 

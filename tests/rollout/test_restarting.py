@@ -11,7 +11,14 @@ from typing import ClassVar
 import pytest
 import torch
 
-from megarlhf.rollout.engine import EngineFailure, KeptResponses, Response, RolloutInterrupted, Sampling, missing_rows
+from megarlhf.rollout.engine import (
+    EngineFailure,
+    FinishedResponses,
+    Response,
+    RolloutInterrupted,
+    Sampling,
+    missing_rows,
+)
 from megarlhf.rollout.restarting import RestartingEngine
 from megarlhf.weights.checks.certificate import Certificate, CertificateError
 
@@ -84,7 +91,7 @@ def test_a_failure_costs_only_what_was_not_finished(failing_at, caplog):
 
 def test_what_the_bank_holds_is_not_drawn_and_what_is_drawn_is_kept_there(failing_at):
     engine, drawn = failing_at(2)
-    bank = KeptResponses({1: Response([7, 2], [-1.0, -2.0], True)})
+    bank = FinishedResponses({1: Response([7, 2], [-1.0, -2.0], True)})
     assert engine.generate(PROMPTS, SEEDS, SAMPLING, bank=bank)[1].tokens == [7, 2]
     assert drawn == [0, 2, 3]
     assert sorted(bank.held) == [0, 1, 2, 3]
@@ -131,7 +138,7 @@ def test_a_failure_in_an_update_is_one_too(failing_at, monkeypatch):
 
 def test_a_run_that_has_to_stop_builds_none(failing_at):
     engine, _ = failing_at(2)
-    kept = KeptResponses()
+    kept = FinishedResponses()
     with pytest.raises(RolloutInterrupted, match="2 of 4 responses"):
         engine.generate(PROMPTS, SEEDS, SAMPLING, bank=kept, should_stop=lambda: not engine.engine.failing)
     assert engine.rebuilds == 0

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from megarlhf.errors import WatchdogInterrupt
-from megarlhf.rollout.rewards.batch import FP32_MAX, Outcome, TokenRewards, short
+from megarlhf.rollout.rewards.batch import FP32_MAX, RewardResult, TokenRewards, short
 from megarlhf.rollout.rewards.calls import AT_ONCE, call
 from megarlhf.rollout.rewards.forms import Form, form_of
 from tests.rollout.test_reward_pool import batch
 
 
-def outcomes(function, rows=None, seconds=None) -> list[Outcome]:
+def outcomes(function, rows=None, seconds=None) -> list[RewardResult]:
     return call(function, form_of(function), rows or batch(), seconds)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megarlhf.rollout.rewards.batch import Outcome, RewardBatch
+from megarlhf.rollout.rewards.batch import RewardBatch, RewardResult
 from megarlhf.rollout.rewards.calls import load_function
 from megarlhf.rollout.rewards.forms import form_of
 from megarlhf.rollout.rewards.pool import RewardPool
@@ -109,7 +109,7 @@ def ask(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     pools = []
 
-    def call(name, rows=None, **options) -> list[Outcome]:
+    def call(name, rows=None, **options) -> list[RewardResult]:
         rule = f"users_rewards:{name}"
         pool = RewardPool(rule, form_of(load_function(rule)), **{"workers": 1, "timeout_seconds": 20.0, **options})
         pools.append(pool)

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from megarlhf.config import RoleConfig, RolloutConfig
-from megarlhf.rollout.engine import KeptResponses, Response, Sampling, StopStrings
+from megarlhf.rollout.engine import FinishedResponses, Response, Sampling, StopStrings
 from megarlhf.rollout.factory import sampling_of
-from megarlhf.rollout.vllm.generate_loop import draw, response_of
+from megarlhf.rollout.vllm.generate_loop import response_of, run_requests
 from tests.rollout.test_requests import feed_of, output
 from tools.demo.make_data import Recipe, write_all
 
@@ -82,8 +82,10 @@ class TwoRequests:
 
 
 def test_a_request_is_ended_with_the_token_that_completes_a_text():
-    engine, bank = TwoRequests(), KeptResponses()
-    assert draw(engine, lambda rows: list(engine.open), feed_of(4, 7), sampling("ab"), bank, None, None) is False
+    engine, bank = TwoRequests(), FinishedResponses()
+    assert (
+        run_requests(engine, lambda rows: list(engine.open), feed_of(4, 7), sampling("ab"), bank, None, None) is False
+    )
     assert engine.aborted == ["10-a1"]
     assert bank.held == {4: Response([1, 2], [-0.5] * 2, True), 7: Response([1, 1, 9], [-0.5] * 3, True)}
 

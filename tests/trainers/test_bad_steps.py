@@ -17,7 +17,7 @@ from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout
 from megarlhf.parallel.step import StepResult
 from megarlhf.trainers.run import skipped_steps as skipping
 from megarlhf.trainers.run.failures import Failure
-from megarlhf.trainers.run.skipped_steps import KEPT, BadSteps, Failures, SkippedTooOften, Update, load_kept
+from megarlhf.trainers.run.skipped_steps import KEPT, Failures, SkippedTooOften, StepGuard, Update, load_kept
 
 
 class Role:
@@ -54,7 +54,7 @@ LOSS = SimpleNamespace(response_tokens=3, clip=0.2, names=("policy_loss",))
 
 
 def make(cfg, directory):
-    return BadSteps(cfg, Failures(directory, "rl", "# the configuration\n"), Phases())
+    return StepGuard(cfg, Failures(directory, "rl", "# the configuration\n"), Phases())
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import yaml
 from megarlhf.commands import cli, launch
 from megarlhf.commands.replay import replay
 from megarlhf.parallel.not_finite import NotFinite
-from megarlhf.trainers.replay import Repeated, _when, report
+from megarlhf.trainers.replay import RepeatedStep, _when, report
 from megarlhf.trainers.run.failures import Failure, rank_file
 
 FAILURE = Failure(
@@ -113,7 +113,7 @@ def test_the_first_of_all_ranks_is_ordered_by_pipeline_stage():
 def test_what_a_repeat_says():
     first = (("rank 1", not_finite("backward", 7)), ("rank 0", not_finite("sums", 9, "head")))
     counts = "1 NaN and 2 infinite of 12 elements [3, 4]"
-    assert report(FAILURE, Repeated(math.nan, math.inf, first, {})) == [
+    assert report(FAILURE, RepeatedStep(math.nan, math.inf, first, {})) == [
         "loss: nan then, nan now",
         "gradient norm: inf then, inf now (the same, bit for bit)",
         f"the first tensor that is not finite: output of layer: {counts}, on rank 1, in the backward",
@@ -123,7 +123,7 @@ def test_what_a_repeat_says():
 
 def test_a_fault_that_does_not_repeat_is_called_that():
     norms = {f"w{n}": 10.0 - n for n in range(7)}
-    lines = report(FAILURE, Repeated(1.5, 2.0, (), norms))
+    lines = report(FAILURE, RepeatedStep(1.5, 2.0, (), norms))
     assert lines[:2] == ["loss: nan then, 1.5 now", "gradient norm: inf then, 2 now (other bits)"]
     assert "so the step does not repeat" in lines[3]
     assert lines[-5:] == [f"  {10 - n}  w{n}" for n in range(5)]

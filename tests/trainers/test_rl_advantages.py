@@ -13,7 +13,7 @@ import torch
 from megarlhf.config import AlgoConfig
 from megarlhf.config.algo import AdvantageName
 from megarlhf.experience import Experience, Rollouts
-from megarlhf.trainers.rl.advantages import ADVANTAGES, add_advantages, whitened_alone
+from megarlhf.trainers.rl.advantages import ADVANTAGES, add_advantages, whiten_per_mini_batch
 from tests.tables import ragged
 
 REWARDS = (1.0, 3.0, 2.0, 4.0)
@@ -190,13 +190,13 @@ def test_whitening_of_a_mini_batch_by_itself():
     cfg = AlgoConfig.model_validate({"advantage": "reinforce++", "whiten_over": "mini_batch"})
     table = add_advantages(experience(), cfg)
     assert table.columns["advantages"].values_T.tolist() == [1.0, 1.0, 3.0, 2.0, 4.0]
-    first, second = ([row.tolist() for row in whitened_alone(table, part, cfg).columns["advantages"].rows()]
+    first, second = ([row.tolist() for row in whiten_per_mini_batch(table, part, cfg).columns["advantages"].rows()]
                      for part in ([0, 1], [2, 3]))  # fmt: skip
     root = 2**0.5
     assert first[0] + first[1] == pytest.approx([-1 / root, -1 / root, root], rel=1e-5)
     assert second[2] + second[3] == pytest.approx([-1.0, 1.0], rel=1e-5)
     once = AlgoConfig.model_validate({"advantage": "reinforce++"})
-    assert whitened_alone(table, [0, 1], once) is table
+    assert whiten_per_mini_batch(table, [0, 1], once) is table
 
 
 def test_the_critic_may_learn_returns_of_its_own_lambda():

@@ -8,7 +8,7 @@ import torch
 
 from megarlhf.config import LogprobGapConfig
 from megarlhf.experience import Experience, Rollouts
-from megarlhf.trainers.rl.logprob_gap import LogprobGapError, LogprobGapWatch, logprob_gap
+from megarlhf.trainers.rl.logprob_gap import LogprobGapError, MismatchGuard, logprob_gap
 from tests.tables import ragged
 from tests.trainers.test_rl_parts import experience
 
@@ -20,7 +20,7 @@ def gap(mean, p999=0.0, largest=0.0):
 
 
 def watch(**limits):
-    return LogprobGapWatch(LogprobGapConfig(**limits), torch.float32)
+    return MismatchGuard(LogprobGapConfig(**limits), torch.float32)
 
 
 def test_mean_percentile_and_largest_by_hand():
@@ -100,7 +100,7 @@ def test_a_log_prob_that_is_no_number_is_above_every_limit(worst):
 def test_limits_follow_the_actor_s_dtype():
     step = gap(0.05, 1.0)
     for dtype, failed in ((torch.float32, True), (torch.bfloat16, False)):
-        rule = LogprobGapWatch(LogprobGapConfig(steps=1), dtype)
+        rule = MismatchGuard(LogprobGapConfig(steps=1), dtype)
         rule.watch(step)
         assert rule.failed(last=False) is failed
 
@@ -127,7 +127,7 @@ def test_every_key_of_the_correction_reaches_the_weights():
     """Ratios of one response 2, .5 and 1, of the other .1: the geometric means are 1 and .1."""
     from megarlhf.config import RolloutCorrectionConfig
     from megarlhf.experience import Experience, Rollouts
-    from megarlhf.trainers.rl.logprob_gap import corrected
+    from megarlhf.trainers.rl.logprob_gap import add_rollout_correction
     from tests.tables import ragged
 
     logs = [[math.log(2.0), math.log(0.5), 0.0], [math.log(0.1)]]
@@ -145,5 +145,5 @@ def test_every_key_of_the_correction_reaches_the_weights():
         ({"kind": "truncate", "high": 1.5}, [1.5, 0.5, 1.0, 0.1]),
         ({"kind": "truncate", "level": "sequence"}, [1.0, 1.0, 1.0, 0.1]),
     ):
-        found, _ = corrected(table, RolloutCorrectionConfig.model_validate(keys))
+        found, _ = add_rollout_correction(table, RolloutCorrectionConfig.model_validate(keys))
         assert found.columns["rollout_weights"].values_T.tolist() == pytest.approx(expected), keys

@@ -11,7 +11,7 @@ import torch
 from megarlhf.data.samples.texts import Text, pieces
 from megarlhf.parallel.batching import Batching
 from megarlhf.parallel.micro_batch import MicroBatch
-from megarlhf.parallel.packing.partition import Cost
+from megarlhf.parallel.packing.partition import ForwardCost
 from megarlhf.trainers.rl.pretraining_mix import PretrainingMix
 
 
@@ -53,7 +53,7 @@ def test_texts_stand_behind_the_samples_with_equal_weights():
         runtime=SimpleNamespace(device="cpu"),
     )
     micro = SimpleNamespace(max_tokens_per_micro_batch=8)
-    role = SimpleNamespace(mesh=mesh, batching=lambda train: Batching(mesh, Cost(1, 0), micro))
+    role = SimpleNamespace(mesh=mesh, batching=lambda train: Batching(mesh, ForwardCost(1, 0), micro))
     samples = MicroBatch(torch.tensor([[1, 4, 4]]), {"response_mask": torch.tensor([[True, True, False]])})
     batches, tokens = mix.beside(role, SimpleNamespace(train=micro), 0, [samples])
     assert tokens == 6

@@ -14,7 +14,7 @@ from megarlhf.config import AlgoConfig
 from megarlhf.experience import Experience, Rollouts
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.rollout.engine import Sampling
-from megarlhf.trainers.experience.rewards import Rewarded
+from megarlhf.trainers.experience.rewards import CombinedRewards
 from megarlhf.trainers.rl.advantages import add_advantages, total_rewards
 from megarlhf.trainers.rl.scoring import greedy_rewards, with_rewards
 from tests.tables import ragged
@@ -32,7 +32,7 @@ def table(finished=(True, True, False)):
 
 
 def rewarded(rewards=(1.0, 1.0, 1.0), kept=(True, True, True), token_rewards=None):
-    return Rewarded(torch.tensor(rewards), torch.tensor(kept), token_rewards, {}, {})
+    return CombinedRewards(torch.tensor(rewards), torch.tensor(kept), token_rewards, {}, {})
 
 
 def config(**algo):
@@ -107,9 +107,9 @@ def baselines(given, **algo):
 def test_a_greedy_response_earns_what_a_sample_would():
     """With its tokens' rewards, and the penalties for its length: 2 + .5; 3 + 1 - 1 - .5. NaN without a reward."""
     of_tokens = ragged([0.25, 0.25], [0.0, 1.0, 0.0, 0.0])
-    given = Rewarded(torch.tensor([2.0, 3.0]), torch.tensor([True, True]), of_tokens, {}, {})
+    given = CombinedRewards(torch.tensor([2.0, 3.0]), torch.tensor([True, True]), of_tokens, {}, {})
     assert baselines(given, advantage="remax", **SHAPED).tolist() == [2.5, 2.5]
-    none = Rewarded(torch.tensor([2.0, 0.0]), torch.tensor([True, False]), None, {}, {})
+    none = CombinedRewards(torch.tensor([2.0, 0.0]), torch.tensor([True, False]), None, {}, {})
     found = baselines(none, advantage="remax")
     assert found[0] == 2.0
     assert math.isnan(found[1])

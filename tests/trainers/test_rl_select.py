@@ -12,8 +12,8 @@ import torch
 from megarlhf.config import DynamicSamplingConfig, RewardConfig
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.experience import Experience, Rollouts
-from megarlhf.trainers.experience.rewards import Said
-from megarlhf.trainers.rl.dynamic_sampling import Drawn, groups_with_signal, select
+from megarlhf.trainers.experience.rewards import RewardOutput
+from megarlhf.trainers.rl.dynamic_sampling import ScoredRollout, groups_with_signal, select
 from tests.tables import ragged
 
 NAN = math.nan
@@ -33,10 +33,11 @@ def drawn(*rewards, first_prompt=0, token_values=None):
         weight_version=3,
     )
     said = [
-        Said(torch.tensor(values), torch.tensor(values).isnan(), token_values=token_values or {}) for values in rewards
+        RewardOutput(torch.tensor(values), torch.tensor(values).isnan(), token_values=token_values or {})
+        for values in rewards
     ]
     tokens = tuple(torch.tensor(prompt.tokens) for prompt in prompts for _ in range(2))
-    return Drawn(prompts, Experience(tokens, torch.arange(groups).repeat_interleave(2), rollouts), said)
+    return ScoredRollout(prompts, Experience(tokens, torch.arange(groups).repeat_interleave(2), rollouts), said)
 
 
 def test_groups_of_equal_rewards_have_no_signal():
@@ -62,7 +63,7 @@ def test_rewards_of_tokens_count():
 def test_a_sample_whose_reward_failed_is_not_compared():
     """Its other reward alone would differ from the sums of its group."""
     found = drawn([1.0, NAN, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0])
-    failed = Drawn(found.prompts, found.experience, [replace(found.said[0]), replace(found.said[1])])
+    failed = ScoredRollout(found.prompts, found.experience, [replace(found.said[0]), replace(found.said[1])])
     failed.said[1].failed_N[:] = False
     assert groups_with_signal(failed, PLAIN * 2, ON) == [1]
     failed.said[0].failed_N[:] = False

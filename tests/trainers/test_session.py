@@ -92,7 +92,7 @@ def test_no_point_of_scaled_weights_is_asked_for() -> None:
 
     session: Any = Recorder()
     rescale(session, session, [], session)
-    assert events == ["keep_border", "measure_scale", "stop_if_asked", "drop_border", "rescale", "note"]
+    assert events == ["save_boundary", "measure_scale", "stop_if_asked", "discard_boundary", "rescale", "note"]
 
 
 def test_exports_after_the_step_that_a_run_goes_on_from_are_set_aside(tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megarlhf.commands.cli import COMMANDS
 from megarlhf.config import FrozenModel
-from megarlhf.config.reference import SET, SETS_IN_WORDS, Key, sections, set_keys
+from megarlhf.config.reference import SET, SETS_IN_WORDS, ConfigKey, sections, set_keys
 from megarlhf.config.serve import ServeRewardConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -32,7 +32,7 @@ def reference(commands: Mapping[str, type[FrozenModel]] | None = None) -> str:
     if commands is None:
         commands = {name: command.config for name, command in COMMANDS.items()}
         commands["serve-reward"] = ServeRewardConfig
-    users: dict[tuple[Key, ...], dict[tuple[str, str], list[str]]] = {}
+    users: dict[tuple[ConfigKey, ...], dict[tuple[str, str], list[str]]] = {}
     for command, model in commands.items():
         for section in sections(model):
             said = (section.name, section.description)

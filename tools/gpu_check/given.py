@@ -10,8 +10,8 @@ from torch import Tensor
 from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
 from megarlhf.models.build import ModelShard
-from megarlhf.parallel.device_memory import Part
-from megarlhf.rollout.engine import KeptResponses, Response, Sampling, gather_rollouts
+from megarlhf.parallel.device_memory import Offloadable
+from megarlhf.rollout.engine import FinishedResponses, Response, Sampling, gather_rollouts
 from megarlhf.runtime import Runtime
 from megarlhf.weights.checks.certificate import Certificate
 
@@ -37,7 +37,7 @@ class GivenResponses:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime, self.weight_version = runtime, -1
 
-    def needs(self, *, to_generate: bool) -> Sequence[Part]:
+    def needs(self, *, to_generate: bool) -> Sequence[Offloadable]:
         return ()
 
     def update_weights(self, actor: ModelShard, version: int) -> None:
@@ -52,7 +52,7 @@ class GivenResponses:
         seeds: Sequence[int],
         sampling: Sampling,
         *,
-        bank: KeptResponses | None = None,
+        bank: FinishedResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
         own = split_evenly(len(prompts), self._runtime.world_size)[self._runtime.rank]

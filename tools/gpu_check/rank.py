@@ -39,7 +39,7 @@ from megarlhf.rollout.factory import make_engine
 from megarlhf.runtime import RankInfo, Runtime
 from megarlhf.trainers.entries import import_entry
 from megarlhf.trainers.rl import update as rl_updates
-from megarlhf.trainers.run.factories import Parts
+from megarlhf.trainers.run.factories import RunFactories
 from megarlhf.weights.checks.certificate import Certificate
 from tools.gpu_check.cases import PROGRAM, Job, Launch
 from tools.gpu_check.given import GivenResponses
@@ -106,8 +106,8 @@ def run_job(runtime: Runtime, job: Job, make_meter: MakeMeter, *, look_at_nodes:
     measured = MeasuredPhases(meter) if meter is not None else None
     with _layers(job), _noted_advantages(seen):
         run = import_entry(job.command)
-        phases = Parts().phases if measured is None else measured.steps.phases
-        run(cfg, runtime, Parts(phases=phases, engine=partial(_engine, job, runtime, seen)))
+        phases = RunFactories().phases if measured is None else measured.steps.phases
+        run(cfg, runtime, RunFactories(phases=phases, engine=partial(_engine, job, runtime, seen)))
     peaks = None
     if measured is not None:
         by_rank: list[Any] = [None] * runtime.world_size

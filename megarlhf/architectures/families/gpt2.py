@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarlhf.architectures.config_spec import ConfigSpec, Key, equal_heads, flag, number, one_of, only, positive
+from megarlhf.architectures.config_spec import (
+    ConfigField,
+    ConfigSpec,
+    equal_heads,
+    flag,
+    number,
+    one_of,
+    only,
+    positive,
+)
 from megarlhf.architectures.entries import LM_HEAD, SCALAR_HEAD, entry, layer_norm, learned_positions, word_embedding
 from megarlhf.architectures.rules import qkv_by_group, qkv_by_kind, split_columns, split_rows, transposed, whole
 from megarlhf.architectures.table import Entry, Family, Place, Table
@@ -72,15 +81,15 @@ FAMILY = Family(
         lm_class="GPT2LMHeadModel",
         scalar_class="GPT2ForSequenceClassification",
         facts={
-            "num_layers": Key(name="n_layer", read=positive),
-            "hidden_size": Key(name="n_embd", read=positive),
-            "num_heads": Key(name="n_head", read=positive),
-            "ffn_size": Key(name="n_inner", read=positive, default=lambda facts: 4 * facts["hidden_size"]),
-            "vocab_size": Key(name="vocab_size", read=positive),
-            "max_positions": Key(name="n_positions", read=positive, alias="n_ctx"),
-            "norm_eps": Key(name="layer_norm_epsilon", read=number, default=1e-5),
-            "tied_embeddings": Key(name="tie_word_embeddings", read=flag, default=True),
-            "activation": Key(
+            "num_layers": ConfigField(name="n_layer", read=positive),
+            "hidden_size": ConfigField(name="n_embd", read=positive),
+            "num_heads": ConfigField(name="n_head", read=positive),
+            "ffn_size": ConfigField(name="n_inner", read=positive, default=lambda facts: 4 * facts["hidden_size"]),
+            "vocab_size": ConfigField(name="vocab_size", read=positive),
+            "max_positions": ConfigField(name="n_positions", read=positive, alias="n_ctx"),
+            "norm_eps": ConfigField(name="layer_norm_epsilon", read=number, default=1e-5),
+            "tied_embeddings": ConfigField(name="tie_word_embeddings", read=flag, default=True),
+            "activation": ConfigField(
                 name="activation_function",
                 read=one_of("gelu_new", "gelu_pytorch_tanh", "gelu", "relu"),
                 default="gelu_new",

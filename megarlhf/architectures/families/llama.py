@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarlhf.architectures.config_spec import ConfigSpec, Key, equal_heads, flag, number, one_of, positive
+from megarlhf.architectures.config_spec import ConfigField, ConfigSpec, equal_heads, flag, number, one_of, positive
 from megarlhf.architectures.entries import (
     ATTENTION,
     EMBEDDING,
@@ -21,24 +21,24 @@ from megarlhf.architectures.entries import (
 from megarlhf.architectures.table import Entry, Family, Table
 
 FACTS: Mapping[str, Any] = {
-    "num_layers": Key(name="num_hidden_layers", read=positive),
-    "hidden_size": Key(name="hidden_size", read=positive),
-    "num_heads": Key(name="num_attention_heads", read=positive),
-    "num_kv_heads": Key(name="num_key_value_heads", read=positive, default=lambda facts: facts["num_heads"]),
-    "head_dim": Key(name="head_dim", read=positive, default=equal_heads),
-    "ffn_size": Key(name="intermediate_size", read=positive),
-    "vocab_size": Key(name="vocab_size", read=positive),
-    "max_positions": Key(name="max_position_embeddings", read=positive),
-    "norm_eps": Key(name="rms_norm_eps", read=number, default=1e-6),
-    "tied_embeddings": Key(name="tie_word_embeddings", read=flag, default=False),
-    "qkv_bias": Key(name="attention_bias", read=flag, default=False),
-    "output_bias": Key(name="attention_bias", read=flag, default=False),
-    "mlp_bias": Key(name="mlp_bias", read=flag, default=False),
-    "activation": Key(name="hidden_act", read=one_of("silu"), default="silu"),
+    "num_layers": ConfigField(name="num_hidden_layers", read=positive),
+    "hidden_size": ConfigField(name="hidden_size", read=positive),
+    "num_heads": ConfigField(name="num_attention_heads", read=positive),
+    "num_kv_heads": ConfigField(name="num_key_value_heads", read=positive, default=lambda facts: facts["num_heads"]),
+    "head_dim": ConfigField(name="head_dim", read=positive, default=equal_heads),
+    "ffn_size": ConfigField(name="intermediate_size", read=positive),
+    "vocab_size": ConfigField(name="vocab_size", read=positive),
+    "max_positions": ConfigField(name="max_position_embeddings", read=positive),
+    "norm_eps": ConfigField(name="rms_norm_eps", read=number, default=1e-6),
+    "tied_embeddings": ConfigField(name="tie_word_embeddings", read=flag, default=False),
+    "qkv_bias": ConfigField(name="attention_bias", read=flag, default=False),
+    "output_bias": ConfigField(name="attention_bias", read=flag, default=False),
+    "mlp_bias": ConfigField(name="mlp_bias", read=flag, default=False),
+    "activation": ConfigField(name="hidden_act", read=one_of("silu"), default="silu"),
 }
 """What the relatives state in the same words; they replace some."""
 
-RELATIVES_FACTS: Mapping[str, Any] = {**FACTS, "num_kv_heads": Key(name="num_key_value_heads", read=positive)}
+RELATIVES_FACTS: Mapping[str, Any] = {**FACTS, "num_kv_heads": ConfigField(name="num_key_value_heads", read=positive)}
 """Where transformers' default for an absent number of KV heads is some model's own, not the number of heads."""
 
 

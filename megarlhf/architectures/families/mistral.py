@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarlhf.architectures.config_spec import ConfigSpec, Key, Refusal, positive
+from megarlhf.architectures.config_spec import ConfigField, ConfigSpec, Refusal, positive
 from megarlhf.architectures.entries import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT
 from megarlhf.architectures.families.llama import RELATIVES_FACTS, decoder
 from megarlhf.architectures.table import Family
@@ -18,7 +18,7 @@ FAMILY = Family(
             "output_bias": False,
             "mlp_bias": False,
             # 4096 is transformers' default for files that lack the key; null says that there is no window.
-            "sliding_window": Key(name="sliding_window", read=positive, default=4096, null_is_none=True),
+            "sliding_window": ConfigField(name="sliding_window", read=positive, default=4096, null_is_none=True),
         },
         refusals=(
             Refusal(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarlhf.architectures.config_spec import ConfigSpec, Key, number, positive
+from megarlhf.architectures.config_spec import ConfigField, ConfigSpec, number, positive
 from megarlhf.architectures.entries import ATTENTION, INPUT_NORM, OUTPUT
 from megarlhf.architectures.families.llama import RELATIVES_FACTS, decoder
 from megarlhf.architectures.moe import experts
@@ -15,13 +15,13 @@ FAMILY = Family(
         scalar_class="MixtralForSequenceClassification",
         facts={
             **RELATIVES_FACTS,
-            "norm_eps": Key(name="rms_norm_eps", read=number, default=1e-5),
+            "norm_eps": ConfigField(name="rms_norm_eps", read=number, default=1e-5),
             "qkv_bias": False,
             "output_bias": False,
             "mlp_bias": False,
-            "sliding_window": Key(name="sliding_window", read=positive, default=None),
-            "num_experts": Key(name="num_local_experts", read=positive),
-            "experts_per_token": Key(name="num_experts_per_tok", read=positive, default=2),
+            "sliding_window": ConfigField(name="sliding_window", read=positive, default=None),
+            "num_experts": ConfigField(name="num_local_experts", read=positive),
+            "experts_per_token": ConfigField(name="num_experts_per_tok", read=positive, default=2),
             "expert_ffn_size": lambda facts: facts["ffn_size"],
             "renormalize_experts": True,
         },

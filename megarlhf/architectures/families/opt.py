@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarlhf.architectures.config_spec import ConfigSpec, Key, Refusal, flag, one_of, only, positive
+from megarlhf.architectures.config_spec import ConfigField, ConfigSpec, Refusal, flag, one_of, only, positive
 from megarlhf.architectures.entries import (
     ATTENTION,
     LM_HEAD,
@@ -49,15 +49,15 @@ FAMILY = Family(
         lm_class="OPTForCausalLM",
         scalar_class="OPTForSequenceClassification",
         facts={
-            "num_layers": Key(name="num_hidden_layers", read=positive),
-            "hidden_size": Key(name="hidden_size", read=positive),
-            "num_heads": Key(name="num_attention_heads", read=positive),
-            "ffn_size": Key(name="ffn_dim", read=positive),
-            "vocab_size": Key(name="vocab_size", read=positive),
-            "max_positions": Key(name="max_position_embeddings", read=positive),
+            "num_layers": ConfigField(name="num_hidden_layers", read=positive),
+            "hidden_size": ConfigField(name="hidden_size", read=positive),
+            "num_heads": ConfigField(name="num_attention_heads", read=positive),
+            "ffn_size": ConfigField(name="ffn_dim", read=positive),
+            "vocab_size": ConfigField(name="vocab_size", read=positive),
+            "max_positions": ConfigField(name="max_position_embeddings", read=positive),
             "norm_eps": 1e-5,
-            "tied_embeddings": Key(name="tie_word_embeddings", read=flag, default=True),
-            "activation": Key(name="activation_function", read=one_of("relu", "gelu"), default="relu"),
+            "tied_embeddings": ConfigField(name="tie_word_embeddings", read=flag, default=True),
+            "activation": ConfigField(name="activation_function", read=one_of("relu", "gelu"), default="relu"),
             **GPT_FACTS,
             "position_offset": 2,
         },

@@ -3,7 +3,7 @@ or LongRoPE."""
 
 from __future__ import annotations
 
-from megarlhf.architectures.config_spec import ConfigSpec, Key, number, only, positive
+from megarlhf.architectures.config_spec import ConfigField, ConfigSpec, number, only, positive
 from megarlhf.architectures.entries import INPUT_NORM, OUTPUT, PRE_MLP_NORM, entry
 from megarlhf.architectures.families.llama import FACTS, decoder
 from megarlhf.architectures.rules import qkv_by_group, qkv_by_kind, split_columns, split_halves
@@ -29,12 +29,12 @@ FAMILY = Family(
         scalar_class="Phi3ForSequenceClassification",
         facts={
             **FACTS,
-            "norm_eps": Key(name="rms_norm_eps", read=number, default=1e-5),
+            "norm_eps": ConfigField(name="rms_norm_eps", read=number, default=1e-5),
             "qkv_bias": False,
             "output_bias": False,
             "mlp_bias": False,
-            "sliding_window": Key(name="sliding_window", read=positive, default=None),
-            "rotary_share": Key(name="partial_rotary_factor", read=number, default=1.0),
+            "sliding_window": ConfigField(name="sliding_window", read=positive, default=None),
+            "rotary_share": ConfigField(name="partial_rotary_factor", read=number, default=1.0),
         },
         # transformers refuses all others here, and takes "yarn" for longrope.
         rope_types=("default", "longrope"),

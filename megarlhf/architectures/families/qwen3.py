@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megarlhf.architectures.config_spec import ConfigSpec, Key, positive
+from megarlhf.architectures.config_spec import ConfigField, ConfigSpec, positive
 from megarlhf.architectures.entries import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT, OUTPUT_BIAS, QK_NORMS
 from megarlhf.architectures.families.llama import RELATIVES_FACTS, decoder
 from megarlhf.architectures.families.qwen2 import WHOLE_ATTENTION
@@ -20,7 +20,7 @@ FAMILY = Family(
         scalar_class="Qwen3ForSequenceClassification",
         facts={
             **RELATIVES_FACTS,
-            "head_dim": Key(name="head_dim", read=positive, default=128),
+            "head_dim": ConfigField(name="head_dim", read=positive, default=128),
             "mlp_bias": False,
             "qk_norm": True,
         },

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarlhf.architectures.config_spec import ConfigSpec, Key, Refusal, flag, positive
+from megarlhf.architectures.config_spec import ConfigField, ConfigSpec, Refusal, flag, positive
 from megarlhf.architectures.entries import INPUT_NORM
 from megarlhf.architectures.families.llama import RELATIVES_FACTS, decoder
 from megarlhf.architectures.families.qwen2 import WHOLE_ATTENTION
@@ -37,10 +37,10 @@ FAMILY = Family(
             **RELATIVES_FACTS,
             "mlp_bias": False,
             "qk_norm": True,
-            "num_experts": Key(name="num_experts", read=positive, alias="num_local_experts"),
-            "experts_per_token": Key(name="num_experts_per_tok", read=positive, default=8),
-            "expert_ffn_size": Key(name="moe_intermediate_size", read=positive),
-            "renormalize_experts": Key(name="norm_topk_prob", read=flag, default=False),
+            "num_experts": ConfigField(name="num_experts", read=positive, alias="num_local_experts"),
+            "experts_per_token": ConfigField(name="num_experts_per_tok", read=positive, default=8),
+            "expert_ffn_size": ConfigField(name="moe_intermediate_size", read=positive),
+            "renormalize_experts": ConfigField(name="norm_topk_prob", read=flag, default=False),
         },
         refusals=(*WHOLE_ATTENTION, *_ALIKE),
     ),

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megarlhf.config.frozen import FrozenModel
-from megarlhf.config.reference import SET, SETS_IN_WORDS, Key, Section, all_paths, sections, set_keys
+from megarlhf.config.reference import SET, SETS_IN_WORDS, ConfigKey, Section, all_paths, sections, set_keys
 
 Configs = Mapping[str, type[FrozenModel]]
 
@@ -19,7 +19,7 @@ Configs = Mapping[str, type[FrozenModel]]
 class _Entry:
     """A key as it is printed once, however many sections and commands have it."""
 
-    key: Key
+    key: ConfigKey
     paths: dict[str, list[str]] = field(default_factory=dict)
     """By path with its section: the commands that read it there."""
 
@@ -47,7 +47,7 @@ def print_keys(words: Sequence[str], configs: Configs) -> None:
 
 def keys_in_words(config: type[FrozenModel]) -> str:
     """Every key of a configuration, section after section; a section that several roles have alike stands once."""
-    blocks: dict[tuple[Key, ...], list[Section]] = {}
+    blocks: dict[tuple[ConfigKey, ...], list[Section]] = {}
     for section in sections(config):
         blocks.setdefault(section.keys, []).append(section)
     parts = []
@@ -68,7 +68,7 @@ def keys_in_words(config: type[FrozenModel]) -> str:
     return "\n\n".join(parts)
 
 
-_Found = tuple[str, str, Key]
+_Found = tuple[str, str, ConfigKey]
 """Command, path with its section, key."""
 
 
@@ -145,12 +145,12 @@ def _in_words(entry: _Entry, *, several: bool) -> str:
     return "\n".join(lines)
 
 
-def _section(path: str, key: Key) -> str:
+def _section(path: str, key: ConfigKey) -> str:
     """What stands ahead of the key: a role, or the key of a set of records."""
     return path.removesuffix(key.path.removeprefix(SET) if key.path.startswith(f"{SET}.") else f".{key.path}")
 
 
-def _of_key(path: str, key: Key) -> list[str]:
+def _of_key(path: str, key: ConfigKey) -> list[str]:
     """Path, type and default in a line, the sentence below."""
     default = key.default.strip("`")
     default = default if default == "required" else f"default {default}"

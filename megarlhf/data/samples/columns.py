@@ -134,7 +134,7 @@ def _prompt_digest(sample: Any) -> int:
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
 
 
-class Writer:
+class ColumnWriter:
     """Appends samples to the files of a directory."""
 
     def __init__(self, directory: Path, sample_type: type[Any]) -> None:

@@ -42,7 +42,7 @@ from megarlhf.data.sources.find import Record
 from megarlhf.data.text.assistant_mask import LossOn, learnt_turns
 from megarlhf.data.text.omissions import Kind
 from megarlhf.data.text.templates import ChatTemplate, Conversation, Template, chat_template, has_template
-from megarlhf.data.text.writer import Writer, response_tokens, text_tokens
+from megarlhf.data.text.writer import TokenWriter, response_tokens, text_tokens
 from megarlhf.data.tokenizers.files import tokenizer_digest, writes_the_date
 from megarlhf.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
@@ -111,9 +111,9 @@ class _Options:
             return chat_template(tokenizer, self.chat_template, self.template_args)
         return None
 
-    def writer(self, tokenizer: Tokenizer) -> Writer:
+    def writer(self, tokenizer: Tokenizer) -> TokenWriter:
         """With this tokenizer. Raises: ValueError as `chat`."""
-        return Writer(tokenizer, self.chat(tokenizer), self.template_may_drop, skips=self.inexact == "skip")
+        return TokenWriter(tokenizer, self.chat(tokenizer), self.template_may_drop, skips=self.inexact == "skip")
 
 
 def _is_cut(record: Mapping[str, Any]) -> bool:
@@ -248,7 +248,7 @@ class PairEncoder(_Options):
         return sample
 
     def _parts(
-        self, record: Mapping[str, Any], writer: Writer
+        self, record: Mapping[str, Any], writer: TokenWriter
     ) -> tuple[tuple[list[int], list[int], list[int]], Sequence[str]]:
         """Prompt, chosen and rejected answer, and what is left out of them, in words."""
         pair = _skipping(pair_of, record, self)

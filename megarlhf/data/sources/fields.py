@@ -216,7 +216,7 @@ _ALSO_CALLED = {
 """Names that others give to what we read, as `columns` takes them."""
 
 
-def meant(missing: str, row: Mapping[str, Any]) -> tuple[Literal["column", "adapter"], str] | None:
+def suggest_column(missing: str, row: Mapping[str, Any]) -> tuple[Literal["column", "adapter"], str] | None:
     """The column that a row may have in place of a field, one whose name is nearly right or says the same, or the
     adapter for such rows. A column that has a meaning of its own, such as `rejected`, is never taken for another
     one."""
@@ -258,7 +258,7 @@ def hint(missing: str, row: Mapping[str, Any]) -> str:
         if messages_in(row[turns]) is not None:
             return f"; is {turns!r} the conversation? Then say columns: {{{MESSAGES}: {turns}}}"
         return f"; {turns!r} looks like a conversation of another form: make {MESSAGES!r} of it by an adapter of yours"
-    if found := meant(missing, row):
+    if found := suggest_column(missing, row):
         kind, name = found
         if kind == "adapter":
             is_pair = row.get("chosen") is not None or name in PAIR_ADAPTERS

@@ -1,7 +1,7 @@
 """Sources: where records come from. Files, directories, patterns, saved datasets, names of the hub, generators.
 
-A source is found without reading its data (`find`), read in chunks of bounded size (`Place.chunks`), and its rows made
-records of by `fields.Reader`. What `datasets` has to cache goes to a temporary directory of this process, which is
+A source is found without reading its data (`find`), read in chunks of bounded size (`FoundSource.chunks`), and its rows
+made records of by `fields.Reader`. What `datasets` has to cache goes to a temporary directory of this process, which is
 removed on return: ranks that load the same file share nothing, so they cannot race.
 """
 
@@ -39,7 +39,7 @@ from megarlhf.data.sources.splits import (
     saved_splits,
 )
 
-__all__ = ["Place", "Record", "files_in_words", "find", "load_records", "require_source", "source_files"]
+__all__ = ["FoundSource", "Record", "files_in_words", "find", "load_records", "require_source", "source_files"]
 
 AnySource = str | Path | SourceConfig | Sequence[SourceConfig]
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
@@ -48,7 +48,7 @@ _LOOKED_AT = 1000
 
 
 @dataclass(frozen=True)
-class Place:
+class FoundSource:
     """A source that was found."""
 
     source: SourceConfig
@@ -116,7 +116,7 @@ class Place:
             )
 
 
-def find(source: SourceConfig) -> Place:
+def find(source: SourceConfig) -> FoundSource:
     """What a source is. No data is read.
 
     Raises: ValueError that names the nearest neighbour of a path that is not there, or lists the splits of a source
@@ -124,27 +124,27 @@ def find(source: SourceConfig) -> Place:
     """
     path, split = source.path, source.split
     if source.kind == "megatron":
-        return Place(source, "indexed", files_of(path))
+        return FoundSource(source, "indexed", files_of(path))
     if is_procedural(path):
         _require_unsplit(source, f"{path} is generated and has")
         require_task(str(path))
-        return Place(source, "generated")
+        return FoundSource(source, "generated")
     if is_pattern(path):
         by_split = files_of_pattern(path)
-        return Place(source, "files", tuple(by_split[chosen_split(str(path), by_split, split)]))
+        return FoundSource(source, "files", tuple(by_split[chosen_split(str(path), by_split, split)]))
     if path.is_dir():
         if saved := saved_splits(path):
             within = path if saved == [""] and split is None else path / chosen_split(str(path), saved, split)
-            return Place(source, "saved", (within,))
+            return FoundSource(source, "saved", (within,))
         by_split = files_of_directory(path, source.subset)
         files = by_split[chosen_split(str(path), by_split, split)]
-        return Place(source, "files", tuple(files), tuple(passed_over(path, by_split)))
+        return FoundSource(source, "files", tuple(files), tuple(passed_over(path, by_split)))
     if path.exists():
         _require_unsplit(source, f"{path} is one file and has")
-        return Place(source, "files", (path,))
+        return FoundSource(source, "files", (path,))
     if not _is_hub_name(str(path)):
         raise ValueError(_missing(path))
-    return Place(source, "hub")
+    return FoundSource(source, "hub")
 
 
 def sources_of(given: AnySource, split: str | None = None) -> tuple[SourceConfig, ...]:

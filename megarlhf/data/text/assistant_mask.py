@@ -14,7 +14,7 @@ from typing import Literal
 
 from megarlhf.data.text.omissions import Kind, require_written
 from megarlhf.data.text.templates import ChatTemplate, Conversation
-from megarlhf.data.text.written import Places, Written
+from megarlhf.data.text.written import Places, WrittenPart
 
 LossOn = Literal["last", "all"]
 
@@ -174,7 +174,7 @@ def _end(template: ChatTemplate, ids: Sequence[int], start: int, turn: int, conv
 
 
 def _require_in_marks(
-    template: ChatTemplate, conversation: Conversation, turns: Sequence[int], written: Written
+    template: ChatTemplate, conversation: Conversation, turns: Sequence[int], written: WrittenPart
 ) -> None:
     """Raises: Inexact where a part of an answer that is to be learnt is written outside the template's marks, or
     another message inside."""

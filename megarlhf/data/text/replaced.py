@@ -30,7 +30,7 @@ _QUOTES = re.compile("""(['"]+)""")
 
 
 @dataclass
-class Part:
+class RequiredText:
     """A text that has to be written."""
 
     kind: Kind
@@ -58,10 +58,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Run:
+class CharacterRun:
     """Stands for a text, a stretch of a text, the white space at one of its ends, or a value."""
 
-    part: Part
+    part: RequiredText
     value: Any
     """Text or value in place of the run in the first rendering."""
     size: int
@@ -81,8 +81,8 @@ class Replaced:
 
     def __init__(self, kept: re.Pattern[str] | None, *, literal: bool = False) -> None:
         """literal: names of tools and values that are no texts stay as they are, and are searched for"""
-        self.parts: list[Part] = []
-        self.runs: dict[str, Run] = {}
+        self.parts: list[RequiredText] = []
+        self.runs: dict[str, CharacterRun] = {}
         """By their character, or as a number."""
         self._kept, self._literal = kept, literal
 
@@ -92,7 +92,7 @@ class Replaced:
         for key in ("content", *THOUGHTS):
             if isinstance(value := message.get(key), str) and value:
                 kind: Kind = "messages" if key == "content" else "thoughts"
-                replaced[key] = self._text(Part(kind, number, key, value, role=message.get("role", "")))
+                replaced[key] = self._text(RequiredText(kind, number, key, value, role=message.get("role", "")))
         if message.get("tool_calls"):
             replaced["tool_calls"] = [self._call(call, number) for call in message["tool_calls"]]
         return replaced
@@ -119,7 +119,7 @@ class Replaced:
         replaced: dict[str, Any] = {}
         for key, part in value.items():
             if key in ("name", "description") and isinstance(part, str) and part:
-                replaced[key] = self._name(Part("tools", None, key, part))
+                replaced[key] = self._name(RequiredText("tools", None, key, part))
             elif key == "properties" and names:
                 replaced[key] = {names[name]: self._described(each) for name, each in part.items()}
             elif key == "required" and isinstance(part, list):
@@ -131,14 +131,14 @@ class Replaced:
     def _keys(self, value: Mapping[str, Any], number: int | None) -> dict[str, str]:
         """Runs in place of keys, which sort as these do."""
         kind: Kind = "tools" if number is None else "tool_calls"
-        return {key: self._name(Part(kind, number, "arguments", key)) for key in sorted(value) if key}
+        return {key: self._name(RequiredText(kind, number, "arguments", key)) for key in sorted(value) if key}
 
-    def _name(self, part: Part) -> str:
+    def _name(self, part: RequiredText) -> str:
         if self._literal and part.key != "description":
             return self._searched(part, part.text)
         return self._whole(part)
 
-    def _searched(self, part: Part, value: Any) -> Any:
+    def _searched(self, part: RequiredText, value: Any) -> Any:
         part.replaced = value
         self.parts.append(part)
         return value
@@ -152,7 +152,7 @@ class Replaced:
             function = replaced
             del replaced["function"]
         if isinstance(name := function.get("name"), str) and name:
-            function["name"] = self._name(Part("tool_calls", number, "name", name))
+            function["name"] = self._name(RequiredText("tool_calls", number, "name", name))
             if isinstance(call.get("id"), str):  # Kimi's has the name in it
                 replaced["id"] = call["id"].replace(name, function["name"])
         if "arguments" in function:
@@ -165,7 +165,7 @@ class Replaced:
             return {names.get(key, key): self._argument(part, number) for key, part in value.items()}
         if isinstance(value, list):
             return [self._argument(part, number) for part in value]
-        part = Part("tools" if number is None else "tool_calls", number, "arguments", str(value))
+        part = RequiredText("tools" if number is None else "tool_calls", number, "arguments", str(value))
         if isinstance(value, str):
             return self._whole(part) if value else value
         if self._literal:
@@ -174,19 +174,19 @@ class Replaced:
         part.replaced = self._add(part, str(other), value, len(str(other)))
         return other
 
-    def _add(self, part: Part, key: str, value: Any, size: int) -> str:
+    def _add(self, part: RequiredText, key: str, value: Any, size: int) -> str:
         if len(self.runs) >= _COUNT:
             raise ValueError(f"the conversation has more than {_COUNT} texts; leave it out, or cut it")
         if not part.runs:
             self.parts.append(part)
         part.runs.append(key)
-        self.runs[key] = Run(part, value, size)
+        self.runs[key] = CharacterRun(part, value, size)
         return key
 
-    def _run(self, part: Part, text: str) -> str:
+    def _run(self, part: RequiredText, text: str) -> str:
         return self._add(part, chr(_FIRST + len(self.runs)), text, len(text)) * len(text)
 
-    def _whole(self, part: Part) -> str:
+    def _whole(self, part: RequiredText) -> str:
         """A run. Quotes in a name or an argument stay, as Python chooses by them what it writes around a text."""
         pieces = _QUOTES.split(part.text) if part.kind in ("tool_calls", "tools") else [part.text]
         replaced = "".join(
@@ -195,7 +195,7 @@ class Replaced:
         part.replaced = replaced if part.runs else self._run(part, part.text)
         return str(part.replaced)
 
-    def _text(self, part: Part) -> str:
+    def _text(self, part: RequiredText) -> str:
         """Runs for a text, but not for white space around it and for strings that the template may look for."""
         text = part.text.strip()
         if text == part.text and (self._kept is None or self._kept.search(text) is None):
@@ -221,7 +221,7 @@ class Replaced:
         part.replaced = "".join(pieces) + self._edge(part, part.text[start + len(text) :])
         return str(part.replaced)
 
-    def _edge(self, part: Part, space: str) -> str:
+    def _edge(self, part: RequiredText, space: str) -> str:
         """White space at an end of a text, as other white space."""
         number, key = len(self.runs), ""
         for _ in range(_WIDTH):

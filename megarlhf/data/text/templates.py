@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 from megarlhf.data.text.omissions import Omission
 from megarlhf.data.text.replaced import THOUGHTS, kept_strings
 from megarlhf.data.text.tool_keys import keys_of_tools, without_key
-from megarlhf.data.text.written import Written, compare
+from megarlhf.data.text.written import WrittenPart, compare
 from megarlhf.data.tokenizers.jinja_chat import STANDARD_ROLES, ChatProgram, program_of
 from megarlhf.data.tokenizers.protocol import ChatTokenizer
 from megarlhf.data.tokenizers.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
@@ -88,7 +88,7 @@ class ChatTemplate:
                 messages, self.given, {**self.variables, **variables}, tools=tools, reply=reply
             )
 
-    def written(self, conversation: Conversation, text: str, *, reply: bool = False) -> Written:
+    def written(self, conversation: Conversation, text: str, *, reply: bool = False) -> WrittenPart:
         """Find the conversation in `text`, as `self.text` has made it. Raises: ValueError as `text`."""
         messages, tools = self._adapted(conversation.messages), conversation.tools
         found = self._compare(text, messages, tools, conversation.variables, reply)
@@ -101,7 +101,7 @@ class ChatTemplate:
         tools: Any = None,
         variables: Mapping[str, Any] = MappingProxyType({}),
         reply: bool = False,
-    ) -> Written:
+    ) -> WrittenPart:
         def render(messages: Messages, tools: Any) -> str:
             return self._render(messages, tools, variables, reply)
 
@@ -111,7 +111,7 @@ class ChatTemplate:
     def _kept(self) -> re.Pattern[str] | None:
         return kept_strings(self.program.strings)
 
-    def _swallowed(self, text: str, written: Written) -> list[Omission]:
+    def _swallowed(self, text: str, written: WrittenPart) -> list[Omission]:
         """White space of messages that the template writes and the tokenizer does not, as it stands beside a token that
         takes it in: Phi-3's marks have `rstrip`."""
         taken = [match.span(match.lastindex or 0) for match in self._takes.finditer(text)] if self._takes else []

@@ -13,7 +13,7 @@ from megarlhf.data.text.templates import ChatTemplate, Conversation, chat_templa
 from megarlhf.data.tokenizers.tokenizer import Tokenizer
 
 
-class Writer:
+class TokenWriter:
     """Prompts and answers as token ids, by one tokenizer and one template."""
 
     def __init__(

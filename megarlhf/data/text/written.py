@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarlhf.data.text.omissions import Omission
-from megarlhf.data.text.replaced import RUN, Message, Part, Replaced, Run, Tools
+from megarlhf.data.text.replaced import RUN, CharacterRun, Message, Replaced, RequiredText, Tools
 
 Render = Callable[[list[dict[str, Any]], Tools | None], str]
 """The text of messages and tools, as the template writes them."""
-Stretches = list[tuple[int, int, Part]]
+Stretches = list[tuple[int, int, RequiredText]]
 """Where something of a part stands in the rendered text: its first character, and the one behind its last."""
 Places = dict[int, tuple[int, int]]
 """Of each message of which something is written: its first character in the rendered text, and the one behind its
@@ -32,7 +32,7 @@ last."""
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenPart:
     """The part of a conversation that a rendered text has."""
 
     omissions: list[Omission]
@@ -68,10 +68,10 @@ def compare(
     messages: Sequence[Message],
     tools: Tools | None,
     kept: re.Pattern[str] | None,
-) -> Written:
+) -> WrittenPart:
     """Find the messages in `text`, as `render` has written them. `kept`: see `kept_strings`. Raises: what the
     template raises."""
-    first: Written | ValueError
+    first: WrittenPart | ValueError
     try:
         first = _compared(text, render, messages, tools, Replaced(kept))
         if not any(omission.kind in ("tool_calls", "tools") for omission in first.omissions):
@@ -90,7 +90,7 @@ def compare(
 
 def _compared(
     text: str, render: Render, messages: Sequence[Message], tools: Tools | None, replaced: Replaced
-) -> Written:
+) -> WrittenPart:
     second = render([replaced.message(n, each) for n, each in enumerate(messages)], replaced.tools(tools))
     aligned, _ = _aligned(text, second, replaced.runs)
     if aligned is None:
@@ -102,11 +102,11 @@ def _compared(
         for part in incomplete
         if not (part.commands and _obeys(text, render, messages, tools, part, squeezed))
     ]
-    return Written(omissions, _stretches(aligned, replaced.runs))
+    return WrittenPart(omissions, _stretches(aligned, replaced.runs))
 
 
 def _obeys(
-    text: str, render: Render, messages: Sequence[Message], tools: Tools | None, part: Part, squeezed: str
+    text: str, render: Render, messages: Sequence[Message], tools: Tools | None, part: RequiredText, squeezed: str
 ) -> bool:
     """Tell whether the template writes all of a system message but commands that change something else: SmolLM3's
     `/no_think`."""
@@ -118,13 +118,13 @@ def _obeys(
     return render(changed, tools) != text
 
 
-def _compare_without_white_space(text: str, second: str, replaced: Replaced) -> Written:
+def _compare_without_white_space(text: str, second: str, replaced: Replaced) -> WrittenPart:
     """Compare renderings that differ elsewhere than in the runs."""
     squeezed = _squeezed(second)
     aligned, wrong = _aligned(_squeezed(text), squeezed, replaced.runs, spell=_squeezed_spellings)
     if aligned is None:
         part = replaced.runs[wrong].part if wrong else replaced.parts[0]
-        return Written([part.omission()], [])
+        return WrittenPart([part.omission()], [])
     numbers = [number for number, character in enumerate(text) if not character.isspace()]
     moved = {key: [(numbers[first], numbers[end - 1] + 1) for first, end in found] for key, found in aligned.items()}
     incomplete = [part for part in replaced.parts if not _is_whole(part, second, aligned)]
@@ -132,7 +132,7 @@ def _compare_without_white_space(text: str, second: str, replaced: Replaced) -> 
     if not omissions:  # white space within a text
         wrong = _aligned(text, second, replaced.runs)[1]
         omissions = [(replaced.runs[wrong].part if wrong else replaced.parts[0]).omission("white_space")]
-    return Written(omissions, _stretches(moved, replaced.runs))
+    return WrittenPart(omissions, _stretches(moved, replaced.runs))
 
 
 _Aligned = dict[str, list[tuple[int, int]]]
@@ -140,7 +140,7 @@ _Aligned = dict[str, list[tuple[int, int]]]
 
 
 def _aligned(
-    text: str, second: str, runs: Mapping[str, Run], spell: Callable[[Any], Iterator[str]] | None = None
+    text: str, second: str, runs: Mapping[str, CharacterRun], spell: Callable[[Any], Iterator[str]] | None = None
 ) -> tuple[_Aligned | None, str]:
     """None where the renderings differ elsewhere than in whole runs, with the key of the run before that place, or
     where it is the first, of that one."""
@@ -184,14 +184,14 @@ def _squeezed_spellings(value: Any) -> Iterator[str]:
     return map(_squeezed, _spellings(value))
 
 
-def _is_whole(part: Part, second: str, aligned: _Aligned) -> bool:
+def _is_whole(part: RequiredText, second: str, aligned: _Aligned) -> bool:
     if any(run not in aligned for run in part.runs):
         return False
     is_one_run = len(part.runs) == 1 and part.replaced.strip(part.runs[0]) == ""
     return is_one_run or any(spelled in second for spelled in _spellings(part.replaced))
 
 
-def _omission(part: Part, squeezed: str) -> Omission:
+def _omission(part: RequiredText, squeezed: str) -> Omission:
     """The omission of a part that is not whole; `squeezed`: the second rendering without white space."""
     if any(_squeezed(spelled) in squeezed for spelled in _spellings(part.replaced)):
         return part.omission("white_space")
@@ -206,5 +206,5 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def _stretches(aligned: _Aligned, runs: Mapping[str, Run]) -> Stretches:
+def _stretches(aligned: _Aligned, runs: Mapping[str, CharacterRun]) -> Stretches:
     return [(first, end, runs[key].part) for key, found in aligned.items() for first, end in found]

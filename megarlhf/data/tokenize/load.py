@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from megarlhf.config import DataConfig, PromptDataConfig, SourceConfig
 from megarlhf.config.data import PHASES
 from megarlhf.data.sample_types import Encoder, PromptSample, Skipped
-from megarlhf.data.samples.columns import FORMAT, Columns, Writer
+from megarlhf.data.samples.columns import FORMAT, Columns, ColumnWriter
 from megarlhf.data.samples.dataset import Joined, Samples, Stored, positions_of_shared
 from megarlhf.data.samples.encoders import Form, PairEncoder, PromptEncoder, SFTEncoder, form_of_record
 from megarlhf.data.samples.megatron_indexed import IndexedOptions, IndexedSamples
@@ -24,9 +24,9 @@ from megarlhf.data.samples.split import phase_share, set_aside
 from megarlhf.data.samples.truncation import CuttingEncoder
 from megarlhf.data.sources.adapters import digest_of_adapter
 from megarlhf.data.sources.fields import LEFT_OUT, Fields, LeftOut, Reader
-from megarlhf.data.sources.find import Place, files_in_words, find
+from megarlhf.data.sources.find import FoundSource, files_in_words, find
 from megarlhf.data.tokenize.cache import cache_directory, digest_of_file, entry, key_of, stamp
-from megarlhf.data.tokenize.workers import Job, encode_all
+from megarlhf.data.tokenize.workers import EncodingJob, encode_all
 
 logger = logging.getLogger(__name__)
 Sample = TypeVar("Sample")
@@ -141,7 +141,7 @@ class SetLoader(Generic[Sample]):
                 "versions": {name: _version(name) for name in _READERS},
             }
         )
-        job = Job(source, _of_one_form(encoder, place), self.sample_type, self.fields)
+        job = EncodingJob(source, _of_one_form(encoder, place), self.sample_type, self.fields)
         directory, made = entry(cache, key, lambda partial: _tokenize(place, job, partial, self.data.workers))
         columns = Columns(directory, self.sample_type)
         manifest = columns.manifest
@@ -171,7 +171,7 @@ class SetLoader(Generic[Sample]):
         return encoder
 
 
-def _of_one_form(encoder: Any, place: Place) -> Any:
+def _of_one_form(encoder: Any, place: FoundSource) -> Any:
     """The encoder, told what the first record of the set is. What is wrong with that one is said when it is encoded."""
     if isinstance(encoder, CuttingEncoder):
         return CuttingEncoder(_of_one_form(encoder.encoder, place))
@@ -181,7 +181,7 @@ def _of_one_form(encoder: Any, place: Place) -> Any:
     return encoder if first is None else replace(encoder, form=first[0])
 
 
-def first_record(encoder: Any, place: Place) -> tuple[Form, Mapping[str, Any]] | None:
+def first_record(encoder: Any, place: FoundSource) -> tuple[Form, Mapping[str, Any]] | None:
     """What the first record of a set that can be used is read as, and the record, where a look at the disk tells it."""
     reader = Reader(place.source, ())
     for where, row in place.first_rows(3):
@@ -201,7 +201,7 @@ def _unread_in_words(columns: Mapping[str, int], records: int) -> str:
     return f"; columns that are not read: {', '.join(shown[:_SHOWN_COLUMNS])}{more}"
 
 
-def _content(place: Place, cache: Path) -> list[Any]:
+def _content(place: FoundSource, cache: Path) -> list[Any]:
     """What a source consists of, wherever it lies."""
     if place.kind == "files":
         return ["files", *(digest_of_file(file, cache) for file in _files(place))]
@@ -232,11 +232,11 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _tokenize(place: Place, job: Job, directory: Path, workers: int | None) -> None:
+def _tokenize(place: FoundSource, job: EncodingJob, directory: Path, workers: int | None) -> None:
     """Raises: ValueError, also for a source without a usable record."""
     logger.info("tokenizing %s", job.source.words)
     before = _stamps(place)
-    writer = Writer(directory, job.sample_type)
+    writer = ColumnWriter(directory, job.sample_type)
     try:
         encode_all(job, place.chunks(), writer, workers)
         if not writer.num_records:
@@ -251,11 +251,11 @@ def _tokenize(place: Place, job: Job, directory: Path, workers: int | None) -> N
         writer.close()
 
 
-def _stamps(place: Place) -> list[list[int]]:
+def _stamps(place: FoundSource) -> list[list[int]]:
     return [stamp(file) for file in _files(place)]
 
 
-def _files(place: Place) -> list[Path]:
+def _files(place: FoundSource) -> list[Path]:
     """Of a source on disk: in the order in which they are read, or of their names."""
     if place.kind == "saved":
         return sorted(file for file in place.files[0].rglob("*") if file.is_file())

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, cast
 
 from megarlhf.config import SourceConfig
 from megarlhf.data.sample_types import Changed, Encoder, Unusable
-from megarlhf.data.samples.columns import Packed, Writer, kinds_of, pack
+from megarlhf.data.samples.columns import ColumnWriter, Packed, kinds_of, pack
 from megarlhf.data.sources.fields import LEFT_OUT, Fields, LeftOut, Reader
 from megarlhf.data.sources.read import Chunk
 from megarlhf.data.sources.unread_columns import counted, unread_columns
@@ -43,7 +43,7 @@ _UNKNOWN = "with text that the tokenizer does not know, which became its unknown
 
 
 @dataclass(frozen=True)
-class Job:
+class EncodingJob:
     """How the rows of one source become samples."""
 
     source: SourceConfig
@@ -55,7 +55,7 @@ class Job:
 class Opened:
     """A job with its tokenizer and adapter loaded."""
 
-    def __init__(self, job: Job, load: Callable[[], Any]) -> None:
+    def __init__(self, job: EncodingJob, load: Callable[[], Any]) -> None:
         """load: that of the job's encoder, or what gives the same here as it gave in another process"""
         self._reader = Reader(job.source, job.fields)
         self.loaded = load()
@@ -108,7 +108,7 @@ class Opened:
         return any(self._unk_id in getattr(sample, name) for name in self._token_fields)
 
 
-def encode_all(job: Job, chunks: Iterator[Chunk], writer: Writer, workers: int | None) -> None:
+def encode_all(job: EncodingJob, chunks: Iterator[Chunk], writer: ColumnWriter, workers: int | None) -> None:
     """Append the samples of all chunks. Raises: ValueError as `Opened`."""
     encode, first_record = Opened(job, job.encoder.load), 0
     others = min(workers or len(os.sched_getaffinity(0)), MOST_WORKERS) - 1
@@ -180,7 +180,7 @@ class _Part:
 class _Pool:
     """Worker processes, each with a thread of this one that talks to it."""
 
-    def __init__(self, job: Job, loaded: Any, count: int) -> None:
+    def __init__(self, job: EncodingJob, loaded: Any, count: int) -> None:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),

@@ -36,7 +36,7 @@ from torch.autograd.function import once_differentiable
 from megarlhf.kernels.backends import log_once
 from megarlhf.models.attention.past import attend_to_the_past, attention_path, varlen
 from megarlhf.parallel.packing.rows import PackedRow
-from megarlhf.parallel.packing.trees import Part, Trees
+from megarlhf.parallel.packing.trees import QueryBlocks, Trees
 
 log = logging.getLogger(__name__)
 
@@ -83,13 +83,15 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 class Kernel(Protocol):
     """Attention over blocks of a row, forward and backward, with its log-sum-exp."""
 
-    def calls(self, part: Part) -> Sequence[Part]:
+    def calls(self, part: QueryBlocks) -> Sequence[QueryBlocks]:
         """A part as parts that one call takes each."""
 
-    def forward(self, inputs: Inputs, part: Part, how: How) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Inputs, part: QueryBlocks, how: How) -> tuple[Tensor, Tensor]:
         """Of the part: output [L, N, D], and log-sum-exp [L, N] in fp32 or fp64."""
 
-    def backward(self, gradient: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, part: Part, how: How) -> Inputs:
+    def backward(
+        self, gradient: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, part: QueryBlocks, how: How
+    ) -> Inputs:
         """The part's share of the gradients of its queries, keys and values, from the row's: the gradient, the output
         and the log-sum-exp of all that its queries see. What it gives for keys without queries may be anything."""
 
@@ -192,17 +194,19 @@ class CpuFlash:
     """torch's flash attention for a CPU, one call for blocks of equal shape. It takes views, and fewer key-value groups
     than heads."""
 
-    def calls(self, part: Part) -> Sequence[Part]:
+    def calls(self, part: QueryBlocks) -> Sequence[QueryBlocks]:
         return part.runs
 
-    def forward(self, inputs: Inputs, part: Part, how: How) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Inputs, part: QueryBlocks, how: How) -> tuple[Tensor, Tensor]:
         query, *keys = inputs
         blocks = (_queries(query, part), *(_keys(x, part) for x in keys))
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
         out, lse = attend(*blocks, 0.0, how.causal, scale=how.scale)
         return _row(out), _row(lse)
 
-    def backward(self, gradient: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, part: Part, how: How) -> Inputs:
+    def backward(
+        self, gradient: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, part: QueryBlocks, how: How
+    ) -> Inputs:
         query, *keys = inputs
         blocks = (_queries(gradient, part), _queries(query, part), *(_keys(x, part) for x in keys))
         whole = _queries(out, part), _queries(lse, part)
@@ -211,11 +215,11 @@ class CpuFlash:
         return _row(to_query), _row(to_key), _row(to_value)
 
 
-def _queries(x_TN: Tensor, part: Part) -> Tensor:
+def _queries(x_TN: Tensor, part: QueryBlocks) -> Tensor:
     return _blocks(x_TN, part.query, len(part.shapes), part.shapes[0].queries)
 
 
-def _keys(x_TG: Tensor, part: Part) -> Tensor:
+def _keys(x_TG: Tensor, part: QueryBlocks) -> Tensor:
     return _blocks(x_TG, part.key, len(part.shapes), part.shapes[0].keys)
 
 
@@ -243,10 +247,10 @@ class Varlen:
     def __init__(self, forward: Callable[..., Any], backward: Callable[..., Any], says_groups: bool = True) -> None:
         self._forward, self._backward, self._says_groups = forward, backward, says_groups
 
-    def calls(self, part: Part) -> Sequence[Part]:
+    def calls(self, part: QueryBlocks) -> Sequence[QueryBlocks]:
         return (part,)
 
-    def forward(self, inputs: Inputs, part: Part, how: How) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Inputs, part: QueryBlocks, how: How) -> tuple[Tensor, Tensor]:
         query, key, value = _cut(inputs, part)
         grouped = (query.size(1) != key.size(1),) if self._says_groups else ()
         # For a longest of one query and fewer groups than heads, the kernel takes it that all blocks have one.
@@ -257,7 +261,9 @@ class Varlen:
         assert got == expected, f"varlen_attn's log-sum-exp is [heads, queries] = {expected}, got {got}"
         return out, lse_NL.t()
 
-    def backward(self, gradient: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, part: Part, how: How) -> Inputs:
+    def backward(
+        self, gradient: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, part: QueryBlocks, how: How
+    ) -> Inputs:
         gradient, out, lse_LN = (x[part.queries] for x in (gradient, out, lse))
         state = torch.zeros(2, dtype=torch.uint64, device=out.device)  # of a dropout that there is not
         found: Inputs = self._backward(
@@ -267,7 +273,7 @@ class Varlen:
         return found
 
 
-def _cut(inputs: Inputs, part: Part) -> Inputs:
+def _cut(inputs: Inputs, part: QueryBlocks) -> Inputs:
     query, key, value = inputs
     return query[part.queries], key[part.keys], value[part.keys]
 

@@ -1,7 +1,7 @@
 """Which curves a report shows, and how one becomes a plotly figure (plain dictionaries: data and layout).
 
-A `Run` is the record of one run directory. `figure` draws the metrics of a chart for the runs of one kind, over each
-other. One run: a colour per metric. Several runs: a colour per run, a dash per metric.
+A `RecordedRun` is the record of one run directory. `figure` draws the metrics of a chart for the runs of one kind, over
+each other. One run: a colour per metric. Several runs: a colour per run, a dash per metric.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TEMPLATE: dict[str, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RecordedRun:
     """The record of one run: its name, kind, lines of metrics.jsonl and configuration (YAML text)."""
 
     name: str
@@ -75,7 +75,7 @@ def kind_of(rows: Iterable[dict[str, Any]]) -> Kind:
     return "sft"
 
 
-def charts_of(kind: Kind, runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
+def charts_of(kind: Kind, runs: Sequence[RecordedRun]) -> tuple[list[Chart], list[Chart]]:
     """The charts of a kind that have something to show, and one for every metric that none of them has; `wall_clock`
     stands in the summary."""
     logged = list(dict.fromkeys(name for run in runs for name in run.metrics()))
@@ -84,7 +84,7 @@ def charts_of(kind: Kind, runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]
     return own, [Chart(title=name, metrics=(name,)) for name in logged if name not in covered]
 
 
-def figure(chart: Chart, runs: Sequence[Run]) -> dict[str, Any]:
+def figure(chart: Chart, runs: Sequence[RecordedRun]) -> dict[str, Any]:
     """The plotly figure of a chart: `{"data": [...], "layout": {...}}`, ready for JSON."""
     if chart.stacked and len(runs) > 1:
         return _phase_totals(chart, runs)
@@ -98,7 +98,7 @@ def figure(chart: Chart, runs: Sequence[Run]) -> dict[str, Any]:
     return {"data": data, "layout": _layout(chart, runs, has_right=any("yaxis" in trace for trace in data))}
 
 
-def _trace(chart: Chart, run: Run, metric: str, colour: str, dash: str) -> dict[str, Any]:
+def _trace(chart: Chart, run: RecordedRun, metric: str, colour: str, dash: str) -> dict[str, Any]:
     points = run.series(metric)
     sparse = len(points) * 2 <= len(run.rows) or len(points) < 3
     trace: dict[str, Any] = {
@@ -114,7 +114,7 @@ def _trace(chart: Chart, run: Run, metric: str, colour: str, dash: str) -> dict[
     return {**trace, "yaxis": "y2"} if metric in chart.right else trace
 
 
-def _phase_totals(chart: Chart, runs: Sequence[Run]) -> dict[str, Any]:
+def _phase_totals(chart: Chart, runs: Sequence[RecordedRun]) -> dict[str, Any]:
     """Several runs side by side: mean seconds per step of each phase, as stacked bars."""
     data = []
     for index, metric in enumerate(chart.metrics):
@@ -126,7 +126,7 @@ def _phase_totals(chart: Chart, runs: Sequence[Run]) -> dict[str, Any]:
     return {"data": data, "layout": layout | {"xaxis": {"title": {"text": "mean seconds per step"}}}}
 
 
-def _layout(chart: Chart, runs: Sequence[Run], *, has_right: bool) -> dict[str, Any]:
+def _layout(chart: Chart, runs: Sequence[RecordedRun], *, has_right: bool) -> dict[str, Any]:
     yaxis: dict[str, Any] = {"title": {"text": chart.axis}}
     values = [value for run in runs for metric in chart.metrics for _, value in run.finite(metric)]
     if chart.log_if_positive and values and min(values) > 0:
@@ -148,7 +148,7 @@ def _layout(chart: Chart, runs: Sequence[Run], *, has_right: bool) -> dict[str, 
     return layout
 
 
-def _mark_of_best(chart: Chart, runs: Sequence[Run]) -> dict[str, Any]:
+def _mark_of_best(chart: Chart, runs: Sequence[RecordedRun]) -> dict[str, Any]:
     """A dotted line where the metric was highest, unless it was at the run's end; for one run."""
     metric = chart.mark_best
     points = runs[0].finite(metric) if len(runs) == 1 and metric is not None else []

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from megarlhf.observe.report.chart_list import Chart
-from megarlhf.observe.report.charts import Run
+from megarlhf.observe.report.charts import RecordedRun
 from megarlhf.observe.report.html_page import DRAW, check_replaceable, document, write_whole, written_by
 from megarlhf.observe.report.page import distinct, panel, read_run
 from megarlhf.observe.terminal.progress import format_number, make_console, table
@@ -90,7 +90,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def final_figures(
-    runs: Sequence[Run], intervals: Sequence[Mapping[str, tuple[float, float]]]
+    runs: Sequence[RecordedRun], intervals: Sequence[Mapping[str, tuple[float, float]]]
 ) -> dict[str, list[Final | None]]:
     """By metric that two runs or more have: the last finite value of each run, None where it has none."""
     names = list(dict.fromkeys(name for run in runs for name in run.metrics() if name not in _NOT_COMPARED))
@@ -128,7 +128,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _page(
-    runs: Sequence[Run],
+    runs: Sequence[RecordedRun],
     finals: Mapping[str, Sequence[Final | None]],
     differences: Mapping[str, Sequence[str]],
     title: str,
@@ -146,7 +146,7 @@ def _page(
     return document(title, COMPARE, parts, figures, script=DRAW)
 
 
-def _with(runs: Sequence[Run], metric: str) -> list[Run]:
+def _with(runs: Sequence[RecordedRun], metric: str) -> list[RecordedRun]:
     """Those that have it."""
     return [run for run in runs if run.series(metric)]
 

@@ -13,7 +13,7 @@ from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.observe.records.run_directory import CONFIG_FILE
 from megarlhf.observe.records.sample_tables import read_shown
 from megarlhf.observe.report.chart_list import KIND_TITLES, SUMMARY, Chart, Kind
-from megarlhf.observe.report.charts import Run, charts_of, figure, kind_of
+from megarlhf.observe.report.charts import RecordedRun, charts_of, figure, kind_of
 from megarlhf.observe.report.html_page import DRAW, check_replaceable, document, write_whole, written_by
 from megarlhf.observe.report.samples import STYLE as STYLE_OF_SAMPLES
 from megarlhf.observe.report.samples import section_of_samples
@@ -39,7 +39,7 @@ def write_report(run_dirs: Sequence[Path], out: Path, *, title: str, first: Sequ
     write_whole(out, page)
 
 
-def read_run(run_dir: Path) -> Run:
+def read_run(run_dir: Path) -> RecordedRun:
     """The record of one run directory."""
     rows = read_metrics(run_dir)
     if not rows:
@@ -47,10 +47,10 @@ def read_run(run_dir: Path) -> Run:
     config = run_dir / CONFIG_FILE
     text = config.read_text(encoding="utf-8") if config.is_file() else None
     tables = read_shown(run_dir)
-    return Run(name=run_dir.resolve().name, kind=kind_of(rows), rows=rows, config=text, tables=tables)
+    return RecordedRun(name=run_dir.resolve().name, kind=kind_of(rows), rows=rows, config=text, tables=tables)
 
 
-def distinct(runs: Sequence[Run]) -> list[Run]:
+def distinct(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
     """Number the runs whose directories have the same name (a/rl and b/rl)."""
     names = [run.name for run in runs]
     result = []
@@ -61,7 +61,7 @@ def distinct(runs: Sequence[Run]) -> list[Run]:
     return result
 
 
-def render(runs: Sequence[Run], *, title: str, first: Sequence[str] = ()) -> str:
+def render(runs: Sequence[RecordedRun], *, title: str, first: Sequence[str] = ()) -> str:
     """The whole page."""
     figures: list[dict[str, Any]] = []
     runs = sorted(runs, key=lambda run: list(KIND_TITLES).index(run.kind))
@@ -72,7 +72,7 @@ def render(runs: Sequence[Run], *, title: str, first: Sequence[str] = ()) -> str
     return document(title, REPORT, parts, figures, style=STYLE_OF_SAMPLES, script=DRAW)
 
 
-def _summary(runs: Sequence[Run]) -> str:
+def _summary(runs: Sequence[RecordedRun]) -> str:
     """The figures of every run: first, last and best."""
     body = []
     for run in runs:
@@ -91,7 +91,7 @@ def _summary(runs: Sequence[Run]) -> str:
     return f'<div class="panel scroll"><table>{head}<tbody>{"".join(body)}</tbody></table></div>'
 
 
-def _summary_cells(run: Run, metric: str) -> str:
+def _summary_cells(run: RecordedRun, metric: str) -> str:
     points = run.finite(metric)
     cells = [format_number(points[0][1]), f"<b>{format_number(points[-1][1])}</b>"]
     best = SUMMARY[run.kind][metric]
@@ -100,7 +100,7 @@ def _summary_cells(run: Run, metric: str) -> str:
     return f"<td>{html.escape(metric)}</td>" + "".join(f'<td class="n">{cell}</td>' for cell in cells)
 
 
-def _duration(run: Run) -> str:
+def _duration(run: RecordedRun) -> str:
     """The time of all steps: `seconds`, or the sum of the phases."""
     names = [name for name in run.metrics() if name == "seconds"]
     names = names or [name for name in run.metrics() if name.startswith("seconds_")]
@@ -108,20 +108,20 @@ def _duration(run: Run) -> str:
     return f", {format_duration(total)} in steps" if names else ""
 
 
-def _when(run: Run) -> str:
+def _when(run: RecordedRun) -> str:
     """From the first logged step to the last one, of all starts."""
     times = [datetime.fromtimestamp(value, timezone.utc) for _, value in run.finite("wall_clock")]
     return f", {times[0]:%Y-%m-%d %H:%M} to {times[-1]:%Y-%m-%d %H:%M} UTC" if times else ""
 
 
-def _not_finite(run: Run) -> str:
+def _not_finite(run: RecordedRun) -> str:
     """A warning that names the metrics with a null, which is what NaN and infinities are written as."""
     counts = {name: sum(value is None for _, value in run.series(name)) for name in run.metrics()}
     not_finite = [f"{html.escape(name)} at {count} steps" for name, count in counts.items() if count]
     return f'<div class="soft warning">not finite: {", ".join(not_finite)}</div>' if not_finite else ""
 
 
-def _section(kind: Kind, runs: Sequence[Run], figures: list[dict[str, Any]]) -> str:
+def _section(kind: Kind, runs: Sequence[RecordedRun], figures: list[dict[str, Any]]) -> str:
     own, more = charts_of(kind, runs)
     names = ", ".join(html.escape(run.name) for run in runs)
     head = f'<h2>{KIND_TITLES[kind]}</h2>\n<p class="soft">{names}</p>'
@@ -134,7 +134,7 @@ def _section(kind: Kind, runs: Sequence[Run], figures: list[dict[str, Any]]) -> 
     return "\n".join(parts)
 
 
-def panel(chart: Chart, runs: Sequence[Run], figures: list[dict[str, Any]]) -> str:
+def panel(chart: Chart, runs: Sequence[RecordedRun], figures: list[dict[str, Any]]) -> str:
     figures.append(figure(chart, runs))
     hint = f'<div class="soft">{html.escape(chart.hint)}</div>' if chart.hint else ""
     return (
@@ -143,7 +143,7 @@ def panel(chart: Chart, runs: Sequence[Run], figures: list[dict[str, Any]]) -> s
     )
 
 
-def _configs(runs: Sequence[Run]) -> str:
+def _configs(runs: Sequence[RecordedRun]) -> str:
     parts = ["<h2>Resolved configuration</h2>"]
     for run in runs:
         text = run.config if run.config is not None else f"no {CONFIG_FILE} in the run directory"

@@ -9,7 +9,7 @@ import html
 from collections.abc import Sequence
 
 from megarlhf.observe.records.sample_tables import Row, in_words
-from megarlhf.observe.report.charts import Run
+from megarlhf.observe.report.charts import RecordedRun
 
 MAX_ROWS = 12
 MAX_CHARACTERS = 1200
@@ -22,13 +22,13 @@ STYLE = """
 """
 
 
-def section_of_samples(runs: Sequence[Run]) -> str:
+def section_of_samples(runs: Sequence[RecordedRun]) -> str:
     """The tables of the runs that have any; nothing where none has."""
     parts = [_of_run(run) for run in runs if run.tables.evaluations or run.tables.training]
     return "\n".join(["<h2>Samples</h2>", *parts]) if parts else ""
 
 
-def _of_run(run: Run) -> str:
+def _of_run(run: RecordedRun) -> str:
     parts = [f'<p class="run">{html.escape(run.name)}</p>']
     if run.tables.evaluations:
         parts.append('<p class="soft">Held-out prompts and greedy responses: the same prompts at each evaluation.</p>')
@@ -41,7 +41,7 @@ def _of_run(run: Run) -> str:
     return "\n".join(parts)
 
 
-def _evaluations(run: Run) -> str:
+def _evaluations(run: RecordedRun) -> str:
     """A column for each evaluation; the rows are those of the latest one."""
     tables = run.tables.evaluations
     steps = list(tables)

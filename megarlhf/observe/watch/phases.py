@@ -64,7 +64,7 @@ class Preparation(Protocol):
     def __call__(self) -> None: ...
 
 
-class Sharing(Protocol):
+class PhaseExchange(Protocol):
     """What all ranks tell each other once a step."""
 
     def end_step(self, step: int, local_seconds: Mapping[str, float]) -> Exception | None:
@@ -93,7 +93,7 @@ class Phases:
         self.step: int | None = None
         """The step that is being made, from 1; None before the first step and between two, as while one is saved."""
         self.observer: Observer | None = None
-        self.sharing: Sharing | None = None
+        self.sharing: PhaseExchange | None = None
         self.before: dict[str, Preparation] = {}
         """By phase. What moves does so in the phase `offload`, before the phase itself begins."""
         self._serials = itertools.count()

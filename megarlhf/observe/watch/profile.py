@@ -17,7 +17,7 @@ from torch.profiler import profile, record_function, supported_activities
 
 from megarlhf.config.profile import ProfileConfig
 from megarlhf.config.watchdog import WatchdogConfig
-from megarlhf.observe.watch.phases import Observer, OpenPhase, Phases, Sharing
+from megarlhf.observe.watch.phases import Observer, OpenPhase, PhaseExchange, Phases
 from megarlhf.observe.watch.watchdog import watched_phases
 from megarlhf.runtime import Runtime, record_allocations, synchronize, write_allocations
 
@@ -34,7 +34,7 @@ def recorded_phases(watchdog: WatchdogConfig, cfg: ProfileConfig, run_dir: Path,
         if not cfg.records_on(runtime.rank):
             yield phases
             return
-        recorder = Recorder(cfg, phases, run_dir / FOLDER, runtime)
+        recorder = ProfileRecorder(cfg, phases, run_dir / FOLDER, runtime)
         phases.observer, phases.sharing = recorder, recorder
         try:
             yield phases
@@ -42,7 +42,7 @@ def recorded_phases(watchdog: WatchdogConfig, cfg: ProfileConfig, run_dir: Path,
             recorder.close()
 
 
-class Recorder:
+class ProfileRecorder:
     """Records steps of one rank. It stands before the observer and the sharing that the phases have.
 
     A step's recording begins with its first phase and ends when `Phases.end_step` is called.
@@ -51,7 +51,7 @@ class Recorder:
     def __init__(self, cfg: ProfileConfig, phases: Phases, folder: Path, runtime: Runtime) -> None:
         self._cfg, self._phases, self._folder, self._runtime = cfg, phases, folder, runtime
         self._observer: Observer | None = phases.observer
-        self._sharing: Sharing | None = phases.sharing
+        self._sharing: PhaseExchange | None = phases.sharing
         self._missing = set(cfg.recorded)
         """Steps that were not recorded yet."""
         self._recording: _Recording | None = None
@@ -71,7 +71,7 @@ class Recorder:
             self._observer.left(phase, failure)
 
     def end_step(self, step: int, local_seconds: Mapping[str, float]) -> Exception | None:
-        """Of `observe.phases.Sharing`."""
+        """Of `observe.phases.PhaseExchange`."""
         recording, self._recording = self._recording, None  # torch's profiler may not be stopped twice
         if recording is not None:
             self._missing.discard(step)  # the next phase is not recorded

@@ -16,7 +16,7 @@ from megarlhf.parallel.packing.bins import balance, costliest_first, first_fit_d
 
 
 @dataclass(frozen=True)
-class Cost:
+class ForwardCost:
     """What a forward of one sequence costs, linear and quadratic in its length.
 
     The unit is relative: `pack` compares costs with each other only. `forward_cost` counts floating-point operations.
@@ -59,7 +59,7 @@ class Cost:
         return reach * (reach + 1) // 2 + (length - reach) * reach
 
 
-def forward_cost(arch: Architecture) -> Cost:
+def forward_cost(arch: Architecture) -> ForwardCost:
     """Floating-point operations of a forward: 2 per weight and token, 4 per head channel and attended pair.
 
     Weights: attention projections and MLP, or the router and the experts that a token goes to. The embedding is a
@@ -74,7 +74,7 @@ def forward_cost(arch: Architecture) -> Cost:
         mlp = hidden * (matrices * arch.experts_per_token * arch.expert_ffn_size + arch.num_experts)
     else:
         mlp = hidden * matrices * arch.ffn_size
-    return Cost(
+    return ForwardCost(
         per_token=2.0 * arch.num_layers * (attention + mlp),
         per_pair=4.0 * arch.num_layers * channels,
         window=arch.sliding_window,
@@ -91,7 +91,9 @@ def require_fits(lengths: Sequence[int], max_tokens: int, what: str = "group") -
             )
 
 
-def pack(groups: Sequence[Sequence[int]], *, num_ranks: int, max_tokens: int, cost: Cost) -> list[list[list[int]]]:
+def pack(
+    groups: Sequence[Sequence[int]], *, num_ranks: int, max_tokens: int, cost: ForwardCost
+) -> list[list[list[int]]]:
     """[rank][micro-batch]: indices into `groups`, each once; `groups[i]` are lengths of sequences that stay together.
 
     Every rank has the same number of micro-batches, each of `max_tokens` tokens at most: in all as many as

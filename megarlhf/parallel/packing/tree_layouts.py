@@ -13,7 +13,7 @@ from megarlhf.parallel.packing.rows import ROOT
 
 
 @dataclass(frozen=True)
-class Entry:
+class SequenceGroup:
     """Sequences of a micro-batch that begin with the same tokens, or one that is alone."""
 
     sequences: tuple[int, ...]
@@ -30,7 +30,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Segments:
+class RowSegments:
     """The segments of a row, and which of them each sequence ends with."""
 
     lengths: tuple[int, ...]
@@ -44,7 +44,7 @@ class Segments:
         return tuple(begins[segment] for segment in self.last)
 
 
-def segments_of(entries: Sequence[Entry]) -> Segments:
+def segments_of(entries: Sequence[SequenceGroup]) -> RowSegments:
     """Of the sequences of all entries, in their order. One that is no longer than what it shares ends with it."""
     lengths: list[int] = []
     parents: list[int] = []
@@ -67,4 +67,4 @@ def segments_of(entries: Sequence[Entry]) -> Segments:
     in_order = itertools.chain.from_iterable(
         ((at, member) for member in range(len(entry.sequences))) for at, entry in enumerate(entries)
     )
-    return Segments(tuple(lengths), tuple(parents), tuple(last[key] for key in in_order))
+    return RowSegments(tuple(lengths), tuple(parents), tuple(last[key] for key in in_order))

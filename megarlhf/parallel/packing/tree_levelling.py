@@ -53,7 +53,7 @@ class Tree:
 
 
 @dataclass(frozen=True)
-class Part:
+class TreePart:
     """Continuations of a tree that are computed together."""
 
     tree: int
@@ -61,7 +61,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LevelledPacking:
     """A way to pack, and what it costs."""
 
     packed: Packed
@@ -93,9 +93,9 @@ class _HandOver:
 class Levelling:
     """Parts in bins of ranks, being made more equal. `outcomes` are those that were the best when they were found."""
 
-    def __init__(self, trees: Sequence[Tree], parts: Sequence[Part], bins: Bins, ranks: list[list[int]]) -> None:
+    def __init__(self, trees: Sequence[Tree], parts: Sequence[TreePart], bins: Bins, ranks: list[list[int]]) -> None:
         self.trees, self.parts, self.bins, self.ranks = trees, list(parts), bins, ranks
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[LevelledPacking] = []
 
     def improve(self) -> None:
         """Fill `outcomes`."""
@@ -112,7 +112,7 @@ class Levelling:
             self.join()
             self.keep()
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> LevelledPacking:
         """As it stands, the micro-batches of each rank more equal. Costliest micro-batches first, and within one the
         longest entries."""
         for rank in filter(None, self.ranks):
@@ -121,7 +121,7 @@ class Levelling:
         costs = [sum(self.bins.costs[number] for number in rank) for rank in self.ranks]
         costliest_first(self.bins, self.ranks)
         packed = [[self._entries(number) for number in rank] for rank in self.ranks]
-        return Outcome(packed, max(costs), sum(costs), len(self.bins.costs))
+        return LevelledPacking(packed, max(costs), sum(costs), len(self.bins.costs))
 
     def _entries(self, number: int) -> list[Entry]:
         tokens: dict[int, int] = defaultdict(int)
@@ -170,7 +170,7 @@ class Levelling:
         bins, tree = self.bins, self.trees[self.parts[given].tree]
         if taking is None:
             taking = len(self.parts)
-            self.parts.append(Part(self.parts[given].tree, ()))
+            self.parts.append(TreePart(self.parts[given].tree, ()))
             bins.sizes.append(tree.tokens)
             bins.prices.append(tree.price)
             bins.members[target].append(taking)
@@ -184,7 +184,7 @@ class Levelling:
             bins.tokens[number] += size - bins.sizes[part]
             bins.costs[number] += price - bins.prices[part]
             bins.sizes[part], bins.prices[part] = size, price
-            self.parts[part] = Part(self.parts[part].tree, tuple(sorted(chosen)))
+            self.parts[part] = TreePart(self.parts[part].tree, tuple(sorted(chosen)))
         if not self.parts[given].continuations:
             bins.members[source].remove(given)
             bins.tokens[source] -= tree.tokens

@@ -11,8 +11,8 @@ beginning:
    already are, for nothing, or else with a copy of the beginning.
 4. Where ranks still differ, the same from finer parts: a better beginning where groups are fewer than ranks.
 
-What counts (`Outcome.worse`) is the cost of the costliest rank, for which all wait once in a mini-batch, when gradients
-are summed; then what all ranks compute; then micro-batches. Sharing nothing is among what is compared.
+What counts (`LevelledPacking.worse`) is the cost of the costliest rank, for which all wait once in a mini-batch, when
+gradients are summed; then what all ranks compute; then micro-batches. Sharing nothing is among what is compared.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from megarlhf.parallel.packing.bins import (
     to_integer,
     to_integers,
 )
-from megarlhf.parallel.packing.partition import Cost, require_fits
-from megarlhf.parallel.packing.tree_levelling import TOLERANCE, Levelling, Outcome, Packed, Part, Tree
+from megarlhf.parallel.packing.partition import ForwardCost, require_fits
+from megarlhf.parallel.packing.tree_levelling import TOLERANCE, LevelledPacking, Levelling, Packed, Tree, TreePart
 
 FINENESS = (1, 2, 4)
 """Finer parts cost a rank's share of the work over one of these, or little more."""
@@ -57,7 +57,7 @@ class PrefixGroup:
         return tuple(length - self.shared for length in self.lengths)
 
 
-def pack_trees(groups: Sequence[PrefixGroup], *, num_ranks: int, max_tokens: int, cost: Cost) -> Packed:
+def pack_trees(groups: Sequence[PrefixGroup], *, num_ranks: int, max_tokens: int, cost: ForwardCost) -> Packed:
     """[rank][micro-batch]: (index into `groups`, which of its sequences), each sequence once.
 
     Sequences of a group that are in the same micro-batch are one entry. It takes `shared` tokens and what each has
@@ -93,7 +93,7 @@ class _Problem:
     groups: tuple[PrefixGroup, ...]
     num_ranks: int
     max_tokens: int
-    cost: Cost
+    cost: ForwardCost
 
     @cached_property
     def unshared(self) -> list[tuple[int, float]]:
@@ -173,13 +173,13 @@ class _Problem:
         longest = (tree.price + max(tree.continuation_prices) for tree in self.trees)
         return max([self.share, *longest])
 
-    def even_enough(self, outcome: Outcome) -> bool:
+    def even_enough(self, outcome: LevelledPacking) -> bool:
         return (outcome.costliest_rank - self.least) * TOLERANCE <= self.least
 
 
-def _best(problem: _Problem) -> Outcome:
+def _best(problem: _Problem) -> LevelledPacking:
     """The best of what comes of whole groups, of finer parts, and of plain sequences."""
-    tried: list[list[Part]] = [_parts(problem, None)]
+    tried: list[list[TreePart]] = [_parts(problem, None)]
     outcomes = _outcomes(problem, tried[0])
     if problem.shares_nothing:
         return outcomes[0]
@@ -200,7 +200,7 @@ def _best(problem: _Problem) -> Outcome:
     return min(fair, key=lambda outcome: outcome.worse(problem.share))
 
 
-def _parts(problem: _Problem, target: int | None) -> list[Part]:
+def _parts(problem: _Problem, target: int | None) -> list[TreePart]:
     """Each tree in the fewest parts that fit, or in so many that each costs `target` or little more."""
     parts = []
     for number, tree in enumerate(problem.trees):
@@ -211,11 +211,11 @@ def _parts(problem: _Problem, target: int | None) -> list[Part]:
             count = min(len(sizes), -(-tree.price_of(tree.all) // max(target, 1)))
             if count > len(found):
                 found = longest_processing_time_first(sizes, prices, room, count) or found
-        parts += [Part(number, tuple(continuations)) for continuations in found if continuations]
+        parts += [TreePart(number, tuple(continuations)) for continuations in found if continuations]
     return parts
 
 
-def _outcomes(problem: _Problem, parts: list[Part]) -> list[Outcome]:
+def _outcomes(problem: _Problem, parts: list[TreePart]) -> list[LevelledPacking]:
     """What becomes of these parts: none where they cannot be packed into the micro-batches that there may be, and the
     first is of these parts as they are."""
     found = _within(problem, parts)
@@ -230,7 +230,7 @@ def _outcomes(problem: _Problem, parts: list[Part]) -> list[Outcome]:
     return levelling.outcomes
 
 
-def _within(problem: _Problem, parts: list[Part]) -> tuple[list[Part], list[list[int]]] | None:
+def _within(problem: _Problem, parts: list[TreePart]) -> tuple[list[TreePart], list[list[int]]] | None:
     """The parts in as many micro-batches as there are without sharing, or fewer. Where they do not go in, those that
     find no room are divided: as much as fits into where most room is. None where even so they do not."""
     trees = problem.trees
@@ -239,7 +239,7 @@ def _within(problem: _Problem, parts: list[Part]) -> tuple[list[Part], list[list
     if len(fewest) <= problem.num_bins:
         return parts, fewest
     room = BinCapacities(problem.num_bins, problem.max_tokens)
-    placed: list[Part] = []
+    placed: list[TreePart] = []
     bins: list[list[int]] = [[] for _ in range(problem.num_bins)]
     for n in sorted(range(len(parts)), key=lambda n: (-sizes[n], n)):
         tree, left = trees[parts[n].tree], list(parts[n].continuations)
@@ -254,7 +254,7 @@ def _within(problem: _Problem, parts: list[Part]) -> tuple[list[Part], list[list
                     return None
             room.take(number, tree.tokens_of(taken))
             bins[number].append(len(placed))
-            placed.append(Part(parts[n].tree, tuple(taken)))
+            placed.append(TreePart(parts[n].tree, tuple(taken)))
             left = [each for each in left if each not in taken]
     return placed, [numbers for numbers in bins if numbers]
 
@@ -270,7 +270,7 @@ def _that_fit(tree: Tree, continuations: Sequence[int], room: int) -> list[int]:
     return taken
 
 
-def _plain(problem: _Problem) -> tuple[int, Outcome]:
+def _plain(problem: _Problem) -> tuple[int, LevelledPacking]:
     """As without sharing, and then with one copy of what is shared in a micro-batch. First the costliest rank without:
     no rank costs more then."""
     sizes = [tokens for tokens, _ in problem.unshared]
@@ -280,7 +280,7 @@ def _plain(problem: _Problem) -> tuple[int, Outcome]:
     trees = problem.trees
     apart = [price for tree in trees for price in tree.unshared_prices]
     costliest = max(sum(apart[n] for number in rank for n in bins.members[number]) for rank in ranks)
-    parts = [Part(n, (each,)) for n, tree in enumerate(trees) for each in tree.all]
+    parts = [TreePart(n, (each,)) for n, tree in enumerate(trees) for each in tree.all]
     sizes = [trees[part.tree].tokens_of(part.continuations) for part in parts]
     prices = [trees[part.tree].price_of(part.continuations) for part in parts]
     levelling = Levelling(trees, parts, Bins(sizes, prices, problem.max_tokens, bins.members), ranks)

@@ -37,7 +37,7 @@ class Borders(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class QueryBlocks:
     """Blocks of queries that stand end to end in the row, each with its block of keys, which do so too."""
 
     query: int
@@ -60,13 +60,13 @@ class Part:
         return slice(self.key, self.key + sum(shape.keys for shape in self.shapes))
 
     @cached_property
-    def runs(self) -> tuple[Part, ...]:
+    def runs(self) -> tuple[QueryBlocks, ...]:
         """Neighbours of equal shape; without keys that have no queries."""
         found, query, key = [], self.query, self.key
         for shape, run in itertools.groupby(self.shapes):
             shapes = tuple(run)
             if shape.queries:
-                found.append(Part(query, key, shapes, self.device))
+                found.append(QueryBlocks(query, key, shapes, self.device))
             query, key = query + len(shapes) * shape.queries, key + len(shapes) * shape.keys
         return tuple(found)
 
@@ -91,7 +91,7 @@ class Level:
     """The segments of one depth below the roots, which are neighbours."""
 
     queries: slice
-    ancestors: tuple[Part, ...]
+    ancestors: tuple[QueryBlocks, ...]
     """Their queries with the keys of what they continue, then of what that continues, up to the roots."""
 
 
@@ -112,7 +112,7 @@ class Trees:
     lengths: tuple[int, ...]
     parents: tuple[int, ...]
     device: torch.device
-    own: Part
+    own: QueryBlocks
     """Each segment with itself."""
     levels: tuple[Level, ...]
     """Those below the roots, in the order of the row."""
@@ -145,10 +145,10 @@ def plan_trees(lengths: Sequence[int], parents: Sequence[int], device: torch.dev
                 queries[ancestor] += lengths[n]
             between = range(ancestors[0], ancestors[-1] + 1)
             shapes = tuple(Shape(queries[n], lengths[n]) for n in between)
-            parts.append(Part(starts[members[0]], starts[between[0]], shapes, device))
+            parts.append(QueryBlocks(starts[members[0]], starts[between[0]], shapes, device))
             ancestors = [parents[n] for n in ancestors]
         levels.append(Level(slice(starts[members[0]], starts[members[-1] + 1]), tuple(parts)))
-    own = Part(0, 0, tuple(Shape(length, length) for length in lengths), device)
+    own = QueryBlocks(0, 0, tuple(Shape(length, length) for length in lengths), device)
     return Trees(tuple(lengths), tuple(parents), device, own, tuple(levels), max(ends))
 
 

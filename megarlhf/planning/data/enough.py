@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megarlhf.config import EvaluateConfig, GenerateConfig, PromptDataConfig, RLConfig, words_of
 from megarlhf.config.data import PHASES
-from megarlhf.data.sources.find import Place
+from megarlhf.data.sources.find import FoundSource
 from megarlhf.planning.machine.capabilities import AnyConfig
 
 _COUNTED_BYTES = 256 << 20
@@ -16,7 +16,7 @@ _COUNTED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
-class Enough:
+class RecordsNeeded:
     """How many records a batch takes of `data.train`."""
 
     key: str
@@ -27,15 +27,15 @@ class Enough:
     """Whose share of the records is read."""
 
     @staticmethod
-    def of(command: str, cfg: AnyConfig) -> Enough | None:
+    def of(command: str, cfg: AnyConfig) -> RecordsNeeded | None:
         """None for a command that reads its data once."""
         if isinstance(cfg, GenerateConfig | EvaluateConfig):
             return None
         key = "prompts_per_step" if isinstance(cfg, RLConfig) else "mini_batch_samples"
         phase = None if cfg.data.phases is None else PHASES[command]
-        return Enough(f"train.{key}", getattr(cfg.train, key), cfg.data, phase)
+        return RecordsNeeded(f"train.{key}", getattr(cfg.train, key), cfg.data, phase)
 
-    def count(self, place: Place) -> int | None:
+    def count(self, place: FoundSource) -> int | None:
         """How many records a source has; None where that cannot be told, or there are enough whatever its share."""
         least = 1 - (self.data.validation_share or 0)
         if self.phase is not None and (shares := self.data.phase_shares()) is not None:

@@ -25,14 +25,14 @@ from megarlhf.data.samples.texts import TextEncoder
 from megarlhf.data.samples.truncation import CuttingEncoder
 from megarlhf.data.sources.adapters import load_adapter
 from megarlhf.data.sources.fields import LEFT_OUT, Fields, LeftOut, Reader
-from megarlhf.data.sources.find import Place, find, source_files
+from megarlhf.data.sources.find import FoundSource, find, source_files
 from megarlhf.data.sources.megatron_files import files_of
 from megarlhf.data.sources.reasoning_gym import require_disjoint
 from megarlhf.data.text.templates import Conversation, chat_template
 from megarlhf.data.tokenize.cache import cache_directory, require_cache
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.planning.data.encoders import RecordEncoder, indexed_options, sets_of
-from megarlhf.planning.data.enough import Enough
+from megarlhf.planning.data.enough import RecordsNeeded
 from megarlhf.planning.machine.capabilities import AnyConfig
 
 _FIRST_ROWS = 64
@@ -46,7 +46,7 @@ def check_data(command: str, cfg: AnyConfig) -> tuple[list[str], bool]:
     notes: list[str] = []
     forms: set[str | None] = set()
     opened: dict[int, Encode[Any]] = {}
-    enough = Enough.of(command, cfg)
+    enough = RecordsNeeded.of(command, cfg)
     for key, given, encoder in sets_of(cfg):
         fields, encode = ["text"], None
         if not isinstance(encoder, TextEncoder):
@@ -154,7 +154,9 @@ def _require_room(cfg: SFTConfig | RLConfig, tokens: int) -> None:
             )
 
 
-def _check_first_rows(place: Place, fields: Fields, encode: Encode[Any] | None) -> tuple[Mapping[str, Any] | None, str]:
+def _check_first_rows(
+    place: FoundSource, fields: Fields, encode: Encode[Any] | None
+) -> tuple[Mapping[str, Any] | None, str]:
     """One of the first records, where there is a look at them and one can be used; and where none can, in words, why.
     Raises: ValueError for a source without rows, without a usable one, or whose first rows are not what is read and
     made samples of."""

@@ -26,7 +26,7 @@ from megarlhf.config.ask import AskConfig
 from megarlhf.config.rewards import labels_of
 from megarlhf.data.samples.encoders import Form, PairEncoder, PromptEncoder, SFTEncoder
 from megarlhf.data.samples.texts import TextEncoder
-from megarlhf.data.sources.find import Place, find
+from megarlhf.data.sources.find import FoundSource, find
 from megarlhf.data.text.end_tokens import turn_end_of
 from megarlhf.data.text.templates import chat_template, has_template
 from megarlhf.data.tokenize.load import first_record
@@ -95,7 +95,7 @@ def _forms(cfg: AnyConfig, encoder: AnyEncoder) -> frozenset[Form]:
     return forms_of(cfg.data, encoder)
 
 
-def _form_of(encoder: RecordEncoder, place: Place) -> Form | None:
+def _form_of(encoder: RecordEncoder, place: FoundSource) -> Form | None:
     if place.kind in ("generated", "hub"):
         known: Form = "conversations" if encoder.template == "chat" else "texts"
         return None if place.kind == "hub" and encoder.template == "auto" else known

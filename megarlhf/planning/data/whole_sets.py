@@ -17,7 +17,7 @@ from megarlhf.data.samples.encoders import PairEncoder, PromptEncoder, SFTEncode
 from megarlhf.data.samples.limits import require_fitting
 from megarlhf.data.samples.megatron_indexed import PARTS
 from megarlhf.data.samples.texts import Text, TextEncoder
-from megarlhf.data.sources.find import Place, find
+from megarlhf.data.sources.find import FoundSource, find
 from megarlhf.data.tokenize.cache import PRIVATE
 from megarlhf.data.tokenize.load import SetLoader
 from megarlhf.planning.data.encoders import AnyEncoder, indexed_options, sets_of
@@ -69,7 +69,7 @@ def _too_large(source: SourceConfig) -> str:
     return f"it has {size:.0f} MiB, and a dry run reads up to {WHOLE_MIB} MiB whole" if size > WHOLE_MIB else ""
 
 
-def _files(place: Place) -> list[Path]:
+def _files(place: FoundSource) -> list[Path]:
     return [file for each in place.files for file in ([each] if each.is_file() else each.rglob("*"))]
 
 

@@ -123,7 +123,7 @@ def _gib_of_states(command: Command, parameters: int, model_parallel: int, dp: i
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lengths:
+class TokenLimits:
     """Limits in tokens."""
 
     prompt: int
@@ -132,7 +132,7 @@ class Lengths:
     """Of the samples looked at, those that exceed them."""
 
 
-def choose_lengths(draft: Draft) -> Lengths:
+def choose_lengths(draft: Draft) -> TokenLimits:
     """As long as the longest sample that was seen, and room to grow; within the model's positions."""
     data, most = draft.data, draft.model.arch.longest_sequence
     if draft.command == "rl":
@@ -157,7 +157,7 @@ def choose_lengths(draft: Draft) -> Lengths:
             f"{dropped} of the {data.records} records looked at are longer than the model's {most} tokens allow: they "
             f"are skipped and counted; a model with more positions would keep them{cut}"
         )
-    return Lengths(prompt=prompt, response=response, dropped=dropped)
+    return TokenLimits(prompt=prompt, response=response, dropped=dropped)
 
 
 def _pairs(data: DataLook) -> list[tuple[int, int]]:
@@ -171,7 +171,7 @@ def _rounded_up(tokens: int) -> int:
     return math.ceil(wanted / step) * step
 
 
-def batch_of(draft: Draft, lengths: Lengths) -> dict[str, int]:
+def batch_of(draft: Draft, lengths: TokenLimits) -> dict[str, int]:
     """Section `train`: packed micro-batches that hold the longest sample, and no batch larger than the data."""
     sequence = lengths.prompt + lengths.response
     longest = 2 * sequence if draft.command in ("rm", "dpo") else sequence
@@ -290,7 +290,7 @@ def _parallel(draft: Draft) -> str:
     return f"{{tp: {draft.tp}, pp: {draft.pp}{sequence}}}"
 
 
-def _data_lines(draft: Draft, lengths: Lengths) -> list[str]:
+def _data_lines(draft: Draft, lengths: TokenLimits) -> list[str]:
     data = draft.data
     _say_how_it_is_written(draft)
     if data.total is None:

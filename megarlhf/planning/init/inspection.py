@@ -28,8 +28,8 @@ from megarlhf.data.records.conversations import (
 )
 from megarlhf.data.sample_types import PairSample, PromptSample, SFTSample, Unusable, sample_of
 from megarlhf.data.samples.encoders import PairEncoder, PromptEncoder, SFTEncoder
-from megarlhf.data.sources.fields import PAIR_ADAPTERS, LeftOut, Reader, hint, meant, several_answers, value_at
-from megarlhf.data.sources.find import Place, find
+from megarlhf.data.sources.fields import PAIR_ADAPTERS, LeftOut, Reader, hint, several_answers, suggest_column, value_at
+from megarlhf.data.sources.find import FoundSource, find
 from megarlhf.data.text.assistant_mask import LossOn, learnt_turns
 from megarlhf.data.text.templates import Conversation, Template, has_template
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
@@ -253,7 +253,7 @@ def _template(
     return "auto"
 
 
-def _first_rows(place: Place) -> list[tuple[str, Any]]:
+def _first_rows(place: FoundSource) -> list[tuple[str, Any]]:
     rows = place.first_rows(LOOKED_AT)
     if not rows and place.kind in ("generated", "hub"):
         for chunk in place.chunks():
@@ -274,13 +274,13 @@ _LISTS = ("messages", "conversations")
 
 def _has(row: Mapping[str, Any], *names: str) -> bool:
     """Whether each column is there, or one that says the same."""
-    return all(row.get(name) is not None or (meant(name, row) or ("",))[0] == "column" for name in names)
+    return all(row.get(name) is not None or (suggest_column(name, row) or ("",))[0] == "column" for name in names)
 
 
 def _command_for(row: Mapping[str, Any]) -> Command:
     """Which command such data is for. Raises: ValueError where it is for none."""
     turns = next((row[name] for name in _LISTS if isinstance(row.get(name), list) and row[name]), None)
-    if _has(row, "chosen", "rejected") or (meant("chosen", row) or ("", ""))[1] in PAIR_ADAPTERS:
+    if _has(row, "chosen", "rejected") or (suggest_column("chosen", row) or ("", ""))[1] in PAIR_ADAPTERS:
         return "rm"
     if turns is not None:
         last = turns[-1] if isinstance(turns[-1], Mapping) else {}
@@ -302,7 +302,7 @@ def _command_for(row: Mapping[str, Any]) -> Command:
 
 
 def _is_alpaca(row: Mapping[str, Any]) -> bool:
-    is_named = (meant("prompt", row) or ("", ""))[1] == "alpaca"
+    is_named = (suggest_column("prompt", row) or ("", ""))[1] == "alpaca"
     return is_named and any(row.get(name) is not None for name in ("output", "response"))
 
 
@@ -321,7 +321,7 @@ def _readable(source: SourceConfig, row: Mapping[str, Any], command: Command) ->
         return source, "raw texts"
     columns: dict[str, str] = {}
     for name in _COLUMNS[command]:
-        found = None if row.get(name) is not None else meant(name, row)
+        found = None if row.get(name) is not None else suggest_column(name, row)
         if found is None and name == "response" and row.get(name) is None and isinstance(row.get("answer"), str):
             found = ("column", "answer")
         if found is not None and found[0] == "adapter":
@@ -339,7 +339,12 @@ def _readable(source: SourceConfig, row: Mapping[str, Any], command: Command) ->
 def _beside(row: Mapping[str, Any], command: Command) -> dict[str, str]:
     """Columns that are read with the others where they are there: the answer of a prompt, a system message."""
     columns = {}
-    if command == "rl" and row.get("answer") is None and (found := meant("answer", row)) and found[0] == "column":
+    if (
+        command == "rl"
+        and row.get("answer") is None
+        and (found := suggest_column("answer", row))
+        and found[0] == "column"
+    ):
         answer = value_at(row, found[1])
         columns = {"answer": found[1]} if isinstance(answer, str | int | float | list) else {}
     if command != "rl" and isinstance(row.get("system_prompt"), str) and row.get("system") is None:

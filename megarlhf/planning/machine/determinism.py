@@ -51,7 +51,7 @@ INVARIANT_ATTENTION = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION")
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceTraits:
     """What the choice of kernels depends on."""
 
     capability: tuple[int, int]
@@ -127,16 +127,16 @@ def require_deterministic_device(cfg: AnyConfig, runtime: Runtime) -> None:
             problems += device_problems(cfg, _device(capability))
 
 
-def _device(capability: tuple[int, int]) -> Device:
+def _device(capability: tuple[int, int]) -> DeviceTraits:
     try:
         version = importlib.metadata.version("flash-attn")
         flash = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
     except importlib.metadata.PackageNotFoundError:
         flash = None
-    return Device(capability, has_transformer_engine(), flash)
+    return DeviceTraits(capability, has_transformer_engine(), flash)
 
 
-def device_problems(cfg: AnyConfig, device: Device) -> list[str]:
+def device_problems(cfg: AnyConfig, device: DeviceTraits) -> list[str]:
     """Which kernels of the run are not deterministic on such a GPU, and the ways out, in sentences."""
     problems = []
     major, minor = device.capability

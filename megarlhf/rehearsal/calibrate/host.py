@@ -21,7 +21,7 @@ from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.packing.rows import packed_row
 from megarlhf.rehearsal.calibrate.stopwatch import undisturbed_clock
-from megarlhf.rehearsal.cost_model.meter import Meter, Price
+from megarlhf.rehearsal.cost_model.meter import Meter, OperationPricing
 from megarlhf.rehearsal.fake_device.torch_patches import TorchDispatchMode, tree_flatten
 from megarlhf.runtime import Runtime, synchronize
 
@@ -59,7 +59,7 @@ class _Counted(TorchDispatchMode):
         return out
 
 
-def host_seconds(runtime: Runtime, price: Price, *, repeats: int) -> float:
+def host_seconds(runtime: Runtime, price: OperationPricing, *, repeats: int) -> float:
     """Seconds of the host for one operation beside what `price` says of it. On a device that works by itself `price`
     should say nothing: the host runs ahead. Collective."""
     step = _forward_backward(runtime)

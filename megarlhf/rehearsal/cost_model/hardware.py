@@ -23,7 +23,7 @@ elements), `cast` changes the dtype, `math` computes exponentials and the like, 
 number, `fill` only writes."""
 
 
-class Figure(FrozenModel):
+class SourcedNumber(FrozenModel):
     """A number, and where it comes from."""
 
     value: Positive
@@ -31,7 +31,7 @@ class Figure(FrozenModel):
     """A datasheet, "measured by ..., on ...", or "assumed"."""
 
 
-class Share(FrozenModel):
+class SourcedFraction(FrozenModel):
     """A number of at most 1, and where it comes from."""
 
     value: Annotated[float, Field(gt=0.0, le=1.0)]
@@ -41,9 +41,9 @@ class Share(FrozenModel):
 class Link(FrozenModel):
     """What carries bytes from one rank to another."""
 
-    bandwidth: Figure
+    bandwidth: SourcedNumber
     """Bytes per second that a rank can send while it receives as many: one direction."""
-    latency: Figure
+    latency: SourcedNumber
     """Seconds until the first byte of a message has arrived, with what starts it."""
 
 
@@ -74,9 +74,9 @@ class Efficiencies(FrozenModel):
     """What share of a peak is reached."""
 
     products: ProductEfficiency
-    attention: Share
+    attention: SourcedFraction
     """Fused attention, of the peak of its dtype."""
-    memory: Share
+    memory: SourcedFraction
     """Operations bound by memory, of its bandwidth."""
 
 
@@ -147,13 +147,13 @@ class Hardware(FrozenModel):
     name: Source
     kind: Literal["gpu", "cpu"]
     """`gpu`: the host runs ahead, so an operation takes its launch or its work, whichever is longer. `cpu`: both."""
-    memory: Figure
+    memory: SourcedNumber
     """Bytes of a device."""
-    peaks: Annotated[dict[Dtype, Figure], Field(min_length=1)]
+    peaks: Annotated[dict[Dtype, SourcedNumber], Field(min_length=1)]
     """Floating-point operations per second of products, by dtype; dense."""
-    memory_bandwidth: Figure
+    memory_bandwidth: SourcedNumber
     """Bytes per second, read and written together."""
-    launch: Figure
+    launch: SourcedNumber
     """Seconds of the host for one operation: Python, dispatch, launch."""
     efficiency: Efficiencies
     inside: Link
@@ -162,9 +162,9 @@ class Hardware(FrozenModel):
     """Between ranks of different nodes; the bandwidth is a rank's share of its node's."""
     host: Link
     """For tensors of the host and objects."""
-    offload: Figure | None = None
+    offload: SourcedNumber | None = None
     """Bytes per second of a copy between a device and host memory, in one direction; left out, as within the device."""
-    engine_step: Figure
+    engine_step: SourcedNumber
     """Seconds of a rollout engine's step beside the work of its device: schedule, sample, hand out tokens."""
     measured: Measured | None = None
 

@@ -15,7 +15,7 @@ from megarlhf.rehearsal.fake_device.torch_patches import flop_registry, tree_fla
 from megarlhf.rehearsal.timeline.trace import Compute, Event, Work
 
 
-class Price(Protocol):
+class OperationPricing(Protocol):
     """What prices operations: `pricing.Pricing`."""
 
     def operation_seconds(
@@ -29,7 +29,7 @@ class Price(Protocol):
     ) -> float: ...
 
 
-class Cost(NamedTuple):
+class OperationCost(NamedTuple):
     """Of one operation."""
 
     work: Work
@@ -55,15 +55,15 @@ class Spending(NamedTuple):
         )
 
 
-class Listener(Protocol):
-    """What may be told all that is done: `tape.Recorder`."""
+class WorkListener(Protocol):
+    """What may be told all that is done: `tape.TapeRecorder`."""
 
     def spent(self, work: Work, spending: Spending) -> None: ...
 
     def said(self, event: Event) -> None: ...
 
 
-NOTHING = Cost("host", 0.0, 0.0)
+NOTHING = OperationCost("host", 0.0, 0.0)
 """Of operations that touch no number."""
 
 
@@ -71,7 +71,7 @@ NOTHING = Cost("host", 0.0, 0.0)
 class Meter:
     """Counts the work of one rank and writes its trace."""
 
-    price: Price
+    price: OperationPricing
     events: list[Event] = field(default_factory=list)
     seconds: float = 0.0
     """The rank's own clock: work alone, without waiting for others."""
@@ -89,22 +89,22 @@ class Meter:
     """Those of a device tensor, where they are known: `Known.twin`."""
     ticked: Callable[[float], None] = lambda seconds: None
     """Told the clock after each operation."""
-    listener: Listener | None = None
+    listener: WorkListener | None = None
     _pending: dict[Work, float] = field(default_factory=dict)
 
-    def operation(self, func: Any, args: Sequence[Any], out: Any, tensors: Sequence[Tensor]) -> Cost | None:
+    def operation(self, func: Any, args: Sequence[Any], out: Any, tensors: Sequence[Tensor]) -> OperationCost | None:
         """An operation of torch on the device. Returns what it costs, for `again`; None where that does not follow from
         shapes."""
         cost = self._cost(func, args, out, tensors)
         self.again(cost)
         return None if cost.work == "attention" else cost
 
-    def again(self, cost: Cost) -> None:
+    def again(self, cost: OperationCost) -> None:
         """The same operation on the same shapes."""
         if cost is not NOTHING:
             self.spend(*cost)
 
-    def _cost(self, func: Any, args: Sequence[Any], out: Any, tensors: Sequence[Tensor]) -> Cost:
+    def _cost(self, func: Any, args: Sequence[Any], out: Any, tensors: Sequence[Tensor]) -> OperationCost:
         name = func._overloadpacket.__name__
         if name in FREE:
             return NOTHING
@@ -126,7 +126,7 @@ class Meter:
         seconds = self.price.operation_seconds(work, flops, nbytes, dtype, shape, kind)
         if work == "attention" and kind == "backward":  # a fifth of it are the scores, which the kernel makes again
             flops *= 0.8
-        return Cost(work, seconds, flops)
+        return OperationCost(work, seconds, flops)
 
     def kernel(self, nbytes: int, dtype: str) -> None:
         """A kernel of ours, bound by the memory that it is handed."""

@@ -20,7 +20,7 @@ from megarlhf.parallel.device_memory import resize
 from megarlhf.rehearsal.fake_device.assumptions import Assumptions
 from megarlhf.rehearsal.fake_device.known_values import Known
 from megarlhf.rehearsal.fake_device.ledger import Ledger
-from megarlhf.rehearsal.fake_device.result_cache import Key, ResultsByShape
+from megarlhf.rehearsal.fake_device.result_cache import OperationKey, ResultsByShape
 from megarlhf.rehearsal.fake_device.routing import Routing, in_router
 from megarlhf.rehearsal.fake_device.scratch import of_message, of_operation
 from megarlhf.rehearsal.fake_device.strides import with_strides_of_torch
@@ -47,18 +47,18 @@ class Counter(Protocol):
         """The same operation on the same shapes."""
 
 
-class Wire(Protocol):
-    """Messages between ranks: `timeline.messages.Wire`."""
+class MessageHandler(Protocol):
+    """Messages between ranks: `timeline.messages.MessageHandler`."""
 
     def call(self, func: Any, args: Sequence[Any], over: Callable[[], None]) -> Any:
         """Issue a collective. `over` is called when it has ended."""
 
 
-class Device(TorchDispatchMode):
+class FakeDevice(TorchDispatchMode):
     """In force while the program runs."""
 
     def __init__(
-        self, device: torch.device, ledger: Ledger, wire: Wire, assumptions: Assumptions, counter: Counter
+        self, device: torch.device, ledger: Ledger, wire: MessageHandler, assumptions: Assumptions, counter: Counter
     ) -> None:
         super().__init__()
         self.device, self.ledger, self.wire, self.assumptions = device, ledger, wire, assumptions
@@ -128,7 +128,7 @@ class Device(TorchDispatchMode):
         self._follow(func, args, kwargs, out, _written(func, args, kwargs))
         return out
 
-    def _run_first(self, func: Any, args: Any, kwargs: Any, fakes: Sequence[Tensor], key: Key | None) -> Any:
+    def _run_first(self, func: Any, args: Any, kwargs: Any, fakes: Sequence[Tensor], key: OperationKey | None) -> Any:
         """By FakeTensorMode."""
         with self.fake:
             if func is aten._to_copy.default and not fakes:

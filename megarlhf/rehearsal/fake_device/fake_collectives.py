@@ -10,7 +10,7 @@ from copy import deepcopy
 from typing import Any
 
 from megarlhf.layout import split_evenly
-from megarlhf.rollout.rewards.batch import Outcome
+from megarlhf.rollout.rewards.batch import RewardResult
 
 
 def gathered(mine: Any, num_samples: int, world_size: int) -> list[Any] | None:
@@ -19,7 +19,7 @@ def gathered(mine: Any, num_samples: int, world_size: int) -> list[Any] | None:
     num_samples: of the step, of which each rank has a share
     """
     if isinstance(mine, tuple) and len(mine) == 2 and isinstance(mine[0], list) and _are_outcomes(*mine):
-        outcomes = mine[0] or [Outcome(value=1.0)]
+        outcomes = mine[0] or [RewardResult(value=1.0)]
         shares = map(len, split_evenly(num_samples, world_size))
         # Each its own object: pickle writes one that comes again as a reference, which is shorter.
         return [([deepcopy(outcomes[n % len(outcomes)]) for n in range(share)], share) for share in shares]
@@ -27,7 +27,7 @@ def gathered(mine: Any, num_samples: int, world_size: int) -> list[Any] | None:
 
 
 def _are_outcomes(found: list[Any], count: Any) -> bool:
-    return type(count) is int and count == len(found) and all(isinstance(outcome, Outcome) for outcome in found)
+    return type(count) is int and count == len(found) and all(isinstance(outcome, RewardResult) for outcome in found)
 
 
 EMPTY_BANK: Any = (0, 0, [])

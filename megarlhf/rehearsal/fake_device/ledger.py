@@ -70,25 +70,25 @@ class PhaseMemory:
     """When each stay in it begins, on the same clock."""
 
 
-class Change(NamedTuple):
+class MemoryChange(NamedTuple):
     """Memory is taken or given back."""
 
     seconds: float
-    """On the rank's clock; within `Repeated` since its beginning."""
+    """On the rank's clock; within `RepeatedChanges` since its beginning."""
     key: int
-    """Of the storage; within `Repeated` a number of the tape."""
+    """Of the storage; within `RepeatedChanges` a number of the tape."""
     storage: Storage
     sign: int
     """+1 or -1."""
 
 
-class Repeated(NamedTuple):
+class RepeatedChanges(NamedTuple):
     """Changes that happen again as they did before, of memory that no tensor holds."""
 
     begin: float
     first_key: int
     """From `Ledger.reserve`; the key of a number is so much less."""
-    changes: Sequence[Change]
+    changes: Sequence[MemoryChange]
 
 
 @dataclass
@@ -102,21 +102,21 @@ class _Entry:
     """At the beginning."""
     begin: float
     """Seconds."""
-    changes: list[Change | Repeated] = field(default_factory=list)
+    changes: list[MemoryChange | RepeatedChanges] = field(default_factory=list)
 
-    def each(self) -> Iterator[Change]:
+    def each(self) -> Iterator[MemoryChange]:
         """All changes in order."""
         for change in self.changes:
-            if isinstance(change, Change):
+            if isinstance(change, MemoryChange):
                 yield change
             else:
                 begin, first = change.begin, change.first_key
                 for seconds, number, storage, sign in change.changes:
-                    yield Change(begin + seconds, first - number, storage, sign)
+                    yield MemoryChange(begin + seconds, first - number, storage, sign)
 
 
-class Listener(Protocol):
-    """What may be told every change: `tape.Recorder`."""
+class MemoryListener(Protocol):
+    """What may be told every change: `tape.TapeRecorder`."""
 
     def changed(self, key: int, storage: Storage, sign: int) -> None: ...
 
@@ -137,7 +137,7 @@ class Ledger:
         the same key when this one is gone. They win over where it was made."""
         self.phases: list[PhaseMemory] = []
         self.seconds = 0.0
-        self.listener: Listener | None = None
+        self.listener: MemoryListener | None = None
         self._entry: _Entry | None = None
         self._host: set[int] = set()
         self._away: dict[int, Storage] = {}
@@ -187,11 +187,11 @@ class Ledger:
         self.take(Storage(nbytes, replace(origin_here(), kind=kind), (nbytes,), "uint8"), key)
         return partial(self.give_back, key)
 
-    def repeat(self, first_key: int, changes: Sequence[Change]) -> None:
+    def repeat(self, first_key: int, changes: Sequence[MemoryChange]) -> None:
         """Memory that comes and goes between messages, with keys from `reserve`. What does not go within these changes
         goes in later ones of the same phase."""
         if self._entry is not None:
-            self._entry.changes.append(Repeated(self.seconds, first_key, changes))
+            self._entry.changes.append(RepeatedChanges(self.seconds, first_key, changes))
 
     def give_back(self, key: int) -> None:
         """The end of what was taken."""
@@ -242,7 +242,7 @@ class Ledger:
         if self.listener is not None:
             self.listener.passed(entry)
         if self._entry is not None:
-            self._entry.changes += [Change(self.seconds, MOMENTARY, entry, sign) for sign in (1, -1)]
+            self._entry.changes += [MemoryChange(self.seconds, MOMENTARY, entry, sign) for sign in (1, -1)]
 
     def on_freed(self, key: int) -> None:
         """Replaced by who keeps something by storage."""
@@ -292,7 +292,7 @@ class Ledger:
         if self.listener is not None:
             self.listener.changed(key, storage, sign)
         if self._entry is not None:
-            self._entry.changes.append(Change(self.seconds, key, storage, sign))
+            self._entry.changes.append(MemoryChange(self.seconds, key, storage, sign))
 
     def enter(self, step: int, phase: str) -> None:
         """From here on changes belong to this phase; the one before is closed."""

@@ -33,7 +33,7 @@ class _Output(NamedTuple):
     device: torch.device = torch.device("meta")
 
 
-class Key(NamedTuple):
+class OperationKey(NamedTuple):
     """An operation with its arguments."""
 
     parts: tuple[Any, ...]
@@ -60,7 +60,7 @@ class ResultsByShape:
         self._mode = mode
         self._remembered: dict[tuple[Any, ...], Remembered] = {}
 
-    def key(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Key | None:
+    def key(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> OperationKey | None:
         """None for what cannot be remembered."""
         if torch.Tag.inplace_view in func.tags:
             return None
@@ -72,13 +72,13 @@ class ResultsByShape:
             parts.append(name)
             if not _add((value,), parts, tensors):
                 return None
-        return Key(tuple(parts), tensors)
+        return OperationKey(tuple(parts), tensors)
 
-    def get(self, key: Key) -> Remembered | None:
+    def get(self, key: OperationKey) -> Remembered | None:
         """What `keep` has remembered."""
         return self._remembered.get(key.parts)
 
-    def keep(self, key: Key, out: Any) -> Remembered | None:
+    def keep(self, key: OperationKey, out: Any) -> Remembered | None:
         """Remember a result, where it can be made again from shapes."""
         sequence = type(out) if isinstance(out, list | tuple) else None
         parts = list(out) if sequence is not None else [out]

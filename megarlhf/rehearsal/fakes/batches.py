@@ -10,11 +10,11 @@ from typing import Any
 
 from megarlhf.parallel.batching import Batching
 from megarlhf.parallel.micro_batch import MicroBatchLayout
-from megarlhf.parallel.packing.partition import Cost
+from megarlhf.parallel.packing.partition import ForwardCost
 
 
 @dataclass(frozen=True)
-class Share:
+class RankLoad:
     """What one data-parallel rank has to do in one phase, over all steps."""
 
     cost: float
@@ -25,8 +25,8 @@ class Share:
     """Positions of its largest micro-batch."""
     micro_batches: int
 
-    def __add__(self, other: Share) -> Share:
-        return Share(
+    def __add__(self, other: RankLoad) -> RankLoad:
+        return RankLoad(
             self.cost + other.cost,
             self.tokens + other.tokens,
             max(self.longest, other.longest),
@@ -34,13 +34,13 @@ class Share:
         )
 
 
-Shares = Mapping[str, Sequence[Share]]
+Shares = Mapping[str, Sequence[RankLoad]]
 """By phase, of each data-parallel rank of the phase's role."""
 
 
 @contextlib.contextmanager
 def seen_batches(
-    at: Callable[[], tuple[int, str]], shares: dict[str, list[Share]], tokens: Counter[tuple[int, str]]
+    at: Callable[[], tuple[int, str]], shares: dict[str, list[RankLoad]], tokens: Counter[tuple[int, str]]
 ) -> Iterator[None]:
     """Inside, `shares` and `tokens` collect what is packed in the step and phase that `at` tells: the work of each rank
     over all steps, and the tokens of all ranks by step: of whole sequences, as a run's `tokens_per_second` counts them.
@@ -62,13 +62,13 @@ def seen_batches(
         Batching.layouts_by_rank = original  # type: ignore[method-assign]
 
 
-def _share(batching: Batching, layouts: Sequence[MicroBatchLayout]) -> Share:
+def _share(batching: Batching, layouts: Sequence[MicroBatchLayout]) -> RankLoad:
     sizes = [layout.rows * layout.columns for layout in layouts]
     cost = sum(_cost(batching.cost, layout) for layout in layouts)
-    return Share(cost, sum(layout.num_tokens for layout in layouts), max(sizes, default=0), len(layouts))
+    return RankLoad(cost, sum(layout.num_tokens for layout in layouts), max(sizes, default=0), len(layouts))
 
 
-def _cost(cost: Cost, layout: MicroBatchLayout) -> float:
+def _cost(cost: ForwardCost, layout: MicroBatchLayout) -> float:
     if layout.segments:
         return cost.of_segments(layout.segments, layout.parents)
     return sum(map(cost.of, layout.lengths))

@@ -22,12 +22,12 @@ from megarlhf.config import RolloutConfig
 from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
 from megarlhf.models.build import ModelShard
-from megarlhf.parallel.device_memory import Part, RoleParts
+from megarlhf.parallel.device_memory import Offloadable, RoleParts
 from megarlhf.rehearsal.cost_model.decoding import EngineShape
 from megarlhf.rehearsal.cost_model.engine_time import EngineWork, RolloutWork, shape_of
 from megarlhf.rehearsal.fakes.lengths import Lengths
-from megarlhf.rollout.balance import deal, pieces_of
-from megarlhf.rollout.engine import KeptResponses, Response, Sampling, gather_indexed
+from megarlhf.rollout.balance import assign, chunk_by_length
+from megarlhf.rollout.engine import FinishedResponses, Response, Sampling, gather_indexed
 from megarlhf.rollout.vllm.engine import VllmEngine
 from megarlhf.runtime import Runtime
 from megarlhf.weights.checks.certificate import Certificate
@@ -37,7 +37,7 @@ TOKEN = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineMemory:
+class EngineBudget:
     """What bounds the engine on a device."""
 
     device_bytes: int
@@ -88,7 +88,7 @@ class RehearsedEngine(VllmEngine):
         runtime: Runtime,
         *,
         lengths: Lengths,
-        memory: EngineMemory,
+        memory: EngineBudget,
         drew: Callable[[int], None],
         generated: Callable[[RolloutWork, EngineShape, int], Sequence[int]],
         refused: Callable[[str], None],
@@ -166,7 +166,7 @@ class RehearsedEngine(VllmEngine):
         seeds: Sequence[int],
         sampling: Sampling,
         *,
-        bank: KeptResponses | None = None,
+        bank: FinishedResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
         """Responses of drawn lengths, each on the engine that would draw it."""
@@ -174,8 +174,8 @@ class RehearsedEngine(VllmEngine):
         tp, world = self._tp, self._runtime.world_size
         self._drew(len(prompts))
         drawn = [min(self._lengths.draw(seed), sampling.max_tokens) for seed in seeds]
-        pieces = pieces_of(prompts, range(len(prompts)), world // tp, self._seen, sampling.max_tokens)
-        dealt = deal(self._rollout.balance, pieces, world // tp)
+        pieces = chunk_by_length(prompts, range(len(prompts)), world // tp, self._seen, sampling.max_tokens)
+        dealt = assign(self._rollout.balance, pieces, world // tp)
 
         def work(rows: Sequence[int]) -> EngineWork:
             return EngineWork([len(prompts[n]) for n in rows], [drawn[n] for n in rows])
@@ -205,7 +205,7 @@ class GivenResponses:
         self._actor = actor
         self._runtime, self._lengths, self._drew, self.weight_version = runtime, lengths, drew, -1
 
-    def needs(self, *, to_generate: bool) -> Sequence[Part]:
+    def needs(self, *, to_generate: bool) -> Sequence[Offloadable]:
         return (self._actor.parameters,)
 
     def update_weights(self, actor: ModelShard, version: int) -> None:
@@ -220,7 +220,7 @@ class GivenResponses:
         seeds: Sequence[int],
         sampling: Sampling,
         *,
-        bank: KeptResponses | None = None,
+        bank: FinishedResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
         self._actor.to_compute()

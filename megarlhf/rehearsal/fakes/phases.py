@@ -12,7 +12,7 @@ from megarlhf.observe.watch.phases import OpenPhase, Phases
 from megarlhf.runtime import Runtime
 
 
-class Enough(Exception):
+class StopRehearsal(Exception):
     """So many steps are done as were to be rehearsed."""
 
 
@@ -51,7 +51,7 @@ class Steps:
         self._ended(step)
         if step >= self._num_steps:
             self._over = True
-            raise Enough
+            raise StopRehearsal
         self._step = step + 1
         self._moved(self._step, self._open[-1] if self._open else BETWEEN)
         return None

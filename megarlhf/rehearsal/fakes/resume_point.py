@@ -15,12 +15,12 @@ from torch import Tensor
 from megarlhf.rehearsal.fake_device.torch_patches import without_modes
 from megarlhf.resume.points.file_digest import FileDigest
 from megarlhf.resume.points.point import Point
-from megarlhf.resume.points.writer import Content, Outcome, Writer, own_items
+from megarlhf.resume.points.writer import Content, PointWriter, WriteOutcome, own_items
 from megarlhf.runtime import Runtime
 
 
 @dataclass(frozen=True)
-class Written:
+class PointSizes:
     """What one rank writes of a resume point."""
 
     bytes_by_role: dict[str, int]
@@ -35,16 +35,16 @@ class Written:
         return sum(self.bytes_by_role.values())
 
 
-class RehearsedWriter(Writer):
+class RehearsedWriter(PointWriter):
     """Has no process beside it, so that what is written is complete when it is asked for. What rank 0 writes besides
     (metadata, tokenizers, states of a few kilobytes), and the messages by which it learns the plans of all, are not
     counted."""
 
-    def __init__(self, runtime: Runtime, copied: Callable[[int], None], written: Callable[[Written], None]) -> None:
+    def __init__(self, runtime: Runtime, copied: Callable[[int], None], written: Callable[[PointSizes], None]) -> None:
         """`copied` is told the bytes that are copied to the host, `written` what one point takes."""
         super().__init__(runtime)
         self._copied, self._written = copied, written
-        self._under_way: Written | None = None
+        self._under_way: PointSizes | None = None
 
     def to_first(self, value: Any) -> list[Any] | None:
         """Every rank is taken to hand in what this one does. No message is counted: its bytes are those of the longest,
@@ -71,12 +71,12 @@ class RehearsedWriter(Writer):
                 on_host += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if on_host:
             self._copied(on_host)
-        self._under_way = Written(sizes, numbers, on_host)
+        self._under_way = PointSizes(sizes, numbers, on_host)
         self._written(self._under_way)
 
-    def poll(self, *, wait: bool = False) -> Outcome | None:
+    def poll(self, *, wait: bool = False) -> WriteOutcome | None:
         done, self._under_way = self._under_way, None
-        return None if done is None else Outcome(None, 0.0, done.nbytes)
+        return None if done is None else WriteOutcome(None, 0.0, done.nbytes)
 
     def abandon(self) -> None:
         self._under_way = None

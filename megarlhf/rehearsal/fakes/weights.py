@@ -14,7 +14,7 @@ from megarlhf.weights.checkpoint.dtype import resolve_dtype
 from megarlhf.weights.transport.storages import check_storages
 
 
-class NoNumbers:
+class UninitializedWeights:
     """In place of a checkpoint. What a checkpoint says of its dtype is read where there is one."""
 
     def __init__(self, built: Callable[[ModelShard], None]) -> None:

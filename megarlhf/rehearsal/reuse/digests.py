@@ -17,13 +17,13 @@ from torch import Tensor
 
 from megarlhf.placement import Placement
 from megarlhf.rehearsal.fake_device.torch_patches import FakeTensor
-from megarlhf.rehearsal.reuse.tape import Player, Recorder, Tape
+from megarlhf.rehearsal.reuse.tape import Player, Tape, TapeRecorder
 from megarlhf.weights.checks import digest
 from megarlhf.weights.transport.storages import Storages
 
 
 @contextlib.contextmanager
-def equal_digests(recorder: Recorder, player: Player) -> Iterator[None]:
+def equal_digests(recorder: TapeRecorder, player: Player) -> Iterator[None]:
     """Inside, a digest like two before it is played."""
     run = digest._digest_box
     tapes: WeakKeyDictionary[Any, dict[Any, Tape | None]] = WeakKeyDictionary()

@@ -20,7 +20,7 @@ from megarlhf.models.build import ModelShard
 from megarlhf.rehearsal.fake_device.known_values import Known
 from megarlhf.rehearsal.fake_device.torch_patches import SequentialMLP, storage_key
 from megarlhf.rehearsal.reuse.buckets import Buckets
-from megarlhf.rehearsal.reuse.tape import Owner, Player, Recorder, Tape
+from megarlhf.rehearsal.reuse.tape import Owner, Player, Tape, TapeRecorder
 
 FEWEST = 4
 """Experts with equally many tokens for which it is worth it."""
@@ -42,7 +42,7 @@ class _Tapes:
 class EqualExperts:
     """Plays the experts of the layers of a stage that are like others."""
 
-    def __init__(self, recorder: Recorder, player: Player, known: Known, buckets: Buckets) -> None:
+    def __init__(self, recorder: TapeRecorder, player: Player, known: Known, buckets: Buckets) -> None:
         self._recorder, self._player, self._known, self._buckets = recorder, player, known, buckets
 
     def install(self, shard: ModelShard) -> None:

@@ -28,7 +28,7 @@ from megarlhf.models.build import ModelShard
 from megarlhf.rehearsal.fake_device.known_values import Known
 from megarlhf.rehearsal.fake_device.torch_patches import after_this_backward, storage_key
 from megarlhf.rehearsal.reuse.buckets import Buckets
-from megarlhf.rehearsal.reuse.tape import Mark, Owner, Player, Recorder, Tape
+from megarlhf.rehearsal.reuse.tape import MemoryMark, Owner, Player, Tape, TapeRecorder
 
 FEWEST = 4
 """Layers of a group for which it is worth it."""
@@ -57,7 +57,7 @@ class Held:
     tokens to experts holds how many go where, until its next forward puts others in their place."""
 
 
-class Place(Enum):
+class LayerPosition(Enum):
     """Of a layer behind the first of its group."""
 
     SECOND = auto()
@@ -72,7 +72,7 @@ class Place(Enum):
 class Noted:
     """A layer that runs and is noted, in all its forwards."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: TapeRecorder) -> None:
         self._recorder = recorder
         self.tape: Tape | None = None
         """Of the last one."""
@@ -92,7 +92,7 @@ class Noted:
 class EqualLayers:
     """Plays the layers of a stage that are like others."""
 
-    def __init__(self, recorder: Recorder, player: Player, known: Known, buckets: Buckets) -> None:
+    def __init__(self, recorder: TapeRecorder, player: Player, known: Known, buckets: Buckets) -> None:
         self._recorder, self._player, self._known, self._buckets = recorder, player, known, buckets
 
     def install(self, shard: ModelShard) -> None:
@@ -107,11 +107,11 @@ class EqualLayers:
             if len(group) < FEWEST:
                 continue
             sends_on = group[-1] is layers[-1] and not chunk.post_process
-            ends = [Place.MODEL, Place.BEHIND] if sends_on else [Place.MODEL]
-            between = [Place.BETWEEN] * (len(group) - 2 - len(ends))
+            ends = [LayerPosition.MODEL, LayerPosition.BEHIND] if sends_on else [LayerPosition.MODEL]
+            between = [LayerPosition.BETWEEN] * (len(group) - 2 - len(ends))
             again_too = group[0] in layers[:again]
             equal = _Group(self._recorder, self._player, self._known, self._buckets, again=again_too)
-            for layer, place in zip(group[1:], [Place.SECOND, *between, *ends], strict=True):
+            for layer, place in zip(group[1:], [LayerPosition.SECOND, *between, *ends], strict=True):
                 equal.put_into(layer, place)
 
 
@@ -126,38 +126,38 @@ def layers_again(chunk: Any) -> int:
 class _Group:
     """Equal layers that follow each other in a stage; of a micro-batch its tapes, from the second layer on."""
 
-    def __init__(self, recorder: Recorder, player: Player, known: Known, buckets: Buckets, *, again: bool) -> None:
+    def __init__(self, recorder: TapeRecorder, player: Player, known: Known, buckets: Buckets, *, again: bool) -> None:
         """`again`: their backward computes them again."""
         self._recorder, self._player, self._known, self._buckets = recorder, player, known, buckets
         self._again = again
         self._second, self._model = Noted(recorder), Noted(recorder)
         self._tapes_again: MicroBatchTapes | None = None
         """Of the micro-batch that is computed again."""
-        self._input: Mark | None = None
+        self._input: MemoryMark | None = None
         """What came into the second layer's last forward."""
         self._tapes: MicroBatchTapes | None = None
 
-    def put_into(self, layer: Any, place: Place) -> None:
+    def put_into(self, layer: Any, place: LayerPosition) -> None:
         run = layer.forward
         gradients = list(layer.parameters())
         held = Held()
 
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             nonlocal held
-            if place is Place.SECOND:
+            if place is LayerPosition.SECOND:
                 self._input = self._recorder.mark(hidden_states)
                 return self._second.run(run, hidden_states, args, kwargs)
             learns = torch.is_grad_enabled() and hidden_states.requires_grad
-            if place is Place.MODEL and learns:
+            if place is LayerPosition.MODEL and learns:
                 return self._run_model(run, hidden_states, args, kwargs)
-            if place is Place.BEHIND and learns:
+            if place is LayerPosition.BEHIND and learns:
                 return run(hidden_states, *args, **kwargs)
             tapes = self._tapes_again if self._again and learns else self._tapes_now()
             assert tapes is not None, "a layer is computed again before its model"
             if len(tapes.forward.numbers) > 1:  # a layer that runs has attributes of its own, which a forward replaces
-                if place is Place.MODEL:
+                if place is LayerPosition.MODEL:
                     return self._model.run(run, hidden_states, args, kwargs)
-                if place is Place.BEHIND:
+                if place is LayerPosition.BEHIND:
                     return run(hidden_states, *args, **kwargs)
             self._buckets.needed(gradients)
             before, held = held, Held(is_over=not learns)

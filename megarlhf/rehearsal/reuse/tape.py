@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megarlhf.rehearsal.cost_model.meter import Meter, Spending
-from megarlhf.rehearsal.fake_device.ledger import Change, Ledger, Storage
+from megarlhf.rehearsal.fake_device.ledger import Ledger, MemoryChange, Storage
 from megarlhf.rehearsal.fake_device.torch_patches import (
     DisableTorchDispatch,
     DisableTorchFunction,
@@ -26,7 +26,7 @@ Owner = Literal["own", "before", "forward", "input", "grad_output"]
 backward, of a tensor that came in."""
 
 
-class Mark(NamedTuple):
+class MemoryMark(NamedTuple):
     """A piece of memory, which is another one than what gets its key when it is gone."""
 
     key: int
@@ -60,7 +60,7 @@ class Spent(NamedTuple):
     spending: Spending
 
 
-class Said(NamedTuple):
+class MessageCall(NamedTuple):
     """A message is issued or waited for."""
 
     event: Event
@@ -83,7 +83,7 @@ class Again(NamedTuple):
     stretch: Stretch
 
 
-Note = Made | Freed | Passing | Spent | Said | Counted | Again
+Note = Made | Freed | Passing | Spent | MessageCall | Counted | Again
 
 
 class Out(NamedTuple):
@@ -102,7 +102,7 @@ class Out(NamedTuple):
 class Stretch:
     """Notes between two messages that need not be played one by one."""
 
-    changes: list[Change] = field(default_factory=list)
+    changes: list[MemoryChange] = field(default_factory=list)
     """Memory that comes and goes within the tape."""
     spendings: dict[Work, Spending] = field(default_factory=dict)
     seconds: float = 0.0
@@ -115,7 +115,7 @@ class Stretch:
     def add(self, played: Stretch, first_number: int) -> None:
         """Another one follows, whose numbers begin here."""
         begin = self.seconds
-        self.changes += [Change(begin + at, first_number + n, what, sign) for at, n, what, sign in played.changes]
+        self.changes += [MemoryChange(begin + at, first_number + n, what, sign) for at, n, what, sign in played.changes]
         for work, spending in played.spendings.items():
             self.spend(work, spending)
 
@@ -168,13 +168,13 @@ def _compact(notes: Sequence[Note], count: int) -> Compact:
                 _open_stretch(pieces).spend(work, spending)
             case Made(number, storage) if number in ends:
                 stretch = _open_stretch(pieces)
-                stretch.changes.append(Change(stretch.seconds, number, storage, 1))
+                stretch.changes.append(MemoryChange(stretch.seconds, number, storage, 1))
             case Freed("own", number):
                 stretch = _open_stretch(pieces)
-                stretch.changes.append(Change(stretch.seconds, number, storages[number], -1))
+                stretch.changes.append(MemoryChange(stretch.seconds, number, storages[number], -1))
             case Passing(storage):
                 stretch = _open_stretch(pieces)
-                stretch.changes += [Change(stretch.seconds, further, storage, sign) for sign in (1, -1)]
+                stretch.changes += [MemoryChange(stretch.seconds, further, storage, sign) for sign in (1, -1)]
                 further += 1
             case Again(first_key, reserved, played):
                 stretch = _open_stretch(pieces)
@@ -195,7 +195,7 @@ def _open_stretch(pieces: list[Note | Stretch]) -> Stretch:
     return stretch
 
 
-class Recorder:
+class TapeRecorder:
     """Listens to ledger, meter and wire of a rank while a tape is open."""
 
     def __init__(self, ledger: Ledger, meter: Meter, wire: Wire) -> None:
@@ -216,18 +216,18 @@ class Recorder:
             part.listener = self
         return tape
 
-    def mark(self, tensor: Tensor) -> Mark:
+    def mark(self, tensor: Tensor) -> MemoryMark:
         """The memory of a tensor."""
         key = storage_key(tensor)
-        return Mark(key, self._ledger.live.get(key))
+        return MemoryMark(key, self._ledger.live.get(key))
 
-    def lives(self, mark: Mark) -> bool:
+    def lives(self, mark: MemoryMark) -> bool:
         return mark.storage is not None and self._ledger.live.get(mark.key) is mark.storage
 
     def left_of(self, tape: Tape, owner: Owner) -> dict[int, tuple[Owner, int]]:
         """For `begin`: what is left of a tape's memory, as its owner's."""
         made = {note.number: note.storage for note in tape.notes if isinstance(note, Made)}
-        return {key: (owner, n) for key, n in tape.numbers.items() if self.lives(Mark(key, made[n]))}
+        return {key: (owner, n) for key, n in tape.numbers.items() if self.lives(MemoryMark(key, made[n]))}
 
     def end(self) -> None:
         """The tape is complete."""
@@ -266,7 +266,7 @@ class Recorder:
         """Of `work.Meter`."""
         if self._outer is not None:
             self._outer.said(event)
-        self._open().notes.append(Said(event))
+        self._open().notes.append(MessageCall(event))
 
     def counted(self, line: Line, nbytes: int) -> None:
         """Of `wire.Wire`."""
@@ -306,7 +306,7 @@ class Player:
         for note in notes:
             match note:
                 case Stretch(changes, spendings):
-                    if isinstance(listener, Recorder):
+                    if isinstance(listener, TapeRecorder):
                         listener.repeated(first, reserved, note)
                     if changes:
                         self._ledger.repeat(first, changes)
@@ -322,7 +322,7 @@ class Player:
                     self._free(number, others[owner])
                 case Counted(line, nbytes):
                     self._wire.count_again(line, nbytes)
-                case Said(event):
+                case MessageCall(event):
                     self._meter.message(self._renumbered(event, numbers))
         came_in = others.get("grad_output", others.get("input"))
         return [came_in if out.number is None else made[out.number] for out in tape.results], keys

@@ -32,7 +32,7 @@ class Stream(NamedTuple):
         return self.ranks if self.pair is None else self.pair
 
 
-class Waiting(NamedTuple):
+class IncompleteCommunication(NamedTuple):
     """A communication that is not complete, and one rank which has issued it or waits for it."""
 
     rank: int
@@ -102,8 +102,8 @@ def stream_of(rank: int, event: Call) -> Stream:
 def explain(
     traces: Mapping[int, Sequence[Event]],
     disagreements: Sequence[Disagreement],
-    waiting: Sequence[Waiting],
-    left: Sequence[Waiting],
+    waiting: Sequence[IncompleteCommunication],
+    left: Sequence[IncompleteCommunication],
 ) -> tuple[list[Fault], list[Stuck]]:
     """Faults by the time at which the replay came to them, and the ranks that stand still.
 
@@ -130,7 +130,7 @@ def explain(
     return sorted(faults, key=lambda fault: (fault.seconds, fault.ranks)), stuck
 
 
-def _cycles(behind: Mapping[int, Waiting]) -> Iterator[list[Waiting]]:
+def _cycles(behind: Mapping[int, IncompleteCommunication]) -> Iterator[list[IncompleteCommunication]]:
     """Each circle of ranks that wait for each other, once. Of several ranks that one waits for, the first is taken."""
     seen: set[int] = set()
     for first in sorted(behind):
@@ -158,7 +158,7 @@ class _Explainer:
     def phase(self, rank: int, index: int) -> str:
         return self.traces[rank][index].phase
 
-    def never(self, waiting: Waiting) -> list[int]:
+    def never(self, waiting: IncompleteCommunication) -> list[int]:
         """Of the ranks that are missing, those in whose whole trace the call is not."""
         calls = self.calls[waiting.stream]
         return [rank for rank in waiting.missing if len(calls[rank]) <= waiting.position]
@@ -176,7 +176,7 @@ class _Explainer:
         first = min(events)
         return Fault(each.kind, tuple(events), self.phase(first, events[first]), events, each.seconds, sentence)
 
-    def missing(self, waiting: Iterable[Waiting]) -> Iterator[Fault]:
+    def missing(self, waiting: Iterable[IncompleteCommunication]) -> Iterator[Fault]:
         """One fault a stream: its first communication that a rank never issues."""
         streams: set[Stream] = set()
         for each in sorted(waiting, key=lambda each: (each.position, each.seconds, each.rank)):
@@ -184,7 +184,7 @@ class _Explainer:
                 streams.add(each.stream)
                 yield self._missing(each)
 
-    def _missing(self, waiting: Waiting) -> Fault:
+    def _missing(self, waiting: IncompleteCommunication) -> Fault:
         stream, position = waiting.stream, waiting.position
         events, never = self._events(stream, position), self.never(waiting)
         issuers = [rank for rank in events if rank not in never]
@@ -203,7 +203,7 @@ class _Explainer:
         sentence += f"; {self._totals(stream)}; {_ADVICE[stream.pair is None]}"
         return Fault("missing", (*issuers, *never), self.phase(rank, events[rank]), events, waiting.seconds, sentence)
 
-    def deadlock(self, cycle: Sequence[Waiting], others: int) -> Fault:
+    def deadlock(self, cycle: Sequence[IncompleteCommunication], others: int) -> Fault:
         """Ranks that wait for each other. Where they do not issue equally much, that is what is missing."""
         first = min(cycle, key=lambda each: (each.seconds, each.rank))
         circle = " -> ".join(str(each.rank) for each in (*cycle, cycle[0]))
@@ -220,7 +220,7 @@ class _Explainer:
         kind: Literal["missing", "deadlock"] = "missing" if uneven else "deadlock"
         return Fault(kind, tuple(events), phase, events, max(each.seconds for each in cycle), "; ".join(parts))
 
-    def waits(self, each: Waiting) -> str:
+    def waits(self, each: IncompleteCommunication) -> str:
         """For what a rank waits, since when, and where those that are missing would issue it."""
         since = f"since {each.seconds:.6g} s in {self.phase(each.rank, each.event)} (event {each.event})"
         what = f"the {_ordinal(each.position + 1)} {_what(each.stream)}"

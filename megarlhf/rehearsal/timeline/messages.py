@@ -80,8 +80,8 @@ class Reached(NamedTuple):
     """In which another node was sent to or received from."""
 
 
-class Listener(Protocol):
-    """What may be told each message that is counted: `tape.Recorder`."""
+class MessageListener(Protocol):
+    """What may be told each message that is counted: `tape.TapeRecorder`."""
 
     def counted(self, line: Line, nbytes: int) -> None: ...
 
@@ -97,7 +97,7 @@ class Wire:
         self._number = 0
         self._world = False
         """Whether the group at hand is the default one, which may have the ranks of another."""
-        self.listener: Listener | None = None
+        self.listener: MessageListener | None = None
         self._groups: dict[tuple[int, ...], tuple[int, ...]] = {}
         """One tuple for each: a trace names groups a hundred thousand times."""
         self._collectives: set[tuple[tuple[int, ...], bool]] = set()

@@ -24,7 +24,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Literal, Protocol
 
-from megarlhf.rehearsal.timeline.deadlocks import Call, Disagreement, Stream, Waiting, explain, stream_of
+from megarlhf.rehearsal.timeline.deadlocks import (
+    Call,
+    Disagreement,
+    IncompleteCommunication,
+    Stream,
+    explain,
+    stream_of,
+)
 from megarlhf.rehearsal.timeline.simulated import (
     Communication,
     Message,
@@ -36,10 +43,10 @@ from megarlhf.rehearsal.timeline.simulated import (
     overlaps,
     segments_of,
 )
-from megarlhf.rehearsal.timeline.trace import Collective, Compute, Event, Mark, Operation, Send, Wait, Work
+from megarlhf.rehearsal.timeline.trace import Collective, Compute, Event, Operation, Send, StepMark, Wait, Work
 
 
-class Price(Protocol):
+class MessagePricing(Protocol):
     """What communications cost that have all wires to themselves. The same arguments must cost the same: each is asked
     for once in a group."""
 
@@ -57,7 +64,7 @@ def label_by_size(ranks: tuple[int, ...]) -> str:
 
 def replay(
     traces: Mapping[int, Sequence[Event]],
-    price: Price,
+    price: MessagePricing,
     *,
     label: Callable[[tuple[int, ...]], str] = label_by_size,
     segments: int | None = None,
@@ -217,7 +224,7 @@ class _Replaying:
     """
 
     def __init__(
-        self, traces: Mapping[int, Sequence[Event]], price: Price, label: Callable[[tuple[int, ...]], str]
+        self, traces: Mapping[int, Sequence[Event]], price: MessagePricing, label: Callable[[tuple[int, ...]], str]
     ) -> None:
         self.price = price
         self.label = label
@@ -242,7 +249,7 @@ class _Replaying:
         rank.waits_for = None
         while rank.index < len(rank.trace):
             event = rank.trace[rank.index]
-            if event.phase != rank.phase and not isinstance(event, Mark):
+            if event.phase != rank.phase and not isinstance(event, StepMark):
                 rank.enter(event.phase)
             if isinstance(event, Compute):
                 if not event.seconds >= 0:
@@ -252,7 +259,7 @@ class _Replaying:
             elif isinstance(event, Wait):
                 if not self._wait(rank, event):
                     return
-            elif isinstance(event, Mark):
+            elif isinstance(event, StepMark):
                 rank.end_step(event.step)
             else:
                 self._issue(rank, event)
@@ -360,7 +367,7 @@ class _Replaying:
             row.transfer += rank.spend(pending.end, "transfer")
         return True
 
-    def waiting(self) -> list[Waiting]:
+    def waiting(self) -> list[IncompleteCommunication]:
         """The ranks that are not through, each with what it waits for."""
         return [
             self._incomplete(rank.waits_for, rank, rank.index, rank.clock)
@@ -368,16 +375,16 @@ class _Replaying:
             if rank.waits_for is not None
         ]
 
-    def left(self) -> list[Waiting]:
+    def left(self) -> list[IncompleteCommunication]:
         """The first of each stream that some rank has issued and that has not begun."""
         firsts = [stream.pending[min(stream.pending)] for stream in self.streams.values() if stream.pending]
         return [self._incomplete(first, *first.issued[0][:2], first.ready) for first in firsts]
 
     @staticmethod
-    def _incomplete(pending: _Pending, rank: _Rank, event: int, seconds: float) -> Waiting:
+    def _incomplete(pending: _Pending, rank: _Rank, event: int, seconds: float) -> IncompleteCommunication:
         positions = pending.stream.positions
         missing = tuple(member for member, issued in positions.items() if issued <= pending.position)
-        return Waiting(rank.rank, event, seconds, pending.stream.key, pending.position, missing)
+        return IncompleteCommunication(rank.rank, event, seconds, pending.stream.key, pending.position, missing)
 
 
 def _steps(ranks: Sequence[_Rank]) -> tuple[StepTimes, ...]:

@@ -95,7 +95,7 @@ class StepTimes:
         return max(self.ranks.values())
 
 
-class Segment(NamedTuple):
+class TimeSegment(NamedTuple):
     """A stretch of a rank's time that looks the same."""
 
     rank: int
@@ -112,7 +112,7 @@ class Replayed:
     steps: tuple[StepTimes, ...]
     ends: Mapping[int, float]
     """Each rank's clock at its last event; communications that nobody waits for may end later."""
-    timeline: tuple[Segment, ...]
+    timeline: tuple[TimeSegment, ...]
     """By rank and time; one rank's segments leave no gap between 0 and its end."""
     faults: tuple[Fault, ...]
     """First causes, by time."""
@@ -134,7 +134,7 @@ class Replayed:
 
 def segments_of(
     rank: int, ends: Sequence[float], looks: Sequence[tuple[str, State]], limit: int | None
-) -> Iterator[Segment]:
+) -> Iterator[TimeSegment]:
     """The segments of a rank. More than `limit`, and its time is cut into as many equal slices instead, each of which
     looks like what most of it is spent on.
 
@@ -144,7 +144,7 @@ def segments_of(
     if limit is not None and len(ends) > limit:
         ends, looks = _sliced(ends, looks, limit)
     for start, end, (phase, kind) in zip(chain((0.0,), ends), ends, looks, strict=False):
-        yield Segment(rank, phase, kind, start, end)
+        yield TimeSegment(rank, phase, kind, start, end)
 
 
 def _sliced(

@@ -86,11 +86,11 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class StepMark:
     """A step of the run is done; the time between two marks is that of a step."""
 
     phase: str
     step: int
 
 
-Event = Compute | Collective | Send | Receive | Wait | Mark
+Event = Compute | Collective | Send | Receive | Wait | StepMark

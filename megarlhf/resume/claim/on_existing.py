@@ -35,7 +35,7 @@ NO_STEPS_LEFT = "num_steps"
 
 
 @dataclass(frozen=True)
-class Usable:
+class StartDecision:
     """Effects of a start in its run directory."""
 
     removed: list[Path]
@@ -112,7 +112,7 @@ def claim(cfg: FrozenModel, run: RunConfig, command: str) -> Claim:
     return Claim(lock, usable.resumes, notes, cfg, run, command, usable.removed)
 
 
-def require_usable(cfg: FrozenModel, run: RunConfig, command: str) -> Usable:
+def require_usable(cfg: FrozenModel, run: RunConfig, command: str) -> StartDecision:
     """Tell what a start of `command` would do in `run.dir`; nothing is touched. May watch an old lock for a while.
 
     Raises: ValueError when the directory belongs to a run that is running, when the earlier run there may not go on or
@@ -147,23 +147,23 @@ def finished(run_dir: Path) -> Finished | None:
         ) from error
 
 
-def _decide(cfg: FrozenModel, run: RunConfig, command: str) -> Usable:
+def _decide(cfg: FrozenModel, run: RunConfig, command: str) -> StartDecision:
     """`require_usable`, but for the lock."""
     wanted = run.dir.absolute()
     nearest = next(path for path in (wanted, *wanted.parents) if path.exists())
     if not nearest.is_dir():
         which = "is a file" if nearest == wanted else f"lies below {nearest}, which is a file"
         raise ValueError(f"run.dir = {run.dir} {which}; name a directory")
-    usable = Usable([], False, [])
+    usable = StartDecision([], False, [])
     if files := files_of_a_run(run.dir):
         shown = ", ".join(sorted({path.relative_to(run.dir).parts[0] for path in files}))
         if run.on_existing == "overwrite":
             _require_same_command(run, command, shown)
             _require_overwritable(cfg, run, files)
-            usable = Usable(files, False, [])
+            usable = StartDecision(files, False, [])
         elif run.on_existing == "resume" and isinstance(cfg, SFTConfig | RMConfig | DPOConfig | RLConfig):
             _require_same_command(run, command, shown)
-            usable = Usable([], True, _require_resumable(cfg, run, command))
+            usable = StartDecision([], True, _require_resumable(cfg, run, command))
         else:
             why = "" if run.on_existing == "refuse" else f"; {command} has nothing to go on with, and starts over only"
             raise ValueError(

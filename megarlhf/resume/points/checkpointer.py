@@ -27,7 +27,7 @@ from megarlhf.resume.points.file_digest import FileDigest
 from megarlhf.resume.points.point import Position
 from megarlhf.resume.points.restore import RANDOM, TABLE, Identity, MakeTable, layout_in_words
 from megarlhf.resume.points.stateful import Stateful
-from megarlhf.resume.points.writer import Content, Outcome, Writer
+from megarlhf.resume.points.writer import Content, PointWriter, WriteOutcome
 from megarlhf.resume.signals import STOP_SIGNALS, StopRequest, StopRun, time_left
 from megarlhf.runtime import Runtime, random_state
 
@@ -76,7 +76,7 @@ class Checkpointer:
         on_saved: Callable[[Position], None] = lambda position: None,
         provenance: Callable[[str, Position], Provenance] | None = None,
         newest: Position | None = None,
-        writer: Callable[[Runtime], Writer] = Writer,
+        writer: Callable[[Runtime], PointWriter] = PointWriter,
     ) -> None:
         self._runtime, self._run_dir, self._cfg = runtime, run_dir, cfg
         self._roles, self._states, self._identity, self._stop = roles, states, identity, stop
@@ -142,7 +142,7 @@ class Checkpointer:
         if last_border and self._cfg.by_cadence:
             self.save_last_border()
 
-    def drop_border(self) -> None:
+    def discard_boundary(self) -> None:
         """Keep no more of the last border, whose weights something else than an update has changed."""
         self._border = None
 
@@ -270,7 +270,7 @@ class Checkpointer:
         point.write_manifest(directory, body, files)
         point.commit(directory, self._path(position))
 
-    def _done(self, outcome: Outcome) -> None:
+    def _done(self, outcome: WriteOutcome) -> None:
         assert self._writing is not None
         position, self._writing = self._writing, None
         self._cadence.saved(outcome.seconds)

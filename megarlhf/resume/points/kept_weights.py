@@ -22,7 +22,7 @@ from megarlhf.resume.points import point, sharded_state
 from megarlhf.resume.points.file_digest import FileDigest
 from megarlhf.resume.points.point import Point, Position
 from megarlhf.resume.points.restore import layout_in_words
-from megarlhf.resume.points.writer import Content, Outcome, Writer
+from megarlhf.resume.points.writer import Content, PointWriter, WriteOutcome
 from megarlhf.runtime import Runtime
 
 
@@ -117,10 +117,10 @@ def _write(role: Role, directory: Path, body: Mapping[str, Any]) -> str:
         point.write_manifest(partial, body, files)
         point.commit(partial, directory)
 
-    writer = Writer(runtime)
+    writer = PointWriter(runtime)
     commons = {role.name: sharded_state.common(role, int(body["step"]))}
     writer.start(partial, Content({role.name: state}, commons, {}), complete)
-    outcome: Outcome | None = None
+    outcome: WriteOutcome | None = None
     try:
         while outcome is None:
             outcome = writer.poll(wait=True)

@@ -73,7 +73,7 @@ class Content:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class WriteOutcome:
     """How a write has ended, the same on every rank."""
 
     error: str | None
@@ -113,7 +113,7 @@ class _Completion:
     complete: Callable[[Mapping[str, FileDigest]], None]
 
 
-class Writer:
+class PointWriter:
     """Of one run; has at most one directory in work."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -184,7 +184,7 @@ class Writer:
         mine = FileSystemWriter("unused").prepare_global_plan(numbered)[self._runtime.rank]
         return planner.finish_plan(mine), planner, metadata
 
-    def poll(self, *, wait: bool = False) -> Outcome | None:
+    def poll(self, *, wait: bool = False) -> WriteOutcome | None:
         """What has become of the directory, the same on every rank; None while it is in work. Collective."""
         job = self._job
         if job is None:
@@ -199,7 +199,7 @@ class Writer:
         _end(job)
         answers: list[Any] | None = [None] * self._runtime.world_size if self._runtime.is_main else None
         dist.gather_object(job.answer, answers, dst=0)
-        outcome: list[Outcome | None] = [None]
+        outcome: list[WriteOutcome | None] = [None]
         if answers is not None:
             errors: dict[str, list[int]] = defaultdict(list)
             for rank, answer in enumerate(answers):
@@ -209,7 +209,7 @@ class Writer:
             if reasons:
                 shutil.rmtree(job.directory, ignore_errors=True)
             size = answers[0][1] if answers[0] else 0
-            outcome = [Outcome("; ".join(reasons) or None, time.monotonic() - job.started, size)]
+            outcome = [WriteOutcome("; ".join(reasons) or None, time.monotonic() - job.started, size)]
         dist.broadcast_object_list(outcome, src=0)
         return outcome[0]
 

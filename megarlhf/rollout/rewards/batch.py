@@ -94,7 +94,7 @@ class TokenRewards:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RewardResult:
     """What a function said of one response."""
 
     value: float | None = None
@@ -108,7 +108,7 @@ class Outcome:
     """It failed because a process or a server did not answer in time: another try later may go well."""
 
     @classmethod
-    def of(cls, returned: Any, num_tokens: int | None) -> Outcome:
+    def of(cls, returned: Any, num_tokens: int | None) -> RewardResult:
         """From what a function has returned for a response of `num_tokens` tokens; None: nobody knows.
 
         Raises: WrongValue for what is none of a number, None, a mapping from names to numbers (or from `score` to one,
@@ -139,15 +139,15 @@ class Outcome:
         return cls(value=_number(returned))
 
 
-def outcome_of(returned: Any, num_tokens: int | None) -> Outcome:
-    """`Outcome.of`; what is wrong, or raised by the value itself when it is read, is said in the outcome."""
+def outcome_of(returned: Any, num_tokens: int | None) -> RewardResult:
+    """`RewardResult.of`; what is wrong, or raised by the value itself when it is read, is said in the outcome."""
     try:
-        return Outcome.of(returned, num_tokens)
+        return RewardResult.of(returned, num_tokens)
     except BaseException as error:  # noqa: BLE001 - it is said in the outcome, or raised again
-        return Outcome(error=_words(returned, error))
+        return RewardResult(error=_words(returned, error))
 
 
-def outcomes_of_batch(returned: Any, batch: RewardBatch) -> list[Outcome]:
+def outcomes_of_batch(returned: Any, batch: RewardBatch) -> list[RewardResult]:
     """From what a function has returned for a whole batch, OpenRLHF's {"rewards": ..., "extra_logs": ...} too: where
     that is no sequence of as many values, all outcomes say so; what is wrong with single values is said in theirs."""
     try:
@@ -159,7 +159,7 @@ def outcomes_of_batch(returned: Any, batch: RewardBatch) -> list[Outcome]:
         if len(values) != len(batch):
             raise WrongValue(f"returned {len(values)} values for {len(batch)} responses; return one for each")
     except BaseException as error:  # noqa: BLE001 - as above
-        return [Outcome(error=_words(returned, error))] * len(batch)
+        return [RewardResult(error=_words(returned, error))] * len(batch)
     return [outcome_of(value, size) for value, size in zip(values, batch.response_sizes(), strict=True)]
 
 

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from megarlhf.rollout.rewards import forms
 from megarlhf.rollout.rewards.batch import (
-    Outcome,
     RewardBatch,
+    RewardResult,
     WrongValue,
     cut,
     described,
@@ -54,8 +54,8 @@ class _Failure(NamedTuple):
     words: str
     late: bool = False
 
-    def outcome(self) -> Outcome:
-        return Outcome(error=self.words, late=self.late)
+    def outcome(self) -> RewardResult:
+        return RewardResult(error=self.words, late=self.late)
 
 
 def load_function(name: str) -> Callable[..., Any]:
@@ -96,7 +96,9 @@ def _place_of(module: ModuleType) -> str:
     return f"the module {module.__name__}, which is built into Python,"
 
 
-def call(function: Callable[..., Any], form: Form, batch: RewardBatch, seconds: float | None = None) -> list[Outcome]:
+def call(
+    function: Callable[..., Any], form: Form, batch: RewardBatch, seconds: float | None = None
+) -> list[RewardResult]:
     """An outcome for each response of the batch; what fails is said in its outcome.
 
     Also what is no `Exception`, such as a call of sys.exit, is a failure; only what a signal raises goes through

@@ -17,7 +17,7 @@ from megarlhf.data.samples.retokenize import Retokenizer
 from megarlhf.data.text.omissions import KINDS
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.provenance import find_provenance_file
-from megarlhf.rollout.rewards.batch import Outcome, RewardBatch, Untold, short
+from megarlhf.rollout.rewards.batch import RewardBatch, RewardResult, Untold, short
 
 log = logging.getLogger(__name__)
 
@@ -91,18 +91,20 @@ class Classifier:
     def close(self) -> None:
         pass
 
-    def outcomes(self, batch: RewardBatch) -> list[Outcome]:
+    def outcomes(self, batch: RewardBatch) -> list[RewardResult]:
         """Of part of a batch, in one forward. What is too long for the model is never cut: it has no score."""
         rows = [self._encoded(batch, n) for n in range(len(batch))]
         sizes = [len(row["input_ids"]) for row in rows]
         fitting = [n for n, size in enumerate(sizes) if self._longest is None or size <= self._longest]
         found = [
-            Outcome(error=f"has {size} tokens; {self._path} takes {self._longest}, and nothing is cut")
+            RewardResult(error=f"has {size} tokens; {self._path} takes {self._longest}, and nothing is cut")
             for size in sizes
         ]
         if fitting:
             for n, score in zip(fitting, self._scores([rows[n] for n in fitting]), strict=True):
-                found[n] = Outcome(value=score) if math.isfinite(score) else Outcome(error=f"is scored {score}")
+                found[n] = (
+                    RewardResult(value=score) if math.isfinite(score) else RewardResult(error=f"is scored {score}")
+                )
         return found
 
     def _encoded(self, batch: RewardBatch, n: int) -> Encoded:
@@ -166,8 +168,8 @@ class _Later:
     def __init__(self, classifier: Classifier, batch: RewardBatch) -> None:
         self._classifier, self._batch = classifier, batch
 
-    def wait(self, should_stop: Callable[[], bool] = lambda: False) -> list[Outcome] | None:
-        found: list[Outcome] = []
+    def wait(self, should_stop: Callable[[], bool] = lambda: False) -> list[RewardResult] | None:
+        found: list[RewardResult] = []
         size = self._classifier._batch_samples
         for start in range(0, len(self._batch), size):
             if should_stop():

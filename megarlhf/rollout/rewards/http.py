@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from megarlhf.rollout.rewards.batch import Outcome, RewardBatch, short
+from megarlhf.rollout.rewards.batch import RewardBatch, RewardResult, short
 from megarlhf.rollout.rewards.forms import label_of
 from megarlhf.rollout.rewards.pool import BACKOFF_SECONDS, LOOK_SECONDS, Pending
 
@@ -113,12 +113,12 @@ class HttpReward:
         try:
             outcomes = self._with_retries(batch)
         except BaseException as error:  # noqa: BLE001 - a thread that dies silently would be waited for
-            outcomes = [Outcome(error=f"{type(error).__name__}: {error}")] * len(batch)
+            outcomes = [RewardResult(error=f"{type(error).__name__}: {error}")] * len(batch)
         pending.put(rows, outcomes, time.monotonic() - begun)
 
-    def _with_retries(self, batch: RewardBatch) -> list[Outcome]:
+    def _with_retries(self, batch: RewardBatch) -> list[RewardResult]:
         if refused := self._circuit.reason():
-            return [Outcome(error=refused, late=True)] * len(batch)
+            return [RewardResult(error=refused, late=True)] * len(batch)
         error = ""
         for attempt in range(self._retries + 1):
             if attempt and self._closed.wait(self._backoff[min(attempt, len(self._backoff)) - 1]):
@@ -127,16 +127,16 @@ class HttpReward:
                 outcomes = self._ask(batch)
             except Refused as failure:
                 self._circuit.note(str(failure))
-                return [Outcome(error=str(failure))] * len(batch)
+                return [RewardResult(error=str(failure))] * len(batch)
             except ServerError as failure:
                 error = str(failure)
                 continue
             self._circuit.note("")
             return outcomes
         self._circuit.note(error)
-        return [Outcome(error=f"{error} (tried {self._retries + 1} times)", late=True)] * len(batch)
+        return [RewardResult(error=f"{error} (tried {self._retries + 1} times)", late=True)] * len(batch)
 
-    def _ask(self, batch: RewardBatch) -> list[Outcome]:
+    def _ask(self, batch: RewardBatch) -> list[RewardResult]:
         """Raises: ServerError, where another try may help."""
         queries = [prompt + response for prompt, response in zip(batch.prompts, batch.responses, strict=True)]
         columns = [_plain(fields) for fields in batch.fields]
@@ -182,7 +182,7 @@ class HttpReward:
                     raise ServerError(f"{self._url} answers with more than {MAX_ANSWER_BYTES} bytes")
         return response.status_code, bytes(content)
 
-    def _outcomes(self, content: bytes, batch: RewardBatch) -> list[Outcome]:
+    def _outcomes(self, content: bytes, batch: RewardBatch) -> list[RewardResult]:
         try:
             tree: Any = json.loads(content)
         except (ValueError, RecursionError) as error:
@@ -198,12 +198,12 @@ class HttpReward:
         found = []
         for n, value in enumerate(values):
             if value is None and str(n) in reasons:
-                found.append(Outcome(error=f"{self._url} says: {short(reasons[str(n)])}"))
+                found.append(RewardResult(error=f"{self._url} says: {short(reasons[str(n)])}"))
                 continue
             try:
-                found.append(Outcome.of(value, None))
+                found.append(RewardResult.of(value, None))
             except ValueError as error:
-                found.append(Outcome(error=f"{self._url} {error}"))
+                found.append(RewardResult(error=f"{self._url} {error}"))
         return found
 
 

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megarlhf.data.sources.reasoning_gym import SAME_HASHES
-from megarlhf.rollout.rewards.batch import Outcome, RewardBatch
+from megarlhf.rollout.rewards.batch import RewardBatch, RewardResult
 from megarlhf.rollout.rewards.calls import AT_ONCE
 from megarlhf.rollout.rewards.forms import Form
 from megarlhf.rollout.rewards.worker import END, END_SECONDS
@@ -42,13 +42,13 @@ class Pending:
     """Outcomes that come in while the rank does other things."""
 
     def __init__(self, count: int) -> None:
-        self._outcomes: list[Outcome | None] = [None] * count
+        self._outcomes: list[RewardResult | None] = [None] * count
         self._missing = count
         self._changed = threading.Condition()
         self.seconds = 0.0
         """That workers were busy with it, added up."""
 
-    def put(self, rows: Sequence[int], outcomes: Sequence[Outcome], seconds: float) -> None:
+    def put(self, rows: Sequence[int], outcomes: Sequence[RewardResult], seconds: float) -> None:
         """Called by a worker's thread."""
         with self._changed:
             for row, outcome in zip(rows, outcomes, strict=True):
@@ -58,7 +58,7 @@ class Pending:
             if not self._missing:  # to wake for each outcome would cost the worker's thread its turn
                 self._changed.notify_all()
 
-    def wait(self, should_stop: Callable[[], bool] = lambda: False) -> list[Outcome] | None:
+    def wait(self, should_stop: Callable[[], bool] = lambda: False) -> list[RewardResult] | None:
         """All outcomes, in their order; None where `should_stop` said so first."""
         with self._changed:
             while self._missing:
@@ -103,10 +103,10 @@ class _Worker:
             self.kill()
             raise WorkerError(refusal)
 
-    def ask(self, batch: RewardBatch, seconds: float) -> list[Outcome]:
+    def ask(self, batch: RewardBatch, seconds: float) -> list[RewardResult]:
         """Raises: WorkerError, after which the worker is gone."""
         self._send(batch)
-        outcomes: list[Outcome] = self._receive(seconds, "")
+        outcomes: list[RewardResult] = self._receive(seconds, "")
         return outcomes
 
     def _send(self, message: Any) -> None:
@@ -206,7 +206,7 @@ class RewardPool:
         if worker is not None:
             worker.kill()
 
-    def _answer(self, worker: _Worker | None, batch: RewardBatch) -> tuple[_Worker | None, list[Outcome]]:
+    def _answer(self, worker: _Worker | None, batch: RewardBatch) -> tuple[_Worker | None, list[RewardResult]]:
         """Outcomes of a batch, after as many tries as are allowed where a worker gives none."""
         failure = WorkerError("the run has ended")
         for attempt in range(self._retries + 1):
@@ -222,7 +222,7 @@ class RewardPool:
                     worker.kill()
                 worker, failure = None, WorkerError(f"could not be called: {type(error).__name__}: {error}")
         tries = f" (tried {self._retries + 1} times)" if self._retries else ""
-        return worker, [Outcome(error=f"{failure}{tries}", late=isinstance(failure, WorkerTimeout))] * len(batch)
+        return worker, [RewardResult(error=f"{failure}{tries}", late=isinstance(failure, WorkerTimeout))] * len(batch)
 
     def _limit(self, count: int) -> float:
         """Seconds for a call of `count` samples. Calls of an async function have their own limits in the worker; this

@@ -20,7 +20,7 @@ from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.errors import Interrupted, RewardError, WatchdogTimeout
 from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
-from megarlhf.rollout.rewards.batch import Outcome, RewardBatch, short
+from megarlhf.rollout.rewards.batch import RewardBatch, RewardResult, short
 from megarlhf.rollout.rewards.calls import call
 from megarlhf.rollout.rewards.forms import Form
 from megarlhf.rollout.rewards.http import HttpReward, require_plain_token
@@ -30,10 +30,10 @@ from megarlhf.rollout.rewards.rules import RULES, form_of_rule, rule_with
 ShouldStop = Callable[[], bool]
 
 
-class Waiting(Protocol):
+class PendingBatch(Protocol):
     """A batch whose rewards are under way on this rank."""
 
-    def wait(self, should_stop: ShouldStop = ...) -> list[Outcome] | None:
+    def wait(self, should_stop: ShouldStop = ...) -> list[RewardResult] | None:
         """All outcomes, in the order of the batch; None where `should_stop` said so first."""
         ...
 
@@ -41,7 +41,7 @@ class Waiting(Protocol):
 class RewardSource(Protocol):
     """What gives rewards: a function in this process or in others, or a server."""
 
-    def start(self, batch: RewardBatch) -> Waiting:
+    def start(self, batch: RewardBatch) -> PendingBatch:
         """Begin; nothing is waited for."""
         ...
 
@@ -56,7 +56,7 @@ class InThisProcess:
     def __init__(self, function: Callable[..., Any], form: Form, batch_samples: int | None = None) -> None:
         self._function, self._form, self._batch_samples = function, form, batch_samples
 
-    def start(self, batch: RewardBatch) -> Waiting:
+    def start(self, batch: RewardBatch) -> PendingBatch:
         at_once = self._batch_samples or len(batch) if self._form.batched else 1
         return _Later(self._function, self._form, batch, max(at_once, 1))
 
@@ -70,8 +70,8 @@ class _Later:
     def __init__(self, function: Callable[..., Any], form: Form, batch: RewardBatch, at_once: int) -> None:
         self._function, self._form, self._batch, self._at_once = function, form, batch, at_once
 
-    def wait(self, should_stop: ShouldStop = lambda: False) -> list[Outcome] | None:
-        found: list[Outcome] = []
+    def wait(self, should_stop: ShouldStop = lambda: False) -> list[RewardResult] | None:
+        found: list[RewardResult] = []
         for start in range(0, len(self._batch), self._at_once):
             if should_stop():
                 return None
@@ -80,7 +80,7 @@ class _Later:
         return found
 
 
-def outcomes_here(function: Callable[..., Any], form: Form, batch: RewardBatch) -> list[Outcome]:
+def outcomes_here(function: Callable[..., Any], form: Form, batch: RewardBatch) -> list[RewardResult]:
     """Of a call in this process."""
     return call(function, form, batch)
 
@@ -181,13 +181,13 @@ def _token_names(tokenizer: Tokenizer) -> list[str]:
 
 def gather(
     name: str,
-    waiting: Waiting,
+    waiting: PendingBatch,
     mine: RewardBatch,
     *,
     drop_failures: bool = False,
     local: Callable[[], AbstractContextManager[None]] = nullcontext,
     should_stop: ShouldStop = lambda: False,
-) -> list[Outcome]:
+) -> list[RewardResult]:
     """The outcomes of all ranks' shares, in the order of the samples, on every rank. Collective.
 
     local: entered while this rank waits for its own share (`Phases.local`)
@@ -198,11 +198,11 @@ def gather(
     where that was a process or a server that did not answer in time, or where the watchdog ends the wait on one;
     Interrupted, on every rank, when outcomes are missing because `should_stop` said so on one.
     """
-    found: list[Outcome] = []
+    found: list[RewardResult] = []
     with raise_on_all_ranks(lambda reasons: RewardError(reasons[0])), local():
         found = waiting.wait(should_stop) or []
     found = [replace(o, error=f"{_where(name, mine, n)} {o.error}") if o.error else o for n, o in enumerate(found)]
-    parts: list[tuple[list[Outcome], int]] = [([], 0)] * dist.get_world_size()
+    parts: list[tuple[list[RewardResult], int]] = [([], 0)] * dist.get_world_size()
     dist.all_gather_object(parts, (found, len(mine)))
     every = [outcome for part, _ in parts for outcome in part]
     if len(every) < (expected := sum(count for _, count in parts)):

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarlhf.config import RewardConfig
-from megarlhf.rollout.rewards.batch import Outcome, RewardBatch, Untold, short
+from megarlhf.rollout.rewards.batch import RewardBatch, RewardResult, Untold, short
 from megarlhf.rollout.rewards.score import RewardSource
 
 log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ def answer_to(batch: RewardBatch, sources: Sources) -> dict[str, Any]:
     return {"rewards": rewards, "by_reward": said, "failed": failed}
 
 
-def _value(label: str, reward: RewardConfig, outcome: Outcome, n: int) -> float | None:
+def _value(label: str, reward: RewardConfig, outcome: RewardResult, n: int) -> float | None:
     if outcome.error:
         log.warning("reward %r failed on response %d of a request: %s", label, n, outcome.error)
         if reward.on_failure == "stop":

@@ -23,13 +23,13 @@ from megarlhf.collective_errors import raise_on_all_ranks
 from megarlhf.config import RolloutConfig
 from megarlhf.experience import Rollouts
 from megarlhf.models.build import ModelShard, placements_on
-from megarlhf.parallel.device_memory import Part, RoleParts
+from megarlhf.parallel.device_memory import Offloadable, RoleParts
 from megarlhf.placement import RankPlacements
-from megarlhf.rollout.balance import SeenLengths, deal, pieces_of
-from megarlhf.rollout.engine import EngineFailure, KeptResponses, Sampling, gather_rollouts, missing_rows
-from megarlhf.rollout.prompt_queue import Feed, SharedCounter, agreed_key, rendezvous_store
+from megarlhf.rollout.balance import SeenLengths, assign, chunk_by_length
+from megarlhf.rollout.engine import EngineFailure, FinishedResponses, Sampling, gather_rollouts, missing_rows
+from megarlhf.rollout.prompt_queue import PromptQueue, SharedCounter, agreed_key, rendezvous_store
 from megarlhf.rollout.vllm.build import build_llm, changed_in_memory, enqueue
-from megarlhf.rollout.vllm.generate_loop import draw
+from megarlhf.rollout.vllm.generate_loop import run_requests
 from megarlhf.rollout.vllm.patches import keep_default_group
 from megarlhf.rollout.vllm.sleep import EngineMemory, cache_of_worker, make_sleeper, require_room
 from megarlhf.runtime import Runtime, free_bytes, without_torch_determinism
@@ -63,7 +63,7 @@ class VllmEngine:
     ) -> None:
         """`actor`: of the role whose weights it will be given."""
         self._runtime = runtime
-        self._source, self._residency = actor.parameters, actor.residency
+        self._source, self._device_memory = actor.parameters, actor.device_memory
         self._tp = tp
         self._arch = architecture_from_hf(model_path)
         self._dtype = dtype
@@ -82,7 +82,7 @@ class VllmEngine:
         self._parameters = self._live()
         self._places = self._addresses()
         memory = EngineMemory(self._llm, self._parameters, self._cache_tensors)
-        self._sleeper = make_sleeper(memory, self._residency, self._sleep_level, self._require_room)
+        self._sleeper = make_sleeper(memory, self._device_memory, self._sleep_level, self._require_room)
         self._actor: ModelShard | None = None
         """Whose weights it has, or had before it slept."""
         self._destinations = self._make_destinations()
@@ -122,7 +122,7 @@ class VllmEngine:
     @property
     def _sleep_level(self) -> int:
         level = self._rollout.sleep_level
-        return (2 if self._residency.auto else 0) if level == "auto" else level
+        return (2 if self._device_memory.auto else 0) if level == "auto" else level
 
     def _cache_tensors(self) -> Sequence[Tensor]:
         return cache_of_worker(self._llm)
@@ -133,7 +133,7 @@ class VllmEngine:
     def _addresses(self) -> dict[str, int]:
         return {name: tensor.data_ptr() for name, tensor in self._parameters.items()}
 
-    def needs(self, *, to_generate: bool) -> Sequence[Part]:
+    def needs(self, *, to_generate: bool) -> Sequence[Offloadable]:
         """Weights that are lost have to be made from the actor's first."""
         if to_generate and not self._sleeper.weights_lost:
             return self._sleeper.weights, self._sleeper.cache
@@ -144,7 +144,7 @@ class VllmEngine:
         cache. Collective."""
         if to_generate and self._sleeper.weights_lost and self._actor is not None and not self._refusal:
             self.update_weights(self._actor, self._version)
-        self._residency.turn(*self.needs(to_generate=to_generate))
+        self._device_memory.keep_only(*self.needs(to_generate=to_generate))
         if not self._sleeper.keeps_addresses:
             self._places = self._addresses()
 
@@ -320,7 +320,7 @@ class VllmEngine:
         seeds: Sequence[int],
         sampling: Sampling,
         *,
-        bank: KeptResponses | None = None,
+        bank: FinishedResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
         """Rows go to the engines as `rollout.balance` says; within an engine every rank draws the same, and answers for
@@ -339,7 +339,7 @@ class VllmEngine:
                 f"{self._max_model_len} tokens that the engine was built for; raise data.max_prompt_tokens or lower "
                 "rollout.max_response_tokens"
             )
-        bank = KeptResponses() if bank is None else bank
+        bank = FinishedResponses() if bank is None else bank
         self._counter.restart()
         feed = self._feed(prompts, missing_rows(bank, len(prompts)), sampling.max_tokens)
         self._wake(to_generate=True)
@@ -347,7 +347,7 @@ class VllmEngine:
         began = time.monotonic()
         failed = _error("vLLM failed while it drew responses", "", EngineFailure)
         with raise_on_all_ranks(failed), without_torch_determinism():
-            stopped = draw(
+            stopped = run_requests(
                 self._llm.llm_engine,
                 partial(enqueue, self._llm, prompts, seeds, sampling, adapter=self._uses_adapter),
                 feed,
@@ -375,12 +375,12 @@ class VllmEngine:
 
         return get_tp_group().cpu_group
 
-    def _feed(self, prompts: Sequence[Tensor], missing: Sequence[int], max_tokens: int) -> Feed:
+    def _feed(self, prompts: Sequence[Tensor], missing: Sequence[int], max_tokens: int) -> PromptQueue:
         """What this rank's engine draws of the rows that are missing."""
         engines, rank = self._runtime.world_size // self._tp, self._runtime.rank
-        pieces = pieces_of(prompts, missing, engines, self._seen, max_tokens)
+        pieces = chunk_by_length(prompts, missing, engines, self._seen, max_tokens)
         counter = self._counter if rank % self._tp == 0 else None
-        return Feed(deal(self._rollout.balance, pieces, engines), rank // self._tp, counter)
+        return PromptQueue(assign(self._rollout.balance, pieces, engines), rank // self._tp, counter)
 
     def close(self) -> None:
         """Shut the engine down. The run's own process groups stay."""

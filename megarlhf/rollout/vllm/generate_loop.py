@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarlhf.rollout.engine import EngineFailure, KeptResponses, Response, Sampling
-from megarlhf.rollout.prompt_queue import NOTHING, Feed
+from megarlhf.rollout.engine import EngineFailure, FinishedResponses, Response, Sampling
+from megarlhf.rollout.prompt_queue import NOTHING, PromptQueue
 
 log = logging.getLogger(__name__)
 
@@ -22,12 +22,12 @@ Steps = Generator[tuple[int, int], int, None]
 that a rank of the engine has taken."""
 
 
-def draw(
+def run_requests(
     engine: Any,
     enqueue: Callable[[Sequence[int]], list[str]],
-    feed: Feed,
+    feed: PromptQueue,
     sampling: Sampling,
-    bank: KeptResponses,
+    bank: FinishedResponses,
     should_stop: Callable[[], bool] | None,
     group: dist.ProcessGroup | None,
     place: int = 0,

@@ -1,4 +1,4 @@
-"""vLLM gives weights and cache back while the trainer works: two parts of a `Residency`.
+"""vLLM gives weights and cache back while the trainer works: two parts of a `DeviceMemory`.
 
 On a GPU by vLLM's own sleep mode, which keeps addresses, as captured CUDA graphs need them. Elsewhere, in tests and
 rehearsals, by the storages of its live tensors, as for the roles of the trainer.
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from megarlhf.collective_errors import raise_on_all_ranks
-from megarlhf.parallel.device_memory import Part, Residency, Tensors
+from megarlhf.parallel.device_memory import DeviceMemory, Offloadable, Tensors
 from megarlhf.runtime import Runtime, free_bytes, give_back_cached
 
 GIB = 2**30
@@ -26,10 +26,10 @@ class Sleeper(Protocol):
     """Whether what lies in the weights' memory is no model."""
 
     @property
-    def weights(self) -> Part: ...
+    def weights(self) -> Offloadable: ...
 
     @property
-    def cache(self) -> Part: ...
+    def cache(self) -> Offloadable: ...
 
     @property
     def keeps_addresses(self) -> bool: ...
@@ -53,10 +53,10 @@ class EngineMemory:
     """Of keys and values."""
 
 
-def make_sleeper(memory: EngineMemory, residency: Residency, level: int, room: Room) -> Sleeper:
+def make_sleeper(memory: EngineMemory, device_memory: DeviceMemory, level: int, room: Room) -> Sleeper:
     """`level`: `rollout.sleep_level`, resolved."""
-    kind = _ByVllm if residency.on_gpu else _ByStorages
-    return kind(memory, residency, level, room)
+    kind = _ByVllm if device_memory.on_gpu else _ByStorages
+    return kind(memory, device_memory, level, room)
 
 
 def cache_of_worker(llm: Any) -> list[Tensor]:
@@ -69,9 +69,9 @@ def cache_of_worker(llm: Any) -> list[Tensor]:
 class _ByStorages:
     keeps_addresses = False
 
-    def __init__(self, memory: EngineMemory, residency: Residency, level: int, room: Room) -> None:
+    def __init__(self, memory: EngineMemory, device_memory: DeviceMemory, level: int, room: Room) -> None:
         self.weights_lost = False
-        self._residency, host = residency, residency.host
+        self._device_memory, host = device_memory, device_memory.host
 
         def lost() -> None:
             self.weights_lost = level == 2
@@ -79,10 +79,10 @@ class _ByStorages:
         self.weights = _Checked(Tensors(memory.parameters.values, host, copied=level == 1), "weights", room, lost)
         self.cache = _Checked(Tensors(memory.cache, host, copied=False), "cache", room)
         if level:
-            residency.may_leave(self.cache, self.weights)
+            device_memory.allow_offload(self.cache, self.weights)
 
     def forget(self) -> None:
-        self._residency.forget(self.weights, self.cache)
+        self._device_memory.forget(self.weights, self.cache)
 
 
 class _Checked:
@@ -95,18 +95,18 @@ class _Checked:
     def present(self) -> bool:
         return self._part.present
 
-    def leave(self) -> None:
-        self._part.leave()
+    def offload(self) -> None:
+        self._part.offload()
         self._left()
 
-    def come(self) -> None:
+    def onload(self) -> None:
         self._room(self._part.nbytes, self._what)
-        self._part.come()
+        self._part.onload()
 
     def wait(self) -> None:
         self._part.wait()
 
-    def settle(self) -> None: ...
+    def synchronize(self) -> None: ...
 
 
 class _ByVllm:
@@ -114,14 +114,14 @@ class _ByVllm:
 
     keeps_addresses = True
 
-    def __init__(self, memory: EngineMemory, residency: Residency, level: int, room: Room) -> None:
+    def __init__(self, memory: EngineMemory, device_memory: DeviceMemory, level: int, room: Room) -> None:
         self.weights_lost = False
-        self._llm, self._level, self._residency, self._room = memory.llm, level, residency, room
+        self._llm, self._level, self._device_memory, self._room = memory.llm, level, device_memory, room
         self._asleep: set[str] = set()
         self.weights = _Tagged(self, "weights", "weights", _bytes_of(memory.parameters.values()))
         self.cache = _Tagged(self, "kv_cache", "cache", _bytes_of(memory.cache()) if level else 0)
         if level:
-            residency.may_leave(self.cache, self.weights)
+            device_memory.allow_offload(self.cache, self.weights)
 
     def left(self) -> None:
         """One of the parts is not needed; vLLM sleeps when none is."""
@@ -138,7 +138,7 @@ class _ByVllm:
             self._asleep.remove(part.tag)
 
     def forget(self) -> None:
-        self._residency.forget(self.weights, self.cache)
+        self._device_memory.forget(self.weights, self.cache)
 
 
 class _Tagged:
@@ -148,17 +148,17 @@ class _Tagged:
         self._of, self.tag, self.what, self.nbytes = of, tag, what, nbytes
         self.present = True
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         self.present = False
         self._of.left()
 
-    def come(self) -> None:
+    def onload(self) -> None:
         self._of.wake(self)
         self.present = True
 
     def wait(self) -> None: ...
 
-    def settle(self) -> None: ...
+    def synchronize(self) -> None: ...
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megarlhf.algo.averaging import Aggregation, response_weights
 from megarlhf.config import MicroBatchConfig, Shuffle
-from megarlhf.experience import Experience, Holding, Ragged, redistribute
+from megarlhf.experience import ColumnSharding, Experience, Ragged, redistribute
 from megarlhf.models.role import Role
 from megarlhf.parallel.batching import Batching, owners_of_outputs
 from megarlhf.parallel.micro_batch import (
@@ -157,13 +157,13 @@ def holding_of(
     experience: Experience,
     passes: Sequence[Sequence[Sequence[int]]],
     micro: MicroBatchConfig,
-) -> Holding | None:
+) -> ColumnSharding | None:
     """Who reads the token columns of which samples: the last pipeline stages that compute a loss of them, in any of the
     mini-batches of any pass, for any of the roles. None where that is every rank."""
     world_size = trained[0].mesh.runtime.world_size
     if world_size == 1:
         return None
-    held_WN = torch.zeros(world_size, experience.num_samples, dtype=torch.bool)
+    resident_WN = torch.zeros(world_size, experience.num_samples, dtype=torch.bool)
     lengths_N = experience.sequences.lengths_N
     for role, mini_batches in itertools.product(trained, passes):
         for samples in mini_batches:
@@ -173,8 +173,8 @@ def holding_of(
             for dp, layouts in enumerate(by_rank):
                 read = [n for layout in layouts for n in layout.sequences]
                 for rank in role.mesh.last_stage(dp):
-                    held_WN[rank, read] = True
-    return None if bool(held_WN.all()) else Holding(held_WN)
+                    resident_WN[rank, read] = True
+    return None if bool(resident_WN.all()) else ColumnSharding(resident_WN)
 
 
 def forward_per_sample(

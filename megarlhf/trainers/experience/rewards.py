@@ -28,11 +28,11 @@ from megarlhf.kernels import packed_sums
 from megarlhf.models.role import Role
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.micro_batch import MicroBatch
-from megarlhf.rollout.rewards.batch import Outcome, RewardBatch, short
+from megarlhf.rollout.rewards.batch import RewardBatch, RewardResult, short
 from megarlhf.rollout.rewards.score import (
+    PendingBatch,
     RewardSource,
     ShouldStop,
-    Waiting,
     gather,
     make_source,
     share_of_rank,
@@ -64,7 +64,7 @@ def model_scores(reward_model: Role, experience: Experience, micro: MicroBatchCo
 
 
 @dataclass(frozen=True)
-class Said:
+class RewardOutput:
     """What one reward said of the step's samples."""
 
     values_N: Tensor
@@ -81,7 +81,7 @@ class Said:
     """By sample; its value is their sum."""
 
     @staticmethod
-    def joined(parts: Sequence[tuple[Said, Sequence[int]]]) -> Said:
+    def joined(parts: Sequence[tuple[RewardOutput, Sequence[int]]]) -> RewardOutput:
         """What was said of chosen samples, one part after the other."""
         names = sorted({name for said, _ in parts for name in said.components})
         token_values: dict[int, tuple[float, ...]] = {}
@@ -90,7 +90,7 @@ class Said:
             numbered = enumerate(chosen, start=place)
             token_values |= {at: said.token_values[n] for at, n in numbered if n in said.token_values}
             place += len(chosen)
-        return Said(
+        return RewardOutput(
             values_N=torch.cat([said.values_N[list(chosen)] for said, chosen in parts]),
             failed_N=torch.cat([said.failed_N[list(chosen)] for said, chosen in parts]),
             components={
@@ -112,7 +112,7 @@ def _joined(parts: Sequence[tuple[Tensor | None, Sequence[int]]]) -> Tensor | No
 
 
 @dataclass(frozen=True)
-class Rewarded:
+class CombinedRewards:
     """The rewards of a step, the same on every rank."""
 
     rewards_N: Tensor
@@ -180,11 +180,11 @@ class Rewarder:
         for source in self._sources.values():
             source.close()
 
-    def start(self, experience: Experience, prompts: Sequence[PromptSample]) -> UnderWay:
+    def start(self, experience: Experience, prompts: Sequence[PromptSample]) -> PendingRewards:
         """Begin with the step's samples; `prompts` are one per sample. Nothing is waited for."""
         batch = share_of_rank(prompts, experience.rollouts, self.tokenizer)
         waiting = {label: source.start(batch) for label, source in self._sources.items()}
-        return UnderWay(self, experience, prompts, batch, waiting)
+        return PendingRewards(self, experience, prompts, batch, waiting)
 
     def mean(self, experience: Experience, prompts: Sequence[PromptSample], should_stop: ShouldStop) -> float:
         """Of held-out samples: the mean of `validation`, over those to which any reward applies."""
@@ -199,8 +199,13 @@ class Rewarder:
         return totals_of(self.rewards, said), {label: s.values_N for label, s in zip(self.labels, said, strict=True)}
 
     def combined(
-        self, experience: Experience, prompts: Sequence[PromptSample], said: Sequence[Said], *, learn: bool = True
-    ) -> Rewarded:
+        self,
+        experience: Experience,
+        prompts: Sequence[PromptSample],
+        said: Sequence[RewardOutput],
+        *,
+        learn: bool = True,
+    ) -> CombinedRewards:
         """What was said of the samples, added up; `prompts` are one per sample.
 
         Raises: RewardError where no sample has a reward; WatchdogTimeout where that is for want of an answer.
@@ -239,9 +244,9 @@ class Rewarder:
         lengths_N = experience.response_lengths_N
         column = Ragged(torch.stack(tokens).sum(0), lengths_N) if tokens else None
         named = {f"reward/{label}": each.values_N.float() for label, each in zip(self.labels, said, strict=True)}
-        return Rewarded(total_N.masked_fill(~kept_N, 0.0), kept_N, column, metrics, named)
+        return CombinedRewards(total_N.masked_fill(~kept_N, 0.0), kept_N, column, metrics, named)
 
-    def _per_token(self, label: str, reward: RewardConfig, experience: Experience, said: Said) -> Tensor:
+    def _per_token(self, label: str, reward: RewardConfig, experience: Experience, said: RewardOutput) -> Tensor:
         if reward.normalise != "none" or reward.clip is not None or reward.shift:
             raise RewardError(
                 f"reward {label!r} gives rewards of tokens, for which shift, clip and normalise are not made; leave "
@@ -251,7 +256,7 @@ class Rewarder:
         rows = [torch.tensor(said.token_values.get(n, (0.0,) * length)) for n, length in enumerate(lengths)]
         return torch.cat(rows).to(self.device, torch.float32)
 
-    def counts(self, said: Sequence[Said]) -> dict[str, float]:
+    def counts(self, said: Sequence[RewardOutput]) -> dict[str, float]:
         """`reward/NAME_none`, `reward/NAME_failed`, and how many samples are without a reward."""
         counts: dict[str, float] = {}
         for label, each in zip(self.labels, said, strict=True):
@@ -259,7 +264,7 @@ class Rewarder:
             counts |= {f"reward/{label}_none": missing - failed, f"reward/{label}_failed": failed}
         return {**counts, "samples_without_reward": int(totals_of(self.rewards, said).isnan().sum())}
 
-    def require_rewards(self, prompts: Sequence[PromptSample], said: Sequence[Said]) -> None:
+    def require_rewards(self, prompts: Sequence[PromptSample], said: Sequence[RewardOutput]) -> None:
         """Of all samples drawn, whether they are trained on or not; `prompts` are one per sample. Says which ones no
         reward applies to. Raises: RewardError where that ends the run."""
         failed_N = torch.stack([each.failed_N for each in said]).any(0)
@@ -286,7 +291,7 @@ def _lost(lost_N: Tensor, prompts: Sequence[PromptSample]) -> str:
 
 
 @dataclass(frozen=True)
-class UnderWay:
+class PendingRewards:
     """Rewards of a step that have begun."""
 
     rewarder: Rewarder
@@ -294,9 +299,9 @@ class UnderWay:
     prompts: Sequence[PromptSample]
     batch: RewardBatch
     """This rank's share."""
-    waiting: Mapping[str, Waiting]
+    waiting: Mapping[str, PendingBatch]
 
-    def said(self, should_stop: ShouldStop = lambda: False) -> list[Said]:
+    def said(self, should_stop: ShouldStop = lambda: False) -> list[RewardOutput]:
         """What each reward said, on every rank. Collective. Raises: see `rollout.rewards.score.gather`."""
         rewarder, found = self.rewarder, []
         for label, reward in zip(rewarder.labels, rewarder.rewards, strict=True):
@@ -314,16 +319,16 @@ class UnderWay:
             found.append(said_of(label, outcomes, rewarder.device))
         return found
 
-    def _said_by_model(self, label: str) -> Said:
+    def _said_by_model(self, label: str) -> RewardOutput:
         """Collective."""
         rewarder, experience, cut_N = self.rewarder, self.experience, None
         assert rewarder.reward_model is not None
         if (retokenizer := rewarder._retokenizers.get(label)) is not None:
             experience, cut_N = retokenized(label, experience, self.batch, retokenizer)
         scores_N = require_finite(model_scores(rewarder.reward_model, experience, rewarder._micro))
-        return Said(scores_N.double(), torch.zeros_like(scores_N, dtype=torch.bool), cut_N=cut_N)
+        return RewardOutput(scores_N.double(), torch.zeros_like(scores_N, dtype=torch.bool), cut_N=cut_N)
 
-    def finish(self, should_stop: ShouldStop = lambda: False, *, learn: bool = True) -> Rewarded:
+    def finish(self, should_stop: ShouldStop = lambda: False, *, learn: bool = True) -> CombinedRewards:
         """Wait for all of them, and add them up. Collective.
 
         learn: running moments take these values in
@@ -335,7 +340,7 @@ class UnderWay:
         return self.rewarder.combined(self.experience, self.prompts, said, learn=learn)
 
 
-def said_of(label: str, outcomes: Sequence[Outcome], device: torch.device) -> Said:
+def said_of(label: str, outcomes: Sequence[RewardResult], device: torch.device) -> RewardOutput:
     """Outcomes as columns; what failed is said once, and counted."""
     failures = [outcome.error for outcome in outcomes if outcome.error]
     if failures:
@@ -345,7 +350,7 @@ def said_of(label: str, outcomes: Sequence[Outcome], device: torch.device) -> Sa
     def column(values: Sequence[float | None]) -> Tensor:
         return torch.tensor([NAN if value is None else value for value in values], dtype=torch.float64, device=device)
 
-    return Said(
+    return RewardOutput(
         values_N=column([outcome.value for outcome in outcomes]),
         failed_N=torch.tensor([bool(outcome.error) for outcome in outcomes], device=device),
         late=any(outcome.late for outcome in outcomes),
@@ -354,7 +359,7 @@ def said_of(label: str, outcomes: Sequence[Outcome], device: torch.device) -> Sa
     )
 
 
-def totals_of(rewards: Sequence[RewardConfig], said: Sequence[Said]) -> Tensor:
+def totals_of(rewards: Sequence[RewardConfig], said: Sequence[RewardOutput]) -> Tensor:
     """The weighted sum of what is said, less `shift` and clipped, without normalisation: [N], NaN where no reward
     applies or one has failed. fp32, after the sum."""
     values_KN = torch.stack([bounded(reward, each.values_N) for reward, each in zip(rewards, said, strict=True)])
@@ -368,7 +373,7 @@ def bounded(reward: RewardConfig, values_N: Tensor) -> Tensor:
     return values_N if reward.clip is None else values_N.clamp(-reward.clip, reward.clip)
 
 
-def metrics_of(label: str, said: Said) -> dict[str, float]:
+def metrics_of(label: str, said: RewardOutput) -> dict[str, float]:
     """`reward/NAME_mean`, `_std` over the samples to which it applies; the mean of each component."""
     values_N = said.values_N[~said.values_N.isnan()]
     metrics: dict[str, float] = {}

@@ -18,7 +18,7 @@ from megarlhf.kernels import Moments, packed_moments
 def sums_of(experience: Experience, *columns_T: Tensor) -> Tensor:
     """Each sample's sums over its tokens: [T] each -> [N, K] fp64."""
     borders = experience.rollout_logprobs.cu_seqlens
-    return experience.of_all(torch.stack([packed_moments(x_T, borders).total for x_T in columns_T], 1))
+    return experience.gather_per_sample(torch.stack([packed_moments(x_T, borders).total for x_T in columns_T], 1))
 
 
 def means_of(experience: Experience, *columns_T: Tensor, counted_N: Tensor | None = None) -> list[float]:
@@ -30,7 +30,7 @@ def means_of(experience: Experience, *columns_T: Tensor, counted_N: Tensor | Non
 def moments_of(experience: Experience, x_T: Tensor, counted_N: Tensor | None = None) -> Moments:
     """Of the tokens of all samples, or of those that `counted_N` [N] bool marks: 0-d."""
     moments_N3 = torch.stack(list(packed_moments(x_T, experience.rollout_logprobs.cu_seqlens)), 1)
-    return Moments(*_counted(experience.of_all(moments_N3), counted_N).sum(0))
+    return Moments(*_counted(experience.gather_per_sample(moments_N3), counted_N).sum(0))
 
 
 def variance_of(moments: Moments) -> Tensor:

@@ -15,7 +15,7 @@ from megarlhf.experience import Rollouts
 from megarlhf.models.role import Role, build_role
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.observe.watch.watchdog import watched_phases
-from megarlhf.parallel.device_memory import Residency
+from megarlhf.parallel.device_memory import DeviceMemory
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.planning.machine.capabilities import head_of
 from megarlhf.resume.claim.identity import digest_of_adapter, digest_of_samples, identity_of_weights
@@ -40,7 +40,7 @@ from megarlhf.trainers.generation.responses import (
     scored_by,
 )
 from megarlhf.trainers.generation.texts import perplexity, ranking, read_pairs, read_texts
-from megarlhf.trainers.run.factories import Parts
+from megarlhf.trainers.run.factories import RunFactories
 from megarlhf.trainers.run.session import Session, open_session
 
 RESPONSES = {"actor": "responses.jsonl", "against": "responses_of_against.jsonl"}
@@ -64,14 +64,14 @@ class Read:
         return {name: {"count": len(s), "digest": digest_of_samples(s)} for name, s in samples.items() if s}
 
 
-def run(cfg: EvaluateConfig, runtime: Runtime, parts: Parts = Parts()) -> None:  # noqa: B008 -- frozen
+def run(cfg: EvaluateConfig, runtime: Runtime, parts: RunFactories = RunFactories()) -> None:  # noqa: B008 -- frozen
     """Measure, print a table, and write `eval.json` and the responses."""
     with contextlib.ExitStack() as stack:
         phases = stack.enter_context(watched_phases(cfg.watchdog, cfg.run.dir, runtime))
         with phases("build"):
             read = _read(cfg)
-            residency = Residency(runtime.device, parts.host(runtime.device), shared=True)
-            roles = _build(cfg, runtime, residency, parts)
+            device_memory = DeviceMemory(runtime.device, parts.host(runtime.device), shared=True)
+            roles = _build(cfg, runtime, device_memory, parts)
             models = {name: _identity(role) for name, role in roles.items()}
             rewarders = {
                 name: stack.enter_context(
@@ -91,7 +91,7 @@ def run(cfg: EvaluateConfig, runtime: Runtime, parts: Parts = Parts()) -> None: 
             }
         session = stack.enter_context(open_session(cfg, cfg.run, runtime, "eval", 1, read.notes, phases=phases))
         figures, calibration = _of_texts(cfg, roles, read, phases)
-        rollouts = {n: responses(cfg, roles[n], d, residency, phases, parts) for n, d in read.prompts.items()}
+        rollouts = {n: responses(cfg, roles[n], d, device_memory, phases, parts) for n, d in read.prompts.items()}
         answers = _scored(cfg, runtime, rewarders, read, rollouts, phases)
         if runtime.is_main:
             _write_responses(cfg, read, answers)
@@ -121,7 +121,7 @@ def _read(cfg: EvaluateConfig) -> Read:
     return read
 
 
-def _build(cfg: EvaluateConfig, runtime: Runtime, residency: Residency, parts: Parts) -> dict[str, Role]:
+def _build(cfg: EvaluateConfig, runtime: Runtime, device_memory: DeviceMemory, parts: RunFactories) -> dict[str, Role]:
     """Every role; they work in turns. Collective."""
     cache, roles = GroupCache(runtime), {}
     for name, section in cfg.roles().items():
@@ -134,7 +134,7 @@ def _build(cfg: EvaluateConfig, runtime: Runtime, residency: Residency, parts: P
             seed=cfg.run.seed,
             order=order,
             weights=parts.weights,
-            residency=residency,
+            device_memory=device_memory,
         )
     return roles
 

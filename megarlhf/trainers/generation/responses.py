@@ -20,14 +20,14 @@ from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.experience import Rollouts
 from megarlhf.models.role import Role
 from megarlhf.observe.watch.phases import Phases
-from megarlhf.parallel.device_memory import Residency, Turn
+from megarlhf.parallel.device_memory import DeviceMemory, OnDevice
 from megarlhf.rollout.engine import sample_seed
 from megarlhf.rollout.factory import sampling_of
 from megarlhf.rollout.rewards.accuracy import accuracy_metrics, accuracy_of
 from megarlhf.trainers.experience.prompts import load_prompts, make_experience
-from megarlhf.trainers.experience.rewards import Rewarder, Said, totals_of
+from megarlhf.trainers.experience.rewards import Rewarder, RewardOutput, totals_of
 from megarlhf.trainers.generation.figures import Figure, Figures, of_comparison, of_right, of_values
-from megarlhf.trainers.run.factories import Parts
+from megarlhf.trainers.run.factories import RunFactories
 
 _SAMPLED = ("temperature", "top_p", "top_k", "min_p")
 SEED_OF = {"actor": 0, "against": 1}
@@ -41,7 +41,7 @@ class Answers:
     prompts: Sequence[PromptSample]
     """One for each prompt."""
     rollouts: Rollouts
-    said: Sequence[Said] = ()
+    said: Sequence[RewardOutput] = ()
     """Of each reward, and of the rule that is the accuracy where it is none of them."""
 
 
@@ -101,16 +101,16 @@ def read_prompts(cfg: EvaluateConfig) -> dict[str, Prompts]:
 
 
 def responses(
-    cfg: EvaluateConfig, role: Role, data: Prompts, residency: Residency, phases: Phases, parts: Parts
+    cfg: EvaluateConfig, role: Role, data: Prompts, device_memory: DeviceMemory, phases: Phases, parts: RunFactories
 ) -> Rollouts:
     """Of the model `role`, by an engine that is certified to hold its weights, and is gone afterwards. Collective."""
     limits, longest = cfg.data, cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens
     with phases("build"):
-        residency.turn()  # vLLM measures what is free
+        device_memory.keep_only()  # vLLM measures what is free
         engine = parts.engine(cfg.rollout, role, limits.max_prompt_tokens, cfg.forward.rows(longest))
-    phases.before["rollout"] = Turn(residency, partial(engine.needs, to_generate=True))
+    phases.before["rollout"] = OnDevice(device_memory, partial(engine.needs, to_generate=True))
     for phase in ("reshard", "certificate"):
-        phases.before[phase] = Turn(residency, partial(engine.needs, to_generate=False))
+        phases.before[phase] = OnDevice(device_memory, partial(engine.needs, to_generate=False))
     with phases("reshard"):
         engine.update_weights(role.shard, version=0)
     with phases("certificate"):

@@ -36,11 +36,11 @@ class Advantage:
     roles: tuple[str, ...]
     """Roles that the run has to build for it, beside actor and reference."""
     writes: tuple[str, ...]
-    compute: Callable[[Shaped, AlgoConfig], Columns]
+    compute: Callable[[AdvantageInputs, AlgoConfig], Columns]
 
 
 @dataclass(frozen=True)
-class Shaped:
+class AdvantageInputs:
     """What the rewards of a step's tokens are made of."""
 
     experience: Experience
@@ -70,7 +70,7 @@ class Shaped:
 
     def sums(self, x_T: Tensor) -> Tensor:
         """[T] -> [N], on every rank. Collective."""
-        return self.experience.of_all(packed_sums(x_T, self.like.cu_seqlens))
+        return self.experience.gather_per_sample(packed_sums(x_T, self.like.cu_seqlens))
 
     @property
     def like(self) -> Ragged:
@@ -146,7 +146,7 @@ class Shaped:
         return advantages_T - self.kl_to_go() if self.kl_by_token else advantages_T
 
 
-def _gae(shaped: Shaped, algo: AlgoConfig) -> Columns:
+def _gae(shaped: AdvantageInputs, algo: AlgoConfig) -> Columns:
     values_T = shaped.experience.columns["values"].values_T
     advantages_T, returns_T = shaped.gae(shaped.rewards_N, values_T, gamma=algo.gamma, lam=algo.lam)
     if algo.critic_lam is not None:
@@ -154,11 +154,11 @@ def _gae(shaped: Shaped, algo: AlgoConfig) -> Columns:
     return {"advantages": advantages_T, "returns": returns_T}
 
 
-def _reinforce(shaped: Shaped, algo: AlgoConfig) -> Columns:
+def _reinforce(shaped: AdvantageInputs, algo: AlgoConfig) -> Columns:
     return {"advantages": shaped.returns_to_go(shaped.rewards_N, algo.gamma)}
 
 
-def _reinforce_baseline(shaped: Shaped, algo: AlgoConfig) -> Columns:
+def _reinforce_baseline(shaped: AdvantageInputs, algo: AlgoConfig) -> Columns:
     """Rewards of single tokens stay where they are; the group's mean is of the whole responses. One that is alone in
     its group gets no reward at all where it is to get nothing, and pays its KL."""
     totals_N = shaped.totals_N
@@ -171,12 +171,12 @@ def _reinforce_baseline(shaped: Shaped, algo: AlgoConfig) -> Columns:
     return {"advantages": advantages_T}
 
 
-def _remax(shaped: Shaped, algo: AlgoConfig) -> Columns:
+def _remax(shaped: AdvantageInputs, algo: AlgoConfig) -> Columns:
     baselines_N = shaped.experience.per_sample["greedy_rewards"]
     return {"advantages": shaped.returns_to_go(shaped.rewards_N, 1.0) - shaped.per_token(baselines_N)}
 
 
-def _leave_one_out(shaped: Shaped, algo: AlgoConfig) -> Columns:
+def _leave_one_out(shaped: AdvantageInputs, algo: AlgoConfig) -> Columns:
     rewards_N, kl_N = shaped.totals_N, shaped.kl_N()
     if kl_N is not None:
         rewards_N = rewards_N - shaped.kl_coef * kl_N
@@ -184,7 +184,7 @@ def _leave_one_out(shaped: Shaped, algo: AlgoConfig) -> Columns:
     return {"advantages": shaped.of_responses(advantages_N)}
 
 
-def _group_relative(shaped: Shaped, algo: AlgoConfig) -> Columns:
+def _group_relative(shaped: AdvantageInputs, algo: AlgoConfig) -> Columns:
     """The KL is subtracted after the rewards were scaled. Divided by the deviation with them its coefficient would
     cancel where the rewards of a group are equal: the KL alone would then make advantages of size 1."""
     single = algo.group_of_one
@@ -230,7 +230,7 @@ def add_advantages(experience: Experience, algo: AlgoConfig, kl_coef: float | No
     if algo.advantage not in ADVANTAGES:
         raise ValueError(f"algo.advantage = {algo.advantage!r} is not computed; the known ones are {tuple(ADVANTAGES)}")
     coef = algo.kl.coef if kl_coef is None else kl_coef
-    shaped = Shaped(experience, algo, coef if algo.kl.placement == "reward" else 0.0)
+    shaped = AdvantageInputs(experience, algo, coef if algo.kl.placement == "reward" else 0.0)
     entry = ADVANTAGES[algo.advantage]
     columns = dict(entry.compute(shaped, algo))
     assert set(columns) == set(entry.writes), f"{algo.advantage} has written {sorted(columns)}"
@@ -265,7 +265,7 @@ def whitened(experience: Experience, advantages_T: Tensor, counted_N: Tensor | N
     return packed_whiten(advantages_T, mask_T, eps=_WHITENING_EPS * shrink, moments=moments) * shrink**0.5
 
 
-def whitened_alone(experience: Experience, samples: Sequence[int], algo: AlgoConfig) -> Experience:
+def whiten_per_mini_batch(experience: Experience, samples: Sequence[int], algo: AlgoConfig) -> Experience:
     """With the advantages of a mini-batch whitened by themselves, where `algo` says so; else as it is. Collective."""
     if not (algo.whitens and algo.whiten_over == "mini_batch"):
         return experience

@@ -14,7 +14,7 @@ from megarlhf.data.text.export_files import files_of_exports
 from megarlhf.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.models.role import Role, build_role
 from megarlhf.observe.watch.phases import Phases
-from megarlhf.parallel.device_memory import Residency, Turn
+from megarlhf.parallel.device_memory import DeviceMemory, OnDevice
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.planning.data.formatting import writing_of_training
 from megarlhf.resume.claim.identity import (
@@ -30,7 +30,7 @@ from megarlhf.resume.points.stateful import Stateful
 from megarlhf.resume.signals import StopRequest
 from megarlhf.rollout.engine import RolloutEngine, Sampling
 from megarlhf.rollout.factory import mesh_orders, sampling_of
-from megarlhf.rollout.response_cache import Bank
+from megarlhf.rollout.response_cache import RolloutCache
 from megarlhf.rollout.rewards.rules import sources_of_rules
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.experience.prompts import PromptData
@@ -39,9 +39,9 @@ from megarlhf.trainers.rl.kl_controller import KLController
 from megarlhf.trainers.rl.moving_weights import MovingAverage, MovingReference
 from megarlhf.trainers.rl.pretraining_mix import PretrainingMix, pretraining_mix
 from megarlhf.trainers.run.best_checkpoint import Best
-from megarlhf.trainers.run.factories import Parts
-from megarlhf.trainers.run.resumable import Training
-from megarlhf.trainers.run.skipped_steps import BadSteps, Failures
+from megarlhf.trainers.run.factories import RunFactories
+from megarlhf.trainers.run.resumable import ResumableState
+from megarlhf.trainers.run.skipped_steps import Failures, StepGuard
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Components:
     rewarder: Rewarder
     sampling: Sampling
     phases: Phases
-    bad_steps: Mapping[str, BadSteps]
+    bad_steps: Mapping[str, StepGuard]
     """By trained role."""
     kl: KLController
     ptx: PretrainingMix | None = None
@@ -85,10 +85,16 @@ class Components:
         return {"kl_controller": self.kl, "rewards": self.rewarder, **mix, **skipped}
 
 
-def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases, parts: Parts = Parts()) -> Components:  # noqa: B008 -- frozen
+def build(
+    cfg: RLConfig,
+    runtime: Runtime,
+    tokenizer: Tokenizer,
+    phases: Phases,
+    parts: RunFactories = RunFactories(),  # noqa: B008 -- frozen
+) -> Components:
     """The roles that this configuration needs, and the engine."""
     cache, sections, seed = GroupCache(runtime), cfg.roles(), cfg.run.seed
-    residency = Residency(runtime.device, parts.host(runtime.device), shared=True)
+    device_memory = DeviceMemory(runtime.device, parts.host(runtime.device), shared=True)
     orders = mesh_orders(cfg.rollout, sections, runtime)
 
     sampling = sampling_of(cfg.rollout, cfg.actor, tokenizer, data=cfg.data)
@@ -107,7 +113,7 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases,
             order=orders[name],
             files=files,
             weights=parts.weights,
-            residency=residency,
+            device_memory=device_memory,
         )
 
     actor = role("actor", "lm", trained=True)
@@ -117,7 +123,7 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases,
     critic = role("critic", "scalar", trained=True) if "critic" in sections else None
     reward_model = role("reward_model", "scalar") if "reward_model" in sections else None
     rows = cfg.train.rows(cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens)
-    residency.turn()  # vLLM measures what is free
+    device_memory.keep_only()  # vLLM measures what is free
     engine = parts.engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, rows)
     rewarder = Rewarder(
         cfg.rewards,
@@ -130,14 +136,14 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases,
         may_drop=cfg.data.template_may_drop,
     )
     for phase in ("rollout", "eval"):
-        phases.before[phase] = Turn(residency, partial(engine.needs, to_generate=True))
+        phases.before[phase] = OnDevice(device_memory, partial(engine.needs, to_generate=True))
     for phase in ("reshard", "certificate"):
-        phases.before[phase] = Turn(residency, partial(engine.needs, to_generate=False))
+        phases.before[phase] = OnDevice(device_memory, partial(engine.needs, to_generate=False))
     for built in (actor, reference, critic, reward_model):
         if built is not None:
             phases.before |= built.parts.turns(built.name)
     failures = Failures.of(cfg, "rl")
-    bad_steps = {each.name: BadSteps(cfg.train, failures, phases) for each in (actor, critic) if each}
+    bad_steps = {each.name: StepGuard(cfg.train, failures, phases) for each in (actor, critic) if each}
     ema, moving = None, None
     if cfg.ema is not None:
         fp32 = sections["actor"].model.model_copy(update={"dtype": "fp32"})
@@ -151,7 +157,7 @@ def build(cfg: RLConfig, runtime: Runtime, tokenizer: Tokenizer, phases: Phases,
             order=orders["actor"],
             files=actor.files,
             weights=parts.weights,
-            residency=residency,
+            device_memory=device_memory,
         )
         ema = MovingAverage(average, actor, cfg.ema.decay)
     if cfg.reference_update is not None:
@@ -179,10 +185,10 @@ def training_of(
     data: PromptData,
     states: Mapping[str, Stateful],
     best: Best,
-    bank: Bank,
+    bank: RolloutCache,
     stop: StopRequest,
-    parts: Parts,
-) -> Training:
+    parts: RunFactories,
+) -> ResumableState:
     """What is saved of the run, and what it is recognised by. Collective."""
     others = {
         "tokens that end a response": str(sorted(components.sampling.end_ids)),
@@ -202,7 +208,7 @@ def training_of(
         others["ptx.data"] = components.ptx.digest()
     if cfg.train.stop.patience is not None:
         others["data.validation (decides when the run ends)"] = digest_of_samples(data.validation)
-    return Training(
+    return ResumableState(
         cfg.checkpoint,
         components.saved,
         stop,

@@ -15,17 +15,17 @@ from megarlhf.algo.advantages import without_signal
 from megarlhf.config import DynamicSamplingConfig, RewardConfig
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.experience import Experience, Rollouts
-from megarlhf.trainers.experience.rewards import Said, bounded, totals_of
+from megarlhf.trainers.experience.rewards import RewardOutput, bounded, totals_of
 
 
 @dataclass(frozen=True)
-class Drawn:
+class ScoredRollout:
     """Prompts, the responses to them, and what each reward says of these."""
 
     prompts: Sequence[PromptSample]
     """One for each group; the samples of a group stand together."""
     experience: Experience
-    said: Sequence[Said]
+    said: Sequence[RewardOutput]
 
     def samples_of(self, groups: Sequence[int]) -> list[int]:
         """Of chosen groups, in their order."""
@@ -33,13 +33,13 @@ class Drawn:
         return [group * size + n for group in groups for n in range(size)]
 
 
-DrawMore = Callable[[int, int, Sequence[PromptSample]], Drawn | None]
+DrawMore = Callable[[int, int, Sequence[PromptSample]], ScoredRollout | None]
 """(round, missing groups, all prompts drawn so far) to further prompts with responses; None: there are none."""
 
 
 def select(
-    first: Drawn, draw_more: DrawMore, rewards: Sequence[RewardConfig], cfg: DynamicSamplingConfig
-) -> tuple[Drawn, dict[str, float]]:
+    first: ScoredRollout, draw_more: DrawMore, rewards: Sequence[RewardConfig], cfg: DynamicSamplingConfig
+) -> tuple[ScoredRollout, dict[str, float]]:
     """As many groups as `first` has: those with signal of all rounds, filled up with dropped ones; and metrics.
 
     Every rank gets the same, from the same arguments.
@@ -66,7 +66,7 @@ def select(
     return joined([(each, groups) for each, groups in zip(rounds, by_round, strict=True) if groups]), metrics
 
 
-def joined(parts: Sequence[tuple[Drawn, Sequence[int]]]) -> Drawn:
+def joined(parts: Sequence[tuple[ScoredRollout, Sequence[int]]]) -> ScoredRollout:
     """Chosen groups of several rounds, numbered anew."""
     samples = [drawn.samples_of(groups) for drawn, groups in parts]
     rows = [(drawn, each) for (drawn, _), each in zip(parts, samples, strict=True)]
@@ -77,11 +77,11 @@ def joined(parts: Sequence[tuple[Drawn, Sequence[int]]]) -> Drawn:
         groups_N=torch.arange(len(prompts)).repeat_interleave(size),
         rollouts=Rollouts.joined([(drawn.experience.rollouts, each) for drawn, each in rows]),
     )
-    said = [Said.joined([(drawn.said[k], each) for drawn, each in rows]) for k in range(len(parts[0][0].said))]
-    return Drawn(prompts, experience, said)
+    said = [RewardOutput.joined([(drawn.said[k], each) for drawn, each in rows]) for k in range(len(parts[0][0].said))]
+    return ScoredRollout(prompts, experience, said)
 
 
-def groups_with_signal(drawn: Drawn, rewards: Sequence[RewardConfig], cfg: DynamicSamplingConfig) -> list[int]:
+def groups_with_signal(drawn: ScoredRollout, rewards: Sequence[RewardConfig], cfg: DynamicSamplingConfig) -> list[int]:
     """Groups whose responses differ in what they earn, and whose mean reward is in the range that is asked for.
 
     Compared is the weighted sum of the rewards, each less its shift and clipped; a reward that is normalised also by

@@ -28,7 +28,7 @@ from megarlhf.trainers.rl.build import Components
 from megarlhf.trainers.rl.sample_rows import rows_of
 from megarlhf.trainers.rl.scoring import policy_logprobs
 from megarlhf.trainers.run.best_checkpoint import Patience
-from megarlhf.trainers.run.test_split import as_test
+from megarlhf.trainers.run.test_split import prefix_test
 
 
 class Evaluator:
@@ -73,7 +73,7 @@ class Evaluator:
 
     def test(self, should_stop: Callable[[], bool]) -> dict[str, Metric]:
         """The same figures of `data.test`, by names of their own; nothing without any. Raises: as above."""
-        return as_test(self._measure(self._test, should_stop)[3]) if self._test else {}
+        return prefix_test(self._measure(self._test, should_stop)[3]) if self._test else {}
 
     def _measure(
         self, asked: Sequence[PromptSample], should_stop: Callable[[], bool]

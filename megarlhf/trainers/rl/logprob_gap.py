@@ -43,7 +43,7 @@ def logprob_gap(experience: Experience) -> dict[str, float]:
     }
 
 
-def corrected(experience: Experience, cfg: RolloutCorrectionConfig) -> tuple[Experience, dict[str, float]]:
+def add_rollout_correction(experience: Experience, cfg: RolloutCorrectionConfig) -> tuple[Experience, dict[str, float]]:
     """With the column `rollout_weights`, by which the losses of tokens are multiplied, and metrics of how much was cut;
     as it is where nothing is corrected. Collective."""
     if cfg.kind == "none":
@@ -76,7 +76,7 @@ def correction_of(cfg: RolloutCorrectionConfig, old_T: Tensor, rollout_T: Tensor
     )
 
 
-class LogprobGapWatch:
+class MismatchGuard:
     """Counts consecutive steps in which a limit is exceeded. Nothing is raised before `raise_if_failed` is called."""
 
     def __init__(self, cfg: LogprobGapConfig, dtype: torch.dtype) -> None:

@@ -20,25 +20,25 @@ from megarlhf.resume.points.stateful import Stateful
 from megarlhf.resume.signals import StopRequest, StopRun
 from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.rollout.factory import engine_dtype
-from megarlhf.rollout.response_cache import Bank
+from megarlhf.rollout.response_cache import RolloutCache
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.experience.no_signal import alarm
 from megarlhf.trainers.experience.prompts import PromptData, load_prompts
 from megarlhf.trainers.rl.build import Components, build, training_of
 from megarlhf.trainers.rl.evaluation import Evaluator, StopRule
-from megarlhf.trainers.rl.logprob_gap import LogprobGapWatch
+from megarlhf.trainers.rl.logprob_gap import MismatchGuard
 from megarlhf.trainers.rl.metrics import describe, kl_by_sample
 from megarlhf.trainers.rl.rollout import Drawing
 from megarlhf.trainers.rl.sample_rows import training_rows
 from megarlhf.trainers.rl.scoring import score
-from megarlhf.trainers.rl.update import Metrics, StepInProgress, train_on
+from megarlhf.trainers.rl.update import Metrics, StepState, train_on
 from megarlhf.trainers.run.best_checkpoint import Best
-from megarlhf.trainers.run.factories import Parts
+from megarlhf.trainers.run.factories import RunFactories
 from megarlhf.trainers.run.session import Session, is_due, open_session
-from megarlhf.trainers.run.test_split import say_of_test
+from megarlhf.trainers.run.test_split import log_test_metrics
 
 
-def run(cfg: RLConfig, runtime: Runtime, parts: Parts = Parts()) -> None:  # noqa: B008 -- frozen
+def run(cfg: RLConfig, runtime: Runtime, parts: RunFactories = RunFactories()) -> None:  # noqa: B008 -- frozen
     """Improve the actor on its own samples."""
     with (
         StopRequest(device=runtime.device, speaks=runtime.is_main) as stop_request,
@@ -76,8 +76,8 @@ class Loop:
         self.evaluate = Evaluator(cfg, components, data.validation, data.test)
         self.stop, self.best = StopRule(cfg.train.stop), Best(cfg.checkpoint.best, "rl")
         dtypes = components.actor.shard.dtype, engine_dtype(cfg.rollout, components.actor)
-        self.gap = LogprobGapWatch(cfg.rollout.logprob_gap, min(dtypes, key=lambda dtype: dtype.itemsize))
-        self.bank = Bank(cfg.run.dir / "bank")
+        self.gap = MismatchGuard(cfg.rollout.logprob_gap, min(dtypes, key=lambda dtype: dtype.itemsize))
+        self.bank = RolloutCache(cfg.run.dir / "bank")
         self.of_record = by_record(data.train)
         self.states: dict[str, Stateful] = {"stop": self.stop, "logprob_gap": self.gap, "order": order}
 
@@ -94,7 +94,7 @@ class Loop:
         while step < num_steps and stop.reason is None:
             components.phases.begin_step(step + 1)
             rebuilds = components.engine.rebuilds
-            work = StepInProgress.restored(session.take_table()) or self._experience(step, session)
+            work = StepState.restored(session.take_table()) or self._experience(step, session)
             trained = train_on(cfg, components, work, step, partial(at_border, session, step), gap.watch)
             described = describe(work.experience, cfg)
             metrics: Metrics = {**work.found, **described, **trained}
@@ -111,7 +111,7 @@ class Loop:
             if last and self.evaluate.has_test:
                 with session.stoppable("eval"):
                     of_test = self.evaluate.test(session.asked_to_stop)
-                say_of_test(session, of_test)
+                log_test_metrics(session, of_test)
                 metrics |= of_test
             components.kl.update(described["kl"], work.experience.num_samples)
             if components.moving_reference is not None:
@@ -131,26 +131,26 @@ class Loop:
         if not cfg.checkpoint.by_cadence:
             self.bank.forget_before(step)  # a finished run without resume points does not go on
 
-    def _experience(self, step: int, session: Session) -> StepInProgress:
+    def _experience(self, step: int, session: Session) -> StepState:
         """Rollout, rewards, log-probs and values, advantages of a step."""
         cfg, components = self.cfg, self.components
         prompts = [self.data.train[n] for n in self.order.indices(step)]
         drawing = Drawing(cfg, components, self.data.train, self.bank, session, step)
         experience, rewards = score(drawing, drawing.responses_to(prompts), prompts)
         with components.phases("advantages"):
-            work = StepInProgress.begun(cfg, components, experience, rewards)
+            work = StepState.begun(cfg, components, experience, rewards)
             if not cfg.old_logprobs_in_training(step):
                 self.gap.watch(work.found)
             return work
 
-    def _warn(self, session: Session, step: int, work: StepInProgress, described: Metrics) -> None:
+    def _warn(self, session: Session, step: int, work: StepState, described: Metrics) -> None:
         """Where nothing could be learnt from the step."""
         watch, grouped = self.components.rewarder.signal, self.cfg.algo.advantage in GROUPED
         tokenizer, experience = self.data.tokenizer, work.experience
         if warning := alarm(step, experience, described, watch, self.of_record, tokenizer, grouped=grouped):
             session.note(warning)
 
-    def _show(self, session: Session, step: int, work: StepInProgress) -> None:
+    def _show(self, session: Session, step: int, work: StepState) -> None:
         """A table of samples of the step that is done. Collective."""
         kl_N = kl_by_sample(work.experience, self.cfg.algo.kl)
         if session.records is not None:  # rank 0
@@ -189,7 +189,7 @@ def closed_at_the_end(engine: RolloutEngine) -> Iterator[None]:
     engine.close()
 
 
-def at_border(session: Session, step: int, work: StepInProgress, last: bool) -> None:
+def at_border(session: Session, step: int, work: StepState, last: bool) -> None:
     """After an update of a step. After the last one a point is written only where the run is asked to stop before the
     step is complete: what is left of it, such as its evaluation, is then done after the resume."""
     session.border(step, work.updates, work.table(), only_to_stop=last)

@@ -20,7 +20,7 @@ class MovingAverage:
     @torch.no_grad()
     def update(self) -> None:
         """After an update of the actor: decay x average + (1 - decay) x actor."""
-        self.role.parts.residency.turn(self.role.parts.parameters, self._actor.parts.parameters)
+        self.role.parts.device_memory.keep_only(self.role.parts.parameters, self._actor.parts.parameters)
         actor = self._actor.shard.parameters()
         for name, average in self.role.shard.parameters().items():
             average.lerp_(actor[name].to(average), 1 - self._decay)
@@ -38,7 +38,7 @@ class MovingReference:
         """Move it where step `step` (from 1) is one of those; whether it was. Collective."""
         if step % self._every:
             return False
-        self.role.parts.residency.turn(self.role.parts.parameters, self._actor.parts.parameters)
+        self.role.parts.device_memory.keep_only(self.role.parts.parameters, self._actor.parts.parameters)
         reference = self.role.shard.parameters()
         with torch.no_grad():
             arrived = {name: torch.empty_like(tensor) for name, tensor in reference.items()}

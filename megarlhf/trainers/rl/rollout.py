@@ -16,8 +16,8 @@ from megarlhf.data.samples.dataset import records_of
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.experience import Experience
 from megarlhf.resume.claim.config_changes import mathematics_of
-from megarlhf.rollout.engine import KeptResponses, RolloutEngine, Sampling, sample_seed
-from megarlhf.rollout.response_cache import Bank
+from megarlhf.rollout.engine import FinishedResponses, RolloutEngine, Sampling, sample_seed
+from megarlhf.rollout.response_cache import RolloutCache
 from megarlhf.trainers.experience.prompts import make_experience
 from megarlhf.trainers.rl.build import Components
 from megarlhf.trainers.run.session import Session
@@ -31,7 +31,7 @@ def sample(
     step: int,
     *,
     refill: int = 0,
-    bank: KeptResponses | None = None,
+    bank: FinishedResponses | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Experience:
     """Draw num_samples_per_prompt responses to each prompt, but for those that `bank` has.
@@ -52,7 +52,7 @@ class Drawing:
     components: Components
     data: Sequence[PromptSample]
     """All prompts of the training data."""
-    bank: Bank
+    bank: RolloutCache
     session: Session
     step: int
 

@@ -24,10 +24,10 @@ from megarlhf.parallel.vocab import batch_logprobs
 from megarlhf.rollout.engine import sample_seed
 from megarlhf.trainers.experience.batches import forward_per_token, holding_of
 from megarlhf.trainers.experience.prompts import make_experience
-from megarlhf.trainers.experience.rewards import Rewarded, Said, UnderWay
+from megarlhf.trainers.experience.rewards import CombinedRewards, PendingRewards, RewardOutput
 from megarlhf.trainers.rl.advantages import ADVANTAGES, TOKEN_REWARDS
 from megarlhf.trainers.rl.build import Components
-from megarlhf.trainers.rl.dynamic_sampling import Drawn, select
+from megarlhf.trainers.rl.dynamic_sampling import ScoredRollout, select
 from megarlhf.trainers.rl.rollout import Drawing
 from megarlhf.trainers.rl.update import mini_batches_of_pass
 from megarlhf.trainers.run.session import Session
@@ -45,17 +45,17 @@ def score(
     rewarder, per_prompt = components.rewarder, cfg.rollout.num_samples_per_prompt
     found: dict[str, float] = {}
     under_way = rewarder.start(experience, repeated(prompts, per_prompt))
-    said: Sequence[Said] | None = None
+    said: Sequence[RewardOutput] | None = None
     if cfg.algo.dynamic_sampling.max_refills:
         counts: Counter[str] = Counter()
-        first = Drawn(prompts, experience, said_of_all(under_way, session, counts))
+        first = ScoredRollout(prompts, experience, wait_for_rewards(under_way, session, counts))
         chosen, found = select(first, partial(drawn_more, drawing, counts), rewarder.rewards, cfg.algo.dynamic_sampling)
         prompts, experience, said = chosen.prompts, chosen.experience, chosen.said
         found |= counts
     experience = experience.with_per_sample({"records": records_of(prompts).repeat_interleave(per_prompt)})
-    experience = with_forwards(cfg, components, experience, step, session)
+    experience = add_logprobs_and_values(cfg, components, experience, step, session)
     if said is None:
-        said = said_of_all(under_way, session)
+        said = wait_for_rewards(under_way, session)
     rewarded = rewarder.combined(experience, repeated(prompts, per_prompt), said)
     if "greedy_rewards" in ADVANTAGES[cfg.algo.advantage].reads:
         greedy_N = greedy_rewards(cfg, components, prompts, session).repeat_interleave(per_prompt)
@@ -73,7 +73,9 @@ def repeated(prompts: Sequence[PromptSample], times: int) -> list[PromptSample]:
     return [prompt for prompt in prompts for _ in range(times)]
 
 
-def said_of_all(under_way: UnderWay, session: Session, counts: Counter[str] | None = None) -> list[Said]:
+def wait_for_rewards(
+    under_way: PendingRewards, session: Session, counts: Counter[str] | None = None
+) -> list[RewardOutput]:
     """What each reward said of all samples that were drawn together; what was missing is added to the counts."""
     with session.stoppable("reward"):
         said = under_way.said(session.asked_to_stop)
@@ -85,7 +87,7 @@ def said_of_all(under_way: UnderWay, session: Session, counts: Counter[str] | No
 
 def drawn_more(
     drawing: Drawing, counts: Counter[str], refill: int, count: int, used: Sequence[PromptSample]
-) -> Drawn | None:
+) -> ScoredRollout | None:
     """A further round of dynamic sampling: responses to other prompts, with what the rewards say of them."""
     prompts = drawing.other_prompts(count, used, refill)
     if not prompts:
@@ -94,10 +96,10 @@ def drawn_more(
     under_way = drawing.components.rewarder.start(
         experience, repeated(prompts, drawing.cfg.rollout.num_samples_per_prompt)
     )
-    return Drawn(prompts, experience, said_of_all(under_way, session, counts))
+    return ScoredRollout(prompts, experience, wait_for_rewards(under_way, session, counts))
 
 
-def with_rewards(experience: Experience, rewarded: Rewarded, cfg: RLConfig, step: int) -> Experience:
+def with_rewards(experience: Experience, rewarded: CombinedRewards, cfg: RLConfig, step: int) -> Experience:
     """The rewards as columns, with what the length of a response adds. Samples without a reward are left out of the
     losses, and are no group's; those that are only masked, or have no baseline, stay in their group."""
     rewards_N, of_tokens, kept_N = rewarded.rewards_N, rewarded.token_rewards, rewarded.kept_N
@@ -140,7 +142,7 @@ def shaping_of(experience: Experience, cfg: RLConfig) -> Tensor:
     return shaping_N
 
 
-def with_forwards(
+def add_logprobs_and_values(
     cfg: RLConfig, components: Components, experience: Experience, step: int, session: Session
 ) -> Experience:
     """Old and reference log-probs, and values where there is a critic; nothing where nobody reads it. Each sample's are

@@ -24,9 +24,9 @@ from megarlhf.trainers.experience.batches import (
     shared_prompts,
     split_into_mini_batches,
 )
-from megarlhf.trainers.rl.advantages import add_advantages, whitened_alone
+from megarlhf.trainers.rl.advantages import add_advantages, whiten_per_mini_batch
 from megarlhf.trainers.rl.build import Components
-from megarlhf.trainers.rl.logprob_gap import corrected, logprob_gap
+from megarlhf.trainers.rl.logprob_gap import add_rollout_correction, logprob_gap
 from megarlhf.trainers.rl.losses import PolicyLoss, ValueLoss
 from megarlhf.trainers.run.skipped_steps import Update
 
@@ -45,10 +45,10 @@ POLICY_COLUMNS = ("old_logprobs", "ref_logprobs", "advantages", "rollout_weights
 """What the policy's loss reads, as far as it is there."""
 
 
-class AtBorder(Protocol):
+class UpdateCallback(Protocol):
     """Called after an update of a step; `last`: after its last one."""
 
-    def __call__(self, work: StepInProgress, last: bool) -> None: ...
+    def __call__(self, work: StepState, last: bool) -> None: ...
 
 
 def mini_batches_of_pass(cfg: RLConfig, experience: Experience, step: int, number: int) -> list[list[int]]:
@@ -62,7 +62,7 @@ def mini_batches_of_pass(cfg: RLConfig, experience: Experience, step: int, numbe
 
 
 @dataclass
-class StepInProgress:
+class StepState:
     """A step whose samples are ready to be trained on: what a resume point inside a step holds."""
 
     experience: Experience
@@ -75,7 +75,7 @@ class StepInProgress:
     @classmethod
     def begun(
         cls, cfg: RLConfig, components: Components, experience: Experience, rewards: Mapping[str, float]
-    ) -> StepInProgress:
+    ) -> StepState:
         """From scored samples: with their advantages, and what corrects for the rollout's numerics. `rewards`: what the
         rewards were like."""
         work = cls(add_advantages(experience, cfg.algo, components.kl.coef), {**components.kl.metrics(), **rewards})
@@ -85,7 +85,7 @@ class StepInProgress:
 
     def compare_with_rollout(self, cfg: RLConfig) -> None:
         """Once there are old log-probs: how far they are from the engine's, and what corrects for it."""
-        self.experience, cut = corrected(self.experience, cfg.algo.rollout_correction)
+        self.experience, cut = add_rollout_correction(self.experience, cfg.algo.rollout_correction)
         self.found = {**self.found, **logprob_gap(self.experience), **cut}
 
     def table(self) -> Callable[[], dict[str, Any]]:
@@ -111,7 +111,7 @@ class StepInProgress:
         return limit is not None and any(kl is not None and kl > limit for kl in self.per_update["policy_kl"])
 
     @classmethod
-    def restored(cls, table: Mapping[str, Any] | None) -> StepInProgress | None:
+    def restored(cls, table: Mapping[str, Any] | None) -> StepState | None:
         """From what `table` returned; None from nothing."""
         if table is None:
             return None
@@ -122,9 +122,9 @@ class StepInProgress:
 def train_on(
     cfg: RLConfig,
     components: Components,
-    work: StepInProgress,
+    work: StepState,
     step: int,
-    at_border: AtBorder = lambda work, last: None,
+    at_border: UpdateCallback = lambda work, last: None,
     watch: Callable[[Mapping[str, float]], None] = lambda found: None,
 ) -> Metrics:
     """Every pass over the step's samples, one optimizer step per mini-batch; those that a resumed step has made are not
@@ -221,7 +221,7 @@ def learners(
             algo.loss_block_samples,
             count_left_out=algo.loss_counts_left_out,
         )
-        yield Learner(actor, loss, columns, weights_N, whitened_alone(experience, samples, algo))
+        yield Learner(actor, loss, columns, weights_N, whiten_per_mini_batch(experience, samples, algo))
     if critic is not None:
         value_loss = ValueLoss(clip=algo.value_clip, response_tokens=tokens)
         weights_N = loss_weights(experience, samples, "token")

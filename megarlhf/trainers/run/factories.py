@@ -17,7 +17,7 @@ from megarlhf.models.weights import CHECKPOINTS, WeightSource
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.observe.watch.profile import recorded_phases
 from megarlhf.parallel.device_memory import HostMemory
-from megarlhf.resume.points.writer import Writer
+from megarlhf.resume.points.writer import PointWriter
 from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.rollout.factory import make_engine
 from megarlhf.runtime import Runtime
@@ -40,7 +40,7 @@ class MakeEngine(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class RunFactories:
     """Those of a real run."""
 
     phases: MakePhases = recorded_phases
@@ -49,5 +49,5 @@ class Parts:
     engine: MakeEngine = make_engine
     host: Callable[[torch.device], HostMemory] = HostMemory
     """Where parts of roles are while they are not on the device."""
-    writer: Callable[[Runtime], Writer] = Writer
+    writer: Callable[[Runtime], PointWriter] = PointWriter
     """Of resume points."""

@@ -13,14 +13,14 @@ from megarlhf.resume.claim.config_changes import compare
 from megarlhf.resume.points.point import Position
 from megarlhf.resume.points.restore import Identity
 from megarlhf.resume.points.stateful import Stateful
-from megarlhf.resume.points.writer import Writer
+from megarlhf.resume.points.writer import PointWriter
 from megarlhf.resume.signals import StopRequest
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.run.best_checkpoint import Best
 
 
 @dataclass(frozen=True)
-class Training:
+class ResumableState:
     """What a run that trains hands in, so that it can be resumed."""
 
     checkpoint: CheckpointConfig
@@ -50,11 +50,11 @@ class Training:
     """Called on rank 0 after a resume point was written, with the position of the oldest of the newest `keep`."""
     best: Best | None = None
     """Which step is the best, where that is chosen."""
-    writer: Callable[[Runtime], Writer] = Writer
+    writer: Callable[[Runtime], PointWriter] = PointWriter
     """Makes what writes them."""
 
 
-def identity_of(cfg: FrozenModel, run: RunConfig, command: str, training: Training) -> Identity:
+def identity_of(cfg: FrozenModel, run: RunConfig, command: str, training: ResumableState) -> Identity:
     """Of this start of a run."""
 
     def changed(before: Mapping[str, Any]) -> list[str]:

@@ -35,7 +35,7 @@ from megarlhf.resume.points.stateful import Stateful
 from megarlhf.resume.signals import StopRun
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.run.exports import Exports, point_at_best, set_exports_aside
-from megarlhf.trainers.run.resumable import Training, identity_of
+from megarlhf.trainers.run.resumable import ResumableState, identity_of
 
 
 @dataclass
@@ -173,16 +173,16 @@ class Session:
             partial.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
             partial.replace(self.run_dir / name)
 
-    def keep_border(self) -> None:
+    def save_boundary(self) -> None:
         """Write a point of the last border, where points are written by any cadence, and wait for it. Collective."""
         assert self.checkpointer is not None
         with self.phases("checkpoint"):
             self.checkpointer.finish(last_border=True)
 
-    def drop_border(self) -> None:
+    def discard_boundary(self) -> None:
         """From here on the weights are no longer those of the last border, although no update has changed them."""
         assert self.checkpointer is not None
-        self.checkpointer.drop_border()
+        self.checkpointer.discard_boundary()
 
     def finish(self, step: int, reason: str, words: str, *, keep_state: bool = True) -> None:
         """The run is finished; its last border is kept as a resume point, from which it can be prolonged. Collective.
@@ -199,7 +199,7 @@ class Session:
         self.note(words)
 
     def prepare_training(
-        self, training: Training, identity: Identity, claims: Sequence[Claim], notes: list[str], *, resumes: bool
+        self, training: ResumableState, identity: Identity, claims: Sequence[Claim], notes: list[str], *, resumes: bool
     ) -> int | None:
         """Go on from the newest good resume point, if the run `resumes`, and make what will write points and exports.
         Adds to `notes` what to tell the user. Collective.
@@ -284,7 +284,7 @@ def open_session(
     command: str,
     total: int,
     notes: Sequence[str] = (),
-    training: Training | None = None,
+    training: ResumableState | None = None,
     *,
     phases: Phases | None = None,
 ) -> Iterator[Session]:
@@ -315,7 +315,7 @@ def _open(
     command: str,
     total: int,
     notes: Sequence[str],
-    training: Training | None,
+    training: ResumableState | None,
 ) -> None:
     """`open_session`, up to the run itself; what `stack` holds ends with the session."""
     claims: list[Claim] = []  # of rank 0

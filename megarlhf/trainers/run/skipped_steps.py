@@ -66,7 +66,7 @@ class Update:
         return f"step_{self.step:06d}" + ("" if self.number is None else f"_update_{self.number:04d}")
 
 
-class BadSteps:
+class StepGuard:
     """Of one role."""
 
     def __init__(self, cfg: SkipConfig, failures: Failures, phases: Phases) -> None:

@@ -9,7 +9,7 @@ from megarlhf.observe.terminal.progress import format_number
 from megarlhf.trainers.run.session import Session
 
 
-def say_of_test(session: Session, metrics: Mapping[str, Metric]) -> None:
+def log_test_metrics(session: Session, metrics: Mapping[str, Metric]) -> None:
     """The figures of `data.test`, where there are any; they are of the weights after the last step."""
     if not metrics:
         return
@@ -19,6 +19,6 @@ def say_of_test(session: Session, metrics: Mapping[str, Metric]) -> None:
     session.note(f"data.test, after the last step: {figures}{of_best}")
 
 
-def as_test(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+def prefix_test(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """Of `data.test`, in place of held-out data that choices are made on."""
     return {f"test_{name.removeprefix('eval_')}": value for name, value in metrics.items()}

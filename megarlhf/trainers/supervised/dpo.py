@@ -25,7 +25,7 @@ from megarlhf.data.samples.dataset import lengths_of
 from megarlhf.data.samples.limits import require_budget, require_positions
 from megarlhf.models.role import Role, build_role
 from megarlhf.models.weights import CHECKPOINTS, WeightSource
-from megarlhf.parallel.device_memory import Residency
+from megarlhf.parallel.device_memory import DeviceMemory
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.micro_batch import (
     MicroBatch,
@@ -35,13 +35,13 @@ from megarlhf.parallel.micro_batch import (
     repeat_on_micro_batch,
 )
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.run.factories import Parts
+from megarlhf.trainers.run.factories import RunFactories
 from megarlhf.trainers.supervised.dpo_loss import REFERENCE, PreferenceLoss, response_logprobs, sequence_sums
 from megarlhf.trainers.supervised.loop import rounds, run_supervised
 from megarlhf.trainers.supervised.objective import Metrics, Objective, ShouldStop
 
 
-def run(cfg: DPOConfig, runtime: Runtime, parts: Parts = Parts()) -> None:  # noqa: B008 -- frozen
+def run(cfg: DPOConfig, runtime: Runtime, parts: RunFactories = RunFactories()) -> None:  # noqa: B008 -- frozen
     """Train the actor on preference pairs."""
     run_supervised(PreferenceOptimisation(cfg), runtime, parts)
 
@@ -84,7 +84,7 @@ class PreferenceOptimisation(Objective[PairSample]):
         cache: GroupCache,
         trained: Role,
         weights: WeightSource = CHECKPOINTS,
-        residency: Residency | None = None,
+        device_memory: DeviceMemory | None = None,
     ) -> list[Role]:
         """The reference, where the loss reads one."""
         if not self.dpo.needs_reference:
@@ -94,7 +94,9 @@ class PreferenceOptimisation(Objective[PairSample]):
             return [self._reference]
         section = self.dpo.roles()["reference"]
         seed = self.cfg.run.seed
-        self._reference = build_role("reference", section, "lm", cache, seed=seed, weights=weights, residency=residency)
+        self._reference = build_role(
+            "reference", section, "lm", cache, seed=seed, weights=weights, device_memory=device_memory
+        )
         return [self._reference]
 
     def require_fitting(self, samples: Sequence[PairSample], max_positions: int, source: str) -> None:

@@ -22,7 +22,7 @@ from megarlhf.data.tokenize.load import SetLoader
 from megarlhf.errors import Interrupted
 from megarlhf.models.role import Role, build_role
 from megarlhf.observe.watch.phases import Phases, seconds_of
-from megarlhf.parallel.device_memory import Residency
+from megarlhf.parallel.device_memory import DeviceMemory
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.micro_batch import MicroBatch, prompts_computed
 from megarlhf.parallel.router_balance import ROUTER_AUX_LOSS
@@ -34,18 +34,18 @@ from megarlhf.resume.points.stateful import Stateful
 from megarlhf.resume.signals import StopRequest
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.run.best_checkpoint import Best, Patience
-from megarlhf.trainers.run.factories import Parts
-from megarlhf.trainers.run.resumable import Training
+from megarlhf.trainers.run.factories import RunFactories
+from megarlhf.trainers.run.resumable import ResumableState
 from megarlhf.trainers.run.session import Session, is_due, open_session
-from megarlhf.trainers.run.skipped_steps import BadSteps, Failures, Update
-from megarlhf.trainers.run.test_split import as_test, say_of_test
+from megarlhf.trainers.run.skipped_steps import Failures, StepGuard, Update
+from megarlhf.trainers.run.test_split import log_test_metrics, prefix_test
 from megarlhf.trainers.supervised.objective import Metrics, Objective, Sample, ShouldStop
 
 _BATCHES_AT_ONCE = 4
 """Micro-batches for each pipeline stage between two questions whether to stop."""
 
 
-def run_supervised(objective: Objective[Sample], runtime: Runtime, parts: Parts) -> None:
+def run_supervised(objective: Objective[Sample], runtime: Runtime, parts: RunFactories) -> None:
     """Train the objective's role on its samples."""
     with (
         StopRequest(device=runtime.device, speaks=runtime.is_main) as stop,
@@ -55,7 +55,7 @@ def run_supervised(objective: Objective[Sample], runtime: Runtime, parts: Parts)
 
 
 def run_in(
-    phases: Phases, stop_request: StopRequest, objective: Objective[Sample], runtime: Runtime, parts: Parts
+    phases: Phases, stop_request: StopRequest, objective: Objective[Sample], runtime: Runtime, parts: RunFactories
 ) -> None:
     """The loop."""
     cfg = objective.cfg
@@ -66,7 +66,7 @@ def run_in(
         order = batches_of(train, cfg.train.mini_batch_samples, cfg.run.seed, "train.mini_batch_samples")
         notes += mixture_in_words(order, cfg.train.num_steps, cfg.data.train)
         cache = GroupCache(runtime)
-        residency = Residency(runtime.device, parts.host(runtime.device), shared=objective.has_frozen)
+        device_memory = DeviceMemory(runtime.device, parts.host(runtime.device), shared=objective.has_frozen)
         role = build_role(
             objective.role_name,
             objective.section,
@@ -78,16 +78,16 @@ def run_in(
             stated=objective.stated,
             files=files_of_exports(objective.section.model, cfg.data, ends_of(objective, train)),
             weights=parts.weights,
-            residency=residency,
+            device_memory=device_memory,
         )
-        frozen = objective.build_frozen(cache, role, parts.weights, residency)
+        frozen = objective.build_frozen(cache, role, parts.weights, device_memory)
         for built in (role, *frozen):
             phases.before |= built.parts.turns(built.name)
-        bad_steps = BadSteps(cfg.train, Failures.of(cfg, objective.command), phases)
+        bad_steps = StepGuard(cfg.train, Failures.of(cfg, objective.command), phases)
         stop, best = Patience(cfg.train.stop, objective.command), Best(cfg.checkpoint.best, objective.command)
         states: dict[str, Stateful] = {f"bad_steps/{role.name}": bad_steps, "order": order}
         states |= {"stop": stop} if cfg.train.stop.patience is not None else {}
-        training = Training(
+        training = ResumableState(
             cfg.checkpoint,
             [role],
             stop_request,
@@ -170,10 +170,10 @@ def close(
             closing, report = objective.closing_report(role, validation, should_stop)
             metrics |= closing
             session.write_report("calibration.json", report)
-        of_test = as_test(evaluate(objective, role, test, should_stop))
+        of_test = prefix_test(evaluate(objective, role, test, should_stop))
         if test:
-            of_test |= as_test(objective.closing_report(role, test, should_stop)[0])
-    say_of_test(session, of_test)
+            of_test |= prefix_test(objective.closing_report(role, test, should_stop)[0])
+    log_test_metrics(session, of_test)
     return metrics | of_test
 
 
@@ -186,10 +186,10 @@ def _digests_beside(objective: Objective[Sample], validation: Sequence[Sample]) 
 
 def rescale(objective: Objective[Sample], role: Role, validation: Sequence[Sample], session: Session) -> None:
     """Once a point of the last border is complete, from which the run goes on if it is killed or prolonged."""
-    session.keep_border()
+    session.save_boundary()
     with session.stoppable("eval"):
         scale = objective.measure_scale(role, validation, session.asked_to_stop)
-    session.drop_border()  # from here to the end nothing asks whether to stop
+    session.discard_boundary()  # from here to the end nothing asks whether to stop
     session.note(objective.rescale(role, scale))
 
 
@@ -269,7 +269,7 @@ def train_on(
     role: Role,
     samples: Sequence[Sample],
     update: Update,
-    bad_steps: BadSteps,
+    bad_steps: StepGuard,
     phases: Phases,
 ) -> Metrics:
     """One optimizer step on one mini-batch, the same list on every rank."""

@@ -17,7 +17,7 @@ from megarlhf.experience import Ragged
 from megarlhf.models.role import Role
 from megarlhf.models.weights import CHECKPOINTS, WeightSource
 from megarlhf.observe.records.metrics import Metric
-from megarlhf.parallel.device_memory import Residency
+from megarlhf.parallel.device_memory import DeviceMemory
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout, TokenSpans, scatter_to_micro_batch
 from megarlhf.parallel.step import Loss
@@ -67,7 +67,7 @@ class Objective(ABC, Generic[Sample]):
         cache: GroupCache,
         trained: Role,
         weights: WeightSource = CHECKPOINTS,
-        residency: Residency | None = None,
+        device_memory: DeviceMemory | None = None,
     ) -> list[Role]:
         """Build the roles that are read and not trained. Collective; called once, after the trained role is built."""
         return []

@@ -28,12 +28,12 @@ from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout, TokenSpa
 from megarlhf.resume.claim.identity import digest_of_samples
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.experience.sequence_scores import sequence_scores
-from megarlhf.trainers.run.factories import Parts
+from megarlhf.trainers.run.factories import RunFactories
 from megarlhf.trainers.supervised.loop import rounds, run_supervised, validation_sums
 from megarlhf.trainers.supervised.objective import Metrics, Objective, ShouldStop
 
 
-def run(cfg: RMConfig, runtime: Runtime, parts: Parts = Parts()) -> None:  # noqa: B008 -- frozen
+def run(cfg: RMConfig, runtime: Runtime, parts: RunFactories = RunFactories()) -> None:  # noqa: B008 -- frozen
     """Train the reward model on preference pairs."""
     run_supervised(RewardModelling(cfg), runtime, parts)
 

@@ -20,12 +20,12 @@ from megarlhf.models.role import Role
 from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout, TokenSpans, scatter_to_micro_batch
 from megarlhf.parallel.vocab import Vocabulary, batch_logprobs
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.run.factories import Parts
+from megarlhf.trainers.run.factories import RunFactories
 from megarlhf.trainers.supervised.loop import run_supervised
 from megarlhf.trainers.supervised.objective import Metrics, Objective
 
 
-def run(cfg: SFTConfig, runtime: Runtime, parts: Parts = Parts()) -> None:  # noqa: B008 -- frozen
+def run(cfg: SFTConfig, runtime: Runtime, parts: RunFactories = RunFactories()) -> None:  # noqa: B008 -- frozen
     """Train the actor on prompt-response pairs."""
     run_supervised(SupervisedFineTuning(cfg), runtime, parts)
 

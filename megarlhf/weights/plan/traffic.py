@@ -86,7 +86,7 @@ def _lacking(arch: Architecture, mesh: MeshLayout, trainer: MegatronLayout, engi
     places = [(mesh.coordinates(rank), rank % engine_tp) for rank in range(mesh.world_size)]
     lacking = [0] * mesh.world_size
     for entry, in_model, in_stage in _entries(arch, trainer):
-        num, num_held = (arch.num_experts, arch.num_experts // trainer.ep) if entry.per_expert else (1, 1)
+        num, num_resident = (arch.num_experts, arch.num_experts // trainer.ep) if entry.per_expert else (1, 1)
         cut, size, width = _cut(entry, dimensions(arch))
         for rank, (at, v) in enumerate(places):
             trainer_rows = _share(cut, size, trainer.tp, at.tp, trainer.padded_vocab)
@@ -94,7 +94,7 @@ def _lacking(arch: Architecture, mesh: MeshLayout, trainer: MegatronLayout, engi
             if cut == "qkv":
                 engine_rows = _query_key_value(arch, engine_tp, v)
             need = num * in_model * _common(engine_rows, (0, size))
-            lacking[rank] += width * (need - num_held * in_stage[at.pp] * _common(engine_rows, trainer_rows))
+            lacking[rank] += width * (need - num_resident * in_stage[at.pp] * _common(engine_rows, trainer_rows))
     return lacking
 
 

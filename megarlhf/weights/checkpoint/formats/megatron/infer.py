@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megarlhf.architectures.architecture import Architecture, Llama3Rope
-from megarlhf.architectures.config_spec import ConfigSpec, Key, write_facts
+from megarlhf.architectures.config_spec import ConfigField, ConfigSpec, write_facts
 from megarlhf.architectures.families import FAMILIES
 from megarlhf.architectures.hf_config import hf_config
 from megarlhf.weights.checkpoint.formats.megatron.unsupported import Args, refuse_unsupported, unsupported_args
@@ -282,7 +282,7 @@ def _misfits(arch: Architecture, spec: ConfigSpec) -> list[str]:
     facts, config = vars(arch), write_facts(vars(arch), spec)
 
     def can_state(fact: Any, value: Any) -> bool:
-        if not isinstance(fact, Key):
+        if not isinstance(fact, ConfigField):
             return bool(value == (fact(facts) if callable(fact) else fact))
         if value is None:
             return fact.null_is_none or fact.default is None

@@ -20,7 +20,7 @@ import torch
 
 from megarlhf.placement import Box, Shape
 from megarlhf.weights.checkpoint.formats.torch_file.archive import read_torch_file
-from megarlhf.weights.checkpoint.formats.torch_file.unpickle import ALLOWED, INERT, Record, unpickle
+from megarlhf.weights.checkpoint.formats.torch_file.unpickle import ALLOWED, INERT, InertObject, unpickle
 from megarlhf.weights.transport.extent import Extent
 
 METADATA = ".metadata"
@@ -134,7 +134,7 @@ def read_tensors(directory: Path) -> dict[str, GlobalTensor]:
     return tensors
 
 
-def _blob(directory: Path, record: Record) -> Blob:
+def _blob(directory: Path, record: InertObject) -> Blob:
     info = _state(record, "_StorageInfo")
     name = _is(str, info["relative_path"])
     if info.get("transform_descriptors"):
@@ -145,7 +145,7 @@ def _blob(directory: Path, record: Record) -> Blob:
     return Blob(directory / name, offset, length)
 
 
-def _tensor(key: str, record: Record, blobs: Mapping[tuple[str, Shape], Blob]) -> GlobalTensor:
+def _tensor(key: str, record: InertObject, blobs: Mapping[tuple[str, Shape], Blob]) -> GlobalTensor:
     fields = _state(record, "TensorStorageMetadata")
     shape = _shape(fields["size"])
     properties = fields["properties"].state

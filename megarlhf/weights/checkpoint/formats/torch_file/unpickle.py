@@ -6,7 +6,7 @@ a name up in a table and nowhere else: nothing is imported. What the table gives
 - A constructor of ours, which makes plain data: a dict, a path, a shape.
 - A constant: `torch.bfloat16`.
 - For `INERT_MODULES`, whose enums, configs and functions stand in checkpoints, a stand-in: a class made for this load
-  whose objects, `Record`s, keep their arguments and state and do nothing.
+  whose objects, `InertObject`s, keep their arguments and state and do nothing.
 
 Every other name is refused. A pickle can also set the state of what it has: that is plain data, a stand-in, or a
 built-in type, which Python does not let it change; nothing of it outlives the load. Sizes are not limited: a pickle may
@@ -64,7 +64,7 @@ class _StandInType(type):
         return f"{cls.__module__}.{cls.__qualname__}"
 
 
-class Record(metaclass=_StandInType):
+class InertObject(metaclass=_StandInType):
     """What a pickle says of an object of an inert class. `type(record)` has the name that the pickle spells."""
 
     args: tuple[Any, ...]
@@ -73,7 +73,7 @@ class Record(metaclass=_StandInType):
     items: list[Any]
     """What was appended, or put under a key as (key, value)."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Record:
+    def __new__(cls, *args: Any, **kwargs: Any) -> InertObject:
         self = super().__new__(cls)
         self.args, self.kwargs, self.state, self.items = args, kwargs, None, []
         return self
@@ -104,7 +104,7 @@ def _encode(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
-def _numpy_scalar(dtype: Record, raw: bytes) -> Any:
+def _numpy_scalar(dtype: InertObject, raw: bytes) -> Any:
     """A number, for numpy's booleans, integers and floats; else its dtype and bytes."""
     kind = dtype.args[0] if dtype.args else None
     order = dtype.state[1] if isinstance(dtype.state, tuple) else "|"
@@ -239,7 +239,7 @@ class _Restricted(pickle.Unpickler):
     def _resolve(self, module: str, name: str) -> Any:
         value = self._allowed.get((module, name), self)
         if value is INERT or (value is self and f"{module}.".startswith(tuple(f"{root}." for root in self._inert))):
-            return _StandInType(name.rpartition(".")[2], (Record,), {"__module__": module, "__qualname__": name})
+            return _StandInType(name.rpartition(".")[2], (InertObject,), {"__module__": module, "__qualname__": name})
         if value is self:
             raise _Refused(
                 f"names {module}.{name}, which is not on the allow-list, so nothing was run. If you trust the file, "
