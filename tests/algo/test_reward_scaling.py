@@ -1,4 +1,4 @@
-"""Rewards added up, by hand. Normalisation: tests/trainers/test_rl_rewards.py."""
+"""Rewards added up, by hand. Normalisation: tests/trainers/test_rewards.py."""
 
 import math
 

@@ -1,6 +1,6 @@
 """Names that stand for several keys of `algo`, and settings of it that contradict each other.
 
-Not covered: what is set and not read (tests/planning/test_without_effect.py), the arithmetic (tests/algo).
+Not covered: what is set and not read (tests/planning/test_unused_keys.py), the arithmetic (tests/algo).
 """
 
 import pytest

@@ -1,6 +1,6 @@
 """The best checkpoint by a held-out metric, and an end by patience, in whole runs that are cut off and resumed.
 
-Not covered: which step is the best (tests/trainers/test_choices.py).
+Not covered: which step is the best (tests/trainers/test_best_checkpoint.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The pretraining mix of rl: its gradient is the coefficient x that of the texts alone, at every layout; and a run.
 
-Not covered: pieces and order of texts (tests/trainers/test_rl_ptx.py).
+Not covered: pieces and order of texts (tests/trainers/test_pretraining_mix.py).
 """
 
 from __future__ import annotations

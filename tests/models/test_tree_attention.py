@@ -1,7 +1,7 @@
 """Attention over rows whose segments continue others: each sequence as if it stood alone.
 
 Not covered: the calls of varlen_attn's kernels, which test_tree_varlen.py has; that the work is counted as it is done
-(tests/rehearsal/test_work.py).
+(tests/rehearsal/test_meter.py).
 """
 
 from __future__ import annotations

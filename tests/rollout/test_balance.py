@@ -13,7 +13,7 @@ from megarlhf.rollout.balance import Chunk, Deal, SeenLengths, assign, chunk_by_
 from megarlhf.rollout.engine import FinishedResponses
 from megarlhf.rollout.prompt_queue import NOTHING, PromptQueue, SharedCounter
 from megarlhf.rollout.vllm.generate_loop import run_requests
-from tests.rollout.test_requests import SAMPLING, output
+from tests.rollout.test_generate_loop import SAMPLING, output
 
 
 def prompts_of(*lengths):

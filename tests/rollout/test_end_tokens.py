@@ -21,7 +21,7 @@ from megarlhf.rollout.megatron_engine import _Decoding
 from megarlhf.rollout.prompt_queue import SharedCounter
 from megarlhf.rollout.vllm import engine as vllm_engine
 from megarlhf.runtime import Runtime
-from tests.rollout.test_requests import flat
+from tests.rollout.test_generate_loop import flat
 from tools.demo.make_data import base_files
 
 

@@ -1,7 +1,7 @@
 """Users' reward functions in worker processes: every form, and everything that they may do wrong.
 
 The functions stand in a module that the test writes. Not covered: what a run makes of outcomes
-(tests/trainers/test_rl_rewards.py).
+(tests/trainers/test_rewards.py).
 """
 
 import os

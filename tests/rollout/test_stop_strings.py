@@ -8,7 +8,7 @@ from megarlhf.config import RoleConfig, RolloutConfig
 from megarlhf.rollout.engine import FinishedResponses, Response, Sampling, StopStrings
 from megarlhf.rollout.factory import sampling_of
 from megarlhf.rollout.vllm.generate_loop import response_of, run_requests
-from tests.rollout.test_requests import feed_of, output
+from tests.rollout.test_generate_loop import feed_of, output
 from tools.demo.make_data import Recipe, write_all
 
 PIECES = {1: "a", 2: "b", 3: "ab", 4: "", 5: "</answer", 6: ">x", 7: "é"}

@@ -24,7 +24,7 @@ from tests.ranks import RankPool
 TABLE: dict[str, int] = {
     "tests/config/test_real_configurations.py": 11,
     "tests/data/test_encode_workers.py": 9,
-    "tests/data/test_procedural.py": 10,
+    "tests/data/test_reasoning_gym.py": 10,
     "tests/distributed/test_bad_rewards.py": 10,
     "tests/distributed/test_best.py": 15,
     "tests/distributed/test_context_parallel.py": 11,

@@ -1,6 +1,6 @@
 """What a start says of its data: two splits of one directory are told apart, and what a rule needs is there.
 
-Not covered: what is skipped and why (tests/data/test_samples.py).
+Not covered: what is skipped and why (tests/data/test_encoders.py).
 """
 
 import json

@@ -9,7 +9,7 @@ import torch
 
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.trainers.experience.no_signal import SignalWatch, alarm
-from tests.trainers.test_rl_metrics import experience
+from tests.trainers.test_metrics import experience
 
 
 class Letters:

@@ -61,7 +61,7 @@ def test_nothing_is_lost_when_the_process_is_killed(tmp_path):
     program = f"""
 import os, pathlib, signal, torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-from tests.rollout.test_bank import *
+from tests.rollout.test_response_cache import *
 kept = RolloutCache(pathlib.Path({str(tmp_path / "bank")!r})).open(
     7, fingerprint="weights 7", sampling=SAMPLING, prompts=PROMPTS, seeds=SEEDS)
 for row, response in ROWS.items():

@@ -1,0 +1,28 @@
+"""Assertions on refusals by what they name, so that their sentences can be improved freely."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+
+@contextmanager
+def refuses(*names: str, error: type[BaseException] = ValueError) -> Iterator[pytest.ExceptionInfo[BaseException]]:
+    """Expect an error whose message has each of the names: keys, values, files, remedies. Their order is free.
+
+    `with refuses("train.stop.patience", "data.validation"): load(...)`
+    """
+    assert names, "an error that may say anything proves little"
+    with pytest.raises(error) as caught:
+        yield caught
+    missing = missing_names(str(caught.value), *names)
+    assert not missing, f"{missing} not in: {caught.value}"
+
+
+def missing_names(message: str, *names: str) -> list[str]:
+    """Names that a message does not have as whole words. White space in the message counts as one space."""
+    text = " ".join(message.split())
+    return [name for name in names if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text)]
