@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.errors import Interrupted
-from megarlhf.experience import Rollouts, redistribute
+from megarlhf.experience import Rollouts, VersionRuns, redistribute
 from megarlhf.models.build import ModelShard
 from megarlhf.parallel.device_memory import Offloadable
 from megarlhf.weights.checks.certificate import Certificate
@@ -242,5 +242,5 @@ def gather_indexed(
         responses=redistribute(tokens, lengths_N, torch.empty(0, dtype=torch.int64, device=device), owners),
         logprobs=redistribute(logprobs, lengths_N, torch.empty(0, dtype=torch.float32, device=device), owners),
         finished_N=torch.tensor([index_by_row[n][1] for n in range(num_samples)]),
-        weight_version=weight_version,
+        versions=VersionRuns.constant(weight_version, lengths_N),
     )

@@ -39,6 +39,7 @@ from megarlhf.rollout.rewards.score import (
 )
 from megarlhf.trainers.experience.batches import forward_per_sample
 from megarlhf.trainers.experience.no_signal import SignalWatch
+from megarlhf.trainers.experience.plan import StepPlan
 from megarlhf.trainers.experience.retokenize import retokenized, retokenizer_of
 from megarlhf.trainers.experience.sequence_scores import sequence_scores
 
@@ -60,7 +61,7 @@ def model_scores(reward_model: Role, experience: Experience, micro: MicroBatchCo
         lengths_K = experience.response_lengths_N[list(batch.layout.sequences)]
         return sequence_scores(scores_BS1, batch.layout, None if score_of == "last_token" else lengths_K)
 
-    return forward_per_sample(reward_model, experience, micro, score)
+    return forward_per_sample(reward_model, experience, StepPlan.whole(experience, micro), score)
 
 
 @dataclass(frozen=True)
