@@ -33,7 +33,7 @@ from megarlhf.rollout.engine import Response, gather_rollouts
 from megarlhf.runtime import Runtime, counts_allocations, synchronize
 from megarlhf.trainers.experience.prompts import PromptData, make_experience
 from megarlhf.trainers.rl.build import build
-from megarlhf.trainers.rl.rollout import StepRollout, start_rewards
+from megarlhf.trainers.rl.rollout import complete
 from megarlhf.trainers.rl.scoring import score
 from megarlhf.trainers.rl.update import StepState, plan_step, train_on
 from megarlhf.trainers.run.session import Session
@@ -190,7 +190,7 @@ class Trainer:
         if self._meter is not None:
             self._meter.reset()
         run.phases.begin_step(self._step + 1)
-        rollout = StepRollout(prompts, experience, start_rewards(run, prompts, experience))
+        rollout = complete(run, self._session, prompts, experience, self._step)
         experience, _, _ = score(run, self._session, rollout, self._step)
         # As step 0: by which step it is, groups would be in other mini-batches.
         state = StepState.begin(run, experience, plan_step(run.cfg, experience, 0), {})

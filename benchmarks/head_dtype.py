@@ -65,7 +65,7 @@ def gap_with_head(head: str, model: Path, prompts: Path) -> dict[str, Any]:
     from megarlhf.trainers.experience.prompts import load_prompts
     from megarlhf.trainers.rl.build import build
     from megarlhf.trainers.rl.logprob_gap import logprob_gap
-    from megarlhf.trainers.rl.rollout import StepRollout, sample, start_rewards
+    from megarlhf.trainers.rl.rollout import complete, sample
     from megarlhf.trainers.rl.scoring import score
     from megarlhf.trainers.run.session import Session
 
@@ -95,8 +95,8 @@ def gap_with_head(head: str, model: Path, prompts: Path) -> dict[str, Any]:
     run.engine.verify_weights(run.actor.shard)
     chosen = data.train[:32]
     experience = sample(cfg, run.engine, chosen, run.sampling, 0)
-    rollout = StepRollout(chosen, experience, start_rewards(run, chosen, experience))
-    experience, *_ = score(run, Session(runtime, cfg.run.dir), rollout, 0)
+    session = Session(runtime, cfg.run.dir)
+    experience, *_ = score(run, session, complete(run, session, chosen, experience, 0), 0)
     gap = {name.removeprefix("rollout_logprob_gap_"): value for name, value in logprob_gap(experience).items()}
     run.engine.close()
     return {"head": head, "tokens": experience.columns["old_logprobs"].values_T.numel(), **gap}

@@ -41,7 +41,7 @@ from megarlhf.trainers.experience.prompts import PromptData, make_experience
 from megarlhf.trainers.rl.build import build
 from megarlhf.trainers.rl.logprob_gap import MismatchGuard
 from megarlhf.trainers.rl.metrics import describe
-from megarlhf.trainers.rl.rollout import StepRollout, sample, start_rewards
+from megarlhf.trainers.rl.rollout import complete, sample
 from megarlhf.trainers.rl.scoring import score
 from megarlhf.trainers.rl.update import StepState, train_on
 from megarlhf.trainers.run.session import Session
@@ -111,7 +111,7 @@ class Run:
             with self._clock("generate"):
                 experience = sample(cfg, run.engine, self.prompts, run.sampling, step)
         start, cpu = time.perf_counter(), time.process_time()
-        rollout = StepRollout(self.prompts, experience, start_rewards(run, self.prompts, experience))
+        rollout = complete(run, self._session, self.prompts, experience, step)
         experience, plan, _ = score(run, self._session, rollout, step)
         scored = time.perf_counter()
         state = StepState.begin(run, experience, plan, {})

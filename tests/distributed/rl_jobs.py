@@ -41,7 +41,7 @@ def rl_step(
     from megarlhf.trainers.experience.prompts import PromptData
     from megarlhf.trainers.rl import build as building
     from megarlhf.trainers.rl.metrics import describe
-    from megarlhf.trainers.rl.rollout import StepRollout, sample, start_rewards
+    from megarlhf.trainers.rl.rollout import complete, sample
     from megarlhf.trainers.rl.scoring import score
     from megarlhf.trainers.rl.update import StepState, train_on
     from megarlhf.trainers.run.session import Session
@@ -69,8 +69,8 @@ def rl_step(
         record_gradients(role, gradients[role.name])
     run.engine.update_weights(run.actor.shard, version=0)
     experience = sample(cfg, run.engine, prompts, run.sampling, 0)
-    rollout = StepRollout(prompts, experience, start_rewards(run, prompts, experience))
     session = Session(runtime, cfg.run.dir)
+    rollout = complete(run, session, prompts, experience, 0)
     with mock.patch.object(step, "_run", noting(step._run, roles, there)):
         experience, plan, rewards = score(run, session, rollout, 0)
     state = StepState.begin(run, experience, plan, rewards)

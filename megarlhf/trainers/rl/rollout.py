@@ -49,9 +49,14 @@ def generate(run: RLRun, session: Session, prompts: Sequence[PromptSample], step
 
     Raises: StopRun, on every rank, when the run is asked to stop meanwhile.
     """
-    experience = draw(run, session, prompts, step)
-    pending = start_rewards(run, prompts, experience)
-    rollout = StepRollout(prompts, experience, pending)
+    return complete(run, session, prompts, draw(run, session, prompts, step), step)
+
+
+def complete(
+    run: RLRun, session: Session, prompts: Sequence[PromptSample], experience: Experience, step: int
+) -> StepRollout:
+    """Begin with the rewards of samples that are drawn, and draw what else the step needs. Collective."""
+    rollout = StepRollout(prompts, experience, start_rewards(run, prompts, experience))
     if run.cfg.algo.dynamic_sampling.max_refills:
         rollout = draw_until_useful(run, session, rollout, step)
     if "greedy_rewards" in ADVANTAGES[run.cfg.algo.advantage].reads:
