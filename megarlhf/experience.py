@@ -1,4 +1,4 @@
-"""What a step produces: prompts, rollouts, and the table of columns that grows from them.
+"""The table of a step: prompts, rollouts, and the columns that grow from them.
 
 A sample's global index is its row everywhere: sample n answers prompt n // num_samples_per_prompt. What the engine
 returns and the small index (lengths, groups, rewards, weight version) are on every rank. Token columns are ragged, one
@@ -152,7 +152,7 @@ class Stretches:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What an engine returns, the same on every rank."""
+    """Responses of an engine, the same on every rank."""
 
     responses: Ragged
     """Sampled tokens of each sample end to end, int64; end-of-sequence included where there is one."""
@@ -165,7 +165,7 @@ class Rollouts:
     stretches: Stretches | None = None
     """Where sampled tokens stand behind the prompt; None: each sample is one sampled stretch."""
     idle_seconds: float = 0.0
-    """That an engine waited for the slowest one, the mean over engines; of one drawing, not of joined ones."""
+    """Seconds that an engine waited for the slowest one, the mean over engines; 0 where several drawings are joined."""
 
     @staticmethod
     def joined(parts: Sequence[tuple[Rollouts, Sequence[int]]]) -> Rollouts:
@@ -188,7 +188,7 @@ class Rollouts:
 
 @dataclass(frozen=True, eq=False)
 class ColumnSharding:
-    """Which ranks have the token columns of which samples, the same on every rank."""
+    """Placement of the token columns: which rank has which samples. The same on every rank."""
 
     resident_WN: Tensor
     """bool, on the CPU. Some rank has each sample."""
@@ -231,7 +231,7 @@ class Experience:
     per_sample: Mapping[str, Tensor] = field(default_factory=dict)
     """Per sample [N]: rewards, ..."""
     holding: ColumnSharding | None = None
-    """Which rank has which rows of the columns; None: every rank has all."""
+    """Placement of the columns' rows on ranks; None: every rank has all."""
     given_prompt_numbers_N: Tensor | None = None
     """`prompt_numbers_N`, where samples have left their group."""
 
@@ -263,7 +263,7 @@ class Experience:
 
     @cached_property
     def sequences(self) -> Ragged:
-        """What the model reads of each sample: the prompt and all that follows it, int64 tokens where the responses
+        """Tokens that the model reads of each sample: the prompt and all that follows it, int64, where the responses
         are."""
         written = self.rollouts.written
         rows = zip(self.prompts, written.rows(), strict=True)
@@ -290,7 +290,7 @@ class Experience:
         return self.held(self.rollouts.logprobs)
 
     def held(self, column: Ragged) -> Ragged:
-        """Of a column that is here whole, the rows that this rank has of the others."""
+        """Keep of a whole column the rows that this rank has of the other columns."""
         return column if self.holding is None else column.only(self.holding.local_N)
 
     def gather_per_sample(self, values_N: Tensor) -> Tensor:
@@ -304,7 +304,7 @@ class Experience:
         return told_N
 
     def largest(self, value: Tensor) -> Tensor:
-        """Of what the ranks hand in that have columns of their own. Collective."""
+        """Largest of the ranks' values. Collective."""
         if self.holding is not None:
             dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return value
@@ -438,7 +438,7 @@ def _joined(rows: Sequence[Tensor], like: Tensor) -> Tensor:
 def _exchange(
     rows: Mapping[int, Tensor], lengths_N: Tensor, like: Tensor, owners: Sequence[Sequence[int]], to: ColumnSharding
 ) -> dict[int, Tensor]:
-    """What this rank reads and does not own. Each row travels once to each of its readers."""
+    """Receive the rows that this rank reads and does not own. Each row travels once to each of its readers."""
     rank, own = dist.get_rank(), list(owners[dist.get_rank()])
     wanted = [[own[k] for k in reads.nonzero().flatten().tolist()] for reads in to.resident_WN[:, own]]
     coming = [[n for n in samples if to.local_N[n]] for samples in owners]
@@ -495,7 +495,7 @@ def _check_owners(owners: Sequence[Sequence[int]], num_samples: int) -> None:
 
 
 def _wrong_rows(mine: Mapping[int, Tensor], own: Sequence[int], lengths_N: Tensor) -> list[str]:
-    """What this rank hands in that is not what it owns, in words."""
+    """Describe what this rank hands in that is not what it owns."""
     if sorted(mine) != sorted(own):
         missing, beside = sorted(set(own) - set(mine))[:5], sorted(set(mine) - set(own))[:5]
         return [f"{len(mine)} rows are handed in, expected {len(own)}; missing: {missing}, beside them: {beside}"]

@@ -1,4 +1,4 @@
-"""Which engine draws which samples, so that all engines end at about the same time. Pure: every rank finds the same.
+"""Assignment of samples to engines, so that all engines end at about the same time. Pure: every rank finds the same.
 
     pieces = pieces_of(prompts, missing, num_engines, seen, max_tokens)
     dealt = deal("length", pieces, num_engines)
@@ -37,7 +37,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Deal:
-    """Who draws what."""
+    """Assignment of samples to engines."""
 
     first: Sequence[Sequence[int]]
     """By engine: the rows that it begins with, in its order."""

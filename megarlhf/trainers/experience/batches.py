@@ -55,7 +55,8 @@ def micro_batch(
     columns: Sequence[str] = (),
     weights_N: Tensor | None = None,
 ) -> MicroBatch:
-    """What `role` reads of the samples on `layout`; the columns on its last stage alone, where losses are made."""
+    """Tokens and columns of the samples on `layout`; the columns on the role's last stage alone, where losses are
+    made."""
     device = role.mesh.runtime.device
     responses = response_spans(experience)
     grids = {

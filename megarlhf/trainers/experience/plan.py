@@ -72,8 +72,8 @@ class StepPlan:
         return {"prompts_computed": float(computed), "prompts_saved": float(saved)}
 
     def sharding(self, trained: Sequence[Role]) -> ColumnSharding | None:
-        """Which rank needs the token columns of which samples: a last pipeline stage that computes a loss of them, for
-        any trained role in any pass. None where every rank needs all."""
+        """Placement of the token columns on the ranks that need them: last pipeline stages that compute a loss of them,
+        for any trained role in any pass. None where every rank needs all."""
         world_size = trained[0].mesh.runtime.world_size
         if world_size == 1:
             return None

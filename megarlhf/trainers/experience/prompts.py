@@ -28,7 +28,7 @@ class PromptData:
     validation: Sequence[PromptSample]
     tokenizer: Tokenizer
     notes: list[str]
-    """What was skipped, in words."""
+    """Sentences about records that were skipped."""
     test: Sequence[PromptSample] = ()
     """For figures."""
 

@@ -200,7 +200,7 @@ def build_rewarder(
 def training_of(
     run: RLRun, states: Mapping[str, Stateful], best: Best, stop: StopRequest, parts: RunFactories
 ) -> ResumableState:
-    """What is saved of the run, and what it is recognised by. Collective."""
+    """State that is saved of the run, and digests by which a resume recognises it. Collective."""
     cfg, data = run.cfg, run.data
     others = {
         "tokens that end a response": str(sorted(run.sampling.end_ids)),
@@ -240,7 +240,7 @@ def training_of(
 
 
 def _digest_by_first_rank(directory: Path, role: Role) -> str:
-    """Of the files in a directory. Collective. Raises: ValueError, on every rank, where they cannot be read."""
+    """Digest of the files in a directory. Collective. Raises: ValueError, on every rank, where they cannot be read."""
     digest = ""
     with raise_on_all_ranks(lambda reasons: ValueError(f"{directory} cannot be read: {reasons[0]}")):
         if role.mesh.runtime.is_main:

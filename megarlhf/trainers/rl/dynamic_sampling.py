@@ -1,4 +1,4 @@
-"""Which samples of a step are trained on: dynamic sampling, between the rewards and the log-probs.
+"""Dynamic sampling: choice of the samples of a step that are trained on, between the rewards and the log-probs.
 
 Legend: N samples, G groups.
 """
@@ -28,7 +28,7 @@ class ScoredRollout:
     rewards: Sequence[RewardOutput]
 
     def samples_of(self, groups: Sequence[int]) -> list[int]:
-        """Of chosen groups, in their order."""
+        """Samples of chosen groups, in their order."""
         size = self.experience.num_samples // len(self.prompts)
         return [group * size + n for group in groups for n in range(size)]
 

@@ -114,7 +114,7 @@ class Judge:
         self._source = make_source(reward, torch.device("cpu"))  # of a rule
 
     def __call__(self, prompts: Sequence[PromptSample], rollouts: Rollouts, should_stop: Callable[[], bool]) -> Tensor:
-        """What it says, [N]; NaN where that is nothing. Collective."""
+        """Judge responses: [N], NaN without a verdict. Collective."""
         batch = share_of_rank(prompts, rollouts, self._tokenizer)
         outcomes = gather(self.label, self._source.start(batch), batch, should_stop=should_stop)
         return torch.tensor([math.nan if each.value is None else each.value for each in outcomes])
@@ -130,7 +130,7 @@ class StopRule:
         self._cfg = cfg
         self._patience = Patience(cfg, "rl")
         self._kls: deque[float] = deque(maxlen=cfg.max_kl_steps)
-        """Of the last steps."""
+        """KL of the last steps."""
         self.reason: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class StopRule:
         return {**patience, "reason": self.reason, "limits": self._cfg.model_dump()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """That other limits than today's have ended the run does not count."""
+        """Go on from a saved state. A stop by other limits than today's does not count."""
         if "patience" in state:  # not in points of earlier versions, which counted the reward alone
             self._patience.load_state_dict(state["patience"])
         self._kls.extend(state["kls"])

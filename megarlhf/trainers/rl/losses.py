@@ -55,19 +55,19 @@ class PolicyLoss:
     temperature: float
     vocabulary: Vocabulary
     response_tokens: int
-    """Of the mini-batch."""
+    """Response tokens of the mini-batch."""
     kl_coef: float = 0.0
-    """Of the KL in the loss."""
+    """Coefficient of the KL in the loss."""
     entropy_coef: float = 0.0
     ptx_coef: float = 0.0
-    """Of the pretraining mix, whose tokens have the column `ptx_weights`."""
+    """Coefficient of the pretraining mix, whose tokens have the column `ptx_weights`."""
     captures_logprobs: bool = False
     """Whether log-probs of this forward are returned, [B, S]. So it is where there is no column `old_logprobs`: this
     forward is then the first at the weights that drew the samples, and the ratio is 1."""
 
     @property
     def per(self) -> Mapping[str, float]:
-        """What each sum is divided by to be a metric; `loss`, which the trainer adds up, is one."""
+        """Divisor of each sum that makes it a metric; `loss`, which the trainer adds up, is one of them."""
         of_tokens = dict.fromkeys(("clip_fraction", "entropy", "ratio_deviation", "policy_kl"), self.response_tokens)
         return {"loss": 1, "policy_loss": 1, **of_tokens, **({"ptx_loss": 1} if self.ptx_coef > 0 else {})}
 
@@ -126,7 +126,7 @@ class PolicyLoss:
 
 
 def bounds_of(algo: AlgoConfig) -> Bounds:
-    """What the surrogate reads of the configuration."""
+    """Bounds and temperatures of the surrogate, from the configuration."""
     return Bounds(
         low=algo.clip_low,
         high=algo.clip_high,
@@ -143,11 +143,11 @@ class ValueLoss:
 
     clip: float | None
     response_tokens: int
-    """Of the mini-batch."""
+    """Response tokens of the mini-batch."""
 
     @property
     def per(self) -> Mapping[str, float]:
-        """What each sum is divided by to be a metric."""
+        """Divisor of each sum that makes it a metric."""
         return {"value_loss": 1, "value_clip_fraction": self.response_tokens}
 
     @property

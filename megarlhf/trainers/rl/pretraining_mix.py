@@ -42,7 +42,7 @@ class PretrainingMix:
         self._order.load_state_dict(state)
 
     def digest(self) -> str:
-        """Of the texts as tokens."""
+        """Digest of the texts as tokens."""
         return digest_of_samples(self.texts)
 
     def beside(

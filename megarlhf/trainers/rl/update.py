@@ -40,7 +40,7 @@ OF_PROMPTS = ("prompts_computed", "prompts_saved")
 """Metrics of all updates of a step together: prompts in one pass over each mini-batch."""
 
 POLICY_COLUMNS = ("old_logprobs", "ref_logprobs", "advantages", "rollout_weights", "rollout_logprobs")
-"""What the policy's loss reads, as far as it is there."""
+"""Columns that the policy's loss reads, as far as they are there."""
 
 
 class UpdateCallback(Protocol):
@@ -193,7 +193,7 @@ class Learner:
     loss: PolicyLoss | ValueLoss
     columns: tuple[str, ...]
     weights_N: Tensor
-    """Of each token of each sample, in the loss."""
+    """Weight of each token of each sample in the loss."""
     experience: Experience
 
 

@@ -1,4 +1,4 @@
-"""What every command's run has besides its loop: run directory, metrics, progress, resume points, exports."""
+"""A command's run besides its loop: run directory, metrics, progress, resume points, exports."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class UnfinishedStep(Protocol):
     updates: int
 
     def table(self) -> MakeTable:
-        """What makes its content for a resume point."""
+        """Maker of its content for a resume point."""
         ...
 
 
@@ -65,7 +65,7 @@ class Session:
     step: int = 0
     """Steps that are done, as versions of the weights count. People count from 1: the next one is `step + 1`."""
     checkpointer: Checkpointer | None = None
-    """Of a run that trains."""
+    """Writer of resume points, in a run that trains."""
     exports: Exports | None = None
     phases: Phases = field(default_factory=Phases)
     began_with: Mapping[str, str] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Session:
     _table: Table | None = None
 
     def take_table(self) -> Table | None:
-        """What describes the step in which `start` lies, if it lies in one; asked again, nothing."""
+        """Content of the unfinished step in which the run was left, if it was left in one. Asked again: None."""
         table, self._table = self._table, None
         return table
 
@@ -438,7 +438,7 @@ def _require_steps_left(start: Position, planned: int | None, total: int, run_di
 
 
 def _nothing() -> None:
-    """Of the other ranks."""
+    """Do nothing, as ranks other than the first do."""
 
 
 def is_due(step: int, every: int) -> bool:

@@ -35,7 +35,7 @@ class PreferenceLoss:
     chosen_tokens: int
     """Response tokens of the mini-batch's chosen responses."""
     kl_point: float = 0.0
-    """Of `kto`, for the whole mini-batch."""
+    """Reference point of `kto`, for the whole mini-batch."""
     names: tuple[str, ...] = (
         "sft_loss",
         "correct",
@@ -97,7 +97,7 @@ class PreferenceLoss:
         return loss_P, beta * ratio_K
 
     def _nll(self, chosen_sums_P: Tensor, chosen_tokens_P: Tensor) -> Tensor:
-        """Of the chosen responses; this micro-batch's part of the mini-batch's average."""
+        """Negative log-likelihood of the chosen responses; this micro-batch's part of the mini-batch's average."""
         if self.cfg.sft_average == "token":
             return -chosen_sums_P.sum() / self.chosen_tokens
         return -(chosen_sums_P / chosen_tokens_P).sum() / self.denominator

@@ -156,7 +156,7 @@ def close(
     evaluated: bool,
     as_trained: bool,
 ) -> Metrics:
-    """What is measured after the last step. Collective.
+    """Measure held-out and test data after the last step. Collective.
 
     evaluated: held-out samples have been
     as_trained: nothing but updates has changed the weights, so that the run can be left
@@ -178,7 +178,7 @@ def close(
 
 
 def _digests_beside(objective: Objective[Sample], validation: Sequence[Sample]) -> dict[str, str]:
-    """Of what else takes part in what is computed."""
+    """Digests of what else takes part in what is computed."""
     decides = objective.cfg.train.stop.patience is not None
     digests = {"data.validation (decides when the run ends)": digest_of_samples(validation)} if decides else {}
     return digests | objective.digests_beside(validation)

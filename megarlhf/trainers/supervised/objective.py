@@ -1,4 +1,4 @@
-"""What a supervised command brings to its loop: what is learned, from which samples."""
+"""The part of a supervised command that is not the loop: what is learned, from which samples."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ShouldStop = Callable[[], bool] | None
 
 
 class Objective(ABC, Generic[Sample]):
-    """What is learned, from which samples: the part of a supervised command that is not the loop."""
+    """Objective of a supervised command: what is learned, from which samples."""
 
     command: str
     role_name: str
@@ -39,7 +39,7 @@ class Objective(ABC, Generic[Sample]):
     sequence_fields: tuple[tuple[str, ...], ...]
     """The fields of token ids that each of a sample's sequences consists of."""
     sample_words: str
-    """What `num_tokens` counts, for messages."""
+    """Name of what `num_tokens` counts, for messages."""
 
     def __init__(self, cfg: SFTConfig | RMConfig | DPOConfig, section: RoleConfig) -> None:
         self.cfg, self.section = cfg, section
@@ -96,7 +96,7 @@ class Objective(ABC, Generic[Sample]):
         return samples
 
     def columns(self, samples: Sequence[Sample], layout: MicroBatchLayout, device: torch.device) -> dict[str, Tensor]:
-        """What the loss reads of a micro-batch beside its tokens."""
+        """Columns that the loss reads of a micro-batch beside its tokens."""
         return {}
 
     def layouts_by_rank(self, role: Role, samples: Sequence[Sample]) -> list[list[MicroBatchLayout]]:
@@ -170,7 +170,7 @@ class Objective(ABC, Generic[Sample]):
         return False
 
     def measure_scale(self, role: Role, validation: Sequence[Sample], should_stop: ShouldStop) -> float:
-        """What `rescale` needs to know; changes nothing. Collective.
+        """Measure what `rescale` divides by; changes nothing. Collective.
 
         Raises: Interrupted."""
         raise NotImplementedError
