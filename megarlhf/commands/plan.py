@@ -23,7 +23,7 @@ from megarlhf.weights.plan.traffic import Links
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status. 2: the user's mistake, said without a traceback."""
+    """Run the command; returns the exit status. 2: the user's mistake, printed without a traceback."""
     arguments = parser().parse_intermixed_args(argv)
     try:
         setup = transfer_setup(
