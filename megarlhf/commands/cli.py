@@ -166,10 +166,10 @@ def _add_init(commands: Any) -> None:
 
 
 def _keys_below(name: str) -> str:
-    from megarlhf.commands.arguments.keys import keys_in_words
+    from megarlhf.commands.arguments.keys import help_on_keys
 
     title = f"keys of the configuration of {name} (a part of them: `megarlhf keys {name}.SECTION`):"
-    return f"{title}\n\n{keys_in_words(configurations()[name])}"
+    return f"{title}\n\n{help_on_keys(configurations()[name])}"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -189,8 +189,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         end_with_parent()
         _refuse_another_directory()
         argv = _command_first(argv)
-        with without_pipes(argv) as given:
-            return _run(given)
+        with without_pipes(argv) as arguments:
+            return _run(arguments)
     except Exception as error:
         from megarlhf.commands import launch
 
@@ -244,10 +244,10 @@ def _raised_here(error: Exception) -> bool:
 
 def _refuse_another_directory() -> None:
     """Refuse a container's own working directory: relative paths such as `run.dir` would name other files."""
-    here, expected = os.path.realpath(os.getcwd()), os.path.realpath(os.environ.get(DIRECTORY) or os.getcwd())
-    if here != expected:
+    current, expected = os.path.realpath(os.getcwd()), os.path.realpath(os.environ.get(DIRECTORY) or os.getcwd())
+    if current != expected:
         raise ValueError(
-            f"this task works in {here}, and the batch script in {expected}: relative paths would name other files. "
+            f"this task works in {current}, and the batch script in {expected}: relative paths would name other files. "
             'Start the container there (pyxis: --container-workdir="$PWD", apptainer: --pwd "$PWD"), or unset '
             f"{DIRECTORY}"
         )
@@ -275,10 +275,10 @@ def _dispatch(arguments: argparse.Namespace, argv: list[str]) -> int:
         print(script(arguments.shell, parser(), own, configurations()), end="")
         return 0
     if arguments.command in ("report", "compare"):
-        from megarlhf.observe.report.compare import compare
+        from megarlhf.observe.report.compare import write_comparison
         from megarlhf.observe.report.page import write_report
 
-        write = write_report if arguments.command == "report" else compare
+        write = write_report if arguments.command == "report" else write_comparison
         write(arguments.run_dirs, arguments.out, title=arguments.title)
         print(f"wrote {arguments.out}")
         return 0

@@ -37,8 +37,8 @@ def end_with_parent() -> None:
         _guard()
 
 
-def _when_parent_dies(number: signal.Signals) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+def _when_parent_dies(signum: signal.Signals) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum)
 
 
 def _guard() -> None:

@@ -38,6 +38,6 @@ def _require_ranks(failure: Failure, cfg: TrainingConfig, overrides: Sequence[st
     if cfg.run.nproc != failure.world_size and not is_given:
         raise ValueError(
             f"{failure.words} was made by {failure.world_size} rank(s) of a launcher ({failure.layout}); start replay "
-            "with as many by srun or torchrun, or plainly on fewer, such as run.nproc=1 "
+            "by srun or torchrun with as many, or plainly on fewer, such as run.nproc=1 "
             f"{failure.role}.parallel.tp=1 {failure.role}.parallel.pp=1"
         )

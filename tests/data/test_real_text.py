@@ -16,7 +16,7 @@ from megarlhf.data.sources.find import load_records
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.experience import Ragged, Rollouts
 from megarlhf.observe.records.sample_tables import SampleTables, ShownTables, read_table
-from megarlhf.observe.report.page import render
+from megarlhf.observe.report.page import report_page
 from megarlhf.observe.report.recorded_run import RecordedRun
 from megarlhf.rollout.rewards.score import response_texts
 from tests.chat_model import write_chat_tokenizer
@@ -120,7 +120,7 @@ def test_tables_and_pages_hold_any_text(tmp_path):
     told = {"prompt": "p", "rewards": {}, "reward": None, "length": 1, "finished": True}
     tables = ShownTables(training={1: [row | told for row in rows]})
     run = RecordedRun(name="texts", kind="rl", rows=[{"step": 1}], config=None, tables=tables)
-    page = render([run], title="texts")
+    page = report_page([run], title="texts")
     page.encode()
     assert "[/INST] [bold]&lt;b&gt;x&lt;/b&gt;[/]" in page
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megarlhf.commands import cli
-from megarlhf.observe.report.compare import Final, compare, differing_keys, final_figures, intervals_of
+from megarlhf.observe.report.compare import Final, differing_keys, final_figures, intervals_of, write_comparison
 from megarlhf.observe.report.recorded_run import read_runs
 from tests.observe.test_report import figures_of, make_run_dir, shown
 from tests.refuses import missing_names, refuses
@@ -98,7 +98,7 @@ def test_the_page_of_runs_of_different_commands(
     ]
     for word in ("eval_loss", "2 [1.9, 2.1]", "actor.optim.lr", f"wrote {out}"):
         assert word in printed
-    compare(runs[:2], out, title="again")
+    write_comparison(runs[:2], out, title="again")
     assert "<h1>again</h1>" in out.read_text()
 
 
@@ -125,4 +125,4 @@ def test_what_cannot_be_compared_is_refused(
 def test_a_file_of_the_users_is_not_replaced(runs: list[Path], tmp_path: Path) -> None:
     (tmp_path / "mine.html").write_text("mine")
     with refuses("mine.html", "comparison", "-o FILE"):
-        compare(runs, tmp_path / "mine.html", title="t")
+        write_comparison(runs, tmp_path / "mine.html", title="t")

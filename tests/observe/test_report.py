@@ -14,8 +14,8 @@ from megarlhf.observe.report import html_page
 from megarlhf.observe.report.chart_list import CHARTS, REWARD, Chart
 from megarlhf.observe.report.charts import charts_of, figure
 from megarlhf.observe.report.html_page import write_whole
-from megarlhf.observe.report.page import MAX_ROWS, render, write_report
-from megarlhf.observe.report.recorded_run import RecordedRun, kind_of
+from megarlhf.observe.report.page import MAX_ROWS, report_page, write_report
+from megarlhf.observe.report.recorded_run import RecordedRun, run_kind
 from tests.refuses import refuses
 
 RL_ROWS = [
@@ -28,7 +28,7 @@ NASTY = '</script><script>alert("x")</script>'
 
 
 def run_of(rows, name="run", config=None, **tables):
-    return RecordedRun(name=name, kind=kind_of(rows), rows=rows, config=config, tables=ShownTables(**tables))
+    return RecordedRun(name=name, kind=run_kind(rows), rows=rows, config=config, tables=ShownTables(**tables))
 
 
 def make_run_dir(path, rows, config=None):
@@ -123,7 +123,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     ],
 )
 def test_kind_follows_from_the_metrics(row, kind):
-    assert kind_of([{"step": 0, "seconds": 1.0}, row]) == kind
+    assert run_kind([{"step": 0, "seconds": 1.0}, row]) == kind
 
 
 def test_reward_and_accuracy_on_two_axes_and_a_value_that_is_not_finite_is_a_gap():
@@ -229,8 +229,8 @@ def test_runs_of_one_kind_share_charts_and_equal_names_are_numbered(tmp_path):
 def test_a_report_with_many_samples_stays_small_and_one_without_has_no_section():
     long = "x" * 100_000
     rows = [sample(n, prompt=long, response=long, answer=long) for n in range(500)]
-    plain = render([run_of(RL_ROWS)], title="t")
-    page = render([run_of(RL_ROWS, evaluations={1: rows, 2: rows}, training={2: rows})], title="t")
+    plain = report_page([run_of(RL_ROWS)], title="t")
+    page = report_page([run_of(RL_ROWS, evaluations={1: rows, 2: rows}, training={2: rows})], title="t")
     assert len(page) - len(plain) < 60 * MAX_ROWS * 200
     texts = [cell for row in Page(page).rows for cell in row if "[... 98800 characters ...]" in cell]
     assert len(texts) == MAX_ROWS * (3 + 2)

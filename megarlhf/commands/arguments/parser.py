@@ -18,7 +18,7 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2*
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` whose errors are one line with the nearest known word, printed by the first of several ranks."""
+    """A parser whose errors are one line with the nearest known word, printed by the first of several ranks."""
 
     below: Callable[[], str] | None = None
     """Makes text that the help ends with."""

@@ -69,18 +69,18 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-                raise ValueError("not a step")
-        except ValueError as error:
+        except ValueError:
+            row = None
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             raise ValueError(
-                f"{path}, line {number}: got {line[:80]!r}, expected a JSON object with an integer `step`; a crash "
-                "can tear the last line only, so another program wrote here: repair or remove the line"
-            ) from error
+                f"{path}, line {number}: got {line[:80]!r}, expected a JSON object with an integer `step`; only the "
+                "last line can be torn by a crash, so something else wrote here: repair or remove the line"
+            )
         rows.append(row)
     return rows
 
 
-def require_readable(path: Path) -> None:
+def require_readable_lines(path: Path) -> None:
     """Raises: ValueError if an earlier run's file is damaged before its last line."""
     if path.exists():
         read_lines(path)

@@ -23,7 +23,7 @@ ROLES = ("actor", "actor_ema", "critic", "reward_model")
 _EXPORTS = (*ROLES, *(f"{role}{ADAPTER_SUFFIX}" for role in ROLES))
 """Folders of a checkpoint that a run exports."""
 _STEPS = ("checkpoints/step_[0-9]*", "checkpoints/.step_[0-9]*.partial", "checkpoints/.step_[0-9]*.replaced")
-_BEING_WRITTEN = tuple(f".{name}.megarlhf-{what}" for name in _EXPORTS for what in ("lock", "partial"))
+_BEING_WRITTEN = tuple(f".{name}.megarlhf-{kind}" for name in _EXPORTS for kind in ("lock", "partial"))
 """Names beside a role's folder while it is written (`weights/checkpoint/staging.py`), and after a kill."""
 _FILES = (
     "metrics.jsonl",

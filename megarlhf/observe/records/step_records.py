@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarlhf.observe.records.jsonl import StepLines, require_readable
+from megarlhf.observe.records.jsonl import StepLines, require_readable_lines
 from megarlhf.observe.records.metrics import METRICS_FILE, MetricsWriter, Tracker
 from megarlhf.observe.records.sample_tables import Kind, Row, SampleTables
 
@@ -59,4 +59,4 @@ def open_records(
 def require_readable_records(run_dir: Path) -> None:
     """Raises: ValueError if an earlier run's records are damaged, so that a resume could not continue them."""
     for name in (METRICS_FILE, LENGTHS_FILE):
-        require_readable(run_dir / name)
+        require_readable_lines(run_dir / name)

@@ -23,8 +23,8 @@ def require_wandb(cfg: WandbConfig) -> None:
     wandb = _import(cfg)
     if cfg.mode == "online" and not wandb.login(prompt=False, verify=False):
         raise ValueError(
-            f"run.wandb (project {cfg.project!r}): this machine has no key of Weights & Biases; run `wandb login` "
-            "once, or export WANDB_API_KEY, or write to the run directory only with run.wandb.mode=offline"
+            f"run.wandb (project {cfg.project!r}): no key of Weights & Biases is known here; run `wandb login` once, "
+            "or export WANDB_API_KEY, or write to the run directory only with run.wandb.mode=offline"
         )
 
 

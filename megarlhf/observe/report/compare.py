@@ -40,14 +40,14 @@ class Final:
         return format_number(self.value) + bounds
 
 
-def compare(run_dirs: Sequence[Path], out: Path, *, title: str) -> None:
+def write_comparison(run_dirs: Sequence[Path], out: Path, *, title: str) -> None:
     """Write the page, and print its tables.
 
     Raises: ValueError for fewer than two runs, for one named twice, for a directory without a run, and for runs
     without a common metric.
     """
     paths = [path.resolve() for path in run_dirs]
-    if repeated := [str(given) for given, path in zip(run_dirs, paths, strict=True) if paths.count(path) > 1]:
+    if repeated := [str(run_dir) for run_dir, path in zip(run_dirs, paths, strict=True) if paths.count(path) > 1]:
         raise ValueError(f"{' and '.join(repeated)}: one directory, named {len(repeated)} times; name each run once")
     if len(run_dirs) < 2:
         raise ValueError("one run compares with nothing; name two or more (megarlhf report shows one)")

@@ -38,10 +38,10 @@ def write_report(run_dirs: Sequence[Path], out: Path, *, title: str, first: Sequ
     if not run_dirs:
         raise ValueError("a report of no run; give at least one run directory (run.dir of a finished or live run)")
     check_replaceable(out, written_by(REPORT), "report of megarlhf")
-    write_whole(out, render(read_runs([Path(run_dir) for run_dir in run_dirs]), title=title, first=first))
+    write_whole(out, report_page(read_runs([Path(run_dir) for run_dir in run_dirs]), title=title, first=first))
 
 
-def render(runs: Sequence[RecordedRun], *, title: str, first: Sequence[str] = ()) -> str:
+def report_page(runs: Sequence[RecordedRun], *, title: str, first: Sequence[str] = ()) -> str:
     """The whole page."""
     figures: list[dict[str, Any]] = []
     runs = sorted(runs, key=lambda run: list(KIND_TITLES).index(run.kind))
@@ -77,7 +77,7 @@ def _summary(run: RecordedRun) -> list[tuple[object, ...]]:
 
 
 def _facts(run: RecordedRun) -> str:
-    """What was run, its steps, their time (`seconds`, or the sum of the phases), and when it was logged."""
+    """Kind and steps of a run, their time (`seconds`, or the sum of the phases), and the span of its records."""
     facts = [KIND_TITLES[run.kind], f"{run.rows[-1]['step']} steps"]
     metrics = run.metrics()
     names = [name for name in metrics if name == "seconds"] or [n for n in metrics if n.startswith("seconds_")]

@@ -51,7 +51,7 @@ def read_runs(run_dirs: Sequence[Path]) -> list[RecordedRun]:
         runs.append(
             RecordedRun(
                 name=f"{name} ({names[: index + 1].count(name)})" if names.count(name) > 1 else name,
-                kind=kind_of(rows),
+                kind=run_kind(rows),
                 rows=rows,
                 config=config.read_text(encoding="utf-8") if config.is_file() else None,
                 tables=read_shown(path),
@@ -60,7 +60,7 @@ def read_runs(run_dirs: Sequence[Path]) -> list[RecordedRun]:
     return runs
 
 
-def kind_of(rows: Iterable[dict[str, Any]]) -> Kind:
+def run_kind(rows: Iterable[dict[str, Any]]) -> Kind:
     """The command that wrote these rows, by the names of its metrics."""
     names = {name for row in rows for name in row}
     if names & {"reward_mean", "policy_loss"}:

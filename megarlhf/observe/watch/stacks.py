@@ -67,7 +67,7 @@ def waits_for_others(frame: FrameType | None) -> bool:
     return ".wait()" in line or "barrier(" in line
 
 
-def place_of(frame: FrameType | None) -> str:
+def innermost_line(frame: FrameType | None) -> str:
     """The innermost line of the user's own code, or of ours if there is none."""
     frames = [e for e in reversed(traceback.extract_stack(frame)) if not e.filename.endswith("collective_errors.py")]
     libraries = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -117,7 +117,7 @@ def read_states(folder: Path) -> list[RankState]:
     ]
 
 
-def describe(states: Sequence[RankState], hosts: Sequence[str], folder: Path) -> str:
+def describe_states(states: Sequence[RankState], hosts: Sequence[str], folder: Path) -> str:
     """The report: the late phase, ranks that do not wait (first), ranks that wait, and ranks that wrote nothing.
 
     hosts: the host of every rank
@@ -143,7 +143,7 @@ def describe(states: Sequence[RankState], hosts: Sequence[str], folder: Path) ->
         if not busy:
             lines += [f"      {line}" for line in group[0].stack[-SHOWN_FRAMES:]]
     if not busy and len(waiting) > 1:
-        lines.append("  All wait, but not in the same collective: some ranks have taken another way through the code")
+        lines.append("  All wait, and not in the same collective: some ranks have taken another way through the code")
     known = {state.rank for state in states}
     for rank, host in enumerate(hosts):
         if rank not in known:
@@ -169,5 +169,9 @@ def rank_ranges(ranks: Iterable[int]) -> str:
 def state_from(frame: FrameType | None, threads: Mapping[str, list[str]], **known: Any) -> RankState:
     """The state of a rank from its main thread's `frame`, its other threads' stacks, and `known` fields."""
     return RankState(
-        waits=waits_for_others(frame), place=place_of(frame), stack=stack_of(frame), threads=dict(threads), **known
+        waits=waits_for_others(frame),
+        place=innermost_line(frame),
+        stack=stack_of(frame),
+        threads=dict(threads),
+        **known,
     )

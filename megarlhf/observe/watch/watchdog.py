@@ -39,8 +39,8 @@ from megarlhf.config.watchdog import WatchdogConfig
 from megarlhf.errors import WatchdogInterrupt, WatchdogTimeout
 from megarlhf.observe.watch.phases import OpenPhase, Phases
 from megarlhf.observe.watch.stacks import (
-    describe,
-    place_of,
+    describe_states,
+    innermost_line,
     read_states,
     stacks_of_threads,
     state_from,
@@ -153,7 +153,7 @@ class Watchdog:
             self._interrupted = self._phases.open[-1].serial
             raise WatchdogInterrupt(
                 f"phase {late.name!r} has passed its limit of {self._cfg.limit(late.name):g} s "
-                f"(watchdog.{late.name.partition('/')[0]}) in {place_of(frame)}"
+                f"(watchdog.{late.name.partition('/')[0]}) in {innermost_line(frame)}"
             )
 
     # --- in the thread ------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class Watchdog:
         try:
             write_state(state, self._folder)
         except OSError as error:  # a full disk: each rank prints its own
-            _print(f"{describe([state], [], self._folder)}\n  (which cannot be written: {error})")
+            _print(f"{describe_states([state], [], self._folder)}\n  (which cannot be written: {error})")
         if phase is not None:  # last, because another signal may have interrupted the handler
             self._written.add(phase.serial)
 
@@ -242,7 +242,7 @@ class Watchdog:
             mine = ranks[:1] == [self._rank] and (self._rank == 0 or complete or waited > 2 * GATHER_SECONDS)
             if mine and (complete or waited > GATHER_SECONDS):
                 with contextlib.suppress(OSError), report.open("x", encoding="utf-8") as file:
-                    text = describe(states, self._hosts, self._folder)
+                    text = describe_states(states, self._hosts, self._folder)
                     file.write(text + "\n")
                     _print(text)
                 return
