@@ -15,9 +15,9 @@ from megarlhf.data.samples.retokenize import Retokenizer
 from megarlhf.data.sources.find import load_records
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.experience import Ragged
-from megarlhf.observe.records.sample_tables import SampleTables, read_table
-from megarlhf.observe.report.html_page import document
-from megarlhf.observe.report.samples import _text
+from megarlhf.observe.records.sample_tables import SampleTables, ShownTables, read_table
+from megarlhf.observe.report.page import report_page
+from megarlhf.observe.report.recorded_run import RecordedRun
 from megarlhf.rollout.rewards.score import response_texts
 from tests.chat_model import write_chat_tokenizer
 from tests.tables import make_rollouts
@@ -118,7 +118,10 @@ def test_tables_and_pages_hold_any_text(tmp_path):
     rows = [{"step": 1, "sample": n, "response": text} for n, text in enumerate(ANSWERS.values())]
     SampleTables(tmp_path).write("train", 1, rows)
     assert read_table(tmp_path, "train", 1) == rows
-    page = document("texts", "report", [f"<pre>{_text(row['response'])}</pre>" for row in rows], [], script="")
+    told = {"prompt": "p", "rewards": {}, "reward": None, "length": 1, "finished": True}
+    tables = ShownTables(training={1: [row | told for row in rows]})
+    run = RecordedRun(name="texts", kind="rl", rows=[{"step": 1}], config=None, tables=tables)
+    page = report_page([run], title="texts")
     page.encode()
     assert "[/INST] [bold]&lt;b&gt;x&lt;/b&gt;[/]" in page
 
