@@ -14,7 +14,7 @@ from megarlhf.config.algo import GROUPED, AlgoConfig
 from megarlhf.config.auxiliary import EMAConfig, PTXConfig, ReferenceUpdateConfig
 from megarlhf.config.choices import DEFAULT, PatienceConfig, StopConfig, check_choices
 from megarlhf.config.data import DataConfig, PromptDataConfig, SFTDataConfig
-from megarlhf.config.profile import ProfileConfig, within_the_run
+from megarlhf.config.profile import ProfileConfig, check_profile_steps
 from megarlhf.config.rewards import RewardConfig
 from megarlhf.config.roles import FrozenModel, NonNegative, Positive, RoleConfig, require_all_ranks
 from megarlhf.config.rollout import RolloutConfig
@@ -109,7 +109,7 @@ class SFTConfig(FrozenModel):
     watchdog: WatchdogConfig = WatchdogConfig()
     profile: ProfileConfig = ProfileConfig()
 
-    _profiled = model_validator(mode="after")(within_the_run)
+    _profiled = model_validator(mode="after")(check_profile_steps)
 
     @model_validator(mode="after")
     def _check(self) -> SFTConfig:
@@ -147,7 +147,7 @@ class RMConfig(FrozenModel):
     watchdog: WatchdogConfig = WatchdogConfig()
     profile: ProfileConfig = ProfileConfig()
 
-    _profiled = model_validator(mode="after")(within_the_run)
+    _profiled = model_validator(mode="after")(check_profile_steps)
 
     @model_validator(mode="after")
     def _check(self) -> RMConfig:
@@ -207,7 +207,7 @@ class RLConfig(FrozenModel):
     watchdog: WatchdogConfig = WatchdogConfig()
     profile: ProfileConfig = ProfileConfig()
 
-    _profiled = model_validator(mode="after")(within_the_run)
+    _profiled = model_validator(mode="after")(check_profile_steps)
 
     @property
     def loss_constant(self) -> int:

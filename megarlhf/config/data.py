@@ -86,7 +86,7 @@ class SourceConfig(FrozenModel):
         return str(self.path) if list(given) == ["path"] else given
 
 
-def words_of(sources: Sequence[SourceConfig]) -> str:
+def describe_sources(sources: Sequence[SourceConfig]) -> str:
     """Sources in a message."""
     return " + ".join(source.words for source in sources)
 
@@ -227,7 +227,7 @@ class PromptDataConfig(ConversationConfig):
         if self.validation_share is not None and self.validation is not None:
             raise ValueError(
                 f"validation_share = {self.validation_share:g} sets training records aside, and validation = "
-                f"{words_of(self.validation)} names others; give one of the two"
+                f"{describe_sources(self.validation)} names others; give one of the two"
             )
         self.phase_shares()
         if self.split_seed and self.validation_share is None and self.phases is None:
@@ -242,7 +242,7 @@ class PromptDataConfig(ConversationConfig):
         for key in ("validation", "test"):
             if (sources := getattr(self, key)) is not None:
                 raise ValueError(
-                    f"{command} reads data.train, and would leave data.{key} = {words_of(sources)} unread; set "
+                    f"{command} reads data.train, and would leave data.{key} = {describe_sources(sources)} unread; set "
                     f"data.train to {meant}, and leave data.{key} out"
                 )
         if unread := [key for key in ("validation_share", "phases") if getattr(self, key) is not None]:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, get_args
 from pydantic import PositiveInt, model_validator
 
 from megarlhf.config.commands import MicroBatchConfig
-from megarlhf.config.data import OF_TRAINING, SFTDataConfig, require_no_weights, words_of
+from megarlhf.config.data import OF_TRAINING, SFTDataConfig, describe_sources, require_no_weights
 from megarlhf.config.frozen import FrozenModel
 from megarlhf.config.rewards import RewardConfig
 from megarlhf.config.roles import RoleConfig, require_all_ranks
@@ -145,8 +145,8 @@ class EvaluateConfig(FrozenModel):
         require_no_weights("data.train", self.data.train)
         if any(source.kind == "megatron" for source in self.data.train):
             raise ValueError(
-                f"data.train = {words_of(self.data.train)}: eval reads records, and kind = megatron has token ids "
-                "alone; give texts (eval.perplexity_of: text)"
+                f"data.train = {describe_sources(self.data.train)}: eval reads records, and kind = megatron has token "
+                "ids alone; give texts (eval.perplexity_of: text)"
             )
 
     def _check_tasks(self) -> None:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from megarlhf.config.choices import check_choices
 from megarlhf.config.commands import EvalConfig, TrainConfig
 from megarlhf.config.data import DataConfig
-from megarlhf.config.profile import ProfileConfig, within_the_run
+from megarlhf.config.profile import ProfileConfig, check_profile_steps
 from megarlhf.config.roles import FrozenModel, NonNegative, Positive, RoleConfig, require_all_ranks
 from megarlhf.config.run import CheckpointConfig, RunConfig
 from megarlhf.config.shared_base import is_base_of, reference_section
@@ -65,7 +65,7 @@ class DPOConfig(FrozenModel):
     watchdog: WatchdogConfig = WatchdogConfig()
     profile: ProfileConfig = ProfileConfig()
 
-    _profiled = model_validator(mode="after")(within_the_run)
+    _profiled = model_validator(mode="after")(check_profile_steps)
 
     @property
     def needs_reference(self) -> bool:
@@ -81,7 +81,7 @@ class DPOConfig(FrozenModel):
         """`sft_coef`, or its default."""
         return self.sft_coef if self.sft_coef is not None else {"orpo": 1.0}.get(self.loss, 0.0)
 
-    def in_words(self) -> str:
+    def describe_loss(self) -> str:
         """The loss with the numbers that follow from its name, for the table that a start prints."""
         sft = f"; sft_coef = {self.sft_weight:g}, averaged by {self.sft_average}" if self.sft_weight else ""
         return f"loss = {self.loss}: beta = {self.scale:g}{sft}"

@@ -51,7 +51,7 @@ class ProfileConfig(FrozenModel):
                 f"ranks from 0 to {world_size - 1}, or leave profile.ranks out to record on all of them"
             )
 
-    def in_words(self, world_size: int, *, on_cpu: bool) -> list[str]:
+    def start_notes(self, world_size: int, *, on_cpu: bool) -> list[str]:
         """What a start should say about it, in sentences."""
         if not self.recorded:
             return []
@@ -66,7 +66,7 @@ class ProfileConfig(FrozenModel):
         return notes
 
 
-def within_the_run(cfg: ConfigT) -> ConfigT:
+def check_profile_steps(cfg: ConfigT) -> ConfigT:
     """A check of a whole configuration: its `profile` names steps that the run has."""
     whole: Any = cfg
     whole.profile.require_steps(whole.train.num_steps)

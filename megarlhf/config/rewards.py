@@ -149,7 +149,7 @@ class RewardConfig(FrozenModel):
         return self
 
 
-def labels_of(rewards: Sequence[RewardConfig]) -> list[str]:
+def unique_labels(rewards: Sequence[RewardConfig]) -> list[str]:
     """A name for each reward, all different; where several have one name, they are numbered."""
     plain = [reward.label for reward in rewards]
     taken, found = {label for label in plain if plain.count(label) == 1}, []

@@ -114,7 +114,7 @@ class ParallelConfig(FrozenModel):
         """The layers of each pipeline rank's model chunks: `layout.split_chunks`."""
         return split_chunks(num_layers, self.pp, self.vpp, self.layers_per_stage)
 
-    def in_words(self, layout: MeshLayout) -> str:
+    def describe(self, layout: MeshLayout) -> str:
         """`tp 2 x pp 2 x dp 1, vpp 2`: the layout of so many ranks, with what the mesh alone does not know."""
         return f"{layout}, vpp {self.vpp}" if self.vpp > 1 else str(layout)
 

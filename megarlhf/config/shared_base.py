@@ -8,10 +8,10 @@ from megarlhf.config.roles import ModelConfig, RoleConfig
 def is_base_of(actor: RoleConfig, reference: RoleConfig | None) -> bool:
     """Whether the reference of this section (None: none was given) is what the actor's adapter was put on, and on the
     same ranks in the same way."""
-    return actor.lora is not None and not why_apart(actor, reference)
+    return actor.lora is not None and not separate_reference_reason(actor, reference)
 
 
-def why_apart(actor: RoleConfig, reference: RoleConfig | None) -> str:
+def separate_reference_reason(actor: RoleConfig, reference: RoleConfig | None) -> str:
     """Why the reference of an actor with an adapter is a model of its own; empty where it is the actor's base."""
     assert actor.lora is not None
     if reference is None:

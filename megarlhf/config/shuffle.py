@@ -24,7 +24,7 @@ def _no_switch(value: Any) -> Any:
 Shuffle = Annotated[Literal["samples", "groups", "none"], BeforeValidator(_no_switch)]
 
 
-def in_todays_words(config: Mapping[str, Any]) -> dict[str, Any]:
+def convert_old_shuffle(config: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration that a run of an earlier version has written: true and false are what they meant."""
     train = config.get("train")
     if not isinstance(train, Mapping) or not isinstance(train.get("shuffle"), bool):

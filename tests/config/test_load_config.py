@@ -10,7 +10,7 @@ import pydantic
 import pytest
 import yaml
 
-from megarlhf.config import RLConfig, SFTConfig, dump_config, load_config, words_of
+from megarlhf.config import RLConfig, SFTConfig, describe_sources, dump_config, load_config
 from megarlhf.config.load import repeated_overrides
 from tests.config.examples import KINDS, RL, SFT
 
@@ -56,13 +56,13 @@ def test_roles_that_nothing_needs_are_not_built(load):
         ("actor.parallel={pp: 2, layers_per_stage: [3, 1]}", lambda c: c.actor.parallel.layers_per_stage, (3, 1)),
         ("eval.every=5", lambda c: c.eval.every, 5),
         ("checkpoint.export_keep=", lambda c: c.checkpoint.export_keep, None),
-        ("data.validation=a=b.jsonl", lambda c: words_of(c.data.validation or ()), "a=b.jsonl"),
+        ("data.validation=a=b.jsonl", lambda c: describe_sources(c.data.validation or ()), "a=b.jsonl"),
         ("run.dir=nan", lambda c: c.run.dir, Path("nan")),
         ("run.dir=2026-01-31", lambda c: c.run.dir, Path("2026-01-31")),
         ("run.dir=no", lambda c: c.run.dir, Path("no")),
         ("run.dir=~/x", lambda c: c.run.dir, Path.home() / "x"),
         ("actor.model.path=~/x", lambda c: c.actor.model.path, Path.home() / "x"),
-        ("data.validation=~/x", lambda c: words_of(c.data.validation or ()), str(Path.home() / "x")),
+        ("data.validation=~/x", lambda c: describe_sources(c.data.validation or ()), str(Path.home() / "x")),
         ("train.num_steps=010", lambda c: c.train.num_steps, 10),
         ("train.num_steps=0x10", lambda c: c.train.num_steps, 16),
         ("actor.model.fresh_head=yes", lambda c: c.actor.model.fresh_head, True),

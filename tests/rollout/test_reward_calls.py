@@ -134,9 +134,9 @@ class AsyncJudge:
 @pytest.mark.parametrize(
     "function, form",
     [
-        (functools.partial(stops_later), Form(waits=True)),
-        (functools.partial(AsyncJudge()), Form("batch", waits=True, places=())),
-        (functools.partial(Judge().ask), Form(waits=True)),
+        (functools.partial(stops_later), Form(is_async=True)),
+        (functools.partial(AsyncJudge()), Form("batch", is_async=True, positional=())),
+        (functools.partial(Judge().ask), Form(is_async=True)),
         (functools.partial(stops), Form()),
         (Judge(), Form()),
     ],

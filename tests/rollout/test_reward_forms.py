@@ -11,7 +11,7 @@ import re
 import pytest
 import torch
 
-from megarlhf.rollout.rewards.batch import RewardBatch, Untold, WrongValue
+from megarlhf.rollout.rewards.batch import MissingColumn, RewardBatch, WrongValue
 from megarlhf.rollout.rewards.calls import call
 from megarlhf.rollout.rewards.forms import Form, form_of, truth_of
 
@@ -164,7 +164,7 @@ def test_a_batch_by_its_name_or_its_annotation():
     def longer(rows: RewardBatch, scale=2.0):
         return [scale * len(text) for text in rows.responses]
 
-    assert form_of(lambda batch: [0.0]) == form_of(longer) == Form("batch", places=())
+    assert form_of(lambda batch: [0.0]) == form_of(longer) == Form("batch", positional=())
     assert said(longer, rows()) == [14.0, 14.0]
 
 
@@ -236,7 +236,7 @@ class Accuracy:
             "verl gives reward_router_address and reward_model_tokenizer, of the reward model .* kind http",
         ),
         (Accuracy, r"is the class Accuracy, of which an object is called; .* \(reward = Accuracy\(\)\), and name that"),
-        (lambda prompt, response, answer: 0.0, "answer is none of these; the record's columns stand in `fields`"),
+        (lambda prompt, response, answer: 0.0, "answer is none of these; the record's columns are in `fields`"),
         (lambda prompts: [0.0], "prompts alone does not say which of these it is"),
         (max, "it has no signature, .*; call it in a function of yours"),
     ],
@@ -260,9 +260,9 @@ def test_what_a_request_says_nothing_of():
     served = RewardBatch(
         batch.prompts,
         batch.responses,
-        *(Untold(name) for name in ("prompt_tokens", "response_tokens", "finished")),
+        *(MissingColumn(name) for name in ("prompt_tokens", "response_tokens", "finished")),
         batch.fields,
-        Untold("messages"),
+        MissingColumn("messages"),
         [0, 1],
     )
     assert said(lambda completions, answer, **kw: [float(answer[0] in text) for text in completions], served) == [1, 0]

@@ -21,8 +21,8 @@ from megarlhf.experience import Ragged, Rollouts
 from megarlhf.observe.records.metrics import Metric
 from megarlhf.observe.records.sample_tables import Row, spread
 from megarlhf.rollout.factory import sampling_of
-from megarlhf.rollout.rewards.accuracy import accuracy_metrics, accuracy_of
-from megarlhf.rollout.rewards.score import gather, make_source, share_of_rank
+from megarlhf.rollout.rewards.accuracy import accuracy_metrics, find_accuracy
+from megarlhf.rollout.rewards.score import gather_rewards, local_reward_batch, make_source
 from megarlhf.trainers.experience.prompts import make_experience
 from megarlhf.trainers.rl.build import Components
 from megarlhf.trainers.rl.sample_rows import rows_of
@@ -45,7 +45,7 @@ class Evaluator:
         rewarder = components.rewarder
         self._cfg, self._components, self._validation, self._test = cfg, components, validation, test
         self._sampling = sampling_of(cfg.rollout, cfg.actor, rewarder.tokenizer, greedy=True, data=cfg.data)
-        self._accuracy = accuracy_of(cfg.eval.accuracy, cfg.rewards)
+        self._accuracy = find_accuracy(cfg.eval.accuracy, cfg.rewards)
         judge = self._accuracy.judge if validation or test else None
         self._judge = None if judge is None else Judge(judge, rewarder.tokenizer)
         self._shown = spread(cfg.samples.count, len(validation))
@@ -118,8 +118,8 @@ class Judge:
 
     def __call__(self, prompts: Sequence[PromptSample], rollouts: Rollouts, should_stop: Callable[[], bool]) -> Tensor:
         """What it says, [N]; NaN where that is nothing. Collective."""
-        batch = share_of_rank(prompts, rollouts, self._tokenizer)
-        outcomes = gather(self.label, self._source.start(batch), batch, should_stop=should_stop)
+        batch = local_reward_batch(prompts, rollouts, self._tokenizer)
+        outcomes = gather_rewards(self.label, self._source.start(batch), batch, should_stop=should_stop)
         return torch.tensor([math.nan if each.value is None else each.value for each in outcomes])
 
     def close(self) -> None:
