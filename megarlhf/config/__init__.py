@@ -1,4 +1,4 @@
-"""Typed configuration. `config/commands.py` and the files that it imports say what may be said, `load.py` reads it."""
+"""Typed configuration. `config/commands.py` and the files that it imports define the keys, `load.py` reads a file."""
 
 from megarlhf.config.algo import AlgoConfig, KLConfig, RolloutCorrectionConfig
 from megarlhf.config.auxiliary import EMAConfig, PTXConfig, ReferenceUpdateConfig

@@ -13,6 +13,7 @@ import yaml
 from megarlhf.config import RLConfig, SFTConfig, describe_sources, dump_config, load_config
 from megarlhf.config.load import repeated_overrides
 from tests.config.examples import KINDS, RL, SFT
+from tests.refuses import missing_names
 
 
 @pytest.mark.parametrize("command", KINDS)
@@ -102,7 +103,7 @@ def test_repeated_overrides_are_said():
 
 def test_an_override_of_a_section_does_not_undo_an_earlier_one_of_its_keys(load, refusal):
     key, section = "actor.parallel.tp=2", "actor.parallel={sequence_parallel: true}"
-    assert f"override {section!r} replaces the whole section, and with it {key!r}" in refusal("sft", key, section)
+    assert not missing_names(refusal("sft", key, section), f"override {section!r}", f"earlier {key!r}")
     assert load("sft", section.replace("}", ", tp: 4}"), key).actor.parallel.tp == 2
 
 
@@ -117,13 +118,13 @@ def test_a_key_that_stands_twice_is_refused_with_both_lines(tmp_path, refusal):
     cfg = load_config(RLConfig, path)
     assert (cfg.critic.model.path, cfg.critic.optim.lr, cfg.critic.optim.eps) == (Path("m"), 0.25, 1.0)
     for text, words in (
-        (roles + "actor:\n  model: {path: n}\n" + good, "the key 'actor' stands in line 1 and again in line 7"),
-        (roles.replace("eps: 1.0", "eps: 1.0, eps: 2.0") + good, "the key 'eps' stands in line 6 and again in line 6"),
+        (roles + "actor:\n  model: {path: n}\n" + good, "the key 'actor' is in line 1 and again in line 7"),
+        (roles.replace("eps: 1.0", "eps: 1.0, eps: 2.0") + good, "the key 'eps' is in line 6 and again in line 6"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=re.escape(f"{path}: {words}, and only one of them would count")):
             load_config(RLConfig, path)
-    assert "the key 'tp' stands in line 1 and again in line 1" in refusal("sft", "actor.parallel={tp: 1, tp: 2}")
+    assert "the key 'tp' is in line 1 and again in line 1" in refusal("sft", "actor.parallel={tp: 1, tp: 2}")
 
 
 def test_an_override_fills_a_section_that_stands_empty_in_the_file(load):

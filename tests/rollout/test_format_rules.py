@@ -84,4 +84,4 @@ def test_arguments_reach_the_rule_from_the_configuration():
 
     reward = RewardConfig(kind="rule", rule="length_window", args={"most": 1})
     found = make_source(reward, CPU).start(batch(["p", "p"], ["1", "22"])).wait()
-    assert [outcome.value for outcome in found] == [1.0, 0.0]
+    assert [result.value for result in found] == [1.0, 0.0]

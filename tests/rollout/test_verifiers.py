@@ -15,7 +15,7 @@ from megarlhf.rollout.rewards.score import make_source
 from megarlhf.rollout.rewards.verifiers import VERIFIERS, math_verify, reasoning_gym
 
 
-def outcomes(reward, responses, fields):
+def results(reward, responses, fields):
     """Of a batch, by the processes that a run would start."""
     count = len(responses)
     batch = RewardBatch(
@@ -74,8 +74,8 @@ def test_maths_in_worker_processes():
     """Its time limit is a signal, which no thread could get."""
     pytest.importorskip("math_verify")
     reward = RewardConfig(kind="rule", rule="math_verify", args={"seconds": 2}, workers=2)
-    found = outcomes(reward, ["0.5", "2", r"\boxed{9^{9^{9^{9}}}}", "3"], [{"answer": "1/2"}] * 3 + [{}])
-    assert [outcome.value for outcome in found] == [1.0, 0.0, 0.0, None]
+    found = results(reward, ["0.5", "2", r"\boxed{9^{9^{9^{9}}}}", "3"], [{"answer": "1/2"}] * 3 + [{}])
+    assert [result.value for result in found] == [1.0, 0.0, 0.0, None]
     assert [(each.components or {}).get("undecided") for each in found] == [0.0, 0.0, 1.0, None]
     assert found[3].error == "failed: it needs the field 'answer', found none; add it to the prompts"
 
@@ -87,7 +87,7 @@ def test_generated_tasks_in_worker_processes():
     right = [record["answer"] for record in records]
     reward = RewardConfig(kind="rule", rule="reasoning_gym", args={"tag": "answer", "exact": True})
     responses = [f"Well. <answer>no</answer> <answer> {right[0]} </answer>", right[1], "<answer>perhaps</answer>"]
-    assert [(o.value, o.error) for o in outcomes(reward, responses, records)] == [(1.0, ""), (0.0, ""), (0.0, "")]
+    assert [(o.value, o.error) for o in results(reward, responses, records)] == [(1.0, ""), (0.0, ""), (0.0, "")]
 
 
 def test_a_score_is_the_verifiers_own():

@@ -25,8 +25,8 @@ def answers_of(fields: Fields) -> list[str]:
     """All right answers, without surrounding white space.
 
     A list gives each of its entries, and so does a list of texts as JSON text: `["7", "seven"]`, but not `[7]`, which
-    is an answer. A mapping gives the value of its answer key. A whole number gives 42 and 42.0, because pandas turns whole
-    numbers into floats in a column with gaps.
+    is an answer. A mapping gives the value of its answer key. A whole number gives 42 and 42.0, because pandas turns
+    whole numbers into floats in a column with gaps.
 
     Raises: ValueError if there is no answer.
     """

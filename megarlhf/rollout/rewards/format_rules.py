@@ -96,4 +96,4 @@ FORMAT_RULES: Mapping[str, tuple[Callable[..., float], Callable[..., None]]] = {
     "length_window": (length_window, check_length_window),
     "json_object": (json_object, check_json_object),
 }
-"""By name: the rule, and the check of its arguments."""
+"""Rules with the check of their arguments, by name."""

@@ -3,6 +3,9 @@
 Each call has a time limit. A worker that exceeds it is killed, together with every process that the function started,
 and replaced. A worker that exits or crashes is replaced too. The failure becomes the result of the sample, so the rank
 neither hangs nor dies.
+
+pebble.ProcessPool does less: it kills the worker but not what the function started, a busy worker outlives a killed
+rank, SIGTERM to a job ends its workers, and a forked child of a function can answer on the pipe that workers share.
 """
 
 from __future__ import annotations

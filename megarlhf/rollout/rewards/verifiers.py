@@ -159,4 +159,4 @@ VERIFIERS: Mapping[str, tuple[Callable[..., Any], Callable[..., None], Callable[
     "math_verify": (math_verify, check_math_verify, maths_answers),
     "reasoning_gym": (reasoning_gym, check_reasoning_gym, generated_item),
 }
-"""By name: the rule, the check of its arguments, the reader of the fields that it needs."""
+"""Rules with the check of their arguments and the reader of the fields that they need, by name."""
