@@ -160,8 +160,8 @@ class EvaluateConfig(FrozenModel):
             )
         if given is None and len(self.tasks()) > 1:
             raise ValueError(
-                "an actor and a reward_model, and nothing that says what for: name eval.tasks. [perplexity] evaluates the "
-                "actor, [pairs] the reward model; with rewards: [{kind: model}] it scores the actor's responses"
+                "an actor and a reward_model, and nothing that says what for: name eval.tasks. [perplexity] evaluates "
+                "the actor, [pairs] the reward model; with rewards: [{kind: model}] it scores the actor's responses"
             )
 
     def _check_parts(self) -> None:

@@ -164,10 +164,10 @@ def require_all_ranks(trained: Mapping[str, RoleConfig]) -> None:
     for name, role in trained.items():
         if role.parallel.ranks is not None:
             raise ValueError(
-                f"{name}.parallel.ranks = {role.parallel.ranks}, and {name} is trained or sampled from, which all ranks "
-                "of a run do together: other ranks would wait through every update, and the optimizer's state would be "
-                "sharded over fewer ranks. Leave ranks out; a reference or a reward model that is only read may be on "
-                "some ranks"
+                f"{name}.parallel.ranks = {role.parallel.ranks}, and {name} is trained or sampled from, which all ranks"
+                " of a run do together: other ranks would wait through every update, and the optimizer's state would "
+                "be sharded over fewer ranks. Leave ranks out; a reference or a reward model that is only read may be "
+                "on some ranks"
             )
 
 

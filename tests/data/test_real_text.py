@@ -14,12 +14,13 @@ from megarlhf.data.samples.encoders import PairEncoder, PromptEncoder, SFTEncode
 from megarlhf.data.samples.retokenize import Retokenizer
 from megarlhf.data.sources.find import load_records
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
-from megarlhf.experience import Ragged, Rollouts
+from megarlhf.experience import Ragged
 from megarlhf.observe.records.sample_tables import SampleTables, read_table
 from megarlhf.observe.report.html_page import document
 from megarlhf.observe.report.samples import _text
 from megarlhf.rollout.rewards.score import response_texts
 from tests.chat_model import write_chat_tokenizer
+from tests.tables import make_rollouts
 
 LIMITS = {"max_prompt_tokens": 100, "max_response_tokens": 100}
 START, END = 1, 2
@@ -100,7 +101,7 @@ def test_a_character_that_the_limit_cuts_leaves_no_mark(tokenizer, character):
     rows = [tokens[:-1], [*tokens[:-1], END], tokens, [END], []]
     responses = Ragged.from_rows([torch.tensor(row) for row in rows], torch.int64)
     finished_N = torch.tensor([False, True, False, True, False])
-    rollouts = Rollouts(responses=responses, logprobs=responses, finished_N=finished_N, weight_version=0)
+    rollouts = make_rollouts(responses=responses, logprobs=responses, finished_N=finished_N, version=0)
     assert response_texts(rollouts, tokenizer) == ["ok ", "ok \ufffd", f"ok {character}", "", ""]
 
 

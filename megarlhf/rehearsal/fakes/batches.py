@@ -6,7 +6,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megarlhf.parallel.batching import Batching
 from megarlhf.parallel.micro_batch import MicroBatchLayout
@@ -42,24 +41,24 @@ Shares = Mapping[str, Sequence[RankLoad]]
 def seen_batches(
     at: Callable[[], tuple[int, str]], shares: dict[str, list[RankLoad]], tokens: Counter[tuple[int, str]]
 ) -> Iterator[None]:
-    """Inside, `shares` and `tokens` collect what is packed in the step and phase that `at` tells: the work of each rank
-    over all steps, and the tokens of all ranks by step: of whole sequences, as a run's `tokens_per_second` counts them.
+    """Inside, `shares` and `tokens` collect what is computed in the step and phase that `at` tells: the work of each
+    rank over all steps, and the tokens of all ranks by step, of whole sequences, as a run's `tokens_per_second` counts
+    them.
     """
-    original = Batching.layouts_by_rank
+    original = Batching.own
 
-    def layouts_by_rank(self: Batching, *given: Any, **shared: Any) -> list[list[MicroBatchLayout]]:
-        by_rank = original(self, *given, **shared)
+    def own(self: Batching, by_rank: Sequence[list[MicroBatchLayout]]) -> list[MicroBatchLayout]:
         (step, name), found = at(), [_share(self, layouts) for layouts in by_rank]
         tokens[step, name] += sum(sum(layout.lengths) for layouts in by_rank for layout in layouts)
         before = shares.get(name)
         shares[name] = found if before is None else [a + b for a, b in zip(before, found, strict=True)]
-        return by_rank
+        return original(self, by_rank)
 
-    Batching.layouts_by_rank = layouts_by_rank  # type: ignore[method-assign]
+    Batching.own = own  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Batching.layouts_by_rank = original  # type: ignore[method-assign]
+        Batching.own = original  # type: ignore[method-assign]
 
 
 def _share(batching: Batching, layouts: Sequence[MicroBatchLayout]) -> RankLoad:

@@ -23,7 +23,7 @@ OF_REWARD = "reward/"
 CONSTANT_STEPS = 5
 """In a row with one value of a reward, after which that is said."""
 _AGAIN = 5
-"""What goes on is said after 1, 5, 25, ... times the steps."""
+"""Factor between two warnings about something that goes on: after 1, 5, 25, ... times the steps."""
 _SHOWN = 200
 
 
@@ -47,7 +47,7 @@ class SignalWatch:
         """Sentences about step `step` (1 is the first).
 
         said: what each reward said of the step's samples [N], by name; NaN: nothing
-        metrics: of the step, as `rl_metrics.describe` makes them
+        metrics: of the step, as `rl.metrics.describe` makes them
         grouped: responses are compared within their group only
         """
         grouped = grouped and "groups_without_signal" in metrics

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from megarlhf.config import PromptDataConfig, RewardConfig, describe_sources
 from megarlhf.data.sample_types import PromptSample
-from megarlhf.data.samples.dataset import Samples
+from megarlhf.data.samples.dataset import Samples, by_record
 from megarlhf.data.tokenize.load import SetLoader
 from megarlhf.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.experience import Experience, Rollouts
@@ -27,9 +28,14 @@ class PromptData:
     validation: Sequence[PromptSample]
     tokenizer: Tokenizer
     notes: list[str]
-    """What was skipped, in words."""
+    """Sentences about records that were skipped."""
     test: Sequence[PromptSample] = ()
     """For figures."""
+
+    @cached_property
+    def prompt_of(self) -> Callable[[int], PromptSample]:
+        """Function that finds a training prompt by the number of its record."""
+        return by_record(self.train)
 
 
 def load_prompts(

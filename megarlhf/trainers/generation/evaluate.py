@@ -49,7 +49,7 @@ RESPONSES = {"actor": "responses.jsonl", "against": "responses_of_against.jsonl"
 
 @dataclass
 class Read:
-    """What is evaluated on, as tokens."""
+    """Prompts, texts and pairs to evaluate on, as tokens."""
 
     prompts: Mapping[str, Prompts] = field(default_factory=dict)
     """By model."""
@@ -140,7 +140,7 @@ def _build(cfg: EvaluateConfig, runtime: Runtime, device_memory: DeviceMemory, p
 
 
 def _identity(role: Role) -> dict[str, Any]:
-    """Of the model, and of the adapter that is on it. Collective."""
+    """Identity of the model and of the adapter that is on it. Collective."""
     lora, known = role.section.lora, vars(identity_of_weights(role))
     if lora is None:
         return {**known, "adapter": None}
@@ -188,7 +188,7 @@ def _scored(
 
 
 def _write_responses(cfg: EvaluateConfig, read: Read, answers: Mapping[str, Answers]) -> None:
-    """What each model has said and what each reward said of it, as `generate` writes it."""
+    """Write the responses of each model with their rewards, in the form of `generate`."""
     for name, each in answers.items():
         prompts = [prompt for prompt in each.prompts for _ in range(cfg.rollout.num_samples_per_prompt)]
         texts = response_texts(each.rollouts, read.prompts[name].tokenizer)
@@ -226,7 +226,7 @@ def _report(
 
 
 def _in_words(cfg: EvaluateConfig, figures: Figures) -> str:
-    """What the table is of."""
+    """Title of the table."""
     if not cfg.generates:
         return f"{', '.join(cfg.tasks())} on {describe_sources(cfg.data.train)}; intervals of 95% over texts or pairs"
     responses, prompts = figures["num_samples"].value, figures["num_prompts"].value

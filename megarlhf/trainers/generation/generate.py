@@ -72,7 +72,7 @@ def engine_of(cfg: GenerateConfig, runtime: Runtime) -> RolloutEngine:
 
 
 class _Scores(NamedTuple):
-    """What a reward says of each response."""
+    """Values of a reward for each response."""
 
     values_N: Tensor
     """fp64, as the reward says it; NaN where it does not apply, or has failed."""
@@ -118,7 +118,7 @@ def _scored_by(cfg: GenerateConfig) -> list[RewardConfig]:
 
 
 def _scores(reward: RewardConfig, source: RewardSource, batch: RewardBatch, phases: Phases) -> _Scores:
-    """Of this rank's batch and those of the others. Collective."""
+    """Values of this rank's batch and of the others'. Collective."""
     outcomes = gather_rewards(
         reward.label,
         source.start(batch),
@@ -155,7 +155,7 @@ def _chosen_lines(
     rollouts: Rollouts,
     scores: Mapping[str, _Scores],
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """What is written, and how many were selected and left out.
+    """Lines to write, and how many were selected and left out.
 
     Raises: ValueError when nothing is selected; see `best_of.record_of`.
     """

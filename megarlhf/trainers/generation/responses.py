@@ -1,4 +1,4 @@
-"""What `eval` does with responses: draws them from one model after the other, and asks the rewards.
+"""Responses in `eval`: drawn from one model after the other, and judged by the rewards.
 
 Legend: N responses, in the order of the prompts, `num_samples_per_prompt` to each.
 """
@@ -36,13 +36,13 @@ SEED_OF = {"actor": 0, "against": 1}
 
 @dataclass(frozen=True)
 class Answers:
-    """What a model has said to all prompts, and what the rewards said of it."""
+    """Responses of a model to all prompts, and their rewards."""
 
     prompts: Sequence[PromptSample]
     """One for each prompt."""
     rollouts: Rollouts
     said: Sequence[RewardOutput] = ()
-    """Of each reward, and of the rule that is the accuracy where it is none of them."""
+    """Values of each reward, and of the rule that is the accuracy where it is none of them."""
 
 
 def scored_by(cfg: EvaluateConfig) -> list[RewardConfig]:
@@ -53,12 +53,12 @@ def scored_by(cfg: EvaluateConfig) -> list[RewardConfig]:
 
 @dataclass(frozen=True)
 class Prompts:
-    """What a model is asked, as its tokenizer reads it."""
+    """Prompts as a model's tokenizer reads them."""
 
     prompts: Sequence[PromptSample]
     tokenizer: Tokenizer
     notes: Sequence[str]
-    """What was skipped, in words."""
+    """Sentences about records that were skipped."""
 
 
 def drawn(cfg: EvaluateConfig) -> dict[str, Any]:
@@ -104,7 +104,8 @@ def read_prompts(cfg: EvaluateConfig) -> dict[str, Prompts]:
 def responses(
     cfg: EvaluateConfig, role: Role, data: Prompts, device_memory: DeviceMemory, phases: Phases, parts: RunFactories
 ) -> Rollouts:
-    """Of the model `role`, by an engine that is certified to hold its weights, and is gone afterwards. Collective."""
+    """Draw responses of the model `role`, by an engine that is certified to hold its weights and closed afterwards.
+    Collective."""
     limits, longest = cfg.data, cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens
     with phases("build"):
         device_memory.keep_only()  # vLLM measures what is free
@@ -139,7 +140,7 @@ def scored(cfg: EvaluateConfig, rewarder: Rewarder, prompts: Sequence[PromptSamp
 
 
 def figures_of(cfg: EvaluateConfig, answers: Answers) -> Figures:
-    """Of a model's answers."""
+    """Figures of a model's answers."""
     per_prompt, rewards = cfg.rollout.num_samples_per_prompt, scored_by(cfg)
     said = {reward.label: each for reward, each in zip(rewards, answers.said, strict=True)}
     figures: Figures = {}

@@ -1,4 +1,4 @@
-"""What `eval` measures of texts that are there: perplexity, and how a reward model ranks pairs.
+"""Measurements of `eval` on given texts: perplexity, and how a reward model ranks pairs.
 
 Legend: P texts or pairs; B, S, H rows, positions and hidden width of a micro-batch, K its sequences.
 """
@@ -51,7 +51,7 @@ def _limits(cfg: EvaluateConfig) -> TrainConfig:
 
 
 def read_texts(cfg: EvaluateConfig) -> tuple[Sequence[SFTSample], str]:
-    """What the perplexity is of, and what was skipped in words. Raises: ValueError."""
+    """Texts for the perplexity, and sentences about what was skipped. Raises: ValueError."""
     objective, limits = perplexity_objective(cfg), cfg.data
     if cfg.eval.perplexity_of == "response":
         return _read(objective, cfg.max_samples)
@@ -77,7 +77,7 @@ def _read(objective: Objective[Sample], most: int | None) -> tuple[Sequence[Samp
 
 @contextlib.contextmanager
 def _said_of_eval() -> Iterator[None]:
-    """What `sft` and `rm` say of their keys, of those of `eval`."""
+    """Put the keys of `eval` in place of those of `sft` and `rm` in a message."""
     try:
         yield
     except ValueError as error:

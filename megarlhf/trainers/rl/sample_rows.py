@@ -63,8 +63,8 @@ def training_rows(
     tokenizer: Tokenizer,
     kl_N: Tensor,
 ) -> list[Row]:
-    """Of the samples that step `step` (from 1) was trained on. `prompts`: one for each sample. `kl_N`: see
-    `rl_metrics.kl_by_sample`."""
+    """Rows of the samples that step `step` (from 1) was trained on. `prompts`: one for each sample. `kl_N`: see
+    `rl.metrics.kl_by_sample`."""
     per_sample = experience.per_sample
     total_N = total_rewards(experience)
     if "rewarded" in per_sample:
