@@ -184,7 +184,7 @@ FILES = {
     ),
     "a list": ("- run\n", "must be a mapping of sections, got list"),
     "no YAML": ("run: [\n", "is not valid YAML"),
-    "a key twice": ("run: {dir: a}\nrun: {dir: b}\n", "the key 'run' stands in line 1 and again in line 2"),
+    "a key twice": ("run: {dir: a}\nrun: {dir: b}\n", "the key 'run' is in line 1 and again in line 2"),
 }
 
 
@@ -306,7 +306,7 @@ CASES: list[tuple[str, str, list[str], str]] = [
         "adapter of means of scores",
         "rm",
         ["loss=response_mean", "reward_model.lora={rank: 2, export: both}"],
-        "a PEFT adapter cannot say that a score is the mean over the response",
+        "a PEFT adapter cannot record that a score is the mean over the response",
     ),
     ("adapter directory without an adapter", "sft", ["actor.lora={path: adapter}"], "adapter"),
     ("unknown kind of evaluation", "sft", ["eval.max_samples=0"], "eval.max_samples"),

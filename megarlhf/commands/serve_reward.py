@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from megarlhf.config import load_config
-from megarlhf.config.rewards import labels_of
+from megarlhf.config.rewards import unique_labels
 from megarlhf.config.serve import ServeRewardConfig
 
 
@@ -34,7 +34,7 @@ def serve(config: str, overrides: Sequence[str]) -> int:
     require_plain_token(cfg.token_env, token)
     device = first_gpu() if cfg.device == "gpu" else torch.device("cpu")
     listening = _socket(cfg.host, cfg.port)
-    named = zip(labels_of(cfg.rewards), cfg.rewards, strict=True)
+    named = zip(unique_labels(cfg.rewards), cfg.rewards, strict=True)
     sources = {label: (reward, make_source(reward, device)) for label, reward in named}
     app = make_app(sources, token=token, max_samples=cfg.max_samples, max_bytes=cfg.max_body_mib << 20)
     host, port = listening.getsockname()[:2]

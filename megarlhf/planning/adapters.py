@@ -8,7 +8,7 @@ from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.trained import count_trained, in_words
 from megarlhf.architectures.vllm_adapters import MAX_RANK, MODEL_TYPES
 from megarlhf.config import DPOConfig, GenerateConfig, RLConfig, RoleConfig
-from megarlhf.config.shared_base import why_apart
+from megarlhf.config.shared_base import separate_reference_reason
 from megarlhf.planning.machine.capabilities import AnyConfig, head_of, trained_roles, trained_tensors_of
 from megarlhf.weights.checkpoint.peft import notes_of, require_readable_by_peft
 
@@ -46,7 +46,7 @@ def check_trained(
             notes.append("reference: the actor without its adapter; no second model is built")
         else:
             moves = isinstance(cfg, RLConfig) and cfg.reference_update is not None
-            why = "it is moved" if moves else why_apart(cfg.actor, cfg.reference)
+            why = "it is moved" if moves else separate_reference_reason(cfg.actor, cfg.reference)
             notes.append(f"reference: a model of its own beside the actor's base: {why}")
     return notes
 

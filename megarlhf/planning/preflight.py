@@ -51,7 +51,7 @@ from megarlhf.planning.machine.capabilities import (
 from megarlhf.planning.models import check_heads, check_retokenized, check_vocabularies
 from megarlhf.planning.unused_keys import changed_meanings, rarely_meant, without_effect
 from megarlhf.resume.claim.on_existing import require_usable, require_writable, strangers_in
-from megarlhf.rollout.rewards.accuracy import accuracy_of
+from megarlhf.rollout.rewards.accuracy import find_accuracy
 from megarlhf.rollout.vllm.arguments import cpu_experts_multiple, cpu_head_sizes, unknown_arguments
 from megarlhf.runtime import capabilities
 from megarlhf.weights.checkpoint.dtype import has_weights, resolve_dtype
@@ -119,7 +119,7 @@ def preflight(
             _check_positions(cfg, name, section, arch)
         size = f"{arch.num_layers} layers of {arch.hidden_size}"
         model = f"{section.model.path} ({arch.model_type}, {size}, {dtype.name} {dtype.why})"
-        described.append((name, model, f"{section.parallel.in_words(layout)} = {describe_ranks(layout, world_size)}"))
+        described.append((name, model, f"{section.parallel.describe(layout)} = {describe_ranks(layout, world_size)}"))
     notes += check_trained(cfg, roles, {name: arch for name, (arch, _) in checked.items()})
     data_notes, texts = ([], False) if isinstance(cfg, AskConfig) else check_data(command, cfg)
     notes += end_notes(*next(iter(roles.items())), cfg.data, generates=draws(cfg), texts=texts) + data_notes
@@ -133,9 +133,9 @@ def preflight(
     notes += [] if isinstance(cfg, AskConfig) else _check_outputs(command, cfg)
     notes += look_at_all_records(command, cfg) if all_records else []
     if isinstance(cfg, DPOConfig):
-        notes.append(cfg.in_words())
+        notes.append(cfg.describe_loss())
     if not isinstance(cfg, GenerateConfig | EvaluateConfig):
-        notes += cfg.profile.in_words(world_size, on_cpu=on_cpu) + schedule_notes(cfg) + changed_meanings(cfg)
+        notes += cfg.profile.start_notes(world_size, on_cpu=on_cpu) + schedule_notes(cfg) + changed_meanings(cfg)
     numbers = tuple(_numbers(cfg, world_size))
     return Preflight(command, dump_config(cfg), numbers, roles=tuple(described), notes=tuple(notes))
 
@@ -203,7 +203,7 @@ def _check_rewards(cfg: RLConfig | GenerateConfig | EvaluateConfig, *, weights: 
     """Try rewards, and check that accuracy is known where it decides. Returns notes. Raises: ValueError."""
     notes = try_rewards(cfg) if weights else []
     notes += check_unread_fields(cfg) if weights and isinstance(cfg, RLConfig | EvaluateConfig) else []
-    accuracy = accuracy_of(cfg.eval.accuracy, cfg.rewards)
+    accuracy = find_accuracy(cfg.eval.accuracy, cfg.rewards)
     evaluates = isinstance(cfg, EvaluateConfig)
     if accuracy.note and (evaluates or (isinstance(cfg, RLConfig) and (cfg.data.has_validation or cfg.data.test))):
         notes.append(accuracy.note)

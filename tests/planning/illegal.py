@@ -189,7 +189,7 @@ POLICIES = {
         {"actor": {"recompute": "layers"}}, 1, "recompute = 'layers' and recompute_layers = None", "'layers' needs a"
     ),
     "a number without layers": case(
-        {"actor": {"recompute": "full", "recompute_layers": 2}}, 1, "recompute_layers = 2", "nothing else takes one"
+        {"actor": {"recompute": "full", "recompute_layers": 2}}, 1, "recompute_layers = 2", "other values take none"
     ),
     "no such recompute": case(
         {"actor": {"recompute": "selective"}}, 1, "'none', 'core_attention', 'layers' or 'full', got 'selective'"

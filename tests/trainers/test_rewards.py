@@ -14,7 +14,7 @@ from megarlhf.config import RewardConfig
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.errors import RewardError
 from megarlhf.experience import Experience
-from megarlhf.trainers.experience.rewards import Rewarder, labels_of, totals_of
+from megarlhf.trainers.experience.rewards import Rewarder, totals_of, unique_labels
 from tests.tables import make_rollouts, ragged
 
 MODULE = """
@@ -215,6 +215,6 @@ def test_a_sample_with_a_failed_reward_is_left_out_though_others_apply(rewarder)
 def test_names_of_rewards():
     made = [RewardConfig(kind="rule", rule="exact_match"), RewardConfig(kind="rule", rule="exact_match", weight=2.0)]
     made += [RewardConfig(kind="model"), RewardConfig(kind="http", url="http://x", name="judge")]
-    assert labels_of(made) == ["exact_match_1", "exact_match_2", "model", "judge"]
+    assert unique_labels(made) == ["exact_match_1", "exact_match_2", "model", "judge"]
     clash = [RewardConfig(kind="rule", rule="exact_match", name=name) for name in ("a", "a", "a_1")]
-    assert labels_of(clash) == ["a_2", "a_3", "a_1"]
+    assert unique_labels(clash) == ["a_2", "a_3", "a_1"]

@@ -15,7 +15,7 @@ from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.experience import Experience
 from megarlhf.observe.records.metrics import Metric
 from megarlhf.rollout.rewards.batch import short
-from megarlhf.rollout.rewards.score import text_of
+from megarlhf.rollout.rewards.score import response_text
 
 OF_REWARD = "reward/"
 """Prefix of the columns of single rewards in `Experience.per_sample`."""
@@ -96,7 +96,9 @@ def alarm(
         return ""
     prompt, finished = prompt_of(int(experience.per_sample["records"][0])), experience.rollouts.finished_N
     rows = experience.rollouts.responses.rows()
-    texts = [text_of(row.tolist(), tokenizer, finished=bool(end)) for row, end in zip(rows, finished, strict=True)]
+    texts = [
+        response_text(row.tolist(), tokenizer, finished=bool(end)) for row, end in zip(rows, finished, strict=True)
+    ]
     gave = ", ".join(f"{name} {float(values_N[0]):g}" for name, values_N in said.items())
     return (
         f"WARNING step {step}: {'; '.join(sentences)}. Likely causes: {'; '.join(_causes(texts, finished, metrics))}. "

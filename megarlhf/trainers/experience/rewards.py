@@ -18,7 +18,7 @@ from torch import Tensor
 from megarlhf.algo.reward_scaling import RunningMoments, group_normalised, weighted_total
 from megarlhf.architectures.hf_config import read_config, score_of_config
 from megarlhf.config import MicroBatchConfig, RewardConfig
-from megarlhf.config.rewards import labels_of
+from megarlhf.config.rewards import unique_labels
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.data.text.omissions import Kind
 from megarlhf.data.tokenizers.tokenizer import Tokenizer
@@ -33,9 +33,9 @@ from megarlhf.rollout.rewards.score import (
     PendingBatch,
     RewardSource,
     ShouldStop,
-    gather,
+    gather_rewards,
+    local_reward_batch,
     make_source,
-    share_of_rank,
 )
 from megarlhf.trainers.experience.batches import forward_per_sample
 from megarlhf.trainers.experience.no_signal import SignalWatch
@@ -153,7 +153,7 @@ class Rewarder:
         self.rewards, self.reward_model, self.tokenizer = rewards, reward_model, tokenizer
         self.device = device
         self._micro, self._phases, self._unrewarded = micro, phases or Phases(), unrewarded
-        self.labels = labels_of(rewards)
+        self.labels = unique_labels(rewards)
         named = zip(self.labels, rewards, strict=True)
         self._sources: dict[str, RewardSource] = {
             label: make_source(reward, device) for label, reward in named if reward.kind != "model"
@@ -183,7 +183,7 @@ class Rewarder:
 
     def start(self, experience: Experience, prompts: Sequence[PromptSample]) -> PendingRewards:
         """Begin with the step's samples; `prompts` are one per sample. Nothing is waited for."""
-        batch = share_of_rank(prompts, experience.rollouts, self.tokenizer)
+        batch = local_reward_batch(prompts, experience.rollouts, self.tokenizer)
         waiting = {label: source.start(batch) for label, source in self._sources.items()}
         return PendingRewards(self, experience, prompts, batch, waiting)
 
@@ -303,13 +303,13 @@ class PendingRewards:
     waiting: Mapping[str, PendingBatch]
 
     def said(self, should_stop: ShouldStop = lambda: False) -> list[RewardOutput]:
-        """Wait for the values of each reward, on every rank. Collective. Raises: see `rollout.rewards.score.gather`."""
+        """Wait for the values of each reward, on every rank. Collective. Raises: see `score.gather_rewards`."""
         rewarder, found = self.rewarder, []
         for label, reward in zip(rewarder.labels, rewarder.rewards, strict=True):
             if reward.kind == "model":
                 found.append(self._said_by_model(label))
                 continue
-            outcomes = gather(
+            outcomes = gather_rewards(
                 label,
                 self.waiting[label],
                 self.batch,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarlhf.config import EvaluateConfig, words_of
+from megarlhf.config import EvaluateConfig, describe_sources
 from megarlhf.data.samples.encoders import PairSample, SFTSample
 from megarlhf.errors import RewardError, WatchdogTimeout
 from megarlhf.experience import Rollouts
@@ -210,7 +210,7 @@ def _report(
         "figures": as_json(figures),
         "intervals": INTERVALS,
         "models": models,
-        "data": {"source": words_of(cfg.data.train), "samples": read.described()},
+        "data": {"source": describe_sources(cfg.data.train), "samples": read.described()},
         "sampling": drawn(cfg) if cfg.generates else None,
         "rewards": [reward.label for reward in cfg.rewards] if cfg.generates else None,
         "seed": cfg.run.seed,
@@ -228,8 +228,8 @@ def _report(
 def _in_words(cfg: EvaluateConfig, figures: Figures) -> str:
     """Title of the table."""
     if not cfg.generates:
-        return f"{', '.join(cfg.tasks())} on {words_of(cfg.data.train)}; intervals of 95% over texts or pairs"
+        return f"{', '.join(cfg.tasks())} on {describe_sources(cfg.data.train)}; intervals of 95% over texts or pairs"
     responses, prompts = figures["num_samples"].value, figures["num_prompts"].value
     how = drawn_in_words(cfg)
-    of = f"{responses} responses to {prompts} prompts of {words_of(cfg.data.train)}, {how}"
+    of = f"{responses} responses to {prompts} prompts of {describe_sources(cfg.data.train)}, {how}"
     return f"means over {of}; intervals of 95% over prompts"

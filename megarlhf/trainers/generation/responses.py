@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarlhf.config import EvaluateConfig, RewardConfig, RolloutConfig, words_of
+from megarlhf.config import EvaluateConfig, RewardConfig, RolloutConfig, describe_sources
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.experience import Rollouts
@@ -23,7 +23,7 @@ from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.device_memory import DeviceMemory, OnDevice
 from megarlhf.rollout.engine import sample_seed
 from megarlhf.rollout.factory import sampling_of
-from megarlhf.rollout.rewards.accuracy import accuracy_metrics, accuracy_of
+from megarlhf.rollout.rewards.accuracy import accuracy_metrics, find_accuracy
 from megarlhf.trainers.experience.prompts import load_prompts, make_experience
 from megarlhf.trainers.experience.rewards import Rewarder, RewardOutput, totals_of
 from megarlhf.trainers.generation.figures import Figure, Figures, of_comparison, of_right, of_values
@@ -47,7 +47,7 @@ class Answers:
 
 def scored_by(cfg: EvaluateConfig) -> list[RewardConfig]:
     """The rewards, and the rule that `eval.accuracy` names where it is none of them."""
-    judge = accuracy_of(cfg.eval.accuracy, cfg.rewards).judge
+    judge = find_accuracy(cfg.eval.accuracy, cfg.rewards).judge
     return [*cfg.rewards, *([judge] if judge is not None else [])]
 
 
@@ -91,7 +91,8 @@ def read_prompts(cfg: EvaluateConfig) -> dict[str, Prompts]:
     common = set.intersection(*map(set, records.values()))
     if not common:
         raise ValueError(
-            f"data.train = {words_of(cfg.data.train)}: no prompt is short enough for both models; raise the limits"
+            f"data.train = {describe_sources(cfg.data.train)}: no prompt is short enough for both models; raise the "
+            "limits"
         )
     places = {name: [n for n, record in enumerate(each) if record in common] for name, each in records.items()}
     return {
@@ -153,7 +154,7 @@ def figures_of(cfg: EvaluateConfig, answers: Answers) -> Figures:
             figures[f"eval_{label}_failed"] = Figure(failed)
     if len(cfg.rewards) > 1 or "comparison" in cfg.tasks():
         figures["eval_reward_mean"] = of_values(totals(cfg, answers), per_prompt)
-    accuracy = accuracy_of(cfg.eval.accuracy, cfg.rewards)
+    accuracy = find_accuracy(cfg.eval.accuracy, cfg.rewards)
     if accuracy.label is not None:
         values_N = said[accuracy.label].values_N
         metrics = accuracy_metrics(accuracy, values_N)

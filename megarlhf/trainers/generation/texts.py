@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.architectures.hf_config import architecture_from_hf, read_config, score_of_config
-from megarlhf.config import EvaluateConfig, RMConfig, SFTConfig, TrainConfig, words_of
+from megarlhf.config import EvaluateConfig, RMConfig, SFTConfig, TrainConfig, describe_sources
 from megarlhf.data.sample_types import Encoder
 from megarlhf.data.samples.encoders import PairSample, SFTSample
 from megarlhf.data.samples.texts import Text
@@ -60,7 +60,7 @@ def read_texts(cfg: EvaluateConfig) -> tuple[Sequence[SFTSample], str]:
     texts = [SFTSample.of_response(piece.tokens, 1) for piece in pieces[: cfg.max_samples]]
     max_positions = architecture_from_hf(objective.section.model.hf_directory()).longest_sequence
     with _said_of_eval():
-        objective.require_fitting(texts, max_positions, words_of(limits.train))
+        objective.require_fitting(texts, max_positions, describe_sources(limits.train))
     return texts, "; ".join(notes)
 
 

@@ -31,7 +31,7 @@ from megarlhf.resume.signals import StopRequest
 from megarlhf.rollout.engine import RolloutEngine, Sampling
 from megarlhf.rollout.factory import engine_dtype, mesh_orders, sampling_of
 from megarlhf.rollout.response_cache import RolloutCache
-from megarlhf.rollout.rewards.rules import sources_of_rules
+from megarlhf.rollout.rewards.rules import rule_source_digests
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.experience.prompts import PromptData
 from megarlhf.trainers.experience.rewards import Rewarder
@@ -232,7 +232,7 @@ def training_of(
         reference=None if run.reference is None else identity_of_weights(run.reference),
         architectures={role.name: architecture_of(role) for role in built if role is not None},
         others=others,
-        sources=sources_of_rules(cfg.rewards),
+        sources=rule_source_digests(cfg.rewards),
         best=best,
         on_saved=lambda oldest: run.cache.forget_before(oldest.step),
         writer=parts.writer,

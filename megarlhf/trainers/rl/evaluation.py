@@ -21,8 +21,8 @@ from megarlhf.experience import Ragged, Rollouts
 from megarlhf.observe.records.metrics import Metric
 from megarlhf.observe.records.sample_tables import Row, spread
 from megarlhf.rollout.factory import sampling_of
-from megarlhf.rollout.rewards.accuracy import accuracy_metrics, accuracy_of
-from megarlhf.rollout.rewards.score import gather, make_source, share_of_rank
+from megarlhf.rollout.rewards.accuracy import accuracy_metrics, find_accuracy
+from megarlhf.rollout.rewards.score import gather_rewards, local_reward_batch, make_source
 from megarlhf.trainers.experience.plan import StepPlan
 from megarlhf.trainers.experience.prompts import make_experience
 from megarlhf.trainers.rl.build import RLRun
@@ -41,7 +41,7 @@ class Evaluator:
         cfg, rewarder, validation, test = run.cfg, run.rewarder, run.data.validation, run.data.test
         self._run, self._validation, self._test = run, validation, test
         self._sampling = sampling_of(cfg.rollout, cfg.actor, rewarder.tokenizer, greedy=True, data=cfg.data)
-        self._accuracy = accuracy_of(cfg.eval.accuracy, cfg.rewards)
+        self._accuracy = find_accuracy(cfg.eval.accuracy, cfg.rewards)
         judge = self._accuracy.judge if validation or test else None
         self._judge = None if judge is None else Judge(judge, rewarder.tokenizer)
         self._shown = spread(cfg.samples.count, len(validation))
@@ -115,8 +115,8 @@ class Judge:
 
     def __call__(self, prompts: Sequence[PromptSample], rollouts: Rollouts, should_stop: Callable[[], bool]) -> Tensor:
         """Judge responses: [N], NaN without a verdict. Collective."""
-        batch = share_of_rank(prompts, rollouts, self._tokenizer)
-        outcomes = gather(self.label, self._source.start(batch), batch, should_stop=should_stop)
+        batch = local_reward_batch(prompts, rollouts, self._tokenizer)
+        outcomes = gather_rewards(self.label, self._source.start(batch), batch, should_stop=should_stop)
         return torch.tensor([math.nan if each.value is None else each.value for each in outcomes])
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.architectures.hf_config import architecture_from_hf
-from megarlhf.config import SFTConfig, words_of
+from megarlhf.config import SFTConfig, describe_sources
 from megarlhf.data.samples.dataset import Samples
 from megarlhf.data.samples.order import batches_of, mixture_in_words
 from megarlhf.data.text.export_files import files_of_exports
@@ -231,9 +231,9 @@ def load_samples(objective: Objective[Sample]) -> tuple[Samples[Sample], Sequenc
     indexed = indexed_options(cfg) if isinstance(cfg, SFTConfig) else None
     loader = SetLoader(cfg.data, objective.encoder(), objective.sample_type, run_dir=cfg.run.dir, indexed=indexed)
     train, validation, notes = loader.train_and_validation(objective.command)
-    objective.require_fitting(train, max_positions, words_of(cfg.data.train))
+    objective.require_fitting(train, max_positions, describe_sources(cfg.data.train))
     if validation:
-        objective.require_fitting(validation, max_positions, words_of(cfg.data.validation or cfg.data.train))
+        objective.require_fitting(validation, max_positions, describe_sources(cfg.data.validation or cfg.data.train))
     return train, validation[: cfg.eval.max_samples], notes
 
 
@@ -246,7 +246,9 @@ def load_test(objective: Objective[Sample], train: Samples[Sample]) -> tuple[Seq
     indexed = indexed_options(cfg) if isinstance(cfg, SFTConfig) else None
     loader = SetLoader(cfg.data, objective.encoder(), objective.sample_type, run_dir=cfg.run.dir, indexed=indexed)
     test, notes = loader.test(train)
-    objective.require_fitting(test, architecture_from_hf(hf_directory).longest_sequence, words_of(cfg.data.test))
+    objective.require_fitting(
+        test, architecture_from_hf(hf_directory).longest_sequence, describe_sources(cfg.data.test)
+    )
     return test, notes
 
 
