@@ -257,7 +257,7 @@ def test_a_set_that_is_refused_is_told_once(start, key):
 def test_both_ways_of_validation_and_a_cut_of_what_is_compared_are_refused(start):
     with pytest.raises(ValueError, match=r"validation_share = 0\.1 sets training records aside, and validation = a"):
         start("data.validation_share=0.1", "data.validation=a")
-    with pytest.raises(ValueError, match=r"data\.over_long = cut is of sft: rm compares whole responses"):
+    with pytest.raises(ValueError, match=r"data\.over_long = cut is for sft: rm compares whole responses"):
         start("data.over_long=cut", command="rm")
     start(command="rm")
 

@@ -172,15 +172,15 @@ def watched(role: Role, routing: Routing) -> Seen:
             attention.register_forward_hook(count(1))
         chunk.register_forward_hook(count(-len(attentions)))
 
-    def accumulated(batches: Sequence[step.MicroBatch], loss: step.Loss) -> dict[str, float]:
+    def accumulated(batches: Sequence[step.MicroBatch], loss: step.Loss) -> step.Accumulated:
         routing.now = role.name, len(seen.losses)
         seen.packed |= {batch.layout.packed for batch in batches if batch.layout is not None}
-        sums = accumulate(batches, loss)
+        result = accumulate(batches, loss)
         routing.now = None
-        seen.losses.append(sums["loss"])
+        seen.losses.append(result.sums["loss"])
         if seen.gradients is None:
             seen.gradients = held(role, own_gradients(role))
-        return sums
+        return result
 
     def norm() -> float:
         seen.norms.append(gradient_norm())

@@ -218,7 +218,7 @@ def _failing(runtime: Runtime, session: _Session, where: str, ranks: tuple[int, 
 @contextmanager
 def _counted_rows() -> Iterator[list[int]]:
     """The number of rows that this rank's engine has begun in each attempt."""
-    real, drawn = vllm_engine.draw, list[int]()
+    real, drawn = vllm_engine.run_requests, list[int]()
 
     def counting(engine: Any, enqueue: Callable[[Sequence[int]], list[str]], *rest: Any, **named: Any) -> bool:
         drawn.append(0)
@@ -229,11 +229,11 @@ def _counted_rows() -> Iterator[list[int]]:
 
         return real(engine, counted, *rest, **named)
 
-    vllm_engine.draw = counting
+    vllm_engine.run_requests = counting
     try:
         yield drawn
     finally:
-        vllm_engine.draw = real
+        vllm_engine.run_requests = real
 
 
 def engine_failures(

@@ -129,7 +129,7 @@ def test_a_step_that_is_above_the_limit_of_the_gap_is_completed_after_a_resume(
 
 
 @pytest.mark.parametrize(
-    "kind, words, saved", [("hangs", "has passed its limit of 1 s", 1), ("slow", "end; the wa", 2)]
+    "kind, words, saved", [("hangs", "has passed its limit of 1 s", 1), ("slow", "and then ended", 2)]
 )
 def test_a_run_that_the_watchdog_ends_saves_its_last_border(
     kind: str, words: str, saved: int, case, ranks: RankPool, tmp_path: Path

@@ -57,7 +57,7 @@ def test_rl_samples_with_the_adapter_and_measures_the_kl_to_its_base(
     (tmp_path / "cfg.yaml").write_text(yaml.safe_dump(cfg))
     written = "".join(vllm_ranks.run(4, "command", "rl", "-c", str(tmp_path / "cfg.yaml")))
 
-    assert "reference: the actor with its adapter switched off" in written
+    assert "reference: the actor without its adapter; no second model is built" in written
     assert "actor: trains 12,800 of " in written
     steps = read_metrics(tmp_path / "run")[1:]
     assert [row["step"] for row in steps] == [1, 2, 3]

@@ -69,11 +69,11 @@ OPTIONS: dict[str, tuple[Callable[[Path], tuple[str, ...]], str]] = {
     ),
     "a margin for a CPU": (
         lambda folder: ("--margin", sft(folder), "--hardware", hardware_with(folder, **CPU)),
-        "--margin is of a GPU",
+        "--margin is for a GPU",
     ),
     "TransformerEngine on a CPU": (
         lambda folder: ("--layers", "te", "--hardware", hardware_with(folder, **CPU)),
-        "--layers te is of a GPU",
+        "--layers te is for a GPU",
     ),
     "a world that does not divide": (
         lambda folder: ("--world-size", "5"),
@@ -97,7 +97,7 @@ OPTIONS: dict[str, tuple[Callable[[Path], tuple[str, ...]], str]] = {
     ),
     "layers of a CPU": (
         lambda folder: ("--hardware", hardware_with(folder, **CPU), "--layers", "local"),
-        "--layers local is of a GPU",
+        "--layers local is for a GPU",
     ),
     "lengths in other words": (
         lambda folder: ("--response-lengths", "about:7"),

@@ -90,6 +90,13 @@ def test_ragged_trees_and_their_share_of_the_work(tmp_path: Path) -> None:
 READS = ("_local_scalar_dense", "equal", "masked_select", "nonzero", "repeat_interleave")
 
 
+def file_of_caller() -> str:
+    """The file below `parallel/`, or the name of a file elsewhere."""
+    path: str = callers()[0][0]
+    _, below, inside = path.partition("megarlhf/parallel/")
+    return inside if below else path.rpartition("/")[2]
+
+
 def reads_and_copies(folder: Path, share: bool) -> tuple[int, Counter[str], Counter[str]]:
     """Of a rank's training: micro-batches, and by file what the host reads from the device, or learns a shape by, and
     what it copies there."""
@@ -100,9 +107,9 @@ def reads_and_copies(folder: Path, share: bool) -> tuple[int, Counter[str], Coun
         name = func._overloadpacket.__name__
         of_device = any(isinstance(x, FakeTensor) for x in args)
         if self.wire.phase == "train/actor" and (name in READS or "unique" in name) and of_device:
-            reads[callers()[0][0].rpartition("/")[2]] += 1
+            reads[file_of_caller()] += 1
         if self.wire.phase == "train/actor" and name == "_to_copy" and kwargs.get("device") and not of_device:
-            copies[callers()[0][0].rpartition("/")[2]] += 1
+            copies[file_of_caller()] += 1
         return dispatch(self, func, args, kwargs)
 
     FakeDevice._dispatch = noted  # type: ignore[method-assign]
@@ -135,6 +142,6 @@ def test_trees_let_the_host_read_nothing_more(tmp_path: Path) -> None:
         name: count / more for name, count in reads_apart.items() if name != "step.py"
     }
     assert reads["step.py"] == reads_apart["step.py"] > 0, "sums of a loss, once a mini-batch"
-    assert copies["packed_trees.py"] == 2 * micro
+    assert copies["packing/trees.py"] == 2 * micro
     assert copies["micro_batch.py"] / micro == copies_apart["micro_batch.py"] / more + 1
-    assert copies["packed_rows.py"] / micro == copies_apart["packed_rows.py"] / more
+    assert copies["packing/rows.py"] / micro == copies_apart["packing/rows.py"] / more
