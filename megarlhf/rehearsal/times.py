@@ -33,13 +33,13 @@ def times_of(
     def label(ranks: tuple[int, ...]) -> str:
         return groups.get(ranks) or ("world" if len(ranks) == world_size else f"{len(ranks)} ranks")
 
-    replayed = replay({rank: records[rank].events for rank in whole}, price, label=label, segments=1)
+    replayed = replay({rank: records[rank].events for rank in whole}, price, label=label)
     peak = price.peak(dtype)
     told = [records[rank] for rank in whole]
     steps = [_step(each, told, peak, tokens.get(each.step, 0)) for each in replayed.steps if each.step]
     if len(whole) < len(records):
         everyone = {rank: record.events for rank, record in records.items()}
-        replayed = replay(everyone, price, label=label, segments=1)
+        replayed = replay(everyone, price, label=label)
     return steps, [fault.sentence for fault in replayed.faults]
 
 

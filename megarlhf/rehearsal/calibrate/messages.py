@@ -128,7 +128,7 @@ def _call(runtime: Runtime, group: Group, operation: Said, numel: int) -> Callab
     return calls[operation]
 
 
-def mean_over_ranks(rows: Sequence[Any]) -> list[Any]:
+def median_over_ranks(rows: Sequence[Any]) -> list[Any]:
     """Rows of the same measurements on all ranks, each with the median time of the ranks. Collective."""
     said: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(said, [row.seconds for row in rows])

@@ -14,9 +14,10 @@ import torch.distributed as dist
 import yaml
 
 from megarlhf.memory import available_bytes
+from megarlhf.observe.report.html_page import write_whole
 from megarlhf.observe.terminal.progress import Progress
 from megarlhf.rehearsal.calibrate.host import host_seconds
-from megarlhf.rehearsal.calibrate.messages import make_groups, mean_over_ranks, measure_collectives, num_collectives
+from megarlhf.rehearsal.calibrate.messages import make_groups, measure_collectives, median_over_ranks, num_collectives
 from megarlhf.rehearsal.calibrate.work import (
     CPU,
     DTYPES,
@@ -55,9 +56,9 @@ def calibrate(runtime: Runtime, *, quick: bool) -> Hardware | None:
     total = num_figures(sizes) + num_collectives(groups) + 1
     with Progress("calibrate", total, enabled=runtime.is_main, headline=()) as progress:
         shown = _Shown(progress)
-        products = mean_over_ranks(measure_products(runtime.device, sizes, shown))
-        memory = mean_over_ranks(measure_memory(runtime.device, sizes, shown))
-        attention = mean_over_ranks(measure_attention(runtime.device, sizes, shown))
+        products = median_over_ranks(measure_products(runtime.device, sizes, shown))
+        memory = median_over_ranks(measure_memory(runtime.device, sizes, shown))
+        attention = median_over_ranks(measure_attention(runtime.device, sizes, shown))
         collectives = measure_collectives(runtime, groups, sizes, shown)
         if kind == "cpu":  # where device and host are the same
             collectives += [each._replace(place="host") for each in collectives]
@@ -173,10 +174,7 @@ def write_hardware(hardware: Hardware, path: Path) -> None:
     """
     tree = hardware.model_dump(mode="json", exclude_none=True)
     text = HEAD + yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=160, allow_unicode=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.rename(path)
+        write_whole(path, text)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise ValueError(f"-o {path} cannot be written: {error}") from error

@@ -62,7 +62,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class RolloutTime:
-    """Seconds of one engine, and what they consist of."""
+    """Seconds of one engine until it has all of its responses."""
 
     prefill: float
     decode: float
@@ -71,41 +71,14 @@ class RolloutTime:
     """`engine_step` of the hardware file, once a step."""
     steps: int
     most_running: int
-    """Sequences at once, at most."""
-    mean_running: float
-    """Of the steps."""
+    """Largest number of sequences at once."""
 
     @property
     def seconds(self) -> float:
         return self.prefill + self.decode + self.overhead
 
 
-def rollout_seconds(
-    price: DevicePrice,
-    shape: EngineShape,
-    prompts: Sequence[int],
-    responses: Sequence[int],
-    cache_bytes: int,
-    *,
-    step_overhead: float = 0.0,
-    max_running: int = 1024,
-    samples_per_prompt: int = 1,
-) -> RolloutTime:
-    """Time until an engine has all responses.
-
-    prompts, responses: tokens, by sequence; a prompt's samples stand side by side.
-    cache_bytes:        of one rank.
-    Raises: ValueError for a sequence that does not fit the cache alone, or lists of different length.
-    """
-    if len(prompts) != len(responses):
-        raise ValueError(f"{len(prompts)} prompts and {len(responses)} responses; give one of each for a sequence")
-    work = Sequences(prompts, responses)
-    options = {"step_overhead": step_overhead, "max_running": max_running, "samples_per_prompt": samples_per_prompt}
-    (time,), _ = pulled_seconds(price, shape, [work], [], cache_bytes, most=0, **options)  # type: ignore[arg-type]
-    return time
-
-
-def pulled_seconds(
+def decode_seconds(
     price: DevicePrice,
     shape: EngineShape,
     first: Sequence[Sequences],
@@ -117,48 +90,43 @@ def pulled_seconds(
     max_running: int = 1024,
     samples_per_prompt: int = 1,
 ) -> tuple[list[RolloutTime], list[int]]:
-    """Times of several engines until each has its responses, and which engine takes each piece of a queue.
+    """Times of several engines until each has its responses, and the engine that takes each piece of a queue.
 
-    first: what each begins with. queue: sequences of one prompt each; an engine that has room for more takes the next
-    one, but not beyond `most` unfinished sequences (`rollout/prompt_queue.py`), and the one that is behind in time
-    comes first. Raises: ValueError for a sequence that does not fit the cache alone.
+    first:       sequences with which each engine begins; a prompt's samples are neighbours.
+    queue:       pieces of one prompt each. An engine that has room takes the next one, unless it would then have more
+                 than `most` unfinished sequences (`rollout/prompt_queue.py`). The engine that is behind goes first.
+    cache_bytes: memory of one rank's cache.
+    Raises: ValueError for a sequence that does not fit the cache alone.
     """
     capacity = cache_bytes // shape.cache_bytes_per_token
-    longest = max((p + r for work in (*first, *queue) for p, r in work.pairs()), default=0)
+    longest = max((prompt + response for work in (*first, *queue) for prompt, response in work.pairs()), default=0)
     if longest > capacity:
         raise ValueError(
             f"a sequence of {longest} tokens does not fit the cache of {capacity} tokens ({cache_bytes} bytes, "
             f"{shape.cache_bytes_per_token} a token); raise the cache or rollout.parallel.tp"
         )
-    runs = [_Run(price, shape, capacity, max_running, step_overhead) for _ in first]
+    runs = [_EngineRun(price, shape, capacity, max_running, step_overhead) for _ in first]
     for run, work in zip(runs, first, strict=True):
         run.add(work, samples_per_prompt)
-    left, owners = deque(queue), list[int]()
-    clock = [(run.seconds, number) for number, run in enumerate(runs)]
+    waiting, owners = deque(queue), list[int]()
+    clock = [(run.seconds, engine) for engine, run in enumerate(runs)]
     while clock:
-        _, number = clock[0]
-        run = runs[number]
+        _, engine = clock[0]
+        run = runs[engine]
         run.admit_waiting()
         unfinished = len(run.ends)
         has_room = not run.waiting and unfinished < max_running
-        if left and has_room and (not unfinished or unfinished + len(left[0].responses) <= most):
-            piece = left.popleft()
+        if waiting and has_room and (not unfinished or unfinished + len(waiting[0].responses) <= most):
+            piece = waiting.popleft()
             run.add(piece, len(piece.responses))
-            owners.append(number)
+            owners.append(engine)
         elif run.ends:
             run.to_next_end()
         else:
             heapq.heappop(clock)
             continue
-        heapq.heapreplace(clock, (run.seconds, number))
+        heapq.heapreplace(clock, (run.seconds, engine))
     return [run.time() for run in runs], owners
-
-
-def stated_seconds(responses: Sequence[int], tokens_per_second: float) -> float:
-    """Where a speed is stated instead: tokens of the responses by tokens per second of the engine."""
-    if not tokens_per_second > 0:
-        raise ValueError(f"tokens_per_second = {tokens_per_second}; give a number above 0")
-    return sum(responses) / tokens_per_second
 
 
 def decode_step_seconds(price: DevicePrice, shape: EngineShape, running: int, cached_tokens: float) -> float:
@@ -184,8 +152,8 @@ def _all_reduces(price: DevicePrice, shape: EngineShape, tokens: int) -> float:
     return 2 * shape.num_layers * price.collective_seconds("all_reduce", shape.ranks, nbytes, host=False)
 
 
-class _Run:
-    """An engine on its way; time is counted in steps."""
+class _EngineRun:
+    """One engine while it generates. Time is counted in steps."""
 
     def __init__(
         self, price: DevicePrice, shape: EngineShape, capacity: int, max_running: int, step_overhead: float
@@ -200,15 +168,14 @@ class _Run:
         self.ends: list[tuple[int, int]] = []
         """(step, tokens of the sequence by then), a heap."""
         self.prefill = self.decode = 0.0
-        self.tokens = self.most = 0
+        self.most_running = 0
 
     @property
     def seconds(self) -> float:
         return self.prefill + self.decode + self.now * self.step_overhead
 
     def time(self) -> RolloutTime:
-        mean = self.tokens / self.now if self.now else 0.0
-        return RolloutTime(self.prefill, self.decode, self.now * self.step_overhead, self.now, self.most, mean)
+        return RolloutTime(self.prefill, self.decode, self.now * self.step_overhead, self.now, self.most_running)
 
     def add(self, work: Sequences, samples_per_prompt: int) -> None:
         for n, (prompt, response) in enumerate(work.pairs()):
@@ -227,7 +194,7 @@ class _Run:
         self.free -= prompt + response
         self.cached += prompt
         heapq.heappush(self.ends, (self.now + response, prompt + response))
-        self.most = max(self.most, len(self.ends))
+        self.most_running = max(self.most_running, len(self.ends))
         if computes_prompt:
             self.prefill += prefill_seconds(self.price, self.shape, prompt)
 
@@ -239,6 +206,5 @@ class _Run:
             middle = self.cached + running * (steps + 1) / 2
             self.decode += steps * decode_step_seconds(self.price, self.shape, running, middle)
         self.now = end
-        self.tokens += steps * running
         self.cached += steps * running - tokens
         self.free += tokens

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarlhf.rehearsal.cost_model.collectives import Speed, Spread, message_seconds, seconds_by_formula
-from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutTime, Sequences, pulled_seconds, rollout_seconds
+from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutTime, Sequences, decode_seconds
 from megarlhf.rehearsal.cost_model.hardware import Hardware, Link
 from megarlhf.rehearsal.cost_model.interpolation import between_shares
 from megarlhf.rehearsal.cost_model.tables import Tables
@@ -137,38 +137,16 @@ class Pricing:
     def decode_seconds(
         self,
         shape: EngineShape,
-        prompts: Sequence[int],
-        responses: Sequence[int],
-        cache_bytes: int,
-        *,
-        max_running: int = 1024,
-        samples_per_prompt: int = 1,
-    ) -> RolloutTime:
-        """Time of an engine until it has all responses: `decoding.rollout_seconds`."""
-        return rollout_seconds(
-            self,
-            shape,
-            prompts,
-            responses,
-            cache_bytes,
-            step_overhead=self.hardware.engine_step.value,
-            max_running=max_running,
-            samples_per_prompt=samples_per_prompt,
-        )
-
-    def pulled_seconds(
-        self,
-        shape: EngineShape,
         first: Sequence[Sequences],
         queue: Sequence[Sequences],
         cache_bytes: int,
         *,
-        most: int,
+        most: int = 0,
         max_running: int = 1024,
         samples_per_prompt: int = 1,
     ) -> tuple[list[RolloutTime], list[int]]:
-        """Times of engines with a common queue, and who takes what of it: `decoding.pulled_seconds`."""
-        return pulled_seconds(
+        """Times of engines, and the engine of each piece of their queue: `decoding.decode_seconds`."""
+        return decode_seconds(
             self,
             shape,
             first,

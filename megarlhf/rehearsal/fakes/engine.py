@@ -23,8 +23,8 @@ from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
 from megarlhf.models.build import ModelShard
 from megarlhf.parallel.device_memory import Offloadable, RoleParts
-from megarlhf.rehearsal.cost_model.decoding import EngineShape
-from megarlhf.rehearsal.cost_model.engine_time import EngineWork, RolloutWork, shape_of
+from megarlhf.rehearsal.cost_model.decoding import EngineShape, Sequences
+from megarlhf.rehearsal.cost_model.engine_time import RolloutWork, shape_of
 from megarlhf.rehearsal.fakes.lengths import Lengths
 from megarlhf.rollout.balance import assign, chunk_by_length
 from megarlhf.rollout.engine import FinishedResponses, Response, Sampling, gather_indexed
@@ -177,8 +177,8 @@ class RehearsedEngine(VllmEngine):
         pieces = chunk_by_length(prompts, range(len(prompts)), world // tp, self._seen, sampling.max_tokens)
         dealt = assign(self._rollout.balance, pieces, world // tp)
 
-        def work(rows: Sequence[int]) -> EngineWork:
-            return EngineWork([len(prompts[n]) for n in rows], [drawn[n] for n in rows])
+        def work(rows: Sequence[int]) -> Sequences:
+            return Sequences([len(prompts[n]) for n in rows], [drawn[n] for n in rows])
 
         asked = RolloutWork([work(rows) for rows in dealt.first], [work(rows) for rows in dealt.queue], dealt.most)
         shares = [list(rows) for rows in dealt.first]

@@ -71,19 +71,6 @@ class Fault:
     sentence: str
 
 
-@dataclass(frozen=True, slots=True)
-class Stuck:
-    """A rank that did not come to the end of its trace; followers of a fault too."""
-
-    rank: int
-    phase: str
-    index: int
-    """Of its `Wait`."""
-    seconds: float
-    """Since when it waits."""
-    sentence: str
-
-
 class ReplayError(ValueError):
     """The traces do not fit together."""
 
@@ -104,14 +91,14 @@ def explain(
     disagreements: Sequence[Disagreement],
     waiting: Sequence[IncompleteCommunication],
     left: Sequence[IncompleteCommunication],
-) -> tuple[list[Fault], list[Stuck]]:
-    """Faults by the time at which the replay came to them, and the ranks that stand still.
+) -> list[Fault]:
+    """Faults, by the time at which the replay came to them.
 
     waiting: of each rank that stands still, that for which it waits. left: what some have issued, others have not and
     nobody waits for; where ranks stand still it is a consequence, and no fault.
     """
     if not (disagreements or waiting or left):
-        return [], []
+        return []
     streams = {each.stream for each in disagreements} | {each.stream for each in (*waiting, *left)}
     explainer = _Explainer(traces, streams)
     faults = [explainer.disagreement(each) for each in disagreements]
@@ -123,11 +110,7 @@ def explain(
     behind = {each.rank: each for each in elsewhere if not explainer.never(each)}
     faults += [explainer.deadlock(cycle, len(waiting) - len(cycle)) for cycle in _cycles(behind)]
     assert faults, "what waits or is left over has a cause"
-    stuck = [
-        Stuck(each.rank, explainer.phase(each.rank, each.event), each.event, each.seconds, explainer.waits(each))
-        for each in sorted(waiting)
-    ]
-    return sorted(faults, key=lambda fault: (fault.seconds, fault.ranks)), stuck
+    return sorted(faults, key=lambda fault: (fault.seconds, fault.ranks))
 
 
 def _cycles(behind: Mapping[int, IncompleteCommunication]) -> Iterator[list[IncompleteCommunication]]:
@@ -231,7 +214,7 @@ class _Explainer:
             else f"rank {rank} never issues"
             for rank in each.missing
         ]
-        return f"rank {each.rank} waits {since} for {what}, which {' and '.join(reasons) or 'cannot complete'}"
+        return f"rank {each.rank} waits {since} for {what}, which {' and '.join(reasons)}"
 
     def _issued(self, stream: Stream) -> list[list[int]]:
         """The calls of each replayed member."""

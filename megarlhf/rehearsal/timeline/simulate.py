@@ -10,9 +10,9 @@ Each rank has one clock, that of its device's compute stream. What is assumed:
   the same rank in the same group is over. The sender's `Wait` waits for the receiver; issuing never blocks. A message
   of no bytes is complete for its sender at once.
 - Ranks that are not replayed behave like those that are: a collective needs only the replayed members of its group. A
-  message to or from a rank that is not replayed takes its price and is counted.
+  message to or from a rank that is not replayed takes its price.
 - Communications of different groups, and messages in opposite directions, do not slow one another or what is being
-  computed. That is optimistic: they share wires, and kernels of NCCL take multiprocessors; how many is counted.
+  computed. That is optimistic: they share wires, and kernels of NCCL take multiprocessors.
 - Where ranks disagree about bytes, the most that anyone says is priced; of `all_to_all` that is no fault. Where they
   disagree about the operation, it and all that follows it in the group never completes.
 """
@@ -38,10 +38,7 @@ from megarlhf.rehearsal.timeline.simulated import (
     PhaseTimes,
     RankTimes,
     Replayed,
-    State,
     StepTimes,
-    overlaps,
-    segments_of,
 )
 from megarlhf.rehearsal.timeline.trace import Collective, Compute, Event, Operation, Send, StepMark, Wait, Work
 
@@ -67,32 +64,20 @@ def replay(
     price: MessagePricing,
     *,
     label: Callable[[tuple[int, ...]], str] = label_by_size,
-    segments: int | None = None,
 ) -> Replayed:
     """Runs the traces together, each from clock 0.
 
     traces:   by global rank.
     label:    names a group in the result; for messages without a group it is asked about (source, destination).
-    segments: at most so many of a rank in the timeline; None for all.
     Raises:   ValueError for a trace that is no trace: a number twice, a `Wait` for no number, a step marked twice, a
               rank in no group of its own, negative seconds. Traces that do not fit together are `Replayed.faults`.
     """
-    if segments is not None and segments < 1:
-        raise ValueError(f"a timeline of {segments} segments a rank: give 1 or more, or None for all")
     replaying = _Replaying(traces, price, label)
     replaying.run()
-    ranks = replaying.ranks
-    shared = [overlaps(rank.transfers) for rank in ranks]
-    faults, stuck = explain(traces, replaying.disagreements, replaying.waiting(), replaying.left())
     return Replayed(
-        steps=_steps(ranks),
-        ends={rank.rank: rank.clock for rank in ranks},
-        timeline=tuple(each for rank in ranks for each in segments_of(rank.rank, rank.ends, rank.looks, segments)),
-        faults=tuple(faults),
-        stuck=tuple(stuck),
-        unmatched_messages=replaying.unmatched_messages,
-        overlapping=sum(number for number, _ in shared),
-        overlapping_seconds=sum(seconds for _, seconds in shared),
+        steps=_steps(replaying.ranks),
+        ends={rank.rank: rank.clock for rank in replaying.ranks},
+        faults=tuple(explain(traces, replaying.disagreements, replaying.waiting(), replaying.left())),
     )
 
 
@@ -140,29 +125,19 @@ class _Rank:
         self.tallies: dict[str, _Tally] = {}
         self.steps: dict[int | None, tuple[float, dict[str, _Tally]]] = {}
         self.step_start = 0.0
-        self.ends: list[float] = []
-        self.looks: list[tuple[str, State]] = []
-        self.transfers: list[tuple[float, float, int]] = []
 
     def enter(self, phase: str) -> None:
         """What follows is of this phase."""
         self.phase = phase
         self.tally = self.tallies.setdefault(phase, _Tally())
 
-    def spend(self, until: float, kind: State) -> float:
+    def spend(self, until: float) -> float:
         """The clock moves; returns by how much."""
         seconds = until - self.clock
         if seconds <= 0:
             return 0.0
         self.clock = until
         self.tally.seconds += seconds
-        assert self.phase is not None, "every event enters its phase"
-        look = (self.phase, kind)
-        if self.looks and self.looks[-1] == look:
-            self.ends[-1] = until
-        else:
-            self.ends.append(until)
-            self.looks.append(look)
         return seconds
 
     def end_step(self, step: int | None) -> None:
@@ -200,8 +175,6 @@ class _Stream:
     """A `Stream` while it runs."""
 
     key: Stream
-    group: int
-    """Streams of one group have the same number."""
     label: str
     positions: dict[int, int]
     """How many communications each replayed member has issued."""
@@ -232,9 +205,7 @@ class _Replaying:
         self.traces = traces
         self.runnable = deque(self.ranks)
         self.streams: dict[Stream, _Stream] = {}
-        self.groups: dict[tuple[tuple[int, ...], bool], int] = {}
         self.disagreements: list[Disagreement] = []
-        self.unmatched_messages = 0
 
     def run(self) -> None:
         """Until every rank is through, or waits for what never comes."""
@@ -255,7 +226,7 @@ class _Replaying:
                 if not event.seconds >= 0:
                     raise ValueError(f"{rank.here()} computes for {event.seconds} seconds; give 0 or more")
                 rank.tally.compute[event.work] += event.seconds
-                rank.spend(rank.clock + event.seconds, "compute")
+                rank.spend(rank.clock + event.seconds)
             elif isinstance(event, Wait):
                 if not self._wait(rank, event):
                     return
@@ -304,16 +275,13 @@ class _Replaying:
         key = stream_of(rank.rank, event)
         stream = self.streams.get(key)
         if stream is None:
-            group = self.groups.setdefault((key.ranks or key.members(), key.host), len(self.groups))
             positions = {member: 0 for member in key.members() if member in self.traces}
-            stream = _Stream(key, group, self.label(key.ranks or key.members()), positions)
+            stream = _Stream(key, self.label(key.ranks or key.members()), positions)
             self.streams[key] = stream
         if rank.rank not in stream.positions:
             raise ValueError(f"{rank.here()} is a collective of ranks {key.ranks}, of which it is none")
-        if key.pair is not None:
-            if key.pair[0] == key.pair[1]:
-                raise ValueError(f"{rank.here()} is a message of the rank to itself; copy instead")
-            self.unmatched_messages += len(stream.positions) == 1
+        if key.pair is not None and key.pair[0] == key.pair[1]:
+            raise ValueError(f"{rank.here()} is a message of the rank to itself; copy instead")
         return stream
 
     def _begin(self, pending: _Pending) -> None:
@@ -326,12 +294,10 @@ class _Replaying:
             seconds = stream.prices[key] = self._price(stream.key, *key)
         pending.start = max(pending.ready, stream.free)
         pending.end = stream.free = pending.start + seconds
-        for rank, _, row in pending.issued:
+        for _, _, row in pending.issued:
             row.count += 1
             row.nbytes += pending.nbytes
             row.seconds += seconds
-            if seconds:
-                rank.transfers.append((pending.start, pending.end, stream.group))
         pending.issued.clear()
         self.runnable.extend(pending.waiting)
         pending.waiting.clear()
@@ -362,9 +328,9 @@ class _Replaying:
         rank.numbers[event.number] = None
         if pending.end > rank.clock:
             row = rank.tally.rows[key]
-            row.idle += rank.spend(pending.ready, "idle")
-            row.queued += rank.spend(pending.start, "queued")
-            row.transfer += rank.spend(pending.end, "transfer")
+            row.idle += rank.spend(pending.ready)
+            row.queued += rank.spend(pending.start)
+            row.transfer += rank.spend(pending.end)
         return True
 
     def waiting(self) -> list[IncompleteCommunication]:
