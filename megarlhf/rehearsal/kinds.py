@@ -1,10 +1,10 @@
-"""Which ranks are rehearsed: one of each kind.
+"""Choice of the ranks to rehearse: one of each kind.
 
-Ranks are of one kind when they hold the same stages of every role and their collectives are alike. Tensor-parallel
-neighbours are, and context-parallel ones but for the partial outputs of TransformerEngine's ring, of which the last has
-the most: it is taken. Data-parallel ranks differ in how long their sequences are, so of them those with the most and
-the least work are taken, and the one that trains the largest micro-batch. Which positions of it predict responses is
-not asked: where logits are large, another rank may need more.
+Ranks are of one kind when they hold the same stages of every role and make equal collectives. Tensor-parallel
+neighbours are of one kind. So are context-parallel ones, but for the partial outputs of TransformerEngine's ring: the
+last rank holds the most and is taken. Data-parallel ranks differ in the lengths of their sequences: the ranks with the
+most and the least work are taken, and the rank that trains the largest micro-batch. Which of its positions predict
+responses is not considered: where logits are large, another rank may need more.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from megarlhf.layout import MeshLayout
 from megarlhf.rehearsal.fakes.batches import RankLoad, Shares
 
 LARGER = 1.01
-"""A micro-batch that is larger by less is not rehearsed for its memory."""
+"""Least ratio by which a micro-batch must be larger to be rehearsed for its memory."""
 
 Stages = tuple[tuple[str, int | None], ...]
-"""Role and pipeline stage; None: the rank has nothing of the role."""
+"""(role, pipeline stage) of a rank; the stage is None where the rank holds nothing of the role."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A rank that stands for others."""
+    """A rank that stands for others like it."""
 
     rank: int
     stages: Stages
     stands_for: int
-    """Ranks with the same stages, itself among them."""
+    """Number of ranks with the same stages, this one included."""
     why: str
-    """In words."""
+    """Reason for the choice, as a sentence."""
 
 
 def stages_of(rank: int, layouts: Mapping[str, MeshLayout]) -> Stages:
@@ -41,15 +41,15 @@ def stages_of(rank: int, layouts: Mapping[str, MeshLayout]) -> Stages:
 
 
 def first_rank(layouts: Mapping[str, MeshLayout], main: str) -> int:
-    """The rank that is rehearsed first, and says how much work each has."""
+    """The rank that is rehearsed first. Its record tells the work of every rank."""
     return layouts[main].rank_at(cp=layouts[main].cp - 1)
 
 
 def chosen(layouts: Mapping[str, MeshLayout], main: str, shares: Shares, *, busy_expert: bool = False) -> list[Kind]:
     """One rank of each kind.
 
-    main: the role whose pipelines are rehearsed whole, so that its messages meet
-    busy_expert: one expert of a layer gets more tokens than the others: the first one, which not all ranks have
+    main: the role whose pipelines are rehearsed whole, so that messages between stages meet.
+    busy_expert: whether one expert of each layer, the first, gets more tokens than the others. Not all ranks have it.
     """
     mesh = layouts[main]
     of_stages = _by_stages(layouts)
@@ -72,7 +72,7 @@ def chosen(layouts: Mapping[str, MeshLayout], main: str, shares: Shares, *, busy
 
 
 def named(ranks: Iterable[int], layouts: Mapping[str, MeshLayout]) -> list[Kind]:
-    """The ranks that the user asks for."""
+    """The ranks that the user named."""
     of_stages = _by_stages(layouts)
     return [
         Kind(rank, (stages := stages_of(rank, layouts)), len(of_stages[stages]), "asked for")
@@ -88,7 +88,7 @@ def _by_stages(layouts: Mapping[str, MeshLayout]) -> dict[Stages, list[int]]:
 
 
 def _pipelines(layouts: Mapping[str, MeshLayout], main: str, shares: Shares) -> dict[int, str]:
-    """Data-parallel ranks of the main role, each with the reason."""
+    """Data-parallel ranks of the main role, each with the reason for its choice."""
     mesh = layouts[main]
     work = [_share_of(mesh.rank_at(dp=dp), layouts, shares) for dp in range(mesh.dp)]
     if mesh.dp == 1 or not shares:
@@ -107,7 +107,7 @@ def _pipelines(layouts: Mapping[str, MeshLayout], main: str, shares: Shares) -> 
 
 
 def _share_of(rank: int, layouts: Mapping[str, MeshLayout], shares: Shares) -> RankLoad:
-    """Of a rank, over the phases of all roles."""
+    """Work of a rank, summed over the phases of all roles."""
     total = RankLoad(0.0, 0, 0, 0)
     for phase, by_dp in shares.items():
         role = "reward_model" if phase == "reward" else phase.partition("/")[2]
@@ -118,8 +118,10 @@ def _share_of(rank: int, layouts: Mapping[str, MeshLayout], shares: Shares) -> R
 
 
 def pipelines_of(here: Iterable[int], mesh: MeshLayout) -> list[int]:
-    """Of these ranks those whose pipelines of a role are there whole: whose traces can be replayed together. A rank
-    that has nothing of the role is in none that could be cut."""
+    """Ranks of `here` whose pipelines of a role are complete, so that their traces can be replayed together.
+
+    A rank without the role is among them: no pipeline of its own can be cut.
+    """
     here = set(here)
     whole = []
     for rank in sorted(here):

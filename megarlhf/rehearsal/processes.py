@@ -1,7 +1,7 @@
-"""Ranks in processes of their own, as many at a time as there are cores.
+"""Processes of rehearsed ranks, as many at a time as there are workers.
 
-A rank takes over its process: process group, device, patches. Processes are forked from one that has imported what they
-need, so that a rank begins at once.
+A rank takes over its process: process group, device and patches. Processes are forked from one that has imported
+everything that they need, so that a rank starts at once.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from megarlhf.trainers.entries import import_entry
 
 @dataclass(frozen=True)
 class At:
-    """Where a rank is."""
+    """Progress of a rank."""
 
     rank: int
     step: int
     phase: str
-    """`DONE` at its end."""
+    """`DONE` when the rank has finished."""
     operations: int
     ranks: int = 0
-    """That are rehearsed in all, as far as is known."""
+    """Ranks that are rehearsed in all, as far as is known."""
 
 
 PR_SET_PDEATHSIG = 1
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 DONE = "done"
-"""In place of a phase."""
+"""Value in place of a phase."""
 
 
 class RankFailed(RuntimeError):
-    """A rehearsed rank has ended with an error of the program."""
+    """A rehearsed rank ended with an error of the program."""
 
 
 class RankRefused(ValueError):
-    """The program refuses what it was asked to do, in its own words."""
+    """The program refuses the job. The message is its own."""
 
 
 Told = Callable[[At], None]
@@ -62,9 +62,10 @@ Told = Callable[[At], None]
 def run_ranks(
     jobs: Sequence[Job], price: Pricing, *, workers: int, told: Told = lambda at: None, ranks: int = 0
 ) -> list[RankRecord]:
-    """The records of all jobs, in their order. `ranks`: that are rehearsed in all, where that is more.
+    """Records of all jobs, in their order.
 
-    Raises: RankRefused with the sentence of a ValueError of the program; RankFailed with the traceback of any other
+    ranks: number of ranks that are rehearsed in all, where more jobs follow.
+    Raises: RankRefused with the message of a ValueError of the program; RankFailed with the traceback of any other
     error. The other ranks are ended then.
     """
     _import_what_ranks_need(jobs)
@@ -106,10 +107,10 @@ def run_ranks(
 
 @contextlib.contextmanager
 def _stops_wait() -> Iterator[None]:
-    """What is done inside is done before a signal that ends the command is handled.
+    """Scope in which a signal that ends the command is deferred until the end of the scope.
 
-    Blocking the signals would not do: the system gives them to another thread then, and Python handles them in this one
-    all the same.
+    Blocking signals would not be enough: the system would give them to another thread, and Python would still handle
+    them in this one.
     """
     came: list[int] = []
     before = {number: signal.signal(number, lambda number, frame: came.append(number)) for number in STOPS}
@@ -123,7 +124,7 @@ def _stops_wait() -> Iterator[None]:
 
 
 def _receive(connection: Connection, job: Job, process: Any) -> At | RankRecord:
-    """Raises: see `run_ranks`."""
+    """The next message of a rank. Raises: see `run_ranks`."""
     try:
         message = connection.recv()
     except (EOFError, OSError):  # at the beginning of a message, in the middle of one
@@ -139,7 +140,7 @@ def _receive(connection: Connection, job: Job, process: Any) -> At | RankRecord:
 
 
 def _import_what_ranks_need(jobs: Sequence[Job]) -> None:
-    """In this process, before the forks."""
+    """Import in this process, before it forks."""
     torch.set_num_threads(1)
     for command in {job.command for job in jobs}:
         import_entry(command)
@@ -148,7 +149,7 @@ def _import_what_ranks_need(jobs: Sequence[Job]) -> None:
 
 
 def _rank(job: Job, price: Pricing, connection: Connection) -> None:
-    """The process of a rank."""
+    """Body of a rank's process."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # whatever kills the command ends this
     for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal: the command ends its ranks
@@ -161,7 +162,7 @@ def _rank(job: Job, price: Pricing, connection: Connection) -> None:
 
 
 def _attempted(job: Job, price: Pricing, connection: Connection) -> RankRecord | Exception:
-    """The record, or the error, which is raised in the process that started this one."""
+    """The record, or the error for the parent process to raise."""
     try:
         return _rehearsed(job, price, connection)
     except ValueError as error:
@@ -185,14 +186,14 @@ def _failed(job: Job, error: BaseException) -> RankFailed:
 
 
 def _ours(error: BaseException) -> bool:
-    """Whether our own code raised it, and so wrote its message for people."""
+    """Whether our own code raised the error, so that its message is for users."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(megarlhf.__file__).resolve().parent)
 
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """What the program prints of its progress is not the rehearsal's."""
+    """Scope without the program's own output."""
     sys.stdout.flush()
     with open(os.devnull, "w", encoding="utf-8") as nothing:
         os.dup2(nothing.fileno(), 1)

@@ -1,4 +1,4 @@
-"""One rank of a rehearsal: the command's own `run`, on a device without numbers, in a world of its own."""
+"""One rank of a rehearsal: the command's own `run`, on a device without numbers, in a world without other members."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ from megarlhf.trainers.entries import import_entry
 from megarlhf.trainers.run.factories import RunFactories
 
 MAX_NUM_SEQS = 1024
-"""Sequences that vLLM runs at once, where `rollout.engine_args` says nothing: its default on a GPU of 70 GiB or more
+"""Sequences that vLLM runs at once unless `rollout.engine_args` sets it: its default on a GPU of 70 GiB or more
 (vllm/engine/arg_utils.py)."""
 
 
 class RankPrice(OperationPricing, DecodePrice, Protocol):
-    """What prices all that a rank does: `pricing.Pricing`."""
+    """Prices of everything that a rank does: `pricing.Pricing`."""
 
     def offload_seconds(self, nbytes: int) -> float: ...
 
 
 class Rank:
-    """Rehearses one rank in this process, which it takes over: process group, device and patches are the process's."""
+    """Rehearsal of one rank in this process. It takes over process group, device and patches of the process."""
 
     def __init__(
         self, job: Job, price: RankPrice, told: Callable[[int, str, int], None] = lambda step, phase, operations: None
     ) -> None:
-        """`told` gets step, phase and the number of operations so far, whenever a phase begins."""
+        """`on_phase` is called with step, phase and the number of operations so far whenever a phase begins."""
         self.job, self._price, self._told = job, price, told
         self.device = torch_patches.device_of(job.kind)
         self.ledger = Ledger(GPU_BLOCK if job.kind == "gpu" else 1)
@@ -78,7 +78,7 @@ class Rank:
         self.mode = FakeDevice(self.device, self.ledger, self.wire, self.assumptions, self.meter)
         self.meter.numbers = self.mode.known.twin
         self._num_samples = 0
-        """Of the last rollout."""
+        """Number of samples in the last rollout."""
         self._created = torch_patches.count_groups()
         self._shares: dict[str, list[RankLoad]] = {}
         self._tokens: Counter[tuple[int, str]] = Counter()
@@ -100,7 +100,7 @@ class Rank:
         self._shared = Shared(self.device, self.ledger.name)
 
     def run(self) -> RankRecord:
-        """The whole rehearsal of this rank."""
+        """Rehearse this rank."""
         job, began = self.job, time.perf_counter()
         torch_patches.join(job.rank, job.world_size, job.kind)
         forget_scratch_buffer()
@@ -179,7 +179,7 @@ class Rank:
         )
 
     def _engine_memory(self, actor: Role, tp: int) -> EngineBudget:
-        """What there is of it when the engine starts."""
+        """Device memory that is left for the engine when it starts."""
         job, arch = self.job, actor.shard.arch
         now = PhaseMemory(0, "build", 0, 0, 0, 0, {}, [], [])
         facts = facts_of(
@@ -204,7 +204,7 @@ class Rank:
         self._num_samples = num_samples
 
     def _generated(self, work: RolloutWork, shape: EngineShape, cache_bytes: int) -> Sequence[int]:
-        """Every rank waits for the slowest engine. Returns which engine takes each piece of the queue."""
+        """Let every rank wait for the slowest engine. Returns the engine that takes each piece of the queue."""
         job, rollout = self.job, self.job.cfg.rollout  # type: ignore[attr-defined]
         self._cache_bytes = cache_bytes
         found, owners = estimate(

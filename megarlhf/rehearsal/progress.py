@@ -1,4 +1,4 @@
-"""Progress of a rehearsal on the terminal: where each rank is, and the time that is left."""
+"""Progress of a rehearsal on the terminal: the phase of each rank, and the time left."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megarlhf.rehearsal.processes import DONE, At, Told
 from megarlhf.rehearsal.request import Request
 
 PLAIN_SECONDS = 20.0
-"""Between two lines where there is no terminal."""
+"""Time between two lines where there is no terminal."""
 
 
 @contextlib.contextmanager
 def shown(request: Request) -> Iterator[Told]:
-    """Inside, what ranks tell is shown on stderr."""
+    """Scope in which the progress of ranks is shown on stderr."""
     console = Console(stderr=True)
     view = _View(request)
     if not console.is_terminal:
@@ -34,13 +34,13 @@ def shown(request: Request) -> Iterator[Told]:
 
 
 class _View:
-    """What is known of the ranks."""
+    """Progress of all ranks."""
 
     def __init__(self, request: Request) -> None:
         self._request, self._began = request, time.monotonic()
         self._at: dict[int, At] = {}
         self._finished: dict[int, int] = {}
-        """Operations of ranks that are done."""
+        """Operations of each rank that has finished."""
         self._expected = 0
         self._said = time.monotonic()
 
@@ -53,13 +53,13 @@ class _View:
             self._expected = max(self._expected, at.ranks)
 
     def line(self) -> str:
-        """One line."""
+        """Progress as one line."""
         ranks = "; ".join(f"rank {at.rank}: step {at.step}, {at.phase}" for at in self._at.values())
         done = len(self._finished)
         return f"{done} of {self._expected or '?'} ranks done; {ranks}; {self._left()}"
 
     def _left(self) -> str:
-        """Ranks are about equally long: by those that are done."""
+        """Elapsed time, and the time left. Ranks are taken to be as long as the mean of those that have finished."""
         elapsed = time.monotonic() - self._began
         if not self._finished:
             return f"{format_duration(elapsed)} so far"
@@ -70,7 +70,7 @@ class _View:
         return f"{format_duration(elapsed)} so far, about {format_duration(left)} left"
 
     def plain(self, console: Console) -> Told:
-        """A line now and then."""
+        """Print a line every `PLAIN_SECONDS`."""
 
         def told(at: At) -> None:
             self.note(at)

@@ -1,4 +1,4 @@
-"""A whole rehearsal: from what a user asks to what is found."""
+"""A whole rehearsal, from a request to its result."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from megarlhf.weights.checkpoint.dtype import resolve_dtype
 from megarlhf.weights.plan.traffic import Links
 
 MAIN_ROLES = ("actor", "reward_model")
-"""Whose pipelines are rehearsed whole: the first of these that a command has."""
+"""Roles in the order in which one is chosen to have its pipelines rehearsed whole."""
 PROCESS_GIB = 3.0
 """Host memory of a rank before it makes a tensor, with CUDA's libraries: assumed. Python, torch, Megatron-Core and vLLM
 take 1.2 GiB on a machine without a GPU."""
 
 
 def rehearse(request: Request, told: Told = lambda at: None) -> Result:
-    """Run the program for one rank of each kind, and put together what they saw.
+    """Run the program for one rank of each kind and combine the records.
 
     Raises: ValueError for what the program refuses; RuntimeError where a rehearsed rank fails.
     """
@@ -75,7 +75,7 @@ def rehearse(request: Request, told: Told = lambda at: None) -> Result:
 
 
 class _Rehearsal:
-    """One rehearsal, while it runs."""
+    """State of one rehearsal."""
 
     def __init__(self, request: Request, stood: StandIns, told: Told) -> None:
         self.request, self.stood, self.told = request, stood, told
@@ -89,7 +89,7 @@ class _Rehearsal:
         self.responses = request.response_lengths or default_responses(self.cfg)
 
     def records(self) -> dict[int, RankRecord]:
-        """Of the chosen ranks."""
+        """Records of the chosen ranks."""
         request = self.request
         if request.ranks is not None:
             self.kinds = named(request.ranks, self.layouts)
@@ -131,7 +131,7 @@ class _Rehearsal:
         )
 
     def result(self, records: Mapping[int, RankRecord], seconds: float) -> Result:
-        """What the ranks have seen, put together."""
+        """Result of the rehearsal, from the records of its ranks."""
         request, sections = self.request, roles_of(self.cfg)
         ranks = [self._rank(kind, records[kind.rank]) for kind in self.kinds]
         tightest = max(ranks, key=lambda rank: rank.need)
@@ -219,12 +219,12 @@ class _Rehearsal:
         ]
 
     def _trained(self, record: RankRecord) -> list[str]:
-        """Roles that are trained; the main one where none has been."""
+        """Roles that are trained, or the main role if none was."""
         names = [name for name in self.layouts if f"train/{name}" in record.shares]
         return names or [self.main]
 
     def _facts(self, record: RankRecord, peak: PhaseMemory, role: str) -> Facts:
-        """What the margin depends on while a role is trained."""
+        """Inputs of the margin while a role is trained."""
         section = roles_of(self.cfg)[role]
         has_engine = isinstance(self.cfg, RLConfig) and self.cfg.rollout.engine == "vllm"
         return facts_of(
@@ -282,7 +282,7 @@ class _Rehearsal:
         return notes
 
     def _notes_of_times(self, whole: Sequence[int]) -> list[str]:
-        """Of ranks that are left out of the replay's times."""
+        """Notes about ranks that are not in the replay's times."""
         apart = len(self.kinds) - len(whole)
         if not whole:
             return [f"There are no times: no whole pipeline of {self.main} is among the rehearsed ranks."]
@@ -300,7 +300,7 @@ class _Rehearsal:
         return notes
 
     def _dtype(self) -> str:
-        """In which most is multiplied."""
+        """Dtype of most products."""
         return "bfloat16" if "bfloat16" in self.request.hardware.peaks and self._is_bf16() else "float32"
 
     def _is_bf16(self) -> bool:
@@ -309,7 +309,7 @@ class _Rehearsal:
 
 
 def default_responses(cfg: Any) -> Lengths:
-    """Where nobody says how long responses are: a third of the longest in the mean."""
+    """Default lengths of responses: a third of the longest, in the mean."""
     most = cfg.rollout.max_response_tokens if isinstance(cfg, RLConfig) else cfg.data.max_response_tokens
     return LogNormal(max(2.0, most / 3), 0.6)
 
@@ -325,7 +325,7 @@ def _resume_point(record: RankRecord) -> ResumePointRow | None:
 
 
 def _host(rank: RankResult) -> list[HostRow]:
-    """Of one rank."""
+    """Host memory of one rank."""
     process = int(PROCESS_GIB * 2**30)
     return [
         HostRow(name="the process", nbytes=process, source="assumed: Python and libraries, the device's too"),
@@ -357,6 +357,6 @@ def _phase_row(phase: PhaseMemory) -> PhaseRow:
 
 
 def _trained_tokens(records: Mapping[int, RankRecord], main: str) -> dict[int, int]:
-    """Of the whole job, by step."""
+    """Trained tokens of the whole job, by step."""
     tokens = next(iter(records.values())).tokens
     return {step: number for (step, phase), number in tokens.items() if phase == f"train/{main}"}

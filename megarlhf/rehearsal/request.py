@@ -1,4 +1,4 @@
-"""What a user asks of a rehearsal."""
+"""The user's request for a rehearsal."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from megarlhf.rehearsal.fakes.lengths import Lengths
 from megarlhf.rehearsal.transformer_engine.replace import Layers
 
 DEFAULT_STEPS = 2
-"""What is made lazily, such as the optimizer's state, is there from the second step on."""
+"""Number of steps: what is made lazily, such as the optimizer's state, exists from the second step on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One rehearsal."""
+    """One rehearsal, as requested."""
 
     command: str
     cfg: Any
-    """As it was loaded."""
+    """Configuration as it was loaded."""
     world_size: int
     hardware: Hardware
     ranks_per_node: int = 8
     steps: int = DEFAULT_STEPS
     device_bytes: int
-    """Of one device; the hardware file's, or what the user says."""
+    """Memory of one device, from the hardware file or the user."""
     margin: MarginConfig = field(default_factory=MarginConfig)
     layers: Layers = "te"
     routing: Routing = field(default_factory=Routing)
     ranks: tuple[int, ...] | None = None
-    """Those to rehearse; None: one of each kind. All: every number."""
+    """Ranks to rehearse; None means one of each kind."""
     prompt_lengths: Lengths | None = None
     response_lengths: Lengths | None = None
     rollout_tokens_per_second: float | None = None
     workers: int = field(default_factory=lambda: os.cpu_count() or 1)
     resume_point: bool = True
-    """Whether one is written, if the job writes any."""
+    """Whether a resume point is written, if the job writes any."""
     reshard_plan: bool = True
     """Whether the bytes of every rank from trainer to engines are planned."""
 
 
 def require_sense(request: Request) -> None:
-    """Nothing that is asked for may be without effect, and numbers must fit the job.
+    """Refuse options without effect, and numbers that do not fit the job.
 
     Raises: ValueError that names the option.
     """
@@ -75,6 +75,6 @@ def require_sense(request: Request) -> None:
 
 
 def _experts_of(cfg: Any) -> list[float]:
-    """Of each model with experts, the most that one of them can get, in means."""
+    """For each model with experts, the largest load of one expert as a multiple of the mean."""
     archs = [architecture_from_hf(section.model.hf_directory()) for section in roles_of(cfg).values()]
     return [arch.num_experts / arch.experts_per_token for arch in archs if arch.num_experts]

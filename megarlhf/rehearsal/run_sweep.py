@@ -1,4 +1,4 @@
-"""Rehearses the variants of a sweep, and shows which is best."""
+"""Rehearse the variants of a sweep, print and write them."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def run_sweep(
     request_of: Callable[[Any], Request],
     shown: Callable[[Request], AbstractContextManager[Told]],
 ) -> Sweep:
-    """Every combination: refused, too large by its parameters alone, or rehearsed.
+    """Every combination of values: refused, too large by its parameters alone, or rehearsed.
 
-    Raises: ValueError for a key that there is not, and where no combination is legal, before anything is rehearsed.
+    Raises: ValueError for an unknown key, and where no combination can run, before anything is rehearsed.
     """
     sweep, left = Sweep(), []
     for overrides, found in variants(axes, load, lambda cfg: _check(request_of(cfg))):
@@ -64,7 +64,7 @@ def run_sweep(
 
 
 def _check(request: Request) -> None:
-    """What can be refused without a rehearsal: a layout that does not divide. Raises: ValueError."""
+    """Refuse a layout that does not divide, without a rehearsal. Raises: ValueError."""
     cfg, world_size = request.cfg, request.world_size
     layouts = {name: check_role(name, section, world_size)[1] for name, section in roles_of(cfg).items()}
     if request.command == "rl":
@@ -92,11 +92,11 @@ COLUMNS = (
     "GB a step between nodes",
 )
 DIGITS = {"need GiB": 1, "free GiB": 1, "s a step": 2, "rollout s": 2, "tokens/s": 0, "MFU": 3}
-"""That are shown; `sweep.json` has all."""
+"""Digits in the printed table. `sweep.json` has all."""
 
 
 def print_sweep(sweep: Sweep, console: Console) -> None:
-    """A table, best first, and what was left out."""
+    """Print a table, best first, and what was left out."""
     rows = [_shown(_row(variant, result)) for variant, result in sweep.done]
     console.print(table("Sweep, best first (times are estimates)", rows, COLUMNS))
     if sweep.too_large:
@@ -132,7 +132,7 @@ def _row(variant: Variant, result: Result) -> tuple[object, ...]:
 
 
 def _shown(row: tuple[object, ...]) -> tuple[object, ...]:
-    """With few digits."""
+    """A row with few digits."""
     pairs = zip(COLUMNS, row, strict=True)
     return tuple(round(value, DIGITS.get(name, 1)) if isinstance(value, float) else value for name, value in pairs)
 
@@ -142,8 +142,10 @@ _OWN = '"too_large": '
 
 
 def check_sweep_out(out: Path) -> None:
-    """To be asked before a sweep begins. Raises: ValueError where something stands in `out` that `write_sweep` would
-    replace and that is not ours."""
+    """Refuse, before a sweep begins, to replace files that are not ours.
+
+    Raises: ValueError where `out` holds such a file under a name that `write_sweep` would use.
+    """
     check_replaceable(out / "sweep.json", _OWN, "sweep of megarlhf rehearse")
     best = out / "best.yaml"
     if best.exists() and not (out / "sweep.json").exists():
@@ -151,7 +153,7 @@ def check_sweep_out(out: Path) -> None:
 
 
 def write_sweep(sweep: Sweep, out: Path) -> list[Path]:
-    """`sweep.json`, and `best.yaml` where a variant fits. Returns what was written."""
+    """Write `sweep.json`, and `best.yaml` where a variant fits. Returns their paths."""
     record = {
         "done": [
             {

@@ -24,10 +24,12 @@ def times_of(
     tokens: Mapping[int, int],
     dtype: str,
 ) -> tuple[list[StepTime], list[str]]:
-    """(each step, sentences about what does not fit together).
+    """(times of each step, sentences about ranks that do not fit together).
 
-    whole: ranks whose pipelines are there whole: their times are told. Faults are looked for among all ranks.
-    groups: names by ranks. tokens: trained by the whole job, by step. dtype: whose peak utilisation is a share of.
+    whole: ranks of complete pipelines, whose times are reported. Faults are searched among all ranks.
+    groups: names of groups by their ranks.
+    tokens: trained tokens of the whole job, by step.
+    dtype: dtype of whose peak the utilisation is a share.
     """
 
     def label(ranks: tuple[int, ...]) -> str:

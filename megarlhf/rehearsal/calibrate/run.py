@@ -1,4 +1,4 @@
-"""Measures the machine at hand and makes a hardware file of it: `megarlhf calibrate -o FILE`."""
+"""Measurement of the machine at hand, written as a hardware file: `megarlhf calibrate -o FILE`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from megarlhf.rehearsal.cost_model.pricing import Pricing
 from megarlhf.runtime import Runtime, capabilities, gpu_in_use
 
 NOTHING = 1e-12
-"""Seconds of a launch before it is measured."""
+"""Seconds of a launch, before it is measured."""
 SEE = "megarlhf calibrate, see measured.source"
 HEAD = """# Written by `megarlhf calibrate`. What the keys mean: docs/hardware.md. Units: bytes and seconds.
 # Rows of the tables: products [dtype, batch, m, k, n, seconds], memory [kind, dtype, bytes, seconds],
@@ -45,9 +45,10 @@ HEAD = """# Written by `megarlhf calibrate`. What the keys mean: docs/hardware.m
 
 
 def calibrate(runtime: Runtime, *, quick: bool) -> Hardware | None:
-    """Measure what this rank's device and the links to the others do. Collective.
+    """Measure this rank's device and the links to the others. Collective.
 
-    All ranks measure at the same time, as they compute at the same time in a run; a figure is the median over ranks.
+    All ranks measure at the same time, as they compute at the same time in a run. A figure is the median over ranks.
+
     Returns: the hardware on the first rank, None on the others.
     """
     kind: Literal["cpu", "gpu"] = "cpu" if runtime.device.type == "cpu" else "gpu"
@@ -74,14 +75,14 @@ def calibrate(runtime: Runtime, *, quick: bool) -> Hardware | None:
 
 
 class _Free:
-    """Nothing takes a device time."""
+    """Prices of a device that takes no time."""
 
     def operation_seconds(self, *args: object, **kwargs: object) -> float:
         return 0.0
 
 
 class _Shown:
-    """The bar of progress; called with what is measured next."""
+    """Progress bar; called with the name of the next measurement."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress, self._done, self._last = progress, 0, ""
@@ -97,7 +98,7 @@ class _Shown:
 def _tree(
     runtime: Runtime, kind: Literal["cpu", "gpu"], measured: Mapping[str, Sequence[Any]], launch: float
 ) -> dict[str, Any]:
-    """The file, as YAML has it."""
+    """Content of the file."""
     today, cores = datetime.date.today().isoformat(), len(os.sched_getaffinity(0))
     name = capabilities().device_name
     source = (
@@ -144,7 +145,7 @@ def _figure_of(source: str) -> Callable[[float], dict[str, Any]]:
 
 
 def _link(rows: Sequence[CollectiveTime]) -> dict[str, Any]:
-    """From messages, or from broadcasts where no two ranks were alone; figures that are only assumed without any."""
+    """Figures of a link from sends, or from broadcasts where no two ranks were alone. Without any they are assumed."""
     messages = [row for row in rows if row.operation == "send"] or [row for row in rows if row.operation == "broadcast"]
     if not messages:
         why = "assumed: no other rank was there to be measured"
@@ -158,7 +159,7 @@ def _link(rows: Sequence[CollectiveTime]) -> dict[str, Any]:
 
 
 def require_writable(path: Path) -> None:
-    """Raises: ValueError where a hardware file could not be written, before anything is measured."""
+    """Refuse a path that cannot be written, before anything is measured. Raises: ValueError."""
     if path.is_dir():
         raise ValueError(f"-o {path} is a directory; name a file in it")
     if not path.parent.is_dir():
@@ -168,7 +169,7 @@ def require_writable(path: Path) -> None:
 
 
 def write_hardware(hardware: Hardware, path: Path) -> None:
-    """Whole or not at all: a file that is there stays until the new one is complete.
+    """Write the file whole or not at all. A file that exists stays until the new one is complete.
 
     Raises: ValueError where it cannot be written.
     """

@@ -1,12 +1,12 @@
-"""Time of a rollout engine by the roofline of decoding, with continuous batching. Pure but for the prices it asks.
+"""Time of a rollout engine by the roofline of decoding, with continuous batching. Pure but for the prices it asks for.
 
 A step of an engine computes one token of every running sequence. Its tensor-parallel ranks read their part of the
-weights once and the keys and values of all tokens in the cache, or compute for longer than that; then they add up
-their parts twice in a layer. The prompt of a sequence is computed when it is admitted. What is assumed:
+weights once and the keys and values of all tokens in the cache, or compute for longer than that. Then they sum their
+parts, twice in each layer. The prompt of a sequence is computed when it is admitted. Assumptions:
 
-- A sequence is admitted, in the order given, when the cache has room for its prompt and its whole response: nothing is
+- A sequence is admitted, in the given order, when the cache has room for its prompt and its whole response. Nothing is
   preempted. (vLLM admits sooner, and may have to preempt.)
-- Between two admissions or ends the step's time is that of the stretch's middle.
+- Between two admissions or ends every step takes as long as the one in the middle.
 - Prompts of one group of samples are computed once (prefix caching), at the first of them.
 """
 
@@ -22,7 +22,7 @@ from megarlhf.rehearsal.timeline.trace import Operation
 
 
 class DevicePrice(Protocol):
-    """What `Pricing` offers to an engine."""
+    """Prices of an engine's work: `pricing.Pricing`."""
 
     def product_seconds(self, flops: float, nbytes: float, dtype: str) -> float: ...
 
@@ -31,27 +31,28 @@ class DevicePrice(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineShape:
-    """What one engine holds, by rank."""
+    """Size of one engine, for each of its ranks."""
 
     ranks: tuple[int, ...]
     """Global ranks of the engine: its tensor-parallel group."""
     weight_bytes: int
-    """Of one rank; of a mixture of experts those that a step reads, which is all of them in a large batch."""
+    """Weights of one rank. In a mixture of experts: the weights that a step reads, which is all of them in a large
+    batch."""
     flops_per_token: float
-    """Of one rank and one token, without attention: 2 x the parameters that take part in it."""
+    """FLOPs of one rank and one token without attention: 2 x the parameters that take part."""
     cache_bytes_per_token: int
-    """Of one rank."""
+    """Cache of one rank."""
     num_layers: int
     hidden_size: int
     query_size: int
-    """Heads times head_dim on one rank; attention's FLOPs are 4 x this for each pair of tokens and layer."""
+    """Heads times head_dim on one rank. Attention takes 4 x this for each pair of tokens and layer."""
     dtype: str
     itemsize: int
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """What has to be generated together; tokens of each prompt and response."""
+    """Sequences to generate: tokens of each prompt and of each response."""
 
     prompts: Sequence[int]
     responses: Sequence[int]
@@ -160,7 +161,7 @@ class _EngineRun:
     ) -> None:
         self.price, self.shape, self.max_running, self.step_overhead = price, shape, max_running, step_overhead
         self.waiting: deque[tuple[int, int, bool]] = deque()
-        """Prompt, response, and whether the prompt has to be computed."""
+        """(prompt, response, whether the prompt has to be computed)"""
         self.free = capacity
         self.now = 0
         self.cached = 0
@@ -182,7 +183,7 @@ class _EngineRun:
             self.waiting.append((prompt, response, n % samples_per_prompt == 0))
 
     def admit_waiting(self) -> None:
-        """Those for which there is room, in their order."""
+        """Admit sequences in their order, as long as there is room."""
         while self.waiting:
             prompt, response, computes_prompt = self.waiting[0]
             if prompt + response > self.free or len(self.ends) >= self.max_running:
@@ -199,7 +200,7 @@ class _EngineRun:
             self.prefill += prefill_seconds(self.price, self.shape, prompt)
 
     def to_next_end(self) -> None:
-        """Steps until the next sequence is through."""
+        """Run steps until the next sequence is complete."""
         end, tokens = heapq.heappop(self.ends)
         steps, running = end - self.now, len(self.ends) + 1
         if steps:

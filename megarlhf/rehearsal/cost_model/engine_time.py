@@ -1,4 +1,4 @@
-"""How long the rollout engines take for a step's responses, by a stated speed or by the roofline of decoding."""
+"""Time of the rollout engines for the responses of a step, by a stated speed or by the roofline of decoding."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ class DecodePrice(Protocol):
 
 @dataclass(frozen=True)
 class RolloutWork:
-    """What all engines of the job have to generate."""
+    """Sequences for all engines of the job."""
 
     engines: Sequence[Sequences]
-    """What each begins with."""
+    """Sequences with which each engine begins."""
     queue: Sequence[Sequences] = ()
     """Pieces for whichever engine asks first."""
     most: int = 0
-    """An engine with so many unfinished sequences asks for no more."""
+    """Number of unfinished sequences at which an engine asks for no more."""
 
 
 @dataclass(frozen=True)
 class RolloutEstimate:
-    """Of all engines of the job."""
+    """Estimate over all engines of the job."""
 
     slowest: float
-    """Seconds; every rank waits for it."""
+    """Seconds of the slowest engine, for which every rank waits."""
     fastest: float
     tokens: int
     most_running: int
-    """Sequences at once on one engine; 0 where a speed was stated."""
+    """Largest number of sequences at once on one engine; 0 where a speed was stated."""
 
 
 def shape_of(arch: Architecture, tp: int, first_rank: int, dtype: torch.dtype, weight_bytes: int) -> EngineShape:
-    """An engine of `tp` ranks from `first_rank` on."""
+    """Size of an engine of `tp` ranks, starting at `first_rank`."""
     groups = max(1, arch.num_kv_heads // tp)
     head = 2 * arch.vocab_size * arch.hidden_size
     return EngineShape(
@@ -103,7 +103,7 @@ def estimate(
 
 
 def stated_tokens(work: RolloutWork) -> tuple[list[int], list[int]]:
-    """Response tokens of each engine, at equal speeds, and which engine takes each piece of the queue."""
+    """Response tokens of each engine at equal speeds, and the engine that takes each piece of the queue."""
     tokens, owners = [sum(engine.responses) for engine in work.engines], []
     for piece in work.queue:
         owners.append(min(range(len(tokens)), key=tokens.__getitem__))

@@ -1,9 +1,8 @@
-"""The device that holds no numbers: every operation on it is looked at, and none is computed.
+"""The device without numbers: every operation on it is observed, and none is computed.
 
 Tensors of the device are fake (shape, dtype, device). Tensors of the host are real, so lengths, masks and packing are
-computed as in a real run. What is known of the device's numbers is followed on the host
-(`fake_device/known_values.py`); what is read and not known is answered from a list (`fake_device/assumptions.py`), or
-ends the rehearsal.
+computed as in a real run. Known values of device tensors are followed on the host (`fake_device/known_values.py`). An
+unknown value that is read is assumed, if the place is listed (`fake_device/assumptions.py`), or ends the rehearsal.
 """
 
 from __future__ import annotations
@@ -38,24 +37,24 @@ aten = torch.ops.aten
 
 
 class Counter(Protocol):
-    """What is told each operation: `work.Meter`."""
+    """Counter of operations: `meter.Meter`."""
 
     def operation(self, func: Any, args: Sequence[Any], out: Any, tensors: Sequence[Tensor]) -> Any:
-        """`tensors`: of the device, which it reads and writes. Returns what `again` wants to know."""
+        """`tensors`: device tensors that are read and written. Returns a cost for `repeat`."""
 
     def again(self, cost: Any) -> None:
-        """The same operation on the same shapes."""
+        """Count the same operation on the same shapes."""
 
 
 class MessageHandler(Protocol):
-    """Messages between ranks: `timeline.messages.MessageHandler`."""
+    """Messages between ranks: `timeline.messages.Wire`."""
 
     def call(self, func: Any, args: Sequence[Any], over: Callable[[], None]) -> Any:
         """Issue a collective. `over` is called when it has ended."""
 
 
 class FakeDevice(TorchDispatchMode):
-    """In force while the program runs."""
+    """Dispatch mode that is active while the program runs."""
 
     def __init__(
         self, device: torch.device, ledger: Ledger, wire: MessageHandler, assumptions: Assumptions, counter: Counter
@@ -66,7 +65,7 @@ class FakeDevice(TorchDispatchMode):
         self.routing = Routing()
         self.known = Known()
         self.reducing: Any = None
-        """The operation of the all_reduce at hand."""
+        """Operation of the current all_reduce."""
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.results = ResultsByShape(self.fake)
         ledger.on_freed = self.known.freed  # type: ignore[method-assign]
@@ -129,7 +128,7 @@ class FakeDevice(TorchDispatchMode):
         return out
 
     def _run_first(self, func: Any, args: Any, kwargs: Any, fakes: Sequence[Tensor], key: OperationKey | None) -> Any:
-        """By FakeTensorMode."""
+        """Compute the result's shape by FakeTensorMode."""
         with self.fake:
             if func is aten._to_copy.default and not fakes:
                 # Not `func`, which would compute a small tensor, on the CPU without a number.
@@ -156,8 +155,8 @@ class FakeDevice(TorchDispatchMode):
         return out
 
     def _follow(self, func: Any, args: Any, kwargs: Any, out: Any, written: Sequence[Tensor]) -> None:
-        """When the result is there: what the kernel takes for itself, and what is known of the numbers. The experts of
-        tokens are stated."""
+        """Handle the memory that the kernel itself takes, and known values of the result. The experts of tokens are
+        stated."""
         if self.device.type == "cpu":
             self.ledger.momentary(of_operation(func, args), "activations")
         self.known.follow(func, args, kwargs, out, written)
@@ -184,7 +183,7 @@ class FakeDevice(TorchDispatchMode):
     # --- numbers
 
     def scalar(self, tensor: Tensor) -> Any:
-        """For the host: known, or assumed."""
+        """Number for the host: known or assumed."""
         numbers = self.known.twin(tensor)
         if numbers is not None:
             return numbers.item()
@@ -192,11 +191,11 @@ class FakeDevice(TorchDispatchMode):
         return _as(tensor.dtype, answer)
 
     def address(self, tensor: Tensor) -> int:
-        """Stands for where the tensor lies."""
+        """Replacement of a tensor's address."""
         return storage_key(tensor) + int(tensor.storage_offset()) * tensor.element_size()
 
     def made(self, numbers: Tensor) -> Tensor:
-        """A tensor of the device whose numbers are known."""
+        """Device tensor with known values."""
         with self.fake:
             fake = torch.empty(numbers.shape, dtype=numbers.dtype, device=self.device)
         self.ledger.see(fake)
@@ -204,7 +203,7 @@ class FakeDevice(TorchDispatchMode):
         return fake
 
     def _assumed(self, tensor: Tensor) -> Tensor:
-        """Numbers for the host in place of unknown ones, all alike."""
+        """Values for the host in place of unknown ones, all equal."""
         name = f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
         answer = _as(tensor.dtype, self.assumptions.number(f"the numbers of a tensor {name}"))
         return torch.full(tensor.shape, answer, dtype=tensor.dtype, device="cpu")
@@ -219,7 +218,7 @@ class FakeDevice(TorchDispatchMode):
         return self._assumed(tensor) if numbers is None else numbers
 
     def _by_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Where the shape of the result depends on the numbers: they have to be known."""
+        """Result whose shape depends on values, which have to be known."""
         numbers = with_tensors(args, self._numbers_of)
         return with_tensors(func(*numbers, **kwargs), self.made)
 
@@ -246,19 +245,19 @@ class FakeDevice(TorchDispatchMode):
         return out
 
     def _resized(self, tensor: Tensor, nbytes: int) -> None:
-        """A storage's memory is given back, or taken again; the storage stays."""
+        """Give back a storage's memory, or take it again. The storage itself stays."""
         if nbytes:
             self.ledger.take_again(tensor)
         else:
             self.ledger.leave_off(tensor)
 
     def _finite(self, tensor: Tensor, answer: bool) -> Tensor:
-        """The answer to a question about unknown numbers, as if all were finite."""
+        """Answer to a question about unknown values, as if all were finite."""
         self.assumptions.note("whether numbers are finite", "they are", "unknown numbers are taken to be finite")
         return self.made(torch.full(tensor.shape, answer, dtype=torch.bool, device="cpu"))
 
     def _without_masks(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Masks as the positions where they are true."""
+        """Masks replaced by the positions where they are true."""
         flat: list[Tensor | None] = []
         for index in indices:
             if index is not None and index.dtype in (torch.bool, torch.uint8):
@@ -271,7 +270,8 @@ class FakeDevice(TorchDispatchMode):
     # --- messages
 
     def _communicate(self, func: Any, args: Any, fakes: Sequence[Tensor]) -> Any:
-        """Counted; the ranks that are not here are taken to say what this one says, where that is known."""
+        """Count a collective. Ranks that are not rehearsed are taken to send the same as this one, where that is
+        known."""
         name = func._schema.name.removeprefix("c10d::")
         self._answer(name, args)
         gloo_bytes = of_message(name, args) if self.device.type == "cpu" and fakes else 0
@@ -307,7 +307,7 @@ class FakeDevice(TorchDispatchMode):
             self.known.forget(tensor)
 
     def _exchanged(self, into: Tensor, own: Tensor) -> None:
-        """Zeros where this rank, which the others are like, says nothing."""
+        """Known values of an all-to-all. Where this rank sends nothing, and so the others, they are zeros."""
         numbers = self.known.twin(own)
         if numbers is None:
             self.known.forget(into)
@@ -341,7 +341,7 @@ _INDEXING = (
 
 
 def _asks_whether_finite(func: Any, args: Any) -> bool | None:
-    """What a comparison answers for finite numbers, where it asks for NaN or infinity; None for any other operation."""
+    """Answer of a comparison for finite numbers, if it asks for NaN or infinity; None for any other operation."""
     if func in (aten.isnan.default, aten.isinf.default):
         return False
     if func in (aten.ne.Tensor, aten.eq.Tensor) and args[0] is args[1]:
@@ -352,7 +352,7 @@ def _asks_whether_finite(func: Any, args: Any) -> bool | None:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The arguments that an operation writes into."""
+    """Arguments that an operation writes into."""
     if not func._schema.is_mutable:
         return []
     written: list[Tensor] = []

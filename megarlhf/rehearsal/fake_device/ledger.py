@@ -1,4 +1,4 @@
-"""The ledger: which storages live on the device at any moment, of what kind they are and which line made them.
+"""The ledger: the storages on the device at any moment, with their kind and the line that made them.
 
 Legend: bytes are those of an allocator that rounds up to blocks (512 bytes on a GPU, as torch's does; none on a CPU).
 """
@@ -22,9 +22,9 @@ GPU_BLOCK = 512
 """Bytes to which torch's caching allocator rounds a request (c10/cuda/CUDACachingAllocator.h, kMinBlockSize)."""
 LARGEST = 5
 MOMENTARY = -1
-"""In place of a storage's key."""
+"""Key for memory inside an operation."""
 CURVE_POINTS = 100
-"""Of the curve of one stay in a phase, about."""
+"""Approximate number of points of the curve in one stay in a phase."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,13 @@ class Storage:
     nbytes: int
     origin: Origin
     shape: tuple[int, ...]
-    """Of the tensor that it was made for."""
+    """Shape of the tensor that it was made for."""
     dtype: str
 
 
 @dataclass(frozen=True)
 class LargeStorage:
-    """One of the largest at a peak."""
+    """One of the largest storages at a peak."""
 
     nbytes: int
     kind: str
@@ -51,43 +51,43 @@ class LargeStorage:
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """Memory in one phase of one step; a phase that is entered several times is one."""
+    """Memory in one phase of one step. Several stays in a phase are one row."""
 
     step: int
     phase: str
     start: int
-    """Bytes that live when it begins."""
+    """Bytes at the beginning."""
     peak: int
     end: int
     host_peak: int
-    """Bytes of the program's own tensors on the host, at most."""
+    """Largest number of bytes of the program's own tensors on the host."""
     by_kind: dict[str, int]
-    """At the peak."""
+    """Bytes by kind, at the peak."""
     largest: list[LargeStorage]
     curve: list[tuple[float, dict[str, int]]]
-    """(seconds on the estimated clock of this rank, bytes by kind), where they change most."""
+    """(seconds on the estimated clock of this rank, bytes by kind) at the largest changes."""
     begins: list[float] = field(default_factory=list)
-    """When each stay in it begins, on the same clock."""
+    """Beginning of each stay, on the same clock."""
 
 
 class MemoryChange(NamedTuple):
-    """Memory is taken or given back."""
+    """Allocation or release of memory."""
 
     seconds: float
-    """On the rank's clock; within `RepeatedChanges` since its beginning."""
+    """Seconds on the rank's clock; within `RepeatedChanges` since their beginning."""
     key: int
-    """Of the storage; within `RepeatedChanges` a number of the tape."""
+    """Key of the storage; within `RepeatedChanges` its number on the tape."""
     storage: Storage
     sign: int
-    """+1 or -1."""
+    """+1 for an allocation, -1 for a release."""
 
 
 class RepeatedChanges(NamedTuple):
-    """Changes that happen again as they did before, of memory that no tensor holds."""
+    """Changes that are repeated, of memory that no tensor holds."""
 
     begin: float
     first_key: int
-    """From `Ledger.reserve`; the key of a number is so much less."""
+    """First key from `Ledger.reserve`. The key of a number is less by that number."""
     changes: Sequence[MemoryChange]
 
 
@@ -99,9 +99,9 @@ class _Entry:
     phase: str
     start: int
     live: dict[int, Storage]
-    """At the beginning."""
+    """Storages at the beginning."""
     begin: float
-    """Seconds."""
+    """Seconds at the beginning."""
     changes: list[MemoryChange | RepeatedChanges] = field(default_factory=list)
 
     def each(self) -> Iterator[MemoryChange]:
@@ -116,7 +116,7 @@ class _Entry:
 
 
 class MemoryListener(Protocol):
-    """What may be told every change: `tape.TapeRecorder`."""
+    """Listener to every change: `tape.TapeRecorder`."""
 
     def changed(self, key: int, storage: Storage, sign: int) -> None: ...
 
@@ -124,7 +124,7 @@ class MemoryListener(Protocol):
 
 
 class Ledger:
-    """Of one rank. `clock` tells the rank's estimated time."""
+    """Memory of one rank's device. `seconds` is the rank's estimated time."""
 
     def __init__(self, block: int) -> None:
         self.block = block
@@ -133,8 +133,8 @@ class Ledger:
         self.host_total = 0
         self.host_peak = 0
         self._named: dict[int, tuple[Storage, str]] = {}
-        """Kinds that are known from what a storage is used for, by the identity of its entry: another storage may get
-        the same key when this one is gone. They win over where it was made."""
+        """Kinds that follow from the use of a storage, by the identity of its entry: another storage may get the same
+        key after this one. They take precedence over the place of origin."""
         self.phases: list[PhaseMemory] = []
         self.seconds = 0.0
         self.listener: MemoryListener | None = None
@@ -143,12 +143,12 @@ class Ledger:
         self._away: dict[int, Storage] = {}
         """Storages whose memory is given back for a while."""
         self._next_key = MOMENTARY - 1
-        """Of memory that no tensor holds; they fall."""
+        """Next key of memory that no tensor holds. These keys fall."""
 
     # --- storages
 
     def see(self, tensor: Tensor) -> None:
-        """Take note of a device tensor that an operation has returned."""
+        """Record a device tensor that an operation has returned."""
         storage = tensor.untyped_storage()
         key = address_of(storage)
         if key in self.live:
@@ -163,24 +163,24 @@ class Ledger:
         finalizer.atexit = False
 
     def see_as(self, tensor: Tensor, entry: Storage) -> None:
-        """Take note of a new tensor, with what is known of an equal one."""
+        """Record a new tensor with the entry of an equal one."""
         storage = tensor.untyped_storage()
         self._begin(address_of(storage), entry)
         finalizer = weakref.finalize(storage, self._gone, address_of(storage), entry)
         finalizer.atexit = False
 
     def reserve(self, count: int) -> int:
-        """The first of so many keys of memory that no tensor holds; each further one is one less."""
+        """Reserve keys for memory that no tensor holds. Returns the first; each further one is less by one."""
         first = self._next_key
         self._next_key -= count
         return first
 
     def take(self, entry: Storage, key: int) -> None:
-        """Memory that no tensor holds, under a reserved key, until `give_back`."""
+        """Allocate memory that no tensor holds, under a reserved key, until `give_back`."""
         self._begin(key, entry)
 
     def hold(self, nbytes: int, kind: str) -> Callable[[], None]:
-        """Memory that something takes for itself, until what is returned is called."""
+        """Allocate memory for something other than a tensor. Returns the function that releases it."""
         if not nbytes:
             return lambda: None
         key = self.reserve(1)
@@ -188,23 +188,23 @@ class Ledger:
         return partial(self.give_back, key)
 
     def repeat(self, first_key: int, changes: Sequence[MemoryChange]) -> None:
-        """Memory that comes and goes between messages, with keys from `reserve`. What does not go within these changes
-        goes in later ones of the same phase."""
+        """Repeat changes between two messages, with keys from `reserve`. Memory that is not released in them is
+        released by later ones of the same phase."""
         if self._entry is not None:
             self._entry.changes.append(RepeatedChanges(self.seconds, first_key, changes))
 
     def give_back(self, key: int) -> None:
-        """The end of what was taken."""
+        """Release memory that `take` allocated."""
         self._gone(key, self.live[key])
 
     def end_early(self, tensor: Tensor) -> None:
-        """The memory of a tensor is given back, though the tensor itself is still held by somebody."""
+        """Release the memory of a tensor that somebody still holds."""
         key = storage_key(tensor)
         if key in self.live:
             self._gone(key, self.live[key])
 
     def leave_off(self, tensor: Tensor) -> None:
-        """The memory of a storage is given back, to be taken again by the same."""
+        """Release the memory of a storage that will take it again."""
         key = storage_key(tensor)
         entry = self.live[key]
         self._gone(key, entry)
@@ -213,7 +213,7 @@ class Ledger:
         finalizer.atexit = False
 
     def take_again(self, tensor: Tensor) -> None:
-        """What was left off lives again, as it was."""
+        """Take the memory of a storage again."""
         key = storage_key(tensor)
         self._begin(key, self._away.pop(key))
 
@@ -231,24 +231,24 @@ class Ledger:
         self.on_freed(key)
 
     def momentary(self, nbytes: int, kind: str) -> None:
-        """Memory that an operation takes for itself and gives back before it returns."""
+        """Count memory that an operation takes for itself and gives back before it returns."""
         if not nbytes:
             return
         nbytes = -(-nbytes // self.block) * self.block
         self.pass_through(Storage(nbytes, replace(origin_here(), kind=kind), (nbytes,), "uint8"))
 
     def pass_through(self, entry: Storage) -> None:
-        """Memory that comes and goes at once."""
+        """Count memory that is released at once."""
         if self.listener is not None:
             self.listener.passed(entry)
         if self._entry is not None:
             self._entry.changes += [MemoryChange(self.seconds, MOMENTARY, entry, sign) for sign in (1, -1)]
 
     def on_freed(self, key: int) -> None:
-        """Replaced by who keeps something by storage."""
+        """Callback for a released key. Whoever keeps something by storage replaces it."""
 
     def see_host(self, tensor: Tensor) -> None:
-        """The same of a real tensor of the program."""
+        """Record a real tensor of the program."""
         storage = tensor.untyped_storage()
         key, nbytes = address_of(storage), storage.nbytes()
         if key in self._host or not nbytes:
@@ -264,14 +264,14 @@ class Ledger:
         self.host_total -= nbytes
 
     def held(self) -> dict[str, int]:
-        """Bytes by kind of what lives now, or is left off for a while."""
+        """Bytes by kind of all storages, including those whose memory is given back for a while."""
         found: Counter[str] = Counter()
         for storage in (*self.live.values(), *self._away.values()):
             found[self.kind_of(storage)] += storage.nbytes
         return dict(found)
 
     def name(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Say what storages are for."""
+        """Set the kind of storages by their use."""
         for tensor in tensors:
             key = storage_key(tensor)
             if (entry := self.live.get(key) or self._away.get(key)) is not None:
@@ -285,7 +285,7 @@ class Ledger:
 
     @property
     def step(self) -> int:
-        """Of the phase that is open; 0 before the first step."""
+        """Step of the open phase; 0 before the first step."""
         return 0 if self._entry is None else self._entry.step
 
     def _changed(self, key: int, storage: Storage, sign: int) -> None:
@@ -295,19 +295,19 @@ class Ledger:
             self._entry.changes.append(MemoryChange(self.seconds, key, storage, sign))
 
     def enter(self, step: int, phase: str) -> None:
-        """From here on changes belong to this phase; the one before is closed."""
+        """Begin a phase. The one before is closed."""
         self.leave()
         self.host_peak = self.host_total
         self._entry = _Entry(step, phase, self.total, dict(self.live), self.seconds)
 
     def leave(self) -> None:
-        """Close the phase that is open, if one is."""
+        """Close the open phase, if there is one."""
         entry, self._entry = self._entry, None
         if entry is not None:
             self.phases.append(self._closed(entry))
 
     def _closed(self, entry: _Entry) -> PhaseMemory:
-        """Walk through the changes once more: first to the peak, then for the curve."""
+        """Memory of a stay, from two passes over its changes: one to the peak, one for the curve."""
         total, peak, at, number = entry.start, entry.start, 0, 0
         for number, (_, _, storage, sign) in enumerate(entry.each(), 1):
             total += sign * storage.nbytes
@@ -337,7 +337,7 @@ class Ledger:
         )
 
     def _curve(self, entry: _Entry, changes: int) -> list[tuple[float, dict[str, int]]]:
-        """The peaks of equal stretches of so many changes, so that no peak is lost."""
+        """Peaks of equal stretches of changes, so that no peak is lost."""
         now: Counter[str] = Counter()
         for storage in entry.live.values():
             now[self.kind_of(storage)] += storage.nbytes
@@ -356,7 +356,7 @@ class Ledger:
 
 
 def merged(stays: Sequence[PhaseMemory]) -> list[PhaseMemory]:
-    """One entry for each phase of each step, in the order in which they were entered first."""
+    """One row for each phase of each step, in the order of first entry."""
     found: dict[tuple[int, str], PhaseMemory] = {}
     for stay in stays:
         before = found.get((stay.step, stay.phase))

@@ -1,4 +1,4 @@
-"""Arguments of operations as lists: torch's own pytree takes longer than all the rest of a rehearsed operation."""
+"""Flattening of arguments. torch's own pytree would take longer than the rest of a rehearsed operation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """Every tensor among arguments, also inside lists, tuples and dicts, in order."""
+    """All tensors among arguments, also inside lists, tuples and dicts, in order."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -22,7 +22,7 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
 
 
 def with_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The same arguments, each tensor changed."""
+    """The same arguments with each tensor changed."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""How much work each data-parallel rank has, seen from any of them: every rank packs the micro-batches of all."""
+"""Work of each data-parallel rank. Any rank can tell it, since every rank packs the micro-batches of all."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megarlhf.parallel.packing.partition import ForwardCost
 
 @dataclass(frozen=True)
 class RankLoad:
-    """What one data-parallel rank has to do in one phase, over all steps."""
+    """Work of one data-parallel rank in one phase, over all steps."""
 
     cost: float
-    """By what micro-batches are balanced with (`parallel/packing/partition.py`)."""
+    """Cost by which micro-batches are balanced (`parallel/packing/partition.py`)."""
     tokens: int
-    """That are computed, without what fills rows up: what sequences share counts once."""
+    """Computed tokens, without padding. Tokens that sequences share count once."""
     longest: int
-    """Positions of its largest micro-batch."""
+    """Positions of the largest micro-batch."""
     micro_batches: int
 
     def __add__(self, other: RankLoad) -> RankLoad:
@@ -35,15 +35,18 @@ class RankLoad:
 
 
 Shares = Mapping[str, Sequence[RankLoad]]
-"""By phase, of each data-parallel rank of the phase's role."""
+"""By phase, the load of each data-parallel rank of the phase's role."""
 
 
 @contextlib.contextmanager
 def seen_batches(
     at: Callable[[], tuple[int, str]], shares: dict[str, list[RankLoad]], tokens: Counter[tuple[int, str]]
 ) -> Iterator[None]:
-    """Inside, `shares` and `tokens` collect what is packed in the step and phase that `at` tells: the work of each rank
-    over all steps, and the tokens of all ranks by step: of whole sequences, as a run's `tokens_per_second` counts them.
+    """Scope in which `loads` and `tokens` collect the work that is packed.
+
+    where:  tells the current step and phase.
+    loads:  of each phase, the work of each rank over all steps.
+    tokens: by step and phase, the tokens of whole sequences on all ranks, as a run's `tokens_per_second` counts them.
     """
     original = Batching.layouts_by_rank
 

@@ -1,8 +1,8 @@
-"""The rollout engine of a rehearsal: vLLM's memory and our resharder, and responses of given lengths.
+"""The rollout engine of a rehearsal: vLLM's memory, the resharder of a real run, and responses of given lengths.
 
-Weights stand where the table says that vLLM has them (`architectures/`), the cache is as large as vLLM makes it, and
-updates and certificates are the real engine's. Nothing is generated: responses have lengths from a distribution, and
-the time that they take is an estimate.
+Weights are placed as the table says that vLLM has them (`architectures/`), the cache is as large as vLLM makes it, and
+updates and certificates are those of the real engine. Nothing is generated: lengths are drawn from a distribution, and
+the time of a rollout is an estimate.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from megarlhf.runtime import Runtime
 from megarlhf.weights.checks.certificate import Certificate
 
 TOKEN = 5
-"""What every response consists of: no id of a tokenizer's beginning that ends something."""
+"""The token of every response. It is none of those at the beginning of a tokenizer, which may end a response."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineBudget:
-    """What bounds the engine on a device."""
+    """Bounds of the engine's memory on a device."""
 
     device_bytes: int
-    """Of the device; 0: not bounded, as on a CPU."""
+    """Memory of the device; 0 means unbounded, as on a CPU."""
     reserved_bytes: int
-    """Of the device that the process has taken before torch allocates anything: context and communicators."""
+    """Memory that the process takes before torch allocates anything: context and communicators."""
     activation_bytes: int
-    """That vLLM finds its own forward to need, and keeps free of the cache."""
+    """Memory that vLLM measures for its own forward and keeps free of the cache."""
     held_bytes: Callable[[], int]
-    """What the trainer's tensors take now."""
+    """Current memory of the trainer's tensors."""
 
 
 class _Model(nn.Module):
-    """Parameters under vLLM's names, which have dots."""
+    """Parameters under vLLM's names, which contain dots."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class _Model(nn.Module):
 
 
 class _LLM:
-    """What the real engine asks of `vllm.LLM`, apart from generating."""
+    """The part of `vllm.LLM` that the real engine uses, without generation."""
 
     def __init__(self, parameters: Mapping[str, Tensor], cache: Tensor) -> None:
         self._model, self.cache = _Model(parameters), cache
@@ -75,7 +75,7 @@ class _LLM:
 
 
 class RehearsedEngine(VllmEngine):
-    """vLLM without vLLM."""
+    """vLLM's engine without vLLM."""
 
     def __init__(
         self,
@@ -93,17 +93,20 @@ class RehearsedEngine(VllmEngine):
         generated: Callable[[RolloutWork, EngineShape, int], Sequence[int]],
         refused: Callable[[str], None],
     ) -> None:
-        """`drew` is told the number of samples of each rollout; `generated` what the engines of the job have to
-        generate, and the shape and the bytes of the cache of this rank's, and says which engine takes each piece of the
-        queue; `refused` why vLLM would not start, in which
-        case the rehearsal goes on with a cache for one sequence."""
+        """Callbacks:
+
+        on_rollout: gets the number of samples of each rollout.
+        estimate:   gets the work of all engines, and the shape and cache bytes of this rank's; returns the engine that
+                    takes each piece of the queue.
+        on_refusal: gets the reason why vLLM would not start. The rehearsal goes on with a cache for one sequence.
+        """
         self._lengths, self._memory = lengths, memory
         self._drew, self._generated, self._refused = drew, generated, refused
         self._cache_bytes = 0
         super().__init__(model_path, dtype, rollout, tp, max_model_len, actor, runtime)
 
     def _start(self, model_path: Path, max_model_len: int) -> Any:
-        """Memory as vLLM takes it."""
+        """Allocate memory as vLLM does."""
         held = self._memory.held_bytes()
         parameters = self._weights()
         weights = sum(tensor.numel() * tensor.element_size() for tensor in parameters.values())
@@ -120,7 +123,7 @@ class RehearsedEngine(VllmEngine):
         return [self._llm.cache]
 
     def _require_room(self, nbytes: int, what: str) -> None:
-        """As the real one, of which the rehearsal goes on."""
+        """Report a lack of memory as the real engine does. The rehearsal goes on."""
         memory = self._memory
         free = memory.device_bytes - memory.reserved_bytes - memory.held_bytes()
         if memory.device_bytes and free < nbytes:
@@ -130,7 +133,7 @@ class RehearsedEngine(VllmEngine):
         return torch.empty(self._cache_bytes, dtype=torch.uint8, device=self._runtime.device)
 
     def _cache_size(self, held: int, weights: int, max_model_len: int) -> int:
-        """Bytes. vLLM takes its share of the whole device, and wants to find it free
+        """Bytes of the cache. vLLM takes its share of the whole device, and expects to find it free
         (`vllm/v1/worker/gpu_worker.py`, init_device and determine_available_memory)."""
         rollout, device = self._rollout, self._memory.device_bytes
         if not device:
@@ -155,10 +158,10 @@ class RehearsedEngine(VllmEngine):
         return max(cache, least)
 
     def _check_memory(self) -> None:
-        """Whether vLLM's loader leaves weights in place is asked of the live engine only."""
+        """Nothing to check: only the live engine can tell whether vLLM's loader leaves weights in place."""
 
     def _check_table(self, actor: ModelShard) -> None:
-        """The same of the table, which is proven against vLLM's own loader."""
+        """Nothing to check: the table is proven against vLLM's own loader."""
 
     def generate(
         self,
@@ -169,7 +172,7 @@ class RehearsedEngine(VllmEngine):
         bank: FinishedResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
-        """Responses of drawn lengths, each on the engine that would draw it."""
+        """Responses of drawn lengths, each on the engine that would generate it."""
         self._wake(to_generate=True)
         tp, world = self._tp, self._runtime.world_size
         self._drew(len(prompts))
@@ -194,8 +197,8 @@ class RehearsedEngine(VllmEngine):
 
 
 class GivenResponses:
-    """In place of the engine `megatron`, and of any engine where only the trainer is looked at: no weights of its own,
-    every rank answers for an equal share."""
+    """Responses without an engine: every rank answers for an equal share. It replaces the engine `megatron`, and any
+    engine where only the trainer is of interest."""
 
     rebuilds, local_seconds = 0, 0.0
 
@@ -235,8 +238,10 @@ class GivenResponses:
 def given_responses(
     shares: Mapping[int, Sequence[int]], lengths: Sequence[int], sampling: Sampling, version: int, runtime: Runtime
 ) -> Rollouts:
-    """Rollouts of these lengths, by the way that those of a real engine take; `shares`: rows by the rank that answers
-    for them."""
+    """Rollouts of these lengths, made by the functions of a real engine.
+
+    shares: rows by the rank that answers for them.
+    """
     finished = [length < sampling.max_tokens for length in lengths]
     index = [{n: (lengths[n], finished[n]) for n in shares.get(rank, ())} for rank in range(runtime.world_size)]
     own = shares.get(runtime.rank, ())
@@ -247,8 +252,8 @@ def given_responses(
 
 
 def forward_bytes(arch: Architecture, tp: int) -> int:
-    """What vLLM finds its own forward to need on one rank, and keeps free of the cache: assumed to be residual stream,
-    norm's output and MLP of the largest batch of tokens, and the logits of all sequences in fp32.
+    """Memory of vLLM's own forward on one rank, which it keeps free of the cache. Assumed to be residual stream, norm's
+    output and MLP of the largest batch of tokens, and the logits of all sequences in fp32.
 
     Source: vllm/v1/worker/gpu_worker.py, determine_available_memory, which measures it by such a forward;
     vllm/engine/arg_utils.py for its sizes on a GPU of 70 GiB or more.

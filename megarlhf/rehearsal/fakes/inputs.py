@@ -1,7 +1,7 @@
-"""What stands in for files that a rehearsal does not have: tokenizer, data and rewards.
+"""Stand-ins for files that a rehearsal does not have: tokenizer, data and rewards.
 
-They are real files in a temporary directory, read by the program as any others. What is there is used as it is; what is
-stood in for is said on the page.
+They are real files in a temporary directory, which the program reads as any others. Files that exist are used as they
+are. The page names every stand-in.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megarlhf.weights.checkpoint.dtype import resolve_dtype
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 LETTERS = string.ascii_letters
-"""Tokens of the stand-in tokenizer, in this order."""
+"""Tokens of the stand-in tokenizer, in order."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 REWARD = "megarlhf.rehearsal.fakes.inputs:length_of_response"
 
@@ -32,17 +32,17 @@ AnyConfig = SFTConfig | RMConfig | DPOConfig | RLConfig
 
 @dataclass(frozen=True, kw_only=True)
 class StandIns:
-    """A configuration that can be run without the files, and what was put in their place."""
+    """A configuration that runs without the missing files, and notes about its stand-ins."""
 
     cfg: AnyConfig
     notes: tuple[str, ...]
     """Sentences for the page."""
     originals: Mapping[str, str]
-    """Directories of models that stand in, and those of the user that they stand for."""
+    """User's directory by directory of the model that stands in for it."""
 
     @contextlib.contextmanager
     def named_by_the_user(self) -> Iterator[None]:
-        """What is refused inside is said of the user's directories. Raises: ValueError."""
+        """Scope in which refusals name the user's directories in place of stand-ins. Raises: ValueError."""
         try:
             yield
         except ValueError as error:
@@ -53,7 +53,7 @@ class StandIns:
 
 
 def length_of_response(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
-    """A reward that differs between samples."""
+    """Reward that differs between samples."""
     return float(len(response) % 7)
 
 
@@ -66,8 +66,11 @@ def stand_in(
     steps: int,
     resume_point: bool = False,
 ) -> StandIns:
-    """The configuration with stand-ins in `directory` for what is missing. With `resume_point` one is written at the
-    beginning of the last step, if there are several and the job writes any."""
+    """Configuration with stand-ins in `directory` for missing files.
+
+    resume_point: whether a resume point is written at the beginning of the last step, if there are several steps and
+    the job writes any.
+    """
     tree, notes = cfg.model_dump(mode="json"), []
     tree["run"] |= {"dir": str(directory / "run"), "on_existing": "overwrite", "wandb": {}}
     resume_point = resume_point and steps > 1 and cfg.checkpoint.by_cadence
@@ -115,11 +118,13 @@ def stand_in(
 def _model(
     role: str, model: dict[str, Any], section: RoleConfig, directory: Path, paths: dict[str, str], *, has_data: bool
 ) -> list[str]:
-    """Point a role at a directory with config.json and tokenizer, and say its dtype, which weights may have said.
+    """Point a role at a directory with config.json and tokenizer, and set its dtype, which the weights may have
+    decided. Returns notes.
+
+    The lengths of stand-in records are counted by the stand-in tokenizer, so it replaces an existing one wherever
+    records stand in.
 
     Raises: ValueError where there is no config.json.
-
-    Records that stand in are of so many tokens by the stand-in tokenizer only, so it reads them wherever they do.
     """
     source = section.model.hf_directory()
     place = section.model.tokenizer_place()
@@ -141,10 +146,10 @@ def _model(
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A letter of the text is a token.
+    """Write a tokenizer with one token for each letter. A text begins with bos.
 
-    transformers builds a tokenizer of its own for some families (Qwen2) from the vocabulary of whatever stands there.
-    It is one of byte pairs, so this one is too: with no pairs, in which both agree. A text begins with bos.
+    transformers builds a tokenizer of its own for some families (Qwen2) from the vocabulary of any tokenizer. It is one
+    of byte pairs. So is this one, without any pair, so that both agree.
     """
     pad, bos, eos = SPECIAL
     spread = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
@@ -178,7 +183,10 @@ def _data(
     responses: Lengths | None,
     why: str,
 ) -> list[str]:
-    """Write records of given lengths. `why`: data are not used; "": because of the tokenizer."""
+    """Write records of given lengths. Returns notes.
+
+    why: why the data are not used; empty if because of the tokenizer.
+    """
     longest = cfg.data.max_prompt_tokens
     prompts = prompts or Constant(max(1, longest // 2))
     per_step = cfg.train.prompts_per_step if isinstance(cfg, RLConfig) else cfg.train.mini_batch_samples
@@ -208,7 +216,7 @@ def _data(
 
 
 def _held_out(cfg: AnyConfig) -> list[str]:
-    """Where there is any, that it is left out."""
+    """Note that held-out samples are left out, if the job has any."""
     if not cfg.data.has_validation:
         return []
     held_out = cfg.data.validation
@@ -217,12 +225,12 @@ def _held_out(cfg: AnyConfig) -> list[str]:
 
 
 def _text(tokens: int, seed: int) -> str:
-    """So many tokens of the stand-in tokenizer."""
+    """A text of so many tokens of the stand-in tokenizer."""
     return "".join(LETTERS[(seed + k) % len(LETTERS)] for k in range(max(1, tokens)))
 
 
 def _rewards(cfg: RLConfig, tree: dict[str, Any]) -> list[str]:
-    """Functions, servers and classifiers are not called: their answers would be about nothing."""
+    """Replace functions, servers and classifiers, whose answers would have no meaning. Returns notes."""
     notes, kept = [], []
     for reward, given in zip(cfg.rewards, tree["rewards"], strict=True):
         if reward.kind == "model" and not reward.retokenize:

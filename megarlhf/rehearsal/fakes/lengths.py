@@ -1,4 +1,4 @@
-"""How long prompts and responses are in a rehearsal: a distribution, a file, or what an earlier run has kept."""
+"""Lengths of prompts and responses in a rehearsal: a distribution, a file, or the lengths of an earlier run."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ FORMS = "constant:N, uniform:LOW,HIGH, lognormal:mean=M,sigma=S, a file of numbe
 
 
 class Lengths(Protocol):
-    """Numbers of tokens."""
+    """A source of numbers of tokens."""
 
     def draw(self, seed: int) -> int:
-        """One length; the same seed, the same length."""
+        """One length. The same seed gives the same length."""
         ...
 
     @property
     def words(self) -> str:
-        """For the page."""
+        """Description for the page."""
         ...
 
 
@@ -55,7 +55,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class LogNormal:
-    """`mean` is the distribution's mean, `sigma` the deviation of the logarithm."""
+    """Lognormal lengths: `mean` is the distribution's mean, `sigma` the deviation of the logarithm."""
 
     mean: float
     sigma: float
@@ -71,7 +71,7 @@ class LogNormal:
 
 @dataclass(frozen=True)
 class Given:
-    """Drawn from lengths that were seen."""
+    """Lengths drawn from observed ones."""
 
     values: Sequence[int] = field(repr=False)
     source: str = ""
@@ -86,13 +86,14 @@ class Given:
 
 
 LARGEST_SIGMA = 9.0
-"""Of a logarithm: four deviations off, a length would be e^36 times another. With more nearly all would be 1."""
+"""Largest deviation of the logarithm: four deviations off, a length would be e^36 times another. With more, nearly all
+lengths would be 1."""
 
 
 def parse(text: str, column: str = "responses") -> Lengths:
-    """A distribution in words. `column`: which of the kept lengths of an earlier run.
+    """Lengths from the text of a command-line option. `column`: which lengths of an earlier run.
 
-    Raises: ValueError for what is none of `FORMS`.
+    Raises: ValueError for a text that is none of `FORMS`.
     """
     kind, _, rest = text.partition(":")
     try:

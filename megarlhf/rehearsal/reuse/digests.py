@@ -1,7 +1,7 @@
-"""Digests of equal weights are rehearsed once: those of one box, in memory of one shape, take the same operations.
+"""Reuse of equal digests: digests of one box, in memory of one shape, take the same operations.
 
-A certificate looks at each weight by itself, and a mixture of experts has thousands. The first digest of a box makes
-its keys, the second is noted, and those after it play its tape. Tests compare rehearsals with and without this: nothing
+A certificate checks each weight by itself, and a mixture of experts has thousands. The first digest of a box makes its
+keys, the second is recorded, and later ones play its tape. Tests compare rehearsals with and without this: nothing
 changes.
 """
 
@@ -24,10 +24,10 @@ from megarlhf.weights.transport.storages import Storages
 
 @contextlib.contextmanager
 def equal_digests(recorder: TapeRecorder, player: Player) -> Iterator[None]:
-    """Inside, a digest like two before it is played."""
+    """Scope in which a digest is played if two equal ones have run."""
     run = digest._digest_box
     tapes: WeakKeyDictionary[Any, dict[Any, Tape | None]] = WeakKeyDictionary()
-    """By the keys of boxes, which are made anew for each certificate."""
+    """Tapes by the keys of boxes, which are made anew for each certificate."""
 
     def digest_box(placement: Placement, storages: Storages, dtype: torch.dtype, keys: Any) -> Tensor:
         live = storages[placement.storage]

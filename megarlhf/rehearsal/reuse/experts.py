@@ -1,8 +1,8 @@
-"""Equal experts are rehearsed once: those of a layer that get equally many tokens do the same, tensor for tensor.
+"""Reuse of equal experts: those of a layer that get equally many tokens do the same, tensor for tensor.
 
-Of each number of tokens the second expert is noted in a forward, and those after it play its tape. With gradients the
-last one runs too, since its backward is the first. The very first expert meets memory that is made at first use. Tests
-compare rehearsals with and without this: nothing changes.
+For each number of tokens the second expert is recorded in a forward, and later ones play its tape. With gradients the
+last one runs too, since its backward is the first. The very first expert is no model: it makes memory at first use.
+Tests compare rehearsals with and without this: nothing changes.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from megarlhf.rehearsal.reuse.buckets import Buckets
 from megarlhf.rehearsal.reuse.tape import Owner, Player, Tape, TapeRecorder
 
 FEWEST = 4
-"""Experts with equally many tokens for which it is worth it."""
+"""Least number of experts with equally many tokens for which this is worthwhile."""
 
 
 @dataclass
 class _Tapes:
-    """Of the experts with one number of tokens, in one forward of a layer."""
+    """Tapes of the experts with one number of tokens, in one forward of a layer."""
 
     number: int
-    """Of experts."""
+    """Number of such experts."""
     called: int = 0
     forward: Tape | None = None
-    """Of the second."""
+    """Tape of the second expert."""
     backward: Tape | None = None
-    """Of the last."""
+    """Tape of the last expert."""
 
 
 class EqualExperts:
-    """Plays the experts of the layers of a stage that are like others."""
+    """Reuse of experts in the layers of a stage."""
 
     def __init__(self, recorder: TapeRecorder, player: Player, known: Known, buckets: Buckets) -> None:
         self._recorder, self._player, self._known, self._buckets = recorder, player, known, buckets
 
     def install(self, shard: ModelShard) -> None:
-        """From now on up to three experts of each number of tokens run in a layer."""
+        """Let at most three experts of each number of tokens run in a layer."""
         for module in shard.module.modules():
             if isinstance(module, SequentialMLP) and len(module.local_experts) >= FEWEST:
                 self._put_into(module)
@@ -135,7 +135,7 @@ class EqualExperts:
 
 
 class _Gate(torch.autograd.Function):
-    """What goes into an expert; `ends` is told its gradients when all of the expert's backward is done."""
+    """Identity on the inputs of an expert. `ends` gets their gradients when all of the expert's backward is done."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, probs: Tensor, ends: Any) -> Any:
@@ -149,7 +149,7 @@ class _Gate(torch.autograd.Function):
 
 
 class _Played(torch.autograd.Function):
-    """An expert that is played, forward and backward. `learnt` is called when its gradients are there."""
+    """A played expert, forward and backward. `ready` is called when its gradients are there."""
 
     @staticmethod
     def forward(

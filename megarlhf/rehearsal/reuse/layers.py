@@ -1,16 +1,18 @@
-"""Equal layers are rehearsed once: what the second layer of a stage does in a forward, and one at the stage's end in a
-backward, the layers between them do too, tensor for tensor and message for message. It is noted on a tape and played
-again.
+"""Reuse of equal layers: layers of a stage repeat, tensor for tensor and message for message, the forward of the second
+layer and the backward of one at the stage's end. These are recorded on tapes and played.
 
-The first layer of a stage meets memory that is made at first use, so it is no model for the others. Of a forward
-without gradients the second layer's tape serves all that follow. With gradients the last layer runs too, since its
-backward is the first. Before the last stage it gets its gradient from the schedule, which holds it meanwhile, so that
-nothing can be added to it in place: there the last layer is no model either, and the one before it runs too.
+The first layer of a stage is no model: it makes memory at first use. The tape of the second layer's forward without
+gradients serves all that follow. With gradients the last layer runs too, since its backward is the first. Before the
+last stage it gets its gradient from the schedule, which still holds it, so that nothing can be added to it in place.
+There the last layer is no model either, and the one before it runs too.
 
-Layers that are computed again in the backward are a group of their own. Their forward is one without gradients; what
-is computed again comes from the last layer to the first, each followed by its backward, and so its model is the layer
-at the end, as it is for backwards. Tests compare rehearsals with and without all this: nothing changes, but for what
+Layers that are recomputed in the backward are a group of their own. Their forward is one without gradients.
+Recomputation goes from the last layer to the first, each followed by its backward, and so its model is the layer at the
+end, as it is for backwards. Tests compare rehearsals with and without all this: nothing changes, except for what
 `tests/rehearsal/test_reuse.py` names.
+
+Example, a last stage of 6 layers, with gradients: layers 1, 2 and 6 run; 3, 4 and 5 play the forward of 2 and the
+backward of 6.
 """
 
 from __future__ import annotations
@@ -31,54 +33,55 @@ from megarlhf.rehearsal.reuse.buckets import Buckets
 from megarlhf.rehearsal.reuse.tape import MemoryMark, Owner, Player, Tape, TapeRecorder
 
 FEWEST = 4
-"""Layers of a group for which it is worth it."""
+"""Least number of layers in a group for which this is worthwhile."""
 
 
 @dataclass
 class MicroBatchTapes:
-    """Of one micro-batch in one group of layers."""
+    """Tapes of one micro-batch in one group of layers."""
 
     forward: Tape
-    """Of the second layer; where it is computed again, of the model."""
+    """Tape of the second layer; if layers are recomputed, of the model."""
     input_is_kept: bool
-    """Whether a layer's graph needs what came in, which its caller lets go of."""
+    """Whether a layer's graph needs its input, which the caller releases."""
     backward: Tape | None = None
-    """Of the model."""
+    """Tape of the model."""
 
 
 @dataclass
 class Held:
-    """What a played layer has left after a forward."""
+    """Memory that a played layer holds after a forward."""
 
     keys: dict[int, int] = field(default_factory=dict)
-    """Of the ledger, by number of the forward's tape."""
+    """Keys of the ledger, by number on the forward's tape."""
     is_over: bool = True
-    """Whether no backward is to come. What is there then is held by the layer's own attributes, as a dispatcher of
-    tokens to experts holds how many go where, until its next forward puts others in their place."""
+    """Whether no backward follows. The remaining memory is then held by the layer's own attributes, until its next
+    forward replaces them. For example, a dispatcher of tokens to experts holds how many go where."""
 
 
 class LayerPosition(Enum):
-    """Of a layer behind the first of its group."""
+    """Position of a layer behind the first of its group."""
 
     SECOND = auto()
-    """The model of forwards."""
+    """Model of forwards."""
     BETWEEN = auto()
     MODEL = auto()
-    """Of backwards, and of what is computed again."""
+    """Model of backwards, and of recomputation."""
     BEHIND = auto()
-    """The last one, where it is not the model."""
+    """The last layer, if it is not the model."""
 
 
 class Noted:
-    """A layer that runs and is noted, in all its forwards."""
+    """Recorder of all forwards of a layer that runs."""
 
     def __init__(self, recorder: TapeRecorder) -> None:
         self._recorder = recorder
         self.tape: Tape | None = None
-        """Of the last one."""
+        """Tape of the last forward."""
 
     def run(self, run: Callable[..., Any], hidden: Tensor, args: Any, kwargs: Any) -> Any:
-        """A forward. What it lets go of that the one before it had left is noted as that one's."""
+        """Run a forward and record it. Memory of the forward before it that is released now is recorded as that
+        forward's."""
         before = {} if self.tape is None else self._recorder.left_of(self.tape, "before")
         self.tape = self._recorder.begin(before | {storage_key(hidden): ("input", 0)})
         try:
@@ -90,18 +93,18 @@ class Noted:
 
 
 class EqualLayers:
-    """Plays the layers of a stage that are like others."""
+    """Reuse of layers in a stage."""
 
     def __init__(self, recorder: TapeRecorder, player: Player, known: Known, buckets: Buckets) -> None:
         self._recorder, self._player, self._known, self._buckets = recorder, player, known, buckets
 
     def install(self, shard: ModelShard) -> None:
-        """From now on only the first two layers of each group run, and with gradients the last one or two."""
+        """Let only the first two layers of each group run, and with gradients the last one or two."""
         for chunk in shard.chunks:
             self._install_in(chunk)
 
     def _install_in(self, chunk: Any) -> None:
-        """A pipeline stage, or one of the virtual stages of a rank."""
+        """Install it in a pipeline stage, or in one of a rank's virtual stages."""
         layers, again = list(chunk.decoder.layers), layers_again(chunk)
         for group in (layers[:again], layers[again:]):
             if len(group) < FEWEST:
@@ -116,7 +119,7 @@ class EqualLayers:
 
 
 def layers_again(chunk: Any) -> int:
-    """How many layers of the stage, its first, are computed again in the backward."""
+    """Number of the stage's first layers that are recomputed in the backward."""
     config, count = chunk.config, len(chunk.decoder.layers)
     if config.recompute_granularity != "full":
         return 0
@@ -124,17 +127,17 @@ def layers_again(chunk: Any) -> int:
 
 
 class _Group:
-    """Equal layers that follow each other in a stage; of a micro-batch its tapes, from the second layer on."""
+    """Equal layers that follow each other in a stage, and their tapes for a micro-batch, from the second layer on."""
 
     def __init__(self, recorder: TapeRecorder, player: Player, known: Known, buckets: Buckets, *, again: bool) -> None:
-        """`again`: their backward computes them again."""
+        """`recomputed`: whether their backward recomputes them."""
         self._recorder, self._player, self._known, self._buckets = recorder, player, known, buckets
         self._again = again
         self._second, self._model = Noted(recorder), Noted(recorder)
         self._tapes_again: MicroBatchTapes | None = None
-        """Of the micro-batch that is computed again."""
+        """Tapes of the micro-batch that is recomputed."""
         self._input: MemoryMark | None = None
-        """What came into the second layer's last forward."""
+        """Input of the second layer's last forward."""
         self._tapes: MicroBatchTapes | None = None
 
     def put_into(self, layer: Any, place: LayerPosition) -> None:
@@ -174,8 +177,8 @@ class _Group:
         layer.forward = forward
 
     def _tapes_now(self) -> MicroBatchTapes:
-        """Of the micro-batch at hand, when its third layer is called: now the second's input is held by its graph or
-        by nobody."""
+        """Tapes of the current micro-batch. To be called at its third layer: by then the second's input is held by its
+        graph or by nobody."""
         tape = self._second.tape
         assert tape is not None, "a layer runs before the second of its group"
         assert self._input is not None
@@ -184,7 +187,7 @@ class _Group:
         return self._tapes
 
     def _run_model(self, run: Callable[..., Any], hidden: Tensor, args: Any, kwargs: Any) -> Any:
-        """A forward of the model whose backward will be noted."""
+        """Run a forward of the model and record its backward."""
         tapes = None if self._again else self._tapes_now()
         out, context = self._model.run(run, hidden, args, kwargs)
         own = self._model.tape
@@ -224,7 +227,7 @@ class _Group:
         return out, context
 
     def _forget(self, parameters: list[Tensor]) -> None:
-        """Gradients are added that nobody knows."""
+        """Forget the values of gradients, to which unknown ones are added."""
         for parameter in parameters:
             buffer = getattr(parameter, "main_grad", None)
             if buffer is not None:
@@ -232,10 +235,10 @@ class _Group:
 
 
 class _PlayedAlone(torch.autograd.Function):
-    """The forward of a layer that is played, without a backward to come.
+    """The forward of a played layer without a backward.
 
-    Megatron-Core adds residuals with gradients also where its caller has switched them off. So what a stage receives,
-    which requires a gradient, is held by the graph of what it sends, though no backward will follow.
+    Megatron-Core adds residuals with gradients even where its caller has switched them off. So the input of a stage,
+    which requires a gradient, is held by the graph of its output, though no backward will follow.
     """
 
     @staticmethod
@@ -245,7 +248,7 @@ class _PlayedAlone(torch.autograd.Function):
 
 
 class _Played(torch.autograd.Function):
-    """A layer that is played, forward and backward. `learnt` is called when its gradients are there."""
+    """A played layer, forward and backward. `ready` is called when its gradients are there."""
 
     @staticmethod
     def forward(

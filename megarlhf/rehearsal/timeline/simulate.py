@@ -44,8 +44,8 @@ from megarlhf.rehearsal.timeline.trace import Collective, Compute, Event, Operat
 
 
 class MessagePricing(Protocol):
-    """What communications cost that have all wires to themselves. The same arguments must cost the same: each is asked
-    for once in a group."""
+    """Prices of communications that have all links to themselves. Equal arguments must cost the same: each is asked for
+    once in a group."""
 
     def collective_seconds(self, operation: Operation, ranks: tuple[int, ...], nbytes: int, *, host: bool) -> float:
         """Seconds from the moment at which the last rank has issued it."""
@@ -55,7 +55,7 @@ class MessagePricing(Protocol):
 
 
 def label_by_size(ranks: tuple[int, ...]) -> str:
-    """The label of a group of which nothing else is known."""
+    """Default name of a group."""
     return f"{len(ranks)} ranks"
 
 
@@ -65,12 +65,12 @@ def replay(
     *,
     label: Callable[[tuple[int, ...]], str] = label_by_size,
 ) -> Replayed:
-    """Runs the traces together, each from clock 0.
+    """Run traces together, each from clock 0.
 
-    traces:   by global rank.
-    label:    names a group in the result; for messages without a group it is asked about (source, destination).
-    Raises:   ValueError for a trace that is no trace: a number twice, a `Wait` for no number, a step marked twice, a
-              rank in no group of its own, negative seconds. Traces that do not fit together are `Replayed.faults`.
+    traces: by global rank.
+    label:  names a group in the result. For messages without a group it gets (source, destination).
+    Raises: ValueError for a trace that is no trace: a number twice, a `Wait` for no number, a step marked twice, a rank
+    in no group of its own, negative seconds. Traces that do not fit together are `Replayed.faults`.
     """
     replaying = _Replaying(traces, price, label)
     replaying.run()
@@ -83,7 +83,7 @@ def replay(
 
 @dataclass(slots=True)
 class _Row:
-    """A `Communication` that is being added up: the same fields."""
+    """Sums for a `Communication`, with the same fields."""
 
     count: int = 0
     nbytes: int = 0
@@ -98,7 +98,7 @@ _Key = tuple[Operation | Message, str]
 
 @dataclass(slots=True)
 class _Tally:
-    """A `RankTimes` that is being added up."""
+    """Sums for a `RankTimes`."""
 
     seconds: float = 0.0
     compute: defaultdict[Work, float] = field(default_factory=lambda: defaultdict(float))
@@ -110,7 +110,7 @@ class _Tally:
 
 
 class _Rank:
-    """One rank: its trace, how far it has come, and what it has spent."""
+    """State of one rank: its trace, its position and the time it has spent."""
 
     def __init__(self, rank: int, trace: Sequence[Event]) -> None:
         self.rank = rank
@@ -118,7 +118,7 @@ class _Rank:
         self.index = 0
         self.clock = 0.0
         self.numbers: dict[int, tuple[_Pending, _Key] | None] = {}
-        """What was issued, by number; None once it is known to be complete."""
+        """Issued communications, by number; None for one that is known to be complete."""
         self.waits_for: _Pending | None = None
         self.phase: str | None = None
         self.tally = _Tally()
@@ -127,12 +127,12 @@ class _Rank:
         self.step_start = 0.0
 
     def enter(self, phase: str) -> None:
-        """What follows is of this phase."""
+        """Start a phase."""
         self.phase = phase
         self.tally = self.tallies.setdefault(phase, _Tally())
 
     def spend(self, until: float) -> float:
-        """The clock moves; returns by how much."""
+        """Advance the clock. Returns by how much."""
         seconds = until - self.clock
         if seconds <= 0:
             return 0.0
@@ -141,20 +141,20 @@ class _Rank:
         return seconds
 
     def end_step(self, step: int | None) -> None:
-        """What was spent since the last mark is this step's."""
+        """Assign the time since the last mark to this step."""
         if step in self.steps:
             raise ValueError(f"{self.here()} marks step {step}, which it has marked before; mark each step once")
         self.steps[step] = (self.clock - self.step_start, self.tallies)
         self.step_start, self.tallies, self.phase = self.clock, {}, None
 
     def here(self) -> str:
-        """For messages of errors."""
+        """Position, for errors."""
         return f"rank {self.rank}, event {self.index}"
 
 
 @dataclass(slots=True)
 class _Pending:
-    """One communication, from the first rank that issues it."""
+    """One communication, from the time at which the first rank issues it."""
 
     stream: _Stream
     position: int
@@ -162,38 +162,38 @@ class _Pending:
     """None for a message."""
     nbytes: int
     ready: float = 0.0
-    """When the last rank so far has issued it."""
+    """Time at which the last rank so far has issued it."""
     start: float = 0.0
     end: float | None = None
     issued: list[tuple[_Rank, int, _Row]] = field(default_factory=list)
-    """By which rank, at which of its events, and where it is added up."""
+    """(rank, index of its event, sums to add to)"""
     waiting: list[_Rank] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Stream:
-    """A `Stream` while it runs."""
+    """State of a `Stream`."""
 
     key: Stream
     label: str
     positions: dict[int, int]
-    """How many communications each replayed member has issued."""
+    """Number of communications that each replayed member has issued."""
     free: float = 0.0
-    """When the last one ends."""
+    """Time at which the last communication ends."""
     pending: dict[int, _Pending] = field(default_factory=dict)
-    """By position; those that have not begun."""
+    """Communications that have not begun, by position."""
     prices: dict[tuple[Operation | None, int], float] = field(default_factory=dict)
     disagrees: bool = False
-    """One fault of a stream is said."""
+    """Whether a disagreement of this stream was reported."""
     broken: float = float("inf")
-    """From this position on nothing completes."""
+    """Position from which on nothing completes."""
 
 
 class _Replaying:
-    """The ranks and what runs between them.
+    """State of all ranks and streams.
 
-    When a communication begins depends on nothing but when its ranks issue it and on the one before it in its stream.
-    So no queue of events in time is needed: any rank runs on until it waits for something that has not begun.
+    The beginning of a communication depends only on when its ranks issue it and on the one before it in its stream. So
+    no queue of events in time is needed: any rank runs on until it waits for something that has not begun.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class _Replaying:
         self.disagreements: list[Disagreement] = []
 
     def run(self) -> None:
-        """Until every rank is through, or waits for what never comes."""
+        """Run until every rank is done, or waits for what never comes."""
         while self.runnable:
             self._advance(self.runnable.popleft())
         for rank in self.ranks:
@@ -216,7 +216,7 @@ class _Replaying:
                 rank.end_step(None)
 
     def _advance(self, rank: _Rank) -> None:
-        """One rank, until it waits or is through."""
+        """Run one rank until it waits or is done."""
         rank.waits_for = None
         while rank.index < len(rank.trace):
             event = rank.trace[rank.index]
@@ -237,7 +237,7 @@ class _Replaying:
             rank.index += 1
 
     def _issue(self, rank: _Rank, event: Call) -> None:
-        """A rank issues its next communication in a stream; the last one that does begins it."""
+        """Issue the rank's next communication in a stream. It begins when its last rank issues it."""
         if event.number in rank.numbers:
             raise ValueError(f"{rank.here()} issues number {event.number} for the second time; give each number once")
         stream = self._stream(rank, event)
@@ -258,7 +258,7 @@ class _Replaying:
             self._begin(pending)
 
     def _compare(self, pending: _Pending, operation: Operation | None, nbytes: int, clock: float) -> None:
-        """What to do where ranks do not issue the same; of a stream the first is said."""
+        """Handle ranks that do not issue the same. Only the first disagreement of a stream is reported."""
         stream = pending.stream
         same_operation = pending.operation == operation
         pending.nbytes = max(pending.nbytes, nbytes)
@@ -271,7 +271,7 @@ class _Replaying:
             self.disagreements.append(Disagreement(kind, stream.key, pending.position, time))
 
     def _stream(self, rank: _Rank, event: Call) -> _Stream:
-        """Where a rank's call runs."""
+        """Stream of a rank's call."""
         key = stream_of(rank.rank, event)
         stream = self.streams.get(key)
         if stream is None:
@@ -285,7 +285,8 @@ class _Replaying:
         return stream
 
     def _begin(self, pending: _Pending) -> None:
-        """All have issued it: when it starts and ends is known, and ranks that wait for it go on."""
+        """Begin a communication that all ranks have issued: its start and end are known now, and ranks that wait for it
+        go on."""
         stream = pending.stream
         del stream.pending[pending.position]
         key = (pending.operation, pending.nbytes)
@@ -314,7 +315,7 @@ class _Replaying:
 
     @staticmethod
     def _wait(rank: _Rank, event: Wait) -> bool:
-        """Moves the clock to the end of a communication, or says that it is not known yet."""
+        """Advance the clock to the end of a communication. Returns False if it is not known yet."""
         if event.number not in rank.numbers:
             raise ValueError(f"{rank.here()} waits for number {event.number}, which it has not issued")
         issued = rank.numbers[event.number]
@@ -334,7 +335,7 @@ class _Replaying:
         return True
 
     def waiting(self) -> list[IncompleteCommunication]:
-        """The ranks that are not through, each with what it waits for."""
+        """For each rank that is not done, the communication that it waits for."""
         return [
             self._incomplete(rank.waits_for, rank, rank.index, rank.clock)
             for rank in self.ranks
@@ -342,7 +343,7 @@ class _Replaying:
         ]
 
     def left(self) -> list[IncompleteCommunication]:
-        """The first of each stream that some rank has issued and that has not begun."""
+        """For each stream, the first communication that some rank has issued and that has not begun."""
         firsts = [stream.pending[min(stream.pending)] for stream in self.streams.values() if stream.pending]
         return [self._incomplete(first, *first.issued[0][:2], first.ready) for first in firsts]
 
@@ -354,7 +355,7 @@ class _Replaying:
 
 
 def _steps(ranks: Sequence[_Rank]) -> tuple[StepTimes, ...]:
-    """What the ranks have added up, by step and phase; steps in their order, what follows the last one at the end."""
+    """Sums of all ranks by step and phase. The time after the last step comes at the end."""
     steps = {step for rank in ranks for step in rank.steps}
     times = []
     for step in sorted(steps, key=lambda step: (step is None, step or 0)):

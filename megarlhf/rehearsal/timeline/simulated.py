@@ -17,19 +17,19 @@ class Communication:
     """One operation of one rank in groups of one label, in one phase of one step."""
 
     count: int
-    """Completed ones that were issued in the phase."""
+    """Number of completed communications that were issued in the phase."""
     nbytes: int
     seconds: float
-    """Their price. What of it is not in `transfer` was hidden behind computing, or behind an idle wait."""
+    """Price. The part of it that is not in `transfer` was hidden behind computing or behind an idle wait."""
     idle: float
-    """Exposed by waits in this phase: another rank had not issued it yet. A pipeline's bubble and uneven work."""
+    """Exposed by waits in this phase: another rank had not issued it yet. It is a pipeline's bubble and uneven work."""
     queued: float
-    """Exposed: all had issued it, but earlier communications of the same group were not over."""
+    """Exposed: all had issued it, but earlier communications of the group were not over."""
     transfer: float
     """Exposed: it was under way."""
 
     def exposed(self) -> float:
-        """How far waits have moved the clock."""
+        """Advance of the clock by waits."""
         return self.idle + self.queued + self.transfer
 
 
@@ -38,10 +38,10 @@ class RankTimes:
     """One rank in one phase of one step."""
 
     seconds: float
-    """By how much events of the phase move the rank's clock: `busy` and `exposed` together."""
+    """Advance of the rank's clock by events of the phase: `busy` and `exposed` together."""
     compute: Mapping[Work, float]
     communication: Mapping[tuple[Operation | Message, str], Communication]
-    """By operation and the label of the group."""
+    """By operation and name of the group."""
 
     def busy(self) -> float:
         """Seconds of computing."""
@@ -58,28 +58,28 @@ class RankTimes:
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimes:
-    """The replayed ranks in one phase of one step; those only that have events of it."""
+    """The replayed ranks in one phase of one step. Ranks without an event in it are left out."""
 
     ranks: Mapping[int, RankTimes]
 
     def seconds(self) -> float:
-        """Of the rank that spends the most in it."""
+        """Seconds of the rank that spends the most in it."""
         return max(rank.seconds for rank in self.ranks.values())
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """From one `Mark` to the next."""
+    """Times from one `StepMark` to the next."""
 
     step: int | None
-    """As the mark that ends it says; None for what follows a rank's last mark."""
+    """Step of the mark at the end; None for the time after a rank's last mark."""
     ranks: Mapping[int, float]
-    """By how much each rank's clock moves."""
+    """Advance of each rank's clock."""
     phases: Mapping[str, PhaseTimes]
-    """In the order in which the first rank comes to them."""
+    """Phases in the order in which the first rank comes to them."""
 
     def seconds(self) -> float:
-        """Of the slowest rank."""
+        """Seconds of the slowest rank."""
         return max(self.ranks.values())
 
 

@@ -1,10 +1,9 @@
-"""TransformerEngine's layers, which cannot be imported without CUDA: a table of what they keep for the backward, with
-its sources, and the exchange of a rehearsed model's layers for stand-ins that keep just that
-(`transformer_engine/layers.py`).
+"""A table of what TransformerEngine's layers keep for the backward, with its sources, and the replacement of a
+rehearsed model's layers by stand-ins that keep just that (`transformer_engine/layers.py`).
 
-The table is of version 2.11.0, which requirements/gpu.txt pins; the linear layers of 2.9 and 2.10 save the same. A
-model keeps the parameter names of the local spec: shapes and sum are those of TransformerEngine's, and architecture's
-table, resharder and module agree.
+TransformerEngine cannot be imported without CUDA. The table is of version 2.11.0, which requirements/gpu.txt pins; the
+linear layers of 2.9 and 2.10 save the same. A model keeps the parameter names of the local spec: shapes and sum are
+those of TransformerEngine's, and architecture's table, resharder and module agree.
 
 Legend of sizes, all of one rank: T tokens of a micro-batch, t this rank's stretch of them (T / tp under sequence
 parallelism, otherwise T), H hidden, N query heads, G key-value groups, D head dimension, F width of the MLP; of one
@@ -28,10 +27,10 @@ from megarlhf.rehearsal.transformer_engine.layers import Attention, FoldedNorm, 
 
 VERSION = "2.11.0"
 Layers = Literal["te", "local"]
-"""Whose layers a rehearsed GPU holds. `local`: machines without TransformerEngine."""
+"""Layers of a rehearsed GPU. `local`: as on a machine without TransformerEngine."""
 Trait = Literal["rms", "layer_norm", "turned", "interleaved", "qk_norm", "dense", "experts", "gated", "gelu"]
 BYTES = {"model": 2, "fp32": 4, "int64": 8}
-"""The table is for models in bf16."""
+"""Bytes by dtype. The table is for models in bf16."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +40,13 @@ class Saved:
     module: str
     tensor: str
     dims: tuple[str | int, ...]
-    """Sizes by the legend."""
+    """Sizes, by the legend."""
     source: str
     dtype: Literal["model", "fp32", "int64"] = "model"
     only: frozenset[Trait] = frozenset()
-    """What a layer must have for it."""
+    """Traits of the layers that keep it."""
     held_by: str = ""
-    """Another entry whose storage this is; then it is not counted."""
+    """Another entry with the same storage; then it is not counted."""
 
     @property
     def formula(self) -> str:
@@ -119,9 +118,12 @@ TE: tuple[Saved, ...] = (
     *_gate("expert", "K", "E", "experts"),
     Saved("fc2 Linear of an expert", "inputmat", ("K", "E"), f"{_LINEAR}:404", only=_EXPERTS),
 )
-"""What one layer with TransformerEngine's modules keeps. Router, dispatcher and the residual sums are Megatron-Core's
-own code in both specs and are rehearsed as they are; the sums keep nothing, dropout being 0. Weights that are not
-trained keep neither `ln_out` nor `inputmat` of their products; without gradients nothing is kept."""
+"""Tensors that one layer with TransformerEngine's modules keeps.
+
+Router, dispatcher and the residual sums are Megatron-Core's own code in both specs and are rehearsed as they are; the
+sums keep nothing, since dropout is 0. Weights that are not trained keep neither `ln_out` nor `inputmat` of their
+products. Without gradients nothing is kept.
+"""
 
 
 def _local_rms(place: str, *traits: Trait, dims: tuple[str, ...] = ("t", "H"), held_by: str = "") -> tuple[Saved, ...]:
@@ -165,11 +167,11 @@ LOCAL: tuple[Saved, ...] = (
     Saved("expert", "the gate's output, to be weighted", ("K", "E"), f"{_MLP}:169", only=_EXPERTS),
     Saved("fc2 of an expert", "input", ("K", "E"), _COLUMN, only=_EXPERTS),
 )
-"""The same of the local spec with packed rows, to compare with. Nothing is made of it."""
+"""Tensors that one layer of the local spec with packed rows keeps, for comparison. Nothing is made from it."""
 
 
 def traits_of(arch: Architecture) -> frozenset[Trait]:
-    """What of the tables applies to a model's layers."""
+    """Traits of a model's layers, which select entries of the tables."""
     turned = arch.positions == "rope" or arch.qk_norm or arch.num_heads != arch.num_kv_heads
     traits: list[Trait] = ["rms" if arch.norm == "rms" else "layer_norm", "turned" if turned else "interleaved"]
     traits.append("experts" if arch.num_experts else "dense")
@@ -191,8 +193,10 @@ def saved_tensors(
     sequence_parallel: bool,
     expert_rows: Sequence[int] = (),
 ) -> Iterator[tuple[Saved, int]]:
-    """(entry, bytes) of each tensor that one layer keeps for `tokens` tokens; `expert_rows`: those of them that are
-    routed to each expert."""
+    """(entry, bytes) of each tensor that one layer keeps for `tokens` tokens.
+
+    expert_rows: numbers of tokens that are routed to each expert.
+    """
     sizes = {
         "T": tokens,
         "t": tokens // tp if sequence_parallel else tokens,
@@ -223,7 +227,6 @@ def replace_layers(shard: ModelShard, shared: Shared) -> None:
 
 
 def _replace_in(decoder: Any, arch: Architecture, shared: Shared) -> None:
-    """Of one stage."""
     for layer in decoder.layers:
         attention = layer.self_attention
         attention.linear_qkv = NormLinear(layer.input_layernorm, attention.linear_qkv, shared)
