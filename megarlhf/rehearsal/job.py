@@ -9,7 +9,6 @@ import torch
 
 from megarlhf.config import FrozenModel, RLConfig, roles_of
 from megarlhf.layout import MeshLayout
-from megarlhf.rehearsal.cost_model.engine_time import RolloutEstimate
 from megarlhf.rehearsal.cost_model.margin import MarginConfig
 from megarlhf.rehearsal.fake_device import torch_patches
 from megarlhf.rehearsal.fake_device.assumptions import Assumption
@@ -19,6 +18,7 @@ from megarlhf.rehearsal.fake_device.torch_patches import Kind
 from megarlhf.rehearsal.fakes.batches import RankLoad
 from megarlhf.rehearsal.fakes.lengths import Lengths
 from megarlhf.rehearsal.fakes.resume_point import PointSizes
+from megarlhf.rehearsal.result import RolloutRow
 from megarlhf.rehearsal.timeline.messages import Line, Reached
 from megarlhf.rehearsal.timeline.trace import Event, Work
 from megarlhf.rehearsal.transformer_engine.replace import Layers
@@ -67,20 +67,20 @@ class RankRecord:
     flops: dict[tuple[int, str, Work], int]
     """FLOPs by step, phase and work, without recomputation in a backward."""
     work_seconds: dict[tuple[int, str, Work], float]
-    again_seconds: dict[tuple[int, str], float]
+    recomputed_seconds: dict[tuple[int, str], float]
     """Seconds of recomputation, which `work_seconds` includes."""
     operations: dict[tuple[int, str], int]
     assumptions: list[tuple[Assumption, int]]
     reached: Reached
     groups_created: int
     memberships: int
-    shares: dict[str, list[RankLoad]]
+    loads: dict[str, list[RankLoad]]
     """Work of each data-parallel rank of a phase's role, by phase."""
     tokens: dict[tuple[int, str], int]
     """Tokens packed in a step and phase on all ranks of the role."""
-    rollouts: list[RolloutEstimate]
+    rollouts: list[RolloutRow]
     """One estimate for each step."""
-    problems: list[str]
+    refusals: list[str]
     """Reasons why the run would not start, as sentences."""
     cache_bytes: int
     """Cache of the rollout engine on this rank."""
@@ -111,7 +111,7 @@ def runtime_of(rank: int, world_size: int, ranks_per_node: int, device: torch.de
         local_rank=rank % ranks_per_node,
         world_size=world_size,
         local_world_size=min(ranks_per_node, world_size),
-        ranks_per_block=min(ranks_per_node, world_size),  # nodes have equally many: request.require_sense
+        ranks_per_block=min(ranks_per_node, world_size),  # nodes have equally many: request.check_request
         device=device,
         backend=torch_patches.BACKENDS["cpu" if device.type == "cpu" else "gpu"],
     )

@@ -46,25 +46,25 @@ class Request:
     """Whether the bytes of every rank from trainer to engines are planned."""
 
 
-def require_sense(request: Request) -> None:
+def check_request(request: Request) -> None:
     """Refuse options without effect, and numbers that do not fit the job.
 
     Raises: ValueError that names the option.
     """
     cfg, world, per_node = request.cfg, request.world_size, request.ranks_per_node
     if request.ranks is not None and max(request.ranks) >= world:
-        raise ValueError(f"--ranks {max(request.ranks)}: the job has ranks 0 to {world - 1}")
+        raise ValueError(f"--ranks {max(request.ranks)}: the job has ranks 0 to {world - 1} only")
     if world > per_node and world % per_node:
         raise ValueError(
-            f"--ranks-per-node {per_node} does not divide the {world} ranks of the job: nodes have equally many; give "
-            f"a number that divides {world}"
+            f"--ranks-per-node {per_node} does not divide the {world} ranks of the job; all nodes have equally many, "
+            f"so give a number that divides {world}"
         )
     if request.steps > cfg.train.num_steps:
-        raise ValueError(f"--steps {request.steps}: the job has {cfg.train.num_steps} (train.num_steps)")
+        raise ValueError(f"--steps {request.steps}: the job has only {cfg.train.num_steps} steps (train.num_steps)")
     has_engine = isinstance(cfg, RLConfig) and cfg.rollout.engine == "vllm"
     if request.rollout_tokens_per_second is not None and not has_engine:
         why = f"rollout.engine = {cfg.rollout.engine}" if isinstance(cfg, RLConfig) else f"{request.command} has none"
-        raise ValueError(f"--rollout-tokens-per-second is of vLLM's engines, and {why}; leave it out")
+        raise ValueError(f"--rollout-tokens-per-second is for engines of vLLM, but {why}; leave it out")
     if request.routing.skew != 1.0 and not _experts_of(cfg):
         raise ValueError(f"--routing-skew {request.routing.skew:g}: no model of the job has experts; leave it out")
     if most := [number for number in _experts_of(cfg) if request.routing.skew > number]:

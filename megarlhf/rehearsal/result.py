@@ -6,7 +6,6 @@ Bytes and seconds throughout. Times are estimates by the hardware file.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,12 +162,14 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRow:
-    """Rollout engines in one step."""
+    """Rollout engines of the job in one step."""
 
     slowest: float
+    """Seconds of the slowest engine, for which every rank waits."""
     fastest: float
     tokens: int
     most_running: int
+    """Largest number of sequences at once on one engine; 0 where a speed was stated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +231,7 @@ class Result:
 
     @property
     def tightest_rank(self) -> RankResult:
-        return next(each for each in self.ranks if each.rank == self.tightest)
+        return next(rank for rank in self.ranks if rank.rank == self.tightest)
 
     @property
     def runs(self) -> bool:
@@ -243,12 +244,4 @@ class Result:
         return self.capacity - self.tightest_rank.need
 
     def as_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, **_plain(self), "free": self.free}
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+        return {"format": FORMAT, **dataclasses.asdict(self), "free": self.free}

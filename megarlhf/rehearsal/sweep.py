@@ -55,20 +55,20 @@ class Sweep:
         return self.done[0][0] if self.done and self.done[0][1].runs else None
 
 
-def parse_axes(words: Sequence[str]) -> list[Axis]:
+def parse_axes(texts: Sequence[str]) -> list[Axis]:
     """Axes from texts such as `section.key=a,b,c`.
 
     Raises: ValueError for any other text, for a repeated value and for a repeated key.
     """
     axes = []
-    for word in words:
-        key, equals, values = word.partition("=")
-        found = tuple(filter(None, _values(values)))
-        if not (key and equals and found):
-            raise ValueError(f"--sweep {word}: expected section.key=value,value,...")
-        if len(set(found)) < len(found):
-            raise ValueError(f"--sweep {word}: a value stands there twice; give each once")
-        axes.append(Axis(key, found))
+    for text in texts:
+        key, equals, listed = text.partition("=")
+        values = tuple(filter(None, _values(listed)))
+        if not (key and equals and values):
+            raise ValueError(f"--sweep {text}: expected section.key=value,value,...")
+        if len(set(values)) < len(values):
+            raise ValueError(f"--sweep {text}: a value is given twice; give each once")
+        axes.append(Axis(key, values))
     keys = [axis.key for axis in axes]
     if repeated := sorted({key for key in keys if keys.count(key) > 1}):
         raise ValueError(f"--sweep names {', '.join(repeated)} twice; give all its values at once")
@@ -105,16 +105,16 @@ def variants(
     """
     for axis in axes:
         _require_known(axis, load)
-    read, combinations = [], list(itertools.product(*(axis.values for axis in axes)))
+    loaded, combinations = [], list(itertools.product(*(axis.values for axis in axes)))
     for values in combinations:
         overrides = tuple(f"{axis.key}={value}" for axis, value in zip(axes, values, strict=True))
         try:
-            read.append((overrides, load(overrides)))
+            loaded.append((overrides, load(overrides)))
         except ValueError as error:
-            read.append((overrides, str(error)))
-    if all(isinstance(cfg, str) for _, cfg in read):
-        raise ValueError(f"--sweep: none of {len(combinations)} combinations can be read; the first: {read[0][1]}")
-    for overrides, cfg in read:
+            loaded.append((overrides, str(error)))
+    if all(isinstance(cfg, str) for _, cfg in loaded):
+        raise ValueError(f"--sweep: none of {len(combinations)} combinations can be read; the first: {loaded[0][1]}")
+    for overrides, cfg in loaded:
         try:
             if not isinstance(cfg, str):
                 check(cfg)
@@ -163,10 +163,10 @@ def least_bytes(cfg: Any, world_size: int, *, gpu: bool = True) -> int:
             main = 0 if dtype == "fp32" else 4
             gradients, optimizer = own * GRADIENT, own * (main + MOMENTS) / (layout.dp * layout.cp)
         offload = section.offload
-        optimizer_is = "stream" if offload.optimizer == "auto" and auto else offload.optimizer
-        parts = ((parameters, offload.parameters), (gradients, offload.gradients), (optimizer, optimizer_is))
+        optimizer_policy = "stream" if offload.optimizer == "auto" and auto else offload.optimizer
+        parts = ((parameters, offload.parameters), (gradients, offload.gradients), (optimizer, optimizer_policy))
         leaves = [auto if policy == "auto" else bool(policy) for _, policy in parts]
-        stays += sum(nbytes for (nbytes, _), away in zip(parts, leaves, strict=True) if not away)
+        stays += sum(nbytes for (nbytes, _), offloaded in zip(parts, leaves, strict=True) if not offloaded)
         # A streamed optimizer is never there as a whole.
         turns.append(sum(n for (n, policy), away in zip(parts, leaves, strict=True) if away and policy != "stream"))
     if isinstance(cfg, RLConfig) and cfg.rollout.engine == "vllm":
@@ -185,14 +185,14 @@ def command_of(cfg: Any) -> str:
     return type(cfg).__name__.removesuffix("Config").lower()
 
 
-def order(found: Sequence[tuple[Variant, Result]]) -> list[tuple[Variant, Result]]:
-    """Best first: variants that run, by trained tokens per second in the last step; then variants that run and have no
-    time, and those that do not run, by the bytes that are left."""
+def best_first(done: Sequence[tuple[Variant, Result]]) -> list[tuple[Variant, Result]]:
+    """Variants that run, by trained tokens per second in the last step; then variants that run and have no time, and
+    those that do not run, by the bytes that are left."""
 
-    def rank(each: tuple[Variant, Result]) -> tuple[int, float]:
-        result = each[1]
+    def rank(pair: tuple[Variant, Result]) -> tuple[int, float]:
+        result = pair[1]
         if result.runs and result.times:
             return 0, -result.times[-1].tokens_per_second
         return 1 if result.runs else 2, -float(result.free)
 
-    return sorted(found, key=rank)
+    return sorted(done, key=rank)

@@ -218,7 +218,7 @@ def test_independent_faults_are_all_found_in_order():
         ([Wait("a", 1)], "waits for number 1, which it has not issued"),
         ([Send("a", 9, 8, 1), Send("a", 9, 8, 1)], "issues number 1 for the second time"),
         ([StepMark("a", 1), StepMark("a", 1)], "marks step 1, which it has marked before"),
-        ([Collective("a", "barrier", (1, 2), 0, 1)], "of which it is none"),
+        ([Collective("a", "barrier", (1, 2), 0, 1)], "which do not include it"),
         ([Compute("a", float("nan"))], "computes for nan seconds"),
         ([Send("a", 0, 8, 1)], "of the rank to itself"),
     ],

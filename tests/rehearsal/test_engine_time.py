@@ -12,7 +12,8 @@ import torch
 
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutTime, Sequences
-from megarlhf.rehearsal.cost_model.engine_time import RolloutEstimate, RolloutWork, estimate, shape_of
+from megarlhf.rehearsal.cost_model.engine_time import RolloutWork, estimate, shape_of
+from megarlhf.rehearsal.result import RolloutRow
 from tests.rehearsal.jobs import DENSE, EXPERTS, write_model
 
 ENGINES = RolloutWork([Sequences([4, 4], [10, 30]), Sequences([4], [20]), Sequences([], [])])
@@ -51,7 +52,7 @@ def test_a_stated_speed() -> None:
     """40, 20 and no tokens at 5 a second."""
     options = {"tokens_per_second": 5.0, "max_running": 8, "samples_per_prompt": 1}
     found, _ = estimate(ENGINES, SHAPE, 99, ATokenASecond(), **options)
-    assert found == RolloutEstimate(slowest=8.0, fastest=0.0, tokens=60, most_running=0)
+    assert found == RolloutRow(slowest=8.0, fastest=0.0, tokens=60, most_running=0)
 
 
 def test_a_stated_speed_with_a_queue() -> None:
@@ -62,14 +63,14 @@ def test_a_stated_speed_with_a_queue() -> None:
     options = {"tokens_per_second": 5.0, "max_running": 8, "samples_per_prompt": 1}
     found, owners = estimate(work, SHAPE, 99, ATokenASecond(), **options)
     assert owners == [2, 2, 1, 1]
-    assert found == RolloutEstimate(slowest=8.0, fastest=6.0, tokens=100, most_running=0)
+    assert found == RolloutRow(slowest=8.0, fastest=6.0, tokens=100, most_running=0)
 
 
 def test_by_the_roofline() -> None:
     """Every engine is asked for, with what bounds it."""
     price = ATokenASecond()
     found, _ = estimate(ENGINES, SHAPE, 99, price, tokens_per_second=None, max_running=8, samples_per_prompt=2)
-    assert found == RolloutEstimate(slowest=30.0, fastest=0.0, tokens=60, most_running=2)
+    assert found == RolloutRow(slowest=30.0, fastest=0.0, tokens=60, most_running=2)
     assert price.asked == [(ENGINES.engines, (), 99, {"most": 0, "max_running": 8, "samples_per_prompt": 2})]
 
 
@@ -77,7 +78,7 @@ def test_no_engine() -> None:
     found, _ = estimate(
         RolloutWork([]), SHAPE, 1, ATokenASecond(), tokens_per_second=1.0, max_running=1, samples_per_prompt=1
     )
-    assert found == RolloutEstimate(0.0, 0.0, 0, 0)
+    assert found == RolloutRow(slowest=0.0, fastest=0.0, tokens=0, most_running=0)
 
 
 @pytest.mark.parametrize("tp, groups", [(1, 4), (2, 2)])

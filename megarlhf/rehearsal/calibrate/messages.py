@@ -16,8 +16,8 @@ from megarlhf.rehearsal.cost_model.hardware import CollectiveTime
 from megarlhf.rehearsal.timeline.trace import Operation
 from megarlhf.runtime import Runtime, synchronize
 
-Said = Operation | Literal["send"]
-OPERATIONS: tuple[Said, ...] = (
+MeasuredOperation = Operation | Literal["send"]
+OPERATIONS: tuple[MeasuredOperation, ...] = (
     "all_reduce",
     "all_gather",
     "reduce_scatter",
@@ -77,7 +77,7 @@ def measure_collectives(
     """Time of each collective on the slowest rank of each group, the same rows on every rank. Collective."""
     rows: list[CollectiveTime] = []
     for group in groups:
-        operation: Said
+        operation: MeasuredOperation
         for operation in (*OPERATIONS, "send"):
             if operation == "send" and len(group.ranks) != 2:
                 continue
@@ -89,7 +89,7 @@ def measure_collectives(
     return rows
 
 
-def _seconds(runtime: Runtime, group: Group, operation: Said, nbytes: int, sizes: Sizes) -> float | None:
+def _seconds(runtime: Runtime, group: Group, operation: MeasuredOperation, nbytes: int, sizes: Sizes) -> float | None:
     """The least of several samples; None on all ranks where a rank would have less than one number."""
     count = nbytes // 4 // len(group.ranks) * len(group.ranks)
     if not count and operation not in ("all_reduce", "broadcast", "send"):
@@ -107,12 +107,12 @@ def _seconds(runtime: Runtime, group: Group, operation: Said, nbytes: int, sizes
             synchronize(runtime.device)
             samples.append((perf_counter() - began) / calls)
         mine = max(1e-9, min(samples[1:]))
-    said: list[Any] = [None] * runtime.world_size
-    dist.all_gather_object(said, mine)
-    return max(seconds for seconds in said if seconds is not None)
+    times: list[Any] = [None] * runtime.world_size
+    dist.all_gather_object(times, mine)
+    return max(seconds for seconds in times if seconds is not None)
 
 
-def _call(runtime: Runtime, group: Group, operation: Said, numel: int) -> Callable[[], object]:
+def _call(runtime: Runtime, group: Group, operation: MeasuredOperation, numel: int) -> Callable[[], object]:
     """One call of the operation on fp32 numbers; `numel` as in `trace.Collective`."""
     whole = torch.zeros(numel, device=runtime.device)
     part = torch.zeros(max(1, numel // len(group.ranks)), device=runtime.device)
@@ -133,6 +133,8 @@ def _call(runtime: Runtime, group: Group, operation: Said, numel: int) -> Callab
 
 def median_over_ranks(rows: Sequence[Any]) -> list[Any]:
     """Rows of the same measurements on all ranks, each with the median of the ranks' times. Collective."""
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, [row.seconds for row in rows])
-    return [row._replace(seconds=median(times)) for row, times in zip(rows, zip(*said, strict=True), strict=True)]
+    times: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(times, [row.seconds for row in rows])
+    return [
+        row._replace(seconds=median(of_ranks)) for row, of_ranks in zip(rows, zip(*times, strict=True), strict=True)
+    ]

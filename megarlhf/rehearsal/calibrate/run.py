@@ -56,21 +56,21 @@ def calibrate(runtime: Runtime, *, quick: bool) -> Hardware | None:
     groups = make_groups(runtime)
     total = num_figures(sizes) + num_collectives(groups) + 1
     with Progress("calibrate", total, enabled=runtime.is_main, headline=()) as progress:
-        shown = _Shown(progress)
-        products = median_over_ranks(measure_products(runtime.device, sizes, shown))
-        memory = median_over_ranks(measure_memory(runtime.device, sizes, shown))
-        attention = median_over_ranks(measure_attention(runtime.device, sizes, shown))
-        collectives = measure_collectives(runtime, groups, sizes, shown)
+        note = _ProgressNotes(progress)
+        products = median_over_ranks(measure_products(runtime.device, sizes, note))
+        memory = median_over_ranks(measure_memory(runtime.device, sizes, note))
+        attention = median_over_ranks(measure_attention(runtime.device, sizes, note))
+        collectives = measure_collectives(runtime, groups, sizes, note)
         if kind == "cpu":  # where device and host are the same
-            collectives += [each._replace(place="host") for each in collectives]
+            collectives += [row._replace(place="host") for row in collectives]
         measured = {"products": products, "memory": memory, "attention": attention, "collectives": collectives}
         tree = _tree(runtime, kind, measured, NOTHING)
-        shown("host")
+        note("host")
         price = Pricing(Hardware.model_validate(tree), runtime.local_world_size)
         launch = host_seconds(runtime, price if kind == "cpu" else _Free(), repeats=3 * sizes.samples)
-    said: list[Any] = [None] * runtime.world_size
-    dist.all_gather_object(said, launch)
-    tree = _tree(runtime, kind, measured, sorted(said)[len(said) // 2])
+    launches: list[Any] = [None] * runtime.world_size
+    dist.all_gather_object(launches, launch)
+    tree = _tree(runtime, kind, measured, sorted(launches)[len(launches) // 2])
     return Hardware.model_validate(tree) if runtime.is_main else None
 
 
@@ -81,7 +81,7 @@ class _Free:
         return 0.0
 
 
-class _Shown:
+class _ProgressNotes:
     """Progress bar; called with the name of the next measurement."""
 
     def __init__(self, progress: Progress) -> None:
@@ -98,7 +98,6 @@ class _Shown:
 def _tree(
     runtime: Runtime, kind: Literal["cpu", "gpu"], measured: Mapping[str, Sequence[Any]], launch: float
 ) -> dict[str, Any]:
-    """Content of the file."""
     today, cores = datetime.date.today().isoformat(), len(os.sched_getaffinity(0))
     name = capabilities().device_name
     source = (

@@ -11,6 +11,7 @@ import torch
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.parallel.packing.partition import forward_cost
 from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutTime, Sequences
+from megarlhf.rehearsal.result import RolloutRow
 
 
 class DecodePrice(Protocol):
@@ -41,18 +42,6 @@ class RolloutWork:
     """Number of unfinished sequences at which an engine asks for no more."""
 
 
-@dataclass(frozen=True)
-class RolloutEstimate:
-    """Estimate over all engines of the job."""
-
-    slowest: float
-    """Seconds of the slowest engine, for which every rank waits."""
-    fastest: float
-    tokens: int
-    most_running: int
-    """Largest number of sequences at once on one engine; 0 where a speed was stated."""
-
-
 def shape_of(arch: Architecture, tp: int, first_rank: int, dtype: torch.dtype, weight_bytes: int) -> EngineShape:
     """Size of an engine of `tp` ranks, starting at `first_rank`."""
     groups = max(1, arch.num_kv_heads // tp)
@@ -79,7 +68,7 @@ def estimate(
     tokens_per_second: float | None,
     max_running: int,
     samples_per_prompt: int,
-) -> tuple[RolloutEstimate, list[int]]:
+) -> tuple[RolloutRow, list[int]]:
     """Time of the slowest and the fastest engine, and the engine that takes each piece of the queue.
 
     `tokens_per_second`: response tokens of one engine, stated by the user; None: by the roofline.
@@ -99,7 +88,10 @@ def estimate(
         )
         seconds, most_running = [time.seconds for time in times], max((time.most_running for time in times), default=0)
     total = sum(sum(piece.responses) for piece in (*work.engines, *work.queue))
-    return RolloutEstimate(max(seconds, default=0.0), min(seconds, default=0.0), total, most_running), owners
+    rollout = RolloutRow(
+        slowest=max(seconds, default=0.0), fastest=min(seconds, default=0.0), tokens=total, most_running=most_running
+    )
+    return rollout, owners
 
 
 def stated_tokens(work: RolloutWork) -> tuple[list[int], list[int]]:

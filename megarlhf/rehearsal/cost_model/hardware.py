@@ -174,21 +174,21 @@ class Hardware(FrozenModel):
     @property
     def sources(self) -> dict[str, str]:
         """Source of each figure, by its key; for the page."""
-        found: dict[str, str] = {}
-        _gather(self, "", found)
-        return found
+        sources: dict[str, str] = {}
+        _add_sources(self, "", sources)
+        return sources
 
 
-def _gather(node: FrozenModel, key: str, found: dict[str, str]) -> None:
+def _add_sources(node: FrozenModel, key: str, sources: dict[str, str]) -> None:
     source = getattr(node, "source", None)
     if source is not None:
-        found[key] = source
+        sources[key] = source
     for name in type(node).model_fields:
         value = getattr(node, name)
         parts = value.items() if isinstance(value, dict) else [("", value)]
         for part, inner in parts:
             if isinstance(inner, FrozenModel):
-                _gather(inner, ".".join(filter(None, (key, name, part))), found)
+                _add_sources(inner, ".".join(filter(None, (key, name, part))), sources)
 
 
 def load_hardware(path: str | Path) -> Hardware:

@@ -191,26 +191,26 @@ def engine_items(cfg: MarginConfig, facts: Facts) -> list[Item]:
     vllm = cfg.vllm
     items = [Item("CUDA graphs", _mib(vllm.graphs_mib), "an engine", "assumed; vllm/v1/worker/gpu_worker.py")]
     if facts.engine_tp > 1:
-        each = _communicator_mib(cfg.nccl)
-        words = f"{vllm.communicators:g} communicators x {each:g} MiB + {vllm.all_reduce_mib:g} MiB"
-        nbytes = _mib(vllm.communicators * each + vllm.all_reduce_mib)
-        items.append(Item("messages inside an engine", nbytes, words, "vllm/distributed/device_communicators"))
+        communicator = _communicator_mib(cfg.nccl)
+        formula = f"{vllm.communicators:g} communicators x {communicator:g} MiB + {vllm.all_reduce_mib:g} MiB"
+        nbytes = _mib(vllm.communicators * communicator + vllm.all_reduce_mib)
+        items.append(Item("messages inside an engine", nbytes, formula, "vllm/distributed/device_communicators"))
     return items
 
 
-def total(items: Sequence[Item], *, before_tensors: bool = False) -> int:
+def total_bytes(items: Sequence[Item], *, before_tensors: bool = False) -> int:
     """Bytes of all items, or of those that are allocated before and beside tensors."""
     return sum(item.nbytes for item in items if item.before_tensors or not before_tensors)
 
 
 def _nccl(cfg: NcclMargin, facts: Facts) -> list[Item]:
-    each = _communicator_mib(cfg)
+    communicator = _communicator_mib(cfg)
     unused = max(0, facts.memberships - facts.groups)
     peer = cfg.peer_channels * cfg.connection_mib
     return [
         Item(
             "NCCL: collectives",
-            _mib(facts.groups * each),
+            _mib(facts.groups * communicator),
             f"{facts.groups} groups x {cfg.channels:g} channels x {cfg.algorithms:g} algorithms x "
             f"{cfg.connection_mib:g} MiB",
             "NVIDIA/nccl#1685, #964 (544 and 688 MB a group on A100), src/transport/p2p.cc",
@@ -252,15 +252,15 @@ def _attention(facts: Facts) -> Item:
         tokens = token_bucket(facts.tokens)
         # Gradients of queries, and of keys and values of each query head where heads share them, in fp32.
         nbytes = tokens * (4 * per_token * (3 if grouped else 1) + 4 * facts.heads)
-        words = f"{tokens} tokens (a bucket of cuDNN's) x {facts.heads} heads x {facts.head_dim} x 4 B"
-        words += ", for gradients of query, key and value" if grouped else ""
+        formula = f"{tokens} tokens (a bucket of cuDNN's) x {facts.heads} heads x {facts.head_dim} x 4 B"
+        formula += ", for gradients of query, key and value" if grouped else ""
         source = "cudnn-frontend, scaled_dot_product_flash_attention.h (dQ_accum, dK_fullhead, softmax_sum)"
-        return Item("attention's backward", nbytes, words, source)
+        return Item("attention's backward", nbytes, formula, source)
     nbytes = facts.tokens * (4 * per_token + (4 * per_token if grouped else 0) + 4 * facts.heads)
-    words = f"{facts.tokens} tokens x {facts.heads} heads x {facts.head_dim} x 4 B"
-    words += ", twice (key and value in bf16)" if grouped else ""
+    formula = f"{facts.tokens} tokens x {facts.heads} heads x {facts.head_dim} x 4 B"
+    formula += ", twice (key and value in bf16)" if grouped else ""
     source = "aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (dq_accum, dk_expanded, dv_expanded)"
-    return Item("attention's backward", nbytes, words, source)
+    return Item("attention's backward", nbytes, formula, source)
 
 
 def token_bucket(tokens: int) -> int:
@@ -277,9 +277,9 @@ def _norms(cfg: MarginConfig, facts: Facts) -> list[Item]:
         return []
     parameters = 2 if facts.layer_norm else 1
     nbytes = int(cfg.multiprocessors * facts.hidden * 4 * parameters)
-    words = f"{cfg.multiprocessors:g} multiprocessors x {facts.hidden} x 4 B" + (" x 2" if facts.layer_norm else "")
+    formula = f"{cfg.multiprocessors:g} multiprocessors x {facts.hidden} x 4 B" + (" x 2" if facts.layer_norm else "")
     source = "transformer_engine/common/normalization/common.h (dgamma_part)"
-    return [Item("norms' backward", nbytes, words, source)]
+    return [Item("norms' backward", nbytes, formula, source)]
 
 
 def _mib(value: float) -> int:

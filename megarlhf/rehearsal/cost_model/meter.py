@@ -43,7 +43,7 @@ class Spending(NamedTuple):
     operations: int = 0
     seconds: float = 0.0
     flops: int = 0
-    again: float = 0.0
+    recomputed: float = 0.0
     """Seconds of recomputation in a backward. Its operations are not in `flops`."""
 
     def plus(self, more: Spending) -> Spending:
@@ -51,16 +51,16 @@ class Spending(NamedTuple):
             self.operations + more.operations,
             self.seconds + more.seconds,
             self.flops + more.flops,
-            self.again + more.again,
+            self.recomputed + more.recomputed,
         )
 
 
 class WorkListener(Protocol):
     """Listener to all work and messages: `tape.TapeRecorder`."""
 
-    def spent(self, work: Work, spending: Spending) -> None: ...
+    def work_done(self, work: Work, spending: Spending) -> None: ...
 
-    def said(self, event: Event) -> None: ...
+    def message_issued(self, event: Event) -> None: ...
 
 
 NOTHING = OperationCost("host", 0.0, 0.0)
@@ -80,12 +80,12 @@ class Meter:
     flops: Counter[tuple[int, str, Work]] = field(default_factory=Counter)
     """FLOPs by step, phase and work, without recomputation."""
     work_seconds: Counter[tuple[int, str, Work]] = field(default_factory=Counter)
-    again_seconds: Counter[tuple[int, str]] = field(default_factory=Counter)
+    recomputed_seconds: Counter[tuple[int, str]] = field(default_factory=Counter)
     """Seconds of recomputation in a backward, by step and phase."""
-    computes_again: bool = False
+    recomputing: bool = False
     """Whether the current operations were computed before."""
     operations: Counter[tuple[int, str]] = field(default_factory=Counter)
-    numbers: Callable[[Tensor], Tensor | None] = lambda tensor: None
+    values: Callable[[Tensor], Tensor | None] = lambda tensor: None
     """Values of a device tensor where they are known: `Known.twin`."""
     ticked: Callable[[float], None] = lambda seconds: None
     """Called with the clock after each operation."""
@@ -98,10 +98,10 @@ class Meter:
         Returns its cost, for `repeat`; None where the cost does not follow from shapes.
         """
         cost = self._cost(func, args, out, tensors)
-        self.again(cost)
+        self.repeat(cost)
         return None if cost.work == "attention" else cost
 
-    def again(self, cost: OperationCost) -> None:
+    def repeat(self, cost: OperationCost) -> None:
         """Count the same operation on the same shapes."""
         if cost is not NOTHING:
             self.spend(*cost)
@@ -118,7 +118,7 @@ class Meter:
             of = _matrices(args)
         elif work == "attention":
             full = _sees_all(name, args, tensors)
-            flops = _attention_flops(func, args, out, self.numbers, full=full)
+            flops = _attention_flops(func, args, out, self.values, full=full)
             shape = _attention_shape(name, args, full=full)
             kind, of = "backward" if "backward" in name else "forward", tensors
         else:
@@ -136,24 +136,25 @@ class Meter:
 
     def spend(self, work: Work, seconds: float, flops: float) -> None:
         """Advance the clock."""
-        spending = Spending(1, seconds, 0, seconds) if self.computes_again else Spending(1, seconds, int(flops))
+        spending = Spending(1, seconds, 0, seconds) if self.recomputing else Spending(1, seconds, int(flops))
         if self.listener is not None:
-            self.listener.spent(work, spending)
+            self.listener.work_done(work, spending)
         self._spend(work, spending)
         self.ticked(self.seconds)
 
-    def spend_again(self, spendings: Mapping[Work, Spending]) -> None:
+    def repeat_spendings(self, spendings: Mapping[Work, Spending]) -> None:
         """Count the work of a stretch between two messages."""
         for work, spending in spendings.items():
-            all_again = Spending(spending.operations, spending.seconds, 0, spending.seconds)
-            self._spend(work, all_again if self.computes_again else spending)
+            if self.recomputing:
+                spending = Spending(spending.operations, spending.seconds, 0, spending.seconds)
+            self._spend(work, spending)
         self.ticked(self.seconds)
 
     def _spend(self, work: Work, spending: Spending) -> None:
         at, key = (self.step, self.phase), (self.step, self.phase, work)
         self.flops[key] += spending.flops
         self.work_seconds[key] += spending.seconds  # type: ignore[assignment]
-        self.again_seconds[at] += spending.again  # type: ignore[assignment]
+        self.recomputed_seconds[at] += spending.recomputed  # type: ignore[assignment]
         self.operations[at] += spending.operations
         self._pending[work] = self._pending.get(work, 0.0) + spending.seconds
         self.seconds += spending.seconds
@@ -161,7 +162,7 @@ class Meter:
     def message(self, event: Event) -> None:
         """Write a message into the trace, after the work so far."""
         if self.listener is not None:
-            self.listener.said(event)
+            self.listener.message_issued(event)
         self.flush()
         self.events.append(event)
 
@@ -178,7 +179,6 @@ def _matrices(args: Sequence[Any]) -> list[Tensor]:
 
 
 def _product(args: Sequence[Any]) -> tuple[float, tuple[int, ...]]:
-    """(floating-point operations, (batch, m, k, n))"""
     left, right = _matrices(args)
     batch = int(left.shape[0]) if left.dim() == 3 else 1
     m, k, n = int(left.shape[-2]), int(left.shape[-1]), int(right.shape[-1])
@@ -196,7 +196,7 @@ def _sees_all(name: str, args: Sequence[Any], tensors: Sequence[Tensor]) -> bool
 
 
 def _attention_flops(
-    func: Any, args: Sequence[Any], out: Any, numbers: Callable[[Tensor], Tensor | None], *, full: bool
+    func: Any, args: Sequence[Any], out: Any, values: Callable[[Tensor], Tensor | None], *, full: bool
 ) -> float:
     """FLOPs by torch's formulas, which count every pair of a query and a key. Causal attention computes half of them
     and of the diagonal.
@@ -205,7 +205,7 @@ def _attention_flops(
     known, pairs are counted.
     """
     name = func._overloadpacket.__name__
-    if "_varlen_attn" in name and (pairs := _packed_pairs(args, numbers)) is not None:
+    if "_varlen_attn" in name and (pairs := _packed_pairs(args, values)) is not None:
         query_TND = next(x for x in args if isinstance(x, Tensor) and x.dim() == 3)
         return 2.0 * pairs * query_TND[0].numel() * (2.5 if "backward" in name else 1.0)
     formula = flop_registry.get(func._overloadpacket)
@@ -218,13 +218,13 @@ def _attention_flops(
     return whole if full else whole * (keys + 1) / (2 * keys)
 
 
-def _packed_pairs(args: Sequence[Any], numbers: Callable[[Tensor], Tensor | None]) -> int | None:
+def _packed_pairs(args: Sequence[Any], values: Callable[[Tensor], Tensor | None]) -> int | None:
     """Twice the number of pairs of a query and a key that it sees, from the beginnings of sequences; None where these
     are not known. The last query of a sequence is aligned with its last key."""
-    begins = [numbers(x) for x in args if isinstance(x, Tensor) and x.dtype is torch.int32 and x.dim() == 1][:2]
-    if len(begins) < 2 or any(each is None for each in begins):
+    begins = [values(x) for x in args if isinstance(x, Tensor) and x.dtype is torch.int32 and x.dim() == 1][:2]
+    if len(begins) < 2 or any(begin is None for begin in begins):
         return None
-    queries, keys = (each.long().diff() for each in begins if each is not None)
+    queries, keys = (begin.long().diff() for begin in begins if begin is not None)
     to_the_right = next((x[1] for x in args if isinstance(x, list | tuple) and len(x) == 2), -1)
     causal = to_the_right == 0 or next(x for x in args if isinstance(x, bool))  # of several the first
     return int((queries * (2 * keys - (queries - 1 if causal else 0))).sum())

@@ -30,9 +30,10 @@ class Tables:
             attention[run.dtype, run.direction][run.heads, run.length, run.head_dim] = run.seconds
         self._attention = {key: Grid(points) for key, points in attention.items()}
         collectives: dict[tuple[str, str, bool], dict[tuple[int, int], Points]] = {}
-        for each in measured.collectives:
-            groups = collectives.setdefault((each.operation, each.place, each.nodes > 1), {})
-            groups.setdefault((each.ranks, each.nodes), []).append((max(1, each.nbytes), each.seconds))
+        for collective in measured.collectives:
+            groups = collectives.setdefault((collective.operation, collective.place, collective.nodes > 1), {})
+            points = groups.setdefault((collective.ranks, collective.nodes), [])
+            points.append((max(1, collective.nbytes), collective.seconds))
         self._collectives = {
             key: {group: sorted(points) for group, points in groups.items()} for key, groups in collectives.items()
         }

@@ -103,9 +103,9 @@ class Assumptions:
                     return site.answer
         places = "\n  ".join(f"{file}:{line} in {function}" for file, line, function in frames[:4])
         raise UnknownNumber(
-            f"the program reads {what}, which only a device would know, at\n  {places}\nWhat it does with it would be "
-            "a guess. Add the place to megarlhf/rehearsal/fake_device/assumptions.py with the answer and the reason, "
-            "or make the number known"
+            f"the program reads {what}, which only a device knows, at\n  {places}\nIts effect would be a guess. "
+            "Add the place with the answer and the reason to megarlhf/rehearsal/fake_device/assumptions.py, or make "
+            "the number known"
         )
 
     def note(self, what: str, answer: str, reason: str) -> None:

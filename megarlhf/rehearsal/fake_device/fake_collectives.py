@@ -26,8 +26,8 @@ def gathered(mine: Any, num_samples: int, world_size: int) -> list[Any] | None:
     return None
 
 
-def _are_outcomes(found: list[Any], count: Any) -> bool:
-    return type(count) is int and count == len(found) and all(isinstance(outcome, RewardResult) for outcome in found)
+def _are_outcomes(outcomes: list[Any], count: Any) -> bool:
+    return type(count) is int and count == len(outcomes) and all(isinstance(x, RewardResult) for x in outcomes)
 
 
 EMPTY_BANK: Any = (0, 0, [])

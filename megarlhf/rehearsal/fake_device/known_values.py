@@ -7,7 +7,7 @@ knowledge of the whole storage. Example: `lengths.to(device)` has a twin, so `le
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class Known:
         twin: Tensor | None = getattr(tensor, "_twin", None)
         return twin if twin is not None and storage_key(tensor) in self._storages else None
 
-    def tell(self, fake: Tensor, numbers: Tensor) -> None:
+    def set_twin(self, fake: Tensor, numbers: Tensor) -> None:
         """Set the values of `fake`. `numbers` must not be a tensor of the program."""
         fake._twin = numbers  # type: ignore[attr-defined]
         self._storages.add(storage_key(fake))
@@ -51,6 +51,12 @@ class Known:
         """Note that the tensor's memory now holds unknown values."""
         if isinstance(tensor, FakeTensor):
             self._storages.discard(storage_key(tensor))
+
+    def forget_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Forget the values of gradients, to which unknown ones are added."""
+        for parameter in parameters:
+            if (buffer := getattr(parameter, "main_grad", None)) is not None:
+                self.forget(buffer)
 
     def freed(self, key: int) -> None:
         self._storages.discard(key)
@@ -74,7 +80,7 @@ class Known:
             if id(fake) not in changed:
                 # A host tensor that is handed to the device must not become the device's memory.
                 shared = not func.is_view and any(twin is x for x in inputs)
-                self.tell(fake, twin.clone() if shared else twin)
+                self.set_twin(fake, twin.clone() if shared else twin)
 
     def _can_follow(self, func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
         if any(part in func._schema.name for part in RANDOM) or not outputs:

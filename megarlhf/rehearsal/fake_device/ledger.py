@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -92,7 +92,7 @@ class RepeatedChanges(NamedTuple):
 
 
 @dataclass
-class _Entry:
+class _Stay:
     """One stay in a phase."""
 
     step: int
@@ -104,7 +104,7 @@ class _Entry:
     """Seconds at the beginning."""
     changes: list[MemoryChange | RepeatedChanges] = field(default_factory=list)
 
-    def each(self) -> Iterator[MemoryChange]:
+    def all_changes(self) -> Iterator[MemoryChange]:
         """All changes in order."""
         for change in self.changes:
             if isinstance(change, MemoryChange):
@@ -138,16 +138,16 @@ class Ledger:
         self.phases: list[PhaseMemory] = []
         self.seconds = 0.0
         self.listener: MemoryListener | None = None
-        self._entry: _Entry | None = None
+        self._stay: _Stay | None = None
         self._host: set[int] = set()
-        self._away: dict[int, Storage] = {}
+        self._suspended: dict[int, Storage] = {}
         """Storages whose memory is given back for a while."""
         self._next_key = MOMENTARY - 1
         """Next key of memory that no tensor holds. These keys fall."""
 
     # --- storages
 
-    def see(self, tensor: Tensor) -> None:
+    def record(self, tensor: Tensor) -> None:
         """Record a device tensor that an operation has returned."""
         storage = tensor.untyped_storage()
         key = address_of(storage)
@@ -155,19 +155,17 @@ class Ledger:
             return
         nbytes = -(-storage.nbytes() // self.block) * self.block
         origin = origin_here()
-        if origin.kind == OTHERS and self._entry is not None:
-            origin = replace(origin, kind=KIND_OF_PHASE.get(self._entry.phase.partition("/")[0], OTHERS))
+        if origin.kind == OTHERS and self._stay is not None:
+            origin = replace(origin, kind=KIND_OF_PHASE.get(self._stay.phase.partition("/")[0], OTHERS))
         entry = Storage(nbytes, origin, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         self._begin(key, entry)
-        finalizer = weakref.finalize(storage, self._gone, key, entry)
-        finalizer.atexit = False
+        _at_end_of(storage, self._released, key, entry)
 
-    def see_as(self, tensor: Tensor, entry: Storage) -> None:
+    def record_as(self, tensor: Tensor, entry: Storage) -> None:
         """Record a new tensor with the entry of an equal one."""
         storage = tensor.untyped_storage()
         self._begin(address_of(storage), entry)
-        finalizer = weakref.finalize(storage, self._gone, address_of(storage), entry)
-        finalizer.atexit = False
+        _at_end_of(storage, self._released, address_of(storage), entry)
 
     def reserve(self, count: int) -> int:
         """Reserve keys for memory that no tensor holds. Returns the first; each further one is less by one."""
@@ -190,39 +188,38 @@ class Ledger:
     def repeat(self, first_key: int, changes: Sequence[MemoryChange]) -> None:
         """Repeat changes between two messages, with keys from `reserve`. Memory that is not released in them is
         released by later ones of the same phase."""
-        if self._entry is not None:
-            self._entry.changes.append(RepeatedChanges(self.seconds, first_key, changes))
+        if self._stay is not None:
+            self._stay.changes.append(RepeatedChanges(self.seconds, first_key, changes))
 
     def give_back(self, key: int) -> None:
         """Release memory that `take` allocated."""
-        self._gone(key, self.live[key])
+        self._released(key, self.live[key])
 
-    def end_early(self, tensor: Tensor) -> None:
+    def release_early(self, tensor: Tensor) -> None:
         """Release the memory of a tensor that somebody still holds."""
         key = storage_key(tensor)
         if key in self.live:
-            self._gone(key, self.live[key])
+            self._released(key, self.live[key])
 
-    def leave_off(self, tensor: Tensor) -> None:
+    def suspend(self, tensor: Tensor) -> None:
         """Release the memory of a storage that will take it again."""
         key = storage_key(tensor)
         entry = self.live[key]
-        self._gone(key, entry)
-        self._away[key] = entry
-        finalizer = weakref.finalize(tensor.untyped_storage(), self._away.pop, key, None)
-        finalizer.atexit = False
+        self._released(key, entry)
+        self._suspended[key] = entry
+        _at_end_of(tensor.untyped_storage(), self._suspended.pop, key, None)
 
-    def take_again(self, tensor: Tensor) -> None:
+    def resume(self, tensor: Tensor) -> None:
         """Take the memory of a storage again."""
         key = storage_key(tensor)
-        self._begin(key, self._away.pop(key))
+        self._begin(key, self._suspended.pop(key))
 
     def _begin(self, key: int, entry: Storage) -> None:
         self.live[key] = entry
         self.total += entry.nbytes
         self._changed(key, entry, 1)
 
-    def _gone(self, key: int, entry: Storage) -> None:
+    def _released(self, key: int, entry: Storage) -> None:
         if self.live.get(key) is not entry:  # it has ended early
             return
         del self.live[key]
@@ -241,13 +238,13 @@ class Ledger:
         """Count memory that is released at once."""
         if self.listener is not None:
             self.listener.passed(entry)
-        if self._entry is not None:
-            self._entry.changes += [MemoryChange(self.seconds, MOMENTARY, entry, sign) for sign in (1, -1)]
+        if self._stay is not None:
+            self._stay.changes += [MemoryChange(self.seconds, MOMENTARY, entry, sign) for sign in (1, -1)]
 
     def on_freed(self, key: int) -> None:
         """Callback for a released key. Whoever keeps something by storage replaces it."""
 
-    def see_host(self, tensor: Tensor) -> None:
+    def record_host(self, tensor: Tensor) -> None:
         """Record a real tensor of the program."""
         storage = tensor.untyped_storage()
         key, nbytes = address_of(storage), storage.nbytes()
@@ -256,25 +253,24 @@ class Ledger:
         self._host.add(key)
         self.host_total += nbytes
         self.host_peak = max(self.host_peak, self.host_total)
-        finalizer = weakref.finalize(storage, self._host_gone, key, nbytes)
-        finalizer.atexit = False
+        _at_end_of(storage, self._host_released, key, nbytes)
 
-    def _host_gone(self, key: int, nbytes: int) -> None:
+    def _host_released(self, key: int, nbytes: int) -> None:
         self._host.discard(key)
         self.host_total -= nbytes
 
-    def held(self) -> dict[str, int]:
+    def bytes_by_kind(self) -> dict[str, int]:
         """Bytes by kind of all storages, including those whose memory is given back for a while."""
-        found: Counter[str] = Counter()
-        for storage in (*self.live.values(), *self._away.values()):
-            found[self.kind_of(storage)] += storage.nbytes
-        return dict(found)
+        sizes: Counter[str] = Counter()
+        for storage in (*self.live.values(), *self._suspended.values()):
+            sizes[self.kind_of(storage)] += storage.nbytes
+        return dict(sizes)
 
-    def name(self, tensors: Iterable[Tensor], kind: str) -> None:
+    def set_kind(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Set the kind of storages by their use."""
         for tensor in tensors:
             key = storage_key(tensor)
-            if (entry := self.live.get(key) or self._away.get(key)) is not None:
+            if (entry := self.live.get(key) or self._suspended.get(key)) is not None:
                 self._named[id(entry)] = entry, kind
 
     def kind_of(self, storage: Storage) -> str:
@@ -286,35 +282,35 @@ class Ledger:
     @property
     def step(self) -> int:
         """Step of the open phase; 0 before the first step."""
-        return 0 if self._entry is None else self._entry.step
+        return 0 if self._stay is None else self._stay.step
 
     def _changed(self, key: int, storage: Storage, sign: int) -> None:
         if self.listener is not None:
             self.listener.changed(key, storage, sign)
-        if self._entry is not None:
-            self._entry.changes.append(MemoryChange(self.seconds, key, storage, sign))
+        if self._stay is not None:
+            self._stay.changes.append(MemoryChange(self.seconds, key, storage, sign))
 
     def enter(self, step: int, phase: str) -> None:
         """Begin a phase. The one before is closed."""
         self.leave()
         self.host_peak = self.host_total
-        self._entry = _Entry(step, phase, self.total, dict(self.live), self.seconds)
+        self._stay = _Stay(step, phase, self.total, dict(self.live), self.seconds)
 
     def leave(self) -> None:
         """Close the open phase, if there is one."""
-        entry, self._entry = self._entry, None
-        if entry is not None:
-            self.phases.append(self._closed(entry))
+        stay, self._stay = self._stay, None
+        if stay is not None:
+            self.phases.append(self._closed(stay))
 
-    def _closed(self, entry: _Entry) -> PhaseMemory:
+    def _closed(self, stay: _Stay) -> PhaseMemory:
         """Memory of a stay, from two passes over its changes: one to the peak, one for the curve."""
-        total, peak, at, number = entry.start, entry.start, 0, 0
-        for number, (_, _, storage, sign) in enumerate(entry.each(), 1):
+        total, peak, peak_number, number = stay.start, stay.start, 0, 0
+        for number, (_, _, storage, sign) in enumerate(stay.all_changes(), 1):
             total += sign * storage.nbytes
             if total > peak:
-                peak, at = total, number
-        live = dict(entry.live)
-        for _, key, storage, sign in itertools.islice(entry.each(), at):
+                peak, peak_number = total, number
+        live = dict(stay.live)
+        for _, key, storage, sign in itertools.islice(stay.all_changes(), peak_number):
             if sign > 0:
                 live[key] = storage
             else:
@@ -324,27 +320,27 @@ class Ledger:
             by_kind[self.kind_of(storage)] += storage.nbytes
         largest = sorted(live.values(), key=lambda storage: -storage.nbytes)[:LARGEST]
         return PhaseMemory(
-            step=entry.step,
-            phase=entry.phase,
-            start=entry.start,
+            step=stay.step,
+            phase=stay.phase,
+            start=stay.start,
             peak=peak,
             end=total,
             host_peak=self.host_peak,
             by_kind=dict(by_kind.most_common()),
             largest=[LargeStorage(s.nbytes, self.kind_of(s), s.origin.where, s.shape, s.dtype) for s in largest],
-            curve=self._curve(entry, number),
-            begins=[entry.begin],
+            curve=self._curve(stay, number),
+            begins=[stay.begin],
         )
 
-    def _curve(self, entry: _Entry, changes: int) -> list[tuple[float, dict[str, int]]]:
+    def _curve(self, stay: _Stay, changes: int) -> list[tuple[float, dict[str, int]]]:
         """Peaks of equal stretches of changes, so that no peak is lost."""
         now: Counter[str] = Counter()
-        for storage in entry.live.values():
+        for storage in stay.live.values():
             now[self.kind_of(storage)] += storage.nbytes
-        points = [(entry.begin, dict(now))]
+        points = [(stay.begin, dict(now))]
         stretch = max(1, changes // CURVE_POINTS)
-        total, best = entry.start, -1
-        for number, (seconds, _, storage, sign) in enumerate(entry.each(), 1):
+        total, best = stay.start, -1
+        for number, (seconds, _, storage, sign) in enumerate(stay.all_changes(), 1):
             now[self.kind_of(storage)] += sign * storage.nbytes
             total += sign * storage.nbytes
             if total > best:
@@ -355,16 +351,21 @@ class Ledger:
         return points
 
 
+def _at_end_of(storage: Any, call: Callable[..., object], *args: object) -> None:
+    """Call a function when a storage is freed, but not at the end of the process."""
+    weakref.finalize(storage, call, *args).atexit = False
+
+
 def merged(stays: Sequence[PhaseMemory]) -> list[PhaseMemory]:
     """One row for each phase of each step, in the order of first entry."""
-    found: dict[tuple[int, str], PhaseMemory] = {}
+    phases: dict[tuple[int, str], PhaseMemory] = {}
     for stay in stays:
-        before = found.get((stay.step, stay.phase))
+        before = phases.get((stay.step, stay.phase))
         if before is None:
-            found[stay.step, stay.phase] = stay
+            phases[stay.step, stay.phase] = stay
             continue
         at_peak = stay if stay.peak > before.peak else before
-        found[stay.step, stay.phase] = replace(
+        phases[stay.step, stay.phase] = replace(
             at_peak,
             start=before.start,
             end=stay.end,
@@ -372,4 +373,4 @@ def merged(stays: Sequence[PhaseMemory]) -> list[PhaseMemory]:
             curve=[*before.curve, *stay.curve],
             begins=[*before.begins, *stay.begins],
         )
-    return list(found.values())
+    return list(phases.values())

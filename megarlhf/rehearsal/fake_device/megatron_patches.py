@@ -37,7 +37,9 @@ class OptimizerKernels(NamedTuple):
 
 
 @contextlib.contextmanager
-def megatron_patched(buckets: Any, again: Callable[[bool], None], optimizer: OptimizerKernels | None) -> Iterator[None]:
+def megatron_patched(
+    buckets: Any, recomputing: Callable[[bool], None], optimizer: OptimizerKernels | None
+) -> Iterator[None]:
     """Scope of the patches.
 
     buckets:     a `buckets.Buckets`, which handles Megatron-Core's buckets and their messages
@@ -46,7 +48,7 @@ def megatron_patched(buckets: Any, again: Callable[[bool], None], optimizer: Opt
     optimizer:   in place of Megatron-Core's choice; None keeps that
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(tensor_parallel, "checkpoint", _checkpoint(again)))
+        stack.enter_context(patch.object(tensor_parallel, "checkpoint", _checkpoint(recomputing)))
         for name, method in _bucket_methods(buckets).items():
             stack.enter_context(patch.object(_ParamAndGradBucketGroup, name, method))
         if optimizer is not None:
@@ -63,36 +65,36 @@ def _bucket_methods(buckets: Any) -> dict[str, Callable[..., None]]:
 
     def make_buckets(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        buckets.made(self)
+        buckets.register(self)
 
     def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-        with buckets.apart():
+        with buckets.unrecorded():
             start(self, *args, **kwargs)
 
     def finish_param_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-        with buckets.apart():
+        with buckets.unrecorded():
             finish(self, *args, **kwargs)
 
     return {"__init__": make_buckets, "start_grad_sync": start_grad_sync, "finish_param_sync": finish_param_sync}
 
 
-def _checkpoint(again: Callable[[bool], None]) -> Callable[..., Any]:
+def _checkpoint(recomputing: Callable[[bool], None]) -> Callable[..., Any]:
     checkpoint = tensor_parallel.checkpoint
 
-    def told(function: Callable[..., Any], *args: Any) -> Any:
+    def observed_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
         calls = 0
 
-        def noted(*inputs: Any) -> Any:
+        def observed(*inputs: Any) -> Any:
             nonlocal calls
             calls += 1
             if calls == 1:
                 return function(*inputs)
-            again(True)
+            recomputing(True)
             try:
                 return function(*inputs)
             finally:
-                again(False)
+                recomputing(False)
 
-        return checkpoint(noted, *args)
+        return checkpoint(observed, *args)
 
-    return told
+    return observed_checkpoint

@@ -97,12 +97,12 @@ def origin_here() -> Origin:
 
 def callers() -> list[tuple[str, int, str]]:
     """(file, line, function) of our frames and Megatron-Core's that called into torch, innermost first."""
-    frame, found = sys._getframe(1), []
+    frame, frames = sys._getframe(1), []
     while frame is not None:
         shown, _, ends = _look(frame.f_code.co_filename, frame.f_code.co_name)
         if ends:
             break
         if shown:
-            found.append((shown, frame.f_lineno, frame.f_code.co_name))
+            frames.append((shown, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back  # type: ignore[assignment]
-    return found
+    return frames

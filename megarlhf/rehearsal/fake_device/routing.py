@@ -40,8 +40,8 @@ class Routing:
         """[T, K] int64: the experts of each token, all different.
 
         Balanced, they are dealt out one after the other. Skewed, expert 0 gets `skew` times the mean, from tokens
-        spread evenly over the row, and the others share the rest equally. Example: 4 tokens, 4 experts, 1 of them a
-        token, skew 2: [[0], [1], [0], [2]] up to the order.
+        spread evenly over the row, and the others share the rest equally. Example: 4 tokens, 4 experts, one for
+        each token, skew 2: [[1], [0], [2], [0]].
 
         Raises: ValueError where not even all tokens make the busiest expert so busy.
         """
@@ -63,7 +63,7 @@ class Routing:
         return dealt_TK
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Description for the page."""
         if self.skew == 1.0:
             return "every expert of a layer gets equally many tokens"

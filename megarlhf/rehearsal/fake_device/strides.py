@@ -34,7 +34,6 @@ def _like(tensor: Tensor, args: Any, kwargs: Any) -> Strides | None:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether each element of a stretch of memory belongs to the tensor."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -60,7 +59,7 @@ RULES: dict[Any, Callable[[Tensor, Any, Any], Strides | None]] = {
 """By operation: strides of its (first) result, from its first argument; None keeps those of FakeTensorMode."""
 
 
-def with_strides_of_torch(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+def with_torch_strides(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
     """The result with torch's strides."""
     rule = RULES.get(func)
     strides = None if rule is None else rule(args[0], args, kwargs)

@@ -1,7 +1,7 @@
-"""The one file of the rehearsal that knows private interfaces of torch and Triton, and that patches them. What is
-patched of Megatron-Core is in `fake_device/megatron_patches.py`.
+"""Private interfaces of torch and Triton that a rehearsal uses, and patches of both. No other file of it has any.
+Patches of Megatron-Core are in `fake_device/megatron_patches.py`.
 
-What is used, and why:
+Interfaces, with the reason for each:
   FakeTensorMode, FakeTensor                   tensors with a shape, a dtype and a device, and no numbers
   in_kernel_invocation_manager, _make_subclass    the same made by hand, ten times faster: `fake_device/result_cache.py`
   _set_only_lift_cpu_tensors                   torch.tensor(...) on the host stays real beside them
@@ -11,17 +11,17 @@ What is used, and why:
   _disable_current_modes                       a tensor is made beside the modes, to ask torch for its strides
   TorchDispatchMode, tree_flatten              every operation is seen, with the tensors in its arguments
   DisableTorchFunction, _DisableTorchDispatch  asking a tensor for its shape calls nobody
-  UntypedStorage._cdata                        by which tensors of one memory are known
-  Work.boxed                                   a collective's handle, made here, so that waiting for it is seen
+  UntypedStorage._cdata                        key of the memory that tensors share
+  Work.boxed                                   a collective's handle, made here, so that waiting for it is observed
   varlen._varlen_attn, _varlen_attn_backward   attention's kernels one by one
 
-What is patched inside `patched`, and why:
+Patches inside `patched`, with the reason for each:
   dist.broadcast_object_list, scatter_object_list, all_gather_object
-                                                     what another rank would say is asked of the rehearsal
-  dist.all_reduce                                    its operation, which the dispatcher hands on as an opaque object
-  nn.Module.to                                       puts parameters without a dispatched operation
+                                                     objects of other ranks come from the rehearsal
+  dist.all_reduce                                    the dispatcher passes its operation on as an opaque object
+  nn.Module.to                                       moves parameters without a dispatched operation
   triton JITFunction.run                             a kernel is counted instead of compiled
-  kernels.linear_logprob.logits_again_into           its work is one that was done before
+  kernels.linear_logprob.logits_again_into           its work was done before
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -167,7 +168,6 @@ def _wrapped(mode: FakeTensorMode, elem: Tensor, device: torch.device) -> FakeTe
 
 
 def _state_of_a_fake_tensor() -> dict[str, Any]:
-    """Attributes that a FakeTensor's constructor sets, without device and mode."""
     with torch._C.DisableTorchFunction():
         mode = FakeTensorMode()
         made = FakeTensor(mode, torch.empty(0, device="meta"), torch.device("cpu"))
@@ -247,7 +247,7 @@ class Hooks:
     """Replacement of torch's attention where the device has no kernel for it."""
     buckets: Any
     """Argument of `megatron_patches.megatron_patched`, as the two below."""
-    again: Callable[[bool], None]
+    recomputing: Callable[[bool], None]
     optimizer: OptimizerKernels | None = None
 
 
@@ -285,78 +285,75 @@ class _Functions(TorchFunctionMode):
 def patched(hooks: Hooks) -> Iterator[None]:
     """Scope of the patches."""
     require_tested_torch()
+    reduce, logits = dist.all_reduce, linear_logprob.logits_again_into
+
+    def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
+        hooks.reducing(op)
+        try:
+            return reduce(tensor, op, *args, **kwargs)
+        finally:
+            hooks.reducing(None)
+
+    def logits_again_into(*args: Tensor) -> None:
+        hooks.recomputing(True)
+        try:
+            logits(*args)
+        finally:
+            hooks.recomputing(False)
+
+    def run_kernel(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        hooks.launched(self.fn.__name__, (*args, *kwargs.values()))
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(lifting_only_host_tensors())
-        broadcast, rank = dist.broadcast_object_list, dist.get_rank()
-
-        def broadcast_object_list(objects: list[Any], src: int | None = None, *args: Any, **kwargs: Any) -> None:
-            kwargs.pop("group_src", None)
-            broadcast(objects, rank, *args, **kwargs)  # what rank `src` would say, this one says
-
-        def scatter_object_list(into: list[Any], values: Any = None, src: int | None = None, **kwargs: Any) -> None:
-            """Send the messages of torch's own function. Their content is known."""
-            src, here = 0 if src is None else src, rank == (0 if src is None else src)
-            into[0] = values[rank] if here else hooks.scattered()
-            said = [len(pickle.dumps(value)) for value in (values if here else into)]
-            longest = max(said)
-            dist.broadcast(torch.tensor([longest]), src)
-            for size, dtype in ((longest, torch.uint8), (1, torch.int64)):
-                parts = [torch.empty(size, dtype=dtype) for _ in said] if here else None
-                dist.scatter(torch.empty(size, dtype=dtype), parts, src)
-
-        gather = dist.all_gather_object
-
-        def all_gather_object(into: list[Any], mine: Any, group: Any = None) -> None:
-            """Gather objects. A list that comes filled has each rank's object. Messages are as long as the longest of
-            them."""
-            said = hooks.gathered(mine) or (None if None in into else list(into))
-            if said is None:
-                gather(into, mine, group)
-                return
-            into[:] = said
-            for size, dtype in ((1, torch.int64), (max(len(pickle.dumps(value)) for value in said), torch.uint8)):
-                part = torch.empty(size, dtype=dtype)
-                dist.all_gather([torch.empty_like(part) for _ in said], part, group)
-
-        reduce = dist.all_reduce
-
-        def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
-            hooks.reducing(op)
-            try:
-                return reduce(tensor, op, *args, **kwargs)
-            finally:
-                hooks.reducing(None)
-
-        _set(stack, dist, "all_reduce", all_reduce)
-        _set(stack, dist, "all_gather_object", all_gather_object)
-        _set(stack, dist, "broadcast_object_list", broadcast_object_list)
-        _set(stack, dist, "scatter_object_list", scatter_object_list)
-        _set(stack, nn.Module, "to", _module_to(nn.Module.to))
+        for name, function in {"all_reduce": all_reduce, **_object_collectives(hooks)}.items():
+            stack.enter_context(patch.object(dist, name, function))
+        stack.enter_context(patch.object(nn.Module, "to", _module_to(nn.Module.to)))
         if hooks.device.type == DEVICE and importlib.util.find_spec("triton") is not None:
             from triton.runtime.jit import JITFunction
 
-            def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-                hooks.launched(self.fn.__name__, (*args, *kwargs.values()))
-
-            _set(stack, JITFunction, "run", run)
-        logits = linear_logprob.logits_again_into
-
-        def logits_again_into(*args: Tensor) -> None:
-            hooks.again(True)
-            try:
-                logits(*args)
-            finally:
-                hooks.again(False)
-
-        _set(stack, linear_logprob, "logits_again_into", logits_again_into)
-        stack.enter_context(megatron_patched(hooks.buckets, hooks.again, hooks.optimizer))
+            stack.enter_context(patch.object(JITFunction, "run", run_kernel))
+        stack.enter_context(patch.object(linear_logprob, "logits_again_into", logits_again_into))
+        stack.enter_context(megatron_patched(hooks.buckets, hooks.recomputing, hooks.optimizer))
         stack.enter_context(_Functions(hooks))
         yield
 
 
-def _set(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    stack.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, value)
+def _object_collectives(hooks: Hooks) -> dict[str, Callable[..., None]]:
+    """torch's collectives of Python objects. The objects of other ranks come from the rehearsal."""
+    broadcast, gather, rank = dist.broadcast_object_list, dist.all_gather_object, dist.get_rank()
+
+    def broadcast_object_list(objects: list[Any], src: int | None = None, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop("group_src", None)
+        broadcast(objects, rank, *args, **kwargs)  # this rank's objects in place of those of `src`
+
+    def scatter_object_list(into: list[Any], values: Any = None, src: int | None = None, **kwargs: Any) -> None:
+        """Send the messages of torch's own function. Their content is known."""
+        src, is_source = 0 if src is None else src, rank == (0 if src is None else src)
+        into[0] = values[rank] if is_source else hooks.scattered()
+        sizes = [len(pickle.dumps(value)) for value in (values if is_source else into)]
+        dist.broadcast(torch.tensor([max(sizes)]), src)
+        for size, dtype in ((max(sizes), torch.uint8), (1, torch.int64)):
+            parts = [torch.empty(size, dtype=dtype) for _ in sizes] if is_source else None
+            dist.scatter(torch.empty(size, dtype=dtype), parts, src)
+
+    def all_gather_object(into: list[Any], mine: Any, group: Any = None) -> None:
+        """Gather objects. A list that comes filled has each rank's. Messages are as long as the longest of them."""
+        objects = hooks.gathered(mine) or (None if None in into else list(into))
+        if objects is None:
+            gather(into, mine, group)
+            return
+        into[:] = objects
+        longest = max(len(pickle.dumps(value)) for value in objects)
+        for size, dtype in ((1, torch.int64), (longest, torch.uint8)):
+            part = torch.empty(size, dtype=dtype)
+            dist.all_gather([torch.empty_like(part) for _ in objects], part, group)
+
+    return {
+        "broadcast_object_list": broadcast_object_list,
+        "scatter_object_list": scatter_object_list,
+        "all_gather_object": all_gather_object,
+    }
 
 
 def _module_to(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:

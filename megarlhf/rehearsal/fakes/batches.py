@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 from megarlhf.parallel.batching import Batching
 from megarlhf.parallel.micro_batch import MicroBatchLayout
@@ -34,13 +35,13 @@ class RankLoad:
         )
 
 
-Shares = Mapping[str, Sequence[RankLoad]]
+Loads = Mapping[str, Sequence[RankLoad]]
 """By phase, the load of each data-parallel rank of the phase's role."""
 
 
 @contextlib.contextmanager
-def seen_batches(
-    at: Callable[[], tuple[int, str]], shares: dict[str, list[RankLoad]], tokens: Counter[tuple[int, str]]
+def recorded_batches(
+    where: Callable[[], tuple[int, str]], loads: dict[str, list[RankLoad]], tokens: Counter[tuple[int, str]]
 ) -> Iterator[None]:
     """Scope in which `loads` and `tokens` collect the work that is packed.
 
@@ -52,20 +53,18 @@ def seen_batches(
 
     def layouts_by_rank(self: Batching, *given: Any, **shared: Any) -> list[list[MicroBatchLayout]]:
         by_rank = original(self, *given, **shared)
-        (step, name), found = at(), [_share(self, layouts) for layouts in by_rank]
-        tokens[step, name] += sum(sum(layout.lengths) for layouts in by_rank for layout in layouts)
-        before = shares.get(name)
-        shares[name] = found if before is None else [a + b for a, b in zip(before, found, strict=True)]
+        step, phase = where()
+        current = [_load(self, layouts) for layouts in by_rank]
+        tokens[step, phase] += sum(sum(layout.lengths) for layouts in by_rank for layout in layouts)
+        before = loads.get(phase)
+        loads[phase] = current if before is None else [a + b for a, b in zip(before, current, strict=True)]
         return by_rank
 
-    Batching.layouts_by_rank = layouts_by_rank  # type: ignore[method-assign]
-    try:
+    with patch.object(Batching, "layouts_by_rank", layouts_by_rank):
         yield
-    finally:
-        Batching.layouts_by_rank = original  # type: ignore[method-assign]
 
 
-def _share(batching: Batching, layouts: Sequence[MicroBatchLayout]) -> RankLoad:
+def _load(batching: Batching, layouts: Sequence[MicroBatchLayout]) -> RankLoad:
     sizes = [layout.rows * layout.columns for layout in layouts]
     cost = sum(_cost(batching.cost, layout) for layout in layouts)
     return RankLoad(cost, sum(layout.num_tokens for layout in layouts), max(sizes, default=0), len(layouts))

@@ -89,9 +89,9 @@ class RehearsedEngine(VllmEngine):
         *,
         lengths: Lengths,
         memory: EngineBudget,
-        drew: Callable[[int], None],
-        generated: Callable[[RolloutWork, EngineShape, int], Sequence[int]],
-        refused: Callable[[str], None],
+        on_rollout: Callable[[int], None],
+        estimate: Callable[[RolloutWork, EngineShape, int], Sequence[int]],
+        on_refusal: Callable[[str], None],
     ) -> None:
         """Callbacks:
 
@@ -101,7 +101,7 @@ class RehearsedEngine(VllmEngine):
         on_refusal: gets the reason why vLLM would not start. The rehearsal goes on with a cache for one sequence.
         """
         self._lengths, self._memory = lengths, memory
-        self._drew, self._generated, self._refused = drew, generated, refused
+        self._on_rollout, self._estimate, self._refuse = on_rollout, estimate, on_refusal
         self._cache_bytes = 0
         super().__init__(model_path, dtype, rollout, tp, max_model_len, actor, runtime)
 
@@ -127,7 +127,9 @@ class RehearsedEngine(VllmEngine):
         memory = self._memory
         free = memory.device_bytes - memory.reserved_bytes - memory.held_bytes()
         if memory.device_bytes and free < nbytes:
-            self._refused(f"vLLM's {what} of {_gib(nbytes)} would not come back: {_gib(free)} of the device are free")
+            self._refuse(
+                f"vLLM's {what} of {_gib(nbytes)} could not be loaded again: {_gib(free)} of the device are free"
+            )
 
     def _cache(self) -> Tensor:
         return torch.empty(self._cache_bytes, dtype=torch.uint8, device=self._runtime.device)
@@ -142,14 +144,14 @@ class RehearsedEngine(VllmEngine):
         named = f"rollout.gpu_memory_utilization = {rollout.gpu_memory_utilization}"
         least = max_model_len * self._shape.cache_bytes_per_token
         if device - taken < share:
-            self._refused(
+            self._refuse(
                 f"vLLM would not start: {named} of {_gib(device)} is {_gib(share)}, and {_gib(device - taken)} are "
-                f"free after the roles ({_gib(held)}) and what the process takes ({_gib(taken - held)}); lower "
-                "rollout.gpu_memory_utilization, or cut the roles further (tp, pp, more ranks)"
+                f"free after the roles ({_gib(held)}) and the process itself ({_gib(taken - held)}); lower "
+                "rollout.gpu_memory_utilization, or split the roles further (tp, pp, more ranks)"
             )
         cache = share - weights - self._memory.activation_bytes
         if cache < least:
-            self._refused(
+            self._refuse(
                 f"vLLM would not start: {named} of {_gib(device)} is {_gib(share)}; its weights take {_gib(weights)} "
                 f"and its own forward {_gib(self._memory.activation_bytes)}, which leaves {_gib(max(0, cache))} for "
                 f"the cache, and one sequence of {max_model_len} tokens needs {_gib(least)}; raise the share or "
@@ -175,20 +177,21 @@ class RehearsedEngine(VllmEngine):
         """Responses of drawn lengths, each on the engine that would generate it."""
         self._wake(to_generate=True)
         tp, world = self._tp, self._runtime.world_size
-        self._drew(len(prompts))
+        self._on_rollout(len(prompts))
         drawn = [min(self._lengths.draw(seed), sampling.max_tokens) for seed in seeds]
         pieces = chunk_by_length(prompts, range(len(prompts)), world // tp, self._seen, sampling.max_tokens)
         dealt = assign(self._rollout.balance, pieces, world // tp)
 
-        def work(rows: Sequence[int]) -> Sequences:
+        def sequences(rows: Sequence[int]) -> Sequences:
             return Sequences([len(prompts[n]) for n in rows], [drawn[n] for n in rows])
 
-        asked = RolloutWork([work(rows) for rows in dealt.first], [work(rows) for rows in dealt.queue], dealt.most)
+        first, queue = map(sequences, dealt.first), map(sequences, dealt.queue)
+        work = RolloutWork([*first], [*queue], dealt.most)
         shares = [list(rows) for rows in dealt.first]
-        for rows, engine in zip(dealt.queue, self._generated(asked, self._shape, self._cache_bytes), strict=True):
+        for rows, engine in zip(dealt.queue, self._estimate(work, self._shape, self._cache_bytes), strict=True):
             shares[engine] += rows
         self._seen.saw(prompts, drawn)
-        owned = {engine * tp + place: share[place::tp] for engine, share in enumerate(shares) for place in range(tp)}
+        owned = {engine * tp + rank: share[rank::tp] for engine, share in enumerate(shares) for rank in range(tp)}
         return given_responses(owned, drawn, sampling, self._version, self._runtime)
 
     def close(self) -> None:
@@ -203,10 +206,14 @@ class GivenResponses:
     rebuilds, local_seconds = 0, 0.0
 
     def __init__(
-        self, actor: RoleParts, runtime: Runtime, lengths: Lengths, drew: Callable[[int], None] = lambda number: None
+        self,
+        actor: RoleParts,
+        runtime: Runtime,
+        lengths: Lengths,
+        on_rollout: Callable[[int], None] = lambda num_samples: None,
     ) -> None:
         self._actor = actor
-        self._runtime, self._lengths, self._drew, self.weight_version = runtime, lengths, drew, -1
+        self._runtime, self._lengths, self._on_rollout, self.weight_version = runtime, lengths, on_rollout, -1
 
     def needs(self, *, to_generate: bool) -> Sequence[Offloadable]:
         return (self._actor.parameters,)
@@ -227,7 +234,7 @@ class GivenResponses:
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
         self._actor.to_compute()
-        self._drew(len(prompts))
+        self._on_rollout(len(prompts))
         drawn = [min(self._lengths.draw(seed), sampling.max_tokens) for seed in seeds]
         shares = dict(enumerate(split_evenly(len(prompts), self._runtime.world_size)))
         return given_responses(shares, drawn, sampling, self.weight_version, self._runtime)
@@ -246,8 +253,8 @@ def given_responses(
     index = [{n: (lengths[n], finished[n]) for n in shares.get(rank, ())} for rank in range(runtime.world_size)]
     own = shares.get(runtime.rank, ())
     mine = {n: Response([TOKEN] * lengths[n], [-1.0] * lengths[n], finished[n]) for n in own}
-    said: list[Any] = [(part, False, 0.0) for part in index]
-    dist.all_gather_object(said, said[runtime.rank])  # as the real engines do; what it says is known here
+    status: list[Any] = [(part, False, 0.0) for part in index]
+    dist.all_gather_object(status, status[runtime.rank])  # as the real engines do; here the content is known
     return gather_indexed(mine, index, len(lengths), version, runtime.device)
 
 

@@ -41,15 +41,15 @@ class StandIns:
     """User's directory by directory of the model that stands in for it."""
 
     @contextlib.contextmanager
-    def named_by_the_user(self) -> Iterator[None]:
+    def naming_users_directories(self) -> Iterator[None]:
         """Scope in which refusals name the user's directories in place of stand-ins. Raises: ValueError."""
         try:
             yield
         except ValueError as error:
-            words = str(error)
-            for ours, theirs in self.originals.items():
-                words = words.replace(ours, theirs)
-            raise ValueError(words) from error
+            message = str(error)
+            for stand_in_directory, original in self.originals.items():
+                message = message.replace(stand_in_directory, original)
+            raise ValueError(message) from error
 
 
 def length_of_response(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
@@ -86,22 +86,22 @@ def stand_in(
         )
         notes.append(
             f"The first {cfg.train.critic_warmup_steps} steps train the critic alone (train.critic_warmup_steps): "
-            "rehearsed are steps after them."
+            "the rehearsed steps are those after them."
         )
     paths: dict[str, str] = {}
-    # Only of `rl` are responses no data.
+    # Responses are data, except in `rl`.
     given = prompt_lengths is not None or (response_lengths is not None and not isinstance(cfg, RLConfig))
-    there = is_there(cfg.data.train)
-    has_data = there and not given
+    exists = is_there(cfg.data.train)
+    has_data = exists and not given
     for role in ("actor", "reference", "critic", "reward_model"):
         if tree.get(role) is not None:
             notes += _model(role, tree[role]["model"], getattr(cfg, role), directory, paths, has_data=has_data)
     if paths and isinstance(cfg, RLConfig):
         tree["rollout"] |= {"stop": [], "stop_token_ids": []}
     if paths or not has_data:
-        why = "is not there" if not there else "is not used, since lengths were given" if given else ""
+        why = "is not there" if not exists else "is not used, since lengths were given" if given else ""
         notes += _data(cfg, tree["data"], directory, steps, prompt_lengths, response_lengths, why)
-    elif isinstance(cfg, RLConfig):  # its evaluations read rewards, which a device that holds no numbers does not know
+    elif isinstance(cfg, RLConfig):  # its evaluations read rewards, which a device without numbers does not know
         tree["data"] |= dict.fromkeys(("validation", "test", "validation_share"))
         notes += _held_out(cfg)
     if isinstance(cfg, RLConfig):
@@ -111,7 +111,7 @@ def stand_in(
             tree["ptx"] = None
             why = "cannot be read with the stand-in tokenizer" if is_there(cfg.ptx.data) else "is not there"
             notes.append(f"ptx.data = {words_of(cfg.ptx.data)} {why}: the pretraining mix is left out.")
-    originals = {ours: theirs for theirs, ours in paths.items()}
+    originals = {stand_in: original for original, stand_in in paths.items()}
     return StandIns(cfg=type(cfg).model_validate(tree), notes=tuple(dict.fromkeys(notes)), originals=originals)
 
 
@@ -127,8 +127,8 @@ def _model(
     Raises: ValueError where there is no config.json.
     """
     source = section.model.hf_directory()
-    place = section.model.tokenizer_place()
-    has_tokenizer = place.is_file() or any((place / name).is_file() for name in TOKENIZER_FILES)
+    tokenizer = section.model.tokenizer_place()
+    has_tokenizer = tokenizer.is_file() or any((tokenizer / name).is_file() for name in TOKENIZER_FILES)
     if has_tokenizer and has_data:
         return []
     if str(source) not in paths:
@@ -142,7 +142,7 @@ def _model(
     dtype = resolve_dtype(role, section.model, head).name
     model |= {"path": paths[str(source)], "hf": None, "tokenizer": None, "dtype": dtype}
     why = "is not used, since the data stands in" if has_tokenizer else "is not there"
-    return [f"The tokenizer of {place} {why}: one of {len(LETTERS)} letters stands in."]
+    return [f"The tokenizer of {tokenizer} {why}: one of {len(LETTERS)} letters stands in."]
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -191,11 +191,11 @@ def _data(
     prompts = prompts or Constant(max(1, longest // 2))
     per_step = cfg.train.prompts_per_step if isinstance(cfg, RLConfig) else cfg.train.mini_batch_samples
     file = directory / "data.jsonl"
-    words = [f"prompts: {prompts.words}, at most {longest}"]
+    lengths = [f"prompts: {prompts.description}, at most {longest}"]
     most = None if isinstance(cfg, RLConfig) else cfg.data.max_response_tokens
     if most is not None:
         responses = responses or LogNormal(max(2.0, most / 3), 0.6)
-        words.append(f"responses: {responses.words}, at most {most}")
+        lengths.append(f"responses: {responses.description}, at most {most}")
     with file.open("w", encoding="utf-8") as out:
         for n in range(per_step * steps):
             # One token of the prompt is its beginning.
@@ -211,7 +211,9 @@ def _data(
     data |= dict.fromkeys(("validation", "test", "validation_share", "phases", "workers"))
     data |= {"split_seed": 0, "cache": "none"}
     why = why or "cannot be read with the stand-in tokenizer"
-    notes = [f"data.train = {words_of(cfg.data.train)} {why}: {per_step * steps} records stand in; {'; '.join(words)}."]
+    notes = [
+        f"data.train = {words_of(cfg.data.train)} {why}: {per_step * steps} records stand in; {'; '.join(lengths)}."
+    ]
     return [*notes, *_held_out(cfg)]
 
 
@@ -221,11 +223,10 @@ def _held_out(cfg: AnyConfig) -> list[str]:
         return []
     held_out = cfg.data.validation
     what = f"data.validation = {words_of(held_out)}" if held_out else "data.validation_share"
-    return [f"{what} is left out: memory and time of evaluations are not in here."]
+    return [f"{what} is left out: memory and time of evaluations are not included."]
 
 
 def _text(tokens: int, seed: int) -> str:
-    """A text of so many tokens of the stand-in tokenizer."""
     return "".join(LETTERS[(seed + k) % len(LETTERS)] for k in range(max(1, tokens)))
 
 
@@ -236,7 +237,7 @@ def _rewards(cfg: RLConfig, tree: dict[str, Any]) -> list[str]:
         if reward.kind == "model" and not reward.retokenize:
             kept.append(given)
             continue
-        notes.append(f"The reward {reward.label} is not called: its time and memory are not in here.")
+        notes.append(f"The reward {reward.label} is not called: its time and memory are not included.")
         scaled = {key: given[key] for key in ("weight", "shift", "clip", "normalise", "normalise_eps")}
         kept.append({"kind": "rule", "rule": REWARD, "name": reward.label, "workers": 0, **scaled})
     tree["rewards"] = kept

@@ -23,7 +23,7 @@ class Lengths(Protocol):
         ...
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Description for the page."""
         ...
 
@@ -36,7 +36,7 @@ class Constant:
         return self.value
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return f"always {self.value} tokens"
 
 
@@ -49,7 +49,7 @@ class Uniform:
         return random.Random(seed).randint(self.low, self.high)
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return f"uniform between {self.low} and {self.high} tokens"
 
 
@@ -65,7 +65,7 @@ class LogNormal:
         return max(1, round(random.Random(seed).lognormvariate(mu, self.sigma)))
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return f"lognormal with mean {self.mean:g} and sigma {self.sigma:g}"
 
 
@@ -80,7 +80,7 @@ class Given:
         return self.values[random.Random(seed).randrange(len(self.values))]
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         mean = sum(self.values) / len(self.values)
         return f"drawn from {len(self.values)} lengths of {self.source} (mean {mean:.1f})"
 
@@ -90,7 +90,7 @@ LARGEST_SIGMA = 9.0
 lengths would be 1."""
 
 
-def parse(text: str, column: str = "responses") -> Lengths:
+def parse_lengths(text: str, column: str = "responses") -> Lengths:
     """Lengths from the text of a command-line option. `column`: which lengths of an earlier run.
 
     Raises: ValueError for a text that is none of `FORMS`.
@@ -122,7 +122,7 @@ def _positive(text: str) -> int:
     return value
 
 
-def _counted(entry: object) -> int:
+def _whole(entry: object) -> int:
     if type(entry) is not int:
         raise ValueError(f"got {entry!r}, expected a whole number")
     return _positive(str(entry))
@@ -131,16 +131,16 @@ def _counted(entry: object) -> int:
 def _from_path(path: Path, column: str) -> Given:
     file = path / LENGTHS_FILE if path.is_dir() else path
     if not file.is_file():
-        raise ValueError(f"{path} has no {LENGTHS_FILE}, which a run of rl writes")
+        raise ValueError(f"{path} has no {LENGTHS_FILE}; name the directory of a run of rl, which writes it")
     values: list[int] = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
         try:
             entry = json.loads(line)
-            values += map(_counted, entry[column] if isinstance(entry, Mapping) else [entry])
+            values += map(_whole, entry[column] if isinstance(entry, Mapping) else [entry])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file}, line {number}: {error!r}") from error
     if not values:
-        raise ValueError(f"{file} holds no lengths")
+        raise ValueError(f"{file} has no lengths")
     return Given(values, str(path))

@@ -62,7 +62,6 @@ def _print_list(console: Console, title: str, sentences: Sequence[str], style: s
 
 
 def _print_memory(result: Result, rank: RankResult, console: Console) -> None:
-    """Peaks by phase: the phases with the highest ones, in the order of the run, and their largest kinds."""
     steps = [0, *end_steps(rank.memory)]
     rows = {(row.step, row.phase): row for row in rank.memory}
     highest: dict[str, PhaseRow] = {}

@@ -99,7 +99,6 @@ def memory_curve(rank: RankResult, capacity: int, limit: int) -> dict[str, Any]:
 
 
 def _places(times: Sequence[float], borders: Sequence[tuple[float, int, str]]) -> dict[str, Any]:
-    """Places of points and phases, by time and by number."""
     span = (times[-1] - times[0] if times else 0.0) or 1.0
     x: list[float] = []
     for seconds in times:

@@ -12,7 +12,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megarlhf.observe.report.html_page import check_replaceable, document, write_whole, written_by
 from megarlhf.observe.terminal.progress import format_duration, format_number
-from megarlhf.rehearsal.report import sentences
 from megarlhf.rehearsal.report.curve import colours_of, memory_curve, time_bars
 from megarlhf.rehearsal.report.selection import (
     HOST,
@@ -22,7 +21,21 @@ from megarlhf.rehearsal.report.selection import (
     sum_messages,
     tightest_first,
 )
-from megarlhf.rehearsal.report.sentences import gib, percent, quantity, size
+from megarlhf.rehearsal.report.sentences import (
+    ESTIMATE,
+    NO_TIME,
+    NOT_MEASURED,
+    gib,
+    kinds,
+    moment,
+    percent,
+    quantity,
+    rank_name,
+    resume_point,
+    size,
+    stages,
+    verdict,
+)
 from megarlhf.rehearsal.result import PhaseRow, RankResult, Result
 
 REHEARSE = "rehearse"
@@ -101,9 +114,9 @@ def render(result: Result) -> str:
             step_figures=STEP_FIGURES,
             rollout_figures=ROLLOUT_FIGURES,
             rollouts=(result.rollouts + [None] * len(result.times))[: len(result.times)],
-            not_measured=sentences.NOT_MEASURED,
-            estimate=sentences.ESTIMATE,
-            no_time=sentences.NO_TIME,
+            not_measured=NOT_MEASURED,
+            estimate=ESTIMATE,
+            no_time=NO_TIME,
             config=yaml.safe_dump(result.config, sort_keys=False, allow_unicode=True),
         )
     )
@@ -113,6 +126,7 @@ def render(result: Result) -> str:
 
 
 def _environment(folder: Path) -> Environment:
+    """Templates of a folder, with the functions that they call."""
     environment = Environment(
         loader=FileSystemLoader(folder),
         autoescape=True,
@@ -120,33 +134,26 @@ def _environment(folder: Path) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    functions = {
-        "bytes_by_carrier": bytes_by_carrier,
-        "cell": _cell,
-        "columns": _columns,
-        "duration": format_duration,
-        "end_steps": end_steps,
-        "gib": gib,
-        "kinds": sentences.kinds,
-        "kinds_of": _kinds_of,
-        "messages_by_step": _messages_by_step,
-        "moment": sentences.moment,
-        "peak_row": peak_row,
-        "percent": percent,
-        "phases_of": _phases_of,
-        "quantity": quantity,
-        "rank_name": sentences.rank_name,
-        "resume_point": sentences.resume_point,
-        "size": size,
-        "sizes": _sizes,
-        "stages": sentences.stages,
-        "start_peak_end": _start_peak_end,
-        "step_groups": lambda steps, span: [(f"step {step}", span) for step in steps],
-        "verdict": sentences.verdict,
-    }
-    environment.filters |= functions
-    environment.globals |= functions
+    functions: tuple[Any, ...] = (
+        _cell,
+        _columns,
+        _kinds_of,
+        _messages_by_step,
+        _phases_of,
+        _sizes,
+        _start_peak_end,
+        _step_groups,
+    )
+    functions += (bytes_by_carrier, end_steps, format_duration, gib, kinds, moment, peak_row, percent, quantity)
+    functions += (rank_name, resume_point, size, stages, verdict)
+    by_name = {function.__name__.lstrip("_"): function for function in functions}
+    environment.filters |= by_name
+    environment.globals |= by_name
     return environment
+
+
+def _step_groups(steps: Sequence[int], span: int) -> list[tuple[str, int]]:
+    return [(f"step {step}", span) for step in steps]
 
 
 def _cell(value: object) -> str:
@@ -159,7 +166,6 @@ def _columns(rows: Sequence[Any], field: str, show: Any = format_number) -> list
 
 
 def _phases_of(rank: RankResult, steps: Sequence[int]) -> list[tuple[str, list[PhaseRow | None]]]:
-    """The phases of these steps, each with its row of every step."""
     rows = {(row.step, row.phase): row for row in rank.memory}
     phases = dict.fromkeys(row.phase for row in rank.memory if row.step in steps)
     return [(phase, [rows.get((step, phase)) for step in steps]) for phase in phases]
@@ -177,8 +183,8 @@ def _kinds_of(rows: Iterable[PhaseRow]) -> list[str]:
     return list(colours_of([kind for row in rows for kind in row.by_kind]))
 
 
-def _sizes(row: PhaseRow, kinds: Sequence[str]) -> list[str]:
-    return [gib(row.by_kind[kind]) if row.by_kind.get(kind) else "-" for kind in kinds]
+def _sizes(row: PhaseRow, names: Sequence[str]) -> list[str]:
+    return [gib(row.by_kind[name]) if row.by_kind.get(name) else "-" for name in names]
 
 
 def _messages_by_step(rank: RankResult, steps: Sequence[int]) -> list[tuple[list[object], list[object]]]:

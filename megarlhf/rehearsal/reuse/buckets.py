@@ -26,19 +26,19 @@ class Buckets:
         self._bucket_groups: dict[int, Any] = {}
         """Megatron-Core's bucket groups by identity of their parameters, which they hold."""
 
-    def made(self, bucket_group: Any) -> None:
+    def register(self, bucket_group: Any) -> None:
         """Register a bucket group. The optimizer makes the same groups once more for itself, later."""
         for parameter in bucket_group.params:
             self._bucket_groups.setdefault(id(parameter), bucket_group)
 
-    def needed(self, parameters: Iterable[Tensor]) -> None:
+    def await_weights(self, parameters: Iterable[Tensor]) -> None:
         """Wait for weights before the forward of a played layer."""
         for parameter in parameters:
             bucket_group = self._bucket_groups.get(id(parameter))
             if bucket_group is not None and bucket_group.param_gather_handle is not None:
                 bucket_group.finish_param_sync()
 
-    def learnt(self, parameters: Iterable[Tensor]) -> None:
+    def mark_ready(self, parameters: Iterable[Tensor]) -> None:
         """Report gradients after the backward of a played layer, in its order."""
         for parameter in parameters:
             bucket_group = self._bucket_groups.get(id(parameter))
@@ -46,7 +46,7 @@ class Buckets:
                 bucket_group.register_grad_ready(parameter)
 
     @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
+    def unrecorded(self) -> Iterator[None]:
         """Scope in which no tape records."""
         listeners = [part.listener for part in self._parts]
         for part in self._parts:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,26 +34,23 @@ def equal_digests(recorder: TapeRecorder, player: Player) -> Iterator[None]:
         live = storages[placement.storage]
         if not isinstance(live, FakeTensor):
             return run(placement, storages, dtype, keys)
-        known = tapes.setdefault(keys, {})
-        like = placement.box, placement.strides, live.shape, live.stride(), live.dtype, dtype
-        if like not in known:
-            known[like] = None
+        of_keys = tapes.setdefault(keys, {})
+        kind = placement.box, placement.strides, live.shape, live.stride(), live.dtype, dtype
+        if kind not in of_keys:
+            of_keys[kind] = None
             return run(placement, storages, dtype, keys)
-        tape = known[like]
+        tape = of_keys[kind]
         if tape is not None:
             (total,), kept = player.play(tape, {})
             assert not kept, "a digest holds memory after it"
             return total
-        known[like] = tape = recorder.begin({})
+        of_keys[kind] = tape = recorder.begin({})
         try:
             total = run(placement, storages, dtype, keys)
-            tape.goes_out(total)
+            tape.set_results(total)
         finally:
             recorder.end()
         return total
 
-    digest._digest_box = digest_box
-    try:
+    with patch.object(digest, "_digest_box", digest_box):
         yield
-    finally:
-        digest._digest_box = run

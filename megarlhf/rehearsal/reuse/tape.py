@@ -77,7 +77,7 @@ class Counted(NamedTuple):
     nbytes: int
 
 
-class Again(NamedTuple):
+class InnerStretch(NamedTuple):
     """A stretch of another tape that is played while this one is open."""
 
     first_key: int
@@ -87,7 +87,7 @@ class Again(NamedTuple):
     stretch: Stretch
 
 
-Note = Made | Freed | Passing | Spent | MessageCall | Counted | Again
+Note = Made | Freed | Passing | Spent | MessageCall | Counted | InnerStretch
 
 
 class Out(NamedTuple):
@@ -137,14 +137,14 @@ class Tape:
     results: list[Out] = field(default_factory=list)
     _compacted: Compact | None = None
 
-    def goes_out(self, *tensors: Tensor) -> None:
+    def set_results(self, *tensors: Tensor) -> None:
         """Set the tensors with which the tape ends."""
         self.results = [
             Out(self.numbers.get(storage_key(x)), tuple(x.shape), tuple(x.stride()), x.dtype, x.requires_grad)
             for x in tensors
         ]
 
-    def without_first_use(self) -> None:
+    def drop_first_use(self) -> None:
         """Drop the allocations of a backward that survive it: they were made at first use, for all backwards."""
         kept = set(self.numbers.values()) - {out.number for out in self.results}
         self.notes = [note for note in self.notes if not (isinstance(note, Made) and note.number in kept)]
@@ -181,7 +181,7 @@ def _compact(notes: Sequence[Note], count: int) -> Compact:
                 stretch = _open_stretch(pieces)
                 stretch.changes += [MemoryChange(stretch.seconds, further, storage, sign) for sign in (1, -1)]
                 further += 1
-            case Again(first_key, reserved, played):
+            case InnerStretch(first_key, reserved, played):
                 stretch = _open_stretch(pieces)
                 if first_key not in inner:
                     inner[first_key], further = further, further + reserved
@@ -228,13 +228,13 @@ class TapeRecorder:
         key = storage_key(tensor)
         return MemoryMark(key, self._ledger.live.get(key))
 
-    def lives(self, mark: MemoryMark) -> bool:
+    def is_alive(self, mark: MemoryMark) -> bool:
         return mark.storage is not None and self._ledger.live.get(mark.key) is mark.storage
 
-    def left_of(self, tape: Tape, owner: Owner) -> dict[int, tuple[Owner, int]]:
+    def remaining_of(self, tape: Tape, owner: Owner) -> dict[int, tuple[Owner, int]]:
         """Living memory of a tape under an owner's name, for `begin`."""
         made = {note.number: note.storage for note in tape.notes if isinstance(note, Made)}
-        return {key: (owner, n) for key, n in tape.numbers.items() if self.lives(MemoryMark(key, made[n]))}
+        return {key: (owner, n) for key, n in tape.numbers.items() if self.is_alive(MemoryMark(key, made[n]))}
 
     def end(self) -> None:
         """Complete the tape."""
@@ -243,8 +243,9 @@ class TapeRecorder:
             part.listener = self._outer
         self._outer = None
 
+    # --- as the listener of ledger, meter, wire and player
+
     def changed(self, key: int, storage: Storage, sign: int) -> None:
-        """Listen to `ledger.Ledger`."""
         if self._outer is not None:
             self._outer.changed(key, storage, sign)
         tape = self._open()
@@ -258,33 +259,28 @@ class TapeRecorder:
             tape.notes.append(Freed(*self._others.pop(key)))
 
     def passed(self, storage: Storage) -> None:
-        """Listen to `ledger.Ledger`."""
         if self._outer is not None:
             self._outer.passed(storage)
         self._open().notes.append(Passing(storage))
 
-    def spent(self, work: Work, spending: Spending) -> None:
-        """Listen to `meter.Meter`."""
+    def work_done(self, work: Work, spending: Spending) -> None:
         if self._outer is not None:
-            self._outer.spent(work, spending)
+            self._outer.work_done(work, spending)
         self._open().notes.append(Spent(work, spending))
 
-    def said(self, event: Event) -> None:
-        """Listen to `meter.Meter`."""
+    def message_issued(self, event: Event) -> None:
         if self._outer is not None:
-            self._outer.said(event)
+            self._outer.message_issued(event)
         self._open().notes.append(MessageCall(event))
 
     def counted(self, line: Line, nbytes: int) -> None:
-        """Listen to `messages.Wire`."""
         if self._outer is not None:
             self._outer.counted(line, nbytes)
         self._open().notes.append(Counted(line, nbytes))
 
     def repeated(self, first_key: int, reserved: int, stretch: Stretch) -> None:
-        """Listen to `Player`."""
         assert self._outer is None, "a tape is played while two are open"
-        self._open().notes.append(Again(first_key, reserved, stretch))
+        self._open().notes.append(InnerStretch(first_key, reserved, stretch))
 
     def _open(self) -> Tape:
         assert self.tape is not None
@@ -317,18 +313,18 @@ class Player:
                         listener.repeated(first, reserved, note)
                     if changes:
                         self._ledger.repeat(first, changes)
-                    self._meter.spend_again(spendings)
+                    self._meter.repeat_spendings(spendings)
                 case Made(number, storage):
                     if number in outs:
                         made[number] = self._made(outs[number])
-                        self._ledger.see_as(made[number], storage)
+                        self._ledger.record_as(made[number], storage)
                     else:
                         keys[number] = first - number
                         self._ledger.take(storage, keys[number])
                 case Freed(owner, number):
                     self._free(number, others[owner])
                 case Counted(line, nbytes):
-                    self._wire.count_again(line, nbytes)
+                    self._wire.repeat_count(line, nbytes)
                 case MessageCall(event):
                     self._meter.message(self._renumbered(event, numbers))
         came_in = others.get("grad_output", others.get("input"))
@@ -340,7 +336,7 @@ class Player:
 
     def _free(self, number: int, owner: Any) -> None:
         if isinstance(owner, Tensor):
-            self._ledger.end_early(owner)
+            self._ledger.release_early(owner)
         elif owner is not None and (key := owner.pop(number, None)) is not None:
             self._ledger.give_back(key)
 

@@ -100,15 +100,15 @@ def explain(
     """
     if not (disagreements or waiting or left):
         return []
-    streams = {each.stream for each in disagreements} | {each.stream for each in (*waiting, *left)}
+    streams = {call.stream for call in disagreements} | {call.stream for call in (*waiting, *left)}
     explainer = _Explainer(traces, streams)
-    faults = [explainer.disagreement(each) for each in disagreements]
-    disagreeing = {each.stream for each in disagreements}
+    faults = [explainer.disagreement(call) for call in disagreements]
+    disagreeing = {call.stream for call in disagreements}
     if not waiting:
-        faults += explainer.missing(each for each in left if each.stream not in disagreeing)
-    elsewhere = [each for each in waiting if each.stream not in disagreeing]
-    faults += explainer.missing(each for each in elsewhere if explainer.never(each))
-    behind = {each.rank: each for each in elsewhere if not explainer.never(each)}
+        faults += explainer.missing(call for call in left if call.stream not in disagreeing)
+    elsewhere = [call for call in waiting if call.stream not in disagreeing]
+    faults += explainer.missing(call for call in elsewhere if explainer.never(call))
+    behind = {call.rank: call for call in elsewhere if not explainer.never(call)}
     faults += [explainer.deadlock(cycle, len(waiting) - len(cycle)) for cycle in _cycles(behind)]
     assert faults, "what waits or is left over has a cause"
     return sorted(faults, key=lambda fault: (fault.seconds, fault.ranks))
@@ -126,7 +126,7 @@ def _cycles(behind: Mapping[int, IncompleteCommunication]) -> Iterator[list[Inco
             path.append(rank)
             rank = behind[rank].missing[0]
         if rank in path:
-            yield [behind[each] for each in path[path.index(rank) :]]
+            yield [behind[rank] for rank in path[path.index(rank) :]]
 
 
 class _Explainer:
@@ -148,26 +148,28 @@ class _Explainer:
         calls = self.calls[waiting.stream]
         return [rank for rank in waiting.missing if len(calls[rank]) <= waiting.position]
 
-    def disagreement(self, each: Disagreement) -> Fault:
+    def disagreement(self, place: Disagreement) -> Fault:
         """Fault with the call of every rank."""
-        events = self._events(each.stream, each.position)
-        said: dict[str, list[int]] = defaultdict(list)
+        events = self._events(place.stream, place.position)
+        ranks_by_call: dict[str, list[int]] = defaultdict(list)
         for rank, index in events.items():
-            said[self._call(rank, index)].append(rank)
-        number = f"the {_ordinal(each.position + 1)} {_what(each.stream)}"
-        calls = "; ".join(f"{_ranks(ranks)}: {call} ({self._at(events, ranks)})" for call, ranks in said.items())
-        advice = "both ends of a message" if each.stream.pair else "all ranks of a group"
+            ranks_by_call[self._call(rank, index)].append(rank)
+        number = f"the {_ordinal(place.position + 1)} {_what(place.stream)}"
+        calls = "; ".join(
+            f"{_ranks(ranks)}: {call} ({self._at(events, ranks)})" for call, ranks in ranks_by_call.items()
+        )
+        advice = "both ends of a message" if place.stream.pair else "all ranks of a group"
         sentence = f"{number} is not the same on all: {calls}; {advice} must issue the same, in one order"
         first = min(events)
-        return Fault(each.kind, tuple(events), self.phase(first, events[first]), events, each.seconds, sentence)
+        return Fault(place.kind, tuple(events), self.phase(first, events[first]), events, place.seconds, sentence)
 
     def missing(self, waiting: Iterable[IncompleteCommunication]) -> Iterator[Fault]:
         """One fault for each stream: its first communication that a rank never issues."""
         streams: set[Stream] = set()
-        for each in sorted(waiting, key=lambda each: (each.position, each.seconds, each.rank)):
-            if each.stream not in streams:
-                streams.add(each.stream)
-                yield self._missing(each)
+        for call in sorted(waiting, key=lambda call: (call.position, call.seconds, call.rank)):
+            if call.stream not in streams:
+                streams.add(call.stream)
+                yield self._missing(call)
 
     def _missing(self, waiting: IncompleteCommunication) -> Fault:
         stream, position = waiting.stream, waiting.position
@@ -190,36 +192,37 @@ class _Explainer:
 
     def deadlock(self, cycle: Sequence[IncompleteCommunication], others: int) -> Fault:
         """Fault of ranks that wait for each other; a missing call if they do not issue equally many."""
-        first = min(cycle, key=lambda each: (each.seconds, each.rank))
-        circle = " -> ".join(str(each.rank) for each in (*cycle, cycle[0]))
-        uneven = [each.stream for each in cycle if len({len(calls) for calls in self._issued(each.stream)}) > 1]
+        first = min(cycle, key=lambda waiting: (waiting.seconds, waiting.rank))
+        circle = " -> ".join(str(waiting.rank) for waiting in (*cycle, cycle[0]))
+        uneven = [
+            waiting.stream for waiting in cycle if len({len(calls) for calls in self._issued(waiting.stream)}) > 1
+        ]
         parts = [
-            f"{_ranks([each.rank for each in cycle])} wait for each other ({circle})",
-            *(self.waits(each) for each in cycle),
+            f"{_ranks([waiting.rank for waiting in cycle])} wait for each other ({circle})",
+            *(self.waits(waiting) for waiting in cycle),
             *([f"{others} other {'rank stands' if others == 1 else 'ranks stand'} still too"] if others else []),
             *(self._totals(stream) for stream in dict.fromkeys(uneven)),
             _ADVICE[first.stream.pair is None] if uneven else "issue them in one order on all ranks",
         ]
-        events = {each.rank: each.event for each in cycle}
+        events = {waiting.rank: waiting.event for waiting in cycle}
         phase = self.phase(first.rank, first.event)
         kind: Literal["missing", "deadlock"] = "missing" if uneven else "deadlock"
-        return Fault(kind, tuple(events), phase, events, max(each.seconds for each in cycle), "; ".join(parts))
+        return Fault(kind, tuple(events), phase, events, max(waiting.seconds for waiting in cycle), "; ".join(parts))
 
-    def waits(self, each: IncompleteCommunication) -> str:
+    def waits(self, waiting: IncompleteCommunication) -> str:
         """Sentence: which call a rank waits for, since when, and where the missing ranks would issue it."""
-        since = f"since {each.seconds:.6g} s in {self.phase(each.rank, each.event)} (event {each.event})"
-        what = f"the {_ordinal(each.position + 1)} {_what(each.stream)}"
-        calls = self.calls[each.stream]
+        since = f"since {waiting.seconds:.6g} s in {self.phase(waiting.rank, waiting.event)} (event {waiting.event})"
+        what = f"the {_ordinal(waiting.position + 1)} {_what(waiting.stream)}"
+        calls = self.calls[waiting.stream]
         reasons = [
-            f"rank {rank} issues at its event {calls[rank][each.position]}"
-            if each.position < len(calls[rank])
+            f"rank {rank} issues at its event {calls[rank][waiting.position]}"
+            if waiting.position < len(calls[rank])
             else f"rank {rank} never issues"
-            for rank in each.missing
+            for rank in waiting.missing
         ]
-        return f"rank {each.rank} waits {since} for {what}, which {' and '.join(reasons)}"
+        return f"rank {waiting.rank} waits {since} for {what}, which {' and '.join(reasons)}"
 
     def _issued(self, stream: Stream) -> list[list[int]]:
-        """The calls of each replayed member."""
         return [self.calls[stream][rank] for rank in stream.members() if rank in self.traces]
 
     def _events(self, stream: Stream, position: int) -> dict[int, int]:
@@ -238,7 +241,6 @@ class _Explainer:
 
     @staticmethod
     def _at(events: Mapping[int, int], ranks: Sequence[int]) -> str:
-        """The indices of these ranks' events."""
         indices = sorted({events[rank] for rank in ranks})
         return f"event{'s' if len(indices) > 1 else ''} {_listed(indices)}"
 
@@ -267,7 +269,6 @@ _ADVICE = {
 
 
 def _what(stream: Stream, plural: bool = False) -> str:
-    """Name of the communications of a stream."""
     ending = "s" if plural else ""
     if stream.pair is None:
         return f"{'host ' if stream.host else ''}collective{ending} of group ({_listed(stream.ranks)})"

@@ -144,14 +144,13 @@ class Wire:
         line = Line(
             self.step, self.phase, operation, self.label(group), len(reached), between_nodes=len(nodes) > 1, host=host
         )
-        if self.listener is not None:
-            self.listener.counted(line, nbytes)
-        self.counts[line] += 1
-        self.nbytes[line] += nbytes
+        self._add(line, nbytes)
 
-    def count_again(self, line: Line, nbytes: int) -> None:
+    def repeat_count(self, line: Line, nbytes: int) -> None:
         """Count an equal message in the current step and phase."""
-        line = line._replace(step=self.step, phase=self.phase)
+        self._add(line._replace(step=self.step, phase=self.phase), nbytes)
+
+    def _add(self, line: Line, nbytes: int) -> None:
         if self.listener is not None:
             self.listener.counted(line, nbytes)
         self.counts[line] += 1
@@ -168,8 +167,8 @@ class Wire:
 
     def reached(self) -> Reached:
         """Partners so far."""
-        near = {each for each in self._peers if self._is_near(each[2])}
-        far = {each[:2] for each in self._peers if not self._is_near(each[2])}
+        near = {peer for peer in self._peers if self._is_near(peer[2])}
+        far = {peer[:2] for peer in self._peers if not self._is_near(peer[2])}
         return Reached(len(self._collectives), len(near), len(far))
 
     def _is_near(self, peer: int) -> bool:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from megarlhf.rehearsal.timeline.deadlocks import (
@@ -34,13 +34,13 @@ from megarlhf.rehearsal.timeline.deadlocks import (
 )
 from megarlhf.rehearsal.timeline.simulated import (
     Communication,
-    Message,
+    CommunicationKey,
     PhaseTimes,
     RankTimes,
     Replayed,
     StepTimes,
 )
-from megarlhf.rehearsal.timeline.trace import Collective, Compute, Event, Operation, Send, StepMark, Wait, Work
+from megarlhf.rehearsal.timeline.trace import Collective, Compute, Event, Operation, Send, StepMark, Wait
 
 
 class MessagePricing(Protocol):
@@ -81,34 +81,6 @@ def replay(
     )
 
 
-@dataclass(slots=True)
-class _Row:
-    """Sums for a `Communication`, with the same fields."""
-
-    count: int = 0
-    nbytes: int = 0
-    seconds: float = 0.0
-    idle: float = 0.0
-    queued: float = 0.0
-    transfer: float = 0.0
-
-
-_Key = tuple[Operation | Message, str]
-
-
-@dataclass(slots=True)
-class _Tally:
-    """Sums for a `RankTimes`."""
-
-    seconds: float = 0.0
-    compute: defaultdict[Work, float] = field(default_factory=lambda: defaultdict(float))
-    rows: defaultdict[_Key, _Row] = field(default_factory=lambda: defaultdict(_Row))
-
-    def times(self) -> RankTimes:
-        communication = {key: Communication(*astuple(row)) for key, row in self.rows.items()}
-        return RankTimes(self.seconds, dict(self.compute), communication)
-
-
 class _Rank:
     """State of one rank: its trace, its position and the time it has spent."""
 
@@ -117,19 +89,19 @@ class _Rank:
         self.trace = trace
         self.index = 0
         self.clock = 0.0
-        self.numbers: dict[int, tuple[_Pending, _Key] | None] = {}
+        self.numbers: dict[int, tuple[_Pending, CommunicationKey] | None] = {}
         """Issued communications, by number; None for one that is known to be complete."""
         self.waits_for: _Pending | None = None
         self.phase: str | None = None
-        self.tally = _Tally()
-        self.tallies: dict[str, _Tally] = {}
-        self.steps: dict[int | None, tuple[float, dict[str, _Tally]]] = {}
+        self.tally = RankTimes()
+        self.tallies: dict[str, RankTimes] = {}
+        self.steps: dict[int | None, tuple[float, dict[str, RankTimes]]] = {}
         self.step_start = 0.0
 
     def enter(self, phase: str) -> None:
         """Start a phase."""
         self.phase = phase
-        self.tally = self.tallies.setdefault(phase, _Tally())
+        self.tally = self.tallies.setdefault(phase, RankTimes())
 
     def spend(self, until: float) -> float:
         """Advance the clock. Returns by how much."""
@@ -165,7 +137,7 @@ class _Pending:
     """Time at which the last rank so far has issued it."""
     start: float = 0.0
     end: float | None = None
-    issued: list[tuple[_Rank, int, _Row]] = field(default_factory=list)
+    issued: list[tuple[_Rank, int, Communication]] = field(default_factory=list)
     """(rank, index of its event, sums to add to)"""
     waiting: list[_Rank] = field(default_factory=list)
 
@@ -216,7 +188,6 @@ class _Replaying:
                 rank.end_step(None)
 
     def _advance(self, rank: _Rank) -> None:
-        """Run one rank until it waits or is done."""
         rank.waits_for = None
         while rank.index < len(rank.trace):
             event = rank.trace[rank.index]
@@ -249,9 +220,9 @@ class _Replaying:
             pending = stream.pending[position] = _Pending(stream, position, operation, event.nbytes)
         elif (pending.operation, pending.nbytes) != (operation, event.nbytes):
             self._compare(pending, operation, event.nbytes, rank.clock)
-        key: _Key = (operation or ("send" if isinstance(event, Send) else "receive"), stream.label)
+        key: CommunicationKey = (operation or ("send" if isinstance(event, Send) else "receive"), stream.label)
         pending.ready = max(pending.ready, rank.clock)
-        pending.issued.append((rank, rank.index, rank.tally.rows[key]))
+        pending.issued.append((rank, rank.index, rank.tally.communication[key]))
         sent_at_once = isinstance(event, Send) and event.nbytes == 0
         rank.numbers[event.number] = None if sent_at_once else (pending, key)
         if len(pending.issued) == len(stream.positions) and position < stream.broken:
@@ -271,7 +242,6 @@ class _Replaying:
             self.disagreements.append(Disagreement(kind, stream.key, pending.position, time))
 
     def _stream(self, rank: _Rank, event: Call) -> _Stream:
-        """Stream of a rank's call."""
         key = stream_of(rank.rank, event)
         stream = self.streams.get(key)
         if stream is None:
@@ -279,7 +249,7 @@ class _Replaying:
             stream = _Stream(key, self.label(key.ranks or key.members()), positions)
             self.streams[key] = stream
         if rank.rank not in stream.positions:
-            raise ValueError(f"{rank.here()} is a collective of ranks {key.ranks}, of which it is none")
+            raise ValueError(f"{rank.here()} is a collective of ranks {key.ranks}, which do not include it")
         if key.pair is not None and key.pair[0] == key.pair[1]:
             raise ValueError(f"{rank.here()} is a message of the rank to itself; copy instead")
         return stream
@@ -328,7 +298,7 @@ class _Replaying:
             return False
         rank.numbers[event.number] = None
         if pending.end > rank.clock:
-            row = rank.tally.rows[key]
+            row = rank.tally.communication[key]
             row.idle += rank.spend(pending.ready)
             row.queued += rank.spend(pending.start)
             row.transfer += rank.spend(pending.end)
@@ -365,6 +335,6 @@ def _steps(ranks: Sequence[_Rank]) -> tuple[StepTimes, ...]:
             if step in rank.steps:
                 seconds[rank.rank], tallies = rank.steps[step]
                 for phase, tally in tallies.items():
-                    phases[phase][rank.rank] = tally.times()
+                    phases[phase][rank.rank] = tally
         times.append(StepTimes(step, seconds, {phase: PhaseTimes(of) for phase, of in phases.items()}))
     return tuple(times)

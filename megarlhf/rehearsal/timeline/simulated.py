@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from megarlhf.rehearsal.timeline.deadlocks import Fault, ReplayError
 from megarlhf.rehearsal.timeline.trace import Operation, Work
 
 Message = Literal["send", "receive"]
+CommunicationKey = tuple[Operation | Message, str]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Communication:
-    """One operation of one rank in groups of one label, in one phase of one step."""
+    """One operation of one rank in groups of one label, in one phase of one step: sums, added up by the replay."""
 
-    count: int
+    count: int = 0
     """Number of completed communications that were issued in the phase."""
-    nbytes: int
-    seconds: float
+    nbytes: int = 0
+    seconds: float = 0.0
     """Price. The part of it that is not in `transfer` was hidden behind computing or behind an idle wait."""
-    idle: float
+    idle: float = 0.0
     """Exposed by waits in this phase: another rank had not issued it yet. It is a pipeline's bubble and uneven work."""
-    queued: float
+    queued: float = 0.0
     """Exposed: all had issued it, but earlier communications of the group were not over."""
-    transfer: float
+    transfer: float = 0.0
     """Exposed: it was under way."""
 
     def exposed(self) -> float:
@@ -33,14 +35,16 @@ class Communication:
         return self.idle + self.queued + self.transfer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RankTimes:
-    """One rank in one phase of one step."""
+    """One rank in one phase of one step: sums, added up by the replay."""
 
-    seconds: float
+    seconds: float = 0.0
     """Advance of the rank's clock by events of the phase: `busy` and `exposed` together."""
-    compute: Mapping[Work, float]
-    communication: Mapping[tuple[Operation | Message, str], Communication]
+    compute: defaultdict[Work, float] = field(default_factory=lambda: defaultdict(float))
+    communication: defaultdict[CommunicationKey, Communication] = field(
+        default_factory=lambda: defaultdict(Communication)
+    )
     """By operation and name of the group."""
 
     def busy(self) -> float:
@@ -49,11 +53,11 @@ class RankTimes:
 
     def exposed(self) -> float:
         """Seconds of waiting."""
-        return sum(each.exposed() for each in self.communication.values())
+        return sum(row.exposed() for row in self.communication.values())
 
     def idle(self) -> float:
         """Seconds of waiting for ranks that were late."""
-        return sum(each.idle for each in self.communication.values())
+        return sum(row.idle for row in self.communication.values())
 
 
 @dataclass(frozen=True, slots=True)

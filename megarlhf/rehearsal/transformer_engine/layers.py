@@ -1,8 +1,9 @@
 """Stand-ins for TransformerEngine's layers: what they keep for the backward, what they allocate, and their messages.
 
 TransformerEngine cannot be imported without CUDA. The stand-ins make the same products and messages in the same order,
-and keep the tensors of the table in `transformer_engine/replace.py`, which has the sources. They hold the parameters of
-the modules of our local layer spec under the same names. They compute no numbers: they are for a rehearsed device only.
+and keep the tensors of the table in tests/rehearsal/saved_tensors.py, which has the sources. They hold the parameters
+of the modules of our local layer spec under the same names. They compute no numbers: they are for a rehearsed device
+only.
 
 Legend: S sequence (a shard of it under sequence parallelism), B batch, R rows of a product (tokens), H input width, O
 output width; T tokens of a packed row, S' and T' this rank's of them under context parallelism, N query heads and G
@@ -351,11 +352,11 @@ class _FusedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         query, key, value, output, statistics, state, cu_seqlens = ctx.saved_tensors
         longest, causal, scale, window = ctx.how
-        found = varlen_attn_backward(
+        gradients = varlen_attn_backward(
             *(grad.contiguous(), query, key, value, output, statistics, cu_seqlens, cu_seqlens),
             *(longest, longest, causal, state, scale, window),
         )
-        return *found, None, None, None, None
+        return *gradients, None, None, None, None
 
 
 class Gate(nn.Module):
@@ -378,6 +379,6 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        found = [torch.empty_like(each) for each in ctx.saved_tensors]
-        pass_over([*gradients, *ctx.saved_tensors], found)
-        return tuple(found)
+        to_inputs = [torch.empty_like(x) for x in ctx.saved_tensors]
+        pass_over([*gradients, *ctx.saved_tensors], to_inputs)
+        return tuple(to_inputs)

@@ -64,9 +64,9 @@ def l2_norm(
 ) -> tuple[Tensor, None]:
     """transformer_engine's multi_tensor_l2norm: one number, still on the device."""
     (read,) = tensor_lists
-    found = torch.empty(1, dtype=torch.float32, device=read[0].device)
-    pass_over([*read], [found])
-    return found, None
+    norm = torch.empty(1, dtype=torch.float32, device=read[0].device)
+    pass_over([*read], [norm])
+    return norm, None
 
 
 KERNELS: Mapping[str, OptimizerKernels] = {

@@ -106,14 +106,14 @@ class _Ring(torch.autograd.Function):
                 if short
                 else [output, gradient, total]
             )
-            found = varlen_attn_backward(
+            step_gradients = varlen_attn_backward(
                 *(grad, *inputs, out, lse, *cu, *most, causal, states[step], ctx.scale, PAST if causal else ALL)
             )
-            pass_over([found[0]], [to_query])
+            pass_over([step_gradients[0]], [to_query])
             _wait(messages)
             messages = ()
-            pass_over([*found[1:]], [there[1]])
-            del inputs, out, grad, lse, found
+            pass_over([*step_gradients[1:]], [there[1]])
+            del inputs, out, grad, lse, step_gradients
         _wait(messages)
         last = buffers[cp % 2][1]
         to_key, to_value = (part.view(ctx.shape) for part in last.chunk(2))
@@ -141,7 +141,6 @@ def _half(x_TND: Tensor) -> Tensor:
 
 
 def _exchange(own: Tensor, received: Tensor, group: dist.ProcessGroup) -> Sequence[dist.Work]:
-    """Send to the next rank of the ring and receive from the one before."""
     size, rank = group.size(), group.rank()
     ranks = dist.get_process_group_ranks(group)
     sent = dist.isend(own, ranks[(rank + 1) % size], group=group)
