@@ -29,7 +29,7 @@ EXTRAS = {
     "wandb": ["wandb>=0.31"],  # run.wandb
     "serve": ["starlette", "uvicorn"],  # megarlhf serve-reward
     "verifiers": ["math-verify>=0.9", "reasoning-gym>=0.1.25"],  # the rules math_verify and reasoning_gym
-    "gguf": ["gguf>=0.17"],  # quantized tensors in `megarlhf convert gguf-to-hf`
+    "gguf": ["gguf>=0.17"],  # quantized tensors in `python -m tools.gguf_to_hf`
     "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML"],
 }
 
@@ -39,7 +39,7 @@ setup(
     description="RLHF for language models pre-trained with Megatron: SFT, reward model, PPO and relatives",
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["megarlhf", "megarlhf.*"]),
-    package_data={"megarlhf.rehearsal.report": ["page.*"]},
+    package_data={"megarlhf": ["observe/report/*.html", "rehearsal/report/page.*"]},
     install_requires=CORE,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["megarlhf=megarlhf.__main__:main"]},

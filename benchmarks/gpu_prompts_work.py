@@ -30,13 +30,12 @@ from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.packing.partition import forward_cost
 from megarlhf.parallel.packing.rows import packed_row
 from megarlhf.rollout.engine import Response, gather_rollouts
-from megarlhf.rollout.response_cache import RolloutCache
 from megarlhf.runtime import Runtime, counts_allocations, synchronize
-from megarlhf.trainers.experience.prompts import make_experience
+from megarlhf.trainers.experience.prompts import PromptData, make_experience
 from megarlhf.trainers.rl.build import build
-from megarlhf.trainers.rl.rollout import Drawing
+from megarlhf.trainers.rl.rollout import complete
 from megarlhf.trainers.rl.scoring import score
-from megarlhf.trainers.rl.update import StepState, train_on
+from megarlhf.trainers.rl.update import StepState, plan_step, train_on
 from megarlhf.trainers.run.session import Session
 from tools.demo.make_data import base_files
 from tools.gpu_check.memory import AllocatorMeter
@@ -168,30 +167,35 @@ class Trainer:
         self._meter = AllocatorMeter(runtime.device) if counts_allocations(runtime.device) else None
         cfg = self._config("4_1", "unshared")
         tokenizer = load_tokenizer(cfg.actor.model.hf_directory())
-        self._parts = build(cfg, runtime, tokenizer, Phases(clock))
-        self._session = Session(runtime, cfg.run.dir, phases=self._parts.phases)
+        prompts = self._prompts("4_1")
+        self._run = build(cfg, runtime, PromptData(prompts, [], tokenizer, []), Phases(clock))
+        self._session = Session(runtime, cfg.run.dir, phases=self._run.phases)
 
     def _config(self, mix: str, side: str) -> RLConfig:
         return RLConfig.model_validate(configuration(self._model, self._sizes, mix, side, self._out / "run"))
 
+    def _prompts(self, mix: str) -> list[PromptSample]:
+        return [
+            PromptSample(tokens=ids, text="".join(str(token - 4) for token in ids), fields={}, index=n)
+            for n, ids in enumerate(workload_of(self._sizes, mix).prompts)
+        ]
+
     def round(self, mix: str, side: str) -> dict[str, Any]:
         """A training phase: its seconds, the most memory, the gradient norm, and how many prompts were computed."""
-        cfg, parts, workload = self._config(mix, side), self._parts, workload_of(self._sizes, mix)
-        prompts = [
-            PromptSample(tokens=ids, text="".join(str(token - 4) for token in ids), fields={}, index=n)
-            for n, ids in enumerate(workload.prompts)
-        ]
+        workload, prompts = workload_of(self._sizes, mix), self._prompts(mix)
+        run = dataclasses.replace(self._run, cfg=self._config(mix, side))
         given = {n: Response(ids, [-2.0] * len(ids), True) for n, ids in enumerate(workload.responses)}
         rollouts = gather_rollouts(given, len(given), self._step, self._runtime.device)
         experience = make_experience(prompts, rollouts, PER_PROMPT)
-        drawing = Drawing(cfg, parts, prompts, RolloutCache(cfg.run.dir / "bank"), self._session, self._step)
         if self._meter is not None:
             self._meter.reset()
-        parts.phases.begin_step(self._step + 1)
-        experience, _ = score(drawing, experience, prompts)
-        work = StepState.begun(cfg, parts, experience, {})
-        metrics = train_on(cfg, parts, work, 0)  # by which step it is, groups would be in other mini-batches
-        by_phase = parts.phases.end_step(self._step + 1)
+        run.phases.begin_step(self._step + 1)
+        rollout = complete(run, self._session, prompts, experience, self._step)
+        experience, _, _ = score(run, self._session, rollout, self._step)
+        # As step 0: by which step it is, groups would be in other mini-batches.
+        state = StepState.begin(run, experience, plan_step(run.cfg, experience, 0), {})
+        metrics = train_on(run, state, 0)
+        by_phase = run.phases.end_step(self._step + 1)
         self._step += 1
         seconds = {phase: by_phase.get(phase, 0.0) for phase in PHASES}
         return {
@@ -203,7 +207,7 @@ class Trainer:
         }
 
     def close(self) -> None:
-        self._parts.engine.close()
+        self._run.engine.close()
 
 
 # --- attention alone ------------------------------------------------------------------------------

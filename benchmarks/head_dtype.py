@@ -60,14 +60,12 @@ def gap_with_head(head: str, model: Path, prompts: Path) -> dict[str, Any]:
     import vllm
 
     from megarlhf.config import RLConfig
-    from megarlhf.data.tokenizers.tokenizer import load_tokenizer
     from megarlhf.observe.watch.phases import Phases
-    from megarlhf.rollout.response_cache import RolloutCache
     from megarlhf.runtime import RankInfo, initialize
     from megarlhf.trainers.experience.prompts import load_prompts
     from megarlhf.trainers.rl.build import build
     from megarlhf.trainers.rl.logprob_gap import logprob_gap
-    from megarlhf.trainers.rl.rollout import Drawing, sample
+    from megarlhf.trainers.rl.rollout import complete, sample
     from megarlhf.trainers.rl.scoring import score
     from megarlhf.trainers.run.session import Session
 
@@ -92,15 +90,15 @@ def gap_with_head(head: str, model: Path, prompts: Path) -> dict[str, Any]:
 
     runtime, data = initialize(RankInfo(), seed=0), load_prompts(cfg.data, model)
     with mock.patch.object(vllm, "LLM", by_itself if head == "bf16" else llm):
-        components = build(cfg, runtime, load_tokenizer(model), Phases())
-    components.engine.update_weights(components.actor.shard, version=0)
-    components.engine.verify_weights(components.actor.shard)
+        run = build(cfg, runtime, data, Phases())
+    run.engine.update_weights(run.actor.shard, version=0)
+    run.engine.verify_weights(run.actor.shard)
     chosen = data.train[:32]
-    experience = sample(cfg, components.engine, chosen, components.sampling, 0)
-    drawing = Drawing(cfg, components, chosen, RolloutCache(cfg.run.dir / "bank"), Session(runtime, cfg.run.dir), 0)
-    experience, _ = score(drawing, experience, chosen)
+    experience = sample(cfg, run.engine, chosen, run.sampling, 0)
+    session = Session(runtime, cfg.run.dir)
+    experience, *_ = score(run, session, complete(run, session, chosen, experience, 0), 0)
     gap = {name.removeprefix("rollout_logprob_gap_"): value for name, value in logprob_gap(experience).items()}
-    components.engine.close()
+    run.engine.close()
     return {"head": head, "tokens": experience.columns["old_logprobs"].values_T.numel(), **gap}
 
 

@@ -2,7 +2,7 @@
 workload's responses.
 
 One process builds a run for each way of laying rows out (the same weights, one configuration key apart), and trains
-whichever the command names. A phase is score, StepInProgress.begun, train_on and describe, as in trainers/rl/loop.py; a
+whichever the command names. A phase is score, StepState.begin, train_on and describe, as in trainers/rl/loop.py; a
 whole step has generation before it and the transfer of the weights behind it.
 
     {"command": "round", "way": "packed", "inject": true}   ->   seconds of phase and step, and of their parts
@@ -31,18 +31,17 @@ from benchmarks.prompts_work import looked_at
 from megarlhf.config import LogprobGapConfig, RLConfig
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
-from megarlhf.experience import Experience, Ragged, Rollouts
+from megarlhf.experience import Experience, Ragged, Rollouts, VersionRuns
 from megarlhf.models.role import Role
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.micro_batch import MicroBatch
-from megarlhf.parallel.step import Loss, StepResult
-from megarlhf.rollout.response_cache import RolloutCache
+from megarlhf.parallel.step import Accumulated, Loss, StepResult
 from megarlhf.runtime import RankInfo, Runtime, initialize
-from megarlhf.trainers.experience.prompts import make_experience
+from megarlhf.trainers.experience.prompts import PromptData, make_experience
 from megarlhf.trainers.rl.build import build
 from megarlhf.trainers.rl.logprob_gap import MismatchGuard
 from megarlhf.trainers.rl.metrics import describe
-from megarlhf.trainers.rl.rollout import Drawing, sample
+from megarlhf.trainers.rl.rollout import complete, sample
 from megarlhf.trainers.rl.scoring import score
 from megarlhf.trainers.rl.update import StepState, train_on
 from megarlhf.trainers.run.session import Session
@@ -60,7 +59,7 @@ class TimedRole(Role):
         with self.clock({"actor": "old_logprobs", "reference": "reference_logprobs", "critic": "values"}[self.name]):
             return super().forward(batches, score)
 
-    def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> dict[str, float]:
+    def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> Accumulated:
         with self.clock(f"{self.name}_forward_backward"):
             return super().accumulate(batches, loss)
 
@@ -88,11 +87,12 @@ class Run:
         self._cfg, self.prompts, self.responses = cfg, prompts, responses
         self._seconds: dict[str, float] = defaultdict(float)
         self._step = 0
-        parts = build(cfg, runtime, load_tokenizer(cfg.actor.model.hf_directory()), Phases())
-        roles = {name: getattr(parts, name) for name in ("actor", "reference", "critic")}
+        tokenizer = load_tokenizer(cfg.actor.model.hf_directory())
+        run = build(cfg, runtime, PromptData(prompts, [], tokenizer, []), Phases())
+        roles = {name: getattr(run, name) for name in ("actor", "reference", "critic")}
         roles = {name: role and timed(role, self._clock) for name, role in roles.items()}
-        self._parts, self._session = dataclasses.replace(parts, **roles), Session(runtime, cfg.run.dir)
-        self._parts.engine.update_weights(self._parts.actor.shard, version=0)
+        self._run, self._session = dataclasses.replace(run, **roles), Session(runtime, cfg.run.dir)
+        self._run.engine.update_weights(self._run.actor.shard, version=0)
 
     @contextmanager
     def _clock(self, name: str) -> Iterator[None]:
@@ -102,29 +102,29 @@ class Run:
 
     def round(self, inject: bool) -> dict[str, Any]:
         """One step, or, with injected responses, its training phase."""
-        cfg, parts, step = self._cfg, self._parts, self._step
+        cfg, run, step = self._cfg, self._run, self._step
         self._seconds.clear()
         begin = time.perf_counter()
         if inject:
             experience = self._injected()
         else:
             with self._clock("generate"):
-                experience = sample(cfg, parts.engine, self.prompts, parts.sampling, step)
+                experience = sample(cfg, run.engine, self.prompts, run.sampling, step)
         start, cpu = time.perf_counter(), time.process_time()
-        drawing = Drawing(cfg, parts, self.prompts, RolloutCache(cfg.run.dir / "bank"), self._session, step)
-        experience, _ = score(drawing, experience, self.prompts)
+        rollout = complete(run, self._session, self.prompts, experience, step)
+        experience, plan, _ = score(run, self._session, rollout, step)
         scored = time.perf_counter()
-        work = StepState.begun(cfg, parts, experience, {})
+        state = StepState.begin(run, experience, plan, {})
         prepared = time.perf_counter()
-        metrics = train_on(cfg, parts, work, step)
-        metrics |= describe(work.experience, cfg)
+        metrics = train_on(run, state, step)
+        metrics |= describe(state.experience, cfg)
         if not inject:
-            gap = MismatchGuard(LogprobGapConfig(steps=1), parts.actor.shard.dtype)
-            gap.watch(work.found)
+            gap = MismatchGuard(LogprobGapConfig(steps=1), run.actor.shard.dtype)
+            gap.watch(state.metrics)
             gap.raise_if_failed(last=False)
         trained, cpu = time.perf_counter(), time.process_time() - cpu
         with self._clock("update_weights"):
-            parts.engine.update_weights(parts.actor.shard, version=step + 1)
+            run.engine.update_weights(run.actor.shard, version=step + 1)
         end = time.perf_counter()
         self._step += 1
         part_seconds = dict(self._seconds)
@@ -158,12 +158,12 @@ class Run:
             responses=responses,
             logprobs=Ragged(torch.zeros(responses.num_tokens), responses.lengths_N),
             finished_N=torch.ones(len(responses.lengths_N), dtype=torch.bool),
-            weight_version=self._step,
+            versions=VersionRuns.constant(self._step, responses.lengths_N),
         )
         return make_experience(self.prompts, rollouts, self._cfg.rollout.num_samples_per_prompt)
 
     def close(self) -> None:
-        self._parts.engine.close()
+        self._run.engine.close()
 
 
 def configuration(options: dict[str, Any], sizes: Sizes, train: dict[str, Any], out: str) -> RLConfig:

@@ -72,7 +72,7 @@ class Bench:
     def step(self) -> float:
         """Seconds of an optimizer step."""
         start = time.perf_counter()
-        self.role.optimizer_step(self.role.accumulate([self._batch], self._loss), lambda sums, norm: "")
+        self.role.optimizer_step(self.role.accumulate([self._batch], self._loss).sums, lambda sums, norm: "")
         self._steps += 1
         return time.perf_counter() - start
 

@@ -1,4 +1,4 @@
-"""What a step produces: prompts, rollouts, and the table of columns that grows from them.
+"""The table of a step: prompts, rollouts, and the columns that grow from them.
 
 A sample's global index is its row everywhere: sample n answers prompt n // num_samples_per_prompt. What the engine
 returns and the small index (lengths, groups, rewards, weight version) are on every rank. Token columns are ragged, one
@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -68,36 +69,126 @@ class Ragged:
 
 
 @dataclass(frozen=True)
+class VersionRuns:
+    """Versions of the weights that drew each sampled token, as runs over the sampled tokens of each sample.
+
+    Example: a sample of 5 tokens, 2 drawn by version 3 and then 3 by version 4: its row of `versions` is [3, 4], its
+    row of `lengths` [2, 3].
+    """
+
+    versions: Ragged
+    """int64, on the CPU."""
+    lengths: Ragged
+    """Sampled tokens of each run, int64, on the CPU."""
+
+    @staticmethod
+    def constant(version: int, lengths_N: Tensor) -> VersionRuns:
+        """One run for each sample."""
+        ones_N = torch.ones_like(lengths_N)
+        return VersionRuns(Ragged(torch.full_like(lengths_N, version), ones_N), Ragged(lengths_N.clone(), ones_N))
+
+    @staticmethod
+    def joined(parts: Sequence[tuple[VersionRuns, Sequence[int]]]) -> VersionRuns:
+        """Runs of chosen samples, one part after the other."""
+        return VersionRuns(
+            Ragged.joined([(runs.versions, chosen) for runs, chosen in parts]),
+            Ragged.joined([(runs.lengths, chosen) for runs, chosen in parts]),
+        )
+
+    def per_token(self) -> Ragged:
+        """Version of each sampled token."""
+        lengths_N = torch.stack([row.sum() for row in self.lengths.rows()])
+        return Ragged(self.versions.values_T.repeat_interleave(self.lengths.values_T), lengths_N)
+
+    def require(self, version: int) -> None:
+        """Raises: RuntimeError where a token was drawn by another version than the configuration promises."""
+        if others := sorted(set(self.versions.values_T.tolist()) - {version}):
+            raise RuntimeError(
+                f"samples of this step were drawn with version {', '.join(map(str, others))} of the weights, expected "
+                f"version {version} only: the rollout engine has missed an update"
+            )
+
+
+@dataclass(frozen=True)
+class Stretches:
+    """Tokens behind the prompts where the model and something else write in turn.
+
+    What follows a prompt begins and ends with a stretch that the model sampled; between two of them stands one that
+    something else wrote, such as the answer of a tool. Example: the model wrote "a b", was answered "c d e" and wrote
+    "f". Then the row of `lengths` is [2, 3, 1], the row of `observed` is "c d e", and the sample's row in
+    `Rollouts.responses`, which has sampled tokens only, is "a b f".
+    """
+
+    lengths: Ragged
+    """Tokens of the stretches in their order, an odd number of them for each sample: int64, on the CPU."""
+    observed: Ragged
+    """Tokens that were not sampled, int64."""
+
+    @staticmethod
+    def joined(parts: Sequence[tuple[Stretches, Sequence[int]]]) -> Stretches:
+        """Stretches of chosen samples, one part after the other."""
+        return Stretches(
+            Ragged.joined([(stretches.lengths, chosen) for stretches, chosen in parts]),
+            Ragged.joined([(stretches.observed, chosen) for stretches, chosen in parts]),
+        )
+
+    def written(self, sampled: Ragged) -> Ragged:
+        """All tokens behind each prompt: sampled and observed stretches in turn."""
+        rows = [
+            torch.cat([part for pair in zip_longest(own[::2], own[1::2]) for part in pair if part is not None])
+            for own in map(self._in_turn, self.lengths.rows(), sampled.rows(), self.observed.rows())
+        ]
+        return Ragged.from_rows(rows, sampled.values_T.dtype)
+
+    @staticmethod
+    def _in_turn(lengths: Tensor, sampled: Tensor, observed: Tensor) -> list[Tensor]:
+        """The stretches of one sample, in their order."""
+        stretches: list[Tensor] = [sampled] * len(lengths)
+        stretches[::2] = sampled.split(lengths[::2].tolist())
+        if len(lengths) > 1:
+            stretches[1::2] = observed.to(sampled).split(lengths[1::2].tolist())
+        return stretches
+
+
+@dataclass(frozen=True)
 class Rollouts:
-    """What an engine returns, the same on every rank."""
+    """Responses of an engine, the same on every rank."""
 
     responses: Ragged
-    """int64 tokens, end-of-sequence included where there is one."""
+    """Sampled tokens of each sample end to end, int64; end-of-sequence included where there is one."""
     logprobs: Ragged
-    """The engine's, of the distribution that was sampled from."""
+    """Log-probs of the sampled tokens by the engine, under the distribution that was sampled from."""
     finished_N: Tensor
     """bool: ended by end-of-sequence, not by the token limit."""
-    weight_version: int
-    """Of the weights that drew the samples."""
+    versions: VersionRuns
+    """Weights that drew the sampled tokens."""
+    stretches: Stretches | None = None
+    """Where sampled tokens stand behind the prompt; None: each sample is one sampled stretch."""
     idle_seconds: float = 0.0
-    """That an engine waited for the slowest one, the mean over engines; of one drawing, not of joined ones."""
+    """Seconds that an engine waited for the slowest one, the mean over engines; 0 where several drawings are joined."""
 
     @staticmethod
     def joined(parts: Sequence[tuple[Rollouts, Sequence[int]]]) -> Rollouts:
-        """Chosen samples of each, all drawn with the same weights."""
-        versions = {rollouts.weight_version for rollouts, _ in parts}
-        assert len(versions) == 1, f"samples of the weights of versions {sorted(versions)} in one step"
+        """Chosen samples of each, one part after the other."""
+        stretches = [(rollouts.stretches, chosen) for rollouts, chosen in parts if rollouts.stretches is not None]
+        assert len(stretches) in (0, len(parts)), "some samples are of one stretch and others say nothing of theirs"
         return Rollouts(
             responses=Ragged.joined([(rollouts.responses, chosen) for rollouts, chosen in parts]),
             logprobs=Ragged.joined([(rollouts.logprobs, chosen) for rollouts, chosen in parts]),
             finished_N=torch.cat([rollouts.finished_N[list(chosen)] for rollouts, chosen in parts]),
-            weight_version=versions.pop(),
+            versions=VersionRuns.joined([(rollouts.versions, chosen) for rollouts, chosen in parts]),
+            stretches=Stretches.joined(stretches) if stretches else None,
         )
+
+    @property
+    def written(self) -> Ragged:
+        """All tokens behind each prompt, sampled or not."""
+        return self.responses if self.stretches is None else self.stretches.written(self.responses)
 
 
 @dataclass(frozen=True, eq=False)
 class ColumnSharding:
-    """Which ranks have the token columns of which samples, the same on every rank."""
+    """Placement of the token columns: which rank has which samples. The same on every rank."""
 
     resident_WN: Tensor
     """bool, on the CPU. Some rank has each sample."""
@@ -136,11 +227,11 @@ class Experience:
     """int64: samples of one prompt share a number."""
     rollouts: Rollouts
     columns: Mapping[str, Ragged] = field(default_factory=dict)
-    """Per response token: old_logprobs, ref_logprobs, values, advantages, returns, ..."""
+    """Per sampled token, and for nothing else: old_logprobs, ref_logprobs, values, advantages, returns, ..."""
     per_sample: Mapping[str, Tensor] = field(default_factory=dict)
     """Per sample [N]: rewards, ..."""
     holding: ColumnSharding | None = None
-    """Which rank has which rows of the columns; None: every rank has all."""
+    """Placement of the columns' rows on ranks; None: every rank has all."""
     given_prompt_numbers_N: Tensor | None = None
     """`prompt_numbers_N`, where samples have left their group."""
 
@@ -156,11 +247,12 @@ class Experience:
 
     @property
     def response_lengths_N(self) -> Tensor:
+        """Sampled tokens of each sample, int64 on the CPU: as long as the rows of the columns."""
         return self.rollouts.responses.lengths_N
 
     @property
     def trained_lengths_N(self) -> Tensor:
-        """Response tokens of each sample that count in the losses, int64 on the CPU: all of them, or none."""
+        """Sampled tokens of each sample that count in the losses, int64 on the CPU: all of them, or none."""
         trained_N = self.per_sample.get("trained")
         return self.response_lengths_N if trained_N is None else self.response_lengths_N * trained_N.cpu().long()
 
@@ -171,11 +263,26 @@ class Experience:
 
     @cached_property
     def sequences(self) -> Ragged:
-        """Prompt and response of each sample, int64 tokens where the responses are."""
-        responses = self.rollouts.responses
-        rows = zip(self.prompts, responses.rows(), strict=True)
-        tokens_T = torch.cat([part for prompt, response in rows for part in (prompt.to(response), response)])
-        return Ragged(tokens_T, self.prompt_lengths_N + responses.lengths_N)
+        """Tokens that the model reads of each sample: the prompt and all that follows it, int64, where the responses
+        are."""
+        written = self.rollouts.written
+        rows = zip(self.prompts, written.rows(), strict=True)
+        tokens_T = torch.cat([part for prompt, row in rows for part in (prompt.to(row), row)])
+        return Ragged(tokens_T, self.prompt_lengths_N + written.lengths_N)
+
+    @cached_property
+    def sampled_stretches(self) -> tuple[Tensor, Ragged]:
+        """Where the sampled tokens stand in `sequences`: (position of each stretch's first token, tokens of each
+        stretch by sample), int64 on the CPU. All stretches of a sample together are a row of a column.
+
+        Example: a prompt of 4 tokens and stretches of 2, 3 and 1, of which the second was not sampled: [4, 9], [2, 1].
+        """
+        stretches = self.rollouts.stretches
+        if stretches is None:
+            return self.prompt_lengths_N, Ragged(self.response_lengths_N, torch.ones_like(self.response_lengths_N))
+        rows = stretches.lengths.rows()
+        starts = [start + row.cumsum(0) - row for start, row in zip(self.prompt_lengths_N, rows, strict=True)]
+        return torch.cat([row[::2] for row in starts]), Ragged.from_rows([row[::2] for row in rows], torch.int64)
 
     @cached_property
     def rollout_logprobs(self) -> Ragged:
@@ -183,7 +290,7 @@ class Experience:
         return self.held(self.rollouts.logprobs)
 
     def held(self, column: Ragged) -> Ragged:
-        """Of a column that is here whole, the rows that this rank has of the others."""
+        """Keep of a whole column the rows that this rank has of the other columns."""
         return column if self.holding is None else column.only(self.holding.local_N)
 
     def gather_per_sample(self, values_N: Tensor) -> Tensor:
@@ -197,7 +304,7 @@ class Experience:
         return told_N
 
     def largest(self, value: Tensor) -> Tensor:
-        """Of what the ranks hand in that have columns of their own. Collective."""
+        """Largest of the ranks' values. Collective."""
         if self.holding is not None:
             dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return value
@@ -237,7 +344,7 @@ class Experience:
     def state_dict(self) -> dict[str, Any]:
         """All of it as tensors, numbers, lists and mappings; with whole columns."""
         assert self.holding is None, "columns are spread over ranks: replicate them first"
-        rollouts = self.rollouts
+        rollouts, stretches = self.rollouts, self.rollouts.stretches
         return {
             "prompts": list(self.prompts),
             "groups": self.groups_N,
@@ -246,20 +353,31 @@ class Experience:
             "responses": rollouts.responses.values_T,
             "logprobs": rollouts.logprobs.values_T,
             "finished": rollouts.finished_N,
-            "weight_version": rollouts.weight_version,
+            "versions": _ragged_state(rollouts.versions.versions),
+            "version_lengths": _ragged_state(rollouts.versions.lengths),
+            "stretches": stretches and _ragged_state(stretches.lengths),
+            "observed": stretches and _ragged_state(stretches.observed),
             "columns": {name: column.values_T for name, column in self.columns.items()},
             "per_sample": dict(self.per_sample),
         }
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Experience:
-        """From what `state_dict` returned."""
+        """From what `state_dict` returned, also in points of before a token had a version of its own."""
         lengths_N = state["lengths"].cpu()
+        if "weight_version" in state:
+            versions = VersionRuns.constant(state["weight_version"], lengths_N)
+        else:
+            versions = VersionRuns(_ragged_of(state["versions"]), _ragged_of(state["version_lengths"]))
+        stretches = None
+        if state.get("stretches") is not None:
+            stretches = Stretches(_ragged_of(state["stretches"]), _ragged_of(state["observed"]))
         rollouts = Rollouts(
             responses=Ragged(state["responses"], lengths_N),
             logprobs=Ragged(state["logprobs"], lengths_N),
             finished_N=state["finished"].cpu(),
-            weight_version=state["weight_version"],
+            versions=versions,
+            stretches=stretches,
         )
         return cls(
             prompts=tuple(prompt.cpu() for prompt in state["prompts"]),
@@ -269,6 +387,14 @@ class Experience:
             columns={name: Ragged(values_T, lengths_N) for name, values_T in state["columns"].items()},
             per_sample=state["per_sample"],
         )
+
+
+def _ragged_state(table: Ragged) -> dict[str, Tensor]:
+    return {"values": table.values_T, "lengths": table.lengths_N}
+
+
+def _ragged_of(state: Mapping[str, Tensor]) -> Ragged:
+    return Ragged(state["values"].cpu(), state["lengths"].cpu())
 
 
 def redistribute(
@@ -312,7 +438,7 @@ def _joined(rows: Sequence[Tensor], like: Tensor) -> Tensor:
 def _exchange(
     rows: Mapping[int, Tensor], lengths_N: Tensor, like: Tensor, owners: Sequence[Sequence[int]], to: ColumnSharding
 ) -> dict[int, Tensor]:
-    """What this rank reads and does not own. Each row travels once to each of its readers."""
+    """Receive the rows that this rank reads and does not own. Each row travels once to each of its readers."""
     rank, own = dist.get_rank(), list(owners[dist.get_rank()])
     wanted = [[own[k] for k in reads.nonzero().flatten().tolist()] for reads in to.resident_WN[:, own]]
     coming = [[n for n in samples if to.local_N[n]] for samples in owners]
@@ -369,7 +495,7 @@ def _check_owners(owners: Sequence[Sequence[int]], num_samples: int) -> None:
 
 
 def _wrong_rows(mine: Mapping[int, Tensor], own: Sequence[int], lengths_N: Tensor) -> list[str]:
-    """What this rank hands in that is not what it owns, in words."""
+    """Describe what this rank hands in that is not what it owns."""
     if sorted(mine) != sorted(own):
         missing, beside = sorted(set(own) - set(mine))[:5], sorted(set(mine) - set(own))[:5]
         return [f"{len(mine)} rows are handed in, expected {len(own)}; missing: {missing}, beside them: {beside}"]

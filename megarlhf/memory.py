@@ -1,8 +1,8 @@
-"""How much memory this machine and the control groups of this process leave it.
+"""Memory that is available to this process, by the machine and by the process's control groups.
 
-Containers and batch systems set limits by control groups, and the limit of a group holds for all groups below it.
-Linux shows them as files, in one tree (version 2), in a tree for memory alone (version 1), or in both. psutil reads
-the machine's memory and no control group.
+Containers and batch systems set limits by control groups. The limit of a group holds for all groups below it. Linux
+shows them as files, in one tree (version 2), in a tree for memory alone (version 1), or in both. psutil does not read
+them.
 
 Source: the kernel's Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst; proc_pid_mountinfo(5).
 """
@@ -15,15 +15,15 @@ from typing import NamedTuple
 
 
 class _Version(NamedTuple):
-    """What a version of the interface calls things."""
+    """Names in one version of the interface."""
 
     filesystem: str
     controller: str
-    """In the lines of /proc/self/cgroup; the one tree of version 2 is listed without controllers."""
+    """Name in /proc/self/cgroup; the one tree of version 2 is listed without controllers."""
     limit: str
     usage: str
     reclaimable: str
-    """In memory.stat, of the group and all below it: file pages that were not used lately."""
+    """Name in memory.stat for file pages that were not used lately, of the group and all below it."""
 
 
 _VERSIONS = (
@@ -33,25 +33,24 @@ _VERSIONS = (
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Bytes that processes here can still allocate: the least of what the machine has and what any limit leaves.
+    """Bytes that processes here can still allocate: the least of the machine's and of each control group's.
 
-    Page cache that can be given up counts as available: the kernel's own estimate for the machine, in a group the
-    file pages that were not used lately. `root` is where proc and the mounts are.
+    Reclaimable page cache counts as available: for the machine the kernel's own estimate, for a group the file pages
+    that were not used lately. `root` is the folder of proc and the mounts.
     """
     machine = _table(root / "proc/meminfo")["MemAvailable:"] * 1024
-    below_limits = [_below_limit(version, group) for version in _VERSIONS for group in _groups(version, root)]
-    return min([machine, *(number for number in below_limits if number is not None)])
+    by_group = [_below_limit(version, group) for version in _VERSIONS for group in _groups(version, root)]
+    return min([machine, *(num_bytes for num_bytes in by_group if num_bytes is not None)])
 
 
 def peak_resident_bytes(root: Path = Path("/")) -> int:
-    """The most memory that this process has had resident. Not what `getrusage` says, which counts what the process was
-    before `exec` too."""
+    """The most memory that this process has had resident. `getrusage` would also count the process before `exec`."""
     lines = [line.split() for line in _lines(root / "proc/self/status")]
     return next((int(line[1]) * 1024 for line in lines if line[0] == "VmHWM:"), 0)
 
 
 def _below_limit(version: _Version, group: Path) -> int | None:
-    """Bytes below the group's limit; None where it shows none, as the topmost group or one without this controller."""
+    """Bytes below the group's limit; None without a limit, as for the topmost group or one without this controller."""
     try:
         limit = (group / version.limit).read_text().strip()
         used = int((group / version.usage).read_text()) - _table(group / "memory.stat")[version.reclaimable]
@@ -61,7 +60,7 @@ def _below_limit(version: _Version, group: Path) -> int | None:
 
 
 def _groups(version: _Version, root: Path) -> Iterator[Path]:
-    """This process' group and those above it, as far up as the mount shows."""
+    """This process's group and the groups above it, as far up as the mount shows."""
     # `4:memory:/path` of version 1, `0::/path` of version 2.
     memberships = [line.split(":", 2) for line in _lines(root / "proc/self/cgroup")]
     own = [PurePosixPath(path) for _, names, path in memberships if version.controller in names.split(",")]
@@ -70,7 +69,7 @@ def _groups(version: _Version, root: Path) -> Iterator[Path]:
         shown, mount = before.split(" ")[3:5]
         filesystem, _, options = after.split(" ", 2)
         if own and filesystem == version.filesystem and version.controller in ("", *options.split(",")):
-            # A container may show a part of the tree and not say where in it the process stands: then its top holds.
+            # A container may show a part of the tree without the process's place in it. Then its top holds.
             inside = own[0].is_relative_to(shown) and ".." not in own[0].parts
             group = own[0].relative_to(shown) if inside else PurePosixPath()
             yield from (root / mount.lstrip("/") / path for path in (group, *group.parents))
@@ -78,10 +77,10 @@ def _groups(version: _Version, root: Path) -> Iterator[Path]:
 
 
 def _lines(path: Path) -> list[str]:
-    """Empty where the file is missing: a kernel without control groups."""
+    """Lines of a file; none if it is missing, as in a kernel without control groups."""
     return path.read_text().splitlines() if path.exists() else []
 
 
 def _table(path: Path) -> dict[str, int]:
-    """`name number` a line, as meminfo and memory.stat are written."""
+    """Numbers by name from a file with `name number` in each line, such as meminfo and memory.stat."""
     return {name: int(value) for name, value, *_ in map(str.split, path.read_text().splitlines())}

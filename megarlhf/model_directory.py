@@ -13,6 +13,9 @@ _ITERATION = re.compile(r"iter_\d+|release")
 COMPANION = "hf"
 """Folder in a Megatron checkpoint that we write: config.json, tokenizer and the other small files."""
 
+GGUF_COMMAND = "python -m tools.gguf_to_hf"
+"""Command that converts GGUF files; it is in the repository and not in the installed package."""
+
 
 def find_hf_directory(path: str | PathLike[str], hf: str | PathLike[str] | None = None) -> Path | None:
     """The directory with the config.json of the model at `path`: `hf` if given, the model's own (a Hugging Face
@@ -65,8 +68,8 @@ def refuse_gguf(path: str | PathLike[str]) -> None:
     found = [path] if path.is_file() and path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
     if found:
         raise ValueError(
-            f"{path} {'is' if found == [path] else 'has'} a GGUF file, which is converted first: megarlhf convert "
-            f"gguf-to-hf --gguf {found[0]} --out DIR; then give that directory"
+            f"{path} {'is' if found == [path] else 'has'} a GGUF file, which is converted first, in a clone of "
+            f"megarlhf: {GGUF_COMMAND} --gguf {found[0]} --out DIR; then give that directory"
         )
 
 

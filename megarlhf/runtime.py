@@ -1,6 +1,6 @@
-"""What this machine can do, and which rank of the run this process is.
+"""The capabilities of this machine, and the rank of this process in the run.
 
-The one place that asks for a device. Everything above is told: device, backend and rank are passed in.
+Only this module asks for a device. Device, backend and rank are passed in to all modules above.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from megarlhf.memory import available_bytes, peak_resident_bytes
 from megarlhf.packages import PACKAGES, version_of
 
 GPU = "cuda"
-"""A GPU in torch's words."""
+"""Torch's name for a GPU."""
 STORE_IS_THERE = "TORCHELASTIC_USE_AGENT_STORE"
-"""Set to True by who starts ranks (torchrun, and a plain start) and keeps at MASTER_PORT the store by which they find
-each other; read by torch. Else rank 0 makes it."""
+"""Variable that the starter of ranks (torchrun, and a plain start) sets to True if it serves, at MASTER_PORT, the store
+through which ranks find each other. Torch reads it; without it rank 0 makes the store."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What is installed and what the machine has; found without touching a device context."""
+    """Installed packages and devices, read without making a device context."""
 
     device_type: str
     device_count: int
@@ -58,13 +58,13 @@ class Runtime(RankInfo):
     """A process that has joined its run: rank, device and communication backend."""
 
     ranks_per_block: int = 1
-    """The same on all ranks: the greatest number that divides the ranks of every machine."""
+    """The greatest number that divides the number of ranks of every machine. It is the same on all ranks."""
     device: torch.device
     backend: str
     timeout_seconds: float = 1800.0
-    """After which a collective that not all ranks have joined fails."""
+    """Time after which a collective fails that not all ranks have joined."""
     deterministic: bool = False
-    """Whether only kernels may run whose sums have a fixed order."""
+    """Whether only kernels with a fixed order of sums may run."""
 
     @property
     def is_main(self) -> bool:
@@ -72,7 +72,7 @@ class Runtime(RankInfo):
 
 
 def capabilities() -> Capabilities:
-    """Look at the machine. Imports nothing heavier than torch."""
+    """Look at the machine. Nothing heavier than torch is imported."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     backends = [name for name in ("gloo", "nccl", "mpi") if dist.is_backend_available(name)]
     return Capabilities(
@@ -85,7 +85,7 @@ def capabilities() -> Capabilities:
 
 
 def _gpu_names(driver: Path = Path("/proc/driver/nvidia/gpus")) -> str:
-    """The models that the driver lists. torch would make a context on a device to tell its name."""
+    """GPU models in the driver's list. Torch would make a context on a device to read its name."""
     listed = [path.read_text() for path in sorted(driver.glob("*/information"))]
     lines = [line.partition(":") for text in listed for line in text.splitlines()]
     models = {value.strip() for key, _, value in lines if key == "Model"}
@@ -98,13 +98,13 @@ def has_transformer_engine() -> bool:
 
 
 def detect_rank(env: Mapping[str, str]) -> RankInfo | None:
-    """The rank that a launcher gave this process, or None when it was started plainly.
+    """The rank that a launcher gave this process; None after a plain start.
 
-    `torchrun` sets RANK, LOCAL_RANK, WORLD_SIZE; `srun` sets SLURM_PROCID, SLURM_LOCALID, SLURM_STEP_ID
-    and the number of tasks. The shell of an `sbatch` script sees SLURM_PROCID=0 too, but belongs to no
-    step: it has no SLURM_STEP_ID, and is not a rank. In a task of a step Slurm's numbers count, unless a launcher
-    inside the task has set LOCAL_WORLD_SIZE too: RANK and WORLD_SIZE alone come from the shell that submitted the job,
-    or from a container's entry (pyxis with an image of PyTorch), which does not say how many ranks a machine has.
+    `torchrun` sets RANK, LOCAL_RANK and WORLD_SIZE; `srun` sets SLURM_PROCID, SLURM_LOCALID, SLURM_STEP_ID and the
+    number of tasks. The shell of an `sbatch` script has SLURM_PROCID=0 too, but no SLURM_STEP_ID: it belongs to no step
+    and is not a rank. In a task of a step Slurm's numbers count, unless a launcher inside the task has set
+    LOCAL_WORLD_SIZE too. RANK and WORLD_SIZE alone may come from the shell that submitted the job, or from a
+    container's entry (pyxis with an image of PyTorch), and do not tell the number of ranks per machine.
     """
     num_tasks = env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS"))
     is_task = "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and num_tasks is not None
@@ -130,11 +130,11 @@ def detect_rank(env: Mapping[str, str]) -> RankInfo | None:
 
 
 def _tasks_of_node(tasks_per_node: str, node: int) -> int:
-    """Slurm writes tasks per node as `8(x3),4`: three nodes of eight, then one of four."""
+    """Tasks of a node. Slurm writes tasks per node as `8(x3),4`: three nodes of eight, then one of four."""
     counts: list[int] = []
     for part in tasks_per_node.split(","):
-        number, _, repeat = part.partition("(x")
-        counts += [int(number)] * (int(repeat.rstrip(")")) if repeat else 1)
+        count, _, repeat = part.partition("(x")
+        counts += [int(count)] * (int(repeat.rstrip(")")) if repeat else 1)
     return counts[min(node, len(counts) - 1)]
 
 
@@ -148,10 +148,9 @@ def initialize(
 ) -> Runtime:
     """Join the run: device, threads, seeds and the default process group (NCCL on GPUs, else gloo).
 
-    `deterministic`: an operation of torch that has no deterministic variant raises; the variables of
-    `planning.determinism.environment` are set before.
-    `store`: through which the ranks find each other; default: by MASTER_ADDR and MASTER_PORT, where rank 0 makes it
-    unless STORE_IS_THERE is set.
+    deterministic: operations of torch without a deterministic variant raise; the caller has set the variables of
+                   `planning.machine.determinism.environment`
+    store:         the store through which ranks find each other; default: the one at MASTER_ADDR and MASTER_PORT
     """
     on_gpu = torch.cuda.is_available()
     if deterministic:
@@ -197,16 +196,16 @@ def initialize(
 
 
 def _ranks_per_block(info: RankInfo) -> int:
-    """Of machines that may differ in size. Collective."""
+    """The greatest number that divides the ranks of every machine. Collective."""
     sizes = [info.local_world_size] * dist.get_world_size()
     dist.all_gather_object(sizes, info.local_world_size)
     return math.gcd(*sizes)
 
 
 def _default_rendezvous(info: RankInfo, device_index: int) -> None:
-    """Give libraries that read torchrun's variables (vLLM's external launcher) what they expect.
+    """Set the variables of torchrun that libraries read (vLLM's external launcher).
 
-    LOCAL_RANK is to them the number of this rank's device among those it sees: 0 where each task sees its own only.
+    They take LOCAL_RANK as the index of this rank's device among the visible ones: 0 if each task sees its own only.
     """
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if "MASTER_PORT" not in os.environ:
@@ -223,7 +222,7 @@ def _default_rendezvous(info: RankInfo, device_index: int) -> None:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on now."""
+    """A TCP port of this machine on which nobody listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -231,13 +230,16 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def without_torch_determinism() -> Iterator[None]:
-    """Scope for a library in this process that answers for its own kernels. torch's switch refuses operations that it
-    uses with sums in any order, such as the cumulative sum of vLLM's sampler, which no response here depends on."""
+    """Scope for a library in this process that is responsible for its own kernels.
+
+    Torch's switch would refuse operations that vLLM uses without an effect on responses, such as the cumulative sum of
+    its sampler.
+    """
     if not torch.are_deterministic_algorithms_enabled():
         yield
         return
     torch.use_deterministic_algorithms(False)
-    torch._inductor.config.deterministic = True  # what it compiles is chosen without being timed
+    torch._inductor.config.deterministic = True  # kernels are chosen without being timed
     try:
         yield
     finally:
@@ -245,22 +247,22 @@ def without_torch_determinism() -> Iterator[None]:
 
 
 def compute_capability(runtime: Runtime) -> tuple[int, int] | None:
-    """Of this rank's GPU, such as (9, 0) for an H100; None on a CPU."""
+    """Compute capability of this rank's GPU, such as (9, 0) for an H100; None on a CPU."""
     return torch.cuda.get_device_capability(runtime.device) if runtime.device.type == "cuda" else None
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device, so that a host clock measures what ran."""
+    """Wait for the device, so that a host clock measures finished work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def free_bytes(runtime: Runtime) -> int:
-    """Bytes that this rank could still allocate on its device now.
+    """Bytes that this rank can still allocate on its device.
 
-    On a GPU this counts what torch's allocator keeps for reuse: it gives that back before it gives up. On a CPU it is
-    an equal share, for each rank of this machine, of what machine and control groups leave: a container or a Slurm
-    step limits its ranks together, and where each has a group of its own the share errs on the safe side.
+    On a GPU, memory that torch's allocator keeps for reuse counts. On a CPU it is this rank's equal share of the
+    available memory of the machine and its control groups: a container or a Slurm step limits its ranks together. If
+    each rank has a group of its own, the share is smaller than what is available.
     """
     if runtime.device.type == "cuda":
         kept = torch.cuda.memory_reserved(runtime.device) - torch.cuda.memory_allocated(runtime.device)
@@ -269,26 +271,25 @@ def free_bytes(runtime: Runtime) -> int:
 
 
 def give_back_cached(runtime: Runtime) -> None:
-    """Let others have what torch's allocator keeps of a GPU for reuse."""
+    """Return the GPU memory that torch's allocator keeps for reuse."""
     if runtime.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def peak_memory_bytes(runtime: Runtime) -> int:
-    """The most that this rank has held so far: on a GPU what torch's allocator has taken of it, on a CPU resident
-    memory of the process."""
+    """Peak memory of this rank: reserved by torch's allocator on a GPU, resident memory of the process on a CPU."""
     if runtime.device.type == "cuda":
         return int(torch.cuda.max_memory_reserved(runtime.device))
     return peak_resident_bytes()
 
 
 def record_allocations(device: torch.device) -> None:
-    """From here on torch's allocator keeps each allocation of a GPU with its stack, until `write_allocations`."""
+    """Record each allocation of torch's GPU allocator with its stack, until `write_allocations`."""
     torch.cuda.memory._record_memory_history(stacks="python", device=device)
 
 
 def write_allocations(device: torch.device, path: Path) -> None:
-    """Write what `record_allocations` has recorded, as pytorch.org/memory_viz reads it, and record no more."""
+    """Write the recorded allocations for pytorch.org/memory_viz, and stop recording."""
     try:
         torch.cuda.memory._dump_snapshot(str(path))
     finally:
@@ -296,27 +297,27 @@ def write_allocations(device: torch.device, path: Path) -> None:
 
 
 def counts_allocations(device: torch.device) -> bool:
-    """Whether torch's allocator of this device counts what it hands out; that of a CPU does not."""
+    """Whether torch's allocator of this device counts its allocations; that of a CPU does not."""
     return device.type == "cuda"
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Bytes that tensors, and torch's libraries for themselves, hold of a GPU's memory now."""
+    """Bytes of GPU memory that tensors and torch's libraries hold now."""
     return int(torch.cuda.memory_allocated(device))
 
 
 def peak_allocated_bytes(device: torch.device) -> int:
-    """The most of them since `reset_peak_allocated`."""
+    """Peak of `allocated_bytes` since `reset_peak_allocated`."""
     return int(torch.cuda.max_memory_allocated(device))
 
 
 def reset_peak_allocated(device: torch.device) -> None:
-    """From here on the peak is counted anew, beginning with what is held now."""
+    """Count the peak anew, beginning with the memory that is held now."""
     torch.cuda.reset_peak_memory_stats(device)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Of Python's, numpy's and torch's generators in this process, as texts and numbers."""
+    """State of the random generators of Python, numpy and torch in this process, as texts and numbers."""
     version, keys, gauss = random.getstate()
     kind, key, *position = np.random.get_state(legacy=True)
     state = {
@@ -330,7 +331,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """What `random_state` returned, on a device of the same kind."""
+    """Restore the result of `random_state`, on a device of the same kind."""
 
     def tensor(text: str) -> torch.Tensor:
         return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
@@ -350,16 +351,16 @@ def sees_gpus() -> bool:
 
 
 def gpu_versions() -> dict[str, str]:
-    """Of what comes between torch and a GPU, as far as it is there."""
+    """Versions of torch's CUDA and of the NVIDIA driver, as far as they are installed."""
     versions = {} if torch.version.cuda is None else {"CUDA of torch": str(torch.version.cuda)}
     with contextlib.suppress(OSError):
-        found = re.search(r"\d+\.\d+(\.\d+)?", Path("/proc/driver/nvidia/version").read_text())
-        versions |= {"NVIDIA driver": found[0]} if found else {}
+        match = re.search(r"\d+\.\d+(\.\d+)?", Path("/proc/driver/nvidia/version").read_text())
+        versions |= {"NVIDIA driver": match[0]} if match else {}
     return versions
 
 
 def gpu_in_use(runtime: Runtime) -> tuple[str, int, int] | None:
-    """Identity of this rank's GPU, bytes of its memory that are in use, and all its bytes; None without one."""
+    """UUID of this rank's GPU, its bytes in use, and all its bytes; None without a GPU."""
     if runtime.device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(runtime.device)
@@ -373,7 +374,7 @@ def shutdown() -> None:
 
 
 def first_gpu() -> torch.device:
-    """For a process that is no rank of a run. Raises: ValueError where there is none."""
+    """The GPU of a process that is no rank of a run. Raises: ValueError if there is none."""
     if not torch.cuda.is_available():
         raise ValueError("device = gpu, but torch sees no GPU here; set device: cpu")
     return torch.device("cuda", 0)

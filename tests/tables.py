@@ -2,8 +2,14 @@
 
 import torch
 
-from megarlhf.experience import Ragged
+from megarlhf.experience import Ragged, Rollouts, VersionRuns
 
 
 def ragged(*rows, dtype=torch.float32):
     return Ragged.from_rows([torch.tensor(row) for row in rows], dtype)
+
+
+def make_rollouts(responses, logprobs, finished_N, version=0):
+    """Rollouts of one sampled stretch each, all drawn by one version of the weights."""
+    versions = VersionRuns.constant(version, responses.lengths_N)
+    return Rollouts(responses=responses, logprobs=logprobs, finished_N=finished_N, versions=versions)

@@ -184,7 +184,7 @@ FILES = {
     ),
     "a list": ("- run\n", "must be a mapping of sections, got list"),
     "no YAML": ("run: [\n", "is not valid YAML"),
-    "a key twice": ("run: {dir: a}\nrun: {dir: b}\n", "the key 'run' stands in line 1 and again in line 2"),
+    "a key twice": ("run: {dir: a}\nrun: {dir: b}\n", "the key 'run' is in line 1 and again in line 2"),
 }
 
 
@@ -211,8 +211,6 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("samples that do not divide", "rl", ["train.prompts_per_step=7"], "is not a multiple of"),
     ("least above most learning rate", "sft", ["actor.optim.min_lr=1", "actor.optim.schedule=cosine"], "is above lr"),
     ("warm-up longer than the run", "sft", ["actor.optim.warmup_steps=9"], "warmup_steps"),
-    ("rank layout that does not divide", "sft", ["actor.parallel.tp=2"], "is not a multiple of tp x cp x pp"),
-    ("heads that do not divide", "sft", ["run.nproc=3", "actor.parallel.tp=3"], "does not divide"),
     ("more samples than data", "sft", ["train.mini_batch_samples=64"], "64"),
     ("more prompts than data", "rl", ["train.prompts_per_step=64"], "64"),
     *(
@@ -304,17 +302,13 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("a rule that is not there", "rl", ["rewards=[{kind: rule, rule: exact_mach}]"], "exact_match"),
     ("a module that is not there", "rl", ["rewards=[{kind: rule, rule: 'my_rules:f'}]"], "my_rules"),
     ("no reward", "rl", ["rewards=[]"], "reward"),
-    ("LoRA target that matches nothing", "sft", ["actor.lora={rank: 4, targets: [query]}"], "query"),
     (
         "adapter of means of scores",
         "rm",
         ["loss=response_mean", "reward_model.lora={rank: 2, export: both}"],
-        "a PEFT adapter cannot say that a score is the mean over the response",
+        "a PEFT adapter cannot record that a score is the mean over the response",
     ),
-    ("adapter that is not there", "sft", ["actor.lora={path: adaptor}"], "adaptor"),
     ("adapter directory without an adapter", "sft", ["actor.lora={path: adapter}"], "adapter"),
-    ("frozen pattern that matches nothing", "sft", ["actor.freeze=['model.embed.*']"], "model.embed"),
-    ("everything frozen", "sft", ["actor.freeze=['*']"], "freeze"),
     ("unknown kind of evaluation", "sft", ["eval.max_samples=0"], "eval.max_samples"),
     ("no critic for values", "rl", ["algo.advantage=gae"], "critic"),
     ("a group of one", "rl", ["rollout.num_samples_per_prompt=1"], "num_samples_per_prompt"),
@@ -327,36 +321,38 @@ def test_a_bad_case(command: str, changes: list[str], words: str, say: Callable[
     assert words in say(command, *changes)
 
 
-def test_each_command_runs_without_the_mistake(
+@pytest.fixture
+def runs_dry(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Or the cases above would say nothing about the mistake."""
+) -> Callable[..., str]:
+    """Output of a dry run that refuses nothing."""
     monkeypatch.chdir(work)
-    for command in sorted({command for _, command, _, _ in CASES}):
-        path = tmp_path / f"{command}.yaml"
-        path.write_text(yaml.safe_dump(good(command, tmp_path)))
-        assert cli.main([command, "-c", str(path), "--dry-run"]) == 0, capsys.readouterr().err
+
+    def run(command: str, *changes: str) -> str:
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(good(command, tmp_path)))
+        status = cli.main([command, "-c", str(tmp_path / "config.yaml"), *changes, "--dry-run"])
+        captured = capsys.readouterr()
+        assert status == 0, captured.err
+        return captured.out
+
+    return run
+
+
+@pytest.mark.parametrize("command", sorted({command for _, command, _, _ in CASES}))
+def test_each_command_runs_without_the_mistake(command: str, runs_dry: Callable[..., str]) -> None:
+    """Or the cases above would say nothing about the mistake."""
+    runs_dry(command)
 
 
 @pytest.mark.parametrize("name", ["rows.csv", "rows.json", "rows.jsonl.gz", "rows.arrow", "saved", "sft.jsonl"])
-def test_as_many_samples_as_there_are_records_pass(
-    name: str, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(work)
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(good("sft", tmp_path)))
-    enough = [f"data.train={name}", "train.mini_batch_samples=32"]
-    assert cli.main(["sft", "-c", str(path), *enough, "--dry-run"]) == 0, capsys.readouterr().err
+def test_as_many_samples_as_there_are_records_pass(name: str, runs_dry: Callable[..., str]) -> None:
+    runs_dry("sft", f"data.train={name}", "train.mini_batch_samples=32")
 
 
 def test_first_records_that_cannot_be_used_are_said_where_others_follow(
-    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    runs_dry: Callable[..., str], tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(work)
     rows = tmp_path / "rows.jsonl"
     write_lines(rows, [{"prompt": "1" * 50, "response": "2"}] * 64 + ROWS)
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(good("sft", tmp_path)))
-    assert cli.main(["sft", "-c", str(path), f"data.train={rows}", "data.max_skipped=0.9", "--dry-run"]) == 0
     words = "none of the first 64 records can be used (skipped 64 of 64 records (prompt longer than 16 tokens: 64))"
-    assert words in capsys.readouterr().out
+    assert words in runs_dry("sft", f"data.train={rows}", "data.max_skipped=0.9")

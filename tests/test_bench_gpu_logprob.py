@@ -4,16 +4,14 @@ Not covered: CUDA events, memory, the Triton kernels, and the peers that need a 
 """
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from benchmarks import gpu_logprob
-from benchmarks.gpu_shape import DeviceLostError, best_peers
-from benchmarks.gpu_table import goals, markdown
+from benchmarks.gpu_shape import best_peers
+from benchmarks.gpu_table import goals
 from benchmarks.gpu_timing import Ceilings, linear_floor_ms, logits_floor_ms
 from benchmarks.gpu_truth import GRADIENT_TOLERANCE, Shape, judge_gradients, judge_values, make_inputs, make_truth
 from benchmarks.machine import ROOT
@@ -22,27 +20,22 @@ TINY = ["--rehearse", "--tokens", "24", "--hidden", "32", "--vocab", "1096", "--
 CPU = torch.device("cpu")
 
 
-def run(*arguments):
-    """In a process of its own, without the peers that take seconds to import or to compile."""
-    command = [sys.executable, "-m", "benchmarks.gpu_logprob", *TINY, "--exclude", "torch.compile", *arguments]
-    done = subprocess.run(
-        [*command, "--exclude", "megatron-core"], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def rehearsal(tmp_path_factory):
-    """The result and the page of one rehearsal with two wrong candidates among the right ones."""
+    """The result and the page of one rehearsal with two wrong candidates among the right ones, in a process of its own,
+    without the peers that take seconds to import or to compile."""
     folder = tmp_path_factory.mktemp("rehearsal")
     out, page = folder / "result.json", folder / "page.md"
-    run("--plant", "--out", str(out), "--markdown", str(page))
+    command = [sys.executable, "-m", "benchmarks.gpu_logprob", *TINY, "--exclude", "torch.compile"]
+    command += ["--exclude", "megatron-core", "--plant", "--out", str(out), "--markdown", str(page)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
     return json.loads(out.read_text()), page.read_text()
 
 
 def test_a_rehearsal_measures_every_shape_and_says_what_it_is(rehearsal):
-    result, _ = rehearsal
+    result, page = rehearsal
+    assert "A rehearsal on a CPU with tiny shapes: no figure here says anything about a GPU." in page
     assert result["rehearsal"]
     assert result["finished"]
     assert result["goals"] == []
@@ -80,59 +73,14 @@ def test_ours_pass_the_gate_and_are_timed_against_a_floor(rehearsal):
 
 def test_wrong_candidates_are_refused_and_not_timed(rehearsal):
     result, page = rehearsal
-    refused = 0
-    for shape in result["shapes"]:
-        for mode, rows in shape["modes"].items():
-            planted = {name: row for name, row in rows.items() if name.startswith("planted")}
-            assert len(planted) == (2 if mode == "forward+backward" else 1)
-            for row in planted.values():
-                assert row["status"] == "refused"
-                assert "off by" in row["reason"]
-                assert "ms" not in row
-                refused += 1
-    assert refused == 12
+    tables = [rows for shape in result["shapes"] for rows in shape["modes"].values()]
+    planted = [row for rows in tables for name, row in rows.items() if name.startswith("planted")]
+    assert len(planted) == 12
+    for row in planted:
+        assert row["status"] == "refused"
+        assert "off by" in row["reason"]
+        assert "ms" not in row
     assert "| planted" not in page
-    assert "- planted: wrong values: refused, value off by" in page
-
-
-def test_the_page_is_a_table_per_kernel_and_mode(rehearsal):
-    result, page = rehearsal
-    assert "A rehearsal on a CPU with tiny shapes: no figure here says anything about a GPU." in page
-    assert "the collective between ranks is left out" in page
-    tables = [part.splitlines() for part in page.split("\n\n") if part.startswith("|")]
-    assert [len(table[0].split("|")) - 2 for table in tables] == [4, 4, 4, 4]
-    timed = {name for shape in result["shapes"] for name, row in shape["modes"]["forward"].items() if "ms" in row}
-    listed = {line.split("|")[1].strip() for table in tables[::2] for line in table[2:]}
-    assert listed == timed | {"the product alone, bf16"}
-    row = result["shapes"][0]["modes"]["forward"]["megarlhf"]
-    assert f"| megarlhf | logprob+entropy | {row['ms']['median']:.3f}, {100 * row['share_of_floor']:.0f}% |" in page
-    assert "ended early" not in page
-    assert "ended early" in markdown({**result, "finished": False})
-
-
-def test_checks_and_sweep_are_rehearsed(tmp_path):
-    """Not covered: the check of 40000 x 128256, which is skipped for want of a GPU."""
-    run("--check", "--sweep", "--out", str(tmp_path / "result.json"))
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert result["shapes"] == []
-    failed = [check for check in result["checks"] if check["passed"] is False]
-    assert failed == []
-    skipped = [check["check"] for check in result["checks"] if check["passed"] is None]
-    assert skipped == ["offsets past 2^31: 40000 x 128256"]
-    assert len(result["checks"]) > 100
-    assert all(entry["best"]["ms"] > 0 for entry in result["sweep"])
-    assert {entry["direction"] for entry in result["sweep"]} == {"forward", "backward"}
-
-
-def test_nothing_of_ours_but_the_kernels_is_imported():
-    """A GPU machine has no Megatron-Core and no vLLM."""
-    script = (
-        "import sys, benchmarks.gpu_logprob\n"
-        "print(sorted({name.split('.')[1] for name in sys.modules if name.startswith('megarlhf.')}))\n"
-        "print([name for name in ('megatron', 'vllm', 'transformers', 'triton') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["['algo', 'kernels']", "[]"]
 
 
 H200 = Ceilings(copy_bytes_per_s=4.3e12, matmul_flops_per_s=790e12)
@@ -142,8 +90,6 @@ H200 = Ceilings(copy_bytes_per_s=4.3e12, matmul_flops_per_s=790e12)
     "vocab, parts, forward, both",
     [
         (128256, 1, 0.489, 1.466),
-        (128256, 8, 0.061, 0.183),
-        (151936, 1, 0.579, 1.737),
         (151936, 8, 0.072, 0.217),
     ],
 )
@@ -158,8 +104,6 @@ def test_floors_of_the_logits_kernel(vocab, parts, forward, both):
     "vocab, hidden, whole, shard",
     [
         (128256, 4096, (10.9, 32.7, 43.6), (1.36, 4.09, 5.45)),
-        (128256, 8192, (21.8, 65.4, 87.2), (2.72, 8.17, 10.9)),
-        (151936, 4096, (12.9, 38.7, 51.6), (1.61, 4.84, 6.45)),
         (151936, 8192, (25.8, 77.4, 103.0), (3.23, 9.68, 12.9)),
     ],
 )
@@ -227,37 +171,3 @@ def test_goals_by_hand():
         ("extra MB, at most", 100.0, True),
         ("torch over ours", 1.0, False),
     ]
-
-
-def test_a_lost_device_starts_the_run_again_without_its_candidate(tmp_path, monkeypatch):
-    """What was measured stays in the file; the shape at which it happened is done again."""
-    out = tmp_path / "result.json"
-    argv = [*TINY, "--out", str(out)]
-    calls, started = [], []
-
-    class Started(Exception):
-        """execv does not return."""
-
-    def fake_shape(run, shape):
-        calls.append(shape)
-        if len(calls) == 2:
-            raise DeviceLostError("a peer")
-        return {"kind": shape.kind, "name": shape.name, "tokens": 24, "modes": {}, "best_peer": {}}
-
-    def fake_execv(program, command):
-        started.append(command)
-        raise Started
-
-    monkeypatch.setattr(gpu_logprob, "run_shape", fake_shape)
-    monkeypatch.setattr(os, "execv", fake_execv)
-    with pytest.raises(Started):
-        gpu_logprob.main(argv)
-    assert started[0][-5:-1] == ["--resume", "--exclude", "=a peer", "--limit"]
-    written = json.loads(out.read_text())
-    assert [shape["name"] for shape in written["shapes"]] == ["V=1096"]
-    assert written["lost"] == [{"candidate": "a peer", "shape": "V=1096/8", "kind": "logits"}]
-    assert not written["finished"]
-    # Started again: the first shape is not measured a second time.
-    gpu_logprob.main(started[0][3:])
-    assert [shape.name for shape in calls[2:]] == ["V=1096/8", "H=32 V=1096", "H=32 V=1096/8"]
-    assert json.loads(out.read_text())["finished"]

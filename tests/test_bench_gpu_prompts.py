@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import gpu_prompts
 from benchmarks.gpu_prompts_work import (
@@ -80,13 +79,6 @@ def test_operations_and_pairs_by_hand(tmp_path: Path) -> None:
     assert attention_pairs(sizes, "1_1") == pytest.approx(8 * 528 / (136 + 8 * 392))
 
 
-@pytest.mark.parametrize("mix", MIXES)
-def test_whole_trees_fill_a_micro_batch(mix: str) -> None:
-    prompt, response = Sizes().lengths(mix)
-    tree = prompt + PER_PROMPT * response
-    assert 0.91 < Sizes().budget // tree * tree / Sizes().budget <= 1
-
-
 class Trainer:
     """Takes so many seconds by side."""
 
@@ -114,11 +106,3 @@ def test_rounds_go_to_and_fro_and_the_first_is_not_counted() -> None:
     assert found["shared_memory_over_unshared"] == 6 / 8
     assert found["grad_norms_differ_by"] == pytest.approx(8 / 6 - 1)
     assert gpu_prompts.measured(Trainer(), "1_1", 2, Deadline(11.0)) == "no time left"  # type: ignore[arg-type]
-
-
-def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    with pytest.raises(SystemExit, match="2"):
-        gpu_prompts.main([])
-    assert "torch sees no CUDA device" in capsys.readouterr().err

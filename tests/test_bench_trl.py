@@ -4,14 +4,13 @@ Not covered: TRL's side, which needs its packages (`python -m benchmarks.trl --r
 """
 
 import argparse
-import contextlib
 import json
 import sys
 
 import pytest
 
-from benchmarks import kept, trl_compare, trl_curves, trl_task
 from benchmarks import trl as bench
+from benchmarks import trl_compare, trl_curves, trl_task
 from benchmarks import trl_figures as figures
 
 ARGUMENTS = ["--rehearse", "--threads", "1", "--no-trl", "--no-vllm"]
@@ -45,12 +44,11 @@ def test_our_side_runs_and_says_where_its_seconds_are(result):
     assert result["grpo_equal"] is result["sft_mixed"] is None
 
 
-def test_the_page_takes_what_was_found(result):
-    """Also of sides that were left out, and without any result."""
+def test_the_page_shows_the_result(result):
+    """The page can also be filled by a result with missing sides."""
     page = figures.PAGE.read_text(encoding="utf-8")
-    assert figures.filled(figures.filled(page, result, None), *figures.load()) == page, (
-        "python -m benchmarks.trl_figures --page writes it"
-    )
+    refilled = figures.filled(figures.filled(page, result, None), *figures.load())
+    assert refilled == page, "python -m benchmarks.trl_figures --page writes it"
 
 
 def of(ours, trl, memory=(1, 1)):
@@ -72,12 +70,16 @@ def test_figures_are_ours_over_theirs():
 
 
 def test_a_part_is_measured_anew(monkeypatch, tmp_path):
-    """The result keeps the others, each with its commit; of other settings, or where some are missing, nothing."""
+    """The result keeps the other parts, each with its commit. One that is incomplete, of other settings, or lacks a
+    side is refused."""
     path = tmp_path / "trl.json"
     monkeypatch.setattr(bench, "RESULT", path)
     arguments = argparse.Namespace(only=["rm_equal"], out=path, rounds=3, threads=2, model="models/one")
     with pytest.raises(ValueError, match="lacks grpo_equal, grpo_mixed"):
         bench.earlier(arguments)
+    bench.require_whole(path, path, {})
+    with pytest.raises(ValueError, match="trl: no network"):
+        bench.require_whole(path, path, {"trl": "no network"})
     found = {name: of(1.0, 2.0) for name in bench.COMPARISONS}
     machine = {"commit": "older", "cores": 2, "torch": "2.13"}
     found["sft_mixed"]["commit"] = "newer"
@@ -91,23 +93,9 @@ def test_a_part_is_measured_anew(monkeypatch, tmp_path):
         "commit older (rm_mixed), newer (sft_mixed, sft_equal), "
         "2 cores, torch 2.13 (rm_mixed, sft_mixed), 4 cores, torch 2.13 (sft_equal)"
     )
-    arguments.threads = 1
-    with pytest.raises(ValueError, match="threads"):
-        bench.earlier(arguments)
-    arguments.threads, arguments.model = 2, "models/other"
-    with pytest.raises(ValueError, match="model"):
-        bench.earlier(arguments)
-    arguments.out = tmp_path / "other.json"
-    assert bench.earlier(arguments) == {}
-
-
-def test_what_lacks_a_side_does_not_replace_the_result(tmp_path):
-    """As where TRL cannot be installed for want of a network."""
-    result = tmp_path / "trl.json"
-    bench.require_whole(result, result, {})
-    bench.require_whole(tmp_path / "other.json", result, {"trl": "no network"})
-    with pytest.raises(ValueError, match=r"trl\.json stays as it is, as trl: no network: give --out"):
-        bench.require_whole(result, result, {"trl": "no network"})
+    for key, other in (("threads", 1), ("model", "models/other")):
+        with pytest.raises(ValueError, match=key):
+            bench.earlier(argparse.Namespace(**{**vars(arguments), key: other}))
 
 
 def test_sides_that_compute_something_else_are_found():
@@ -145,39 +133,6 @@ def test_the_fastest_of_theirs_goes_on():
     assert best.tries == {"trl a 4": 1.0, "trl b 2": 1.019, "trl c 1": 1.03}
     assert asked == [["a"] * 3, ["b"] * 3, ["c"] * 3, ["b"]]
     assert stopped == ["a", "b", "c", "b"]
-
-
-def test_what_changed_sources_have_measured_is_not_kept(monkeypatch, tmp_path, capsys):
-    """Its commit says so."""
-    store = kept.Kept(tmp_path, {"machine": {"commit": "abc"}})
-    monkeypatch.setattr(kept, "commit_of_sources", lambda: "abc")
-    store.keep("one", {"x": 1})
-    assert store.found("one") == {"x": 1}
-    assert kept.commit_at_end("abc") == "abc"
-    monkeypatch.setattr(kept, "commit_of_sources", lambda: "abc-dirty")
-    store.keep("two", {"x": 2})
-    assert store.found("two") is None
-    assert "two: not kept, as the sources have changed while it ran" in capsys.readouterr().out
-    assert kept.commit_at_end("abc") == "abc, changed while it ran"
-
-
-@pytest.mark.parametrize(
-    ("module", "arguments", "said"),
-    [
-        (bench, ["--rounds", "0"], "argument --rounds: invalid positive value: '0'"),
-        (bench, ["--rounds", "1"], "less than 3 rounds, are no result: give --out"),
-        (bench, ["--no-vllm"], "--no-vllm is for --rehearse"),
-        (bench, ["--model", "/nowhere"], "--model /nowhere is no model directory: it has no config.json"),
-        (trl_curves, ["--every", "0"], "argument --every: invalid positive value: '0'"),
-        (trl_curves, ["--no-vllm"], "--no-vllm is for --rehearse"),
-        (trl_curves, ["--model", "/nowhere"], "--model /nowhere is no model directory: it has no config.json"),
-    ],
-)
-def test_options_that_would_have_no_effect_are_refused(module, arguments, said, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
-    with pytest.raises(SystemExit):
-        module.main()
-    assert said in capsys.readouterr().err
 
 
 def test_of_ways_that_are_as_fast_the_smallest_is_compared():
@@ -232,17 +187,6 @@ def test_rewards_of_the_list_task():
         assert not trl_task.right(reward(wrong)), wrong
 
 
-def test_records_of_a_task_are_read_as_json_lines(tmp_path):
-    """A line separator of Unicode ends no line; what is wrong is named with its place."""
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "a\u2028b"}\n\n{"prompt": "c"}\n', encoding="utf-8")
-    assert trl_task.read_records(path) == [{"prompt": "a\u2028b"}, {"prompt": "c"}]
-    for wrong in ('{"prompt"', "1"):
-        path.write_text('{"prompt": "a"}\n' + wrong)
-        with pytest.raises(ValueError, match=r"prompts\.jsonl, line 2: expected a JSON object, got "):
-            trl_task.read_records(path)
-
-
 def test_the_splits_of_the_list_task_share_no_prompt(tmp_path):
     task = trl_task.write_task(tmp_path)
     train, test = ([row["prompt"] for row in trl_task.read_records(path)] for path in (task.train, task.test))
@@ -252,65 +196,58 @@ def test_the_splits_of_the_list_task_share_no_prompt(tmp_path):
     assert trl_task.rule_of(task.rule) is trl_task.reward
 
 
-def test_learning_curves_run(tmp_path, monkeypatch, capsys):
-    """Evaluations before the first step, after every second, and after the last; seconds are those of steps. Not
-    covered: the child, which `python -m benchmarks.trl_curves --rehearse --out FILE` starts."""
-    told, asked = [], []
+@pytest.fixture
+def curves(tmp_path, monkeypatch):
+    """Run the learning curves with a child that answers at once. Returns the result and the commands to the child."""
+    starts, commands = [], []
 
     class Child:
         def __init__(self):
             self.facts = {"ways": {"ours 96": {}}}
 
         def ask(self, command, **given):
-            asked.append((command, given))
+            commands.append(command)
             if command == "evaluate":
                 return {"rewards": [0.5, 1.0], "mean": 0.75, "texts": ["apple"]}
-            return {
-                "reward": 0.25,
-                "response_length": 8.0,
-                "step_seconds": 2.0,
-                "generated_tokens": 64,
-                "grad_norms": [1.5],
-            }
+            numbers = {"reward": 0.25, "response_length": 8.0, "step_seconds": 2.0, "generated_tokens": 64}
+            return numbers | {"grad_norms": [1.5]}
 
         def stop(self):
-            asked.append(("stop", {}))
+            commands.append("stop")
 
     def start(comparison, setting, **options):
-        told.append((trl_task.read_records(setting.data.steps["long_tailed"].prompts), options))
+        starts.append((options["seed"], trl_task.read_records(setting.data.steps["long_tailed"].prompts)))
         return Child()
 
+    def run(*seeds, every="2"):
+        starts.clear(), commands.clear()
+        out = tmp_path / "curves.json"
+        result = result_of(trl_curves, out, "--seeds", *seeds, "--steps", "3", "--every", every)
+        return result, list(commands), list(starts)
+
     monkeypatch.setattr(trl_curves, "start_ours", start)
-    out, times = tmp_path / "curves.json", ("--steps", "3", "--every", "2")
-    result = result_of(trl_curves, out, "--seeds", "3", "4", *times)
-    step, evaluate, stop = ("round", {"way": "ours 96"}), ("evaluate", {}), ("stop", {})
-    updates = [*[step] * trl_curves.UPDATES, evaluate, stop]
-    assert asked == updates + [evaluate, step, step, evaluate, step, evaluate, stop] * 2
+    return run
+
+
+def test_learning_curves(curves):
+    """Evaluations are before the first step, after every second and after the last; seconds are those of steps. Later
+    seeds are added to a result of the same settings. Not covered: the child."""
+    result, commands, starts = curves("3", "4")
+    course = ["evaluate", "round", "round", "evaluate", "round", "evaluate", "stop"]
+    assert commands == ["round"] * trl_curves.UPDATES + ["evaluate", "stop"] + course * 2
     assert result["updates"]["grad_norms"] == {"ours": [1.5] * 3}
-    assert result["updates"]["rewards"] == {"ours": 0.75}
-    course = result["seeds"]["3"]["ours"]
-    assert [(each["step"], each["seconds"]) for each in course["evaluations"]] == [(0, 0.0), (2, 4.0), (3, 6.0)]
-    assert {(each["reward"], each["right"]) for each in course["evaluations"]} == {(0.75, 0.5)}
-    assert [options["seed"] for _, options in told] == [0, 3, 4]
-    _, (third, _), (fourth, _) = told
-    assert third != fourth, "the order of prompts follows from the seed"
-    assert sorted(map(str, third)) == sorted(map(str, fourth))
-    assert result["ours_over_trl"] is None
-    asked.clear()
-    more = result_of(trl_curves, out, "--seeds", "1", *times)
-    assert asked == [evaluate, step, step, evaluate, step, evaluate, stop]
-    assert more["updates"] == result["updates"]
-    assert list(more["seeds"]) == ["1", "3", "4"], "of another day"
-    assert {seed: more["seeds"][seed] for seed in "34"} == result["seeds"]
-    for seed, found in more["seeds"].items():
-        found["machine"] |= {"commit": "abc" if seed == "1" else "def", "cores": 2, "torch": "2.13"}
-    assert "commit abc (seed 1), def (seed 3, seed 4), 2 cores, torch 2.13," in figures.about_curves(more)
+    evaluations = result["seeds"]["3"]["ours"]["evaluations"]
+    assert [(row["step"], row["seconds"]) for row in evaluations] == [(0, 0.0), (2, 4.0), (3, 6.0)]
+    assert {(row["reward"], row["right"]) for row in evaluations} == {(0.75, 0.5)}
+    assert [seed for seed, _ in starts] == [0, 3, 4]
+    assert starts[1][1] != starts[2][1], "the order of prompts follows from the seed"
+    assert sorted(map(str, starts[1][1])) == sorted(map(str, starts[2][1]))
+    more, commands, _ = curves("1")
+    assert commands == course
+    assert list(more["seeds"]) == ["1", "3", "4"]
+    assert (more["updates"], more["seeds"]["3"], more["seeds"]["4"]) == (result["updates"], *result["seeds"].values())
     with pytest.raises(SystemExit):
-        result_of(trl_curves, out, "--seeds", "1", "--steps", "3", "--every", "3")
-    assert (
-        "has the seeds 3, 4 measured with {'every': 2}, not {'every': 3}: measure them anew" in capsys.readouterr().err
-    )
-    assert list(json.loads(out.read_text())["seeds"]) == ["1", "3", "4"], "nothing of it is lost"
+        curves("1", every="3")
 
 
 def test_both_sides_see_the_same_prompts():
@@ -335,45 +272,3 @@ def test_seconds_to_the_same_reward():
     assert found["ours_over_trl"] == pytest.approx(15 / 40)
     assert found["of_seeds"]["0"]["ours_over_trl"] == found["ours_over_trl"]
     assert found["steps_ours_over_trl"] == 20 / 80
-    rest = {"steps": 2, "lr": 1e-5, "beta": 0.04, "rule": "r"}
-    rest["updates"] = {"norms_differ_by": [1e-5, 2e-4], "rewards": {"ours": 0.3, "trl": 0.31}}
-    rest["updates"]["machine"] = {"commit": "older"}
-    said = figures.about_curves(
-        found | rest | {"seeds": {"0": {"machine": {"commit": "abc", "cores": 2, "torch": "2"}}}}
-    )
-    assert "**As many steps take 0.25 of TRL's seconds**" in said
-    assert "ours takes 15 s and TRL 40 s: 0.38 (each seed to its own: 0.38)" in said
-    assert "both make the same (commit older): ours" in said
-    assert "drew in 2 steps has gradient norms that differ by 2e-04 at most, and a test reward of 0.3000" in said
-
-
-@pytest.mark.parametrize("norms", [(1, 2, 3), (1, 2, 3.1)])
-def test_ours_is_given_what_trl_has_drawn(norms, monkeypatch):
-    """Updates that are not the same end the benchmark."""
-    given = []
-
-    class Child:
-        def __init__(self, *norms):
-            self._norms = iter(norms)
-
-        def ask(self, command, **told):
-            given.append((command, told) if told else command)
-            if command == "drawn":
-                return {"responses": [[7]]}
-            return {"grad_norms": [next(self._norms)], "rewards": [0.5]}
-
-    @contextlib.contextmanager
-    def children(*arguments):
-        yield {"ours": (Child(*norms, 0), {"way": "ours 96"}), "trl": (Child(1, 2, 3, 0), {})}
-
-    monkeypatch.setattr(trl_curves, "both_sides", children)
-    monkeypatch.setattr(trl_curves, "read_records", lambda path: [])
-    step = argparse.Namespace(prompts=None)
-    if norms[-1] != 3:
-        with pytest.raises(AssertionError, match="not the same computation"):
-            trl_curves.updates_on_the_same(None, step, None)
-        return
-    found = trl_curves.updates_on_the_same(None, step, None)
-    assert given[:3] == ["round", "drawn", ("round", {"way": "ours 96", "responses": [[7]]})]
-    assert found["norms_differ_by"] == [0, 0, 0]
-    assert found["rewards"] == {"ours": 0.5, "trl": 0.5}

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import subprocess
+import sys
+
+import pytest
 
 from tests.apart import apart
 from tests.command import ROOT
@@ -28,3 +32,15 @@ def import_all() -> list[str]:
 def test_every_benchmark_can_be_imported() -> None:
     names = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "__init__"}
     assert {name.removeprefix("benchmarks.") for name in apart(import_all)} >= names
+
+
+@pytest.mark.parametrize("name", ["benchmarks.gpu_logprob", "benchmarks.gpu_packed"])
+def test_a_benchmark_of_kernels_imports_nothing_but_kernels(name: str) -> None:
+    """A GPU machine has no Megatron-Core and no vLLM."""
+    script = (
+        f"import sys, {name}\n"
+        "print(sorted({name.split('.')[1] for name in sys.modules if name.startswith('megarlhf.')}))\n"
+        "print([name for name in ('megatron', 'vllm', 'transformers', 'triton') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["['algo', 'kernels']", "[]"]

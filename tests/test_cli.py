@@ -24,6 +24,7 @@ from megarlhf.trainers.generation import evaluate, generate
 from megarlhf.trainers.rl import loop as rl
 from tests.command import megarlhf
 from tests.ranks import RankPool
+from tests.refuses import missing_names
 from tests.resume.earlier_run import begin
 from tools.demo.make_data import base_files
 
@@ -199,37 +200,21 @@ def test_a_start_on_other_ranks_than_the_file_is_for_says_so(command, started, c
 
 
 @pytest.mark.parametrize(
-    "name, overrides, message",
+    "name, overrides, names",
     [
-        ("sft", ["trian.num_steps=3"], "unknown key 'trian'; did you mean 'train'?"),
-        ("sft", ["train.num_steps=x"], "train.num_steps: Input should be a valid integer"),
-        ("sft", ["train.num_steps=[1"], "override 'train.num_steps=[1': '[1' is not valid YAML; quote it"),
-        ("sft", ["run.nproc=4", "actor.parallel.tp=4"], "actor.parallel.tp = 4 does not divide the 2 attention heads"),
-        ("rm", ["run.nproc=3", "reward_model.parallel.tp=3"], "tp = 3 does not divide the 2 attention heads"),
-        ("sft", ["actor.parallel.pp=2"], "world size 1 is not a multiple of tp x cp x pp = 1 x 1 x 2 = 2; use 2 ranks"),
-        ("rm", ["train.micro_batch_samples=3"], "train.mini_batch_samples = 8 is not a multiple of"),
-        ("dpo", ["loss=dppo"], "did you mean 'dpo'?"),
-        ("dpo", ["loss=simpo", "reference={model: {path: m}}"], "reference is given, and loss = 'simpo' does not"),
-        ("dpo", ["run.nproc=2", "reference={model: {path: absent}, parallel: {tp: 2}}"], "absent does not exist"),
-        ("rl", ["train.prompts_per_step=7"], "= 7 x 4 = 28 is not a multiple of train.mini_batch_samples = 8"),
-        ("rl", ["rollout.max_response_tokens=49"], "= 16 + 49 = 65 tokens, but"),
-        ("rl", ["critic="], "algo.advantage = 'gae' needs values: give a critic section"),
-        (
-            "sft",
-            ["data.validation=sft_validation.jsonl"],
-            "data.validation: no such data file or directory: sft_validation.jsonl",
-        ),
-        ("sft", ["actor.parallel.tp=2", "actor.parallel={}"], "replaces the whole section, and with it"),
-        ("sft", ["actor.optim.min_lr=1"], "actor.optim: min_lr = 1 is above lr = 1e-06"),
-        ("rl", ["critic.model.random_init=false"], "is no checkpoint: it has neither Hugging Face weights"),
-        ("rl", ["rewards=[{kind: rule, rule: no_such_module:f}]"], "reward rule 'no_such_module:f': cannot import"),
-        ("sft", ["actor.model.path=absent"], "absent does not exist (working directory: "),
+        ("sft", ["actor.parallel.pp=2"], ["world size 1", "tp x cp x pp = 1 x 1 x 2 = 2", "2 ranks"]),
+        ("dpo", ["loss=simpo", "reference={model: {path: m}}"], ["reference", "loss = 'simpo'"]),
+        ("dpo", ["run.nproc=2", "reference={model: {path: absent}, parallel: {tp: 2}}"], ["absent does not exist"]),
+        ("rl", ["rollout.max_response_tokens=49"], ["16 + 49 = 65 tokens"]),
+        ("rl", ["critic="], ["algo.advantage = 'gae'", "critic"]),
+        ("sft", ["actor.parallel.tp=2", "actor.parallel={}"], ["replaces the whole section"]),
+        ("rl", ["critic.model.random_init=false"], ["is no checkpoint"]),
     ],
 )
-def test_a_mistake_is_said_once_and_starts_nothing(name, overrides, message, command, started, capsys, tmp_path):
+def test_a_mistake_is_said_once_and_starts_nothing(name, overrides, names, command, started, capsys, tmp_path):
     assert cli.main(command(name, *overrides)) == 2
     captured = capsys.readouterr()
-    assert message in captured.err
+    assert missing_names(captured.err, *names) == []
     assert captured.err.startswith(f"megarlhf {name}: ")
     assert captured.err.count("\n") == 1, captured.err
     assert captured.out == ""

@@ -142,7 +142,7 @@ def test_a_root_without_its_tracker_and_a_mount_point(model, tmp_path, capsys):
     assert "/dev/shm is a mount point" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["megatron-to-hf", "--megatron", "a", "--out", "b", "--max-shard-size", "0"])
-    assert "is no size that holds anything" in capsys.readouterr().err
+    assert "is not a positive size" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two"])

@@ -12,7 +12,7 @@ def test_each_figure_of_a_small_package():
         "megarlhf/__init__.py": '"""The package."""\n',
         "megarlhf/a/one.py": '"""Of one."""\n\nclass Part:\n    """A part."""\n\nclass _Own:\n    pass\n',
         "megarlhf/a/two.py": "class Part:\n    pass\n\nclass _Own:\n    pass\n\n" + LONG_FUNCTION,
-        "megarlhf/trainers/rl/loop.py": "class Loop:\n    def run(self):\n        pass\n",
+        "megarlhf/trainers/" + "rl.py": "class Loop:\n    def run(self):\n        pass\n",
         "tests/test_a.py": "def test_a():\n    def helper(): ...\n\n\ndef test_b(): ...\n",
         "docs/page.md": "three words here\n",
         "README.md": "two words\n",

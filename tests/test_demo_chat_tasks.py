@@ -5,8 +5,6 @@ from __future__ import annotations
 import collections
 import json
 import random
-import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +22,15 @@ ANIMALS = Task(category="animals", count=3, case="upper", full_stop=True)
     [
         ("BEAR, CAT, DOG.", []),
         ("DOG, CAT, BEAR. \n", []),
-        ("BEARS, CATS, POLAR BEARS.", []),
-        ("WOLVES, GEESE, MICE.", []),
+        ("WOLVES, GEESE, POLAR BEARS.", []),
         ("BEAR, CAT.", ["count"]),
         ("BEAR, CAT, DOG, FOX.", ["count"]),
-        ("BEAR, CAT, TABLE.", ["kind"]),
         ("BEAR, CAT, DOGGO.", ["kind"]),
-        ("BEAR, CAT, CAT.", ["distinct"]),
         ("BEAR, CAT, CATS.", ["distinct"]),
         ("BEAR, WOLF, WOLVES.", ["distinct"]),
         ("Bear, CAT, DOG.", ["case"]),
         ("BEAR, CAT, DOG", ["end"]),
         ("cat, bear", ["count", "case", "end"]),
-        ("BEAR.", list(CHECKS)),
         ("", list(CHECKS)),
         ("1. BEAR, 2. CAT, 3. DOG.", list(CHECKS)),
         ("BEAR, CAT, DOG..", list(CHECKS)),
@@ -73,12 +67,6 @@ def test_how_far_the_checks_hold(answer: str, less: dict[str, float]) -> None:
     assert graded("", answer, ANIMALS.fields()) == {"score": pytest.approx(score), **expected}
 
 
-def test_repeating_what_is_known_does_not_pay() -> None:
-    """GRPO's reward of items that are distinct, one of another kind, is above that of one that is said three times."""
-    fields = ANIMALS.fields()
-    assert graded("", "BEAR, CAT, TABLE.", fields)["score"] > graded("", "CAT, CAT, CAT.", fields)["score"]
-
-
 def test_other_names_of_the_same() -> None:
     countries = Task(category="countries", count=2, case="any", full_stop=False)
     assert all(judge(countries, "USA, France").values())
@@ -87,27 +75,6 @@ def test_other_names_of_the_same() -> None:
     assert name_of("Grey", "colors") == name_of("gray", "colors") == "gray"
     for other, name in words._SAME.items():
         assert any(name in known for known in words.CATEGORIES.values()), (other, name)
-
-
-def test_no_question_of_what_is_forgotten_is_like_one_that_is_learnt() -> None:
-    """Neither its first three words nor two of its telling ones."""
-    learnt, asked = (
-        [line.lower() for line in path.read_text().splitlines()]
-        for path in (make_data.REPLAY_QUESTIONS, make_data.QUESTIONS)
-    )
-    openings = {tuple(line.split()[:3]) for line in learnt}
-    telling = [{word for word in re.findall("[a-z]+", line) if len(word) > 4} for line in learnt]
-    for line in asked:
-        assert tuple(line.split()[:3]) not in openings
-        own = {word for word in re.findall("[a-z]+", line) if len(word) > 4} - {"would", "should", "could", "about"}
-        assert all(len(own & other) < 2 for other in telling), line
-
-
-def test_case_and_full_stop_count_where_they_were_asked_for() -> None:
-    for answer in ("BEAR, CAT, DOG", "BEAR, CAT, DOG."):
-        assert all(judge(replace(ANIMALS, full_stop=False), answer).values())
-    for answer in ("bear, cat, dog.", "Bear, Cat, Dog.", "BEAR, cat, DOG."):
-        assert all(judge(replace(ANIMALS, case="any"), answer).values())
 
 
 def test_right_answers_are_right_and_of_spoiled_ones_one_check_does_not_hold() -> None:

@@ -3,15 +3,18 @@
 Not covered: columns on a GPU, and what a process that dies in `redistribute` does to the others.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from megarlhf.experience import ColumnSharding, Experience, Ragged, Rollouts, redistribute
+from megarlhf.experience import ColumnSharding, Experience, Ragged, Rollouts, Stretches, VersionRuns, redistribute
 from megarlhf.layout import MeshLayout
 from megarlhf.parallel.mesh import Mesh
 from tests.ranks import RankPool
-from tests.tables import ragged
+from tests.refuses import refuses
+from tests.tables import make_rollouts, ragged
 
 ROWS = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([]), torch.tensor([4.0])]
 
@@ -48,11 +51,11 @@ def test_a_table_without_tokens(rows):
 
 
 def test_experience_counts_and_grows_without_change_of_the_old():
-    rollouts = Rollouts(
+    rollouts = make_rollouts(
         responses=ragged([5, 6], [7], dtype=torch.int64),
         logprobs=ragged([-1.0, -2.0], [-3.0]),
         finished_N=torch.tensor([True, False]),
-        weight_version=0,
+        version=0,
     )
     prompts = (torch.tensor([1]), torch.tensor([1, 2, 3]))
     before = Experience(prompts=prompts, groups_N=torch.tensor([0, 1]), rollouts=rollouts)
@@ -61,6 +64,65 @@ def test_experience_counts_and_grows_without_change_of_the_old():
     after = before.with_columns({"values": ragged([0.1, 0.2], [0.3])}).with_per_sample({"rewards": torch.zeros(2)})
     assert (list(before.columns), list(before.per_sample)) == ([], [])
     assert (list(after.columns), list(after.per_sample)) == (["values"], ["rewards"])
+
+
+def two_turns():
+    """A sample that wrote 5 6, was answered 90 91 92 and wrote 7, beside one that wrote 8 alone. Version 3 drew the
+    first sample's first two tokens, version 4 the rest."""
+    sampled = ragged([5, 6, 7], [8], dtype=torch.int64)
+    rollouts = Rollouts(
+        responses=sampled,
+        logprobs=ragged([-1.0, -2.0, -3.0], [-4.0]),
+        finished_N=torch.tensor([True, False]),
+        versions=VersionRuns(ragged([3, 4], [4], dtype=torch.int64), ragged([2, 1], [1], dtype=torch.int64)),
+        stretches=Stretches(ragged([2, 3, 1], [1], dtype=torch.int64), ragged([90, 91, 92], [], dtype=torch.int64)),
+    )
+    return Experience((torch.tensor([1, 2]), torch.tensor([3])), torch.tensor([0, 1]), rollouts)
+
+
+def rows(table):
+    return [row.tolist() for row in table.rows()]
+
+
+def test_columns_are_of_sampled_tokens_and_sequences_of_all():
+    """Positions are in the sequence: behind a prompt of two tokens the stretches begin at 2 and 7 - 0 = 2 + 2 + 3."""
+    table = two_turns()
+    assert rows(table.sequences) == [[1, 2, 5, 6, 90, 91, 92, 7], [3, 8]]
+    assert table.response_lengths_N.tolist() == [3, 1]
+    starts, lengths = table.sampled_stretches
+    assert (starts.tolist(), rows(lengths)) == ([2, 7, 1], [[2, 1], [1]])
+    single = replace(table, rollouts=replace(table.rollouts, stretches=None))
+    assert rows(single.sequences) == [[1, 2, 5, 6, 7], [3, 8]]
+    starts, lengths = single.sampled_stretches
+    assert (starts.tolist(), rows(lengths)) == ([2, 1], [[3], [1]])
+
+
+def test_chosen_samples_keep_their_stretches_and_versions():
+    table = two_turns()
+    joined = Rollouts.joined([(table.rollouts, [1]), (table.rollouts, [0, 1])])
+    assert rows(joined.written) == [[8], [5, 6, 90, 91, 92, 7], [8]]
+    assert rows(joined.versions.per_token()) == [[4], [3, 3, 4], [4]]
+
+
+def test_a_token_of_another_version_than_promised_is_refused():
+    runs = two_turns().rollouts.versions
+    VersionRuns.constant(4, torch.tensor([2, 0])).require(4)
+    with refuses("version 3", "expected version 4", error=RuntimeError):
+        runs.require(4)
+
+
+def test_a_table_comes_back_from_a_resume_point_also_from_one_of_before():
+    table = two_turns().with_columns({"values": ragged([0.1, 0.2, 0.3], [0.4])})
+    state = table.state_dict()
+    back = Experience.from_state_dict(state)
+    assert rows(back.sequences) == rows(table.sequences)
+    assert rows(back.rollouts.versions.per_token()) == [[3, 3, 4], [4]]
+    assert torch.equal(back.columns["values"].values_T, table.columns["values"].values_T)
+    new = {"versions", "version_lengths", "stretches", "observed"}
+    before = {name: value for name, value in state.items() if name not in new} | {"weight_version": 6}
+    old = Experience.from_state_dict(before)
+    assert rows(old.rollouts.versions.per_token()) == [[6, 6, 6], [6]]
+    assert old.rollouts.stretches is None
 
 
 LENGTHS = [2, 0, 3, 1]
@@ -149,7 +211,7 @@ def spread(runtime):
     finally:
         dist.all_to_all_single = all_to_all
     prompts, zeros = tuple(torch.ones(4, 1, dtype=torch.int64)), Ragged(torch.zeros(sum(LENGTHS)), lengths_N)
-    rollouts = Rollouts(zeros, zeros, torch.ones(4, dtype=torch.bool), weight_version=0)
+    rollouts = make_rollouts(zeros, zeros, torch.ones(4, dtype=torch.bool), version=0)
     table = Experience(prompts, torch.arange(4), rollouts, {"values": column}, holding=holding)
     numbers_N = table.gather_per_sample(torch.tensor([row.sum() if len(row) else 0.0 for row in column.rows()]))
     whole = table.replicated()

@@ -73,7 +73,6 @@ HOUSE: tuple[dict[str, str], ...] = (
     {"parallel.context": "the columns of a row that a rank computes"},
     {"weights.checkpoint": "models on disk: opened, converted, exported, compared"},
     {
-        "weights.checkpoint.formats.gguf": "llama.cpp's file",
         "weights.checkpoint.formats.huggingface": "safetensors, and older .bin files",
         "weights.checkpoint.formats.mp_rank": "Megatron's file a rank",
         "weights.checkpoint.formats.torch_dist": "Megatron's distributed checkpoints",

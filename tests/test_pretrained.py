@@ -7,7 +7,7 @@ import pytest
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.resume.points.file_digest import digest_of
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
-from tests.weights.gguf_files import VOCAB, tokens, write_gguf
+from tests.gguf.gguf_files import VOCAB, tokens, write_gguf
 from tests.weights.models import make_model
 from tools import pretrained
 
@@ -98,12 +98,12 @@ def test_an_interrupted_start_is_begun_again(place, wheel, monkeypatch):
         pretrained.make(interrupted)
     assert names(place) == []
     with monkeypatch.context() as patched:
-        patched.setattr("megarlhf.weights.checkpoint.from_gguf._write", interrupted_writing)
+        patched.setattr("tools.gguf_to_hf.convert._write", interrupted_writing)
         with pytest.raises(KeyboardInterrupt):
             pretrained.make(pip := Pip(wheel))
     assert names(place) == ["package"]
     with monkeypatch.context() as patched:
-        patched.setattr("megarlhf.weights.checkpoint.from_gguf._write", interrupted_writing)
+        patched.setattr("tools.gguf_to_hf.convert._write", interrupted_writing)
         with pytest.raises(KeyboardInterrupt):
             pretrained.make(pip)
     assert pip.calls == 1, "what was kept is taken"

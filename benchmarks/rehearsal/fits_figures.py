@@ -1,4 +1,4 @@
-"""The tables of docs/real-runs.md, from what `make bench-fits` has found.
+"""The tables of docs/cluster.md, from what `make bench-fits` has found.
 
 `python -m benchmarks.rehearsal.fits_figures` prints them; a test compares the page with them.
 """

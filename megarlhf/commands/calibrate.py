@@ -1,7 +1,7 @@
 """`megarlhf calibrate -o FILE`: measure the machine at hand and write a hardware file for `megarlhf rehearse`.
 
-A plain start measures with ranks of this machine: one for each GPU, or two on a CPU. Under srun or torchrun it takes
-the ranks that are there, and measures between nodes too.
+A plain start measures with ranks of this machine: one for each GPU, or two on a CPU. Under srun or torchrun it uses
+the launcher's ranks, and measures between nodes too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def calibrate(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Returns the exit status. Raises: ValueError for a file that cannot be written."""
+    """Run the command; returns the exit status. Raises: ValueError for a file that cannot be written."""
     from megarlhf.commands import launch
 
     launch.silence_libraries()
@@ -36,7 +36,7 @@ def calibrate(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         info = RankInfo()
     elif arguments.nproc is not None and launch.MARK not in os.environ:
         raise ValueError(
-            f"--nproc {arguments.nproc} under a launcher that has started {info.world_size} rank(s): those are "
+            f"--nproc {arguments.nproc} under a launcher that has started {info.world_size} rank(s): they are "
             "measured; leave --nproc out"
         )
     require_gpus(info.rank)

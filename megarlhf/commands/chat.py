@@ -1,4 +1,4 @@
-"""`megarlhf generate` at a terminal: whether it is asked for, its checks, its start."""
+"""`megarlhf generate` at a terminal: its options, its checks and its start."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ ENTRY = "megarlhf.trainers.generation.chat:run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """To those of `generate`."""
-    words = "print the response to this prompt, and write nothing; may be given several times"
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help=words)
-    words = "respond to what is typed, line by line; so it is at a terminal where the file names no data"
-    parser.add_argument("--interactive", action="store_true", help=words)
+    """Add the options of a chat to those of `generate`."""
+    text = "print the response to this prompt, and write nothing; may be given several times"
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help=text)
+    text = "respond to typed lines; this is the default at a terminal if the file names no data"
+    parser.add_argument("--interactive", action="store_true", help=text)
 
 
 def is_asked(arguments: argparse.Namespace) -> bool:
-    """Whether responses are to be printed."""
+    """Whether responses are printed instead of written."""
     if arguments.prompt or arguments.interactive:
         return True
     return sys.stdin.isatty() and not names_section(arguments.config, "data", arguments.overrides)
 
 
 def ask(arguments: argparse.Namespace, argv: list[str]) -> int:
-    """Check, and become the ranks."""
+    """Check the run, and start its ranks or join them."""
     from megarlhf.commands import launch
     from megarlhf.planning.machine.determinism import environment
     from megarlhf.planning.machine.gpu_environment import gpu_environment
@@ -44,8 +44,8 @@ def ask(arguments: argparse.Namespace, argv: list[str]) -> int:
     launched = info is not None and launch.MARK not in os.environ
     if launched and not arguments.prompt:
         raise ValueError(
-            "what is typed does not reach ranks that torchrun or srun has started; give --prompt TEXT, or start "
-            "megarlhf itself (run.nproc says on how many ranks)"
+            "typed text does not reach ranks that torchrun or srun has started; give --prompt TEXT, or start megarlhf "
+            "itself (run.nproc is the number of ranks)"
         )
     if info is None or launched:
         checked = preflight("generate", cfg, info.world_size if info else cfg.run.nproc)
@@ -59,7 +59,7 @@ def ask(arguments: argparse.Namespace, argv: list[str]) -> int:
 
 
 def with_room(cfg: AskConfig) -> AskConfig:
-    """Where no limit is set, a prompt may take what the model has beside the response."""
+    """Without a limit, a prompt may take all positions of the model but the response's."""
     from megarlhf.architectures.hf_config import architecture_from_hf
 
     room = architecture_from_hf(cfg.actor.model.hf_directory()).longest_sequence - cfg.rollout.max_response_tokens

@@ -1,4 +1,4 @@
-"""The commands. No logic: a configuration is loaded and checked, ranks are started, a trainer is called."""
+"""The commands. Each loads and checks a configuration, starts ranks, and calls a trainer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import megarlhf
+from megarlhf.commands.arguments.completion import HELP, SHELLS
 from megarlhf.commands.arguments.parser import Once, Parser, command_first, positive
 from megarlhf.commands.arguments.piped import without_pipes
-from megarlhf.commands.arguments.shells import HELP_OF_COMPLETION, SHELLS
 from megarlhf.commands.chat import add_arguments as add_ask_arguments
 from megarlhf.commands.chat import ask, is_asked
 from megarlhf.commands.process_tree import end_with_parent
@@ -56,72 +56,76 @@ COMMANDS: dict[str, Command] = {
     "generate": Command(GenerateConfig, "sample responses into a JSON lines file"),
     "eval": Command(EvaluateConfig, "figures of a model, each with its interval"),
 }
-"""Where each starts: `trainers/entries.py`."""
-
+"""Commands that run on ranks. Their functions are in `trainers/entries.py`."""
 
 DIRECTORY = "MEGARLHF_DIRECTORY"
-"""Set by the batch scripts in slurm/, to the directory that they run in."""
+"""Variable that the batch scripts in slurm/ set to their working directory."""
 
 EXIT_STATUS: dict[type[Exception], int] = {
     StopRun: TO_BE_QUEUED_AGAIN,  # saved; 130 after Ctrl-C
     WatchdogTimeout: 3,  # a phase has passed its limit
-    FloatingPointError: 4,  # numbers that no training can go on with
+    FloatingPointError: 4,  # training cannot go on with these numbers
     ValueError: 2,  # the user's mistake
 }
-"""Of errors that are printed as a sentence, where our own code raised them. Any other error keeps its traceback and
-ends with 1; Ctrl-C ends with 130, be it saved or not (`megarlhf/__main__.py`)."""
+"""Exit statuses of errors that are printed as a sentence, if our own code raised them. Any other error keeps its
+traceback and ends with 1. Ctrl-C ends with 130, also if it saved (`megarlhf/__main__.py`)."""
 
-
-OF_THEIR_OWN = {
+OWN_PARSERS = {
     "convert": "megarlhf.commands.convert_arguments:parser",
     "plan": "megarlhf.commands.plan_arguments:parser",
     "rehearse": "megarlhf.commands.rehearse:parser",
 }
-"""Commands that read their words by a parser of their own."""
+"""Commands with a parser of their own."""
+_OWN_MAINS: dict[str, Callable[[list[str]], int]] = {
+    "convert": lambda argv: _named("megarlhf.commands.convert:main")(argv, prog="megarlhf convert"),
+    "plan": lambda argv: _named("megarlhf.commands.plan:main")(argv),
+    "rehearse": lambda argv: _named("megarlhf.commands.rehearse:main")(argv),
+}
 
 
 def configurations() -> dict[str, type[FrozenModel]]:
-    """What each command that reads a configuration reads."""
+    """The configuration class of each command that reads a configuration."""
     return {name: command.config for name, command in COMMANDS.items()} | {"serve-reward": ServeRewardConfig}
 
 
 def parser() -> Parser:
     """The command line."""
     root = Parser(prog="megarlhf", description="Alignment of language models at Megatron scale.")
-    words = "versions of megarlhf and of the libraries that matter"
-    root.add_argument("--version", action=ShowVersions, nargs=0, help=words)
+    text = "versions of megarlhf and of the libraries that matter"
+    root.add_argument("--version", action=ShowVersions, nargs=0, help=text)
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         sub = commands.add_parser(name, help=command.help)
-        sub.add_argument("-c", "--config", required=True, action=Once, metavar="FILE", help="YAML configuration")
-        sub.add_argument("overrides", nargs="*", metavar="section.key=value", help="override configured values")
+        _add_config(sub, name, "section.key=value")
         if name == "generate":
             add_ask_arguments(sub)
         sub.add_argument("--dry-run", action="store_true", help="check and print what would run, then stop")
-        sub.below = partial(_keys_below, name)
-    _add_finding(commands)
-    commands.add_parser("doctor", help="what this machine has, and what each missing part means")
-    report = commands.add_parser("report", help="one self-contained HTML page of one or more runs")
-    report.add_argument("run_dirs", nargs="+", metavar="RUN_DIR")
-    report.add_argument("-o", "--out", default="report.html", action=Once, metavar="FILE")
-    report.add_argument("--title", default="megarlhf")
-    compare = commands.add_parser(
-        "compare", help="final figures, configurations and curves of several runs on one page"
-    )
-    compare.add_argument("run_dirs", nargs="+", metavar="RUN_DIR")
-    compare.add_argument("-o", "--out", default="compare.html", action=Once, metavar="FILE")
-    compare.add_argument("--title", default="megarlhf")
+    keys = commands.add_parser("keys", help="keys of configurations: all, below `rl.algo`, or by a word")
+    text = "a command (rl), a section or key of it (rl.algo.kl), or a word of a name or a sentence (lr)"
+    keys.add_argument("words", nargs="*", metavar="WORD", help=text)
+    _add_init(commands)
+    completion = commands.add_parser("completion", help="script by which a shell completes commands, options and keys")
+    completion.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
+    completion.epilog, completion.formatter_class = HELP, argparse.RawDescriptionHelpFormatter
+    commands.add_parser("doctor", help="parts of this machine, and the meaning of each missing one")
+    for name, text in {
+        "report": "one self-contained HTML page of one or more runs",
+        "compare": "final figures, configurations and curves of several runs on one page",
+    }.items():
+        page = commands.add_parser(name, help=text)
+        page.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
+        page.add_argument("-o", "--out", type=Path, default=Path(f"{name}.html"), action=Once, metavar="FILE")
+        page.add_argument("--title", default="megarlhf")
     replay = commands.add_parser("replay", help="repeat a skipped optimizer step: which tensor is not finite")
-    replay.add_argument("failure", metavar="FAILURE_DIR", help="a folder of RUN_DIR/failures")
+    replay.add_argument("failure", type=Path, metavar="FAILURE_DIR", help="a folder of RUN_DIR/failures")
     replay.add_argument("overrides", nargs="*", metavar="section.key=value", help="override the run's configuration")
-    serve = commands.add_parser("serve-reward", help="give rewards to other runs over HTTP")
-    serve.add_argument("-c", "--config", required=True, action=Once, metavar="FILE", help="YAML configuration")
-    serve.add_argument("overrides", nargs="*", metavar="key=value", help="override configured values")
-    serve.below = partial(_keys_below, "serve-reward")
+    _add_config(
+        commands.add_parser("serve-reward", help="give rewards to other runs over HTTP"), "serve-reward", "key=value"
+    )
     calibrate = commands.add_parser("calibrate", help="measure this machine, for a rehearsal's estimate of time")
     calibrate.add_argument("-o", "--out", required=True, action=Once, metavar="FILE", help="hardware file to write")
-    words = "ranks of this machine (default: one for each GPU, 2 on a CPU)"
-    calibrate.add_argument("--nproc", type=positive, action=Once, metavar="N", help=words)
+    text = "ranks of this machine (default: one for each GPU, 2 on a CPU)"
+    calibrate.add_argument("--nproc", type=positive, action=Once, metavar="N", help=text)
     calibrate.add_argument("--quick", action="store_true", help="few sizes: to try the command, not to be used")
     commands.add_parser("plan", help="bytes and time from trainer to rollout: `megarlhf plan -h`")
     commands.add_parser("rehearse", help="what a job will need, before it is queued: `megarlhf rehearse -h`")
@@ -130,50 +134,46 @@ def parser() -> Parser:
     return root
 
 
-def _add_finding(commands: Any) -> None:
-    """The commands by which one finds one's way."""
-    keys = commands.add_parser("keys", help="what a configuration may say: all, below `rl.algo`, or by a word")
-    words = "a command (rl), a section or key of it (rl.algo.kl), or a word of a name or a sentence (lr)"
-    keys.add_argument("words", nargs="*", metavar="WORD", help=words)
-    _add_init(commands)
-    completion = commands.add_parser("completion", help="what makes a shell complete commands, options and keys")
-    completion.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
-    completion.epilog = HELP_OF_COMPLETION
-    completion.formatter_class = argparse.RawDescriptionHelpFormatter
+def _add_config(sub: Parser, name: str, metavar: str) -> None:
+    """Add the arguments of a configuration, and all its keys at the end of the help."""
+    sub.add_argument("-c", "--config", required=True, action=Once, metavar="FILE", help="YAML configuration")
+    sub.add_argument("overrides", nargs="*", metavar=metavar, help="override configured values")
+    sub.below = partial(_keys_below, name)
 
 
 def _add_init(commands: Any) -> None:
     init = commands.add_parser("init", help="write a configuration for a model and data, which it looks at")
     init.add_argument("--model", required=True, type=Path, action=Once, metavar="DIR", help="the model to train")
-    init.add_argument(
-        "--data", required=True, action=Once, metavar="FILE", help="or a directory, or a pattern of files"
-    )
-    init.add_argument("--split", action=Once, help="of data that has several")
-    words = "what it is for (default: what such data is for)"
-    init.add_argument("--command", dest="for_command", choices=("sft", "rm", "rl", "dpo"), action=Once, help=words)
+    text = "the data: a file, a directory, or a pattern of files"
+    init.add_argument("--data", required=True, action=Once, metavar="FILE", help=text)
+    init.add_argument("--split", action=Once, help="split of data that has several")
+    text = "command of the configuration (default: by the kind of data)"
+    init.add_argument("--command", dest="for_command", choices=("sft", "rm", "rl", "dpo"), action=Once, help=text)
     init.add_argument("-o", "--out", action=Once, metavar="FILE", help="file to write (default: COMMAND.yaml)")
+    text = "run.dir (default: runs/COMMAND, or the next that is free)"
+    init.add_argument("--run-dir", action=Once, metavar="DIR", help=text)
+    text = "ranks (default: one for each GPU, or 1)"
+    init.add_argument("--nproc", type=positive, action=Once, metavar="N", help=text)
     init.add_argument(
-        "--run-dir", action=Once, metavar="DIR", help="run.dir (default: runs/COMMAND, or the next that is free)"
+        "--device", choices=("cpu", "gpu"), action=Once, help="device to run on (default: this machine's)"
     )
+    init.add_argument("--gpu-memory-gib", type=positive, action=Once, metavar="N", help="memory of a GPU (80)")
     init.add_argument(
-        "--nproc", type=positive, action=Once, metavar="N", help="ranks (default: one for each GPU, or 1)"
+        "--reward-model", type=Path, action=Once, metavar="DIR", help="rl: the model that scores responses"
     )
-    init.add_argument("--device", choices=("cpu", "gpu"), action=Once, help="what it is for (default: what is here)")
-    init.add_argument("--gpu-memory-gib", type=positive, action=Once, metavar="N", help="of a GPU (80)")
-    init.add_argument("--reward-model", type=Path, action=Once, metavar="DIR", help="of rl: what scores responses")
-    words = "of rl: a rule in its place (default: exact_match where the data has a column 'answer')"
-    init.add_argument("--reward", action=Once, metavar="RULE", help=words)
+    text = "rl: a rule instead of a model (default: exact_match if the data has a column 'answer')"
+    init.add_argument("--reward", action=Once, metavar="RULE", help=text)
 
 
 def _keys_below(name: str) -> str:
-    from megarlhf.commands.arguments.keys import keys_in_words
+    from megarlhf.commands.arguments.keys import help_on_keys
 
     title = f"keys of the configuration of {name} (a part of them: `megarlhf keys {name}.SECTION`):"
-    return f"{title}\n\n{keys_in_words(configurations()[name])}"
+    return f"{title}\n\n{help_on_keys(configurations()[name])}"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Options may stand anywhere, also behind the overrides; argparse's sub-commands allow that only one by one."""
+    """Parse words with options anywhere, also behind the overrides. argparse allows that in each command only."""
     root = parser()
     if argv and argv[0] in root.get_default("commands"):
         return root.get_default("commands")[argv[0]].parse_intermixed_args(
@@ -189,8 +189,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         end_with_parent()
         _refuse_another_directory()
         argv = _command_first(argv)
-        with without_pipes(argv) as given:
-            return _run(given)
+        with without_pipes(argv) as arguments:
+            return _run(arguments)
     except Exception as error:
         from megarlhf.commands import launch
 
@@ -205,18 +205,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    if argv[:1] == ["convert"]:  # has commands of its own
-        from megarlhf.commands.convert import main as convert
-
-        return convert(argv[1:], prog="megarlhf convert")
-    if argv[:1] == ["rehearse"]:
-        from megarlhf.commands.rehearse import main as rehearse
-
-        return rehearse(argv[1:])
-    if argv[:1] == ["plan"]:
-        from megarlhf.commands.plan import main as plan
-
-        return plan(argv[1:])
+    if argv and argv[0] in _OWN_MAINS:
+        return _OWN_MAINS[argv[0]](argv[1:])
     return _dispatch(parse(argv), argv)
 
 
@@ -224,17 +214,15 @@ def _command_first(argv: list[str]) -> list[str]:
     """`megarlhf -c FILE run.seed=3 sft` is `megarlhf sft -c FILE run.seed=3`."""
     if not argv or not (argv[0].startswith("-") or "=" in argv[0]):
         return argv
-
     known = parser().get_default("commands")
-    parsers = {name: partial(known.get, name) for name in known} | {name: partial(_own, name) for name in OF_THEIR_OWN}
-    return command_first(argv, parsers)
+    own = {name: _named(parser_name) for name, parser_name in OWN_PARSERS.items()}
+    return command_first(argv, {name: partial(known.get, name) for name in known} | own)
 
 
-def _own(name: str) -> Parser:
-    """The parser of a command that has one of its own."""
-    module, function = OF_THEIR_OWN[name].split(":")
-    made: Parser = getattr(import_module(module), function)()
-    return made
+def _named(function: str) -> Any:
+    """A function by its name, `module:function`. The module is imported only then."""
+    module, _, name = function.partition(":")
+    return getattr(import_module(module), name)
 
 
 def exit_status(error: Exception) -> int | None:
@@ -247,7 +235,7 @@ def exit_status(error: Exception) -> int | None:
 
 
 def _raised_here(error: Exception) -> bool:
-    """Whether our own code raised it, and so wrote its message for people; torch's ValueErrors keep their traceback."""
+    """Whether our own code raised the error, so that its message is for users. torch's errors keep their traceback."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
@@ -255,13 +243,13 @@ def _raised_here(error: Exception) -> bool:
 
 
 def _refuse_another_directory() -> None:
-    """A container that begins in a directory of its own would take relative paths for others, `run.dir` among them."""
-    here, expected = os.path.realpath(os.getcwd()), os.path.realpath(os.environ.get(DIRECTORY) or os.getcwd())
-    if here != expected:
+    """Refuse a container's own working directory: relative paths such as `run.dir` would name other files."""
+    current, expected = os.path.realpath(os.getcwd()), os.path.realpath(os.environ.get(DIRECTORY) or os.getcwd())
+    if current != expected:
         raise ValueError(
-            f"this task works in {here}, and the batch script in {expected}: relative paths would name other files. "
-            'Let the container begin there (pyxis: --container-workdir="$PWD", apptainer: --pwd "$PWD"), or '
-            f"unset {DIRECTORY}"
+            f"this task works in {current}, and the batch script in {expected}: relative paths would name other files. "
+            'Start the container there (pyxis: --container-workdir="$PWD", apptainer: --pwd "$PWD"), or unset '
+            f"{DIRECTORY}"
         )
 
 
@@ -283,19 +271,15 @@ def _dispatch(arguments: argparse.Namespace, argv: list[str]) -> int:
     if arguments.command == "completion":
         from megarlhf.commands.arguments.completion import script
 
-        own = {name: _own(name) for name in OF_THEIR_OWN}
+        own = {name: _named(parser_name)() for name, parser_name in OWN_PARSERS.items()}
         print(script(arguments.shell, parser(), own, configurations()), end="")
         return 0
-    if arguments.command == "report":
+    if arguments.command in ("report", "compare"):
+        from megarlhf.observe.report.compare import write_comparison
         from megarlhf.observe.report.page import write_report
 
-        write_report([Path(run_dir) for run_dir in arguments.run_dirs], Path(arguments.out), title=arguments.title)
-        print(f"wrote {arguments.out}")
-        return 0
-    if arguments.command == "compare":
-        from megarlhf.observe.report.compare import compare
-
-        compare([Path(run_dir) for run_dir in arguments.run_dirs], Path(arguments.out), title=arguments.title)
+        write = write_report if arguments.command == "report" else write_comparison
+        write(arguments.run_dirs, arguments.out, title=arguments.title)
         print(f"wrote {arguments.out}")
         return 0
     if arguments.command == "calibrate":
@@ -309,7 +293,7 @@ def _dispatch(arguments: argparse.Namespace, argv: list[str]) -> int:
     if arguments.command == "replay":
         from megarlhf.commands.replay import replay
 
-        return replay(Path(arguments.failure), arguments.overrides, argv)
+        return replay(arguments.failure, arguments.overrides, argv)
     if arguments.command == "generate" and is_asked(arguments):
         return ask(arguments, argv)
     cfg = load_config(COMMANDS[arguments.command].config, arguments.config, arguments.overrides)
@@ -317,27 +301,27 @@ def _dispatch(arguments: argparse.Namespace, argv: list[str]) -> int:
 
 
 def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], cfg: Any) -> int:
-    """Check the run once, in the process that starts the ranks or on the first of them, and run it."""
+    """Check the run once, in the process that starts the ranks or on the first rank, and run it."""
     from megarlhf.commands import launch
     from megarlhf.planning.machine.determinism import environment
     from megarlhf.planning.machine.gpu_environment import gpu_environment
     from megarlhf.planning.preflight import check_layouts, preflight
     from megarlhf.runtime import RankInfo, detect_rank
 
-    # Before the check, which may import a library that reads them.
+    # Before the check, which may import libraries that read these variables.
     os.environ.update(environment(cfg) | gpu_environment(roles_of(cfg)))
     info = detect_rank(os.environ)
     planned, starts = cfg.run.planned_ranks, info.world_size if info else cfg.run.nproc
 
     def check() -> None:
-        # A dry run starts nothing: it is of the job that the file is for, unless a launcher's ranks are there.
+        # A dry run without a launcher checks the job for which the file was written.
         ranks = planned if arguments.dry_run and info is None else starts
-        other = _other_ranks(cfg.run, ranks, starts, launched=info is not None)
-        here = ranks if info is None and not arguments.dry_run else 0
-        with _other_ranks_meant(cfg.run, ranks, other):
-            preflight(arguments.command, cfg, ranks, local_ranks=here, all_records=arguments.dry_run).print()
-        for sentence in [*repeated_overrides(arguments.overrides), *other]:
-            print(sentence)
+        notes = _rank_notes(cfg.run, ranks, starts, launched=info is not None)
+        local = ranks if info is None and not arguments.dry_run else 0
+        with _rank_notes_in_errors(cfg.run, ranks, notes):
+            preflight(arguments.command, cfg, ranks, local_ranks=local, all_records=arguments.dry_run).print()
+        for note in [*repeated_overrides(arguments.overrides), *notes]:
+            print(note)
 
     if info is None or (arguments.dry_run and info.rank == 0):
         check()
@@ -345,32 +329,32 @@ def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], cfg: Any) -> i
         return 0
     if info is None and cfg.run.nproc > 1:
         return launch.local_ranks(cfg.run.nproc, argv)
-    checked = info is None or launch.MARK in os.environ
-    if info is not None and not checked:  # every rank by itself: nobody is there yet to be told
-        with _other_ranks_meant(cfg.run, starts, _other_ranks(cfg.run, starts, starts, launched=True)):
+    is_checked = info is None or launch.MARK in os.environ
+    if info is not None and not is_checked:  # every rank by itself, before they can talk to each other
+        with _rank_notes_in_errors(cfg.run, starts, _rank_notes(cfg.run, starts, starts, launched=True)):
             check_layouts(cfg, starts, local_ranks=info.local_world_size)
-    return launch.as_rank(info or RankInfo(), cfg, ENTRIES[arguments.command], check=None if checked else check)
+    return launch.as_rank(info or RankInfo(), cfg, ENTRIES[arguments.command], check=None if is_checked else check)
 
 
 @contextlib.contextmanager
-def _other_ranks_meant(run: RunConfig, checked: int, sentences: Sequence[str]) -> Iterator[None]:
-    """An error inside says also that the file is for other ranks than are checked: it may fit those."""
+def _rank_notes_in_errors(run: RunConfig, checked: int, notes: Sequence[str]) -> Iterator[None]:
+    """Scope in which an error also says that the file is for another number of ranks, which it may fit."""
     try:
         yield
     except ValueError as error:
         if run.world_size in (None, checked) or not _raised_here(error):
             raise
-        raise ValueError("; ".join([str(error), *sentences])) from error
+        raise ValueError("; ".join([str(error), *notes])) from error
 
 
-def _other_ranks(run: RunConfig, checked: int, starts: int, *, launched: bool) -> list[str]:
-    """A sentence where the run was checked for other ranks than start, or starts on others than the file names."""
+def _rank_notes(run: RunConfig, checked: int, starts: int, *, launched: bool) -> list[str]:
+    """A sentence if the checked, started and configured numbers of ranks differ."""
     if checked != starts:
-        words = f"checked for the {checked} ranks of run.world_size; a plain start has run.nproc = {starts} of them"
-        return [f"{words}, which --dry-run run.world_size= (nothing behind it) checks"]
+        note = f"checked for the {checked} ranks of run.world_size; a plain start has run.nproc = {starts} of them"
+        return [f"{note}, which --dry-run run.world_size= (nothing behind it) checks"]
     if run.world_size is None:
-        unused = launched and starts != run.nproc
-        return [f"the launcher started {starts} rank(s); run.nproc = {run.nproc} is not used"] if unused else []
+        is_unused = launched and starts != run.nproc
+        return [f"the launcher started {starts} rank(s); run.nproc = {run.nproc} is not used"] if is_unused else []
     if run.world_size == starts:
         return []
     return [f"this file is for {run.world_size} ranks (run.world_size); this start has {starts}"]

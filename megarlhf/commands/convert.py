@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m tools.chec
         return 130
 
 
-def _require_possible(out: Path) -> None:
+def require_possible_output(out: Path) -> None:
     """Raises ValueError where a file stands in the way of a directory `out`, before anything is read."""
     nearest = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if not nearest.is_dir():
@@ -64,7 +64,7 @@ def _target(arguments: argparse.Namespace) -> Target:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    _require_possible(arguments.out)
+    require_possible_output(arguments.out)
     source = _open_source(arguments)
     with bytes_bar("converting") as (started, progress):
         written = convert(
@@ -79,28 +79,6 @@ def _convert(arguments: argparse.Namespace) -> int:
             progress=progress,
         )
     print(f"wrote {arguments.out}: {written / 1e9:.3f} GB of tensors")
-    return 0
-
-
-def _from_gguf(arguments: argparse.Namespace) -> int:
-    from megarlhf.weights.checkpoint.from_gguf import convert_gguf  # with tokenizers and transformers
-
-    _require_possible(arguments.out)
-    with bytes_bar("converting") as (started, progress):
-        written = convert_gguf(
-            arguments.gguf,
-            arguments.out,
-            dtype=DTYPES[arguments.dtype],
-            tokenizer=arguments.tokenizer,
-            force=arguments.force,
-            workers=arguments.workers,
-            max_shard_bytes=arguments.max_shard_bytes,
-            started=started,
-            progress=progress,
-        )
-    for note in written.notes:
-        print(note)
-    print(f"wrote {arguments.out}: {written.num_bytes / 1e9:.3f} GB of tensors, stored as {written.stored_as} before")
     return 0
 
 
@@ -151,7 +129,6 @@ def _digests(model: Checkpoint, dtype: torch.dtype | None = None) -> dict[str, i
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "hf-to-megatron": _convert,
     "megatron-to-hf": _convert,
-    "gguf-to-hf": _from_gguf,
     "relayout": _convert,
     "inspect": _inspect,
     "verify": _verify,

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from megarlhf.commands.arguments.parser import Parser, command_first, num_bytes, positive, positives
+from megarlhf.model_directory import GGUF_COMMAND
 
 DTYPES = ("bf16", "fp16", "fp32")
 """Those of `weights/checkpoint/conversion.py`."""
@@ -19,6 +20,8 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     root = parser(prog)
     commands = root.get_default("commands")
     argv = sys.argv[1:] if argv is None else argv
+    if "gguf-to-hf" in argv and not set(commands) & set(argv):
+        root.error(f"gguf-to-hf is a tool of its own, in a clone of megarlhf: {GGUF_COMMAND} --gguf FILE --out DIR")
     return root.parse_args(command_first(argv, {name: partial(commands.get, name) for name in commands}))
 
 
@@ -26,22 +29,20 @@ def parser(prog: str = "python -m tools.checkpoint_convert") -> Parser:
     """The converter's command line."""
     root = Parser(
         prog=prog,
-        description="Converts checkpoints between Hugging Face and Megatron, and GGUF files. No GPU is needed.",
+        description="Converts checkpoints between Hugging Face and Megatron. No GPU is needed.",
     )
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     to_megatron = commands.add_parser("hf-to-megatron", help="a Hugging Face directory to a Megatron checkpoint")
     to_megatron.add_argument("--hf", type=Path, required=True, metavar="DIR", help="Hugging Face directory")
-    _add_output(to_megatron)
+    add_output_options(to_megatron)
     _add_layout(to_megatron)
     to_hf = commands.add_parser("megatron-to-hf", help="a Megatron checkpoint to a Hugging Face directory")
     _add_megatron(to_hf)
-    _add_output(to_hf)
-    _add_shard_size(to_hf)
-    from_gguf = commands.add_parser("gguf-to-hf", help="a GGUF file of llama.cpp to a Hugging Face directory")
-    _add_gguf(from_gguf)
+    add_output_options(to_hf)
+    add_shard_size_option(to_hf)
     relayout = commands.add_parser("relayout", help="a Megatron checkpoint to another layout, format or spec")
     _add_megatron(relayout)
-    _add_output(relayout)
+    add_output_options(relayout)
     _add_layout(relayout)
     inspect = commands.add_parser("inspect", help="what a directory is: format, layout, architecture, sizes")
     inspect.add_argument("directory", type=Path, metavar="DIR")
@@ -71,22 +72,14 @@ def _add_reference(sub: Parser) -> None:
     )
 
 
-def _add_gguf(sub: Parser) -> None:
-    sub.add_argument("--gguf", type=Path, required=True, metavar="FILE", help="the whole model in one file")
-    words = "a directory with the model's own tokenizer, in place of the file's"
-    sub.add_argument("--tokenizer", type=Path, metavar="DIR", help=words)
-    _add_output(sub, dtype="fp32", help="default: fp32, which holds every number of the file")
-    _add_shard_size(sub)
-
-
-def _add_shard_size(sub: Parser) -> None:
+def add_shard_size_option(sub: Parser) -> None:
     words, size = "of one safetensors file", 5 * 10**9
     sub.add_argument(
         "--max-shard-size", dest="max_shard_bytes", type=num_bytes, default=size, metavar="5GB", help=words
     )
 
 
-def _add_output(sub: Parser, *, dtype: str | None = None, help: str = "default: that of the source") -> None:
+def add_output_options(sub: Parser, *, dtype: str | None = None, help: str = "default: that of the source") -> None:
     sub.add_argument("--out", type=Path, required=True, metavar="DIR")
     sub.add_argument("--dtype", choices=DTYPES, default=dtype, help=help)
     sub.add_argument("--force", action="store_true", help="replace an existing checkpoint, once the new one is whole")

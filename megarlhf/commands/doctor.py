@@ -1,7 +1,7 @@
-"""`megarlhf doctor`: what this machine has, what is missing, and what a missing part means.
+"""`megarlhf doctor`: the parts of this machine, missing ones, and the meaning of each.
 
-It starts nothing: no device is initialised and no heavy package imported; versions come from the packages'
-metadata, devices from `runtime.capabilities`.
+No device is initialised and no heavy package imported: versions come from packages' metadata, devices from
+`runtime.capabilities`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ REQUIRED = {
 }
 OPTIONAL = {
     "sentencepiece": "SentencePiece tokenizers cannot be read; Hugging Face tokenizers can",
-    "vllm": "rl cannot use rollout.engine=vllm; sft, rm, dpo and convert are not touched by it",
+    "vllm": "rl cannot use rollout.engine=vllm; sft, rm, dpo and convert do not need it",
 }
 
 
@@ -80,7 +80,7 @@ def examine(capabilities: Capabilities, *, environ: Mapping[str, str] = os.envir
 
 
 def report(findings: Sequence[Finding], *, console: Console | None = None) -> int:
-    """Print the table; return the exit status: 1 if a finding is a problem."""
+    """Print the table; returns the exit status, which is 1 if a finding is a problem."""
     console = console or make_console()
     rows = [(f.part, f.value, Text(f.verdict, style=STYLES[f.verdict]), f.meaning) for f in findings]
     console.print(table("megarlhf doctor", rows, ("part", "found", "", "what it means")))
@@ -90,10 +90,10 @@ def report(findings: Sequence[Finding], *, console: Console | None = None) -> in
 
 
 def apex_kind(search_path: Sequence[str] | None = None) -> ApexKind:
-    """Whether the importable package `apex` is NVIDIA's; nothing is imported to find out.
+    """The kind of the importable package `apex`, found without an import.
 
-    The registry's package of that name is an unrelated project. NVIDIA's has `apex/optimizers/fused_adam.py`,
-    and the extension module `amp_C` when its kernels were compiled.
+    The registry's package of that name is an unrelated project. NVIDIA's has `apex/optimizers/fused_adam.py`, and the
+    extension module `amp_C` if its kernels were compiled.
     """
     if PathFinder.find_spec("apex", search_path) is None:
         return "missing"
@@ -108,19 +108,18 @@ def _python() -> Finding:
     value = platform.python_version()
     if Version("3.10") <= Version(value) < Version("3.13"):
         return Finding("python", value)
-    meaning = "megarlhf supports 3.10 to 3.12: make the environment with one of those"
-    return Finding("python", value, "problem", meaning)
+    return Finding("python", value, "problem", "megarlhf supports 3.10 to 3.12: make the environment with one of them")
 
 
 def _package(name: str, value: str | None) -> Finding:
-    """An installed package is compared with the version that the tests ran with."""
+    """Compare an installed package with the version of the tests."""
     if value is None:
         verdict: Verdict = "problem" if name in REQUIRED else "note"
         return Finding(name, "missing", verdict, f"not installed: {(REQUIRED | OPTIONAL)[name]}")
     tested = TESTED.get(name)
     if tested is None or Version(value).public == tested:
         return Finding(name, value)
-    meaning = f"the tests ran with {tested}: run `make test` with yours before you trust a long job to it"
+    meaning = f"the tests ran with {tested}: run `make test` with yours before a long job"
     return Finding(name, value, "note", meaning)
 
 
@@ -133,7 +132,7 @@ def _triton(value: str | None, on_gpu: bool) -> Finding:
 
 
 def transformer_engine_range() -> SpecifierSet | None:
-    """The versions that the installed Megatron-Core takes, as its metadata says; None where that says nothing."""
+    """Versions that the installed Megatron-Core accepts, by its metadata; None if that names none."""
     try:
         wanted = [Requirement(text) for text in requires("megatron-core") or ()]
     except PackageNotFoundError:
@@ -142,14 +141,14 @@ def transformer_engine_range() -> SpecifierSet | None:
 
 
 def _transformer_engine(value: str | None, on_gpu: bool) -> Finding:
-    part, taken = "transformer-engine", transformer_engine_range()
+    part, accepted = "transformer-engine", transformer_engine_range()
     if value is None:
         meaning = "not installed: local layer spec is used; fine on CPU, slower on GPU"
         return Finding(part, "missing", "note" if on_gpu else "ok", meaning)
-    if taken is not None and not taken.contains(value, prereleases=True):
+    if accepted is not None and not accepted.contains(value, prereleases=True):
         meaning = (
-            f"Megatron-Core {version('megatron-core')} takes {taken} and imports names that others may lack: "
-            "install the one of requirements/gpu.txt"
+            f"Megatron-Core {version('megatron-core')} takes {accepted} and imports names that other versions may "
+            "lack: install the version of requirements/gpu.txt"
         )
         return Finding(part, value, "problem" if on_gpu else "note", meaning)
     meaning = "fused layers are used" if on_gpu else "not used: it needs a GPU; local layer spec instead"
@@ -163,7 +162,7 @@ def _apex(value: str | None, kind: ApexKind, on_gpu: bool) -> Finding:
         return Finding("apex", "missing", absent, meaning)
     if kind == "unrelated":
         meaning = (
-            "this is the registry's unrelated project, not NVIDIA's apex: `pip uninstall apex`, then build "
+            "this is an unrelated project of the registry, not NVIDIA's apex: `pip uninstall apex`, then build "
             "NVIDIA's from source if you want its kernels (requirements/gpu.txt)"
         )
         return Finding("apex", f"{value or 'no version'} (unrelated)", "problem", meaning)
@@ -190,7 +189,7 @@ def _backends(backends: Sequence[str], on_gpu: bool) -> Finding:
 
 
 def _attention(transformer_engine: str | None, on_gpu: bool) -> Finding:
-    """Attention over packed sequences: transformer-engine, flash-attn, torch's varlen."""
+    """Kernels of attention over packed sequences: transformer-engine, flash-attn, torch's varlen."""
     kinds = [f"{name} {value}" for name in ("flash-attn", "flash-attn-3") if (value := _version(name)) is not None]
     if transformer_engine is not None:
         kinds.append("transformer-engine")
@@ -228,7 +227,7 @@ def _cores() -> Finding:
 
 
 def _slurm(environ: Mapping[str, str]) -> Finding:
-    """The scheduler's variables, as this process sees them."""
+    """The scheduler's variables in this process."""
     names = [name for name in environ if name.startswith("SLURM_")]
     if not names:
         on_path = "sbatch is on PATH" if shutil.which("sbatch") else "no sbatch on PATH either"
@@ -244,7 +243,7 @@ def _slurm(environ: Mapping[str, str]) -> Finding:
 
 
 def _folders(package: str, search_path: Sequence[str] | None = None) -> list[Path]:
-    """Where a package lies; nowhere if it is not installed. Nothing is imported."""
+    """Folders of a package; none if it is not installed. Nothing is imported."""
     spec = PathFinder.find_spec(package, search_path)
     return [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
 

@@ -1,11 +1,10 @@
-"""Becoming ranks: a plain start starts the local ranks and ends with them; a launched process joins its run.
+"""Starting ranks and joining a run: a plain start starts the local ranks and ends with them.
 
-A rank that a plain start has started does not print its errors: it writes them to a file for the process that started
-it, which prints each once and ends with their status. Under torchrun or srun there is no such process of ours. There
-rank 0 prints at once, and another rank only when rank 0 has printed nothing for a while: a launcher ends all ranks
-when one has failed.
+Ranks of a plain start write their errors to files for the process that started them, which prints each error once and
+ends with its status. Under torchrun or srun there is no such process: rank 0 prints at once, and another rank only
+after a while without an error of rank 0, since a launcher ends all ranks when one has failed.
 
-A signal that asks a plain start to stop is handed on to its ranks, which save and end by themselves.
+A signal that asks a plain start to stop is forwarded to its ranks, which save and end by themselves.
 """
 
 from __future__ import annotations
@@ -50,36 +49,37 @@ from megarlhf.resume.signals import (
 from megarlhf.runtime import RankInfo
 
 MARK = "MEGARLHF_LAUNCHED"
-"""Set in ranks that a plain start launched, to the folder to which they write their errors."""
+"""Variable in ranks of a plain start: the folder to which they write their errors."""
 JOB_STATE = "MEGARLHF_JOB_STATE"
-"""Set by the batch scripts in slurm/, to the folder in which a job remembers things from one attempt to the next."""
+"""Variable of the batch scripts in slurm/: the folder that keeps a job's state from one attempt to the next."""
 SAVED = (TO_BE_QUEUED_AGAIN, INTERRUPTED)
-"""Exit statuses of a run that was asked to stop, and has saved."""
+"""Exit statuses of a run that was asked to stop and has saved."""
 
 WATCHDOG = 3
 """Exit status of a rank that the watchdog has ended."""
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 2.0
-"""From the first rank's failure until the others are stopped: they may fail with the same error, or with another."""
+"""Time from the first rank's failure until the others are stopped. They may report the same error, or another."""
 SAVE_SECONDS = 60.0
-"""The same after a rank that has saved and left as it was asked: the others leave too."""
+"""Time for the others to leave after a first rank has saved and left."""
 KILL_SECONDS = 1.0
-"""Until what a rank has started is taken for gone after SIGKILL: in a container nobody may look at the ended ones."""
+"""Time after SIGKILL to wait for a rank's own processes. In a container nobody may reap them."""
 SILENCE_SECONDS = 3.0
-"""After which another rank than 0 prints its error under a launcher that is not ours."""
+"""Time after which another rank than 0 prints its error under torchrun or srun."""
 
 
 def local_ranks(nproc: int, argv: Sequence[str], program: Sequence[str] = ("-m", "megarlhf")) -> int:
-    """Run `megarlhf ARGV` again as `nproc` ranks of this machine; returns the exit status. Nothing outlives the call.
+    """Run `megarlhf ARGV` again as `nproc` ranks of this machine; returns the exit status. No process outlives it.
 
     The first SIGINT, SIGTERM, SIGHUP or SIGUSR1 asks the ranks to save and stop, and their status is returned. A second
-    SIGINT or SIGTERM stops the ranks at once, with what they have started."""
+    SIGINT or SIGTERM stops the ranks and their own processes at once.
+    """
     threads = str(max(1, (os.cpu_count() or 1) // nproc))
-    # The first rank that has something to report makes it: where this process is killed, none is left over.
+    # Made by the first rank with an error, so that no folder is left over if this process is killed.
     reports = str(Path(tempfile.gettempdir()) / f"megarlhf-ranks-{uuid.uuid4().hex}")
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, reports, ignore_errors=True)
-        # Here, not on rank 0: a port that is free now may be another program's when a rank has come so far.
+        # Here, not on rank 0: a port that is free now may be taken by the time a rank is ready.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         environment = {"OMP_NUM_THREADS": threads, **os.environ, MARK: reports, PARENT: str(os.getpid())}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), runtime.STORE_IS_THERE: "True"}
@@ -87,7 +87,7 @@ def local_ranks(nproc: int, argv: Sequence[str], program: Sequence[str] = ("-m",
         with _received_signals() as received:
             with held_back() if argv[0] in KEEP_EARLY else contextlib.nullcontext():
                 ranks = [
-                    # A session of its own: what a rank starts can be stopped with it, and Ctrl-C reaches only us.
+                    # In a session of its own, a rank can be stopped with its processes, and Ctrl-C reaches only us.
                     subprocess.Popen(
                         [sys.executable, *program, *argv],
                         env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -106,51 +106,51 @@ def local_ranks(nproc: int, argv: Sequence[str], program: Sequence[str] = ("-m",
 
 
 class _Received:
-    """The signals that have asked this process to stop; it goes on, to end its ranks in order."""
+    """Signals that have asked this process to stop. It goes on, to end its ranks in order."""
 
     def __init__(self) -> None:
         self.at_once = False
         self.forwarded: list[signal.Signals] = []
-        """Those that the ranks get, in order."""
+        """Signals for the ranks, in order."""
         self.last = signal.SIGTERM
         self._repeats = Repeats()
 
     def receive(self, signum: int, frame: Any) -> None:
-        number = signal.Signals(signum)
-        kind = self._repeats.kind(number, time.monotonic())
-        if number == signal.SIGHUP:
+        received = signal.Signals(signum)
+        kind = self._repeats.kind(received, time.monotonic())
+        if received == signal.SIGHUP:
             leave_terminal()
         if kind == "second":
-            self.at_once, self.last = True, number
+            self.at_once, self.last = True, received
         elif kind == "first":
-            self.forwarded.append(number)
-            self.last = number
+            self.forwarded.append(received)
+            self.last = received
 
 
 @contextlib.contextmanager
 def _received_signals() -> Iterator[_Received]:
     received = _Received()
-    before = {number: signal.signal(number, received.receive) for number in heard_signals()}
-    for number in early():  # while the start was checked
-        received.receive(number, None)
+    before = {signum: signal.signal(signum, received.receive) for signum in heard_signals()}
+    for signum in early():  # received while the start was checked
+        received.receive(signum, None)
     try:
         yield received
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: _Received, reports: Path) -> int | None:
-    """Until all ranks have ended, one has failed, or they are to stop at once. Hands signals on.
+    """Wait until all ranks have ended, one has failed, or they must stop at once. Forwards signals.
 
-    Returns: the rank that ended first of those that failed; where none has, of those that have saved and left.
+    Returns: the first rank that failed; if none has, the first that has saved and left; None otherwise.
     """
     failed, saved, deadline, num_sent = None, False, float("inf"), 0
     while True:
-        for number in received.forwarded[num_sent:]:
+        for signum in received.forwarded[num_sent:]:
             num_sent += 1
             for rank in ranks:
-                rank.send_signal(number)
+                rank.send_signal(signum)
         statuses = [rank.poll() for rank in ranks]
         for n, status in enumerate(statuses):
             leaves = status in SAVED and (reports / f"{n}.json").exists()
@@ -162,13 +162,13 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: _Received, reports
         time.sleep(POLL_SECONDS)
 
 
-def _died_of(numbers: Sequence[signal.Signals], status: int, reports: str) -> bool:
-    """Whether a signal that was handed on has ended a rank, which was not ready to save and has reported nothing."""
-    return status in [code for number in numbers for code in (-number, 128 + number)] and not Path(reports).exists()
+def _died_of(forwarded: Sequence[signal.Signals], status: int, reports: str) -> bool:
+    """Whether a forwarded signal has ended a rank, which was not ready to save and has reported nothing."""
+    return status in [code for signum in forwarded for code in (-signum, 128 + signum)] and not Path(reports).exists()
 
 
 def _stop(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End every rank and its own processes at once. Not by SIGTERM, which asks a rank to save."""
+    """End every rank and its own processes at once. SIGTERM would ask a rank to save."""
     running = [rank for rank in ranks if rank.poll() is None]
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError):
@@ -178,11 +178,11 @@ def _stop(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
     while any(_has_processes(rank.pid) for rank in ranks) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS / 10)
     if running and sys.stdout.isatty():
-        print("\x1b[?25h", end="", flush=True)  # the cursor, which a progress bar hides
+        print("\x1b[?25h", end="", flush=True)  # show the cursor, which a progress bar hides
 
 
 def _has_processes(group: int) -> bool:
-    """A killed process takes a moment to end, and is counted until its parent has looked."""
+    """Whether a group has processes. A killed one counts until it has ended and its parent has reaped it."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
@@ -191,9 +191,9 @@ def _has_processes(group: int) -> bool:
 
 
 def _print_errors(command: str, reports: Path, failed: int | None, ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Print what the ranks have reported, each message once, or how the first of them ended; returns the exit status.
+    """Print the ranks' reports, each message once, or how the first rank ended; returns the exit status.
 
-    That a run has saved counts for less than an error: it is the status only when nothing else went wrong.
+    The status of a run that has saved is returned only if there was no error.
     """
     where: dict[str, list[int]] = {}
     statuses: list[int] = []
@@ -201,13 +201,13 @@ def _print_errors(command: str, reports: Path, failed: int | None, ranks: Sequen
         report = json.loads(path.read_text(encoding="utf-8"))
         where.setdefault(report["message"], []).append(int(path.stem))
         statuses.append(int(report["status"]))
-    for message, numbers in where.items():
-        label = "" if len(numbers) == len(ranks) else f" (rank {', '.join(map(str, numbers))})"
+    for message, reporting in where.items():
+        label = "" if len(reporting) == len(ranks) else f" (rank {', '.join(map(str, reporting))})"
         print(f"megarlhf {command}{label}: {message}", file=sys.stderr)
     if errors := [status for status in statuses if status not in SAVED]:
         return errors[0]
     if failed is not None and not (statuses and ranks[failed].returncode in SAVED):
-        # A rank that its watchdog has ended takes others with it, whose collectives break: it says why the run ended.
+        # Ended by its watchdog, a rank breaks the others' collectives. Its report says why the run ended.
         failed = next((n for n, rank in enumerate(ranks) if rank.returncode == WATCHDOG), failed)
         return _print_crash(command, failed, ranks[failed].returncode)
     return statuses[0] if statuses else 0
@@ -226,20 +226,20 @@ def _print_crash(command: str, failed: int, status: int) -> int:
 
 
 def print_error(command: str, message: str, status: int) -> None:
-    """Print the error that ends this process: once for all ranks, whoever started them."""
+    """Print the error that ends this process, once for all ranks, under any launcher."""
     info = None
-    with contextlib.suppress(ValueError):  # the error may be in the launcher's own variables
+    with contextlib.suppress(ValueError):  # the error may be about the launcher's own variables
         info = runtime.detect_rank(os.environ)
     if info is not None and MARK in os.environ:
         path = Path(os.environ[MARK]) / f"{info.rank}.json"
-        if os.environ.get(PARENT) in (None, str(os.getppid())):  # who started us is there to read it
+        if os.environ.get(PARENT) in (None, str(os.getppid())):  # the process that reads it still exists
             path.parent.mkdir(mode=0o700, exist_ok=True)
             partial = path.with_suffix(".partial")
             partial.write_text(json.dumps({"status": status, "message": message}), encoding="utf-8")
             partial.rename(path)
         return
     if status in SAVED and info is not None and info.rank:
-        return  # every rank has saved and says the same
+        return  # every rank has saved and has the same message
     if info is not None:
         _tell_job(f"exit.{info.rank}", f"{status}\n{message}")
     label = ""
@@ -247,38 +247,41 @@ def print_error(command: str, message: str, status: int) -> None:
         label = f" (rank {info.rank})" if info.rank else ""
         time.sleep(SILENCE_SECONDS if info.rank else 0)
         if info.rank and _heard_from_job("exit.0") == f"{status}\n{message}\n":
-            return  # rank 0 has said it, and is not followed at once by the end of all ranks
+            return  # rank 0 has printed it, and the launcher has not ended this rank yet
     print(f"megarlhf {command}{label}: {message}", file=sys.stderr, flush=True)
 
 
 def _tell_job(name: str, text: str) -> None:
-    """Leave a line for the batch script, which runs outside a container and reads no configuration. Where it cannot be
-    written the script goes by what it sees itself."""
+    """Write a line for the batch script, which runs outside the container and reads no configuration.
+
+    If it cannot be written, the script decides without it.
+    """
     if JOB_STATE in os.environ:
         with contextlib.suppress(OSError):
             (Path(os.environ[JOB_STATE]) / name).write_text(f"{text}\n", encoding="utf-8")
 
 
 def _heard_from_job(name: str) -> str | None:
-    """What another rank has left there."""
+    """A line that another rank has written there."""
     with contextlib.suppress(OSError):
         return (Path(os.environ[JOB_STATE]) / name).read_text(encoding="utf-8") if JOB_STATE in os.environ else None
     return None
 
 
 def another_rank_has_failed() -> bool:
-    """Whether a rank of a plain start has reported an error: what fails here now fails because that rank has gone."""
+    """Whether a rank of a plain start has reported an error. Failures of this rank then follow from its end."""
     return MARK in os.environ and any(Path(os.environ[MARK]).glob("*.json"))
 
 
 def as_rank(
     info: RankInfo, cfg: Any, entry: str, check: Callable[[], None] | None = None, *, reads: Path | None = None
 ) -> int:
-    """Join the run as this rank, `check` it on the first rank only, look at all nodes, and call `entry`, a
-    `module:function`, with (cfg, runtime). What is refused on one rank is refused on every one.
+    """Join the run as this rank, check it, and call `entry`; returns the exit status.
 
-    `reads`: of a command that writes nothing, what it reads; `entry` is called with that too, and the nodes are not
-    tried for writing."""
+    entry: a `module:function`, called with (cfg, runtime)
+    check: called on the first rank only; its error is raised on every rank
+    reads: for a command that only reads, the path that it reads. `entry` gets it too, and nodes are not checked
+    """
     logging.basicConfig(
         level=os.environ.get("MEGARLHF_LOG_LEVEL", "INFO" if info.rank == 0 else "WARNING"),
         format=f"[rank {info.rank}] %(levelname)s %(name)s: %(message)s",
@@ -303,8 +306,8 @@ def as_rank(
             _tell_job("run_dir", str(cfg.run.dir.absolute()))
             if JOB_STATE in os.environ and cfg.run.on_existing == "overwrite":
                 logging.getLogger(__name__).warning(
-                    "run.on_existing = overwrite: when Slurm queues this job again, as it does before a time limit, it "
-                    "will be refused; with run.on_existing=resume it goes on"
+                    "run.on_existing = overwrite: if Slurm queues this job again, as before a time limit, it will be "
+                    "refused; with run.on_existing=resume it goes on"
                 )
     module, _, function = entry.partition(":")
     try:
@@ -313,13 +316,13 @@ def as_rank(
         ignore_stop_signals()
         _leave_together()
         raise
-    # Not after a failure: leaving the group may wait for ranks that are stuck in a collective; the launcher ends them.
+    # Not after a failure: leaving the group may wait for ranks in a collective. The launcher ends them.
     _leave_together()
     return 0
 
 
 def _progress(run_dir: Path) -> str:
-    """As the batch script writes it: the newest resume point, and how many lines the rollout bank has."""
+    """The newest resume point, and the number of lines in the rollout bank, as the batch script writes them."""
     points = find_points(run_dir)
     lines = 0
     for path in (run_dir / "bank").rglob("*.jsonl"):
@@ -329,15 +332,15 @@ def _progress(run_dir: Path) -> str:
 
 
 def _leave_together() -> None:
-    """A launcher ends the other ranks some time after the first has left: srun does, by the option --wait, and one of
-    them may still be writing."""
+    """Leave the run together. srun (--wait) ends the other ranks some time after the first has left, and one of them
+    may still be writing."""
     if dist.is_initialized():
         dist.barrier()
     runtime.shutdown()
 
 
 def silence_libraries() -> None:
-    """Keep other projects' routine announcements out of the log; their errors stay."""
+    """Keep routine messages of other projects out of the log; their errors stay."""
     for name in ("megatron", "torch.distributed", "absl"):
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("vllm").setLevel(logging.ERROR)

@@ -15,15 +15,15 @@ from megarlhf.planning.weight_traffic import (
     ORDERS,
     TransferReport,
     TransferSetup,
-    as_json,
     plan_transfer,
+    transfer_json,
     transfer_setup,
 )
 from megarlhf.weights.plan.traffic import Links
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status. 2: the user's mistake, said without a traceback."""
+    """Run the command; returns the exit status. 2: the user's mistake, printed without a traceback."""
     arguments = parser().parse_intermixed_args(argv)
     try:
         setup = transfer_setup(
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{parser().prog}: {error}", file=sys.stderr)
         return 2
     if arguments.json:
-        print(json.dumps(as_json(setup, report)))
+        print(json.dumps(transfer_json(setup, report)))
     else:
         _print(setup, report, per_rank=arguments.per_rank)
     return 0

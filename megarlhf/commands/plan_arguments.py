@@ -1,11 +1,11 @@
-"""The command line of `megarlhf plan`, apart from what it plans with, which takes seconds to import."""
+"""The command line of `megarlhf plan`. It is a module of its own because the planner takes seconds to import."""
 
 from __future__ import annotations
 
 from megarlhf.commands.arguments.parser import Once, Parser, gigabits, positive
 
 ORDERS = ("engine", "rank")
-"""Those of `planning/weight_traffic.py`."""
+"""Keys of `ORDERS` in `planning/weight_traffic.py`."""
 
 
 def parser() -> Parser:
@@ -20,16 +20,16 @@ def parser() -> Parser:
     root.add_argument("--engine-tp", type=positive, metavar="N", help="plan as if rollout.parallel.tp were N")
     root.add_argument("--ep", type=positive, metavar="N", help="plan as if actor.parallel.ep were N")
     root.add_argument("--vpp", type=positive, metavar="N", help="plan as if actor.parallel.vpp were N")
-    words = (
-        "how ranks stand in the trainer's mesh: permuted inside nodes as suits the engines, as a run with vLLM does "
-        "(engine, the default), or by number (rank)"
+    text = (
+        "order of ranks in the trainer's mesh: permuted inside nodes for the engines, as in a run with vLLM (engine, "
+        "the default), or by number (rank)"
     )
-    root.add_argument("--order", choices=ORDERS, default="engine", help=words)
+    root.add_argument("--order", choices=ORDERS, default="engine", help=text)
     root.add_argument("--ranks-per-node", type=positive, default=8, metavar="N", help="default: %(default)s")
-    words = "gigabits per second and direction between a rank and the others of its node (default: %(default)g)"
-    root.add_argument("--rank-gbps", type=gigabits, default=3600.0, metavar="X", help=words)
-    words = "gigabits per second and direction between a whole node and the others (default: %(default)g)"
-    root.add_argument("--node-gbps", type=gigabits, default=3200.0, metavar="X", help=words)
+    text = "gigabits per second and direction between a rank and the others of its node (default: %(default)g)"
+    root.add_argument("--rank-gbps", type=gigabits, default=3600.0, metavar="X", help=text)
+    text = "gigabits per second and direction between a whole node and the others (default: %(default)g)"
+    root.add_argument("--node-gbps", type=gigabits, default=3200.0, metavar="X", help=text)
     root.add_argument("--per-rank", action="store_true", help="a line for each rank")
     root.add_argument("--json", action="store_true", help="everything as one JSON object, in bytes and seconds")
     return root

@@ -1,4 +1,4 @@
-"""`megarlhf rehearse`: what a job will need and how long it will take, before it is queued. No GPU is needed."""
+"""`megarlhf rehearse`: memory, traffic and time of a job, before it is queued. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from megarlhf.config import DPOConfig, FrozenModel, RLConfig, RMConfig, SFTConfi
 
 CONFIGS: dict[str, type[FrozenModel]] = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "rl": RLConfig}
 HARDWARE = Path(megarlhf.__file__).resolve().parents[1] / "configs" / "hardware" / "h100.yaml"
-"""Where `--hardware` names none."""
+"""The default of `--hardware`."""
 DOES_NOT_FIT = 1
-"""Exit status of a rehearsal that has found that the job does not run."""
+"""Exit status of a rehearsal whose job does not run."""
+MOST_GIB = 1_000_000
 
 
 def parser() -> Parser:
     """The command line."""
     root = Parser(
         prog="megarlhf rehearse",
-        description="Run a job's program for one rank of each kind, on devices that hold no numbers: memory by phase, "
-        "bytes on the wire, an estimate of the time.",
+        description="Run a job's program for one rank of each kind, on devices without numbers: memory by phase, bytes "
+        "on the wire, an estimate of the time.",
     )
     root.add_argument("command", choices=tuple(CONFIGS), metavar="COMMAND", help=", ".join(CONFIGS))
     root.add_argument("-c", "--config", required=True, action=Once, metavar="FILE", help="configuration of the job")
@@ -38,81 +39,82 @@ def parser() -> Parser:
     root.add_argument("--world-size", type=positive, metavar="N", help="ranks of the job (default: run.world_size)")
     root.add_argument("--ranks-per-node", type=positive, default=8, metavar="N", help="default: %(default)s")
     root.add_argument("--steps", type=positive, metavar="N", help="steps to rehearse (default: 2, if the job has them)")
-    words = "which ranks: all, or numbers such as 0,8,16 (default: one of each kind)"
-    root.add_argument("--ranks", type=_ranks, metavar="all|LIST", help=words)
-    words = "a hardware file (default: configs/hardware/h100.yaml)"
-    root.add_argument("--hardware", type=Path, action=Once, metavar="FILE", help=words)
-    words = "memory of a device (default: the hardware file's)"
-    root.add_argument("--gpu-memory-gib", type=_gibibytes, metavar="X", help=words)
-    words = "YAML with numbers of what cannot be seen, such as context_mib (docs/rehearsal-gpu.md)"
-    root.add_argument("--margin", type=Path, action=Once, metavar="FILE", help=words)
-    words = "te: TransformerEngine's layers, by a table of what they keep; local: ours (default: te)"
-    root.add_argument("--layers", choices=("te", "local"), help=words)
-    words = "tokens of the busiest expert of a layer, in means (default: %(default)s: balanced)"
-    root.add_argument("--routing-skew", type=_number, default=1.0, metavar="F", help=words)
+    text = "which ranks: all, or numbers such as 0,8,16 (default: one of each kind)"
+    root.add_argument("--ranks", type=_ranks, metavar="all|LIST", help=text)
+    text = "a hardware file (default: configs/hardware/h100.yaml)"
+    root.add_argument("--hardware", type=Path, action=Once, metavar="FILE", help=text)
+    text = "memory of a device (default: the hardware file's)"
+    root.add_argument("--gpu-memory-gib", type=_gibibytes, metavar="X", help=text)
+    text = "YAML with memory that a rehearsal cannot see, such as context_mib (docs/rehearsal-gpu.md)"
+    root.add_argument("--margin", type=Path, action=Once, metavar="FILE", help=text)
+    text = "te: TransformerEngine's layers, by a table of their saved tensors; local: ours (default: te)"
+    root.add_argument("--layers", choices=("te", "local"), help=text)
+    text = "tokens of a layer's busiest expert, as a multiple of the mean (default: %(default)s: balanced)"
+    root.add_argument("--routing-skew", type=_number, default=1.0, metavar="F", help=text)
     lengths = "constant:N, uniform:LOW,HIGH, lognormal:mean=M,sigma=S, a file of numbers, or an earlier run's directory"
-    root.add_argument("--prompt-lengths", action=Once, metavar="WORDS", help=f"of prompts that stand in: {lengths}")
-    root.add_argument("--response-lengths", action=Once, metavar="WORDS", help=f"of responses: {lengths}")
-    words = "response tokens per second of one rollout engine (default: by the roofline of decoding)"
-    root.add_argument("--rollout-tokens-per-second", type=_number, metavar="X", help=words)
-    words = "rehearse every combination of values of keys, and order them"
-    root.add_argument("--sweep", nargs="+", default=[], metavar="section.key=A,B", help=words)
+    root.add_argument("--prompt-lengths", action=Once, metavar="WORDS", help=f"lengths of made-up prompts: {lengths}")
+    root.add_argument("--response-lengths", action=Once, metavar="WORDS", help=f"lengths of responses: {lengths}")
+    text = "response tokens per second of one rollout engine (default: by the roofline of decoding)"
+    root.add_argument("--rollout-tokens-per-second", type=_number, metavar="X", help=text)
+    text = "rehearse every combination of values of keys, and order them"
+    root.add_argument("--sweep", nargs="+", default=[], metavar="section.key=A,B", help=text)
     root.add_argument("--workers", type=positive, metavar="N", help="ranks at a time (default: the cores)")
-    words = "folder for rehearsal.json and rehearsal.html (default: runs/rehearsal/COMMAND-FILE)"
-    root.add_argument("-o", "--out", action=Once, metavar="DIR", help=words)
+    text = "folder for rehearsal.json and rehearsal.html (default: runs/rehearsal/COMMAND-FILE)"
+    root.add_argument("-o", "--out", action=Once, metavar="DIR", help=text)
     return root
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status. 0: the job runs; 1: it does not; 2: the user's mistake. Where it is
-    interrupted it leaves nothing behind, and 128 + the number of the signal is the status."""
-    given = command_first(sys.argv[1:] if argv is None else argv, dict.fromkeys(CONFIGS, parser))
-    arguments = parser().parse_intermixed_args(given)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # what is not here is stood in for
-    warnings.filterwarnings("ignore", module="megatron")  # of what a machine without a GPU does not have
+    """Run the command; returns the exit status. 0: the job runs; 1: it does not; 2: the user's mistake.
+
+    An interrupted rehearsal leaves nothing behind, and its status is 128 + the number of the signal.
+    """
+    ordered = command_first(sys.argv[1:] if argv is None else argv, dict.fromkeys(CONFIGS, parser))
+    arguments = parser().parse_intermixed_args(ordered)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # missing models and data are replaced
+    warnings.filterwarnings("ignore", module="megatron")  # about packages that a machine without a GPU lacks
     from megarlhf.rehearsal.processes import RankFailed
 
     try:
         with _terminated_like_interrupted():
             return _sweep(arguments) if arguments.sweep else _one(arguments)
     except ValueError as error:
-        status, words = 2, str(error)
+        status, message = 2, str(error)
     except (RankFailed, _NotWritten) as error:
-        status, words = DOES_NOT_FIT, str(error)
+        status, message = DOES_NOT_FIT, str(error)
     except _Terminated as stop:
-        status, words = 128 + stop.args[0], "terminated; nothing is written"
+        status, message = 128 + stop.args[0], "terminated; nothing is written"
     except KeyboardInterrupt:
-        status, words = 128 + signal.SIGINT, "interrupted; nothing is written"
-    print(f"{parser().prog}: {words}", file=sys.stderr)
+        status, message = 128 + signal.SIGINT, "interrupted; nothing is written"
+    print(f"{parser().prog}: {message}", file=sys.stderr)
     return status
 
 
-MOST_GIB = 1_000_000
-
-
 class _Terminated(BaseException):
-    """By a signal, whose number is the argument."""
+    """This process was terminated by a signal, whose number is the argument."""
 
 
 @contextlib.contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP (a terminal that is closed) end ranks and remove temporary files, as Ctrl-C does. What
-    is ignored, as SIGHUP under nohup, stays so."""
+    """Scope in which SIGTERM and SIGHUP (a closed terminal) end ranks and remove temporary files, as Ctrl-C does.
 
-    def stop(number: int, frame: Any) -> None:
-        raise _Terminated(number)
+    Signals that are ignored, such as SIGHUP under nohup, stay ignored.
+    """
 
-    numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, stop) for number in numbers}
+    def stop(signum: int, frame: Any) -> None:
+        raise _Terminated(signum)
+
+    heard = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
+    before = {signum: signal.signal(signum, stop) for signum in heard}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 class _NotWritten(Exception):
-    """The answer, which has been printed."""
+    """The result was printed, but could not be written."""
 
 
 @contextlib.contextmanager
@@ -165,16 +167,16 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:
-    """Those of the user, and the number of ranks: what is written is the job that was rehearsed. Raises: ValueError."""
-    given = arguments.world_size
-    named = [each for each in (*arguments.overrides, *arguments.sweep) if each.startswith("run.world_size=")]
-    if given and named:
-        raise ValueError(f"--world-size {given} and {named[0]} say the same; leave one of them out")
-    return [*arguments.overrides, *([f"run.world_size={given}"] if given else [])]
+    """The user's overrides, and --world-size as one of them, so that results name it. Raises: ValueError."""
+    world_size = arguments.world_size
+    named = [text for text in (*arguments.overrides, *arguments.sweep) if text.startswith("run.world_size=")]
+    if world_size and named:
+        raise ValueError(f"--world-size {world_size} and {named[0]} say the same; leave one of them out")
+    return [*arguments.overrides, *([f"run.world_size={world_size}"] if world_size else [])]
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Of a `Request`, what no configuration changes. Raises: ValueError."""
+    """Fields of a `Request` that no configuration changes. Raises: ValueError."""
     from megarlhf.rehearsal.cost_model.hardware import load_hardware
     from megarlhf.rehearsal.cost_model.margin import MarginConfig
     from megarlhf.rehearsal.fake_device.routing import Routing
@@ -185,32 +187,31 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     hardware = load_hardware(arguments.hardware or HARDWARE)
     if hardware.kind == "cpu" and (arguments.layers or arguments.margin):
         name = f"--layers {arguments.layers}" if arguments.layers else "--margin"
-        raise ValueError(f"{name} is of a GPU, and {arguments.hardware} describes a CPU; leave it out")
-    given = arguments.gpu_memory_gib
-    others = {"workers": arguments.workers} if arguments.workers else {}
+        raise ValueError(f"{name} is for a GPU, and {arguments.hardware} describes a CPU; leave it out")
+    memory_gib = arguments.gpu_memory_gib
     return {
         "hardware": hardware,
         "ranks_per_node": arguments.ranks_per_node,
-        "device_bytes": int(given * 2**30) if given else int(hardware.memory.value),
+        "device_bytes": int(memory_gib * 2**30) if memory_gib else int(hardware.memory.value),
         "margin": load_config(MarginConfig, arguments.margin) if arguments.margin else MarginConfig(),
         "layers": arguments.layers or ("te" if hardware.kind == "gpu" else "local"),
         "routing": Routing(skew=arguments.routing_skew),
         "prompt_lengths": _lengths(arguments.prompt_lengths, "prompts", parse_lengths),
         "response_lengths": _lengths(arguments.response_lengths, "responses", parse_lengths),
         "rollout_tokens_per_second": arguments.rollout_tokens_per_second,
-        **others,
+        **({"workers": arguments.workers} if arguments.workers else {}),
     }
 
 
-def _lengths(words: str | None, column: str, parse: Callable[[str, str], Any]) -> Any:
+def _lengths(spec: str | None, column: str, parse: Callable[[str, str], Any]) -> Any:
     try:
-        return parse(words, column) if words else None
+        return parse(spec, column) if spec else None
     except ValueError as error:
         raise ValueError(f"--{column.removesuffix('s')}-lengths: {error}") from None
 
 
 def _request(arguments: argparse.Namespace, options: Mapping[str, Any], cfg: Any) -> Any:
-    """What is asked for, checked. Raises: ValueError."""
+    """The checked request. Raises: ValueError."""
     from megarlhf.rehearsal.request import DEFAULT_STEPS, Request, check_request
 
     world_size = cfg.run.planned_ranks
@@ -227,20 +228,20 @@ def _request(arguments: argparse.Namespace, options: Mapping[str, Any], cfg: Any
 
 
 def _out(arguments: argparse.Namespace) -> Path:
-    """Where to write. Raises: ValueError where it is, or lies in, something else than a folder."""
-    named = Path("runs") / "rehearsal" / f"{arguments.command}-{Path(arguments.config).stem}"
+    """The output folder. Raises: ValueError if it is a file, is below one, or cannot be written."""
+    default = Path("runs") / "rehearsal" / f"{arguments.command}-{Path(arguments.config).stem}"
     if arguments.out == "":
         raise ValueError("--out is empty; name a folder, or leave it out")
-    out = named if arguments.out is None else Path(arguments.out)
-    there = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise ValueError(f"--out {out}: {there} is a file; name a folder")
+    out = default if arguments.out is None else Path(arguments.out)
+    existing = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ValueError(f"--out {out}: {existing} is a file; name a folder")
     try:
-        with tempfile.TemporaryFile(dir=there):  # leave to write is not enough: not in /proc, not on a full disk
+        with tempfile.TemporaryFile(dir=existing):  # permissions are not enough: not in /proc, not on a full disk
             pass
     except OSError as error:
         raise ValueError(
-            f"--out {out}: nothing can be written into the folder {there} ({error.strerror}); name another"
+            f"--out {out}: nothing can be written into the folder {existing} ({error.strerror}); name another"
         ) from error
     return out
 

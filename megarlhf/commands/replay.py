@@ -1,4 +1,4 @@
-"""`megarlhf replay FAILURE_DIR`: the skipped step is found and checked, ranks are started, the step is repeated."""
+"""`megarlhf replay FAILURE_DIR`: repeat a skipped step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ENTRY = "megarlhf.trainers.replay:run"
 
 
 def replay(directory: Path, overrides: Sequence[str], argv: Sequence[str]) -> int:
-    """Repeat the step that was kept in `directory`, with the run's configuration and `overrides`; returns the exit
-    status. The run directory is only read.
+    """Repeat the step saved in `directory`, with the run's configuration and `overrides`; returns the exit status.
 
-    Raises: ValueError when the directory is no failure, or when the ranks do not fit the layout.
+    The run directory is only read. Raises: ValueError if the directory is no failure, or the ranks do not fit the
+    layout.
     """
     failure = Failure.read(directory)
     cfg = failure.config(directory, overrides)
@@ -33,11 +33,11 @@ def replay(directory: Path, overrides: Sequence[str], argv: Sequence[str]) -> in
 
 
 def _require_ranks(failure: Failure, cfg: TrainingConfig, overrides: Sequence[str]) -> None:
-    """A plain start takes as many ranks as the run had, if a plain start made them, or as many as it is told."""
-    told = any(override.startswith(("run.nproc=", "run=")) for override in overrides)
-    if cfg.run.nproc != failure.world_size and not told:
+    """Refuse a plain start of a launcher's run, unless an override names the number of ranks. Raises: ValueError."""
+    is_given = any(override.startswith(("run.nproc=", "run=")) for override in overrides)
+    if cfg.run.nproc != failure.world_size and not is_given:
         raise ValueError(
             f"{failure.words} was made by {failure.world_size} rank(s) of a launcher ({failure.layout}); start replay "
-            "by srun or torchrun with as many, or plainly on fewer: such as run.nproc=1 "
+            "by srun or torchrun with as many, or plainly on fewer, such as run.nproc=1 "
             f"{failure.role}.parallel.tp=1 {failure.role}.parallel.pp=1"
         )

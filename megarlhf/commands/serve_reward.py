@@ -9,12 +9,12 @@ import sys
 from collections.abc import Sequence
 
 from megarlhf.config import load_config
-from megarlhf.config.rewards import labels_of
+from megarlhf.config.rewards import unique_labels
 from megarlhf.config.serve import ServeRewardConfig
 
 
 def serve(config: str, overrides: Sequence[str]) -> int:
-    """Until SIGTERM or Ctrl-C. Raises: ValueError for what is wrong with the configuration."""
+    """Serve until SIGTERM or Ctrl-C. Raises: ValueError for a wrong configuration."""
     try:
         import starlette  # noqa: F401
         import uvicorn
@@ -34,15 +34,15 @@ def serve(config: str, overrides: Sequence[str]) -> int:
     require_plain_token(cfg.token_env, token)
     device = first_gpu() if cfg.device == "gpu" else torch.device("cpu")
     listening = _socket(cfg.host, cfg.port)
-    named = zip(labels_of(cfg.rewards), cfg.rewards, strict=True)
+    named = zip(unique_labels(cfg.rewards), cfg.rewards, strict=True)
     sources = {label: (reward, make_source(reward, device)) for label, reward in named}
     app = make_app(sources, token=token, max_samples=cfg.max_samples, max_bytes=cfg.max_body_mib << 20)
     host, port = listening.getsockname()[:2]
-    listening.listen()  # who reads the next line may connect at once
+    listening.listen()  # before the address is printed: a client may connect at once
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
 
     def end(*received: object) -> None:
-        """Before uvicorn has its own handler; and after, when it raises the signal once more, there is nothing left."""
+        """Handle SIGTERM before uvicorn has its own handler, and when uvicorn raises the signal again at its end."""
         server.should_exit = True
 
     signal.signal(signal.SIGTERM, end)
@@ -57,13 +57,12 @@ def serve(config: str, overrides: Sequence[str]) -> int:
 
 
 def _socket(host: str, port: int) -> socket.socket:
-    """Taken before a model is loaded. Raises: ValueError where it cannot be."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    """Bind the address, before a model is loaded. Raises: ValueError if it cannot be bound."""
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        made.bind((host, port))
+        listening.bind((host, port))
     except OSError as error:
-        made.close()
+        listening.close()
         raise ValueError(f"cannot listen on {host}:{port}: {error}; choose another port, or 0 for a free one") from None
-    return made
+    return listening

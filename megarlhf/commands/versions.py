@@ -1,4 +1,4 @@
-"""`megarlhf --version`: of megarlhf and of the libraries whose version matters to a run. Imports none of them."""
+"""`megarlhf --version`: versions of megarlhf and of the libraries that matter to a run. Imports none of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarlhf.packages import PACKAGES, version_of
 
 
 class ShowVersions(argparse.Action):
-    """An option that prints them and ends."""
+    """An option that prints versions and ends."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         print(versions())
@@ -19,12 +19,12 @@ class ShowVersions(argparse.Action):
 
 
 def versions() -> str:
-    """A line for each."""
+    """One line for each package."""
     try:
         ours: str | None = version("megarlhf")
     except PackageNotFoundError:  # run from its source
         ours = None
-    found = {"megarlhf": ours, "python": platform.python_version()}
-    found |= {name: version_of(name) for name in PACKAGES}
-    width = max(map(len, found))
-    return "\n".join(f"{name:<{width}}  {each or 'not installed'}" for name, each in found.items())
+    installed = {"megarlhf": ours, "python": platform.python_version()}
+    installed |= {name: version_of(name) for name in PACKAGES}
+    width = max(map(len, installed))
+    return "\n".join(f"{name:<{width}}  {number or 'not installed'}" for name, number in installed.items())

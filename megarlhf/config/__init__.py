@@ -1,4 +1,4 @@
-"""Typed configuration. `config/commands.py` and the files that it imports say what may be said, `load.py` reads it."""
+"""Typed configuration. `config/commands.py` and the files that it imports define the keys, `load.py` reads a file."""
 
 from megarlhf.config.algo import AlgoConfig, KLConfig, RolloutCorrectionConfig
 from megarlhf.config.auxiliary import EMAConfig, PTXConfig, ReferenceUpdateConfig
@@ -15,7 +15,7 @@ from megarlhf.config.commands import (
     TrainConfig,
 )
 from megarlhf.config.conversations import ConversationConfig
-from megarlhf.config.data import DataConfig, PromptDataConfig, SFTDataConfig, SourceConfig, words_of
+from megarlhf.config.data import DataConfig, PromptDataConfig, SFTDataConfig, SourceConfig, describe_sources
 from megarlhf.config.evaluate import EvaluateConfig
 from megarlhf.config.frozen import FrozenModel
 from megarlhf.config.generate import GenerateConfig
@@ -35,7 +35,7 @@ from megarlhf.config.roles import (
 from megarlhf.config.rollout import Dtype, LogprobGapConfig, RolloutConfig, RolloutParallelConfig
 from megarlhf.config.run import CheckpointConfig, RunConfig
 from megarlhf.config.selection import DynamicSamplingConfig, OverlongConfig
-from megarlhf.config.shuffle import Shuffle, in_todays_words
+from megarlhf.config.shuffle import Shuffle, convert_old_shuffle
 from megarlhf.config.skip import SkipConfig
 from megarlhf.config.tracking import AccuracyConfig, SamplesConfig, WandbConfig
 from megarlhf.config.watchdog import StragglersConfig, WatchdogConfig

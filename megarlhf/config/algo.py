@@ -40,10 +40,10 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "cispo": {"policy_loss": "cispo", "clip_low": None, "clip_high": 4.0},
     },
 }
-"""Names that stand for several keys, by the key that they are given for. Keys beside them win, but for `_FIXED`."""
+"""Presets: values that stand for several keys. Other keys in the file win, except those in `_FIXED`."""
 
 _FIXED = ("advantage", "policy_loss", "scale_by_group_std", "ratio")
-"""What a name means: a key beside it that says otherwise is refused."""
+"""Keys that define a preset. A file that sets one of them to another value is refused."""
 
 WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Advantages that are whitened unless `whiten_advantages` says otherwise."""
@@ -57,39 +57,42 @@ DISCOUNTED = ("gae", "reinforce", "reinforce_plus_plus")
 
 class KLConfig(FrozenModel):
     coef: NonNegative = 0.0
-    """Weight of the KL to the reference. With the adaptive controller, what it begins with."""
+    """Weight of the KL to the reference. The adaptive controller starts from it."""
     log: bool = False
-    """Measure the KL also where nothing else reads it (coef = 0, no train.stop.max_kl), which takes a reference in
-    memory and a forward of it in each step. Without, the metric `kl` is null there and no reference is built."""
+    """Measure the KL even if nothing else reads it (coef = 0, no train.stop.max_kl). This takes a reference in memory
+    and a forward of it in each step. Otherwise the metric `kl` is null in that case and no reference is built."""
     placement: Literal["reward", "loss"] = "reward"
     """`reward`: -coef x kl on each token's reward (PPO). `loss`: + coef x kl in the loss (GRPO)."""
     estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
-    """Schulman's estimators, or the size of k1; also the one that the metric `kl` reports. `abs` is for the reward."""
+    """Schulman's estimators k1, k2 and k3, or `abs`, the absolute value of k1, for the KL in the reward only. The
+    metric `kl` reports the same estimator."""
     clamp: Positive | None = None
-    """A token's estimate is held in [-clamp, clamp], in reward, loss and metric `kl`. verl's low_var_kl and OpenRLHF
-    have 10."""
+    """Clamp each token's estimate to [-clamp, clamp], in the reward, the loss and the metric `kl`. verl's low_var_kl
+    and OpenRLHF use 10."""
     ratio_weighted: bool = False
-    """With the KL in the loss: each token's estimate is multiplied by the ratio of new to old probability (of
-    `algo.ratio`), through which the gradient flows too. The gradient of k1 and k3 is then that of the KL itself, on
-    fresh samples and later (DeepSeek-V3.2; TRL's use_bias_correction_kl, there the default)."""
+    """For the KL in the loss: multiply each token's estimate by the ratio of new to old probability (`algo.ratio`),
+    through which the gradient flows too. The gradient of k1 and k3 is then that of the KL itself, on fresh samples and
+    later (DeepSeek-V3.2; TRL's use_bias_correction_kl, its default)."""
     credit: Literal["response", "token"] = "response"
-    """With advantages that compare groups, and the KL in the reward: `response` compares the KL of whole responses
-    within their group, as the rewards. `token` subtracts from each token's advantage the KL from it on (OpenRLHF)."""
+    """For the KL in the reward with advantages that compare groups. `response`: compare the KL of whole responses
+    within their group, like the rewards. `token`: subtract from each token's advantage the KL of it and of later tokens
+    (OpenRLHF)."""
     controller: Literal["fixed", "adaptive"] = "fixed"
-    """`adaptive`: coef follows the measured KL so that it comes to `target` (Ziegler et al. 2019, section 2.2): after
-    each step it is multiplied by 1 + samples / horizon x (kl / target - 1), the last held in [-0.2, 0.2]."""
+    """`adaptive`: adjust coef so that the measured KL approaches `target` (Ziegler et al. 2019, section 2.2). After
+    each step coef is multiplied by 1 + samples / horizon x error, where error = kl / target - 1, clipped to [-0.2,
+    0.2]."""
     target: Positive | None = None
-    """Of the adaptive controller: the metric `kl`, mean per response token. Ziegler et al. count per response: divide
-    theirs by the length of a response."""
+    """Target of the adaptive controller for the metric `kl`, the mean per response token. Ziegler et al. count per
+    response: divide their target by the length of a response."""
     horizon: PositiveInt = 10000
-    """Of the adaptive controller: samples over which coef may change by a fifth."""
+    """Samples over which the adaptive controller may change coef by a fifth."""
 
     @model_validator(mode="after")
     def _check(self) -> KLConfig:
         if self.ratio_weighted and (self.placement != "loss" or self.coef == 0):
             raise ValueError(
-                f"ratio_weighted is of the KL in the loss; got placement = {self.placement!r}, coef = {self.coef}: set "
-                "placement: loss and a coef above 0, or leave it out"
+                f"ratio_weighted is for the KL in the loss; got placement = {self.placement!r}, coef = {self.coef}: "
+                "set placement: loss and a coef above 0, or leave it out"
             )
         useless = ("k2", "abs") if self.ratio_weighted else ("k1", "abs")
         if self.placement == "loss" and self.estimator in useless and self.coef > 0:
@@ -121,14 +124,14 @@ class RolloutCorrectionConfig(FrozenModel):
     """`truncate`: the loss of a token is multiplied by min(ratio, high) (truncated importance sampling). `mask`: it is
     multiplied by the ratio inside [low, high], and left out outside (icepop)."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    """The ratio of the token, of its response (the product), or the geometric mean over its response."""
+    """Ratio of the token, of its response (the product), or the geometric mean over its response."""
     low: NonNegative = 0.5
-    """`mask` only."""
+    """Smallest ratio that is not masked; `mask` only."""
     high: Positive = 2.0
-    """The largest ratio that counts in full."""
+    """Largest ratio that is neither truncated nor masked."""
     mask_weight: Literal["level", "token"] = "level"
-    """`mask` only: multiply what is left in by the ratio of `level`, or by the token's own. With level `geometric`
-    and mask_weight `token` it is OpenRLHF's seq-mask-tis."""
+    """`mask` only: multiply tokens that are not masked by the ratio of `level`, or by their own ratio. Level
+    `geometric` with mask_weight `token` is OpenRLHF's seq-mask-tis."""
 
     @model_validator(mode="after")
     def _check(self) -> RolloutCorrectionConfig:
@@ -143,79 +146,81 @@ class RolloutCorrectionConfig(FrozenModel):
 
 class AlgoConfig(FrozenModel):
     advantage: AdvantageName = "gae"
-    """How much better a token or response was than expected. `gae` builds a critic. `reinforce`: discounted sum of the
-    rewards from the token on. `reinforce_plus_plus`: the same, whitened; `reinforce_plus_plus_baseline`: the response's
-    reward less its group's mean, whitened. `remax`: the reward less that of the greedy response to the same prompt.
-    `leave_one_out` (or `rloo`): less the mean of the other responses to the prompt. `group_relative` (or `grpo`): less
-    the group's mean, over its standard deviation; `dr_grpo` stands for it without the deviation."""
+    """Advantage estimator. `gae`: generalised advantage estimation, with a critic. `reinforce`: discounted sum of the
+    rewards from the token on. `reinforce_plus_plus`: the same, whitened. `reinforce_plus_plus_baseline`: the response's
+    reward minus its group's mean, whitened. `remax`: the reward minus that of the greedy response to the same prompt.
+    `leave_one_out` (or `rloo`): the reward minus the mean of the other responses to the prompt. `group_relative` (or
+    `grpo`): the reward minus the group's mean, divided by its standard deviation. `dr_grpo`: the same without the
+    division."""
     gamma: Fraction = 1.0
     """Discount of later rewards; `gae`, `reinforce` and `reinforce_plus_plus` only."""
     lam: Fraction = 0.95
     """GAE's lambda: 1 trusts the rewards, 0 the critic; `gae` only."""
     critic_lam: Fraction | None = None
-    """Lambda of the returns that the critic learns; null: `lam`. 1 learns from rewards alone, without the values'
-    own errors (VC-PPO, Yuan et al. 2025); `gae` only."""
+    """Lambda of the returns that the critic learns; null: `lam`. With 1 the critic learns from rewards alone, without
+    the errors of its own values (VC-PPO, Yuan et al. 2025); `gae` only."""
     whiten_advantages: bool | None = None
     """Subtract the mean over response tokens and divide by the standard deviation. Default: true for `gae` and the two
     forms of `reinforce_plus_plus`, false for the others."""
     whiten_over: Literal["step", "mini_batch"] = "step"
-    """Mean and deviation over the response tokens of the step, or of each mini-batch by itself."""
+    """Take mean and deviation over the response tokens of the step, or of each mini-batch."""
     whiten_variance: Literal["biased", "unbiased"] = "biased"
-    """Divided by the number of tokens (OpenRLHF), or by one less (verl, TRL)."""
+    """Divide by the number of tokens (OpenRLHF), or by one less (verl, TRL)."""
     scale_by_group_std: bool = True
     """`group_relative` only: divide by the group's standard deviation."""
     group_std: Literal["unbiased", "biased"] = "unbiased"
-    """`group_relative` only: divided by the group's size less 1 (TRL, verl, OpenRLHF), or by its size."""
+    """`group_relative` only: variance divided by the group's size minus 1 (TRL, verl, OpenRLHF), or by its size."""
     group_std_over: Literal["group", "step"] = "group"
-    """`group_relative` only: divide by the deviation of the group's rewards, or of all of the step (TRL's
+    """`group_relative` only: divide by the deviation of the group's rewards, or of all rewards of the step (TRL's
     scale_rewards: batch)."""
     group_std_eps: NonNegative = 1e-6
-    """`group_relative` only: added to the deviation. TRL has 1e-4, OpenRLHF 1e-9."""
+    """`group_relative` only: added to the deviation. TRL uses 1e-4, OpenRLHF 1e-9."""
     group_std_floor: NonNegative = 0.0
-    """`group_relative` only: the least deviation that is divided by, so that groups of nearly equal rewards are not
-    blown up."""
+    """`group_relative` only: smallest divisor. It keeps groups of nearly equal rewards from being amplified."""
     group_of_one: Literal["zero", "reward"] = "zero"
-    """What a response that is alone in its group gets, with the advantages that compare within groups: nothing, or its
-    reward as it is (verl)."""
+    """Advantage of a response that is alone in its group, for advantages that compare within groups: zero, or its
+    reward (verl)."""
     policy_loss: Literal["clip", "cispo", "sapo", "policy_gradient"] = "clip"
-    """`clip`: PPO's clipped surrogate. `cispo`: the bounded ratio weighs the log-prob's gradient. `sapo`: a smooth
-    gate. `policy_gradient`: no ratio. `gspo` stands for `clip` with ratio `geometric`, loss_average `sequence`,
-    clip_low 3e-4 and clip_high 4e-4; `cispo` begins with no clip_low and clip_high 4."""
+    """`clip`: PPO's clipped surrogate. `cispo`: the clipped ratio weights the gradient of the log-prob. `sapo`: a
+    smooth gate. `policy_gradient`: no ratio. `gspo` stands for `clip` with ratio `geometric`, loss_average `sequence`,
+    clip_low 3e-4 and clip_high 4e-4. The defaults of `cispo` are no clip_low and clip_high 4."""
     ratio: Literal["token", "sequence", "geometric"] = "token"
-    """Of new to old probability: of the token, of its response (the product), or the geometric mean over it."""
+    """Ratio of new to old probability: of the token, of its response (the product), or the geometric mean over it."""
     clip_low: Positive | None = 0.2
-    """The ratio is clipped at 1 - clip_low from below; null: not at all."""
+    """Lower clip of the ratio, at 1 - clip_low; null: none."""
     clip_high: Positive = 0.2
-    """The ratio is clipped at 1 + clip_high from above."""
+    """Upper clip of the ratio, at 1 + clip_high."""
     clip_dual: Annotated[float, Field(gt=1.0)] | None = None
-    """`clip` only: where the advantage is negative, the loss is at most so many times its size (Ye et al. 2020: 3)."""
+    """`clip` only: for a negative advantage the loss is at most this multiple of its absolute value (Ye et al. 2020:
+    3)."""
     clip_delta: Annotated[float, Field(gt=1.0)] | None = None
-    """`clip` only: the ratio outside the clip is held at this (INTELLECT-2's two-sided clip, TRL's delta). Above
-    1 + clip_high."""
+    """`clip` only: upper bound of the ratio outside the clip, above 1 + clip_high (INTELLECT-2's two-sided clip, TRL's
+    delta)."""
     sapo_temperature_positive: Positive = 1.0
-    """`sapo` only: of the gate where the advantage is positive."""
+    """`sapo` only: temperature of the gate for positive advantages."""
     sapo_temperature_negative: Positive = 1.05
-    """`sapo` only: of the gate where it is not."""
+    """`sapo` only: temperature of the gate for other advantages."""
     value_clip: Positive | None = 0.2
-    """The critic gains nothing from moving a value further than this from its old one; null: no clip."""
+    """Largest change of a value that reduces the critic's loss; null: no clip."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy that is subtracted from the policy loss."""
     entropy_coef_end: NonNegative | None = None
-    """Weight in the last step of the run, to which it goes in equal steps; null: it stays."""
+    """Weight in the last step of the run, reached in equal steps; null: the weight is constant."""
     loss_average: Literal["token", "sequence", "constant", "bnpo"] = "token"
-    """Mean over response tokens of the mini-batch (DAPO); over sequences of their token means (GRPO); over sequences of
-    their token sums divided by `loss_constant` (Dr. GRPO); over blocks of `loss_block_samples` samples of their token
-    means (TRL's bnpo)."""
+    """`token`: mean over the response tokens of the mini-batch (DAPO). `sequence`: mean over sequences of their token
+    means (GRPO). `constant`: mean over sequences of their token sums divided by `loss_constant` (Dr. GRPO). `bnpo`:
+    mean over blocks of `loss_block_samples` samples of their token means (TRL's bnpo)."""
     loss_constant: PositiveInt | None = None
-    """`constant` only; default: rollout.max_response_tokens."""
+    """`constant` only: the divisor; default: rollout.max_response_tokens."""
     loss_block_samples: PositiveInt = 1
-    """`bnpo` only: samples of a block, in the order of the mini-batch. 1 is `sequence`, all of it `token`."""
+    """`bnpo` only: samples of a block, in the order of the mini-batch. 1 equals `sequence`; the size of the mini-batch
+    equals `token`."""
     loss_counts_left_out: bool = False
-    """`sequence` and `constant` only: divide by all responses of the mini-batch, also those that are left out (masked,
-    or without a reward), as TRL's grpo and dr_grpo do; false: by those that are trained on."""
+    """`sequence` and `constant` only: divide by all responses of the mini-batch, including those that are left out
+    (masked, or without a reward), as TRL's grpo and dr_grpo do. False: divide by those that are trained on."""
     unrewarded: Literal["stop", "drop"] = "stop"
-    """What happens with a sample for which every reward says None: the run ends, or the sample is left out of the step.
-    Either way the first one is shown. (A reward that failed: `rewards[].on_failure`.)"""
+    """Handling of a sample for which every reward is None: end the run, or leave the sample out of the step. The first
+    such sample is shown in both cases. For a reward that failed see `rewards[].on_failure`."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     overlong: OverlongConfig = OverlongConfig()
     missing_end_penalty: NonNegative = 0.0
@@ -223,10 +228,10 @@ class AlgoConfig(FrozenModel):
     kl: KLConfig = KLConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     shuffle_rewards: bool = False
-    """Control experiment: permute the rewards over the step's samples, so that they say nothing about the responses.
-    The policy should then learn nothing, with one exception: with `gae` at lam < 1 the critic's values enter the
-    advantages, and a critic that was made from the reward model knows good responses without any reward. A clean
-    control takes lam = 1, a fresh critic, or an estimator without a critic. The KL term acts as ever."""
+    """Control experiment: permute the rewards over the step's samples, so that they carry no information about the
+    responses. The policy should then learn nothing, with one exception: with `gae` at lam < 1 the critic's values enter
+    the advantages, and a critic that starts from the reward model knows good responses without any reward. Use lam = 1,
+    a fresh critic, or an estimator without a critic for a clean control. The KL term is unchanged."""
 
     @property
     def needs_critic(self) -> bool:
@@ -245,7 +250,7 @@ class AlgoConfig(FrozenModel):
         return self.kl.placement == "loss" and self.kl.coef > 0
 
     def entropy_coef_at(self, step: int, num_steps: int) -> float:
-        """In step `step` (0 is the first) of a run of `num_steps`."""
+        """Weight in step `step` (0 is the first) of a run of `num_steps`."""
         if self.entropy_coef_end is None:
             return self.entropy_coef
         share = step / max(1, num_steps - 1)
@@ -254,7 +259,7 @@ class AlgoConfig(FrozenModel):
     @model_validator(mode="before")
     @classmethod
     def _spell_out(cls, data: Any) -> Any:
-        """A name that stands for several keys becomes those keys."""
+        """Replace a preset by its keys."""
         if not isinstance(data, dict):
             return data
         for key, presets in PRESETS.items():
@@ -262,12 +267,13 @@ class AlgoConfig(FrozenModel):
             known = tuple(dict.fromkeys((*get_args(cls.model_fields[key].annotation), *presets)))
             if isinstance(name, str) and name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
-                meant = f"did you mean {near[0]!r}? " if near else ""
-                raise ValueError(f"{key} = {name!r} is not known; {meant}The known ones are {', '.join(known)}")
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise ValueError(f"{key} = {name!r} is not known; {hint}The known ones are {', '.join(known)}")
             if not isinstance(name, str) or name not in presets:
                 continue
-            said = {other: value for other, value in presets[name].items() if other in _FIXED and other != key}
-            for other, value in said.items():
+            for other, value in presets[name].items():
+                if other not in _FIXED or other == key:
+                    continue
                 if other in data and data[other] != value:
                     raise ValueError(f"{key} = {name!r} means {other} = {value}; got {other} = {data[other]}: drop one")
             data = {**presets[name], **data, key: presets[name][key]}

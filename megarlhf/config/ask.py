@@ -1,5 +1,5 @@
-"""Configuration of `megarlhf generate` at a terminal: a file of `generate`, of which data and what becomes of responses
-is not read."""
+"""Configuration of `megarlhf generate` at a terminal: a file of `generate` without its data and the use of
+responses."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pydantic import model_validator
 from megarlhf.config.generate import GenerateConfig
 
 NOT_READ = ("rewards", "eval", "select", "pairs_per_prompt", "min_reward", "out", "max_samples")
-"""Keys about many responses. Of `data` its limits and its template are read."""
+"""Keys about many responses, which are ignored. Of `data` only limits and template are read."""
 TERMINAL = Path("prompts of the terminal")
-"""In place of `data.train`."""
+"""Stand-in for `data.train`."""
 
 
 class AskConfig(GenerateConfig):
-    """Responses to prompts that are typed."""
+    """Configuration for responses to typed prompts."""
 
     prompts: tuple[str, ...] = ()
-    """Those of the command line; none: they are read line by line."""
+    """Prompts of the command line; none: they are read line by line."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""The roles that a configuration makes, whatever its command."""
+"""Roles of a configuration of any command."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarlhf.config.roles import RoleConfig
 def roles_of(
     cfg: SFTConfig | RMConfig | DPOConfig | RLConfig | GenerateConfig | EvaluateConfig,
 ) -> dict[str, RoleConfig]:
-    """By name, those that a run of it builds."""
+    """Roles that a run of the configuration builds, by name."""
     if isinstance(cfg, RLConfig | DPOConfig | EvaluateConfig):
         return cfg.roles()
     return {"reward_model": cfg.reward_model} if isinstance(cfg, RMConfig) else {"actor": cfg.actor}

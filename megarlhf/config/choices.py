@@ -1,4 +1,4 @@
-"""Configuration of what held-out data decides: which checkpoint is the best one, and when a run ends early."""
+"""Configuration of choices by held-out data: the best checkpoint, and an early end of the run."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ METRICS: Mapping[str, Mapping[str, Mode | None]] = {
     },
     "rl": {"eval_reward_mean": "max", "eval_accuracy": "max"},
 }
-"""By command, what each evaluation of held-out data gives, and which way is better; None: that has to be said."""
+"""Metrics of an evaluation on held-out data by command, and which direction is better; None: `mode` must be set."""
 DEFAULT = {"sft": "eval_loss", "rm": "eval_loss", "dpo": "eval_loss", "rl": "eval_reward_mean"}
-"""Which of them `train.stop.patience` is about."""
+"""Default metric of `train.stop.patience` by command."""
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A metric of held-out data that decides something."""
+    """A metric of held-out data, with its better direction."""
 
     metric: str
     mode: Mode
 
     def better(self, value: float, than: float, by: float = 0.0) -> bool:
-        """Whether `value` is better, by more than `by`."""
+        """Whether `value` is better than `than` by more than `by`."""
         return value < than - by if self.mode == "min" else value > than + by
 
     @property
     def worst(self) -> float:
-        """Than which every value is better."""
+        """Start value that every value is better than."""
         return float("inf") if self.mode == "min" else -float("inf")
 
 
@@ -53,32 +53,30 @@ class BestConfig(FrozenModel):
     """Keep the checkpoint of the best evaluation on held-out data."""
 
     metric: str
-    """By which: a metric of `data.validation`, such as `eval_loss`, `eval_pair_accuracy`, `eval_accuracy` or
-    `eval_reward_mean`. Choosing by it makes it a validation figure: what the checkpoint is worth, `megarlhf eval`
-    of `checkpoints/best` on test data says. The run's own `test_...` figures are of the last step."""
+    """Metric of `data.validation`, such as `eval_loss`, `eval_pair_accuracy`, `eval_accuracy` or `eval_reward_mean`.
+    The choice makes it a validation figure: to measure the checkpoint, run `megarlhf eval` on `checkpoints/best` with
+    test data. The run's own `test_...` figures are of the last step."""
     mode: Literal["auto", "min", "max"] = "auto"
-    """Whether the lowest or the highest value is the best; `auto`: as the metric's name says."""
+    """Whether the lowest or the highest value is the best; `auto`: by the metric's name."""
 
 
 class PatienceConfig(FrozenModel):
-    """When a run ends because held-out data says that it gets no better."""
+    """Early end of a run that does not improve on held-out data."""
 
     patience: PositiveInt | None = None
-    """Stop when `metric` has not got better for so many evaluations. Those count that `eval.every` makes due; the one
-    after the last step of a run does not, so that a prolonged run ends where one planned so long would."""
+    """Stop when `metric` has not improved for this many evaluations. Only evaluations by `eval.every` count. The one
+    after the last step does not, so that a prolonged run ends at the same step as one planned with that length."""
     metric: str | None = None
-    """Of `data.validation`; default: `eval_loss`, and `eval_reward_mean` in `rl`. Choosing the end of the run by it
-    makes it a validation figure, no test figure."""
+    """Metric of `data.validation`; default: `eval_loss`, and `eval_reward_mean` in `rl`. The choice makes it a
+    validation figure, no test figure."""
     mode: Literal["auto", "min", "max"] = "auto"
-    """Whether lower or higher is better; `auto`: as the metric's name says."""
+    """Whether lower or higher is better; `auto`: by the metric's name."""
     min_change: NonNegative = 0.0
-    """What differs by no more is not better."""
+    """Smallest difference that counts as an improvement; it must be exceeded."""
 
     @model_validator(mode="after")
-    def _of_a_patience(self) -> PatienceConfig:
-        names = ("metric", "mode", "min_change")
-        set_keys = [name for name in names if getattr(self, name) != PatienceConfig.model_fields[name].default]
-        if set_keys and self.patience is None:
+    def _check_patience(self) -> PatienceConfig:
+        if self.patience is None and (set_keys := self.changed("metric", "mode", "min_change")):
             raise ValueError(f"{', '.join(set_keys)} without patience, which they are about; set patience too")
         return self
 
@@ -87,11 +85,13 @@ class StopConfig(PatienceConfig):
     """Rules that end a run early."""
 
     max_kl: Positive | None = None
-    """Stop when `kl` (mean per response token, against the reference) exceeds this, as the mean of some last steps."""
+    """Stop when `kl` (mean per response token, against the reference) exceeds this on average over the last
+    `max_kl_steps` steps."""
     max_kl_steps: PositiveInt = 4
-    """How many: a single step's estimate is noisy. Before there are as many, those that there are."""
+    """Steps of that average, as a single step's estimate is noisy. A younger run averages over the steps that it
+    has."""
     validation_reward_patience: PositiveInt | None = None
-    """An earlier name of `patience` with `metric: eval_reward_mean`."""
+    """Earlier name of `patience` with `metric: eval_reward_mean`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -108,8 +108,10 @@ class StopConfig(PatienceConfig):
 
 
 def watched(command: str, key: str, metric: str | None, mode: Literal["auto", "min", "max"]) -> Watched:
-    """`key`: of the section, for messages. Raises: ValueError for a metric that no evaluation of the command gives, or
-    of which it is not known which way is better."""
+    """The metric of section `key` (for messages), with its better direction.
+
+    Raises: ValueError for a metric that the command's evaluations do not have, or whose direction is unknown.
+    """
     known = METRICS[command]
     metric = metric or DEFAULT[command]
     if metric not in known:
@@ -118,21 +120,20 @@ def watched(command: str, key: str, metric: str | None, mode: Literal["auto", "m
             f"{key}.metric = {metric!r} is no metric of {command}'s held-out data"
             + (f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}")
         )
-    found = known[metric] if mode == "auto" else mode
-    if found is not None:
-        return Watched(metric, found)
+    direction = known[metric] if mode == "auto" else mode
+    if direction is not None:
+        return Watched(metric, direction)
     raise ValueError(f"{key}.metric = {metric!r}: which way is better is not in its name; set {key}.mode to min or max")
 
 
-def check_choices(
-    command: str, *, has_validation: bool, every: int, best: BestConfig | None, stop: PatienceConfig
-) -> None:
-    """Raises: ValueError for a choice by figures that there are not."""
-    asked = {"checkpoint.best": best, "train.stop": stop if stop.patience is not None else None}
-    for key, section in asked.items():
+def check_choices(command: str, cfg: Any) -> None:
+    """Raises: ValueError for a choice by figures that the run does not measure."""
+    best, stop = cfg.checkpoint.best, cfg.train.stop
+    sections = {"checkpoint.best": best, "train.stop": stop if stop.patience is not None else None}
+    for key, section in sections.items():
         if section is None:
             continue
-        if not (every and has_validation):
+        if not (cfg.eval.every and cfg.data.has_validation):
             name = f"{key}.patience" if section is stop else key
             raise ValueError(f"{name} counts evaluations: set eval.every and data.validation")
         watched(command, key, section.metric, section.mode)

@@ -1,7 +1,7 @@
-"""Typed configuration: what a YAML file and `section.key=value` may say, and every check that needs no device.
+"""Typed configuration: all keys of a YAML file or of `section.key=value`, and every check that needs no device.
 
 Objects are frozen after loading. A role (`actor`, `critic`, `reference`, `reward_model`) is the same section
-in every command (`roles.py`). Derived numbers live in `planning/`.
+in every command (`roles.py`). Derived numbers are in `planning/`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megarlhf.config.algo import GROUPED, AlgoConfig
 from megarlhf.config.auxiliary import EMAConfig, PTXConfig, ReferenceUpdateConfig
 from megarlhf.config.choices import DEFAULT, PatienceConfig, StopConfig, check_choices
 from megarlhf.config.data import DataConfig, PromptDataConfig, SFTDataConfig
-from megarlhf.config.profile import ProfileConfig, within_the_run
+from megarlhf.config.profile import ProfileConfig, check_profile_steps
 from megarlhf.config.rewards import RewardConfig
 from megarlhf.config.roles import FrozenModel, NonNegative, Positive, RoleConfig, require_all_ranks
 from megarlhf.config.rollout import RolloutConfig
@@ -38,19 +38,19 @@ class RLEvalConfig(EvalConfig, AccuracyConfig):
 
 
 class MicroBatchConfig(FrozenModel):
-    """How much one forward takes: give one of the two."""
+    """Size of one forward: give one of the two limits."""
 
     max_tokens_per_micro_batch: PositiveInt | None = None
-    """Packed: sequences end to end, up to so many tokens per forward of one data-parallel rank, balanced over ranks by
-    what they cost. No sequence is split, so the longest must fit (both of a pair, in `rm` and `dpo`). Tokens are those
-    of whole sequences also under context parallelism, where each of cp ranks holds 1/cp of them: cp times as many take
-    the memory of a rank."""
+    """Packed: sequences end to end, up to this many tokens per forward of one data-parallel rank, balanced over ranks
+    by their cost. No sequence is split, so the longest must fit (both of a pair, in `rm` and `dpo`). Under context
+    parallelism tokens are still those of whole sequences, and each of the cp ranks holds 1/cp of them: cp times as many
+    tokens take the same memory of a rank."""
     micro_batch_samples: PositiveInt | None = None
-    """Padded: so many samples per forward of one data-parallel rank, all as long as the longest of the step."""
+    """Padded: this many samples per forward of one data-parallel rank, all as long as the longest of the step."""
     share_prompts: bool = True
-    """Compute the prompt of several responses once where they meet in a packed micro-batch: those of one prompt in
-    `rl`, both of a pair in `rm` and `dpo`. The numbers are the same, up to rounding. Without effect in padded rows
-    and under context parallelism."""
+    """Compute a prompt once for all of its responses in a packed micro-batch: the responses to one prompt in `rl`, both
+    of a pair in `rm` and `dpo`. The numbers are the same, up to rounding. Without effect in padded rows and under
+    context parallelism."""
 
     @model_validator(mode="after")
     def _one_of_the_two(self) -> Self:
@@ -64,7 +64,7 @@ class MicroBatchConfig(FrozenModel):
         return self
 
     def rows(self, longest: int) -> int:
-        """Rows of `longest` tokens per forward, where rows it must be (sampling with the actor itself)."""
+        """Rows of `longest` tokens per forward, for sampling with the actor itself, which needs padded rows."""
         budget = self.max_tokens_per_micro_batch
         return self.micro_batch_samples or max(1, (budget or 0) // longest)
 
@@ -73,7 +73,7 @@ class TrainConfig(MicroBatchConfig, SkipConfig):
     num_steps: PositiveInt
     """Optimizer steps."""
     mini_batch_samples: PositiveInt
-    """Samples per optimizer step, over all ranks. A sample of `rm` and `dpo` is a pair of responses."""
+    """Samples per optimizer step, over all ranks. In `rm` and `dpo` a sample is a pair of responses."""
     stop: PatienceConfig = PatienceConfig()
 
 
@@ -87,15 +87,15 @@ class RLTrainConfig(MicroBatchConfig, SkipConfig):
     epochs_per_step: PositiveInt = 1
     """Passes over the samples of a step."""
     shuffle: Shuffle = "samples"
-    """What goes into mini-batches in random order, anew for each pass: `samples`, each on its own; `groups`, all
-    samples of a prompt together, so that a mini-batch has few prompts to compute; `none`: the order of sampling."""
+    """Random order of the mini-batches, anew for each pass. `samples`: each sample on its own. `groups`: all samples of
+    a prompt together, so that a mini-batch has few prompts to compute. `none`: the order of sampling."""
     critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """First steps in which only the critic is trained; without a critic they do not exist. The actor's learning-rate
+    """Number of first steps in which only the critic is trained; not used without a critic. The actor's learning-rate
     schedule begins after them."""
     max_policy_kl: Positive | None = None
-    """Within a step: once an update's mini-batch shows a `policy_kl` (old to new policy) above this, the step's other
-    updates of the actor are left out. The critic's are made. (Spinning Up and Stable-Baselines3 end at 1.5 x their
-    target_kl, and leave out the update that shows it too.)"""
+    """Skip the remaining updates of the actor in a step once an update's mini-batch has a `policy_kl` (old to new
+    policy) above this. The critic's updates are made. (Spinning Up and Stable-Baselines3 stop at 1.5 x their target_kl,
+    and skip the update that exceeds it too.)"""
     stop: StopConfig = StopConfig()
 
 
@@ -109,45 +109,40 @@ class SFTConfig(FrozenModel):
     watchdog: WatchdogConfig = WatchdogConfig()
     profile: ProfileConfig = ProfileConfig()
 
-    _profiled = model_validator(mode="after")(within_the_run)
+    _profiled = model_validator(mode="after")(check_profile_steps)
 
     @model_validator(mode="after")
     def _check(self) -> SFTConfig:
         require_all_ranks({"actor": self.actor})
-        check_choices(
-            "sft",
-            has_validation=self.data.has_validation,
-            every=self.eval.every,
-            best=self.checkpoint.best,
-            stop=self.train.stop,
-        )
+        check_choices("sft", self)
         return self
 
 
 class RMConfig(FrozenModel):
     run: RunConfig
     reward_model: RoleConfig
-    """Initialised from a language model: its head is replaced by a scalar one."""
+    """A language model whose head is replaced by a scalar one."""
     data: DataConfig
     train: TrainConfig
     loss: Literal["last_token", "response_mean", "aligned_span"] = "last_token"
-    """InstructGPT's loss on the last token's score, the same on the mean score of the response's tokens, or
-    DeepSpeed-Chat's from the first differing token on. The score of a text is that of its last token; with
-    `response_mean` it is the mean, which the export's config.json says and `rl` then computes."""
+    """`last_token`: InstructGPT's loss on the score of the last token. `response_mean`: the same on the mean score of
+    the response's tokens. `aligned_span`: DeepSpeed-Chat's loss from the first differing token on. The score of a text
+    is that of its last token; with `response_mean` it is the mean, which the export's config.json records and `rl` then
+    computes."""
     margin: bool = False
     """Read the number `margin` of each pair, by which the score of the chosen response should exceed the other's
     (Llama 2); not with `aligned_span`."""
     center_coef: NonNegative = 0.0
-    """Weight of (chosen + rejected)^2, which fixes the level that a ranking loss leaves open."""
+    """Weight of (chosen + rejected)^2, which fixes the mean score that a ranking loss leaves undetermined."""
     unit_variance: bool = False
-    """Divide the head of each export by the standard deviation of its held-out scores. What is trained on, and resume
-    points, stay as they are; after the last step the model itself is divided."""
+    """Divide the head of each export by the standard deviation of its held-out scores. Training and resume points are
+    not changed; after the last step the model itself is divided."""
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     profile: ProfileConfig = ProfileConfig()
 
-    _profiled = model_validator(mode="after")(within_the_run)
+    _profiled = model_validator(mode="after")(check_profile_steps)
 
     @model_validator(mode="after")
     def _check(self) -> RMConfig:
@@ -156,28 +151,23 @@ class RMConfig(FrozenModel):
         if self.unit_variance and not self.data.has_validation:
             raise ValueError("unit_variance measures the scores of held-out pairs: set data.validation")
         best = self.checkpoint.best
-        check_choices(
-            "rm",
-            has_validation=self.data.has_validation,
-            every=self.eval.every,
-            best=best,
-            stop=self.train.stop,
-        )
+        check_choices("rm", self)
         if self.unit_variance and best is not None and best.metric != "eval_pair_accuracy":
             raise ValueError(
-                f"checkpoint.best.metric = {best.metric} with unit_variance: the last evaluation is of scores on "
+                f"checkpoint.best.metric = {best.metric} with unit_variance: the last evaluation has scores on "
                 "another scale than the earlier ones; choose by eval_pair_accuracy, which no scale changes"
             )
         if self.margin and self.loss == "aligned_span":
             raise ValueError(
-                "margin = true is of one score a response, which loss = aligned_span has not: change one of the two"
+                "margin = true needs one score for each response, which loss = aligned_span does not have: change one "
+                "of the two"
             )
         lora = self.reward_model.lora
         if lora is not None and lora.export != "merged" and self.loss == "response_mean":
             raise ValueError(
-                f"reward_model.lora.export = {lora.export} with loss = response_mean: a PEFT adapter cannot say that a "
-                "score is the mean over the response, and who reads it would take the last token's number; use "
-                "export: merged, or loss: last_token"
+                f"reward_model.lora.export = {lora.export} with loss = response_mean: a PEFT adapter cannot "
+                "record that a score is the mean over the response, and a reader would take the last token's score; "
+                "use export: merged, or loss: last_token"
             )
         return self
 
@@ -186,14 +176,14 @@ class RLConfig(FrozenModel):
     run: RunConfig
     actor: RoleConfig
     reference: RoleConfig | None = None
-    """Default: the actor's model and layout, never trained. Built only where something reads the KL: `algo.kl.coef`,
-    `train.stop.max_kl`, or `algo.kl.log`."""
+    """Model that the KL is measured against, never trained. Default: the actor's model and layout. Built only if
+    something reads the KL: `algo.kl.coef`, `train.stop.max_kl`, or `algo.kl.log`."""
     critic: RoleConfig | None = None
-    """Built only where the advantage estimator needs values."""
+    """Built only if the advantage estimator needs values."""
     reward_model: RoleConfig | None = None
-    """Built only where `rewards` names it."""
+    """Built only if `rewards` names it."""
     rewards: tuple[RewardConfig, ...]
-    """Their weighted sum is the reward of a response."""
+    """Sources of rewards. Their weighted sum is the reward of a response."""
     data: PromptDataConfig
     train: RLTrainConfig
     rollout: RolloutConfig = RolloutConfig()
@@ -207,11 +197,11 @@ class RLConfig(FrozenModel):
     watchdog: WatchdogConfig = WatchdogConfig()
     profile: ProfileConfig = ProfileConfig()
 
-    _profiled = model_validator(mode="after")(within_the_run)
+    _profiled = model_validator(mode="after")(check_profile_steps)
 
     @property
     def loss_constant(self) -> int:
-        """What `algo.loss_average: constant` divides the sums of sequences by."""
+        """Divisor of the sums of sequences for `algo.loss_average: constant`."""
         return self.algo.loss_constant or self.rollout.max_response_tokens
 
     @property
@@ -221,19 +211,22 @@ class RLConfig(FrozenModel):
 
     @property
     def updates_per_step(self) -> int:
-        """Of the actor, where none is left out."""
+        """Updates of the actor in a step, if none is skipped."""
         samples = self.train.prompts_per_step * self.rollout.num_samples_per_prompt
         return self.train.epochs_per_step * (samples // self.train.mini_batch_samples)
 
     def old_logprobs_in_training(self, step: int) -> bool:
-        """Whether the forward of the only update of step `step` (0 is the first) makes the log-probs at the weights
-        that drew the samples: none are then made before it. A KL in the reward reads them earlier."""
+        """Whether the forward of the only update in `step` (0 is the first) computes the old log-probs.
+
+        It runs at the weights that drew the samples, so no separate forward is needed. A KL in the reward reads them
+        earlier.
+        """
         actor_learns = not self.algo.needs_critic or step >= self.train.critic_warmup_steps
         return self.updates_per_step == 1 and actor_learns and not self.algo.kl_in_reward
 
     @property
     def chosen_by(self) -> set[str]:
-        """Metrics of held-out data that decide something."""
+        """Metrics of held-out data that choose the best checkpoint or the end of the run."""
         best, stop = self.checkpoint.best, self.train.stop
         by_best = set() if best is None else {best.metric}
         return by_best | (set() if stop.patience is None else {stop.metric or DEFAULT["rl"]})
@@ -243,7 +236,7 @@ class RLConfig(FrozenModel):
         return any(reward.kind == "model" for reward in self.rewards)
 
     def optimizer_steps(self, role: str) -> int:
-        """How often the run updates `role`, actor or critic: the horizon of its learning rate."""
+        """Number of updates of `role` (actor or critic) in the run: the horizon of its learning rate."""
         waits = role == "actor" and "critic" in self.roles()
         steps = self.train.num_steps - (self.train.critic_warmup_steps if waits else 0)
         return max(0, steps) * self.updates_per_step
@@ -281,8 +274,8 @@ class RLConfig(FrozenModel):
             )
         if self.reference_update is not None and not self.needs_reference:
             raise ValueError(
-                "reference_update moves a reference to which nothing measures the KL: set algo.kl.coef or "
-                "train.stop.max_kl, or algo.kl.log to only see it, or leave reference_update out"
+                "reference_update moves a reference, and nothing measures the KL to it: set algo.kl.coef or "
+                "train.stop.max_kl, or algo.kl.log to only report it, or leave reference_update out"
             )
         if self.reference_update is not None and self.actor.lora is not None:
             self._check_moving_adapter()
@@ -292,23 +285,17 @@ class RLConfig(FrozenModel):
         if self.rollout.filters:
             raise ValueError(
                 f"{' and '.join(self.rollout.filters)} cannot be trained with: the trainer's log-probs are of the full "
-                "distribution, and ratios to samples of a part of it would be wrong from the first step on. Leave it "
-                "out; generate and eval take it"
+                "distribution, and their ratios to a restricted distribution would be wrong from the first step on. "
+                "Leave it out; generate and eval take it"
             )
         require_all_ranks({name: role for name, role in self.roles().items() if name in ("actor", "critic")})
         for name, role in self.roles().items():
             if name != "critic" and role.model.fresh_head:
                 raise ValueError(
                     f"{name}.model.fresh_head: only a critic may start from a fresh head, which it learns; a reward "
-                    "model with one says nothing, and other roles have no scalar head. Leave it out"
+                    "model with one is useless, and other roles have no scalar head. Leave it out"
                 )
-        check_choices(
-            "rl",
-            has_validation=self.data.has_validation,
-            every=self.eval.every,
-            best=self.checkpoint.best,
-            stop=self.train.stop,
-        )
+        check_choices("rl", self)
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         budget = self.train.max_tokens_per_micro_batch
         if budget is not None and longest > budget:
@@ -321,17 +308,17 @@ class RLConfig(FrozenModel):
 
     @property
     def retokenizes(self) -> bool:
-        """Whether the reward model reads none of the actor's token ids."""
+        """Whether the reward model has its own tokenizer and reads none of the actor's token ids."""
         return all(reward.retokenize for reward in self.rewards if reward.kind == "model")
 
     @property
     def ptx_max_tokens(self) -> int:
-        """Of a text of the pretraining mix."""
+        """Longest text of the pretraining mix."""
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         return longest if self.ptx is None or self.ptx.max_tokens is None else self.ptx.max_tokens
 
     def _check_ptx(self) -> None:
-        """Raises: ValueError for a pretraining mix that does not fit into micro-batches."""
+        """Raises: ValueError for texts that do not fit into micro-batches."""
         if self.ptx is None:
             return
         budget = self.train.max_tokens_per_micro_batch
@@ -361,7 +348,7 @@ class RLConfig(FrozenModel):
             )
 
     def _check_controller(self) -> None:
-        """Raises: ValueError where a single step could make the KL's coefficient 0 or negative."""
+        """Raises: ValueError if a single step could make the KL's coefficient 0 or negative."""
         samples, horizon = self.train.prompts_per_step * self.rollout.num_samples_per_prompt, self.algo.kl.horizon
         if self.algo.kl.controller == "adaptive" and samples >= 5 * horizon:
             raise ValueError(
@@ -371,11 +358,10 @@ class RLConfig(FrozenModel):
             )
 
     def _check_groups(self) -> None:
-        """Raises: ValueError for what compares the samples of a prompt, where there is one, and for a buffer that holds
-        more than the longest response."""
+        """Raises: ValueError for a comparison within groups of one sample, and for a buffer longer than a response."""
         samples, buffer = self.rollout.num_samples_per_prompt, self.algo.overlong.buffer_tokens
         comparing = [
-            f"rewards[{n}].normalise = group" for n, each in enumerate(self.rewards) if each.normalise == "group"
+            f"rewards[{n}].normalise = group" for n, reward in enumerate(self.rewards) if reward.normalise == "group"
         ]
         if comparing and self.algo.advantage == "remax":
             raise ValueError(

@@ -1,4 +1,4 @@
-"""How records become the text of a conversation: the same keys in every command's `data`."""
+"""Configuration of the text of a conversation: the same keys in every command's `data`."""
 
 from __future__ import annotations
 
@@ -24,34 +24,33 @@ RESERVED_VARIABLES: Mapping[str, str] = {
         ("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"), _OF_THE_COMMAND
     ),
 }
-"""Names of arguments of transformers' `apply_chat_template` that are no variables of a template, and what to do."""
+"""Arguments of transformers' `apply_chat_template` that are no variables of a template, with what to do instead."""
 
 
 class ConversationConfig(FrozenModel):
     template: Literal["auto", "plain", "chat"] = "auto"
-    """`plain`: texts as they stand (`prompt`, `response`, `chosen`, `rejected`). `chat`: the chat template over
-    `messages` or `conversations`, or over `prompt` as one message of the user. `auto`: by each record's columns,
-    `plain` for texts and `chat` for lists of messages; a record with both is refused. Where `chat_template` or
-    `template_args` are given, `auto` is `chat`."""
+    """`plain`: texts without a template (`prompt`, `response`, `chosen`, `rejected`). `chat`: the chat template over
+    `messages` or `conversations`, or over `prompt` as one message of the user. `auto`: chosen by each record's columns,
+    `plain` for texts and `chat` for lists of messages; a record with both is refused. With `chat_template` or
+    `template_args` `auto` is `chat`."""
     chat_template: str | None = None
-    """A chat template of your own in place of the tokenizer's: the path of a jinja file, or the template itself (which
-    has braces). It is written into exports, so that the next stage reads it from the model."""
+    """A chat template of your own in place of the tokenizer's: the path of a jinja file, or the template itself (a text
+    with braces). It is written into exports, so that the next stage reads it from the model."""
     template_args: dict[str, Any] = Field(default_factory=dict)
     """Further variables of the template, such as `{enable_thinking: false}` or `{date_string: 26 Nov 2026}`."""
     template_may_drop: tuple[Literal["white_space", "thoughts", "messages", "tool_calls", "tools"], ...] = ()
-    """What the chat template may leave out of a conversation, or change in it; records of which it does are counted.
-    Everything else has to stand in its text as it is given. `white_space`: around texts and in them; `thoughts`: of
-    answers that are not learnt, as many templates drop those of earlier turns; `messages`: of roles that the template
-    does not write. Of an answer that is learnt white space alone may be missing."""
+    """Parts of a conversation that the chat template may leave out or change; such records are counted. Everything else
+    must appear in the text as it is given. `white_space`: around and inside texts. `thoughts`: in answers that are not
+    learnt, as many templates drop those of earlier turns. `messages`: of roles that the template does not write. In an
+    answer that is learnt only white space may be missing."""
     inexact: Literal["refuse", "skip"] = "refuse"
-    """Of a conversation of which the template leaves out something else, or whose answers cannot be told from the rest
-    token by token: the template writes the text before an answer otherwise than it asks for one, or an answer's first
-    characters merge with it. `skip` counts them."""
+    """Handling of a conversation that the template changes in another way, or whose answers cannot be separated from
+    the rest token by token: the template writes the text before an answer differently than when it asks for one, or an
+    answer's first characters merge with that text. `skip` skips and counts such conversations."""
 
     other_writing: Literal["refuse", "allow"] = "refuse"
-    """Of a model of an earlier run that was trained on text which was written otherwise than here: plain texts in place
-    of conversations, another chat template, other `template_args`, another end of answers. `allow` trains it all the
-    same."""
+    """Handling of a model of an earlier run that was trained on text in another format than here: plain texts in place
+    of conversations, another chat template, other `template_args`, another end of answers. `allow` trains it anyway."""
 
     @model_validator(mode="after")
     def _check_template(self) -> Self:
@@ -67,11 +66,11 @@ class ConversationConfig(FrozenModel):
 
     @property
     def template_mode(self) -> Literal["auto", "plain", "chat"]:
-        """`template`, with `auto` as `chat` where a template is named."""
+        """`template`, with `auto` as `chat` if a template is given."""
         return "chat" if self.chat_template or self.template_args else self.template
 
     def chat_template_text(self) -> str | None:
-        """The template that takes the place of the tokenizer's. Raises: ValueError for a file that cannot be read."""
+        """The template in place of the tokenizer's. Raises: ValueError for a file that cannot be read."""
         given = self.chat_template
         if given is None or "{" in given:
             return given

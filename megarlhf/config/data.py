@@ -1,4 +1,4 @@
-"""Configuration of data: where records come from, what their columns are called, and which of them are set aside."""
+"""Configuration of data: sources of records, names of their columns, and held-out parts."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ from megarlhf.config.frozen import Fraction
 from megarlhf.config.roles import FrozenModel, Positive
 
 PHASES: Mapping[str, int] = {"sft": 0, "rm": 1, "dpo": 1, "rl": 2}
-"""Which share of `data.phases` a command reads."""
-
+"""Index of the share of `data.phases` that a command reads."""
 
 OF_TRAINING = frozenset(f"data.{key}" for key in ("validation", "test", "validation_share", "phases", "split_seed"))
-"""What commands refuse that read one set, from beginning to end."""
+"""Keys that are refused by commands that read one whole set."""
 
 
 class SourceConfig(FrozenModel):
     """A set of records."""
 
     short_form: ClassVar[str] = "path"
-    """A text in place of the mapping is this key."""
+    """Key that a text in place of the mapping sets."""
 
     kind: Literal["records", "megatron"] = "records"
-    """`megatron`: Megatron-LM's indexed data, token ids in PREFIX.bin and PREFIX.idx, for `sft` and `ptx`. `path` is
-    the prefix, or a blend (`30 PREFIX 70 PREFIX`); `split` is Megatron's (`969,30,1`), of which `data.train`,
-    `data.validation` and `data.test` read the first, second and third part; left out, all."""
+    """`records`: records with texts. `megatron`: Megatron-LM's indexed data, token ids in PREFIX.bin and PREFIX.idx,
+    for `sft` and `ptx`. Its `path` is the prefix, or a blend (`30 PREFIX 70 PREFIX`). Its `split` is Megatron's
+    (`969,30,1`): `data.train`, `data.validation` and `data.test` read the first, second and third part; without it,
+    everything."""
     path: Path
     """A file, a directory, a pattern of file names (`data/*.jsonl`), a directory of datasets' `save_to_disk`, a name of
     the Hugging Face hub, or `reasoning_gym:TASK?size=500&seed=0`."""
     subset: str | None = None
-    """Which configuration of it to read, where the README of a hub-style directory, or the hub, names several."""
+    """Configuration to read, if the README of a hub-style directory, or the hub, names several."""
     split: str | None = None
-    """Which split of it to read, where it has several: files named for splits (`train.jsonl`, `test.jsonl`), a saved
-    `DatasetDict`, a README that names them, a name of the hub. Several splits and none named is refused."""
+    """Split to read, if the set has several: files named for splits (`train.jsonl`, `test.jsonl`), a saved
+    `DatasetDict`, a README that names them, a name of the hub. A set with several splits is refused without it."""
     columns: dict[str, str] = Field(default={})
-    """Names of its columns, by the names that megarlhf reads: `{prompt: question, answer: reward_model.ground_truth}`.
-    A column is renamed; the others stay as they are, also one out of which another is read."""
+    """Columns of the set by the names that megarlhf reads: `{prompt: question, answer: reward_model.ground_truth}`.
+    Such a column is renamed. Other columns keep their names, including one that contains a renamed value."""
     adapter: str | None = None
-    """What makes records of its rows: `anthropic_hh`, `implicit_prompt`, `alpaca`, `sharegpt`, `openai_messages`, or a
+    """Conversion of rows to records: `anthropic_hh`, `implicit_prompt`, `alpaca`, `sharegpt`, `openai_messages`, or a
     function of yours as `package.module:function`."""
     weight: Positive | None = None
-    """Share of the samples drawn from it, relative to the other sets of the list. Without weights the sets are joined:
-    each pass over the data has every sample once."""
+    """Share of the samples that are drawn from this set, relative to the other sets of the list. Without weights the
+    sets are joined: each pass over the data has every sample once."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -75,35 +75,34 @@ class SourceConfig(FrozenModel):
 
     @property
     def words(self) -> str:
-        """For messages: two splits of one directory are told apart."""
+        """Text for messages, with subset and split, which tell apart two sets of one directory."""
         parts = [f", {key} {value}" for key in ("subset", "split") if (value := getattr(self, key)) is not None]
         return f"{self.path}{''.join(parts)}"
 
     def short(self) -> str | dict[str, Any]:
-        """As a file would say it: the path alone, or a mapping of what is set."""
-        fields = type(self).model_fields
-        given = {key: value for key, value in self.model_dump(mode="json").items() if value != fields[key].default}
+        """Short form for a file: the path alone, or a mapping of the keys that are set."""
+        given = self.model_dump(mode="json", include=set(self.changed()))
         return str(self.path) if list(given) == ["path"] else given
 
 
-def words_of(sources: Sequence[SourceConfig]) -> str:
-    """Sources in a message."""
+def describe_sources(sources: Sequence[SourceConfig]) -> str:
+    """Text for messages."""
     return " + ".join(source.words for source in sources)
 
 
 def _as_list(value: Any) -> Any:
-    """A text is a path, and one set needs no list."""
+    """Make a list of mappings. A text is a path, and one set needs no list."""
     given = value if isinstance(value, list | tuple) else [value]
     if value is None:
         raise ValueError("nothing is given; name a file, a directory, a pattern or a name of the hub")
     if not given:
         raise ValueError("an empty list; name one set of records at least, or leave the key out")
-    sets = [{"path": each} if isinstance(each, str | Path) else each for each in given]
-    return tuple(part for each in sets for part in _unblended(each))
+    sets = [{"path": item} if isinstance(item, str | Path) else item for item in given]
+    return tuple(part for item in sets for part in _unblended(item))
 
 
 def _unblended(value: Any) -> list[Any]:
-    """Several sets, with their weights, of a blend of Megatron's."""
+    """The sets of a Megatron blend with their weights; other sets are returned unchanged."""
     if not isinstance(value, Mapping) or value.get("kind") != "megatron" or len(str(value.get("path", "")).split()) < 2:
         return [value]
     if value.get("weight") is not None:
@@ -113,10 +112,10 @@ def _unblended(value: Any) -> list[Any]:
 
 
 def parse_blend(text: str) -> list[tuple[float | None, str]]:
-    """Megatron's blend: `30 PREFIX 70 PREFIX`, or prefixes alone. As its command line: an even number of words of which
-    each first one is a number are weights and prefixes.
+    """Parse Megatron's blend: `30 PREFIX 70 PREFIX`, or prefixes alone. Like its command line, pairs of words are
+    weights and prefixes if the first word of each is a number.
 
-    Raises: ValueError where some have a weight and others none, or a weight is not positive.
+    Raises: ValueError if only some have a weight, or a weight is not positive.
     """
     words = text.split()
     pairs = list(zip(words[0::2], words[1::2], strict=False)) if len(words) % 2 == 0 else []
@@ -141,7 +140,7 @@ def _as_written(sources: tuple[SourceConfig, ...]) -> Any:
 
 
 class _EveryForm:
-    """In the reference: a path, a mapping, or a list of these."""
+    """JSON schema of `Sources` for the reference: a path, a mapping, or a list of these."""
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         listed = handler(schema)
@@ -158,7 +157,7 @@ Sources = Annotated[
 
 
 def require_weights(key: str, sources: Sequence[SourceConfig]) -> None:
-    """Raises: ValueError where some sets of a list have a weight and others none, or one set alone has one."""
+    """Raises: ValueError if only some sets of a list have a weight, or if a single set has one."""
     without = [source.words for source in sources if source.weight is None]
     if without and len(without) < len(sources):
         raise ValueError(
@@ -170,40 +169,39 @@ def require_weights(key: str, sources: Sequence[SourceConfig]) -> None:
 
 
 def require_no_weights(key: str, sources: Sequence[SourceConfig]) -> None:
-    """Raises: ValueError for weights of data that is read once, from beginning to end."""
+    """Raises: ValueError for weights of data that is read once as a whole."""
     if weighted := [source for source in sources if source.weight is not None]:
         raise ValueError(
-            f"{key}: weight = {weighted[0].weight:g} of {weighted[0].words} has no effect: every sample is read once; "
-            "leave it out"
+            f"{key}: weight = {weighted[0].weight:g} of {weighted[0].words} has no effect: every sample is read "
+            "once; leave it out"
         )
 
 
 class PromptDataConfig(ConversationConfig):
     train: Sources
-    """Prompts; further columns (`answer`, ...) are handed to the rule rewards."""
+    """Prompts. Further columns (`answer`, ...) are passed to the rule rewards."""
     validation: Sources | None = None
-    """Records that choices are made on, such as the end of the run: measured, never trained on."""
+    """Held-out records for choices, such as the end of the run; never trained on."""
     test: Sources | None = None
-    """Records for figures, which no choice depends on."""
+    """Held-out records for final figures. No choice depends on them."""
     validation_share: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """Set this share of the training records aside, as `data.validation`. Records with one prompt are all on one side.
-    Which they are follows from `split_seed`."""
+    """Share of the training records to set aside as `data.validation`. Records with the same prompt are all on one
+    side. `split_seed` selects the records."""
     phases: str | None = None
-    """Split one set of records over the commands, as DeepSpeed-Chat's `--data_split`: with `"2,4,4"` `sft` reads two
-    tenths, `rm` and `dpo` four other tenths, and `rl` the last four. Which they are follows from `split_seed`."""
+    """Split one set of records over the commands, like DeepSpeed-Chat's `--data_split`: with `"2,4,4"` `sft` reads two
+    tenths, `rm` and `dpo` four other tenths, and `rl` the last four. `split_seed` selects the records."""
     split_seed: NonNegativeInt = 0
-    """Which records `validation_share` sets aside and which belong to which of `phases`. Runs with another `run.seed`
-    keep them."""
+    """Seed that selects the records of `validation_share` and `phases`. It is independent of `run.seed`."""
     cache: str | None = None
-    """Directory where tokenized data is kept, for this run and later ones; default: `$MEGARLHF_CACHE`, or
-    `~/.cache/megarlhf`. `none`: in the run directory, for this run only."""
+    """Directory of tokenized data, for this run and later ones; default: `$MEGARLHF_CACHE`, or `~/.cache/megarlhf`.
+    `none`: in the run directory, for this run only."""
     workers: PositiveInt | None = None
-    """Processes on each node that tokenize; default: one for each core that the process may use, 32 at most."""
+    """Tokenizing processes on each node; default: one for each core that the process may use, at most 32."""
     max_prompt_tokens: PositiveInt = 1024
     """Longer prompts are skipped, counted and reported; nothing is cut."""
     max_skipped: Fraction = 0.1
-    """Of each set, the share of records that may be skipped, for whatever reason; with more the start is refused. Rows
-    that an adapter leaves out do not count."""
+    """Share of each set's records that may be skipped, for whatever reason. With more the start is refused. Rows that
+    an adapter leaves out do not count."""
 
     @model_validator(mode="before")
     @classmethod
@@ -217,7 +215,7 @@ class PromptDataConfig(ConversationConfig):
     @model_validator(mode="after")
     def _check_sets(self) -> Self:
         require_weights("train", self.train)
-        if not isinstance(self, SFTDataConfig) and any(each.kind == "megatron" for each in self.train):
+        if not isinstance(self, SFTDataConfig) and any(source.kind == "megatron" for source in self.train):
             raise ValueError(
                 "kind = megatron has token ids without prompts and responses, which sft goes on to predict, and "
                 "ptx.data of rl; give records"
@@ -227,37 +225,37 @@ class PromptDataConfig(ConversationConfig):
         if self.validation_share is not None and self.validation is not None:
             raise ValueError(
                 f"validation_share = {self.validation_share:g} sets training records aside, and validation = "
-                f"{words_of(self.validation)} names others; give one of the two"
+                f"{describe_sources(self.validation)} names others; give one of the two"
             )
         self.phase_shares()
         if self.split_seed and self.validation_share is None and self.phases is None:
             raise ValueError(
-                f"split_seed = {self.split_seed} without validation_share and phases, which it is of; leave it out"
+                f"split_seed = {self.split_seed} has no effect without validation_share and phases; leave it out"
             )
         return self
 
-    def require_train_alone(self, command: str, meant: str) -> None:
-        """Raises: ValueError for data that `command`, which reads `train` alone, would leave unread, and for parts of
-        it that are of training. `meant`: what `train` should be, in words."""
+    def require_train_alone(self, command: str, purpose: str) -> None:
+        """Raises: ValueError for keys that `command` does not read, as it reads the whole of `train` only. `purpose`:
+        description of what `train` should be."""
         for key in ("validation", "test"):
             if (sources := getattr(self, key)) is not None:
                 raise ValueError(
-                    f"{command} reads data.train, and would leave data.{key} = {words_of(sources)} unread; set "
-                    f"data.train to {meant}, and leave data.{key} out"
+                    f"{command} reads data.train, and would leave data.{key} = {describe_sources(sources)} unread; set "
+                    f"data.train to {purpose}, and leave data.{key} out"
                 )
         if unread := [key for key in ("validation_share", "phases") if getattr(self, key) is not None]:
             raise ValueError(
-                f"data.{unread[0]} = {getattr(self, unread[0])} is of training: {command} reads all of data.train; "
+                f"data.{unread[0]} = {getattr(self, unread[0])} is for training: {command} reads all of data.train; "
                 "leave it out"
             )
 
     @property
     def has_validation(self) -> bool:
-        """Whether there is held-out data that choices are made on."""
+        """Whether there is held-out data for choices."""
         return self.validation is not None or self.validation_share is not None
 
     def phase_shares(self) -> tuple[float, ...] | None:
-        """What `phases` says, as shares that add up to 1. Raises: ValueError for another form."""
+        """`phases` as shares that add up to 1. Raises: ValueError for another form."""
         if self.phases is None:
             return None
         try:
@@ -272,13 +270,13 @@ class PromptDataConfig(ConversationConfig):
         return tuple(part / sum(parts) for part in parts)
 
     def sources(self) -> dict[str, tuple[SourceConfig, ...]]:
-        """The sets of training and, where there are any, of held-out data, by key."""
-        named = {"data.train": self.train, "data.validation": self.validation, "data.test": self.test}
-        return {key: sources for key, sources in named.items() if sources is not None}
+        """Sets of training and held-out data, by key."""
+        sets = {"data.train": self.train, "data.validation": self.validation, "data.test": self.test}
+        return {key: sources for key, sources in sets.items() if sources is not None}
 
 
 def without_old_splits(data: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    """Without keys of earlier versions that said nothing. Raises: ValueError for those that named a split."""
+    """Drop `..._split` keys of earlier versions that are null. Raises: ValueError for one that names a split."""
     old = {f"{key}_split": key for key in keys if f"{key}_split" in data}
     for name, key in old.items():
         if data[name] is not None:
@@ -292,36 +290,35 @@ class DataConfig(PromptDataConfig):
     train: Sources
     """Records to learn from."""
     max_response_tokens: PositiveInt = 1024
-    """Longer responses (with end-of-sequence) are skipped, counted and reported; see `over_long`."""
+    """Longest response, including end-of-sequence. Longer ones are skipped, counted and reported; see `over_long`."""
     over_long: Literal["drop", "cut"] = "drop"
-    """What becomes of a response that is longer than `max_response_tokens`. `drop`: the record is skipped. `cut`, of
-    `sft` only: its end is left out, end-of-sequence included, so that no ending is learnt there; with `loss_on: all` it
-    is the conversation that is cut, at `max_prompt_tokens` + `max_response_tokens`. Both are counted. A prompt that is
-    too long is always skipped."""
+    """Handling of a response longer than `max_response_tokens`. `drop`: skip the record. `cut`, for `sft` only: cut its
+    end off, including end-of-sequence, so that no ending is learnt there; with `loss_on: all` the conversation is cut,
+    at `max_prompt_tokens` + `max_response_tokens`. Both are counted. A prompt that is too long is always skipped."""
 
     def require_no_cut(self, command: str) -> None:
-        """Raises: ValueError for responses that are compared, of which a cut one is another."""
+        """Raises: ValueError for `over_long: cut` in a command that compares whole responses."""
         if self.over_long == "cut":
             raise ValueError(
-                f"data.over_long = cut is of sft: {command} compares whole responses, and what is preferred may be in "
-                "the part that is cut; leave it out"
+                f"data.over_long = cut is for sft: {command} compares whole responses, and the reason of a preference "
+                "may be in the part that is cut; leave it out"
             )
 
 
 class SFTDataConfig(DataConfig):
     loss_on: Literal["last", "all"] = "last"
-    """Which of the assistant's messages of a conversation are learnt. `last`: the last one, the rest is the prompt.
-    `all`: each one, and the limit of a conversation is `max_prompt_tokens` + `max_response_tokens`."""
+    """Messages of the assistant that are learnt. `last`: the last one of a conversation, the rest is the prompt. `all`:
+    every one; the limit of a conversation is then `max_prompt_tokens` + `max_response_tokens`."""
     sequence_length: Annotated[int, Field(ge=1)] | None = None
-    """Of sets of kind `megatron`: so many tokens of a sample are learnt, as with Megatron's --seq-length. A sample has
-    one token more, which has to fit the model's positions. Default: `max_prompt_tokens` + `max_response_tokens` - 1."""
+    """For sets of kind `megatron`: learnt tokens of a sample, like Megatron's --seq-length. A sample has one token
+    more, and all must fit the model's positions. Default: `max_prompt_tokens` + `max_response_tokens` - 1."""
 
     @model_validator(mode="after")
-    def _length_of_something(self) -> Self:
+    def _check_sequence_length(self) -> Self:
         indexed = [source for sources in self.sources().values() for source in sources if source.kind == "megatron"]
         if self.sequence_length is not None and not indexed:
             raise ValueError(
-                f"sequence_length = {self.sequence_length} is of sets with kind = megatron, and there is none; leave "
+                f"sequence_length = {self.sequence_length} is for sets with kind = megatron, and there is none; leave "
                 "it out"
             )
         return self

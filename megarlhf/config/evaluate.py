@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Literal, get_args
 from pydantic import PositiveInt, model_validator
 
 from megarlhf.config.commands import MicroBatchConfig
-from megarlhf.config.data import OF_TRAINING, SFTDataConfig, require_no_weights, words_of
+from megarlhf.config.data import OF_TRAINING, SFTDataConfig, describe_sources, require_no_weights
 from megarlhf.config.frozen import FrozenModel
-from megarlhf.config.rewards import RewardConfig
+from megarlhf.config.rewards import RewardConfig, require_distinct_labels
 from megarlhf.config.roles import RoleConfig, require_all_ranks
 from megarlhf.config.rollout import RolloutConfig
 from megarlhf.config.run import RunConfig
@@ -24,26 +24,26 @@ NEEDS: dict[Task, tuple[str, ...]] = {
     "generation": ("actor",),
     "comparison": ("actor", "against", "rewards"),
 }
-"""What each task is made of, by key. `generation` needs something that scores, too: `rewards` or `eval.accuracy`."""
+"""Keys that each task needs. `generation` also needs something that scores: `rewards` or `eval.accuracy`."""
 
 
 class EvalTasksConfig(AccuracyConfig):
-    """What is evaluated."""
+    """Tasks of an evaluation."""
 
     tasks: tuple[Task, ...] | None = None
-    """`perplexity`: of the actor on responses. `pairs`: how often the reward model ranks pairs rightly, and how far its
-    scores can be trusted. `generation`: the actor's responses, scored by `rewards`. `comparison`: the same, and how
-    often they have a higher reward than those of `against`. Default: what the file has the parts for: `comparison` with
-    `against`; else `generation` with `rewards` or `eval.accuracy`; else `perplexity` of an actor and `pairs` of a
-    reward model."""
+    """`perplexity`: perplexity of the actor on responses. `pairs`: how often the reward model ranks pairs correctly,
+    and how far its scores can be trusted. `generation`: the actor's responses, scored by `rewards`. `comparison`: the
+    same, and how often they have a higher reward than those of `against`. Default, by the sections of the file:
+    `comparison` with `against`; else `generation` with `rewards` or `eval.accuracy`; else `perplexity` of an actor and
+    `pairs` of a reward model."""
     perplexity_of: Literal["response", "text"] = "response"
     """`response`: the tokens of each response, given its prompt, with its end token, as `sft` learns them. `text`:
-    every token but the first of the field `text`, as Hugging Face's loss of `tokenizer(text)` counts them: a
-    begin-of-sequence token is the first where the tokenizer writes it, and no end token is appended. A text longer than
-    `data.max_prompt_tokens` + `data.max_response_tokens` is read in pieces of so many tokens, each of which begins so.
-    """
+    every token but the first of the field `text`, as Hugging Face's loss of `tokenizer(text)` counts them: the first
+    token is begin-of-sequence if the tokenizer writes it, and no end token is appended. A text longer than
+    `data.max_prompt_tokens` + `data.max_response_tokens` is split into pieces of that length, which begin in the same
+    way."""
     pass_at: tuple[PositiveInt, ...] = ()
-    """Each k gives pass@k: the chance that one of k samples is right, by the reward or rule that is the accuracy. Needs
+    """Values of k for pass@k, the chance that one of k samples is right by the accuracy's reward or rule. Needs
     `greedy: false` and `rollout.num_samples_per_prompt` of k or more; more samples make it more certain."""
 
 
@@ -54,28 +54,28 @@ class EvaluateConfig(FrozenModel):
 
     run: RunConfig
     actor: RoleConfig | None = None
-    """The language model that is evaluated."""
+    """Language model to evaluate."""
     against: RoleConfig | None = None
-    """A second language model, with which the actor's responses are compared. It may be of another family, and have
+    """Second language model, whose responses are compared with the actor's. It may have another architecture and
     another tokenizer."""
     reward_model: RoleConfig | None = None
-    """A reward model of `megarlhf rm`: evaluated on pairs, or what a reward of kind `model` scores with."""
+    """Reward model of `megarlhf rm`, to be evaluated on pairs, or to score for a reward of kind `model`."""
     data: SFTDataConfig
     forward: MicroBatchConfig = MicroBatchConfig(micro_batch_samples=16)
-    """How much one forward takes, of perplexity, of the reward model, and of the engine `megatron`."""
+    """Size of one forward for perplexity, for the reward model, and for the engine `megatron`."""
     rollout: RolloutConfig = RolloutConfig()
     greedy: bool = True
     """Take the likeliest token; otherwise sample at `rollout.temperature`."""
     rewards: tuple[RewardConfig, ...] = ()
-    """What scores a response. Each has a figure of what it says, before `weight`, `shift` and `clip`; these count in
-    the weighted sum, by which models are compared."""
+    """Rewards of a response. Each has a figure of its own, before `weight`, `shift` and `clip`. These apply in the
+    weighted sum, by which models are compared."""
     eval: EvalTasksConfig = EvalTasksConfig()
     max_samples: PositiveInt | None = None
-    """Use only the first so many records that can be used."""
+    """Number of usable records to read; default: all."""
     watchdog: WatchdogConfig = WatchdogConfig()
 
     def tasks(self) -> tuple[Task, ...]:
-        """What is evaluated, in the order of `Task`."""
+        """Tasks to evaluate, in the order of `Task`."""
         if self.eval.tasks is not None:
             return tuple(task for task in get_args(Task) if task in self.eval.tasks)
         if self.against is not None:
@@ -87,34 +87,34 @@ class EvaluateConfig(FrozenModel):
 
     @property
     def generates(self) -> bool:
-        """Whether responses are drawn."""
+        """Whether responses are generated."""
         return bool({"generation", "comparison"} & set(self.tasks()))
 
     @property
     def uses_reward_model(self) -> bool:
-        """Whether it scores responses."""
+        """Whether the reward model scores responses."""
         return self.generates and any(reward.kind == "model" for reward in self.rewards)
 
     @property
     def retokenizes(self) -> bool:
-        """Whether the reward model reads none of the actor's token ids."""
+        """Whether the reward model has its own tokenizer and reads none of the actor's token ids."""
         models = [reward for reward in self.rewards if reward.kind == "model"]
         return bool(models) and all(reward.retokenize for reward in models)
 
     def roles(self) -> dict[str, RoleConfig]:
-        """The roles that are built, one after the other."""
-        given = {"actor": self.actor, "against": self.against, "reward_model": self.reward_model}
-        return {name: role for name, role in given.items() if role is not None}
+        """Roles to build, one after the other."""
+        roles = {"actor": self.actor, "against": self.against, "reward_model": self.reward_model}
+        return {name: role for name, role in roles.items() if role is not None}
 
     @model_validator(mode="before")
     @classmethod
-    def _of_generate(cls, data: Any) -> Any:
-        """A file for `generate` may be given to `eval` too, but for what only `generate` does."""
+    def _accept_generate(cls, data: Any) -> Any:
+        """Accept a file of `generate`, unless it sets keys that only `generate` reads."""
         if not isinstance(data, dict):
             return data
         if data.get("out") is not None:
             raise ValueError(
-                f"out = {data['out']}: eval writes figures and no responses; leave out away, or use megarlhf generate"
+                f"out = {data['out']}: eval writes figures and no responses; remove the key, or use megarlhf generate"
             )
         unset = {"select": "all", "pairs_per_prompt": 1, "min_reward": None}
         if chosen := [f"{key} = {data[key]}" for key, value in unset.items() if data.get(key, value) != value]:
@@ -138,19 +138,19 @@ class EvaluateConfig(FrozenModel):
         return self
 
     def _check_data(self) -> None:
-        """Raises: ValueError for data that is not read, or what is of training."""
-        self.data.require_train_alone("eval", "what is to be evaluated on")
+        """Raises: ValueError for data that is not read, and for keys of training."""
+        self.data.require_train_alone("eval", "the data to evaluate on")
         if "pairs" in self.tasks():
             self.data.require_no_cut("eval")
         require_no_weights("data.train", self.data.train)
         if any(source.kind == "megatron" for source in self.data.train):
             raise ValueError(
-                f"data.train = {words_of(self.data.train)}: eval reads records, and kind = megatron has token ids "
-                "alone; give texts (eval.perplexity_of: text)"
+                f"data.train = {describe_sources(self.data.train)}: eval reads records, and kind = megatron has token "
+                "ids alone; give texts (eval.perplexity_of: text)"
             )
 
     def _check_tasks(self) -> None:
-        """Raises: ValueError where it is not said what to do, or said twice."""
+        """Raises: ValueError for no task, an ambiguous one, or one that is named twice."""
         given = self.eval.tasks
         if given is not None and len(set(given)) < max(1, len(given)):
             raise ValueError(f"eval.tasks = {list(given)}; name each task once, and one at least: {', '.join(NEEDS)}")
@@ -160,12 +160,12 @@ class EvaluateConfig(FrozenModel):
             )
         if given is None and len(self.tasks()) > 1:
             raise ValueError(
-                "an actor and a reward_model, and nothing that says what for: name eval.tasks. [perplexity] is of the "
-                "actor, [pairs] of the reward model; with rewards: [{kind: model}] it scores the actor's responses"
+                "an actor and a reward_model, and nothing that says what for: name eval.tasks. [perplexity] evaluates "
+                "the actor, [pairs] the reward model; with rewards: [{kind: model}] it scores the actor's responses"
             )
 
     def _check_parts(self) -> None:
-        """Raises: ValueError for a task without what it is made of, and for a part that no task reads."""
+        """Raises: ValueError for a task whose sections are missing, and for a section that no task reads."""
         read = {key for task in self.tasks() for key in NEEDS[task]}
         given = {key for key in ("actor", "against", "reward_model", "rewards") if getattr(self, key)}
         for task in self.tasks():
@@ -181,55 +181,45 @@ class EvaluateConfig(FrozenModel):
         if unread := sorted(given - read):
             uses = {key: [task for task, needs in NEEDS.items() if key in needs] for key in unread}
             uses |= {"rewards": ["generation", "comparison"]}
-            whose = [f"{key} ({', '.join(uses[key])} would read it)" for key in unread]
+            readers = [f"{key} ({', '.join(uses[key])} would read it)" for key in unread]
             raise ValueError(
-                f"no task reads {', '.join(whose)}: the tasks are {', '.join(self.tasks())}. Leave it out, or name the "
-                "tasks that are meant in eval.tasks"
-                + "; a reward of kind model scores with reward_model"
-                * ("reward_model" in unread and self.generates)
+                f"no task reads {', '.join(readers)}: the tasks are {', '.join(self.tasks())}. Leave it out, or name "
+                "its task in eval.tasks"
+                + (
+                    "; a reward of kind model scores with reward_model"
+                    if "reward_model" in unread and self.generates
+                    else ""
+                )
             )
 
     def _check_rewards(self) -> None:
-        """Raises: ValueError for rewards without their model, of one name, or on a scale that a run learns."""
+        """Raises: ValueError for a missing reward model, for rewards with one name, and for a learnt scale."""
         if any(reward.kind == "model" for reward in self.rewards) and self.reward_model is None:
             raise ValueError("rewards names the reward model: give a reward_model section")
         for n, reward in enumerate(self.rewards):
             if reward.normalise != "none":
                 raise ValueError(
-                    f"rewards[{n}].normalise = {reward.normalise} is a scale that follows from the samples beside it, "
-                    "and figures of two evaluations could not be compared; leave it out"
+                    f"rewards[{n}].normalise = {reward.normalise} scales by the other samples, and figures of two "
+                    "evaluations could not be compared; leave it out"
                 )
-        labels = [reward.label for reward in self.rewards]
-        if repeated := sorted({label for label in labels if labels.count(label) > 1}):
-            raise ValueError(
-                f"rewards has {', '.join(repeated)} more than once, and figures would have one name; once will do, or "
-                "give them names: rewards[].name"
-            )
+        require_distinct_labels(self.rewards)
 
     def _check_samples(self) -> None:
-        """Raises: ValueError for samples that are all alike, or too few."""
-        samples, asked = self.rollout.num_samples_per_prompt, self.eval.pass_at
+        """Raises: ValueError for samples that are all equal, or too few."""
+        samples, ks = self.rollout.num_samples_per_prompt, self.eval.pass_at
         if not self.generates:
-            if asked or self.eval.accuracy is not None:
-                key = f"eval.pass_at = {list(asked)}" if asked else f"eval.accuracy = {self.eval.accuracy}"
-                raise ValueError(f"{key} is of responses, and the tasks are {', '.join(self.tasks())}; leave it out")
+            if ks or self.eval.accuracy is not None:
+                key = f"eval.pass_at = {list(ks)}" if ks else f"eval.accuracy = {self.eval.accuracy}"
+                raise ValueError(f"{key} needs responses; the tasks are {', '.join(self.tasks())}: leave it out")
             return
-        if self.greedy and self.rollout.filters:
+        if self.greedy:
+            self.rollout.require_greedy()
+        if ks and self.greedy:
             raise ValueError(
-                f"{' and '.join(self.rollout.filters)} has no effect with greedy = true, which takes the likeliest "
-                "token; set greedy to false, or leave it out"
+                f"eval.pass_at = {list(ks)} needs samples, and greedy = true draws none; set greedy to false"
             )
-        if self.greedy and samples > 1:
+        if ks and (len(set(ks)) < len(ks) or max(ks) > samples):
             raise ValueError(
-                f"rollout.num_samples_per_prompt = {samples} with greedy = true would draw {samples} equal responses "
-                "to each prompt; set greedy to false, or the number to 1"
-            )
-        if asked and self.greedy:
-            raise ValueError(
-                f"eval.pass_at = {list(asked)} is of samples, and greedy = true draws none; set greedy to false"
-            )
-        if asked and (len(set(asked)) < len(asked) or max(asked) > samples):
-            raise ValueError(
-                f"eval.pass_at = {list(asked)} with rollout.num_samples_per_prompt = {samples}: name each k once, none "
+                f"eval.pass_at = {list(ks)} with rollout.num_samples_per_prompt = {samples}: name each k once, none "
                 f"above the number of samples"
             )

@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of."""
+"""Base class and number types of all sections of the configuration."""
 
 from __future__ import annotations
 
@@ -16,14 +16,19 @@ class FrozenModel(BaseModel):
     """Base of every section: immutable, no unknown keys, finite numbers, documented field by field."""
 
     refused: ClassVar[frozenset[str]] = frozenset()
-    """Keys of its sections that mean nothing here and are refused: `data.validation`. No reference has them."""
+    """Keys of nested sections that are refused here, such as `data.validation`. They are not in the reference."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    def changed(self, *names: str) -> list[str]:
+        """Fields whose value differs from the default, of `names` or of all."""
+        fields = type(self).model_fields
+        return [name for name in names or fields if getattr(self, name) != fields[name].default]
 
     @field_validator("*", mode="before")
     @classmethod
     def _empty_list(cls, value: Any, info: ValidationInfo) -> Any:
-        """A list that is given without a value (`key:`, `key=`) is as if it were left out."""
+        """Take a list without a value (`key:`, `key=`) as left out."""
         field = cls.model_fields[str(info.field_name)]
         unset = value is None and get_origin(field.annotation) is tuple and isinstance(field.default, tuple)
         return field.default if unset else value
@@ -31,7 +36,7 @@ class FrozenModel(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_boolean_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """pydantic takes true for 1; as the word that it is, it is refused wherever a number is wanted."""
+        """Turn a boolean into text, which a number field refuses. pydantic would take true for 1."""
         if cls.model_fields[str(info.field_name)].annotation is bool:
             return value
         if isinstance(value, list):
@@ -41,7 +46,7 @@ class FrozenModel(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def _expand_home(cls, value: Any) -> Any:
-        """`~` in a path is the home directory, as in a shell."""
+        """Replace `~` in a path by the home directory, like a shell."""
         try:
             return value.expanduser() if isinstance(value, Path) else value
         except RuntimeError as error:

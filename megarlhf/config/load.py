@@ -1,4 +1,4 @@
-"""Reading a configuration file: YAML, overrides, and messages that say what to do."""
+"""Reading of a configuration file: YAML, overrides, and error messages with a remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from megarlhf.config.roles import FrozenModel
-from megarlhf.config.shuffle import in_todays_words
+from megarlhf.config.shuffle import convert_old_shuffle
 
 ConfigT = TypeVar("ConfigT", bound=FrozenModel)
 
@@ -23,18 +23,18 @@ _PLAIN_WORDS = (
     (_YAML + "int", r"[-+]?\d+|0o[0-7]+|0x[\da-fA-F]+", "-+0123456789"),
     (_YAML + "float", r"[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+.0123456789"),
 )
-"""What a word without quotes stands for in YAML 1.2, and how it begins. PyYAML follows YAML 1.1, where 010 is eight,
-1:30 is ninety, `on` is a boolean and 1e-3 is a text. Here 010 is ten, and the others are what they look like."""
+"""Tag, pattern and first characters of words without quotes in YAML 1.2. PyYAML follows YAML 1.1, where 010 is eight,
+1:30 is ninety, `on` is a boolean and 1e-3 is a text. Here 010 is ten, 1:30 and `on` are texts, and 1e-3 is a number."""
 
 
 class _DuplicateKeyError(ValueError):
-    """A mapping names a key twice; the message says where."""
+    """A mapping that names a key twice. The message names the lines."""
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML's safe loader, but a mapping that names a key twice is refused: YAML itself keeps the second in silence.
+    """YAML's safe loader, which also refuses a mapping that names a key twice. YAML itself would keep the second.
 
-    Merge keys (`<<: *anchor`) work as ever: a key that one brings may be set again beside it.
+    Merge keys (`<<: *anchor`) work as usual: a merged key may be set again.
     """
 
     def compose_mapping_node(self, anchor: Any) -> Any:
@@ -46,8 +46,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                 continue
             if key.value in first_lines:
                 raise _DuplicateKeyError(
-                    f"the key {key.value!r} stands in line {first_lines[key.value]} and again in line {line}, and only "
-                    "one of them would count; put what they say into one, or remove one"
+                    f"the key {key.value!r} is in line {first_lines[key.value]} and again in line {line}, and only one "
+                    "of them would count; merge the two, or remove one"
                 )
             first_lines[key.value] = line
         return node
@@ -58,7 +58,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts quotes around a text that YAML 1.1 or 1.2 would read as something else."""
+    """YAML dumper that quotes a text that YAML 1.1 or 1.2 would read as something else."""
 
 
 _UniqueKeyLoader.add_constructor(_YAML + "int", _UniqueKeyLoader.construct_yaml_int)
@@ -80,9 +80,9 @@ def load_config(
 ) -> ConfigT:
     """Read a YAML file, apply `section.key=value` overrides, validate.
 
-    of_a_run: a run has written it, maybe one of an earlier version
+    of_a_run: the file was written by a run, perhaps of an earlier version
 
-    Raises: ValueError with one line per mistake, the nearest known key for an unknown one.
+    Raises: ValueError with one line per mistake, and the nearest known key for an unknown one.
     """
     path = Path(path)
     if not path.is_file():
@@ -101,7 +101,7 @@ def load_config(
         raise ValueError(f"{path} is not valid YAML: {_in_a_line(error)}") from error
     if not isinstance(tree, dict):
         raise ValueError(f"{path} must be a mapping of sections, got {type(tree).__name__}")
-    tree = in_todays_words(_unshared(tree)) if of_a_run else _unshared(tree)
+    tree = convert_old_shuffle(_unshared(tree)) if of_a_run else _unshared(tree)
     _require_order(overrides)
     for override in overrides:
         _apply_override(tree, override, kind)
@@ -112,7 +112,7 @@ def load_config(
 
 
 def _in_a_line(error: yaml.YAMLError) -> str:
-    """PyYAML's message without its picture of the place."""
+    """PyYAML's message in one line, without the excerpt of the file."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return " ".join(str(error).split())
     mark = error.problem_mark
@@ -120,7 +120,7 @@ def _in_a_line(error: yaml.YAMLError) -> str:
 
 
 def repeated_overrides(overrides: Sequence[str]) -> list[str]:
-    """A sentence for each key that is overridden more than once: the last one counts, as on any command line."""
+    """A sentence for each key that is overridden more than once. The last value counts."""
     values: dict[str, list[str]] = {}
     for override in overrides:
         key, _, text = override.partition("=")
@@ -133,8 +133,8 @@ def repeated_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def names_section(path: str | Path, section: str, overrides: Sequence[str]) -> bool:
-    """Whether the file or an override sets anything of the section; true for a file that cannot be read, of which
-    `load_config` says what is wrong."""
+    """Whether the file or an override sets a key of the section. True for a file that cannot be read, which
+    `load_config` refuses later."""
     if any(override.startswith((f"{section}.", f"{section}=")) for override in overrides):
         return True
     try:
@@ -145,13 +145,13 @@ def names_section(path: str | Path, section: str, overrides: Sequence[str]) -> b
 
 
 def _require_order(overrides: Sequence[str]) -> None:
-    """Raises ValueError when an override of a whole section would undo an earlier one of a key in it, in silence."""
-    for number, override in enumerate(overrides):
+    """Raises: ValueError for an override of a whole section that would undo an earlier override of a key in it."""
+    for index, override in enumerate(overrides):
         section = override.partition("=")[0] + "."
-        if undone := [earlier for earlier in overrides[:number] if earlier.startswith(section)]:
+        if undone := [earlier for earlier in overrides[:index] if earlier.startswith(section)]:
             raise ValueError(
-                f"override {override!r} replaces the whole section, and with it {undone[0]!r} that stands before it; "
-                "give the section first"
+                f"override {override!r} replaces the whole section, and with it the earlier {undone[0]!r}; give the "
+                "section first"
             )
 
 
@@ -161,7 +161,7 @@ def dump_config(config: FrozenModel) -> str:
 
 
 def _unshared(node: Any) -> Any:
-    """A copy in which a YAML alias is a copy of its anchor, so that an override of one role leaves the other alone."""
+    """Deep copy, in which a YAML alias no longer shares its anchor's objects: an override changes one role only."""
     if isinstance(node, dict):
         return {key: _unshared(value) for key, value in node.items()}
     return [_unshared(value) for value in node] if isinstance(node, list) else node
@@ -173,11 +173,11 @@ def _apply_override(tree: dict[str, Any], override: str, kind: type[BaseModel] =
         raise ValueError(f"override {override!r} is not of the form section.key=value")
     *sections, last = key.split(".")
     node: Any = tree
-    for number, section in enumerate(sections, 1):
-        # A YAML section that is empty reads as None, and an absent one may have defaults.
+    for depth, section in enumerate(sections, 1):
+        # An empty YAML section reads as None, and an absent one may have defaults.
         if node.get(section) is None:
             node[section] = {}
-        if isinstance(node[section], str) and (short := _short_form(kind, sections[:number])):
+        if isinstance(node[section], str) and (short := _short_form(kind, sections[:depth])):
             node[section] = {short: node[section]}
         node = node[section]
         if isinstance(node, list):
@@ -193,16 +193,12 @@ def _apply_override(tree: dict[str, Any], override: str, kind: type[BaseModel] =
 
 
 def _short_form(kind: type[BaseModel], location: Sequence[str]) -> str | None:
-    """The key that a text in place of the section at `location` stands for, where there is one."""
-    section: type[BaseModel] | None = kind
-    for name in location:
-        field = section.model_fields.get(name) if section is not None else None
-        section = _model_in(field.annotation) if field is not None else None
-    return getattr(section, "short_form", None)
+    """Key that a text in place of the section at `location` sets (`short_form`), if the section has one."""
+    return getattr(_section_at(kind, location), "short_form", None)
 
 
-def _without_lone(location: Sequence[int | str], tree: Any) -> list[int | str]:
-    """Without numbers of what the file does not write as a list: one set of records needs none."""
+def _without_list_indices(location: Sequence[int | str], tree: Any) -> list[int | str]:
+    """Location without indices of lists that the file does not write as lists, such as a single set of records."""
     shown: list[int | str] = []
     for part in location:
         if isinstance(part, int) and not isinstance(tree, list):
@@ -220,10 +216,10 @@ def _without_lone(location: Sequence[int | str], tree: Any) -> list[int | str]:
 def _describe(
     error: ValidationError, kind: type[FrozenModel], path: Path, overrides: Sequence[str], tree: Mapping[str, Any]
 ) -> str:
-    """One line for each mistake; those of the file first."""
+    """One line for each mistake, first those of the file, then those of overrides."""
     of_file, of_overrides = [], []
     for item in error.errors():
-        where = ".".join(str(part) for part in _without_lone(item["loc"], tree))
+        where = ".".join(str(part) for part in _without_list_indices(item["loc"], tree))
         if item["type"] == "extra_forbidden":
             text = f"unknown key {where!r}; {_hint(kind, item['loc'])}"
         elif item["type"] == "missing":
@@ -243,19 +239,20 @@ def _describe(
 
 
 def _nearest_choice(given: str, expected: str) -> str:
-    """A question, where one of the choices (quoted in `expected`) may have been meant."""
+    """Suggestion of the nearest of the choices, which are quoted in `expected`."""
     near = difflib.get_close_matches(given, re.findall(r"'([^']+)'", expected), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _concerns(key: str, where: str, unknown: bool) -> bool:
-    """Whether what an override sets at `key` holds `where`, or, for an unknown section, made it."""
+    """Whether an override of `key` set the value at `where`, or created the unknown section there."""
     return (where + ".").startswith(key + ".") or (unknown and key.startswith(where + "."))
 
 
 def _hint(kind: type[FrozenModel], location: Sequence[int | str]) -> str:
-    """The key that was meant: of the same name in another section, or the nearest one of this section."""
-    name, known_keys = str(location[-1]), sorted(_fields_at(kind, location[:-1]))
+    """Suggestion for an unknown key: the same name in another section, or the nearest name in this section."""
+    section = _section_at(kind, location[:-1])
+    name, known_keys = str(location[-1]), sorted(section.model_fields if section else ())
     if elsewhere := sorted((key for key in _all_keys(kind) if key.split(".")[-1] == name), key=len):
         return f"did you mean {' or '.join(map(repr, elsewhere[:3]))}?"
     same_words = [key for key in known_keys if sorted(key.split("_")) == sorted(name.split("_"))]
@@ -264,7 +261,7 @@ def _hint(kind: type[FrozenModel], location: Sequence[int | str]) -> str:
 
 
 def _all_keys(kind: type[BaseModel]) -> list[str]:
-    """Every key of a configuration, with its sections."""
+    """Every key of a configuration, with the sections that it is in."""
     keys = []
     for name, field in kind.model_fields.items():
         section = _model_in(field.annotation)
@@ -272,15 +269,14 @@ def _all_keys(kind: type[BaseModel]) -> list[str]:
     return keys
 
 
-def _fields_at(kind: type[BaseModel], location: Sequence[int | str]) -> set[str]:
-    """Names of the fields of the section at `location`."""
-    current: type[BaseModel] | None = kind
+def _section_at(kind: type[BaseModel], location: Sequence[int | str]) -> type[BaseModel] | None:
+    """The section at `location`, in which indices of lists are skipped; None: there is no section."""
+    section: type[BaseModel] | None = kind
     for part in location:
-        if isinstance(part, int) or current is None:
-            continue
-        field = current.model_fields.get(part)
-        current = _model_in(field.annotation) if field else None
-    return set(current.model_fields) if current else set()
+        if not isinstance(part, int) and section is not None:
+            field = section.model_fields.get(part)
+            section = _model_in(field.annotation) if field else None
+    return section
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

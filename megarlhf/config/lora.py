@@ -11,30 +11,29 @@ from megarlhf.config.frozen import FrozenModel, NonNegative, Positive
 
 Targets = Literal["all-linear"] | tuple[str, ...]
 
-
 ADAPTER_SUFFIX = "_adapter"
-"""Behind the name of a role: the folder of its exported adapter."""
+"""Suffix of a role's name in the name of the folder of its exported adapter."""
 
 
 class LoraConfig(FrozenModel):
     path: Path | None = None
-    """A PEFT adapter to start from: a directory with adapter_config.json and adapter_model.safetensors. What is left
-    out below is then as it says, and what is given has to be what it says."""
+    """A PEFT adapter to start from: a directory with adapter_config.json and adapter_model.safetensors. It sets the
+    defaults of the keys below, and a key that is given must agree with it."""
     rank: PositiveInt | None = None
-    """Columns of B and rows of A. Left out: 16."""
+    """Columns of B and rows of A. Default: 16."""
     alpha: Positive | None = None
-    """The adapter adds (alpha / rank) x B A x. Left out: twice the rank."""
+    """The adapter adds (alpha / rank) x B A x. Default: twice the rank."""
     rslora: bool | None = None
-    """alpha / sqrt(rank) in its place. Left out: false."""
+    """Use alpha / sqrt(rank) instead. Default: false."""
     targets: Targets | None = None
-    """Linear layers that have an adapter, by Hugging Face's names: `all-linear`, or a list of ends of names
+    """Linear layers that get an adapter, by Hugging Face's names: `all-linear`, or a list of ends of names
     (`q_proj`, `mlp.down_proj`) or patterns with `*`, `?` or `[...]` (`model.layers.1?.self_attn.*`). Embedding, head,
-    router and norms have none. A pattern that names nothing is refused. Left out: `all-linear`."""
+    router and norms get none. A pattern that matches nothing is refused. Default: `all-linear`."""
     dropout: NonNegative = 0.0
-    """0 only: log-probs have to be functions of the weights."""
+    """Must be 0: log-probs have to be functions of the weights."""
     export: Literal["merged", "adapter", "both"] = "merged"
-    """What exports hold. `merged`: the whole model with the adapter added to its weights, for whatever reads a Hugging
-    Face directory. `adapter`: a PEFT adapter alone, in a directory with `_adapter` behind the role's name. `both`."""
+    """Content of exports. `merged`: the whole model with the adapter added to its weights, readable as any Hugging Face
+    directory. `adapter`: the PEFT adapter alone, in a directory named ROLE`_adapter`. `both`: both of them."""
 
     @field_validator("dropout")
     @classmethod
@@ -49,7 +48,7 @@ class LoraConfig(FrozenModel):
     @field_validator("targets", mode="before")
     @classmethod
     def _one_target(cls, targets: Any) -> Any:
-        """A single name is a list of it."""
+        """Make a list of a single name."""
         return [targets] if isinstance(targets, str) and targets != "all-linear" else targets
 
     @field_validator("targets")

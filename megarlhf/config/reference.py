@@ -1,6 +1,6 @@
-"""Every key that a configuration may have, with type, default and sentence: from the models and their docstrings.
+"""Reference of all configuration keys with type, default and description, read from the models and their docstrings.
 
-Read by `megarlhf COMMAND --help`, `megarlhf keys`, the completion of shells, and the reference in the documentation.
+Used by `megarlhf COMMAND --help`, `megarlhf keys`, shell completion, and the reference in the documentation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megarlhf.config.frozen import FrozenModel
 Schema = Mapping[str, Any]
 
 SET = "SET"
-"""What the keys of a set of records stand below, wherever it is read."""
+"""Prefix of the keys of a set of records, in place of `data.train` and others."""
 SETS_IN_WORDS = (
     "A set of records, as `data.train`, `data.validation`, `data.test` and `ptx.data` name them: a path, a mapping of "
     "these keys, or a list of paths and mappings. On the command line: `data.train.split=test`."
@@ -29,28 +29,28 @@ class ConfigKey:
     """One key that a configuration file may have."""
 
     path: str
-    """Below its section: `parallel.tp`; empty for a key that stands outside any section."""
+    """Path within its section, such as `parallel.tp`; empty for a key outside any section."""
     kind: str
-    """Type and choices, in words."""
+    """Description of type and choices."""
     default: str
     description: str
     choices: tuple[str, ...] = ()
-    """What may be said, where that is a few words."""
+    """Allowed values, if they are few."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """One section as one command reads it."""
+    """One section of one command."""
 
     name: str
-    """`actor`; for a list of sections `rewards[]`."""
+    """Name, such as `actor`, or `rewards[]` for a list of sections."""
     description: str
     keys: tuple[ConfigKey, ...]
 
 
 @cache
 def sections(model: type[FrozenModel]) -> tuple[Section, ...]:
-    """The sections of a command's configuration in their order."""
+    """Sections of a command's configuration, in order."""
     schema = model.model_json_schema()
     result = []
     for name, field in schema["properties"].items():
@@ -59,14 +59,14 @@ def sections(model: type[FrozenModel]) -> tuple[Section, ...]:
         if inner is None:
             result.append(Section(name, "", (_key("", field, required),)))
         else:
-            words = _sentence(field) or _sentence(inner)
+            description = _sentence(field) or _sentence(inner)
             keys = (key for key in _keys(inner, schema["$defs"]) if f"{name}.{key.path}" not in model.refused)
-            result.append(Section(name + suffix, words, tuple(keys)))
+            result.append(Section(name + suffix, description, tuple(keys)))
     return tuple(result)
 
 
 def _section(field: Schema, definitions: Mapping[str, Schema]) -> tuple[Schema | None, str]:
-    """The section that a field holds (None: a plain value), and `[]` where it is a list of them."""
+    """Section of a field (None: a plain value), and `[]` if the field is a list of sections."""
     for choice in (field, *field.get("anyOf", ())):
         if "$ref" in choice:
             return definitions[choice["$ref"].rsplit("/", 1)[1]], ""
@@ -85,28 +85,28 @@ def _keys(schema: Schema, definitions: Mapping[str, Schema], prefix: str = "") -
 
 
 def _is_set(field: Schema) -> bool:
-    """Whether it is a set of records in any of its forms, whose keys stand in a section of their own."""
+    """Whether a field is a set of records, whose keys are listed in a section of their own."""
     choices = field.get("anyOf", ())
     return any(_is_set(choice) or (choice.get("format") == "path" and len(choices) > 2) for choice in choices)
 
 
 @cache
 def set_keys() -> tuple[ConfigKey, ...]:
-    """`SET.path` and the others."""
+    """Keys of a set of records: `SET.path` and others."""
     schema = SourceConfig.model_json_schema()
     return tuple(_keys(schema, schema.get("$defs", {}), f"{SET}."))
 
 
 def all_paths(config: type[FrozenModel]) -> dict[str, ConfigKey]:
-    """Every key by its whole path: `actor.model.path`, `rewards[].kind`, `data.train.split`."""
-    found = {}
+    """Every key by its whole path, such as `actor.model.path`, `rewards[].kind` or `data.train.split`."""
+    keys = {}
     for section in sections(config):
         for key in section.keys:
             path = ".".join(filter(None, [section.name, key.path]))
-            found[path] = key
+            keys[path] = key
             if SET in key.kind:
-                found |= {path + each.path.removeprefix(SET): each for each in set_keys()}
-    return found
+                keys |= {path + set_key.path.removeprefix(SET): set_key for set_key in set_keys()}
+    return keys
 
 
 def _key(path: str, field: Schema, required: bool) -> ConfigKey:
@@ -117,7 +117,7 @@ def _key(path: str, field: Schema, required: bool) -> ConfigKey:
 
 def _choices(field: Schema) -> list[str]:
     if "anyOf" in field:
-        return [choice for each in field["anyOf"] for choice in _choices(each)]
+        return [choice for option in field["anyOf"] for choice in _choices(option)]
     if field.get("type") == "boolean":
         return ["true", "false"]
     return [str(choice) for choice in field.get("enum", [field["const"]] if "const" in field else [])]
@@ -132,7 +132,7 @@ _BOUNDS = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum
 
 
 def _kind(field: Schema) -> str:
-    """The type in words: `whole number, at least 0`."""
+    """Description of a type, such as `whole number, at least 0`."""
     if "anyOf" in field:
         return " or ".join(_kind(choice) for choice in field["anyOf"])
     if choices := field.get("enum", [field["const"]] if "const" in field else []):
@@ -146,6 +146,6 @@ def _kind(field: Schema) -> str:
         return "list of " + ", ".join(_kind(item) for item in field["prefixItems"])
     if kind == "array":
         return f"list of ({_kind(field.get('items', {}))})"
-    words = "path" if field.get("format") == "path" else _NAMES.get(kind, "anything")
+    name = "path" if field.get("format") == "path" else _NAMES.get(kind, "anything")
     bounds = [f"{word} {field[key]:g}" for key, word in _BOUNDS.items() if key in field]
-    return ", ".join([words, *bounds])
+    return ", ".join([name, *bounds])

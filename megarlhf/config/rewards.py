@@ -1,4 +1,4 @@
-"""Configuration of rewards: what gives them, how failures are treated, how they are scaled and added up."""
+"""Configuration of rewards: their sources, the handling of failures, their scaling and weighted sum."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _ONLY_OF: dict[str, tuple[str, ...]] = {
     "max_tokens": ("model",),
     "too_long": ("model",),
 }
-"""Keys that not every kind reads."""
+"""Kinds that read a key. Keys that are not listed are read by all kinds."""
 IN_WORKERS = ("math_verify", "reasoning_gym", "regex")
-"""Built-in rules that take any time, and so run in processes of their own."""
-_OF_WORKERS = ("timeout_seconds", "retries", "workers", "batch_samples")
-"""Keys that built-in rules do not read which run in the rank: they take no time to speak of."""
+"""Built-in rules that may take long, and so run in worker processes."""
+_WORKER_KEYS = ("timeout_seconds", "retries", "workers", "batch_samples")
+"""Keys that the other built-in rules do not read, as these run in the rank."""
 
 
 class RewardConfig(FrozenModel):
@@ -48,72 +48,73 @@ class RewardConfig(FrozenModel):
     args: Mapping[str, Any] = {}
     """Arguments of a built-in rule, such as `{names: [think, answer]}` of `tags`."""
     url: str | None = None
-    """Of kind `http`: gets {query, prompts, labels} by POST and answers {rewards}, as OpenRLHF's server does."""
+    """Address for kind `http`. It gets {query, prompts, labels} by POST and answers {rewards}, like OpenRLHF's
+    server."""
     token_env: str | None = None
-    """Of kind `http`: the environment variable that holds the token, which is sent as `Authorization: Bearer`."""
+    """Environment variable with the token for kind `http`, which is sent as `Authorization: Bearer`."""
     path: Path | None = None
-    """Of kind `classifier`: its directory. A checkpoint without a head is refused, since scores would be random."""
+    """Directory of the model of kind `classifier`. One without a head is refused, since its scores would be random."""
     classifier_label: str | int | None = None
-    """Of kind `classifier`: name or number of the label whose score is the reward; needed where it has several."""
+    """Label of the `classifier`, by name or number, whose score is the reward; required if it has several."""
     output: Literal["logit", "probability"] = "logit"
-    """Of kind `classifier`: the label's logit, or its probability: a sigmoid for one label, or where the classifier's
-    problem_type is multi_label_classification; else a softmax."""
+    """Score of the `classifier`: the label's logit or its probability. The probability is a sigmoid for a single label,
+    or if the classifier's problem_type is multi_label_classification; else a softmax."""
     form: Literal["joined", "pair", "chat"] = "joined"
-    """Of kind `classifier`: prompt and response as one text, as two, or as a conversation in the classifier's own chat
-    template. A text longer than the model takes is not cut: it has failed."""
+    """Input of the `classifier`: prompt and response as one text, as two, or as a conversation in the classifier's own
+    chat template. A text longer than the model takes is not cut: the reward fails."""
     append_eos: bool = False
-    """Of kind `classifier` in the form `joined`: write the end-of-sequence token behind a finished response, as a
-    reward model expects that was trained so."""
+    """For kind `classifier` with form `joined`: append the end-of-sequence token to a finished response, for a reward
+    model that was trained with it."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """Of kind `classifier`: its weights and computation."""
+    """Weights and computation of the `classifier`."""
     retokenize: bool = False
-    """Of kind `model`: the reward model has another tokenizer than the actor. It is given the text of prompt and
-    response (with `data.template: chat` the messages, in its own chat template), by its own tokenizer."""
+    """For kind `model`: the reward model has another tokenizer than the actor. It reads the text of prompt and response
+    (with `data.template: chat` the messages, in its own chat template) with its own tokenizer."""
     max_tokens: PositiveInt | None = None
-    """With `retokenize`: the longest text in tokens. Default: what the model can read, and
+    """With `retokenize`: longest text in tokens. Default: the lower of the model's limit and
     `train.max_tokens_per_micro_batch`."""
     too_long: Literal["fail", "cut"] = "fail"
     """With `retokenize`: a text over `max_tokens` ends the run, or its beginning is cut off and
     `reward/NAME_truncated` counts it."""
     name: Annotated[str, Field(pattern=r"^[\w.:/+-]+$")] | None = None
-    """In metrics and messages; default: the rule's name, or the kind."""
+    """Name in metrics and messages; default: the rule's name, or the kind."""
     weight: float = 1.0
-    """Multiplies what comes out of `shift`, `clip` and `normalise`; may be negative."""
+    """Factor of the reward in the sum, after `shift`, `clip` and `normalise`; may be negative."""
     shift: float = 0.0
-    """Subtracted first."""
+    """Number that is subtracted first."""
     clip: Positive | None = None
-    """Then held in [-clip, clip]. Without `normalise` the reward used is weight x clip(reward - shift)."""
+    """Clip to [-clip, clip] after `shift`. Without `normalise` the reward is weight x clip(reward - shift)."""
     normalise: Literal["none", "running", "group"] = "none"
-    """`running`: less the mean and over the standard deviation of all values of the run so far, of the samples that
-    dynamic sampling kept and of which no reward failed, those of the step counted in. `group`: the same within each
-    group of responses to one prompt (GDPO, 2026), 0 where a group's values are equal; weights then say how much each
-    reward counts, whatever its scale."""
+    """`running`: subtract the mean and divide by the standard deviation of all values of the run so far, including this
+    step; samples that dynamic sampling dropped, or with a failed reward, do not count. `group`: the same within each
+    group of responses to one prompt (GDPO, 2026), 0 if a group's values are equal; weights then give the influence of
+    each reward, independent of its scale."""
     normalise_eps: Positive = 1e-6
-    """Of `normalise: group`: added to a group's deviation. verl has 1e-6, TRL's GDPO 1e-4."""
+    """For `normalise: group`: added to a group's deviation. verl uses 1e-6, TRL's GDPO 1e-4."""
     timeout_seconds: Positive = 60.0
-    """Of a call of the function or the server. Functions run in processes of their own; one that takes longer is ended
-    and has failed."""
+    """Time limit of one call of the function or the server. Functions run in worker processes; a call that takes longer
+    is killed and fails."""
     retries: Annotated[int, Field(ge=0)] | None = None
-    """Further tries where a process or a server gave no answer, after a growing pause; default: 0 for a rule, 4 for
-    http. What a function itself raises is not tried again."""
+    """Retries if a process or a server gives no answer, after growing pauses; default: 0 for a rule, 4 for http. An
+    exception of the function itself is not retried."""
     workers: Annotated[int, Field(ge=0)] = 1
-    """Processes of each rank that run the function; for http, requests of each rank at the same time. 0: the function
-    runs in the rank itself, where no call is ended that takes too long; then the watchdog ends the run."""
+    """Worker processes of each rank that run the function; for http, concurrent requests of each rank. 0: the function
+    runs in the rank itself, where no call has a time limit; the watchdog then ends the run."""
     batch_samples: PositiveInt | None = None
-    """Responses for one call of a function that takes a batch (default: all of the rank), for one request, or for one
+    """Responses in one call of a function that takes a batch (default: all of the rank), in one request (32), or in one
     forward of a classifier (32)."""
     on_failure: Literal["stop", "drop"] = "stop"
-    """What a reward that could not be had means: the run ends, or the sample is left out of the step and counted, also
-    where other rewards apply to it: a sum without this one would count it as 0."""
+    """Handling of a failed reward: end the run, or leave the sample out of the step and count it. It is left out even
+    if other rewards apply to it: their sum would count the failed one as 0."""
 
     check: Literal["auto", "scores", "call", "none"] = "auto"
-    """Before a start. `scores`: it is called on one record, with right and with wrong answers where the records have
-    one, and scores that are all equal are refused. `call`: it is called, and may score all alike. `none`: it is not
-    called. `auto`: scores; none for an async function and for http, which cost or need a server."""
+    """Check before a start. `scores`: call the reward on one record, with right and wrong answers if the records have
+    answers, and refuse scores that are all equal. `call`: call it, and allow equal scores. `none`: do not call it.
+    `auto`: `scores`, but `none` for an async function and for http, which cost money or need a server."""
 
     @property
     def label(self) -> str:
-        """In metrics and messages."""
+        """Name in metrics and messages."""
         return self.name or self.rule or self.kind
 
     @model_validator(mode="after")
@@ -130,32 +131,41 @@ class RewardConfig(FrozenModel):
             raise ValueError("workers = 0 sends no request; give 1 or more")
         if self.rule in IN_WORKERS and not self.workers:
             raise ValueError(f"rule {self.rule!r} runs in processes of its own; workers = 0, give 1 or more")
-        if self.rule is not None and ":" not in self.rule and self.rule not in IN_WORKERS:
-            fields = type(self).model_fields
-            if given := [key for key in _OF_WORKERS if getattr(self, key) != fields[key].default]:
-                raise ValueError(
-                    f"rule {self.rule!r} runs in the rank and does not read {', '.join(given)}; leave that out"
-                )
+        runs_in_rank = self.rule is not None and ":" not in self.rule and self.rule not in IN_WORKERS
+        if runs_in_rank and (given := self.changed(*_WORKER_KEYS)):
+            raise ValueError(
+                f"rule {self.rule!r} runs in the rank and does not read {', '.join(given)}; leave that out"
+            )
         unread = [key for key, kinds in _ONLY_OF.items() if self.kind not in kinds and key in self.model_fields_set]
-        if set_keys := [key for key in unread if getattr(self, key) != type(self).model_fields[key].default]:
+        if unread and (set_keys := self.changed(*unread)):
             raise ValueError(f"a reward of kind {self.kind!r} does not read {', '.join(set_keys)}; leave that out")
-        if self.normalise != "group" and self.normalise_eps != type(self).model_fields["normalise_eps"].default:
-            raise ValueError(f"normalise_eps is of normalise: group; got normalise = {self.normalise}: change one")
+        if self.normalise != "group" and self.changed("normalise_eps"):
+            raise ValueError(f"normalise_eps is for normalise: group; got normalise = {self.normalise}: change one")
         if self.kind == "model" and not self.retokenize and (self.max_tokens is not None or self.too_long != "fail"):
             raise ValueError(
-                "max_tokens and too_long are about texts that the reward model's own tokenizer makes; set "
-                "retokenize: true, or leave them out"
+                "max_tokens and too_long are for texts in the reward model's own tokenizer; set retokenize: true, or "
+                "leave them out"
             )
         return self
 
 
-def labels_of(rewards: Sequence[RewardConfig]) -> list[str]:
-    """A name for each reward, all different; where several have one name, they are numbered."""
+def require_distinct_labels(rewards: Sequence[RewardConfig]) -> None:
+    """Raises: ValueError for rewards with one label, whose figures would have one name."""
+    labels = [reward.label for reward in rewards]
+    if repeated := sorted({label for label in labels if labels.count(label) > 1}):
+        raise ValueError(
+            f"rewards has {', '.join(repeated)} more than once, and figures would have one name; once will do, or give "
+            "them names: rewards[].name"
+        )
+
+
+def unique_labels(rewards: Sequence[RewardConfig]) -> list[str]:
+    """A different label for each reward. Equal labels are numbered: `judge_1`, `judge_2`."""
     plain = [reward.label for reward in rewards]
-    taken, found = {label for label in plain if plain.count(label) == 1}, []
+    taken, labels = {label for label in plain if plain.count(label) == 1}, []
     for label in plain:
         numbered = (f"{label}_{n}" for n in itertools.count(1))
-        name = label if plain.count(label) == 1 else next(each for each in numbered if each not in taken)
-        taken.add(name)
-        found.append(name)
-    return found
+        unique = label if plain.count(label) == 1 else next(name for name in numbered if name not in taken)
+        taken.add(unique)
+        labels.append(unique)
+    return labels

@@ -1,4 +1,4 @@
-"""Configuration of a role: its model, how it is cut over ranks, how it is trained. The same in every command."""
+"""Configuration of a role: its model, parallel layout and training. The same in every command."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ class ModelConfig(FrozenModel):
     """A Hugging Face directory, or a Megatron checkpoint (`torch_dist` or `mp_rank`) of any layout. With
     `random_init` only its config.json and tokenizer are read."""
     hf: Path | None = None
-    """A directory with config.json and tokenizer, for a Megatron checkpoint that has none of its own."""
+    """A directory with config.json and tokenizer, for a Megatron checkpoint without them."""
     tokenizer: Path | None = None
-    """A directory with another tokenizer than the model's directory has, or that has none: `tokenizer.json`,
-    `tokenizer.model`, or `vocab.json` with `merges.txt`; or a SentencePiece file. It goes into exports."""
+    """A directory with the tokenizer (`tokenizer.json`, `tokenizer.model`, or `vocab.json` with `merges.txt`), or a
+    SentencePiece file, if the model's directory has none or another. It is written into exports."""
     random_init: bool = False
     """Start from random weights of the architecture in config.json (the same at every layout)."""
     fresh_head: bool = False
-    """The scalar head starts at zero, and so do all values; the rest is read from `path`. For the critic of `rl` only,
-    where `path` is a language model, which has no such head (without it that is refused), or a reward model, whose
-    scores of unfinished responses are no estimate of a return. `rm` draws its head at random by itself."""
+    """Start the scalar head, and so all values, at zero; the rest is read from `path`. For the critic of `rl` only.
+    Needed if `path` is a language model, which has no such head; useful if it is a reward model, whose scores of
+    unfinished responses are no estimate of a return. `rm` draws its head at random by itself."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of parameters and activations. `auto`: that of the tensors stored at `path`; with `random_init` what config.json
-    says, otherwise fp32. A checkpoint in fp16 or in several dtypes needs one named here. The table that a start prints
-    says which dtype it is. Sums of gradients, the optimizer's copy of the weights and its moments are fp32 always."""
+    """Dtype of parameters and activations. `auto`: that of the tensors stored at `path`; with `random_init` that of
+    config.json, or fp32 without one. A checkpoint in fp16 or in several dtypes needs a dtype here. The table that a
+    start prints shows the dtype. Sums of gradients, the optimizer's copy of the weights and its moments are always
+    fp32."""
     vocab_multiple: PositiveInt = 128
-    """The vocabulary is padded to a multiple of this x tp, as Megatron does; padding is masked."""
+    """Pad the vocabulary to a multiple of this x tp, like Megatron; padding is masked."""
 
     def hf_directory(self) -> Path:
-        """The directory with the model's config.json and tokenizer.
-
-        Raises: ValueError when there is none.
-        """
+        """The directory with the model's config.json and tokenizer. Raises: ValueError if there is none."""
         return require_hf_directory(self.path, self.hf)
 
     def tokenizer_place(self) -> Path:
-        """The directory, or the SentencePiece file, with the model's tokenizer. Raises: ValueError when there is no
-        such place; whether a tokenizer is there is not looked at."""
+        """The directory or SentencePiece file with the model's tokenizer.
+
+        Raises: ValueError if the path does not exist; it is not checked whether it holds a tokenizer.
+        """
         if self.tokenizer is None:
             return self.hf_directory()
         if not self.tokenizer.exists():
@@ -62,27 +62,27 @@ class ParallelConfig(FrozenModel):
     pp: PositiveInt = 1
     """Pipeline-parallel size; divides the layers unless `layers_per_stage` says otherwise."""
     layers_per_stage: tuple[PositiveInt, ...] | None = None
-    """Uneven pipeline stages, first to last: layers of each. With virtual stages those of all pp x vpp, in the order of
-    the model."""
+    """Number of layers of each pipeline stage, first to last, for uneven stages. With virtual stages the list has all
+    pp x vpp stages, in the order of the model."""
     sequence_parallel: bool = False
-    """Shard the sequence between tensor-parallel regions: less memory for as many bytes on the wire. Left out, it is on
-    where tp > 1, without which it cannot be."""
+    """Shard the sequence between tensor-parallel regions: less memory for the same communication. Needs tp > 1.
+    Default: on if tp > 1."""
     vpp: PositiveInt = 1
-    """Virtual pipeline stages per rank (Megatron-Core's interleaved schedule). The layers are cut into pp x vpp stages,
-    of which rank p holds number p, p + pp, and so on. Ranks wait for the first and the last micro-batch a vpp-th as
-    long; there are vpp times as many messages, and more activations are in flight. Needs pp > 1."""
+    """Virtual pipeline stages per rank (Megatron-Core's interleaved schedule). The layers are cut into pp x vpp stages;
+    rank p holds stages p, p + pp, and so on. The pipeline bubble is vpp times shorter, with vpp times as many messages
+    and more activations in memory. Needs pp > 1."""
     cp: PositiveInt = 1
-    """Context-parallel size: each sequence is cut over so many ranks, which give each other their keys and values in
-    every layer. For sequences whose activations do not fit. Sequences are padded to a multiple of 2 x cp tokens."""
+    """Context-parallel size: each sequence is cut over this many ranks, which exchange keys and values in every layer.
+    For sequences whose activations do not fit. Sequences are padded to a multiple of 2 x cp tokens."""
     ep: PositiveInt = 1
-    """Expert-parallel size: between so many data-parallel (and context-parallel) neighbours the experts of a layer are
-    shared out; divides the experts and dp x cp. Tokens travel to their experts and back in every layer. Inside an
-    expert tp cuts as elsewhere."""
+    """Expert-parallel size: the experts of a layer are distributed over this many data-parallel (and context-parallel)
+    neighbours; divides the number of experts and dp x cp. Tokens are sent to their experts and back in every layer.
+    Within an expert tp cuts as elsewhere."""
     ranks: PositiveInt | tuple[NonNegativeInt, PositiveInt] | None = None
-    """Ranks that have the role: `8` is the first 8 of the run, `[8, 16]` are ranks 8 to 15 (from the first to before
-    the second); left out, all. tp x cp x pp divides their number, and dp follows from it. The others hold nothing of
-    the role, and wait while it computes. For roles that are only read: a reference, and the reward model of `rl`. One
-    that is trained is on all ranks, since each update is made by all."""
+    """Ranks that have the role: `8` is the first 8 of the run, `[8, 16]` are ranks 8 to 15 (the second is excluded);
+    default: all. tp x cp x pp divides their number, and dp follows from it. Other ranks hold nothing of the role and
+    wait while it computes. For roles that are only read: a reference, and the reward model of `rl`. A trained role is
+    on all ranks, since all ranks make each update."""
 
     @model_validator(mode="before")
     @classmethod
@@ -99,9 +99,9 @@ class ParallelConfig(FrozenModel):
             raise ValueError(f"vpp = {self.vpp} needs pp > 1, got pp = 1; set vpp to 1 or choose a larger pp")
         stages = self.pp * self.vpp
         if self.layers_per_stage is not None and len(self.layers_per_stage) != stages:
-            words = f"pp = {self.pp}" if self.vpp == 1 else f"pp x vpp = {self.pp} x {self.vpp} = {stages}"
+            count = f"pp = {self.pp}" if self.vpp == 1 else f"pp x vpp = {self.pp} x {self.vpp} = {stages}"
             raise ValueError(
-                f"layers_per_stage has {len(self.layers_per_stage)} numbers for {words} stages; give {stages}"
+                f"layers_per_stage has {len(self.layers_per_stage)} numbers for {count} stages; give {stages}"
             )
         if isinstance(self.ranks, tuple) and self.ranks[0] >= self.ranks[1]:
             raise ValueError(
@@ -114,15 +114,12 @@ class ParallelConfig(FrozenModel):
         """The layers of each pipeline rank's model chunks: `layout.split_chunks`."""
         return split_chunks(num_layers, self.pp, self.vpp, self.layers_per_stage)
 
-    def in_words(self, layout: MeshLayout) -> str:
-        """`tp 2 x pp 2 x dp 1, vpp 2`: the layout of so many ranks, with what the mesh alone does not know."""
+    def describe(self, layout: MeshLayout) -> str:
+        """Text of a layout with the virtual stages, which the layout lacks: `tp 2 x pp 2 x dp 1, vpp 2`."""
         return f"{layout}, vpp {self.vpp}" if self.vpp > 1 else str(layout)
 
     def range_of_ranks(self, world_size: int, role: str = "actor") -> range:
-        """The global ranks that have the role.
-
-        Raises: ValueError where the run has fewer.
-        """
+        """Global ranks that have the role. Raises: ValueError if the run has fewer ranks."""
         first, stop = self.ranks if isinstance(self.ranks, tuple) else (0, self.ranks or world_size)
         if stop > world_size:
             given = list(self.ranks) if isinstance(self.ranks, tuple) else self.ranks
@@ -133,9 +130,9 @@ class ParallelConfig(FrozenModel):
         return range(first, stop)
 
     def layout(self, world_size: int, role: str = "actor") -> MeshLayout:
-        """The layout in a run of `world_size` ranks, on those that the role has; dp follows.
+        """Layout of the role's ranks in a run of `world_size` ranks; dp follows.
 
-        Raises: ValueError when the run has too few ranks, or when tp x cp x pp does not divide their number.
+        Raises: ValueError if the run has too few ranks, or if tp x cp x pp does not divide their number.
         """
         ranks, model = self.range_of_ranks(world_size, role), self.tp * self.cp * self.pp
         dp, remainder = divmod(len(ranks), model)
@@ -153,9 +150,9 @@ class ParallelConfig(FrozenModel):
                 f"or change {role}.parallel"
             )
         if dp * self.cp % self.ep:
-            shared = f"dp = {dp}" if self.cp == 1 else f"dp x cp = {dp} x {self.cp}"
+            group = f"dp = {dp}" if self.cp == 1 else f"dp x cp = {dp} x {self.cp}"
             raise ValueError(
-                f"{role}.parallel.ep = {self.ep} does not divide {shared}, which follows from {len(ranks)} ranks and "
+                f"{role}.parallel.ep = {self.ep} does not divide {group}, which follows from {len(ranks)} ranks and "
                 f"tp x cp x pp = {model}; choose a divisor of {dp * self.cp}, or ranks in multiples of "
                 f"{model * self.ep}"
             )
@@ -163,14 +160,14 @@ class ParallelConfig(FrozenModel):
 
 
 def require_all_ranks(trained: Mapping[str, RoleConfig]) -> None:
-    """Raises: ValueError for a role that is trained, or sampled from, on some of the ranks only."""
+    """Raises: ValueError for a role that is trained, or sampled from, on only some of the ranks."""
     for name, role in trained.items():
         if role.parallel.ranks is not None:
             raise ValueError(
-                f"{name}.parallel.ranks = {role.parallel.ranks}, and {name} is trained or sampled from, which all "
-                "ranks of a run do together: on some of them only, the others would wait through every update, and its "
-                "optimizer's state would have fewer ranks to be shared between. Leave ranks out; a reference or a "
-                "reward model that is only read may be on some ranks"
+                f"{name}.parallel.ranks = {role.parallel.ranks}, and {name} is trained or sampled from, which all ranks"
+                " of a run do together: other ranks would wait through every update, and the optimizer's state would "
+                "be sharded over fewer ranks. Leave ranks out; a reference or a reward model that is only read may be "
+                "on some ranks"
             )
 
 
@@ -181,7 +178,7 @@ class OptimConfig(FrozenModel):
     """Course of the learning rate after warm-up, over all optimizer steps of the run, down to `min_lr`."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps over which the learning rate rises linearly: step k of n (k = 1 ... n) has rate lr x k / n. The
-    schedule begins with the last of them: of N steps, step k >= n is (k - n) / (N - n + 1) of the way down. No warm-up
+    schedule begins with step n: in a run of N steps, step k >= n is (k - n) / (N - n + 1) of the way down. No warm-up
     is the same as one step of it."""
     min_lr: NonNegative = 0.0
     """Learning rate at the end of a `linear` or `cosine` schedule; at most `lr`. `constant` does not read it."""
@@ -192,19 +189,18 @@ class OptimConfig(FrozenModel):
     eps: Positive = 1e-8
     """AdamW's addend to the root of that mean."""
     weight_decay: NonNegative = 0.0
-    """Decoupled; not applied to norms and biases."""
+    """Decoupled weight decay; not applied to norms and biases."""
     clip_grad: NonNegative = 1.0
-    """Global gradient norm is clipped to this; 0 clips nothing."""
+    """Largest global gradient norm, to which gradients are clipped; 0: no clipping."""
     overlap_grad_reduce: bool = True
-    """Gradients are summed over data-parallel ranks bucket by bucket, while the backward of the last micro-batch still
-    runs, and not after it. One data-parallel rank sums nothing."""
+    """Sum gradients over data-parallel ranks bucket by bucket during the backward of the last micro-batch, not after
+    it. Without effect for one data-parallel rank."""
     overlap_param_gather: bool = True
-    """Updated weights are gathered from data-parallel ranks bucket by bucket, while the next forward already runs, and
-    not before it."""
+    """Gather updated weights from data-parallel ranks bucket by bucket during the next forward, not before it."""
     distributed: Literal["auto"] | bool = "auto"
-    """Whether each data-parallel rank holds and updates its share of the optimizer's state only, after which the
-    weights are gathered. `auto`: where there are several such ranks. `false`: each holds and updates all of it, which
-    takes more memory and time; to compare with. Results differ by rounding at most."""
+    """Shard the optimizer's state: each data-parallel rank holds and updates its share, then the weights are gathered.
+    `auto`: if there are several such ranks. `false`: each rank holds and updates everything, which takes more memory
+    and time; for comparisons. Results differ at most by rounding."""
 
     @model_validator(mode="after")
     def _check(self) -> OptimConfig:
@@ -223,30 +219,29 @@ class OptimConfig(FrozenModel):
 
 class KernelsConfig(FrozenModel):
     logprobs: Literal["auto", "triton", "chunked", "reference"] = "auto"
-    """What computes log-probs and entropy of a language model. `auto`: `triton` on a GPU that has it, otherwise
-    `chunked`, the same algorithm in torch; both make a slice of the logits at a time. `reference` makes all logits of
-    a micro-batch's response tokens, and is there to compare with. The log says once which was taken, and why."""
+    """Kernel for log-probs and entropy of a language model. `auto`: `triton` on a GPU that has it, otherwise `chunked`,
+    the same algorithm in torch; both compute a slice of the logits at a time. `reference` computes all logits of a
+    micro-batch's response tokens, for comparisons. The log names once the kernel and the reason."""
     save_mib: Annotated[int, Field(ge=0)] = 256
-    """Memory on a rank of the last stage in which a forward keeps logits for its backward, one micro-batch's at a
-    time. What does not fit is computed again; 0 keeps none."""
+    """Memory on a rank of the last stage for logits that a forward keeps for its backward, of one micro-batch at a
+    time. The rest is recomputed; 0 keeps none."""
 
 
 class OffloadConfig(FrozenModel):
-    """What of a role is in host memory while others work, where several share the device: the other roles, the engine.
-    It comes back for each turn of the role. Results stay the same to the bit.
+    """Parts of a role to keep in host memory while another role or the engine uses the device. They are loaded when the
+    role is used. Results are the same to the bit.
 
     `auto` is true on a GPU in `rl` and `dpo`, and false elsewhere.
     """
 
     parameters: Literal["auto"] | bool = "auto"
-    """Weights as the model computes with them."""
+    """Weights in the dtype of computation."""
     gradients: bool = True
-    """Gradient buffers come with a role's backward and leave when others take their turn. They are never copied."""
+    """Gradient buffers. They are allocated for a role's backward and freed when another role is used, never copied."""
     optimizer: Literal["auto", "stream"] | bool = "auto"
-    """The optimizer's fp32 copy of the weights and its moments, which its steps alone need. `stream`: a step brings
-    them to the device and back in pieces, which an update is made of one by one, so that moments are never there as a
-    whole, and the copy of the weights only where it is made; also where a role does not share the device. `auto`
-    streams."""
+    """The optimizer's fp32 copy of the weights and its moments, which only its steps need. `stream`: a step loads,
+    updates and offloads them in pieces, so that the moments are never on the device as a whole, and the copy of the
+    weights only when it is created; also if the role does not share the device. `auto` streams."""
 
 
 class RoleConfig(FrozenModel):
@@ -257,33 +252,32 @@ class RoleConfig(FrozenModel):
     kernels: KernelsConfig = KernelsConfig()
     """Read for language models: actor and reference."""
     recompute: Literal["none", "core_attention", "layers", "full"] = "none"
-    """What a training forward does not keep for its backward, which then computes it again. `core_attention`: what lies
-    between the projections of an attention. `layers`: of the first `recompute_layers` layers of each pipeline stage
-    everything but their input. `full`: of every layer. Results stay the same to the bit. Read for roles that are
+    """Activations that a training forward does not keep and the backward recomputes. `core_attention`: those between
+    the projections of attention. `layers`: everything but the input of the first `recompute_layers` layers of each
+    pipeline stage. `full`: the same for every layer. Results are the same to the bit. Read for roles that are
     trained."""
     recompute_layers: PositiveInt | None = None
-    """`recompute: layers` only: how many of a stage, of each virtual one; more than it has are all of them."""
+    """`recompute: layers` only: number of layers of each (virtual) stage; a number above its layers means all."""
     router_aux_loss_coef: Literal["auto"] | NonNegative = "auto"
-    """Of a mixture of experts: this number x its load-balancing loss is added to the loss; 0 adds none. `auto` is as
-    transformers trains the model: with `output_router_logits: true` in config.json a language model adds its
-    `router_aux_loss_coef` (0.001 where that is absent); otherwise, and with a scalar head, nothing is added. The loss
-    is the mean over layers and over the mini-batch's sequences, which no layout and no micro-batch changes. The log
-    says what is added. Read for roles that are trained."""
+    """Weight of the load-balancing loss of a mixture of experts; 0 adds none. `auto`: as transformers trains the model.
+    With `output_router_logits: true` in config.json a language model adds its `router_aux_loss_coef` (0.001 if that is
+    absent); otherwise, and with a scalar head, nothing is added. The loss is the mean over layers and over the
+    mini-batch's sequences, independent of layout and micro-batches. The log shows the weight. Read for roles that are
+    trained."""
     offload: OffloadConfig = OffloadConfig()
     lora: LoraConfig | None = None
-    """Train a low-rank adapter on linear layers, and nothing else: `lora: {}` is one of rank 16 on all of them.
-    [LoRA](lora.md)."""
+    """Train only a low-rank adapter on linear layers: `lora: {}` is one of rank 16 on all of them. [LoRA](lora.md)."""
     freeze: tuple[str, ...] = ()
-    """Tensors that are not trained, by their Hugging Face names: the end of a name, or of that of a module
+    """Tensors that are not trained, by their Hugging Face names: the end of a tensor's or a module's name
     (`embed_tokens`, `q_proj.weight`), or a pattern with `*`, `?` or `[...]` (`model.layers.[0-7].*`). They have no
-    gradient and no optimizer state. One that names nothing is refused, and so is freezing everything."""
+    gradient and no optimizer state. A name that matches nothing is refused, and so is freezing everything."""
     train_only: tuple[str, ...] = ()
-    """The other way round: the only tensors that are trained. Read for roles that are trained."""
+    """The only tensors that are trained, named as in `freeze`. Read for roles that are trained."""
 
     @model_validator(mode="after")
     def _check_frozen(self) -> RoleConfig:
         if self.freeze and self.train_only:
-            raise ValueError("freeze and train_only both say what is trained; give one of them")
+            raise ValueError("freeze and train_only both select what is trained; give one of them")
         if self.lora is not None and (self.freeze or self.train_only):
             raise ValueError(
                 f"lora trains the adapter alone, the whole model is frozen: leave "
@@ -296,6 +290,6 @@ class RoleConfig(FrozenModel):
         if (self.recompute == "layers") != (self.recompute_layers is not None):
             raise ValueError(
                 f"got recompute = {self.recompute!r} and recompute_layers = {self.recompute_layers}; 'layers' needs a "
-                "number of layers, and nothing else takes one"
+                "number of layers, and other values take none"
             )
         return self

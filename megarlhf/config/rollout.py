@@ -1,4 +1,4 @@
-"""Configuration of the rollout: the engine, how it samples, and how far it may be from the trainer."""
+"""Configuration of the rollout: the engine, its sampling, and the limits of its difference to the trainer."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ Dtype = Literal["fp32", "bf16"]
 Balance = Literal["on_demand", "length", "fixed"]
 
 GAP_LIMITS: Mapping[Dtype, tuple[float, float]] = {"fp32": (1e-3, 1e-2), "bf16": (0.1, 2.0)}
-"""Default `rollout.logprob_gap.mean` and `p999`, nats, by the coarser dtype of actor and engine."""
+"""Default `rollout.logprob_gap.mean` and `p999` in nats, by the coarser dtype of actor and engine."""
 
 _SET_BY_US = {
     "trainer and engine run one model, as actor.model and its config.json describe it": (
         "model model_weights model_impl model_class_overrides hf_config_path hf_overrides config_format runner convert "
         "revision code_revision disable_sliding_window diffusion_config"
     ),
-    "rollout.dtype says it": "dtype",
+    "rollout.dtype sets it": "dtype",
     "the actor's weights are copied into the engine's as they are": "quantization quantization_config",
-    "the engine's weights come from the actor and from nowhere else": (
+    "the engine's weights come only from the actor": (
         "load_format model_loader_extra_config weight_transfer_config pt_load_map_location"
     ),
-    "an update writes the engine's weights where they lie, so they must stay there": (
+    "an update writes the engine's weights in place, so they must not be moved": (
         "cpu_offload_gb cpu_offload_params offload_backend offload_group_size offload_num_in_group offload_params "
         "offload_prefetch_step"
     ),
-    "rollout.sleep_level says it": "enable_sleep_mode",
-    "other kernels of experts reorder the weights in memory, and an update would write wrongly": (
+    "rollout.sleep_level sets it": "enable_sleep_mode",
+    "other kernels of experts reorder the weights in memory, and an update would write to the wrong place": (
         "moe_backend kernel_config linear_backend"
     ),
-    "experts are cut by rollout.parallel.tp over the ranks of an engine, and stay where they are": (
+    "experts are cut by rollout.parallel.tp over the ranks of an engine, and must not be moved": (
         "enable_expert_parallel enable_eplb eplb_config expert_placement_strategy enable_elastic_ep"
     ),
     "adapters rename the weights that an update writes": "enable_lora default_mm_loras",
     "a draft model's weights are not updated with the actor's": (
         "speculative_config spec_model spec_method spec_tokens"
     ),
-    "rollout.parallel.tp says it": "tensor_parallel_size",
-    "rollout.gpu_memory_utilization says it": "gpu_memory_utilization",
+    "rollout.parallel.tp sets it": "tensor_parallel_size",
+    "rollout.gpu_memory_utilization sets it": "gpu_memory_utilization",
     "it follows from data.max_prompt_tokens + rollout.max_response_tokens": "max_model_len",
     "vLLM runs in the trainer's processes, on their devices": (
         "distributed_executor_backend worker_cls worker_extension_cls device_ids"
@@ -53,7 +53,7 @@ _SET_BY_US = {
         "data_parallel_hybrid_lb data_parallel_multi_port_external_lb data_parallel_address data_parallel_rpc_port "
         "decode_context_parallel_size scheduler_cls"
     ),
-    "whoever starts the ranks decides it": "nnodes node_rank master_addr master_port",
+    "the launcher of the ranks sets it": "nnodes node_rank master_addr master_port",
     "each sample has a seed of its own, which follows from run.seed": "seed",
     "log-probs must be those of the distribution that was sampled from, which the trainer makes from the logits and "
     "rollout.temperature alone": (
@@ -64,7 +64,7 @@ _SET_BY_US = {
     ),
 }
 RESERVED_ENGINE_ARGS = {name: reason for reason, names in _SET_BY_US.items() for name in names.split()}
-"""Arguments of vLLM that `rollout.engine_args` may not give, and why not."""
+"""Arguments of vLLM that `rollout.engine_args` may not set, with the reason."""
 
 
 class RolloutParallelConfig(FrozenModel):
@@ -73,92 +73,94 @@ class RolloutParallelConfig(FrozenModel):
 
 
 class LogprobGapConfig(FrozenModel):
-    """How far rollout and trainer may be apart: |rollout's log-prob - trainer's| of each sampled token at the same
-    weights and temperature, in nats.
+    """Limits of the difference between rollout and trainer: |rollout's log-prob - trainer's| of each sampled token at
+    the same weights and temperature, in nats.
 
-    A run ends when a limit is exceeded in `steps` consecutive steps; the checkpoint of the last one is written before.
-    The largest gap of a step is logged and ends nothing: among millions of tokens some are always far apart in bf16,
-    most of all where a mixture of experts sends a token elsewhere.
+    A run ends when a limit is exceeded in `steps` consecutive steps, after writing the last step's checkpoint.
+    The largest gap of a step is only logged: in bf16 a few of millions of tokens always have a large gap, most of all
+    if a mixture of experts sends a token to another expert.
     """
 
     mean: Positive | None = None
-    """Limit of the mean over the response tokens of a step. Default: 0.001 where actor and engine are fp32, 0.1 where
-    either is bf16. What it is there to find (other weights, another temperature) makes a mean of tenths of a nat or
-    more; rounding in bf16 makes hundredths."""
+    """Limit of the mean over the response tokens of a step. Default: 0.001 if actor and engine are fp32, 0.1 if either
+    is bf16. A real fault (other weights, another temperature) makes a mean of tenths of a nat or more; rounding in bf16
+    makes hundredths."""
     p999: Positive | None = None
     """Limit of the 99.9th percentile: the smallest gap that at least 999 of 1000 tokens do not exceed (in a step of
-    less than 1000 tokens the largest). Default: 0.01 in fp32, 2 in bf16. It finds what is wrong for few tokens only,
-    such as one rank of several."""
+    less than 1000 tokens the largest). Default: 0.01 in fp32, 2 in bf16. It finds faults of few tokens, such as those
+    of one rank of several."""
     steps: PositiveInt = 3
-    """Consecutive steps above a limit that end the run. A run of fewer steps fails at its end if all of them were."""
+    """Consecutive steps above a limit that end the run. A shorter run fails at its end if all of its steps exceed
+    it."""
 
     def limits(self, dtype: Dtype) -> dict[str, float]:
-        """The limits in force where the coarser dtype of actor and engine is this."""
+        """Limits in force for the coarser dtype of actor and engine."""
         mean, p999 = GAP_LIMITS[dtype]
         return {"mean": self.mean or mean, "p999": self.p999 or p999}
 
 
 class RolloutConfig(FrozenModel):
     engine: Literal["vllm", "megatron"] = "vllm"
-    """`megatron` generates with the actor itself: slow, the oracle in tests."""
+    """Engine that generates responses. `megatron` uses the actor itself: slow, the oracle in tests."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of vLLM's weights and computation; `auto`: the actor's. bf16 under an actor in fp32 halves the engine's memory;
-    log-probs then differ by what bf16 rounds, for which `algo.rollout_correction` corrects. Read for the engine
+    """Dtype of vLLM's weights and computation; `auto`: the actor's. bf16 with an actor in fp32 halves the engine's
+    memory; log-probs then differ by rounding to bf16, which `algo.rollout_correction` corrects. Read for the engine
     `vllm`."""
     parallel: RolloutParallelConfig = RolloutParallelConfig()
     lora: Literal["merged", "adapter"] = "merged"
-    """How vLLM gets an actor with an adapter. `merged`: the adapter is added to the weights on the way. `adapter`:
-    the base once, then in every step the adapter alone, into vLLM's own LoRA layers: far fewer bytes, and a slower
-    sampling. Of Llama, Mistral, Qwen2 and Qwen3."""
+    """Transfer of an actor with an adapter to vLLM. `merged`: add the adapter to the weights that are sent. `adapter`:
+    send the base once, then in every step only the adapter, into vLLM's own LoRA layers: far fewer bytes, and slower
+    sampling. For Llama, Mistral, Qwen2 and Qwen3."""
     num_samples_per_prompt: PositiveInt = 1
     """Responses drawn for each prompt of a step."""
     max_response_tokens: PositiveInt = 1024
-    """A response that has not ended by then is truncated, and counted."""
+    """Longest response. A longer one is cut, and counted."""
     temperature: Positive = 1.0
-    """Divides logits in sampling and in every log-prob, on both sides."""
+    """Divisor of the logits in sampling and in every log-prob, in engine and trainer."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Draw from the fewest tokens, the likeliest first, that together have this probability. Of `generate` and `eval`
-    only, as `top_k` and `min_p`."""
+    """Draw from the smallest set of likeliest tokens that together have this probability. Only for `generate` and
+    `eval`, like `top_k` and `min_p`."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Draw from the so many likeliest tokens; 0: from all."""
+    """Draw from this many likeliest tokens; 0: from all."""
     min_p: Fraction = 0.0
-    """Draw from tokens that have at least this share of the largest probability."""
+    """Draw from tokens with at least this share of the largest probability."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Texts that end a response: it ends with the token in which the first of them is complete. That token stays as it
-    was drawn, with what stands behind the text in it."""
+    """Texts that end a response, with the token that completes the first of them. That token is kept as it was drawn,
+    including any text after the stop text."""
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Further tokens that end a response, beside the tokenizer's and those of generation_config.json."""
+    """Further tokens that end a response, besides the tokenizer's and those of generation_config.json."""
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.4
-    """Share of GPU memory for vLLM's weights and cache. CPU: the cache is `cpu_cache_gib`."""
+    """Share of GPU memory for vLLM's weights and cache. On a CPU `cpu_cache_gib` sets the cache."""
     cpu_cache_gib: PositiveInt = 1
     """Memory of vLLM's cache on each rank when it runs on a CPU."""
     verify_weights_every: Annotated[int, Field(ge=0)] = 10
-    """Steps between digest checks that vLLM holds the actor's weights; also at start and after the
-    first step. 0: only there."""
+    """Steps between checks, by digests, that vLLM holds the actor's weights. The check also runs at the start and after
+    the first step; 0: only then."""
     reshard_bucket_mib: PositiveInt = 256
-    """Memory in which a rank gathers weights to send, and as much for what it receives; less where less is free."""
+    """Memory of a rank for weights that it gathers to send, and the same again for weights that it receives; less if
+    less is free."""
     poison_weights: bool = False
-    """Debug: fill vLLM's weights with NaN before each update and name what is left of it."""
+    """Debug: fill vLLM's weights with NaN before each update, and name the tensors that the update did not
+    overwrite."""
     sleep_level: Literal["auto", 0, 1, 2] = "auto"
-    """What vLLM gives back while the trainer works. 0: nothing. 1: its cache; its weights are in host memory meanwhile.
-    2: both, and the actor's weights are copied again when it wakes, which a step does anyway. `auto`: 2 on a GPU in
-    `rl`, otherwise 0. Of the engine `vllm`; with another one 1 and 2 are refused."""
+    """Memory that vLLM frees while the trainer works. 0: none. 1: the cache, and its weights are moved to host memory.
+    2: cache and weights; the actor's weights are copied again when it wakes, which a step does anyway. `auto`: 2 on a
+    GPU in `rl`, otherwise 0. Other engines than `vllm` refuse 1 and 2."""
     max_engine_rebuilds: Annotated[int, Field(ge=0)] = 2
-    """How often vLLM may be built anew in one rollout when it fails: it gets the actor's weights again, they are
-    certified, and the responses that are missing are drawn. One failure more ends the run; so does the first with 0.
-    Read for the engine `vllm`."""
+    """Number of times that vLLM may be rebuilt after a failure in one rollout. It gets the actor's weights again, they
+    are verified, and the missing responses are drawn. One more failure ends the run. Read for the engine `vllm`."""
     balance: Balance = "on_demand"
-    """How samples are dealt to several engines, which all wait for the slowest. A prompt's samples stay together.
-    `on_demand`: each engine begins with a part, and takes more when its batch has room. `length`: all at the beginning,
-    so that expected work is equal: prompt and responses as long as they were last time, or in the last step on average.
-    `fixed`: equal numbers. Who draws a sample does not change it. Read for the engine `vllm`, where there are several.
-    """
+    """Distribution of samples to several engines, which all wait for the slowest. A prompt's samples stay together.
+    `on_demand`: each engine starts with a part, and takes more when its batch has room. `length`: everything at the
+    start, with equal expected work: prompts and responses as long as they were last time, or on average in the last
+    step. `fixed`: equal numbers. The choice does not change any sample. Read for the engine `vllm`, if there are
+    several."""
     logprob_gap: LogprobGapConfig = LogprobGapConfig()
-    """When the difference between rollout and trainer ends the run."""
+    """Limits of the difference between rollout and trainer that end the run."""
     engine_args: Mapping[str, Any] = {}
     """Further arguments of vLLM's `LLM`, by vLLM's names, such as `{max_num_seqs: 64, enable_prefix_caching: false}`.
-    Names that vLLM does not know are refused, and so are those that this project has to set itself, with the reason.
-    Read for the engine `vllm`."""
+    Names that vLLM does not know are refused. So are those that this project sets itself, with the reason. Read for the
+    engine `vllm`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -174,16 +176,16 @@ class RolloutConfig(FrozenModel):
     @field_validator("engine_args")
     @classmethod
     def _refuse_reserved(cls, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Whether vLLM knows a name is for `planning/preflight.py` to ask."""
+        """Refuse reserved names. `planning/preflight.py` checks whether vLLM knows the others."""
         refused = [f"{name}: {RESERVED_ENGINE_ARGS[name]}" for name in arguments if name in RESERVED_ENGINE_ARGS]
         if refused:
             raise ValueError(f"megarlhf sets these itself, remove them: {'; '.join(refused)}")
-        if words := [name for name, value in arguments.items() if str(value).lower() in ("yes", "no", "on", "off")]:
-            raise ValueError(f"{', '.join(words)}: write true or false; vLLM would get a text, which counts as true")
+        if switches := [name for name, value in arguments.items() if str(value).lower() in ("yes", "no", "on", "off")]:
+            raise ValueError(f"{', '.join(switches)}: write true or false; vLLM would get a text, which counts as true")
         return arguments
 
     @model_validator(mode="after")
-    def _only_of_vllm(self) -> RolloutConfig:
+    def _check_engine_keys(self) -> RolloutConfig:
         dtype = None if self.dtype == "auto" else self.dtype
         given = [("engine_args", self.engine_args), ("parallel.tp", self.parallel.tp), ("dtype", dtype)]
         given += [("sleep_level", self.sleep_level not in ("auto", 0))]
@@ -197,9 +199,22 @@ class RolloutConfig(FrozenModel):
 
     @property
     def filters(self) -> list[str]:
-        """What restricts which tokens are drawn, as it is set."""
+        """Settings that restrict which tokens are drawn, such as `rollout.top_k = 5`."""
         set_filters = {"top_p": self.top_p != 1.0, "top_k": self.top_k != 0, "min_p": self.min_p != 0.0}
         return [f"rollout.{name} = {getattr(self, name)}" for name, is_set in set_filters.items() if is_set]
+
+    def require_greedy(self) -> None:
+        """Raises: ValueError for settings that make no sense if the likeliest token is always taken."""
+        if self.filters:
+            raise ValueError(
+                f"{' and '.join(self.filters)} has no effect with greedy = true, which takes the likeliest token; set "
+                "greedy to false, or leave it out"
+            )
+        if (samples := self.num_samples_per_prompt) > 1:
+            raise ValueError(
+                f"rollout.num_samples_per_prompt = {samples} with greedy = true would draw {samples} equal responses "
+                "to each prompt; set greedy to false, or the number to 1"
+            )
 
     def tp(self, actor: RoleConfig) -> int:
         """Tensor-parallel size of one engine."""

@@ -1,4 +1,4 @@
-"""Configuration of a run and of what it keeps of itself."""
+"""Configuration of a run, its directory and its checkpoints."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from megarlhf.config.tracking import WandbConfig
 class RunConfig(FrozenModel):
     dir: Path
     """Run directory: resolved config, metrics, TensorBoard events, checkpoints. It belongs to one run at a time, which
-    holds `lock` there while it runs."""
+    holds the file `lock` there while it runs."""
     on_existing: Literal["resume", "refuse", "overwrite"] = "resume"
-    """What to do when `dir` holds an earlier run. `resume`: an earlier run of the same command goes on where it was
-    last saved (a new run begins where there is none). A run that has finished is refused, unless `train.num_steps` has
-    grown since; so is one of another command, and one whose configuration computes something else (see
-    `allow_changes`). `generate` and `eval` have nothing to go on with: for them it means `refuse`. `refuse`: any
-    earlier run is refused. `overwrite` starts over: it removes what an earlier run of the same command wrote there
-    (configuration, metrics, lengths, TensorBoard events, checkpoints, resume points, rollout bank, profiles,
-    responses.jsonl) and nothing else. It is refused when Slurm has queued the job again, because it would remove what
-    the first attempt wrote."""
+    """Handling of an earlier run in `dir`. `resume`: continue an earlier run of the same command from its last resume
+    point; without one, start a new run. A run that has finished is refused, unless `train.num_steps` has grown since.
+    So is a run of another command, and one whose configuration computes something else (see `allow_changes`).
+    `generate` and `eval` cannot continue: for them it means `refuse`. `refuse`: refuse any earlier run. `overwrite`:
+    start over. It removes only what an earlier run of the same command wrote there (configuration, metrics, lengths,
+    TensorBoard events, checkpoints, resume points, rollout bank, profiles, responses.jsonl). It is refused when Slurm
+    has queued the job again, because it would remove what the first attempt wrote."""
     allow_changes: bool = False
-    """Go on with an earlier run although the configuration has changed in what is computed, such as a learning rate, a
+    """Continue an earlier run even if the configuration has changed in what is computed, such as a learning rate, a
     loss or the data. The changes are listed at the start. Without it such a start is refused. Changes of layout, of
-    memory and of the checkpoints' cadence need no permission."""
+    memory and of the checkpoints' cadence are always allowed."""
     nproc: PositiveInt = 1
-    """Local ranks that a plain start launches; torchrun and srun decide for themselves."""
+    """Local ranks that a plain start launches. torchrun and srun set their own number."""
     world_size: PositiveInt | None = None
-    """Ranks of the job that the file is for; default: `nproc`. It starts none. `megarlhf plan` and `--dry-run` plan and
-    check that many ranks, also where they are not, and a start with another number says so."""
+    """Number of ranks that the file is written for; default: `nproc`. It starts no ranks. `megarlhf plan` and
+    `--dry-run` plan and check this many ranks, even on a machine without them, and a start with another number reports
+    it."""
     seed: NonNegativeInt = 0
-    """Everything random follows from it: weights, data order, samples."""
+    """Seed of all random numbers: weights, data order, samples."""
     deterministic: bool = False
-    """The same bits from every run on GPUs of one kind. Without it some kernels add in an order that changes from run
-    to run. Kernels with a fixed order are slower, and what has none is refused at the start. On a CPU runs repeat bit
-    for bit anyway."""
+    """Give the same bits in every run on GPUs of one kind. Otherwise some kernels add in an order that changes from run
+    to run. Kernels with a fixed order are slower, and an operation without one is refused at the start. On a CPU runs
+    always repeat bit for bit."""
     wandb: WandbConfig = WandbConfig()
 
     @property
     def planned_ranks(self) -> int:
-        """Ranks of the job that the file is for."""
+        """Number of ranks that the file is written for."""
         return self.world_size or self.nproc
 
     @model_validator(mode="before")
@@ -59,35 +59,36 @@ class RunConfig(FrozenModel):
 
 
 class CheckpointConfig(FrozenModel):
-    """Two kinds of checkpoint. A *resume point* holds all that a run needs to go on exactly, sharded, and is written
-    while training goes on. An *export* is a Hugging Face directory for people to use; the last step always gets one."""
+    """Two kinds of checkpoint. A *resume point* is sharded and holds everything that a run needs to continue exactly;
+    it is written during training. An *export* is a Hugging Face directory for use elsewhere; the last step always gets
+    one."""
 
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between resume points; 0: not by steps. With all three cadences 0 a resume point is written only when the
     run is asked to stop."""
     every_updates: Annotated[int, Field(ge=0)] = 0
     """Optimizer updates between resume points, also inside a step of `rl`, together with the step's samples; 0: not by
-    updates. 1 loses at most one update. An update is that of a mini-batch, of actor and critic together."""
+    updates. 1 loses at most one update. The updates of actor and critic by one mini-batch count as one."""
     every_minutes: NonNegative = 15.0
     """Minutes between resume points; 0: not by time."""
     keep: PositiveInt = 2
-    """Keep the newest so many resume points."""
+    """Number of newest resume points to keep."""
     keep_every: Annotated[int, Field(ge=0)] = 0
-    """Keep also, for good, the first resume point at or after each step that is a multiple of this; 0: none."""
+    """Keep permanently the first resume point at or after each step that is a multiple of this; 0: none."""
     background: bool = True
-    """Write resume points while training goes on; false: training waits until a point is complete."""
+    """Write resume points during training; false: training waits until a point is complete."""
     seconds_before_end: NonNegative = 60.0
-    """A run in a Slurm job saves and ends, to be queued again, when the time left in the job is shorter than the
-    longest step, the longest save and these seconds together."""
+    """Margin before the end of a Slurm job. The run saves and ends, to be queued again, when the time left is shorter
+    than the longest step, the longest save and these seconds together."""
     export_every: Annotated[int, Field(ge=0)] = 0
     """Steps between exports; 0: after the last step only."""
     export_keep: PositiveInt | None = None
-    """Keep only the newest so many exports, and the one of `best`."""
+    """Number of newest exports to keep, in addition to that of `best`; default: all."""
     best: BestConfig | None = None
-    """Export also after each step whose evaluation is the best so far, and point `checkpoints/best` at it. Evaluations
-    count from the first after a step on; the model that the run began with is not among them."""
+    """Also export after each step whose evaluation is the best so far, and point `checkpoints/best` at it. The
+    evaluation before the first step does not count."""
 
     @property
     def by_cadence(self) -> bool:
-        """Whether resume points are written without being asked for."""
+        """Whether resume points are written by steps, updates or time."""
         return bool(self.every or self.every_updates or self.every_minutes)

@@ -1,4 +1,4 @@
-"""Configuration of which samples of a step are trained on, and of what their length does to their reward."""
+"""Configuration of the samples that a step trains on, and of the effect of their length on the reward."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from megarlhf.config.roles import FrozenModel, NonNegative
 
 
 class DynamicSamplingConfig(FrozenModel):
-    """Prompts whose responses all get the same reward teach nothing where responses are compared within their group.
-    Dynamic sampling (DAPO) drops them and draws responses to other prompts in their place.
+    """Dynamic sampling (DAPO): drop prompts whose responses all get the same reward, and draw responses to other
+    prompts in their place. Such groups teach nothing to advantages that compare within groups.
 
-    The reward is then needed before the log-probs are computed, and is waited for. Compared is what the rewards say,
-    after `shift` and `clip`, before anything about a response's length.
+    The reward is then needed, and waited for, before the log-probs are computed. Rewards are compared after `shift` and
+    `clip`, before any change for a response's length.
     """
 
     max_refills: Annotated[int, Field(ge=0)] = 0
-    """Further rounds of prompts in a step, as many prompts each as are missing; 0: no dynamic sampling. What is missing
-    after the last round is filled up with the dropped groups, so that a step always has as many samples. verl's
+    """Further rounds of prompts in a step, each with as many prompts as are missing; 0: no dynamic sampling. After the
+    last round dropped groups fill the gap, so that every step has the same number of samples. verl's
     max_num_gen_batches counts the first round too."""
     reward_range: tuple[float, float] | None = None
-    """Also drop groups whose mean reward is not between the two, which themselves are outside (OpenRLHF's
+    """Also drop groups whose mean reward is not strictly between these two (OpenRLHF's
     dynamic_filtering_reward_range)."""
 
     @model_validator(mode="after")
@@ -38,16 +38,16 @@ class DynamicSamplingConfig(FrozenModel):
 
 
 class OverlongConfig(FrozenModel):
-    """Responses near or at `rollout.max_response_tokens`."""
+    """Handling of responses near or at `rollout.max_response_tokens`."""
 
     buffer_tokens: PositiveInt | None = None
-    """The last so many tokens before the longest length, in which the reward falls in a straight line by up to
-    `penalty` (DAPO's soft overlong punishment); null: no such penalty."""
+    """Number of last tokens before the longest length over which the reward falls linearly by up to `penalty` (DAPO's
+    soft overlong punishment); null: no such penalty."""
     penalty: NonNegative = 1.0
-    """At the longest length."""
+    """Penalty at the longest length."""
     mask: bool = False
     """Leave responses that were cut at the longest length out of the losses (DAPO's overlong filtering, TRL's
-    mask_truncated_completions). In the comparison within their group they count."""
+    mask_truncated_completions). They still count in the comparison within their group."""
 
     @model_validator(mode="after")
     def _check(self) -> OverlongConfig:

@@ -11,22 +11,22 @@ from megarlhf.config.roles import FrozenModel
 
 
 class ServeRewardConfig(FrozenModel):
-    """A server that gives rewards to runs whose `rewards` have `kind: http`."""
+    """Server of rewards for runs whose `rewards` have `kind: http`."""
 
     rewards: tuple[RewardConfig, ...]
-    """Rules and classifiers; a response gets their weighted sum, and null where none applies."""
+    """Rules and classifiers. A response gets their weighted sum, or null if none applies."""
     host: str = "127.0.0.1"
-    """Address to listen on. Beyond this machine (`0.0.0.0`, say) a token is required."""
+    """Address to listen on. An address that other machines can reach, such as `0.0.0.0`, requires a token."""
     port: Annotated[int, Field(ge=0, le=65535)] = 5000
-    """0: a free one, which the start prints."""
+    """Port to listen on; 0: a free one, which the start prints."""
     token_env: str | None = None
-    """The environment variable with the token that requests must bring as `Authorization: Bearer`."""
+    """Environment variable with the token that requests must send as `Authorization: Bearer`."""
     device: Literal["cpu", "gpu"] = "cpu"
-    """Where classifiers compute."""
+    """Device of classifiers."""
     max_samples: PositiveInt = 1024
-    """Responses of one request."""
+    """Most responses in one request."""
     max_body_mib: PositiveInt = 32
-    """Size of one request."""
+    """Largest size of one request."""
 
     @model_validator(mode="after")
     def _check(self) -> ServeRewardConfig:
@@ -34,13 +34,14 @@ class ServeRewardConfig(FrozenModel):
             raise ValueError("rewards is empty; name at least one, such as [{kind: classifier, path: models/judge}]")
         if other := [reward.kind for reward in self.rewards if reward.kind not in ("rule", "classifier")]:
             raise ValueError(f"serve-reward serves rules and classifiers; got a reward of kind {other[0]!r}")
-        if untold := [r.label for r in self.rewards if r.kind == "classifier" and (r.form == "chat" or r.append_eos)]:
+        chats = [r.label for r in self.rewards if r.kind == "classifier" and (r.form == "chat" or r.append_eos)]
+        if chats:
             raise ValueError(
-                f"reward {untold[0]!r}: a request has rendered prompts and says nothing of messages, nor of what was "
-                "cut, which form: chat and append_eos need; set form: joined or pair, or give the run the classifier"
+                f"reward {chats[0]!r}: a request has rendered prompts, without messages and without what was cut, "
+                "which form: chat and append_eos need; set form: joined or pair, or give the run the classifier"
             )
         if scaled := [reward.label for reward in self.rewards if reward.normalise != "none"]:
-            raise ValueError(f"reward {scaled[0]!r}: normalise is of the run that asks; set it there")
+            raise ValueError(f"reward {scaled[0]!r}: normalise is for the run that asks; set it there")
         if self.host not in ("127.0.0.1", "localhost", "::1") and self.token_env is None:
             raise ValueError(
                 f"host = {self.host!r} can be reached from other machines: set token_env to the name of an environment "

@@ -1,4 +1,4 @@
-"""Where the reference is the actor's own model without its adapter: no second model is built."""
+"""Reference that is the actor's own model without its adapter: then no second model is built."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from megarlhf.config.roles import ModelConfig, RoleConfig
 
 
 def is_base_of(actor: RoleConfig, reference: RoleConfig | None) -> bool:
-    """Whether the reference of this section (None: none was given) is what the actor's adapter was put on, and on the
-    same ranks in the same way."""
-    return actor.lora is not None and not why_apart(actor, reference)
+    """Whether the reference (None: no section) is the base model of the actor's adapter, in the same layout."""
+    return actor.lora is not None and not separate_reference_reason(actor, reference)
 
 
-def why_apart(actor: RoleConfig, reference: RoleConfig | None) -> str:
-    """Why the reference of an actor with an adapter is a model of its own; empty where it is the actor's base."""
+def separate_reference_reason(actor: RoleConfig, reference: RoleConfig | None) -> str:
+    """Reason why the reference of an actor with an adapter is a separate model; empty if it is the actor's base."""
     assert actor.lora is not None
     if reference is None:
         return "" if actor.lora.path is None else "the actor starts from an adapter, which the reference keeps"
@@ -26,13 +25,13 @@ def why_apart(actor: RoleConfig, reference: RoleConfig | None) -> str:
 
 
 def reference_section(actor: RoleConfig, reference: RoleConfig | None) -> RoleConfig:
-    """As which the reference is built: where it is the actor's base, that of the actor without its adapter."""
+    """Section that the reference is built from: the actor's without the adapter, if it is the actor's base."""
     if is_base_of(actor, reference):
         return actor.model_copy(update={"lora": None})
     return reference or actor
 
 
 def _same_model(actor: ModelConfig, reference: ModelConfig) -> bool:
-    places = [(model.path.resolve(), None if model.hf is None else model.hf.resolve()) for model in (actor, reference)]
+    paths = [(model.path.resolve(), None if model.hf is None else model.hf.resolve()) for model in (actor, reference)]
     keys = ("random_init", "dtype")
-    return places[0] == places[1] and all(getattr(actor, key) == getattr(reference, key) for key in keys)
+    return paths[0] == paths[1] and all(getattr(actor, key) == getattr(reference, key) for key in keys)

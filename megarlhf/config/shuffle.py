@@ -1,4 +1,4 @@
-"""`train.shuffle`: which samples of a step go into which mini-batch."""
+"""Type of `train.shuffle`, which assigns the samples of a step to mini-batches."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-_OF_SWITCH = {"true": "samples", "false": "none"}
-"""What true and false meant, which it once was."""
+_OLD_VALUES = {"true": "samples", "false": "none"}
+"""Meaning of the values of earlier versions."""
 
 
-def _no_switch(value: Any) -> Any:
-    word = str(value).lower()
-    if word in _OF_SWITCH:
+def _refuse_boolean(value: Any) -> Any:
+    old = str(value).lower()
+    if old in _OLD_VALUES:
         raise ValueError(
-            f"{word} is no longer read, as there are three ways now: write {_OF_SWITCH[word]} for what {word} meant, "
-            "samples, groups or none"
+            f"{old} is no longer read, as there are three values now: write {_OLD_VALUES[old]} for the meaning of "
+            f"{old}, or samples, groups or none"
         )
     return value
 
 
-Shuffle = Annotated[Literal["samples", "groups", "none"], BeforeValidator(_no_switch)]
+Shuffle = Annotated[Literal["samples", "groups", "none"], BeforeValidator(_refuse_boolean)]
 
 
-def in_todays_words(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration that a run of an earlier version has written: true and false are what they meant."""
+def convert_old_shuffle(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace true and false in a configuration that a run of an earlier version wrote."""
     train = config.get("train")
     if not isinstance(train, Mapping) or not isinstance(train.get("shuffle"), bool):
         return dict(config)
-    return {**config, "train": {**train, "shuffle": _OF_SWITCH[str(train["shuffle"]).lower()]}}
+    return {**config, "train": {**train, "shuffle": _OLD_VALUES[str(train["shuffle"]).lower()]}}

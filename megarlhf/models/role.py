@@ -29,7 +29,7 @@ from megarlhf.parallel.mesh import GroupCache, Mesh, build_mesh
 from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.parallel.packing.partition import forward_cost
 from megarlhf.parallel.router_balance import RouterBalance
-from megarlhf.parallel.step import Loss, StepResult, Trainer, forward_only
+from megarlhf.parallel.step import Accumulated, Loss, StepResult, Trainer, forward_only
 from megarlhf.weights.checkpoint.formats.huggingface.read import is_huggingface
 from megarlhf.weights.checkpoint.peft import adapted
 
@@ -71,7 +71,7 @@ class Role:
         with without_adapters(self.shard.module) if self.adapter_is_off else contextlib.nullcontext():
             return forward_only(self.shard.module, self.mesh, batches, score)
 
-    def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> dict[str, float]:
+    def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> Accumulated:
         """See `parallel.step.Trainer.accumulate`."""
         assert self.trainer is not None, f"{self.name} is not trained"
         return self.trainer.accumulate(batches, loss)

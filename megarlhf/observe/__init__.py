@@ -1,1 +1,1 @@
-"""What a run shows of itself: metrics on disk, progress on the terminal, and the report."""
+"""Output of a run: metrics on disk, progress on the terminal, and reports."""

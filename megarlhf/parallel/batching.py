@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +20,7 @@ from megarlhf.parallel.mesh import Mesh
 from megarlhf.parallel.micro_batch import MicroBatchLayout, round_up
 from megarlhf.parallel.packing.partition import ForwardCost, pack
 from megarlhf.parallel.packing.tree_layouts import SequenceGroup, segments_of
-from megarlhf.parallel.packing.tree_partition import Packed, PrefixGroup, pack_trees
+from megarlhf.parallel.packing.tree_partition import PrefixGroup, pack_trees
 
 FILLER = -1
 """Stands for a sample where a rank has a row too many; nothing is computed from it."""
@@ -72,16 +71,15 @@ class Batching:
         return self.share and self.micro.max_tokens_per_micro_batch is not None and self.mesh.layout.cp == 1
 
     def layouts(self, groups: Sequence[Sequence[int]], lengths_N: Tensor, **shared: Any) -> list[MicroBatchLayout]:
-        """This data-parallel rank's micro-batches; every rank gets as many. See `layouts_by_rank`."""
-        return self.mesh.own(self.layouts_by_rank(groups, lengths_N, **shared))
+        """This data-parallel rank's micro-batches, which it is about to compute. See `layouts_by_rank`."""
+        return self.own(self.layouts_by_rank(groups, lengths_N, **shared))
+
+    def own(self, by_rank: Sequence[list[MicroBatchLayout]]) -> list[MicroBatchLayout]:
+        """This data-parallel rank's share of micro-batches that are about to be computed. Every rank has as many.
+        Rehearsals count them here, as work of all ranks."""
+        return self.mesh.own(by_rank)
 
     def layouts_by_rank(
-        self, groups: Sequence[Sequence[int]], lengths_N: Tensor, **shared: Any
-    ) -> list[list[MicroBatchLayout]]:
-        """`planned_by_rank`, of micro-batches that are about to be computed: rehearsals count them as work."""
-        return self.planned_by_rank(groups, lengths_N, **shared)
-
-    def planned_by_rank(
         self,
         groups: Sequence[Sequence[int]],
         lengths_N: Tensor,
@@ -165,7 +163,7 @@ class Batching:
             PrefixGroup(common, tuple(lengths[n] for n in group), divisible)
             for group, common in zip(groups, shared, strict=True)
         )
-        packed = pack_once(prefixes, num_ranks=self.mesh.layout.dp, max_tokens=budget, cost=self.cost)
+        packed = pack_trees(prefixes, num_ranks=self.mesh.layout.dp, max_tokens=budget, cost=self.cost)
 
         def layout(chosen: Sequence[tuple[int, tuple[int, ...]]]) -> MicroBatchLayout:
             entries = []
@@ -189,10 +187,3 @@ class Batching:
             )
 
         return [[layout(chosen) for chosen in micro_batches] for micro_batches in packed]
-
-
-@lru_cache(maxsize=64)
-def pack_once(groups: tuple[PrefixGroup, ...], **how: Any) -> Packed:
-    """`pack_trees`, once for all that ask: a step's micro-batches are asked for by whoever computes on them, and by
-    whoever wants to know who has them."""
-    return pack_trees(groups, **how)

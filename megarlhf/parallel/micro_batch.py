@@ -4,7 +4,7 @@ The grid has rows padded on the right, one sequence each, or a single row in whi
 and may share their beginnings. Numbers of a token stand at the token.
 
 Legend: B rows, S columns of the grid, N sequences known to the caller, K sequences of a micro-batch, R values placed; M
-segments, V segments on the ways to all sequences.
+segments, P spans, V segments on the ways to all sequences.
 """
 
 from __future__ import annotations
@@ -118,8 +118,11 @@ class MicroBatchLayout:
     def index_R(self, spans: TokenSpans) -> Tensor:
         """Where the values of `spans` stand in the grid read row by row, sequence after sequence, int64, on the CPU."""
         lengths_K = torch.tensor(self.lengths, dtype=torch.int64)
-        starts_K = lengths_K.cumsum(0) - lengths_K + spans.first_N[self.sequences_K]
-        return self.tokens_R[ranges(starts_K, spans.count_N[self.sequences_K])]
+        starts_K = lengths_K.cumsum(0) - lengths_K
+        spans_K = spans.lengths.lengths_N[self.sequences_K]
+        chosen_P = ranges(spans.lengths.cu_seqlens[self.sequences_K], spans_K)
+        starts_P = starts_K.repeat_interleave(spans_K) + spans.first_P[chosen_P]
+        return self.tokens_R[ranges(starts_P, spans.lengths.values_T[chosen_P])]
 
     def grid_BS(self, values_R: Tensor, spans: TokenSpans, fill: float = 0) -> Tensor:
         """The values on `spans`, sequence after sequence, and `fill` elsewhere; on their device, in their dtype."""
@@ -130,31 +133,51 @@ class MicroBatchLayout:
 
 @dataclass(frozen=True)
 class TokenSpans:
-    """A stretch of every sequence: `count` values from position `first` on."""
+    """Some tokens of every sequence, as spans: `lengths` tokens from position `first` of the sequence on.
 
-    first_N: Tensor
-    """int64, on the CPU."""
-    count_N: Tensor
-    """int64, on the CPU."""
+    Example: tokens 2, 3 and 6 of the first sequence and token 1 of the second are spans of 2 and 1 tokens, and of one:
+    first_P = [2, 6, 1], lengths = [[2, 1], [1]].
+    """
+
+    first_P: Tensor
+    """Position of each span's first token in its sequence, sequence after sequence: int64, on the CPU."""
+    lengths: Ragged
+    """Tokens of each span, by sequence: int64, on the CPU."""
+
+    @cached_property
+    def count_N(self) -> Tensor:
+        """Tokens of each sequence that are in its spans, int64, on the CPU."""
+        if bool((self.lengths.lengths_N == 1).all()):
+            return self.lengths.values_T
+        return torch.stack([row.sum() for row in self.lengths.rows()])
+
+    @staticmethod
+    def single(first_N: Tensor, count_N: Tensor) -> TokenSpans:
+        """One span of each sequence: `count` tokens from position `first` on."""
+        return TokenSpans(first_N, Ragged(count_N, torch.ones_like(count_N)))
 
     @staticmethod
     def whole(lengths_N: Tensor) -> TokenSpans:
         """All tokens of each sequence."""
-        return TokenSpans(torch.zeros_like(lengths_N), lengths_N)
+        return TokenSpans.single(torch.zeros_like(lengths_N), lengths_N)
 
     @staticmethod
     def last(lengths_N: Tensor) -> TokenSpans:
         """The last token of each sequence."""
-        return TokenSpans(lengths_N - 1, torch.ones_like(lengths_N))
+        return TokenSpans.single(lengths_N - 1, torch.ones_like(lengths_N))
 
     @staticmethod
     def responses(prompt_lengths_N: Tensor, response_lengths_N: Tensor) -> TokenSpans:
-        """The tokens behind the prompt. A prompt has at least one token, or nothing would predict the first of them."""
-        empty = (prompt_lengths_N < 1).nonzero().flatten()
-        assert not len(empty), (
-            f"sequence {int(empty[0])} has an empty prompt: nothing predicts its first response token"
+        """The tokens behind the prompt."""
+        return TokenSpans.single(prompt_lengths_N, response_lengths_N).require_predicted()
+
+    def require_predicted(self) -> TokenSpans:
+        """Itself, if a token stands before each span, or nothing would predict its first token."""
+        unpredicted = (self.first_P < 1).nonzero().flatten()
+        assert not len(unpredicted), (
+            f"span {int(unpredicted[0])} begins its sequence (an empty prompt): nothing predicts its first token"
         )
-        return TokenSpans(prompt_lengths_N, response_lengths_N)
+        return self
 
 
 @dataclass(frozen=True)

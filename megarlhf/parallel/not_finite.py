@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megarlhf.parallel.micro_batch import MicroBatch
-from megarlhf.parallel.step import Loss
+from megarlhf.parallel.step import Loss, LossOutput
 
 During = Literal["forward", "backward", "sums"]
 LOSS, MODEL = "(loss)", "(model)"
@@ -46,7 +46,7 @@ class LossModule(torch.nn.Module):
         super().__init__()
         self._loss, self.names = loss, loss.names
 
-    def forward(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def forward(self, output: Tensor, batch: MicroBatch) -> LossOutput:
         return self._loss(output, batch)
 
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,28 @@ from megarlhf.parallel.pipeline import KnownShapes
 from megarlhf.parallel.router_balance import ROUTER_AUX_LOSS, RouterBalance
 
 
+class LossOutput(NamedTuple):
+    """What a loss makes of a micro-batch."""
+
+    loss: Tensor
+    """This micro-batch's contribution to the loss, a scalar."""
+    sums: Tensor
+    """Sums to be added over the mini-batch, [len(names)], detached."""
+    captured: Tensor | None = None
+    """Values of this forward that the caller wants back, such as log-probs, detached."""
+
+
+@dataclass(frozen=True)
+class Accumulated:
+    """What a forward and backward over a mini-batch has given beside gradients."""
+
+    sums: dict[str, float]
+    """The loss's sums over the whole mini-batch, the same on every rank; `loss` is among them, without what routers
+    add to it, which is `router_aux_loss`."""
+    captured: list[Tensor]
+    """What the loss has captured of each of this rank's micro-batches, in their order; on the last stage."""
+
+
 class Loss(Protocol):
     """A loss on the last stage's output."""
 
@@ -51,9 +73,7 @@ class Loss(Protocol):
         """Labels of the sums that it reports."""
         ...
 
-    def __call__(self, output: Tensor, batch: MicroBatch, /) -> tuple[Tensor, Tensor]:
-        """(loss contribution, a scalar), (sums to be added over the mini-batch, [len(names)], detached)."""
-        ...
+    def __call__(self, output: Tensor, batch: MicroBatch, /) -> LossOutput: ...
 
 
 @dataclass(frozen=True)
@@ -284,24 +304,20 @@ class Trainer:
     def learning_rate(self) -> float:
         return float(self.scheduler.get_lr(self.optimizer.param_groups[0]))
 
-    def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> dict[str, float]:
+    def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> Accumulated:
         """Forward and backward over this rank's micro-batches; gradients end summed over data- and
-        context-parallel ranks.
-
-        Returns: the loss's sums over the whole mini-batch, on every rank; `loss` is among them, without what routers
-        add to it, which is `router_aux_loss`.
-        """
+        context-parallel ranks."""
         self.parts.to_learn(settled=False)
         self.module.train()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-        def on_output(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-            value, sums = loss(output, batch)
+        def on_output(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor | None]]:
+            value, sums, captured = loss(output, batch)
             # The token count (here: none) is Megatron's own divisor; ours is already in the loss.
             report = torch.cat([value.detach().reshape(1).double(), sums.detach().double()])
-            return value, torch.zeros((), dtype=torch.int, device=value.device), report
+            return value, torch.zeros((), dtype=torch.int, device=value.device), (report, captured)
 
         if self.balance is not None:
             self.balance.begin([batch.layout for batch in batches])
@@ -310,11 +326,12 @@ class Trainer:
         names = ("loss", *loss.names)
         total = torch.zeros(len(names), dtype=torch.float64, device=self.mesh.runtime.device)
         if self.mesh.owns_outputs:
-            total += torch.stack(reports).sum(0)
+            total += torch.stack([sums for sums, _ in reports]).sum(0)
         if self.balance is not None:  # each rank has what its own routers have added
             names, total = (*names, ROUTER_AUX_LOSS), torch.cat([total, self.balance.total.reshape(1)])
         dist.all_reduce(total)
-        return dict(zip(names, total.tolist(), strict=True))
+        captured = [captured for _, captured in reports if captured is not None]
+        return Accumulated(dict(zip(names, total.tolist(), strict=True)), captured)
 
     def gradient_norm(self) -> float:
         """The global norm of the accumulated gradients, before clipping, the same on every rank; infinite when any

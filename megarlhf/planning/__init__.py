@@ -1,1 +1,1 @@
-"""What can be decided about a job before it runs: batch arithmetic and legality of layouts."""
+"""Checks of a job before it runs, such as batch arithmetic and legal layouts."""

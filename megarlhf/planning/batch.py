@@ -1,34 +1,34 @@
-"""Batch arithmetic in words that say per what. Everything is checked here, before a model is built."""
+"""Batch arithmetic: derived numbers with their units. All divisions are checked here, before a model is built."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarlhf.config import DPOConfig, RLConfig, RLTrainConfig, RMConfig, SFTConfig, TrainConfig
+from megarlhf.config import DPOConfig, RLConfig, RLTrainConfig, RMConfig, SFTConfig, TrainConfig, roles_of
 
 
 @dataclass(frozen=True)
 class BatchNumber:
-    """One derived number and what it counts."""
+    """A derived number, and what it counts."""
 
-    words: str
+    unit: str
     value: int
 
 
-def _divided(total: int, by: int, what: str, per: str, advice: str) -> int:
+def _divided(total: int, by: int, name: str, per: str, advice: str) -> int:
     quotient, remainder = divmod(total, by)
     if remainder or not quotient:
         near = sorted({max(total // by, 1) * by, -(-total // by) * by})
         raise ValueError(
-            f"{what} = {total} is not a multiple of {per} = {by}; use {' or '.join(str(n) for n in near)}, or {advice}"
+            f"{name} = {total} is not a multiple of {per} = {by}; use {' or '.join(str(n) for n in near)}, or {advice}"
         )
     return quotient
 
 
 def micro_batches_per_rank(train: TrainConfig | RLTrainConfig, dp: int, role: str) -> int | None:
-    """Padded micro-batches per mini-batch of one data-parallel rank of `role`; None: packed, as many as it takes.
+    """Padded micro-batches per mini-batch on one data-parallel rank of `role`; None for packed ones.
 
-    Raises: ValueError when the mini-batch does not divide.
+    Raises: ValueError if the mini-batch does not divide.
     """
     size = train.micro_batch_samples
     if size is None:
@@ -43,36 +43,35 @@ def micro_batches_per_rank(train: TrainConfig | RLTrainConfig, dp: int, role: st
 
 
 def _micro_batch_size(train: TrainConfig | RLTrainConfig, sample: str) -> BatchNumber:
-    """Of one forward."""
     if train.max_tokens_per_micro_batch is not None:
-        words = "tokens per forward (packed micro-batch) of one data-parallel rank, at most"
-        return BatchNumber(words, train.max_tokens_per_micro_batch)
+        unit = "tokens per forward (packed micro-batch) of one data-parallel rank, at most"
+        return BatchNumber(unit, train.max_tokens_per_micro_batch)
     assert train.micro_batch_samples is not None
     return BatchNumber(f"{sample} per forward (micro-batch) of one data-parallel rank", train.micro_batch_samples)
 
 
 def supervised_batch_numbers(train: TrainConfig, dp: int, role: str, sample: str) -> list[BatchNumber]:
-    """The arithmetic of sft, rm and dpo. `sample` is what one sample is."""
+    """Numbers of sft, rm and dpo. `sample` is the word for their samples, in the plural."""
     numbers = [
         BatchNumber("optimizer steps of the run", train.num_steps),
         BatchNumber(f"{sample} per optimizer step (mini-batch), over all ranks", train.mini_batch_samples),
         BatchNumber(f"data-parallel ranks of {role}", dp),
     ]
-    per_rank = micro_batches_per_rank(train, dp, role)
+    per_rank, size = micro_batches_per_rank(train, dp, role), _micro_batch_size(train, sample)
     if per_rank is None:
-        return [*numbers, _micro_batch_size(train, sample)]
+        return [*numbers, size]
     return [
         *numbers,
         BatchNumber(f"{sample} per optimizer step on one data-parallel rank", train.mini_batch_samples // dp),
-        _micro_batch_size(train, sample),
+        size,
         BatchNumber("micro-batches per optimizer step on one data-parallel rank", per_rank),
     ]
 
 
 def dpo_batch_numbers(cfg: DPOConfig, world_size: int) -> list[BatchNumber]:
-    """The arithmetic of dpo, whose reference may have a layout of its own.
+    """Numbers of dpo, whose reference may have its own layout.
 
-    Raises: ValueError when the mini-batch does not divide, naming the keys.
+    Raises: ValueError if the mini-batch does not divide; it names the keys.
     """
     dp = cfg.actor.parallel.layout(world_size, "actor").dp
     numbers = supervised_batch_numbers(cfg.train, dp, "actor", "preference pairs (two sequences each)")
@@ -83,15 +82,15 @@ def dpo_batch_numbers(cfg: DPOConfig, world_size: int) -> list[BatchNumber]:
     forwards = 2 if cfg.loss == "kto" else 1  # kto: also on prompts with the responses of another pair
     numbers.append(BatchNumber("passes of the frozen reference over the pairs of an optimizer step", forwards))
     if per_rank is not None and reference_dp != dp:
-        words = f"micro-batches of each on one of reference's {reference_dp} data-parallel ranks"
-        numbers.append(BatchNumber(words, per_rank))
+        unit = f"micro-batches of each on one of reference's {reference_dp} data-parallel ranks"
+        numbers.append(BatchNumber(unit, per_rank))
     return numbers
 
 
 def rl_batch_numbers(cfg: RLConfig, world_size: int) -> list[BatchNumber]:
-    """The arithmetic of a rollout-and-train cycle.
+    """Numbers of a rollout-and-train step.
 
-    Raises: ValueError when samples, mini-batches or micro-batches do not divide, naming the keys.
+    Raises: ValueError if samples, mini-batches or micro-batches do not divide; it names the keys.
     """
     train, rollout = cfg.train, cfg.rollout
     samples = train.prompts_per_step * rollout.num_samples_per_prompt
@@ -130,26 +129,21 @@ def rl_batch_numbers(cfg: RLConfig, world_size: int) -> list[BatchNumber]:
 
 
 def schedule_notes(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig) -> list[str]:
-    """What a learning-rate schedule does that is rarely meant, in sentences. Raises: ValueError for a warm-up that is
-    longer than the run."""
+    """Notes on surprising schedules, in sentences. Raises: ValueError for a warm-up that is longer than the run."""
     notes = []
-    if isinstance(cfg, RLConfig):
-        trained = {role: section for role, section in cfg.roles().items() if role in ("actor", "critic")}
-        steps = {role: cfg.optimizer_steps(role) for role in trained}
-        waits = cfg.train.critic_warmup_steps if "critic" in trained else 0
-        if 0 < cfg.train.num_steps <= waits:
-            notes.append(
-                f"actor: never trained, as train.critic_warmup_steps = {waits} of train.num_steps = "
-                f"{cfg.train.num_steps} train the critic only"
-            )
-    else:
-        role, section = ("reward_model", cfg.reward_model) if isinstance(cfg, RMConfig) else ("actor", cfg.actor)
-        steps, trained = {role: cfg.train.num_steps}, {role: section}
-    for role, section in trained.items():
-        if 0 < steps[role] < section.optim.warmup_steps:
+    names = ("reward_model",) if isinstance(cfg, RMConfig) else ("actor", "critic")
+    roles = {role: section for role, section in roles_of(cfg).items() if role in names}
+    if isinstance(cfg, RLConfig) and "critic" in roles and 0 < cfg.train.num_steps <= cfg.train.critic_warmup_steps:
+        notes.append(
+            f"actor: never trained, as train.critic_warmup_steps = {cfg.train.critic_warmup_steps} of train.num_steps "
+            f"= {cfg.train.num_steps} train the critic only"
+        )
+    for role, section in roles.items():
+        steps = cfg.optimizer_steps(role) if isinstance(cfg, RLConfig) else cfg.train.num_steps
+        if 0 < steps < section.optim.warmup_steps:
             raise ValueError(
-                f"{role}.optim.warmup_steps = {section.optim.warmup_steps}, but the run has {steps[role]} optimizer "
-                f"steps of {role}: it would end before the learning rate reaches {role}.optim.lr; set warmup_steps to "
-                f"at most {steps[role]}, or make the run longer"
+                f"{role}.optim.warmup_steps = {section.optim.warmup_steps}, but the run has {steps} optimizer steps of "
+                f"{role}: it would end before the learning rate reaches {role}.optim.lr; set warmup_steps to at most "
+                f"{steps}, or make the run longer"
             )
     return notes

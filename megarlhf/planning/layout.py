@@ -1,4 +1,4 @@
-"""Does this architecture fit this layout? Decided from config.json alone."""
+"""Checks that an architecture fits a layout, from config.json alone."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megarlhf.weights.checkpoint.peft import adapted
 def check_role(role: str, section: RoleConfig, world_size: int) -> tuple[Architecture, MeshLayout]:
     """The role's architecture, with its adapter, and its layout.
 
-    Raises: ValueError naming the numbers when tp does not divide heads or the MLP, or fits neither way with the KV
-    heads, when the layers do not divide by pp, when the world does not divide by tp x cp x pp, or when Megatron-Core
-    cannot compute the architecture.
+    Raises: ValueError, with the numbers, if tp does not divide heads or the MLP or does not fit the KV heads, if pp
+    does not divide the layers, if tp x cp x pp does not divide the world, or if Megatron-Core cannot compute the
+    architecture.
     """
     arch = architecture_from_hf(section.model.hf_directory())
     layout = section.parallel.layout(world_size, role)
@@ -32,7 +32,7 @@ def check_role(role: str, section: RoleConfig, world_size: int) -> tuple[Archite
 
 
 def _with_trained(arch: Architecture, role: str, section: RoleConfig) -> Architecture:
-    """With the role's adapter, if it has one. Raises: ValueError for targets or patterns that name nothing."""
+    """The architecture with the role's adapter, if any. Raises: ValueError for targets or patterns without a match."""
     arch = adapted(arch, section.lora, role)
     try:
         trained_tensors(arch, head_of(role), freeze=section.freeze, train_only=section.train_only)
@@ -42,11 +42,11 @@ def _with_trained(arch: Architecture, role: str, section: RoleConfig) -> Archite
 
 
 def _check_architecture(arch: Architecture, where: str) -> None:
-    """What Megatron-Core cannot train."""
+    """Raises: ValueError for an architecture that Megatron-Core cannot train."""
     if arch.num_experts and arch.experts_per_token == 1 and arch.renormalize_experts:
         raise ValueError(
             f"{where}: config.json sends each token to one expert and scales its weight to 1, so that the router gets "
-            "no gradient, and Megatron-Core refuses it; use a model with two experts per token or more"
+            "no gradient. Megatron-Core refuses it; use a model with two experts per token or more"
         )
 
 
@@ -61,17 +61,14 @@ def _check_tensor_parallel(arch: Architecture, role: str, section: RoleConfig) -
 
 
 def _misfit(arch: Architecture, tp: int) -> str:
-    """The first thing that tp does not divide, in words, or nothing. Several ranks may share a KV head."""
-    shared = tp > arch.num_kv_heads and tp % arch.num_kv_heads == 0
-    parts = {
-        "attention heads": arch.num_heads,
-        # Shared, a head's rows are themselves cut.
-        "rows of QKV" if shared else "KV heads": (
-            (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim if shared else arch.num_kv_heads
-        ),
-        "MLP width": arch.expert_ffn_size if arch.num_experts else arch.ffn_size,
-    }
-    return next((f"{count} {what}" for what, count in parts.items() if count % tp), "")
+    """The first size that tp does not divide, such as `12 attention heads`, or an empty text."""
+    sizes = {"attention heads": arch.num_heads}
+    if tp > arch.num_kv_heads and tp % arch.num_kv_heads == 0:  # several ranks share a KV head, whose rows are cut
+        sizes["rows of QKV"] = (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
+    else:
+        sizes["KV heads"] = arch.num_kv_heads
+    sizes["MLP width"] = arch.expert_ffn_size if arch.num_experts else arch.ffn_size
+    return next((f"{size} {name}" for name, size in sizes.items() if size % tp), "")
 
 
 def _check_experts(arch: Architecture, role: str, parallel: ParallelConfig) -> None:

@@ -1,10 +1,14 @@
-"""Do the models of a run belong together, and has each the head that its role needs? Small files and headers say."""
+"""Checks that the models of a run fit each other, and that each has the head of its role.
+
+Only small files and headers of weights are read.
+"""
 
 from __future__ import annotations
 
 import filecmp
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -27,24 +31,25 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
 
 def check_vocabularies(roles: Mapping[str, RoleConfig], retokenized: Collection[str] = ()) -> list[str]:
-    """Every role reads the token ids that the first one's tokenizer wrote; they must mean the same to all, but for the
-    roles in `retokenized`, which are given text.
+    """Check that all roles give token ids the meaning of the first role's tokenizer.
 
-    Returns: what a user should know, in sentences. Raises: ValueError that names the first difference, a vocabulary
-    that is too small, or a model without a tokenizer whose vocabulary has another size.
+    Roles in `retokenized` are given text and are not checked.
+
+    Returns: notes for the user, in sentences. Raises: ValueError that names the first difference, a vocabulary that is
+    too small, or a model without a tokenizer whose vocabulary has another size.
     """
     writer, first = next(iter(roles.items()))
-    described = first.model.tokenizer_place()
+    own = first.model.tokenizer_place()
     _require_tokenizer(writer, first.model)
-    tokenizer = load_tokenizer(described)
+    tokenizer = load_tokenizer(own)
     notes = []
-    if other := read_otherwise(described, tokenizer):
-        notes.append(f"{writer}: texts are read as the files of {described} say; {other}")
+    if other := read_otherwise(own, tokenizer):
+        notes.append(f"{writer}: texts are read as the files of {own} say; {other}")
     if change := changed_text(tokenizer):
         text, read = change
         notes.append(
-            f"{writer}: the tokenizer of {described} does not keep texts as they are: {text!r} becomes {read!r}, in "
-            "prompts and in what is learnt"
+            f"{writer}: the tokenizer of {own} does not keep texts as they are: {text!r} becomes {read!r}, in prompts "
+            "and in learnt texts"
         )
     for role, section in roles.items():
         if role in retokenized:
@@ -53,60 +58,65 @@ def check_vocabularies(roles: Mapping[str, RoleConfig], retokenized: Collection[
         vocab_size = architecture_from_hf(section.model.hf_directory()).vocab_size
         if tokenizer.vocab_size > vocab_size:
             raise ValueError(
-                f"{role}: the tokenizer of {described} has {tokenizer.vocab_size} tokens, {section.model.path} has "
+                f"{role}: the tokenizer of {own} has {tokenizer.vocab_size} tokens, {section.model.path} has "
                 f"vocab_size = {vocab_size}; do tokenizer and model belong together?"
             )
-        if _same_tokenizer(described, directory):
+        if _same_tokenizer(own, directory):
             continue
         if has_tokenizer(directory):
             if difference := first_difference(tokenizer, load_tokenizer(directory)):
-                text = ", or give it text (rewards: [{kind: model, retokenize: true}])" * (role == "reward_model")
-                if role == "against":
-                    raise ValueError(
-                        f"against: the tokenizer of {directory} is not that of {described} ({writer}): {difference}. "
-                        "The reward model reads the token ids of both models' responses, and can have the tokenizer of "
-                        "one only; give it text (rewards: [{kind: model, retokenize: true}]), or compare models with "
-                        "one tokenizer"
-                    )
-                raise ValueError(
-                    f"{role}: the tokenizer of {directory} is not that of {described} ({writer}), whose token ids it "
-                    f"would read: {difference}. Give a {role} with the same tokenizer{text}"
-                )
+                _refuse_tokenizer(role, directory, f"{own} ({writer})", difference)
         elif vocab_size != (expected := architecture_from_hf(first.model.hf_directory()).vocab_size):
             raise ValueError(
                 f"{role}: {directory} has no tokenizer, and its vocab_size = {vocab_size} is not the {expected} of "
-                f"{described} ({writer}), whose token ids it would read; put the {role}'s tokenizer there"
+                f"{own} ({writer}), whose token ids it would read; put the {role}'s tokenizer there"
             )
         else:
             notes.append(
-                f"{role}: {directory} has no tokenizer to compare; its vocab_size is that of {writer}, and its token "
-                "ids are taken to mean the same"
+                f"{role}: {directory} has no tokenizer to compare; its vocab_size is that of {writer}, so its token "
+                "ids are assumed to mean the same"
             )
     return notes
 
 
+def _refuse_tokenizer(role: str, directory: Path, expected: str, difference: str) -> NoReturn:
+    """Raises: ValueError for a tokenizer that is not the expected one."""
+    retokenize = "give it text (rewards: [{kind: model, retokenize: true}])"
+    if role == "against":
+        raise ValueError(
+            f"against: the tokenizer of {directory} is not that of {expected}: {difference}. The reward model reads "
+            f"the token ids of both models' responses, and can have the tokenizer of one only; {retokenize}, or "
+            "compare models with one tokenizer"
+        )
+    remedy = f", or {retokenize}" if role == "reward_model" else ""
+    raise ValueError(
+        f"{role}: the tokenizer of {directory} is not that of {expected}, whose token ids it would read: {difference}. "
+        f"Give a {role} with the same tokenizer{remedy}"
+    )
+
+
 def _require_tokenizer(role: str, model: ModelConfig) -> None:
-    """Raises: ValueError where the role that reads the data has none, and a Megatron checkpoint says what its is."""
-    place = model.tokenizer_place()
-    if has_tokenizer(place) or not place.is_dir() or not has_weights(model):
+    """Raises: ValueError if the role that reads the data has no tokenizer, and its Megatron checkpoint names one."""
+    directory = model.tokenizer_place()
+    if has_tokenizer(directory) or not directory.is_dir() or not has_weights(model):
         return
     checkpoint = open_checkpoint(model.path, hf=model.hf)
-    if words := tokenizer_in_words(checkpoint.args or {}):
-        raise ValueError(f"{role}: no tokenizer in {place}; {words}")
+    if description := tokenizer_in_words(checkpoint.args or {}):
+        raise ValueError(f"{role}: no tokenizer in {directory}; {description}")
 
 
 def check_retokenized(role: str, section: RoleConfig, template: Template) -> str:
-    """A role that is given text needs a tokenizer of its own, and a chat template where the data has messages.
+    """Check a role that is given text. It needs its own tokenizer, and a chat template if the data has messages.
 
-    Returns: what a start says of it. Raises: ValueError.
+    Returns: a note for the user. Raises: ValueError.
     """
     described, directory = section.model.hf_directory(), section.model.tokenizer_place()
     if not has_tokenizer(directory):
         raise ValueError(f"{role}: {directory} has no tokenizer, which retokenize needs; put the {role}'s own there")
     if score_of_config(read_config(described), described) != "last_token":
         raise ValueError(
-            f"{role}: {directory} scores by the mean over the response (loss = response_mean), which retokenize does "
-            "not know apart from the prompt; train one with loss = last_token, or give one with the actor's tokenizer"
+            f"{role}: {directory} scores by the mean over the response (loss = response_mean), and retokenize does not "
+            "know where the response begins; train one with loss = last_token, or give one with the actor's tokenizer"
         )
     tokenizer, vocab_size = load_tokenizer(directory), architecture_from_hf(described).vocab_size
     if tokenizer.vocab_size > vocab_size:
@@ -123,7 +133,7 @@ def check_retokenized(role: str, section: RoleConfig, template: Template) -> str
 
 
 def _same_tokenizer(first: Path, second: Path) -> bool:
-    """Whether the files are the same to the byte, which spares reading them."""
+    """Whether the files are equal byte for byte, so that they need not be read."""
     if first == second:
         return True
     if not (first.is_dir() and second.is_dir()):
@@ -133,10 +143,10 @@ def _same_tokenizer(first: Path, second: Path) -> bool:
 
 
 def check_heads(roles: Mapping[str, RoleConfig], *, trains_reward_model: bool) -> list[str]:
-    """A reward model's scores and a critic's values come from a scalar head, a policy's log-probs from a language head.
+    """Check heads: reward model and critic need a scalar head, a policy needs a language head.
 
-    Returns: which heads are loaded, and which start at zero or at random, in sentences. Raises: ValueError for a model
-    of the other kind, as for one that cannot be opened, and for scores that would all be the same.
+    Returns: notes on heads that are loaded, or start at zero or at random. Raises: ValueError for a model of the other
+    kind or one that cannot be opened, and for scores that would all be the same.
     """
     notes = []
     for role, section in roles.items():
@@ -151,7 +161,7 @@ def check_heads(roles: Mapping[str, RoleConfig], *, trains_reward_model: bool) -
                 notes.append(f"critic: all weights start at random, in the shape of {model.path}")
             continue
         if role in ("critic", "reward_model"):
-            notes.append(f"{role}: {_head_in_words(role, section, trains_reward_model=trains_reward_model)}")
+            notes.append(f"{role}: {_scalar_head_note(role, section, trains_reward_model=trains_reward_model)}")
             continue
         if model.fresh_head:
             raise ValueError(f"{role}.model.fresh_head: a language model has no scalar head; leave it out")
@@ -161,12 +171,12 @@ def check_heads(roles: Mapping[str, RoleConfig], *, trains_reward_model: bool) -
                 f"{role}: {model.path} is a reward model or a critic ({kinds[0]}), not a language model; give one "
                 "that writes responses"
             )
-        open_checkpoint(model.path, hf=model.hf)  # missing, cut and misshapen weights are found before ranks start
+        open_checkpoint(model.path, hf=model.hf)  # raises for missing, truncated and misshapen weights
     return notes
 
 
-def _head_in_words(role: str, section: RoleConfig, *, trains_reward_model: bool) -> str:
-    """Where the scalar head of a critic or a reward model comes from. Raises: ValueError as `check_heads` does."""
+def _scalar_head_note(role: str, section: RoleConfig, *, trains_reward_model: bool) -> str:
+    """The source of the scalar head of a critic or a reward model. Raises: ValueError as `check_heads` does."""
     model, lora = section.model, section.lora
     checkpoint = open_checkpoint(model.path, hf=model.hf, head="scalar")
     adapter = None if lora is None else lora.path
@@ -184,28 +194,28 @@ def _head_in_words(role: str, section: RoleConfig, *, trains_reward_model: bool)
         _require_trained_head(checkpoint, section)
     if model.fresh_head and stored and not brought:
         return (
-            f"the scalar head starts {start}, the rest is {model.path}, whose own scalar head is left unread: with "
+            f"the scalar head starts {start}, the rest is {model.path}, whose own scalar head is not read: with "
             f"{role}.model.fresh_head = false it would be loaded"
         )
     if not (stored or brought):
         return f"the scalar head starts {start}, the rest is {model.path}"
-    place = adapter if brought and adapter is not None else model.path
+    source = adapter if brought and adapter is not None else model.path
     head_H = _stored_head(checkpoint, adapter if brought else None)
     if not bool(head_H.isfinite().all()):
-        raise ValueError(f"{role}: the scalar head of {place} holds NaN or infinite numbers; give another model")
+        raise ValueError(f"{role}: the scalar head of {source} holds NaN or infinite numbers; give another model")
     if not bool(head_H.any()):
         if role == "reward_model" and not trains_reward_model:
             raise ValueError(
-                f"reward_model: the scalar head of {place} is zero, and every response would score the same; give "
+                f"reward_model: the scalar head of {source} is zero, and every response would score the same; give "
                 "a reward model that `megarlhf rm` has trained"
             )
-        return f"the scalar head is loaded from {place}, where it is zero"
+        return f"the scalar head is loaded from {source}, where it is zero"
     unread = f", so that {role}.model.fresh_head has no effect" if model.fresh_head else ""
-    return f"the scalar head is loaded from {place}{unread}"
+    return f"the scalar head is loaded from {source}{unread}"
 
 
 def _require_trained_head(checkpoint: Checkpoint, section: RoleConfig) -> None:
-    """Of a critic whose head starts at zero. Raises: ValueError where it would stay there."""
+    """Require training of a critic's head that starts at zero. Raises: ValueError if it would stay there."""
     head = head_name(checkpoint.arch, "scalar")
     if section.lora is None and head not in trained_tensors_of(checkpoint.arch, "critic", section):
         key, patterns = ("freeze", section.freeze) if section.freeze else ("train_only", section.train_only)
@@ -216,8 +226,10 @@ def _require_trained_head(checkpoint: Checkpoint, section: RoleConfig) -> None:
 
 
 def _stored_head(checkpoint: Checkpoint, adapter: Path | None) -> Tensor:
-    """The weight of the scalar head, of the checkpoint or of an adapter: a few thousand numbers, the only ones that are
-    read before a run."""
+    """The weight of the scalar head, of the checkpoint or of an adapter: a few thousand numbers.
+
+    No other weights are read before a run.
+    """
     name = head_name(checkpoint.arch, "scalar")
     shapes = {name: logical_tensors(checkpoint.arch, "scalar")[name]}
     only = identity_placements(shapes)

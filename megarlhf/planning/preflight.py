@@ -1,4 +1,4 @@
-"""Everything that can be decided about a run without starting it, and the table that says so."""
+"""All checks of a run that do not need its start, and the tables of a dry run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from megarlhf.planning.machine.capabilities import (
 from megarlhf.planning.models import check_heads, check_retokenized, check_vocabularies
 from megarlhf.planning.unused_keys import changed_meanings, rarely_meant, without_effect
 from megarlhf.resume.claim.on_existing import require_usable, require_writable, strangers_in
-from megarlhf.rollout.rewards.accuracy import accuracy_of
+from megarlhf.rollout.rewards.accuracy import find_accuracy
 from megarlhf.rollout.vllm.arguments import cpu_experts_multiple, cpu_head_sizes, unknown_arguments
 from megarlhf.runtime import capabilities
 from megarlhf.weights.checkpoint.dtype import has_weights, resolve_dtype
@@ -59,7 +59,7 @@ from megarlhf.weights.checkpoint.dtype import has_weights, resolve_dtype
 
 @dataclass(frozen=True)
 class Preflight:
-    """What a checked run will be."""
+    """The description of a checked run."""
 
     title: str
     config: str
@@ -67,15 +67,15 @@ class Preflight:
     roles: tuple[tuple[str, str, str], ...]
     """Role, model and layout in words."""
     notes: tuple[str, ...] = ()
-    """What else a user should know, in sentences."""
+    """Notes for the user, in sentences."""
 
     def print(self) -> None:
-        """The resolved configuration and numbers, for people."""
+        """Print the resolved configuration, the tables and the notes."""
         console = make_console()
         console.print(self.config, highlight=False, markup=False)
         console.print(table(f"{self.title}: roles", self.roles, ("role", "model", "layout")))
         if self.numbers:
-            rows = [(number.words, number.value) for number in self.numbers]
+            rows = [(number.unit, number.value) for number in self.numbers]
             console.print(table(f"{self.title}: batch arithmetic", rows, ("per", "n")))
         for note in self.notes:
             console.print(note, highlight=False, markup=False, soft_wrap=True)
@@ -93,12 +93,12 @@ def preflight(
 ) -> Preflight:
     """Check the whole run.
 
-    device_type: of the machines that it is for, in torch's words; None: of this one
-    weights: whether models must have weights; if not, heads are looked at where they have
+    device_type: torch's name for the device of the run; None: this machine's
+    weights:     whether models must have weights; if not, heads are checked only of models that have
     local_ranks: see `check_layouts`
-    all_records: look at all records of small sets, beyond the first ones
+    all_records: check all records of small sets, beyond the first ones
 
-    Raises: ValueError, saying what does not fit and what to change.
+    Raises: ValueError that names the mistake and the remedy.
     """
     if draws(cfg):
         check_rules(cfg.rewards)
@@ -106,70 +106,50 @@ def preflight(
     on_cpu = device_type == "cpu"
     roles, retokenized = roles_of(cfg), _retokenized(cfg)
     stored = {name: section for name, section in roles.items() if weights or has_weights(section.model)}
-    described = []
     checked = check_layouts(cfg, world_size, local_ranks=local_ranks, device_type=device_type)
-    notes = (
-        without_effect(cfg, world_size, on_cpu=on_cpu)
-        + check_vocabularies(roles, _read_apart(cfg, retokenized))
-        + [check_retokenized(name, roles[name], cfg.data.template_mode) for name in retokenized]
-        + check_heads(stored, trains_reward_model=isinstance(cfg, RMConfig))
-    )
+    notes = without_effect(cfg, world_size, on_cpu=on_cpu)
+    notes += check_vocabularies(roles, _with_own_tokens(cfg, retokenized))
+    notes += [check_retokenized(name, roles[name], cfg.data.template_mode) for name in retokenized]
+    notes += check_heads(stored, trains_reward_model=isinstance(cfg, RMConfig))
+    described = []
     for name, section in roles.items():
         arch, layout = checked[name]
         dtype = resolve_dtype(name, section.model, head_of(name))
-        if draws(cfg) and name not in retokenized:  # its texts are measured one by one
+        if draws(cfg) and name not in retokenized:  # texts of those are measured one by one
             _check_positions(cfg, name, section, arch)
         size = f"{arch.num_layers} layers of {arch.hidden_size}"
         model = f"{section.model.path} ({arch.model_type}, {size}, {dtype.name} {dtype.why})"
-        described.append((name, model, f"{section.parallel.in_words(layout)} = {in_words(layout, world_size)}"))
+        described.append((name, model, f"{section.parallel.describe(layout)} = {describe_ranks(layout, world_size)}"))
     notes += check_trained(cfg, roles, {name: arch for name, (arch, _) in checked.items()})
-    of_data, texts = ([], False) if isinstance(cfg, AskConfig) else check_data(command, cfg)
-    notes += end_notes(*next(iter(roles.items())), cfg.data, generates=draws(cfg), texts=texts) + of_data
+    data_notes, texts = ([], False) if isinstance(cfg, AskConfig) else check_data(command, cfg)
+    notes += end_notes(*next(iter(roles.items())), cfg.data, generates=draws(cfg), texts=texts) + data_notes
     notes += check_writing(cfg)
     if isinstance(cfg, RLConfig):
         notes += check_anchor(cfg) + rarely_meant(cfg)
     if draws(cfg):
-        notes += try_rewards(cfg) if weights else []
-        notes += check_unread_fields(cfg) if weights and isinstance(cfg, RLConfig | EvaluateConfig) else []
-        accuracy = accuracy_of(cfg.eval.accuracy, cfg.rewards)
-        held_out = isinstance(cfg, EvaluateConfig) or (
-            isinstance(cfg, RLConfig) and (cfg.data.has_validation or cfg.data.test)
-        )
-        if accuracy.note and held_out:
-            notes.append(accuracy.note)
-        if isinstance(cfg, RLConfig) and accuracy.label is None and "eval_accuracy" in cfg.chosen_by:
-            raise ValueError(f"a choice is made by eval_accuracy, and {accuracy.note}")
-        if isinstance(cfg, EvaluateConfig) and cfg.eval.pass_at and accuracy.label is None:
-            raise ValueError(
-                f"eval.pass_at = {list(cfg.eval.pass_at)} needs to know which responses are right: {accuracy.note}"
-            )
+        notes += _check_rewards(cfg, weights=weights)
     if isinstance(cfg, RLConfig) and "reward_model" in roles and "reward_model" not in retokenized:
         notes += scorer_notes(cfg.actor, roles["reward_model"], cfg.data)
     notes += [] if isinstance(cfg, AskConfig) else _check_outputs(command, cfg)
     notes += look_at_all_records(command, cfg) if all_records else []
     if isinstance(cfg, DPOConfig):
-        notes.append(cfg.in_words())
+        notes.append(cfg.describe_loss())
     if not isinstance(cfg, GenerateConfig | EvaluateConfig):
-        notes += cfg.profile.in_words(world_size, on_cpu=on_cpu)
-        notes += schedule_notes(cfg) + changed_meanings(cfg)
-    return Preflight(
-        title=command,
-        config=dump_config(cfg),
-        numbers=tuple(_numbers(cfg, world_size)),
-        roles=tuple(described),
-        notes=tuple(notes),
-    )
+        notes += cfg.profile.start_notes(world_size, on_cpu=on_cpu) + schedule_notes(cfg) + changed_meanings(cfg)
+    numbers = tuple(_numbers(cfg, world_size))
+    return Preflight(command, dump_config(cfg), numbers, roles=tuple(described), notes=tuple(notes))
 
 
 def check_layouts(
     cfg: AnyConfig, world_size: int, *, local_ranks: int = 0, device_type: str | None = None
 ) -> dict[str, tuple[Architecture, MeshLayout]]:
-    """What needs no more than a look at each config.json, so that every rank can ask it before it joins the others:
-    roles on their ranks, engines, batches, and what the machine can do. Returns architecture and layout by role.
+    """Check layouts of roles, engines, batches, kernels and host memory; returns architecture and layout by role.
 
-    local_ranks: those that start on this machine; 0: another one is meant, whose memory is not known
+    Reads no more than each config.json, so that every rank can call it before it joins the others.
 
-    Raises: ValueError, saying what does not fit and what to change.
+    local_ranks: number of ranks that start on this machine; 0: the run is for other machines, of unknown memory
+
+    Raises: ValueError that names the mistake and the remedy.
     """
     device_type = device_type or capabilities().device_type
     roles = roles_of(cfg)
@@ -188,7 +168,7 @@ def check_layouts(
 
 
 def _numbers(cfg: AnyConfig, world_size: int) -> list[BatchNumber]:
-    """Raises: ValueError where the batches do not divide."""
+    """Batch arithmetic of the command. Raises: ValueError if the batches do not divide."""
     if isinstance(cfg, DPOConfig):
         return dpo_batch_numbers(cfg, world_size)
     if isinstance(cfg, RLConfig):
@@ -200,37 +180,49 @@ def _numbers(cfg: AnyConfig, world_size: int) -> list[BatchNumber]:
     return supervised_batch_numbers(cfg.train, section.parallel.layout(world_size, role).dp, role, sample)
 
 
-def in_words(layout: MeshLayout, world_size: int) -> str:
-    """The ranks of a role in a run of `world_size`."""
+def describe_ranks(layout: MeshLayout, world_size: int) -> str:
+    """`8 ranks`, or `4 ranks of 8: 0 to 3` for a role on some of the ranks."""
     count, ranks = layout.world_size, layout.ranks
     return f"{count} ranks" + (f" of {world_size}: {ranks[0]} to {ranks[-1]}" if count < world_size else "")
 
 
 def _retokenized(cfg: AnyConfig) -> list[str]:
-    """The roles that read text instead of the actor's token ids."""
-    return (
-        ["reward_model"]
-        if isinstance(cfg, RLConfig | EvaluateConfig) and cfg.uses_reward_model and cfg.retokenizes
-        else []
-    )
+    """Roles that read text instead of the actor's token ids."""
+    is_text = isinstance(cfg, RLConfig | EvaluateConfig) and cfg.uses_reward_model and cfg.retokenizes
+    return ["reward_model"] if is_text else []
 
 
-def _read_apart(cfg: AnyConfig, retokenized: Sequence[str]) -> list[str]:
-    """The roles that read no token ids of the first one: they are given text, or have data of their own."""
+def _with_own_tokens(cfg: AnyConfig, retokenized: Sequence[str]) -> list[str]:
+    """Roles that read no token ids of the first role: they are given text, or have data of their own."""
     if not isinstance(cfg, EvaluateConfig):
         return list(retokenized)
-    scores_ids = cfg.uses_reward_model and not cfg.retokenizes
-    return ["against", "reward_model"] if not scores_ids else []
+    return [] if cfg.uses_reward_model and not cfg.retokenizes else ["against", "reward_model"]
+
+
+def _check_rewards(cfg: RLConfig | GenerateConfig | EvaluateConfig, *, weights: bool) -> list[str]:
+    """Try rewards, and check that accuracy is known where it decides. Returns notes. Raises: ValueError."""
+    notes = try_rewards(cfg) if weights else []
+    notes += check_unread_fields(cfg) if weights and isinstance(cfg, RLConfig | EvaluateConfig) else []
+    accuracy = find_accuracy(cfg.eval.accuracy, cfg.rewards)
+    evaluates = isinstance(cfg, EvaluateConfig)
+    if accuracy.note and (evaluates or (isinstance(cfg, RLConfig) and (cfg.data.has_validation or cfg.data.test))):
+        notes.append(accuracy.note)
+    if isinstance(cfg, RLConfig) and accuracy.label is None and "eval_accuracy" in cfg.chosen_by:
+        raise ValueError(f"a choice is made by eval_accuracy, and {accuracy.note}")
+    if isinstance(cfg, EvaluateConfig) and cfg.eval.pass_at and accuracy.label is None:
+        raise ValueError(
+            f"eval.pass_at = {list(cfg.eval.pass_at)} needs to know which responses are right: {accuracy.note}"
+        )
+    return notes
 
 
 def _check_outputs(command: str, cfg: AnyConfig) -> list[str]:
-    """Nothing that is there may be lost. Returns what an overwriting run removes, and the like, in sentences."""
+    """Check that no existing file is lost. Returns notes, for example on files that an overwriting run removes."""
     if cfg.run.wandb.project is not None:
         require_wandb(cfg.run.wandb)
     if isinstance(cfg, GenerateConfig) and cfg.out is not None:
         require_writable_output(cfg, cfg.run, cfg.out)
-    notes = []
-    notes += same_data(cfg.data)
+    notes = same_data(cfg.data)
     usable = require_usable(cfg, cfg.run, command)
     require_writable(cfg.run)
     notes += strangers_in(cfg.run)
@@ -247,7 +239,7 @@ def _check_engine(
     *,
     on_cpu: bool,
 ) -> None:
-    """Whether vLLM's engines fit the ranks, and whether the table knows where vLLM keeps every parameter."""
+    """Check that vLLM's engines fit the ranks, the model and the device. Raises: ValueError."""
     if cfg.rollout.engine != "vllm":
         return
     tp = cfg.rollout.tp(section)
@@ -265,21 +257,21 @@ def _check_engine(
     sizes = cpu_head_sizes() if on_cpu else ()
     if sizes and arch.head_dim not in sizes:
         raise ValueError(
-            f"{section.model.path} has heads of {arch.head_dim} (head_dim), and vLLM's attention on a CPU takes "
-            f"{', '.join(map(str, sizes))} only; use another model, a GPU, or rollout.engine=megatron"
+            f"{section.model.path} has heads of {arch.head_dim} (head_dim), and vLLM's attention on a CPU supports "
+            f"only {', '.join(map(str, sizes))}; use another model, a GPU, or rollout.engine=megatron"
         )
     multiple = cpu_experts_multiple() if on_cpu and arch.num_experts else 1
     if arch.hidden_size % multiple:
         raise ValueError(
-            f"{section.model.path} has experts and hidden_size = {arch.hidden_size}, and vLLM's experts on a CPU take "
-            f"multiples of {multiple} only; use another model, a GPU, or rollout.engine=megatron"
+            f"{section.model.path} has experts and hidden_size = {arch.hidden_size}, and vLLM's experts on a CPU "
+            f"support only multiples of {multiple}; use another model, a GPU, or rollout.engine=megatron"
         )
 
 
 def _check_positions(
     cfg: RLConfig | GenerateConfig | EvaluateConfig, role: str, section: RoleConfig, arch: Architecture
 ) -> None:
-    """Every role reads prompt and response; the longest that may come must fit its positions."""
+    """Check that the longest prompt and response fit the role's positions. Raises: ValueError."""
     prompt, response = cfg.data.max_prompt_tokens, cfg.rollout.max_response_tokens
     if prompt + response > arch.longest_sequence:
         raise ValueError(

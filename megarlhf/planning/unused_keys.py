@@ -1,5 +1,7 @@
-"""What a configuration sets and the run does not read, in sentences. What is certainly a mistake is refused when the
-configuration is loaded; what stands here may be a line that several files share."""
+"""Notes on keys that a configuration sets without effect, and on rarely meant combinations.
+
+Certain mistakes are refused when the configuration is loaded. These keys may be shared by several files.
+"""
 
 from __future__ import annotations
 
@@ -18,42 +20,48 @@ from megarlhf.config import (
 from megarlhf.config.algo import DISCOUNTED, GROUPED
 from megarlhf.planning.machine.capabilities import AnyConfig, draws, trained_roles, works_in_turns
 
+_Rule = tuple[str, bool, str]
+"""Keys, whether nothing reads them, and why."""
 _VLLM_ONLY = (
     "gpu_memory_utilization cpu_cache_gib reshard_bucket_mib poison_weights sleep_level balance max_engine_rebuilds"
 )
+_TRAINING_ONLY = (
+    "optim recompute recompute_layers router_aux_loss_coef offload.gradients offload.optimizer freeze train_only "
+    "lora.export"
+)
+"""Keys of a role that only its training reads."""
+_NO_LOGPROBS = "log-probs are of language models"
 
 
-def without_effect(
-    cfg: AnyConfig,
-    world_size: int | None = None,
-    *,
-    on_cpu: bool | None = None,
-) -> list[str]:
-    """A sentence for each key that has another value than its default, which nothing reads.
+def without_effect(cfg: AnyConfig, world_size: int | None = None, *, on_cpu: bool | None = None) -> list[str]:
+    """A sentence for each key that is set to another value than its default and that nothing reads.
 
-    world_size: ranks of the run; on_cpu: whether it has no GPUs; None: not known, and what depends on it is left out
+    world_size: ranks of the run
+    on_cpu:     whether the run has no GPUs
+    None: not known; rules that depend on it are left out
     """
     if isinstance(cfg, EvaluateConfig):
-        rows = _of_evaluate(cfg)
+        rules = _evaluation_rules(cfg)
     else:
-        rows = _of_generate(cfg) if isinstance(cfg, GenerateConfig) else _of_training(cfg)
-    rows += _of_roles(cfg, world_size)
+        rules = _generation_rules(cfg) if isinstance(cfg, GenerateConfig) else _training_rules(cfg)
+    rules += _role_rules(cfg, world_size)
     if isinstance(cfg, RLConfig):
-        rows += _of_rl(cfg)
+        rules += _rl_rules(cfg) + _advantage_rules(cfg) + _loss_rules(cfg)
     if draws(cfg):
-        keys = " ".join(f"rollout.{name}" for name in _VLLM_ONLY.split())
-        rows.append((keys, cfg.rollout.engine != "vllm", "of the engine vllm only"))
-        if cfg.rollout.engine == "vllm" and on_cpu is not None:
-            rows.append(("rollout.gpu_memory_utilization", on_cpu, "on a CPU rollout.cpu_cache_gib says it"))
-            rows.append(("rollout.cpu_cache_gib", not on_cpu, "on a GPU rollout.gpu_memory_utilization says it"))
-        alone = cfg.rollout.engine == "vllm" and cfg.actor is not None and cfg.rollout.tp(cfg.actor) == world_size
-        rows.append(("rollout.balance", alone, f"rollout.parallel.tp = {world_size} makes one engine of all ranks"))
-    unread = dict.fromkeys((key, why) for keys, holds, why in rows if holds for key in keys.split())
+        is_vllm = cfg.rollout.engine == "vllm"
+        one_engine = is_vllm and cfg.actor is not None and cfg.rollout.tp(cfg.actor) == world_size
+        rules += [
+            (_keys("rollout", _VLLM_ONLY), not is_vllm, "of the engine vllm only"),
+            ("rollout.gpu_memory_utilization", is_vllm and on_cpu is True, "on a CPU it is rollout.cpu_cache_gib"),
+            ("rollout.cpu_cache_gib", is_vllm and on_cpu is False, "on a GPU it is rollout.gpu_memory_utilization"),
+            ("rollout.balance", one_engine, f"rollout.parallel.tp = {world_size} makes one engine of all ranks"),
+        ]
+    unread = dict.fromkeys((key, why) for keys, is_unread, why in rules if is_unread for key in keys.split())
     return [f"set, but without effect here: {key} ({why})" for key, why in unread if _is_set(cfg, key)]
 
 
 def rarely_meant(cfg: RLConfig) -> list[str]:
-    """A sentence for each combination that does what it says, and is rarely what is wanted."""
+    """A sentence for each combination of keys that works and is rarely wanted."""
     algo, notes = cfg.algo, []
     if algo.dynamic_sampling.max_refills and algo.advantage not in GROUPED:
         notes.append(
@@ -63,79 +71,61 @@ def rarely_meant(cfg: RLConfig) -> list[str]:
     if algo.policy_loss == "policy_gradient" and (updates := cfg.updates_per_step) > 1:
         notes.append(
             f"algo.policy_loss = policy_gradient makes {updates} updates from the samples of a step, and has no ratio "
-            "to correct for the policy's change after the first: one update a step, or another policy_loss"
+            "to correct for the policy's change after the first: one update per step, or another policy_loss"
         )
     return notes
 
 
 def changed_meanings(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig) -> list[str]:
-    """A sentence for each key that is set and once meant something else."""
-    given, notes = cfg.checkpoint.model_fields_set, []
-    for key in ("every", "keep"):
-        if key in given and f"export_{key}" not in given:
-            notes.append(
-                f"checkpoint.{key} is about resume points, from which a run goes on; for exports (Hugging Face "
-                f"directories) there is checkpoint.export_{key}, which is not set"
-            )
-    return notes
-
-
-_Row = tuple[str, bool, str]
-"""Keys, whether nothing reads them, and why."""
-
-
-_KEPT = "reference.kernels.save_mib"
-
-
-def _of_training_only(role: str) -> str:
-    """Keys of a role that only its training reads."""
-    keys = (
-        "optim recompute recompute_layers router_aux_loss_coef offload.gradients offload.optimizer freeze train_only "
-        "lora.export"
-    )
-    return " ".join(f"{role}.{key}" for key in keys.split())
-
-
-def _of_roles(cfg: AnyConfig, world_size: int | None) -> list[_Row]:
-    """Of every role that the run builds."""
-    roles, rows = roles_of(cfg), list[_Row]()
-    alone, trained = not works_in_turns(cfg, roles), trained_roles(cfg, roles)
-    for name, section in roles.items():
-        rows.append((f"{name}.offload.parameters", alone, f"nobody works in turns with {name}"))
-        rows.append((f"{name}.model.fresh_head", section.model.random_init, "random_init draws every weight"))
-        if name not in trained and section.lora is not None and section.lora.path is None:
-            rows.append((f"{name}.lora", True, "nothing is trained, and a new adapter adds nothing"))
-        if section.kernels.logprobs == "reference":
-            rows.append((f"{name}.kernels.save_mib", True, f"{name}.kernels.logprobs = reference keeps all logits"))
-        if world_size is not None and name in trained:
-            layout = section.parallel.layout(world_size, name)
-            keys = " ".join(f"{name}.optim.overlap_{what}" for what in ("grad_reduce", "param_gather"))
-            rows.append((keys, layout.dp * layout.cp == 1, "one data-parallel rank sums and gathers nothing"))
-    return rows
-
-
-def _of_training(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig) -> list[_Row]:
+    """A sentence for each key that is set and once had another meaning."""
+    keys = cfg.checkpoint.model_fields_set
     return [
-        (
-            "data.loss_on data.inexact",
-            cfg.data.template_mode == "plain",
-            "data.template = plain reads texts, which have one answer",
-        ),
+        f"checkpoint.{key} is about resume points, from which a run goes on; for exports (Hugging Face directories) "
+        f"there is checkpoint.export_{key}, which is not set"
+        for key in ("every", "keep")
+        if key in keys and f"export_{key}" not in keys
+    ]
+
+
+def _keys(section: str, names: str) -> str:
+    return " ".join(f"{section}.{name}" for name in names.split())
+
+
+def _role_rules(cfg: AnyConfig, world_size: int | None) -> list[_Rule]:
+    roles, rules = roles_of(cfg), list[_Rule]()
+    is_alone, trained = not works_in_turns(cfg, roles), trained_roles(cfg, roles)
+    for name, section in roles.items():
+        is_trained, new_adapter = name in trained, section.lora is not None and section.lora.path is None
+        layout = None if world_size is None else section.parallel.layout(world_size, name)
+        is_one = layout is not None and layout.dp * layout.cp == 1
+        overlaps = _keys(f"{name}.optim", "overlap_grad_reduce overlap_param_gather")
+        all_logits = section.kernels.logprobs == "reference"
+        rules += [
+            (f"{name}.offload.parameters", is_alone, f"nobody works in turns with {name}"),
+            (f"{name}.model.fresh_head", section.model.random_init, "random_init draws every weight"),
+            (f"{name}.lora", new_adapter and not is_trained, "nothing is trained, and a new adapter adds nothing"),
+            (f"{name}.kernels.save_mib", all_logits, f"{name}.kernels.logprobs = reference keeps all logits"),
+            (overlaps, is_one and is_trained, "one data-parallel rank sums and gathers nothing"),
+        ]
+    return rules
+
+
+def _training_rules(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig) -> list[_Rule]:
+    is_plain, one_export = cfg.data.template_mode == "plain", cfg.checkpoint.export_every == 0
+    frozen = f"{_keys('reference', _TRAINING_ONLY)} reference.kernels.save_mib"
+    return [
+        ("data.loss_on data.inexact", is_plain, "data.template = plain reads texts, which have one answer"),
         ("eval.every eval.max_samples", not cfg.data.has_validation, "there is no data.validation to evaluate on"),
-        (
-            "checkpoint.export_keep",
-            cfg.checkpoint.export_every == 0,
-            "checkpoint.export_every = 0 writes one export, after the last step",
-        ),
-        ("reward_model.kernels", isinstance(cfg, RMConfig), "log-probs are of language models"),
-        (f"{_of_training_only('reference')} {_KEPT}", isinstance(cfg, DPOConfig), "the reference is not trained"),
+        ("checkpoint.export_keep", one_export, "checkpoint.export_every = 0 writes one export, after the last step"),
+        ("reward_model.kernels", isinstance(cfg, RMConfig), _NO_LOGPROBS),
+        (frozen, isinstance(cfg, DPOConfig | RLConfig) and cfg.needs_reference, "the reference is not trained"),
         ("profile.ranks", not cfg.profile.recorded, "profile names no step"),
         ("train.share_prompts", bool(why := shares_nothing(cfg)), why),
     ]
 
 
 def shares_nothing(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig) -> str:
-    """Why no prompt is computed once for several responses; empty where it may be."""
+    """The reason why no prompt is computed once for several responses; empty if some may be."""
     if isinstance(cfg, SFTConfig):
         return "each sample of sft is one sequence"
     if isinstance(cfg, RLConfig) and cfg.rollout.num_samples_per_prompt == 1:
@@ -147,123 +137,101 @@ def shares_nothing(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig) -> str:
     return ""
 
 
-def _of_rl(cfg: RLConfig) -> list[_Row]:
-    algo, advantage = cfg.algo, cfg.algo.advantage
-    without_critic = f"algo.advantage = {advantage} has no critic"
-    reads_none = f"algo.advantage = {advantage} reads none"
-    ungrouped = f"algo.advantage = {advantage} compares no group"
-    unscaled = f"algo.advantage = {advantage} scales by no group"
-    if advantage == "group_relative" and not algo.scale_by_group_std:
-        unscaled = "algo.scale_by_group_std = false"
-    clipless = f"algo.policy_loss = {algo.policy_loss} has no such bound"
-    of_clip = algo.policy_loss != "clip"
-    correction, level = algo.rollout_correction.kind, algo.rollout_correction.level
+def _rl_rules(cfg: RLConfig) -> list[_Rule]:
+    kl, stop, scores = cfg.algo.kl, cfg.train.stop, cfg.uses_reward_model
+    no_held_out, no_kl = not (cfg.data.has_validation or cfg.data.test), not cfg.needs_reference
+    no_reader = "nothing reads the KL: algo.kl.coef = 0, algo.kl.log = false, and no train.stop.max_kl"
+    is_measured = kl.coef > 0 or stop.max_kl is not None
     return [
-        ("eval.accuracy", not (cfg.data.has_validation or cfg.data.test), "there is no data.validation to evaluate on"),
+        ("eval.accuracy", no_held_out, "there is no data.validation to evaluate on"),
         ("samples.every", cfg.samples.count == 0, "samples.count = 0 writes no tables"),
-        ("algo.gamma", advantage not in DISCOUNTED, reads_none),
-        ("algo.lam algo.critic_lam", advantage != "gae", reads_none),
+        ("train.max_policy_kl", cfg.updates_per_step == 1, "a step has one update of the actor"),
+        ("train.stop.max_kl_steps", stop.max_kl is None, "train.stop.max_kl is not set"),
+        ("algo.kl.horizon", kl.controller == "fixed", "algo.kl.controller = fixed"),
+        ("algo.kl.placement", kl.coef == 0, "algo.kl.coef = 0"),
+        ("reference", no_kl, no_reader),
+        ("algo.kl.estimator algo.kl.clamp", no_kl, "no KL is measured"),
+        ("algo.kl.log", is_measured, "the KL is measured anyway, for algo.kl.coef or train.stop.max_kl"),
+        ("rollout.verify_weights_every", cfg.rollout.engine != "vllm", "of the engine vllm only"),
+        ("reward_model", not scores, "no entry of rewards has kind: model"),
+        (_keys("reward_model", _TRAINING_ONLY), scores, "rl does not train the reward model"),
+        ("critic.kernels", cfg.algo.needs_critic, _NO_LOGPROBS),
+        ("reward_model.kernels", scores, _NO_LOGPROBS),
+    ]
+
+
+def _advantage_rules(cfg: RLConfig) -> list[_Rule]:
+    algo, advantage = cfg.algo, cfg.algo.advantage
+    given, is_relative = f"algo.advantage = {advantage}", advantage == "group_relative"
+    no_credit = advantage not in ("leave_one_out", "group_relative") or not algo.kl_in_reward
+    unscaled = "algo.scale_by_group_std = false" if is_relative else f"{given} scales by no group"
+    std = _keys("algo", "group_std group_std_over group_std_eps group_std_floor")
+    return [
+        ("algo.gamma", advantage not in DISCOUNTED, f"{given} reads none"),
+        ("algo.lam algo.critic_lam", advantage != "gae", f"{given} reads none"),
         ("algo.whiten_over algo.whiten_variance", not algo.whitens, "the advantages are not whitened"),
-        ("algo.value_clip train.critic_warmup_steps critic", not algo.needs_critic, without_critic),
-        ("algo.scale_by_group_std", advantage != "group_relative", unscaled),
-        (
-            "algo.group_std algo.group_std_over algo.group_std_eps algo.group_std_floor",
-            advantage != "group_relative" or not algo.scale_by_group_std,
-            unscaled,
-        ),
-        ("algo.group_of_one", advantage not in GROUPED, ungrouped),
-        ("algo.clip_low algo.clip_high", algo.policy_loss in ("sapo", "policy_gradient"), clipless),
-        ("algo.clip_dual algo.clip_delta", of_clip, clipless),
-        (
-            "algo.sapo_temperature_positive algo.sapo_temperature_negative",
-            algo.policy_loss != "sapo",
-            f"algo.policy_loss = {algo.policy_loss} has no gate",
-        ),
-        (
-            "algo.ratio",
-            algo.policy_loss == "policy_gradient" and not algo.kl.ratio_weighted,
-            "algo.policy_loss = policy_gradient has no ratio",
-        ),
-        ("algo.loss_constant", algo.loss_average != "constant", f"algo.loss_average = {algo.loss_average}"),
-        ("algo.loss_block_samples", algo.loss_average != "bnpo", f"algo.loss_average = {algo.loss_average}"),
-        (
-            "algo.loss_counts_left_out",
-            algo.loss_average in ("token", "bnpo"),
-            f"algo.loss_average = {algo.loss_average} counts tokens",
-        ),
-        ("algo.kl.horizon", algo.kl.controller == "fixed", "algo.kl.controller = fixed"),
-        ("algo.rollout_correction.level", correction == "none", "algo.rollout_correction.kind = none"),
-        ("algo.rollout_correction.high", correction == "none", "algo.rollout_correction.kind = none"),
-        (
-            "algo.kl.credit",
-            advantage not in ("leave_one_out", "group_relative") or not algo.kl_in_reward,
-            "only read with the KL in the reward of leave_one_out and group_relative",
-        ),
-        (
-            "algo.rollout_correction.low algo.rollout_correction.mask_weight",
-            correction != "mask",
-            f"algo.rollout_correction.kind = {correction}",
-        ),
+        ("algo.value_clip train.critic_warmup_steps critic", not algo.needs_critic, f"{given} has no critic"),
+        ("algo.scale_by_group_std", not is_relative, unscaled),
+        (std, not (is_relative and algo.scale_by_group_std), unscaled),
+        ("algo.group_of_one", advantage not in GROUPED, f"{given} compares no group"),
+        ("algo.kl.credit", no_credit, "only read with the KL in the reward of leave_one_out and group_relative"),
+    ]
+
+
+def _loss_rules(cfg: RLConfig) -> list[_Rule]:
+    algo, loss, average = cfg.algo, cfg.algo.policy_loss, cfg.algo.loss_average
+    given, given_average = f"algo.policy_loss = {loss}", f"algo.loss_average = {average}"
+    no_ratio = loss == "policy_gradient" and not algo.kl.ratio_weighted
+    kind, level = algo.rollout_correction.kind, algo.rollout_correction.level
+    given_kind = f"algo.rollout_correction.kind = {kind}"
+    return [
+        ("algo.clip_low algo.clip_high", loss in ("sapo", "policy_gradient"), f"{given} has no such bound"),
+        ("algo.clip_dual algo.clip_delta", loss != "clip", f"{given} has no such bound"),
+        (_keys("algo", "sapo_temperature_positive sapo_temperature_negative"), loss != "sapo", f"{given} has no gate"),
+        ("algo.ratio", no_ratio, "algo.policy_loss = policy_gradient has no ratio"),
+        ("algo.loss_constant", average != "constant", given_average),
+        ("algo.loss_block_samples", average != "bnpo", given_average),
+        ("algo.loss_counts_left_out", average in ("token", "bnpo"), f"{given_average} counts tokens"),
+        (_keys("algo.rollout_correction", "level high"), kind == "none", given_kind),
+        ("algo.rollout_correction.low algo.rollout_correction.mask_weight", kind != "mask", given_kind),
         (
             "algo.rollout_correction.mask_weight",
             level == "token",
             "algo.rollout_correction.level = token has one ratio",
         ),
-        ("train.max_policy_kl", cfg.updates_per_step == 1, "a step has one update of the actor"),
-        ("train.stop.max_kl_steps", cfg.train.stop.max_kl is None, "train.stop.max_kl is not set"),
-        ("algo.kl.placement", cfg.algo.kl.coef == 0, "algo.kl.coef = 0"),
-        (
-            "reference",
-            not cfg.needs_reference,
-            "nothing reads the KL: algo.kl.coef = 0, algo.kl.log = false, and no train.stop.max_kl",
-        ),
-        ("algo.kl.estimator algo.kl.clamp", not cfg.needs_reference, "no KL is measured"),
-        (
-            "algo.kl.log",
-            algo.kl.coef > 0 or cfg.train.stop.max_kl is not None,
-            "the KL is measured anyway, for algo.kl.coef or train.stop.max_kl",
-        ),
-        ("reward_model", not cfg.uses_reward_model, "no entry of rewards has kind: model"),
-        ("rollout.verify_weights_every", cfg.rollout.engine != "vllm", "of the engine vllm only"),
-        (f"{_of_training_only('reference')} {_KEPT}", cfg.needs_reference, "the reference is not trained"),
-        (_of_training_only("reward_model"), cfg.uses_reward_model, "rl does not train the reward model"),
-        ("critic.kernels", cfg.algo.needs_critic, "log-probs are of language models"),
-        ("reward_model.kernels", cfg.uses_reward_model, "log-probs are of language models"),
     ]
 
 
-def _of_generate(cfg: GenerateConfig) -> list[_Row]:
+def _generation_rules(cfg: GenerateConfig) -> list[_Rule]:
     return [
         ("rollout.temperature", cfg.greedy, "greedy = true takes the likeliest token"),
         ("rollout.logprob_gap rollout.verify_weights_every", True, "no step follows the first samples"),
-        (f"{_of_training_only('actor')} actor.kernels", True, "nothing is trained"),
+        (_keys("actor", f"{_TRAINING_ONLY} kernels"), True, "nothing is trained"),
         ("rollout.sleep_level", cfg.rollout.engine == "vllm", "nobody else works on the device"),
     ]
 
 
-def _of_evaluate(cfg: EvaluateConfig) -> list[_Row]:
-    tasks = ", ".join(cfg.tasks())
-    whole = [f"rollout.{name}" for name in type(cfg.rollout).model_fields]
-    forwards = not cfg.generates or cfg.rollout.engine == "megatron" or cfg.uses_reward_model
-    micro = "forward.micro_batch_samples forward.max_tokens_per_micro_batch forward.share_prompts"
-    reads_responses = bool({"perplexity", "pairs"} & set(cfg.tasks()))
-    rows: list[_Row] = [
-        (" ".join(["greedy", *whole]), not cfg.generates, f"the tasks draw no responses: {tasks}"),
+def _evaluation_rules(cfg: EvaluateConfig) -> list[_Rule]:
+    tasks, rollout = ", ".join(cfg.tasks()), " ".join(type(cfg.rollout).model_fields)
+    has_forwards = not cfg.generates or cfg.rollout.engine == "megatron" or cfg.uses_reward_model
+    micro_batch = _keys("forward", "micro_batch_samples max_tokens_per_micro_batch share_prompts")
+    reads_responses, has_perplexity = bool({"perplexity", "pairs"} & set(cfg.tasks())), "perplexity" in cfg.tasks()
+    rules: list[_Rule] = [
+        (f"greedy {_keys('rollout', rollout)}", not cfg.generates, f"the tasks draw no responses: {tasks}"),
         ("rollout.temperature", cfg.generates and cfg.greedy, "greedy = true takes the likeliest token"),
         ("rollout.logprob_gap rollout.verify_weights_every", cfg.generates, "no step follows the first samples"),
         ("data.max_response_tokens data.over_long", not reads_responses, "of responses that are read"),
-        ("eval.perplexity_of", "perplexity" not in cfg.tasks(), f"the tasks are {tasks}"),
-        (micro, not (forwards or reads_responses), "of forwards of our own"),
+        ("eval.perplexity_of", not has_perplexity, f"the tasks are {tasks}"),
+        (micro_batch, not (has_forwards or reads_responses), "of forwards of our own"),
     ]
-    kernels = {"reward_model.kernels": True, "against.kernels": True, "actor.kernels": "perplexity" not in cfg.tasks()}
     for role in cfg.roles():
-        rows.append((_of_training_only(role), True, "nothing is trained"))
-        rows.append((f"{role}.kernels", kernels[f"{role}.kernels"], "no log-probs of it are made"))
-    return rows
+        rules.append((_keys(role, _TRAINING_ONLY), True, "nothing is trained"))
+        rules.append((f"{role}.kernels", not (role == "actor" and has_perplexity), "no log-probs of it are made"))
+    return rules
 
 
 def _is_set(cfg: FrozenModel, key: str) -> bool:
-    """Whether a key was set, to another value than its default: in a resolved file every key is set."""
+    """Whether a key is set to another value than its default. In a resolved file every key is set."""
     *sections, last = key.split(".")
     section: Any = cfg
     for name in sections:

@@ -1,8 +1,8 @@
-"""What moving the actor's weights into the rollout engines will cost: `megarlhf plan -c FILE`.
+"""Bytes and time of moving the actor's weights into the rollout engines: `megarlhf plan -c FILE`.
 
-Reads the configuration and the actor's config.json; no weights, no GPU, no process group. Three numbers for what a
-rank must receive are made apart from each other and shall be equal: what the plan sends it (received), what it wants
-and does not hold, counted from both layouts (least), and arithmetic on the sizes alone (formula).
+Reads the configuration and the actor's config.json; no weights, no GPU, no process group. The bytes that a rank must
+receive are computed in three independent ways, which must agree: what the plan sends it (received), what it needs and
+does not hold, counted from both layouts (least), and arithmetic on the sizes alone (formula).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from megarlhf.weights.plan.traffic import Links, formula, least_receive, model_e
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
 Order = Literal["engine", "rank"]
 ORDERS: dict[Order, str] = {
-    "engine": "as suits the engines: more of what a rank needs is in place",
-    "rank": "by number, contiguous, whatever suits the engines; a run with vLLM takes --order engine",
+    "engine": "permuted for the engines: more of the weights that a rank needs are in place",
+    "rank": "by number, contiguous; a run with vLLM takes --order engine",
 }
-"""How the ranks stand in the trainer's mesh (`--order`), in words."""
+"""Orders of the ranks in the trainer's mesh (`--order`), with descriptions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +42,13 @@ class TransferSetup:
     arch: Architecture
     mesh: MeshLayout
     order: Order
-    """The rule by which `mesh.order` was made."""
+    """Rule by which `mesh.order` was made."""
     trainer: MegatronLayout
     trainer_source: str
-    """Where `trainer` stands in the configuration or on the command line, for messages."""
+    """Keys or options that set `trainer`, for messages."""
     engine_tp: int
     engine_source: str
-    """The same of `engine_tp`."""
+    """Key or option that set `engine_tp`, for messages."""
     element_bytes: int
     ranks_per_node: int
     links: Links
@@ -57,9 +57,9 @@ class TransferSetup:
         return [rank // self.ranks_per_node for rank in range(self.mesh.world_size)]
 
     def placements(self) -> tuple[list[RankPlacements], list[RankPlacements]]:
-        """What every rank holds and what it wants.
+        """Placements that every rank holds, and placements that it needs.
 
-        Raises: ValueError when the model does not fit either layout; it names the side.
+        Raises: ValueError if the model does not fit one of the layouts; it names the side.
         """
         with _named_in_errors(self.engine_source):
             shards = [vllm_placements(self.arch, tp=self.engine_tp, tp_rank=v, rank=v) for v in range(self.engine_tp)]
@@ -74,7 +74,7 @@ class Tier:
 
     name: str
     entering: list[int]
-    """Bytes that come into each node from others."""
+    """Bytes that enter each node from others."""
     inside: int
     """Bytes between ranks of a node, over all nodes."""
     seconds: float
@@ -82,7 +82,7 @@ class Tier:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferReport:
-    """Bytes by rank, but where another is said."""
+    """Bytes of a transfer, by rank unless a field says otherwise."""
 
     model: int
     need: list[int]
@@ -90,14 +90,14 @@ class TransferReport:
     sent: list[int]
     least: list[int]
     formula: list[int]
-    """The least by the sizes alone."""
+    """`least`, computed from the sizes alone."""
     all_gather: list[int]
-    """Received where peers gather the whole model, by the sizes alone."""
+    """Bytes received if peers gather the whole model, computed from the sizes alone."""
     least_entering: list[int]
-    """By node."""
+    """Least bytes that enter each node."""
     tiers: list[Tier]
     plan_seconds: float
-    """CPU time of making the placements of all ranks and the one-tier plan; two tiers and counting are not in it."""
+    """CPU time of making the placements of all ranks and the one-tier plan."""
     order: tuple[int, ...] | None
 
 
@@ -112,15 +112,18 @@ def transfer_setup(
     ep: int | None = None,
     vpp: int | None = None,
 ) -> TransferSetup:
-    """The transfer that the configuration describes; what is given besides wins over it.
+    """The transfer that the configuration describes; other arguments override it.
 
-    Raises: ValueError when model, layout and ranks do not fit.
+    Raises: ValueError if model, layout and ranks do not fit.
     """
     arch, mesh = check_role("actor", cfg.actor, world_size or cfg.run.planned_ranks)
     parallel, model = cfg.actor.parallel, cfg.actor.model
     key = "rollout.parallel.tp" if cfg.rollout.parallel.tp else "actor.parallel.tp"
     key = "--engine-tp" if engine_tp else key
     engine_tp = engine_tp or cfg.rollout.tp(cfg.actor)
+    dtype = cfg.rollout.dtype
+    if dtype == "auto":
+        dtype = resolve_dtype("actor", model, "lm").name
     engine_source = f"the engines ({key} = {engine_tp})"
     options = [f"--{name} = {value}" for name, value in (("vpp", vpp), ("ep", ep)) if value]
     with _named_in_errors(engine_source):
@@ -141,21 +144,15 @@ def transfer_setup(
         trainer_source=f"the trainer ({', '.join(['actor.parallel', *options])})",
         engine_tp=engine_tp,
         engine_source=engine_source,
-        element_bytes=ELEMENT_BYTES[_travelling(cfg)],
+        element_bytes=ELEMENT_BYTES[dtype],
         ranks_per_node=ranks_per_node,
         links=links,
     )
 
 
-def _travelling(cfg: RLConfig) -> str:
-    """The dtype in which weights travel: the engine's."""
-    own = cfg.rollout.dtype
-    return resolve_dtype("actor", cfg.actor.model, "lm").name if own == "auto" else own
-
-
 @contextlib.contextmanager
 def _named_in_errors(side: str) -> Iterator[None]:
-    """A ValueError says which of the two sides does not fit, and what set it: both have a tp."""
+    """Scope in which a ValueError names its side, since both trainer and engines have a tp."""
     try:
         yield
     except ValueError as error:
@@ -163,7 +160,7 @@ def _named_in_errors(side: str) -> Iterator[None]:
 
 
 def plan_transfer(setup: TransferSetup) -> TransferReport:
-    """Makes the plan, in one tier and in two, and counts."""
+    """Make the plan, in one tier and in two, and count bytes."""
     size, node_of = setup.element_bytes, setup.node_of()
     ranks, nodes = range(len(node_of)), node_of[-1] + 1
     start = time.process_time()
@@ -192,12 +189,8 @@ def _tiers(setup: TransferSetup, plan: CopyPlan, tiered: TieredPlan, nodes: int)
     node_of, size = setup.node_of(), setup.element_bytes
 
     def tier(name: str, *plans: CopyPlan) -> Tier:
-        into_nodes = [
-            sum(of_node)
-            for of_node in zip(
-                *(received_by_node(traffic_between_nodes(p, node_of), nodes) for p in plans), strict=True
-            )
-        ]
+        by_plan = [received_by_node(traffic_between_nodes(p, node_of), nodes) for p in plans]
+        into_nodes = [sum(by_node) for by_node in zip(*by_plan, strict=True)]
         moved = sum(numel for p in plans for (src, dst), numel in p.traffic.items() if src != dst)
         return Tier(
             name=name,
@@ -209,12 +202,10 @@ def _tiers(setup: TransferSetup, plan: CopyPlan, tiered: TieredPlan, nodes: int)
     return [tier("one tier", plan), tier("two tiers", tiered.arrive, tiered.fan_out)]
 
 
-def as_json(setup: TransferSetup, report: TransferReport) -> dict[str, Any]:
-    """The report and what it is of, in plain types; the formula's figures also as averages over ranks."""
-    layout = {key: getattr(setup.trainer, key) for key in ("tp", "pp", "vpp", "ep")} | {
-        "cp": setup.mesh.cp,
-        "dp": setup.mesh.dp,
-    }
+def transfer_json(setup: TransferSetup, report: TransferReport) -> dict[str, Any]:
+    """The setup and the report in plain types, and averages of the formula's figures over ranks."""
+    layout = {key: getattr(setup.trainer, key) for key in ("tp", "pp", "vpp", "ep")}
+    layout |= {"cp": setup.mesh.cp, "dp": setup.mesh.dp}
     return {
         "model_type": setup.arch.model_type,
         "layout": layout,

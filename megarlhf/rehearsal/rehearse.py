@@ -153,7 +153,7 @@ class _Rehearsal:
             world_size=request.world_size,
             ranks_per_node=request.ranks_per_node,
             steps=request.steps,
-            layouts={role: sections[role].parallel.in_words(layout) for role, layout in self.layouts.items()},
+            layouts={role: sections[role].parallel.describe(layout) for role, layout in self.layouts.items()},
             capacity=request.device_bytes,
             fits=not refusals and tightest.need <= request.device_bytes,
             tightest=tightest.rank,

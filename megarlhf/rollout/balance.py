@@ -1,4 +1,4 @@
-"""Which engine draws which samples, so that all engines end at about the same time. Pure: every rank finds the same.
+"""Assignment of samples to engines, so that all engines end at about the same time. Pure: every rank finds the same.
 
     pieces = pieces_of(prompts, missing, num_engines, seen, max_tokens)
     dealt = deal("length", pieces, num_engines)
@@ -27,7 +27,7 @@ equal speed get apart by on such a part."""
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PromptChunk:
     """Samples that one engine draws together."""
 
     rows: tuple[int, ...]
@@ -37,7 +37,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Deal:
-    """Who draws what."""
+    """Assignment of samples to engines."""
 
     first: Sequence[Sequence[int]]
     """By engine: the rows that it begins with, in its order."""
@@ -79,7 +79,7 @@ class SeenLengths:
 
 def chunk_by_length(
     prompts: Sequence[Tensor], rows: Sequence[int], num_engines: int, seen: SeenLengths, max_tokens: int
-) -> list[Chunk]:
+) -> list[PromptChunk]:
     """The rows with equal prompts together, the most work first; of few prompts, parts of these."""
     by_prompt: dict[bytes, list[int]] = {}
     for row in rows:
@@ -89,11 +89,11 @@ def chunk_by_length(
     for together in by_prompt.values():
         response, prompt = seen.expected(prompts[together[0]], max_tokens), len(prompts[together[0]])
         parts = split_evenly(len(together), -(-len(together) // largest))
-        pieces += [Chunk(tuple(together[n] for n in part), prompt + len(part) * response) for part in parts]
+        pieces += [PromptChunk(tuple(together[n] for n in part), prompt + len(part) * response) for part in parts]
     return sorted(pieces, key=lambda piece: (-piece.work, piece.rows))
 
 
-def assign(balance: Balance, pieces: Sequence[Chunk], num_engines: int) -> Deal:
+def assign(balance: Balance, pieces: Sequence[PromptChunk], num_engines: int) -> Deal:
     """`fixed`: equal numbers of rows in their order. `length`: the longest pieces first, each to the engine with the
     least work so far (Graham 1969: at most 4/3 of the shortest possible). `on_demand`: so with the first of them, and
     the rest in a queue (list scheduling, with the order of `length`)."""
@@ -107,8 +107,8 @@ def assign(balance: Balance, pieces: Sequence[Chunk], num_engines: int) -> Deal:
     return Deal(first, [piece.rows for piece in pieces[num_first:]], most=-(-len(rows) // num_engines))
 
 
-def _longest_first(pieces: Iterable[Chunk], num_engines: int) -> list[list[Chunk]]:
-    shares: list[list[Chunk]] = [[] for _ in range(num_engines)]
+def _longest_first(pieces: Iterable[PromptChunk], num_engines: int) -> list[list[PromptChunk]]:
+    shares: list[list[PromptChunk]] = [[] for _ in range(num_engines)]
     by_work = [(0.0, engine) for engine in range(num_engines)]
     for piece in pieces:
         work, engine = by_work[0]

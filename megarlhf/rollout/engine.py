@@ -1,4 +1,4 @@
-"""What the training loop asks of a rollout engine, and what engines share.
+"""The interface of rollout engines, and what engines share.
 
 Every call is collective: all ranks call it with the same arguments and get the same result.
 """
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.errors import Interrupted
-from megarlhf.experience import Rollouts, redistribute
+from megarlhf.experience import Rollouts, VersionRuns, redistribute
 from megarlhf.models.build import ModelShard
 from megarlhf.parallel.device_memory import Offloadable
 from megarlhf.weights.checks.certificate import Certificate
@@ -27,7 +27,7 @@ class StopStrings:
 
     texts: tuple[str, ...]
     decode: Callable[[Sequence[int]], str] = field(compare=False, repr=False)
-    """Of a part of a response, without regard to what stands before."""
+    """Decodes a part of a response, without regard to what stands before."""
 
     def complete_in(self, tokens: Sequence[int]) -> bool:
         """Whether one of the texts stands in the response; asked after each token, the end of it is looked at only."""
@@ -67,7 +67,7 @@ class Sampling:
         return tokens[-1] in self.end_ids or (self.stop is not None and self.stop.complete_in(tokens))
 
     def identity(self) -> dict[str, Any]:
-        """What responses depend on, for JSON."""
+        """Settings that responses depend on, for JSON."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("end_ids", "stop")}
         plain = {each.name: each.default for each in fields(self)}
         late = {name for name in ("top_p", "top_k", "min_p") if values[name] == plain[name]}
@@ -117,16 +117,16 @@ class RolloutEngine(Protocol):
 
     @property
     def weight_version(self) -> int:
-        """Of the weights it holds; -1 before the first update."""
+        """Version of the weights it holds; -1 before the first update."""
         ...
 
     @property
     def local_seconds(self) -> float:
-        """Of the last `generate`: what this rank's engine took, before it waited for the others."""
+        """Seconds that this rank's engine took in the last `generate`, before it waited for the others."""
         ...
 
     def needs(self, *, to_generate: bool) -> Sequence[Offloadable]:
-        """What has to be on the device when it generates, or when it takes over weights."""
+        """Parts that have to be on the device when it generates, or when it takes over weights."""
         ...
 
     def update_weights(self, actor: ModelShard, version: int) -> None:
@@ -242,5 +242,5 @@ def gather_indexed(
         responses=redistribute(tokens, lengths_N, torch.empty(0, dtype=torch.int64, device=device), owners),
         logprobs=redistribute(logprobs, lengths_N, torch.empty(0, dtype=torch.float32, device=device), owners),
         finished_N=torch.tensor([index_by_row[n][1] for n in range(num_samples)]),
-        weight_version=weight_version,
+        versions=VersionRuns.constant(weight_version, lengths_N),
     )

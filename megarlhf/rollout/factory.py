@@ -20,7 +20,7 @@ from megarlhf.runtime import Runtime
 
 
 def actor_order(rollout: RolloutConfig, actor: RoleConfig, runtime: Runtime) -> tuple[int, ...] | None:
-    """Which rank stands where in the actor's mesh, so that few bytes move into vLLM's engines; the same on all ranks.
+    """Order of ranks in the actor's mesh by which few bytes move into vLLM's engines; the same on all ranks.
 
     Ranks change places inside their machine only, and where machines differ in size inside blocks that fit into each.
     """
@@ -67,7 +67,7 @@ def make_engine(rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, mic
 
 
 def engine_dtype(rollout: RolloutConfig, actor: Role) -> torch.dtype:
-    """Of the rollout engine's weights and computation."""
+    """Type of the rollout engine's weights and computation."""
     return actor.shard.dtype if rollout.dtype == "auto" else DTYPES[rollout.dtype]
 
 

@@ -28,7 +28,7 @@ class MegatronEngine:
     """Holds no weights of its own: what it samples with are the actor's live parameters."""
 
     rebuilds = 0
-    """What fails here are the actor's own modules; there is nothing to build anew."""
+    """Always 0: a failure is one of the actor's own modules, and there is nothing to build anew."""
 
     def __init__(self, actor: ModelShard, micro_batch_samples: int, parts: RoleParts) -> None:
         self._actor, self._parts = actor, parts

@@ -52,7 +52,7 @@ Record = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class _Expected:
-    """What a file has to say to be of use."""
+    """Header and rows that a file must have to be of use."""
 
     header: Record
     rows: Sequence[Record]

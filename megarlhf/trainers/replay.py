@@ -170,7 +170,9 @@ def repeat(role: Role, batches: Sequence[MicroBatch], loss: Loss) -> RepeatedSte
     assert role.trainer is not None
     watched, sums = LossModule(loss), {}
     found = _column_that_is_not_finite(batches)
-    in_model = first_not_finite(role.shard.module, lambda: sums.update(role.accumulate(batches, watched)), loss=watched)
+    in_model = first_not_finite(
+        role.shard.module, lambda: sums.update(role.accumulate(batches, watched).sums), loss=watched
+    )
     gradient_norm = role.trainer.gradient_norm()
     layers, at, runtime, stage = (
         layers_of(role.shard),

@@ -53,7 +53,7 @@ def test_a_file_for_generate_loads_where_it_asks_for_nothing_else() -> None:
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("nothing", {}, "nothing to evaluate: give an actor"),
-    ("unclear", {"actor": ROLE, "reward_model": ROLE}, "nothing that says what for: name eval.tasks"),
+    ("unclear", {"actor": ROLE, "reward_model": ROLE}, "name eval.tasks"),
     ("no rewards to compare by", {"actor": ROLE, "against": ROLE}, "comparison needs rewards; give that"),
     ("compared with nobody", {"actor": ROLE, "rewards": [RULE], "eval": {"tasks": ["comparison"]}}, "needs against"),
     ("nobody to compare", {"against": ROLE, "rewards": [RULE]}, "comparison needs actor"),
@@ -94,7 +94,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("k above n", {"actor": ROLE, "rewards": [RULE], **SAMPLED, "eval": {"pass_at": [8]}}, "none above the number"),
     ("k twice", {"actor": ROLE, "rewards": [RULE], **SAMPLED, "eval": {"pass_at": [2, 2]}}, "name each k once"),
     ("k of 0", {"actor": ROLE, "rewards": [RULE], **SAMPLED, "eval": {"pass_at": [0]}}, "greater than 0"),
-    ("pass@k of texts", {"actor": ROLE, "eval": {"pass_at": [1], "tasks": ["perplexity"]}}, "is of responses"),
+    ("pass@k of texts", {"actor": ROLE, "eval": {"pass_at": [1], "tasks": ["perplexity"]}}, "eval.pass_at = [1]"),
     ("responses written", {"actor": ROLE, "rewards": [RULE], "out": "x.jsonl"}, "eval writes figures and no responses"),
     ("responses chosen", {"actor": ROLE, "rewards": [RULE], "select": "best"}, "select = best: eval chooses no resp"),
     ("pairs chosen", {"actor": ROLE, "rewards": [RULE], "pairs_per_prompt": 2}, "pairs_per_prompt = 2: eval chooses"),

@@ -49,4 +49,4 @@ def test_what_follows_from_a_loss(loss, roles, scale, sft_weight):
     assert (cfg.scale, cfg.sft_weight) == (scale, sft_weight)
     given = DPOConfig.model_validate({**DPO, "loss": loss, "beta": 0.7, "sft_coef": 0.3})
     assert (given.scale, given.sft_weight) == (0.7, 0.3)
-    assert given.in_words() == f"loss = {loss}: beta = 0.7; sft_coef = 0.3, averaged by sequence"
+    assert given.describe_loss() == f"loss = {loss}: beta = 0.7; sft_coef = 0.3, averaged by sequence"

@@ -16,11 +16,11 @@ def test_engine_arguments_come_from_file_and_command_line(load):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("dtype", "rollout.dtype says it"),
+        ("dtype", "rollout.dtype sets it"),
         ("seed", "run.seed"),
         ("hf_overrides", "config.json"),
         ("tensor_parallel_size", "rollout.parallel.tp"),
-        ("load_format", "come from the actor"),
+        ("load_format", "only from the actor"),
         ("logprobs_mode", "distribution that was sampled from"),
         ("enable_lora", "rename the weights"),
     ],

@@ -201,7 +201,7 @@ OPTIONS = {
     "data.phases=2,4": "phases = '2,4', expected three numbers, the shares of sft, of rm and dpo, and of rl, as \"2,4,",
     "data.phases=a,b,c": "phases = 'a,b,c', expected three numbers",
     "data.phases=0,0,0": "phases = '0,0,0', expected three numbers",
-    "data.split_seed=1": "split_seed = 1 without validation_share and phases, which it is of; leave it out",
+    "data.split_seed=1": "split_seed = 1 has no effect without validation_share and phases; leave it out",
     "data.over_long=skip": "data.over_long: Input should be 'drop' or 'cut', got 'skip'",
     "data.train_split=test": "train_split is now a part of train: write train: {path: good.jsonl, split: test}",
     "data.test=*.jsonl": "override 'data.test=*.jsonl': '*.jsonl' is not valid YAML; quote it",

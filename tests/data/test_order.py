@@ -38,7 +38,7 @@ def test_another_batch_size_goes_on_where_the_first_one_stopped(sizes, other, st
         ShuffledBatches(num_samples, size, seed),
         ShuffledBatches(num_samples, min(other, num_samples), seed),
     )
-    drawn = [n for step in range(steps) for n in first.indices(step)]
+    drawn = [n for step in range(steps) for n in first.take(step)]
     second.load_state_dict(first.state_dict())
     drawn += [n for step in range(steps, steps + 2 * num_samples) for n in second.indices(step)]
     for start in range(0, len(drawn) - num_samples, num_samples):
@@ -108,7 +108,7 @@ def test_a_set_that_is_exhausted_begins_again_in_another_order():
 def test_a_mixture_goes_on_where_it_was_also_with_another_batch_size():
     sizes, weights = [50, 30], [2.0, 1.0]
     first = MixedBatches(sizes, weights, 6, seed=1)
-    begun = [index for step in range(7) for index in first.indices(step)]
+    begun = [index for step in range(7) for index in first.take(step)]
     second = MixedBatches(sizes, weights, 10, seed=1)
     second.load_state_dict(first.state_dict())
     went_on = [index for step in range(7, 10) for index in second.indices(step)]

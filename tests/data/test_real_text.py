@@ -14,12 +14,13 @@ from megarlhf.data.samples.encoders import PairEncoder, PromptEncoder, SFTEncode
 from megarlhf.data.samples.retokenize import Retokenizer
 from megarlhf.data.sources.find import load_records
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
-from megarlhf.experience import Ragged, Rollouts
-from megarlhf.observe.records.sample_tables import SampleTables, read_table
-from megarlhf.observe.report.html_page import document
-from megarlhf.observe.report.samples import _text
+from megarlhf.experience import Ragged
+from megarlhf.observe.records.sample_tables import SampleTables, ShownTables, read_table
+from megarlhf.observe.report.page import report_page
+from megarlhf.observe.report.recorded_run import RecordedRun
 from megarlhf.rollout.rewards.score import response_texts
 from tests.chat_model import write_chat_tokenizer
+from tests.tables import make_rollouts
 
 LIMITS = {"max_prompt_tokens": 100, "max_response_tokens": 100}
 START, END = 1, 2
@@ -100,7 +101,7 @@ def test_a_character_that_the_limit_cuts_leaves_no_mark(tokenizer, character):
     rows = [tokens[:-1], [*tokens[:-1], END], tokens, [END], []]
     responses = Ragged.from_rows([torch.tensor(row) for row in rows], torch.int64)
     finished_N = torch.tensor([False, True, False, True, False])
-    rollouts = Rollouts(responses=responses, logprobs=responses, finished_N=finished_N, weight_version=0)
+    rollouts = make_rollouts(responses=responses, logprobs=responses, finished_N=finished_N, version=0)
     assert response_texts(rollouts, tokenizer) == ["ok ", "ok \ufffd", f"ok {character}", "", ""]
 
 
@@ -117,7 +118,10 @@ def test_tables_and_pages_hold_any_text(tmp_path):
     rows = [{"step": 1, "sample": n, "response": text} for n, text in enumerate(ANSWERS.values())]
     SampleTables(tmp_path).write("train", 1, rows)
     assert read_table(tmp_path, "train", 1) == rows
-    page = document("texts", "report", [f"<pre>{_text(row['response'])}</pre>" for row in rows], [], script="")
+    told = {"prompt": "p", "rewards": {}, "reward": None, "length": 1, "finished": True}
+    tables = ShownTables(training={1: [row | told for row in rows]})
+    run = RecordedRun(name="texts", kind="rl", rows=[{"step": 1}], config=None, tables=tables)
+    page = report_page([run], title="texts")
     page.encode()
     assert "[/INST] [bold]&lt;b&gt;x&lt;/b&gt;[/]" in page
 

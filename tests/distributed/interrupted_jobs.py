@@ -103,7 +103,7 @@ def command_that_is_late(runtime: Runtime, kind: str, calls: int, *argv: str) ->
         if runtime.is_main:
             time.sleep(1000) if kind == "hangs" else as_in_a_collective(lambda: time.sleep(3))
 
-    with at_call(calls, "megarlhf.rollout.rewards.score", "outcomes_here", wait) as made:
+    with at_call(calls, "megarlhf.rollout.rewards.score", "call_in_rank", wait) as made:
         result = command_status(runtime, *argv)
     assert len(made) >= calls
     return result

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megarlhf.config import RLConfig, RMConfig, SFTConfig
-from megarlhf.experience import Ragged, Rollouts
+from megarlhf.experience import Ragged, Rollouts, VersionRuns
 from megarlhf.models.build import placements_on
 from megarlhf.models.role import Role, build_role
 from megarlhf.observe.records.metrics import read_metrics
@@ -71,11 +71,12 @@ class GivenEngine(MegatronEngine):
             self.given = tokens, logprobs, drawn.finished_N.tolist()
             return drawn
         tokens, logprobs, finished = self.given
+        responses = Ragged.from_rows([torch.tensor(row) for row in tokens], torch.int64)
         return Rollouts(
-            responses=Ragged.from_rows([torch.tensor(row) for row in tokens], torch.int64),
+            responses=responses,
             logprobs=Ragged.from_rows([torch.tensor(row) for row in logprobs], torch.float32),
             finished_N=torch.tensor(finished),
-            weight_version=self.weight_version,
+            versions=VersionRuns.constant(self.weight_version, responses.lengths_N),
         )
 
 

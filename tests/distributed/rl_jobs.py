@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -37,10 +38,10 @@ def rl_step(
     piece_bytes: of the optimizer's state, where it is streamed
     """
     from megarlhf.rollout import factory as asked
-    from megarlhf.rollout.response_cache import RolloutCache
-    from megarlhf.trainers.rl import build as rl_components
+    from megarlhf.trainers.experience.prompts import PromptData
+    from megarlhf.trainers.rl import build as building
     from megarlhf.trainers.rl.metrics import describe
-    from megarlhf.trainers.rl.rollout import Drawing, sample
+    from megarlhf.trainers.rl.rollout import complete, sample
     from megarlhf.trainers.rl.scoring import score
     from megarlhf.trainers.rl.update import StepState, train_on
     from megarlhf.trainers.run.session import Session
@@ -52,42 +53,47 @@ def rl_step(
     with (
         mock.patch.object(asked, "actor_order", **actor_order),
         # Where a test has no reward model, a language model with a random head stands for one.
-        mock.patch.object(rl_components, "build_role", partial(build_role, new_head=True)),
+        mock.patch.object(building, "build_role", partial(build_role, new_head=True)),
         mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group,
         mock.patch.object(step, "PIECE_BYTES", piece_bytes),
     ):
-        parts = rl_components.build(cfg, runtime, tokenizer, Phases())
+        run = building.build(cfg, runtime, PromptData(prompts, [], tokenizer, []), Phases())
     if old_before:
         cfg = cfg.model_copy()
         object.__setattr__(cfg, "old_logprobs_in_training", lambda step: False)
-    roles = [role for role in (parts.actor, parts.reference, parts.critic, parts.rewarder.reward_model) if role]
-    gradients: dict[str, list[Arrays]] = {role.name: [] for role in parts.trained}
+        run = replace(run, cfg=cfg)
+    roles = [role for role in (run.actor, run.reference, run.critic, run.rewarder.reward_model) if role]
+    gradients: dict[str, list[Arrays]] = {role.name: [] for role in run.trained}
     there: dict[str, Any] = {}
-    for role in parts.trained:
+    for role in run.trained:
         record_gradients(role, gradients[role.name])
-    parts.engine.update_weights(parts.actor.shard, version=0)
-    experience = sample(cfg, parts.engine, prompts, parts.sampling, 0)
-    drawing = Drawing(cfg, parts, prompts, RolloutCache(cfg.run.dir / "bank"), Session(runtime, cfg.run.dir), 0)
+    run.engine.update_weights(run.actor.shard, version=0)
+    experience = sample(cfg, run.engine, prompts, run.sampling, 0)
+    session = Session(runtime, cfg.run.dir)
+    rollout = complete(run, session, prompts, experience, 0)
     with mock.patch.object(step, "_run", noting(step._run, roles, there)):
-        experience, rewards = score(drawing, experience, prompts)
-    work = StepState.begun(cfg, parts, experience, rewards)
+        experience, plan, rewards = score(run, session, rollout, 0)
+    state = StepState.begin(run, experience, plan, rewards)
     told: list[Any] = []
 
-    def watch(found: Any) -> None:
-        told.append(found["rollout_logprob_gap_max"])
+    def watch(gap: Any) -> None:
+        told.append(gap["rollout_logprob_gap_max"])
         if watch_fails:
             raise InterruptedError
 
     metrics: dict[str, Any] = {}
-    with contextlib.suppress(InterruptedError), mock.patch.object(step, "_run", noting(step._run, roles, there)):
-        metrics = train_on(cfg, parts, work, 0, watch=watch)
-    parts.actor.parts.device_memory.keep_only(*(role.parts.parameters for role in parts.trained))
-    metrics = {**work.found, **describe(work.experience, cfg), **metrics}
-    experience = work.experience.replicated()
+    with (
+        contextlib.suppress(InterruptedError),
+        mock.patch.object(step, "_run", noting(step._run, roles, there)),
+        mock.patch.object(run.mismatch, "watch", watch),
+    ):
+        metrics = train_on(run, state, 0)
+    metrics = {**state.metrics, **describe(state.experience, cfg), **metrics}
+    experience = state.experience.replicated()
     result = {
         "told": told,
         "there": there,
-        "host_bytes": parts.actor.parts.device_memory.host.nbytes,
+        "host_bytes": run.actor.parts.device_memory.host.nbytes,
         "roles": [role.name for role in roles],
         "num_groups": new_group.call_count,
         "orders": {role.name: role.mesh.layout.order for role in roles},
@@ -96,10 +102,10 @@ def rl_step(
         "columns": {name: column.values_T.numpy() for name, column in experience.columns.items()},
         "rewards": experience.per_sample["rewards"].numpy(),
         "gradients": gradients,
-        "weights": {role.name: weights_of(role) for role in parts.trained},
+        "weights": {role.name: weights_of(role) for role in run.trained},
     }
-    parts.rewarder.close()
-    parts.engine.close()  # last: vLLM destroys the default group
+    run.rewarder.close()
+    run.engine.close()  # last: vLLM destroys the default group
     return result
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megarlhf.config import SFTConfig, words_of
+from megarlhf.config import SFTConfig, describe_sources
 from megarlhf.data.samples.encoders import build_prompts, build_sft
 from megarlhf.data.sources.find import load_records
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
@@ -332,7 +332,7 @@ def test_no_record_is_too_long_and_no_batch_larger_than_the_data(inputs: Path, t
     for job in (job for launch in planned for job in launch.jobs):
         cfg = CONFIGS[job.command].model_validate(job.config)
         directory, data = cfg.actor.model.hf_directory(), cfg.data
-        key = (words_of(data.train), data.max_prompt_tokens, getattr(data, "max_response_tokens", 0))
+        key = (describe_sources(data.train), data.max_prompt_tokens, getattr(data, "max_response_tokens", 0))
         if key in seen:
             continue
         seen.add(key)
@@ -347,7 +347,7 @@ def test_no_record_is_too_long_and_no_batch_larger_than_the_data(inputs: Path, t
         else:
             built, skipped = build_prompts(records, tokenizer, max_prompt_tokens=data.max_prompt_tokens)
         assert not skipped.reasons, (job.name, skipped)
-        assert len(built) == (16 if "long" in words_of(data.train) else 64)
+        assert len(built) == (16 if "long" in describe_sources(data.train) else 64)
     assert len(seen) == 5
 
 

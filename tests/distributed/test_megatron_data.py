@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_found_before_a_run(one_layer: dict[str, Path], ind
         look(tmp_path, path=str(large), columns={"a": "b"})
     records = tmp_path / "records.jsonl"
     records.write_text(json.dumps({"prompt": "1", "response": "2"}))
-    with pytest.raises(ValueError, match="sequence_length = 15 is of sets with kind = megatron, and there is none"):
+    with pytest.raises(ValueError, match="sequence_length = 15 is for sets with kind = megatron, and there is none"):
         SFTConfig.model_validate(sft(one_layer["plain"], tmp_path, train=str(records)))
     rm = sft(one_layer["plain"], tmp_path, train={"path": str(large), "kind": "megatron"})
     rm["reward_model"] = rm.pop("actor")

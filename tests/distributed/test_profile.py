@@ -69,7 +69,7 @@ def test_a_profiled_step(
         said = ranks.run(2, "command", command, "-c", str(tmp_path / f"{name}.yaml"))[0]
     steps = ", ".join(map(str, sorted({2, memory})))
     assert f"profile: step {steps} is recorded by all 2 rank(s), and takes longer than others" in said
-    assert "a curve of what the step itself allocates is written in place of a snapshot" in said
+    assert "a curve of the step's own allocations is written in place of a snapshot" in said
     plain, profiled = (read_metrics(tmp_path / name) for name in ("plain", "profiled"))
     assert [row["step"] for row in plain] == [0, 1, 2]
     assert [reproducible(row) for row in profiled] == [reproducible(row) for row in plain]

@@ -364,7 +364,7 @@ def uncalled_before_the_start(config: dict[str, Any]) -> None:
             3,
             "step_000000_update_0004",
         ),  # two an evaluation
-        ("grpo", "megarlhf.rollout.rewards.score", "outcomes_here", 33, "step_000001"),
+        ("grpo", "megarlhf.rollout.rewards.score", "call_in_rank", 33, "step_000001"),
     ],
 )
 def test_a_signal_saves_and_ends_the_run(

@@ -59,7 +59,7 @@ def scores(
     """Of TEXTS, written by the actor's tokenizer: by text, and directly by the actor's ids."""
     from megarlhf.models.role import build_role
     from megarlhf.parallel.mesh import GroupCache
-    from megarlhf.rollout.rewards.score import share_of_rank
+    from megarlhf.rollout.rewards.score import local_reward_batch
     from megarlhf.trainers.experience.retokenize import retokenized, retokenizer_of
     from megarlhf.trainers.experience.rewards import model_scores
 
@@ -73,7 +73,7 @@ def scores(
     rollouts = Rollouts(responses, Ragged(torch.zeros(responses.num_tokens), responses.lengths_N), finished, 0)
     experience = Experience(tuple(torch.tensor(p.tokens) for p in prompts), torch.arange(len(TEXTS)), rollouts)
     reward, batching = RewardConfig(kind="model", retokenize=True, **keys), MicroBatchConfig(**micro)
-    batch = share_of_rank(prompts, rollouts, tokenizer)
+    batch = local_reward_batch(prompts, rollouts, tokenizer)
     written, cut = retokenized("judge", experience, batch, retokenizer_of(role, reward, batching))
     return {
         "by_text": model_scores(role, written, batching).tolist(),

@@ -22,6 +22,7 @@ from megarlhf.models.role import build_role
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.micro_batch import MicroBatch, TokenSpans, micro_batch_mask, scatter_to_micro_batch
 from megarlhf.parallel.packing.partition import forward_cost
+from megarlhf.parallel.step import LossOutput
 from megarlhf.parallel.vocab import next_token_logprobs
 from megarlhf.runtime import Runtime
 from tests.ranks import RankPool
@@ -70,12 +71,12 @@ class OfResponses:
     def __init__(self, role: Any) -> None:
         self._role = role
 
-    def __call__(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def __call__(self, output: Tensor, batch: MicroBatch) -> LossOutput:
         vocabulary = self._role.shard.vocabulary()
         logprobs_BS, _ = next_token_logprobs(
             vocabulary, output, batch.tokens_BS, batch.columns["mask"], predictors_S=batch.predictors_S
         )
-        return logprobs_BS.sum(), torch.zeros(0)
+        return LossOutput(logprobs_BS.sum(), torch.zeros(0))
 
 
 def counted(runtime: Runtime, model: str, recompute: str, shares: bool) -> tuple[dict[str, int], int, int]:

@@ -20,7 +20,7 @@ from tests.ranks import RankPool
     [
         ("sleeps", "rank 1: phase 'reward' has passed its limit of 1 s"),
         ("backtracks", "rank 1: phase 'reward' has passed its limit of 1 s"),
-        ("slow", "a phase passed its limit on rank 0, 1 and came to its end"),
+        ("slow", "a phase passed its limit on rank 0, 1 and then ended"),
     ],
 )
 def test_all_ranks_raise_together(

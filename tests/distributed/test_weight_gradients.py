@@ -17,7 +17,7 @@ from megarlhf.config import SFTConfig
 from megarlhf.models.role import build_role
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.micro_batch import MicroBatch
-from megarlhf.parallel.step import Loss
+from megarlhf.parallel.step import Loss, LossOutput
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.supervised.sft import SupervisedFineTuning
 from tests.distributed import jobs
@@ -49,10 +49,10 @@ class _FirstIsLarge:
     def __init__(self, loss: Loss) -> None:
         self._loss, self.names, self._first = loss, loss.names, True
 
-    def __call__(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        value, sums = self._loss(output, batch)
+    def __call__(self, output: Tensor, batch: MicroBatch) -> LossOutput:
+        value, sums, _ = self._loss(output, batch)
         factor, self._first = LARGE if self._first else 1.0, False
-        return value * factor, sums
+        return LossOutput(value * factor, sums)
 
 
 def sums_of_micro_batches(runtime: Runtime, config: dict[str, Any]) -> dict[str, tuple[float, float, float]]:

@@ -18,21 +18,20 @@ from tests.docs.repository import ROOT
 
 @pytest.mark.parametrize("table", figures.TABLES)
 def test_the_page_on_rehearsals_has_the_table(table: Callable[[dict[str, Any]], str]) -> None:
-    page = (ROOT / "docs" / "rehearsal.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "benchmarks" / "rehearsal.md").read_text(encoding="utf-8")
     assert table(figures.load()) in page, "python -m benchmarks.rehearsal.figures prints it"
 
 
 def test_the_record_of_the_invariance_matrix_is_whole_and_within_its_bounds() -> None:
-    """Bands of bf16 are about twice what was measured."""
+    """In fp32 and in bf16, expert choices among them."""
     record = invariance.load()
     assert {cell_of(row) for row in record["cells"]} == set(cells())
     assert {cell_of(row) for row in record["bf16"]} == set(bf16_cells())
     assert record["bounds"] == BOUNDS
     assert all(row[kind] <= bound for row in record["cells"] for kind, bound in BOUNDS.items())
-    for (model, algorithm), band in BANDS.items():
-        rows = [row for row in record["bf16"] if (LAYOUTS[row["layout"]].model, row["algorithm"]) == (model, algorithm)]
-        for kind, allowed in band.items():
-            assert 1.9 < allowed / max(row[kind] for row in rows) < 2.1, f"{model} {algorithm} {kind}"
+    for row in record["bf16"]:
+        band = BANDS[LAYOUTS[row["layout"]].model, row["algorithm"]]
+        assert all(row[kind] <= allowed for kind, allowed in band.items()), row
     routed = [row for row in (*record["cells"], *record["bf16"]) if "choices" in row]
     assert {row["dtype"] for row in routed} == {"fp32", "bf16"}
     for dtype, share in {"fp32": OTHER_CHOICES, "bf16": OTHER_CHOICES_BF16}.items():
@@ -57,7 +56,7 @@ def test_the_page_on_benchmarks_has_the_table_of_messages() -> None:
 
 @pytest.mark.parametrize("table", fits_figures.TABLES)
 def test_the_page_on_real_clusters_has_the_table(table: Callable[[dict[str, Any]], str]) -> None:
-    page = (ROOT / "docs" / "real-runs.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
     assert table(fits_figures.load()) in page, "python -m benchmarks.rehearsal.fits_figures prints it"
 
 

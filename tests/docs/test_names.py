@@ -194,9 +194,9 @@ def test_commands_exist():
 
 @cache
 def messages() -> str:
-    """Every text of the package and the Makefile; where a value goes into one, a gap."""
+    """Every text of the package, the converter of GGUF files and the Makefile; where a value goes into one, a gap."""
     texts = [text(ROOT / "Makefile").replace('" \\\n\t\t"', "")]
-    for file in (ROOT / "megarlhf").rglob("*.py"):
+    for file in (*(ROOT / "megarlhf").rglob("*.py"), *(ROOT / "tools" / "gguf_to_hf").glob("*.py")):
         for node in ast.walk(ast.parse(text(file))):
             if isinstance(node, ast.JoinedStr):
                 texts.append("".join(str(v.value) if isinstance(v, ast.Constant) else "\0" for v in node.values))
@@ -207,7 +207,8 @@ def messages() -> str:
 
 def test_quoted_messages_are_said():
     """The left column of the tables of refusals quotes the code."""
-    quoted = re.findall(r"^\| `([^`]+)` \|", text(ROOT / "docs" / "refusals.md"), re.MULTILINE)
+    rows = re.findall(r"^\| (`[^|]+`) \|", text(ROOT / "docs" / "refusals.md"), re.MULTILINE)
+    quoted = [quote for row in rows for quote in re.findall(r"`([^`]+)`", row)]
     assert len(quoted) > 20
     assert [quote for quote in quoted if quote not in messages()] == []
 

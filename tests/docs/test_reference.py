@@ -55,14 +55,14 @@ def all_keys() -> set[str]:
 
 
 def rows() -> dict[str, list[tuple[str, str]]]:
-    """(heading, row) of the reference by key."""
+    """(commands, row) of the reference by key: the commands that the row names, else those of its heading."""
     rows_of: dict[str, list[tuple[str, str]]] = {}
     heading = ""
     for line in reference().splitlines():
         if line.startswith("## "):
             heading = line
-        elif line.startswith("| `"):
-            rows_of.setdefault(line.split("`")[1], []).append((heading, line))
+        elif row := re.match(r"\| `([^`]+)`(?: \(([^)]*)\))? \|", line):
+            rows_of.setdefault(row[1], []).append((row[2] or heading, line))
     return rows_of
 
 

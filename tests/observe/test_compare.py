@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from megarlhf.commands import cli
-from megarlhf.observe.report.compare import Final, compare, differing_keys, final_figures, intervals_of
-from megarlhf.observe.report.page import read_run
-from tests.observe.test_report import _Links, figures_of, make_run_dir
+from megarlhf.observe.report.compare import Final, differing_keys, final_figures, intervals_of, write_comparison
+from megarlhf.observe.report.recorded_run import read_runs
+from tests.observe.test_report import figures_of, make_run_dir, shown
+from tests.refuses import missing_names, refuses
 
 SFT = [{"step": 1, "loss": 2.0, "eval_loss": 3.0, "grad_norm": 1.0}, {"step": 2, "loss": 1.5, "eval_loss": None}]
 OTHER = [{"step": 1, "loss": 2.5, "eval_loss": 2.5}, {"step": 3, "loss": 1.25, "eval_loss": 2.0, "test_loss": 2.1}]
@@ -33,12 +34,11 @@ def runs(tmp_path: Path) -> list[Path]:
 
 
 def test_final_figures_are_the_last_finite_values_of_common_metrics(runs: list[Path]) -> None:
-    read = [read_run(path) for path in runs]
-    finals = final_figures(read, [{}, {"eval_loss": (1.9, 2.1)}, {}])
+    finals = final_figures(read_runs(runs), [{}, {"eval_loss": (1.9, 2.1)}, {}])
     assert list(finals) == ["eval_loss", "loss"], "what one run alone has is left out"
     assert finals["eval_loss"] == [Final(3.0, 1), Final(2.0, 3, (1.9, 2.1)), None]
     assert finals["loss"] == [Final(1.5, 2), Final(1.25, 3), Final(0.5, 1)]
-    assert Final(2.0, 3, (1.9, 2.1)).words == "2 [1.9, 2.1]"
+    assert str(Final(2.0, 3, (1.9, 2.1))) == "2 [1.9, 2.1]"
 
 
 def test_intervals_are_those_that_the_run_has_written(runs: list[Path]) -> None:
@@ -52,12 +52,12 @@ def test_intervals_are_those_that_the_run_has_written(runs: list[Path]) -> None:
     assert intervals_of(runs[1]) == {}
     assert intervals_of(runs[2]) == {"eval_pair_accuracy": (0.7, 0.8)}
     (runs[1] / "eval.json").write_text("{")
-    with pytest.raises(ValueError, match=r"eval\.json is damaged"):
+    with refuses("eval.json"):
         intervals_of(runs[1])
 
 
 def test_the_keys_that_differ(runs: list[Path]) -> None:
-    assert differing_keys([read_run(path).config for path in runs]) == {
+    assert differing_keys([run.config for run in read_runs(runs)]) == {
         "run.seed": ["0", "1", "-"],
         "actor.optim.lr": ["0.1", "0.1", "-"],
         "rewards": ["[]", "-", "-"],
@@ -79,44 +79,50 @@ def test_the_page_of_runs_of_different_commands(
     (runs[1] / "eval.json").write_text(json.dumps({"figures": {"eval_loss": {"low": 1.9, "high": 2.1}}}))
     assert cli.main(["compare", *map(str, runs), "-o", str(out), "--title", "A <title>"]) == 0
     page, printed = out.read_text(), capsys.readouterr().out
-    parser = _Links()
-    parser.feed(page)
-    assert (parser.fetched, parser.depth["table"]) == ([], 0)
-    assert "A &lt;title&gt;" in page
-    assert "&lt;b&gt;" in page
+    parsed = shown(page)
+    assert parsed.rows == [
+        ["metric", "run (1)", "run (2)", "rm"],
+        ["eval_loss", "3 step 1", "2 [1.9, 2.1] step 3", "-"],
+        ["loss", "1.5 step 2", "1.25 step 3", "0.5 step 1"],
+        ["key", "run (1)", "run (2)", "rm"],
+        ["run.seed", "0", "1", "-"],
+        ["actor.optim.lr", "0.1", "0.1", "-"],
+        ["rewards", "[]", "-", "-"],
+        ["loss", "-", "<b>", "-"],
+    ]
+    assert "A <title>" in parsed.texts
     names = [[trace["name"] for trace in drawn["data"]] for drawn in figures_of(page)]
     assert names == [
         ["run (1) · eval_loss", "run (2) · eval_loss"],
         ["run (1) · loss", "run (2) · loss", "rm · loss"],
     ]
-    assert "<b>2 [1.9, 2.1]</b>" in page
     for word in ("eval_loss", "2 [1.9, 2.1]", "actor.optim.lr", f"wrote {out}"):
         assert word in printed
-    compare(runs[:2], out, title="again")
+    write_comparison(runs[:2], out, title="again")
     assert "<h1>again</h1>" in out.read_text()
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "name"),
     [
-        (lambda runs, tmp: runs[:1], "one run compares with nothing; name two or more"),
-        (lambda runs, tmp: [runs[0], runs[0]], "one directory, named 2 times; name each run once"),
+        (lambda runs, tmp: runs[:1], "megarlhf report"),
+        (lambda runs, tmp: [runs[0], runs[0]], "2 times"),
         (lambda runs, tmp: [runs[0], tmp / "nowhere"], "nowhere"),
-        (lambda runs, tmp: [make_run_dir(tmp / "c", [{"step": 1, "alone": 1.0}]), runs[0]], "no metric in common"),
+        (lambda runs, tmp: [make_run_dir(tmp / "c", [{"step": 1, "alone": 1.0}]), runs[0]], "metric"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(
-    change: Any, words: str, runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    change: Any, name: str, runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "page.html"
     assert cli.main(["compare", *map(str, change(runs, tmp_path)), "-o", str(out)]) == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert "Traceback" not in said
+    message = capsys.readouterr().err
+    assert missing_names(message, "megarlhf compare", name) == []
+    assert "Traceback" not in message
     assert not out.exists()
 
 
 def test_a_file_of_the_users_is_not_replaced(runs: list[Path], tmp_path: Path) -> None:
     (tmp_path / "mine.html").write_text("mine")
-    with pytest.raises(ValueError, match="is there and is no comparison of megarlhf"):
-        compare(runs, tmp_path / "mine.html", title="t")
+    with refuses("mine.html", "comparison", "-o FILE"):
+        write_comparison(runs, tmp_path / "mine.html", title="t")

@@ -1,4 +1,4 @@
-"""The report's figures and page. Not covered: how it looks (seen in a browser when it was written)."""
+"""Figures and pages of reports. Not covered: how they look (seen in a browser when they were written)."""
 
 import errno
 import json
@@ -9,36 +9,26 @@ import plotly.graph_objects as go
 import pytest
 
 from megarlhf.observe.records.metrics import MetricsWriter
+from megarlhf.observe.records.sample_tables import ShownTables
 from megarlhf.observe.report import html_page
 from megarlhf.observe.report.chart_list import CHARTS, REWARD, Chart
-from megarlhf.observe.report.charts import RecordedRun, charts_of, figure, kind_of
+from megarlhf.observe.report.charts import charts_of, figure
 from megarlhf.observe.report.html_page import write_whole
-from megarlhf.observe.report.page import render, write_report
+from megarlhf.observe.report.page import MAX_ROWS, report_page, write_report
+from megarlhf.observe.report.recorded_run import RecordedRun, run_kind
+from tests.refuses import refuses
 
 RL_ROWS = [
-    {
-        "step": 1,
-        "reward_mean": 0.0,
-        "kl": 0.0,
-        "eval_accuracy": 0.5,
-        "seconds_rollout": 2.0,
-        "seconds_train": 1.0,
-    },
-    {
-        "step": 2,
-        "reward_mean": 1.0,
-        "kl": 0.1,
-        "eval_accuracy": 0.75,
-        "seconds_rollout": 2.0,
-        "seconds_train": 1.0,
-    },
+    {"step": 1, "reward_mean": 0.0, "kl": 0.0, "eval_accuracy": 0.5, "seconds_rollout": 2.0, "seconds_train": 1.0},
+    {"step": 2, "reward_mean": 1.0, "kl": 0.1, "eval_accuracy": 0.75, "seconds_rollout": 2.0, "seconds_train": 1.0},
     {"step": 3, "reward_mean": 2.0, "kl": None, "seconds_rollout": 2.0, "seconds_train": 1.0},
     {"step": 4, "reward_mean": 3.0, "kl": 0.3, "eval_accuracy": 0.25, "seconds_rollout": 4.0, "novel": 9.0},
 ]
+NASTY = '</script><script>alert("x")</script>'
 
 
-def run_of(rows, name="run", config=None):
-    return RecordedRun(name=name, kind=kind_of(rows), rows=rows, config=config)
+def run_of(rows, name="run", config=None, **tables):
+    return RecordedRun(name=name, kind=run_kind(rows), rows=rows, config=config, tables=ShownTables(**tables))
 
 
 def make_run_dir(path, rows, config=None):
@@ -58,11 +48,48 @@ def traces(page):
     return [trace["name"] for figure in figures_of(page) for trace in figure["data"]]
 
 
+class Page(HTMLParser):
+    """Rows of tables and other texts of a page, as a browser shows them; what it would fetch; open tags."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.fetched, self.depth, self.rows, self.texts, self.tags = [], {}, [], [], set()
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.fetched += [value for name, value in attrs if name in ("src", "href")]
+        self.depth[tag] = self.depth.get(tag, 0) + 1
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        self.depth[tag] -= 1
+
+    def handle_data(self, data):
+        if self.depth.get("script") or self.depth.get("style") or not data.strip():
+            return
+        if self.depth.get("td") or self.depth.get("th"):
+            self.rows[-1][-1] = " ".join([*self.rows[-1][-1].split(), *data.split()])
+        else:
+            self.texts.append(" ".join(data.split()))
+
+
+def shown(page):
+    """The page, which is one self-contained file of well-formed HTML."""
+    parsed = Page(page)
+    assert parsed.fetched == []
+    assert {tag: depth for tag, depth in parsed.depth.items() if depth} == {"meta": 2}
+    assert parsed.depth["script"] == page.count("<script>") - 2 == 0
+    return parsed
+
+
 def test_only_a_report_is_replaced(tmp_path):
-    run, notes, out = make_run_dir(tmp_path / "run", RL_ROWS), tmp_path / "notes.txt", tmp_path / "report.html"
+    run, notes, out = make_run_dir(tmp_path / "run", RL_ROWS), tmp_path / "notes.txt", tmp_path / "deep/report.html"
     notes.write_text("mine")
     for taken in (notes, tmp_path / "run"):
-        with pytest.raises(ValueError, match="is there and is no report of megarlhf; nothing is replaced"):
+        with refuses(str(taken), "report", "-o FILE"):
             write_report([run], taken, title="first")
     assert notes.read_text() == "mine"
     write_report([run], out, title="first")
@@ -96,10 +123,10 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     ],
 )
 def test_kind_follows_from_the_metrics(row, kind):
-    assert kind_of([{"step": 0, "seconds": 1.0}, row]) == kind
+    assert run_kind([{"step": 0, "seconds": 1.0}, row]) == kind
 
 
-def test_reward_and_accuracy_on_two_axes_with_the_peak_marked():
+def test_reward_and_accuracy_on_two_axes_and_a_value_that_is_not_finite_is_a_gap():
     result = figure(REWARD, [run_of(RL_ROWS)])
     by_name = {trace["name"]: trace for trace in result["data"]}
     assert by_name["reward_mean"]["y"] == [0.0, 1.0, 2.0, 3.0]
@@ -107,21 +134,12 @@ def test_reward_and_accuracy_on_two_axes_with_the_peak_marked():
     assert (by_name["eval_accuracy"]["x"], by_name["eval_accuracy"]["y"]) == ([1, 2, 4], [0.5, 0.75, 0.25])
     assert by_name["eval_accuracy"]["yaxis"] == "y2"
     assert result["layout"]["yaxis2"]["side"] == "right"
-    assert [shape["x0"] for shape in result["layout"]["shapes"]] == [2]
-    assert result["layout"]["annotations"][0]["text"] == "best eval_accuracy 0.75, step 2"
-
-
-def test_a_peak_at_the_end_is_not_marked():
-    assert figure(REWARD, [run_of(RL_ROWS[:2])])["layout"].get("shapes", []) == []
-
-
-def test_what_was_not_finite_is_a_gap_and_what_was_not_logged_is_none():
-    (trace,) = figure(Chart(title="KL", metrics=("kl",)), [run_of(RL_ROWS)])["data"]
-    assert (trace["x"], trace["y"]) == ([1, 2, 3, 4], [0.0, 0.1, None, 0.3])
+    (kl,) = figure(Chart("KL", ("kl",)), [run_of(RL_ROWS)])["data"]
+    assert (kl["x"], kl["y"]) == ([1, 2, 3, 4], [0.0, 0.1, None, 0.3])
 
 
 def test_phases_are_stacked_for_one_run_and_averaged_for_several():
-    chart = next(chart for chart in CHARTS["rl"] if chart.stacked)
+    (chart,) = (chart for chart in CHARTS if chart.stacked)
     alone = figure(chart, [run_of(RL_ROWS)])
     assert [trace["stackgroup"] for trace in alone["data"]] == ["phases", "phases"]
     several = figure(chart, [run_of(RL_ROWS, "a"), run_of(RL_ROWS[:2], "b")])
@@ -131,73 +149,74 @@ def test_phases_are_stacked_for_one_run_and_averaged_for_several():
 
 
 def test_a_log_axis_only_when_every_value_is_positive():
-    chart = Chart(title="gap", metrics=("gap",), log_if_positive=True)
+    chart = Chart("gap", ("gap",), log_if_positive=True)
     rows = [{"step": 1, "gap": 1e-6}, {"step": 2, "gap": 1e-3}]
     assert figure(chart, [run_of(rows)])["layout"]["yaxis"]["type"] == "log"
     assert "type" not in figure(chart, [run_of([*rows, {"step": 3, "gap": 0.0}])])["layout"]["yaxis"]
 
 
 @pytest.mark.parametrize("num_runs", [1, 2])
-def test_plotly_accepts_every_figure(num_runs):
+@pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.title)
+def test_plotly_accepts_every_figure(chart, num_runs):
     """graph_objects checks every property's name and value."""
-    checked = 0
-    for kind, charts in CHARTS.items():
-        names = [name for chart in charts for name in chart.metrics + chart.right]
-        rows = [{"step": step, **dict.fromkeys(names, float(step % 3 + 1))} for step in range(1, 6)]
-        runs = [RecordedRun(name=f"run {index}", kind=kind, rows=rows, config=None) for index in range(num_runs)]
-        for chart in charts:
-            assert len(go.Figure(figure(chart, runs)).data) >= len(chart.metrics)
-            checked += 1
-    assert checked == sum(len(charts) for charts in CHARTS.values())
+    names = chart.metrics + chart.right
+    rows = [{"step": step, **dict.fromkeys(names, float(step % 3 + 1))} for step in range(1, 6)]
+    runs = [run_of(rows, f"run {index}") for index in range(num_runs)]
+    assert len(go.Figure(figure(chart, runs)).data) >= len(chart.metrics)
 
 
 def test_no_metric_is_hidden():
-    own, more = charts_of("rl", [run_of(RL_ROWS)])
+    listed, more = charts_of([run_of(RL_ROWS)])
     assert [chart.title for chart in more] == ["novel"]
-    drawn = {name for chart in own + more for name in chart.metrics + chart.right}
+    drawn = {name for chart in listed + more for name in chart.metrics + chart.right}
     assert drawn >= {name for row in RL_ROWS for name in row} - {"step"}
-    assert "novel" in traces(render([run_of(RL_ROWS)], title="t"))
 
 
-class _Links(HTMLParser):
-    """Collects what a browser would fetch, and how often each tag opens and closes."""
-
-    def __init__(self):
-        super().__init__()
-        self.fetched, self.depth = [], {}
-
-    def handle_starttag(self, tag, attrs):
-        self.fetched += [value for name, value in attrs if name in ("src", "href")]
-        self.depth[tag] = self.depth.get(tag, 0) + 1
-
-    def handle_endtag(self, tag):
-        self.depth[tag] -= 1
+def sample(number, step=1, **changes):
+    row = {"step": step, "sample": number, "prompt": f"{number}+1=", "response": f"at {step}", "length": 2}
+    return {**row, "finished": True, "reward": 0.5, "rewards": {"a": 1.0, "b": None}, **changes}
 
 
-def test_one_self_contained_file_from_run_directories(tmp_path):
-    sft = [{"step": 1, "loss": 2.0, "eval_perplexity": 7.5}, {"step": 2, "loss": 1.0, "eval_perplexity": 2.5}]
-    runs = [
-        make_run_dir(tmp_path / "rl", RL_ROWS, "note: '</script><b>bold</b>'\n"),
-        make_run_dir(tmp_path / "sft", sft),
+def test_what_a_report_shows(tmp_path):
+    """Figures, warnings, charts, samples and configurations, in the order of training. Texts are no markup."""
+    rl = make_run_dir(tmp_path / "rl", RL_ROWS, f"note: '{NASTY}'\n")
+    sft = [{"step": 1, "loss": 2.0, "wall_clock": 0.0, "seconds": 60.0}, {"step": 2, "loss": 1.0, NASTY: 2.0}]
+    (rl / "samples").mkdir()
+    for name, rows in {
+        "eval_step_000000": [sample(0, 0), sample(7, 0)],
+        "eval_step_000004": [sample(0, 4, response=NASTY, answer=NASTY), sample(1, 4)],
+        "step_000004": [sample(0, 4)],
+    }.items():
+        (rl / f"samples/{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_report(
+        [rl, make_run_dir(tmp_path / "sft", sft)], tmp_path / "report.html", title="A <title>", first=["<i></i>"]
+    )
+    text = (tmp_path / "report.html").read_text()
+    page = shown(text)
+    rewards = "reward 0.5, a 1, b -, length 2, finished"
+    of_rl = "Reinforcement learning, 4 steps, 0:00:13 in steps not finite: kl at 1 steps"
+    facts = "Supervised fine-tuning, 2 steps, 0:01:00 in steps, 1970-01-01 00:00 to 1970-01-01 00:00 UTC"
+    assert page.rows == [
+        ["run", "figure", "first", "last", "best", "at step"],
+        [f"sft {facts}", "loss", "2", "1", "1", "2"],
+        [f"rl {of_rl}", "reward_mean", "0", "3", "3", "4"],
+        ["eval_accuracy", "0.5", "0.25", "0.75", "2"],
+        ["kl", "0", "0.3", "-", "-"],
+        ["prompt", "step 0", "step 4"],
+        [f"0+1= answer: {NASTY}", f"at 0 {rewards}", f"{NASTY} {rewards}"],
+        ["1+1=", "-", f"at 4 {rewards}"],
+        ["prompt", "response"],
+        ["0+1=", f"at 4 {rewards}"],
     ]
-    out = tmp_path / "deep" / "report.html"
-    write_report(runs, out, title="A <title>")
-    page = out.read_text()
-    assert page.count("const FIGURES") == 1
-
-    parser = _Links()
-    parser.feed(page)
-    assert parser.fetched == []
-    assert {tag: depth for tag, depth in parser.depth.items() if depth} == {"meta": 2}
-    assert parser.depth["table"] == 0
-
-    assert "A &lt;title&gt;" in page
-    assert "&lt;/script&gt;&lt;b&gt;bold" in page  # the configuration is text, not markup
-    assert page.index("Supervised fine-tuning") < page.index("Reinforcement learning")
-    assert "not finite: kl at 1 steps" in page
-    assert '<td>eval_perplexity</td><td class="n">7.5</td><td class="n"><b>2.5</b></td>' in page
-    assert '<td class="n">0.75</td><td class="n">2</td>' in page  # best eval_accuracy and its step
-    assert "no config.yaml in the run directory" in page
+    for words in (
+        "A <title>",
+        f"note: '{NASTY}'",
+        "Samples of training, step 4",
+        "no config.yaml in the run directory",
+    ):
+        assert words in page.texts, words
+    assert page.texts.index("Supervised fine-tuning") < page.texts.index("Reinforcement learning")
+    assert {NASTY, "loss", "reward_mean", "eval_accuracy", "novel"} <= set(traces(text))
 
 
 def test_runs_of_one_kind_share_charts_and_equal_names_are_numbered(tmp_path):
@@ -207,16 +226,20 @@ def test_runs_of_one_kind_share_charts_and_equal_names_are_numbered(tmp_path):
     assert {"rl (1) · reward_mean", "rl (2) · reward_mean"} <= set(names)
 
 
-def test_a_name_cannot_end_the_script():
-    rows = [{"step": 1, "loss": 1.0, "</script>": 2.0}]
-    page = render([run_of(rows)], title="t")
-    assert "</script>" in traces(page)
-    assert '"</script>"' not in page
+def test_a_report_with_many_samples_stays_small_and_one_without_has_no_section():
+    long = "x" * 100_000
+    rows = [sample(n, prompt=long, response=long, answer=long) for n in range(500)]
+    plain = report_page([run_of(RL_ROWS)], title="t")
+    page = report_page([run_of(RL_ROWS, evaluations={1: rows, 2: rows}, training={2: rows})], title="t")
+    assert len(page) - len(plain) < 60 * MAX_ROWS * 200
+    texts = [cell for row in Page(page).rows for cell in row if "[... 98800 characters ...]" in cell]
+    assert len(texts) == MAX_ROWS * (3 + 2)
+    assert ("<h2>Samples" in page, "<h2>Samples" in plain) == (True, False)
 
 
 def test_errors_say_what_to_give(tmp_path):
-    with pytest.raises(ValueError, match="a report of no run"):
+    with refuses("run.dir"):
         write_report([], tmp_path / "out.html", title="t")
     (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(ValueError, match="has not finished a step"):
+    with refuses(str(tmp_path), "metrics.jsonl", "step"):
         write_report([tmp_path], tmp_path / "out.html", title="t")

@@ -3,10 +3,9 @@
 Not covered: Weights & Biases' own folder, which stays. What a start does where a run has been: `resume/test_claim.py`.
 """
 
-import pytest
-
 from megarlhf.config import GenerateConfig
 from megarlhf.observe.records.run_directory import files_of_a_run, require_writable_output
+from tests.refuses import refuses
 
 
 def test_a_report_of_a_start_that_hung_is_no_run_by_itself(tmp_path):
@@ -30,24 +29,22 @@ def test_responses_replace_no_input_and_nothing_of_the_runs_own(tmp_path):
         "data": {"train": tmp_path / "data"},
     }
     cfg = GenerateConfig.model_validate(tree)
-    for out, words in {
-        "data/train.jsonl": "lies below data.train",
-        "data/new.jsonl": "lies below data.train",
-        "link.jsonl": "lies below data.train",
-        "model/model.safetensors": "lies below actor.model.path",
-        "model/link": "lies below actor.model.path",
-        "hf/tokenizer.json": "lies below actor.model.hf",
-        "run/config.yaml": "which the run itself writes",
-        "run/metrics.jsonl": "which the run itself writes",
-        "run/lengths.jsonl": "which the run itself writes",
-        "run/profile/a.jsonl": "which the run itself writes",
-        "run/.responses.jsonl.partial": "which the run itself writes",
-        "run/checkpoints/a.jsonl": "which the run itself writes",
-        "run": "is a directory; name a file",
+    for name, outs in {
+        "data.train": ("data/train.jsonl", "data/new.jsonl", "link.jsonl"),
+        "actor.model.path": ("model/model.safetensors", "model/link"),
+        "actor.model.hf": ("hf/tokenizer.json",),
+        "run/config.yaml": ("run/config.yaml",),
+        "run/metrics.jsonl": ("run/metrics.jsonl",),
+        "run/lengths.jsonl": ("run/lengths.jsonl",),
+        "run/profile": ("run/profile/a.jsonl",),
+        "run/.responses.jsonl.partial": ("run/.responses.jsonl.partial",),
+        "run/checkpoints": ("run/checkpoints/a.jsonl",),
+        "directory": ("run",),
     }.items():
-        with pytest.raises(ValueError, match=words):
-            require_writable_output(cfg, cfg.run, tmp_path / out)
+        for out in outs:
+            with refuses(f"out = {tmp_path / out}", name):
+                require_writable_output(cfg, cfg.run, tmp_path / out)
     for out in ("old.jsonl", "run/responses.jsonl", "new/responses.jsonl"):
         require_writable_output(cfg, cfg.run, tmp_path / out)
-    with pytest.raises(ValueError, match=r"old.jsonl is there; name another file"):
+    with refuses("old.jsonl", "run.on_existing=overwrite"):
         require_writable_output(cfg, cfg.run.model_copy(update={"on_existing": "refuse"}), tmp_path / "old.jsonl")

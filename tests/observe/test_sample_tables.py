@@ -1,10 +1,9 @@
-"""Tables of samples as files, as Markdown and in a report. What a run writes: distributed/test_shown.py."""
+"""Tables of samples as files and as Markdown. In a report: test_report.py. A run's: distributed/test_shown.py."""
 
 from __future__ import annotations
 
 import errno
 import json
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,12 @@ from megarlhf.observe.records.sample_tables import (
     ShownTables,
     as_markdown,
     columns_and_cells,
-    in_words,
+    describe_sample,
     read_shown,
     read_table,
     spread,
     steps_of,
 )
-from megarlhf.observe.report.charts import RecordedRun
-from megarlhf.observe.report.samples import MAX_ROWS, section_of_samples
 
 NASTY = '</pre><script>alert("x")</script>\n# no heading & no *emphasis*'
 
@@ -95,13 +92,13 @@ def test_what_a_full_disk_does_not_take_is_written_later(
     assert names(tmp_path) == ["step_000001.jsonl", "step_000002.jsonl"]
 
 
-def test_in_words_as_markdown_and_as_a_flat_table() -> None:
+def test_a_sample_in_words_as_markdown_and_as_a_flat_table() -> None:
     """What was said stands indented in Markdown, where no mark-up is read."""
     shown = row(3, 2, response=NASTY, finished=False, kl=0.125)
-    assert in_words(shown) == "reward 0.5, a 1, b -, kl 0.125, length 2, cut at the limit"
+    assert describe_sample(shown) == "reward 0.5, a 1, b -, kl 0.125, length 2, cut at the limit"
     script, heading = NASTY.splitlines()
     assert as_markdown([shown]) == (
-        f"**sample 2**: {in_words(shown)}\n\n    2+1=\n\nresponse:\n\n    {script}\n    {heading}"
+        f"**sample 2**: {describe_sample(shown)}\n\n    2+1=\n\nresponse:\n\n    {script}\n    {heading}"
     )
     columns, ((*cells,),) = columns_and_cells([shown])
     assert dict(zip(columns, cells, strict=True)) == {
@@ -111,56 +108,14 @@ def test_in_words_as_markdown_and_as_a_flat_table() -> None:
     }
 
 
-class _Tags(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-        self.depth: dict[str, int] = {}
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.seen.append(tag)
-        self.depth[tag] = self.depth.get(tag, 0) + 1
-
-    def handle_endtag(self, tag: str) -> None:
-        self.depth[tag] -= 1
-
-
-def section(tables: ShownTables, name: str = "run") -> str:
-    return section_of_samples([RecordedRun(name=name, kind="rl", rows=[{"step": 1}], config=None, tables=tables)])
-
-
-def test_a_report_shows_evaluations_side_by_side_and_escapes_what_was_said(tmp_path: Path) -> None:
-    """Of ten evaluations the first, the latest and two between; a prompt that an earlier one did not have is a dash."""
+def test_a_report_reads_the_first_evaluations_the_latest_and_two_between(tmp_path: Path) -> None:
     tables = SampleTables(tmp_path)
     for step in range(0, 100, 10):
-        tables.write("eval", step, [row(step, 0, response=NASTY if step == 90 else f"at {step}"), row(step, 1 + step)])
-        tables.write("train", step + 1, [row(step + 1, 4, response=NASTY, prompt=NASTY, answer=NASTY)])
-    page = section(read_shown(tmp_path), name="<run>")
-    tags = _Tags()
-    tags.feed(page)
-    assert "script" not in tags.seen
-    assert not any(tags.depth.values())
-    assert "&lt;run&gt;" in page
-    assert "".join(f"<th>step {step}</th>" for step in (0, 30, 60, 90)) in page
-    assert [page.count(f"<pre>at {step}</pre>") for step in (0, 30, 60, 10)] == [1, 1, 1, 0]
-    assert page.count("<td>-</td>") == 3
-    assert "&lt;script&gt;" in page
-    assert "reward 0.5, a 1, b -, length 2, finished" in page
-    assert "Samples of training, step 91" in page
-
-
-def test_a_report_stays_small() -> None:
-    long = "x" * 100_000
-    rows = [row(1, n, prompt=long, response=long, answer=long) for n in range(500)]
-    page = section(ShownTables({1: rows, 2: rows}, {2: rows}))
-    assert len(page) < 60 * MAX_ROWS * 200
-    assert "[... 98800 characters ...]" in page
-    assert page.count("<tr><td>") == 2 * MAX_ROWS
-
-
-def test_without_tables_there_is_no_section(tmp_path: Path) -> None:
-    assert read_shown(tmp_path) == ShownTables()
-    assert section(ShownTables()) == ""
+        tables.write("eval", step, [row(step)])
+        tables.write("train", step + 1, [row(step + 1)])
+    chosen = read_shown(tmp_path)
+    assert (list(chosen.evaluations), list(chosen.training)) == ([0, 30, 60, 90], [91])
+    assert read_shown(tmp_path / "absent") == ShownTables()
 
 
 def test_rows_are_one_object_a_line(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from megarlhf.observe.records import jsonl
 from megarlhf.observe.records.jsonl import read_lines
 from megarlhf.observe.records.step_records import LENGTHS_FILE, open_records, require_readable_records
 from megarlhf.rehearsal.fakes.lengths import Given, parse_lengths
+from tests.refuses import refuses
 
 
 def keep(run: Path, steps: dict[int, list[int]], resume_step: int | None = None) -> None:
@@ -42,7 +43,7 @@ def test_a_step_stands_once_after_a_resume_and_a_rehearsal_reads_the_file(tmp_pa
     drawn = parse_lengths(str(tmp_path))
     assert isinstance(drawn, Given)
     assert list(drawn.values) == [7, 8, 9, 10, 11]
-    with pytest.raises(ValueError, match=r"lengths\.jsonl: a line of step 3 after those of step 3; steps must rise"):
+    with refuses("lengths.jsonl", "step 3", "resume_step"):
         keep(tmp_path, {3: [1]}, resume_step=3)
     keep(tmp_path, {}, resume_step=-1)
     assert kept(tmp_path) == []
@@ -52,7 +53,7 @@ def test_a_damaged_file_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     keep(tmp_path, {1: [7], 2: [8]})
     text = "no json\n" + (tmp_path / LENGTHS_FILE).read_text()
     (tmp_path / LENGTHS_FILE).write_text(text)
-    with pytest.raises(ValueError, match=r"lengths\.jsonl, line 1: got b'no json', expected a JSON object"):
+    with refuses("lengths.jsonl, line 1", "b'no json'", "JSON"):
         require_readable_records(tmp_path)
     assert (tmp_path / LENGTHS_FILE).read_text() == text
 

@@ -8,6 +8,7 @@ import torch
 
 from megarlhf.config import StragglersConfig
 from megarlhf.observe.watch.stragglers import Stragglers, medians_of_others, probe_seconds
+from tests.refuses import missing_names
 
 
 def watch(rows, **cfg):
@@ -20,9 +21,7 @@ def test_a_rank_is_named_with_host_and_phase_after_so_many_steps_in_a_row():
     slow, even = {"reward": [2, 2, 2, 4]}, {"reward": [2, 2, 2, 2.9]}
     said = watch([slow, slow, even, slow, slow, slow, slow])
     assert [len(sentences) for sentences in said] == [0, 0, 0, 0, 0, 1, 0], "an even step in between starts anew"
-    assert said[5][0].startswith(
-        "rank 3 on n2 is slow: its own part of phase 'reward' took 4 s, the median of the 3 others is 2 s, and so for "
-    )
+    assert missing_names(said[5][0], "rank 3 on n2", "'reward'", "4 s", "3 others", "2 s", "3 times") == []
 
 
 def test_it_is_said_again_only_after_a_while():
@@ -35,7 +34,7 @@ def test_what_takes_no_time_is_no_straggler_but_a_probe_is():
     rows = [{"reward": [0.001, 0.001, 0.001, 0.005], "probe": [0.001, 0.001, 0.005, 0.001]}] * 3
     said = watch(rows)
     assert [len(sentences) for sentences in said] == [0, 0, 1]
-    assert "rank 2 on n2 is slow: a matrix product (the probe)" in said[2][0]
+    assert missing_names(said[2][0], "rank 2 on n2", "probe") == []
 
 
 def test_steps_without_the_work_neither_count_nor_reset():

@@ -20,6 +20,7 @@ import pytest
 from megarlhf.config import RunConfig, WandbConfig
 from megarlhf.observe.records.metrics import MetricsWriter
 from megarlhf.observe.records.wandb_run import WandbRun, require_wandb
+from tests.refuses import missing_names, refuses
 
 ROWS = [
     {"step": 1, "sample": 0, "prompt": "1+1=", "response": "<b>2", "length": 2, "finished": True, "reward": 2.0}
@@ -78,14 +79,14 @@ def test_the_package_and_a_key_are_asked_for_before_anything_is_written(
 ) -> None:
     online, offline = WandbConfig(project="mine"), WandbConfig(project="mine", mode="offline")
     monkeypatch.setitem(sys.modules, "wandb", StandIn(logged_in=False))
-    with pytest.raises(ValueError, match=r"project 'mine'\): no key .*`wandb login`.*run.wandb.mode=offline"):
+    with refuses("project 'mine'", "key", "`wandb login`", "WANDB_API_KEY", "run.wandb.mode=offline"):
         require_wandb(online)
     require_wandb(offline)
     monkeypatch.setitem(sys.modules, "wandb", None)
     for cfg in (online, offline):
-        with pytest.raises(ValueError, match=r"project 'mine'.*wandb is not installed: `pip install"):
+        with refuses("project 'mine'", "wandb is not installed", "pip install"):
             require_wandb(cfg)
-        with pytest.raises(ValueError, match="wandb is not installed"):
+        with refuses("wandb is not installed"):
             WandbRun(tmp_path / "run", cfg, {})
     assert not (tmp_path / "run").exists()
 
@@ -139,25 +140,24 @@ def test_a_run_that_is_not_opened_is_refused_and_one_that_fails_later_is_left(
 ) -> None:
     cfg = WandbConfig(project="mine")
     monkeypatch.setitem(sys.modules, "wandb", StandIn(fails="init"))
-    with pytest.raises(ValueError, match=r"does not open the run: no such entity; look at project, entity"):
+    with refuses("no such entity", "project", "run.wandb.mode=offline"):
         WandbRun(tmp_path, cfg, {})
     monkeypatch.setitem(sys.modules, "wandb", broken := StandIn(fails="log"))
     with MetricsWriter(tmp_path, tensorboard=False, tracker=WandbRun(tmp_path, cfg, {})) as writer:
         writer.log(1, {"loss": 0.5})
         writer.log(2, {"loss": 0.25})
-    assert [record.getMessage() for record in caplog.records] == [
-        "Weights & Biases takes nothing more of this run: the service is gone; metrics.jsonl goes on"
-    ]
+    (record,) = caplog.records
+    assert missing_names(record.getMessage(), "Weights & Biases", "the service is gone", "metrics.jsonl") == []
     assert ("finish",) not in broken.calls
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_the_older_key_and_keys_without_a_project_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"logger = wandb is no longer read.*run.wandb=\{project: NAME\}"):
+    with refuses("logger = wandb", "run.wandb={project: NAME}"):
         RunConfig.model_validate({"dir": "x", "logger": "wandb"})
-    with pytest.raises(ValueError, match="tags, mode without project"):
+    with refuses("tags", "mode", "project"):
         RunConfig.model_validate({"dir": "x", "wandb": {"mode": "offline", "tags": ["a"]}})
-    with pytest.raises(ValueError, match="project"):
+    with refuses("project"):
         WandbConfig(project="a/b")
 
 

@@ -4,6 +4,7 @@ Not covered: meshes of real process groups (only layout and coordinates are read
 micro-batches are balanced (test_packing.py).
 """
 
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -181,7 +182,7 @@ def test_a_response_of_no_tokens_takes_no_place():
 
 
 def test_an_empty_prompt_is_our_mistake():
-    with pytest.raises(AssertionError, match="sequence 1 has an empty prompt"):
+    with pytest.raises(AssertionError, match="span 1 begins its sequence"):
         TokenSpans.responses(torch.tensor([1, 0]), torch.tensor([2, 2]))
 
 
@@ -339,3 +340,48 @@ def test_trees_that_are_laid_out_are_picked_up_again(families, dp):
                 assert torch.equal(row.positions_T[places], torch.cat([torch.arange(int(n)) for n in lengths]))
     assert {n: row.tolist() for n, row in found.items()} == {n: row.tolist() for n, row in enumerate(table.rows())}
     assert computed <= sum(map(len, rows))
+
+
+def test_several_spans_of_a_sequence_reach_the_grid_and_come_back():
+    """Random spans of random sequences against a loop, on padded rows, packed rows and a row with a shared beginning.
+    The tree: two sequences share their first three tokens."""
+    generator = random.Random(0)
+    padded = MicroBatchLayout((2, 0), (6, 7), (0, 8), rows=2, columns=8, packed=False)
+    packed = MicroBatchLayout((2, 0), (6, 7), (0, 6), rows=1, columns=16, packed=True)
+    tree = MicroBatchLayout(
+        (2, 0), (6, 7), (3, 6), rows=1, columns=16, packed=True,
+        segments=(3, 3, 4), parents=(ROOT, 0, 0), last_segments=(1, 2),
+    )  # fmt: skip
+    places = {
+        padded: {2: range(6), 0: range(8, 15)},
+        packed: {2: range(6), 0: range(6, 13)},
+        tree: {2: [0, 1, 2, 3, 4, 5], 0: [0, 1, 2, 6, 7, 8, 9]},
+    }
+    lengths = [7, 5, 6]
+    for _ in range(50):
+        chosen = [sorted(generator.sample(range(3, n), generator.randint(0, n - 3))) for n in lengths]
+        spans = [_spans(positions) for positions in chosen]
+        table = ragged(*([10.0 * n + p for p in positions] for n, positions in enumerate(chosen)))
+        first = torch.tensor([start for own in spans for start, _ in own], dtype=torch.int64)
+        counted = ragged(*([count for _, count in own] for own in spans), dtype=torch.int64)
+        selection = TokenSpans(first, counted)
+        for layout, of_sequence in places.items():
+            grid = scatter_to_micro_batch(layout, table, selection, fill=-1.0)
+            expected = [-1.0] * grid.numel()
+            for n, where in of_sequence.items():
+                for position in chosen[n]:
+                    expected[where[position]] = 10.0 * n + position
+            assert grid.flatten().tolist() == expected
+            back = gather_from_micro_batch(layout, grid, selection)
+            assert {n: row.tolist() for n, row in back.items()} == {n: table.rows()[n].tolist() for n in (2, 0)}
+
+
+def _spans(positions):
+    """[3, 4, 6] -> [(3, 2), (6, 1)]; a sequence without any has one empty span."""
+    spans = []
+    for position in positions:
+        if spans and sum(spans[-1]) == position:
+            spans[-1] = (spans[-1][0], spans[-1][1] + 1)
+        else:
+            spans.append((position, 1))
+    return spans or [(3, 0)]

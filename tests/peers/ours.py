@@ -22,7 +22,7 @@ from megarlhf.algo.reward_scaling import group_normalised
 from megarlhf.algo.rollout_correction import rollout_correction
 from megarlhf.algo.segments import Segments
 from megarlhf.config import AlgoConfig
-from megarlhf.experience import Experience, Ragged, Rollouts
+from megarlhf.experience import Experience, Ragged, Rollouts, VersionRuns
 from megarlhf.trainers.rl.advantages import add_advantages
 from tests.peers import pairs
 from tests.peers.inputs import Inputs
@@ -43,7 +43,7 @@ def experience(inputs: Inputs, groups_N: Tensor) -> Experience:
         responses=Ragged(torch.zeros(int(inputs.lengths_N.sum()), dtype=torch.int64), inputs.lengths_N),
         logprobs=column(inputs.rollout_logprobs_NT),
         finished_N=torch.ones(len(groups_N), dtype=torch.bool),
-        weight_version=0,
+        versions=VersionRuns.constant(0, inputs.lengths_N),
     )
     columns = {
         "old_logprobs": column(inputs.old_logprobs_NT),

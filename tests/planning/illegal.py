@@ -108,6 +108,7 @@ STAGES = {
 WORLD = {
     "tp x pp": case(actor(tp=2, pp=2), 6, "world size 6 is not a multiple", "2 x 1 x 2 = 4", "use 4 or 8 ranks"),
     "a world too small": case(actor(tp=4), 2, "world size 2 is not a multiple", "4 x 1 x 1 = 4", "use 4 ranks"),
+    "tp x cp x pp": case(actor(tp=2, cp=2, pp=3), 18, "tp x cp x pp = 2 x 2 x 3 = 12", "use 12 or 24 ranks"),
     "cp": case(actor(cp=4), 6, "world size 6 is not a multiple", "1 x 4 x 1 = 4", "use 4 or 8 ranks"),
     "cp beyond the world": case(actor(cp=4), 2, "world size 2 is not a multiple", "1 x 4 x 1 = 4; use 4 ranks"),
     "cp of another role": case(
@@ -139,6 +140,7 @@ EXPERT = {
         actor(ep=2), 2, "ep = 2, but the model has no experts (model_type llama)", "leave ep at"
     ),
     "ep of the experts": of_experts(3, "ep = 3 does not divide the 4 experts", "choose one of 1, 2, 4", ep=3),
+    "ep beyond one rank": of_experts(1, "actor.parallel.ep = 2 does not divide", "ranks in multiples of 2", ep=2),
     "ep of dp": of_experts(6, "ep = 4 does not divide dp = 6", "a divisor of 6, or ranks in multiples of 4", ep=4),
     "ep of dp x cp": of_experts(6, "ep = 4 does not divide dp x cp = 3 x 2", "a divisor of 6", "of 8", ep=4, cp=2),
     "ep beyond dp": of_experts(2, "ep = 4 does not divide dp = 2", "ranks in multiples of 4", ep=4),
@@ -167,6 +169,13 @@ RANKS = {
     "a number that tp does not divide": case(
         read_only("reference", ranks=3, tp=2), 4, "are 3 ranks", "2 x 1 x 1 = 2; name 2 or 4 ranks", command="rl"
     ),
+    "a number that cp does not divide": case(
+        read_only("reference", ranks=3, cp=2), 4, "are 3 ranks", "1 x 2 x 1 = 2; name 2 or 4 ranks", command="rl"
+    ),
+    "a number below pp": case(
+        read_only("reference", ranks=1, pp=2), 4, "are 1 ranks", "1 x 1 x 2 = 2; name 2 ranks", command="rl"
+    ),
+    "actor of sft": case(actor(ranks=1), 2, "actor.parallel.ranks = 1", *TRAINED),
     "a reference of dpo": case(read_only("reference", ranks=3), 2, "ranks = 3 goes up to rank 2", command="dpo"),
     "actor": case(actor("rl", ranks=1), 2, "actor.parallel.ranks = 1", *TRAINED, command="rl"),
     "critic": case({"critic": {"parallel": {"ranks": [0, 1]}}}, 2, "critic.parallel.ranks", *TRAINED, command="rl"),
@@ -180,7 +189,7 @@ POLICIES = {
         {"actor": {"recompute": "layers"}}, 1, "recompute = 'layers' and recompute_layers = None", "'layers' needs a"
     ),
     "a number without layers": case(
-        {"actor": {"recompute": "full", "recompute_layers": 2}}, 1, "recompute_layers = 2", "nothing else takes one"
+        {"actor": {"recompute": "full", "recompute_layers": 2}}, 1, "recompute_layers = 2", "other values take none"
     ),
     "no such recompute": case(
         {"actor": {"recompute": "selective"}}, 1, "'none', 'core_attention', 'layers' or 'full', got 'selective'"
@@ -229,7 +238,7 @@ POLICIES = {
             "critic": {"offload": {"parameters": True, "optimizer": True}},
         },
         2,
-        "what leaves the devices of 2 rank(s) takes at least ",
+        "from 2 rank(s) takes at least ",
         "actor.offload.parameters",
         "actor.offload.optimizer",
         "critic.offload.parameters",

@@ -6,9 +6,10 @@ Not covered: memory and time (no such plan yet).
 import pytest
 
 from megarlhf.config import DPOConfig, RMConfig
-from megarlhf.planning.batch import BatchNumber, rl_batch_numbers, schedule_notes, supervised_batch_numbers
+from megarlhf.planning.batch import BatchNumber, rl_batch_numbers, schedule_notes
 from megarlhf.planning.preflight import preflight
 from tests.planning.configs import TRAIN, rl, role, sft
+from tests.refuses import missing_names, refuses
 
 
 def test_the_arithmetic_of_sft_by_hand(paths):
@@ -29,7 +30,7 @@ def test_the_arithmetic_of_sft_by_hand(paths):
 def test_the_arithmetic_of_rm_counts_pairs(paths):
     tree = {"run": {"dir": "r"}, "reward_model": role(paths, pp=2), "data": {"train": paths["train"]}, "train": TRAIN}
     plan = preflight("rm", RMConfig.model_validate(tree), 4)
-    numbers = {number.words: number.value for number in plan.numbers}
+    numbers = {number.unit: number.value for number in plan.numbers}
     assert numbers["data-parallel ranks of reward_model"] == 2
     assert numbers["preference pairs (two sequences each) per optimizer step on one data-parallel rank"] == 4
     assert numbers["micro-batches per optimizer step on one data-parallel rank"] == 2
@@ -39,7 +40,7 @@ def test_the_arithmetic_of_dpo_counts_pairs_and_passes_of_the_reference(paths):
     """4 ranks: the actor has 2 data-parallel ranks of 4 pairs each, the reference 4 of 2, one micro-batch of 2."""
     tree = {"run": {"dir": "r"}, "actor": role(paths, tp=2), "data": {"train": paths["train"]}, "train": TRAIN}
     plan = preflight("dpo", DPOConfig.model_validate({**tree, "reference": role(paths), "loss": "kto"}), 4)
-    numbers = {number.words: number.value for number in plan.numbers}
+    numbers = {number.unit: number.value for number in plan.numbers}
     assert numbers["data-parallel ranks of actor"] == 2
     assert numbers["preference pairs (two sequences each) per optimizer step on one data-parallel rank"] == 4
     assert numbers["passes of the frozen reference over the pairs of an optimizer step"] == 2
@@ -47,16 +48,11 @@ def test_the_arithmetic_of_dpo_counts_pairs_and_passes_of_the_reference(paths):
     assert "loss = kto: beta = 0.1" in plan.notes
     assert [name for name, *_ in plan.roles] == ["actor", "reference"]
     plan = preflight("dpo", DPOConfig.model_validate({**tree, "loss": "orpo"}), 4)
-    assert not any("frozen reference" in number.words for number in plan.numbers)
+    assert not any("frozen reference" in number.unit for number in plan.numbers)
     assert "loss = orpo: beta = 0.1; sft_coef = 1, averaged by sequence" in plan.notes
-    with pytest.raises(ValueError, match=r"data-parallel ranks of reference x train.micro_batch_samples = 4 x 4"):
-        preflight(
-            "dpo",
-            DPOConfig.model_validate(
-                {**tree, "reference": role(paths), "train": {**TRAIN, "micro_batch_samples": 4}},
-            ),
-            4,
-        )
+    large = {**tree, "reference": role(paths), "train": {**TRAIN, "micro_batch_samples": 4}}
+    with refuses("reference", "train.micro_batch_samples = 4 x 4"):
+        preflight("dpo", DPOConfig.model_validate(large), 4)
 
 
 def test_the_arithmetic_of_rl_by_hand_with_a_layout_of_each_role(paths):
@@ -82,78 +78,51 @@ def test_the_arithmetic_of_rl_by_hand_with_a_layout_of_each_role(paths):
     assert preflight("rl", cfg, 4).numbers == tuple(rl_batch_numbers(cfg, 4))
 
 
-def test_a_mini_batch_that_does_not_divide_names_both_numbers_and_their_keys(paths):
-    train = sft(paths).train
-    expected = (
-        "train.mini_batch_samples = 8 is not a multiple of data-parallel ranks of actor x train.micro_batch_samples "
-        "= 3 x 2 = 6; use 6 or 12, or change train.micro_batch_samples or actor.parallel"
-    )
-    with pytest.raises(ValueError, match=r"^train\.mini_batch_samples = 8 ") as raised:
-        supervised_batch_numbers(train, 3, "actor", "sequences")
-    assert str(raised.value) == expected
-
-
-def test_a_mini_batch_smaller_than_one_forward_of_all_ranks_names_one_number_to_use(paths):
-    with pytest.raises(ValueError, match=r"mini_batch_samples = 8 .* = 8 x 2 = 16; use 16, or change"):
-        supervised_batch_numbers(sft(paths).train, 8, "actor", "sequences")
-
-
 def test_a_warm_up_longer_than_the_run_is_refused(paths):
     """10 steps of 3 mini-batches and 3 passes: 90 updates of the critic; the actor's begin after the critic's own."""
     cfg = sft(paths)
     late = cfg.actor.model_copy(update={"optim": cfg.actor.optim.model_copy(update={"warmup_steps": 11})})
     assert not any("warmup" in note for note in preflight("sft", cfg, 1).notes)
-    with pytest.raises(ValueError, match=r"actor\.optim\.warmup_steps = 11, but the run has 10 .* at most 10, or make"):
+    with refuses("actor.optim.warmup_steps = 11", "10 optimizer steps", "at most 10"):
         preflight("sft", cfg.model_copy(update={"actor": late}), 1)
     slow = {**role(paths), "optim": {"warmup_steps": 90}}
     assert schedule_notes(rl(paths, actor=slow, critic=slow)) == []
-    with pytest.raises(
-        ValueError, match=r"actor\.optim\.warmup_steps = 90, but the run has 54 optimizer steps of actor"
-    ):
+    with refuses("actor.optim.warmup_steps = 90", "54 optimizer steps of actor"):
         schedule_notes(rl(paths, actor=slow, critic=slow, train={"critic_warmup_steps": 4}))
     (note,) = schedule_notes(rl(paths, train={"critic_warmup_steps": 10}))
-    assert note.startswith("actor: never trained, as train.critic_warmup_steps = 10 of train.num_steps = 10")
+    assert missing_names(note, "actor", "train.critic_warmup_steps = 10", "train.num_steps = 10") == []
+
+
+PER_RANK = "train.micro_batch_samples"
 
 
 @pytest.mark.parametrize(
-    "change, world, expected",
+    "change, world, names",
     [
         (
             {"train": {"mini_batch_samples": 10}},
             1,
-            [
-                "samples per step = train.prompts_per_step x rollout.num_samples_per_prompt = 6 x 4 = 24 is not",
-                "a multiple of train.mini_batch_samples = 10; use 20 or 30, or change train.mini_batch_samples",
-            ],
+            (
+                "train.prompts_per_step x rollout.num_samples_per_prompt = 6 x 4 = 24",
+                "mini_batch_samples = 10",
+                "20 or 30",
+            ),
         ),
         (
             {"train": {"mini_batch_samples": 6, "micro_batch_samples": 2}},
             2,
-            [
-                "train.mini_batch_samples = 6 is not a multiple of data-parallel ranks of actor x",
-                "train.micro_batch_samples = 2 x 2 = 4; use 4 or 8, or change train.micro_batch_samples or",
-                "actor.parallel",
-            ],
+            ("train.mini_batch_samples = 6", f"actor x {PER_RANK} = 2 x 2 = 4", "4 or 8", "actor.parallel"),
         ),
         (
             {"actor": {"tp": 4}, "train": {"micro_batch_samples": 4}},
             4,
-            [
-                "train.mini_batch_samples = 8 is not a multiple of data-parallel ranks of critic x",
-                "train.micro_batch_samples = 4 x 4 = 16; use 16, or change train.micro_batch_samples or",
-                "critic.parallel",
-            ],
+            ("train.mini_batch_samples = 8", f"critic x {PER_RANK} = 4 x 4 = 16", "use 16, or", "critic.parallel"),
         ),
-        (
-            {"rollout": {"engine": "vllm", "parallel": {"tp": 3}}},
-            4,
-            ["4 ranks do not divide into engines of rollout.parallel.tp = 3 ranks"],
-        ),
+        ({"rollout": {"engine": "vllm", "parallel": {"tp": 3}}}, 4, ("4 ranks", "rollout.parallel.tp = 3")),
     ],
 )
-def test_what_does_not_divide_in_rl_names_numbers_and_keys(paths, change, world, expected):
+def test_what_does_not_divide_names_numbers_and_keys(paths, change, world, names):
     if "actor" in change:
         change = {**change, "actor": role(paths, **change["actor"])}
-    with pytest.raises(ValueError, match=r"rollout\.parallel|train\.") as raised:
+    with refuses(*names):
         rl_batch_numbers(rl(paths, **change), world)
-    assert str(raised.value) == " ".join(expected)

@@ -14,7 +14,7 @@ from megarlhf.planning.data import rewards as checks
 from megarlhf.planning.data.rewards import rule_for_answers, try_rewards
 from megarlhf.planning.data.unread_fields import check_unread_fields
 from megarlhf.planning.preflight import preflight
-from megarlhf.rollout.rewards.rules import field_check, form_of_rule, load_rule
+from megarlhf.rollout.rewards.rules import field_check, load_rule, rule_form
 from megarlhf.rollout.rewards.score import InThisProcess
 from tests.data.chat_styles import CHATML, write_chat_tokenizer
 from tests.planning.configs import rl
@@ -180,7 +180,7 @@ def calls(monkeypatch):
             sizes.append(len(batch))
             return super().start(batch)
 
-    made = lambda reward, device: Counted(load_rule(reward.rule), form_of_rule(reward.rule))  # noqa: E731
+    made = lambda reward, device: Counted(load_rule(reward.rule), rule_form(reward.rule))  # noqa: E731
     monkeypatch.setattr(checks, "make_source", made)
     return sizes
 

@@ -4,12 +4,11 @@ Not covered: that such a run trains (tests/distributed/test_role_ranks.py).
 """
 
 import pytest
-import torch.distributed as dist
 
-from megarlhf.config import GenerateConfig, RMConfig, SFTConfig
 from megarlhf.layout import MeshLayout
 from megarlhf.planning.preflight import preflight
-from tests.planning.configs import TRAIN, rl, role
+from tests.planning.configs import rl, role
+from tests.refuses import refuses
 
 
 def anchored(paths, **parallel):
@@ -35,42 +34,7 @@ def test_a_role_that_is_only_read_may_be_on_some_ranks(paths, parallel, world_si
     assert ("of 4" in words) == (layout.world_size < 4), words
 
 
-@pytest.mark.parametrize(
-    "parallel, words",
-    [
-        (
-            {"ranks": 8},
-            r"reference\.parallel\.ranks = 8 goes up to rank 7, and the run has 4 rank\(s\), 0 to 3; start 8",
-        ),
-        ({"ranks": [2, 6]}, r"reference\.parallel\.ranks = \[2, 6\] goes up to rank 5, and the run has 4"),
-        ({"ranks": 3, "tp": 2}, r"reference\.parallel\.ranks are 3 ranks, .* = 2 x 1 x 1 = 2; name 2 or 4 ranks"),
-        ({"ranks": 3, "cp": 2}, r"reference\.parallel\.ranks are 3 ranks, .* = 1 x 2 x 1 = 2; name 2 or 4 ranks"),
-        ({"ranks": 1, "pp": 2}, r"reference\.parallel\.ranks are 1 ranks, .* = 1 x 1 x 2 = 2; name 2 ranks"),
-    ],
-)
-def test_ranks_that_are_not_there_or_do_not_divide_are_refused(paths, parallel, words):
-    assert not dist.is_initialized()
-    with pytest.raises(ValueError, match=words):
-        preflight("rl", anchored(paths, **parallel), 4)
-
-
 @pytest.mark.parametrize("ranks", [0, -1, [2, 2], [3, 1], [-1, 2], [0, 1, 2], "all", True])
 def test_what_names_no_ranks_is_refused(paths, ranks):
-    with pytest.raises(ValueError, match="ranks"):
+    with refuses("ranks"):
         anchored(paths, ranks=ranks)
-
-
-@pytest.mark.parametrize("name", ["actor", "critic", "sft", "rm", "generate"])
-def test_a_role_that_is_trained_or_sampled_from_is_on_all_ranks(paths, name):
-    part = role(paths, ranks=1)
-    tree = {"run": {"dir": "r"}, "data": {"train": paths["train"]}}
-    made = {
-        "actor": lambda: rl(paths, actor=part),
-        "critic": lambda: rl(paths, critic=part),
-        "sft": lambda: SFTConfig.model_validate({**tree, "actor": part, "train": TRAIN}),
-        "rm": lambda: RMConfig.model_validate({**tree, "reward_model": part, "train": TRAIN}),
-        "generate": lambda: GenerateConfig.model_validate({**tree, "actor": part}),
-    }
-    trained = {"sft": "actor", "rm": "reward_model", "generate": "actor"}.get(name, name)
-    with pytest.raises(ValueError, match=rf"{trained}\.parallel\.ranks = 1, and {trained} is trained or sampled from"):
-        made[name]()

@@ -204,14 +204,14 @@ def test_the_command_prints_tables_and_ranks():
 @pytest.mark.parametrize(
     ("options", "order", "ranks", "received"),
     [
-        (["--engine-tp=4"], "--order engine: as suits the engines", "0 4 1 5 2 6 3 7, and so on", "30.870"),
+        (["--engine-tp=4"], "--order engine: permuted", "0 4 1 5 2 6 3 7, and so on", "30.870"),
         (
             ["--engine-tp=4", "--order=rank"],
             "--order rank: by number, contiguous",
             "by number",
             "34.176",
         ),
-        ([], "--order engine: as suits the engines", "by number", "13.233"),
+        ([], "--order engine: permuted", "by number", "13.233"),
     ],
 )
 def test_the_command_says_for_which_order_its_figures_are(options, order, ranks, received, capsys):

@@ -147,9 +147,9 @@ class _Sum:
 
     names: tuple[str, ...] = ()
 
-    def __call__(self, output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, None]:
         value = output.sum()
-        return value, torch.zeros(0, device=value.device)
+        return value, torch.zeros(0, device=value.device), None
 
 
 class _Free:

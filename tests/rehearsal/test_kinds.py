@@ -114,17 +114,19 @@ def test_ranks_by_name() -> None:
 def test_shares_by_hand() -> None:
     """Two data-parallel ranks, packed: [5] and [3, 1] tokens at a cost of 2 a token and 1 a pair (n (n + 1) / 2). Two
     calls in a phase add up; afterwards nothing is seen."""
-    mesh: Any = SimpleNamespace(layout=MeshLayout(tp=1, pp=1, dp=2), coordinates=SimpleNamespace(dp=0))
+    mesh: Any = SimpleNamespace(
+        layout=MeshLayout(tp=1, pp=1, dp=2), coordinates=SimpleNamespace(dp=0), own=lambda by_dp: by_dp[0]
+    )
     micro = TrainConfig(num_steps=1, mini_batch_samples=3, max_tokens_per_micro_batch=5)
     batching = Batching(mesh, ForwardCost(per_token=2.0, per_pair=1.0), micro)
     lengths = torch.tensor([5, 3, 1])
     loads: dict[str, list[RankLoad]] = {}
     tokens: Counter[tuple[int, str]] = Counter()
     with recorded_batches(lambda: (1, "train/actor"), loads, tokens):
-        batching.layouts_by_rank([[0], [1], [2]], lengths)
+        batching.layouts([[0], [1], [2]], lengths)
         once = list(loads["train/actor"])
-        batching.layouts_by_rank([[0], [1], [2]], lengths)
-    batching.layouts_by_rank([[0], [1], [2]], lengths)
+        batching.layouts([[0], [1], [2]], lengths)
+    batching.layouts([[0], [1], [2]], lengths)
     long, short = sorted(once, key=lambda each: -each.cost)
     assert (long.cost, long.tokens, long.micro_batches) == (2 * 5 + 15, 5, 1)
     assert (short.cost, short.tokens, short.micro_batches) == ((2 * 3 + 6) + (2 * 1 + 1), 4, 1)
@@ -138,13 +140,15 @@ def test_shares_by_hand() -> None:
 def test_what_sequences_share_is_work_once() -> None:
     """A prompt of 4 with responses of 2 and 3: 4 + 2 + 3 tokens, 10 + (4 x 2 + 3) + (4 x 3 + 6) pairs. What is told of
     the step are tokens of whole sequences."""
-    mesh: Any = SimpleNamespace(layout=MeshLayout(tp=1, pp=1, dp=1), coordinates=SimpleNamespace(dp=0))
+    mesh: Any = SimpleNamespace(
+        layout=MeshLayout(tp=1, pp=1, dp=1), coordinates=SimpleNamespace(dp=0), own=lambda by_dp: by_dp[0]
+    )
     micro = TrainConfig(num_steps=1, mini_batch_samples=2, max_tokens_per_micro_batch=16)
     batching = Batching(mesh, ForwardCost(per_token=2.0, per_pair=1.0), micro, share=True)
     loads: dict[str, list[RankLoad]] = {}
     tokens: Counter[tuple[int, str]] = Counter()
     with recorded_batches(lambda: (1, "train/actor"), loads, tokens):
-        ((layout,),) = batching.layouts_by_rank([[0, 1]], torch.tensor([6, 7]), shared=[4], divisible=True)
+        (layout,) = batching.layouts([[0, 1]], torch.tensor([6, 7]), shared=[4], divisible=True)
     assert layout.parents == (-1, 0, 0)
     work = RankLoad(cost=2 * 9 + 39, tokens=9, longest=layout.columns, micro_batches=1)
     assert loads["train/actor"] == [work]
@@ -153,7 +157,9 @@ def test_what_sequences_share_is_work_once() -> None:
 
 def test_padding_is_no_work() -> None:
     """Two rows of one micro-batch are as long as the longest sequence; tokens are those of the sequences."""
-    mesh: Any = SimpleNamespace(layout=MeshLayout(tp=1, pp=1, dp=1), coordinates=SimpleNamespace(dp=0))
+    mesh: Any = SimpleNamespace(
+        layout=MeshLayout(tp=1, pp=1, dp=1), coordinates=SimpleNamespace(dp=0), own=lambda by_dp: by_dp[0]
+    )
     batching = Batching(
         mesh,
         ForwardCost(per_token=1.0, per_pair=0.0),
@@ -162,7 +168,7 @@ def test_padding_is_no_work() -> None:
     loads: dict[str, list[RankLoad]] = {}
     tokens: Counter[tuple[int, str]] = Counter()
     with recorded_batches(lambda: (1, "train/actor"), loads, tokens):
-        (layouts,) = batching.layouts_by_rank([[0], [1]], torch.tensor([4, 2]))
+        layouts = batching.layouts([[0], [1]], torch.tensor([4, 2]))
     columns = layouts[0].columns
     assert loads["train/actor"] == [RankLoad(cost=6.0, tokens=6, longest=2 * columns, micro_batches=1)]
     assert columns >= 4

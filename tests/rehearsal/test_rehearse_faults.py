@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarlhf.parallel.step import Trainer
+from megarlhf.parallel.step import Accumulated, Trainer
 from tests.refuses import missing_names
 from tests.rehearsal.jobs import Rehearsed, job_tree, run_command, write_job
 
@@ -31,7 +31,7 @@ Plant = Callable[[Trainer, int], None]
 def plant(monkeypatch: pytest.MonkeyPatch, act: Plant) -> None:
     original = Trainer.accumulate
 
-    def accumulate(self: Trainer, *args: Any) -> dict[str, float]:
+    def accumulate(self: Trainer, *args: Any) -> Accumulated:
         act(self, dist.get_rank())
         return original(self, *args)
 

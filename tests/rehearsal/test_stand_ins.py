@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarlhf.config import RLConfig, RMConfig, SFTConfig, words_of
+from megarlhf.config import RLConfig, RMConfig, SFTConfig, describe_sources
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.rehearsal.fakes.inputs import LETTERS, SPECIAL, stand_in, write_tokenizer
 from megarlhf.rehearsal.fakes.lengths import Constant, Given
@@ -49,7 +49,7 @@ def test_every_record_is_used_and_has_its_length(tmp_path: Path) -> None:
     stood = stand_in(cfg, tmp_path / "standing_in", steps=3, **lengths)
     train, validation, notes = load_samples(SupervisedFineTuning(stood.cfg))
     assert (len(train), validation) == (150, [])
-    assert notes == [f"{words_of(stood.cfg.data.train)}: used all 150 records"]
+    assert notes == [f"{describe_sources(stood.cfg.data.train)}: used all 150 records"]
     assert {sample.prompt_length for sample in train} == {2, 17, 40}
     assert {len(sample.tokens) - sample.prompt_length for sample in train} == {2, 33, 60}
 

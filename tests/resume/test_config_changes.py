@@ -14,7 +14,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from megarlhf.config import DPOConfig, RLConfig, RMConfig, SFTConfig, in_todays_words, load_config
+from megarlhf.config import DPOConfig, RLConfig, RMConfig, SFTConfig, convert_old_shuffle, load_config
 from megarlhf.config.load import _apply_override, _model_in
 from megarlhf.resume.claim.config_changes import CONDITIONAL, KINDS, ROLES, compare, kind_of, mathematics_of
 from megarlhf.resume.claim.identity import History
@@ -196,7 +196,7 @@ def test_a_run_that_was_begun_when_shuffle_was_a_switch_goes_on(tmp_path: Path, 
     written["train"]["shuffle"] = old
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(written))
     assert load_config(RLConfig, tmp_path / "config.yaml", of_a_run=True) == before
-    assert in_todays_words(written) == before.model_dump(mode="json")
+    assert convert_old_shuffle(written) == before.model_dump(mode="json")
     with pytest.raises(ValueError, match=f"train.shuffle: {str(old).lower()} is no longer read.*: write {now} "):
         load_config(RLConfig, tmp_path / "config.yaml")
     other = loaded("rl", f"run.dir={tmp_path}", "train.shuffle=groups")
@@ -207,4 +207,4 @@ def test_a_run_that_was_begun_when_shuffle_was_a_switch_goes_on(tmp_path: Path, 
 def test_what_has_no_switch_is_left_as_it_is() -> None:
     """Other commands, what is no section, and today's words."""
     for config in ({}, {"train": None}, {"train": {"num_steps": 3}}, {"train": {"shuffle": "groups"}}):
-        assert in_todays_words(config) == config
+        assert convert_old_shuffle(config) == config

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarlhf.rollout.balance import Chunk, Deal, SeenLengths, assign, chunk_by_length
+from megarlhf.rollout.balance import Deal, PromptChunk, SeenLengths, assign, chunk_by_length
 from megarlhf.rollout.engine import FinishedResponses
 from megarlhf.rollout.prompt_queue import NOTHING, PromptQueue, SharedCounter
 from megarlhf.rollout.vllm.generate_loop import run_requests
@@ -21,13 +21,13 @@ def prompts_of(*lengths):
 
 
 def pieces(*works):
-    return [Chunk((row,), work) for row, work in enumerate(works)]
+    return [PromptChunk((row,), work) for row, work in enumerate(works)]
 
 
 def test_a_prompt_s_samples_are_a_piece_and_its_work_counts_the_prompt_once():
     """Two samples each of prompts of 3, 5 and 4 tokens, 100 expected of a response, and one engine."""
     found = chunk_by_length(prompts_of(3, 5, 4, 3, 5, 4), range(6), 1, SeenLengths(), 100)
-    assert found == [Chunk((1, 4), 205), Chunk((2, 5), 204), Chunk((0, 3), 203)]
+    assert found == [PromptChunk((1, 4), 205), PromptChunk((2, 5), 204), PromptChunk((0, 3), 203)]
 
 
 def test_few_prompts_are_cut_so_that_each_engine_has_some():

@@ -84,8 +84,8 @@ def by_hand(path, texts):
 
 def scores(source, responses):
     found = source.start(responses).wait()
-    assert not any(outcome.error for outcome in found)
-    return [outcome.value for outcome in found]
+    assert not any(result.error for result in found)
+    return [result.value for result in found]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_score_that_is_no_number_is_a_failure_and_not_a_reward_that_does_not_a
     source = Classifier(llama, CPU)
     source._model.score.weight.data.fill_(float("nan"))
     found = source.start(BATCH).wait()
-    assert [(outcome.value, outcome.error) for outcome in found] == [(None, "is scored nan")] * 3
+    assert [(result.value, result.error) for result in found] == [(None, "is scored nan")] * 3
 
 
 def test_labels_by_name_and_probabilities_of_pairs(tmp_path):

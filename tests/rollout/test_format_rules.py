@@ -3,7 +3,7 @@
 import pytest
 
 from megarlhf.config import RewardConfig
-from megarlhf.rollout.rewards.rules import rule_with
+from megarlhf.rollout.rewards.rules import bind_rule
 from tests.rollout.test_classifier import CPU, batch
 
 
@@ -35,7 +35,7 @@ from tests.rollout.test_classifier import CPU, batch
     ],
 )
 def test_a_form_is_there_or_not(rule, args, response, expected):
-    assert rule_with(rule, args)("prompt", response, {}) == expected
+    assert bind_rule(rule, args)("prompt", response, {}) == expected
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_form_is_there_or_not(rule, args, response, expected):
 )
 def test_tags_with_which_the_prompt_ends(prompt, names, response, expected):
     """Those of the template's generation prompt; an example of the form in a question counts for nothing."""
-    assert rule_with("tags", {"names": names})(prompt, response, {}) == expected
+    assert bind_rule("tags", {"names": names})(prompt, response, {}) == expected
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_tags_with_which_the_prompt_ends(prompt, names, response, expected):
 )
 def test_arguments_that_a_rule_cannot_take_are_refused(rule, args, message):
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
-        rule_with(rule, args)
+        bind_rule(rule, args)
 
 
 def test_arguments_reach_the_rule_from_the_configuration():
@@ -84,4 +84,4 @@ def test_arguments_reach_the_rule_from_the_configuration():
 
     reward = RewardConfig(kind="rule", rule="length_window", args={"most": 1})
     found = make_source(reward, CPU).start(batch(["p", "p"], ["1", "22"])).wait()
-    assert [outcome.value for outcome in found] == [1.0, 0.0]
+    assert [result.value for result in found] == [1.0, 0.0]

@@ -89,7 +89,7 @@ def test_the_form_of_the_request_and_of_the_answer(server):
     """Prompt and response together, labels from `answer`; the token in a header; requests of so many samples."""
     server.answers = [(200, json.dumps({"rewards": [0.5, None], "scores": [9, 9], "extra_logs": {"a": [1, 2]}}))]
     found = ask(server.url, 3, token="secret", batch_samples=2)
-    assert [outcome.value for outcome in found] == [0.5, None, 1.0]
+    assert [result.value for result in found] == [0.5, None, 1.0]
     path, headers, body = server.requests[0]
     assert path == "/get_reward"
     assert headers["Authorization"] == "Bearer secret"
@@ -112,7 +112,7 @@ def test_columns_and_conversations_reach_the_server_and_no_line_is_logged(server
     rows = replace(batch(2), fields=[keywords, {"answer": "1"}], messages=asked)
     reward = HttpReward(server.url, **FAST)
     with caplog.at_level(logging.INFO):
-        assert [outcome.value for outcome in reward.start(rows).wait()] == [1.0, 1.0]
+        assert [result.value for result in reward.start(rows).wait()] == [1.0, 1.0]
     reward.close()
     ((_, _, body),) = server.requests
     assert body["columns"] == [{**keywords, "weight": None, "day": "2026-01-02"}, {"answer": "1"}]
@@ -121,38 +121,29 @@ def test_columns_and_conversations_reach_the_server_and_no_line_is_logged(server
 
 
 @pytest.mark.parametrize(
-    "answer",
-    [
-        (503, "busy"),
-        (200, "<html>"),
-        (200, "[1, 2]"),
-        (200, '{"rewards": [1]}'),
-        (200, '{"score": [1, 2]}'),
-        ("late", "2"),
-    ],
-    ids=["status", "no json", "no object", "wrong length", "other key", "late"],
-)
-def test_a_failure_is_tried_again(server, answer):
-    server.answers = [answer, answer]
-    found = ask(server.url, timeout_seconds=0.5 if answer[0] == "late" else 5.0)
-    assert [outcome.value for outcome in found] == [1.0, 1.0]
-    assert len(server.requests) == 3
-
-
-@pytest.mark.parametrize(
     ("answer", "words"),
     [
         ((503, "busy"), "answered with status 503: 'busy' (tried 3 times)"),
         ((200, "<html>"), "answered with no JSON: '<html>' (tried 3 times)"),
+        ((200, "[1, 2]"), 'answered [1, 2], expected {"rewards": [...]} (tried 3 times)'),
         ((200, "[" * 100000), "answered with no JSON: '[[[["),
         ((200, '{"rewards": [1]}'), "answered with 1 rewards for 2 responses (tried 3 times)"),
         ((200, '{"score": [1, 2]}'), 'expected {"rewards": [...]} (tried 3 times)'),
+        (("late", "2"), "did not answer in time (0.5 s) (tried 3 times)"),
     ],
+    ids=["status", "no json", "no object", "deep json", "wrong length", "other key", "late"],
 )
-def test_what_a_server_does_wrong_throughout_is_said(server, answer, words):
+def test_a_failure_is_tried_again_and_then_said(server, answer, words):
+    """Two failures and a third try that succeeds; then three failures."""
+    timeout_seconds = 0.5 if answer[0] == "late" else 5.0
+    server.answers = [answer] * 2
+    assert [result.value for result in ask(server.url, timeout_seconds=timeout_seconds)] == [1.0, 1.0]
+    assert len(server.requests) == 3
     server.answers = [answer] * 3
-    found = ask(server.url)
-    assert all(words in outcome.error and server.url in outcome.error and outcome.late for outcome in found)
+    for result in ask(server.url, timeout_seconds=timeout_seconds):
+        assert words in result.error
+        assert server.url in result.error
+        assert result.late
 
 
 def test_a_value_that_is_no_number_is_said_of_its_sample(server):
@@ -240,4 +231,4 @@ def test_a_server_that_is_down_is_not_asked_for_every_sample(server):
     server.answers = [(500, "x")] * 100
     found = ask(server.url, 20, batch_samples=1, retries=0)
     assert len(server.requests) == http.OPENS_AFTER
-    assert sum("not sent: " in outcome.error for outcome in found) == 15
+    assert sum("not sent: " in result.error for result in found) == 15

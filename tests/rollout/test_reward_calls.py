@@ -1,7 +1,7 @@
 """Calls of users' reward functions in one process: what is a failure, what is said of it, and what goes through.
 
 Not covered: the lines that are named, and imports (test_reward_lines.py); workers (test_reward_pool.py,
-test_reward_processes.py); what a run makes of outcomes.
+test_reward_processes.py); what a run makes of results.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from megarlhf.rollout.rewards.forms import Form, form_of
 from tests.rollout.test_reward_pool import batch
 
 
-def outcomes(function, rows=None, seconds=None) -> list[RewardResult]:
+def results(function, rows=None, seconds=None) -> list[RewardResult]:
     return call(function, form_of(function), rows or batch(), seconds)
 
 
@@ -40,14 +40,14 @@ def returning(value):
 )
 def test_what_fp32_cannot_hold_is_refused(value, said):
     """It would be infinite in a column of rewards; a sum too."""
-    *_, last = outcomes(returning(value))
+    *_, last = results(returning(value))
     assert last.error.startswith(said + "expected a number that fp32 holds, from -3.40282e+38 to 3.40282e+38; scale")
     assert last.value is None
 
 
 def test_what_fp32_can_hold_is_taken():
     assert torch.finfo(torch.float32).max == FP32_MAX
-    assert [outcome.value for outcome in outcomes(returning(-FP32_MAX))] == [-FP32_MAX] * 3
+    assert [result.value for result in results(returning(-FP32_MAX))] == [-FP32_MAX] * 3
 
 
 def stops(prompt, response, fields):
@@ -64,7 +64,7 @@ async def stops_later(prompt, response, fields):
 @pytest.mark.parametrize("function", [stops, stops_later])
 def test_sys_exit_is_a_failure(function):
     """Of its sample only, and with the line; with status 0 it would end a rank as if all were well."""
-    first, failed, last = outcomes(function)
+    first, failed, last = results(function)
     assert (first.value, last.value) == (1.0, 1.0)
     assert failed.error.startswith("raised SystemExit: 0; a function must return, not exit; " + __file__)
     assert failed.error.endswith("sys.exit(0)")
@@ -88,9 +88,9 @@ def test_what_signals_raise_goes_through(interrupt, waits):
         raise interrupt("now")
 
     with pytest.raises(interrupt, match="now"):
-        outcomes(later if waits else at_once)
+        results(later if waits else at_once)
     assert sorted(ended) == (["a", "bb"] if waits else [])
-    assert [outcome.value for outcome in outcomes(stops_later, batch(responses=("a",)))] == [1.0]
+    assert [result.value for result in results(stops_later, batch(responses=("a",)))] == [1.0]
 
 
 def test_async_calls_share_a_loop():
@@ -109,12 +109,12 @@ def test_async_calls_share_a_loop():
         for number in itertools.count():
             (await asked.get()).set_result(number)
 
-    found = outcomes(judged, seconds=20)
-    thread = threading.Thread(target=lambda: found.extend(outcomes(judged, seconds=20)))
+    found = results(judged, seconds=20)
+    thread = threading.Thread(target=lambda: found.extend(results(judged, seconds=20)))
     thread.start()
     thread.join()
-    found += outcomes(judged, seconds=20)
-    assert [outcome.error or outcome.value for outcome in found] == list(range(9))
+    found += results(judged, seconds=20)
+    assert [result.error or result.value for result in found] == list(range(9))
     kept["task"].cancel()
 
 
@@ -134,16 +134,16 @@ class AsyncJudge:
 @pytest.mark.parametrize(
     "function, form",
     [
-        (functools.partial(stops_later), Form(waits=True)),
-        (functools.partial(AsyncJudge()), Form("batch", waits=True, places=())),
-        (functools.partial(Judge().ask), Form(waits=True)),
+        (functools.partial(stops_later), Form(is_async=True)),
+        (functools.partial(AsyncJudge()), Form("batch", is_async=True, positional=())),
+        (functools.partial(Judge().ask), Form(is_async=True)),
         (functools.partial(stops), Form()),
         (Judge(), Form()),
     ],
 )
 def test_forms_below_partials(function, form):
     assert form_of(function) == form
-    first = outcomes(function, batch(responses=("bc",)))[0]
+    first = results(function, batch(responses=("bc",)))[0]
     assert first.value == (2.0 if form.batched else 1.0)
 
 
@@ -162,7 +162,7 @@ def test_a_time_out_of_the_user_s_own_is_no_late_call():
                 fields["cancelled"] = True
 
     rows = batch()
-    bare, waited, late = outcomes(judged, rows, seconds=0.5)
+    bare, waited, late = results(judged, rows, seconds=0.5)
     assert bare.error.startswith("raised TimeoutError; " + __file__)
     assert waited.error.startswith("raised TimeoutError; " + __file__)
     assert waited.error.endswith("await asyncio.wait_for(asyncio.sleep(600), 0.01)")
@@ -205,21 +205,28 @@ def test_values_that_cannot_be_read(value, words):
         lambda prompt, response, fields: value if response == "bb" else 1.0,
         lambda batch: [1.0, value, 1.0],
     ):
-        first, failed, last = outcomes(function)
+        first, failed, last = results(function)
         assert failed.error.startswith(words)
         assert (first.value, last.value) == (1.0, 1.0)
 
 
-def test_a_batch_that_cannot_be_read():
-    words = "returned a Bad whose repr raises OSError; reading it raised OSError: gone"
-    assert [outcome.error for outcome in outcomes(lambda batch: Bad(OSError("gone")))] == [words] * 3
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ([1.0], "returned 1 values for 3 responses; return one for each"),
+        ("good", "returned 'good', expected one value for each of 3 responses"),
+        (Bad(OSError("gone")), "returned a Bad whose repr raises OSError; reading it raised OSError: gone"),
+    ],
+)
+def test_a_batch_that_is_no_sequence_of_as_many_values(value, words):
+    assert [result.error for result in results(lambda batch: value)] == [words] * 3
 
 
 def test_the_watchdog_may_interrupt_the_reading():
     with pytest.raises(WatchdogInterrupt):
-        outcomes(returning(Bad(WatchdogInterrupt())))
+        results(returning(Bad(WatchdogInterrupt())))
     with pytest.raises(WatchdogInterrupt):
-        outcomes(lambda batch: Bad(WatchdogInterrupt()))
+        results(lambda batch: Bad(WatchdogInterrupt()))
 
 
 def test_cancelling_is_a_failure_of_its_sample():
@@ -244,13 +251,13 @@ def test_cancelling_is_a_failure_of_its_sample():
             task.cancel()
         await asyncio.sleep(5)
 
-    assert outcomes(raises)[0].error.startswith("raised CancelledError: by hand; " + __file__)
-    first, second, third = outcomes(judged)
+    assert results(raises)[0].error.startswith("raised CancelledError: by hand; " + __file__)
+    first, second, third = results(judged)
     assert (first.value, second.error) == (1.0, "cancelled its own task")
     assert third.error.startswith("raised CancelledError: by hand; " + __file__)
-    assert "raised RuntimeError: Event loop stopped before Future completed" in outcomes(stops_all)[2].error
-    assert outcomes(cancels_all)[2].error.startswith("raised CancelledError")
-    assert [outcome.value for outcome in outcomes(stops_later, batch(responses=("a",)))] == [1.0]
+    assert "raised RuntimeError: Event loop stopped before Future completed" in results(stops_all)[2].error
+    assert results(cancels_all)[2].error.startswith("raised CancelledError")
+    assert [result.value for result in results(stops_later, batch(responses=("a",)))] == [1.0]
 
 
 def test_several_async_calls_wait_together():
@@ -266,7 +273,7 @@ def test_several_async_calls_wait_together():
         return len(response)
 
     rows = batch().part([0, 1, 2] * 20)
-    assert [outcome.value for outcome in outcomes(judged, rows)] == [1, 2, 3] * 20
+    assert [result.value for result in results(judged, rows)] == [1, 2, 3] * 20
     assert most == AT_ONCE
 
 

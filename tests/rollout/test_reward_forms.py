@@ -11,7 +11,7 @@ import re
 import pytest
 import torch
 
-from megarlhf.rollout.rewards.batch import RewardBatch, Untold, WrongValue
+from megarlhf.rollout.rewards.batch import MissingColumn, RewardBatch, WrongValue
 from megarlhf.rollout.rewards.calls import call
 from megarlhf.rollout.rewards.forms import Form, form_of, truth_of
 
@@ -39,7 +39,7 @@ def rows(*fields, responses=("#### 42", "#### 41"), messages=None):
 
 def said(function, batch):
     found = call(function, form_of(function), batch)
-    return [outcome.error or outcome.value for outcome in found]
+    return [result.error or result.value for result in found]
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -52,8 +52,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def test_verl_by_name():
     """The nested answer; what is no number beside the score is kept out, and no error."""
     found = call(compute_score, form_of(compute_score), rows(VERL))
-    assert [outcome.value for outcome in found] == [1.0, 0.1]
-    assert [dict(outcome.components) for outcome in found] == [{"score": 1.0, "acc": 1.0}, {"score": 0.1, "acc": 0.0}]
+    assert [result.value for result in found] == [1.0, 0.1]
+    assert [dict(result.components) for result in found] == [{"score": 1.0, "acc": 1.0}, {"score": 0.1, "acc": 0.0}]
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,8 @@ def test_openrlhf():
         return {"rewards": rewards, "scores": 1 - rewards, "extra_logs": {"right": rewards, "name": "x"}}
 
     found = call(reward_func, form_of(reward_func), rows({"answer": "42"}))
-    assert [outcome.value for outcome in found] == [1.0, 0.0]
-    assert [dict(outcome.components) for outcome in found] == [{"right": 1, "score": 1}, {"right": 0, "score": 0}]
+    assert [result.value for result in found] == [1.0, 0.0]
+    assert [dict(result.components) for result in found] == [{"right": 1, "score": 1}, {"right": 0, "score": 0}]
     assert said(lambda queries, labels: torch.ones(len(queries), 1), rows()) == [1.0, 1.0]
     assert said(lambda queries: {"scores": [3, 4]}, rows()) == [3.0, 4.0]
 
@@ -164,7 +164,7 @@ def test_a_batch_by_its_name_or_its_annotation():
     def longer(rows: RewardBatch, scale=2.0):
         return [scale * len(text) for text in rows.responses]
 
-    assert form_of(lambda batch: [0.0]) == form_of(longer) == Form("batch", places=())
+    assert form_of(lambda batch: [0.0]) == form_of(longer) == Form("batch", positional=())
     assert said(longer, rows()) == [14.0, 14.0]
 
 
@@ -172,18 +172,13 @@ def test_a_batch_by_its_name_or_its_annotation():
     "function",
     [
         lambda prompt, response, ground_truth: 0.0,
-        lambda prompt, response, answer: 0.0,
-        lambda response, prompt, record: 0.0,
         lambda question, ground_truth, data_source: 0.0,
         lambda prompts, responses, fields: 0.0,
         lambda completions, queries: 0.0,
         lambda solution_str, completions: 0.0,
         lambda completions, response: 0.0,
         lambda prompts: 0.0,
-        lambda task, completion, reference, info: 0.0,
-        lambda a, b: 0.0,
         lambda prompts, completions, trainer_state: 0.0,
-        lambda prompt, response, record: 0.0,
         lambda p, r, f: 0.0,
         lambda rows: [0.0],
         lambda *, batch: [0.0],
@@ -236,7 +231,7 @@ class Accuracy:
             "verl gives reward_router_address and reward_model_tokenizer, of the reward model .* kind http",
         ),
         (Accuracy, r"is the class Accuracy, of which an object is called; .* \(reward = Accuracy\(\)\), and name that"),
-        (lambda prompt, response, answer: 0.0, "answer is none of these; the record's columns stand in `fields`"),
+        (lambda prompt, response, answer: 0.0, "answer is none of these; the record's columns are in `fields`"),
         (lambda prompts: [0.0], "prompts alone does not say which of these it is"),
         (max, "it has no signature, .*; call it in a function of yours"),
     ],
@@ -260,9 +255,9 @@ def test_what_a_request_says_nothing_of():
     served = RewardBatch(
         batch.prompts,
         batch.responses,
-        *(Untold(name) for name in ("prompt_tokens", "response_tokens", "finished")),
+        *(MissingColumn(name) for name in ("prompt_tokens", "response_tokens", "finished")),
         batch.fields,
-        Untold("messages"),
+        MissingColumn("messages"),
         [0, 1],
     )
     assert said(lambda completions, answer, **kw: [float(answer[0] in text) for text in completions], served) == [1, 0]

@@ -240,8 +240,8 @@ def test_a_worker_goes_on(pool, name):
     """When a job's signals reach it; and a forked child that returns does not answer in its place."""
     made = pool(name)
     rows = batch().part([0, 1, 2])
-    assert [outcome.error or outcome.value for outcome in made.start(rows).wait()] == [1.0] * 3
-    assert [outcome.error or outcome.value for outcome in made.start(one()).wait()] == [1.0]
+    assert [result.error or result.value for result in made.start(rows).wait()] == [1.0] * 3
+    assert [result.error or result.value for result in made.start(one()).wait()] == [1.0]
 
 
 def test_a_function_that_kills_its_process_group(pool):
@@ -252,7 +252,7 @@ def test_a_function_that_kills_its_process_group(pool):
 def test_batches_of_a_worker_share_an_event_loop(pool):
     made = pool("of_the_loop")
     found = [made.start(one()).wait()[0] for _ in range(3)]
-    assert [outcome.error or outcome.value for outcome in found] == [0.0, 1.0, 2.0]
+    assert [result.error or result.value for result in found] == [0.0, 1.0, 2.0]
 
 
 def test_sys_exit_and_cancelling_leave_the_worker(pool):

@@ -176,13 +176,10 @@ def test_a_token_is_compared_whole():
     [
         ({"rewards": []}, "rewards is empty"),
         ({"rewards": [{"kind": "model"}]}, "serves rules and classifiers; got a reward of kind 'model'"),
-        (
-            {"rewards": [{"kind": "classifier", "path": "x", "form": "chat"}]},
-            "says nothing of messages",
-        ),
+        ({"rewards": [{"kind": "classifier", "path": "x", "form": "chat"}]}, "form: chat and append_eos need"),
         ({"rewards": [{"kind": "classifier", "path": "x", "append_eos": True}]}, "set form: joined or pair, or give"),
         ({"host": "0.0.0.0"}, "can be reached from other machines: set token_env"),
-        ({"rewards": [{"kind": "rule", "rule": "exact_match", "normalise": "group"}]}, "normalise is of the run"),
+        ({"rewards": [{"kind": "rule", "rule": "exact_match", "normalise": "group"}]}, "normalise is for the run"),
     ],
 )
 def test_bad_configurations_are_refused(keys, message):

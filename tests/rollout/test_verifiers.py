@@ -8,14 +8,14 @@ import torch
 from megarlhf.config import RewardConfig
 from megarlhf.config.rewards import IN_WORKERS
 from megarlhf.data.sources.find import load_records
-from megarlhf.rollout.rewards.accuracy import accuracy_of
+from megarlhf.rollout.rewards.accuracy import find_accuracy
 from megarlhf.rollout.rewards.batch import RewardBatch
-from megarlhf.rollout.rewards.rules import field_check, rule_with
+from megarlhf.rollout.rewards.rules import bind_rule, field_check
 from megarlhf.rollout.rewards.score import make_source
 from megarlhf.rollout.rewards.verifiers import VERIFIERS, math_verify, reasoning_gym
 
 
-def outcomes(reward, responses, fields):
+def results(reward, responses, fields):
     """Of a batch, by the processes that a run would start."""
     count = len(responses)
     batch = RewardBatch(
@@ -74,8 +74,8 @@ def test_maths_in_worker_processes():
     """Its time limit is a signal, which no thread could get."""
     pytest.importorskip("math_verify")
     reward = RewardConfig(kind="rule", rule="math_verify", args={"seconds": 2}, workers=2)
-    found = outcomes(reward, ["0.5", "2", r"\boxed{9^{9^{9^{9}}}}", "3"], [{"answer": "1/2"}] * 3 + [{}])
-    assert [outcome.value for outcome in found] == [1.0, 0.0, 0.0, None]
+    found = results(reward, ["0.5", "2", r"\boxed{9^{9^{9^{9}}}}", "3"], [{"answer": "1/2"}] * 3 + [{}])
+    assert [result.value for result in found] == [1.0, 0.0, 0.0, None]
     assert [(each.components or {}).get("undecided") for each in found] == [0.0, 0.0, 1.0, None]
     assert found[3].error == "failed: it needs the field 'answer', found none; add it to the prompts"
 
@@ -87,7 +87,7 @@ def test_generated_tasks_in_worker_processes():
     right = [record["answer"] for record in records]
     reward = RewardConfig(kind="rule", rule="reasoning_gym", args={"tag": "answer", "exact": True})
     responses = [f"Well. <answer>no</answer> <answer> {right[0]} </answer>", right[1], "<answer>perhaps</answer>"]
-    assert [(o.value, o.error) for o in outcomes(reward, responses, records)] == [(1.0, ""), (0.0, ""), (0.0, "")]
+    assert [(o.value, o.error) for o in results(reward, responses, records)] == [(1.0, ""), (0.0, ""), (0.0, "")]
 
 
 def test_a_score_is_the_verifiers_own():
@@ -111,7 +111,7 @@ def test_a_score_is_the_verifiers_own():
 )
 def test_bad_arguments_are_refused(name, args, message):
     with pytest.raises(ValueError, match=message):
-        rule_with(name, args)
+        bind_rule(name, args)
 
 
 @pytest.mark.parametrize("name", VERIFIERS)
@@ -119,7 +119,7 @@ def test_without_the_package_it_is_said_what_to_install(name, monkeypatch):
     monkeypatch.setattr("megarlhf.rollout.rewards.verifiers.find_spec", lambda name: None)
     monkeypatch.setattr("megarlhf.data.sources.reasoning_gym.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"it needs the package .*: pip install 'megarlhf\[verifiers\]'"):
-        rule_with(name, {})
+        bind_rule(name, {})
 
 
 def test_records_are_looked_at_before_anything_is_generated():
@@ -136,7 +136,7 @@ def test_they_run_in_workers_and_may_be_the_accuracy():
     with pytest.raises(ValueError, match="'math_verify' runs in processes of its own; workers = 0, give 1 or more"):
         RewardConfig(kind="rule", rule="math_verify", workers=0)
     pytest.importorskip("reasoning_gym")
-    assert accuracy_of("reasoning_gym", []).judge.args == {"exact": True}
+    assert find_accuracy("reasoning_gym", []).judge.args == {"exact": True}
     partial = RewardConfig(kind="rule", rule="reasoning_gym")
-    assert accuracy_of(None, [partial]).label is None
-    assert accuracy_of(None, [partial.model_copy(update={"args": {"exact": True}})]).label == "reasoning_gym"
+    assert find_accuracy(None, [partial]).label is None
+    assert find_accuracy(None, [partial.model_copy(update={"args": {"exact": True}})]).label == "reasoning_gym"

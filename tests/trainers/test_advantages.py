@@ -14,17 +14,17 @@ from megarlhf.config import AlgoConfig
 from megarlhf.config.algo import AdvantageName
 from megarlhf.experience import Experience, Rollouts
 from megarlhf.trainers.rl.advantages import ADVANTAGES, add_advantages, whiten_per_mini_batch
-from tests.tables import ragged
+from tests.tables import make_rollouts, ragged
 
 REWARDS = (1.0, 3.0, 2.0, 4.0)
 
 
 def experience(**per_sample):
-    rollouts = Rollouts(
+    rollouts = make_rollouts(
         responses=ragged([4, 2], [2], [2], [2], dtype=torch.int64),
         logprobs=ragged([0.0, 0.0], [0.0], [0.0], [0.0]),
         finished_N=torch.ones(4, dtype=torch.bool),
-        weight_version=0,
+        version=0,
     )
     columns = {
         "old_logprobs": ragged([-1.0, -2.0], [-0.5], [-1.0], [-1.0]),

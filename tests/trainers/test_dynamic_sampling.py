@@ -11,10 +11,10 @@ import torch
 
 from megarlhf.config import DynamicSamplingConfig, RewardConfig
 from megarlhf.data.samples.encoders import PromptSample
-from megarlhf.experience import Experience, Rollouts
+from megarlhf.experience import Experience
 from megarlhf.trainers.experience.rewards import RewardOutput
 from megarlhf.trainers.rl.dynamic_sampling import ScoredRollout, groups_with_signal, select
-from tests.tables import ragged
+from tests.tables import make_rollouts, ragged
 
 NAN = math.nan
 ON = DynamicSamplingConfig(max_refills=2)
@@ -26,11 +26,11 @@ def drawn(*rewards, first_prompt=0, token_values=None):
     groups = len(rewards[0]) // 2
     prompts = [PromptSample([n], f"p{n}", {}, n) for n in range(first_prompt, first_prompt + groups)]
     rows = [[100 * prompt.index + n] for prompt in prompts for n in range(2)]
-    rollouts = Rollouts(
+    rollouts = make_rollouts(
         responses=ragged(*rows, dtype=torch.int64),
         logprobs=ragged(*[[-float(row[0])] for row in rows]),
         finished_N=torch.tensor([row[0] % 2 == 0 for row in rows]),
-        weight_version=3,
+        version=3,
     )
     said = [
         RewardOutput(torch.tensor(values), torch.tensor(values).isnan(), token_values=token_values or {})
@@ -63,10 +63,10 @@ def test_rewards_of_tokens_count():
 def test_a_sample_whose_reward_failed_is_not_compared():
     """Its other reward alone would differ from the sums of its group."""
     found = drawn([1.0, NAN, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0])
-    failed = ScoredRollout(found.prompts, found.experience, [replace(found.said[0]), replace(found.said[1])])
-    failed.said[1].failed_N[:] = False
+    failed = ScoredRollout(found.prompts, found.experience, [replace(found.rewards[0]), replace(found.rewards[1])])
+    failed.rewards[1].failed_N[:] = False
     assert groups_with_signal(failed, PLAIN * 2, ON) == [1]
-    failed.said[0].failed_N[:] = False
+    failed.rewards[0].failed_N[:] = False
     assert groups_with_signal(failed, PLAIN * 2, ON) == [0, 1], "where it does not apply the sums count"
 
 
@@ -95,14 +95,14 @@ def test_dropped_groups_are_replaced_by_those_of_other_prompts():
     assert rollouts.responses.values_T.tolist() == [100, 101, 300, 301, 500, 501]
     assert rollouts.logprobs.values_T.tolist() == [-100.0, -101.0, -300.0, -301.0, -500.0, -501.0]
     assert rollouts.finished_N.tolist() == [True, False] * 3
-    assert rollouts.weight_version == 3
-    assert chosen.said[0].values_N.tolist() == [0.0, 1.0, 0.0, 1.0, 1.0, 0.0]
+    assert rollouts.versions.versions.values_T.unique().tolist() == [3]
+    assert chosen.rewards[0].values_N.tolist() == [0.0, 1.0, 0.0, 1.0, 1.0, 0.0]
     assert metrics == {"groups_drawn": 6, "groups_dropped": 3, "groups_filled_up": 0, "sampling_rounds": 3}
 
 
 def test_nothing_is_drawn_where_every_group_is_of_use():
     chosen, metrics = select(drawn([0.0, 1.0]), None, PLAIN, ON)
-    assert chosen.said[0].values_N.tolist() == [0.0, 1.0]
+    assert chosen.rewards[0].values_N.tolist() == [0.0, 1.0]
     assert metrics == {"groups_drawn": 1, "groups_dropped": 0, "groups_filled_up": 0, "sampling_rounds": 1}
 
 
@@ -119,8 +119,8 @@ def test_a_step_is_filled_up_with_dropped_groups(more):
 def test_components_and_rewards_of_tokens_follow_their_samples():
     first = drawn([0.0, 0.0, 0.0, 1.0], token_values={3: (0.25,)})
     more = drawn([0.0, 1.0], first_prompt=2, token_values={0: (0.5,)})
-    more.said[0].components["style"] = torch.tensor([7.0, 8.0])
+    more.rewards[0].components["style"] = torch.tensor([7.0, 8.0])
     chosen, _ = select(first, lambda number, missing, used: more, PLAIN, ON)
-    assert chosen.said[0].token_values == {1: (0.25,), 2: (0.5,)}
-    assert chosen.said[0].components["style"].isnan().tolist() == [True, True, False, False]
-    assert chosen.said[0].components["style"][2:].tolist() == [7.0, 8.0]
+    assert chosen.rewards[0].token_values == {1: (0.25,), 2: (0.5,)}
+    assert chosen.rewards[0].components["style"].isnan().tolist() == [True, True, False, False]
+    assert chosen.rewards[0].components["style"][2:].tolist() == [7.0, 8.0]

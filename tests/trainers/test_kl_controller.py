@@ -64,7 +64,7 @@ def loss_of(step, **algo):
     actor = SimpleNamespace(shard=SimpleNamespace(vocabulary=lambda: None))
     rollouts = Rollouts(ragged([1, 2], dtype=torch.int64), ragged([0.0, 0.0]), torch.tensor([True]), 0)
     experience = Experience((torch.tensor([1]),), torch.tensor([0]), rollouts)
-    (learner,) = learners(cfg, SimpleNamespace(actor=actor, critic=None, kl=kl), experience, [0], step)
+    (learner,) = learners(SimpleNamespace(cfg=cfg, actor=actor, critic=None, kl=kl), experience, [0], step)
     return learner.loss
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megarlhf.config import LogprobGapConfig
-from megarlhf.experience import Experience, Rollouts
+from megarlhf.experience import Experience
 from megarlhf.trainers.rl.logprob_gap import LogprobGapError, MismatchGuard, logprob_gap
-from tests.tables import ragged
+from tests.tables import make_rollouts, ragged
 from tests.trainers.test_rl_parts import experience
 
 NAMES = ("mean", "p999", "max")
@@ -33,11 +33,11 @@ def test_mean_percentile_and_largest_by_hand():
 def test_the_percentile_is_the_smallest_gap_that_999_of_1000_do_not_exceed(tokens, rank):
     """Gaps 1 ... n in any order: the percentile is the number that as many do not exceed."""
     gaps = torch.randperm(tokens, generator=torch.Generator().manual_seed(0)) + 1.0
-    rollouts = Rollouts(
+    rollouts = make_rollouts(
         responses=ragged([4] * tokens, dtype=torch.int64),
         logprobs=ragged(gaps.tolist()),
         finished_N=torch.tensor([True]),
-        weight_version=0,
+        version=0,
     )
     table = Experience(
         prompts=(torch.tensor([1]),),
@@ -126,16 +126,16 @@ def test_what_a_run_ended_of_it_ends_of_again_unless_the_limits_are_others():
 def test_every_key_of_the_correction_reaches_the_weights():
     """Ratios of one response 2, .5 and 1, of the other .1: the geometric means are 1 and .1."""
     from megarlhf.config import RolloutCorrectionConfig
-    from megarlhf.experience import Experience, Rollouts
+    from megarlhf.experience import Experience
     from megarlhf.trainers.rl.logprob_gap import add_rollout_correction
-    from tests.tables import ragged
+    from tests.tables import make_rollouts, ragged
 
     logs = [[math.log(2.0), math.log(0.5), 0.0], [math.log(0.1)]]
-    rollouts = Rollouts(
+    rollouts = make_rollouts(
         responses=ragged([1, 1, 1], [1], dtype=torch.int64),
         logprobs=ragged([0.0] * 3, [0.0]),
         finished_N=torch.ones(2, dtype=torch.bool),
-        weight_version=0,
+        version=0,
     )
     table = Experience((torch.tensor([1]),) * 2, torch.tensor([0, 1]), rollouts, {"old_logprobs": ragged(*logs)})
     for keys, expected in (

@@ -71,7 +71,7 @@ def test_sft_loss_and_gradients(backend):
     """Minus the mean over the mini-batch's 20 response tokens, at temperature 1."""
     case = Case()
     mask_BS = case.batch.columns["response_mask"]
-    loss, _ = NextTokenLoss(denominator=20, vocabulary=case.vocabulary(backend))(case.hidden_SBH, case.batch)
+    loss, *_ = NextTokenLoss(denominator=20, vocabulary=case.vocabulary(backend))(case.hidden_SBH, case.batch)
     expected = -case.of_tokens(1.0)[mask_BS].sum() / 20
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
     torch.testing.assert_close(case.gradients(loss), case.gradients(expected), rtol=1e-9, atol=1e-12)
@@ -83,8 +83,8 @@ def test_the_entropy_bonus_has_the_gradient_of_the_entropy_through_all_logits(ba
     """What entropy_coef = .3 adds to the policy's gradient is that of -.3 x mean entropy of the tempered softmax; with
     logits made again, one slice kept, all kept."""
     case = Case()
-    with_bonus, sums = case.policy_loss(backend, save_bytes, entropy_coef=0.3)
-    without, _ = case.policy_loss(backend, save_bytes, entropy_coef=0.0)
+    with_bonus, sums, _ = case.policy_loss(backend, save_bytes, entropy_coef=0.3)
+    without, *_ = case.policy_loss(backend, save_bytes, entropy_coef=0.0)
     logprobs_BSV = case.all_logprobs(TEMPERATURE)
     mask_BS = case.batch.columns["response_mask"]
     entropy_sum = -(logprobs_BSV.exp() * logprobs_BSV).sum(-1)[mask_BS].sum()
@@ -100,7 +100,7 @@ def test_the_entropy_bonus_has_the_gradient_of_the_entropy_through_all_logits(ba
 def test_the_policy_s_gradient_through_all_logits(backend, kl):
     """Clipped surrogate and KL written out; entropy is reported and, without a coefficient, has no gradient."""
     case = Case()
-    loss, sums = case.policy_loss(backend, kl=kl)
+    loss, sums, _ = case.policy_loss(backend, kl=kl)
     columns, mask_BS = case.batch.columns, case.batch.columns["response_mask"]
     logprobs_T = case.of_tokens(TEMPERATURE)[mask_BS]
     ratio_T = (logprobs_T - columns["old_logprobs"][mask_BS]).exp()
@@ -118,7 +118,7 @@ def test_the_policy_s_gradient_through_all_logits(backend, kl):
 def test_megatron_s_gradient_buffer_gets_the_matrix_s_gradient_and_autograd_none():
     """Added to what an earlier micro-batch left; a frozen matrix has no buffer and needs none."""
     case = Case()
-    loss, _ = case.policy_loss("chunked", entropy_coef=0.3)
+    loss, *_ = case.policy_loss("chunked", entropy_coef=0.3)
     expected = case.gradients(loss)[1]
     case.weight_VH.main_grad = torch.ones_like(case.weight_VH)
     case.policy_loss("chunked", entropy_coef=0.3)[0].backward()

@@ -11,22 +11,22 @@ import torch
 
 from megarlhf.config import RLConfig
 from megarlhf.data.samples.encoders import PromptSample
-from megarlhf.experience import Experience, Rollouts
+from megarlhf.experience import Experience
 from megarlhf.trainers.rl.metrics import describe, kl_by_sample
 from megarlhf.trainers.rl.sample_rows import training_rows
 from tests.config.examples import RL
-from tests.tables import ragged
+from tests.tables import make_rollouts, ragged
 
 CFG = RLConfig.model_validate({**RL, "rollout": {"num_samples_per_prompt": 3}, "samples": {"count": 2}})
 
 
 def experience() -> Experience:
     """Three samples of two, one and one response tokens; the third is of another group. kl (k1): .5 and .25; 0; 0."""
-    rollouts = Rollouts(
+    rollouts = make_rollouts(
         responses=ragged([4, 2], [2], [5], dtype=torch.int64),
         logprobs=ragged([-1.0, -2.0], [-0.5], [-1.0]),
         finished_N=torch.tensor([True, True, False]),
-        weight_version=7,
+        version=7,
     )
     columns = {
         "old_logprobs": ragged([-1.0, -2.0], [-0.5], [-1.0]),

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from megarlhf.config import RewardConfig
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.errors import RewardError
-from megarlhf.experience import Experience, Rollouts
-from megarlhf.trainers.experience.rewards import Rewarder, labels_of, totals_of
-from tests.tables import ragged
+from megarlhf.experience import Experience
+from megarlhf.trainers.experience.rewards import Rewarder, totals_of, unique_labels
+from tests.tables import make_rollouts, ragged
 
 MODULE = """
 from megarlhf.rollout.rewards.batch import TokenRewards
@@ -85,11 +85,11 @@ NUMBERS = (1.0, 2.0, 4.0, 4.0)
 
 def step(numbers=NUMBERS):
     """Two prompts with two responses each, of one to four tokens."""
-    rollouts = Rollouts(
+    rollouts = make_rollouts(
         responses=ragged([1], [1, 2], [1, 2, 3], [1, 2, 3, 4], dtype=torch.int64),
         logprobs=ragged([0.0], [0.0] * 2, [0.0] * 3, [0.0] * 4),
         finished_N=torch.tensor([True, True, False, True]),
-        weight_version=0,
+        version=0,
     )
     prompts = [PromptSample([1], f"p{n}", {"number": number}, n) for n, number in enumerate(numbers)]
     return Experience((torch.tensor([1]),) * 4, torch.tensor([0, 0, 1, 1]), rollouts), prompts
@@ -215,6 +215,6 @@ def test_a_sample_with_a_failed_reward_is_left_out_though_others_apply(rewarder)
 def test_names_of_rewards():
     made = [RewardConfig(kind="rule", rule="exact_match"), RewardConfig(kind="rule", rule="exact_match", weight=2.0)]
     made += [RewardConfig(kind="model"), RewardConfig(kind="http", url="http://x", name="judge")]
-    assert labels_of(made) == ["exact_match_1", "exact_match_2", "model", "judge"]
+    assert unique_labels(made) == ["exact_match_1", "exact_match_2", "model", "judge"]
     clash = [RewardConfig(kind="rule", rule="exact_match", name=name) for name in ("a", "a", "a_1")]
-    assert labels_of(clash) == ["a_2", "a_3", "a_1"]
+    assert unique_labels(clash) == ["a_2", "a_3", "a_1"]

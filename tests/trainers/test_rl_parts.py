@@ -5,7 +5,6 @@ Not covered: the formulas at large (tests/algo), the loop itself (tests/distribu
 
 import hashlib
 import itertools
-import math
 
 import pytest
 import torch
@@ -13,20 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarlhf.config import AlgoConfig, StopConfig
-from megarlhf.experience import Experience, Rollouts
-from megarlhf.trainers.experience.batches import prompts_of, split_into_mini_batches
+from megarlhf.experience import Experience
+from megarlhf.trainers.experience.plan import split_into_mini_batches
 from megarlhf.trainers.rl.advantages import add_advantages
 from megarlhf.trainers.rl.evaluation import StopRule
-from tests.tables import ragged
+from tests.tables import make_rollouts, ragged
 
 
 def experience(*, rollout_logprobs=((-1.0, -2.0), (-0.5,)), rewards=(1.0, 3.0), groups=(0, 0)):
     """Two samples of one prompt, of two and one response tokens. kl (k1): .5 and .25; 0."""
-    rollouts = Rollouts(
+    rollouts = make_rollouts(
         responses=ragged([4, 2], [2], dtype=torch.int64),
         logprobs=ragged(*rollout_logprobs),
         finished_N=torch.tensor([True, True]),
-        weight_version=7,
+        version=7,
     )
     columns = {
         "old_logprobs": ragged([-1.0, -2.0], [-0.5]),
@@ -213,22 +212,6 @@ def test_shuffled_groups_stay_together_and_in_order():
     assert len(orders) > 5
 
 
-def test_prompts_to_compute_in_each_mini_batch():
-    """Of 16 prompts with 8 samples each, in mini-batches of 32: 4 where groups stay together, 4 also in the order of
-    sampling. Of shuffled samples 16 x (1 - C(120, 32) / C(128, 32)) = 14.5 are expected, 58 in all four."""
-    groups = [n // 8 for n in range(128)]
-    assert prompts_of([[0, 1], [7, 8, 127], []], groups) == [1, 3, 0]
-
-    def prompts(shuffle, seed=0):
-        return prompts_of(split_into_mini_batches(groups, 32, shuffle=shuffle, seed=seed), groups)
-
-    assert prompts("groups") == prompts("none") == [4] * 4
-    expected = 16 * (1 - math.comb(120, 32) / math.comb(128, 32))
-    assert 14.4 < expected < 14.6
-    drawn = [count for seed in range(100) for count in prompts("samples", seed)]
-    assert abs(sum(drawn) / len(drawn) - expected) < 0.2
-
-
 def test_every_sample_of_every_step_has_a_seed_of_its_own() -> None:
     """Also the samples of one prompt; the same in every process (Python's own hash is not)."""
     from megarlhf.rollout.engine import sample_seed
@@ -246,10 +229,11 @@ def test_the_rows_of_a_group_are_drawn_with_different_seeds() -> None:
     from megarlhf.trainers.rl.rollout import sample
 
     asked: list[tuple[list[list[int]], list[int]]] = []
+    checked: list[int] = []
 
     def generate(rows, seeds, sampling, **keeping):
         asked.append(([row.tolist() for row in rows], list(seeds)))
-        return SimpleNamespace(weight_version=step, responses=None)
+        return SimpleNamespace(versions=SimpleNamespace(require=checked.append), responses=None)
 
     cfg = SimpleNamespace(rollout=SimpleNamespace(num_samples_per_prompt=3), run=SimpleNamespace(seed=5))
     prompts = [SimpleNamespace(tokens=[1, 7]), SimpleNamespace(tokens=[1, 8])]

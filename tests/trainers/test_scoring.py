@@ -11,22 +11,23 @@ import pytest
 import torch
 
 from megarlhf.config import AlgoConfig
-from megarlhf.experience import Experience, Rollouts
+from megarlhf.experience import Experience
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.rollout.engine import Sampling
 from megarlhf.trainers.experience.rewards import CombinedRewards
 from megarlhf.trainers.rl.advantages import add_advantages, total_rewards
+from megarlhf.trainers.rl.rollout import draw_greedy
 from megarlhf.trainers.rl.scoring import greedy_rewards, with_rewards
-from tests.tables import ragged
+from tests.tables import make_rollouts, ragged
 
 
 def table(finished=(True, True, False)):
     """Three responses to one prompt, of one, three and four tokens."""
-    rollouts = Rollouts(
+    rollouts = make_rollouts(
         responses=ragged([5], [5, 5, 5], [5, 5, 5, 5], dtype=torch.int64),
         logprobs=ragged([0.0], [0.0] * 3, [0.0] * 4),
         finished_N=torch.tensor(finished),
-        weight_version=0,
+        version=0,
     )
     return Experience((torch.tensor([1]),) * 3, torch.tensor([0, 0, 0]), rollouts)
 
@@ -73,11 +74,11 @@ class Engine:
 
     def generate(self, rows, seeds, sampling, **options):
         assert sampling.greedy
-        return Rollouts(
+        return make_rollouts(
             responses=ragged([7, 7], [7, 7, 7, 7], dtype=torch.int64),
             logprobs=ragged([0.0] * 2, [0.0] * 4),
             finished_N=torch.tensor([True, False]),
-            weight_version=0,
+            version=0,
         )
 
 
@@ -89,6 +90,7 @@ class Rewards:
 
     def start(self, experience, prompts):
         assert len(prompts) == experience.num_samples == 2
+        self.experience = experience
         return self
 
     def finish(self, should_stop, *, learn):
@@ -98,10 +100,10 @@ class Rewards:
 
 def baselines(given, **algo):
     sampling = Sampling(greedy=False, max_tokens=4, temperature=1.0, end_ids=(0,))
-    components = SimpleNamespace(engine=Engine(), sampling=sampling, rewarder=Rewards(given), phases=Phases())
+    run = SimpleNamespace(engine=Engine(), sampling=sampling, rewarder=Rewards(given), phases=Phases())
     session = SimpleNamespace(stoppable=lambda phase: contextlib.nullcontext(), asked_to_stop=lambda: False)
     prompts = [SimpleNamespace(tokens=[1, n]) for n in range(2)]
-    return greedy_rewards(config(**algo), components, prompts, session)
+    return greedy_rewards(config(**algo), session, draw_greedy(run, session, prompts))
 
 
 def test_a_greedy_response_earns_what_a_sample_would():

@@ -13,46 +13,66 @@ from pathlib import Path
 
 from megarlhf.commands.cli import COMMANDS
 from megarlhf.config import FrozenModel
-from megarlhf.config.reference import SET, SETS_IN_WORDS, ConfigKey, sections, set_keys
+from megarlhf.config.reference import SET, SETS_IN_WORDS, ConfigKey, Section, sections, set_keys
 from megarlhf.config.serve import ServeRewardConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 MARKER = "<!-- made by `python -m tools.docs.configuration --write` -->\n\n"
 """In the page, ahead of the reference."""
+ROLE = "ROLE"
+"""Title and prefix of the section that every role is."""
+SINGLE = "Keys outside sections"
+"""Title of the table of keys such as `beta`."""
 
 
 # --- as a page --------------------------------------------------------------------------------------
 
 
 def reference(commands: Mapping[str, type[FrozenModel]] | None = None) -> str:
-    """Markdown: a heading for each section, a table row for each key.
+    """Markdown: a heading for each section, with the commands that read it, and a table row for each key.
 
     A role (`actor`, `critic`, ...) is the same section under several names: its keys are written `ROLE.model.path`.
+    A row that only some of a section's commands have, or have so, names them: `data.loss_on` (sft).
     """
     if commands is None:
         commands = {name: command.config for name, command in COMMANDS.items()}
         commands["serve-reward"] = ServeRewardConfig
-    users: dict[tuple[ConfigKey, ...], dict[tuple[str, str], list[str]]] = {}
+    names_of: dict[tuple[ConfigKey, ...], dict[str, None]] = {}
+    for model in commands.values():
+        for section in sections(model):
+            names_of.setdefault(section.keys, {})[section.name] = None
+    tables: dict[str, list[tuple[str, Section]]] = {}
     for command, model in commands.items():
         for section in sections(model):
-            said = (section.name, section.description)
-            users.setdefault(section.keys, {}).setdefault(said, []).append(command)
-    blocks = []
-    for keys, used in users.items():
-        names = list(dict.fromkeys(name for name, _ in used))
-        prefix, title = ("ROLE", "ROLE") if len(names) > 1 else (names[0], names[0].removesuffix("[]"))
-        readers = ", ".join(dict.fromkeys(command for given in used.values() for command in given))
-        lines = [f"## {title}" + f" ({readers})" * (len(names) == 1), ""]
-        for (name, words), given in used.items():
-            if words or len(used) > 1:
-                lines.append(f"- `{name}` in {_list(given)}. {words}".rstrip())
-        lines += [""] * (lines[-1] != "") + ["| key | type | default | meaning |", "|---|---|---|---|"]
-        for key in keys:
-            path = ".".join(filter(None, [prefix, key.path]))
-            lines.append(f"| `{path}` | {_cell(key.kind)} | {_cell(key.default)} | {_cell(key.description)} |")
-        blocks.append("\n".join(lines))
-    blocks.append(_of_sets())
-    return "\n\n".join(blocks) + "\n"
+            is_role, is_single = len(names_of[section.keys]) > 1, not section.keys[0].path
+            title = ROLE if is_role else SINGLE if is_single else section.name.removesuffix("[]")
+            tables.setdefault(title, []).append((command, section))
+    blocks = [_table(title, tables[title]) for title in tables if title != SINGLE]
+    return "\n\n".join([*blocks, _table(SINGLE, tables[SINGLE]), _of_sets()]) + "\n"
+
+
+def _table(title: str, readers: list[tuple[str, Section]]) -> str:
+    """One section. `readers`: the commands that read it, each with the section as it reads it."""
+    all_commands = list(dict.fromkeys(command for command, _ in readers))
+    lines = [f"## {title}" + f" ({', '.join(all_commands)})" * (title != ROLE), ""]
+    introductions: dict[tuple[str, str], list[str]] = {}
+    rows: dict[str, dict[tuple[str, str, str], list[str]]] = {}
+    for command, section in readers:
+        introductions.setdefault((section.name, section.description), []).append(command)
+        for key in section.keys:
+            path = ".".join(filter(None, [ROLE if title == ROLE else section.name, key.path]))
+            of = rows.setdefault(path, {}).setdefault((key.kind, key.default, key.description), [])
+            if command not in of:
+                of.append(command)
+    for (name, words), of in introductions.items():
+        if title == ROLE or (words and title != SINGLE):
+            lines.append(f"- `{name}` in {_list(of)}. {words}".rstrip())
+    lines += [""] * (lines[-1] != "") + ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for path, variants in rows.items():
+        for cells, of in variants.items():
+            note = "" if title == ROLE or of == all_commands else f" ({', '.join(of)})"
+            lines.append(f"| `{path}`{note} | {' | '.join(map(_cell, cells))} |")
+    return "\n".join(lines)
 
 
 def _of_sets() -> str:

@@ -1,7 +1,7 @@
-"""`megarlhf completion SHELL`: a script by which a shell completes commands, options, keys and what they may say.
+"""`megarlhf completion SHELL`: a script by which a shell completes commands, options, keys and values.
 
-The script holds all words itself, so that a Tab starts no process; it is made again after an update of megarlhf. Keys
-are completed section by section: `actor.<Tab>` shows what stands below it, `actor.model.dtype=<Tab>` what it may say.
+The script holds all words itself, so that a Tab starts no process. Keys are completed section by section:
+`actor.<Tab>` shows the keys below it, `actor.model.dtype=<Tab>` the values.
 """
 
 from __future__ import annotations
@@ -15,52 +15,61 @@ from megarlhf.commands.arguments.parser import Parser
 from megarlhf.config.frozen import FrozenModel
 from megarlhf.config.reference import all_paths
 
+SHELLS = ("bash", "zsh", "fish")
+HELP = """For the shell that is open, and for all later ones:
+
+  bash   source <(megarlhf completion bash)
+         megarlhf completion bash > ~/.local/share/bash-completion/completions/megarlhf
+  zsh    source <(megarlhf completion zsh)
+         megarlhf completion zsh > "${fpath[1]}/_megarlhf"
+  fish   megarlhf completion fish | source
+         megarlhf completion fish > ~/.config/fish/completions/megarlhf.fish
+
+Make it again after an update of megarlhf."""
+_OPTIONS = ("-h", "--help", "--version")
+"""Options before a command."""
+
 
 @dataclass(frozen=True)
 class Words:
-    """What may stand behind a command."""
+    """Words that may follow a command."""
 
+    description: str
     options: tuple[str, ...]
+    """Options, and plain words such as a command of the command."""
     keys: tuple[str, ...]
     """`actor.model.dtype=`"""
     values: tuple[str, ...]
     """`actor.model.dtype=bf16`"""
-    words: tuple[str, ...] = ()
-    """Plain words, such as a command of the command."""
 
 
 def script(shell: str, root: Parser, parsers: Mapping[str, Parser], configs: Mapping[str, type[FrozenModel]]) -> str:
     """The script of a shell.
 
-    root: the parser of all commands; parsers: those of commands that have one of their own; configs: what commands read
+    root:    the parser of all commands
+    parsers: parsers of commands that have one of their own
+    configs: configuration class of each command that reads one
     """
     commands: Mapping[str, Parser] = root.get_default("commands")
-    helps = _helps(root)
-    words = {name: _words(name, parsers.get(name, parser), configs) for name, parser in commands.items()}
-    return {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell](words, helps, ("-h", "--help", "--version"))
+    (sub,) = (action for action in root._actions if isinstance(action, argparse._SubParsersAction))
+    helps = {choice.dest: choice.help or "" for choice in sub._choices_actions}
+    words = {
+        name: _words(name, helps.get(name, ""), parsers.get(name, parser), configs) for name, parser in commands.items()
+    }
+    return _fish(words) if shell == "fish" else _filled({"bash": _BASH, "zsh": _ZSH}[shell], words)
 
 
-def _words(name: str, parser: Parser, configs: Mapping[str, type[FrozenModel]]) -> Words:
-    read = {"plan": "rl"}.get(name, name)
-    config = configs.get(read)
+def _words(name: str, description: str, parser: Parser, configs: Mapping[str, type[FrozenModel]]) -> Words:
+    config = configs.get("rl" if name == "plan" else name)
     paths = {} if config is None else {path: key for path, key in all_paths(config).items() if "[]" not in path}
     words = [str(choice) for action in parser._actions if not action.option_strings for choice in action.choices or ()]
-    if name == "keys":
-        words += configs
     return Words(
-        options=tuple(parser.options()),
+        description,
+        options=tuple(dict.fromkeys([*parser.options(), *words, *(configs if name == "keys" else ())])),
         keys=tuple(f"{path}=" for path in paths),
         values=tuple(f"{path}={choice}" for path, key in paths.items() for choice in key.choices),
-        words=tuple(dict.fromkeys(words)),
     )
 
-
-def _helps(root: Parser) -> dict[str, str]:
-    (sub,) = (action for action in root._actions if isinstance(action, argparse._SubParsersAction))
-    return {choice.dest: choice.help or "" for choice in sub._choices_actions}
-
-
-# --- the shells ------------------------------------------------------------------------------------
 
 _FILES = "-c|--config|-o|--out|--hf|--megatron|--hardware|--margin|--reference-hf|--model|--data"
 """Options whose value is a file."""
@@ -145,50 +154,38 @@ if [[ "$funcstack[1]" == _megarlhf ]]; then _megarlhf "$@"; else compdef _megarl
 """
 
 
-def _cases(words: Mapping[str, Words]) -> list[str]:
-    lines = []
-    for name, of in words.items():
-        lines.append(f"        {name})")
-        for variable, values in (
-            ("options", (*of.options, *of.words)),
-            ("keys", of.keys),
-            ("values", of.values),
-        ):
-            lines.append(f"            {variable}=({' '.join(shlex.quote(value) for value in values)})")
-        lines.append("            ;;")
-    return lines
-
-
-def _bash(words: Mapping[str, Words], helps: Mapping[str, str], options: tuple[str, ...]) -> str:
-    return _filled(_BASH, words, {"FIRST": " ".join([*words, *options])})
-
-
-def _zsh(words: Mapping[str, Words], helps: Mapping[str, str], options: tuple[str, ...]) -> str:
-    described = " ".join(shlex.quote(f"{name}:{helps.get(name, '')}") for name in words)
-    return _filled(_ZSH, words, {"FIRST": " ".join(options), "DESCRIBED": described})
-
-
-def _filled(template: str, words: Mapping[str, Words], further: Mapping[str, str]) -> str:
-    """The template, its words between at-signs replaced."""
-    values = {"MATCHING": _MATCHING, "CASES": "\n".join(_cases(words)), "COMMANDS": "|".join(words), "FILES": _FILES}
-    for name, value in {**values, **further}.items():
+def _filled(template: str, words: Mapping[str, Words]) -> str:
+    """The template with the words in place of names between at-signs."""
+    cases = []
+    for name, of_command in words.items():
+        arrays = {"options": of_command.options, "keys": of_command.keys, "values": of_command.values}
+        lines = (f"            {array}=({shlex.join(values)})" for array, values in arrays.items())
+        cases += [f"        {name})", *lines, "            ;;"]
+    first = [*_OPTIONS] if template is _ZSH else [*words, *_OPTIONS]  # zsh has the commands with their descriptions
+    for name, value in {
+        "MATCHING": _MATCHING,
+        "CASES": "\n".join(cases),
+        "COMMANDS": "|".join(words),
+        "FILES": _FILES,
+        "FIRST": " ".join(first),
+        "DESCRIBED": shlex.join(f"{name}:{of_command.description}" for name, of_command in words.items()),
+    }.items():
         template = template.replace(f"@{name}@", value)
     return template
 
 
-def _fish(words: Mapping[str, Words], helps: Mapping[str, str], options: tuple[str, ...]) -> str:
+def _fish(words: Mapping[str, Words]) -> str:
     def quoted(text: str) -> str:
         return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
     lines = ["# fish completion of megarlhf, made by `megarlhf completion fish`", "complete -c megarlhf -e"]
-    first = f"not __fish_seen_subcommand_from {' '.join(words)}"
-    for name in words:
-        lines.append(f"complete -c megarlhf -f -n {quoted(first)} -a {quoted(name)} -d {quoted(helps.get(name, ''))}")
-    lines.append(f"complete -c megarlhf -f -n {quoted(first)} -a {quoted(' '.join(options))}")
-    for name, of in words.items():
+    first = quoted(f"not __fish_seen_subcommand_from {' '.join(words)}")
+    for name, of_command in words.items():
+        lines.append(f"complete -c megarlhf -f -n {first} -a {quoted(name)} -d {quoted(of_command.description)}")
+    lines.append(f"complete -c megarlhf -f -n {first} -a {quoted(' '.join(_OPTIONS))}")
+    for name, of_command in words.items():
         seen = quoted(f"__fish_seen_subcommand_from {name}")
-        lines.append(f"complete -c megarlhf -n {seen} -a {quoted(' '.join((*of.options, *of.words)))}")
-        for part in (of.keys, of.values):
+        for part in (of_command.options, of_command.keys, of_command.values):
             if part:
                 lines.append(f"complete -c megarlhf -n {seen} -a {quoted(' '.join(part))}")
     return "\n".join(lines) + "\n"

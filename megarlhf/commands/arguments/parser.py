@@ -1,5 +1,7 @@
-"""Command lines: a parser whose errors are a sentence with what was meant, and types of arguments (a text in, a value
-or an ArgumentTypeError out)."""
+"""Command lines: a parser whose errors suggest the nearest known word, and types of arguments.
+
+A type turns a text into a value, or raises ArgumentTypeError.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,15 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2*
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, but an error is one line with the nearest that is known, said by the first of several ranks."""
+    """A parser whose errors are one line with the nearest known word, printed by the first of several ranks."""
 
     below: Callable[[], str] | None = None
-    """What the help goes on with."""
+    """Makes text that the help ends with."""
 
     _given: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """argparse's; its error of a missing argument does not know what was given in its place."""
+        """Parse, and keep the words for errors: argparse's error of a missing argument does not name wrong ones."""
         self._given = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
@@ -33,7 +35,7 @@ class Parser(argparse.ArgumentParser):
         return text if self.below is None else f"{text}\n{self.below()}\n"
 
     def error(self, message: str) -> NoReturn:
-        """Ends with exit status 2."""
+        """Print the message and end with exit status 2."""
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
             print(f"{self.prog}: {self._better(message)}", file=sys.stderr)
         sys.exit(2)
@@ -42,16 +44,19 @@ class Parser(argparse.ArgumentParser):
         if wrong := re.fullmatch(r"argument (.+): invalid choice: '(.*)' \(choose from (.*)\)", message, re.DOTALL):
             name, given, known = wrong.groups()
             choices = re.findall(r"[\w.-]+", known)
-            what = "command" if name == "COMMAND" else name
-            meant = _meant(given, choices)
-            return f"unknown {what} {given!r}{meant + ' Known' if meant else '; known'}: {', '.join(choices)}"
+            meant = _suggestion(given, choices)
+            kind = "command" if name == "COMMAND" else name
+            return f"unknown {kind} {given!r}{meant + ' Known' if meant else '; known'}: {', '.join(choices)}"
         if message.startswith("the following arguments are required: "):
-            found = [f"{message.partition(': ')[2]} is missing", *map(self._unknown, self._unknown_options())]
+            known_options = self.options()
+            options = [word for word in self._given if word.startswith("--") and word != "--"]
+            unknown = [o for o in options if not any(name.startswith(o.partition("=")[0]) for name in known_options)]
+            problems = [f"{message.partition(': ')[2]} is missing", *map(self._unknown, unknown)]
         elif message.startswith("unrecognized arguments: "):
-            found = list(map(self._unknown, message.partition(": ")[2].split()))
+            problems = list(map(self._unknown, message.partition(": ")[2].split()))
         else:
             return message
-        return "; ".join([*found, f"see `{self.prog} --help`"])
+        return "; ".join([*problems, f"see `{self.prog} --help`"])
 
     def _unknown(self, given: str) -> str:
         name = given.partition("=")[0]
@@ -59,45 +64,39 @@ class Parser(argparse.ArgumentParser):
             return f"{given!r} is one too many"
         if "." in name:
             return f"unknown option {given}: a key of the configuration has no dashes before it: {given.lstrip('-')}"
-        return f"unknown option {name}{_meant(name, self.options())}"
-
-    def _unknown_options(self) -> list[str]:
-        """Of the words that were given."""
-        known = self.options()
-        options = [word for word in self._given if word.startswith("--") and word != "--"]
-        return [word for word in options if not any(name.startswith(word.partition("=")[0]) for name in known)]
+        return f"unknown option {name}{_suggestion(name, self.options())}"
 
     def options(self) -> list[str]:
-        """Of this parser and of its commands."""
+        """Options of this parser and of its commands."""
         inner = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
         below = [sub for action in inner for sub in action.choices.values()]
         return list(dict.fromkeys([*self._option_string_actions, *(o for sub in below for o in sub.options())]))
 
     def takes_value(self, option: str) -> bool:
-        """Whether the word behind this option is its value."""
+        """Whether the word after this option is its value."""
         action = self._option_string_actions.get(option)
         return action is not None and action.nargs != 0
 
 
-def _meant(given: str, known: Sequence[str]) -> str:
+def _suggestion(given: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(given, known, n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def command_first(argv: Sequence[str], commands: Mapping[str, Callable[[], Parser]]) -> list[str]:
-    """The words with the command's name ahead of its options, where it stands behind some of them."""
-    for at, word in enumerate(argv):
-        if word in commands and (at == 0 or not commands[word]().takes_value(argv[at - 1])):
-            return [word, *argv[:at], *argv[at + 1 :]]
+    """The words with the command's name first, if it stands behind some of its options."""
+    for n, word in enumerate(argv):
+        if word in commands and (n == 0 or not commands[word]().takes_value(argv[n - 1])):
+            return [word, *argv[:n], *argv[n + 1 :]]
     return list(argv)
 
 
 class Once(argparse.Action):
-    """An option that may be given once: argparse keeps the last and drops the others in silence."""
+    """An option that may be given once. By default argparse silently keeps the last value."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if (before := getattr(namespace, self.dest)) != self.default:
-            parser.error(f"{option_string} is given twice ({before} and {values}), and only one would count; give one")
+            parser.error(f"{option_string} is given twice ({before} and {values}), and only one can count; give one")
         setattr(namespace, self.dest, values)
 
 
@@ -131,5 +130,5 @@ def num_bytes(text: str) -> int:
     except (ValueError, KeyError, OverflowError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB") from error
     if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size that holds anything; give one such as 5GB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive size; give one such as 5GB")
     return size

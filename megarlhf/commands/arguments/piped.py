@@ -1,4 +1,4 @@
-"""A configuration that comes through a pipe, as `-c <(sed s/8/16/ sft.yaml)` and `-c /dev/stdin` give it."""
+"""Configurations that come through a pipe, as with `-c <(sed s/8/16/ sft.yaml)` and `-c /dev/stdin`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ _OPTIONS = ("-c", "--config")
 
 @contextlib.contextmanager
 def without_pipes(argv: Sequence[str]) -> Iterator[list[str]]:
-    """The arguments, with a file in place of a pipe: it can be read once, and only by this process, and a configuration
-    is read again by the ranks that are started. The file is removed at the end."""
-    given = list(argv)
+    """The arguments, with a temporary file in place of each pipe.
+
+    A pipe can be read once, and only by this process. A configuration is read again by the ranks.
+    """
+    words = list(argv)
     with contextlib.ExitStack() as stack:
-        for number, word in enumerate(given):
+        for n, word in enumerate(words):
             option, equals, value = word.partition("=")
             if option in _OPTIONS and equals and _is_pipe(value):
-                given[number] = f"{option}={_kept(value, stack)}"
-            elif number and given[number - 1] in _OPTIONS and _is_pipe(word):
-                given[number] = _kept(word, stack)
-        yield given
+                words[n] = f"{option}={_copied(value, stack)}"
+            elif n and words[n - 1] in _OPTIONS and _is_pipe(word):
+                words[n] = _copied(word, stack)
+        yield words
 
 
 def _is_pipe(path: str) -> bool:
@@ -33,7 +35,7 @@ def _is_pipe(path: str) -> bool:
         return False
 
 
-def _kept(path: str, stack: contextlib.ExitStack) -> str:
+def _copied(path: str, stack: contextlib.ExitStack) -> str:
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="megarlhf-config-"))
     file = Path(folder) / "from_a_pipe.yaml"
     file.write_bytes(Path(path).read_bytes())

@@ -39,18 +39,22 @@ class ShuffledBatches:
         self._permutations = Permutations(num_samples, str(seed))
 
     def indices(self, step: int) -> list[int]:
-        """The sample indices of the batch of this step (from 0)."""
+        """The sample indices of the batch of this step (from 0). Looking ahead changes nothing that is saved."""
         assert step >= 0, f"steps count from 0, got {step}"
         start = self._start_of(step)
-        self._next_step = step + 1
         return self._at(start, start + self.batch_size)
+
+    def take(self, step: int) -> list[int]:
+        """`indices`, of a step that begins: a resume point that is written from here on continues behind it."""
+        self._next_step = step + 1
+        return self.indices(step)
 
     def _at(self, start: int, end: int) -> list[int]:
         """The samples at these positions of the run."""
         return [self._permutations.at(position) for position in range(start, end)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the step after the last one that was asked for begins."""
+        """Where the step after the last one that was taken begins."""
         return {"step": self._next_step, "position": self._start_of(self._next_step)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a step took: the metrics that differ between two runs whose numbers are equal."""
+"""Metrics of a step's cost. They differ between two runs whose numbers are equal."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ MEASURED = (
     "engine_rebuilds",
     "columns_received_mib",
 )
-"""Beginnings of their names: how long something took, how much it needed or received, when it was, and what was done
-again without a trace in the numbers."""
+"""Beginnings of names of such metrics: seconds, rates, memory, bytes received, time of day, and engines that were built
+again."""
 
 
 def reproducible(metrics: Mapping[str, Value]) -> dict[str, Value]:
-    """The other ones: the same, bit for bit, in every run of the same configuration at the same layout on a CPU, and
-    after a resume."""
+    """Metrics without those of cost. On a CPU they are equal bit for bit in every run of one configuration and layout,
+    also after a resume."""
     return {name: value for name, value in metrics.items() if not name.startswith(MEASURED)}
 
 
 def measure(runtime: Runtime) -> dict[str, float]:
-    """`peak_memory_gib`, of the rank that has needed most so far, and `wall_clock`, seconds since 1970. Collective: one
-    number."""
+    """Measure `peak_memory_gib`, of the rank that has needed most so far, and `wall_clock`, seconds since 1970.
+
+    Collective: one number.
+    """
     peak = torch.tensor(float(peak_memory_bytes(runtime)), dtype=torch.float64, device=runtime.device)
     if runtime.world_size > 1:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)

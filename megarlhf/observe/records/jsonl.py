@@ -1,4 +1,4 @@
-"""A file with a JSON object a line, each of a step: appended to while a run goes on, cut back when it is resumed."""
+"""A file with one JSON object per line and step. A run appends to it; a resume cuts it back."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ log = logging.getLogger(__name__)
 class StepLines:
     """Writes the lines of one run.
 
-    path:        of the file; its directory is made if missing
-    resume_step: the last step that the resumed checkpoint contains. Lines of later steps are cut, and so is a last line
-                 torn by a crash. None starts a new record, where there is none yet.
+    path:        the file; its directory is made if missing
+    resume_step: the last step of the resumed checkpoint. Lines of later steps are cut, and so is a last line torn by a
+                 crash. None starts a new file.
 
-    Raises: ValueError when the file is damaged before its last line, or a new record is asked for where one is.
+    Raises: ValueError when the file is damaged before its last line, or when a new one exists already.
     """
 
     def __init__(self, path: Path, resume_step: int | None = None) -> None:
@@ -36,14 +36,14 @@ class StepLines:
         """Append a line, `step` first; `flush` writes it. Raises: ValueError for a step that does not rise."""
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(
-                f"{self._file.name}: a line of step {step} after those of step {self._last_step}; steps must rise: "
-                "give one line a step, and after a resume continue with the step that follows resume_step"
+                f"{self._file.name}: a line of step {step} follows one of step {self._last_step}, and steps must rise; "
+                "give one line per step, and after a resume continue with the step after resume_step"
             )
         self._pending += (json.dumps({"step": int(step), **row}, allow_nan=False) + "\n").encode()
         self._last_step = step
 
     def flush(self) -> None:
-        """Write, to the disk. Lines that a full disk does not take are kept, and written by a later call."""
+        """Write to the disk. Lines that a full disk does not take are kept, and a later call writes them."""
         if not self._pending:
             return
         try:
@@ -59,35 +59,31 @@ class StepLines:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Oldest first; a torn last line (a run being written) is left out.
+    """Read the lines, oldest first. A torn last line (a run being written) is left out.
 
     Raises: ValueError if a line before the last is damaged.
     """
     lines = path.read_bytes().split(b"\n")
-    lines.pop()  # what follows the last newline: nothing, or the torn line
+    lines.pop()  # nothing, or a torn line
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-        except ValueError as error:
-            raise _damaged(path, number, line) from error
+        except ValueError:
+            row = None
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise _damaged(path, number, line)
+            raise ValueError(
+                f"{path}, line {number}: got {line[:80]!r}, expected a JSON object with an integer `step`; only the "
+                "last line can be torn by a crash, so something else wrote here: repair or remove the line"
+            )
         rows.append(row)
     return rows
 
 
-def require_readable(path: Path) -> None:
-    """Raises: ValueError where an earlier run's lines are damaged before the last one."""
+def require_readable_lines(path: Path) -> None:
+    """Raises: ValueError if an earlier run's file is damaged before its last line."""
     if path.exists():
         read_lines(path)
-
-
-def _damaged(path: Path, number: int, line: bytes) -> ValueError:
-    return ValueError(
-        f"{path}, line {number}: got {line[:80]!r}, expected a JSON object with an integer `step`; only the "
-        "last line can be torn by a crash, so something else wrote here: repair or remove the line"
-    )
 
 
 def _cut_back(path: Path, resume_step: int) -> None:
@@ -99,10 +95,9 @@ def _cut_back(path: Path, resume_step: int) -> None:
     newest = rows[-1]["step"] if rows else -1
     if newest < resume_step:
         log.warning("%s ends at step %d, and the run goes on after step %d: lines are lost", path, newest, resume_step)
-    kept = [json.dumps(row) + "\n" for row in rows]
     scratch = path.with_name(path.name + ".cut")
     with scratch.open("w", encoding="utf-8") as file:
-        file.writelines(kept)
+        file.writelines(json.dumps(row) + "\n" for row in rows)
         file.flush()
         os.fsync(file.fileno())
     scratch.replace(path)

@@ -15,13 +15,13 @@ from megarlhf.observe.records.sample_tables import Row, as_markdown
 METRICS_FILE = "metrics.jsonl"
 
 Metric = float | int | None
-"""What a step may log under a name; None (like NaN and infinities) is written as null."""
+"""A value that a step logs under a name. None is written as null, and so are NaN and infinities."""
 
 log = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """Where metrics go besides: `wandb_run.WandbRun`. It raises nothing."""
+    """A further destination of metrics, such as `wandb_run.WandbRun`. It raises nothing."""
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None: ...
 
@@ -31,15 +31,12 @@ class Tracker(Protocol):
 
 
 class MetricsWriter:
-    """Writes each step to `run_dir/metrics.jsonl`, flushed, and to the trackers that were asked for.
+    """Writes each step to `run_dir/metrics.jsonl`, to TensorBoard and to another tracker.
 
     run_dir:     the run directory; made if missing
     tensorboard: also write scalars and tables of samples under `run_dir/tensorboard`
     tracker:     gets the same; closed with the writer
-    resume_step: the last step that the resumed checkpoint contains. Lines of later steps are cut, and so is
-                 a last line torn by a crash. None starts a new record, where there is none yet.
-
-    Raises: ValueError when metrics.jsonl is damaged before its last line, or a new record is asked for where one is.
+    resume_step: see `StepLines`, also for what is raised
     """
 
     def __init__(
@@ -55,7 +52,7 @@ class MetricsWriter:
         self._run_dir = run_dir
         self._tensorboard = _open_tensorboard(run_dir, resume_step) if tensorboard else None
         self._for_tensorboard: list[tuple[int, dict[str, float | int | str]]] | None = [] if tensorboard else None
-        """What it has not taken yet: of one step, or of more after a full disk."""
+        """Rows that are not written yet, (step, values): of one step, or of several after a full disk."""
         self._tracker = tracker
 
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
@@ -68,14 +65,14 @@ class MetricsWriter:
         self._lines.flush()
         finite = {name: value for name, value in row.items() if value is not None}
         if self._for_tensorboard is not None:
-            # Its scalars have 32 bits, in which a time since 1970 is off by minutes; it notes the time by itself.
+            # Its scalars have 32 bits, too few for a time since 1970. It records the time by itself.
             self._for_tensorboard.append((step, {k: v for k, v in finite.items() if k != "wall_clock"}))
             self._write_events(self._for_tensorboard)
         if self._tracker is not None:
             self._tracker.log(step, finite)
 
     def log_samples(self, name: str, step: int, rows: Sequence[Row]) -> None:
-        """A table of samples, for the trackers."""
+        """Send a table of samples to the trackers."""
         if self._for_tensorboard is not None:
             self._for_tensorboard.append((step, {name: as_markdown(rows)}))
             self._write_events(self._for_tensorboard)
@@ -83,14 +80,13 @@ class MetricsWriter:
             self._tracker.log_samples(name, step, rows)
 
     def flush(self) -> None:
-        """Write what could not be written yet: to be called before a resume point is, which must not outlive the lines
-        of its steps."""
+        """Write what could not be written yet. Called before each resume point, so that lines of its steps exist."""
         self._lines.flush()
         if self._for_tensorboard:
             self._write_events(self._for_tensorboard)
 
     def _write_events(self, rows: list[tuple[int, dict[str, float | int | str]]]) -> None:
-        """The same of TensorBoard's events. A file of events that has failed once takes no more: a new one is begun."""
+        """Write TensorBoard's events. A file of events that has failed once takes no more, so a new one is begun."""
         try:
             if self._tensorboard is None:
                 self._tensorboard = _open_tensorboard(self._run_dir, rows[0][0] - 1)
@@ -119,10 +115,7 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
-    """The lines of `run_dir/metrics.jsonl`, oldest first; a torn last line (a run being written) is left out.
-
-    Raises: ValueError without the file, or if a line before the last is damaged.
-    """
+    """Read `run_dir/metrics.jsonl`. Raises: ValueError without the file, and see `read_lines`."""
     path = Path(run_dir) / METRICS_FILE
     if not path.is_file():
         raise ValueError(f"no {METRICS_FILE} in {run_dir}; expected the run.dir of a run that has logged a step")
@@ -131,7 +124,7 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
 
 def _plain_number(name: str, value: Any) -> float | int | None:
     if name == "step":
-        raise ValueError("got a metric called `step`, which is the argument of that name: leave it out of metrics")
+        raise ValueError("got a metric called `step`, which is an argument already: leave it out of metrics")
     if value is None:
         return None
     if isinstance(value, Integral):

@@ -1,7 +1,7 @@
-"""The run directory: what a run writes there. `resume/claim/on_existing.py` decides about a start where a run has been.
+"""Files that a run writes in its directory. `resume/claim/on_existing.py` decides about a start where a run has been.
 
-Whether a file is a run's own is told by its name, and only beside a `config.yaml` that megarlhf wrote. Everything
-else in the directory is the user's, and stays.
+A file is the run's own if it has one of these names and stands beside a `config.yaml` that megarlhf wrote. All other
+files are the user's, and stay.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _WRITTEN_BY = re.compile(r"# megarlhf (\w+): the resolved configuration")
 
 ROLES = ("actor", "actor_ema", "critic", "reward_model")
 _EXPORTS = (*ROLES, *(f"{role}{ADAPTER_SUFFIX}" for role in ROLES))
-"""Folders of a checkpoint: what a run exports."""
+"""Folders of a checkpoint that a run exports."""
 _STEPS = ("checkpoints/step_[0-9]*", "checkpoints/.step_[0-9]*.partial", "checkpoints/.step_[0-9]*.replaced")
-_BEING_WRITTEN = tuple(f".{name}.megarlhf-{what}" for name in _EXPORTS for what in ("lock", "partial"))
-"""What stands beside a role's folder while it is written (`weights/checkpoint/staging.py`), and after a kill."""
+_BEING_WRITTEN = tuple(f".{name}.megarlhf-{kind}" for name in _EXPORTS for kind in ("lock", "partial"))
+"""Names beside a role's folder while it is written (`weights/checkpoint/staging.py`), and after a kill."""
 _FILES = (
     "metrics.jsonl",
     "metrics.jsonl.cut",
@@ -60,7 +60,7 @@ _FILES = (
     f".{FINISHED_FILE}.partial",
     f".{CONFIG_FILE}.partial",
     "config.[0-9]*.yaml",  # earlier configurations of a run that was resumed with another
-    CONFIG_FILE,  # the last to be removed: what is left half-way is still a run's
+    CONFIG_FILE,  # removed last: a directory that is half removed is still a run's
 )
 _LINKS = ("latest", ".latest.partial", "best", ".best.partial")
 _FOLDERS = ("checkpoints", "tensorboard", "resume", "bank", "failures", "samples", "profile")
@@ -68,18 +68,18 @@ _OWN = (
     *(CONFIG_FILE, FINISHED_FILE, "lock", "metrics.jsonl", "lengths.jsonl", ".responses.jsonl.partial"),
     *("wandb_id", "wandb", *_FOLDERS),
 )
-"""What a run keeps to itself in its directory: nothing else may be written there."""
+"""Names in the run directory where nothing else may be written."""
 
 
 def files_of_a_run(directory: Path) -> list[Path]:
-    """What a run has left in `directory`; config.yaml, if any, stands last.
+    """Files that a run has left in `directory`; config.yaml, if any, stands last.
 
-    Behind a link, as of `tensorboard` to a folder that runs share, event files may be another run's: they do not count.
+    `tensorboard` may be a link to a folder that runs share. Event files there may be another run's and do not count.
     """
     products = [path for pattern in _FILES for path in sorted(directory.glob(pattern))]
     shared, failures = directory / "tensorboard", directory / "failures"
     if all(path.parent == failures for path in products):
-        return []  # of a start that the watchdog has ended before it became a run
+        return []  # a start that the watchdog ended before it became a run
     return [
         path
         for path in products
@@ -88,14 +88,16 @@ def files_of_a_run(directory: Path) -> list[Path]:
 
 
 def places(path: Path) -> tuple[Path, Path]:
-    """Where the name stands, and where it leads if it is a link."""
+    """The location of the name, and of the file that it leads to if it is a link."""
     return path.parent.resolve() / path.name, path.resolve()
 
 
 def require_room(directory: Path, *, best: bool = False) -> None:
-    """Raises ValueError where something stands that no run wrote, and that a checkpoint or events would replace.
+    """Refuse a directory with files that no run wrote and that a checkpoint or events would replace.
 
-    best: the run points `checkpoints/best` at one; otherwise the name is the user's
+    best: the run writes the link `checkpoints/best`; otherwise the name is the user's
+
+    Raises: ValueError.
     """
     folders = [directory / name for name in _FOLDERS]
     strangers = [path for path in folders if not path.is_dir() and (path.exists() or path.is_symlink())]
@@ -104,9 +106,10 @@ def require_room(directory: Path, *, best: bool = False) -> None:
     links = [directory / "checkpoints" / name for name in names]
     strangers += [path for path in links if path.exists() and not path.is_symlink()]
     for step in (path for pattern in _STEPS for path in sorted(directory.glob(pattern))):
-        whole = step.is_symlink() or not step.is_dir()
-        known = {*_EXPORTS, *_BEING_WRITTEN}
-        strangers += [step] if whole else sorted(path for path in step.iterdir() if path.name not in known)
+        if step.is_symlink() or not step.is_dir():
+            strangers.append(step)
+        else:
+            strangers += sorted(path for path in step.iterdir() if path.name not in (*_EXPORTS, *_BEING_WRITTEN))
     if strangers:
         raise ValueError(
             f"run.dir = {directory} holds {', '.join(map(str, strangers[:5]))}, which no run wrote, where this run "
@@ -115,25 +118,25 @@ def require_room(directory: Path, *, best: bool = False) -> None:
 
 
 def require_writable_output(cfg: FrozenModel, run: RunConfig, out: Path) -> None:
-    """Raises ValueError unless the responses can go to the file `out` and replace nothing but earlier responses."""
-    if out.is_dir() or any(run.dir.resolve().is_relative_to(place) for place in places(out)):
+    """Refuse a file `out` for responses that would replace anything but earlier responses. Raises: ValueError."""
+    if out.is_dir() or any(run.dir.resolve().is_relative_to(location) for location in places(out)):
         raise ValueError(f"out = {out} is a directory; name a file, such as {out / 'responses.jsonl'}")
     for key, path in inputs(cfg.model_dump()):
         source = path.resolve()
-        if any(place.is_relative_to(source) for place in places(out)):
-            place = "is" if out.resolve() == source else "lies below"
-            raise ValueError(f"out = {out} {place} {key} = {path}, which this run reads; name another file")
+        if any(location.is_relative_to(source) for location in places(out)):
+            relation = "is" if out.resolve() == source else "lies below"
+            raise ValueError(f"out = {out} {relation} {key} = {path}, which this run reads; name another file")
     for name in _OWN:
-        if any(place.is_relative_to((run.dir / name).resolve()) for place in places(out)):
+        if any(location.is_relative_to((run.dir / name).resolve()) for location in places(out)):
             raise ValueError(
                 f"out = {out} is {run.dir / name} or lies below it, which the run itself writes; name another file"
             )
     if out.exists() and run.on_existing != "overwrite":
-        raise ValueError(f"out = {out} is there; name another file, or replace it with run.on_existing=overwrite")
+        raise ValueError(f"out = {out} exists; name another file, or replace it with run.on_existing=overwrite")
 
 
 def written_by(config: Path) -> str | None:
-    """The command whose resolved configuration the file is; None for any other file."""
+    """The command whose resolved configuration the file holds; None for any other file."""
     if not config.is_file():
         return None
     with config.open(encoding="utf-8", errors="replace") as file:
@@ -142,13 +145,13 @@ def written_by(config: Path) -> str | None:
 
 
 def inputs(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Path]]:
-    """Every path in a configuration by its key, but for those that are written."""
+    """Every path that a configuration reads, with its key."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from inputs(value, f"{prefix}{name}.")
         elif isinstance(value, tuple):
-            for each in value:
-                if isinstance(each, Mapping):
-                    yield from ((key.removesuffix(".path"), path) for key, path in inputs(each, f"{prefix}{name}."))
+            for item in value:
+                if isinstance(item, Mapping):
+                    yield from ((key.removesuffix(".path"), path) for key, path in inputs(item, f"{prefix}{name}."))
         elif isinstance(value, Path) and prefix + name not in ("run.dir", "out"):
             yield prefix + name, value

@@ -1,7 +1,7 @@
-"""Tables of samples, for people: what the model said, and what the rewards said of it.
+"""Tables of samples for people: prompts, responses and their rewards.
 
-`samples/step_N.jsonl` is of a step of training, `samples/eval_step_N.jsonl` of the evaluation after step N (0: before
-training); a JSON object a line. A file is complete or absent, and of a step that a resumed run repeats there is none.
+`samples/step_N.jsonl` holds samples of training step N, `samples/eval_step_N.jsonl` those of the evaluation after step
+N (0: before training), one JSON object per line. A file is complete or absent. A resume removes those of later steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Kind = Literal["train", "eval"]
 Row = Mapping[str, Any]
 """`step`, `sample` (its number in the step, or among the held-out prompts), `prompt`, `answer` where the record has
 one, `response`, `length` (tokens), `finished` (false: cut at the limit), `reward` (the total), `rewards` by name (None:
-the reward said nothing), `kl` (to the reference, mean over the response's tokens)."""
+the reward does not apply), `kl` (to the reference, mean over the response's tokens)."""
 
 _NAME = re.compile(r"(eval_)?step_(\d+)\.jsonl")
 
@@ -28,25 +28,25 @@ log = logging.getLogger(__name__)
 
 
 def spread(count: int, total: int) -> list[int]:
-    """`count` of `total` indices, evenly spread and always the same; all of them where there are no more."""
+    """Choose `count` of `total` indices, evenly spread and always the same; all of them if there are no more."""
     count = max(0, min(count, total))
     return [n * total // count for n in range(count)]
 
 
 @dataclass(frozen=True)
 class ShownTables:
-    """The tables of a run that a report shows, by step, in order."""
+    """Tables of a run that a report shows, by step, in order."""
 
     evaluations: Mapping[int, Sequence[Row]] = field(default_factory=dict)
-    """The first, the latest, and some between."""
+    """The first table, the latest, and some between."""
     training: Mapping[int, Sequence[Row]] = field(default_factory=dict)
-    """The latest."""
+    """The latest table."""
 
 
 class SampleTables:
-    """Writes the tables of a run; for rank 0.
+    """Writes the tables of a run, on rank 0.
 
-    resume_step: the last step that the resumed checkpoint contains: tables of later steps are removed. None: a new run
+    resume_step: the last step of the resumed checkpoint; tables of later steps are removed. None: a new run
     """
 
     def __init__(self, run_dir: Path, resume_step: int | None = None) -> None:
@@ -55,13 +55,13 @@ class SampleTables:
         if resume_step is not None:
             for leftover in self._folder.glob(".*.partial"):
                 leftover.unlink()
-            for step, path in _tables(self._folder).items():
-                if step[1] > resume_step:
+            for (_, step), path in _tables(self._folder).items():
+                if step > resume_step:
                     path.unlink()
 
     def write(self, kind: Kind, step: int, rows: Sequence[Row]) -> None:
-        """To be called before the metrics of the step are logged, so that a resume point has the tables of its
-        steps. What a full disk does not take is kept, and written as soon as there is room."""
+        """Write a table. Called before the step's metrics are logged, so that a resume point has the tables of its
+        steps. What a full disk does not take is kept, and written by a later call."""
         path = self._folder / f"{'eval_' if kind == 'eval' else ''}step_{step:06d}.jsonl"
         self._pending[path] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         self.flush()
@@ -85,12 +85,12 @@ class SampleTables:
 
 
 def steps_of(run_dir: Path, kind: Kind) -> list[int]:
-    """The steps of which there is a table, in order."""
-    return sorted(step for of, step in _tables(run_dir / FOLDER) if of == kind)
+    """Steps that have a table of this kind, in order."""
+    return sorted(step for kind_of_table, step in _tables(run_dir / FOLDER) if kind_of_table == kind)
 
 
 def read_table(run_dir: Path, kind: Kind, step: int) -> list[dict[str, Any]]:
-    """The rows of a table. Raises: ValueError where it is damaged."""
+    """Read the rows of a table. Raises: ValueError if it is damaged."""
     path = _tables(run_dir / FOLDER)[kind, step]
     try:
         return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
@@ -99,7 +99,7 @@ def read_table(run_dir: Path, kind: Kind, step: int) -> list[dict[str, Any]]:
 
 
 def read_shown(run_dir: Path, num_evaluations: int = 4) -> ShownTables:
-    """At most so many evaluations, and one table of training. Raises: ValueError where one is damaged."""
+    """Read at most `num_evaluations` evaluations, and one table of training. Raises: ValueError for a damaged one."""
     evaluations, training = steps_of(run_dir, "eval"), steps_of(run_dir, "train")
     earlier = [evaluations[n] for n in spread(num_evaluations - 1, len(evaluations) - 1)]
     return ShownTables(
@@ -109,36 +109,35 @@ def read_shown(run_dir: Path, num_evaluations: int = 4) -> ShownTables:
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """For TensorBoard, which draws Markdown: texts are indented, so that nothing in them is taken for markup."""
+    """Markdown for TensorBoard. Texts are indented, so that nothing in them is taken for markup."""
     return "\n\n".join(
-        f"**sample {row['sample']}**: {in_words(row)}\n\n{_indented(row['prompt'])}\n\nresponse:\n\n"
+        f"**sample {row['sample']}**: {describe_sample(row)}\n\n{_indented(row['prompt'])}\n\nresponse:\n\n"
         f"{_indented(row['response'])}"
         for row in rows
     )
 
 
-def in_words(row: Row) -> str:
-    """All of a row but its texts, in one line."""
-    said = [f"{name} {_number(value)}" for name, value in row["rewards"].items()]
-    parts = [f"reward {_number(row['reward'])}", *said]
+def describe_sample(row: Row) -> str:
+    """Everything in a row but its texts, in one line."""
+    parts = [f"{name} {_number(value)}" for name, value in {"reward": row["reward"], **row["rewards"]}.items()]
     parts += [f"kl {_number(row['kl'])}"] if "kl" in row else []
     parts += [f"length {row['length']}", "finished" if row["finished"] else "cut at the limit"]
     return ", ".join(parts)
 
 
 def columns_and_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
-    """A flat table: each reward is a column `reward/NAME`."""
+    """Names of columns, and cells by row, of a flat table. Each reward is a column `reward/NAME`."""
     flat = [{**row, **{f"reward/{name}": value for name, value in row["rewards"].items()}} for row in rows]
     columns = [name for name in dict.fromkeys(name for row in flat for name in row) if name != "rewards"]
     return columns, [[row.get(name) for name in columns] for row in flat]
 
 
 def _tables(folder: Path) -> dict[tuple[Kind, int], Path]:
-    found: dict[tuple[Kind, int], Path] = {}
+    tables: dict[tuple[Kind, int], Path] = {}
     for path in sorted(folder.glob("*.jsonl")):
         if match := _NAME.fullmatch(path.name):
-            found["eval" if match[1] else "train", int(match[2])] = path
-    return found
+            tables["eval" if match[1] else "train", int(match[2])] = path
+    return tables
 
 
 def _number(value: float | None) -> str:

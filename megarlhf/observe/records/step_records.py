@@ -1,4 +1,4 @@
-"""What a run keeps of its steps, on rank 0: metrics, tables of samples and, of `rl`, lengths."""
+"""Records of a run's steps, on rank 0: metrics, tables of samples, and in `rl` lengths."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarlhf.observe.records.jsonl import StepLines, require_readable
+from megarlhf.observe.records.jsonl import StepLines, require_readable_lines
 from megarlhf.observe.records.metrics import METRICS_FILE, MetricsWriter, Tracker
 from megarlhf.observe.records.sample_tables import Kind, Row, SampleTables
 
@@ -16,12 +16,12 @@ LENGTHS_FILE = "lengths.jsonl"
 
 @dataclass(frozen=True)
 class Records:
-    """Of one run, while it runs."""
+    """Open records of a run."""
 
     metrics: MetricsWriter
     tables: SampleTables
     lengths: StepLines | None
-    """Numbers of tokens, by step: prompts and responses of the samples that it was trained on, one for each sample."""
+    """Numbers of tokens by step: prompts and responses, one for each sample of training."""
 
     def show(self, kind: Kind, step: int, rows: Sequence[Row]) -> None:
         """Write a table of samples of the step, before its metrics are logged."""
@@ -29,7 +29,7 @@ class Records:
         self.metrics.log_samples(f"samples/{kind}", step, rows)
 
     def keep_lengths(self, step: int, prompts: Sequence[int], responses: Sequence[int]) -> None:
-        """The same of lengths, so that a resume point has those of its steps."""
+        """Write the lengths of the step, before its metrics are logged."""
         assert self.lengths is not None, "a run whose samples have no lengths of their own"
         self.lengths.add(step, {"prompts": prompts, "responses": responses})
         self.lengths.flush()
@@ -46,7 +46,7 @@ class Records:
 def open_records(
     run_dir: Path, resume_step: int | None, tracker: Tracker | None, *, lengths: bool
 ) -> Iterator[Records]:
-    """Begin the records, or go on with them after `resume_step`. Raises: ValueError, see `require_readable_records`."""
+    """Begin the records, or continue them after `resume_step`. Raises: ValueError, see `require_readable_records`."""
     with MetricsWriter(run_dir, tracker=tracker, resume_step=resume_step) as metrics, contextlib.ExitStack() as stack:
         tables = SampleTables(run_dir, resume_step)
         stack.callback(tables.flush)
@@ -57,6 +57,6 @@ def open_records(
 
 
 def require_readable_records(run_dir: Path) -> None:
-    """Raises: ValueError where an earlier run's records are damaged, and it could not go on with them."""
+    """Raises: ValueError if an earlier run's records are damaged, so that a resume could not continue them."""
     for name in (METRICS_FILE, LENGTHS_FILE):
-        require_readable(run_dir / name)
+        require_readable_lines(run_dir / name)

@@ -1,4 +1,4 @@
-"""The run at Weights & Biases, where one is asked for. The package is imported here only, and only then."""
+"""The run at Weights & Biases, if one is configured. The package is imported here only, and only then."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megarlhf.config import WandbConfig
 from megarlhf.observe.records.sample_tables import Row, columns_and_cells
 
 ID_FILE = "wandb_id"
-"""In the run directory: the id by which a run that goes on is continued."""
+"""File in the run directory with the id under which a resumed run continues."""
 
 log = logging.getLogger(__name__)
 
 
 def require_wandb(cfg: WandbConfig) -> None:
-    """Raises: ValueError where the package or, for `online`, a key is missing. Asks no server."""
+    """Raises: ValueError if the package or, for `online`, a key is missing. Asks no server."""
     wandb = _import(cfg)
     if cfg.mode == "online" and not wandb.login(prompt=False, verify=False):
         raise ValueError(
@@ -29,14 +29,14 @@ def require_wandb(cfg: WandbConfig) -> None:
 
 
 class WandbRun:
-    """Same names as in metrics.jsonl; the axis of its charts is the metric `step`.
+    """Sends metrics under their names in metrics.jsonl; the axis of the charts is the metric `step`.
 
-    W&B numbers what it is sent by itself. So a step that is repeated after a kill is a second point at the same `step`,
-    and not one that W&B drops because its number is lower than the last one.
+    W&B's own step numbers are not used: W&B drops a number that does not rise, such as a step that is repeated after a
+    kill. With a metric `step` it is a second point at the same place.
 
     config: the resolved configuration, shown beside the run
 
-    Raises: ValueError where the package is missing or the run cannot be opened.
+    Raises: ValueError if the package is missing or the run cannot be opened.
     """
 
     def __init__(self, run_dir: Path, cfg: WandbConfig, config: Mapping[str, Any]) -> None:
@@ -70,7 +70,7 @@ class WandbRun:
             self._run.define_metric("*", step_metric="step")
         except wandb.Error as error:
             raise ValueError(
-                f"run.wandb (project {cfg.project!r}): Weights & Biases does not open the run: {error}; look at "
+                f"run.wandb (project {cfg.project!r}): Weights & Biases does not open the run: {error}; check "
                 "project, entity and network, or write to the run directory only with run.wandb.mode=offline"
             ) from error
 
@@ -78,7 +78,7 @@ class WandbRun:
         self._send({"step": step, **metrics})
 
     def log_samples(self, name: str, step: int, rows: Sequence[Row]) -> None:
-        """As a table of its own for each step."""
+        """Send a table for the step."""
         columns, cells = columns_and_cells(rows)
         self._send({"step": step, name: self._wandb.Table(columns=columns, data=cells, allow_mixed_types=True)})
 
@@ -93,7 +93,7 @@ class WandbRun:
             self._run.log(values)
         except Exception as error:  # noqa: BLE001 -- whatever it is, training does not end for it
             self._broken = True
-            log.warning("Weights & Biases takes nothing more of this run: %s; metrics.jsonl goes on", error)
+            log.warning("Weights & Biases gets nothing more of this run: %s; metrics.jsonl goes on", error)
 
 
 def _import(cfg: WandbConfig) -> Any:
@@ -101,6 +101,6 @@ def _import(cfg: WandbConfig) -> Any:
         return importlib.import_module("wandb")
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"run.wandb (project {cfg.project!r}): Weights & Biases was asked for, and {error.name} is not installed: "
+            f"run.wandb (project {cfg.project!r}) needs Weights & Biases, and {error.name} is not installed: "
             '`pip install "megarlhf[wandb]"` or `pip install wandb`, or leave run.wandb out'
         ) from error

@@ -1,17 +1,15 @@
-"""Which curves a report shows, and how one becomes a plotly figure (plain dictionaries: data and layout).
+"""Plotly figures of a report, as plain dictionaries of data and layout.
 
-A `RecordedRun` is the record of one run directory. `figure` draws the metrics of a chart for the runs of one kind, over
-each other. One run: a colour per metric. Several runs: a colour per run, a dash per metric.
+One run: a colour for each metric. Several runs over each other: a colour for each run, a dash for each metric.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
-from megarlhf.observe.records.sample_tables import ShownTables
-from megarlhf.observe.report.chart_list import CHARTS, Chart, Kind
+from megarlhf.observe.report.chart_list import CHARTS, Chart
+from megarlhf.observe.report.recorded_run import RecordedRun
 
 PALETTE = ("#2563eb", "#d97706", "#059669", "#b91c1c", "#7c3aed", "#0e7490", "#be185d", "#4d7c0f")
 DASHES = ("solid", "dot", "dash", "longdash", "dashdot")
@@ -35,53 +33,24 @@ TEMPLATE: dict[str, Any] = {
         "bar": [{"orientation": "h", "hovertemplate": "%{x:.4~g} s"}],
     },
 }
-"""How every chart looks where it does not say otherwise."""
+"""Defaults of every chart."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecordedRun:
-    """The record of one run: its name, kind, lines of metrics.jsonl and configuration (YAML text)."""
-
-    name: str
-    kind: Kind
-    rows: Sequence[dict[str, Any]]
-    config: str | None
-    tables: ShownTables = field(default_factory=ShownTables)
-    """Of samples."""
-
-    def series(self, metric: str) -> list[tuple[int, float | None]]:
-        """(step, value) where the metric was logged; None where it was not finite."""
-        return [(row["step"], row[metric]) for row in self.rows if metric in row and _plottable(row[metric])]
-
-    def finite(self, metric: str) -> list[tuple[int, float]]:
-        """(step, value) where the metric was logged and finite."""
-        return [(step, value) for step, value in self.series(metric) if value is not None]
-
-    def metrics(self) -> list[str]:
-        """Every numeric metric that was ever logged, in order of appearance."""
-        names = {name: None for row in self.rows for name, value in row.items() if name != "step" and _plottable(value)}
-        return list(names)
+def draw(figures: list[dict[str, Any]], chart: Chart, runs: Sequence[RecordedRun]) -> int:
+    """Append the figure of a chart to those of a page, and return its index."""
+    figures.append(figure(chart, runs))
+    return len(figures) - 1
 
 
-def kind_of(rows: Iterable[dict[str, Any]]) -> Kind:
-    """Which command wrote these lines, by the names of its metrics."""
-    names = {name for row in rows for name in row}
-    if names & {"reward_mean", "policy_loss"}:
-        return "rl"
-    if names & {"reward_margin", "eval_reward_margin"}:
-        return "dpo"
-    if names & {"pair_accuracy", "eval_pair_accuracy"}:
-        return "rm"
-    return "sft"
+def charts_of(runs: Sequence[RecordedRun]) -> tuple[list[Chart], list[Chart]]:
+    """Charts for which something was logged, and one for every metric that none of them shows.
 
-
-def charts_of(kind: Kind, runs: Sequence[RecordedRun]) -> tuple[list[Chart], list[Chart]]:
-    """The charts of a kind that have something to show, and one for every metric that none of them has; `wall_clock`
-    stands in the summary."""
+    `wall_clock` is left out: the summary shows it.
+    """
     logged = list(dict.fromkeys(name for run in runs for name in run.metrics()))
-    own = [chart for chart in CHARTS[kind] if set(chart.metrics + chart.right) & set(logged)]
-    covered = {"wall_clock", *(name for chart in own for name in chart.metrics + chart.right)}
-    return own, [Chart(title=name, metrics=(name,)) for name in logged if name not in covered]
+    listed = [chart for chart in CHARTS if set(chart.metrics + chart.right) & set(logged)]
+    covered = {"wall_clock", *(name for chart in listed for name in chart.metrics + chart.right)}
+    return listed, [Chart(name, (name,)) for name in logged if name not in covered]
 
 
 def figure(chart: Chart, runs: Sequence[RecordedRun]) -> dict[str, Any]:
@@ -95,17 +64,22 @@ def figure(chart: Chart, runs: Sequence[RecordedRun]) -> dict[str, Any]:
                 colour, dash = (metric_index, 0) if len(runs) == 1 else (run_index, metric_index)
                 trace = _trace(chart, run, metric, PALETTE[colour % len(PALETTE)], DASHES[dash % len(DASHES)])
                 data.append({**trace, "name": metric if len(runs) == 1 else f"{run.name} · {metric}"})
-    return {"data": data, "layout": _layout(chart, runs, has_right=any("yaxis" in trace for trace in data))}
+    layout = _layout(chart, runs)
+    if any("yaxis" in trace for trace in data):
+        title = {"text": chart.right_axis}
+        right = {"title": title, "overlaying": "y", "tickmode": "auto", "side": "right", "showgrid": False}
+        layout |= {"yaxis2": right, "margin": {"r": 64}}
+    return {"data": data, "layout": layout}
 
 
 def _trace(chart: Chart, run: RecordedRun, metric: str, colour: str, dash: str) -> dict[str, Any]:
     points = run.series(metric)
-    sparse = len(points) * 2 <= len(run.rows) or len(points) < 3
+    is_sparse = len(points) * 2 <= len(run.rows) or len(points) < 3
     trace: dict[str, Any] = {
         "type": "scatter",
         "x": [step for step, _ in points],
         "y": [value for _, value in points],
-        "mode": "lines+markers" if sparse else "lines",
+        "mode": "lines+markers" if is_sparse else "lines",
         "line": {"color": colour, "dash": dash},
         "marker": {"color": colour},
     }
@@ -115,18 +89,18 @@ def _trace(chart: Chart, run: RecordedRun, metric: str, colour: str, dash: str) 
 
 
 def _phase_totals(chart: Chart, runs: Sequence[RecordedRun]) -> dict[str, Any]:
-    """Several runs side by side: mean seconds per step of each phase, as stacked bars."""
+    """Mean seconds per step of each phase, as one stacked bar for each run."""
     data = []
     for index, metric in enumerate(chart.metrics):
         values = [[value for _, value in run.finite(metric)] for run in runs]
         means = [sum(of_run) / len(of_run) if of_run else None for of_run in values]
         marker = {"color": PALETTE[index % len(PALETTE)]}
         data.append({"type": "bar", "name": metric, "y": [run.name for run in runs], "x": means, "marker": marker})
-    layout = _layout(chart, runs, has_right=False) | {"barmode": "stack", "hovermode": "closest", "yaxis": {}}
+    layout = _layout(chart, runs) | {"barmode": "stack", "hovermode": "closest", "yaxis": {}}
     return {"data": data, "layout": layout | {"xaxis": {"title": {"text": "mean seconds per step"}}}}
 
 
-def _layout(chart: Chart, runs: Sequence[RecordedRun], *, has_right: bool) -> dict[str, Any]:
+def _layout(chart: Chart, runs: Sequence[RecordedRun]) -> dict[str, Any]:
     yaxis: dict[str, Any] = {"title": {"text": chart.axis}}
     values = [value for run in runs for metric in chart.metrics for _, value in run.finite(metric)]
     if chart.log_if_positive and values and min(values) > 0:
@@ -134,35 +108,5 @@ def _layout(chart: Chart, runs: Sequence[RecordedRun], *, has_right: bool) -> di
     elif values and min(values) == max(values) != 0:
         # Around a constant plotly would show +-1, where a learning rate of 1e-4 reads as 0.
         yaxis["range"] = sorted((0.0, 2.0 * values[0]))
-    layout = {
-        "template": TEMPLATE,
-        "height": 340 if chart.wide else 270,
-        "xaxis": {"title": {"text": "step"}},
-        "yaxis": yaxis,
-        **_mark_of_best(chart, runs),
-    }
-    if has_right:
-        title = {"text": chart.right_axis}
-        right = {"title": title, "overlaying": "y", "tickmode": "auto", "side": "right", "showgrid": False}
-        layout |= {"yaxis2": right, "margin": {"r": 64}}
-    return layout
-
-
-def _mark_of_best(chart: Chart, runs: Sequence[RecordedRun]) -> dict[str, Any]:
-    """A dotted line where the metric was highest, unless it was at the run's end; for one run."""
-    metric = chart.mark_best
-    points = runs[0].finite(metric) if len(runs) == 1 and metric is not None else []
-    step, value = max(points, key=lambda point: point[1], default=(0, 0.0))
-    if not points or value == points[-1][1]:
-        return {}
-    line = {"color": TEXT, "width": 1, "dash": "dot"}
-    text = {"text": f"best {metric} {value:.4g}, step {step}", "showarrow": False}
-    place = {"x": step, "xanchor": "left", "xshift": 4, "yref": "paper", "y": 0.02, "yanchor": "bottom"}
-    return {
-        "shapes": [{"type": "line", "x0": step, "x1": step, "yref": "paper", "y0": 0, "y1": 1, "line": line}],
-        "annotations": [{**text, **place}],
-    }
-
-
-def _plottable(value: object) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    height, xaxis = 340 if chart.wide else 270, {"title": {"text": "step"}}
+    return {"template": TEMPLATE, "height": height, "xaxis": xaxis, "yaxis": yaxis}

@@ -1,4 +1,4 @@
-"""Progress of reading and writing checkpoints, on stderr: a bar, or plain lines where it is a file."""
+"""Progress of reading and writing checkpoints, on stderr: a bar, or plain lines if stderr is no terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 @contextmanager
 def bytes_bar(title: str) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
-    """Bytes, speed and time left; gives (total known, so many more bytes are done)."""
+    """Show bytes, speed and time left. Yields two functions: one takes the total, one the bytes of each advance."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -36,14 +36,14 @@ def bytes_bar(title: str) -> Iterator[tuple[Callable[[int], None], Callable[[int
 
 @contextmanager
 def count_bar(title: str, total: int) -> Iterator[Callable[[str], None]]:
-    """Gives a function to call with the name of what is done."""
+    """Show how many of `total` items are done. Yields a function to call with each item's name."""
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task(title, total=total)
         yield lambda name: bar.advance(task)
 
 
 class _PlainLines:
-    """A line when the plan is made, and for every tenth."""
+    """Prints a line when the plan is made, and one for every tenth of the bytes."""
 
     def __init__(self, title: str) -> None:
         self._title, self._total, self._done, self._tenths = title, 0, 0, 0

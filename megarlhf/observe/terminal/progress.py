@@ -1,4 +1,4 @@
-"""Progress of a run on the terminal: a live bar, or a plain line every so often where there is none."""
+"""Progress of a run: a live bar on a terminal, or else a plain line from time to time."""
 
 from __future__ import annotations
 
@@ -32,23 +32,22 @@ HEADLINES = (
     "grad_norm",
     "learning_rate",
 )
-"""The most telling metrics first; of those that a command logs, the first few are shown."""
+"""Metrics in order of importance. The first few that a command logs are shown."""
 
 MAX_SHOWN = 6
 PLAIN_WIDTH = 140  # a log file has no width of its own; rich would fold at 80
 
 
 def make_console() -> Console:
-    """A console on stdout: the terminal's width, or a wide one where stdout is a file or a pipe."""
+    """A console on stdout, as wide as the terminal, or `PLAIN_WIDTH` if stdout is a file or a pipe."""
     console = Console()
     return console if console.is_terminal else Console(width=PLAIN_WIDTH)
 
 
 def table(title: str, rows: Sequence[Sequence[object]], columns: Sequence[str]) -> Table:
-    """A table to print (`Progress.note` or a console takes it); columns of numbers stand to the right.
+    """A table for `Progress.note` or a console. Columns of numbers are aligned to the right.
 
-    Floats are shortened by `format_number`, None is shown as a dash. Raises: ValueError for a row of another length
-    than `columns`.
+    Floats are shortened by `format_number`; None is shown as a dash. Raises: ValueError for a row of the wrong length.
     """
     result = Table(title=title, title_justify="left", title_style="bold")
     for row in rows:
@@ -77,7 +76,7 @@ def format_number(value: float | int | None) -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """`h:mm:ss`; `-:--:--` when it is not known."""
+    """`h:mm:ss`, or `-:--:--` for None."""
     if seconds is None:
         return "-:--:--"
     minutes, whole_seconds = divmod(round(seconds), 60)
@@ -86,18 +85,18 @@ def format_duration(seconds: float | None) -> str:
 
 
 class Progress:
-    """Shows how far a run is: step, elapsed and left time, and its most telling metrics.
+    """Shows a run's step, elapsed and remaining time, and its most important metrics.
 
         with Progress("rl", total=200, enabled=rank == 0) as progress:
             progress.step(1, metrics)      # one step is done
             progress.note("saved checkpoints/step-1")
 
-    title:    what runs
+    title:    the command
     total:    steps of the whole run
     enabled:  False on ranks other than 0: nothing is printed
-    start:    steps already done when this process began (a resume); they do not count for the time left
-    headline: metric names, the most telling first; the first `MAX_SHOWN` that have been logged are shown. A
-              metric logged at some steps only (evaluations) keeps its last value.
+    start:    steps done before this process began (a resume); they do not count for the remaining time
+    headline: metrics, the most important first; the first `MAX_SHOWN` that have been logged are shown, with their
+              last value
     interval_seconds: without a terminal, the least time between two lines; the first and last always come
     """
 
@@ -140,7 +139,7 @@ class Progress:
             self._live.stop()
 
     def step(self, n: int, metrics: Mapping[str, Metric]) -> None:
-        """Say that `n` of the total steps are done, and what the last one measured."""
+        """Report that `n` of the total steps are done, and the metrics of the last one."""
         self._done = n
         self._latest.update(metrics)
         if self._console is None or self._live is not None:
@@ -153,19 +152,19 @@ class Progress:
             self._print(line, markup=False, highlight=False, soft_wrap=True)
 
     def note(self, message: RenderableType) -> None:
-        """Print a message or a `table` above the bar; text is taken as it is, without rich's markup."""
+        """Print a message or a `table` above the bar. Rich's markup in a message is not interpreted."""
+        is_text = isinstance(message, str)
         if self._console is not None:
-            text = isinstance(message, str)
-            self._print(Text(str(message)) if text else message, soft_wrap=text)
+            self._print(Text(str(message)) if is_text else message, soft_wrap=is_text)
 
     def _print(self, message: RenderableType, **options: Any) -> None:
-        """A disk that is full, where stdout is a file, costs the line and not the run."""
+        """Print, or lose the line: if stdout is a file, a full disk must not end the run."""
         assert self._console is not None
         with contextlib.suppress(OSError):
             self._console.print(message, **options)
 
     def _times(self) -> str:
-        """Elapsed in this process, and left at its pace, which is not known before its first step."""
+        """Elapsed time of this process, and the remaining time at its pace (unknown before its first step)."""
         elapsed, done_here = self._clock() - self._begin, self._done - self._start
         left = elapsed / done_here * max(self._total - self._done, 0) if done_here > 0 else None
         return f"elapsed {format_duration(elapsed)}  left {format_duration(left)}"

@@ -1,6 +1,6 @@
-"""Phases of a run: how long each took, which is open now, and what a rank did of it without waiting for others.
+"""Phases of a run: the time of each, the open ones, and a rank's own work in them without waiting for others.
 
-One list of phases (`config.watchdog.PHASES`) serves metrics, watchdog and profiler.
+Metrics, watchdog and profiler share one list of phases, `config.watchdog.PHASES`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ SUMS: dict[str, tuple[str, ...]] = {
     "seconds_certificate": ("certificate",),
     "seconds_offload": ("offload",),
 }
-"""The metrics of `rl` that are sums over phases, of all roles."""
+"""Metrics of `rl` that are sums over phases of all roles."""
 RATES: dict[str, str] = {
     "rollout_tokens_per_second": "seconds_rollout",
     "rollout_idle_fraction": "seconds_rollout",
     "tokens_per_second": "seconds_train",
 }
-"""Metrics that are an amount per second of such a sum: of tokens, or of seconds in which engines were idle."""
+"""Metrics that are an amount per second of such a sum. The amount is tokens, or seconds in which engines were idle."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class OpenPhase:
 
     name: str
     since: float
-    """On the clock of `Phases`."""
+    """Time on the clock of `Phases`."""
     serial: int
-    """Tells two entries into the same phase apart."""
+    """Number that distinguishes two entries into the same phase."""
 
 
 class Observer(Protocol):
-    """What is told when a phase begins and ends. Called in the main thread."""
+    """Receives the begin and the end of each phase, in the main thread."""
 
     def entered(self, phase: OpenPhase) -> None: ...
 
@@ -54,26 +54,26 @@ class Observer(Protocol):
 
 
 class Preparation(Protocol):
-    """What brings to the device what a phase needs."""
+    """Brings to the device what a phase needs."""
 
     @property
     def moves(self) -> bool:
-        """Whether anything has to come or to leave."""
+        """Whether anything has to be loaded or offloaded."""
         ...
 
     def __call__(self) -> None: ...
 
 
 class PhaseExchange(Protocol):
-    """What all ranks tell each other once a step."""
+    """The exchange between all ranks at the end of a step."""
 
     def end_step(self, step: int, local_seconds: Mapping[str, float]) -> Exception | None:
-        """Collective. Returns the same on all ranks: with what the run has to end once the step is saved."""
+        """Exchange; collective. Returns, on all ranks, the error with which the run ends after the step is saved."""
         ...
 
 
 class Phases:
-    """Measures phases, which may stand inside each other.
+    """Measures phases, which may be nested.
 
         phases.begin_step(step)
         with phases("rollout"):
@@ -83,19 +83,19 @@ class Phases:
         ...
         phases.raise_if_late()
 
-    The seconds of an inner phase are not counted in the outer one, so that the seconds of a step add up.
+    Seconds of an inner phase do not count for the outer one, so that the seconds of a step add up.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.open: tuple[OpenPhase, ...] = ()
-        """Outermost first. Replaced, never changed: another thread may read it."""
+        """Open phases, outermost first. The tuple is replaced, because another thread may read it."""
         self.step: int | None = None
-        """The step that is being made, from 1; None before the first step and between two, as while one is saved."""
+        """The current step, from 1; None before the first step and between two, for example while one is saved."""
         self.observer: Observer | None = None
         self.sharing: PhaseExchange | None = None
         self.before: dict[str, Preparation] = {}
-        """By phase. What moves does so in the phase `offload`, before the phase itself begins."""
+        """Preparation of a phase, by its name. It runs in the phase `offload`, before the phase itself begins."""
         self._serials = itertools.count()
         self._inner: list[float] = []
         self._seconds: dict[str, float] = defaultdict(float)
@@ -105,7 +105,7 @@ class Phases:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Inside is the phase `name`; a phase of a role is written `score/actor`."""
+        """Scope of the phase `name`; a role's phase is written `score/actor`."""
         if (kind := name.partition("/")[0]) not in PHASES:
             raise ValueError(f"unknown phase {kind!r}; the known ones are {', '.join(PHASES)}")
         if (preparation := self.before.get(name)) is not None and preparation.moves:
@@ -133,7 +133,7 @@ class Phases:
 
     @contextlib.contextmanager
     def local(self) -> Iterator[None]:
-        """Inside, this rank works without waiting for another; its seconds are compared with the other ranks'."""
+        """Scope of work without waiting for other ranks. Its seconds are compared with the other ranks'."""
         began = self.clock()
         try:
             yield
@@ -141,50 +141,54 @@ class Phases:
             self.add_local(self.clock() - began)
 
     def add_local(self, seconds: float) -> None:
-        """The same of work that was timed elsewhere. Counts for the innermost open phase."""
+        """Add seconds of such work that was timed elsewhere. They count for the innermost open phase."""
         if self.open:
             self._local[self.open[-1].name] += seconds
 
     def count(self, rate: str, amount: float) -> None:
-        """So much, over all ranks, belongs to the metric `rate` of this step: a key of `RATES`. NaN where it is
-        not known how many were this process's, whose seconds are measured: then the step has no such metric."""
+        """Add an amount, over all ranks, to the metric `rate` (a key of `RATES`) of this step.
+
+        NaN: the amount of this process, whose seconds are measured, is unknown. Then the step has no such metric.
+        """
         assert rate in RATES, f"unknown rate {rate!r}; the known ones are {', '.join(RATES)}"
         self._amounts[rate] += amount
 
     def rates(self) -> dict[str, float]:
-        """The metrics `RATES` of what was counted since the last lap; of what took no time there is none."""
+        """The metrics `RATES` since the last lap, without those whose phases took no time."""
         seconds = seconds_of(self._seconds)
         counted = {rate: amount for rate, amount in self._amounts.items() if amount > 0 and seconds.get(RATES[rate])}
         return {rate: amount / seconds[RATES[rate]] for rate, amount in counted.items()}
 
     def lap(self) -> dict[str, float]:
-        """Seconds of each phase that has ended since the last call."""
+        """Seconds of each phase that has ended since the last lap, and begin a new one."""
         seconds, self._seconds = dict(self._seconds), defaultdict(float)
         self._local.clear()
         self._amounts.clear()
         return seconds
 
     def begin_step(self, step: int) -> None:
-        """Here begins step `step`: what was measured before it, such as building and saving, does not count for it."""
+        """Begin a step. What was measured before it, such as building and saving, does not count for it."""
         self.lap()
         self.step = step
 
     def end_step(self, step: int) -> dict[str, float]:
-        """`lap`, and what the ranks have to tell each other after a step. Collective."""
+        """End a step: exchange with the other ranks, then `lap`. Collective."""
         if self.sharing is not None:
             self._failure = self.sharing.end_step(step, dict(self._local))
         self.step = None
         return self.lap()
 
     def raise_if_late(self) -> None:
-        """When the step is saved. Raises: WatchdogTimeout, on all ranks, when a phase of any has passed its limit and
-        come to its end by itself."""
+        """End the run after the step is saved, if a phase of any rank has passed its limit and ended by itself.
+
+        Raises: WatchdogTimeout, on all ranks.
+        """
         if self._failure is not None:
             raise self._failure
 
 
 def seconds_of(lap: Mapping[str, float]) -> dict[str, float]:
-    """The metrics `seconds_*` of `rl` from a step's seconds by phase; a sum is left out where no phase was entered."""
+    """The metrics `seconds_*` of `rl` from a step's seconds by phase. A sum without any of its phases is left out."""
     kinds: dict[str, float] = defaultdict(float)
     for name, seconds in lap.items():
         kinds[name.partition("/")[0]] += seconds

@@ -1,6 +1,6 @@
-"""Traces and memory of single steps, in `run.dir/profile`: what torch recorded between a step's begin and its end.
+"""Traces and memory of single steps, recorded by torch's profiler and written to `run.dir/profile`.
 
-The phases of a run are the ranges of its traces. Chrome's trace format is what https://ui.perfetto.dev reads.
+The phases of a run are the ranges of its traces. https://ui.perfetto.dev reads their format (Chrome's).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def recorded_phases(watchdog: WatchdogConfig, cfg: ProfileConfig, run_dir: Path, runtime: Runtime) -> Iterator[Phases]:
-    """The phases of a run, watched, and recorded in the steps that `cfg` names. Collective."""
+    """The watched phases of a run, recorded in the steps that `cfg` names. Collective."""
     with watched_phases(watchdog, run_dir, runtime) as phases:
         if not cfg.records_on(runtime.rank):
             yield phases
@@ -43,9 +43,9 @@ def recorded_phases(watchdog: WatchdogConfig, cfg: ProfileConfig, run_dir: Path,
 
 
 class ProfileRecorder:
-    """Records steps of one rank. It stands before the observer and the sharing that the phases have.
+    """Records steps of one rank, from a step's first phase to `Phases.end_step`.
 
-    A step's recording begins with its first phase and ends when `Phases.end_step` is called.
+    It takes the place of the phases' observer and exchange, and calls those.
     """
 
     def __init__(self, cfg: ProfileConfig, phases: Phases, folder: Path, runtime: Runtime) -> None:
@@ -53,7 +53,7 @@ class ProfileRecorder:
         self._observer: Observer | None = phases.observer
         self._sharing: PhaseExchange | None = phases.sharing
         self._missing = set(cfg.recorded)
-        """Steps that were not recorded yet."""
+        """Steps that are not recorded yet."""
         self._recording: _Recording | None = None
 
     def entered(self, phase: OpenPhase) -> None:
@@ -71,7 +71,7 @@ class ProfileRecorder:
             self._observer.left(phase, failure)
 
     def end_step(self, step: int, local_seconds: Mapping[str, float]) -> Exception | None:
-        """Of `observe.phases.PhaseExchange`."""
+        """Stop and write the recording; see `PhaseExchange`."""
         recording, self._recording = self._recording, None  # torch's profiler may not be stopped twice
         if recording is not None:
             self._missing.discard(step)  # the next phase is not recorded
@@ -81,21 +81,24 @@ class ProfileRecorder:
         return None if self._sharing is None else self._sharing.end_step(step, local_seconds)
 
     def close(self) -> None:
-        """The run ends; a step that is not complete is not written. On a GPU its recording ends with the process: to
-        stop it would wait for all kernels, and after a failure one may wait for another rank for ever."""
+        """End without writing an incomplete step.
+
+        On a GPU the recording ends with the process. Stopping it would wait for all kernels, and after a failure one
+        of them may wait for another rank for ever.
+        """
         recording, self._recording = self._recording, None
         if recording is not None and self._runtime.device.type == "cpu":
             recording.stop()
         if self._missing and self._runtime.is_main:
             log.warning(
-                "profile: step %s was not recorded: this start has not made it from begin to end",
+                "profile: step %s was not recorded, because this start has not run it from begin to end",
                 ", ".join(map(str, sorted(self._missing))),
             )
         self._missing.clear()
 
 
 class _Recording:
-    """One step of one rank, from when this is made."""
+    """One step of one rank. Recording begins when the object is made."""
 
     def __init__(self, cfg: ProfileConfig, step: int, runtime: Runtime) -> None:
         self._device, on_cpu = runtime.device, runtime.device.type == "cpu"
@@ -103,8 +106,8 @@ class _Recording:
         self._traced, self._memory = step in cfg.steps, step == cfg.memory_snapshot
         self._curve, self._history = self._memory and on_cpu, self._memory and not on_cpu
         self._ranges: list[tuple[int, record_function]] = []
-        """Of the open phases, with their serials, outermost first."""
-        synchronize(self._device)  # what was launched before belongs to what was before
+        """Ranges of the open phases, with their serials, outermost first."""
+        synchronize(self._device)  # earlier launches do not belong to this step
         if self._history:
             record_allocations(self._device)
         self._profiler: profile | None = None
@@ -128,7 +131,7 @@ class _Recording:
             self._profiler.stop()
 
     def write(self, folder: Path) -> None:
-        """Each file complete or absent. One that cannot be written is said, and no reason to end the run."""
+        """Write files, each completely or not at all. A failure is logged and does not end the run."""
         try:
             folder.mkdir(exist_ok=True)
             if self._history:
@@ -152,7 +155,7 @@ class _Recording:
 
 @contextlib.contextmanager
 def _partial(path: Path) -> Iterator[Path]:
-    """A name to write to, which becomes `path` if there is a file then."""
+    """Yield a temporary path. It becomes `path` at the end, if a file was written there."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         yield partial
@@ -163,14 +166,16 @@ def _partial(path: Path) -> Iterator[Path]:
 
 
 def memory_curve(trace: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a trace with memory: the phases, and a counter of the bytes that were allocated in it and not freed, in
-    Chrome's trace format. What is freed without having been allocated in it does not count."""
+    """The phases of a trace with memory, and a counter of bytes that were allocated in it and not freed.
+
+    Both are in Chrome's trace format. Frees of memory that was allocated before the trace do not count.
+    """
     kept, held = [], 0
     for event in sorted(trace["traceEvents"], key=lambda event: event.get("ts", 0.0)):
         if event.get("name") == "[memory]":
             held += event["args"]["Bytes"]
-            at = {key: event[key] for key in ("ts", "pid", "tid")}
-            kept.append({"ph": "C", "name": CURVE, **at, "args": {"bytes": held}})
+            origin = {key: event[key] for key in ("ts", "pid", "tid")}
+            kept.append({"ph": "C", "name": CURVE, **origin, "args": {"bytes": held}})
         elif event.get("cat") == "user_annotation" or event.get("ph") == "M":
             kept.append(event)
-    return {**{key: value for key, value in trace.items() if key != "traceEvents"}, "traceEvents": kept}
+    return {**trace, "traceEvents": kept}

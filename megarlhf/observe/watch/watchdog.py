@@ -1,21 +1,22 @@
-"""The watchdog: a thread on every rank that ends a phase which has passed its limit, and says what it was doing.
+"""The watchdog: a thread on every rank that ends phases which have passed their limit, and reports what ranks do.
 
-What happens when a limit is passed:
+When a limit is passed:
 
-1. Each rank writes its stacks to `run.dir/failures/watchdog/START/rank_RRRRR.json`; ranks that are not late see the
-   folder and write too. START is when the run was started.
-2. One rank prints a report made of them, those first that do something else than wait in a collective.
-3. A rank that does something else is interrupted: SIGUSR2 raises `WatchdogInterrupt` in its main thread, at the next
-   Python instruction. Inside `raise_on_all_ranks` (rule rewards) that is an error of all ranks together, and the run
-   can save. A rank that waits in a collective is left alone: if it were taken out, the others would wait for it.
-4. A late rank that is still in the phase after `watchdog.grace` seconds ends with status 3, and its launcher the
+1. Each rank writes its stacks to `run.dir/failures/watchdog/START/rank_RRRRR.json`. Ranks that are not late see the
+   folder and write too. START is the time at which the run was started.
+2. One rank prints a report of them, beginning with ranks that do not wait in a collective.
+3. A rank that does not wait is interrupted: SIGUSR2 raises `WatchdogInterrupt` in its main thread, at the next
+   Python instruction. Inside `raise_on_all_ranks` (rule rewards) that becomes an error of all ranks together, and the
+   run can save. A rank that waits in a collective is not interrupted, because the others would then wait for it.
+4. A late rank that is still in the phase after `watchdog.grace` seconds ends with status 3, and its launcher ends the
    others.
 
-A phase that passes its limit and comes to its end by itself ends the run when the step is saved, on all ranks.
+A phase that passes its limit and then ends by itself ends the run on all ranks, after the step is saved.
 
-Python's lock: a thread cannot look while the main thread is in C code that keeps the lock, such as a regular expression
-that backtracks without end. A timer of processor time then brings the same signal handler, which Python's `re` calls.
-For code that does not even do that, faulthandler prints the stack and ends the process (with status 1) a minute later.
+Python's lock: the thread cannot run while the main thread is in C code that keeps the lock, such as a regular
+expression that backtracks without end. Then a timer of processor time calls the same signal handler, which Python's
+`re` lets run. For code that does not even do that, faulthandler prints the stack and ends the process (with status 1)
+a minute later.
 """
 
 from __future__ import annotations
@@ -38,23 +39,23 @@ from megarlhf.config.watchdog import WatchdogConfig
 from megarlhf.errors import WatchdogInterrupt, WatchdogTimeout
 from megarlhf.observe.watch.phases import OpenPhase, Phases
 from megarlhf.observe.watch.stacks import (
-    describe,
-    place_of,
+    describe_states,
+    innermost_line,
     read_states,
     stacks_of_threads,
     state_from,
     waits_for_others,
     write_state,
 )
-from megarlhf.observe.watch.stragglers import Border, Stragglers
+from megarlhf.observe.watch.stragglers import StepExchange, Stragglers
 from megarlhf.runtime import Runtime
 
 EXIT_STATUS = 3
 POLL_SECONDS = 1.0
 FOLDER_SECONDS = 5.0
-"""Between two looks for what another rank's watchdog has written."""
+"""Between two looks for files of another rank's watchdog."""
 GATHER_SECONDS = 10.0
-"""How long the report waits for the ranks; the same again until another rank than the first prints it."""
+"""Time that the report waits for all ranks. After twice as long another rank than the first prints it."""
 INTERRUPT_SECONDS = 5.0
 """Between two interrupts of a rank that does not leave the phase."""
 LAST_RESORT_SECONDS = 60.0
@@ -64,8 +65,8 @@ LAST_RESORT_SECONDS = 60.0
 class Watchdog:
     """Watches the phases of one rank.
 
-    folder:  where all ranks of this start write what they were doing
-    hosts:   of every rank
+    folder:  folder to which all ranks of this start write their states
+    hosts:   host of every rank
     end:     ends this process at once with a status
     """
 
@@ -83,11 +84,11 @@ class Watchdog:
         self.late = False
         """Whether a phase of this rank has passed its limit."""
         self._interrupted: int | None = None
-        """Serial of the phase in which the interrupt was raised last."""
+        """Serial of the phase that was interrupted last."""
         self._handled: set[int] = set()
         """Serials of phases for which the thread has done its work."""
         self._written: set[int] = set()
-        """Serials of phases whose state is written: once interrupted, the rank stands somewhere else."""
+        """Serials of phases whose state is written. After an interrupt the state would be another one."""
         self._reported = False
         self._looked = phases.clock()
         self._closed = threading.Event()
@@ -96,39 +97,39 @@ class Watchdog:
     # --- in the main thread -------------------------------------------------------------------------
 
     def start(self) -> None:
-        """From the main thread, which alone gets signals."""
+        """Start watching. Called in the main thread, which alone gets signals."""
         self._handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGUSR2, signal.SIGVTALRM)}
         signal.siginterrupt(signal.SIGVTALRM, False)  # system calls in C go on
         self._thread.start()
 
     def close(self) -> None:
-        """No phase is watched any more."""
+        """Stop watching."""
         self._closed.set()
         self._arm(())
         self._thread.join(timeout=2 * GATHER_SECONDS + POLL_SECONDS)  # it may be about to print
-        for number, handler in self._handlers.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
     def entered(self, phase: OpenPhase) -> None:
         self._arm(self._phases.open)
 
     def left(self, phase: OpenPhase, failure: BaseException | None) -> None:
-        """Raises: WatchdogTimeout in place of the interrupt, also where the phase has swallowed it."""
+        """Raises: WatchdogTimeout in place of the interrupt, also if the phase has swallowed it."""
         self._arm(self._phases.open)
         if isinstance(failure, WatchdogInterrupt):
             raise WatchdogTimeout(str(failure), agreed=False) from failure
         if failure is None and self._interrupted == phase.serial:
-            message = f"phase {phase.name!r} was interrupted by the watchdog, and what it ran took no notice"
+            message = f"phase {phase.name!r} was interrupted by the watchdog, and its code ignored the interrupt"
             raise WatchdogTimeout(message, agreed=False)
 
-    def _left_of(self, phase: OpenPhase) -> float:
+    def _seconds_left(self, phase: OpenPhase) -> float:
         """Seconds until the limit of an open phase."""
         limit = self._cfg.limit(phase.name)
         return limit - (self._phases.clock() - phase.since) if limit else float("inf")
 
     def _arm(self, phases: Sequence[OpenPhase]) -> None:
-        """The two timers that need no thread of ours."""
-        left = min(map(self._left_of, phases), default=float("inf"))
+        """Set the two timers that need no thread of ours."""
+        left = min(map(self._seconds_left, phases), default=float("inf"))
         finite = left != float("inf")
         signal.setitimer(signal.ITIMER_VIRTUAL, max(left + POLL_SECONDS, 0.1) if finite else 0.0)
         if finite:
@@ -137,15 +138,14 @@ class Watchdog:
         else:
             faulthandler.cancel_dump_traceback_later()
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread, between two Python instructions: end the phase that is late, unless others are waited
-        for."""
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        """End a late phase that does not wait for other ranks. Runs between two Python instructions."""
         late = self._first_late()
         if late is None:
-            if number == signal.SIGVTALRM:  # more processor time than time has passed: several threads
+            if signum == signal.SIGVTALRM:  # several threads have used more processor time than time has passed
                 self._arm(self._phases.open)
             return
-        if number == signal.SIGVTALRM:
+        if signum == signal.SIGVTALRM:
             if late.serial not in self._written:  # the thread did not get to it
                 self._write(late, frame, {})
             signal.setitimer(signal.ITIMER_VIRTUAL, INTERRUPT_SECONDS)
@@ -153,7 +153,7 @@ class Watchdog:
             self._interrupted = self._phases.open[-1].serial
             raise WatchdogInterrupt(
                 f"phase {late.name!r} has passed its limit of {self._cfg.limit(late.name):g} s "
-                f"(watchdog.{late.name.partition('/')[0]}) in {place_of(frame)}"
+                f"(watchdog.{late.name.partition('/')[0]}) in {innermost_line(frame)}"
             )
 
     # --- in the thread ------------------------------------------------------------------------------
@@ -168,10 +168,10 @@ class Watchdog:
             self._report()
 
     def _first_late(self) -> OpenPhase | None:
-        return next((phase for phase in self._phases.open if self._left_of(phase) < 0), None)
+        return next((phase for phase in self._phases.open if self._seconds_left(phase) < 0), None)
 
     def _check(self) -> None:
-        """Whether a phase of this rank is late, or another rank's."""
+        """Look for a late phase of this rank, or of another one."""
         open_phases = self._phases.open
         late = self._first_late()
         if late is not None and late.serial not in self._handled:
@@ -186,16 +186,16 @@ class Watchdog:
     def _handle(self, phase: OpenPhase | None) -> None:
         """Write, report, interrupt, and end the process unless it leaves the phase."""
         self._handled.add(-1 if phase is None else phase.serial)
-        late = phase is not None and self._left_of(phase) < 0
+        late = phase is not None and self._seconds_left(phase) < 0
         frame, threads = stacks_of_threads()
-        # Asked after the look: the handler may have come between.
+        # Checked after reading the stacks: the handler may have run in between.
         if phase is None or phase.serial not in self._written:
             self._write(phase, frame, threads)
         self._report()
         deadline = self._phases.clock() + self._cfg.grace
         while late and phase in self._phases.open and not self._closed.is_set():
             if self._phases.clock() > deadline:
-                _say(
+                _print(
                     f"watchdog: rank {self._rank} on {self._hosts[self._rank]} is still in the phase "
                     f"{self._cfg.grace:g} s (watchdog.grace) later; it ends itself with status {EXIT_STATUS}"
                 )
@@ -205,8 +205,8 @@ class Watchdog:
             self._closed.wait(min(INTERRUPT_SECONDS, self._cfg.grace))
 
     def _write(self, phase: OpenPhase | None, frame: FrameType | None, threads: dict[str, list[str]]) -> None:
-        """This rank's state, from the thread or, where that cannot run, from the signal handler."""
-        late = phase is not None and self._left_of(phase) < 0
+        """Write this rank's state, from the thread or, if that cannot run, from the signal handler."""
+        late = phase is not None and self._seconds_left(phase) < 0
         self.late = self.late or late
         state = state_from(
             frame,
@@ -221,13 +221,13 @@ class Watchdog:
         )
         try:
             write_state(state, self._folder)
-        except OSError as error:  # a full disk: said by each rank for itself
-            _say(f"{describe([state], [], self._folder)}\n  (which cannot be written: {error})")
-        if phase is not None:  # only now: another signal may have interrupted the handler
+        except OSError as error:  # a full disk: each rank prints its own
+            _print(f"{describe_states([state], [], self._folder)}\n  (which cannot be written: {error})")
+        if phase is not None:  # last, because another signal may have interrupted the handler
             self._written.add(phase.serial)
 
     def _report(self) -> None:
-        """Print what all ranks have written, from one of them: the first that can."""
+        """Print the states of all ranks, from the first rank that can."""
         if self._reported:
             return
         self._reported = True
@@ -242,15 +242,15 @@ class Watchdog:
             mine = ranks[:1] == [self._rank] and (self._rank == 0 or complete or waited > 2 * GATHER_SECONDS)
             if mine and (complete or waited > GATHER_SECONDS):
                 with contextlib.suppress(OSError), report.open("x", encoding="utf-8") as file:
-                    text = describe(states, self._hosts, self._folder)
+                    text = describe_states(states, self._hosts, self._folder)
                     file.write(text + "\n")
-                    _say(text)
+                    _print(text)
                 return
             time.sleep(0.1)
 
 
-def _say(text: str) -> None:
-    """Past Python's buffers and their locks, which the main thread may hold."""
+def _print(text: str) -> None:
+    """Print without Python's buffers, whose locks the main thread may hold."""
     os.write(2, (text + "\n").encode())
 
 
@@ -258,13 +258,13 @@ def _say(text: str) -> None:
 def watched_phases(cfg: WatchdogConfig, run_dir: Path, runtime: Runtime) -> Iterator[Phases]:
     """The phases of a run, with watchdog and stragglers. Collective."""
     start = datetime.now().strftime("%Y%m%dT%H%M%S")
-    told = [(socket.gethostname(), start)] * runtime.world_size
+    hosts_and_starts = [(socket.gethostname(), start)] * runtime.world_size
     if runtime.world_size > 1:
-        dist.all_gather_object(told, told[0])
-    hosts, start = [host for host, _ in told], told[0][1]
+        dist.all_gather_object(hosts_and_starts, hosts_and_starts[0])
+    hosts, start = [host for host, _ in hosts_and_starts], hosts_and_starts[0][1]
     phases = Phases()
     watchdog = Watchdog(cfg, phases, run_dir / "failures" / "watchdog" / start, runtime.rank, hosts)
-    phases.sharing = Border(Stragglers(cfg.stragglers, hosts), runtime, watchdog)
+    phases.sharing = StepExchange(Stragglers(cfg.stragglers, hosts), runtime, watchdog)
     if not cfg.enabled:
         yield phases
         return

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarlhf.config import EvaluateConfig, GenerateConfig, PromptDataConfig, RLConfig, words_of
+from megarlhf.config import EvaluateConfig, GenerateConfig, PromptDataConfig, RLConfig, describe_sources
 from megarlhf.config.data import PHASES
 from megarlhf.data.sources.find import FoundSource
 from megarlhf.planning.machine.capabilities import AnyConfig
@@ -62,7 +62,7 @@ class RecordsNeeded:
         if self.samples > total:
             raise ValueError(
                 f"{self.key} = {self.samples}: a batch would hold some of the {total} records of data.train = "
-                f"{words_of(self.data.train)} twice; set {self.key} to at most {total}, or give more data"
+                f"{describe_sources(self.data.train)} twice; set {self.key} to at most {total}, or give more data"
             )
 
     def _in_phase(self, count: int) -> int:

@@ -14,7 +14,7 @@ from megarlhf.config import (
     RLConfig,
     SFTConfig,
     SourceConfig,
-    words_of,
+    describe_sources,
 )
 from megarlhf.data.records.conversations import prompt_of
 from megarlhf.data.sample_types import Encode, Skipped, Unusable
@@ -238,8 +238,8 @@ def _are_same(key: str, held_out: tuple[SourceConfig, ...] | None, other: str, t
     if shared:
         shown = ", ".join(sorted(map(str, shared))[:5])
         raise ValueError(
-            f"{other} = {words_of(train)} and {key} = {words_of(held_out)} both read {shown}: held-out data would be "
-            "trained on. Name other files, or a split of each ({path: ..., split: ...})"
+            f"{other} = {describe_sources(train)} and {key} = {describe_sources(held_out)} both read {shown}: held-out "
+            "data would be trained on. Name other files, or a split of each ({path: ..., split: ...})"
         )
     return False
 

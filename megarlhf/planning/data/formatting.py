@@ -23,7 +23,7 @@ from megarlhf.config import (
     roles_of,
 )
 from megarlhf.config.ask import AskConfig
-from megarlhf.config.rewards import labels_of
+from megarlhf.config.rewards import unique_labels
 from megarlhf.data.samples.encoders import Form, PairEncoder, PromptEncoder, SFTEncoder
 from megarlhf.data.samples.texts import TextEncoder
 from megarlhf.data.sources.find import FoundSource, find
@@ -141,7 +141,7 @@ def _classifiers(cfg: AnyConfig) -> Iterator[_Reader]:
     if not isinstance(cfg, RLConfig | GenerateConfig | EvaluateConfig):
         return
     forms = [_forms(cfg, each) for each in encoders_of(cfg) if isinstance(each, PromptEncoder)]
-    for label, reward in zip(labels_of(cfg.rewards), cfg.rewards, strict=True):
+    for label, reward in zip(unique_labels(cfg.rewards), cfg.rewards, strict=True):
         if reward.path is None or (stated := read_provenance(reward.path)) is None or not stated.writing:
             continue
         for each in forms:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megarlhf.config import EvaluateConfig, GenerateConfig, RewardConfig, RLConfig, SourceConfig
-from megarlhf.config.rewards import labels_of
+from megarlhf.config.rewards import unique_labels
 from megarlhf.data.sample_types import PromptSample, Unusable, sample_of
 from megarlhf.data.sources.fields import LeftOut, Reader
 from megarlhf.data.sources.find import find
@@ -30,7 +30,7 @@ from megarlhf.rollout.rewards.batch import RewardBatch, short
 from megarlhf.rollout.rewards.format_rules import FORMAT_RULES
 from megarlhf.rollout.rewards.forms import Form, first_of, without_partials
 from megarlhf.rollout.rewards.numerals import number_of
-from megarlhf.rollout.rewards.rules import RULES, form_of_rule, load_rule, rule_with
+from megarlhf.rollout.rewards.rules import RULES, bind_rule, load_rule, rule_form
 from megarlhf.rollout.rewards.score import RewardSource, make_source
 
 _RECORDS = 8
@@ -58,8 +58,8 @@ def check_rules(rewards: Sequence[RewardConfig]) -> None:
     classifier."""
     for reward in rewards:
         if reward.rule is not None:
-            rule_with(reward.rule, reward.args)
-            form_of_rule(reward.rule)
+            bind_rule(reward.rule, reward.args)
+            rule_form(reward.rule)
         if reward.path is not None and not (reward.path / "config.json").is_file():
             raise ValueError(
                 f"reward {reward.label!r}: {reward.path} has no config.json; working directory: {Path.cwd()}"
@@ -71,10 +71,10 @@ def try_rewards(cfg: RLConfig | GenerateConfig | EvaluateConfig) -> list[str]:
 
     Raises: ValueError for a reward that fails there, or scores everything alike where the records have answers.
     """
-    notes, named = [], list(zip(labels_of(cfg.rewards), cfg.rewards, strict=True))
+    notes, named = [], list(zip(unique_labels(cfg.rewards), cfg.rewards, strict=True))
     tried = [(label, reward) for label, reward in named if _how(reward) != "none" or _form(reward).needed_columns]
     for label, reward in named:
-        if reward.check == "auto" and (reward.kind == "http" or _form(reward).waits):
+        if reward.check == "auto" and (reward.kind == "http" or _form(reward).is_async):
             what = "is async" if reward.kind == "rule" else "asks a server"
             notes.append(f"reward {label!r} {what}, and is not called before the start (check: scores does it)")
     if not tried:
@@ -90,7 +90,7 @@ def try_rewards(cfg: RLConfig | GenerateConfig | EvaluateConfig) -> list[str]:
 
 
 def _form(reward: RewardConfig) -> Form:
-    return Form() if reward.rule is None else form_of_rule(reward.rule)
+    return Form() if reward.rule is None else rule_form(reward.rule)
 
 
 def _how(reward: RewardConfig) -> str:
@@ -99,7 +99,7 @@ def _how(reward: RewardConfig) -> str:
         return "none"
     if reward.check != "auto":
         return reward.check
-    return "none" if reward.rule is None or _form(reward).waits else "scores"
+    return "none" if reward.rule is None or _form(reward).is_async else "scores"
 
 
 def first_samples(cfg: RLConfig | GenerateConfig | EvaluateConfig) -> tuple[str, Tokenizer, list[PromptSample]]:
@@ -340,7 +340,7 @@ def _of(sample: PromptSample) -> str:
 def _reads_truth(reward: RewardConfig, form: Form) -> bool:
     """Tell whether the function names the right answer, among its parameters or as a key in its code."""
     truths = {*_TRUTHS, "ground_truths"}
-    named = {*form.names, *form.places, *form.keeps, *form.may}
+    named = {*form.keywords, *form.positional, *form.kept_defaults, *form.optional}
     code = None if reward.rule is None or reward.rule in RULES else _code_of(load_rule(reward.rule))
     return not named.isdisjoint(truths) or (code is not None and not _texts_in(code).isdisjoint(truths))
 

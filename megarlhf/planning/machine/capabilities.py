@@ -1,4 +1,4 @@
-"""Can this machine do what a configuration asks of it: its kernels, and host memory for what leaves the device?"""
+"""Checks of a machine for a configuration: kernels, and host memory for tensors that are offloaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AnyConfig = SFTConfig | RMConfig | DPOConfig | RLConfig | GenerateConfig | Evalu
 
 GIB = 2**30
 OPTIMIZER_BYTES = {"fp32": 8, "bf16": 12, "auto": 8}
-"""Of a parameter: Adam's two moments, and of one in bf16 a copy in fp32. `auto`, which only a checkpoint knows: at
+"""Bytes per parameter: Adam's two moments, and for bf16 a copy in fp32. `auto`, which only a checkpoint knows: the
 least."""
 _WIDTHS = {"fp32": 4, "bf16": 2, "auto": 2}
 
@@ -26,25 +26,25 @@ def head_of(role: str) -> Head:
 
 
 def trained_roles(cfg: AnyConfig, roles: Mapping[str, RoleConfig]) -> list[str]:
-    """Those of the roles that have an optimizer."""
+    """Roles that have an optimizer."""
     if isinstance(cfg, GenerateConfig | EvaluateConfig):
         return []
     return [name for name in roles if name in ("actor", "critic") or isinstance(cfg, RMConfig)]
 
 
 def draws(cfg: AnyConfig) -> TypeGuard[RLConfig | GenerateConfig | EvaluateConfig]:
-    """Whether responses are drawn, by an engine."""
+    """Whether the run samples responses with an engine."""
     return isinstance(cfg, RLConfig | GenerateConfig) or (isinstance(cfg, EvaluateConfig) and cfg.generates)
 
 
 def works_in_turns(cfg: AnyConfig, roles: Mapping[str, RoleConfig]) -> bool:
-    """Whether there is anybody for whom a role's weights could leave the device."""
+    """Whether roles or an engine take turns on the device, so that offloading weights makes room."""
     others = draws(cfg) and cfg.rollout.engine == "vllm"
     return len(roles) > 1 or others or (isinstance(cfg, RLConfig) and cfg.ema is not None)
 
 
 def check_kernels(roles: Mapping[str, RoleConfig], device_type: str) -> None:
-    """Raises: ValueError for log-prob kernels that the device does not run."""
+    """Raises: ValueError for log-prob kernels that do not run on the device."""
     for name, section in roles.items():
         if head_of(name) == "lm":
             try:
@@ -60,14 +60,16 @@ def host_bytes(
     *,
     device_type: str,
 ) -> dict[str, int]:
-    """By key, the host memory that a rank needs at least for what leaves its device, in the mean over ranks; of roles
-    that are on all of them. No checkpoint is read."""
+    """Least host memory of a rank for offloaded tensors, by key, as a mean over ranks.
+
+    Roles on some ranks only are left out. No checkpoint is read.
+    """
     auto = device_type != "cpu" and (
         isinstance(cfg, RLConfig | EvaluateConfig) or (isinstance(cfg, DPOConfig) and len(roles) > 1)
     )
     takes_turns, trained = works_in_turns(cfg, roles), trained_roles(cfg, roles)
     world_size = max(layout.world_size for _, layout in checked.values())
-    found: dict[str, int] = {}
+    needed: dict[str, int] = {}
     for name, section in roles.items():
         arch, layout = checked[name]
         if layout.world_size < world_size or (name == "reference" and _is_base(cfg)):
@@ -77,25 +79,23 @@ def host_bytes(
         cut = layout.tp * layout.pp
         held = dense // cut + experts // (cut * layout.ep)
         if takes_turns and (offload.parameters is True or (offload.parameters == "auto" and auto)):
-            found[f"{name}.offload.parameters"] = _WIDTHS[dtype] * held
+            needed[f"{name}.offload.parameters"] = _WIDTHS[dtype] * held
             if name == "actor" and isinstance(cfg, RLConfig) and cfg.ema is not None:
-                found["ema"] = _WIDTHS["fp32"] * held
+                needed["ema"] = _WIDTHS["fp32"] * held
         if name in trained and (offload.optimizer in (True, "stream") or (offload.optimizer == "auto" and auto)):
-            # Each element is one rank's, or that of every rank that has the parameter.
-            whole = section.optim.distributed is False
-            mine = held if whole else (dense + experts) // layout.world_size
+            # Each element is on one rank, or on every rank that has the parameter.
+            local = held if section.optim.distributed is False else (dense + experts) // layout.world_size
             trained_elements, elements = count_trained(arch, head_of(name), trained_tensors_of(arch, name, section))
-            mine = mine * trained_elements // elements
-            found[f"{name}.offload.optimizer"] = OPTIMIZER_BYTES[dtype] * mine
+            needed[f"{name}.offload.optimizer"] = OPTIMIZER_BYTES[dtype] * (local * trained_elements // elements)
     if isinstance(cfg, RLConfig) and cfg.rollout.engine == "vllm" and cfg.rollout.sleep_level == 1:
         arch, _ = checked["actor"]
         width = _WIDTHS[cfg.actor.model.dtype if cfg.rollout.dtype == "auto" else cfg.rollout.dtype]
-        found["rollout.sleep_level"] = width * sum(count_elements(arch)) // cfg.rollout.tp(cfg.actor)
-    return found
+        needed["rollout.sleep_level"] = width * sum(count_elements(arch)) // cfg.rollout.tp(cfg.actor)
+    return needed
 
 
 def trained_tensors_of(arch: Architecture, name: str, section: RoleConfig) -> frozenset[str]:
-    """Of a role that is trained; `arch` with its adapter."""
+    """Names of trained tensors of a role. `arch` includes the role's adapter."""
     return trained_tensors(arch, head_of(name), freeze=section.freeze, train_only=section.train_only)
 
 
@@ -104,13 +104,13 @@ def _is_base(cfg: AnyConfig) -> bool:
 
 
 def check_host_memory(needed: Mapping[str, int], local_ranks: int, available: int) -> None:
-    """`needed`: of a rank, by key. Raises: ValueError where the ranks of a machine need more than it has."""
+    """Check that a machine has the memory that each rank needs, by key. Raises: ValueError if it has less."""
     total = local_ranks * sum(needed.values())
     if total <= available:
         return
     parts = ", ".join(f"{key} {local_ranks * nbytes / GIB:,.1f}" for key, nbytes in needed.items())
     raise ValueError(
-        f"what leaves the devices of {local_ranks} rank(s) takes at least {total / GIB:,.1f} GiB of this machine's "
-        f"host memory ({parts}), and {available / GIB:,.1f} GiB are available; set some of these keys to false "
+        f"offloading from {local_ranks} rank(s) takes at least {total / GIB:,.1f} GiB of this machine's host memory "
+        f"({parts}), and {available / GIB:,.1f} GiB are available; set some of these keys to false "
         "(rollout.sleep_level to 2), use more machines, or give the job more memory"
     )

@@ -1,6 +1,6 @@
-"""What a run with `run.deterministic` needs of the environment and of the devices; what cannot be had is refused.
+"""Environment and devices of a run with `run.deterministic`. A run that cannot be deterministic is refused.
 
-docs/determinism.md names the kernels that need it, and where that is written.
+docs/determinism.md names the kernels, with sources.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megarlhf.collective_errors import raise_on_all_ranks
-from megarlhf.config import DPOConfig, EvaluateConfig, GenerateConfig, RLConfig, RMConfig, SFTConfig
+from megarlhf.config import EvaluateConfig, GenerateConfig, RLConfig
+from megarlhf.planning.machine.capabilities import AnyConfig
 from megarlhf.runtime import Runtime, compute_capability, has_transformer_engine, sees_gpus
-
-AnyConfig = SFTConfig | RMConfig | DPOConfig | RLConfig | GenerateConfig | EvaluateConfig
 
 ACCEPTED: Mapping[str, tuple[str, ...]] = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
@@ -23,7 +22,7 @@ ACCEPTED: Mapping[str, tuple[str, ...]] = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
     "VLLM_BATCH_INVARIANT": ("1",),
 }
-"""Values that a user may have set; what is not set becomes the first. What each is for:
+"""Values that a user may set; the first is the default.
 
 CUBLAS_WORKSPACE_CONFIG            cuBLAS: a workspace of fixed size, or streams choose other kernels from run to run
 NCCL_ALGO                          NCCL: no sums in the NVLink switch (NVLS), whose order is not fixed
@@ -43,31 +42,31 @@ ENGINE_NCCL: Mapping[str, str] = {
     "NCCL_NTHREADS": "1",
     "NCCL_SOCKET_NTHREADS": "1",
 }
-"""What vLLM sets for a batch-invariant engine of several ranks, so that the order of a sum does not depend on the
-number of tokens. NCCL reads most of it at its first call, and in the trainer's processes that is before vLLM's."""
+"""Variables that vLLM sets for a batch-invariant engine of several ranks, so that the order of a sum does not depend on
+the number of tokens. NCCL reads most of them at its first call, which in the trainer's processes is before vLLM's."""
 
 INVARIANT_ATTENTION = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION")
-"""vLLM's attention backends that are batch-invariant, of those that the families of this project can use."""
+"""vLLM's batch-invariant attention backends, as far as this project's families can use them."""
 
 
 @dataclass(frozen=True)
 class DeviceTraits:
-    """What the choice of kernels depends on."""
+    """Properties of a device on which the choice of kernels depends."""
 
     capability: tuple[int, int]
     """Compute capability, such as (9, 0) for an H100."""
     transformer_engine: bool
     """Whether layers are TransformerEngine's."""
     flash_attention: tuple[int, ...] | None
-    """Version of the package flash-attn, None without it."""
+    """Version of the package flash-attn; None if it is missing."""
 
 
 def environment(
     cfg: AnyConfig, environ: Mapping[str, str] = os.environ, *, on_gpu: bool | None = None
 ) -> dict[str, str]:
-    """Variables that the run needs, to be set before the first library reads them; none unless `run.deterministic`.
+    """Variables to set before the first library reads them; none unless `run.deterministic`.
 
-    Raises: ValueError for a variable that is set to something else, and for an option of vLLM that rules it out.
+    Raises: ValueError for a variable with another value, and for an option of vLLM that is not deterministic.
     """
     if not cfg.run.deterministic:
         return {}
@@ -83,8 +82,8 @@ def environment(
     ]
     if wrong:
         raise ValueError(
-            f"run.deterministic = true, but the environment chooses kernels that are not: {'; '.join(wrong)}. Unset "
-            "that, or set run.deterministic to false"
+            "run.deterministic = true, but the environment chooses kernels that are not deterministic: "
+            f"{'; '.join(wrong)}. Unset these variables, or set run.deterministic to false"
         )
     _check_attention(cfg)
     return {name: environ.get(name, values[0]) for name, values in accepted.items()}
@@ -100,22 +99,22 @@ def engine_ranks(cfg: AnyConfig) -> int:
 
 
 def _check_attention(cfg: AnyConfig) -> None:
-    """Raises ValueError for an attention backend that vLLM has no batch-invariant kernels for."""
+    """Raises: ValueError for an attention backend without batch-invariant kernels in vLLM."""
     if not engine_ranks(cfg):
         return
     assert isinstance(cfg, RLConfig | GenerateConfig | EvaluateConfig)
-    given = cfg.rollout.engine_args
-    section = given.get("attention_config")
-    backend = given.get("attention_backend") or (section.get("backend") if isinstance(section, Mapping) else None)
+    engine_args = cfg.rollout.engine_args
+    section = engine_args.get("attention_config")
+    backend = engine_args.get("attention_backend") or (section.get("backend") if isinstance(section, Mapping) else None)
     if backend is not None and str(backend).upper() not in ("AUTO", *INVARIANT_ATTENTION):
         raise ValueError(
-            f"run.deterministic = true, but rollout.engine_args asks for the attention backend {backend}, with which "
-            f"vLLM's responses depend on the requests beside them; use {', '.join(INVARIANT_ATTENTION)} or leave it out"
+            f"run.deterministic = true, but rollout.engine_args sets the attention backend {backend}, with which "
+            f"vLLM's responses depend on other requests; use {', '.join(INVARIANT_ATTENTION)} or leave it out"
         )
 
 
 def require_deterministic_device(cfg: AnyConfig, runtime: Runtime) -> None:
-    """Collective where `run.deterministic` is set.
+    """Check the GPUs of a run with `run.deterministic`. Then it is collective.
 
     Raises: ValueError on every rank, for kernels of the run that are not deterministic on some rank's GPU.
     """
@@ -137,23 +136,22 @@ def _device(capability: tuple[int, int]) -> DeviceTraits:
 
 
 def device_problems(cfg: AnyConfig, device: DeviceTraits) -> list[str]:
-    """Which kernels of the run are not deterministic on such a GPU, and the ways out, in sentences."""
+    """Kernels of the run that are not deterministic on such a GPU, with remedies, in sentences."""
     problems = []
     major, minor = device.capability
     if engine_ranks(cfg) and major < 9:
         problems.append(
-            f"vLLM is batch-invariant on a GPU of compute capability {major}.{minor} by replacing aten::linear and "
-            "aten::matmul in this process, which is the trainer's too, and no gradient passes through its replacements "
+            f"on a GPU of compute capability {major}.{minor} vLLM is batch-invariant by replacing aten::linear and "
+            "aten::matmul in this process, which is also the trainer's, and its replacements have no gradient "
             "(vllm/model_executor/determinism/batch_invariant.py); expected 9.0 or higher. Use rollout.engine=megatron"
         )
     trains = not isinstance(cfg, GenerateConfig | EvaluateConfig)
     flash = device.flash_attention is not None and device.flash_attention >= (2, 4, 1)
     if trains and device.transformer_engine and major != 9 and not flash:
+        installed = "no flash-attn" if device.flash_attention is None else "an older flash-attn"
         problems.append(
-            "TransformerEngine's attention has a deterministic backward by cuDNN on compute capability 9.0 only, and "
-            f"by flash-attn >= 2.4.1; got {major}.{minor}, and "
-            + ("no flash-attn" if device.flash_attention is None else "an older flash-attn")
-            + ". Install flash-attn >= 2.4.1, or uninstall transformer-engine: then torch's attention is used, whose "
-            "backward has a deterministic variant"
+            "TransformerEngine's attention has a deterministic backward only by cuDNN on compute capability 9.0, or by "
+            f"flash-attn >= 2.4.1; got {major}.{minor}, and {installed}. Install flash-attn >= 2.4.1, or uninstall "
+            "transformer-engine: torch's attention, which is used then, has a deterministic backward"
         )
     return problems

@@ -1,8 +1,7 @@
-"""Are the machines fit for this run? Asked of all of them together, in seconds, before a model is built.
+"""Checks of all machines of a run together, in seconds, before a model is built.
 
-Every rank looks at itself (`examine`); what they have found is compared in one place (`problems`); and what only all
-of them together can show is tried: a directory that every node sees, and a sum over every group of ranks. Nothing is
-left behind. What does not fit is named by node and rank, all of it in one message.
+Every rank collects facts about itself (`rank_facts`), and `problems` compares all of them. A shared run directory and
+sums over groups of ranks are tried. Nothing is left behind. One message names all problems by node and rank.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,11 +27,13 @@ import torch.distributed as dist
 
 import megarlhf
 from megarlhf.architectures.hf_config import architecture_from_hf
-from megarlhf.architectures.placements import Head, logical_tensors
+from megarlhf.architectures.placements import logical_tensors
 from megarlhf.architectures.trained import count_trained, trained_tensors
-from megarlhf.config import DPOConfig, RLConfig, RMConfig, RoleConfig, SFTConfig
+from megarlhf.config import DPOConfig, RLConfig, RMConfig, SFTConfig, roles_of
+from megarlhf.observe.watch.stacks import rank_ranges
 from megarlhf.packages import PACKAGES, version_of
 from megarlhf.parallel.process_groups import made_by_members
+from megarlhf.planning.machine.capabilities import head_of, trained_roles
 from megarlhf.resume.points.point import allocated_bytes, find_points, leftovers, passed_over, superfluous
 from megarlhf.runtime import Runtime, gpu_in_use, gpu_versions, sees_gpus
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
@@ -40,41 +41,41 @@ from megarlhf.weights.checkpoint.peft import adapted
 
 GB = 10**9
 WARN_SKEW, MAX_SKEW = 1.0, 60.0
-"""Seconds that a node's clock may differ from the first rank's."""
+"""Seconds by which a node's clock may differ from the first rank's."""
 SEE_SECONDS = 15.0
-"""Until a file that another node has written must be seen: network file systems keep old listings for some seconds."""
+"""Time until a node must see another node's file. Network file systems keep old listings for some seconds."""
 SUM_SECONDS = 120.0
-"""For one sum over a group of ranks, its connections included."""
+"""Time for one sum over a group of ranks, with its connections."""
 OTHERS_BYTES = 4 << 30
-"""Of a GPU's memory that may be in use before a model is built: this process's own context and its communicators."""
+"""GPU memory that may be in use before a model is built: this process's own context and its communicators."""
 _BYTES_PER_PARAMETER = {"fp32": (4, 12), "bf16": (2, 14)}
-"""By dtype: in an export; in a resume point, with fp32 main parameters and Adam's two moments."""
+"""Bytes in an export, and in a resume point with fp32 main parameters and Adam's two moments, by dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """What one rank has found where it runs."""
+    """Facts about one rank and its node."""
 
     node: str
     rank: int
     versions: Mapping[str, str]
     open_files: float
-    """The soft limit, `ulimit -n`."""
+    """Soft limit, `ulimit -n`."""
     gpu: str | None = None
-    """Identity of this rank's GPU; None without one."""
+    """UUID of this rank's GPU; None without one."""
     gpu_used: int = 0
     """Bytes of its memory that are in use."""
     gpu_bytes: int = 0
     skew: float = 0.0
     """Seconds by which its clock is ahead of the first rank's."""
-    directory: tuple[str, ...] = field(default=())
-    """What is wrong with the run directory, seen from this rank's node."""
+    directory: tuple[str, ...] = ()
+    """Problems of the run directory on this rank's node."""
 
 
 def require_gpus(rank: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Before joining the run, since ranks with and without a GPU would wait for each other in different ways.
+    """Check, before joining the run, that torch sees the GPUs that Slurm has given to this node.
 
-    Raises: ValueError when Slurm has given this node GPUs and torch sees none.
+    Ranks with and without a GPU would wait for each other in different ways. Raises: ValueError.
     """
     promised = environ.get("SLURM_GPUS_ON_NODE", "0")
     if promised.isdecimal() and int(promised) and not sees_gpus():
@@ -86,28 +87,26 @@ def require_gpus(rank: int, environ: Mapping[str, str] = os.environ) -> None:
 
 
 def check_nodes(cfg: Any, runtime: Runtime) -> list[str]:
-    """Check every node of the run. Collective; returns what is no hindrance but should be known, in sentences.
+    """Check every node of the run. Collective; returns notes for the user, in sentences.
 
-    Raises: ValueError on every rank, with everything that does not fit. Nothing has been changed then.
+    Raises: ValueError on every rank, with all problems. Nothing has been changed then.
     """
-    facts = _gather(examine(cfg.run.dir, runtime))
-    first_of_node = {each.node: each.rank for each in reversed(facts)}
-    found = problems(facts)
+    facts = _gather(rank_facts(cfg.run.dir, runtime))
+    refusals = problems(facts)
     if runtime.rank == 0 and (needed := needed_bytes(cfg)):
-        found += disk_problems(cfg.run.dir, needed, facts[0].node, cfg.checkpoint.keep_every)
-    found = _from_first(found)
-    if not found:  # a node with other software may not even compute the same sums
-        _check_sums(facts, runtime)
-    if found:
+        refusals += disk_problems(cfg.run.dir, needed, facts[0].node, cfg.checkpoint.keep_every)
+    refusals = _from_first(refusals)
+    if refusals:
         raise ValueError(
-            f"{len(first_of_node)} node(s), {len(facts)} rank(s) were looked at before anything was built; "
-            f"{len(found)} problem(s):\n" + "\n".join(f"  - {problem}" for problem in found)
+            f"{len({fact.node for fact in facts})} node(s), {len(facts)} rank(s) were looked at before anything "
+            f"was built; {len(refusals)} problem(s):\n" + "\n".join(f"  - {problem}" for problem in refusals)
         )
+    _check_sums(facts, runtime)  # last: a node with other software may not compute the same sums
     return notes(facts)
 
 
-def examine(run_dir: Path, runtime: Runtime) -> RankFacts:
-    """What this rank finds. Collective, for the clocks and the directory."""
+def rank_facts(run_dir: Path, runtime: Runtime) -> RankFacts:
+    """Facts about this rank. Collective, for the clocks and the directory."""
     gpu, used, total = gpu_in_use(runtime) or (None, 0, 0)
     return RankFacts(
         node=_node(os.environ),
@@ -123,63 +122,52 @@ def examine(run_dir: Path, runtime: Runtime) -> RankFacts:
 
 
 def problems(facts: Sequence[RankFacts]) -> list[str]:
-    """What hinders the run, from what the ranks have found."""
-    found = []
-    for name in sorted({name for each in facts for name in each.versions}):
-        by_version: dict[str, list[RankFacts]] = {}
-        for each in facts:
-            by_version.setdefault(each.versions.get(name, "missing"), []).append(each)
+    """Problems that prevent the run, from the facts of all ranks."""
+    refusals = []
+    for name in sorted({name for fact in facts for name in fact.versions}):
+        by_version = _by_version(facts, name)
         if len(by_version) > 1:
-            found.append(f"{name} differs: {'; '.join(f'{v} on {where(on)}' for v, on in by_version.items())}")
+            refusals.append(f"{name} differs: {'; '.join(f'{v} on {where(on)}' for v, on in by_version.items())}")
     limit = 512 + 4 * len(facts)
-    for value, on in _by([each for each in facts if 0 <= each.open_files < limit], lambda e: e.open_files).items():
-        found.append(
+    for value, on in _grouped(facts, lambda f: [f.open_files] if 0 <= f.open_files < limit else []).items():
+        refusals.append(
             f"{where(on)}: ulimit -n is {value:.0f}, and {len(facts)} ranks need {limit} open files; raise it "
             f"(ulimit -n {limit} in the script that MEGARLHF_ENV names, or LimitNOFILE of slurmd)"
         )
-    for gpu, on in _by([each for each in facts if each.gpu is not None], lambda each: (each.node, each.gpu)).items():
+    for (_, gpu), on in _grouped(facts, lambda f: [] if f.gpu is None else [(f.node, f.gpu)]).items():
         if len(on) > 1:
-            found.append(f"{where(on)}: share the GPU {gpu[1]}; start one rank for each GPU")
-    for each in facts:
-        if each.gpu_used > OTHERS_BYTES:
-            found.append(
-                f"{where([each])}: {each.gpu_used / GB:.1f} of {each.gpu_bytes / GB:.1f} GB of its GPU {each.gpu} are "
-                "in use before anything is built; end the processes there that hold them (nvidia-smi)"
+            refusals.append(f"{where(on)}: share the GPU {gpu}; start one rank for each GPU")
+    for fact in facts:
+        if fact.gpu_used > OTHERS_BYTES:
+            refusals.append(
+                f"{where([fact])}: {fact.gpu_used / GB:.1f} of {fact.gpu_bytes / GB:.1f} GB of its GPU {fact.gpu} are "
+                "in use before anything is built; end the processes that hold them (nvidia-smi)"
             )
-        if abs(each.skew) > MAX_SKEW:
-            found.append(f"{where([each])}: its clock is {_apart(each.skew)} that of rank 0; correct it (NTP)")
-    for problem, on in _by_each(facts).items():
-        found.append(f"{where(on)}: {problem}")
-    return found
+        if abs(fact.skew) > MAX_SKEW:
+            refusals.append(f"{where([fact])}: {_clock(fact)}; correct it (NTP)")
+    return refusals + [f"{where(on)}: {problem}" for problem, on in _grouped(facts, lambda f: f.directory).items()]
 
 
 def notes(facts: Sequence[RankFacts]) -> list[str]:
-    """What should be known and hinders nothing."""
-    by_node = {each.node: each for each in facts if WARN_SKEW < abs(each.skew) <= MAX_SKEW}
-    return [f"{where([each])}: its clock is {_apart(each.skew)} that of rank 0" for each in by_node.values()]
+    """Notes for the user that do not prevent the run."""
+    by_node = {fact.node: fact for fact in facts if WARN_SKEW < abs(fact.skew) <= MAX_SKEW}
+    return [f"{where([fact])}: {_clock(fact)}" for fact in by_node.values()]
 
 
 def where(facts: Sequence[RankFacts]) -> str:
-    """`n1 (rank 0-7), n2 (rank 8)`: at most four nodes are named."""
-    by_node = {node: [each.rank for each in on] for node, on in _by(facts, lambda each: each.node).items()}
-    shown = [f"{node} (rank {_ranges(ranks)})" for node, ranks in list(by_node.items())[:4]]
+    """`n1 (rank 0-7), n2 (rank 8)`, for example; at most four nodes are named."""
+    by_node = _by_node(facts)
+    shown = [f"{node} (rank {rank_ranges(ranks)})" for node, ranks in list(by_node.items())[:4]]
     return ", ".join(shown) + (f" and {len(by_node) - 4} more nodes" if len(by_node) > 4 else "")
 
 
 def needed_bytes(cfg: Any) -> int:
-    """Bytes of two resume points and an export of the roles that the run trains; 0 for a run that saves nothing."""
-    trained: dict[str, tuple[RoleConfig, Head]] = {}
-    if isinstance(cfg, SFTConfig | DPOConfig):
-        trained = {"actor": (cfg.actor, "lm")}
-    elif isinstance(cfg, RMConfig):
-        trained = {"reward_model": (cfg.reward_model, "scalar")}
-    elif isinstance(cfg, RLConfig):
-        trained = {"actor": (cfg.actor, "lm")}
-        if "critic" in cfg.roles():
-            trained["critic"] = (cfg.roles()["critic"], "scalar")
-    total = 0
-    for name, (section, head) in trained.items():
-        arch = architecture_from_hf(section.model.hf_directory())
+    """Bytes of two resume points and an export of the trained roles; 0 for a run that saves nothing."""
+    total, roles = 0, roles_of(cfg) if isinstance(cfg, SFTConfig | RMConfig | DPOConfig | RLConfig) else {}
+    for name, section in roles.items():
+        if name not in trained_roles(cfg, roles):
+            continue
+        arch, head = architecture_from_hf(section.model.hf_directory()), head_of(name)
         parameters = sum(math.prod(shape) for shape in logical_tensors(arch, head).values())
         saved = parameters
         if section.lora is not None:
@@ -195,15 +183,14 @@ def needed_bytes(cfg: Any) -> int:
 
 
 def disk_problems(run_dir: Path, needed: int, node: str, keep_every: int) -> list[str]:
-    """Whether `needed` bytes fit, where the run's own resume points give way to new ones but for those of
-    `keep_every`."""
+    """A problem if `needed` bytes do not fit. New resume points replace the run's own, except those of `keep_every`."""
     replaced = [*superfluous(find_points(run_dir), keep=0, keep_every=keep_every), *passed_over(run_dir)]
-    held = sum(map(allocated_bytes, [*(each.path for each in replaced), *leftovers(run_dir)]))
-    place = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.is_dir())
-    free = shutil.disk_usage(place).free
+    held = sum(map(allocated_bytes, [*(point.path for point in replaced), *leftovers(run_dir)]))
+    existing = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(existing).free
     if free + held >= needed:
         return []
-    problem = f"{node} (rank 0): {place} has {free / GB:.2f} GB free, and two resume points and an export of the "
+    problem = f"{node} (rank 0): {existing} has {free / GB:.2f} GB free, and two resume points and an export of the "
     return [problem + f"trained roles take {needed / GB:.2f} GB; free some, or name another run.dir"]
 
 
@@ -212,7 +199,7 @@ def _node(environ: Mapping[str, str]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    """What has to be the same everywhere."""
+    """Versions that must be equal on all ranks."""
     versions = {name: version_of(name) or "missing" for name in PACKAGES}
     versions |= {"python": platform.python_version(), "megarlhf": megarlhf.__version__}
     versions["sources of megarlhf"] = source_digest(Path(megarlhf.__file__).parent)
@@ -220,7 +207,7 @@ def _versions() -> dict[str, str]:
 
 
 def source_digest(package: Path) -> str:
-    """Of all Python files: a commit does not show what was changed after it, and an installation has none."""
+    """Digest of all Python files. A commit does not show later changes, and an installation has none."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
@@ -228,31 +215,32 @@ def source_digest(package: Path) -> str:
 
 
 def _skew() -> float:
-    """Seconds by which this clock is ahead of rank 0's, at most: the best of three looks. Collective."""
-    looks = []
+    """Seconds by which this clock is ahead of rank 0's: the least of three measurements. Collective."""
+    skews = []
     for _ in range(3):
         dist.barrier()
         clocks = _gather(time.time())
-        looks.append(clocks[dist.get_rank()] - clocks[0])
-    return min(looks, key=abs)
+        skews.append(clocks[dist.get_rank()] - clocks[0])
+    return min(skews, key=abs)
 
 
 def _try_directory(run_dir: Path, runtime: Runtime) -> Iterator[str]:
-    """What is wrong with the run directory, from here. Collective. A file of rank 0 has to be seen on every node, and
-    one of every node by rank 0; files, and the directory if it was not there, are removed again."""
-    token = uuid.uuid4().hex if runtime.rank == 0 else ""
-    token = _from_first(token)
-    speaks = runtime.local_rank == 0
+    """Problems of the run directory on this rank's node. Collective.
+
+    Every node must see a file of rank 0, and rank 0 a file of every node. The files are removed again, and so is the
+    directory if it did not exist.
+    """
+    token = _from_first(uuid.uuid4().hex if runtime.rank == 0 else "")
     name = run_dir / f".preflight-{token}"
     made: list[Path] = []
-    # os.path, not Path: the others wait where a rank raises because a file system does not answer as it should.
+    # os.path, not Path, which may raise if a file system fails: the other ranks would wait for this one.
     if runtime.rank == 0:
         made = [path for path in (run_dir.absolute(), *run_dir.absolute().parents) if not os.path.exists(path)]
         not_made = list(_attempt(lambda: run_dir.mkdir(parents=True, exist_ok=True), run_dir))
         yield from not_made or _attempt(lambda: name.write_text(token), run_dir)
-    there = _from_first(os.path.isfile(name) if runtime.rank == 0 else False)
+    is_written = _from_first(os.path.isfile(name) if runtime.rank == 0 else False)
     own = name.with_name(f"{name.name}-{runtime.rank}")
-    if there and speaks and runtime.rank:
+    if is_written and runtime.local_rank == 0 and runtime.rank:
         if not _appears(name):
             yield (
                 f"run.dir = {run_dir.absolute()} is not the directory of rank 0: a file that rank 0 wrote there was "
@@ -264,7 +252,7 @@ def _try_directory(run_dir: Path, runtime: Runtime) -> Iterator[str]:
     if runtime.rank == 0:
         unseen = [rank for rank, path in enumerate(written) if path and not _appears(Path(path))]
         if unseen:
-            yield f"files that rank {_ranges(unseen)} wrote to run.dir = {run_dir.absolute()} are not seen here"
+            yield f"files that rank {rank_ranges(unseen)} wrote to run.dir = {run_dir.absolute()} are not seen here"
         for path in [name, *map(Path, filter(None, written))]:
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -293,30 +281,29 @@ def _appears(path: Path) -> bool:
 
 
 def _check_sums(facts: Sequence[RankFacts], runtime: Runtime) -> None:
-    """Sum over the world, over each node, and pass a number from each node to the next. Collective.
+    """Sum over the world and over each node, and pass a number from each node to the next. Collective.
 
-    Raises: ValueError, naming this rank, when a sum is wrong or does not come.
+    Raises: ValueError, with this rank's name, if a sum is wrong or does not arrive.
     """
-    by_node = [[each.rank for each in on] for on in _by(facts, lambda each: each.node).values()]
-    here = next(ranks for ranks in by_node if runtime.rank in ranks)
+    by_node = list(_by_node(facts).values())
+    local_ranks = next(ranks for ranks in by_node if runtime.rank in ranks)
     _require_sum("all ranks", list(range(len(facts))), None, runtime)
     if len(by_node) == 1:
         return
     with made_by_members("check of the nodes"):
-        mine = dist.new_group(here, backend=runtime.backend, use_local_synchronization=True)
-    _require_sum("the ranks of this node", here, mine, runtime)
-    dist.destroy_process_group(mine)
-    columns = min(map(len, by_node))
-    place = here.index(runtime.rank)
-    if place < columns:
-        ring = [ranks[place] for ranks in by_node]
-        at = ring.index(runtime.rank)
-        _require_passed(ring[(at + 1) % len(ring)], ring[at - 1], runtime)
+        node_group = dist.new_group(local_ranks, backend=runtime.backend, use_local_synchronization=True)
+    _require_sum("the ranks of this node", local_ranks, node_group, runtime)
+    dist.destroy_process_group(node_group)
+    local_index = local_ranks.index(runtime.rank)
+    if local_index < min(map(len, by_node)):
+        ring = [ranks[local_index] for ranks in by_node]
+        position = ring.index(runtime.rank)
+        _require_passed(ring[(position + 1) % len(ring)], ring[position - 1], runtime)
 
 
-def _require_sum(what: str, ranks: Sequence[int], group: dist.ProcessGroup | None, runtime: Runtime) -> None:
+def _require_sum(name: str, ranks: Sequence[int], group: dist.ProcessGroup | None, runtime: Runtime) -> None:
     total = torch.tensor([float(runtime.rank + 1)], device=runtime.device)
-    with _named(f"an all-reduce over {what}"):
+    with _named(f"an all-reduce over {name}"):
         work = dist.all_reduce(total, group=group, async_op=True)
         assert work is not None
         work.wait(timedelta(seconds=SUM_SECONDS))
@@ -335,17 +322,17 @@ def _require_passed(to: int, source: int, runtime: Runtime) -> None:
 
 def _require_equal(value: float, expected: float) -> None:
     if value != expected:
-        raise RuntimeError(f"gave {value:g} in place of {expected:g}")
+        raise RuntimeError(f"gave {value:g} instead of {expected:g}")
 
 
 @contextlib.contextmanager
-def _named(what: str) -> Iterator[None]:
+def _named(operation: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
         raise ValueError(
-            f"{_node(os.environ)} (rank {dist.get_rank()}): {what} failed: {error}; check the network between nodes "
-            "(NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO, firewalls), or leave a node out (sbatch --exclude)"
+            f"{_node(os.environ)} (rank {dist.get_rank()}): {operation} failed: {error}; check the network between "
+            "nodes (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO, firewalls), or leave a node out (sbatch --exclude)"
         ) from error
 
 
@@ -361,31 +348,23 @@ def _from_first(value: Any) -> Any:
     return values[0]
 
 
-def _by(facts: Sequence[RankFacts], key: Callable[[RankFacts], Any]) -> dict[Any, list[RankFacts]]:
+def _grouped(facts: Sequence[RankFacts], keys: Callable[[RankFacts], Iterable[Any]]) -> dict[Any, list[RankFacts]]:
+    """Facts by each of their keys."""
     groups: dict[Any, list[RankFacts]] = {}
-    for each in facts:
-        groups.setdefault(key(each), []).append(each)
+    for fact in facts:
+        for key in keys(fact):
+            groups.setdefault(key, []).append(fact)
     return groups
 
 
-def _by_each(facts: Sequence[RankFacts]) -> dict[str, list[RankFacts]]:
-    groups: dict[str, list[RankFacts]] = {}
-    for each in facts:
-        for problem in each.directory:
-            groups.setdefault(problem, []).append(each)
-    return groups
+def _by_node(facts: Sequence[RankFacts]) -> dict[str, list[int]]:
+    """Ranks of each node."""
+    return {node: [fact.rank for fact in on] for node, on in _grouped(facts, lambda fact: [fact.node]).items()}
 
 
-def _ranges(ranks: Sequence[int]) -> str:
-    """[0, 1, 2, 5] -> `0-2, 5`."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+def _by_version(facts: Sequence[RankFacts], name: str) -> dict[str, list[RankFacts]]:
+    return _grouped(facts, lambda fact: [fact.versions.get(name, "missing")])
 
 
-def _apart(skew: float) -> str:
-    return f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'}"
+def _clock(fact: RankFacts) -> str:
+    return f"its clock is {abs(fact.skew):.1f} s {'ahead of' if fact.skew > 0 else 'behind'} that of rank 0"

@@ -37,7 +37,7 @@ from megarlhf.runtime import Runtime, capabilities, gpu_in_use
 NOTHING = 1e-12
 """Seconds of a launch, before it is measured."""
 SEE = "megarlhf calibrate, see measured.source"
-HEAD = """# Written by `megarlhf calibrate`. What the keys mean: docs/hardware.md. Units: bytes and seconds.
+HEAD = """# Written by `megarlhf calibrate`. Keys: docs/rehearsal-gpu.md, Hardware files. Units: bytes and seconds.
 # Rows of the tables: products [dtype, batch, m, k, n, seconds], memory [kind, dtype, bytes, seconds],
 # attention [dtype, direction, heads, length, head_dim, seconds],
 # collectives [operation, ranks, nodes, place, bytes, seconds].

@@ -6,7 +6,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 from unittest.mock import patch
 
 from megarlhf.parallel.batching import Batching
@@ -43,24 +42,23 @@ Loads = Mapping[str, Sequence[RankLoad]]
 def recorded_batches(
     where: Callable[[], tuple[int, str]], loads: dict[str, list[RankLoad]], tokens: Counter[tuple[int, str]]
 ) -> Iterator[None]:
-    """Scope in which `loads` and `tokens` collect the work that is packed.
+    """Scope in which `loads` and `tokens` collect the work that is computed.
 
     where:  tells the current step and phase.
     loads:  of each phase, the work of each rank over all steps.
     tokens: by step and phase, the tokens of whole sequences on all ranks, as a run's `tokens_per_second` counts them.
     """
-    original = Batching.layouts_by_rank
+    original = Batching.own
 
-    def layouts_by_rank(self: Batching, *given: Any, **shared: Any) -> list[list[MicroBatchLayout]]:
-        by_rank = original(self, *given, **shared)
+    def own(self: Batching, by_rank: Sequence[list[MicroBatchLayout]]) -> list[MicroBatchLayout]:
         step, phase = where()
         current = [_load(self, layouts) for layouts in by_rank]
         tokens[step, phase] += sum(sum(layout.lengths) for layouts in by_rank for layout in layouts)
         before = loads.get(phase)
         loads[phase] = current if before is None else [a + b for a, b in zip(before, current, strict=True)]
-        return by_rank
+        return original(self, by_rank)
 
-    with patch.object(Batching, "layouts_by_rank", layouts_by_rank):
+    with patch.object(Batching, "own", own):
         yield
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megarlhf.architectures.hf_config import read_config
-from megarlhf.config import DPOConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, words_of
+from megarlhf.config import DPOConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, describe_sources
 from megarlhf.data.sources.find import is_there
 from megarlhf.planning.machine.capabilities import head_of
 from megarlhf.rehearsal.fakes.lengths import Constant, Lengths, LogNormal
@@ -110,7 +110,7 @@ def stand_in(
         if cfg.ptx is not None and (paths or not is_there(cfg.ptx.data)):
             tree["ptx"] = None
             why = "cannot be read with the stand-in tokenizer" if is_there(cfg.ptx.data) else "is not there"
-            notes.append(f"ptx.data = {words_of(cfg.ptx.data)} {why}: the pretraining mix is left out.")
+            notes.append(f"ptx.data = {describe_sources(cfg.ptx.data)} {why}: the pretraining mix is left out.")
     originals = {stand_in: original for original, stand_in in paths.items()}
     return StandIns(cfg=type(cfg).model_validate(tree), notes=tuple(dict.fromkeys(notes)), originals=originals)
 
@@ -211,9 +211,8 @@ def _data(
     data |= dict.fromkeys(("validation", "test", "validation_share", "phases", "workers"))
     data |= {"split_seed": 0, "cache": "none"}
     why = why or "cannot be read with the stand-in tokenizer"
-    notes = [
-        f"data.train = {words_of(cfg.data.train)} {why}: {per_step * steps} records stand in; {'; '.join(lengths)}."
-    ]
+    train = describe_sources(cfg.data.train)
+    notes = [f"data.train = {train} {why}: {per_step * steps} records stand in; {'; '.join(lengths)}."]
     return [*notes, *_held_out(cfg)]
 
 
@@ -222,7 +221,7 @@ def _held_out(cfg: AnyConfig) -> list[str]:
     if not cfg.data.has_validation:
         return []
     held_out = cfg.data.validation
-    what = f"data.validation = {words_of(held_out)}" if held_out else "data.validation_share"
+    what = f"data.validation = {describe_sources(held_out)}" if held_out else "data.validation_share"
     return [f"{what} is left out: memory and time of evaluations are not included."]
 
 

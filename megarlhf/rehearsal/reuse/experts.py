@@ -168,6 +168,6 @@ class _Played(torch.autograd.Function):
         names: dict[Owner, Any] = {"grad_output": grad_output, "forward": ctx.keys}
         results, kept = ctx.player.play(tape, names)
         assert not kept, "memory of a played expert's backward lives on after it"
-        ctx.mark_ready()
+        ctx.ready()
         gradients = iter(results)
         return *(next(gradients) if needed else None for needed in ctx.needs_input_grad[:2]), None, None, None

@@ -272,5 +272,5 @@ class _Played(torch.autograd.Function):
         (grad_input,), kept = ctx.player.play(tape, names)
         held.is_over = True
         assert not kept, "memory of a played layer's backward lives on after it"
-        ctx.mark_ready()
+        ctx.ready()
         return grad_input, None, None, None, None, None

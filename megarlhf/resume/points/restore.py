@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarlhf.config import in_todays_words
+from megarlhf.config import convert_old_shuffle
 from megarlhf.models.role import Role
 from megarlhf.provenance import Weights
 from megarlhf.resume.points import point, sharded_state
@@ -184,7 +184,7 @@ def _examine(
     if runtime.is_main:
         try:
             manifest = first[0] = point.read_manifest(candidate)
-            manifest["config"] = in_todays_words(manifest["config"])
+            manifest["config"] = convert_old_shuffle(manifest["config"])
             if manifest["command"] != identity.command:
                 first[1] = [f"it is of `megarlhf {manifest['command']}`"]
             else:
@@ -234,7 +234,7 @@ def _load(
 
 def layout_in_words(role: Role) -> str:
     """Such as `tp 2 x pp 2 x dp 1`."""
-    return role.section.parallel.in_words(role.mesh.layout)
+    return role.section.parallel.describe(role.mesh.layout)
 
 
 def _other_layouts(roles: Sequence[Role], manifest: Mapping[str, Any]) -> list[str]:

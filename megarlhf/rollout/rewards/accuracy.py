@@ -1,4 +1,4 @@
-"""Which reward of held-out responses is an accuracy, and the accuracy.
+"""Accuracy of held-out responses: the reward that it is computed from, and its metrics.
 
 Legend: N held-out responses.
 """
@@ -13,40 +13,40 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megarlhf.config import RewardConfig
-from megarlhf.config.rewards import labels_of
-from megarlhf.rollout.rewards.rules import ACCURACIES, RULES, load_rule, rule_with
+from megarlhf.config.rewards import unique_labels
+from megarlhf.rollout.rewards.rules import ACCURACIES, RULES, bind_rule, load_rule
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class AccuracyOf:
-    """What `eval_accuracy` is of."""
+class AccuracySource:
+    """Reward or rule that `eval_accuracy` is the mean of."""
 
     label: str | None
-    """The reward's name; None: there is no accuracy."""
+    """Name of the reward; None: there is no accuracy."""
     judge: RewardConfig | None = None
-    """A rule that is none of the run's rewards, and judges held-out responses only."""
+    """Rule that judges held-out responses only, and is none of the run's rewards."""
     note: str = ""
-    """What to tell the user, where there is none although nobody said so."""
+    """Explanation for the user if there is no accuracy and none was asked for."""
 
 
-def accuracy_of(name: str | None, rewards: Sequence[RewardConfig]) -> AccuracyOf:
-    """From `eval.accuracy` and the rewards of the run.
+def find_accuracy(name: str | None, rewards: Sequence[RewardConfig]) -> AccuracySource:
+    """Choose the source of the accuracy by `eval.accuracy` (`name`) and the rewards of the run.
 
-    Raises: ValueError for a name that is neither a reward's nor a rule's, and for a reward model.
+    Raises: ValueError for a name of neither a reward nor a rule, and for a reward model.
     """
-    labels = labels_of(rewards)
+    labels = unique_labels(rewards)
     if name is None:
-        known = [label for label, reward in zip(labels, rewards, strict=True) if _says_0_or_1(reward)]
+        known = [label for label, reward in zip(labels, rewards, strict=True) if _is_accuracy(reward)]
         if len(known) == 1:
-            return AccuracyOf(known[0])
-        found = f"{', '.join(known)} all do" if known else "none of rewards is known to"
-        return AccuracyOf(
+            return AccuracySource(known[0])
+        candidates = f"{', '.join(known)} all do" if known else "none of rewards is known to"
+        return AccuracySource(
             None,
             note=(
-                f"there is no eval_accuracy: {found} say 0 or 1. Name the reward or the rule by eval.accuracy, such as "
-                "eval.accuracy=exact_match, which compares a response with the record's `answer`"
+                f"there is no eval_accuracy: {candidates} say 0 or 1. Name the reward or the rule by eval.accuracy, "
+                "such as eval.accuracy=exact_match, which compares a response with the record's `answer`"
             ),
         )
     if name in labels:
@@ -55,7 +55,7 @@ def accuracy_of(name: str | None, rewards: Sequence[RewardConfig]) -> AccuracyOf
                 f"eval.accuracy = {name!r} is the reward model, whose score is no accuracy; name a reward that says 0 "
                 f"or 1, or a rule: {', '.join(RULES)} or package.module:function"
             )
-        return AccuracyOf(name)
+        return AccuracySource(name)
     if name not in RULES and ":" not in name:
         known = [*labels, *RULES]
         near = difflib.get_close_matches(name, known, n=1)
@@ -65,32 +65,32 @@ def accuracy_of(name: str | None, rewards: Sequence[RewardConfig]) -> AccuracyOf
             + f"Known are {', '.join(dict.fromkeys(known))}, and functions as package.module:function"
         )
     args = ACCURACIES.get(name, {})
-    rule_with(name, args)
-    return AccuracyOf(name, RewardConfig(kind="rule", rule=name, args=args))
+    bind_rule(name, args)
+    return AccuracySource(name, RewardConfig(kind="rule", rule=name, args=args))
 
 
-def accuracy_metrics(of: AccuracyOf, values_N: Tensor) -> dict[str, float | None]:
-    """`eval_accuracy` over the responses of which the reward says something, `eval_accuracy_none`: how many there are
-    of which it says nothing (NaN). Values that are not 0 or 1 have no accuracy: it is null then, and the log says why.
+def accuracy_metrics(source: AccuracySource, values_N: Tensor) -> dict[str, float | None]:
+    """`eval_accuracy`: mean over the responses that have a value. `eval_accuracy_none`: number of responses without one
+    (NaN). If a value is neither 0 nor 1 the accuracy is null and the log says why.
     """
-    said_N = values_N[~values_N.isnan()]
-    metrics: dict[str, float | None] = {"eval_accuracy_none": len(values_N) - len(said_N), "eval_accuracy": None}
-    other_N = said_N[(said_N != 0) & (said_N != 1)]
+    known_N = values_N[~values_N.isnan()]
+    metrics: dict[str, float | None] = {"eval_accuracy_none": len(values_N) - len(known_N), "eval_accuracy": None}
+    other_N = known_N[(known_N != 0) & (known_N != 1)]
     if len(other_N):
         log.warning(
             "eval.accuracy: %s said %g of a held-out response, and %d times something else than 0 or 1: there is no "
             "eval_accuracy of it; name another reward or rule",
-            of.label,
+            source.label,
             float(other_N[0]),
             len(other_N),
         )
-    elif len(said_N):
-        metrics["eval_accuracy"] = float(said_N.double().mean())
+    elif len(known_N):
+        metrics["eval_accuracy"] = float(known_N.double().mean())
     return metrics
 
 
-def _says_0_or_1(reward: RewardConfig) -> bool:
-    """As far as it is known before it has said anything."""
+def _is_accuracy(reward: RewardConfig) -> bool:
+    """Whether the reward is known to be 0 or 1 before it is computed."""
     if reward.rule is None:
         return False
     if reward.rule in ACCURACIES:

@@ -1,33 +1,36 @@
-"""What a reward function gets, what it may return, and how that is checked.
+"""Input and result of a reward function, and the checks of what it returns.
 
-The standard library only: the processes that run users' functions import this and nothing else of megarlhf.
+Only the standard library is imported: the processes that run users' functions load this module.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-_SHOWN = 60
+Fields = Mapping[str, Any]
+"""Columns of a record other than the prompt, such as `answer`."""
+
+_MAX_VALUE_LENGTH = 60
 """Characters of a value in a message."""
-_SHOWN_OF_ERROR = 1000
+_MAX_ERROR_LENGTH = 1000
 """Characters of a user's exception in a message."""
 FP32_MAX = (2 - 2**-23) * 2.0**127
-"""What a column of rewards holds."""
+"""Largest reward: columns of rewards are fp32."""
 
 SCORE = "score"
-"""The component that is the reward, where a function names one so; otherwise the reward is the sum of all."""
+"""Name of the component that is the reward. Without it the reward is the sum of all components."""
 
 
 class WrongValue(ValueError):
-    """What a function has returned is no reward; the message says why."""
+    """Return value of a function that is no reward. The message says why."""
 
 
-class Untold(Sequence[Any]):
-    """A column of which nothing is known here, as of a response that came in a request. Reading it is an error, so that
-    no function takes it for something."""
+class MissingColumn(Sequence[Any]):
+    """A column that is unknown, such as `messages` of a response that came in a request. Reading it raises an error, so
+    that no function mistakes it for data."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -50,25 +53,25 @@ class Untold(Sequence[Any]):
 
 @dataclass(frozen=True)
 class RewardBatch:
-    """Responses to be rewarded, by columns of equal length."""
+    """Responses to be rewarded, as columns of equal length."""
 
     prompts: Sequence[str]
     """The rendered prompts."""
     responses: Sequence[str]
-    """Without the end-of-sequence token."""
+    """Texts without the end-of-sequence token."""
     prompt_tokens: Sequence[Sequence[int]]
     response_tokens: Sequence[Sequence[int]]
-    """With the end-of-sequence token, where there is one."""
+    """Token ids, including the end-of-sequence token of a finished response."""
     finished: Sequence[bool]
-    """Ended by an end token; False: cut at the longest length that is allowed."""
-    fields: Sequence[Mapping[str, Any]]
+    """Whether an end token ended the response; False: it was cut at the longest allowed length."""
+    fields: Sequence[Fields]
     """All other columns of each prompt's record, such as `answer`."""
     messages: Sequence[Any]
-    """The conversation that the prompt was rendered from; None where it was a plain text."""
+    """Conversation that the prompt was rendered from; None for a plain text."""
     samples: Sequence[int]
-    """Each one's number in its step."""
+    """Number of each sample in its step."""
     ends: Sequence[str] | None = None
-    """The text of the token that ended each response; "" of one that was cut. None: nobody knows."""
+    """Text of the token that ended each response; "" for a response that was cut. None: unknown."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -76,43 +79,51 @@ class RewardBatch:
     def part(self, chosen: Sequence[int]) -> RewardBatch:
         """The rows `chosen`, in that order."""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        told = {name: column for name, column in columns.items() if not isinstance(column, Untold | None)}
-        return replace(self, **{name: [column[n] for n in chosen] for name, column in told.items()})
+        known = {name: column for name, column in columns.items() if not isinstance(column, MissingColumn | None)}
+        return replace(self, **{name: [column[n] for n in chosen] for name, column in known.items()})
+
+    def row_ranges(self, size: int | None) -> Iterator[range]:
+        """Consecutive ranges of at most `size` rows; None: all rows in one range."""
+        step = max(1, len(self) if size is None else size)
+        for start in range(0, len(self), step):
+            yield range(start, min(start + step, len(self)))
 
     def response_sizes(self) -> list[int | None]:
-        """Tokens of each response; None where they are untold."""
-        if isinstance(self.response_tokens, Untold):
+        """Number of tokens of each response; None where it is unknown."""
+        if isinstance(self.response_tokens, MissingColumn):
             return [None] * len(self)
         return [len(tokens) for tokens in self.response_tokens]
 
 
 @dataclass(frozen=True)
 class TokenRewards:
-    """Rewards of single tokens: one number for each of the response's, such as those of a process reward model."""
+    """One reward for each token of a response, such as from a process reward model."""
 
     values: Sequence[float]
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """What a function said of one response."""
+    """Reward of one response, or the reason why there is none."""
 
     value: float | None = None
-    """None: it does not apply."""
+    """The reward; None: it does not apply to the response."""
     components: Mapping[str, float] | None = None
     token_values: tuple[float, ...] | None = None
-    """Of which `value` is the sum."""
+    """Rewards of single tokens; `value` is their sum."""
     error: str = ""
-    """Why there is no value, in words for the user; empty: nothing has failed."""
+    """Message for the user if the reward failed; otherwise empty."""
     late: bool = False
-    """It failed because a process or a server did not answer in time: another try later may go well."""
+    """Whether it failed because a process or a server did not answer in time. A later try may succeed."""
 
     @classmethod
     def of(cls, returned: Any, num_tokens: int | None) -> RewardResult:
-        """From what a function has returned for a response of `num_tokens` tokens; None: nobody knows.
+        """Convert what a function returned for a response of `num_tokens` tokens (None: unknown).
 
-        Raises: WrongValue for what is none of a number, None, a mapping from names to numbers (or from `score` to one,
-        beside which other values are kept out), `TokenRewards`, and for what fp32 cannot hold.
+        Valid values are a number, None, `TokenRewards`, and a mapping from names to numbers. In a mapping with `score`
+        values that are no numbers are left out.
+
+        Raises: WrongValue for anything else, and for a number that fp32 cannot hold.
         """
         if returned is None:
             return cls()
@@ -124,32 +135,55 @@ class RewardResult:
                     f"returned TokenRewards of {len(values)} numbers for a response of {size} tokens; give one for "
                     "each of `response_tokens`"
                 )
-            return cls(value=_held(math.fsum(values), "TokenRewards with the sum "), token_values=values)
+            return cls(value=_require_fp32(math.fsum(values), "TokenRewards with the sum "), token_values=values)
         if isinstance(returned, Mapping):
             if not returned:
                 raise WrongValue("returned an empty mapping, expected names with numbers; return None for no reward")
             if SCORE in returned and returned[SCORE] is None:
                 return cls()
-            scored = SCORE in returned  # then what is no number beside it, as verl's `pred`, is for people
+            scored = SCORE in returned  # values beside it that are no numbers, such as verl's `pred`, are left out
             named = {str(name): value for name, value in returned.items() if not scored or _is_number(value, name)}
             components = {name: _number(value, f" as {name!r}") for name, value in named.items()}
             if scored:
                 return cls(value=components[SCORE], components=components)
-            return cls(value=_held(math.fsum(components.values()), "numbers with the sum "), components=components)
+            return cls(
+                value=_require_fp32(math.fsum(components.values()), "numbers with the sum "), components=components
+            )
         return cls(value=_number(returned))
 
 
-def outcome_of(returned: Any, num_tokens: int | None) -> RewardResult:
-    """`RewardResult.of`; what is wrong, or raised by the value itself when it is read, is said in the outcome."""
+class DeferredBatch:
+    """A batch whose rewards are computed when they are waited for, `size` rows at a time (None: all at once)."""
+
+    def __init__(
+        self, compute: Callable[[RewardBatch], list[RewardResult]], batch: RewardBatch, size: int | None
+    ) -> None:
+        self._compute, self._batch, self._size = compute, batch, size
+
+    def wait(self, should_stop: Callable[[], bool] = lambda: False) -> list[RewardResult] | None:
+        """All results in the order of the batch; None if `should_stop` returned true first."""
+        results: list[RewardResult] = []
+        for rows in self._batch.row_ranges(self._size):
+            if should_stop():
+                return None
+            results += self._compute(self._batch.part(rows))
+        return results
+
+
+def result_of(returned: Any, num_tokens: int | None) -> RewardResult:
+    """`RewardResult.of`, with a wrong value, or an error from reading the value, as the result's error."""
     try:
         return RewardResult.of(returned, num_tokens)
-    except BaseException as error:  # noqa: BLE001 - it is said in the outcome, or raised again
-        return RewardResult(error=_words(returned, error))
+    except BaseException as error:  # noqa: BLE001 - it becomes the result's error, or is raised again
+        return RewardResult(error=_reading_error(returned, error))
 
 
-def outcomes_of_batch(returned: Any, batch: RewardBatch) -> list[RewardResult]:
-    """From what a function has returned for a whole batch, OpenRLHF's {"rewards": ..., "extra_logs": ...} too: where
-    that is no sequence of as many values, all outcomes say so; what is wrong with single values is said in theirs."""
+def results_of_batch(returned: Any, batch: RewardBatch) -> list[RewardResult]:
+    """Convert what a function returned for a whole batch, including OpenRLHF's {"rewards": ..., "extra_logs": ...}.
+
+    All results have an error if that is no sequence with one value for each response. A wrong value is an error of its
+    own result only.
+    """
     try:
         if isinstance(returned, Mapping) and (values := returned.get("rewards", returned.get("scores"))) is not None:
             returned = _with_logs(values, returned.get("extra_logs"), len(batch))
@@ -159,12 +193,12 @@ def outcomes_of_batch(returned: Any, batch: RewardBatch) -> list[RewardResult]:
         if len(values) != len(batch):
             raise WrongValue(f"returned {len(values)} values for {len(batch)} responses; return one for each")
     except BaseException as error:  # noqa: BLE001 - as above
-        return [RewardResult(error=_words(returned, error))] * len(batch)
-    return [outcome_of(value, size) for value, size in zip(values, batch.response_sizes(), strict=True)]
+        return [RewardResult(error=_reading_error(returned, error))] * len(batch)
+    return [result_of(value, size) for value, size in zip(values, batch.response_sizes(), strict=True)]
 
 
 def _with_logs(values: Any, logs: Any, count: int) -> Any:
-    """The rewards, each with its number of every log that has one for each response."""
+    """Rewards as mappings, with the values of every log that has one for each response."""
     columns = {}
     for name, column in logs.items() if isinstance(logs, Mapping) else ():
         if isinstance(column, Iterable) and not isinstance(column, str | bytes) and len(row := list(column)) == count:
@@ -174,16 +208,16 @@ def _with_logs(values: Any, logs: Any, count: int) -> Any:
     return [{**{name: column[n] for name, column in columns.items()}, SCORE: rewards[n]} for n in range(count)]
 
 
-def _words(returned: Any, error: BaseException) -> str:
+def _reading_error(returned: Any, error: BaseException) -> str:
     if isinstance(error, WrongValue):
         return str(error)
-    if not is_users(error):
+    if not is_user_error(error):
         raise error
-    return f"returned {short(returned)}; reading it raised {described(error)}"
+    return f"returned {short(returned)}; reading it raised {describe_error(error)}"
 
 
 def _is_number(value: Any, name: Any) -> bool:
-    """Whether a value is for the reward: the score, and whatever can be read as a number."""
+    """Whether a component counts: the score always does, others if they can be read as a number."""
     if name == SCORE:
         return True
     try:
@@ -203,10 +237,10 @@ def _number(value: Any, where: str = "") -> float:
     if not math.isfinite(number):
         hint = "return a float, or None for no reward"
         raise WrongValue(f"returned {number}{where}, expected a finite number; {hint}")
-    return _held(number)
+    return _require_fp32(number)
 
 
-def _held(number: float, what: str = "") -> float:
+def _require_fp32(number: float, what: str = "") -> float:
     if abs(number) > FP32_MAX:
         raise WrongValue(
             f"returned {what}{number:g}, expected a number that fp32 holds, from -{FP32_MAX:.6g} to {FP32_MAX:.6g}; "
@@ -215,39 +249,41 @@ def _held(number: float, what: str = "") -> float:
     return number
 
 
-def is_users(error: BaseException) -> bool:
-    """Whether it is a failure of a user's code, such as a call of sys.exit or a cancelled task: not what a signal to
-    this process raises, which is KeyboardInterrupt, or the watchdog's, which is no `Exception`."""
+def is_user_error(error: BaseException) -> bool:
+    """Whether user code raised the error, including sys.exit and a cancelled task.
+
+    Not so a KeyboardInterrupt or an error of the watchdog: those come from a signal to this process.
+    """
     if isinstance(error, Exception):
         return True
     return not isinstance(error, KeyboardInterrupt) and not type(error).__module__.startswith("megarlhf.")
 
 
 def short(value: Any) -> str:
-    """For a message, whatever the value's own `repr` does."""
+    """Shortened `repr` for a message, even if the value's own `repr` raises."""
     try:
-        return cut(repr(value), _SHOWN)
-    except Exception as error:  # noqa: BLE001 - a message must come about; a number of 5000 digits raises too
+        return cut(repr(value), _MAX_VALUE_LENGTH)
+    except Exception as error:  # noqa: BLE001 - the message is needed; even a number of 5000 digits raises
         return f"a {type(value).__name__} whose repr raises {type(error).__name__}"
 
 
-def text_of(error: BaseException) -> str:
-    """What it says, for a message."""
+def error_text(error: BaseException) -> str:
+    """Text of an exception for a message."""
     try:
         text = str(error)
     except Exception as other:  # noqa: BLE001 - as above
         return f"(its text raises {type(other).__name__})"
-    if len(text) <= _SHOWN_OF_ERROR:
+    if len(text) <= _MAX_ERROR_LENGTH:
         return text
-    return f"{text[:_SHOWN_OF_ERROR]}... ({len(text)} characters)"
+    return f"{text[:_MAX_ERROR_LENGTH]}... ({len(text)} characters)"
 
 
-def described(error: BaseException) -> str:
-    """Its kind and what it says."""
-    text = text_of(error)
+def describe_error(error: BaseException) -> str:
+    """Type and text of an exception."""
+    text = error_text(error)
     return f"{type(error).__name__}{': ' if text else ''}{text}"
 
 
 def cut(text: str, length: int) -> str:
-    """With dots for what is left out."""
+    """The first characters of a text, with dots in place of the rest."""
     return text if len(text) <= length else text[: length - 3] + "..."

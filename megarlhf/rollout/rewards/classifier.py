@@ -1,11 +1,11 @@
-"""A Hugging Face sequence classifier as a reward, on this rank's share of the samples, with a tokenizer of its own."""
+"""A Hugging Face sequence classifier, with its own tokenizer, as a reward of this rank's share of the samples."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,19 +17,19 @@ from megarlhf.data.samples.retokenize import Retokenizer
 from megarlhf.data.text.omissions import KINDS
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.provenance import find_provenance_file
-from megarlhf.rollout.rewards.batch import RewardBatch, RewardResult, Untold, short
+from megarlhf.rollout.rewards.batch import DeferredBatch, MissingColumn, RewardBatch, RewardResult, short
 
 log = logging.getLogger(__name__)
 
-Form = Literal["joined", "pair", "chat"]
+InputForm = Literal["joined", "pair", "chat"]
 Encoded = Mapping[str, list[int]]
-"""`input_ids` of a text and, where the tokenizer has them, `token_type_ids`."""
+"""`input_ids` of a text and, if the tokenizer makes them, `token_type_ids`."""
 _ANY_LENGTH = 2**31
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Classifier:
-    """The score of one label. It computes in the rank, on its device, when its outcomes are waited for."""
+    """Scores of one label, computed on the rank's device when their results are waited for."""
 
     def __init__(
         self,
@@ -38,12 +38,12 @@ class Classifier:
         *,
         label: str | int | None = None,
         output: Literal["logit", "probability"] = "logit",
-        form: Form = "joined",
+        form: InputForm = "joined",
         append_eos: bool = False,
         dtype: str = "fp32",
         batch_samples: int = 32,
     ) -> None:
-        """Raises: ValueError for a directory that is no classifier, whose head is missing, or without the label."""
+        """Raises: ValueError for a directory that holds no classifier, or one without a head or without the label."""
         from transformers import AutoModelForSequenceClassification
 
         from megarlhf.data.tokenizers.tokenizer_json import of_directory
@@ -74,65 +74,61 @@ class Classifier:
         self._model = model.to(device).eval()
         self._label, self._output = label_index(model.config, label, path), output
         self._form, self._append_eos, self._batch_samples = form, append_eos, batch_samples
-        self._longest = longest_input(model.config, self._tokenizer)
+        self._max_tokens = max_input_tokens(model.config, self._tokenizer)
         self._path = path
-        self._ours = None
-        self._begin = self._tokenizer.bos_token_id
+        self._retokenizer = None
+        self._bos = self._tokenizer.bos_token_id
         trained_here = find_provenance_file(path) is not None
-        if form != "pair" and self._tokenizer.chat_template and trained_here:  # scored where a turn ends, as trained
-            self._ours = Retokenizer(load_tokenizer(path), max_tokens=_ANY_LENGTH, may_drop=KINDS)
+        if form != "pair" and self._tokenizer.chat_template and trained_here:  # scored at the end of a turn, as trained
+            self._retokenizer = Retokenizer(load_tokenizer(path), max_tokens=_ANY_LENGTH, may_drop=KINDS)
         self._reads_segments = "token_type_ids" in inspect.signature(self._model.forward).parameters
-        self._several = getattr(model.config, "problem_type", None) == "multi_label_classification"
+        self._is_multi_label = getattr(model.config, "problem_type", None) == "multi_label_classification"
 
-    def start(self, batch: RewardBatch) -> _Later:
-        """Nothing is begun before it is waited for."""
-        return _Later(self, batch)
+    def start(self, batch: RewardBatch) -> DeferredBatch:
+        return DeferredBatch(self.results, batch, self._batch_samples)
 
     def close(self) -> None:
         pass
 
-    def outcomes(self, batch: RewardBatch) -> list[RewardResult]:
-        """Of part of a batch, in one forward. What is too long for the model is never cut: it has no score."""
+    def results(self, batch: RewardBatch) -> list[RewardResult]:
+        """Results of part of a batch, from one forward. A text that is too long for the model is not cut: it fails."""
         rows = [self._encoded(batch, n) for n in range(len(batch))]
         sizes = [len(row["input_ids"]) for row in rows]
-        fitting = [n for n, size in enumerate(sizes) if self._longest is None or size <= self._longest]
-        found = [
-            RewardResult(error=f"has {size} tokens; {self._path} takes {self._longest}, and nothing is cut")
+        fitting = [n for n, size in enumerate(sizes) if self._max_tokens is None or size <= self._max_tokens]
+        results = [
+            RewardResult(error=f"has {size} tokens; {self._path} takes {self._max_tokens}, and nothing is cut")
             for size in sizes
         ]
-        if fitting:
-            for n, score in zip(fitting, self._scores([rows[n] for n in fitting]), strict=True):
-                found[n] = (
-                    RewardResult(value=score) if math.isfinite(score) else RewardResult(error=f"is scored {score}")
-                )
-        return found
+        for n, score in zip(fitting, self._scores([rows[n] for n in fitting]) if fitting else (), strict=True):
+            error = "" if math.isfinite(score) else f"is scored {score}"
+            results[n] = RewardResult(error=error) if error else RewardResult(value=score)
+        return results
 
     def _encoded(self, batch: RewardBatch, n: int) -> Encoded:
-        """All that the tokenizer says of a text, such as which of two each token belongs to, as far as the model reads
-        it."""
+        """Token ids of prompt and response, and `token_type_ids` if the tokenizer makes them."""
         prompt, response = batch.prompts[n], batch.responses[n]
-        messages = None if isinstance(batch.messages, Untold) else batch.messages[n]
+        messages = None if isinstance(batch.messages, MissingColumn) else batch.messages[n]
         if self._form == "chat" or (self._form == "joined" and messages is not None and self._tokenizer.chat_template):
-            asked = [{"role": "user", "content": prompt}] if messages is None else list(messages)
-            if self._ours is not None:
+            question = [{"role": "user", "content": prompt}] if messages is None else list(messages)
+            if self._retokenizer is not None:
                 fields = batch.fields[n] if messages is not None else {}
-                made = self._ours(prompt, asked, response, finished=batch.finished[n], fields=fields)
-                return {"input_ids": made.tokens}
+                retokenized = self._retokenizer(prompt, question, response, finished=batch.finished[n], fields=fields)
+                return {"input_ids": retokenized.tokens}
             text = self._tokenizer.apply_chat_template(
-                [*asked, {"role": "assistant", "content": response}], tokenize=False
+                [*question, {"role": "assistant", "content": response}], tokenize=False
             )
             encoded = self._tokenizer(text, add_special_tokens=False)
         elif self._form == "pair":
             encoded = self._tokenizer(prompt, response)
         else:
             encoded = self._tokenizer(prompt + response + self._end(batch, n, of_turn=messages is not None))
-        found = {name: list(encoded[name]) for name in ("input_ids", "token_type_ids") if name in encoded}
-        if self._begin is not None and found["input_ids"][:2] == [self._begin] * 2:  # the prompt's template wrote one
-            return {name: row[1:] for name, row in found.items()}
-        return found
+        inputs = {name: list(encoded[name]) for name in ("input_ids", "token_type_ids") if name in encoded}
+        if self._bos is not None and inputs["input_ids"][:2] == [self._bos] * 2:  # the prompt's template wrote one too
+            return {name: row[1:] for name, row in inputs.items()}
+        return inputs
 
     def _end(self, batch: RewardBatch, n: int, *, of_turn: bool) -> str:
-        """What is written behind a text: of a turn what ended it, where this tokenizer has such a token."""
+        """Text to append to a response: the token that ended its turn, if this tokenizer has it, or end-of-sequence."""
         if of_turn and batch.ends is not None and batch.ends[n] in self._tokenizer.get_vocab():
             return batch.ends[n]
         ends = (self._append_eos or of_turn) and batch.finished[n]
@@ -141,7 +137,7 @@ class Classifier:
     @torch.no_grad()
     def _scores(self, rows: Sequence[Encoded]) -> list[float]:
         used = {token for row in rows for token in row["input_ids"]}
-        # Models find a row's last token as the last that is no padding: padding must not occur in it.
+        # Models take a row's last token that is no padding as its last: padding must not occur in a row.
         padding = next(n for n in range(len(used) + 1) if n not in used)
         self._model.config.pad_token_id = padding
         lengths = [len(row["input_ids"]) for row in rows]
@@ -153,56 +149,45 @@ class Classifier:
             inputs["token_type_ids"] = _grid([row["token_type_ids"] for row in rows], 0)
         device = next(self._model.parameters()).device
         logits: Tensor = self._model(**{name: grid.to(device) for name, grid in inputs.items()}).logits.float()
-        return [float(value) for value in chosen(logits, self._label, self._output, several=self._several)]
+        return [
+            float(value)
+            for value in label_scores(logits, self._label, self._output, is_multi_label=self._is_multi_label)
+        ]
 
 
 def _grid(rows: Sequence[Sequence[int]], padding: int) -> Tensor:
-    """Filled up behind."""
+    """Rows padded on the right."""
     width = max(map(len, rows))
     return torch.tensor([[*row, *[padding] * (width - len(row))] for row in rows])
 
 
-class _Later:
-    """A batch that is scored when it is waited for."""
+def label_scores(logits_BL: Tensor, label: int, output: str, *, is_multi_label: bool = False) -> Tensor:
+    """[B]: the logit of the label, or its probability, as in transformers' text-classification pipeline.
 
-    def __init__(self, classifier: Classifier, batch: RewardBatch) -> None:
-        self._classifier, self._batch = classifier, batch
-
-    def wait(self, should_stop: Callable[[], bool] = lambda: False) -> list[RewardResult] | None:
-        found: list[RewardResult] = []
-        size = self._classifier._batch_samples
-        for start in range(0, len(self._batch), size):
-            if should_stop():
-                return None
-            found += self._classifier.outcomes(self._batch.part(range(start, min(start + size, len(self._batch)))))
-        return found
-
-
-def chosen(logits_BL: Tensor, label: int, output: str, *, several: bool = False) -> Tensor:
-    """[B]: the logit of the label, or its probability: by a sigmoid where there is one label, or where `several` may be
-    true at once; else by a softmax. As transformers' text-classification pipeline."""
+    The probability is a sigmoid for a single label or a multi-label classifier, else a softmax.
+    """
     if output == "logit":
         return logits_BL[:, label]
-    alone = several or logits_BL.size(-1) == 1
-    return (logits_BL.sigmoid() if alone else logits_BL.softmax(-1))[:, label]
+    is_independent = is_multi_label or logits_BL.size(-1) == 1
+    return (logits_BL.sigmoid() if is_independent else logits_BL.softmax(-1))[:, label]
 
 
 def label_index(config: Any, label: str | int | None, path: Path) -> int:
-    """The number of the label. Raises: ValueError for one that there is not, or where it has to be given."""
-    names: Mapping[int, str] = {int(number): str(name) for number, name in config.id2label.items()}
-    known = ", ".join(f"{number} ({name})" for number, name in sorted(names.items()))
+    """Index of the label. Raises: ValueError for an unknown label, or for none given where there are several."""
+    names: Mapping[int, str] = {int(index): str(name) for index, name in config.id2label.items()}
+    known = ", ".join(f"{index} ({name})" for index, name in sorted(names.items()))
     if label is None:
         if len(names) == 1:
             return 0
         raise ValueError(f"{path} has {len(names)} labels: {known}; say which one is the reward: classifier_label")
-    number = next((n for n, name in names.items() if name == label), label)
-    if number not in names:
+    index = next((n for n, name in names.items() if name == label), label)
+    if index not in names:
         raise ValueError(f"{path} has no label {short(label)}; it has {known}")
-    return int(number)
+    return int(index)
 
 
-def longest_input(config: Any, tokenizer: Any) -> int | None:
-    """Tokens that the model takes; None where nothing says."""
+def max_input_tokens(config: Any, tokenizer: Any) -> int | None:
+    """Most tokens that the model takes; None: unknown."""
     limits = [getattr(config, "max_position_embeddings", None), tokenizer.model_max_length]
     known = [int(limit) for limit in limits if isinstance(limit, int) and 0 < limit < 10**9]
     return min(known, default=None)

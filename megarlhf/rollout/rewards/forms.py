@@ -1,6 +1,6 @@
-"""How a reward function wants to be called: told from the names of its parameters, which are those of a framework.
+"""Calling form of a reward function, recognised by its parameters: each framework has names of its own.
 
-The standard library only, as `batch.py`.
+Only the standard library is imported, as in `batch.py`.
 """
 
 from __future__ import annotations
@@ -13,57 +13,57 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from megarlhf.rollout.rewards.batch import RewardBatch, Untold, WrongValue
+from megarlhf.rollout.rewards.batch import Fields, MissingColumn, RewardBatch, WrongValue
 
 Column = Callable[[RewardBatch], Sequence[Any]]
-"""A value for each response of a batch."""
-Fields = Mapping[str, Any]
+"""Function that reads one value for each response from a batch."""
 
 _TRUTHS = ("ground_truth", "reward_model.ground_truth", "answer")
 _LABELS = ("answer", "labels", "label", "ground_truth", "reward_model.ground_truth")
 NOT_GIVEN = ("trainer_state", "log_extra", "log_metric", "environments")
-"""Parameters that TRL gives besides, of its trainer."""
-_OF_VERLS_SERVER = ("reward_router_address", "reward_model_tokenizer")
-"""Parameters that verl's reward loop gives besides, of the reward model that it serves."""
+"""Parameters from TRL's trainer that we do not give."""
+_VERL_SERVER = ("reward_router_address", "reward_model_tokenizer")
+"""Parameters about a served reward model that verl gives and we do not."""
 
 
 @dataclass(frozen=True)
 class Style:
-    """The parameters that the functions of a framework have."""
+    """Parameters of a framework's reward functions."""
 
-    words: str
+    signature: str
+    """Description for messages."""
     batched: bool
-    """Called once with lists; else for each response."""
+    """Whether a function is called once with lists, not for each response."""
     columns: Mapping[str, Column]
-    """What each parameter gets."""
-    marks: frozenset[str]
-    """Names that no other style has: one of them tells the style."""
+    """Column for each parameter."""
+    unique_names: frozenset[str]
+    """Parameter names that no other style has. Any of them identifies the style."""
 
 
 def label_of(fields: Fields) -> Any:
-    """The right answer, as OpenRLHF's servers and functions are given it; None where the record has none."""
+    """The right answer as OpenRLHF passes it; None if the record has none."""
     return first_of(fields, _LABELS)
 
 
 def truth_of(fields: Fields) -> Any:
-    """The right answer, as verl's functions are given it. Raises: WrongValue where the record has none."""
-    found = first_of(fields, _TRUTHS)
-    if found is None:
+    """The right answer as verl passes it. Raises: WrongValue if the record has none."""
+    truth = first_of(fields, _TRUTHS)
+    if truth is None:
         names = ", ".join(map(repr, fields)) or "none"
         raise WrongValue(f"reads ground_truth, and the record has none of {', '.join(_TRUTHS)}; its columns: {names}")
-    return found
+    return truth
 
 
 def first_of(fields: Fields, names: Iterable[str]) -> Any:
-    """The first column that is there, of names such as `answer` and `reward_model.ground_truth`; None without any."""
+    """Value of the first column that exists, of names such as `answer` or `reward_model.ground_truth`; else None."""
     for name in names:
-        column, _, within = name.partition(".")
+        column, _, key = name.partition(".")
         value = fields.get(column)
-        if within and isinstance(value, str):  # JSON text, as files of Parquet may keep it
+        if key and isinstance(value, str):  # Parquet files may hold JSON text
             with contextlib.suppress(ValueError):
                 value = json.loads(value)
-        if within:
-            value = value.get(within) if isinstance(value, Mapping) else None
+        if key:
+            value = value.get(key) if isinstance(value, Mapping) else None
         if value is not None:
             return value
     return None
@@ -74,18 +74,18 @@ def _of_fields(read: Callable[[Fields], Any]) -> Column:
 
 
 def _conversations(batch: RewardBatch) -> Sequence[Any]:
-    return [None] * len(batch) if isinstance(batch.messages, Untold) else batch.messages
+    return [None] * len(batch) if isinstance(batch.messages, MissingColumn) else batch.messages
 
 
 def _prompts(batch: RewardBatch) -> Sequence[Any]:
-    """Messages where the prompt was a conversation, else its text."""
-    asked = zip(_conversations(batch), batch.prompts, strict=True)
-    return [text if messages is None else [dict(message) for message in messages] for messages, text in asked]
+    """Messages if the prompt was a conversation, else its text."""
+    pairs = zip(_conversations(batch), batch.prompts, strict=True)
+    return [text if messages is None else [dict(message) for message in messages] for messages, text in pairs]
 
 
 def _completions(batch: RewardBatch) -> Sequence[Any]:
-    said = zip(_conversations(batch), batch.responses, strict=True)
-    return [text if messages is None else [{"role": "assistant", "content": text}] for messages, text in said]
+    pairs = zip(_conversations(batch), batch.responses, strict=True)
+    return [text if messages is None else [{"role": "assistant", "content": text}] for messages, text in pairs]
 
 
 def _queries(batch: RewardBatch) -> Sequence[str]:
@@ -130,45 +130,52 @@ STYLES: Mapping[str, Style] = {
 
 
 class Form(NamedTuple):
-    """How a function wants to be called."""
+    """Way in which a function is called.
+
+    Example: `def f(completions, answer, level=1, **kwargs)` is `Form("trl", positional=(), keywords=("completions",
+    "answer"), takes_all_columns=True, optional={"level"}, kept_defaults=NOT_GIVEN)`.
+    """
 
     style: str = "fields"
-    """A key of `STYLES`; or `batch`, with a `RewardBatch`."""
-    waits: bool = False
-    """It is async."""
-    places: tuple[str, ...] = tuple(OURS)
-    """Parameters that are given by place."""
-    names: tuple[str, ...] = ()
-    """Parameters that are given by name."""
-    others: bool = False
-    """It takes whatever further columns the records have."""
-    keeps: frozenset[str] = frozenset()
-    """Parameters that keep their default, whatever columns there are."""
-    may: frozenset[str] = frozenset()
-    """Parameters that get the column of their name where the records have it."""
+    """A key of `STYLES`; or `batch`, for one argument that is a `RewardBatch`."""
+    is_async: bool = False
+    positional: tuple[str, ...] = tuple(OURS)
+    """Parameters that are passed by position."""
+    keywords: tuple[str, ...] = ()
+    """Parameters that are passed by name."""
+    takes_all_columns: bool = False
+    """Whether the function takes all further columns of the records (`**kwargs`)."""
+    kept_defaults: frozenset[str] = frozenset()
+    """Parameters that keep their default even if the records have a column of that name."""
+    optional: frozenset[str] = frozenset()
+    """Parameters that get the column of their name if the records have it."""
 
     @property
     def batched(self) -> bool:
-        """One call is for several responses."""
+        """Whether one call is for several responses."""
         return self.style == "batch" or STYLES[self.style].batched
 
     @property
     def needed_columns(self) -> list[str]:
-        """Columns of the records that it cannot do without."""
-        return [] if self.style == "batch" else [n for n in self.names if n not in STYLES[self.style].columns]
+        """Columns that the records must have."""
+        return [] if self.style == "batch" else [n for n in self.keywords if n not in STYLES[self.style].columns]
 
     def call(self, function: Callable[..., Any], batch: RewardBatch, n: int | None = None) -> Any:
-        """Call it for response `n`; None: for all, where it is `batched`. Raises: what it raises, and WrongValue."""
+        """Call the function for response `n`, or for all (None) if it is `batched`.
+
+        Raises: WrongValue for a missing column, and errors of the function.
+        """
         if self.style == "batch":
             return function(batch)
         given = STYLES[self.style].columns
-        names = list(self.names)
-        if self.others:
-            names += [name for name in given if name not in {*names, *self.places, "ground_truth", "ground_truths"}]
-        if self.others or self.may:
-            taken = {*names, *self.places, *given, *self.keeps, "prompt", "completion"}
-            found = dict.fromkeys(name for fields in batch.fields for name in fields)
-            names += [name for name in found if name not in taken and (self.others or name in self.may)]
+        names = list(self.keywords)
+        if self.takes_all_columns:
+            names += [name for name in given if name not in {*names, *self.positional, "ground_truth", "ground_truths"}]
+        if self.takes_all_columns or self.optional:
+            taken = {*names, *self.positional, *given, *self.kept_defaults, "prompt", "completion"}
+            available = dict.fromkeys(name for fields in batch.fields for name in fields)
+            wanted = available if self.takes_all_columns else self.optional
+            names += [name for name in available if name not in taken and name in wanted]
 
         def value(name: str) -> Any:
             column = given[name] if name in given else _of_fields(lambda fields: fields.get(name))
@@ -176,14 +183,16 @@ class Form(NamedTuple):
 
         if n is not None:
             batch, n = batch.part([n]), 0
-        return function(*map(value, self.places), **{name: value(name) for name in names})
+        return function(*map(value, self.positional), **{name: value(name) for name in names})
 
 
 def form_of(function: Callable[..., Any]) -> Form:
-    """Read the form from the signature. A name that only one style has tells that; parameters beside those of the
-    style are columns of the records. `batch`, or one that is annotated so, gets a `RewardBatch`.
+    """Recognise the form of a function from its signature.
 
-    Raises: ValueError for parameters that are none of these or of several, for a generator, or a class.
+    A name that only one style has identifies the style. Other parameters are columns of the records. A single parameter
+    that is named `batch`, or annotated as one, gets a `RewardBatch`.
+
+    Raises: ValueError for parameters of no style or of several, for a generator, and for a class.
     """
     target = without_partials(function)
     if inspect.isclass(target):
@@ -201,22 +210,20 @@ def form_of(function: Callable[..., Any]) -> Form:
         raise ValueError(
             "it has no signature, as some functions written in C; call it in a function of yours"
         ) from None
-    waits = inspect.iscoroutinefunction(target)
-    others = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    is_async = inspect.iscoroutinefunction(target)
+    takes_all_columns = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     needed = [p for p in named if _is_needed(p)]
-    marked = [name for name, style in STYLES.items() if style.marks & {p.name for p in named}]
-    if len(marked) > 1:
-        raise _refusal(parameters, f"they are of {' and of '.join(STYLES[name].words for name in marked)}")
-    if marked:
-        (name,) = marked
-        form = _by_name(name, named, parameters)
-        if name == "fields" and form.names == tuple(OURS) and not (others or form.may):
-            by_place = all(p.kind is not p.KEYWORD_ONLY for p in named)
-            return Form(waits=waits) if by_place else form._replace(waits=waits)
-        return form._replace(waits=waits, others=others)
+    styles = [name for name, style in STYLES.items() if style.unique_names & {p.name for p in named}]
+    if len(styles) > 1:
+        raise _refusal(parameters, f"they are of {' and of '.join(STYLES[name].signature for name in styles)}")
+    if styles:
+        form = _form_of_style(styles[0], named, parameters)._replace(is_async=is_async)
+        if form.style == "fields" and form.keywords == tuple(OURS) and not (takes_all_columns or form.optional):
+            return form if any(p.kind is p.KEYWORD_ONLY for p in named) else Form(is_async=is_async)
+        return form._replace(takes_all_columns=takes_all_columns)
     if [p.kind is p.KEYWORD_ONLY or not _is_batch(p) for p in needed] == [False]:
-        return Form("batch", waits=waits, places=())
+        return Form("batch", is_async=is_async, positional=())
     raise _refusal(parameters, _why_unknown([p.name for p in needed]))
 
 
@@ -224,7 +231,7 @@ def _why_unknown(needed: Sequence[str]) -> str:
     if not needed:
         return (
             "no name says what it reads; name what it takes, such as (completions, **kwargs), and let a decorator keep "
-            "the names of what it decorates (functools.wraps)"
+            "the names of the function that it decorates (functools.wraps)"
         )
     if unknown := [name for name in needed if not any(name in style.columns for style in STYLES.values())]:
         have, are = "has" if len(needed) == 1 else "have", "is" if len(unknown) == 1 else "are"
@@ -236,28 +243,28 @@ def _is_batch(parameter: inspect.Parameter) -> bool:
     return parameter.name == "batch" or "RewardBatch" in str(parameter.annotation)
 
 
-def _by_name(style: str, named: Sequence[inspect.Parameter], every: Sequence[inspect.Parameter]) -> Form:
-    """Form of a style that its names tell. Raises: ValueError."""
+def _form_of_style(style: str, named: Sequence[inspect.Parameter], every: Sequence[inspect.Parameter]) -> Form:
+    """Form of a function of a known style. Raises: ValueError for parameters that cannot be given."""
     given = STYLES[style].columns
     foreign = [p.name for p in named if _is_needed(p) and p.name not in given]
     if absent := [name for name in foreign if name in NOT_GIVEN]:
-        raise _refusal(every, f"{absent[0]} is of TRL's trainer and not given here; give it a default")
-    if served := [name for name in foreign if name in _OF_VERLS_SERVER]:
+        raise _refusal(every, f"{absent[0]} comes from TRL's trainer and is not given here; give it a default")
+    if served := [name for name in foreign if name in _VERL_SERVER]:
         raise _refusal(
             every,
             f"verl gives {' and '.join(served)}, of the reward model that it serves, which is not done here; serve the "
             "model yourself and give the function its address (functools.partial), or use a reward of kind http",
         )
     if wrong := [name for name in foreign if name in OURS]:
-        raise _refusal(every, f"{wrong[0]} is of {STYLES['fields'].words}, the others of {STYLES[style].words}")
+        raise _refusal(every, f"{wrong[0]} is of {STYLES['fields'].signature}, the others of {STYLES[style].signature}")
     if style == "fields" and foreign:
-        raise _refusal(every, f"{foreign[0]} is none of these; the record's columns stand in `fields`")
-    places = tuple(p.name for p in named if p.kind is p.POSITIONAL_ONLY and (p.name in given or _is_needed(p)))
-    names = tuple(p.name for p in named if (p.name in given or _is_needed(p)) and p.name not in places)
-    rest = frozenset(p.name for p in named) - {*names, *places}
+        raise _refusal(every, f"{foreign[0]} is none of these; the record's columns are in `fields`")
+    positional = tuple(p.name for p in named if p.kind is p.POSITIONAL_ONLY and (p.name in given or _is_needed(p)))
+    names = tuple(p.name for p in named if (p.name in given or _is_needed(p)) and p.name not in positional)
+    rest = frozenset(p.name for p in named) - {*names, *positional}
     # TRL gives a parameter with a default the column of its name, and so do we; verl and OpenRLHF do not.
-    kept, may = (frozenset(NOT_GIVEN), rest) if style in ("trl", "fields") else (rest, frozenset())
-    return Form(style, places=places, names=names, keeps=kept, may=may)
+    kept, optional = (frozenset(NOT_GIVEN), rest) if style in ("trl", "fields") else (rest, frozenset())
+    return Form(style, positional=positional, keywords=names, kept_defaults=kept, optional=optional)
 
 
 def _is_needed(parameter: inspect.Parameter) -> bool:
@@ -265,7 +272,7 @@ def _is_needed(parameter: inspect.Parameter) -> bool:
 
 
 def _refusal(parameters: Sequence[inspect.Parameter], why: str) -> ValueError:
-    known = "; ".join(style.words for style in STYLES.values())
+    known = "; ".join(style.signature for style in STYLES.values())
     return ValueError(
         f"its parameters are ({', '.join(map(str, parameters))}): {why}. A function is called by the names of its "
         f"parameters, which may be: {known}; or (batch), a RewardBatch, for several responses"
@@ -273,7 +280,7 @@ def _refusal(parameters: Sequence[inspect.Parameter], why: str) -> ValueError:
 
 
 def without_partials(function: Any) -> Any:
-    """Take functools.partial away."""
+    """The function inside any functools.partial."""
     while isinstance(function, partial):
         function = function.func
     return function

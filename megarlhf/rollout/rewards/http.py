@@ -1,9 +1,9 @@
-"""A reward model behind a URL, in the form of OpenRLHF's server.
+"""Client of a reward model behind a URL, with the protocol of OpenRLHF's server.
 
-Request, by POST as JSON: {"query": [prompt and response], "prompts": [...], "labels": [answers or null]}, and beside
-these "columns": [all other columns of each record] and, where prompts were conversations, "messages"; answer:
-{"rewards": [a number or null for each]}. Servers that answer with "scores" beside it are understood too. Null is "does
-not apply", unless the answer has {"failed": {"NUMBER": "why"}} for it, as that of `serve-reward`.
+Request, by POST as JSON: {"query": [prompt and response], "prompts": [...], "labels": [answers or null]}. We add
+"columns": [all other columns of each record] and, if prompts were conversations, "messages".
+Answer: {"rewards": [a number or null for each]}, or "scores" in place of "rewards". Null means that the reward does not
+apply, unless the answer has {"failed": {"NUMBER": "why"}} for it, as `serve-reward` writes.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ import httpx
 
 from megarlhf.rollout.rewards.batch import RewardBatch, RewardResult, short
 from megarlhf.rollout.rewards.forms import label_of
-from megarlhf.rollout.rewards.pool import BACKOFF_SECONDS, LOOK_SECONDS, Pending
+from megarlhf.rollout.rewards.pool import BACKOFF_SECONDS, POLL_SECONDS, Pending
 
 BATCH_SAMPLES = 32
-"""Responses of one request, where nothing else is said."""
+"""Responses in one request by default."""
 OPENS_AFTER = 5
-"""Requests in a row, each with all its tries, after whose failure no more are sent for a while."""
+"""Failed requests in a row, each with all its tries, after which no more are sent for a while."""
 OPEN_SECONDS = 30.0
 MAX_ANSWER_BYTES = 64 * 2**20
+RETRIED_STATUSES = (408, 425, 429)
+"""Statuses below 500 after which a retry may succeed."""
 
 
 class ServerError(RuntimeError):
-    """The server gave no usable answer; the message says why."""
-
-
-AGAIN = (408, 425, 429)
-"""Of the statuses below 500, those after which another try may go well."""
+    """No usable answer from the server. The message says why."""
 
 
 class Refused(ServerError):
-    """The server does not want the request as it is: a wrong token, say. Another try would not help."""
+    """The server rejects the request, such as for a wrong token. A retry would not help."""
 
 
 class Circuit:
-    """Stops asking a server that does not answer, so that a step does not wait for every request's last try."""
+    """Circuit breaker: pauses requests to a server that fails, so that a step does not wait for all their retries."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, threading.Lock()
         self._failures, self._until, self._reason = 0, -math.inf, ""
 
     def reason(self) -> str:
-        """Why nothing is sent now; empty: it is. After a while a single request finds out how the server is; the others
-        wait as long again for what it finds."""
+        """Why no request is sent now; empty: requests are sent.
+
+        After `OPEN_SECONDS` a single request probes the server. The others wait as long again for its outcome.
+        """
         with self._lock:
             if self._failures < OPENS_AFTER:
                 return ""
@@ -66,14 +66,14 @@ class Circuit:
             )
 
     def note(self, error: str) -> None:
-        """How a request ended; empty: well."""
+        """Record how a request ended; an empty error is a success."""
         with self._lock:
             self._failures = self._failures + 1 if error else 0
             self._reason, self._until = error, self._clock() + OPEN_SECONDS
 
 
 class HttpReward:
-    """The client of one server, on this rank. Threads wait for the answers."""
+    """Client of one server on this rank. Threads wait for the answers."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class HttpReward:
         batch_samples: int | None = None,
         backoff_seconds: Sequence[float] = BACKOFF_SECONDS,
     ) -> None:
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # it would write a line for each request
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it writes a line for each request
         self._url, self._retries, self._backoff = url, retries, backoff_seconds
         self._batch_samples, self._timeout = batch_samples or BATCH_SAMPLES, timeout_seconds
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -95,26 +95,24 @@ class HttpReward:
         self._circuit, self._closed = Circuit(), threading.Event()
 
     def start(self, batch: RewardBatch) -> Pending:
-        """Begin to ask for the rewards of a batch; nothing is waited for."""
+        """Begin to reward a batch, without waiting."""
         pending = Pending(len(batch))
-        for start in range(0, len(batch), self._batch_samples):
-            rows = range(start, min(start + self._batch_samples, len(batch)))
+        for rows in batch.row_ranges(self._batch_samples):
             self._threads.submit(self._answer, rows, batch.part(rows), pending)
         return pending
 
     def close(self) -> None:
-        """End the threads; an answer that is waited for is given up."""
+        """End the threads. Open requests are abandoned."""
         self._closed.set()
         self._threads.shutdown(cancel_futures=True)
 
     def _answer(self, rows: Sequence[int], batch: RewardBatch, pending: Pending) -> None:
-        """A thread's work."""
         begun = time.monotonic()
         try:
-            outcomes = self._with_retries(batch)
-        except BaseException as error:  # noqa: BLE001 - a thread that dies silently would be waited for
-            outcomes = [RewardResult(error=f"{type(error).__name__}: {error}")] * len(batch)
-        pending.put(rows, outcomes, time.monotonic() - begun)
+            results = self._with_retries(batch)
+        except BaseException as error:  # noqa: BLE001 - the rank would wait for a thread that died silently
+            results = [RewardResult(error=f"{type(error).__name__}: {error}")] * len(batch)
+        pending.put(rows, results, time.monotonic() - begun)
 
     def _with_retries(self, batch: RewardBatch) -> list[RewardResult]:
         if refused := self._circuit.reason():
@@ -124,7 +122,7 @@ class HttpReward:
             if attempt and self._closed.wait(self._backoff[min(attempt, len(self._backoff)) - 1]):
                 break
             try:
-                outcomes = self._ask(batch)
+                results = self._ask(batch)
             except Refused as failure:
                 self._circuit.note(str(failure))
                 return [RewardResult(error=str(failure))] * len(batch)
@@ -132,16 +130,16 @@ class HttpReward:
                 error = str(failure)
                 continue
             self._circuit.note("")
-            return outcomes
+            return results
         self._circuit.note(error)
         return [RewardResult(error=f"{error} (tried {self._retries + 1} times)", late=True)] * len(batch)
 
     def _ask(self, batch: RewardBatch) -> list[RewardResult]:
-        """Raises: ServerError, where another try may help."""
+        """Raises: Refused, and ServerError if a retry may help."""
         queries = [prompt + response for prompt, response in zip(batch.prompts, batch.responses, strict=True)]
         columns = [_plain(fields) for fields in batch.fields]
-        body = {"query": queries, "prompts": list(batch.prompts), "labels": [label_of(each) for each in columns]}
-        body["columns"] = columns
+        labels = [label_of(fields) for fields in columns]
+        body = {"query": queries, "prompts": list(batch.prompts), "labels": labels, "columns": columns}
         if any(messages is not None for messages in batch.messages):
             body["messages"] = [_plain(messages) for messages in batch.messages]
         try:
@@ -153,24 +151,24 @@ class HttpReward:
         except (httpx.HTTPError, httpx.InvalidURL, OSError, RuntimeError) as error:
             raise ServerError(f"{self._url} cannot be reached: {type(error).__name__}: {error}") from error
         if status != 200:
-            kind = Refused if 400 <= status < 500 and status not in AGAIN else ServerError
+            kind = Refused if 400 <= status < 500 and status not in RETRIED_STATUSES else ServerError
             raise kind(f"{self._url} answered with status {status}: {short(_text(content))}")
-        return self._outcomes(content, batch)
+        return self._results(content, batch)
 
     async def _post(self, body: Any) -> tuple[int, bytes]:
-        """Status and content. All of it takes `timeout_seconds` at most: httpx's own limit is between two bytes.
+        """Status and content, within `timeout_seconds` as a whole: httpx's own limit is between two bytes.
 
-        Raises: TimeoutError, ServerError, and what httpx raises.
+        Raises: TimeoutError, ServerError, and errors of httpx.
         """
-        asked = asyncio.ensure_future(asyncio.wait_for(self._answer_of(body), self._timeout))
-        while not asked.done() and not self._closed.is_set():
-            await asyncio.wait({asked}, timeout=LOOK_SECONDS)
-        if not asked.done():
-            asked.cancel()
+        request = asyncio.ensure_future(asyncio.wait_for(self._send(body), self._timeout))
+        while not request.done() and not self._closed.is_set():
+            await asyncio.wait({request}, timeout=POLL_SECONDS)
+        if not request.done():
+            request.cancel()
             raise ServerError(f"{self._url}: the run has ended")
-        return asked.result()
+        return request.result()
 
-    async def _answer_of(self, body: Any) -> tuple[int, bytes]:
+    async def _send(self, body: Any) -> tuple[int, bytes]:
         content = bytearray()
         async with (
             httpx.AsyncClient(timeout=self._timeout, headers=self._headers, verify=self._verify) as client,
@@ -182,7 +180,7 @@ class HttpReward:
                     raise ServerError(f"{self._url} answers with more than {MAX_ANSWER_BYTES} bytes")
         return response.status_code, bytes(content)
 
-    def _outcomes(self, content: bytes, batch: RewardBatch) -> list[RewardResult]:
+    def _results(self, content: bytes, batch: RewardBatch) -> list[RewardResult]:
         try:
             tree: Any = json.loads(content)
         except (ValueError, RecursionError) as error:
@@ -195,20 +193,20 @@ class HttpReward:
             raise ServerError(f"{self._url} answered with {len(values)} rewards for {len(batch)} responses")
         failed = answer.get("failed")
         reasons = failed if isinstance(failed, dict) else {}
-        found = []
+        results = []
         for n, value in enumerate(values):
             if value is None and str(n) in reasons:
-                found.append(RewardResult(error=f"{self._url} says: {short(reasons[str(n)])}"))
+                results.append(RewardResult(error=f"{self._url} says: {short(reasons[str(n)])}"))
                 continue
             try:
-                found.append(RewardResult.of(value, None))
+                results.append(RewardResult.of(value, None))
             except ValueError as error:
-                found.append(RewardResult(error=f"{self._url} {error}"))
-        return found
+                results.append(RewardResult(error=f"{self._url} {error}"))
+        return results
 
 
 def require_plain_token(variable: str | None, token: str | None) -> None:
-    """Raises: ValueError for a token that no header can hold, without its text."""
+    """Raises: ValueError for a token that no HTTP header can hold. The message does not show the token."""
     if token is not None and not (token.isascii() and token.isprintable() and token == token.strip()):
         raise ValueError(
             f"the environment variable {variable} holds white space at an end, or what no HTTP header may have; export "
@@ -217,11 +215,11 @@ def require_plain_token(variable: str | None, token: str | None) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold: numbers that are none as null, anything else that it does not know as text."""
+    """Convert a value for JSON: NaN and infinity become null, unknown types become text."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if value is None or isinstance(value, str | int | float) else str(value)

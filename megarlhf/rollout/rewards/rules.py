@@ -16,39 +16,42 @@ from typing import Any
 
 from megarlhf.config import RewardConfig
 from megarlhf.rollout.rewards.answers import ANSWER, answers_of, end_of_solution
+from megarlhf.rollout.rewards.batch import Fields
 from megarlhf.rollout.rewards.calls import load_function
 from megarlhf.rollout.rewards.format_rules import FORMAT_RULES
 from megarlhf.rollout.rewards.forms import Form, form_of, truth_of
 from megarlhf.rollout.rewards.numerals import last_number, number_of, with_plain_minus
 from megarlhf.rollout.rewards.verifiers import VERIFIERS
 
-Rule = Callable[[str, str, Mapping[str, Any]], Any]
-"""(prompt text, response text without eos, other columns of the record) -> reward."""
+Rule = Callable[[str, str, Fields], Any]
+"""(prompt text, response text without end-of-sequence, other columns of the record) -> reward."""
 
 
-def exact_match(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
-    """1 if the response is one of the record's answers, white space around both aside; else 0. Signs of Unicode that
-    look alike are the same (a minus, letters with combining accents). Where the answer is a list in JSON text, the
-    response may also be that text."""
+def exact_match(prompt: str, response: str, fields: Fields) -> float:
+    """1 if the response is one of the record's answers, apart from surrounding white space; else 0.
+
+    Characters that look alike are equal (a minus sign, letters with combining accents). If the answer is JSON text of a
+    list, the response may also be that text.
+    """
     answers = [*answers_of(fields), *([fields[ANSWER]] if isinstance(fields[ANSWER], str) else [])]
-    return float(_alike(response) in map(_alike, answers))
+    return float(_normalized(response) in map(_normalized, answers))
 
 
-def _alike(text: str) -> str:
+def _normalized(text: str) -> str:
     return unicodedata.normalize("NFC", with_plain_minus(text)).strip()
 
 
-def numeric_match(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
+def numeric_match(prompt: str, response: str, fields: Fields) -> float:
     """1 if the last number of the response equals one of the record's answers as a decimal number; else 0.
 
-    Of a solution that ends with #### 72, as in GSM8K, the answer is what stands there. Thousands may have commas or
-    spaces; 85, 85.0 and 8.5e1 are equal. Raises ValueError if an answer is no number.
+    The answer of a solution that ends with #### 72, as in GSM8K, is 72. Thousands may have commas or spaces; 85, 85.0
+    and 8.5e1 are equal. Raises: ValueError if no answer is a number.
     """
     return float(last_number(response) in _numeric_answers(fields))
 
 
-def _numeric_answers(fields: Mapping[str, Any]) -> list[Decimal]:
-    """Answers that are numbers, as 4 of ["4", "four"]. Raises: ValueError where none is."""
+def _numeric_answers(fields: Fields) -> list[Decimal]:
+    """Answers that are numbers, such as 4 for ["4", "four"]. Raises: ValueError if none is."""
     answers = [end_of_solution(text) or text for text in answers_of(fields)]
     if not (numbers := [number for text in answers if (number := number_of(text)) is not None]):
         raise ValueError(
@@ -60,8 +63,8 @@ def _numeric_answers(fields: Mapping[str, Any]) -> list[Decimal]:
 def _field(fields: Mapping[str, Any], name: str) -> Any:
     if fields.get(name) is None:
         names = ", ".join(map(repr, fields)) or "none"
-        found = "null there" if name in fields else f"found {names}"
-        raise ValueError(f"it needs the field {name!r}, {found}; add it to the prompts")
+        problem = "null there" if name in fields else f"found {names}"
+        raise ValueError(f"it needs the field {name!r}, {problem}; add it to the prompts")
     return fields[name]
 
 
@@ -71,14 +74,14 @@ RULES: dict[str, Rule] = {
     **{name: rule for name, (rule, _) in FORMAT_RULES.items()},
     **{name: rule for name, (rule, _, _) in VERIFIERS.items()},
 }
-_ANSWERS: dict[str, Callable[[Mapping[str, Any]], object]] = {
+_ANSWERS: dict[str, Callable[[Fields], object]] = {
     "exact_match": answers_of,
     "numeric_match": _numeric_answers,
     **{name: read for name, (_, _, read) in VERIFIERS.items()},
 }
-"""Readers of the fields that a rule needs; they raise ValueError where they cannot."""
+"""Readers of the fields that a rule needs. They raise ValueError if a field is missing or unusable."""
 ACCURACIES: Mapping[str, Mapping[str, Any]] = {name: {} for name in _ANSWERS} | {"reasoning_gym": {"exact": True}}
-"""Rules that say whether a response is right, with the arguments with which they say 0 or 1."""
+"""Rules that tell whether a response is right, with the arguments for which they are 0 or 1."""
 _CHECKS: dict[str, Callable[..., None]] = {
     **{name: check for name, (_, check) in FORMAT_RULES.items()},
     **{name: check for name, (_, check, _) in VERIFIERS.items()},
@@ -86,8 +89,8 @@ _CHECKS: dict[str, Callable[..., None]] = {
 """Checks of a rule's arguments."""
 
 
-def sources_of_rules(rewards: Sequence[RewardConfig]) -> dict[str, str]:
-    """Digests of the files in which the user's own rules stand, by the rule in words; one without a file has none."""
+def rule_source_digests(rewards: Sequence[RewardConfig]) -> dict[str, str]:
+    """Digest of the file of each of the user's own rules that has one, by the text `reward rule NAME`."""
     digests = {}
     for name in sorted({reward.rule for reward in rewards if reward.rule is not None} - RULES.keys()):
         with contextlib.suppress(TypeError, OSError):
@@ -97,7 +100,7 @@ def sources_of_rules(rewards: Sequence[RewardConfig]) -> dict[str, str]:
 
 
 def load_rule(name: str) -> Rule:
-    """A rule of `RULES`, or a function of the user's as `package.module:function`."""
+    """A rule of `RULES`, or a user's function `package.module:function`. Raises: ValueError for an unknown one."""
     if name in RULES:
         return RULES[name]
     if ":" not in name:
@@ -111,10 +114,10 @@ def load_rule(name: str) -> Rule:
     return rule
 
 
-def rule_with(name: str, args: Mapping[str, Any]) -> Rule:
-    """`load_rule`, with arguments, which a built-in rule may have.
+def bind_rule(name: str, args: Mapping[str, Any]) -> Rule:
+    """Load a rule and bind its arguments. Only built-in rules have arguments.
 
-    Raises: ValueError for arguments that it does not have, needs, or cannot work with.
+    Raises: ValueError for unknown, missing or wrong arguments.
     """
     rule = load_rule(name)
     if name not in RULES:
@@ -125,11 +128,11 @@ def rule_with(name: str, args: Mapping[str, Any]) -> Rule:
             )
         return rule
     known = [p.name for p in inspect.signature(rule).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    for given in args:
-        if given not in known:
-            near = difflib.get_close_matches(given, known, n=1)
-            meant = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'none'}"
-            raise ValueError(f"reward rule {name!r} has no argument {given!r}; {meant}")
+    for argument in args:
+        if argument not in known:
+            near = difflib.get_close_matches(argument, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'none'}"
+            raise ValueError(f"reward rule {name!r} has no argument {argument!r}; {hint}")
     if name in _CHECKS:
         try:
             _CHECKS[name](**args)
@@ -138,8 +141,8 @@ def rule_with(name: str, args: Mapping[str, Any]) -> Rule:
     return partial(rule, **args)
 
 
-def form_of_rule(name: str) -> Form:
-    """How a rule wants to be called. Raises: ValueError, naming it, for one that cannot be."""
+def rule_form(name: str) -> Form:
+    """Calling form of a rule. Raises: ValueError for a rule that cannot be called."""
     rule = load_rule(name)
     if name in RULES:
         return Form()
@@ -151,34 +154,36 @@ def form_of_rule(name: str) -> Form:
 
 @dataclass(frozen=True)
 class RuleFields:
-    """The check of what rules need of a record; a process that tokenizes may be given it."""
+    """Check of the fields that rules need in a record. It can be pickled, for processes that tokenize."""
 
     rules: tuple[str, ...]
 
-    def __call__(self, fields: Mapping[str, Any]) -> None:
-        """Raises: ValueError for what is missing."""
+    def __call__(self, fields: Fields) -> None:
+        """Raises: ValueError for a missing or unusable field."""
         for rule in self.rules:
             field_check(rule)(fields)
 
     def key(self) -> list[str]:
-        """The rules, and what each of the user's says that it needs."""
+        """The rules with their `required_fields`, for the key of a cache."""
         return [f"{rule} {sorted(_needed(rule))}" for rule in self.rules]
 
 
 def _needed(name: str) -> tuple[str, ...]:
-    """Fields that a rule of the user's names in an attribute, `required_fields`."""
+    """`required_fields` of a user's rule: an attribute with the names of fields."""
     needed = getattr(load_rule(name), "required_fields", ())
     return (needed,) if isinstance(needed, str) else tuple(needed)
 
 
-def field_check(name: str) -> Callable[[Mapping[str, Any]], None]:
-    """A function that raises ValueError for a record's fields with which the rule cannot work, so that nothing is
-    generated first. The user's own rule names what it needs in an attribute, `required_fields`."""
-    needed = _needed(name)
-    form = form_of_rule(name)
-    reads_truth = not {"ground_truth", "ground_truths"}.isdisjoint({*form.names, *form.places})
+def field_check(name: str) -> Callable[[Fields], None]:
+    """Make a function that raises ValueError for fields that the rule cannot work with, before anything is generated.
 
-    def check(fields: Mapping[str, Any]) -> None:
+    A user's rule names the fields that it needs in its attribute `required_fields`.
+    """
+    needed = _needed(name)
+    form = rule_form(name)
+    reads_truth = not {"ground_truth", "ground_truths"}.isdisjoint({*form.keywords, *form.positional})
+
+    def check(fields: Fields) -> None:
         try:
             for field in needed:
                 _field(fields, field)

@@ -1,10 +1,9 @@
-"""Rewards behind a URL, in the form of OpenRLHF's server: what `kind: http` asks.
+"""Server of rewards for `kind: http`, with the protocol of OpenRLHF's server.
 
-POST /get_reward with {"query": [...], "prompts": [...], "labels": [...]}, and perhaps "columns": [a record's other
-columns for each] and "messages": [a conversation or null for each], answers {"rewards": [number or null, ...],
-"failed": {"NUMBER": "why", ...}}, the latter for those that are null because a reward failed and is dropped;
-GET /health says which rewards there are. Requests are served one after the other: a rule or a classifier is asked by
-one at a time.
+POST /get_reward takes {"query": [...], "prompts": [...], "labels": [...]}, and optionally "columns": [other columns of
+each record] and "messages": [a conversation or null for each]. It answers {"rewards": [number or null, ...], "failed":
+{"NUMBER": "why", ...}}; `failed` names the responses whose reward is null because it failed and is dropped.
+GET /health lists the rewards. Requests are served one after the other.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarlhf.config import RewardConfig
-from megarlhf.rollout.rewards.batch import RewardBatch, RewardResult, Untold, short
+from megarlhf.rollout.rewards.batch import MissingColumn, RewardBatch, RewardResult, short
 from megarlhf.rollout.rewards.score import RewardSource
 
 log = logging.getLogger(__name__)
 
 Sources = Mapping[str, tuple[RewardConfig, RewardSource]]
-"""By label."""
+"""Configuration and source of each reward, by label."""
 
 
 class RequestError(ValueError):
-    """A request that cannot be answered; `status` is HTTP's."""
+    """A request that cannot be answered, with its HTTP status."""
 
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(detail)
@@ -36,7 +35,7 @@ class RequestError(ValueError):
 
 
 def make_app(sources: Sources, *, token: str | None, max_samples: int, max_bytes: int) -> Any:
-    """The application, for uvicorn."""
+    """Make the ASGI application."""
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
     from starlette.requests import Request
@@ -69,13 +68,13 @@ def make_app(sources: Sources, *, token: str | None, max_samples: int, max_bytes
 
 
 def require_token(header: str | None, token: str | None) -> None:
-    """Raises: RequestError. Compared in a time that says nothing about the token."""
+    """Raises: RequestError for a wrong token. The comparison takes constant time."""
     if token is not None and not hmac.compare_digest((header or "").encode(), f"Bearer {token}".encode()):
         raise RequestError(401, "Authorization: Bearer TOKEN is missing, or has another token")
 
 
 def batch_of(body: bytes, max_samples: int) -> RewardBatch:
-    """From a request. Without `prompts` a query is all response. Raises: RequestError."""
+    """Read a request. Without `prompts` a whole query is the response. Raises: RequestError."""
     try:
         tree = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -96,20 +95,20 @@ def batch_of(body: bytes, max_samples: int) -> RewardBatch:
     return RewardBatch(
         prompts=prompts,
         responses=[query[len(prompt) :] for query, prompt in zip(queries, prompts, strict=True)],
-        prompt_tokens=Untold("prompt_tokens"),
-        response_tokens=Untold("response_tokens"),
-        finished=Untold("finished"),
+        prompt_tokens=MissingColumn("prompt_tokens"),
+        response_tokens=MissingColumn("response_tokens"),
+        finished=MissingColumn("finished"),
         fields=[
             ({} if label is None else {"answer": label}) | (row or {})
             for label, row in zip(labels, columns or [None] * count, strict=True)
         ],
-        messages=messages or Untold("messages"),
+        messages=messages or MissingColumn("messages"),
         samples=list(range(count)),
     )
 
 
 def _entries(tree: Mapping[str, Any], key: str, count: int, kind: type) -> list[Any] | None:
-    """Entries that a request may have: of the kind, or null; None where it has none of them. Raises: RequestError."""
+    """Entries of an optional key, each of the given kind or null; None without the key. Raises: RequestError."""
     values = tree.get(key)
     if values is None:
         return None
@@ -128,33 +127,33 @@ def _texts(tree: Mapping[str, Any], key: str) -> list[str]:
 
 
 def answer_to(batch: RewardBatch, sources: Sources) -> dict[str, Any]:
-    """The weighted sum of the rewards (null where none applies, or one has failed), what each says, and which responses
-    have none because a reward failed, by their number in the request.
+    """Answer a request: `rewards`, the weighted sum for each response, or null if no reward applies or one has failed;
+    `by_reward`, the values of each reward; `failed`, the error by number of each response that failed.
 
-    Raises: RequestError for a reward that failed, unless it says that such samples are dropped.
+    Raises: RequestError for a reward that failed, unless its `on_failure` is `drop`.
     """
-    waiting = {label: source.start(batch) for label, (_, source) in sources.items()}
+    pending = {label: source.start(batch) for label, (_, source) in sources.items()}
     total: list[float | None] = [None] * len(batch)
-    said: dict[str, list[float | None]] = {}
+    by_reward: dict[str, list[float | None]] = {}
     failed: dict[str, str] = {}
     for label, (reward, _) in sources.items():
-        outcomes = waiting[label].wait() or []
-        said[label] = [_value(label, reward, outcome, n) for n, outcome in enumerate(outcomes)]
-        failed |= {str(n): f"reward {label!r} {each.error}" for n, each in enumerate(outcomes) if each.error}
-        for n, value in enumerate(said[label]):
+        results = pending[label].wait() or []
+        by_reward[label] = [_value(label, reward, result, n) for n, result in enumerate(results)]
+        failed |= {str(n): f"reward {label!r} {result.error}" for n, result in enumerate(results) if result.error}
+        for n, value in enumerate(by_reward[label]):
             if value is not None:
-                held = value - reward.shift
-                held = held if reward.clip is None else max(-reward.clip, min(reward.clip, held))
-                total[n] = (total[n] or 0.0) + reward.weight * held
+                clipped = value - reward.shift
+                clipped = clipped if reward.clip is None else max(-reward.clip, min(reward.clip, clipped))
+                total[n] = (total[n] or 0.0) + reward.weight * clipped
     rewards = [None if str(n) in failed else value for n, value in enumerate(total)]
-    return {"rewards": rewards, "by_reward": said, "failed": failed}
+    return {"rewards": rewards, "by_reward": by_reward, "failed": failed}
 
 
-def _value(label: str, reward: RewardConfig, outcome: RewardResult, n: int) -> float | None:
-    if outcome.error:
-        log.warning("reward %r failed on response %d of a request: %s", label, n, outcome.error)
+def _value(label: str, reward: RewardConfig, result: RewardResult, n: int) -> float | None:
+    if result.error:
+        log.warning("reward %r failed on response %d of a request: %s", label, n, result.error)
         if reward.on_failure == "stop":
-            raise RequestError(500, f"reward {label!r} on response {n} {outcome.error}")
+            raise RequestError(500, f"reward {label!r} on response {n} {result.error}")
         return None
-    value = outcome.value
+    value = result.value
     return value if value is not None and math.isfinite(value) else None

@@ -1,9 +1,9 @@
-"""A process that runs one user's reward function, so that the function can hang, exit or crash without a rank.
+"""A process that runs one user's reward function, so that the function can hang, exit or crash without harming a rank.
 
-The rank starts it as `python -m megarlhf.rollout.rewards.worker FD RANK`; FD is its end of a pipe, RANK the rank's
-process. It forks: the child runs the function, and the parent, the supervisor, sees to it that whatever the function
-has started ends with it. Processes that lose their parent become the supervisor's children, also those that made a
-session of their own. The standard library only.
+The rank starts it as `python -m megarlhf.rollout.rewards.worker FD RANK`; FD is the worker's end of a pipe, RANK the
+rank's process id. The process forks. The child runs the function. The parent is the supervisor: it ends every process
+that the function started. Orphaned processes become children of the supervisor, even those in a session of their own.
+Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from megarlhf.rollout.rewards.calls import call, load_function
 from megarlhf.rollout.rewards.forms import form_of
 
 END = signal.SIGRTMAX
-"""Tells the supervisor to end everything. No signal that a job's processes get together, which are not for it."""
+"""Signal that tells the supervisor to end everything. A job never sends it to all of its processes."""
 END_SECONDS = 5.0
-"""Until processes are given up that SIGKILL does not end: those of another user, or those that wait for a device."""
+"""Time after which processes are given up that SIGKILL does not end: of another user, or waiting for a device."""
 _JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
 
 def main(fd: int, rank: int) -> None:
-    """In the child, returns when the rank has closed the pipe."""
+    """Fork into supervisor and child. The child returns when the rank has closed the pipe."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would leave no status
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it were ignored, children would leave no status
     supervisor = os.getpid()
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PDEATHSIG, END)
@@ -50,16 +50,16 @@ def main(fd: int, rank: int) -> None:
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor:
         return
-    os.setsid()  # what the function sends to its process group does not reach the supervisor
+    os.setsid()  # signals of the function to its process group must not reach the supervisor
     os.set_inheritable(fd, False)
     connection = Connection(fd)
-    _leave_job_signals(connection)
+    _ignore_job_signals(connection)
     with contextlib.suppress(EOFError, OSError):
         _answer(connection)
 
 
 def _answer(connection: Connection) -> None:
-    """Load the function, then answer batches with outcomes until the pipe is closed."""
+    """Load the function, then answer each batch with its results until the pipe is closed."""
     name, args, sys.path[:], seconds = connection.recv()
     try:
         function = load_function(name)
@@ -73,39 +73,40 @@ def _answer(connection: Connection) -> None:
         connection.send(call(function, form, connection.recv(), seconds))
 
 
-def _leave_job_signals(connection: Connection) -> None:
-    """The signals of a job reach all of its processes; this one ends with its rank, whichever way that ends.
+def _ignore_job_signals(connection: Connection) -> None:
+    """Ignore signals that a job sends to all of its processes: this process ends with its rank.
 
-    What the function starts gets what it would have otherwise: programs since these are handlers, not SIG_IGN, and
-    forked children by the hooks. Those also lose the pipe: they could hold it open, or answer in our place.
+    Processes that the function starts keep the usual behaviour. Programs do because a handler is installed here and not
+    SIG_IGN. Forked children do by the fork hooks, which also close the pipe: a child could hold it open, or answer in
+    place of this process.
     """
-    before = {number: signal.signal(number, _take_no_notice) for number in _JOB_SIGNALS}
-    forking = threading.local()
+    handlers = {number: signal.signal(number, _ignore) for number in _JOB_SIGNALS}
+    thread_state = threading.local()
 
-    def hold() -> None:  # what reaches a child at once comes when its handlers are back
-        forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _JOB_SIGNALS)
+    def block() -> None:  # a signal that reaches a new child is delivered after its handlers are restored
+        thread_state.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _JOB_SIGNALS)
 
-    def let_go() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, forking.mask)
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, thread_state.mask)
 
-    def in_child() -> None:
+    def restore_in_child() -> None:
         connection.close()
-        for number, handler in before.items():
-            if signal.getsignal(number) is _take_no_notice:
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is _ignore:
                 # Not Python's own handler of SIGINT: an exception in a hook is lost.
                 signal.signal(number, signal.SIG_IGN if handler == signal.SIG_IGN else signal.SIG_DFL)
-        let_go()
+        unblock()
 
-    os.register_at_fork(before=hold, after_in_parent=let_go, after_in_child=in_child)
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=restore_in_child)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def _take_no_notice(number: int, frame: FrameType | None) -> None:
+def _ignore(number: int, frame: FrameType | None) -> None:
     pass
 
 
 def _supervise(runner: int) -> NoReturn:
-    """Until the child `runner` has ended, or the rank says so or has died; then all that is left is ended."""
+    """Wait until the child `runner` ends, or the rank sends END or dies. Then kill every process that is left."""
     statuses: dict[int, int] = {}
     while runner not in statuses and signal.sigwait({END, signal.SIGCHLD}) != END:
         _reap(statuses)
@@ -119,7 +120,7 @@ def _supervise(runner: int) -> NoReturn:
 
 
 def _reap(statuses: dict[int, int]) -> bool:
-    """Add the status of each child that has ended. Returns whether there are others."""
+    """Record the status of each child that has ended. Returns whether any child is left."""
     try:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             statuses[ended[0]] = ended[1]
@@ -129,21 +130,21 @@ def _reap(statuses: dict[int, int]) -> bool:
 
 
 def _children() -> Iterator[int]:
-    """Of this process: those of them that die hand theirs on to it. Not by /proc/PID/task/PID/children, which not every
-    kernel has."""
+    """Process ids of this process's children, including orphans that it inherited. Read from /proc/PID/stat, because
+    not every kernel has /proc/PID/task/PID/children."""
     own = os.getpid()
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the process has just ended
             parent = path.read_bytes().rpartition(b")")[2].split()[1]
             if int(parent) == own:
                 yield int(path.parent.name)
 
 
 def _end_as(code: int) -> NoReturn:
-    """With the status of another process; negative: by that signal."""
+    """End this process with the exit status of another; a negative `code` is a signal."""
     if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the other one has left its own
-        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)  # where a core goes to a program the limit does not count
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the other process has left its own core
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)  # the limit does not apply where cores are piped to a program
         with contextlib.suppress(OSError):  # SIGKILL
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)

@@ -1,4 +1,4 @@
-"""What the installed vLLM takes, without importing it: an import takes seconds and touches devices."""
+"""Arguments of the installed vLLM, read without importing it: an import takes seconds and touches devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def unknown_arguments(names: Iterable[str]) -> list[str]:
-    """Those of `names` that vLLM does not know, each with the nearest that it does.
+    """Names that vLLM does not know, each with the nearest that it does.
 
     Nothing where vLLM's source cannot be found or is laid out differently: building the engine then refuses them.
     """
@@ -46,7 +46,7 @@ def cpu_head_sizes(search_path: list[str] | None = None) -> tuple[int, ...]:
 
 
 def cpu_experts_multiple(search_path: list[str] | None = None) -> int:
-    """What vLLM on a CPU wants the hidden size of a mixture of experts to be a multiple of, read from its source; 1 if
+    """Divisor of the hidden size of a mixture of experts that vLLM on a CPU demands, read from its source; 1 if
     that is not there."""
     for node in _statements("model_executor/layers/fused_moe/experts/cpu_moe.py", search_path):
         if isinstance(node, ast.ClassDef) and node.name == "CPUUnquantizedExperts":
@@ -57,7 +57,7 @@ def cpu_experts_multiple(search_path: list[str] | None = None) -> int:
 
 
 def _statements(file: str, search_path: list[str] | None) -> list[ast.stmt]:
-    """Of a file of the installed vLLM; none where it is not there."""
+    """Statements of a file of the installed vLLM; none where it is not there."""
     spec = PathFinder.find_spec("vllm", search_path)
     folders = (spec.submodule_search_locations or ()) if spec else ()
     sources = [path for folder in folders if (path := Path(folder) / file).is_file()]

@@ -84,7 +84,7 @@ class VllmEngine:
         memory = EngineMemory(self._llm, self._parameters, self._cache_tensors)
         self._sleeper = make_sleeper(memory, self._device_memory, self._sleep_level, self._require_room)
         self._actor: ModelShard | None = None
-        """Whose weights it has, or had before it slept."""
+        """Actor whose weights it has, or had before it slept."""
         self._destinations = self._make_destinations()
         try:
             self._check_memory()
@@ -108,11 +108,11 @@ class VllmEngine:
         )
 
     def _arguments(self) -> dict[str, Any]:
-        """Of vLLM's, beside those that every engine has."""
+        """Arguments for vLLM beside those that every engine has."""
         return {}
 
     def _live(self, *, every_name: bool = False) -> dict[str, Tensor]:
-        """What of vLLM's model is written to; `every_name`: a tied head under its own name too."""
+        """Tensors of vLLM's model that are written to; `every_name`: a tied head under its own name too."""
         return self._llm.apply_model(lambda model: dict(model.named_parameters(remove_duplicate=not every_name)))[0]
 
     @property
@@ -149,7 +149,7 @@ class VllmEngine:
             self._places = self._addresses()
 
     def _make_destinations(self) -> list[RankPlacements]:
-        """What every rank's engine has of the model."""
+        """Make the placements of the model in every rank's engine."""
         return [
             vllm_placements(self._arch, tp=self._tp, tp_rank=rank % self._tp, rank=rank)
             for rank in range(self._runtime.world_size)
@@ -160,7 +160,7 @@ class VllmEngine:
         return actor.base
 
     def _values_of(self, actor: ModelShard) -> dict[str, Tensor]:
-        """Of the storages that these placements speak of."""
+        """Values of the storages that these placements name."""
         return actor.merged()
 
     def _plan_from(self, actor: ModelShard) -> CopyPlan:
@@ -185,7 +185,7 @@ class VllmEngine:
             problems += changed_in_memory(self._loaded())
 
     def _loaded(self) -> Mapping[str, Tensor]:
-        """What vLLM has filled with dummy values."""
+        """Storages that vLLM has filled with dummy values."""
         return self._parameters
 
     def _resharder_from(self, actor: ModelShard) -> Resharder:
@@ -266,7 +266,7 @@ class VllmEngine:
         resharder.run(self._values_of(actor), self._parameters)
 
     def verify_weights(self, actor: ModelShard) -> Certificate:
-        """Of what lies in vLLM's live parameters now, every replica and all padding included, against the actor's."""
+        """Compare vLLM's live parameters, every replica and all padding included, with the actor's."""
         if self._sleeper.weights_lost and self._actor is not None:
             self.update_weights(actor, self._version)
         self._wake(to_generate=False)
@@ -376,7 +376,7 @@ class VllmEngine:
         return get_tp_group().cpu_group
 
     def _feed(self, prompts: Sequence[Tensor], missing: Sequence[int], max_tokens: int) -> PromptQueue:
-        """What this rank's engine draws of the rows that are missing."""
+        """Queue of the missing rows that this rank's engine draws."""
         engines, rank = self._runtime.world_size // self._tp, self._runtime.rank
         pieces = chunk_by_length(prompts, missing, engines, self._seen, max_tokens)
         counter = self._counter if rank % self._tp == 0 else None

@@ -97,7 +97,7 @@ def response_of(output: Any, sampling: Sampling) -> Response:
 
 
 def response_so_far(output: Any, *, finished: bool) -> Response:
-    """Of a request in whatever state."""
+    """Tokens and log-probs of a request in whatever state."""
     sampled = output.outputs[0]
     tokens, flat = list(sampled.token_ids), sampled.logprobs
     # Lists of numbers in place of objects for each token; the first of a position is that of the token that was drawn.

@@ -205,7 +205,7 @@ def _sample(runner: Any, sample: Callable[..., Any], *arguments: Any, **options:
 
 
 def _bookkeeping(runner: Any, keep_books: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What vLLM does after sampling, without the generators whose offset it would set back."""
+    """Run vLLM's bookkeeping after sampling, without the generators whose offset it would set back."""
     generators, aside = runner.input_batch.generators, _drawn_too_early(runner)
     for n in aside:
         del generators[n]

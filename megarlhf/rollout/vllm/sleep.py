@@ -20,7 +20,7 @@ GIB = 2**30
 
 
 class Sleeper(Protocol):
-    """Of one engine."""
+    """Puts the weights and the cache of one engine to sleep and wakes them."""
 
     weights_lost: bool
     """Whether what lies in the weights' memory is no model."""
@@ -44,13 +44,13 @@ Room = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """What of an engine may leave the device."""
+    """Weights and cache of an engine, which may leave the device."""
 
     llm: Any
     """vLLM's `LLM`."""
     parameters: Mapping[str, Tensor]
     cache: Callable[[], Sequence[Tensor]]
-    """Of keys and values."""
+    """Cache of keys and values."""
 
 
 def make_sleeper(memory: EngineMemory, device_memory: DeviceMemory, level: int, room: Room) -> Sleeper:

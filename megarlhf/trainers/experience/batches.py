@@ -8,65 +8,25 @@ Legend: B rows and S columns of a micro-batch, N samples of the step, K of the m
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from megarlhf.algo.averaging import Aggregation, response_weights
-from megarlhf.config import MicroBatchConfig, Shuffle
-from megarlhf.experience import ColumnSharding, Experience, Ragged, redistribute
+from megarlhf.experience import Experience, Ragged, redistribute
 from megarlhf.models.role import Role
-from megarlhf.parallel.batching import Batching, owners_of_outputs
+from megarlhf.parallel.batching import owners_of_outputs
 from megarlhf.parallel.micro_batch import (
     MicroBatch,
     MicroBatchLayout,
     TokenSpans,
     gather_from_micro_batch,
     micro_batch_mask,
-    prompts_computed,
     repeat_on_micro_batch,
     scatter_to_micro_batch,
 )
-
-
-def split_into_mini_batches(groups: Sequence[int], size: int, *, shuffle: Shuffle, seed: int) -> list[list[int]]:
-    """The samples of a step split into mini-batches of global sample indices, the same on every rank.
-
-    groups: by sample; samples of one prompt share a number. With `groups` these come in random order, each with its
-    samples in their own; one that lies across the border of two mini-batches is divided between them.
-    """
-    by_group: dict[int, list[int]] = {}
-    for sample, group in enumerate(groups):
-        by_group.setdefault(group if shuffle == "groups" else sample, []).append(sample)
-    units = list(by_group.values())
-    if shuffle != "none":
-        order = torch.randperm(len(units), generator=torch.Generator().manual_seed(seed)).tolist()
-        units = [units[n] for n in order]
-    samples = list(itertools.chain.from_iterable(units))
-    return [samples[start : start + size] for start in range(0, len(samples), size)]
-
-
-def prompts_of(mini_batches: Sequence[Sequence[int]], groups: Sequence[int]) -> list[int]:
-    """How many prompts each mini-batch has to compute, where each is computed once in it."""
-    return [len({groups[sample] for sample in samples}) for samples in mini_batches]
-
-
-def micro_batches(
-    role: Role,
-    experience: Experience,
-    samples: Sequence[int],
-    micro: MicroBatchConfig,
-    columns: Sequence[str] = (),
-    weights_N: Tensor | None = None,
-) -> list[MicroBatch]:
-    """This data-parallel rank's micro-batches of `samples`, with the named per-token columns.
-
-    `weights_N`: of each token of each sample of the step, in the loss; on the CPU.
-    """
-    layouts = role.mesh.own(_layouts_by_rank(role, experience, [samples], micro))
-    return [micro_batch(role, experience, layout, columns, weights_N) for layout in layouts]
+from megarlhf.trainers.experience.plan import StepPlan
 
 
 def loss_weights(
@@ -95,7 +55,8 @@ def micro_batch(
     columns: Sequence[str] = (),
     weights_N: Tensor | None = None,
 ) -> MicroBatch:
-    """What `role` reads of the samples on `layout`; the columns on its last stage alone, where losses are made."""
+    """Tokens and columns of the samples on `layout`; the columns on the role's last stage alone, where losses are
+    made."""
     device = role.mesh.runtime.device
     responses = response_spans(experience)
     grids = {
@@ -111,38 +72,52 @@ def micro_batch(
 
 
 def response_spans(experience: Experience) -> TokenSpans:
-    return TokenSpans.responses(experience.prompt_lengths_N, experience.response_lengths_N)
+    """Where the sampled tokens stand in the sequences: the rows of the columns."""
+    return TokenSpans(*experience.sampled_stretches).require_predicted()
+
+
+def micro_batches(
+    role: Role,
+    experience: Experience,
+    plan: StepPlan,
+    samples: Sequence[int],
+    columns: Sequence[str] = (),
+    weights_N: Tensor | None = None,
+) -> list[MicroBatch]:
+    """This data-parallel rank's micro-batches of the mini-batch `samples`, with the named per-token columns.
+
+    `weights_N`: of each token of each sample of the step, in the loss; on the CPU.
+    """
+    layouts = plan.own_layouts(role, [samples])
+    return [micro_batch(role, experience, layout, columns, weights_N) for layout in layouts]
 
 
 def forward_per_token(
     role: Role,
     experience: Experience,
+    plan: StepPlan,
     mini_batches: Sequence[Sequence[int]],
-    micro: MicroBatchConfig,
     score: Callable[[Tensor, MicroBatch], Tensor],
 ) -> Ragged:
-    """Run a role over every sample and bring `score`'s [B, S] grid back as a per-token column.
-
-    Its micro-batches are those that training on `mini_batches` will have. The column's rows are with the ranks that
-    `experience.holding` says.
-    """
-    layouts = role.mesh.own(_layouts_by_rank(role, experience, mini_batches, micro))
+    """Run a role over the samples of `mini_batches`, on the micro-batches in which it trains on them, and bring
+    `score`'s [B, S] grid back as a per-token column. Its rows are with the ranks that `experience.holding` says."""
+    layouts = plan.own_layouts(role, mini_batches)
     grids = role.forward([micro_batch(role, experience, layout) for layout in layouts], score)
-    return per_token_of(role, experience, mini_batches, micro, grids)
+    return per_token_of(role, experience, plan, mini_batches, grids)
 
 
 def per_token_of(
     role: Role,
     experience: Experience,
+    plan: StepPlan,
     mini_batches: Sequence[Sequence[int]],
-    micro: MicroBatchConfig,
     grids: Sequence[Tensor],
 ) -> Ragged:
     """[B, S] grids of the role's micro-batches in order, which ranks of the last stage have, as a per-token column.
 
     There may be more grids than these micro-batches, of others behind them.
     """
-    by_rank = _layouts_by_rank(role, experience, mini_batches, micro, planned=True)
+    by_rank = plan.layouts_by_rank(role, mini_batches)
     mine: dict[int, Tensor] = {}
     if role.mesh.owns_outputs:
         layouts, responses = role.mesh.own(by_rank), response_spans(experience)
@@ -152,37 +127,11 @@ def per_token_of(
     return redistribute(mine, experience.response_lengths_N, _like(role), owners, experience.holding)
 
 
-def holding_of(
-    trained: Sequence[Role],
-    experience: Experience,
-    passes: Sequence[Sequence[Sequence[int]]],
-    micro: MicroBatchConfig,
-) -> ColumnSharding | None:
-    """Who reads the token columns of which samples: the last pipeline stages that compute a loss of them, in any of the
-    mini-batches of any pass, for any of the roles. None where that is every rank."""
-    world_size = trained[0].mesh.runtime.world_size
-    if world_size == 1:
-        return None
-    resident_WN = torch.zeros(world_size, experience.num_samples, dtype=torch.bool)
-    lengths_N = experience.sequences.lengths_N
-    for role, mini_batches in itertools.product(trained, passes):
-        for samples in mini_batches:
-            batching = role.batching(micro)
-            groups, shared = _groups(batching, experience, samples)
-            by_rank = batching.planned_by_rank(groups, lengths_N, shared=shared, divisible=True)
-            for dp, layouts in enumerate(by_rank):
-                read = [n for layout in layouts for n in layout.sequences]
-                for rank in role.mesh.last_stage(dp):
-                    resident_WN[rank, read] = True
-    return None if bool(resident_WN.all()) else ColumnSharding(resident_WN)
-
-
 def forward_per_sample(
-    role: Role, experience: Experience, micro: MicroBatchConfig, score: Callable[[Tensor, MicroBatch], Tensor]
+    role: Role, experience: Experience, plan: StepPlan, score: Callable[[Tensor, MicroBatch], Tensor]
 ) -> Tensor:
     """Run a role over every sample and bring `score`'s [K], one for each sample of a layout, back as an [N] column."""
-    by_rank = _layouts_by_rank(role, experience, [range(experience.num_samples)], micro)
-    layouts = role.mesh.own(by_rank)
+    layouts = plan.own_layouts(role, plan.mini_batches)
     scores = role.forward([micro_batch(role, experience, layout) for layout in layouts], score)
     mine: dict[int, Tensor] = {}
     if role.mesh.owns_outputs:
@@ -190,53 +139,8 @@ def forward_per_sample(
             # Sizes, since what is empty splits into one part.
             mine |= dict(zip(layout.sequences, scores_K.split([1] * len(layout.sequences)), strict=True))
     ones_N = torch.ones(experience.num_samples, dtype=torch.int64)
-    return redistribute(mine, ones_N, _like(role), owners_of_outputs(role.mesh, by_rank)).values_T
-
-
-def shared_prompts(
-    role: Role, experience: Experience, samples: Sequence[int], micro: MicroBatchConfig
-) -> dict[str, float]:
-    """How many prompts a pass of the role over the mini-batch `samples` computes and spares."""
-    batching = role.batching(micro)
-    groups, shared = _groups(batching, experience, samples)
-    by_rank = batching.planned_by_rank(groups, experience.sequences.lengths_N, shared=shared, divisible=True)
-    computed, saved = prompts_computed(by_rank)
-    return {"prompts_computed": float(computed), "prompts_saved": float(saved)}
-
-
-def _layouts_by_rank(
-    role: Role,
-    experience: Experience,
-    mini_batches: Sequence[Sequence[int]],
-    micro: MicroBatchConfig,
-    *,
-    planned: bool = False,
-) -> list[list[MicroBatchLayout]]:
-    """The micro-batches of all mini-batches, by data-parallel rank. `planned`: nothing is about to be computed on
-    them, see `Batching.planned_by_rank`."""
-    batching, lengths_N = role.batching(micro), experience.sequences.lengths_N
-    by_rank = batching.planned_by_rank if planned else batching.layouts_by_rank
-    each = []
-    for samples in mini_batches:
-        groups, shared = _groups(batching, experience, samples)
-        each.append(by_rank(groups, lengths_N, shared=shared, divisible=True))
-    return [[layout for layouts in of_rank for layout in layouts] for of_rank in zip(*each, strict=True)]
-
-
-def _groups(
-    batching: Batching, experience: Experience, samples: Sequence[int]
-) -> tuple[Sequence[Sequence[int]], Sequence[int]]:
-    """The samples of each prompt, and how many tokens it has. Equal prompts that were drawn from apart stay apart.
-    Where nothing is shared: each sample alone."""
-    if not batching.shares:
-        return [(n,) for n in samples], ()
-    groups: dict[int, list[int]] = {}
-    for n in samples:
-        first = groups.setdefault(int(experience.prompt_numbers_N[n]), [n])[0]
-        assert torch.equal(experience.prompts[first], experience.prompts[n]), f"samples {first} and {n}: two prompts"
-        if first != n:
-            groups[int(experience.prompt_numbers_N[n])].append(n)
-    return list(groups.values()), [len(experience.prompts[group[0]]) for group in groups.values()]
+    owners = owners_of_outputs(role.mesh, plan.layouts_by_rank(role, plan.mini_batches))
+    return redistribute(mine, ones_N, _like(role), owners).values_T
 
 
 def _like(role: Role) -> Tensor:

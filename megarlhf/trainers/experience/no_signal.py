@@ -15,7 +15,7 @@ from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.experience import Experience
 from megarlhf.observe.records.metrics import Metric
 from megarlhf.rollout.rewards.batch import short
-from megarlhf.rollout.rewards.score import text_of
+from megarlhf.rollout.rewards.score import response_text
 
 OF_REWARD = "reward/"
 """Prefix of the columns of single rewards in `Experience.per_sample`."""
@@ -23,7 +23,7 @@ OF_REWARD = "reward/"
 CONSTANT_STEPS = 5
 """In a row with one value of a reward, after which that is said."""
 _AGAIN = 5
-"""What goes on is said after 1, 5, 25, ... times the steps."""
+"""Factor between two warnings about something that goes on: after 1, 5, 25, ... times the steps."""
 _SHOWN = 200
 
 
@@ -47,7 +47,7 @@ class SignalWatch:
         """Sentences about step `step` (1 is the first).
 
         said: what each reward said of the step's samples [N], by name; NaN: nothing
-        metrics: of the step, as `rl_metrics.describe` makes them
+        metrics: of the step, as `rl.metrics.describe` makes them
         grouped: responses are compared within their group only
         """
         grouped = grouped and "groups_without_signal" in metrics
@@ -96,7 +96,9 @@ def alarm(
         return ""
     prompt, finished = prompt_of(int(experience.per_sample["records"][0])), experience.rollouts.finished_N
     rows = experience.rollouts.responses.rows()
-    texts = [text_of(row.tolist(), tokenizer, finished=bool(end)) for row, end in zip(rows, finished, strict=True)]
+    texts = [
+        response_text(row.tolist(), tokenizer, finished=bool(end)) for row, end in zip(rows, finished, strict=True)
+    ]
     gave = ", ".join(f"{name} {float(values_N[0]):g}" for name, values_N in said.items())
     return (
         f"WARNING step {step}: {'; '.join(sentences)}. Likely causes: {'; '.join(_causes(texts, finished, metrics))}. "

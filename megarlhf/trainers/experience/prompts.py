@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from megarlhf.config import PromptDataConfig, RewardConfig, words_of
+from megarlhf.config import PromptDataConfig, RewardConfig, describe_sources
 from megarlhf.data.sample_types import PromptSample
-from megarlhf.data.samples.dataset import Samples
+from megarlhf.data.samples.dataset import Samples, by_record
 from megarlhf.data.tokenize.load import SetLoader
 from megarlhf.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.experience import Experience, Rollouts
 from megarlhf.planning.data.encoders import prompt_encoder
-from megarlhf.rollout.rewards.accuracy import accuracy_of
+from megarlhf.rollout.rewards.accuracy import find_accuracy
 from megarlhf.rollout.rewards.rules import field_check
 
 
@@ -27,9 +28,14 @@ class PromptData:
     validation: Sequence[PromptSample]
     tokenizer: Tokenizer
     notes: list[str]
-    """What was skipped, in words."""
+    """Sentences about records that were skipped."""
     test: Sequence[PromptSample] = ()
     """For figures."""
+
+    @cached_property
+    def prompt_of(self) -> Callable[[int], PromptSample]:
+        """Function that finds a training prompt by the number of its record."""
+        return by_record(self.train)
 
 
 def load_prompts(
@@ -46,12 +52,12 @@ def load_prompts(
     tokenizer = load_tokenizer(tokenizer_place)
     train, validation, notes = loader.train_and_validation("rl")
     validation = validation[:max_validation]
-    require_fields_of_accuracy(accuracy, rewards, validation, words_of(data.validation or data.train))
+    require_fields_of_accuracy(accuracy, rewards, validation, describe_sources(data.validation or data.train))
     test: Sequence[PromptSample] = ()
     if data.test is not None:
         test, of_test = loader.test(train)
         notes += of_test
-        require_fields_of_accuracy(accuracy, rewards, test, words_of(data.test))
+        require_fields_of_accuracy(accuracy, rewards, test, describe_sources(data.test))
     return PromptData(train, validation, tokenizer, notes, test)
 
 
@@ -59,7 +65,7 @@ def require_fields_of_accuracy(
     accuracy: str | None, rewards: Sequence[RewardConfig], validation: Sequence[PromptSample], source: str
 ) -> None:
     """Raises: ValueError for a held-out record that the rule named by `eval.accuracy` cannot judge."""
-    judge = accuracy_of(accuracy, rewards).judge
+    judge = find_accuracy(accuracy, rewards).judge
     if judge is None or judge.rule is None:
         return
     check = field_check(judge.rule)

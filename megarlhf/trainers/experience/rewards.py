@@ -18,7 +18,7 @@ from torch import Tensor
 from megarlhf.algo.reward_scaling import RunningMoments, group_normalised, weighted_total
 from megarlhf.architectures.hf_config import read_config, score_of_config
 from megarlhf.config import MicroBatchConfig, RewardConfig
-from megarlhf.config.rewards import labels_of
+from megarlhf.config.rewards import unique_labels
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.data.text.omissions import Kind
 from megarlhf.data.tokenizers.tokenizer import Tokenizer
@@ -33,12 +33,13 @@ from megarlhf.rollout.rewards.score import (
     PendingBatch,
     RewardSource,
     ShouldStop,
-    gather,
+    gather_rewards,
+    local_reward_batch,
     make_source,
-    share_of_rank,
 )
 from megarlhf.trainers.experience.batches import forward_per_sample
 from megarlhf.trainers.experience.no_signal import SignalWatch
+from megarlhf.trainers.experience.plan import StepPlan
 from megarlhf.trainers.experience.retokenize import retokenized, retokenizer_of
 from megarlhf.trainers.experience.sequence_scores import sequence_scores
 
@@ -60,12 +61,12 @@ def model_scores(reward_model: Role, experience: Experience, micro: MicroBatchCo
         lengths_K = experience.response_lengths_N[list(batch.layout.sequences)]
         return sequence_scores(scores_BS1, batch.layout, None if score_of == "last_token" else lengths_K)
 
-    return forward_per_sample(reward_model, experience, micro, score)
+    return forward_per_sample(reward_model, experience, StepPlan.whole(experience, micro), score)
 
 
 @dataclass(frozen=True)
 class RewardOutput:
-    """What one reward said of the step's samples."""
+    """Values of one reward for the samples of a step."""
 
     values_N: Tensor
     """fp64, so that sums that are equal on paper are equal; NaN where it does not apply, or failed."""
@@ -82,7 +83,7 @@ class RewardOutput:
 
     @staticmethod
     def joined(parts: Sequence[tuple[RewardOutput, Sequence[int]]]) -> RewardOutput:
-        """What was said of chosen samples, one part after the other."""
+        """Values of chosen samples, one part after the other."""
         names = sorted({name for said, _ in parts for name in said.components})
         token_values: dict[int, tuple[float, ...]] = {}
         place = 0
@@ -120,7 +121,7 @@ class CombinedRewards:
     kept_N: Tensor
     """bool: some reward applies, and none has failed."""
     token_rewards: Ragged | None
-    """Of single tokens, where any reward gave them."""
+    """Rewards of single tokens, where any reward gives them."""
     metrics: dict[str, float]
     per_sample: Mapping[str, Tensor]
     """By `reward/NAME`: what each reward said, before shift, clip and weight; NaN where it said nothing."""
@@ -152,7 +153,7 @@ class Rewarder:
         self.rewards, self.reward_model, self.tokenizer = rewards, reward_model, tokenizer
         self.device = device
         self._micro, self._phases, self._unrewarded = micro, phases or Phases(), unrewarded
-        self.labels = labels_of(rewards)
+        self.labels = unique_labels(rewards)
         named = zip(self.labels, rewards, strict=True)
         self._sources: dict[str, RewardSource] = {
             label: make_source(reward, device) for label, reward in named if reward.kind != "model"
@@ -182,19 +183,19 @@ class Rewarder:
 
     def start(self, experience: Experience, prompts: Sequence[PromptSample]) -> PendingRewards:
         """Begin with the step's samples; `prompts` are one per sample. Nothing is waited for."""
-        batch = share_of_rank(prompts, experience.rollouts, self.tokenizer)
+        batch = local_reward_batch(prompts, experience.rollouts, self.tokenizer)
         waiting = {label: source.start(batch) for label, source in self._sources.items()}
         return PendingRewards(self, experience, prompts, batch, waiting)
 
     def mean(self, experience: Experience, prompts: Sequence[PromptSample], should_stop: ShouldStop) -> float:
-        """Of held-out samples: the mean of `validation`, over those to which any reward applies."""
+        """Mean validation reward. Samples to which no reward applies are ignored."""
         return float(self.validation(experience, prompts, should_stop)[0].nanmean())
 
     def validation(
         self, experience: Experience, prompts: Sequence[PromptSample], should_stop: ShouldStop
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Of held-out samples: the weighted sum without normalisation, whose scale changes over a run, and what each
-        reward said, by name. [N], NaN where none applies, or this one does not, or has failed. Collective."""
+        """Rewards of held-out samples: the weighted sum, and the value of each reward by name, [N] each. Nothing is
+        normalised, since that scale changes over a run. NaN where no reward, or this one, applies. Collective."""
         said = self.start(experience, prompts).said(should_stop)
         return totals_of(self.rewards, said), {label: s.values_N for label, s in zip(self.labels, said, strict=True)}
 
@@ -206,7 +207,7 @@ class Rewarder:
         *,
         learn: bool = True,
     ) -> CombinedRewards:
-        """What was said of the samples, added up; `prompts` are one per sample.
+        """Add up the rewards of the samples; `prompts` are one per sample.
 
         Raises: RewardError where no sample has a reward; WatchdogTimeout where that is for want of an answer.
         """
@@ -265,8 +266,8 @@ class Rewarder:
         return {**counts, "samples_without_reward": int(totals_of(self.rewards, said).isnan().sum())}
 
     def require_rewards(self, prompts: Sequence[PromptSample], said: Sequence[RewardOutput]) -> None:
-        """Of all samples drawn, whether they are trained on or not; `prompts` are one per sample. Says which ones no
-        reward applies to. Raises: RewardError where that ends the run."""
+        """Report drawn samples to which no reward applies, whether they are trained on or not; `prompts` are one per
+        sample. Raises: RewardError where that ends the run."""
         failed_N = torch.stack([each.failed_N for each in said]).any(0)
         unrewarded_N = totals_of(self.rewards, said).isnan() & ~failed_N
         if not bool(unrewarded_N.any()):
@@ -302,13 +303,13 @@ class PendingRewards:
     waiting: Mapping[str, PendingBatch]
 
     def said(self, should_stop: ShouldStop = lambda: False) -> list[RewardOutput]:
-        """What each reward said, on every rank. Collective. Raises: see `rollout.rewards.score.gather`."""
+        """Wait for the values of each reward, on every rank. Collective. Raises: see `score.gather_rewards`."""
         rewarder, found = self.rewarder, []
         for label, reward in zip(rewarder.labels, rewarder.rewards, strict=True):
             if reward.kind == "model":
                 found.append(self._said_by_model(label))
                 continue
-            outcomes = gather(
+            outcomes = gather_rewards(
                 label,
                 self.waiting[label],
                 self.batch,

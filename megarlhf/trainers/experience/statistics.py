@@ -28,7 +28,7 @@ def means_of(experience: Experience, *columns_T: Tensor, counted_N: Tensor | Non
 
 
 def moments_of(experience: Experience, x_T: Tensor, counted_N: Tensor | None = None) -> Moments:
-    """Of the tokens of all samples, or of those that `counted_N` [N] bool marks: 0-d."""
+    """Moments of a column over the tokens of all samples, or of those that `counted_N` [N] bool marks: 0-d."""
     moments_N3 = torch.stack(list(packed_moments(x_T, experience.rollout_logprobs.cu_seqlens)), 1)
     return Moments(*_counted(experience.gather_per_sample(moments_N3), counted_N).sum(0))
 
@@ -40,7 +40,7 @@ def variance_of(moments: Moments) -> Tensor:
 
 
 def largest_of(experience: Experience, x_T: Tensor) -> float:
-    """Of the tokens of all samples; infinite where there is a NaN, which a maximum may lose."""
+    """Largest value of a column over all samples; infinite where there is a NaN, which a maximum may lose."""
     largest = x_T.nan_to_num(nan=torch.inf).amax() if x_T.numel() else x_T.new_tensor(-torch.inf)
     return float(experience.largest(largest))
 
@@ -52,7 +52,7 @@ def num_tokens(experience: Experience, counted_N: Tensor | None = None) -> int:
 
 
 def _counted(values_NK: Tensor, counted_N: Tensor | None) -> Tensor:
-    """What stands elsewhere, even NaN, is not read."""
+    """Set the rows of samples that do not count to 0; even NaN in them is not read."""
     if counted_N is None:
         return values_NK
     return torch.where(counted_N.to(values_NK.device)[:, None], values_NK, 0.0)

@@ -1,5 +1,5 @@
-"""Which of several responses to a prompt become training data: the best one for sft, or the best and the worst for rm
-and dpo (rejection sampling).
+"""Selection of training data among several responses to a prompt: the best one for sft, or the best and the worst for
+rm and dpo (rejection sampling).
 
 Legend: N samples; those of one prompt stand together.
 """

@@ -64,7 +64,7 @@ def run(cfg: AskConfig, runtime: Runtime, model: Path) -> None:
 
 
 def typed(encoded: Callable[[str], PromptSample], runtime: Runtime) -> Iterator[PromptSample]:
-    """What is typed on the first rank, on every rank, line by line, until its end (Ctrl-D). Collective."""
+    """Lines that are typed on the first rank, on every rank, until the end (Ctrl-D). Collective."""
     at_terminal = sys.stdin.isatty()
     if runtime.is_main and at_terminal:
         print("one prompt a line; Ctrl-D ends", file=sys.stderr, flush=True)

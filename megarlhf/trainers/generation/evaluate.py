@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarlhf.config import EvaluateConfig, words_of
+from megarlhf.config import EvaluateConfig, describe_sources
 from megarlhf.data.samples.encoders import PairSample, SFTSample
 from megarlhf.errors import RewardError, WatchdogTimeout
 from megarlhf.experience import Rollouts
@@ -49,7 +49,7 @@ RESPONSES = {"actor": "responses.jsonl", "against": "responses_of_against.jsonl"
 
 @dataclass
 class Read:
-    """What is evaluated on, as tokens."""
+    """Prompts, texts and pairs to evaluate on, as tokens."""
 
     prompts: Mapping[str, Prompts] = field(default_factory=dict)
     """By model."""
@@ -140,7 +140,7 @@ def _build(cfg: EvaluateConfig, runtime: Runtime, device_memory: DeviceMemory, p
 
 
 def _identity(role: Role) -> dict[str, Any]:
-    """Of the model, and of the adapter that is on it. Collective."""
+    """Identity of the model and of the adapter that is on it. Collective."""
     lora, known = role.section.lora, vars(identity_of_weights(role))
     if lora is None:
         return {**known, "adapter": None}
@@ -188,7 +188,7 @@ def _scored(
 
 
 def _write_responses(cfg: EvaluateConfig, read: Read, answers: Mapping[str, Answers]) -> None:
-    """What each model has said and what each reward said of it, as `generate` writes it."""
+    """Write the responses of each model with their rewards, in the form of `generate`."""
     for name, each in answers.items():
         prompts = [prompt for prompt in each.prompts for _ in range(cfg.rollout.num_samples_per_prompt)]
         texts = response_texts(each.rollouts, read.prompts[name].tokenizer)
@@ -210,7 +210,7 @@ def _report(
         "figures": as_json(figures),
         "intervals": INTERVALS,
         "models": models,
-        "data": {"source": words_of(cfg.data.train), "samples": read.described()},
+        "data": {"source": describe_sources(cfg.data.train), "samples": read.described()},
         "sampling": drawn(cfg) if cfg.generates else None,
         "rewards": [reward.label for reward in cfg.rewards] if cfg.generates else None,
         "seed": cfg.run.seed,
@@ -226,10 +226,10 @@ def _report(
 
 
 def _in_words(cfg: EvaluateConfig, figures: Figures) -> str:
-    """What the table is of."""
+    """Title of the table."""
     if not cfg.generates:
-        return f"{', '.join(cfg.tasks())} on {words_of(cfg.data.train)}; intervals of 95% over texts or pairs"
+        return f"{', '.join(cfg.tasks())} on {describe_sources(cfg.data.train)}; intervals of 95% over texts or pairs"
     responses, prompts = figures["num_samples"].value, figures["num_prompts"].value
     how = drawn_in_words(cfg)
-    of = f"{responses} responses to {prompts} prompts of {words_of(cfg.data.train)}, {how}"
+    of = f"{responses} responses to {prompts} prompts of {describe_sources(cfg.data.train)}, {how}"
     return f"means over {of}; intervals of 95% over prompts"

@@ -34,7 +34,7 @@ class Figure:
     low: float | None = None
     high: float | None = None
     over: str = ""
-    """Of what it is the mean, with the number: `64 prompts`."""
+    """Number and name of what the mean is taken over: `64 prompts`."""
 
     @classmethod
     def of(cls, estimate: Estimate, unit: str = "prompts") -> Figure:
@@ -61,7 +61,7 @@ def of_texts(logprobs_P: Tensor, tokens_P: Tensor, unit: str) -> Figures:
 
 
 def of_pairs(scores_P2: Tensor, lengths_P2: Tensor) -> tuple[Figures, dict[str, Any]]:
-    """Of a reward model, and `algo.calibration.pair_report`.
+    """Figures of a reward model, and `algo.calibration.pair_report`.
 
     Shapes: scores_P2, lengths_P2 [P, 2]: of the chosen and of the rejected response
     """

@@ -28,9 +28,9 @@ from megarlhf.parallel.mesh import GroupCache
 from megarlhf.resume.claim.on_existing import NO_STEPS_LEFT, finish
 from megarlhf.rollout.engine import RolloutEngine, sample_seed
 from megarlhf.rollout.factory import actor_order, make_engine, sampling_of
-from megarlhf.rollout.rewards.accuracy import accuracy_metrics, accuracy_of
+from megarlhf.rollout.rewards.accuracy import accuracy_metrics, find_accuracy
 from megarlhf.rollout.rewards.batch import RewardBatch
-from megarlhf.rollout.rewards.score import RewardSource, gather, make_source, response_texts, share_of_rank
+from megarlhf.rollout.rewards.score import RewardSource, gather_rewards, local_reward_batch, make_source, response_texts
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.experience.prompts import PromptData, load_prompts
 from megarlhf.trainers.generation.best_of import candidates, choose, record_of
@@ -72,7 +72,7 @@ def engine_of(cfg: GenerateConfig, runtime: Runtime) -> RolloutEngine:
 
 
 class _Scores(NamedTuple):
-    """What a reward says of each response."""
+    """Values of a reward for each response."""
 
     values_N: Tensor
     """fp64, as the reward says it; NaN where it does not apply, or has failed."""
@@ -97,7 +97,7 @@ def _respond(
                 sampling_of(cfg.rollout, cfg.actor, data.tokenizer, greedy=cfg.greedy, data=cfg.data),
             )
         responses = response_texts(rollouts, data.tokenizer)
-        batch = share_of_rank(prompts, rollouts, data.tokenizer)
+        batch = local_reward_batch(prompts, rollouts, data.tokenizer)
         try:
             with phases("reward"):
                 scores = {reward.label: _scores(reward, source, batch, phases) for reward, source in sources}
@@ -113,13 +113,13 @@ def _respond(
 
 def _scored_by(cfg: GenerateConfig) -> list[RewardConfig]:
     """The rewards, and the rule that `eval.accuracy` names where it is none of them."""
-    judge = accuracy_of(cfg.eval.accuracy, cfg.rewards).judge
+    judge = find_accuracy(cfg.eval.accuracy, cfg.rewards).judge
     return [*cfg.rewards, *([judge] if judge is not None else [])]
 
 
 def _scores(reward: RewardConfig, source: RewardSource, batch: RewardBatch, phases: Phases) -> _Scores:
-    """Of this rank's batch and those of the others. Collective."""
-    outcomes = gather(
+    """Values of this rank's batch and of the others'. Collective."""
+    outcomes = gather_rewards(
         reward.label,
         source.start(batch),
         batch,
@@ -138,7 +138,7 @@ def _summary(cfg: GenerateConfig, rollouts: Rollouts, scores: Mapping[str, _Scor
         summary |= {f"eval_{name}": float(values_N.nanmean()), f"eval_{name}_none": missing - failed}
         if failed:
             summary[f"eval_{name}_failed"] = failed
-    accuracy = accuracy_of(cfg.eval.accuracy, cfg.rewards)
+    accuracy = find_accuracy(cfg.eval.accuracy, cfg.rewards)
     if accuracy.label is not None:
         summary |= accuracy_metrics(accuracy, scores[accuracy.label].values_N)
     return {
@@ -155,7 +155,7 @@ def _chosen_lines(
     rollouts: Rollouts,
     scores: Mapping[str, _Scores],
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """What is written, and how many were selected and left out.
+    """Lines to write, and how many were selected and left out.
 
     Raises: ValueError when nothing is selected; see `best_of.record_of`.
     """

@@ -1,4 +1,4 @@
-"""What `eval` does with responses: draws them from one model after the other, and asks the rewards.
+"""Responses in `eval`: drawn from one model after the other, and judged by the rewards.
 
 Legend: N responses, in the order of the prompts, `num_samples_per_prompt` to each.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarlhf.config import EvaluateConfig, RewardConfig, RolloutConfig, words_of
+from megarlhf.config import EvaluateConfig, RewardConfig, RolloutConfig, describe_sources
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.experience import Rollouts
@@ -23,7 +23,7 @@ from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.device_memory import DeviceMemory, OnDevice
 from megarlhf.rollout.engine import sample_seed
 from megarlhf.rollout.factory import sampling_of
-from megarlhf.rollout.rewards.accuracy import accuracy_metrics, accuracy_of
+from megarlhf.rollout.rewards.accuracy import accuracy_metrics, find_accuracy
 from megarlhf.trainers.experience.prompts import load_prompts, make_experience
 from megarlhf.trainers.experience.rewards import Rewarder, RewardOutput, totals_of
 from megarlhf.trainers.generation.figures import Figure, Figures, of_comparison, of_right, of_values
@@ -36,29 +36,29 @@ SEED_OF = {"actor": 0, "against": 1}
 
 @dataclass(frozen=True)
 class Answers:
-    """What a model has said to all prompts, and what the rewards said of it."""
+    """Responses of a model to all prompts, and their rewards."""
 
     prompts: Sequence[PromptSample]
     """One for each prompt."""
     rollouts: Rollouts
     said: Sequence[RewardOutput] = ()
-    """Of each reward, and of the rule that is the accuracy where it is none of them."""
+    """Values of each reward, and of the rule that is the accuracy where it is none of them."""
 
 
 def scored_by(cfg: EvaluateConfig) -> list[RewardConfig]:
     """The rewards, and the rule that `eval.accuracy` names where it is none of them."""
-    judge = accuracy_of(cfg.eval.accuracy, cfg.rewards).judge
+    judge = find_accuracy(cfg.eval.accuracy, cfg.rewards).judge
     return [*cfg.rewards, *([judge] if judge is not None else [])]
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """What a model is asked, as its tokenizer reads it."""
+    """Prompts as a model's tokenizer reads them."""
 
     prompts: Sequence[PromptSample]
     tokenizer: Tokenizer
     notes: Sequence[str]
-    """What was skipped, in words."""
+    """Sentences about records that were skipped."""
 
 
 def drawn(cfg: EvaluateConfig) -> dict[str, Any]:
@@ -91,7 +91,8 @@ def read_prompts(cfg: EvaluateConfig) -> dict[str, Prompts]:
     common = set.intersection(*map(set, records.values()))
     if not common:
         raise ValueError(
-            f"data.train = {words_of(cfg.data.train)}: no prompt is short enough for both models; raise the limits"
+            f"data.train = {describe_sources(cfg.data.train)}: no prompt is short enough for both models; raise the "
+            "limits"
         )
     places = {name: [n for n, record in enumerate(each) if record in common] for name, each in records.items()}
     return {
@@ -103,7 +104,8 @@ def read_prompts(cfg: EvaluateConfig) -> dict[str, Prompts]:
 def responses(
     cfg: EvaluateConfig, role: Role, data: Prompts, device_memory: DeviceMemory, phases: Phases, parts: RunFactories
 ) -> Rollouts:
-    """Of the model `role`, by an engine that is certified to hold its weights, and is gone afterwards. Collective."""
+    """Draw responses of the model `role`, by an engine that is certified to hold its weights and closed afterwards.
+    Collective."""
     limits, longest = cfg.data, cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens
     with phases("build"):
         device_memory.keep_only()  # vLLM measures what is free
@@ -138,7 +140,7 @@ def scored(cfg: EvaluateConfig, rewarder: Rewarder, prompts: Sequence[PromptSamp
 
 
 def figures_of(cfg: EvaluateConfig, answers: Answers) -> Figures:
-    """Of a model's answers."""
+    """Figures of a model's answers."""
     per_prompt, rewards = cfg.rollout.num_samples_per_prompt, scored_by(cfg)
     said = {reward.label: each for reward, each in zip(rewards, answers.said, strict=True)}
     figures: Figures = {}
@@ -152,7 +154,7 @@ def figures_of(cfg: EvaluateConfig, answers: Answers) -> Figures:
             figures[f"eval_{label}_failed"] = Figure(failed)
     if len(cfg.rewards) > 1 or "comparison" in cfg.tasks():
         figures["eval_reward_mean"] = of_values(totals(cfg, answers), per_prompt)
-    accuracy = accuracy_of(cfg.eval.accuracy, cfg.rewards)
+    accuracy = find_accuracy(cfg.eval.accuracy, cfg.rewards)
     if accuracy.label is not None:
         values_N = said[accuracy.label].values_N
         metrics = accuracy_metrics(accuracy, values_N)

@@ -1,4 +1,4 @@
-"""What `eval` measures of texts that are there: perplexity, and how a reward model ranks pairs.
+"""Measurements of `eval` on given texts: perplexity, and how a reward model ranks pairs.
 
 Legend: P texts or pairs; B, S, H rows, positions and hidden width of a micro-batch, K its sequences.
 """
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.architectures.hf_config import architecture_from_hf, read_config, score_of_config
-from megarlhf.config import EvaluateConfig, RMConfig, SFTConfig, TrainConfig, words_of
+from megarlhf.config import EvaluateConfig, RMConfig, SFTConfig, TrainConfig, describe_sources
 from megarlhf.data.sample_types import Encoder
 from megarlhf.data.samples.encoders import PairSample, SFTSample
 from megarlhf.data.samples.texts import Text
@@ -51,7 +51,7 @@ def _limits(cfg: EvaluateConfig) -> TrainConfig:
 
 
 def read_texts(cfg: EvaluateConfig) -> tuple[Sequence[SFTSample], str]:
-    """What the perplexity is of, and what was skipped in words. Raises: ValueError."""
+    """Texts for the perplexity, and sentences about what was skipped. Raises: ValueError."""
     objective, limits = perplexity_objective(cfg), cfg.data
     if cfg.eval.perplexity_of == "response":
         return _read(objective, cfg.max_samples)
@@ -60,7 +60,7 @@ def read_texts(cfg: EvaluateConfig) -> tuple[Sequence[SFTSample], str]:
     texts = [SFTSample.of_response(piece.tokens, 1) for piece in pieces[: cfg.max_samples]]
     max_positions = architecture_from_hf(objective.section.model.hf_directory()).longest_sequence
     with _said_of_eval():
-        objective.require_fitting(texts, max_positions, words_of(limits.train))
+        objective.require_fitting(texts, max_positions, describe_sources(limits.train))
     return texts, "; ".join(notes)
 
 
@@ -77,7 +77,7 @@ def _read(objective: Objective[Sample], most: int | None) -> tuple[Sequence[Samp
 
 @contextlib.contextmanager
 def _said_of_eval() -> Iterator[None]:
-    """What `sft` and `rm` say of their keys, of those of `eval`."""
+    """Put the keys of `eval` in place of those of `sft` and `rm` in a message."""
     try:
         yield
     except ValueError as error:

@@ -41,12 +41,12 @@ class Advantage:
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What the rewards of a step's tokens are made of."""
+    """Inputs of an advantage: rewards of a step's tokens, and what they are made of."""
 
     experience: Experience
     algo: AlgoConfig
     kl_coef: float
-    """Of the KL in the reward; 0: none."""
+    """Coefficient of the KL in the reward; 0: none."""
 
     @property
     def rewards_N(self) -> Tensor:

@@ -1,8 +1,8 @@
-"""What a run of rl is made of: roles, engine, rewards, and whatever keeps state over steps."""
+"""Build a run of rl: its roles, engine and rewards, and what keeps state over steps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,13 +29,14 @@ from megarlhf.resume.points.file_digest import digest_of_directory
 from megarlhf.resume.points.stateful import Stateful
 from megarlhf.resume.signals import StopRequest
 from megarlhf.rollout.engine import RolloutEngine, Sampling
-from megarlhf.rollout.factory import mesh_orders, sampling_of
+from megarlhf.rollout.factory import engine_dtype, mesh_orders, sampling_of
 from megarlhf.rollout.response_cache import RolloutCache
-from megarlhf.rollout.rewards.rules import sources_of_rules
+from megarlhf.rollout.rewards.rules import rule_source_digests
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.experience.prompts import PromptData
 from megarlhf.trainers.experience.rewards import Rewarder
 from megarlhf.trainers.rl.kl_controller import KLController
+from megarlhf.trainers.rl.logprob_gap import MismatchGuard
 from megarlhf.trainers.rl.moving_weights import MovingAverage, MovingReference
 from megarlhf.trainers.rl.pretraining_mix import PretrainingMix, pretraining_mix
 from megarlhf.trainers.run.best_checkpoint import Best
@@ -45,26 +46,31 @@ from megarlhf.trainers.run.skipped_steps import Failures, StepGuard
 
 
 @dataclass(frozen=True)
-class Components:
-    """The roles, the engine and what belongs to them."""
+class RLRun:
+    """Everything that the stages of the loop share: configuration, data, roles, engine, and what keeps state."""
 
+    cfg: RLConfig
+    data: PromptData
     actor: Role
     reference: Role | None
-    """Where the KL is measured."""
+    """Model to which the KL is measured."""
     critic: Role | None
     engine: RolloutEngine
     rewarder: Rewarder
     sampling: Sampling
+    cache: RolloutCache
     phases: Phases
-    bad_steps: Mapping[str, StepGuard]
+    step_guards: Mapping[str, StepGuard]
     """By trained role."""
     kl: KLController
+    mismatch: MismatchGuard
     ptx: PretrainingMix | None = None
     ema: MovingAverage | None = None
     moving_reference: MovingReference | None = None
 
     @property
     def trained(self) -> list[Role]:
+        """Roles with an optimizer."""
         return [role for role in (self.actor, self.critic) if role is not None]
 
     @property
@@ -79,53 +85,107 @@ class Components:
 
     @property
     def states(self) -> dict[str, Stateful]:
-        """Whatever of this keeps state over steps, by name."""
-        skipped = {f"bad_steps/{name}": bad_steps for name, bad_steps in self.bad_steps.items()}
+        """Parts of this that keep state over steps, by their names in resume points."""
+        skipped = {f"bad_steps/{name}": guard for name, guard in self.step_guards.items()}
         mix = {} if self.ptx is None else {"ptx": self.ptx}
-        return {"kl_controller": self.kl, "rewards": self.rewarder, **mix, **skipped}
+        return {"kl_controller": self.kl, "rewards": self.rewarder, **mix, **skipped, "logprob_gap": self.mismatch}
 
 
 def build(
     cfg: RLConfig,
     runtime: Runtime,
-    tokenizer: Tokenizer,
+    data: PromptData,
     phases: Phases,
     parts: RunFactories = RunFactories(),  # noqa: B008 -- frozen
-) -> Components:
-    """The roles that this configuration needs, and the engine."""
-    cache, sections, seed = GroupCache(runtime), cfg.roles(), cfg.run.seed
+) -> RLRun:
+    """Build the roles that this configuration needs, the engine, and what belongs to them."""
+    tokenizer, sections = data.tokenizer, cfg.roles()
     device_memory = DeviceMemory(runtime.device, parts.host(runtime.device), shared=True)
+    sampling = sampling_of(cfg.rollout, cfg.actor, tokenizer, data=cfg.data)
+    end_ids = sampling.end_ids if cfg.data.template_mode == "chat" else ()
+    build_one = role_builder(cfg, runtime, device_memory, parts, end_ids)
+
+    actor = build_one("actor", "lm", trained=True)
+    reference = None
+    if "reference" in sections:
+        reference = actor.without_adapter("reference") if cfg.reference_is_base else build_one("reference", "lm")
+    critic = build_one("critic", "scalar", trained=True) if "critic" in sections else None
+    reward_model = build_one("reward_model", "scalar") if "reward_model" in sections else None
+    rows = cfg.train.rows(cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens)
+    device_memory.keep_only()  # vLLM measures what is free
+    engine = parts.engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, rows)
+    for phases_with_engine, to_generate in ((("rollout", "eval"), True), (("reshard", "certificate"), False)):
+        for phase in phases_with_engine:
+            phases.before[phase] = OnDevice(device_memory, partial(engine.needs, to_generate=to_generate))
+    for role in (actor, reference, critic, reward_model):
+        if role is not None:
+            phases.before |= role.parts.turns(role.name)
+    failures = Failures.of(cfg, "rl")
+    dtypes = actor.shard.dtype, engine_dtype(cfg.rollout, actor)
+    ema = None if cfg.ema is None else MovingAverage(build_one("actor_ema", "lm"), actor, cfg.ema.decay)
+    moving = None
+    if cfg.reference_update is not None:
+        assert reference is not None, "checked with the configuration"
+        moving = MovingReference(reference, actor, cfg.reference_update.every, cfg.reference_update.mixup)
+    return RLRun(
+        cfg=cfg,
+        data=data,
+        actor=actor,
+        reference=reference,
+        critic=critic,
+        engine=engine,
+        rewarder=build_rewarder(cfg, reward_model, tokenizer, runtime, phases),
+        sampling=sampling,
+        cache=RolloutCache(cfg.run.dir / "bank"),
+        phases=phases,
+        step_guards={role.name: StepGuard(cfg.train, failures, phases) for role in (actor, critic) if role},
+        kl=KLController(cfg.algo.kl),
+        mismatch=MismatchGuard(cfg.rollout.logprob_gap, min(dtypes, key=lambda dtype: dtype.itemsize)),
+        ptx=pretraining_mix(cfg),
+        ema=ema,
+        moving_reference=moving,
+    )
+
+
+def role_builder(
+    cfg: RLConfig, runtime: Runtime, device_memory: DeviceMemory, parts: RunFactories, end_ids: Sequence[int]
+) -> Callable[..., Role]:
+    """A function that builds a role by its name and head; all its roles share process groups and device memory.
+
+    end_ids: tokens with which exported models are told to end a response
+    """
+    cache, sections = GroupCache(runtime), cfg.roles()
     orders = mesh_orders(cfg.rollout, sections, runtime)
 
-    sampling = sampling_of(cfg.rollout, cfg.actor, tokenizer, data=cfg.data)
-    learnt = sampling.end_ids if cfg.data.template_mode == "chat" else ()
-
-    def role(name: str, head: Head, *, trained: bool = False) -> Role:
-        steps = cfg.optimizer_steps(name) if trained else None
-        files = files_of_exports(sections[name].model, cfg.data, learnt) if trained else {}
+    def build_one(name: str, head: Head, *, trained: bool = False) -> Role:
+        section, like = sections.get(name), name
+        if name == "actor_ema":  # the actor's layout, in fp32
+            like = "actor"
+            fp32 = sections[like].model.model_copy(update={"dtype": "fp32"})
+            section = sections[like].model_copy(update={"model": fp32})
+        assert section is not None
+        is_result = trained or name == "actor_ema"
         return build_role(
             name,
-            sections[name],
+            section,
             head,
             cache,
-            seed=seed,
-            num_optimizer_steps=steps,
-            order=orders[name],
-            files=files,
+            seed=cfg.run.seed,
+            num_optimizer_steps=cfg.optimizer_steps(name) if trained else None,
+            order=orders[like],
+            files=files_of_exports(section.model, cfg.data, end_ids) if is_result else {},
             weights=parts.weights,
             device_memory=device_memory,
         )
 
-    actor = role("actor", "lm", trained=True)
-    reference = None
-    if "reference" in sections:
-        reference = actor.without_adapter("reference") if cfg.reference_is_base else role("reference", "lm")
-    critic = role("critic", "scalar", trained=True) if "critic" in sections else None
-    reward_model = role("reward_model", "scalar") if "reward_model" in sections else None
-    rows = cfg.train.rows(cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens)
-    device_memory.keep_only()  # vLLM measures what is free
-    engine = parts.engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, rows)
-    rewarder = Rewarder(
+    return build_one
+
+
+def build_rewarder(
+    cfg: RLConfig, reward_model: Role | None, tokenizer: Tokenizer, runtime: Runtime, phases: Phases
+) -> Rewarder:
+    """The configured rewards."""
+    return Rewarder(
         cfg.rewards,
         reward_model,
         tokenizer,
@@ -135,100 +195,52 @@ def build(
         unrewarded=cfg.algo.unrewarded,
         may_drop=cfg.data.template_may_drop,
     )
-    for phase in ("rollout", "eval"):
-        phases.before[phase] = OnDevice(device_memory, partial(engine.needs, to_generate=True))
-    for phase in ("reshard", "certificate"):
-        phases.before[phase] = OnDevice(device_memory, partial(engine.needs, to_generate=False))
-    for built in (actor, reference, critic, reward_model):
-        if built is not None:
-            phases.before |= built.parts.turns(built.name)
-    failures = Failures.of(cfg, "rl")
-    bad_steps = {each.name: StepGuard(cfg.train, failures, phases) for each in (actor, critic) if each}
-    ema, moving = None, None
-    if cfg.ema is not None:
-        fp32 = sections["actor"].model.model_copy(update={"dtype": "fp32"})
-        averaged = sections["actor"].model_copy(update={"model": fp32})
-        average = build_role(
-            "actor_ema",
-            averaged,
-            "lm",
-            cache,
-            seed=seed,
-            order=orders["actor"],
-            files=actor.files,
-            weights=parts.weights,
-            device_memory=device_memory,
-        )
-        ema = MovingAverage(average, actor, cfg.ema.decay)
-    if cfg.reference_update is not None:
-        assert reference is not None, "checked with the configuration"
-        moving = MovingReference(reference, actor, cfg.reference_update.every, cfg.reference_update.mixup)
-    return Components(
-        actor,
-        reference,
-        critic,
-        engine,
-        rewarder,
-        sampling,
-        phases,
-        bad_steps,
-        kl=KLController(cfg.algo.kl),
-        ptx=pretraining_mix(cfg),
-        ema=ema,
-        moving_reference=moving,
-    )
 
 
 def training_of(
-    cfg: RLConfig,
-    components: Components,
-    data: PromptData,
-    states: Mapping[str, Stateful],
-    best: Best,
-    bank: RolloutCache,
-    stop: StopRequest,
-    parts: RunFactories,
+    run: RLRun, states: Mapping[str, Stateful], best: Best, stop: StopRequest, parts: RunFactories
 ) -> ResumableState:
-    """What is saved of the run, and what it is recognised by. Collective."""
+    """State that is saved of the run, and digests by which a resume recognises it. Collective."""
+    cfg, data = run.cfg, run.data
     others = {
-        "tokens that end a response": str(sorted(components.sampling.end_ids)),
+        "tokens that end a response": str(sorted(run.sampling.end_ids)),
         "texts that end a response": str(sorted(cfg.rollout.stop)),
         "the actor's tokenizer": digest_of_vocabulary(data.tokenizer),
     }
-    built = [components.actor, components.reference, components.critic, components.rewarder.reward_model]
-    if (scorer := components.rewarder.reward_model) is not None:
+    built = [run.actor, run.reference, run.critic, run.rewarder.reward_model]
+    if (scorer := run.rewarder.reward_model) is not None:
         others["weights of the reward model"] = digest_of_weights(scorer)
         if cfg.retokenizes:
             tokenizer = load_tokenizer(scorer.section.model.tokenizer_place())
             others["the reward model's tokenizer"] = digest_of_vocabulary(tokenizer)
-    for label, reward in zip(components.rewarder.labels, cfg.rewards, strict=True):
+    for label, reward in zip(run.rewarder.labels, cfg.rewards, strict=True):
         if reward.path is not None:
-            others[f"files of the classifier {label}"] = _digest_by_first_rank(reward.path, components.actor)
-    if components.ptx is not None:
-        others["ptx.data"] = components.ptx.digest()
+            others[f"files of the classifier {label}"] = _digest_by_first_rank(reward.path, run.actor)
+    if run.ptx is not None:
+        others["ptx.data"] = run.ptx.digest()
     if cfg.train.stop.patience is not None:
         others["data.validation (decides when the run ends)"] = digest_of_samples(data.validation)
     return ResumableState(
         cfg.checkpoint,
-        components.saved,
+        run.saved,
         stop,
         data=digest_of_samples(data.train),
-        states={**states, **components.states},
-        base={role.name: identity_of_weights(role) for role in components.saved},
+        states={**states, **run.states},
+        base={role.name: identity_of_weights(role) for role in run.saved},
         writing=writing_of_training(cfg, "actor"),
-        adapter_bases=bases_of_adapters(components.saved),
-        reference=None if components.reference is None else identity_of_weights(components.reference),
+        adapter_bases=bases_of_adapters(run.saved),
+        reference=None if run.reference is None else identity_of_weights(run.reference),
         architectures={role.name: architecture_of(role) for role in built if role is not None},
         others=others,
-        sources=sources_of_rules(cfg.rewards),
+        sources=rule_source_digests(cfg.rewards),
         best=best,
-        on_saved=lambda oldest: bank.forget_before(oldest.step),
+        on_saved=lambda oldest: run.cache.forget_before(oldest.step),
         writer=parts.writer,
     )
 
 
 def _digest_by_first_rank(directory: Path, role: Role) -> str:
-    """Of the files in a directory. Collective. Raises: ValueError, on every rank, where they cannot be read."""
+    """Digest of the files in a directory. Collective. Raises: ValueError, on every rank, where they cannot be read."""
     digest = ""
     with raise_on_all_ranks(lambda reasons: ValueError(f"{directory} cannot be read: {reasons[0]}")):
         if role.mesh.runtime.is_main:

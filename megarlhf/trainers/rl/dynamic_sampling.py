@@ -1,4 +1,4 @@
-"""Which samples of a step are trained on: dynamic sampling, between the rewards and the log-probs.
+"""Dynamic sampling: choice of the samples of a step that are trained on, between the rewards and the log-probs.
 
 Legend: N samples, G groups.
 """
@@ -20,15 +20,15 @@ from megarlhf.trainers.experience.rewards import RewardOutput, bounded, totals_o
 
 @dataclass(frozen=True)
 class ScoredRollout:
-    """Prompts, the responses to them, and what each reward says of these."""
+    """Prompts, the responses to them, and the outputs of each reward for these."""
 
     prompts: Sequence[PromptSample]
     """One for each group; the samples of a group stand together."""
     experience: Experience
-    said: Sequence[RewardOutput]
+    rewards: Sequence[RewardOutput]
 
     def samples_of(self, groups: Sequence[int]) -> list[int]:
-        """Of chosen groups, in their order."""
+        """Samples of chosen groups, in their order."""
         size = self.experience.num_samples // len(self.prompts)
         return [group * size + n for group in groups for n in range(size)]
 
@@ -68,17 +68,17 @@ def select(
 
 def joined(parts: Sequence[tuple[ScoredRollout, Sequence[int]]]) -> ScoredRollout:
     """Chosen groups of several rounds, numbered anew."""
-    samples = [drawn.samples_of(groups) for drawn, groups in parts]
-    rows = [(drawn, each) for (drawn, _), each in zip(parts, samples, strict=True)]
-    prompts = [drawn.prompts[group] for drawn, groups in parts for group in groups]
-    size = sum(map(len, samples)) // len(prompts)
+    rows = [(rollout, rollout.samples_of(groups)) for rollout, groups in parts]
+    prompts = [rollout.prompts[group] for rollout, groups in parts for group in groups]
+    size = sum(len(samples) for _, samples in rows) // len(prompts)
     experience = Experience(
-        prompts=tuple(drawn.experience.prompts[n] for drawn, each in rows for n in each),
+        prompts=tuple(rollout.experience.prompts[n] for rollout, samples in rows for n in samples),
         groups_N=torch.arange(len(prompts)).repeat_interleave(size),
-        rollouts=Rollouts.joined([(drawn.experience.rollouts, each) for drawn, each in rows]),
+        rollouts=Rollouts.joined([(rollout.experience.rollouts, samples) for rollout, samples in rows]),
     )
-    said = [RewardOutput.joined([(drawn.said[k], each) for drawn, each in rows]) for k in range(len(parts[0][0].said))]
-    return ScoredRollout(prompts, experience, said)
+    by_reward = range(len(parts[0][0].rewards))
+    rewards = [RewardOutput.joined([(rollout.rewards[k], samples) for rollout, samples in rows]) for k in by_reward]
+    return ScoredRollout(prompts, experience, rewards)
 
 
 def groups_with_signal(drawn: ScoredRollout, rewards: Sequence[RewardConfig], cfg: DynamicSamplingConfig) -> list[int]:
@@ -87,11 +87,11 @@ def groups_with_signal(drawn: ScoredRollout, rewards: Sequence[RewardConfig], cf
     Compared is the weighted sum of the rewards, each less its shift and clipped; a reward that is normalised also by
     itself, as equal sums may differ after it. Samples without a reward, or with one that failed, are not compared.
     """
-    groups_N, said = drawn.experience.groups_N, drawn.said
-    total_N = totals_of(rewards, said).cpu().double()
+    groups_N, outputs = drawn.experience.groups_N, drawn.rewards
+    total_N = totals_of(rewards, outputs).cpu().double()
     normalised = [
-        bounded(reward, each.values_N).float().cpu().masked_fill(total_N.isnan(), torch.nan)
-        for reward, each in zip(rewards, said, strict=True)
+        bounded(reward, output.values_N).float().cpu().masked_fill(total_N.isnan(), torch.nan)
+        for reward, output in zip(rewards, outputs, strict=True)
         if reward.normalise != "none"
     ]
     differs_N = torch.stack([_differs(values_N, groups_N) for values_N in (total_N, *normalised)]).any(0)

@@ -1,4 +1,4 @@
-"""Held-out evaluation in the loop, and the rules that end a run.
+"""Held-out evaluation in the loop, the rules that end a run, and the choice of the best step.
 
 The rules see the held-out reward, which is an accuracy where the reward is a rule that compares with the answer.
 """
@@ -14,38 +14,34 @@ import torch
 from torch import Tensor
 
 from megarlhf.algo.kl import kl_estimate
-from megarlhf.config import RewardConfig, RLConfig, StopConfig
+from megarlhf.config import RewardConfig, StopConfig
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.experience import Ragged, Rollouts
 from megarlhf.observe.records.metrics import Metric
 from megarlhf.observe.records.sample_tables import Row, spread
 from megarlhf.rollout.factory import sampling_of
-from megarlhf.rollout.rewards.accuracy import accuracy_metrics, accuracy_of
-from megarlhf.rollout.rewards.score import gather, make_source, share_of_rank
+from megarlhf.rollout.rewards.accuracy import accuracy_metrics, find_accuracy
+from megarlhf.rollout.rewards.score import gather_rewards, local_reward_batch, make_source
+from megarlhf.trainers.experience.plan import StepPlan
 from megarlhf.trainers.experience.prompts import make_experience
-from megarlhf.trainers.rl.build import Components
+from megarlhf.trainers.rl.build import RLRun
 from megarlhf.trainers.rl.sample_rows import rows_of
 from megarlhf.trainers.rl.scoring import policy_logprobs
-from megarlhf.trainers.run.best_checkpoint import Patience
-from megarlhf.trainers.run.test_split import prefix_test
+from megarlhf.trainers.run.best_checkpoint import Best, Patience
+from megarlhf.trainers.run.session import Session, is_due
+from megarlhf.trainers.run.test_split import log_test_metrics, prefix_test
 
 
 class Evaluator:
     """Greedy responses to the held-out prompts: mean reward, accuracy by the reward or rule that is one, and a table of
     the same samples each time."""
 
-    def __init__(
-        self,
-        cfg: RLConfig,
-        components: Components,
-        validation: Sequence[PromptSample],
-        test: Sequence[PromptSample] = (),
-    ) -> None:
-        rewarder = components.rewarder
-        self._cfg, self._components, self._validation, self._test = cfg, components, validation, test
+    def __init__(self, run: RLRun) -> None:
+        cfg, rewarder, validation, test = run.cfg, run.rewarder, run.data.validation, run.data.test
+        self._run, self._validation, self._test = run, validation, test
         self._sampling = sampling_of(cfg.rollout, cfg.actor, rewarder.tokenizer, greedy=True, data=cfg.data)
-        self._accuracy = accuracy_of(cfg.eval.accuracy, cfg.rewards)
+        self._accuracy = find_accuracy(cfg.eval.accuracy, cfg.rewards)
         judge = self._accuracy.judge if validation or test else None
         self._judge = None if judge is None else Judge(judge, rewarder.tokenizer)
         self._shown = spread(cfg.samples.count, len(validation))
@@ -63,7 +59,7 @@ class Evaluator:
         if not self._validation:
             return {}, []
         rollouts, total_N, said, metrics = self._measure(self._validation, should_stop)
-        tokenizer, kl_N = self._components.rewarder.tokenizer, self._kl_of_shown(rollouts)
+        tokenizer, kl_N = self._run.rewarder.tokenizer, self._kl_of_shown(rollouts)
         return metrics, rows_of(step, self._shown, self._validation, rollouts, total_N, said, tokenizer, kl_N)
 
     @property
@@ -79,9 +75,9 @@ class Evaluator:
         self, asked: Sequence[PromptSample], should_stop: Callable[[], bool]
     ) -> tuple[Rollouts, Tensor, dict[str, Tensor], dict[str, Metric]]:
         """Responses, the sum of their rewards, what each reward said, and the metrics of both."""
-        components, prompts = self._components, [torch.tensor(prompt.tokens) for prompt in asked]
-        rollouts = components.engine.generate(prompts, [0] * len(prompts), self._sampling, should_stop=should_stop)
-        total_N, said = components.rewarder.validation(make_experience(asked, rollouts, 1), asked, should_stop)
+        run, prompts = self._run, [torch.tensor(prompt.tokens) for prompt in asked]
+        rollouts = run.engine.generate(prompts, [0] * len(prompts), self._sampling, should_stop=should_stop)
+        total_N, said = run.rewarder.validation(make_experience(asked, rollouts, 1), asked, should_stop)
         if self._judge is not None:
             said[self._judge.label] = self._judge(asked, rollouts, should_stop)
         metrics: dict[str, Metric] = {"eval_reward_mean": float(total_N.nanmean())}
@@ -94,15 +90,16 @@ class Evaluator:
         metric `kl` of training estimates it; NaN of the others, which nobody reads, and where there is no reference.
         Collective."""
         kl_N = torch.full((len(self._validation),), math.nan)
-        reference = self._components.reference
+        reference = self._run.reference
         if not self._shown or reference is None:
             return kl_N
-        cfg, kl = self._cfg, self._cfg.algo.kl
+        cfg, kl = self._run.cfg, self._run.cfg.algo.kl
         prompts = [self._validation[n] for n in self._shown]
         shown = make_experience(prompts, Rollouts.joined([(rollouts, self._shown)]), 1)
+        plan = StepPlan.whole(shown, cfg.train)
         logprobs = [
-            policy_logprobs(role, shown, [range(len(prompts))], cfg.train, temperature=cfg.rollout.temperature)
-            for role in (self._components.actor, reference)
+            policy_logprobs(role, shown, plan, plan.mini_batches, temperature=cfg.rollout.temperature)
+            for role in (self._run.actor, reference)
         ]
         kl_T = kl_estimate(logprobs[0].values_T, logprobs[1].values_T, kl.estimator, kl.clamp)
         kl_N[self._shown] = torch.stack([row.mean() for row in Ragged(kl_T, shown.response_lengths_N).rows()]).cpu()
@@ -117,9 +114,9 @@ class Judge:
         self._source = make_source(reward, torch.device("cpu"))  # of a rule
 
     def __call__(self, prompts: Sequence[PromptSample], rollouts: Rollouts, should_stop: Callable[[], bool]) -> Tensor:
-        """What it says, [N]; NaN where that is nothing. Collective."""
-        batch = share_of_rank(prompts, rollouts, self._tokenizer)
-        outcomes = gather(self.label, self._source.start(batch), batch, should_stop=should_stop)
+        """Judge responses: [N], NaN without a verdict. Collective."""
+        batch = local_reward_batch(prompts, rollouts, self._tokenizer)
+        outcomes = gather_rewards(self.label, self._source.start(batch), batch, should_stop=should_stop)
         return torch.tensor([math.nan if each.value is None else each.value for each in outcomes])
 
     def close(self) -> None:
@@ -133,7 +130,7 @@ class StopRule:
         self._cfg = cfg
         self._patience = Patience(cfg, "rl")
         self._kls: deque[float] = deque(maxlen=cfg.max_kl_steps)
-        """Of the last steps."""
+        """KL of the last steps."""
         self.reason: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,7 +138,7 @@ class StopRule:
         return {**patience, "reason": self.reason, "limits": self._cfg.model_dump()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """That other limits than today's have ended the run does not count."""
+        """Go on from a saved state. A stop by other limits than today's does not count."""
         if "patience" in state:  # not in points of earlier versions, which counted the reward alone
             self._patience.load_state_dict(state["patience"])
         self._kls.extend(state["kls"])
@@ -172,3 +169,58 @@ class StopRule:
                 )
         self.reason = self._patience.reason or self.reason
         return self.reason is not None
+
+
+class Evaluation:
+    """Held-out figures over a run, and what follows from them: whether it ends, and which step is the best."""
+
+    def __init__(self, run: RLRun) -> None:
+        cfg = run.cfg
+        self.stop, self.best = StopRule(cfg.train.stop), Best(cfg.checkpoint.best, "rl")
+        self.evaluator = Evaluator(run)
+        self._eval_every, self._num_steps = cfg.eval.every, cfg.train.num_steps
+        self.last = False
+        """Whether the step that was evaluated last is the last of the run."""
+        self.is_best = False
+        """Whether it is the best so far."""
+
+    @property
+    def stop_reason(self) -> str | None:
+        """The rule that has ended the run, in words; None: none has."""
+        return self.stop.reason
+
+    def before_training(self, session: Session) -> dict[str, Metric]:
+        """Metrics of the model that training begins with."""
+        return self._evaluate(session, 0, due=True)
+
+    def after_step(self, session: Session, step: int, kl: float | None) -> dict[str, Metric]:
+        """Metrics after `step` steps where an evaluation is due or the run ends here; decides whether it does.
+
+        kl: the step's KL to the reference, where it is measured
+        """
+        due = is_due(step, self._eval_every)
+        self.last = self.stop.watch_kl(kl) or step == self._num_steps
+        self.is_best, metrics = False, {}
+        if due or self.last:
+            metrics = self._evaluate(session, step, due=due)
+            self.is_best = self.best.watch(metrics)
+            self.last = self.last or self.stop.reason is not None
+        if self.last and self.evaluator.has_test:
+            with session.stoppable("eval"):
+                of_test = self.evaluator.test(session.asked_to_stop)
+            log_test_metrics(session, of_test)
+            metrics |= of_test
+        return metrics
+
+    def _evaluate(self, session: Session, step: int, *, due: bool) -> dict[str, Metric]:
+        """Evaluate the held-out prompts; only what is due by `eval.every` counts for the rules that stop."""
+        with session.stoppable("eval"):
+            metrics, rows = self.evaluator(step, session.asked_to_stop)
+        session.show("eval", step, rows)
+        if due:
+            self.stop.watch(metrics)
+        return metrics
+
+    def close(self) -> None:
+        """End what judges held-out responses only."""
+        self.evaluator.close()

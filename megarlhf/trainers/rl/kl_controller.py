@@ -32,7 +32,7 @@ class KLController:
         self.coef = adapted_coefficient(self.coef, kl, self._cfg.target, num_samples, self._cfg.horizon)
 
     def metrics(self) -> dict[str, float]:
-        """Of the step that uses it; nothing where the coefficient is fixed."""
+        """Metrics of the step that uses the coefficient; nothing where it is fixed."""
         return {} if self._cfg.controller == "fixed" else {"kl_coef": self.coef}
 
     def _configured(self) -> dict[str, Any]:

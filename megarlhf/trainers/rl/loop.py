@@ -1,41 +1,30 @@
-"""PPO, GRPO and their relatives: one loop; `algo` and `rewards` say which.
-
-Generate, score, advantages, train, update weights. Every rank runs every line.
-"""
+"""PPO, GRPO and their relatives: one loop; `algo` and `rewards` say which."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from functools import partial
 
 from megarlhf.config import RLConfig
 from megarlhf.config.algo import GROUPED
-from megarlhf.data.samples.dataset import by_record
 from megarlhf.data.samples.order import ShuffledBatches, batches_of, mixture_in_words
-from megarlhf.observe.watch.phases import seconds_of
+from megarlhf.observe.records.metrics import Metric
 from megarlhf.planning.kl_reference import anchor_notes
-from megarlhf.resume.claim.on_existing import NO_STEPS_LEFT
 from megarlhf.resume.points.stateful import Stateful
 from megarlhf.resume.signals import StopRequest, StopRun
 from megarlhf.rollout.engine import RolloutEngine
-from megarlhf.rollout.factory import engine_dtype
-from megarlhf.rollout.response_cache import RolloutCache
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.experience.no_signal import alarm
-from megarlhf.trainers.experience.prompts import PromptData, load_prompts
-from megarlhf.trainers.rl.build import Components, build, training_of
-from megarlhf.trainers.rl.evaluation import Evaluator, StopRule
-from megarlhf.trainers.rl.logprob_gap import MismatchGuard
+from megarlhf.trainers.experience.prompts import load_prompts
+from megarlhf.trainers.rl.build import RLRun, build, training_of
+from megarlhf.trainers.rl.evaluation import Evaluation
 from megarlhf.trainers.rl.metrics import describe, kl_by_sample
-from megarlhf.trainers.rl.rollout import Drawing
+from megarlhf.trainers.rl.rollout import generate
 from megarlhf.trainers.rl.sample_rows import training_rows
 from megarlhf.trainers.rl.scoring import score
 from megarlhf.trainers.rl.update import Metrics, StepState, train_on
-from megarlhf.trainers.run.best_checkpoint import Best
 from megarlhf.trainers.run.factories import RunFactories
 from megarlhf.trainers.run.session import Session, is_due, open_session
-from megarlhf.trainers.run.test_split import log_test_metrics
 
 
 def run(cfg: RLConfig, runtime: Runtime, parts: RunFactories = RunFactories()) -> None:  # noqa: B008 -- frozen
@@ -54,128 +43,105 @@ def run(cfg: RLConfig, runtime: Runtime, parts: RunFactories = RunFactories()) -
                 cfg.run.dir,
             )
             order = batches_of(data.train, cfg.train.prompts_per_step, cfg.run.seed, "train.prompts_per_step")
-            components = build(cfg, runtime, data.tokenizer, phases, parts)
-            loop = Loop(cfg, components, data, order)
-            training = training_of(cfg, components, data, loop.states, loop.best, loop.bank, stop_request, parts)
+            rl_run = build(cfg, runtime, data, phases, parts)
+            evaluation = Evaluation(rl_run)
+            states: dict[str, Stateful] = {"stop": evaluation.stop, "order": order}
+            training = training_of(rl_run, states, evaluation.best, stop_request, parts)
             mixture = mixture_in_words(order, cfg.train.num_steps, cfg.data.train)
             notes = [*data.notes, *mixture, *anchor_notes(cfg, training.reference)]
         with (
-            contextlib.closing(components.rewarder),
-            contextlib.closing(loop.evaluate),
-            closed_at_the_end(components.engine),
+            contextlib.closing(rl_run.rewarder),
+            contextlib.closing(evaluation),
+            closed_at_the_end(rl_run.engine),
             open_session(cfg, cfg.run, runtime, "rl", cfg.train.num_steps, notes, training, phases=phases) as session,
         ):
-            loop.run(session)
+            train(rl_run, session, order, evaluation)
 
 
-class Loop:
-    """The steps of a run, from where it is to its last one."""
-
-    def __init__(self, cfg: RLConfig, components: Components, data: PromptData, order: ShuffledBatches) -> None:
-        self.cfg, self.components, self.data, self.order = cfg, components, data, order
-        self.evaluate = Evaluator(cfg, components, data.validation, data.test)
-        self.stop, self.best = StopRule(cfg.train.stop), Best(cfg.checkpoint.best, "rl")
-        dtypes = components.actor.shard.dtype, engine_dtype(cfg.rollout, components.actor)
-        self.gap = MismatchGuard(cfg.rollout.logprob_gap, min(dtypes, key=lambda dtype: dtype.itemsize))
-        self.bank = RolloutCache(cfg.run.dir / "bank")
-        self.of_record = by_record(data.train)
-        self.states: dict[str, Stateful] = {"stop": self.stop, "logprob_gap": self.gap, "order": order}
-
-    def run(self, session: Session) -> None:
-        """Every step: experience, updates, weights into the engine, evaluation where one is due."""
-        cfg, components, stop, gap = self.cfg, self.components, self.stop, self.gap
-        step, num_steps = session.start.step, cfg.train.num_steps
-        update_weights(components, step, certify=True)
-        if not session.resumed:
-            session.log(0, self._evaluate(session, 0, due=True))
-            session.border(0)
-        if not session.start.update:  # the run had ended there; a step in progress is completed and exported first
-            gap.raise_if_failed(last=step == num_steps)
-        while step < num_steps and stop.reason is None:
-            components.phases.begin_step(step + 1)
-            rebuilds = components.engine.rebuilds
-            work = StepState.restored(session.take_table()) or self._experience(step, session)
-            trained = train_on(cfg, components, work, step, partial(at_border, session, step), gap.watch)
-            described = describe(work.experience, cfg)
-            metrics: Metrics = {**work.found, **described, **trained}
-            step += 1
-            self._warn(session, step, work, described)
-            session.stop_if_asked()
-            update_weights(components, step, certify=step == 1 or is_due(step, cfg.rollout.verify_weights_every))
-            last = stop.watch_kl(described["kl"]) or step == num_steps
-            is_best = False
-            if (due := is_due(step, cfg.eval.every)) or last:
-                evaluation = self._evaluate(session, step, due=due)
-                metrics, is_best = {**metrics, **evaluation}, self.best.watch(evaluation)
-                last = last or stop.reason is not None
-            if last and self.evaluate.has_test:
-                with session.stoppable("eval"):
-                    of_test = self.evaluate.test(session.asked_to_stop)
-                log_test_metrics(session, of_test)
-                metrics |= of_test
-            components.kl.update(described["kl"], work.experience.num_samples)
-            if components.moving_reference is not None:
-                metrics["reference_moved"] = int(components.moving_reference.after(step))
-            if components.engine.rebuilds > rebuilds:
-                metrics["engine_rebuilds"] = components.engine.rebuilds - rebuilds
-            if is_due(step, cfg.samples.every):
-                self._show(session, step, work)
-            lengths = work.experience.prompt_lengths_N, work.experience.response_lengths_N
-            session.keep_lengths(step, *(lengths_N.tolist() for lengths_N in lengths))
-            metrics |= components.phases.rates()
-            session.log(step, metrics | seconds_of(components.phases.end_step(step)))
-            session.export(step, components.exported, last=last or gap.failed(last=last), best=is_best)
-            session.border(step)
-            gap.raise_if_failed(last=last)
-        session.finish(step, stop.reason or NO_STEPS_LEFT, stop.reason or f"all {num_steps} steps done")
-        if not cfg.checkpoint.by_cadence:
-            self.bank.forget_before(step)  # a finished run without resume points does not go on
-
-    def _experience(self, step: int, session: Session) -> StepState:
-        """Rollout, rewards, log-probs and values, advantages of a step."""
-        cfg, components = self.cfg, self.components
-        prompts = [self.data.train[n] for n in self.order.indices(step)]
-        drawing = Drawing(cfg, components, self.data.train, self.bank, session, step)
-        experience, rewards = score(drawing, drawing.responses_to(prompts), prompts)
-        with components.phases("advantages"):
-            work = StepState.begun(cfg, components, experience, rewards)
-            if not cfg.old_logprobs_in_training(step):
-                self.gap.watch(work.found)
-            return work
-
-    def _warn(self, session: Session, step: int, work: StepState, described: Metrics) -> None:
-        """Where nothing could be learnt from the step."""
-        watch, grouped = self.components.rewarder.signal, self.cfg.algo.advantage in GROUPED
-        tokenizer, experience = self.data.tokenizer, work.experience
-        if warning := alarm(step, experience, described, watch, self.of_record, tokenizer, grouped=grouped):
-            session.note(warning)
-
-    def _show(self, session: Session, step: int, work: StepState) -> None:
-        """A table of samples of the step that is done. Collective."""
-        kl_N = kl_by_sample(work.experience, self.cfg.algo.kl)
-        if session.records is not None:  # rank 0
-            prompts = [self.of_record(record) for record in work.experience.per_sample["records"].tolist()]
-            rows = training_rows(self.cfg, step, work.experience, prompts, self.data.tokenizer, kl_N)
-            session.show("train", step, rows)
-
-    def _evaluate(self, session: Session, step: int, *, due: bool) -> Metrics:
-        """Of the held-out prompts; only one that is due by `eval.every` counts for the rules that stop."""
-        with session.stoppable("eval"):
-            evaluation, rows = self.evaluate(step, session.asked_to_stop)
-        session.show("eval", step, rows)
-        if due:
-            self.stop.watch(evaluation)
-        return evaluation
+def train(run: RLRun, session: Session, order: ShuffledBatches, evaluation: Evaluation) -> None:
+    """Generate, score, advantages, train, update weights. Every rank runs every line."""
+    cfg, mismatch = run.cfg, run.mismatch
+    update_weights(run, session.step, verify=True)  # also after a resume
+    if not session.resumed:
+        session.log_start(evaluation.before_training(session))
+    if not session.start.update:  # the run had ended there; a step in progress is completed and exported first
+        mismatch.raise_if_failed(last=session.step == cfg.train.num_steps)
+    while session.has_steps_left(cfg.train.num_steps, evaluation.stop_reason):
+        step, rebuilds = session.begin_step(), run.engine.rebuilds  # `step` are done, which made version `step`
+        state = resumed_step(run, session) or begin_step(run, session, order, step)
+        metrics = train_on(run, state, step, session.update_boundary)
+        done = step + 1
+        metrics = {**state.metrics, **describe(state.experience, cfg), **metrics}
+        warn_without_signal(run, session, done, state, metrics)
+        session.stop_if_asked()
+        update_weights(run, done, verify=done == 1 or is_due(done, cfg.rollout.verify_weights_every))
+        metrics |= evaluation.after_step(session, done, metrics["kl"])
+        metrics |= follow_actor(run, done, state, metrics["kl"])
+        if run.engine.rebuilds > rebuilds:
+            metrics["engine_rebuilds"] = run.engine.rebuilds - rebuilds
+        show_samples(run, session, done, state)
+        last = evaluation.last
+        session.end_step(metrics, run.exported, last=last or mismatch.failed(last=last), best=evaluation.is_best)
+        mismatch.raise_if_failed(last=last)
+    session.finish(evaluation.stop_reason)
+    if not cfg.checkpoint.by_cadence:
+        run.cache.forget_before(session.step)  # a finished run without resume points does not go on
 
 
-def update_weights(components: Components, version: int, *, certify: bool) -> None:
+def begin_step(run: RLRun, session: Session, order: ShuffledBatches, step: int) -> StepState:
+    """Rollout, rewards, log-probs, values and advantages of a step."""
+    prompts = [run.data.train[n] for n in order.take(step)]
+    rollout = generate(run, session, prompts, step)  # refills and greedy baselines too
+    experience, plan, rewards = score(run, session, rollout, step)
+    with run.phases("advantages"):
+        state = StepState.begin(run, experience, plan, rewards)
+        if not run.cfg.old_logprobs_in_training(step):
+            run.mismatch.watch(state.metrics)
+    return state
+
+
+def resumed_step(run: RLRun, session: Session) -> StepState | None:
+    """The step in which the run was left, if it was left inside one."""
+    table = session.take_table()
+    return None if table is None else StepState.restored(run.cfg, table, session.step)
+
+
+def update_weights(run: RLRun, version: int, *, verify: bool) -> None:
     """Give the engine the actor's weights as those of `version`, with a proof that it has them where one is due."""
-    engine, actor, phases = components.engine, components.actor.shard, components.phases
-    with phases("reshard"):
-        engine.update_weights(actor, version=version)
-    if certify:
-        with phases("certificate"):
-            engine.verify_weights(actor)
+    with run.phases("reshard"):
+        run.engine.update_weights(run.actor.shard, version=version)
+    if verify:
+        with run.phases("certificate"):
+            run.engine.verify_weights(run.actor.shard)
+
+
+def follow_actor(run: RLRun, step: int, state: StepState, kl: Metric) -> Metrics:
+    """Adapt what follows the actor after a step: the coefficient of the KL, and a reference that is moved."""
+    run.kl.update(kl, state.experience.num_samples)
+    if run.moving_reference is None:
+        return {}
+    return {"reference_moved": int(run.moving_reference.after(step))}
+
+
+def warn_without_signal(run: RLRun, session: Session, step: int, state: StepState, metrics: Metrics) -> None:
+    """Warn, with the likely causes, where nothing could be learnt from a step."""
+    prompt_of, grouped = run.data.prompt_of, run.cfg.algo.advantage in GROUPED
+    warning = alarm(
+        step, state.experience, metrics, run.rewarder.signal, prompt_of, run.data.tokenizer, grouped=grouped
+    )
+    if warning:
+        session.note(warning)
+
+
+def show_samples(run: RLRun, session: Session, step: int, state: StepState) -> None:
+    """Write the lengths of a step's samples, and where it is due a table of some of them. Collective."""
+    cfg, experience = run.cfg, state.experience
+    if is_due(step, cfg.samples.every):
+        kl_N = kl_by_sample(experience, cfg.algo.kl)
+        if session.records is not None:  # rank 0
+            prompts = list(map(run.data.prompt_of, experience.per_sample["records"].tolist()))
+            session.show("train", step, training_rows(cfg, step, experience, prompts, run.data.tokenizer, kl_N))
+    session.keep_lengths(step, experience.prompt_lengths_N.tolist(), experience.response_lengths_N.tolist())
 
 
 @contextlib.contextmanager
@@ -187,9 +153,3 @@ def closed_at_the_end(engine: RolloutEngine) -> Iterator[None]:
         engine.close()
         raise
     engine.close()
-
-
-def at_border(session: Session, step: int, work: StepState, last: bool) -> None:
-    """After an update of a step. After the last one a point is written only where the run is asked to stop before the
-    step is complete: what is left of it, such as its evaluation, is then done after the resume."""
-    session.border(step, work.updates, work.table(), only_to_stop=last)

@@ -1,7 +1,7 @@
 """The policy's and the critic's loss on a micro-batch: from model output to `algo/`.
 
 Both read the column `loss_weights`: how much each response token counts in the mini-batch, which is made for all of it
-before it is cut into micro-batches (`rl_batches.loss_weights`).
+before it is cut into micro-batches (`experience.batches.loss_weights`).
 
 Legend: B rows, S positions, H hidden, T response tokens of the micro-batch end to end.
 """
@@ -20,6 +20,7 @@ from megarlhf.algo.policy import Bounds, log_ratios, policy_loss
 from megarlhf.algo.segments import Segments
 from megarlhf.config import AlgoConfig
 from megarlhf.parallel.micro_batch import MicroBatch
+from megarlhf.parallel.step import LossOutput
 from megarlhf.parallel.vocab import Vocabulary, batch_logprobs
 from megarlhf.trainers.rl.logprob_gap import correction_of
 
@@ -54,19 +55,19 @@ class PolicyLoss:
     temperature: float
     vocabulary: Vocabulary
     response_tokens: int
-    """Of the mini-batch."""
+    """Response tokens of the mini-batch."""
     kl_coef: float = 0.0
-    """Of the KL in the loss."""
+    """Coefficient of the KL in the loss."""
     entropy_coef: float = 0.0
     ptx_coef: float = 0.0
-    """Of the pretraining mix, whose tokens have the column `ptx_weights`."""
-    seen: list[Tensor] | None = None
-    """Given where there is no column `old_logprobs`: the log-probs of this forward are then those at the weights that
-    drew the samples, the ratio is 1, and they are added to the list, [B, S] for each micro-batch in order."""
+    """Coefficient of the pretraining mix, whose tokens have the column `ptx_weights`."""
+    captures_logprobs: bool = False
+    """Whether log-probs of this forward are returned, [B, S]. So it is where there is no column `old_logprobs`: this
+    forward is then the first at the weights that drew the samples, and the ratio is 1."""
 
     @property
     def per(self) -> Mapping[str, float]:
-        """What each sum is divided by to be a metric; `loss`, which the trainer adds up, is one."""
+        """Divisor of each sum that makes it a metric; `loss`, which the trainer adds up, is one of them."""
         of_tokens = dict.fromkeys(("clip_fraction", "entropy", "ratio_deviation", "policy_kl"), self.response_tokens)
         return {"loss": 1, "policy_loss": 1, **of_tokens, **({"ptx_loss": 1} if self.ptx_coef > 0 else {})}
 
@@ -74,15 +75,13 @@ class PolicyLoss:
     def names(self) -> tuple[str, ...]:
         return tuple(self.per)[1:]
 
-    def __call__(self, hidden_SBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def __call__(self, hidden_SBH: Tensor, batch: MicroBatch) -> LossOutput:
         logprobs_BS, entropy_BS = batch_logprobs(
             self.vocabulary, hidden_SBH, batch, batch.columns["response_mask"], temperature=self.temperature
         )
         tokens = ResponseTokens(batch)
         logprobs_T, entropy_T = tokens.of(logprobs_BS), tokens.of(entropy_BS)
         weights_T = tokens["loss_weights"].to(logprobs_T)
-        if self.seen is not None:
-            self.seen.append(logprobs_BS.detach())
         old_T = tokens["old_logprobs"] if "old_logprobs" in tokens else logprobs_T.detach()
         policy = policy_loss(
             logprobs_T,
@@ -107,7 +106,8 @@ class PolicyLoss:
         if self.ptx_coef > 0:
             sums.append(self._ptx(hidden_SBH, batch))
             loss = loss + self.ptx_coef * sums[-1]
-        return loss, torch.stack([value.detach().double() for value in sums])
+        totals = torch.stack([value.detach().double() for value in sums])
+        return LossOutput(loss, totals, logprobs_BS.detach() if self.captures_logprobs else None)
 
     def _corrected(self, weights_T: Tensor, tokens: ResponseTokens, old_T: Tensor) -> Tensor:
         """The weights, times what corrects for the rollout's numerics: made before, or here where old log-probs are."""
@@ -126,7 +126,7 @@ class PolicyLoss:
 
 
 def bounds_of(algo: AlgoConfig) -> Bounds:
-    """What the surrogate reads of the configuration."""
+    """Bounds and temperatures of the surrogate, from the configuration."""
     return Bounds(
         low=algo.clip_low,
         high=algo.clip_high,
@@ -143,20 +143,20 @@ class ValueLoss:
 
     clip: float | None
     response_tokens: int
-    """Of the mini-batch."""
+    """Response tokens of the mini-batch."""
 
     @property
     def per(self) -> Mapping[str, float]:
-        """What each sum is divided by to be a metric."""
+        """Divisor of each sum that makes it a metric."""
         return {"value_loss": 1, "value_clip_fraction": self.response_tokens}
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self.per)
 
-    def __call__(self, values_BS1: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def __call__(self, values_BS1: Tensor, batch: MicroBatch) -> LossOutput:
         tokens = ResponseTokens(batch)
         values_T = tokens.of(batch.before(values_BS1[..., 0]))
         weights_T = tokens["loss_weights"].to(values_T)
         result = clipped_value_loss(values_T, tokens["values"], tokens["returns"], weights_T, clip=self.clip)
-        return result.loss, torch.stack([value.detach().double() for value in result])
+        return LossOutput(result.loss, torch.stack([value.detach().double() for value in result]))

@@ -1,4 +1,4 @@
-"""What a step's samples were like, as metrics."""
+"""Metrics that describe the samples of a step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def kl_metrics(experience: Experience, kl: KLConfig) -> dict[str, float | None]:
 
 
 def describe(experience: Experience, cfg: RLConfig) -> dict[str, float | None]:
-    """What the step's samples were like. Rewards, and what follows from them, are of the samples that have one.
+    """Describe the samples of a step. Rewards, and what follows from them, are of the samples that have one.
     Collective."""
     lengths_N, rewards_N = experience.response_lengths_N, total_rewards(experience)
     groups_N, trained_N = experience.groups_N.to(rewards_N.device), experience.per_sample.get("trained")
@@ -60,7 +60,7 @@ def describe(experience: Experience, cfg: RLConfig) -> dict[str, float | None]:
 
 
 def share_without_signal(rewards_N: Tensor, groups_N: Tensor) -> float:
-    """Of samples, those in whose group all rewards are equal."""
+    """Share of samples in whose group all rewards are equal."""
     return float(without_signal(rewards_N, groups_N).float().mean())
 
 

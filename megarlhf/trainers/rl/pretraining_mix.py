@@ -42,7 +42,7 @@ class PretrainingMix:
         self._order.load_state_dict(state)
 
     def digest(self) -> str:
-        """Of the texts as tokens."""
+        """Digest of the texts as tokens."""
         return digest_of_samples(self.texts)
 
     def beside(
@@ -53,7 +53,7 @@ class PretrainingMix:
 
         update: its number in the run, from 0
         """
-        texts = [torch.tensor(self.texts[n].tokens) for n in self._order.indices(update)]
+        texts = [torch.tensor(self.texts[n].tokens) for n in self._order.take(update)]
         tokens = Ragged.from_rows(texts, torch.int64)
         learnt_N = tokens.lengths_N - 1  # the first token of a text is not predicted
         weights_N = torch.full(learnt_N.shape, 1 / int(learnt_N.sum()), dtype=torch.float64)

@@ -16,7 +16,7 @@ from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.experience import Experience, Rollouts
 from megarlhf.observe.records.sample_tables import Row, spread
-from megarlhf.rollout.rewards.score import text_of
+from megarlhf.rollout.rewards.score import response_text
 from megarlhf.trainers.experience.no_signal import OF_REWARD
 from megarlhf.trainers.rl.advantages import total_rewards
 
@@ -44,7 +44,7 @@ def rows_of(
         if prompt.fields.get("answer") is not None:
             row["answer"] = str(prompt.fields["answer"])
         row |= {
-            "response": text_of(responses[n].tolist(), tokenizer, finished=bool(rollouts.finished_N[n])),
+            "response": response_text(responses[n].tolist(), tokenizer, finished=bool(rollouts.finished_N[n])),
             "length": len(responses[n]),
             "finished": bool(rollouts.finished_N[n]),
             "reward": _or_none(total_N[n]),
@@ -63,8 +63,8 @@ def training_rows(
     tokenizer: Tokenizer,
     kl_N: Tensor,
 ) -> list[Row]:
-    """Of the samples that step `step` (from 1) was trained on. `prompts`: one for each sample. `kl_N`: see
-    `rl_metrics.kl_by_sample`."""
+    """Rows of the samples that step `step` (from 1) was trained on. `prompts`: one for each sample. `kl_N`: see
+    `rl.metrics.kl_by_sample`."""
     per_sample = experience.per_sample
     total_N = total_rewards(experience)
     if "rewarded" in per_sample:

@@ -1,4 +1,4 @@
-"""What held-out figures decide in the course of a run: which checkpoint is the best, and that it gets no better."""
+"""Decisions by held-out figures in the course of a run: which checkpoint is the best, and when to stop early."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ class _Kept:
 
 
 class Best:
-    """Which step had the best held-out figures, and whose exports are there for that.
+    """The step with the best held-out figures, and the exports that are kept for it.
 
-    An export that is no longer the best may still be what an earlier resume point goes on with: it stays until no such
-    point is left.
+    A former best export is kept while a resume point older than its successor exists, because resuming there makes it
+    the best again.
     """
 
     def __init__(self, cfg: BestConfig | None, command: str) -> None:
@@ -93,12 +93,12 @@ class Best:
 
     @property
     def watched(self) -> Watched | None:
-        """What is looked at; None: nothing is chosen."""
+        """Metric that decides; None: nothing is chosen."""
         return self._watched
 
     @property
     def step(self) -> int | None:
-        """Whose export is the best so far."""
+        """Step of the best export so far."""
         return self._kept[-1].step if self._kept else None
 
     @property

@@ -63,8 +63,8 @@ def _aside(export: Path) -> Path:
 
 
 class Exports:
-    """Of one run. Those of later steps than `resumed_at`, which a killed process has written, are replaced when the
-    run comes there again. Collective."""
+    """Exports of one run. Exports of later steps than `resumed_at`, which a killed process has written, are replaced
+    when the run comes there again. Collective."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Exports:
         self._remove_spent(None)
 
     def _remove_spent(self, oldest: int | None) -> None:
-        """Of exports that were the best once and nothing else."""
+        """Remove exports that were the best once and nothing else asks for."""
         for step in self._best.release(oldest):
             path = self._root / f"step_{step:06d}"
             self._written = [each for each in self._written if each != path]

@@ -1,4 +1,4 @@
-"""What a run is built from beside its configuration. A rehearsal, or a test, hands in others."""
+"""Factories of what a run is built from beside its configuration."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class MakeEngine(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RunFactories:
-    """Those of a real run."""
+    """Factories for a real run. Tests and rehearsals pass their own."""
 
     phases: MakePhases = recorded_phases
     weights: WeightSource = CHECKPOINTS
@@ -50,4 +50,4 @@ class RunFactories:
     host: Callable[[torch.device], HostMemory] = HostMemory
     """Where parts of roles are while they are not on the device."""
     writer: Callable[[Runtime], PointWriter] = PointWriter
-    """Of resume points."""
+    """Makes what writes resume points."""

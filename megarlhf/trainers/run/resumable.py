@@ -1,4 +1,4 @@
-"""What a run that trains hands in, so that it can be resumed, and what it is recognised by."""
+"""State with which a run can be resumed, and by which a resume recognises it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from megarlhf.trainers.run.best_checkpoint import Best
 
 @dataclass(frozen=True)
 class ResumableState:
-    """What a run that trains hands in, so that it can be resumed."""
+    """Everything of a training run that a resume needs."""
 
     checkpoint: CheckpointConfig
     roles: Sequence[Role]
-    """Those whose weights change: what is saved."""
+    """Roles whose weights change: they are saved."""
     stop: StopRequest
     """Entered before the models are built, so that a signal in the meantime is not lost."""
     data: str
@@ -33,15 +33,15 @@ class ResumableState:
     states: Mapping[str, Stateful] = field(default_factory=dict)
     """Whatever keeps state over steps, by name."""
     base: Mapping[str, Weights] = field(default_factory=dict)
-    """What each trained role began with."""
+    """Weights that each trained role began with."""
     adapter_bases: Mapping[str, Weights] = field(default_factory=dict)
-    """Of those of them that have an adapter, what it is on."""
+    """Weights below the adapter, of the roles that have one."""
     writing: Writing | None = None
     """How the run writes its records as tokens."""
     reference: Weights | None = None
-    """Of `rl`, and of `dpo` where its loss reads one."""
+    """Weights of the reference, in `rl` and where the loss of `dpo` reads one."""
     architectures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Of every role that is built."""
+    """Architecture of every role that is built."""
     others: Mapping[str, str] = field(default_factory=dict)
     """Digests of whatever else takes part in what is computed, by its name."""
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -49,13 +49,13 @@ class ResumableState:
     on_saved: Callable[[Position], None] = lambda position: None
     """Called on rank 0 after a resume point was written, with the position of the oldest of the newest `keep`."""
     best: Best | None = None
-    """Which step is the best, where that is chosen."""
+    """Choice of the best step, where one is made."""
     writer: Callable[[Runtime], PointWriter] = PointWriter
     """Makes what writes them."""
 
 
 def identity_of(cfg: FrozenModel, run: RunConfig, command: str, training: ResumableState) -> Identity:
-    """Of this start of a run."""
+    """Identity of this start of a run."""
 
     def changed(before: Mapping[str, Any]) -> list[str]:
         assert isinstance(cfg, SFTConfig | RMConfig | DPOConfig | RLConfig)

@@ -1,13 +1,13 @@
-"""What every command's run has besides its loop: run directory, metrics, progress, resume points, exports."""
+"""A command's run besides its loop: run directory, metrics, progress, resume points, exports."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from rich.console import RenderableType
 
@@ -22,11 +22,11 @@ from megarlhf.observe.records.sample_tables import Kind, Row
 from megarlhf.observe.records.step_records import Records, open_records, require_readable_records
 from megarlhf.observe.records.wandb_run import WandbRun
 from megarlhf.observe.terminal.progress import Progress
-from megarlhf.observe.watch.phases import Phases
+from megarlhf.observe.watch.phases import Phases, seconds_of
 from megarlhf.provenance import Provenance
 from megarlhf.resume.claim.identity import History
 from megarlhf.resume.claim.lock import LockError
-from megarlhf.resume.claim.on_existing import Claim, claim, finish
+from megarlhf.resume.claim.on_existing import NO_STEPS_LEFT, Claim, claim, finish
 from megarlhf.resume.points import point
 from megarlhf.resume.points.checkpointer import Checkpointer
 from megarlhf.resume.points.point import Position
@@ -36,6 +36,16 @@ from megarlhf.resume.signals import StopRun
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.run.exports import Exports, point_at_best, set_exports_aside
 from megarlhf.trainers.run.resumable import ResumableState, identity_of
+
+
+class UnfinishedStep(Protocol):
+    """A step of several updates, of which some are made."""
+
+    updates: int
+
+    def table(self) -> MakeTable:
+        """Maker of its content for a resume point."""
+        ...
 
 
 @dataclass
@@ -52,8 +62,10 @@ class Session:
     resumed: bool = False
     start: Position = field(default_factory=lambda: Position(0))
     """How far the run was when it was resumed."""
+    step: int = 0
+    """Steps that are done, as versions of the weights count. People count from 1: the next one is `step + 1`."""
     checkpointer: Checkpointer | None = None
-    """Of a run that trains."""
+    """Writer of resume points, in a run that trains."""
     exports: Exports | None = None
     phases: Phases = field(default_factory=Phases)
     began_with: Mapping[str, str] = field(default_factory=dict)
@@ -61,9 +73,57 @@ class Session:
     _table: Table | None = None
 
     def take_table(self) -> Table | None:
-        """What describes the step in which `start` lies, if it lies in one; asked again, nothing."""
+        """Content of the unfinished step in which the run was left, if it was left in one. Asked again: None."""
         table, self._table = self._table, None
         return table
+
+    def log_start(self, metrics: Mapping[str, Metric]) -> None:
+        """Record the metrics of what training begins with. Collective."""
+        self.log(0, metrics)
+        self.step_boundary(0)
+
+    def has_steps_left(self, num_steps: int, stop_reason: str | None) -> bool:
+        """Whether the run goes on: not behind its last step, and not where a rule has ended it."""
+        return self.step < num_steps and stop_reason is None
+
+    def begin_step(self) -> int:
+        """Begin the next step; returns how many are done."""
+        self.phases.begin_step(self.step + 1)
+        return self.step
+
+    def update_boundary(self, state: UnfinishedStep, last: bool) -> None:
+        """Mark a point between two updates of a step where the run can be saved.
+
+        After the last update a point is written only where the run is asked to stop before the step is complete: what
+        is left of it, such as its evaluation, is then done after the resume.
+        """
+        self.step_boundary(self.step, state.updates, state.table(), only_to_stop=last)
+
+    def end_step(
+        self,
+        metrics: Mapping[str, Metric],
+        roles: Sequence[Role],
+        *,
+        last: bool,
+        best: bool = False,
+        seconds: Callable[[Mapping[str, float]], dict[str, float]] = seconds_of,
+        around_export: contextlib.AbstractContextManager[None] | None = None,
+        resumable: bool = True,
+    ) -> None:
+        """Count the step as done: record its metrics with rates and seconds, export the roles where that is due, and
+        mark the point where the run can be saved. Collective.
+
+        seconds: metrics from the seconds of each phase
+        around_export: entered while weights are exported
+        resumable: False where the weights are no longer those that training would go on with
+        """
+        self.step += 1
+        rates = self.phases.rates()
+        self.log(self.step, {**metrics, **rates, **seconds(self.phases.end_step(self.step))})
+        with around_export or contextlib.nullcontext():
+            self.export(self.step, roles, last=last, best=best)
+        if resumable:
+            self.step_boundary(self.step)
 
     def show(self, kind: Kind, step: int, rows: Sequence[Row]) -> None:
         """Write a table of samples of the step, if it has rows, before its metrics are logged."""
@@ -96,10 +156,13 @@ class Session:
         assert self.progress is not None
         self.progress.note(message)
 
-    def border(self, step: int, update: int = 0, table: MakeTable | None = None, *, only_to_stop: bool = False) -> None:
-        """`step` steps are done, and `update` optimizer updates of the next one, which `table` describes. Collective.
+    def step_boundary(
+        self, step: int, update: int = 0, table: MakeTable | None = None, *, only_to_stop: bool = False
+    ) -> None:
+        """Mark a point where the run can be saved: after `step` whole steps and `update` optimizer updates of the next
+        one, whose content `table` makes when a point is written. Collective.
 
-        only_to_stop: no cadence writes a point here, only a request to stop here or before the next border
+        only_to_stop: no cadence writes a point here, only a request to stop here or before the next boundary
 
         Raises: StopRun when the run has been asked to stop, once its state is saved; WatchdogTimeout when the step that
         is done was late.
@@ -184,10 +247,10 @@ class Session:
         assert self.checkpointer is not None
         self.checkpointer.discard_boundary()
 
-    def finish(self, step: int, reason: str, words: str, *, keep_state: bool = True) -> None:
-        """The run is finished; its last border is kept as a resume point, from which it can be prolonged. Collective.
+    def finish(self, stop_reason: str | None, *, keep_state: bool = True) -> None:
+        """End the run. Its last boundary is kept as a resume point, from which it can be prolonged. Collective.
 
-        `reason`: `NO_STEPS_LEFT`, or the rule that has ended it.
+        stop_reason: the rule that has ended it, in words; None: no steps are left
         """
         assert self.checkpointer is not None
         assert self.exports is not None
@@ -195,8 +258,8 @@ class Session:
             self.checkpointer.finish(last_border=keep_state)
             self.exports.finish()
         if self.runtime.is_main:
-            finish(self.run_dir, step, reason)
-        self.note(words)
+            finish(self.run_dir, self.step, stop_reason or NO_STEPS_LEFT)
+        self.note(stop_reason or f"all {self.step} steps done")
 
     def prepare_training(
         self, training: ResumableState, identity: Identity, claims: Sequence[Claim], notes: list[str], *, resumes: bool
@@ -248,6 +311,7 @@ class Session:
             restored = restore(self.runtime, self.run_dir, training.roles, states, identity)
         if restored is not None:
             self.resumed, self.start, self._table = True, restored.position, restored.table
+            self.step = self.start.step
             identity = replace(identity, base={**identity.base, **restored.base})
             notes += [f"resumed at {restored.position}, from resume/{restored.position.name}", *restored.notes]
             notes += [training.best.forgotten] if training.best is not None and training.best.forgotten else []
@@ -374,7 +438,7 @@ def _require_steps_left(start: Position, planned: int | None, total: int, run_di
 
 
 def _nothing() -> None:
-    """Of the other ranks."""
+    """Do nothing, as ranks other than the first do."""
 
 
 def is_due(step: int, every: int) -> bool:

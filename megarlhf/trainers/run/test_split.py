@@ -20,5 +20,5 @@ def log_test_metrics(session: Session, metrics: Mapping[str, Metric]) -> None:
 
 
 def prefix_test(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Of `data.test`, in place of held-out data that choices are made on."""
+    """Rename metrics of held-out data to those of `data.test`, on which no choice is made."""
     return {f"test_{name.removeprefix('eval_')}": value for name, value in metrics.items()}

@@ -53,7 +53,7 @@ class ScoredPair(PairSample):
     reference: tuple[float, float] = field(kw_only=True)
     """Log-probs of the chosen and of the rejected response under the reference, in nats."""
     mismatched: tuple[float, float] | None = None
-    """Of `kto`: log-ratios of policy and reference for the responses of the next pair to this prompt."""
+    """For `kto`: log-ratios of policy and reference for the responses of the next pair to this prompt."""
 
 
 class PreferenceOptimisation(Objective[PairSample]):
@@ -138,8 +138,8 @@ class PreferenceOptimisation(Objective[PairSample]):
         return [replace(each, mismatched=(first, second)) for each, (first, second) in zip(scored, ratios, strict=True)]
 
     def logprobs(self, role: Role, samples: Sequence[PairSample], should_stop: ShouldStop) -> Tensor:
-        """Of every response under a role, [N] fp64 on the CPU, the same on every rank; chosen and rejected in turn.
-        No gradient. Collective. Raises: see `supervised.validation_sums`."""
+        """Log-probs of every response under a role, [N] fp64 on the CPU, the same on every rank; chosen and rejected in
+        turn. No gradient. Collective. Raises: see `supervised.validation_sums`."""
         vocabulary = role.shard.vocabulary()
         total_N = torch.zeros(2 * len(samples), dtype=torch.float64, device=role.mesh.runtime.device)
 

@@ -15,6 +15,7 @@ from megarlhf.algo import preference
 from megarlhf.algo.segments import Segments
 from megarlhf.config import DPOConfig
 from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout
+from megarlhf.parallel.step import LossOutput
 from megarlhf.parallel.vocab import Vocabulary, batch_logprobs
 
 REFERENCE = "reference_logprob"
@@ -34,7 +35,7 @@ class PreferenceLoss:
     chosen_tokens: int
     """Response tokens of the mini-batch's chosen responses."""
     kl_point: float = 0.0
-    """Of `kto`, for the whole mini-batch."""
+    """Reference point of `kto`, for the whole mini-batch."""
     names: tuple[str, ...] = (
         "sft_loss",
         "correct",
@@ -44,12 +45,12 @@ class PreferenceLoss:
         "rejected_logprob",
     )
 
-    def __call__(self, hidden_SBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def __call__(self, hidden_SBH: Tensor, batch: MicroBatch) -> LossOutput:
         layout = batch.layout
         assert layout is not None
         logprobs_BS = response_logprobs(self.vocabulary, hidden_SBH, batch)
         if not layout.sequences:  # a rank's filler; the sum of its zeros has gradients of zero
-            return logprobs_BS.sum(), torch.zeros(len(self.names), device=logprobs_BS.device)
+            return LossOutput(logprobs_BS.sum(), torch.zeros(len(self.names), device=logprobs_BS.device))
         sums_K = sequence_sums(layout, logprobs_BS)
         tokens_K = sequence_sums(layout, batch.columns["response_mask"])
         loss_P, rewards_K = self._loss_and_rewards(sums_K, tokens_K, batch)
@@ -61,7 +62,7 @@ class PreferenceLoss:
             chosen_P, rejected_P = rewards_K[0::2], rewards_K[1::2]
             correct = (chosen_P > rejected_P).sum().double()
             sums = [nll, correct, chosen_P.sum(), rejected_P.sum(), sums_K[0::2].sum(), sums_K[1::2].sum()]
-        return loss.float(), torch.stack(sums)
+        return LossOutput(loss.float(), torch.stack(sums))
 
     def _loss_and_rewards(self, sums_K: Tensor, tokens_K: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The loss of each pair without the likelihood, [P], and the implicit reward of each response, [K]."""
@@ -96,7 +97,7 @@ class PreferenceLoss:
         return loss_P, beta * ratio_K
 
     def _nll(self, chosen_sums_P: Tensor, chosen_tokens_P: Tensor) -> Tensor:
-        """Of the chosen responses; this micro-batch's part of the mini-batch's average."""
+        """Negative log-likelihood of the chosen responses; this micro-batch's part of the mini-batch's average."""
         if self.cfg.sft_average == "token":
             return -chosen_sums_P.sum() / self.chosen_tokens
         return -(chosen_sums_P / chosen_tokens_P).sum() / self.denominator

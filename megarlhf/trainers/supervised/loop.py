@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.architectures.hf_config import architecture_from_hf
-from megarlhf.config import SFTConfig, words_of
+from megarlhf.config import SFTConfig, describe_sources
 from megarlhf.data.samples.dataset import Samples
 from megarlhf.data.samples.order import batches_of, mixture_in_words
 from megarlhf.data.text.export_files import files_of_exports
@@ -29,7 +29,6 @@ from megarlhf.parallel.router_balance import ROUTER_AUX_LOSS
 from megarlhf.planning.data.encoders import indexed_options
 from megarlhf.planning.data.formatting import writing_of_training
 from megarlhf.resume.claim.identity import architecture_of, bases_of_adapters, digest_of_samples, identity_of_weights
-from megarlhf.resume.claim.on_existing import NO_STEPS_LEFT
 from megarlhf.resume.points.stateful import Stateful
 from megarlhf.resume.signals import StopRequest
 from megarlhf.runtime import Runtime
@@ -83,9 +82,9 @@ def run_in(
         frozen = objective.build_frozen(cache, role, parts.weights, device_memory)
         for built in (role, *frozen):
             phases.before |= built.parts.turns(built.name)
-        bad_steps = StepGuard(cfg.train, Failures.of(cfg, objective.command), phases)
+        step_guard = StepGuard(cfg.train, Failures.of(cfg, objective.command), phases)
         stop, best = Patience(cfg.train.stop, objective.command), Best(cfg.checkpoint.best, objective.command)
-        states: dict[str, Stateful] = {f"bad_steps/{role.name}": bad_steps, "order": order}
+        states: dict[str, Stateful] = {f"bad_steps/{role.name}": step_guard, "order": order}
         states |= {"stop": stop} if cfg.train.stop.patience is not None else {}
         training = ResumableState(
             cfg.checkpoint,
@@ -108,20 +107,19 @@ def run_in(
             with session.stoppable("eval"):
                 evaluation = evaluate(objective, role, validation, session.asked_to_stop)
             stop.watch(evaluation)
-            session.log(0, evaluation)
-            session.border(0)
-        as_trained, step = True, session.start.step
-        while step < cfg.train.num_steps and stop.reason is None:
-            phases.begin_step(step + 1)
+            session.log_start(evaluation)
+        as_trained = True
+        while session.has_steps_left(total, stop.reason):
+            step = session.begin_step()
             trained = session.take_table()
             if trained is None:
-                update = Update(step + 1, None, order.indices(step))
+                update = Update(step + 1, None, order.take(step))
                 samples = [train[n] for n in update.samples]
-                trained = {"metrics": train_on(objective, role, samples, update, bad_steps, phases)}
-                session.border(step, 1, partial(dict, trained), only_to_stop=True)
-            step += 1
+                trained = {"metrics": train_on(objective, role, samples, update, step_guard, phases)}
+                session.step_boundary(step, 1, partial(dict, trained), only_to_stop=True)
+            done = step + 1
             metrics, evaluation = dict(trained["metrics"]), Metrics()
-            last, due = step == cfg.train.num_steps, is_due(step, cfg.eval.every)
+            last, due = done == total, is_due(done, cfg.eval.every)
             if due and not (last and objective.rescales):
                 with session.stoppable("eval"):
                     evaluation = evaluate(objective, role, validation, session.asked_to_stop)
@@ -135,15 +133,17 @@ def run_in(
                     objective, role, validation, test, session, evaluated=evaluated, as_trained=as_trained
                 )
             is_best = best.watch(evaluation)
-            rates = phases.rates()
-            seconds = seconds_of(phases.end_step(step)).get("seconds_train", 0.0)
-            session.log(step, metrics | evaluation | rates | {"seconds": seconds})
-            with scaled_for_export(objective, role, validation, session, step, last=last, best=is_best):
-                session.export(step, [role], last=last, best=is_best)
-            if as_trained:
-                session.border(step)
-        done = stop.reason or f"all {cfg.train.num_steps} steps done"
-        session.finish(step, stop.reason or NO_STEPS_LEFT, done, keep_state=as_trained)
+            scaled = scaled_for_export(objective, role, validation, session, done, last=last, best=is_best)
+            session.end_step(
+                metrics | evaluation,
+                [role],
+                last=last,
+                best=is_best,
+                seconds=lambda lap: {"seconds": seconds_of(lap).get("seconds_train", 0.0)},
+                around_export=scaled,
+                resumable=as_trained,
+            )
+        session.finish(stop.reason, keep_state=as_trained)
 
 
 def close(
@@ -156,7 +156,7 @@ def close(
     evaluated: bool,
     as_trained: bool,
 ) -> Metrics:
-    """What is measured after the last step. Collective.
+    """Measure held-out and test data after the last step. Collective.
 
     evaluated: held-out samples have been
     as_trained: nothing but updates has changed the weights, so that the run can be left
@@ -178,7 +178,7 @@ def close(
 
 
 def _digests_beside(objective: Objective[Sample], validation: Sequence[Sample]) -> dict[str, str]:
-    """Of what else takes part in what is computed."""
+    """Digests of what else takes part in what is computed."""
     decides = objective.cfg.train.stop.patience is not None
     digests = {"data.validation (decides when the run ends)": digest_of_samples(validation)} if decides else {}
     return digests | objective.digests_beside(validation)
@@ -231,9 +231,9 @@ def load_samples(objective: Objective[Sample]) -> tuple[Samples[Sample], Sequenc
     indexed = indexed_options(cfg) if isinstance(cfg, SFTConfig) else None
     loader = SetLoader(cfg.data, objective.encoder(), objective.sample_type, run_dir=cfg.run.dir, indexed=indexed)
     train, validation, notes = loader.train_and_validation(objective.command)
-    objective.require_fitting(train, max_positions, words_of(cfg.data.train))
+    objective.require_fitting(train, max_positions, describe_sources(cfg.data.train))
     if validation:
-        objective.require_fitting(validation, max_positions, words_of(cfg.data.validation or cfg.data.train))
+        objective.require_fitting(validation, max_positions, describe_sources(cfg.data.validation or cfg.data.train))
     return train, validation[: cfg.eval.max_samples], notes
 
 
@@ -246,7 +246,9 @@ def load_test(objective: Objective[Sample], train: Samples[Sample]) -> tuple[Seq
     indexed = indexed_options(cfg) if isinstance(cfg, SFTConfig) else None
     loader = SetLoader(cfg.data, objective.encoder(), objective.sample_type, run_dir=cfg.run.dir, indexed=indexed)
     test, notes = loader.test(train)
-    objective.require_fitting(test, architecture_from_hf(hf_directory).longest_sequence, words_of(cfg.data.test))
+    objective.require_fitting(
+        test, architecture_from_hf(hf_directory).longest_sequence, describe_sources(cfg.data.test)
+    )
     return test, notes
 
 
@@ -256,20 +258,12 @@ def ends_of(objective: Objective[Sample], samples: Sequence[Sample]) -> set[int]
     return {tokens[-1] for sample in some for tokens in objective.sequences(sample)}
 
 
-def shared_prompts(objective: Objective[Sample], role: Role, samples: Sequence[Sample]) -> Metrics:
-    """How many prompts a pass over the samples computes and spares; nothing where each has one sequence."""
-    if not any(map(objective.shared_length, samples)):
-        return {}
-    computed, saved = prompts_computed(objective.layouts_by_rank(role, samples, planned=True))
-    return {"prompts_computed": computed, "prompts_saved": saved}
-
-
 def train_on(
     objective: Objective[Sample],
     role: Role,
     samples: Sequence[Sample],
     update: Update,
-    bad_steps: StepGuard,
+    step_guard: StepGuard,
     phases: Phases,
 ) -> Metrics:
     """One optimizer step on one mini-batch, the same list on every rank."""
@@ -280,18 +274,22 @@ def train_on(
             samples = objective.scored(role, samples)
     with phases(f"train/{role.name}"):
         loss = objective.training_loss(role, samples)
-        batches = objective.micro_batches(role, samples)
-        sums = role.accumulate(batches, loss)
-    result = bad_steps.apply(role, sums, update, batches, loss)
+        by_rank = objective.layouts_by_rank(role, samples)
+        batches = objective.micro_batches(role, samples, by_rank)
+        sums = role.accumulate(batches, loss).sums
+    result = step_guard.apply(role, sums, update, batches, loss)
     tokens = sum(sum(objective.sequence_lengths(sample)) for sample in samples)
     phases.count("tokens_per_second", tokens)
     learned: Metrics = {"loss": sums["loss"], "grad_norm": result.grad_norm}
     learned |= objective.training_metrics(sums, samples)
     if ROUTER_AUX_LOSS in sums:
         learned[ROUTER_AUX_LOSS] = sums[ROUTER_AUX_LOSS]
+    shared: Metrics = {}
+    if any(map(objective.shared_length, samples)):
+        shared = dict(zip(("prompts_computed", "prompts_saved"), prompts_computed(by_rank), strict=True))
     return {
         **(dict.fromkeys(learned) if result.skipped else learned),
-        **shared_prompts(objective, role, samples),
+        **shared,
         "learning_rate": learning_rate,
         "skipped_steps": int(bool(result.skipped)),
         "tokens": tokens,
@@ -318,7 +316,7 @@ def validation_sums(
     loss = objective.validation_loss(role, samples)
 
     def score(output: Tensor, batch: MicroBatch) -> Tensor:
-        value, sums = loss(output, batch)
+        value, sums, _ = loss(output, batch)
         return torch.cat([value.reshape(1).double(), sums.double()])
 
     per_micro_batch: list[Tensor] = []

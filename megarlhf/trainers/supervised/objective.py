@@ -1,4 +1,4 @@
-"""What a supervised command brings to its loop: what is learned, from which samples."""
+"""The part of a supervised command that is not the loop: what is learned, from which samples."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ShouldStop = Callable[[], bool] | None
 
 
 class Objective(ABC, Generic[Sample]):
-    """What is learned, from which samples: the part of a supervised command that is not the loop."""
+    """Objective of a supervised command: what is learned, from which samples."""
 
     command: str
     role_name: str
@@ -39,7 +39,7 @@ class Objective(ABC, Generic[Sample]):
     sequence_fields: tuple[tuple[str, ...], ...]
     """The fields of token ids that each of a sample's sequences consists of."""
     sample_words: str
-    """What `num_tokens` counts, for messages."""
+    """Name of what `num_tokens` counts, for messages."""
 
     def __init__(self, cfg: SFTConfig | RMConfig | DPOConfig, section: RoleConfig) -> None:
         self.cfg, self.section = cfg, section
@@ -96,14 +96,11 @@ class Objective(ABC, Generic[Sample]):
         return samples
 
     def columns(self, samples: Sequence[Sample], layout: MicroBatchLayout, device: torch.device) -> dict[str, Tensor]:
-        """What the loss reads of a micro-batch beside its tokens."""
+        """Columns that the loss reads of a micro-batch beside its tokens."""
         return {}
 
-    def layouts_by_rank(
-        self, role: Role, samples: Sequence[Sample], *, planned: bool = False
-    ) -> list[list[MicroBatchLayout]]:
-        """The micro-batches of the samples' sequences, numbered one after the other, by data-parallel rank. `planned`:
-        nothing is about to be computed on them, see `Batching.planned_by_rank`."""
+    def layouts_by_rank(self, role: Role, samples: Sequence[Sample]) -> list[list[MicroBatchLayout]]:
+        """The micro-batches of the samples' sequences, numbered one after the other, by data-parallel rank."""
         lengths: list[int] = []
         groups: list[tuple[int, ...]] = []
         for sample in samples:
@@ -112,16 +109,20 @@ class Objective(ABC, Generic[Sample]):
             lengths += own
         shared = [self.shared_length(sample) for sample in samples]
         lengths_N = torch.tensor(lengths, dtype=torch.int64)
-        batching = role.batching(self.cfg.train)
-        by_rank = batching.planned_by_rank if planned else batching.layouts_by_rank
-        return by_rank(groups, lengths_N, shared=shared if any(shared) else ())
+        return role.batching(self.cfg.train).layouts_by_rank(groups, lengths_N, shared=shared if any(shared) else ())
 
     def shared_length(self, sample: Sample) -> int:
         """Tokens with which all sequences of a sample begin, known without looking at them."""
         return 0
 
-    def micro_batches(self, role: Role, samples: Sequence[Sample]) -> list[MicroBatch]:
-        """This data-parallel rank's micro-batches of the samples."""
+    def micro_batches(
+        self, role: Role, samples: Sequence[Sample], by_rank: Sequence[list[MicroBatchLayout]] | None = None
+    ) -> list[MicroBatch]:
+        """This data-parallel rank's micro-batches of the samples, which it is about to compute.
+
+        by_rank: `layouts_by_rank` of the samples, where they have been planned already
+        """
+        by_rank = self.layouts_by_rank(role, samples) if by_rank is None else by_rank
         device = role.mesh.runtime.device
         rows = [torch.tensor(tokens) for sample in samples for tokens in self.sequences(sample)]
         tokens = Ragged.from_rows(rows, torch.int64)
@@ -132,7 +133,7 @@ class Objective(ABC, Generic[Sample]):
                 columns=self.columns(samples, layout, device),
                 layout=layout,
             )
-            for layout in role.mesh.own(self.layouts_by_rank(role, samples))
+            for layout in role.batching(self.cfg.train).own(by_rank)
         ]
 
     def digests_beside(self, validation: Sequence[Sample]) -> dict[str, str]:
@@ -169,7 +170,7 @@ class Objective(ABC, Generic[Sample]):
         return False
 
     def measure_scale(self, role: Role, validation: Sequence[Sample], should_stop: ShouldStop) -> float:
-        """What `rescale` needs to know; changes nothing. Collective.
+        """Measure what `rescale` divides by; changes nothing. Collective.
 
         Raises: Interrupted."""
         raise NotImplementedError

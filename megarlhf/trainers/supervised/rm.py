@@ -25,6 +25,7 @@ from megarlhf.models.role import Role
 from megarlhf.parallel.batching import owners_of_outputs
 from megarlhf.parallel.chunks import split_name
 from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout, TokenSpans, repeat_on_micro_batch
+from megarlhf.parallel.step import LossOutput
 from megarlhf.resume.claim.identity import digest_of_samples
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.experience.sequence_scores import sequence_scores
@@ -49,7 +50,7 @@ class PairwiseLoss:
     """Read the column `margin`."""
     names: tuple[str, ...] = ("correct", "chosen_score", "rejected_score", "squared_score")
 
-    def __call__(self, scores_BS1: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def __call__(self, scores_BS1: Tensor, batch: MicroBatch) -> LossOutput:
         assert batch.layout is not None
         scores_X = scores_BS1.flatten()
         scores_K = scores_of_pairs(scores_BS1, batch)
@@ -67,7 +68,7 @@ class PairwiseLoss:
         with torch.no_grad():
             correct = (chosen_P > rejected_P).sum().to(scores_X.dtype)
             squares = chosen_P.square().sum() + rejected_P.square().sum()
-            return loss, torch.stack([correct, chosen_P.sum(), rejected_P.sum(), squares])
+            return LossOutput(loss, torch.stack([correct, chosen_P.sum(), rejected_P.sum(), squares]))
 
     def _aligned_span(self, scores_X: Tensor, tokens_X: Tensor, layout: MicroBatchLayout) -> Tensor:
         """Each sequence as a row of its own again, [P, L] for either side; what stands behind its end is not read."""
@@ -193,14 +194,15 @@ def pair_scores(
     Collective. Raises: see `validation_sums`."""
 
     mine: dict[int, Tensor] = {}
-    for batches in rounds(objective.micro_batches(role, pairs), role, should_stop):
+    by_rank = objective.layouts_by_rank(role, pairs)
+    for batches in rounds(objective.micro_batches(role, pairs, by_rank), role, should_stop):
         outputs = role.forward(batches, scores_of_pairs)
         if role.mesh.owns_outputs:
             for batch, scores_K in zip(batches, outputs, strict=True):
                 assert batch.layout is not None
                 mine |= dict(zip(batch.layout.sequences, scores_K.float().split([1] * len(scores_K)), strict=True))
     like = torch.empty(0, dtype=torch.float32, device=role.mesh.runtime.device)
-    owners = owners_of_outputs(role.mesh, objective.layouts_by_rank(role, pairs, planned=True))
+    owners = owners_of_outputs(role.mesh, by_rank)
     return redistribute(mine, torch.ones(2 * len(pairs), dtype=torch.int64), like, owners).values_T.cpu().view(-1, 2)
 
 

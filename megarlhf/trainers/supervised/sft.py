@@ -18,6 +18,7 @@ from megarlhf.data.samples.encoders import SFTSample
 from megarlhf.experience import Ragged
 from megarlhf.models.role import Role
 from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout, TokenSpans, scatter_to_micro_batch
+from megarlhf.parallel.step import LossOutput
 from megarlhf.parallel.vocab import Vocabulary, batch_logprobs
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.run.factories import RunFactories
@@ -38,11 +39,11 @@ class NextTokenLoss:
     vocabulary: Vocabulary
     names: tuple[str, ...] = ()
 
-    def __call__(self, hidden_SBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def __call__(self, hidden_SBH: Tensor, batch: MicroBatch) -> LossOutput:
         mask_BS = batch.columns["response_mask"]
         logprobs_BS, _ = batch_logprobs(self.vocabulary, hidden_SBH, batch, mask_BS, return_entropy=False)
         loss = token_nll(logprobs_BS, mask_BS, denominator=self.denominator)
-        return loss, loss.new_zeros(0)
+        return LossOutput(loss, loss.new_zeros(0))
 
 
 class SupervisedFineTuning(Objective[SFTSample]):

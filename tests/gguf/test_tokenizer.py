@@ -10,14 +10,11 @@ from functools import partial
 
 import pytest
 
-from megarlhf.commands.convert import main
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.model_directory import end_tokens
-from megarlhf.weights.checkpoint.formats.gguf.tokenizer import CUTS
-from megarlhf.weights.checkpoint.from_gguf import convert_gguf
 from tests.data.chat_styles import CHATML, said
-from tests.weights.byte_level import CORPUS, TEXTS, trained
-from tests.weights.gguf_files import (
+from tests.gguf.byte_level import CORPUS, TEXTS, trained
+from tests.gguf.gguf_files import (
     BYTE,
     CONTROL,
     NORMAL,
@@ -33,6 +30,9 @@ from tests.weights.gguf_files import (
     write_gguf,
 )
 from tests.weights.models import make_model
+from tools.gguf_to_hf.__main__ import main
+from tools.gguf_to_hf.convert import convert_gguf
+from tools.gguf_to_hf.tokenizer import CUTS
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_the_chat_template_and_the_ends(tmp_path, llama, capsys):
     assert generation == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     base = partial(with_tokenizer, eos="<|endoftext|>")
     path = write_gguf(tmp_path / "b.gguf", llama, base)
-    assert main(["gguf-to-hf", "--gguf", str(path), "--out", str(tmp_path / "b")]) == 0
+    assert main(["--gguf", str(path), "--out", str(tmp_path / "b")]) == 0
     assert "ends an answer with token 2 (<|im_end|>), which the file does not name" in capsys.readouterr().out
     assert end_tokens(tmp_path / "b", load_tokenizer(tmp_path / "b").eos_id) == (0, 2)
     eot = {"tokenizer.ggml.eot_token_id": 2}
@@ -111,7 +111,7 @@ def test_templates_with_names_and_none(tmp_path, llama, capsys):
     convert_gguf(write_gguf(tmp_path / "a.gguf", llama, partial(with_tokenizer, template=named)), tmp_path / "a")
     assert (tmp_path / "a" / "additional_chat_templates" / "tool_use.jinja").read_text() == CHATML + "{{ tools }}"
     path = write_gguf(tmp_path / "b.gguf", llama, partial(with_tokenizer, template=None))
-    assert main(["gguf-to-hf", "--gguf", str(path), "--out", str(tmp_path / "b")]) == 0
+    assert main(["--gguf", str(path), "--out", str(tmp_path / "b")]) == 0
     assert "the file has no chat template, and none was written" in capsys.readouterr().out
     assert not (tmp_path / "b" / "chat_template.jinja").exists()
     broken = partial(with_tokenizer, template="{% for m in messages %}{{ raise_exception('never') }}{% endfor %}")
@@ -175,10 +175,10 @@ def test_a_sentencepiece_tokenizer(prefix, tmp_path, llama):
 def test_a_tokenizer_of_one_s_own(tmp_path, llama, small, capsys):
     """In place of one that is not known; its tokens must be the file's."""
     path = write_gguf(tmp_path / "a.gguf", llama, partial(with_tokenizer, pre="another-one"))
-    assert main(["gguf-to-hf", "--gguf", str(path), "--out", str(tmp_path / "a")]) == 2
+    assert main(["--gguf", str(path), "--out", str(tmp_path / "a")]) == 2
     assert "says 'another-one', which is not known here" in capsys.readouterr().err
     convert_gguf(small, tmp_path / "theirs")
-    command = ["gguf-to-hf", "--gguf", str(path), "--out", str(tmp_path / "a"), "--tokenizer"]
+    command = ["--gguf", str(path), "--out", str(tmp_path / "a"), "--tokenizer"]
     assert main([*command, str(tmp_path / "theirs")]) == 0
     assert load_tokenizer(tmp_path / "a").tokens() == load_tokenizer(tmp_path / "theirs").tokens()
     assert (tmp_path / "a" / "chat_template.jinja").read_text() == CHATML
@@ -199,6 +199,6 @@ def test_a_tokenizer_of_one_s_own(tmp_path, llama, small, capsys):
     other = partial(add_byte_level, tokenizer=trained("qwen2"), pre="qwen2")
     convert_gguf(write_gguf(tmp_path / "b.gguf", make_model("qwen2", vocab_size=VOCAB), other), tmp_path / "others")
     capsys.readouterr()
-    assert main([*command[:3], "--out", str(tmp_path / "c"), "--tokenizer", str(tmp_path / "others")]) == 2
+    assert main([*command[:2], "--out", str(tmp_path / "c"), "--tokenizer", str(tmp_path / "others")]) == 2
     assert "they do not belong together; name the tokenizer of this model" in capsys.readouterr().err
     assert not (tmp_path / "c").exists()

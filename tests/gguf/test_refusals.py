@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from megarlhf.commands.convert import main
-from megarlhf.weights.checkpoint.formats.gguf.header import read_gguf
-from megarlhf.weights.checkpoint.formats.gguf.model import architecture_of
-from megarlhf.weights.checkpoint.formats.gguf.names import sources
-from megarlhf.weights.checkpoint.formats.gguf.numbers import Numbers
-from megarlhf.weights.checkpoint.formats.gguf.tokenizer import tokenizer_files
-from tests.weights.gguf_files import VOCAB, small_file, small_llama, tokens, write_gguf
+from megarlhf.commands.convert import main as convert
+from tests.gguf.gguf_files import VOCAB, small_file, small_llama, tokens, write_gguf
+from tests.refuses import missing_names
+from tools.gguf_to_hf.__main__ import main
+from tools.gguf_to_hf.header import read_gguf
+from tools.gguf_to_hf.model import architecture_of
+from tools.gguf_to_hf.names import sources
+from tools.gguf_to_hf.numbers import Numbers
+from tools.gguf_to_hf.tokenizer import tokenizer_files
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +83,7 @@ def test_what_cannot_be_converted_is_said(case, tmp_path, llama, capsys):
     """In one line, with exit status 2, and nothing is written."""
     changes, message = REFUSED[case]
     path = write_gguf(tmp_path / "model.gguf", llama, tokens, **changes)
-    assert main(["gguf-to-hf", "--gguf", str(path), "--out", str(tmp_path / "out")]) == 2
+    assert main(["--gguf", str(path), "--out", str(tmp_path / "out")]) == 2
     captured = capsys.readouterr()
     said_at_all = [line for line in captured.err.splitlines() if not line.startswith("converting")]
     assert len(said_at_all) == 1
@@ -93,7 +95,7 @@ def test_what_is_no_file_of_its_own(tmp_path, small, capsys):
     """Names, other files, an output that is there; a run, `inspect` and `verify` say how a GGUF file is used."""
 
     def refused(path, *options):
-        assert main(["gguf-to-hf", "--gguf", str(path), "--out", str(tmp_path / "out"), *options]) == 2
+        assert main(["--gguf", str(path), "--out", str(tmp_path / "out"), *options]) == 2
         return capsys.readouterr().err
 
     assert "is a directory; name a .gguf file in it" in refused(tmp_path)
@@ -108,10 +110,9 @@ def test_what_is_no_file_of_its_own(tmp_path, small, capsys):
     (tmp_path / "out" / "mine").write_text("mine")
     assert "exists already" in refused(small)
     assert "--force replaces checkpoints only" in refused(small, "--force")
-    assert main(["inspect", str(small)]) == 2
-    assert "gguf-to-hf --gguf" in capsys.readouterr().err
-    assert main(["verify", str(small.parent), str(small)]) == 2
-    assert f"{small.parent} has a GGUF file, which is converted first" in capsys.readouterr().err
+    for command in (["inspect", str(small)], ["hf-to-megatron", "--hf", str(small.parent), "--out", "x"]):
+        assert convert(command) == 2
+        assert missing_names(capsys.readouterr().err, f"python -m tools.gguf_to_hf --gguf {small}") == []
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_two_kinds_of_rotary_scaling_at_once(small):
 def test_numbers_that_fp16_cannot_hold(tmp_path, llama, capsys):
     big = put("output_norm.weight", torch.full((64,), 1e5))
     path = write_gguf(tmp_path / "model.gguf", llama, tokens, **big)
-    command = ["gguf-to-hf", "--gguf", str(path), "--out", str(tmp_path / "out"), "--dtype"]
+    command = ["--gguf", str(path), "--out", str(tmp_path / "out"), "--dtype"]
     assert main([*command, "fp16"]) == 2
     assert "model.norm.weight has numbers above 65504, the largest of torch.float16" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
@@ -149,10 +150,10 @@ def test_without_the_package(tmp_path, llama, small, monkeypatch, capsys):
     for name in [*sys.modules]:
         if name.split(".")[0] == "gguf":
             monkeypatch.setitem(sys.modules, name, None)
-    assert main(["gguf-to-hf", "--gguf", str(small), "--out", str(tmp_path / "a")]) == 2
+    assert main(["--gguf", str(small), "--out", str(tmp_path / "a")]) == 2
     assert "(ggml's types 8), which are read with the package gguf" in (err := capsys.readouterr().err)
     assert "pip install 'megarlhf[gguf]'" in err
-    assert main(["gguf-to-hf", "--gguf", str(plain), "--out", str(tmp_path / "b")]) == 0
+    assert main(["--gguf", str(plain), "--out", str(tmp_path / "b")]) == 0
 
 
 def all_checks(path: Path) -> None:

@@ -9,10 +9,10 @@ import json
 import pytest
 import torch
 
-from megarlhf.commands.convert import main
-from megarlhf.weights.checkpoint.from_gguf import PIECE_ELEMENTS, convert_gguf
-from tests.weights.gguf_files import VOCAB, as_stored, small_llama, tokens, write_gguf
+from tests.gguf.gguf_files import VOCAB, as_stored, small_llama, tokens, write_gguf
 from tests.weights.models import make_model
+from tools.gguf_to_hf.__main__ import main
+from tools.gguf_to_hf.convert import PIECE_ELEMENTS, convert_gguf
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1e4, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -115,7 +115,7 @@ def test_a_tensor_in_pieces_and_files_and_dtypes(llama, tmp_path, monkeypatch, c
     """Pieces of a few rows by several threads, shards, bf16 and fp16 as a cast of the numbers; progress in bytes."""
     from safetensors.torch import load_file
 
-    monkeypatch.setattr("megarlhf.weights.checkpoint.from_gguf.PIECE_ELEMENTS", 100)
+    monkeypatch.setattr("tools.gguf_to_hf.convert.PIECE_ELEMENTS", 100)
     assert PIECE_ELEMENTS > 100
     path = write_gguf(tmp_path / "model.gguf", llama, tokens, kind="Q8_0")
     told = []
@@ -128,7 +128,7 @@ def test_a_tensor_in_pieces_and_files_and_dtypes(llama, tmp_path, monkeypatch, c
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
-        assert main(["gguf-to-hf", "--gguf", str(path), "--out", str(tmp_path / name), "--dtype", name]) == 0
+        assert main(["--gguf", str(path), "--out", str(tmp_path / name), "--dtype", name]) == 0
         found = load_file(tmp_path / name / "model.safetensors")
         assert all(torch.equal(found[key], tensor.to(dtype)) for key, tensor in expected.items())
         assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")

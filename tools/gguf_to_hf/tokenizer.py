@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarlhf.data.tokenizers.pieces import fast_tokenizer
-from megarlhf.weights.checkpoint.formats.gguf.header import GGUFFile
+from tools.gguf_to_hf.header import GGUFFile
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

@@ -19,8 +19,8 @@ from megarlhf.architectures.architecture import (
     RopeScaling,
     YarnRope,
 )
-from megarlhf.weights.checkpoint.formats.gguf.header import GGUFFile, shortest
-from megarlhf.weights.checkpoint.formats.gguf.numbers import Numbers
+from tools.gguf_to_hf.header import GGUFFile, shortest
+from tools.gguf_to_hf.numbers import Numbers
 
 MODEL_TYPES: Mapping[str, str] = {
     "llama": "llama",

@@ -20,11 +20,16 @@ from megarlhf.data.tokenizers import files as on_disk
 from megarlhf.data.tokenizers.comparison import read_otherwise
 from megarlhf.data.tokenizers.sample_texts import TEXTS
 from megarlhf.data.tokenizers.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
-from megarlhf.weights.checkpoint.formats.gguf.header import GGUFFile, read_gguf
-from megarlhf.weights.checkpoint.formats.gguf.model import architecture_of
-from megarlhf.weights.checkpoint.formats.gguf.names import Source, sources
-from megarlhf.weights.checkpoint.formats.gguf.numbers import Numbers
-from megarlhf.weights.checkpoint.formats.gguf.tokenizer import (
+from megarlhf.weights.checkpoint.formats.huggingface.write import MAX_SHARD_BYTES, preallocate_huggingface
+from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
+from megarlhf.weights.checkpoint.replaceable import require_replaceable
+from megarlhf.weights.checkpoint.staging import Staging
+from megarlhf.weights.transport.extent import Extent
+from tools.gguf_to_hf.header import GGUFFile, read_gguf
+from tools.gguf_to_hf.model import architecture_of
+from tools.gguf_to_hf.names import Source, sources
+from tools.gguf_to_hf.numbers import Numbers
+from tools.gguf_to_hf.tokenizer import (
     ENDS,
     NORMAL,
     UNUSED,
@@ -32,11 +37,6 @@ from megarlhf.weights.checkpoint.formats.gguf.tokenizer import (
     chat_templates,
     tokenizer_files,
 )
-from megarlhf.weights.checkpoint.formats.huggingface.write import MAX_SHARD_BYTES, preallocate_huggingface
-from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
-from megarlhf.weights.checkpoint.replaceable import require_replaceable
-from megarlhf.weights.checkpoint.staging import Staging
-from megarlhf.weights.transport.extent import Extent
 
 PIECE_ELEMENTS = 1 << 20
 """Of a tensor at a time and thread."""

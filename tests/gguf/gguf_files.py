@@ -227,7 +227,7 @@ def write_gguf(
 
 def with_tokenizer(writer: GGUFWriter, **changes: Any) -> None:
     """The tokenizer that the models have here, or another in some respect."""
-    from tests.weights.byte_level import trained
+    from tests.gguf.byte_level import trained
 
     add_byte_level(writer, **{"tokenizer": trained("smollm"), "pre": "smollm", "pad_to": VOCAB, **changes})
 

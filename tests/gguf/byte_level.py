@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from tests.weights.gguf_files import MARKS
+from tests.gguf.gguf_files import MARKS
 
 CORPUS = [
     "The answer is 37 + 48 = 85, isn't it? The answers are 1234567890.",

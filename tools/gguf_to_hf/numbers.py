@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarlhf.weights.checkpoint.formats.gguf.header import GGUFFile, StoredTensor
+from tools.gguf_to_hf.header import GGUFFile, StoredTensor
 
 FLOATS: dict[int, tuple[str, torch.dtype]] = {
     0: ("F32", torch.float32),

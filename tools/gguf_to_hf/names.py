@@ -12,9 +12,9 @@ import torch
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import logical_tensors, table_of
 from megarlhf.placement import Shape
-from megarlhf.weights.checkpoint.formats.gguf.header import GGUFFile
-from megarlhf.weights.checkpoint.formats.gguf.model import NOT_OF_THE_MODEL
-from megarlhf.weights.checkpoint.formats.gguf.numbers import Numbers
+from tools.gguf_to_hf.header import GGUFFile
+from tools.gguf_to_hf.model import NOT_OF_THE_MODEL
+from tools.gguf_to_hf.numbers import Numbers
 
 _OUTSIDE: Mapping[str, str] = {
     "model.embed_tokens": "token_embd",

@@ -1,1 +1,0 @@
-"""GGUF: llama.cpp's format of one file, in which a model's tensors are often quantized."""

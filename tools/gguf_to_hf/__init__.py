@@ -1,0 +1,1 @@
+"""Conversion of GGUF files, llama.cpp's format, to Hugging Face directories."""
