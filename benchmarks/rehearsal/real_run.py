@@ -129,9 +129,9 @@ def real_engine(job: Job, rollout: RolloutConfig, actor: Role, prompt_tokens: in
         actor.mesh.runtime,
         lengths=job.response_lengths,
         memory=EngineBudget(device_bytes=0, reserved_bytes=0, activation_bytes=0, held_bytes=lambda: 0),
-        drew=lambda num_samples: None,
-        generated=lambda work, shape, cache_bytes: stated_tokens(work)[1],  # as the job states its speed
-        refused=refused,
+        on_rollout=lambda num_samples: None,
+        estimate=lambda work, shape, cache_bytes: stated_tokens(work)[1],  # as the job states its speed
+        on_refusal=refused,
     )
 
 

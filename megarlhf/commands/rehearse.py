@@ -127,7 +127,7 @@ def _writing(out: Path) -> Iterator[None]:
 
 def _one(arguments: argparse.Namespace) -> int:
     from megarlhf.observe.terminal.progress import make_console
-    from megarlhf.rehearsal.progress import shown
+    from megarlhf.rehearsal.progress import show_progress
     from megarlhf.rehearsal.rehearse import rehearse
     from megarlhf.rehearsal.report.console import print_result
     from megarlhf.rehearsal.report.page import check_out, write
@@ -136,7 +136,7 @@ def _one(arguments: argparse.Namespace) -> int:
     cfg = load_config(CONFIGS[arguments.command], arguments.config, _overrides(arguments))
     request = _request(arguments, options, cfg)
     check_out(out)
-    with shown(request) as on_progress:
+    with show_progress() as on_progress:
         result = rehearse(request, on_progress)
     console = make_console()
     print_result(result, console)
@@ -147,7 +147,7 @@ def _one(arguments: argparse.Namespace) -> int:
 
 def _sweep(arguments: argparse.Namespace) -> int:
     from megarlhf.observe.terminal.progress import make_console
-    from megarlhf.rehearsal.progress import shown
+    from megarlhf.rehearsal.progress import show_progress
     from megarlhf.rehearsal.run_sweep import check_sweep_out, print_sweep, run_sweep, write_sweep
     from megarlhf.rehearsal.sweep import parse_axes
 
@@ -157,7 +157,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
         return load_config(CONFIGS[arguments.command], arguments.config, [*_overrides(arguments), *overrides])
 
     check_sweep_out(out)
-    sweep = run_sweep(axes, load, lambda cfg: _request(arguments, options, cfg), shown)
+    sweep = run_sweep(axes, load, lambda cfg: _request(arguments, options, cfg), show_progress)
     console = make_console()
     print_sweep(sweep, console)
     with _writing(out):
@@ -180,7 +180,7 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     from megarlhf.rehearsal.cost_model.hardware import load_hardware
     from megarlhf.rehearsal.cost_model.margin import MarginConfig
     from megarlhf.rehearsal.fake_device.routing import Routing
-    from megarlhf.rehearsal.fakes.lengths import parse
+    from megarlhf.rehearsal.fakes.lengths import parse_lengths
 
     if arguments.hardware is None and not HARDWARE.is_file():
         raise ValueError("give --hardware FILE: megarlhf is installed without its folder configs/hardware")
@@ -196,8 +196,8 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
         "margin": load_config(MarginConfig, arguments.margin) if arguments.margin else MarginConfig(),
         "layers": arguments.layers or ("te" if hardware.kind == "gpu" else "local"),
         "routing": Routing(skew=arguments.routing_skew),
-        "prompt_lengths": _lengths(arguments.prompt_lengths, "prompts", parse),
-        "response_lengths": _lengths(arguments.response_lengths, "responses", parse),
+        "prompt_lengths": _lengths(arguments.prompt_lengths, "prompts", parse_lengths),
+        "response_lengths": _lengths(arguments.response_lengths, "responses", parse_lengths),
         "rollout_tokens_per_second": arguments.rollout_tokens_per_second,
         **({"workers": arguments.workers} if arguments.workers else {}),
     }
@@ -212,7 +212,7 @@ def _lengths(spec: str | None, column: str, parse: Callable[[str, str], Any]) ->
 
 def _request(arguments: argparse.Namespace, options: Mapping[str, Any], cfg: Any) -> Any:
     """The checked request. Raises: ValueError."""
-    from megarlhf.rehearsal.request import DEFAULT_STEPS, Request, require_sense
+    from megarlhf.rehearsal.request import DEFAULT_STEPS, Request, check_request
 
     world_size = cfg.run.planned_ranks
     request = Request(
@@ -223,7 +223,7 @@ def _request(arguments: argparse.Namespace, options: Mapping[str, Any], cfg: Any
         ranks=tuple(range(world_size)) if arguments.ranks == "all" else arguments.ranks,
         **options,
     )
-    require_sense(request)
+    check_request(request)
     return request
 
 

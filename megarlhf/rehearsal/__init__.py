@@ -1,4 +1,4 @@
-"""The rehearsal: the program itself, on devices that hold no numbers and in groups that reach nobody.
+"""Rehearsals: the program itself runs on devices that hold no numbers and in process groups without other members.
 
-Imported by its commands only (`commands/rehearse.py`, `commands/calibrate.py`).
+Only its commands import this room (`commands/rehearse.py`, `commands/calibrate.py`).
 """

@@ -1,4 +1,4 @@
-"""What a rank is to rehearse, and what it has seen: plain data, between processes."""
+"""Orders to a rehearsed rank and its record: plain data, passed between processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 
 from megarlhf.config import FrozenModel, RLConfig, roles_of
 from megarlhf.layout import MeshLayout
-from megarlhf.rehearsal.cost_model.engine_time import RolloutEstimate
 from megarlhf.rehearsal.cost_model.margin import MarginConfig
 from megarlhf.rehearsal.fake_device import torch_patches
 from megarlhf.rehearsal.fake_device.assumptions import Assumption
@@ -19,6 +18,7 @@ from megarlhf.rehearsal.fake_device.torch_patches import Kind
 from megarlhf.rehearsal.fakes.batches import RankLoad
 from megarlhf.rehearsal.fakes.lengths import Lengths
 from megarlhf.rehearsal.fakes.resume_point import PointSizes
+from megarlhf.rehearsal.result import RolloutRow
 from megarlhf.rehearsal.timeline.messages import Line, Reached
 from megarlhf.rehearsal.timeline.trace import Event, Work
 from megarlhf.rehearsal.transformer_engine.replace import Layers
@@ -28,74 +28,74 @@ from megarlhf.runtime import Runtime
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a rank is to rehearse."""
+    """Order to rehearse one rank."""
 
     command: str
     cfg: FrozenModel
-    """With whatever stands in for what is missing: `fakes/inputs.py`."""
+    """Configuration in which stand-ins replace missing files (`fakes/inputs.py`)."""
     rank: int
     world_size: int
     ranks_per_node: int
     kind: Kind
     layers: Layers = "te"
-    """Of a GPU; on a CPU they are local ones."""
+    """Layers of a GPU. A CPU always has local ones."""
     num_steps: int
     response_lengths: Lengths
     device_bytes: int = 0
-    """Of a device's memory; 0: not bounded."""
+    """Memory of a device; 0 means unbounded."""
     margin: MarginConfig = field(default_factory=MarginConfig)
-    """What cannot be seen of it."""
+    """Numbers for device memory that no tensor shows."""
     rollout_tokens_per_second: float | None = None
-    """Of responses, of one engine; None: by the roofline of decoding."""
+    """Response tokens per second of one engine; None estimates them by the roofline of decoding."""
     bare_engine: bool = False
-    """Responses come from nowhere: no engine's weights, cache and updates."""
+    """Whether responses are made without an engine: without its weights, cache and updates."""
     reuse: bool = True
-    """Rehearse what is equal once: layers, experts, digests of weights."""
+    """Whether equal layers, experts and digests of weights are rehearsed once."""
     routing: Routing = field(default_factory=Routing)
-    """Of models with experts."""
+    """Assignment of tokens to experts, in models that have experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecord:
-    """What a rehearsed rank has seen."""
+    """Everything that was counted on a rehearsed rank."""
 
     rank: int
     memory: list[PhaseMemory]
     messages: list[tuple[Line, int, int]]
-    """(row, count, bytes)."""
+    """(row, count, bytes)"""
     events: list[Event]
     flops: dict[tuple[int, str, Work], int]
-    """By step, phase and work; without what is computed again in a backward."""
+    """FLOPs by step, phase and work, without recomputation in a backward."""
     work_seconds: dict[tuple[int, str, Work], float]
-    again_seconds: dict[tuple[int, str], float]
-    """Of what is computed again, in `work_seconds` too."""
+    recomputed_seconds: dict[tuple[int, str], float]
+    """Seconds of recomputation, which `work_seconds` includes."""
     operations: dict[tuple[int, str], int]
     assumptions: list[tuple[Assumption, int]]
     reached: Reached
     groups_created: int
     memberships: int
-    shares: dict[str, list[RankLoad]]
-    """By phase, the work of each data-parallel rank of its role."""
+    loads: dict[str, list[RankLoad]]
+    """Work of each data-parallel rank of a phase's role, by phase."""
     tokens: dict[tuple[int, str], int]
-    """Packed in a step and phase, on all ranks of its role."""
-    rollouts: list[RolloutEstimate]
-    """Of each step."""
-    problems: list[str]
-    """Why the run would not start, in sentences."""
+    """Tokens packed in a step and phase on all ranks of the role."""
+    rollouts: list[RolloutRow]
+    """One estimate for each step."""
+    refusals: list[str]
+    """Reasons why the run would not start, as sentences."""
     cache_bytes: int
-    """Of the rollout engine on this rank."""
+    """Cache of the rollout engine on this rank."""
     held: dict[str, int]
-    """Bytes by kind at the end of the last step, on the device or in host memory for a while."""
+    """Bytes by kind at the end of the last step, on the device or offloaded to host memory."""
     offloaded: int
-    """Bytes of host memory for what is not on the device meanwhile."""
+    """Host memory for what is offloaded."""
     resume_point: PointSizes | None
-    """What it writes of one."""
+    """Bytes of this rank's part of a resume point; None if none was written."""
     tool_seconds: float
     tool_gib: float
 
 
 def layouts_of(cfg: Any, runtime: Runtime) -> dict[str, MeshLayout]:
-    """Of each role, with the order of ranks that the run chooses."""
+    """Layout of each role, with the order of ranks that the run chooses."""
     roles = roles_of(cfg)
     orders = mesh_orders(cfg.rollout, roles, runtime) if isinstance(cfg, RLConfig) else {}
     return {
@@ -105,13 +105,13 @@ def layouts_of(cfg: Any, runtime: Runtime) -> dict[str, MeshLayout]:
 
 
 def runtime_of(rank: int, world_size: int, ranks_per_node: int, device: torch.device) -> Runtime:
-    """Of a rank that is not there."""
+    """Runtime of a rank without a process of its own."""
     return Runtime(
         rank=rank,
         local_rank=rank % ranks_per_node,
         world_size=world_size,
         local_world_size=min(ranks_per_node, world_size),
-        ranks_per_block=min(ranks_per_node, world_size),  # nodes have equally many: request.require_sense
+        ranks_per_block=min(ranks_per_node, world_size),  # nodes have equally many: request.check_request
         device=device,
         backend=torch_patches.BACKENDS["cpu" if device.type == "cpu" else "gpu"],
     )

@@ -1,10 +1,10 @@
-"""Which ranks are rehearsed: one of each kind.
+"""Choice of the ranks to rehearse: one of each kind.
 
-Ranks are of one kind when they hold the same stages of every role and their collectives are alike. Tensor-parallel
-neighbours are, and context-parallel ones but for the partial outputs of TransformerEngine's ring, of which the last has
-the most: it is taken. Data-parallel ranks differ in how long their sequences are, so of them those with the most and
-the least work are taken, and the one that trains the largest micro-batch. Which positions of it predict responses is
-not asked: where logits are large, another rank may need more.
+Ranks are of one kind when they hold the same stages of every role and make equal collectives. Tensor-parallel
+neighbours are of one kind. So are context-parallel ones, but for the partial outputs of TransformerEngine's ring: the
+last rank holds the most and is taken. Data-parallel ranks differ in the lengths of their sequences: the ranks with the
+most and the least work are taken, and the rank that trains the largest micro-batch. Which of its positions predict
+responses is not considered: where logits are large, another rank may need more.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megarlhf.layout import MeshLayout
-from megarlhf.rehearsal.fakes.batches import RankLoad, Shares
+from megarlhf.rehearsal.fakes.batches import Loads, RankLoad
 
 LARGER = 1.01
-"""A micro-batch that is larger by less is not rehearsed for its memory."""
+"""Least ratio by which a micro-batch must be larger to be rehearsed for its memory."""
 
 Stages = tuple[tuple[str, int | None], ...]
-"""Role and pipeline stage; None: the rank has nothing of the role."""
+"""(role, pipeline stage) of a rank; the stage is None where the rank holds nothing of the role."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A rank that stands for others."""
+    """A rank that stands for others like it."""
 
     rank: int
     stages: Stages
     stands_for: int
-    """Ranks with the same stages, itself among them."""
+    """Number of ranks with the same stages, this one included."""
     why: str
-    """In words."""
+    """Reason for the choice, as a sentence."""
 
 
 def stages_of(rank: int, layouts: Mapping[str, MeshLayout]) -> Stages:
@@ -41,75 +41,76 @@ def stages_of(rank: int, layouts: Mapping[str, MeshLayout]) -> Stages:
 
 
 def first_rank(layouts: Mapping[str, MeshLayout], main: str) -> int:
-    """The rank that is rehearsed first, and says how much work each has."""
+    """The rank that is rehearsed first. Its record tells the work of every rank."""
     return layouts[main].rank_at(cp=layouts[main].cp - 1)
 
 
-def chosen(layouts: Mapping[str, MeshLayout], main: str, shares: Shares, *, busy_expert: bool = False) -> list[Kind]:
+def choose_ranks(
+    layouts: Mapping[str, MeshLayout], main: str, loads: Loads, *, busy_expert: bool = False
+) -> list[Kind]:
     """One rank of each kind.
 
-    main: the role whose pipelines are rehearsed whole, so that its messages meet
-    busy_expert: one expert of a layer gets more tokens than the others: the first one, which not all ranks have
+    main: the role whose pipelines are rehearsed whole, so that messages between stages meet.
+    busy_expert: whether one expert of each layer, the first, gets more tokens than the others. Not all ranks have it.
     """
-    mesh = layouts[main]
-    of_stages = _by_stages(layouts)
+    mesh, by_stages = layouts[main], _ranks_by_stages(layouts)
     kinds: dict[int, Kind] = {}
-    for dp, why in _pipelines(layouts, main, shares).items():
+
+    def add(rank: int, why: str) -> None:
+        stages = stages_of(rank, layouts)
+        kinds.setdefault(rank, Kind(rank, stages, len(by_stages[stages]), why))
+
+    for dp, why in _pipelines(layouts, main, loads).items():
         for pp in range(mesh.pp):
-            rank = mesh.rank_at(dp=dp, pp=pp, cp=mesh.cp - 1)
-            stages = stages_of(rank, layouts)
-            kinds.setdefault(rank, Kind(rank, stages, len(of_stages[stages]), why))
+            add(mesh.rank_at(dp=dp, pp=pp, cp=mesh.cp - 1), why)
     if busy_expert and mesh.ep > 1:
         for pp in range(mesh.pp):
-            rank = mesh.rank_at(pp=pp)
-            stages = stages_of(rank, layouts)
-            kinds.setdefault(rank, Kind(rank, stages, len(of_stages[stages]), "the rank with the busiest expert"))
+            add(mesh.rank_at(pp=pp), "the rank with the busiest expert")
     covered = {kind.stages for kind in kinds.values()}
-    for stages, ranks in of_stages.items():
+    for stages, ranks in by_stages.items():
         if stages not in covered:
-            kinds[ranks[0]] = Kind(ranks[0], stages, len(ranks), "another combination of stages")
+            add(ranks[0], "another combination of stages")
     return [kinds[rank] for rank in sorted(kinds)]
 
 
-def named(ranks: Iterable[int], layouts: Mapping[str, MeshLayout]) -> list[Kind]:
-    """The ranks that the user asks for."""
-    of_stages = _by_stages(layouts)
+def named_ranks(ranks: Iterable[int], layouts: Mapping[str, MeshLayout]) -> list[Kind]:
+    """The ranks that the user named."""
+    by_stages = _ranks_by_stages(layouts)
     return [
-        Kind(rank, (stages := stages_of(rank, layouts)), len(of_stages[stages]), "asked for")
+        Kind(rank, (stages := stages_of(rank, layouts)), len(by_stages[stages]), "asked for")
         for rank in sorted(set(ranks))
     ]
 
 
-def _by_stages(layouts: Mapping[str, MeshLayout]) -> dict[Stages, list[int]]:
-    found: dict[Stages, list[int]] = {}
+def _ranks_by_stages(layouts: Mapping[str, MeshLayout]) -> dict[Stages, list[int]]:
+    by_stages: dict[Stages, list[int]] = {}
     for rank in range(next(iter(layouts.values())).world_size):
-        found.setdefault(stages_of(rank, layouts), []).append(rank)
-    return found
+        by_stages.setdefault(stages_of(rank, layouts), []).append(rank)
+    return by_stages
 
 
-def _pipelines(layouts: Mapping[str, MeshLayout], main: str, shares: Shares) -> dict[int, str]:
-    """Data-parallel ranks of the main role, each with the reason."""
+def _pipelines(layouts: Mapping[str, MeshLayout], main: str, loads: Loads) -> dict[int, str]:
+    """Data-parallel ranks of the main role, each with the reason for its choice."""
     mesh = layouts[main]
-    work = [_share_of(mesh.rank_at(dp=dp), layouts, shares) for dp in range(mesh.dp)]
-    if mesh.dp == 1 or not shares:
+    work = [_load_of(mesh.rank_at(dp=dp), layouts, loads) for dp in range(mesh.dp)]
+    if mesh.dp == 1 or not loads:
         return {0: "the only data-parallel rank" if mesh.dp == 1 else "the first data-parallel rank"}
     by_cost = sorted(range(mesh.dp), key=lambda dp: work[dp].cost)
-    found = {by_cost[-1]: "the data-parallel rank with the most work"}
+    reasons = {by_cost[-1]: "the data-parallel rank with the most work"}
     if work[by_cost[0]].cost < work[by_cost[-1]].cost:
-        found[by_cost[0]] = "the data-parallel rank with the least work"
+        reasons[by_cost[0]] = "the data-parallel rank with the least work"
     # Only what is trained leaves activations.
-    trained = {phase: by_dp for phase, by_dp in shares.items() if phase.startswith("train/")}
-    longest = [_share_of(mesh.rank_at(dp=dp), layouts, trained).longest for dp in range(mesh.dp)]
+    trained = {phase: by_dp for phase, by_dp in loads.items() if phase.startswith("train/")}
+    longest = [_load_of(mesh.rank_at(dp=dp), layouts, trained).longest for dp in range(mesh.dp)]
     largest = max(range(mesh.dp), key=lambda dp: longest[dp])
-    if longest[largest] > LARGER * max(longest[dp] for dp in found):
-        found[largest] = "the data-parallel rank with the largest micro-batch"
-    return found
+    if longest[largest] > LARGER * max(longest[dp] for dp in reasons):
+        reasons[largest] = "the data-parallel rank with the largest micro-batch"
+    return reasons
 
 
-def _share_of(rank: int, layouts: Mapping[str, MeshLayout], shares: Shares) -> RankLoad:
-    """Of a rank, over the phases of all roles."""
+def _load_of(rank: int, layouts: Mapping[str, MeshLayout], loads: Loads) -> RankLoad:
     total = RankLoad(0.0, 0, 0, 0)
-    for phase, by_dp in shares.items():
+    for phase, by_dp in loads.items():
         role = "reward_model" if phase == "reward" else phase.partition("/")[2]
         layout = layouts.get(role)
         if layout is not None and layout.dp == len(by_dp) and rank in layout.ranks:
@@ -117,16 +118,17 @@ def _share_of(rank: int, layouts: Mapping[str, MeshLayout], shares: Shares) -> R
     return total
 
 
-def pipelines_of(here: Iterable[int], mesh: MeshLayout) -> list[int]:
-    """Of these ranks those whose pipelines of a role are there whole: whose traces can be replayed together. A rank
-    that has nothing of the role is in none that could be cut."""
-    here = set(here)
-    whole = []
-    for rank in sorted(here):
+def complete_pipelines(ranks: Iterable[int], mesh: MeshLayout) -> list[int]:
+    """The ranks whose pipelines of a role are complete, so that their traces can be replayed together.
+
+    A rank without the role is among them: no pipeline of its own can be cut.
+    """
+    rehearsed, complete = set(ranks), []
+    for rank in sorted(rehearsed):
         if rank not in mesh.ranks:
-            whole.append(rank)
+            complete.append(rank)
             continue
-        at = mesh.coordinates(rank)
-        if all(mesh.rank_at(tp=at.tp, cp=at.cp, dp=at.dp, pp=pp) in here for pp in range(mesh.pp)):
-            whole.append(rank)
-    return whole
+        own = mesh.coordinates(rank)
+        if all(mesh.rank_at(tp=own.tp, cp=own.cp, dp=own.dp, pp=pp) in rehearsed for pp in range(mesh.pp)):
+            complete.append(rank)
+    return complete

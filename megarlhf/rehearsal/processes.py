@@ -1,7 +1,7 @@
-"""Ranks in processes of their own, as many at a time as there are cores.
+"""Processes of rehearsed ranks, as many at a time as there are workers.
 
-A rank takes over its process: process group, device, patches. Processes are forked from one that has imported what they
-need, so that a rank begins at once.
+A rank takes over its process: process group, device and patches. Processes are forked from one that has imported
+everything that they need, so that a rank starts at once.
 """
 
 from __future__ import annotations
@@ -30,41 +30,47 @@ from megarlhf.trainers.entries import import_entry
 
 
 @dataclass(frozen=True)
-class At:
-    """Where a rank is."""
+class RankProgress:
+    """Progress of a rank."""
 
     rank: int
     step: int
     phase: str
-    """`DONE` at its end."""
+    """`DONE` when the rank has finished."""
     operations: int
     ranks: int = 0
-    """That are rehearsed in all, as far as is known."""
+    """Ranks that are rehearsed in all, as far as is known."""
 
 
 PR_SET_PDEATHSIG = 1
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 DONE = "done"
-"""In place of a phase."""
+"""Value in place of a phase."""
 
 
 class RankFailed(RuntimeError):
-    """A rehearsed rank has ended with an error of the program."""
+    """A rehearsed rank ended with an error of the program."""
 
 
 class RankRefused(ValueError):
-    """The program refuses what it was asked to do, in its own words."""
+    """The program refuses the job. The message is its own."""
 
 
-Told = Callable[[At], None]
+OnProgress = Callable[[RankProgress], None]
 
 
 def run_ranks(
-    jobs: Sequence[Job], price: Pricing, *, workers: int, told: Told = lambda at: None, ranks: int = 0
+    jobs: Sequence[Job],
+    price: Pricing,
+    *,
+    workers: int,
+    on_progress: OnProgress = lambda progress: None,
+    ranks: int = 0,
 ) -> list[RankRecord]:
-    """The records of all jobs, in their order. `ranks`: that are rehearsed in all, where that is more.
+    """Records of all jobs, in their order.
 
-    Raises: RankRefused with the sentence of a ValueError of the program; RankFailed with the traceback of any other
+    ranks: number of ranks that are rehearsed in all, where more jobs follow.
+    Raises: RankRefused with the message of a ValueError of the program; RankFailed with the traceback of any other
     error. The other ranks are ended then.
     """
     _import_what_ranks_need(jobs)
@@ -74,72 +80,71 @@ def run_ranks(
     try:
         while waiting or running:
             while waiting and len(running) < workers:
-                place, job = waiting.pop(0)
+                index, job = waiting.pop(0)
                 gc.freeze()  # a collection in the rank would write to all objects, and so copy what processes share
-                with _stops_wait():  # else a rank might start that nobody ends
+                with _signals_deferred():  # else a rank might start that nobody ends
                     ours, theirs = context.Pipe(duplex=False)
-                    process = context.Process(target=_rank, args=(job, price, theirs), daemon=True)
+                    process = context.Process(target=_rank_process, args=(job, price, theirs), daemon=True)
                     process.start()
                     theirs.close()
-                    running[ours] = (place, process)
+                    running[ours] = (index, process)
             for connection in wait(list(running)):
                 assert isinstance(connection, Connection)
-                place, process = running[connection]
-                message = _receive(connection, jobs[place], process)
-                if isinstance(message, At):
-                    told(replace(message, ranks=ranks or len(jobs)))
+                index, process = running[connection]
+                message = _receive(connection, jobs[index], process)
+                if isinstance(message, RankProgress):
+                    on_progress(replace(message, ranks=ranks or len(jobs)))
                     continue
-                told(At(message.rank, 0, DONE, sum(message.operations.values()), ranks or len(jobs)))
-                records[place] = message
+                on_progress(RankProgress(message.rank, 0, DONE, sum(message.operations.values()), ranks or len(jobs)))
+                records[index] = message
                 del running[connection]
                 connection.close()
                 process.join()
     finally:
-        with _stops_wait():
+        with _signals_deferred():
             for connection, (_, process) in running.items():
                 process.kill()
                 process.join()
                 connection.close()
         gc.unfreeze()
-    return [records[place] for place in range(len(jobs))]
+    return [records[index] for index in range(len(jobs))]
 
 
 @contextlib.contextmanager
-def _stops_wait() -> Iterator[None]:
-    """What is done inside is done before a signal that ends the command is handled.
+def _signals_deferred() -> Iterator[None]:
+    """Scope in which a signal that ends the command is deferred until the end of the scope.
 
-    Blocking the signals would not do: the system gives them to another thread then, and Python handles them in this one
-    all the same.
+    Blocking signals would not be enough: the system would give them to another thread, and Python would still handle
+    them in this one.
     """
-    came: list[int] = []
-    before = {number: signal.signal(number, lambda number, frame: came.append(number)) for number in STOPS}
+    received: list[int] = []
+    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in STOPS}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        for each in came:
-            signal.raise_signal(each)
+        for pending in received:
+            signal.raise_signal(pending)
 
 
-def _receive(connection: Connection, job: Job, process: Any) -> At | RankRecord:
-    """Raises: see `run_ranks`."""
+def _receive(connection: Connection, job: Job, process: Any) -> RankProgress | RankRecord:
+    """The next message of a rank. Raises: see `run_ranks`."""
     try:
         message = connection.recv()
     except (EOFError, OSError):  # at the beginning of a message, in the middle of one
         process.join()
         raise RankFailed(
-            f"the process of rank {job.rank} ended without a word (exit status {process.exitcode}); where the machine "
-            "was short of memory, rehearse with fewer --workers"
+            f"the process of rank {job.rank} ended without a message (exit status {process.exitcode}); if the "
+            "machine was short of memory, rehearse with fewer --workers"
         ) from None
     if isinstance(message, BaseException):
         raise message
-    assert isinstance(message, At | RankRecord)
+    assert isinstance(message, RankProgress | RankRecord)
     return message
 
 
 def _import_what_ranks_need(jobs: Sequence[Job]) -> None:
-    """In this process, before the forks."""
     torch.set_num_threads(1)
     for command in {job.command for job in jobs}:
         import_entry(command)
@@ -147,52 +152,44 @@ def _import_what_ranks_need(jobs: Sequence[Job]) -> None:
     gc.collect()
 
 
-def _rank(job: Job, price: Pricing, connection: Connection) -> None:
-    """The process of a rank."""
+def _rank_process(job: Job, price: Pricing, connection: Connection) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # whatever kills the command ends this
     for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal: the command ends its ranks
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with _silent():
-        connection.send(_attempted(job, price, connection))
+    with _silenced():
+        connection.send(_run_rank(job, price, connection))
         connection.close()
     os._exit(0)  # what the process group and the interpreter would do at their end is not worth waiting for
 
 
-def _attempted(job: Job, price: Pricing, connection: Connection) -> RankRecord | Exception:
-    """The record, or the error, which is raised in the process that started this one."""
+def _run_rank(job: Job, price: Pricing, connection: Connection) -> RankRecord | Exception:
+    """The record, or the error for the parent process to raise."""
+
+    def on_phase(step: int, phase: str, operations: int) -> None:
+        connection.send(RankProgress(job.rank, step, phase, operations))
+
     try:
-        return _rehearsed(job, price, connection)
-    except ValueError as error:
-        return RankRefused(f"rank {job.rank}: {error}") if _ours(error) else _failed(job, error)
+        from megarlhf.rehearsal.program import Rank
+
+        return Rank(job, price, on_phase).run()
     except Exception as error:  # noqa: BLE001 -- handed on
-        return _failed(job, error)
+        if isinstance(error, ValueError) and _is_our_refusal(error):
+            return RankRefused(f"rank {job.rank}: {error}")
+        trace = "".join(traceback.format_exception(error))
+        return RankFailed(f"rank {job.rank} of the rehearsal failed:\n{trace}")
 
 
-def _rehearsed(job: Job, price: Pricing, connection: Connection) -> RankRecord:
-    from megarlhf.rehearsal.program import Rank
-
-    def told(step: int, phase: str, operations: int) -> None:
-        connection.send(At(job.rank, step, phase, operations))
-
-    return Rank(job, price, told).run()
-
-
-def _failed(job: Job, error: BaseException) -> RankFailed:
-    where = "".join(traceback.format_exception(error))
-    return RankFailed(f"rank {job.rank} of the rehearsal failed:\n{where}")
-
-
-def _ours(error: BaseException) -> bool:
-    """Whether our own code raised it, and so wrote its message for people."""
+def _is_our_refusal(error: BaseException) -> bool:
+    """Whether our own code raised the error, so that its message is for users."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(megarlhf.__file__).resolve().parent)
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """What the program prints of its progress is not the rehearsal's."""
+def _silenced() -> Iterator[None]:
+    """Scope without the program's own output."""
     sys.stdout.flush()
     with open(os.devnull, "w", encoding="utf-8") as nothing:
         os.dup2(nothing.fileno(), 1)

@@ -1,4 +1,4 @@
-"""Progress of a rehearsal on the terminal: where each rank is, and the time that is left."""
+"""Progress of a rehearsal on the terminal: the phase of each rank, and the time left."""
 
 from __future__ import annotations
 
@@ -9,73 +9,70 @@ from collections.abc import Iterator
 from rich.console import Console
 
 from megarlhf.observe.terminal.progress import format_duration
-from megarlhf.rehearsal.processes import DONE, At, Told
-from megarlhf.rehearsal.request import Request
+from megarlhf.rehearsal.processes import DONE, OnProgress, RankProgress
 
 PLAIN_SECONDS = 20.0
-"""Between two lines where there is no terminal."""
+"""Time between two lines where there is no terminal."""
 
 
 @contextlib.contextmanager
-def shown(request: Request) -> Iterator[Told]:
-    """Inside, what ranks tell is shown on stderr."""
+def show_progress() -> Iterator[OnProgress]:
+    """Scope in which the progress of ranks is shown on stderr."""
     console = Console(stderr=True)
-    view = _View(request)
+    view = _View()
     if not console.is_terminal:
         yield view.plain(console)
         return
     with console.status("starting") as status:
 
-        def told(at: At) -> None:
-            view.note(at)
+        def on_progress(progress: RankProgress) -> None:
+            view.note(progress)
             status.update(view.line())
 
-        yield told
+        yield on_progress
 
 
 class _View:
-    """What is known of the ranks."""
+    """Progress of all ranks."""
 
-    def __init__(self, request: Request) -> None:
-        self._request, self._began = request, time.monotonic()
-        self._at: dict[int, At] = {}
+    def __init__(self) -> None:
+        self._began = self._last_line = time.monotonic()
+        self._running: dict[int, RankProgress] = {}
         self._finished: dict[int, int] = {}
-        """Operations of ranks that are done."""
+        """Operations of each rank that has finished."""
         self._expected = 0
-        self._said = time.monotonic()
 
-    def note(self, at: At) -> None:
-        if at.phase == DONE:
-            self._at.pop(at.rank, None)
-            self._finished[at.rank] = at.operations
+    def note(self, progress: RankProgress) -> None:
+        if progress.phase == DONE:
+            self._running.pop(progress.rank, None)
+            self._finished[progress.rank] = progress.operations
         else:
-            self._at[at.rank] = at
-            self._expected = max(self._expected, at.ranks)
+            self._running[progress.rank] = progress
+            self._expected = max(self._expected, progress.ranks)
 
     def line(self) -> str:
-        """One line."""
-        ranks = "; ".join(f"rank {at.rank}: step {at.step}, {at.phase}" for at in self._at.values())
-        done = len(self._finished)
-        return f"{done} of {self._expected or '?'} ranks done; {ranks}; {self._left()}"
+        """Progress as one line."""
+        ranks = "; ".join(f"rank {each.rank}: step {each.step}, {each.phase}" for each in self._running.values())
+        return f"{len(self._finished)} of {self._expected or '?'} ranks done; {ranks}; {self._time()}"
 
-    def _left(self) -> str:
-        """Ranks are about equally long: by those that are done."""
+    def _time(self) -> str:
+        """Elapsed time, and the time left. Ranks are taken to be as long as the mean of those that have finished."""
         elapsed = time.monotonic() - self._began
         if not self._finished:
             return f"{format_duration(elapsed)} so far"
-        each = sum(self._finished.values()) / len(self._finished)
-        made = sum(self._finished.values()) + sum(min(at.operations, each) for at in self._at.values())
-        whole = each * max(self._expected, len(self._finished) + len(self._at))
-        left = elapsed * max(0.0, whole - made) / made if made else 0.0
+        mean = sum(self._finished.values()) / len(self._finished)
+        done = sum(self._finished.values()) + sum(min(rank.operations, mean) for rank in self._running.values())
+        total = mean * max(self._expected, len(self._finished) + len(self._running))
+        left = elapsed * max(0.0, total - done) / done if done else 0.0
         return f"{format_duration(elapsed)} so far, about {format_duration(left)} left"
 
-    def plain(self, console: Console) -> Told:
-        """A line now and then."""
+    def plain(self, console: Console) -> OnProgress:
+        """Print a line every `PLAIN_SECONDS`."""
 
-        def told(at: At) -> None:
-            self.note(at)
-            if time.monotonic() - self._said > PLAIN_SECONDS:
-                self._said = time.monotonic()
+        def on_progress(progress: RankProgress) -> None:
+            self.note(progress)
+            if time.monotonic() - self._last_line > PLAIN_SECONDS:
+                self._last_line = time.monotonic()
                 console.print(self.line(), highlight=False, soft_wrap=True)
 
-        return told
+        return on_progress

@@ -1,4 +1,4 @@
-"""A whole rehearsal: from what a user asks to what is found."""
+"""A whole rehearsal, from a request to its result."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from megarlhf.architectures.placements import Head
 from megarlhf.config import RLConfig, roles_of
 from megarlhf.planning.preflight import preflight
 from megarlhf.planning.weight_traffic import plan_transfer, transfer_setup
-from megarlhf.rehearsal.cost_model.margin import Facts, engine_items, facts_of, margin, total
+from megarlhf.rehearsal.cost_model.margin import Facts, engine_items, facts_of, margin, total_bytes
 from megarlhf.rehearsal.cost_model.pricing import Pricing
 from megarlhf.rehearsal.fake_device import torch_patches
 from megarlhf.rehearsal.fake_device.ledger import PhaseMemory
@@ -23,8 +24,8 @@ from megarlhf.rehearsal.fakes.inputs import StandIns, stand_in
 from megarlhf.rehearsal.fakes.lengths import Lengths, LogNormal
 from megarlhf.rehearsal.fakes.phases import BETWEEN
 from megarlhf.rehearsal.job import Job, RankRecord, layouts_of, runtime_of
-from megarlhf.rehearsal.kinds import Kind, chosen, first_rank, named, pipelines_of, stages_of
-from megarlhf.rehearsal.processes import Told, run_ranks
+from megarlhf.rehearsal.kinds import Kind, choose_ranks, complete_pipelines, first_rank, named_ranks, stages_of
+from megarlhf.rehearsal.processes import OnProgress, run_ranks
 from megarlhf.rehearsal.request import Request
 from megarlhf.rehearsal.result import (
     AssumptionRow,
@@ -36,7 +37,6 @@ from megarlhf.rehearsal.result import (
     Reshard,
     Result,
     ResumePointRow,
-    RolloutRow,
 )
 from megarlhf.rehearsal.timeline.messages import labels_of
 from megarlhf.rehearsal.times import times_of
@@ -44,21 +44,21 @@ from megarlhf.weights.checkpoint.dtype import resolve_dtype
 from megarlhf.weights.plan.traffic import Links
 
 MAIN_ROLES = ("actor", "reward_model")
-"""Whose pipelines are rehearsed whole: the first of these that a command has."""
+"""Roles in the order in which one is chosen to have its pipelines rehearsed whole."""
 PROCESS_GIB = 3.0
 """Host memory of a rank before it makes a tensor, with CUDA's libraries: assumed. Python, torch, Megatron-Core and vLLM
 take 1.2 GiB on a machine without a GPU."""
 
 
-def rehearse(request: Request, told: Told = lambda at: None) -> Result:
-    """Run the program for one rank of each kind, and put together what they saw.
+def rehearse(request: Request, on_progress: OnProgress = lambda progress: None) -> Result:
+    """Run the program for one rank of each kind and combine the records.
 
     Raises: ValueError for what the program refuses; RuntimeError where a rehearsed rank fails.
     """
     torch_patches.require_tested_torch()
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="megarlhf-rehearsal-") as directory:
-        stood = stand_in(
+        stand_ins = stand_in(
             request.cfg,
             Path(directory),
             prompt_lengths=request.prompt_lengths,
@@ -67,19 +67,19 @@ def rehearse(request: Request, told: Told = lambda at: None) -> Result:
             resume_point=request.resume_point,
         )
         device_type = torch_patches.device_of(request.hardware.kind).type
-        with stood.named_by_the_user():
-            preflight(request.command, stood.cfg, request.world_size, device_type=device_type, weights=False)
-            whole = _Rehearsal(request, stood, told)
-            records = whole.records()
-        return whole.result(records, time.perf_counter() - began)
+        with stand_ins.naming_users_directories():
+            preflight(request.command, stand_ins.cfg, request.world_size, device_type=device_type, weights=False)
+            rehearsal = _Rehearsal(request, stand_ins, on_progress)
+            records = rehearsal.records()
+        return rehearsal.result(records, time.perf_counter() - began)
 
 
 class _Rehearsal:
-    """One rehearsal, while it runs."""
+    """State of one rehearsal."""
 
-    def __init__(self, request: Request, stood: StandIns, told: Told) -> None:
-        self.request, self.stood, self.told = request, stood, told
-        self.cfg: Any = stood.cfg
+    def __init__(self, request: Request, stand_ins: StandIns, on_progress: OnProgress) -> None:
+        self.request, self.stand_ins, self.on_progress = request, stand_ins, on_progress
+        self.cfg: Any = stand_ins.cfg
         self.price = Pricing(request.hardware, request.ranks_per_node)
         device = torch_patches.device_of(request.hardware.kind)
         runtime = runtime_of(0, request.world_size, request.ranks_per_node, device)
@@ -89,26 +89,28 @@ class _Rehearsal:
         self.responses = request.response_lengths or default_responses(self.cfg)
 
     def records(self) -> dict[int, RankRecord]:
-        """Of the chosen ranks."""
+        """Records of the chosen ranks."""
         request = self.request
         if request.ranks is not None:
-            self.kinds = named(request.ranks, self.layouts)
+            self.kinds = named_ranks(request.ranks, self.layouts)
             return self._run([kind.rank for kind in self.kinds])
         first = first_rank(self.layouts, self.main)
-        found = self._run([first])
+        records = self._run([first])
         busy = self.request.routing.skew > 1.0
-        self.kinds = chosen(self.layouts, self.main, found[first].shares, busy_expert=busy)
-        found |= self._run([kind.rank for kind in self.kinds if kind.rank != first])
+        self.kinds = choose_ranks(self.layouts, self.main, records[first].loads, busy_expert=busy)
+        records |= self._run([kind.rank for kind in self.kinds if kind.rank != first])
         if first not in {kind.rank for kind in self.kinds}:
             stages = stages_of(first, self.layouts)
-            alike = [kind.stands_for for kind in self.kinds if kind.stages == stages]
-            self.kinds.append(Kind(first, stages, alike[0], "the first rank, which says how much work each has"))
-        return found
+            stands_for = next(kind.stands_for for kind in self.kinds if kind.stages == stages)
+            self.kinds.append(Kind(first, stages, stands_for, "the first rank, which tells how much work each has"))
+        return records
 
     def _run(self, ranks: Sequence[int]) -> dict[int, RankRecord]:
         jobs = [self._job(rank) for rank in ranks]
-        number = len({*ranks, *(kind.rank for kind in self.kinds)})
-        records = run_ranks(jobs, self.price, workers=self.request.workers, told=self.told, ranks=number)
+        num_ranks = len({*ranks, *(kind.rank for kind in self.kinds)})
+        records = run_ranks(
+            jobs, self.price, workers=self.request.workers, on_progress=self.on_progress, ranks=num_ranks
+        )
         return dict(zip(ranks, records, strict=True))
 
     def _job(self, rank: int) -> Job:
@@ -131,13 +133,13 @@ class _Rehearsal:
         )
 
     def result(self, records: Mapping[int, RankRecord], seconds: float) -> Result:
-        """What the ranks have seen, put together."""
+        """Result of the rehearsal, from the records of its ranks."""
         request, sections = self.request, roles_of(self.cfg)
         ranks = [self._rank(kind, records[kind.rank]) for kind in self.kinds]
         tightest = max(ranks, key=lambda rank: rank.need)
-        refusals = list(dict.fromkeys(problem for record in records.values() for problem in record.problems))
+        refusals = list(dict.fromkeys(problem for record in records.values() for problem in record.refusals))
         groups = labels_of(self.layouts).general
-        whole = pipelines_of((kind.rank for kind in self.kinds), self.layouts[self.main])
+        whole = complete_pipelines((kind.rank for kind in self.kinds), self.layouts[self.main])
         tokens = _trained_tokens(records, self.main)
         times, faults = times_of(records, whole, self.price, groups, request.world_size, tokens, self._dtype())
         host = max((_host(rank) for rank in ranks), key=lambda rows: sum(row.nbytes for row in rows))
@@ -160,16 +162,13 @@ class _Rehearsal:
             host=host,
             host_per_node=sum(row.nbytes for row in host) * min(request.ranks_per_node, request.world_size),
             times=times,
-            rollouts=[RolloutRow(**vars(each)) for each in first.rollouts],
+            rollouts=first.rollouts,
             reshard=self._reshard(),
             faults=faults,
             assumptions=[
-                AssumptionRow(
-                    where=each.where, what=each.what, answer=each.answer, reason=each.reason, count=int(count)
-                )
-                for each, count in assumptions.most_common()
+                AssumptionRow(**vars(assumption), count=count) for assumption, count in assumptions.most_common()
             ],
-            notes=[*self.stood.notes, *self._notes(), *self._notes_of_times(whole)],
+            notes=[*self.stand_ins.notes, *self._notes(), *self._notes_of_times(whole)],
             hardware=request.hardware.name,
             hardware_sources=request.hardware.sources,
             config=request.cfg.model_dump(mode="json"),
@@ -178,7 +177,7 @@ class _Rehearsal:
         )
 
     def _rank(self, kind: Kind, record: RankRecord) -> RankResult:
-        # What lies between phases begins with what the phase before it has left.
+        # The time between phases begins with the memory that the phase before it has left.
         peak = max(record.memory, key=lambda phase: (phase.peak, phase.phase not in (BETWEEN, "offload")))
         items = self._margin(record, peak)
         points = sorted((point for phase in record.memory for point in phase.curve), key=lambda point: point[0])
@@ -207,24 +206,22 @@ class _Rehearsal:
     def _margin(self, record: RankRecord, peak: PhaseMemory) -> list[MarginRow]:
         if self.request.hardware.kind != "gpu":
             return []
-        # Kernels of one role work at a time: those of the trained role that takes most.
+        # Only one role's kernels run at a time: those of the trained role that needs most count.
         facts = max(
             (self._facts(record, peak, role) for role in self._trained(record)),
-            key=lambda facts: total(margin(self.request.margin, facts)),
+            key=lambda facts: total_bytes(margin(self.request.margin, facts)),
         )
-        # What vLLM keeps beside weights and cache stays taken while others work.
+        # vLLM's memory beside weights and cache stays allocated while others work.
         items = [*margin(self.request.margin, facts), *engine_items(self.request.margin, facts)]
         return [
             MarginRow(name=item.name, nbytes=item.nbytes, scaling=item.scaling, source=item.source) for item in items
         ]
 
     def _trained(self, record: RankRecord) -> list[str]:
-        """Roles that are trained; the main one where none has been."""
-        names = [name for name in self.layouts if f"train/{name}" in record.shares]
+        names = [name for name in self.layouts if f"train/{name}" in record.loads]
         return names or [self.main]
 
     def _facts(self, record: RankRecord, peak: PhaseMemory, role: str) -> Facts:
-        """What the margin depends on while a role is trained."""
         section = roles_of(self.cfg)[role]
         has_engine = isinstance(self.cfg, RLConfig) and self.cfg.rollout.engine == "vllm"
         return facts_of(
@@ -233,7 +230,7 @@ class _Rehearsal:
             peak,
             architecture_from_hf(section.model.hf_directory()),
             tp=self.layouts[role].tp,
-            tokens=max((share.longest for share in record.shares.get(f"train/{role}", ())), default=0),
+            tokens=max((load.longest for load in record.loads.get(f"train/{role}", ())), default=0),
             layers=self.request.layers,
             engine_tp=self.cfg.rollout.tp(roles_of(self.cfg)[self.main]) if has_engine else 0,
         )
@@ -262,45 +259,46 @@ class _Rehearsal:
 
     def _notes(self) -> list[str]:
         request = self.request
-        notes = ["Weights have no numbers here: none are read."]
+        notes = ["Weights have no numbers: no checkpoint is read."]
         if isinstance(self.cfg, RLConfig):
             most = self.cfg.rollout.max_response_tokens
             how = "" if request.response_lengths else " (assumed: give --response-lengths)"
-            notes.append(f"Lengths of responses: {self.responses.words}, at most {most}{how}.")
+            notes.append(f"Lengths of responses: {self.responses.description}, at most {most}{how}.")
             if self.cfg.rollout.engine == "megatron":
-                notes.append("The engine megatron generates nothing here: its time and memory are not in here.")
+                notes.append("The engine megatron generates nothing: its time and memory are not included.")
         if request.hardware.kind == "gpu":
             notes.append(
                 "Layers are those of TransformerEngine, by a table of what they keep (docs/rehearsal-gpu.md)."
                 if request.layers == "te"
-                else "Layers are our local ones, as on a machine without TransformerEngine."
+                else "Layers are the local ones, as on a machine without TransformerEngine."
             )
         else:
-            notes.append("The hardware file describes a CPU: layers are our local ones, and there is no margin.")
-        if any(architecture_from_hf(each.model.hf_directory()).num_experts for each in roles_of(self.cfg).values()):
-            notes.append(f"Routing of experts is stated: {request.routing.words}.")
+            notes.append("The hardware file describes a CPU: layers are the local ones, and there is no margin.")
+        if any(architecture_from_hf(role.model.hf_directory()).num_experts for role in roles_of(self.cfg).values()):
+            notes.append(f"Routing of experts is stated: {request.routing.description}.")
         return notes
 
     def _notes_of_times(self, whole: Sequence[int]) -> list[str]:
-        """Of ranks that are left out of the replay's times."""
+        """Notes about ranks that are not in the replay's times."""
         apart = len(self.kinds) - len(whole)
         if not whole:
-            return [f"There are no times: no whole pipeline of {self.main} is among the rehearsed ranks."]
+            return [f"There are no times: no complete pipeline of {self.main} is among the rehearsed ranks."]
         if apart:
-            notes = [f"Times are those of whole pipelines of {self.main}: {apart} of the rehearsed ranks are in none."]
+            notes = [
+                f"Times are those of complete pipelines of {self.main}: {apart} of the rehearsed ranks are in none."
+            ]
         else:
             notes = []
-        cut = [role for role, layout in self.layouts.items() if pipelines_of(whole, layout) != list(whole)]
+        cut = [role for role, layout in self.layouts.items() if complete_pipelines(whole, layout) != list(whole)]
         if cut:
             notes.append(
-                f"Pipelines of {' and '.join(cut)} have another layout and are not rehearsed whole: waits between "
-                "their stages are not in the times, and a message without its end is not found there (--ranks all has "
+                f"Pipelines of {' and '.join(cut)} have another layout and are not rehearsed completely: waits "
+                "between their stages are not in the times, and faults between them are not found (--ranks all has "
                 "them)."
             )
         return notes
 
     def _dtype(self) -> str:
-        """In which most is multiplied."""
         return "bfloat16" if "bfloat16" in self.request.hardware.peaks and self._is_bf16() else "float32"
 
     def _is_bf16(self) -> bool:
@@ -309,7 +307,7 @@ class _Rehearsal:
 
 
 def default_responses(cfg: Any) -> Lengths:
-    """Where nobody says how long responses are: a third of the longest in the mean."""
+    """Default lengths of responses: a third of the longest, in the mean."""
     most = cfg.rollout.max_response_tokens if isinstance(cfg, RLConfig) else cfg.data.max_response_tokens
     return LogNormal(max(2.0, most / 3), 0.6)
 
@@ -325,38 +323,27 @@ def _resume_point(record: RankRecord) -> ResumePointRow | None:
 
 
 def _host(rank: RankResult) -> list[HostRow]:
-    """Of one rank."""
     process = int(PROCESS_GIB * 2**30)
     return [
-        HostRow(name="the process", nbytes=process, source="assumed: Python and libraries, the device's too"),
+        HostRow(name="the process", nbytes=process, source="assumed: Python and libraries, including the device's"),
         HostRow(name="the program's tensors on the host", nbytes=rank.host_peak, source="counted"),
         HostRow(
-            name="what is not on the device meanwhile",
+            name="what is offloaded from the device",
             nbytes=rank.offloaded,
             source="counted: parts of roles and of the engine (ROLE.offload, rollout.sleep_level), pinned",
         ),
         HostRow(
             name="a resume point's copy of the state",
             nbytes=0 if (written := rank.resume_point) is None else written.host_bytes,
-            source="counted: what this rank writes, copied before it is written (resume/points/writer.py)",
+            source="counted: this rank's part, copied before it is written (resume/points/writer.py)",
         ),
     ]
 
 
 def _phase_row(phase: PhaseMemory) -> PhaseRow:
-    return PhaseRow(
-        step=phase.step,
-        phase=phase.phase,
-        start=phase.start,
-        peak=phase.peak,
-        end=phase.end,
-        by_kind=phase.by_kind,
-        largest=phase.largest,
-        host_peak=phase.host_peak,
-    )
+    return PhaseRow(**{field.name: getattr(phase, field.name) for field in fields(PhaseRow)})
 
 
 def _trained_tokens(records: Mapping[int, RankRecord], main: str) -> dict[int, int]:
-    """Of the whole job, by step."""
     tokens = next(iter(records.values())).tokens
-    return {step: number for (step, phase), number in tokens.items() if phase == f"train/{main}"}
+    return {step: count for (step, phase), count in tokens.items() if phase == f"train/{main}"}

@@ -1,4 +1,4 @@
-"""What a user asks of a rehearsal."""
+"""The user's request for a rehearsal."""
 
 from __future__ import annotations
 
@@ -15,56 +15,56 @@ from megarlhf.rehearsal.fakes.lengths import Lengths
 from megarlhf.rehearsal.transformer_engine.replace import Layers
 
 DEFAULT_STEPS = 2
-"""What is made lazily, such as the optimizer's state, is there from the second step on."""
+"""Number of steps: what is made lazily, such as the optimizer's state, exists from the second step on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One rehearsal."""
+    """One rehearsal, as requested."""
 
     command: str
     cfg: Any
-    """As it was loaded."""
+    """Configuration as it was loaded."""
     world_size: int
     hardware: Hardware
     ranks_per_node: int = 8
     steps: int = DEFAULT_STEPS
     device_bytes: int
-    """Of one device; the hardware file's, or what the user says."""
+    """Memory of one device, from the hardware file or the user."""
     margin: MarginConfig = field(default_factory=MarginConfig)
     layers: Layers = "te"
     routing: Routing = field(default_factory=Routing)
     ranks: tuple[int, ...] | None = None
-    """Those to rehearse; None: one of each kind. All: every number."""
+    """Ranks to rehearse; None means one of each kind."""
     prompt_lengths: Lengths | None = None
     response_lengths: Lengths | None = None
     rollout_tokens_per_second: float | None = None
     workers: int = field(default_factory=lambda: os.cpu_count() or 1)
     resume_point: bool = True
-    """Whether one is written, if the job writes any."""
+    """Whether a resume point is written, if the job writes any."""
     reshard_plan: bool = True
     """Whether the bytes of every rank from trainer to engines are planned."""
 
 
-def require_sense(request: Request) -> None:
-    """Nothing that is asked for may be without effect, and numbers must fit the job.
+def check_request(request: Request) -> None:
+    """Refuse options without effect, and numbers that do not fit the job.
 
     Raises: ValueError that names the option.
     """
     cfg, world, per_node = request.cfg, request.world_size, request.ranks_per_node
     if request.ranks is not None and max(request.ranks) >= world:
-        raise ValueError(f"--ranks {max(request.ranks)}: the job has ranks 0 to {world - 1}")
+        raise ValueError(f"--ranks {max(request.ranks)}: the job has ranks 0 to {world - 1} only")
     if world > per_node and world % per_node:
         raise ValueError(
-            f"--ranks-per-node {per_node} does not divide the {world} ranks of the job: nodes have equally many; give "
-            f"a number that divides {world}"
+            f"--ranks-per-node {per_node} does not divide the {world} ranks of the job; all nodes have equally many, "
+            f"so give a number that divides {world}"
         )
     if request.steps > cfg.train.num_steps:
-        raise ValueError(f"--steps {request.steps}: the job has {cfg.train.num_steps} (train.num_steps)")
+        raise ValueError(f"--steps {request.steps}: the job has only {cfg.train.num_steps} steps (train.num_steps)")
     has_engine = isinstance(cfg, RLConfig) and cfg.rollout.engine == "vllm"
     if request.rollout_tokens_per_second is not None and not has_engine:
         why = f"rollout.engine = {cfg.rollout.engine}" if isinstance(cfg, RLConfig) else f"{request.command} has none"
-        raise ValueError(f"--rollout-tokens-per-second is of vLLM's engines, and {why}; leave it out")
+        raise ValueError(f"--rollout-tokens-per-second is for engines of vLLM, but {why}; leave it out")
     if request.routing.skew != 1.0 and not _experts_of(cfg):
         raise ValueError(f"--routing-skew {request.routing.skew:g}: no model of the job has experts; leave it out")
     if most := [number for number in _experts_of(cfg) if request.routing.skew > number]:
@@ -75,6 +75,6 @@ def require_sense(request: Request) -> None:
 
 
 def _experts_of(cfg: Any) -> list[float]:
-    """Of each model with experts, the most that one of them can get, in means."""
+    """For each model with experts, the largest load of one expert as a multiple of the mean."""
     archs = [architecture_from_hf(section.model.hf_directory()) for section in roles_of(cfg).values()]
     return [arch.num_experts / arch.experts_per_token for arch in archs if arch.num_experts]

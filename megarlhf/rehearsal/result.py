@@ -1,4 +1,4 @@
-"""What a rehearsal finds: plain data, written as `rehearsal.json` and drawn by `page.py`.
+"""Results of a rehearsal: plain data, written as `rehearsal.json` and drawn by `report/page.py`.
 
 Bytes and seconds throughout. Times are estimates by the hardware file.
 """
@@ -6,14 +6,13 @@ Bytes and seconds throughout. Times are estimates by the hardware file.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megarlhf.rehearsal.fake_device.ledger import LargeStorage
 
 FORMAT = 1
-"""Of `rehearsal.json`."""
+"""Version of `rehearsal.json`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,20 +20,20 @@ class PhaseRow:
     """Memory of one rank in one phase of one step."""
 
     step: int
-    """0: before the first step."""
+    """0 is before the first step."""
     phase: str
     start: int
     peak: int
     end: int
     by_kind: dict[str, int]
-    """At the peak."""
+    """Bytes by kind of memory, at the peak."""
     largest: list[LargeStorage]
     host_peak: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class MarginRow:
-    """What cannot be seen."""
+    """Device memory that a rehearsal cannot see."""
 
     name: str
     nbytes: int
@@ -44,7 +43,7 @@ class MarginRow:
 
 @dataclass(frozen=True, kw_only=True)
 class MessageRow:
-    """Collectives and messages of one rank."""
+    """Equal collectives or messages of one rank."""
 
     step: int
     phase: str
@@ -59,7 +58,7 @@ class MessageRow:
 
 @dataclass(frozen=True, kw_only=True)
 class AssumptionRow:
-    """A number that was answered."""
+    """A number that the program read and that was assumed."""
 
     where: str
     what: str
@@ -70,15 +69,15 @@ class AssumptionRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePointRow:
-    """What a rank writes of a resume point, and its memory meanwhile."""
+    """One rank's part of a resume point, and its memory while the point is written."""
 
     nbytes: int
     files: int
-    """With tensors; a role of which it has nothing to write has none."""
+    """Files with tensors. A role without anything to write has none."""
     peak: int
-    """Of the device, in the phase in which training stands still."""
+    """Device memory in the phase in which training stands still."""
     host_bytes: int
-    """Of the copy that is written from while training goes on."""
+    """Copy in host memory, from which the point is written while training goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,47 +91,47 @@ class RankResult:
     why: str
     memory: list[PhaseRow]
     peak: int
-    """Of tensors, over all steps."""
+    """Bytes of tensors, over all steps."""
     peak_at: tuple[int, str]
-    """Step and phase."""
+    """(step, phase)"""
     margin: list[MarginRow]
     need: int
     """`peak` and margin together."""
     curve: list[tuple[float, dict[str, int]]]
     """(seconds, bytes by kind) over the whole rehearsal."""
     phases_at: list[tuple[float, int, str]]
-    """(seconds, step, phase) where each begins on the curve."""
+    """(seconds, step, phase): beginning of each phase on the curve."""
     messages: list[MessageRow]
     groups_created: int
     memberships: int
     host_peak: int
     resume_point: ResumePointRow | None
-    """None: none was written."""
+    """None if none was written."""
     offloaded: int
-    """Host memory for what is not on the device meanwhile."""
+    """Host memory for what is offloaded."""
     cache_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseTime:
-    """One phase of one step, of the ranks that were replayed together."""
+    """One phase of one step, over the ranks that were replayed together."""
 
     phase: str
     seconds: float
-    """Of the rank that spends the most in it."""
+    """Seconds of the rank that spends the most in it."""
     busy: float
     """Mean seconds of computing."""
     idle: float
-    """Mean seconds of waiting for ranks that are late: bubble and uneven work."""
+    """Mean seconds of waiting for late ranks: bubble and uneven work."""
     communication: float
     """Mean seconds of exposed communication."""
     again: float
-    """Mean seconds of computing again what was not kept for the backward, of `busy`."""
+    """Mean seconds of recomputation in the backward, part of `busy`."""
     offload: float
-    """Mean seconds of copies between device and host memory, of `busy`."""
+    """Mean seconds of copies between device and host memory, part of `busy`."""
     flops: float
-    """Mean of products and attention, without layers that are computed again. Logits that the log-prob kernel makes
-    again in its backward are in it."""
+    """Mean FLOPs of products and attention, without layers that are recomputed. Logits that the log-prob kernel makes
+    again in its backward are included."""
     utilisation: float | None
     """Model FLOPs utilisation; None where nothing is multiplied."""
 
@@ -145,47 +144,49 @@ class StepTime:
     seconds: float
     phases: list[PhaseTime]
     utilisation: float
-    """Model FLOPs utilisation of the whole step, rollout apart."""
+    """Model FLOPs utilisation of the whole step without the rollout."""
     bubble: float
     """Share of the training phases in which ranks wait for others."""
     recomputation: float
-    """Share of the training phases in which they compute again."""
+    """Share of the training phases in which ranks recompute."""
     exposed: float
-    """Share of the training phases in which they wait for messages under way."""
+    """Share of the training phases in which ranks wait for messages under way."""
     forward_and_backward: float
-    """Share of the training phases that is left: what each rank would compute at any layout. With the three above it
-    is at most 1: a rank that is through early is in none of them."""
+    """The rest of the training phases: what each rank would compute at any layout. With the three above it is at most
+    1: a rank that finishes early is in none of them."""
     communication: float
     """Seconds of exposed communication, mean over ranks."""
     tokens_per_second: float
-    """Trained, of the whole job."""
+    """Trained tokens of the whole job per second."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRow:
-    """The engines in one step."""
+    """Rollout engines of the job in one step."""
 
     slowest: float
+    """Seconds of the slowest engine, for which every rank waits."""
     fastest: float
     tokens: int
     most_running: int
+    """Largest number of sequences at once on one engine; 0 where a speed was stated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reshard:
-    """From trainer to engines once, by the plan for every rank."""
+    """One update of weights from trainer to engines, by the plan for every rank."""
 
     received_min: int
     received_mean: float
     received_max: int
     sent_max: int
     between_nodes: int
-    """Into all nodes together."""
+    """Bytes that enter all nodes together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostRow:
-    """Host memory of one rank, or of what it starts."""
+    """Host memory of one rank, or of the processes that it starts."""
 
     name: str
     nbytes: int
@@ -194,33 +195,33 @@ class HostRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A rehearsal."""
+    """Result of a rehearsal."""
 
     command: str
     world_size: int
     ranks_per_node: int
     steps: int
     layouts: dict[str, str]
-    """By role, in words."""
+    """Layout of each role, as text."""
     capacity: int
-    """Bytes of a device."""
+    """Bytes of a device; 0 means that no size was given."""
     fits: bool
     tightest: int
-    """Rank."""
+    """The rank that needs most."""
     refusals: list[str]
-    """Why the run would not start."""
+    """Reasons why the run would not start."""
     ranks: list[RankResult]
     host: list[HostRow]
-    """Of one rank, the one that needs most."""
+    """Host memory of the rank that needs most of it."""
     host_per_node: int
     times: list[StepTime]
     rollouts: list[RolloutRow]
     reshard: Reshard | None
     faults: list[str]
-    """Where ranks do not fit together, in sentences."""
+    """Sentences about ranks that do not fit together."""
     assumptions: list[AssumptionRow]
     notes: list[str]
-    """What stood in for what, and how it was counted, in sentences."""
+    """Sentences about stand-ins and about what was counted how."""
     hardware: str
     hardware_sources: dict[str, str]
     config: dict[str, Any]
@@ -230,25 +231,17 @@ class Result:
 
     @property
     def tightest_rank(self) -> RankResult:
-        return next(each for each in self.ranks if each.rank == self.tightest)
+        return next(rank for rank in self.ranks if rank.rank == self.tightest)
 
     @property
     def runs(self) -> bool:
-        """It fits, and its ranks fit together."""
+        """Whether the job fits, and its ranks fit together."""
         return self.fits and not self.faults
 
     @property
     def free(self) -> int:
-        """Bytes that are left on the tightest rank; negative where it does not fit."""
+        """Bytes left on the tightest rank; negative where it does not fit."""
         return self.capacity - self.tightest_rank.need
 
     def as_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, **_plain(self), "free": self.free}
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+        return {"format": FORMAT, **dataclasses.asdict(self), "free": self.free}

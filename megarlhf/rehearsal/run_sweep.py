@@ -1,4 +1,4 @@
-"""Rehearses the variants of a sweep, and shows which is best."""
+"""Rehearse the variants of a sweep, print and write them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megarlhf.observe.report.html_page import check_replaceable, write_whole
 from megarlhf.observe.terminal.progress import table
 from megarlhf.planning.batch import dpo_batch_numbers, rl_batch_numbers, supervised_batch_numbers
 from megarlhf.planning.layout import check_role
-from megarlhf.rehearsal.processes import RankFailed, Told
+from megarlhf.rehearsal.processes import OnProgress, RankFailed
 from megarlhf.rehearsal.rehearse import rehearse
 from megarlhf.rehearsal.request import Request
 from megarlhf.rehearsal.result import Result
-from megarlhf.rehearsal.sweep import Axis, Sweep, Variant, least_bytes, order, variants
+from megarlhf.rehearsal.sweep import Axis, Sweep, Variant, best_first, least_bytes, variants
 
 GIB = 2**30
 
@@ -28,43 +28,44 @@ def run_sweep(
     axes: Sequence[Axis],
     load: Callable[[Sequence[str]], Any],
     request_of: Callable[[Any], Request],
-    shown: Callable[[Request], AbstractContextManager[Told]],
+    show_progress: Callable[[], AbstractContextManager[OnProgress]],
 ) -> Sweep:
-    """Every combination: refused, too large by its parameters alone, or rehearsed.
+    """Every combination of values: refused, too large by its parameters alone, or rehearsed.
 
-    Raises: ValueError for a key that there is not, and where no combination is legal, before anything is rehearsed.
+    Raises: ValueError for an unknown key, and where no combination can run, before anything is rehearsed.
     """
-    sweep, left = Sweep(), []
-    for overrides, found in variants(axes, load, lambda cfg: _check(request_of(cfg))):
-        if isinstance(found, str):
-            sweep.illegal.append((overrides, found))
+    sweep, candidates = Sweep(), []
+    for overrides, cfg in variants(axes, load, lambda cfg: _check(request_of(cfg))):
+        if isinstance(cfg, str):
+            sweep.illegal.append((overrides, cfg))
             continue
-        request = request_of(found)
-        least = least_bytes(found, request.world_size, gpu=request.hardware.kind == "gpu")
+        request = request_of(cfg)
+        least = least_bytes(cfg, request.world_size, gpu=request.hardware.kind == "gpu")
         if least > request.device_bytes:
             sweep.too_large.append((overrides, least))
         else:
-            left.append((Variant(overrides, found), request))
-    if not left and not sweep.too_large:
+            candidates.append((Variant(overrides, cfg), request))
+    if not candidates and not sweep.too_large:
         overrides, why = sweep.illegal[0]
-        words = f"none of {len(sweep.illegal)} combinations can run"
-        raise ValueError(f"--sweep: {words}; the first, {' '.join(overrides)}: {why}")
+        raise ValueError(
+            f"--sweep: none of {len(sweep.illegal)} combinations can run; the first, {' '.join(overrides)}: {why}"
+        )
     done = []
-    for number, (variant, request) in enumerate(left, 1):
-        with shown(request) as told:
-            print(f"{number} of {len(left)}: {' '.join(variant.overrides)}", flush=True)
+    for number, (variant, request) in enumerate(candidates, 1):
+        with show_progress() as on_progress:
+            print(f"{number} of {len(candidates)}: {' '.join(variant.overrides)}", flush=True)
             try:
-                done.append((variant, rehearse(request, told)))
+                done.append((variant, rehearse(request, on_progress)))
             except ValueError as error:
                 sweep.illegal.append((variant.overrides, str(error)))
             except RankFailed as error:
                 sweep.failed.append((variant.overrides, str(error)))
-    sweep.done = order(done)
+    sweep.done = best_first(done)
     return sweep
 
 
 def _check(request: Request) -> None:
-    """What can be refused without a rehearsal: a layout that does not divide. Raises: ValueError."""
+    """Refuse a layout that does not divide, without a rehearsal. Raises: ValueError."""
     cfg, world_size = request.cfg, request.world_size
     layouts = {name: check_role(name, section, world_size)[1] for name, section in roles_of(cfg).items()}
     if request.command == "rl":
@@ -92,24 +93,24 @@ COLUMNS = (
     "GB a step between nodes",
 )
 DIGITS = {"need GiB": 1, "free GiB": 1, "s a step": 2, "rollout s": 2, "tokens/s": 0, "MFU": 3}
-"""That are shown; `sweep.json` has all."""
+"""Digits in the printed table. `sweep.json` has all."""
 
 
 def print_sweep(sweep: Sweep, console: Console) -> None:
-    """A table, best first, and what was left out."""
-    rows = [_shown(_row(variant, result)) for variant, result in sweep.done]
+    """Print a table, best first, and what was left out."""
+    rows = [_rounded(_row(variant, result)) for variant, result in sweep.done]
     console.print(table("Sweep, best first (times are estimates)", rows, COLUMNS))
     if sweep.too_large:
         console.print(
-            f"{len(sweep.too_large)} left out: their parameters alone are more than the device has, such as "
+            f"{len(sweep.too_large)} left out, whose parameters alone are larger than the device, such as "
             f"{' '.join(sweep.too_large[0][0])} with {sweep.too_large[0][1] / GIB:.1f} GiB",
             highlight=False,
             markup=False,
         )
-    for left_out, words in ((sweep.illegal, "cannot run"), (sweep.failed, "failed")):
+    for left_out, outcome in ((sweep.illegal, "cannot run"), (sweep.failed, "failed")):
         if left_out:
             overrides, why = left_out[0]
-            line = f"{len(left_out)} {words}, such as {' '.join(overrides)}: {why}"
+            line = f"{len(left_out)} {outcome}, such as {' '.join(overrides)}: {why}"
             console.print(line, highlight=False, markup=False)
 
 
@@ -131,8 +132,7 @@ def _row(variant: Variant, result: Result) -> tuple[object, ...]:
     )
 
 
-def _shown(row: tuple[object, ...]) -> tuple[object, ...]:
-    """With few digits."""
+def _rounded(row: tuple[object, ...]) -> tuple[object, ...]:
     pairs = zip(COLUMNS, row, strict=True)
     return tuple(round(value, DIGITS.get(name, 1)) if isinstance(value, float) else value for name, value in pairs)
 
@@ -142,16 +142,18 @@ _OWN = '"too_large": '
 
 
 def check_sweep_out(out: Path) -> None:
-    """To be asked before a sweep begins. Raises: ValueError where something stands in `out` that `write_sweep` would
-    replace and that is not ours."""
+    """Refuse, before a sweep begins, to replace files that are not ours.
+
+    Raises: ValueError where `out` holds such a file under a name that `write_sweep` would use.
+    """
     check_replaceable(out / "sweep.json", _OWN, "sweep of megarlhf rehearse")
     best = out / "best.yaml"
     if best.exists() and not (out / "sweep.json").exists():
-        raise ValueError(f"{best} is there without a sweep.json; nothing is replaced: name another folder (--out DIR)")
+        raise ValueError(f"{best} exists without a sweep.json; nothing is replaced: name another folder (--out DIR)")
 
 
 def write_sweep(sweep: Sweep, out: Path) -> list[Path]:
-    """`sweep.json`, and `best.yaml` where a variant fits. Returns what was written."""
+    """Write `sweep.json`, and `best.yaml` where a variant fits. Returns their paths."""
     record = {
         "done": [
             {

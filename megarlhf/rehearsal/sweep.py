@@ -1,6 +1,4 @@
-"""Variants of a job: every combination of values of some keys, those that cannot be left out and counted, the others
-rehearsed and ordered.
-"""
+"""Variants of a job: every combination of values of some keys, their least memory, and their order."""
 
 from __future__ import annotations
 
@@ -18,13 +16,13 @@ from megarlhf.weights.checkpoint.dtype import resolve_dtype
 
 BYTES = {"fp32": 4, "bf16": 2}
 GRADIENT, MOMENTS = 4, 8
-"""Bytes of a parameter that is trained, beside its own: a gradient in fp32 and two moments. These, and a main parameter
-in fp32 of one that is itself in bf16, are spread over data- and context-parallel ranks."""
+"""Bytes per trained parameter beside its own: a gradient in fp32 and two moments. The moments, and a main parameter in
+fp32 of one that is in bf16, are spread over data- and context-parallel ranks."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A key and the values that it takes."""
+    """A key and its values."""
 
     key: str
     values: tuple[str, ...]
@@ -40,34 +38,37 @@ class Variant:
 
 @dataclass
 class Sweep:
-    """What became of all combinations."""
+    """Outcome of all combinations."""
 
     done: list[tuple[Variant, Result]] = field(default_factory=list)
     """Best first."""
     illegal: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
     """(overrides, why)"""
     too_large: list[tuple[tuple[str, ...], int]] = field(default_factory=list)
-    """(overrides, bytes of parameters and what belongs to them on the fullest rank)"""
+    """(overrides, bytes of parameters, gradients and optimizer on the fullest rank)"""
     failed: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
-    """(overrides, how the program fails)"""
+    """(overrides, the program's error)"""
 
     @property
     def best(self) -> Variant | None:
-        """None where no variant runs."""
+        """The best variant; None where no variant runs."""
         return self.done[0][0] if self.done and self.done[0][1].runs else None
 
 
-def parse_axes(words: Sequence[str]) -> list[Axis]:
-    """`section.key=a,b,c` of each. Raises: ValueError for anything else, and for a key that is given twice."""
+def parse_axes(texts: Sequence[str]) -> list[Axis]:
+    """Axes from texts such as `section.key=a,b,c`.
+
+    Raises: ValueError for any other text, for a repeated value and for a repeated key.
+    """
     axes = []
-    for word in words:
-        key, equals, values = word.partition("=")
-        found = tuple(filter(None, _values(values)))
-        if not (key and equals and found):
-            raise ValueError(f"--sweep {word}: expected section.key=value,value,...")
-        if len(set(found)) < len(found):
-            raise ValueError(f"--sweep {word}: a value stands there twice; give each once")
-        axes.append(Axis(key, found))
+    for text in texts:
+        key, equals, listed = text.partition("=")
+        values = tuple(filter(None, _values(listed)))
+        if not (key and equals and values):
+            raise ValueError(f"--sweep {text}: expected section.key=value,value,...")
+        if len(set(values)) < len(values):
+            raise ValueError(f"--sweep {text}: a value is given twice; give each once")
+        axes.append(Axis(key, values))
     keys = [axis.key for axis in axes]
     if repeated := sorted({key for key in keys if keys.count(key) > 1}):
         raise ValueError(f"--sweep names {', '.join(repeated)} twice; give all its values at once")
@@ -75,7 +76,7 @@ def parse_axes(words: Sequence[str]) -> list[Axis]:
 
 
 def _values(text: str) -> list[str]:
-    """Parts of a text between commas that stand in no brackets and no quotes."""
+    """Parts of a text between commas outside of brackets and quotes."""
     parts, depth, quote = [""], 0, ""
     for character in text:
         if quote:
@@ -96,24 +97,24 @@ def _values(text: str) -> list[str]:
 def variants(
     axes: Sequence[Axis], load: Callable[[Sequence[str]], Any], check: Callable[[Any], None]
 ) -> Iterator[tuple[tuple[str, ...], Any | str]]:
-    """(overrides, the configuration or why there is none). `load` reads the file with overrides, `check` refuses what
-    cannot run.
+    """(overrides, the configuration or the reason why there is none) of every combination.
 
-    Raises: ValueError for a key that the configuration does not have (it is misspelt in every combination), and where
-    not one combination can be read.
+    load: reads the configuration file with overrides.
+    check: refuses what cannot run.
+    Raises: ValueError for an unknown key (it is misspelt in every combination), and where no combination can be read.
     """
     for axis in axes:
         _require_known(axis, load)
-    read, combinations = [], list(itertools.product(*(axis.values for axis in axes)))
+    loaded, combinations = [], list(itertools.product(*(axis.values for axis in axes)))
     for values in combinations:
         overrides = tuple(f"{axis.key}={value}" for axis, value in zip(axes, values, strict=True))
         try:
-            read.append((overrides, load(overrides)))
+            loaded.append((overrides, load(overrides)))
         except ValueError as error:
-            read.append((overrides, str(error)))
-    if all(isinstance(cfg, str) for _, cfg in read):
-        raise ValueError(f"--sweep: none of {len(combinations)} combinations can be read; the first: {read[0][1]}")
-    for overrides, cfg in read:
+            loaded.append((overrides, str(error)))
+    if all(isinstance(cfg, str) for _, cfg in loaded):
+        raise ValueError(f"--sweep: none of {len(combinations)} combinations can be read; the first: {loaded[0][1]}")
+    for overrides, cfg in loaded:
         try:
             if not isinstance(cfg, str):
                 check(cfg)
@@ -123,7 +124,10 @@ def variants(
 
 
 def _require_known(axis: Axis, load: Callable[[Sequence[str]], Any]) -> None:
-    """Raises: ValueError with the loader's own words, where no value of the axis is read because of its key."""
+    """Refuse a key that the configuration does not have.
+
+    Raises: ValueError with the loader's message, where no value of the axis can be read because of its key.
+    """
     reasons = []
     for value in axis.values:
         try:
@@ -135,11 +139,13 @@ def _require_known(axis: Axis, load: Callable[[Sequence[str]], Any]) -> None:
 
 
 def least_bytes(cfg: Any, world_size: int, *, gpu: bool = True) -> int:
-    """What parameters alone take on the fullest rank, in the turn in which they take most: parameters, gradients,
-    optimizer, and the engine's weights, each where it is not in host memory then. No activation, no cache, no message:
-    what is above the device cannot fit, whatever a rehearsal would find.
+    """Least memory of the fullest rank: parameters, gradients, optimizer and the engine's weights, in the turn in which
+    they take most, each unless it is offloaded then.
 
-    gpu: what `auto` means
+    No activation, no cache and no message is included. A job that needs more than a device has cannot fit, whatever a
+    rehearsal would find.
+
+    gpu: whether the hardware is a GPU, which decides what `auto` means.
     """
     trained = {"sft": ("actor",), "rm": ("reward_model",)}.get(command_of(cfg), ("actor", "critic"))
     auto = gpu and isinstance(cfg, RLConfig | DPOConfig)
@@ -157,10 +163,10 @@ def least_bytes(cfg: Any, world_size: int, *, gpu: bool = True) -> int:
             main = 0 if dtype == "fp32" else 4
             gradients, optimizer = own * GRADIENT, own * (main + MOMENTS) / (layout.dp * layout.cp)
         offload = section.offload
-        optimizer_is = "stream" if offload.optimizer == "auto" and auto else offload.optimizer
-        parts = ((parameters, offload.parameters), (gradients, offload.gradients), (optimizer, optimizer_is))
+        optimizer_policy = "stream" if offload.optimizer == "auto" and auto else offload.optimizer
+        parts = ((parameters, offload.parameters), (gradients, offload.gradients), (optimizer, optimizer_policy))
         leaves = [auto if policy == "auto" else bool(policy) for _, policy in parts]
-        stays += sum(nbytes for (nbytes, _), away in zip(parts, leaves, strict=True) if not away)
+        stays += sum(nbytes for (nbytes, _), offloaded in zip(parts, leaves, strict=True) if not offloaded)
         # A streamed optimizer is never there as a whole.
         turns.append(sum(n for (n, policy), away in zip(parts, leaves, strict=True) if away and policy != "stream"))
     if isinstance(cfg, RLConfig) and cfg.rollout.engine == "vllm":
@@ -175,18 +181,18 @@ def least_bytes(cfg: Any, world_size: int, *, gpu: bool = True) -> int:
 
 
 def command_of(cfg: Any) -> str:
-    """Of a configuration."""
+    """The command of a configuration."""
     return type(cfg).__name__.removesuffix("Config").lower()
 
 
-def order(found: Sequence[tuple[Variant, Result]]) -> list[tuple[Variant, Result]]:
-    """Best first: what runs, by the tokens that it trains a second in the last step; what runs and has no time, and
-    what does not, by the bytes that are left."""
+def best_first(done: Sequence[tuple[Variant, Result]]) -> list[tuple[Variant, Result]]:
+    """Variants that run, by trained tokens per second in the last step; then variants that run and have no time, and
+    those that do not run, by the bytes that are left."""
 
-    def rank(each: tuple[Variant, Result]) -> tuple[int, float]:
-        result = each[1]
+    def rank(pair: tuple[Variant, Result]) -> tuple[int, float]:
+        result = pair[1]
         if result.runs and result.times:
             return 0, -result.times[-1].tokens_per_second
         return 1 if result.runs else 2, -float(result.free)
 
-    return sorted(found, key=rank)
+    return sorted(done, key=rank)

@@ -24,28 +24,30 @@ def times_of(
     tokens: Mapping[int, int],
     dtype: str,
 ) -> tuple[list[StepTime], list[str]]:
-    """(each step, sentences about what does not fit together).
+    """(times of each step, sentences about ranks that do not fit together).
 
-    whole: ranks whose pipelines are there whole: their times are told. Faults are looked for among all ranks.
-    groups: names by ranks. tokens: trained by the whole job, by step. dtype: whose peak utilisation is a share of.
+    whole: ranks of complete pipelines, whose times are reported. Faults are searched among all ranks.
+    groups: names of groups by their ranks.
+    tokens: trained tokens of the whole job, by step.
+    dtype: dtype of whose peak the utilisation is a share.
     """
 
     def label(ranks: tuple[int, ...]) -> str:
         return groups.get(ranks) or ("world" if len(ranks) == world_size else f"{len(ranks)} ranks")
 
-    replayed = replay({rank: records[rank].events for rank in whole}, price, label=label, segments=1)
+    replayed = replay({rank: records[rank].events for rank in whole}, price, label=label)
     peak = price.peak(dtype)
-    told = [records[rank] for rank in whole]
-    steps = [_step(each, told, peak, tokens.get(each.step, 0)) for each in replayed.steps if each.step]
+    complete = [records[rank] for rank in whole]
+    steps = [_step(step, complete, peak, tokens.get(step.step, 0)) for step in replayed.steps if step.step]
     if len(whole) < len(records):
         everyone = {rank: record.events for rank, record in records.items()}
-        replayed = replay(everyone, price, label=label, segments=1)
+        replayed = replay(everyone, price, label=label)
     return steps, [fault.sentence for fault in replayed.faults]
 
 
 def _step(times: StepTimes, records: Sequence[RankRecord], peak: float, tokens: int) -> StepTime:
     assert times.step is not None
-    phases = [_phase(times.step, name, each, records, peak) for name, each in times.phases.items()]
+    phases = [_phase(times.step, name, phase, records, peak) for name, phase in times.phases.items()]
     seconds = times.seconds()
     at_work = seconds - sum(phase.seconds for phase in phases if phase.phase == "rollout")
     training = [phase for phase in phases if phase.phase.startswith("train/")]
@@ -77,7 +79,7 @@ def _phase(step: int, name: str, times: PhaseTimes, records: Sequence[RankRecord
         busy=fmean(rank.busy() for rank in ranks),
         idle=fmean(rank.idle() for rank in ranks),
         communication=fmean(rank.exposed() - rank.idle() for rank in ranks),
-        again=fmean(record.again_seconds.get((step, name), 0.0) for record in records),
+        again=fmean(record.recomputed_seconds.get((step, name), 0.0) for record in records),
         offload=fmean(record.work_seconds.get((step, name, "offload"), 0.0) for record in records),
         flops=flops,
         utilisation=flops / (seconds * peak) if flops and seconds else None,

@@ -20,7 +20,7 @@ from megarlhf.observe.records.jsonl import read_lines
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.observe.records.sample_tables import read_table, steps_of
 from megarlhf.observe.records.step_records import LENGTHS_FILE
-from megarlhf.rehearsal.fakes.lengths import Given, parse
+from megarlhf.rehearsal.fakes.lengths import Given, parse_lengths
 from tests.distributed.interrupted_jobs import command_until
 from tests.distributed.test_rl_layouts import config as rl_config
 from tests.ranks import RankPool
@@ -122,7 +122,7 @@ def test_the_lengths_of_all_samples_are_kept_as_a_rehearsal_reads_them(whole: Pa
         assert sum(row["responses"]) / 16 == pytest.approx(logged["response_length_mean"])
         for sample in read_table(whole, "train", row["step"]):
             assert row["responses"][sample["sample"]] == sample["length"]
-    drawn = parse(str(whole), "prompts")
+    drawn = parse_lengths(str(whole), "prompts")
     assert isinstance(drawn, Given)
     assert list(drawn.values) == [length for row in kept for length in row["prompts"]]
 

@@ -15,7 +15,7 @@ import pytest
 from megarlhf.observe.records import jsonl
 from megarlhf.observe.records.jsonl import read_lines
 from megarlhf.observe.records.step_records import LENGTHS_FILE, open_records, require_readable_records
-from megarlhf.rehearsal.fakes.lengths import Given, parse
+from megarlhf.rehearsal.fakes.lengths import Given, parse_lengths
 from tests.refuses import refuses
 
 
@@ -40,7 +40,7 @@ def test_a_step_stands_once_after_a_resume_and_a_rehearsal_reads_the_file(tmp_pa
         {"step": 2, "prompts": [5], "responses": [9]},
         {"step": 3, "prompts": [5, 5], "responses": [10, 11]},
     ]
-    drawn = parse(str(tmp_path))
+    drawn = parse_lengths(str(tmp_path))
     assert isinstance(drawn, Given)
     assert list(drawn.values) == [7, 8, 9, 10, 11]
     with refuses("lengths.jsonl", "step 3", "resume_step"):

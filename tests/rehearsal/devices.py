@@ -20,7 +20,7 @@ class Uncounted:
 
     def operation(self, func, args, out, tensors): ...
 
-    def again(self, cost): ...
+    def repeat(self, cost): ...
 
 
 @contextlib.contextmanager
@@ -50,7 +50,7 @@ def a_rank(rank: int, world_size: int) -> Iterator[FakeDevice]:
                 launched=lambda name, arguments: None,
                 attention=None,
                 buckets=None,
-                again=lambda now: setattr(device.counter, "computes_again", now),
+                recomputing=lambda now: setattr(device.counter, "recomputing", now),
             )
             with torch_patches.patched(hooks):
                 yield device

@@ -147,9 +147,9 @@ class _Sum:
 
     names: tuple[str, ...] = ()
 
-    def __call__(self, output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, None]:
         value = output.sum()
-        return value, torch.zeros(0, device=value.device)
+        return value, torch.zeros(0, device=value.device), None
 
 
 class _Free:
@@ -219,20 +219,20 @@ def _batch(case: Case) -> MicroBatch:
 def _seen(case: Case, rank: Rank, cache: GroupCache, batch: MicroBatch) -> dict[str, Any]:
     section, ledger, live, experts = rank.job.cfg.actor, rank.ledger, [], []
     places: set[str] = set()
-    rank._moved(1, "build")
+    rank._enter_phase(1, "build")
     steps = 1 if case.trains else None
-    weights = UninitializedWeights(rank._built)
+    weights = UninitializedWeights(rank._prepare)
     role = build_role("actor", section, "lm", cache, seed=0, num_optimizer_steps=steps, weights=weights)
     for layer in role.shard.module.decoder.layers:
         layer.register_forward_hook(lambda *_: live.append(ledger.total))
         if role.shard.arch.num_experts:
             layer.mlp.experts.register_forward_pre_hook(lambda *_: experts.append(ledger.total))
             layer.mlp.experts.register_forward_hook(lambda *_: experts.append(ledger.total))
-    rank._moved(1, "train/actor")
+    rank._enter_phase(1, "train/actor")
     if case.trains:
         role.accumulate([batch], _Sum())
-        places = {change.storage.origin.where.partition(":")[0] for change in ledger._entry.each()}
-        rank._moved(1, "optimizer/actor")
+        places = {change.storage.origin.where.partition(":")[0] for change in ledger._stay.all_changes()}
+        rank._enter_phase(1, "optimizer/actor")
         role.optimizer_step({}, lambda *_: "")
     else:
         role.forward([batch], lambda output, batch: output.sum())

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from megarlhf.rehearsal.cost_model.hardware import Hardware, load_hardware
 from megarlhf.rehearsal.cost_model.pricing import Pricing
 from megarlhf.runtime import Runtime
 from tests.ranks import RankPool
+from tests.refuses import refuses
 from tests.rehearsal.test_hardware import tree
 
 
@@ -115,8 +117,8 @@ def test_a_file_is_replaced_whole_or_stays(tmp_path: Path, monkeypatch: pytest.M
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "rename", full)
-    with pytest.raises(ValueError, match=r"cannot be written: .*No space left"):
+    monkeypatch.setattr(os, "replace", full)
+    with refuses("-o", "No space left"):
         write_hardware(hardware, path)
     assert path.read_text() == "before"
     assert [each.name for each in tmp_path.iterdir()] == ["x.yaml"]

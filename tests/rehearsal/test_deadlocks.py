@@ -24,7 +24,6 @@ def test_sizes_that_differ():
         "train/actor (event 3); rank 2: an all_reduce of 512 bytes in train/actor (event 3); all ranks of a group must "
         "issue the same, in one order"
     )
-    assert not replayed.stuck
     assert replayed.ends[2] == 2.0 + (8 + 1024 + 10) / 1024
 
     traces = {rank: Writer().collective([0, 1], 8 * (rank + 1), "all_to_all") for rank in (0, 1)}
@@ -41,15 +40,10 @@ def test_operations_that_differ():
         1: Writer().collective([0, 1], 8, "reduce_scatter").compute(1.0),
         2: Writer().receive(0),
     }
-    fault, replayed = only_fault(traces)
+    fault, _ = only_fault(traces)
     assert (fault.kind, fault.ranks, fault.seconds) == ("operation", (0, 1), 1.0)
     assert "rank 0: an all_reduce of 8 bytes" in fault.sentence
     assert "rank 1: a reduce_scatter of 8 bytes" in fault.sentence
-    assert [each.rank for each in replayed.stuck] == [0, 1, 2]
-    assert replayed.stuck[2].sentence == (
-        "rank 2 waits since 0 s in train/actor (event 1) for the 1st message from rank 0 to rank 2, "
-        "which rank 0 issues at its event 3"
-    )
 
 
 def test_operations_that_differ_do_not_undo_what_is_before():
@@ -61,8 +55,6 @@ def test_operations_that_differ_do_not_undo_what_is_before():
     assert fault.kind == "operation"
     assert "rank 0: an all_reduce of 8 bytes in train/actor (event 2); ranks 1, 2: an all_gather" in fault.sentence
     assert replayed.ends == {0: 3.0, 1: 3.0, 2: 3.0}
-    assert [(each.rank, each.index) for each in replayed.stuck] == [(0, 5), (1, 5), (2, 5)]
-    assert replayed.stuck[0].sentence.endswith("2nd collective of group (0, 1, 2), which cannot complete")
 
 
 def test_collectives_of_two_groups_in_another_order():
@@ -74,7 +66,7 @@ def test_collectives_of_two_groups_in_another_order():
         1: Writer().compute(2.0).collective(large).collective(small),
         2: Writer().collective(large),
     }
-    fault, replayed = only_fault(traces)
+    fault, _ = only_fault(traces)
     assert (fault.kind, fault.ranks, fault.seconds) == ("deadlock", (0, 1), 2.0)
     assert fault.events == {0: 2, 1: 2}
     assert fault.sentence == (
@@ -84,7 +76,6 @@ def test_collectives_of_two_groups_in_another_order():
         "rank 1 waits since 2 s in train/actor (event 2) for the 1st collective of group (0, 1, 2), which rank 0 "
         "issues at its event 3; 1 other rank stands still too; issue them in one order on all ranks"
     )
-    assert [(each.rank, each.seconds) for each in replayed.stuck] == [(0, 1.0), (1, 2.0), (2, 0.0)]
 
     traces[1].events[1:] = Writer().collective(small).collective(large).events
     run(traces).check()
@@ -100,11 +91,10 @@ def test_two_that_send_first():
             writer.wait(1)
         return {0: Writer().receive(1), 1: pair[1].send(0), 2: pair[2]}
 
-    fault, replayed = only_fault(traces(wait=True))
+    fault, _ = only_fault(traces(wait=True))
     assert (fault.kind, fault.ranks) == ("deadlock", (1, 2))
     assert fault.sentence.startswith("ranks 1, 2 wait for each other (1 -> 2 -> 1); ")
     assert "1st message from rank 1 to rank 2, which rank 2 issues at its event 2" in fault.sentence
-    assert [each.rank for each in replayed.stuck] == [0, 1, 2]
     run(traces(wait=False)).check()
 
 
@@ -136,27 +126,25 @@ def test_a_send_without_its_receive(wait):
         5: Writer().collective([3, 5]),
         7: Writer().receive(3, 8),
     }
-    fault, replayed = only_fault(traces)
+    fault, _ = only_fault(traces)
     assert (fault.kind, fault.ranks, fault.phase) == ("missing", (3, 7), "train/actor")
     assert fault.events == {3: 3}
     assert fault.sentence == (
         "rank 3 sends 1,024 bytes to rank 7 in train/actor (its 2nd message to it, event 3), which rank 7 never "
         "receives; messages from rank 3 to rank 7 in all: 1 on rank 7 and 2 on rank 3; every message needs both ends"
     )
-    assert [each.rank for each in replayed.stuck] == ([3, 5] if wait else [])
 
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_receive_without_its_send(wait):
     """The other end, in a group. Not covered: as above."""
     traces = {3: Writer().compute(1.0), 7: Writer().compute(0.5).receive(3, 1024, wait=wait, ranks=(3, 7))}
-    fault, replayed = only_fault(traces)
+    fault, _ = only_fault(traces)
     assert (fault.kind, fault.ranks, fault.events) == ("missing", (7, 3), {7: 1})
     assert fault.sentence.startswith(
         "rank 7 receives 1,024 bytes from rank 3 in train/actor (its 1st message from it, event 1), which rank 3 never "
         "sends; messages from rank 3 to rank 7 in group (3, 7) in all: 0 on rank 3 and 1 on rank 7; every"
     )
-    assert len(replayed.stuck) == wait
     assert fault.seconds == 0.5
 
 
@@ -222,7 +210,6 @@ def test_independent_faults_are_all_found_in_order():
             traces[rank].collective([2, 3])
     replayed = run(traces)
     assert [(fault.kind, fault.ranks) for fault in replayed.faults] == [("size", (0, 1)), ("missing", (2, 3))]
-    assert [each.rank for each in replayed.stuck] == [2, 3]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +218,7 @@ def test_independent_faults_are_all_found_in_order():
         ([Wait("a", 1)], "waits for number 1, which it has not issued"),
         ([Send("a", 9, 8, 1), Send("a", 9, 8, 1)], "issues number 1 for the second time"),
         ([StepMark("a", 1), StepMark("a", 1)], "marks step 1, which it has marked before"),
-        ([Collective("a", "barrier", (1, 2), 0, 1)], "of which it is none"),
+        ([Collective("a", "barrier", (1, 2), 0, 1)], "which do not include it"),
         ([Compute("a", float("nan"))], "computes for nan seconds"),
         ([Send("a", 0, 8, 1)], "of the rank to itself"),
     ],

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from megarlhf.architectures.hf_config import architecture_from_hf
-from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutTime
-from megarlhf.rehearsal.cost_model.engine_time import EngineWork, RolloutEstimate, RolloutWork, estimate, shape_of
+from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutTime, Sequences
+from megarlhf.rehearsal.cost_model.engine_time import RolloutWork, estimate, shape_of
+from megarlhf.rehearsal.result import RolloutRow
 from tests.rehearsal.jobs import DENSE, EXPERTS, write_model
 
-ENGINES = RolloutWork([EngineWork([4, 4], [10, 30]), EngineWork([4], [20]), EngineWork([], [])])
+ENGINES = RolloutWork([Sequences([4, 4], [10, 30]), Sequences([4], [20]), Sequences([], [])])
 SHAPE = EngineShape(
     ranks=(0,),
     weight_bytes=1,
@@ -36,52 +37,48 @@ class ATokenASecond:
         self.asked: list[Any] = []
 
     def decode_seconds(
-        self, shape: EngineShape, prompts: Sequence[int], responses: Sequence[int], cache_bytes: int, **options: Any
-    ) -> RolloutTime:
-        self.asked.append((list(prompts), cache_bytes, options))
-        longest = max(responses, default=0)
-        return RolloutTime(
-            prefill=0.0,
-            decode=float(longest),
-            overhead=0.0,
-            steps=longest,
-            most_running=len(responses),
-            mean_running=float(len(responses)),
-        )
+        self, shape: EngineShape, first: Sequence[Sequences], queue: Any, cache_bytes: int, **options: Any
+    ) -> tuple[list[RolloutTime], list[int]]:
+        self.asked.append((first, queue, cache_bytes, options))
+        longest = [max(work.responses, default=0) for work in first]
+        times = [
+            RolloutTime(prefill=0.0, decode=float(tokens), overhead=0.0, steps=tokens, most_running=len(work.responses))
+            for tokens, work in zip(longest, first, strict=True)
+        ]
+        return times, []
 
 
 def test_a_stated_speed() -> None:
     """40, 20 and no tokens at 5 a second."""
     options = {"tokens_per_second": 5.0, "max_running": 8, "samples_per_prompt": 1}
     found, _ = estimate(ENGINES, SHAPE, 99, ATokenASecond(), **options)
-    assert found == RolloutEstimate(slowest=8.0, fastest=0.0, tokens=60, most_running=0)
+    assert found == RolloutRow(slowest=8.0, fastest=0.0, tokens=60, most_running=0)
 
 
 def test_a_stated_speed_with_a_queue() -> None:
     """Three engines have 40, 20 and no tokens; pieces of 15, 15, 3 + 3 and 4 go to the one with the least so far:
     the third (15), the third (30), the second (26), the second (30)."""
-    queue = [EngineWork([4], [15]), EngineWork([4], [15]), EngineWork([4, 4], [3, 3]), EngineWork([4], [4])]
+    queue = [Sequences([4], [15]), Sequences([4], [15]), Sequences([4, 4], [3, 3]), Sequences([4], [4])]
     work = RolloutWork(ENGINES.engines, queue, most=2)
     options = {"tokens_per_second": 5.0, "max_running": 8, "samples_per_prompt": 1}
     found, owners = estimate(work, SHAPE, 99, ATokenASecond(), **options)
     assert owners == [2, 2, 1, 1]
-    assert found == RolloutEstimate(slowest=8.0, fastest=6.0, tokens=100, most_running=0)
+    assert found == RolloutRow(slowest=8.0, fastest=6.0, tokens=100, most_running=0)
 
 
 def test_by_the_roofline() -> None:
     """Every engine is asked for, with what bounds it."""
     price = ATokenASecond()
     found, _ = estimate(ENGINES, SHAPE, 99, price, tokens_per_second=None, max_running=8, samples_per_prompt=2)
-    assert found == RolloutEstimate(slowest=30.0, fastest=0.0, tokens=60, most_running=2)
-    options = {"max_running": 8, "samples_per_prompt": 2}
-    assert price.asked == [([4, 4], 99, options), ([4], 99, options), ([], 99, options)]
+    assert found == RolloutRow(slowest=30.0, fastest=0.0, tokens=60, most_running=2)
+    assert price.asked == [(ENGINES.engines, (), 99, {"most": 0, "max_running": 8, "samples_per_prompt": 2})]
 
 
 def test_no_engine() -> None:
     found, _ = estimate(
         RolloutWork([]), SHAPE, 1, ATokenASecond(), tokens_per_second=1.0, max_running=1, samples_per_prompt=1
     )
-    assert found == RolloutEstimate(0.0, 0.0, 0, 0)
+    assert found == RolloutRow(slowest=0.0, fastest=0.0, tokens=0, most_running=0)
 
 
 @pytest.mark.parametrize("tp, groups", [(1, 4), (2, 2)])

@@ -3,14 +3,15 @@ right."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from megarlhf.rehearsal.cost_model.hardware import Hardware, load_hardware
 from tests.command import ROOT
+from tests.refuses import refuses
 
 SHIPPED = sorted((ROOT / "configs" / "hardware").glob("*.yaml"))
 
@@ -19,7 +20,7 @@ def figure(value: float) -> dict[str, object]:
     return {"value": value, "source": "by hand"}
 
 
-def tree() -> dict[str, object]:
+def tree() -> dict[str, Any]:
     """A file in which every figure is easy to calculate with."""
     link = {"bandwidth": figure(1e9), "latency": figure(1e-5)}
     return {
@@ -82,47 +83,49 @@ def test_a_file_of_ones_own(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "names"),
     [
-        ({"memory_bandwith": figure(1e9)}, "unknown key 'memory_bandwith'; did you mean 'memory_bandwidth'?"),
-        ({"launch": {"value": 1e-6}}, "missing key 'launch.source'"),
-        ({"launch": {"value": 1e-6, "source": ""}}, "launch.source: String should have at least 1 character"),
-        ({"peaks": {"bfloat16": figure(-1.0)}}, "peaks.bfloat16.value: Input should be greater than 0, got -1.0"),
-        ({"peaks": {"bflot16": figure(1.0)}}, "did you mean 'bfloat16'?"),
-        ({"peaks": {}}, "peaks: Dictionary should have at least 1 item"),
-        ({"memory": figure(float("nan"))}, "memory.value: Input should be"),
-        ({"memory": figure(float("inf"))}, "memory.value: Input should be a finite number"),
-        ({"kind": "tpu"}, "kind: Input should be 'gpu' or 'cpu', got 'tpu'"),
+        ({"memory_bandwith": figure(1e9)}, ("memory_bandwith", "memory_bandwidth")),
+        ({"launch": {"value": 1e-6}}, ("missing key", "launch.source")),
+        ({"launch": {"value": 1e-6, "source": ""}}, ("launch.source", "at least 1 character")),
+        ({"peaks": {"bfloat16": figure(-1.0)}}, ("peaks.bfloat16.value", "greater than 0", "-1.0")),
+        ({"peaks": {"bflot16": figure(1.0)}}, ("bflot16", "bfloat16")),
+        ({"peaks": {}}, ("peaks", "at least 1 item")),
+        ({"memory": figure(float("nan"))}, ("memory.value",)),
+        ({"memory": figure(float("inf"))}, ("memory.value", "finite number")),
+        ({"kind": "tpu"}, ("kind", "'gpu' or 'cpu'", "tpu")),
         (
             {"measured": {"source": "x", "products": [["float32", 1, 2, 2, 2, -1.0]]}},
-            "measured.products.0.5: Input should be greater than 0",
+            ("measured.products.0.5", "greater than 0"),
         ),
-        ({"measured": {"source": "x", "memory": [["coppy", "float32", 8, 1.0]]}}, "did you mean 'copy'?"),
+        ({"measured": {"source": "x", "memory": [["coppy", "float32", 8, 1.0]]}}, ("coppy", "copy")),
+        ({"efficiency": {**tree()["efficiency"], "memory": figure(1.5)}}, ("efficiency.memory.value", "equal to 1")),
+        (
+            {
+                "efficiency": {
+                    **tree()["efficiency"],
+                    "products": {
+                        "points": [{"flops": 1e8, "value": 1.0}, {"flops": 1e6, "value": 0.25}],
+                        "source": "x",
+                    },
+                }
+            },
+            ("rising order", "sort"),
+        ),
     ],
 )
-def test_what_is_wrong_is_said_with_its_key(tmp_path: Path, changes: dict[str, object], message: str):
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
+def test_a_mistake_is_refused_with_its_key(tmp_path: Path, changes: dict[str, object], names: tuple[str, ...]):
+    with refuses(str(tmp_path / "machine.yaml"), *names):
         load_hardware(write(tmp_path, **changes))
-    assert str(tmp_path / "machine.yaml") in str(error.value)
-
-
-def test_an_efficiency_above_one_and_points_out_of_order_are_refused(tmp_path: Path):
-    efficiency = tree()["efficiency"]
-    assert isinstance(efficiency, dict)
-    with pytest.raises(ValueError, match=r"efficiency\.memory\.value: Input should be less than or equal to 1"):
-        load_hardware(write(tmp_path, efficiency={**efficiency, "memory": figure(1.5)}))
-    points = [{"flops": 1e8, "value": 1.0}, {"flops": 1e6, "value": 0.25}]
-    with pytest.raises(ValueError, match="not in rising order; sort them"):
-        load_hardware(write(tmp_path, efficiency={**efficiency, "products": {"points": points, "source": "x"}}))
 
 
 def test_no_file_and_no_yaml(tmp_path: Path):
     path = write(tmp_path)
-    with pytest.raises(ValueError, match=r"no configuration file .*machin.yaml; did you mean .*machine.yaml"):
+    with refuses("machin.yaml", "machine.yaml"):
         load_hardware(path.with_name("machin.yaml"))
     path.write_text("name: [unclosed")
-    with pytest.raises(ValueError, match="is not valid YAML"):
+    with refuses("machine.yaml", "YAML"):
         load_hardware(path)
     path.write_text("- a list")
-    with pytest.raises(ValueError, match="must be a mapping"):
+    with refuses("machine.yaml", "mapping"):
         load_hardware(path)

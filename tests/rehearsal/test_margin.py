@@ -17,7 +17,7 @@ from megarlhf.rehearsal.cost_model.margin import (
     facts_of,
     margin,
     token_bucket,
-    total,
+    total_bytes,
 )
 from megarlhf.rehearsal.fake_device.ledger import PhaseMemory
 from megarlhf.rehearsal.timeline.messages import Reached
@@ -68,8 +68,8 @@ def test_a_rank_of_70b_by_hand():
         "fragmentation": 2 * 2**30,
     }
     items = margin(MarginConfig(), LLAMA_3_70B)
-    assert total(items) == sum(item.nbytes for item in items)
-    assert total(items, before_tensors=True) == (600 + 4 * 576 + 512 + 144) * MIB
+    assert total_bytes(items) == sum(item.nbytes for item in items)
+    assert total_bytes(items, before_tensors=True) == (600 + 4 * 576 + 512 + 144) * MIB
 
 
 def test_each_item_says_how_it_scales_and_where_it_is_from():

@@ -9,9 +9,15 @@ from megarlhf.kernels import linear_token_logprobs
 from megarlhf.models.attention.tree import CpuFlash, Varlen, _varlen_kernels, merged_attention
 from megarlhf.parallel.packing.rows import packed_row
 from megarlhf.rehearsal.cost_model.meter import Meter
+from megarlhf.rehearsal.fake_device.device import FakeDevice
 from megarlhf.rehearsal.fake_device.torch_patches import varlen_attn, varlen_attn_backward
 from megarlhf.rehearsal.transformer_engine.optimizer import FusedAdam
 from tests.rehearsal.devices import a_device, a_rank, unknown
+
+
+def metered(device: FakeDevice, price: Flat, phase: str = "train") -> Meter:
+    device.counter = Meter(price, phase=phase, values=device.known.twin)
+    return device.counter
 
 
 class Flat:
@@ -33,7 +39,7 @@ HEADS, HEAD_DIM = 4, 8
 def test_attention_of_chunks_counts_the_keys_before_them(causal: bool) -> None:
     """Chunks of 2 and 3 queries with 4 and 9 keys, the last aligned: 3 + 4 and 7 + 8 + 9 pairs, or all."""
     with a_device() as device:
-        meter = device.counter = Meter(Flat(), phase="train", numbers=device.known.twin)
+        meter = metered(device, Flat())
         query, key = (unknown(tokens, HEADS, HEAD_DIM, dtype=torch.bfloat16) for tokens in (5, 13))
         queries, keys = (torch.tensor(x).int().to(device.device) for x in ([0, 2, 5], [0, 4, 13]))
         varlen_attn(query, key, key, queries, keys, 3, 9, causal, None, [-1, 0 if causal else -1], False)
@@ -46,7 +52,7 @@ def test_attention_of_a_packed_row_counts_pairs_of_each_sequence(lengths: list[i
     """Causal: 2 products x 2 of n (n + 1) / 2 pairs of each head's numbers; in the backward four products. A fifth is
     made again there, which takes time and is not counted."""
     with a_device() as device:
-        meter = device.counter = Meter(Flat(), phase="train", numbers=device.known.twin)
+        meter = metered(device, Flat())
         query = unknown(10, HEADS, HEAD_DIM, dtype=torch.bfloat16)
         begins = torch.tensor([0, *lengths]).cumsum(0).int().to(device.device)
         longest = max(lengths)
@@ -67,7 +73,7 @@ def test_attention_of_trees_counts_each_pair_once(kernel: str) -> None:
     lengths, parents = (5, 4, 3, 6, 6, 2, 7, 1, 8, 8), (-1, -1, -1, 0, 0, 2, 3, 5, -1, -1)
     before = (0, 0, 0, 5, 5, 3, 5 + 6, 3 + 2, 0, 0)
     with a_device() as device:
-        meter = device.counter = Meter(Flat(), phase="train", numbers=device.known.twin)
+        meter = metered(device, Flat())
         query, key, value = (
             unknown(50, heads, HEAD_DIM, dtype=torch.bfloat16).requires_grad_() for heads in (HEADS, 2, 2)
         )
@@ -95,7 +101,7 @@ def test_a_rectangle_takes_as_long_as_a_causal_square_of_as_many_pairs(causal: b
             return 0.0
 
     with a_device() as device:
-        device.counter = Meter(Shaped(), phase="train", numbers=device.known.twin)
+        metered(device, Shaped())
         query, key = (unknown(3, HEADS, 16, HEAD_DIM, dtype=torch.float32) for _ in range(2))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, key, 0.0, causal)
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -112,7 +118,7 @@ def test_adam_reads_its_state_and_writes_it() -> None:
         optimizer = FusedAdam([parameter])
         optimizer.step()
         price = Flat()
-        device.counter = Meter(price, phase="optimizer", numbers=device.known.twin)
+        metered(device, price, "optimizer")
         optimizer.step()
     assert price.nbytes == [28 * 1000]
 
@@ -122,7 +128,7 @@ def test_logits_that_are_made_again_are_no_flops_of_the_model(save_bytes: int, a
     """Three products with and without them; what is not kept takes time again."""
     tokens, hidden, vocab = 6, 16, 64
     with a_rank(0, 1) as device:
-        meter = device.counter = Meter(Flat(1.0), phase="train", numbers=device.known.twin)
+        meter = metered(device, Flat(1.0))
         hidden_TH = unknown(tokens, hidden, dtype=torch.float32).requires_grad_()
         weight_VH = torch.nn.Parameter(unknown(vocab, hidden, dtype=torch.float32))
         labels_T = torch.zeros(tokens, dtype=torch.int64, device=device.device)
@@ -131,4 +137,4 @@ def test_logits_that_are_made_again_are_no_flops_of_the_model(save_bytes: int, a
         )
         logprobs_T.sum().backward()
     assert meter.flops[0, "train", "matmul"] == 3 * 2 * tokens * hidden * vocab
-    assert meter.again_seconds[0, "train"] == again
+    assert meter.recomputed_seconds[0, "train"] == again

@@ -12,11 +12,10 @@ import plotly.graph_objects as go
 import pytest
 
 from megarlhf.rehearsal.fake_device.origins import KINDS, OTHERS
-from megarlhf.rehearsal.report.curve import figure, thinned
-from megarlhf.rehearsal.report.page import render, write
-from megarlhf.rehearsal.report.page_memory import MAX_POINTS, MAX_RANKS
-from megarlhf.rehearsal.report.page_parts import COLOURS, UNKNOWN, colours_of
-from megarlhf.rehearsal.report.page_wire import size
+from megarlhf.rehearsal.report.curve import COLOURS, UNKNOWN, colours_of, memory_curve, thinned
+from megarlhf.rehearsal.report.page import MAX_POINTS, MAX_RANKS, render, write
+from megarlhf.rehearsal.report.sentences import size
+from tests.refuses import refuses
 from tests.rehearsal.results import GIB, a_result, rank_of, too_small
 
 SCRIPTS = re.compile(r"<script>.*?</script>", re.DOTALL)
@@ -52,40 +51,36 @@ class _Tags(HTMLParser):
         self.depth[tag] -= 1
 
 
-def test_the_page_says_what_was_found(page):
+FACTS = (
+    "It fits, with 4.80 GiB to spare beyond the margin.",
+    "Rank 0 (stage 0 of all roles) is the tightest of 8 rehearsed ranks. It needs 74.36 of 79.16 GiB",
+    "GiB: 68.96 GiB of tensors in reshard in step 2, and a margin of 5.40 GiB.",
+    "Nothing here was measured on a GPU.",
+    "At its tightest moment it holds, in GiB: engine&#39;s cache 22.50, engine&#39;s weights 16.40",
+    "docs/rehearsal-gpu.md",
+    "reshard 16.70 60.80 16.70 16.70 68.96 16.70",  # first step, later step: begins, peak, ends
+    "NCCL: collectives 2.81 5 groups x 24 channels x 2 algorithms x 12 MiB NVIDIA/nccl#1685",
+    "train/actor all_gather tp 8 inside a node 4160 540 GB 4160 540 GB",
+    "0 stage 0 of all roles 17,211 2.16 TB 154 GB 120 kB 212 23",
+    "received by a rank, most 16.7 GB",
+    "tokens trained per second, whole job 8,123 8,123",
+    "model FLOPs utilisation, rollout apart 37.2% 37.2%",
+    "rollout, slowest engine, seconds 210 204",
+    "train/actor 96 67.2 19.2 9.6 14.4 0 31,000 41.3%",
+    "a node of 8 ranks 40.00",
+    "megarlhf/parallel/step.py:301 in gradient_norm aten._local_scalar_dense of float32 1.0",
+    "The tokenizer is stood in for: none stands at models/llama-3-70b.",
+    "memory_bandwidth a datasheet",
+    "world_size: 64",
+    "megarlhf/rehearsal/fakes/engine.py:140 in _cache",
+)
+
+
+def test_the_page_has_every_fact_in_its_section(page):
     """Figures by hand: rank 0 holds 68.96 GiB at its peak, and 600 + 5 x 576 + 2048 MiB of margin are 5.40 GiB."""
     text = text_of(page)
-    assert "It fits, with 4.80 GiB to spare beyond the margin." in text
-    assert (
-        "Rank 0 (stage 0 of all roles) is the tightest of 8 rehearsed ranks. It needs 74.36 of 79.16 GiB: 68.96 GiB of "
-        "tensors in reshard in step 2, and a margin of 5.40 GiB."
-    ) in text
-    assert "Nothing here was measured on a GPU." in text
-    for said in (
-        "At its tightest moment it holds, in GiB: engine&#x27;s cache 22.50, engine&#x27;s weights 16.40",
-        "docs/rehearsal-gpu.md",
-        "reshard 16.70 60.80 16.70 16.70 68.96 16.70",  # first step, later step: begins, peak, ends
-        "NCCL: collectives 2.81 5 groups x 24 channels x 2 algorithms x 12 MiB NVIDIA/nccl#1685",
-        "train/actor all_gather tp 8 inside a node 4160 540 GB 4160 540 GB",
-        "0 stage 0 of all roles 17,211 2.16 TB 154 GB 120 kB 212 23",
-        "received by a rank, most 16.7 GB",
-        "tokens trained per second, whole job 8,123 8,123",
-        "model FLOPs utilisation, rollout apart 37.2% 37.2%",
-        "rollout, slowest engine, seconds 210 204",
-        "train/actor 96 67.2 19.2 9.6 14.4 0 31,000 41.3%",
-        "a node of 8 ranks 40.00",
-        "megarlhf/parallel/step.py:301 in gradient_norm aten._local_scalar_dense of float32 1.0",
-        "The tokenizer is stood in for: none stands at models/llama-3-70b.",
-        "memory_bandwidth a datasheet",
-        "world_size: 64",
-        "megarlhf/rehearsal/fakes/engine.py:140 in _cache",
-    ):
-        assert said in text, said
-
-
-def test_the_sections_are_in_order(page):
-    names = re.findall(r"<h2>(.*?)</h2>", page)
-    assert names == [
+    assert [fact for fact in FACTS if fact not in text] == []
+    assert re.findall(r"<h2>(.*?)</h2>", page) == [
         *("Memory over the steps", "Memory by phase", "Ranks", "The margin", "The wire", "Time (estimate)"),
         *("Host memory", "What was assumed", "Resolved configuration"),
     ]
@@ -106,29 +101,49 @@ def test_no_name_and_no_figure_of_a_device_is_ours(page):
     assert not re.search(r"\b[ABH][12]00\b|NVLink|InfiniBand|80 ?GB", text_of(page))
 
 
-def test_a_run_that_does_not_fit_says_by_how_much():
-    text = text_of(render(too_small(a_result(points=2), gib=74.0)))
-    assert (
-        "It does not fit: 0.36 GiB are missing with the margin, and 4 of 8 rehearsed ranks cannot hold theirs." in text
-    )
-    assert "needs 74.36 GiB, 0.36 GiB too much" in text
-    assert "It fits" not in text
+PLAIN = a_result(points=2)
+OTHER_RESULTS = {
+    "too small": (
+        too_small(PLAIN, gib=74.0),
+        (
+            "It does not fit: 0.36 GiB are missing with the margin, and 4 of 8 rehearsed ranks cannot",
+            "0.36 GiB too much",
+        ),
+        ("It fits",),
+    ),
+    "no size of the device": (
+        replace(PLAIN, capacity=0),
+        ("No size of a device was given, so nothing says whether it fits.",),
+        ("less the margin", "-74.36"),
+    ),
+    "no times, no plan": (
+        replace(PLAIN, times=[], rollouts=[], reshard=None),
+        ("no step was replayed and there is no time to tell", "No weights go from trainer to engines in this run"),
+        ("utilisation",),
+    ),
+    "refused": (
+        replace(PLAIN, fits=False, refusals=["no room for <b>weights</b>"], faults=["rank 0 waits for rank 8"]),
+        (
+            "The run would not start: 1 reason, named below.",
+            "The run would not start no room for &lt;b&gt;weights&lt;/b&gt;",
+            "Ranks do not fit together rank 0 waits for rank 8",
+        ),
+        ("It fits",),
+    ),
+}
 
 
-def test_refusals_and_faults_stand_in_boxes():
-    plain = a_result(points=2)
-    result = replace(plain, fits=False, refusals=["no room for <b>weights</b>"], faults=["rank 0 waits for rank 8"])
+@pytest.mark.parametrize("name", OTHER_RESULTS)
+def test_results_of_other_kinds(name: str):
+    result, expected, absent = OTHER_RESULTS[name]
     page = render(result)
-    assert '<div class="panel alarm"><h3>The run would not start</h3>' in page
-    assert "no room for &lt;b&gt;weights&lt;/b&gt;" in page
-    assert "rank 0 waits for rank 8" in page
-    assert '<p class="first">The run would not start: 1 reason, named below.</p>' in page
-    assert 'class="panel alarm"' not in render(plain)
+    assert ('class="panel alarm"' in page) == (name == "refused")
+    assert [words for words in expected if words not in text_of(page)] == []
+    assert [words for words in absent if words in text_of(page)] == []
 
 
 def test_what_is_text_stays_text():
     evil = "</script><img src=x>"
-    plain = a_result(points=2)
     ranks = [
         replace(
             rank,
@@ -136,9 +151,9 @@ def test_what_is_text_stays_text():
             curve=[(seconds, {evil: sum(kinds.values())}) for seconds, kinds in rank.curve],
             phases_at=[(seconds, step, evil) for seconds, step, _ in rank.phases_at],
         )
-        for rank in plain.ranks
+        for rank in PLAIN.ranks
     ]
-    page = render(replace(plain, ranks=ranks, notes=[evil], hardware=evil, config={"a": evil}, layouts={evil: evil}))
+    page = render(replace(PLAIN, ranks=ranks, notes=[evil], hardware=evil, config={"a": evil}, layouts={evil: evil}))
     tags = _Tags()
     tags.feed(page)
     assert tags.fetched == []
@@ -178,7 +193,7 @@ def test_thinning_keeps_the_peak_of_every_phase():
 def test_a_curve_keeps_within_its_points_and_its_colours():
     rank = rank_of(0, 0, points=400)
     assert len(rank.curve) > 2 * MAX_POINTS
-    drawn = figure(rank, int(79.16 * GIB), MAX_POINTS)
+    drawn = memory_curve(rank, int(79.16 * GIB), MAX_POINTS)
     x = drawn["layout"]["meta"]["x"]
     assert len(x) <= MAX_POINTS + 2 * len(rank.phases_at)
     assert all(a < b for a, b in pairwise(x)), "plotly stacks points of one place"
@@ -195,7 +210,7 @@ def test_a_curve_keeps_within_its_points_and_its_colours():
 def test_the_script_finds_where_phases_begin():
     """A point at a border belongs to the phase that begins there."""
     rank = rank_of(0, 0, points=4)
-    meta = figure(rank, 0, MAX_POINTS)["layout"]["meta"]
+    meta = memory_curve(rank, 0, MAX_POINTS)["layout"]["meta"]
     assert meta["borders"][0][1:] == [0, "between phases", "start", True]
     assert meta["borders"][4][1:] == [16, "rollout", "step 1", True]
     assert meta["borders"][5][1:] == [20, "reward", "step 1", False]
@@ -228,14 +243,10 @@ def test_many_ranks_make_no_larger_page():
     assert re.search(r'data-rank="0" hidden', page)
 
 
-def test_a_page_of_eight_ranks_stays_small():
-    assert len(render(a_result(points=100)).encode()) < 8_000_000
-
-
 @pytest.mark.parametrize(("name", "kind"), [("rehearsal.html", "page"), ("rehearsal.json", "file")])
 def test_only_what_is_ours_is_replaced(name: str, kind: str, tmp_path: Path):
     (tmp_path / name).write_text("mine")
-    with pytest.raises(ValueError, match=f"is there and is no {kind} of megarlhf rehearse; nothing is replaced"):
+    with refuses(name, kind, "megarlhf rehearse", "nothing is replaced", "-o"):
         write(a_result(points=1), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_text() == "mine"

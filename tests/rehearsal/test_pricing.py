@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from megarlhf.rehearsal.cost_model.collectives import Speed, Spread, seconds_by_formula
-from megarlhf.rehearsal.cost_model.decoding import EngineShape, Sequences, stated_seconds
+from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutTime, Sequences
 from megarlhf.rehearsal.cost_model.hardware import Hardware
 from megarlhf.rehearsal.cost_model.interpolation import Grid, along, between_shares
 from megarlhf.rehearsal.cost_model.meter import OperationPricing as WorkPrice
 from megarlhf.rehearsal.cost_model.pricing import Pricing
 from megarlhf.rehearsal.timeline.simulate import MessagePricing as ReplayPrice
+from tests.refuses import refuses
 from tests.rehearsal.test_hardware import tree
 
 NODE = tuple(range(8))
@@ -70,7 +72,7 @@ def test_the_host_runs_ahead_of_a_gpu_and_not_of_a_cpu():
 
 
 def test_a_dtype_without_a_peak_is_named():
-    with pytest.raises(ValueError, match="has no peak of float16, only bfloat16, float32; add it"):
+    with refuses("float16", "bfloat16, float32", "add it"):
         pricing().operation_seconds("matmul", 1e9, 8, "float16", (1, 8, 8, 8))
     assert pricing().peak("float32") == 1e11
 
@@ -198,7 +200,7 @@ def test_what_was_measured_corrects_the_formula():
 
 
 def test_no_ranks_on_a_node_are_refused():
-    with pytest.raises(ValueError, match="ranks_per_node = 0; give 1 or more"):
+    with refuses("ranks_per_node", "0", "1 or more"):
         pricing(0)
 
 
@@ -218,66 +220,66 @@ SHAPE = EngineShape(
 )
 
 
+def decode(prompts: Sequence[int], responses: Sequence[int], cache_bytes: int, **options: Any) -> RolloutTime:
+    """One engine."""
+    shape = options.pop("shape", SHAPE)
+    (time,), _ = pricing().decode_seconds(shape, [Sequences(prompts, responses)], [], cache_bytes, **options)
+    return time
+
+
 def test_one_sequence_reads_the_weights_in_every_step():
     """5e6 bytes at half of 1e10 are 1 ms a step; 10 steps, whose cache of 5 + 5.5 tokens adds 10.5e3 bytes each."""
-    time = pricing().decode_seconds(SHAPE, [5], [10], 1_000_000)
+    time = decode([5], [10], 1_000_000)
     assert time.decode == pytest.approx(10 * (5_000_000 + 10_500) / 5e9)
-    assert (time.steps, time.most_running, time.mean_running) == (10, 1, 1.0)
+    assert (time.steps, time.most_running) == (10, 1)
     assert time.overhead == pytest.approx(10 * 1e-3)
     assert time.seconds == time.prefill + time.decode + time.overhead
 
 
 def test_as_many_run_at_once_as_the_cache_holds():
     """Four sequences of 10 tokens: a cache of 20 tokens holds two at a time, one of 40 all; then half as many steps."""
-    few = pricing().decode_seconds(SHAPE, [5] * 4, [5] * 4, 20_000)
-    many = pricing().decode_seconds(SHAPE, [5] * 4, [5] * 4, 40_000)
+    few = decode([5] * 4, [5] * 4, 20_000)
+    many = decode([5] * 4, [5] * 4, 40_000)
     assert (few.steps, few.most_running) == (10, 2)
     assert (many.steps, many.most_running) == (5, 4)
     assert few.seconds > many.seconds
-    assert pricing().decode_seconds(SHAPE, [5] * 4, [5] * 4, 40_000, max_running=1).steps == 20
+    assert decode([5] * 4, [5] * 4, 40_000, max_running=1).steps == 20
 
 
 def test_the_longest_response_decides_and_prompts_of_a_group_are_computed_once():
-    price = pricing()
-    time = price.decode_seconds(SHAPE, [5, 5, 5, 5], [2, 2, 2, 100], 1_000_000, samples_per_prompt=4)
+    time = decode([5, 5, 5, 5], [2, 2, 2, 100], 1_000_000, samples_per_prompt=4)
     assert time.steps == 100
-    assert time.mean_running == pytest.approx((3 * 2 + 100) / 100)
-    assert 4 * time.prefill == pytest.approx(price.decode_seconds(SHAPE, [5] * 4, [2] * 4, 1_000_000).prefill)
+    assert 4 * time.prefill == pytest.approx(decode([5] * 4, [2] * 4, 1_000_000).prefill)
 
 
 def test_engines_that_pull_end_together_where_fixed_shares_do_not():
     """One sequence at a time, weights of 1 ms a step and 1 ms of overhead: 2 ms a token. One engine begins with 40
     tokens, one with 10, which takes 10, 10 and 10 of the queue meanwhile, and then 5: its cache was shorter."""
     asked = [[Sequences([5], [length]) for length in lengths] for lengths in ((40, 10), (10, 10, 10, 5))]
-    times, owners = pricing().pulled_seconds(SHAPE, *asked, 60_000, most=4, max_running=1)
+    times, owners = pricing().decode_seconds(SHAPE, *asked, 60_000, most=4, max_running=1)
     assert owners == [1, 1, 1, 1]
     assert [time.steps for time in times] == [40, 45]
-    both = pricing().decode_seconds(SHAPE, [5] * 3, [40, 10, 10], 60_000, max_running=1)
+    both = decode([5] * 3, [40, 10, 10], 60_000, max_running=1)
     assert max(time.seconds for time in times) < both.seconds
 
 
 def test_an_engine_pulls_to_a_fair_share_at_once_and_not_beyond():
     """Room for all: each begins with one of four and pulls one, which then run side by side."""
     queue = [Sequences([5], [10])] * 2
-    times, owners = pricing().pulled_seconds(SHAPE, queue, queue, 1_000_000, most=2)
+    times, owners = pricing().decode_seconds(SHAPE, queue, queue, 1_000_000, most=2)
     assert sorted(owners) == [0, 1]
     assert [(time.steps, time.most_running) for time in times] == [(10, 2), (10, 2)]
-    shared = pricing().pulled_seconds(SHAPE, [Sequences([], [])], [Sequences([5] * 4, [5] * 4)], 1_000_000, most=4)
-    assert shared == ([pricing().decode_seconds(SHAPE, [5] * 4, [5] * 4, 1_000_000, samples_per_prompt=4)], [0])
+    shared = pricing().decode_seconds(SHAPE, [Sequences([], [])], [Sequences([5] * 4, [5] * 4)], 1_000_000, most=4)
+    assert shared == ([decode([5] * 4, [5] * 4, 1_000_000, samples_per_prompt=4)], [0])
 
 
 def test_two_ranks_of_an_engine_add_up_twice_in_a_layer():
     """10 elements of 2 bytes: 2 layers x 2 x all_reduce of 20 bytes in each of 3 steps."""
     shape = EngineShape(**{**vars(SHAPE), "ranks": (0, 1)})
-    one, two = (pricing().decode_seconds(each, [5], [3], 1_000_000) for each in (SHAPE, shape))
+    one, two = (decode([5], [3], 1_000_000, shape=each) for each in (SHAPE, shape))
     assert two.decode - one.decode == pytest.approx(3 * 4 * 2 * (1e-5 + 20 / 2 / 1e9))
 
 
-def test_a_sequence_that_fits_no_cache_and_a_stated_speed():
-    with pytest.raises(ValueError, match="a sequence of 15 tokens does not fit the cache of 14 tokens"):
-        pricing().decode_seconds(SHAPE, [5], [10], 14_999)
-    with pytest.raises(ValueError, match="1 prompts and 2 responses"):
-        pricing().decode_seconds(SHAPE, [5], [10, 10], 14_999)
-    assert stated_seconds([100, 300], 200.0) == 2.0
-    with pytest.raises(ValueError, match="tokens_per_second = 0; give a number above 0"):
-        stated_seconds([1], 0)
+def test_a_sequence_that_fits_no_cache():
+    with refuses("15 tokens", "14 tokens", "14999", "rollout.parallel.tp"):
+        decode([5], [10], 14_999)

@@ -65,11 +65,11 @@ def test_operations_are_those_of_the_formula(share: bool, tmp_path: Path) -> Non
     for phase, passes in (("train/actor", 3), ("score/reference", 1)):
         assert record.flops[1, phase, "matmul"] == passes * products, phase
         assert record.flops[1, phase, "attention"] == passes * attention, phase
-        (work,) = record.shares[phase]
+        (work,) = record.loads[phase]
         assert work.tokens == tokens
         assert work.cost == 2 * tokens * WEIGHTS + attention
     assert record.tokens[1, "train/actor"] == GROUPS * SAMPLES * (PROMPT + RESPONSE)
-    assert (record.again_seconds.get((1, "train/actor"), 0.0) > 0) == share
+    assert (record.recomputed_seconds.get((1, "train/actor"), 0.0) > 0) == share
 
 
 def test_ragged_trees_and_their_share_of_the_work(tmp_path: Path) -> None:
@@ -77,13 +77,13 @@ def test_ragged_trees_and_their_share_of_the_work(tmp_path: Path) -> None:
     shared, apart = (record_of(tmp_path / str(each), share=each, ragged=True) for each in (True, False))
     labels = set()
     for record in (shared, apart):
-        (work,) = record.shares["train/actor"]
+        (work,) = record.loads["train/actor"]
         counted = record.flops[1, "train/actor", "matmul"] + record.flops[1, "train/actor", "attention"]
         rest, remainder = divmod(counted - 3 * work.cost, 3 * 2 * VOCABULARY)
         assert remainder == 0
         labels.add(rest)
     assert len(labels) == 1, "as many log-probs of responses"
-    assert shared.shares["train/actor"][0].tokens < apart.shares["train/actor"][0].tokens
+    assert shared.loads["train/actor"][0].tokens < apart.loads["train/actor"][0].tokens
     assert shared.tokens == apart.tokens, "by which tokens_per_second is told"
 
 
@@ -129,7 +129,7 @@ def reads_and_copies(folder: Path, share: bool) -> tuple[int, Counter[str], Coun
         device_bytes=asked.device_bytes,
     )
     record = Rank(job, Pricing(asked.hardware, 8)).run()
-    return record.shares["train/actor"][0].micro_batches, reads, copies
+    return record.loads["train/actor"][0].micro_batches, reads, copies
 
 
 def test_trees_let_the_host_read_nothing_more(tmp_path: Path) -> None:

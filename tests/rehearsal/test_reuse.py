@@ -95,7 +95,7 @@ def test_reuse_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     buckets, unlike = "dp" in given, int(name == "sft, layers of ours")
     require_equal(reused, plain, with_curve=model != "experts" and not buckets, unlike=unlike, buckets=buckets)
     assert sum(plain.flops.values()) > 0
-    assert (sum(plain.again_seconds.values()) > 0) == ("recompute" in given)
+    assert (sum(plain.recomputed_seconds.values()) > 0) == ("recompute" in given)
     assert len(plain.events) > 50
     assert len(plain.memory) > 4
 
@@ -109,9 +109,9 @@ def require_equal(
     `unlike`: points of a phase's curve that may differ. In one case two releases of the same moment, 23 KB of a layer
     and 512 bytes of a scalar, change places; why is not known, and peaks, starts and ends are equal.
     """
-    for name in ("messages", "flops", "shares", "rollouts", "groups_created", "memberships", "cache_bytes"):
+    for name in ("messages", "flops", "loads", "rollouts", "groups_created", "memberships", "cache_bytes"):
         assert getattr(record, name) == getattr(plain, name), name
-    for name in ("work_seconds", "again_seconds"):
+    for name in ("work_seconds", "recomputed_seconds"):
         assert getattr(record, name) == pytest.approx(getattr(plain, name), rel=1e-9), name
     for ours, theirs in zip(_events(record, buckets), _events(plain, buckets), strict=True):
         assert type(ours) is type(theirs)

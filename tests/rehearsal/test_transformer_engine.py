@@ -15,10 +15,10 @@ import torch
 
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.rehearsal.fake_device.ledger import GPU_BLOCK
-from megarlhf.rehearsal.transformer_engine.replace import LOCAL, TE, replace_layers, saved_tensors, traits_of
+from megarlhf.rehearsal.transformer_engine.replace import replace_layers
 from tests.command import ROOT, python
 from tests.rehearsal.layer_cases import CASES, MODELS, TOKENS
-from tests.rehearsal.page import EXAMPLES, example, rows
+from tests.rehearsal.saved_tensors import EXAMPLES, LOCAL, TE, example, rows, saved_tensors, traits_of
 
 PAGE = ROOT / "docs" / "rehearsal-gpu.md"
 TABLES = {"te": TE, "local": LOCAL}

@@ -81,3 +81,8 @@ def only_fault(traces, **others):
 def times(replayed, rank, phase="train/actor", step=None):
     steps = {each.step: each for each in replayed.steps}
     return steps[step].phases[phase].ranks[rank]
+
+
+def bubble(phase):
+    """The share of a phase in which ranks do not compute: 1 - seconds of computing / (ranks x seconds of the phase)."""
+    return 1 - sum(rank.busy() for rank in phase.ranks.values()) / (phase.seconds() * len(phase.ranks))

@@ -39,10 +39,7 @@ class Free:
     def offload_seconds(self, nbytes: int) -> float:
         return 0.0
 
-    def decode_seconds(self, *asked: Any, **options: Any) -> RolloutTime:
-        raise AssertionError("the responses of a measured job are given")
-
-    def pulled_seconds(self, *asked: Any, **options: Any) -> tuple[list[RolloutTime], list[int]]:
+    def decode_seconds(self, *asked: Any, **options: Any) -> tuple[list[RolloutTime], list[int]]:
         raise AssertionError("the responses of a measured job are given")
 
 

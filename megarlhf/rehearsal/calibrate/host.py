@@ -1,6 +1,7 @@
-"""Measures what an operation costs the host: Python, autograd and dispatch, in forward and backward of a tiny model.
+"""Measurement of the host's time for an operation: Python, autograd and dispatch, in forward and backward of a tiny
+model.
 
-It is the program's own model, as Megatron-Core builds it, since most of the host's time is spent in Megatron's Python.
+The model is the program's own, as Megatron-Core builds it, since most of the host's time is spent in Megatron's Python.
 Tensors are so small that the device's share is next to nothing.
 """
 
@@ -41,11 +42,11 @@ TINY: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 LENGTHS = (16, 9, 7)
-"""Of the sequences of a packed row."""
+"""Lengths of the sequences in a packed row."""
 
 
 class _Counted(TorchDispatchMode):
-    """Hands real operations to a meter, as a rehearsal hands it those without numbers."""
+    """Mode that hands real operations to a meter, as a rehearsal does with operations without numbers."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()
@@ -60,8 +61,10 @@ class _Counted(TorchDispatchMode):
 
 
 def host_seconds(runtime: Runtime, price: OperationPricing, *, repeats: int) -> float:
-    """Seconds of the host for one operation beside what `price` says of it. On a device that works by itself `price`
-    should say nothing: the host runs ahead. Collective."""
+    """Seconds of the host for one operation, without those that `price` gives for its work. Collective.
+
+    For a device that works by itself `price` should be 0 throughout: the host runs ahead.
+    """
     step = _forward_backward(runtime)
     step()
     meter = Meter(price)

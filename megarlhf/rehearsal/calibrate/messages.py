@@ -1,4 +1,4 @@
-"""Measures what ranks of one run say to each other: collectives by operation, group and bytes, and messages."""
+"""Measurement of messages between the ranks of one run: collectives by operation, group and bytes, and sends."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megarlhf.rehearsal.cost_model.hardware import CollectiveTime
 from megarlhf.rehearsal.timeline.trace import Operation
 from megarlhf.runtime import Runtime, synchronize
 
-Said = Operation | Literal["send"]
-OPERATIONS: tuple[Said, ...] = (
+MeasuredOperation = Operation | Literal["send"]
+OPERATIONS: tuple[MeasuredOperation, ...] = (
     "all_reduce",
     "all_gather",
     "reduce_scatter",
@@ -25,14 +25,14 @@ OPERATIONS: tuple[Said, ...] = (
     "all_to_all",
 )
 CALLS = 4
-"""Of one sample, on the average of which it stands."""
+"""Calls in one sample, which is their mean."""
 LARGE = 4 << 20
-"""Bytes from which a sample is one call."""
+"""Bytes from which a sample is a single call."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that talk to each other."""
+    """Ranks that exchange messages."""
 
     ranks: tuple[int, ...]
     nodes: int
@@ -40,8 +40,11 @@ class Group:
 
 
 def groups_of(world_size: int, ranks_per_node: int) -> dict[tuple[int, ...], int]:
-    """What is measured, and on how many nodes: 2, 4, 8, ... and all ranks of the first node; one rank of 2, 4, ... and
-    all nodes; the whole world. Nodes have equally many ranks, numbered one node after the other."""
+    """Groups to measure, with their number of nodes.
+
+    They are 2, 4, 8, ... and all ranks of the first node; one rank each of 2, 4, ... and all nodes; and the whole
+    world. Nodes have equally many ranks, numbered one node after the other.
+    """
     chosen = {tuple(range(size)): 1 for size in _sizes(ranks_per_node)}
     nodes = world_size // ranks_per_node
     for size in _sizes(nodes):
@@ -58,7 +61,7 @@ def make_groups(runtime: Runtime) -> list[Group]:
 
 
 def num_collectives(groups: Sequence[Group]) -> int:
-    """How often `measure_collectives` tells its progress."""
+    """Number of calls of `progress` in `measure_collectives`."""
     return sum(len(OPERATIONS) + (len(group.ranks) == 2) for group in groups)
 
 
@@ -71,10 +74,10 @@ def _sizes(most: int) -> list[int]:
 def measure_collectives(
     runtime: Runtime, groups: Sequence[Group], sizes: Sizes, progress: Progress
 ) -> list[CollectiveTime]:
-    """On every rank the same rows: the time of the slowest rank of each group. Collective."""
+    """Time of each collective on the slowest rank of each group, the same rows on every rank. Collective."""
     rows: list[CollectiveTime] = []
     for group in groups:
-        operation: Said
+        operation: MeasuredOperation
         for operation in (*OPERATIONS, "send"):
             if operation == "send" and len(group.ranks) != 2:
                 continue
@@ -86,8 +89,8 @@ def measure_collectives(
     return rows
 
 
-def _seconds(runtime: Runtime, group: Group, operation: Said, nbytes: int, sizes: Sizes) -> float | None:
-    """The least of several samples; None on all ranks for what is less than one number a rank."""
+def _seconds(runtime: Runtime, group: Group, operation: MeasuredOperation, nbytes: int, sizes: Sizes) -> float | None:
+    """The least of several samples; None on all ranks where a rank would have less than one number."""
     count = nbytes // 4 // len(group.ranks) * len(group.ranks)
     if not count and operation not in ("all_reduce", "broadcast", "send"):
         return None
@@ -104,13 +107,13 @@ def _seconds(runtime: Runtime, group: Group, operation: Said, nbytes: int, sizes
             synchronize(runtime.device)
             samples.append((perf_counter() - began) / calls)
         mine = max(1e-9, min(samples[1:]))
-    said: list[Any] = [None] * runtime.world_size
-    dist.all_gather_object(said, mine)
-    return max(seconds for seconds in said if seconds is not None)
+    times: list[Any] = [None] * runtime.world_size
+    dist.all_gather_object(times, mine)
+    return max(seconds for seconds in times if seconds is not None)
 
 
-def _call(runtime: Runtime, group: Group, operation: Said, numel: int) -> Callable[[], object]:
-    """One call of it, on fp32 numbers; `numel` as in `trace.Collective`."""
+def _call(runtime: Runtime, group: Group, operation: MeasuredOperation, numel: int) -> Callable[[], object]:
+    """One call of the operation on fp32 numbers; `numel` as in `trace.Collective`."""
     whole = torch.zeros(numel, device=runtime.device)
     part = torch.zeros(max(1, numel // len(group.ranks)), device=runtime.device)
     handle, first, last = group.handle, group.ranks[0], group.ranks[-1]
@@ -128,8 +131,10 @@ def _call(runtime: Runtime, group: Group, operation: Said, numel: int) -> Callab
     return calls[operation]
 
 
-def mean_over_ranks(rows: Sequence[Any]) -> list[Any]:
-    """Rows of the same measurements on all ranks, each with the median time of the ranks. Collective."""
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, [row.seconds for row in rows])
-    return [row._replace(seconds=median(times)) for row, times in zip(rows, zip(*said, strict=True), strict=True)]
+def median_over_ranks(rows: Sequence[Any]) -> list[Any]:
+    """Rows of the same measurements on all ranks, each with the median of the ranks' times. Collective."""
+    times: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(times, [row.seconds for row in rows])
+    return [
+        row._replace(seconds=median(of_ranks)) for row, of_ranks in zip(rows, zip(*times, strict=True), strict=True)
+    ]

@@ -1,4 +1,4 @@
-"""Measures the machine at hand and makes a hardware file of it: `megarlhf calibrate -o FILE`."""
+"""Measurement of the machine at hand, written as a hardware file: `megarlhf calibrate -o FILE`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import torch.distributed as dist
 import yaml
 
 from megarlhf.memory import available_bytes
+from megarlhf.observe.report.html_page import write_whole
 from megarlhf.observe.terminal.progress import Progress
 from megarlhf.rehearsal.calibrate.host import host_seconds
-from megarlhf.rehearsal.calibrate.messages import make_groups, mean_over_ranks, measure_collectives, num_collectives
+from megarlhf.rehearsal.calibrate.messages import make_groups, measure_collectives, median_over_ranks, num_collectives
 from megarlhf.rehearsal.calibrate.work import (
     CPU,
     DTYPES,
@@ -34,7 +35,7 @@ from megarlhf.rehearsal.cost_model.pricing import Pricing
 from megarlhf.runtime import Runtime, capabilities, gpu_in_use
 
 NOTHING = 1e-12
-"""Seconds of a launch before it is measured."""
+"""Seconds of a launch, before it is measured."""
 SEE = "megarlhf calibrate, see measured.source"
 HEAD = """# Written by `megarlhf calibrate`. Keys: docs/rehearsal-gpu.md, Hardware files. Units: bytes and seconds.
 # Rows of the tables: products [dtype, batch, m, k, n, seconds], memory [kind, dtype, bytes, seconds],
@@ -44,9 +45,10 @@ HEAD = """# Written by `megarlhf calibrate`. Keys: docs/rehearsal-gpu.md, Hardwa
 
 
 def calibrate(runtime: Runtime, *, quick: bool) -> Hardware | None:
-    """Measure what this rank's device and the links to the others do. Collective.
+    """Measure this rank's device and the links to the others. Collective.
 
-    All ranks measure at the same time, as they compute at the same time in a run; a figure is the median over ranks.
+    All ranks measure at the same time, as they compute at the same time in a run. A figure is the median over ranks.
+
     Returns: the hardware on the first rank, None on the others.
     """
     kind: Literal["cpu", "gpu"] = "cpu" if runtime.device.type == "cpu" else "gpu"
@@ -54,33 +56,33 @@ def calibrate(runtime: Runtime, *, quick: bool) -> Hardware | None:
     groups = make_groups(runtime)
     total = num_figures(sizes) + num_collectives(groups) + 1
     with Progress("calibrate", total, enabled=runtime.is_main, headline=()) as progress:
-        shown = _Shown(progress)
-        products = mean_over_ranks(measure_products(runtime.device, sizes, shown))
-        memory = mean_over_ranks(measure_memory(runtime.device, sizes, shown))
-        attention = mean_over_ranks(measure_attention(runtime.device, sizes, shown))
-        collectives = measure_collectives(runtime, groups, sizes, shown)
+        note = _ProgressNotes(progress)
+        products = median_over_ranks(measure_products(runtime.device, sizes, note))
+        memory = median_over_ranks(measure_memory(runtime.device, sizes, note))
+        attention = median_over_ranks(measure_attention(runtime.device, sizes, note))
+        collectives = measure_collectives(runtime, groups, sizes, note)
         if kind == "cpu":  # where device and host are the same
-            collectives += [each._replace(place="host") for each in collectives]
+            collectives += [row._replace(place="host") for row in collectives]
         measured = {"products": products, "memory": memory, "attention": attention, "collectives": collectives}
         tree = _tree(runtime, kind, measured, NOTHING)
-        shown("host")
+        note("host")
         price = Pricing(Hardware.model_validate(tree), runtime.local_world_size)
         launch = host_seconds(runtime, price if kind == "cpu" else _Free(), repeats=3 * sizes.samples)
-    said: list[Any] = [None] * runtime.world_size
-    dist.all_gather_object(said, launch)
-    tree = _tree(runtime, kind, measured, sorted(said)[len(said) // 2])
+    launches: list[Any] = [None] * runtime.world_size
+    dist.all_gather_object(launches, launch)
+    tree = _tree(runtime, kind, measured, sorted(launches)[len(launches) // 2])
     return Hardware.model_validate(tree) if runtime.is_main else None
 
 
 class _Free:
-    """Nothing takes a device time."""
+    """Prices of a device that takes no time."""
 
     def operation_seconds(self, *args: object, **kwargs: object) -> float:
         return 0.0
 
 
-class _Shown:
-    """The bar of progress; called with what is measured next."""
+class _ProgressNotes:
+    """Progress bar; called with the name of the next measurement."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress, self._done, self._last = progress, 0, ""
@@ -96,7 +98,6 @@ class _Shown:
 def _tree(
     runtime: Runtime, kind: Literal["cpu", "gpu"], measured: Mapping[str, Sequence[Any]], launch: float
 ) -> dict[str, Any]:
-    """The file, as YAML has it."""
     today, cores = datetime.date.today().isoformat(), len(os.sched_getaffinity(0))
     name = capabilities().device_name
     source = (
@@ -143,7 +144,7 @@ def _figure_of(source: str) -> Callable[[float], dict[str, Any]]:
 
 
 def _link(rows: Sequence[CollectiveTime]) -> dict[str, Any]:
-    """From messages, or from broadcasts where no two ranks were alone; figures that are only assumed without any."""
+    """Figures of a link from sends, or from broadcasts where no two ranks were alone. Without any they are assumed."""
     messages = [row for row in rows if row.operation == "send"] or [row for row in rows if row.operation == "broadcast"]
     if not messages:
         why = "assumed: no other rank was there to be measured"
@@ -157,7 +158,7 @@ def _link(rows: Sequence[CollectiveTime]) -> dict[str, Any]:
 
 
 def require_writable(path: Path) -> None:
-    """Raises: ValueError where a hardware file could not be written, before anything is measured."""
+    """Refuse a path that cannot be written, before anything is measured. Raises: ValueError."""
     if path.is_dir():
         raise ValueError(f"-o {path} is a directory; name a file in it")
     if not path.parent.is_dir():
@@ -167,16 +168,13 @@ def require_writable(path: Path) -> None:
 
 
 def write_hardware(hardware: Hardware, path: Path) -> None:
-    """Whole or not at all: a file that is there stays until the new one is complete.
+    """Write the file whole or not at all. A file that exists stays until the new one is complete.
 
     Raises: ValueError where it cannot be written.
     """
     tree = hardware.model_dump(mode="json", exclude_none=True)
     text = HEAD + yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=160, allow_unicode=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.rename(path)
+        write_whole(path, text)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise ValueError(f"-o {path} cannot be written: {error}") from error

@@ -1,4 +1,4 @@
-"""A clock for measurements on a machine that others use too."""
+"""Clock for measurements on a machine that others use too."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from pathlib import Path
 from time import perf_counter
 
 SCHEDSTAT = Path("/proc/thread-self/schedstat")
-"""Of Linux: seconds on a core, seconds ready and not on a core, and slices; in nanoseconds."""
+"""File of Linux with nanoseconds on a core, nanoseconds ready but not on a core, and the number of time slices."""
 READ_SECONDS = 50e-6
 TRIES = 10
 
 
 def undisturbed_clock() -> float:
-    """Seconds; stands still while this thread was ready and another ran. Where the kernel does not say that, it is
-    `perf_counter`.
+    """Seconds on a clock that stands still while this thread was ready and another one ran. Where the kernel does not
+    report that, it is `perf_counter`.
 
-    What the thread waits for (a lock, another rank) counts, and so does what others do to caches and clock speed.
+    Time in which the thread waits (for a lock, for another rank) counts. So do effects of others on caches and clock
+    speed.
     """
     now = perf_counter()
     for _ in range(TRIES):

@@ -1,4 +1,4 @@
-"""Measures what one device does alone: products, passes over memory, attention, and what an operation costs the host.
+"""Measurement of one device alone: products, passes over memory, attention.
 
 A time is the least of several samples, on a clock that stands still while the scheduler runs others.
 """
@@ -23,35 +23,35 @@ DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.
 WARM_UP = 2
 LEAST_SAMPLES = 3
 ROW = 256
-"""Elements of a row that is read by number."""
+"""Elements of a row that is read by index."""
 RING = 24
-"""Tensors of one size that are used in turn, at most."""
+"""Largest number of tensors of one size that are used in turn."""
 RING_BYTES = 128 << 20
-"""Of all of them together, about."""
+"""Approximate bytes of all of them together."""
 Progress = Callable[[str], None]
-"""Told what is being measured, once for each figure."""
+"""Callback with the name of a measurement, once for each figure."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is measured, and for how long."""
+    """Sizes of what is measured, and durations."""
 
     m: tuple[int, ...]
     k: tuple[int, ...]
     n: tuple[int, ...]
     batches: tuple[int, ...]
     most_flops: float
-    """Of a product or an attention that is measured."""
+    """Bound on a product or an attention."""
     most_numel: int
-    """Of the three matrices of a product, together."""
+    """Bound on the elements of a product's three matrices together."""
     nbytes: tuple[int, ...]
-    """Of one tensor of a pass over memory."""
+    """Sizes of one tensor in a pass over memory."""
     heads: tuple[int, ...]
     lengths: tuple[int, ...]
     head_dims: tuple[int, ...]
     message_bytes: tuple[int, ...]
     sample_seconds: float
-    """A sample repeats what it measures for so long."""
+    """Least duration of a sample, which repeats its measurement."""
     samples: int
 
 
@@ -103,7 +103,7 @@ QUICK = Sizes(
 
 
 def seconds_of(function: Callable[[], object], device: torch.device, sizes: Sizes) -> float:
-    """Of one call."""
+    """Seconds of one call."""
     for _ in range(WARM_UP):
         function()
     synchronize(device)
@@ -122,7 +122,7 @@ def seconds_of(function: Callable[[], object], device: torch.device, sizes: Size
 
 
 def num_figures(sizes: Sizes) -> int:
-    """How often the functions below tell their progress, all together."""
+    """Number of calls of `progress` in the functions below, all together."""
     passes = len(sizes.nbytes) + len(list(_attention_sizes(sizes)))
     return len(DTYPES) * (len(list(_product_sizes(sizes))) + passes)
 
@@ -141,19 +141,19 @@ def _attention_sizes(sizes: Sizes) -> Iterator[tuple[int, int, int]]:
 
 
 def in_turn(functions: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    """One call of one of them after the other."""
+    """A function that calls one of these after the other."""
     calls = itertools.cycle(functions)
     return lambda: next(calls)()
 
 
 def copies_of(nbytes: int) -> int:
-    """How many tensors of that size are used in turn: what an operation of training reads was written by another some
-    time ago, so a cache that holds one tensor does not help as it would here."""
+    """Number of tensors of this size that are used in turn. An operation of training reads what another one wrote some
+    time ago; a cache that holds a single tensor would help here and not there."""
     return max(2, min(RING, RING_BYTES // max(1, nbytes)))
 
 
 def measure_products(device: torch.device, sizes: Sizes, progress: Progress) -> list[Product]:
-    """Of each size the mean of a product forward and the two backward, which differ in what is transposed."""
+    """Time of a product, as the mean of its forward and its two backward forms, which differ in what is transposed."""
     rows = []
     for (name, dtype), (batch, m, k, n) in itertools.product(DTYPES.items(), _product_sizes(sizes)):
         progress(f"products, {name}")
@@ -175,7 +175,7 @@ def measure_products(device: torch.device, sizes: Sizes, progress: Progress) -> 
 
 
 def measure_memory(device: torch.device, sizes: Sizes, progress: Progress) -> list[MemoryPass]:
-    """Passes over tensors of several sizes."""
+    """Times of passes over tensors of several sizes."""
     rows = []
     for (name, dtype), nbytes in itertools.product(DTYPES.items(), sizes.nbytes):
         progress(f"passes over memory, {name}")
@@ -191,7 +191,7 @@ def measure_memory(device: torch.device, sizes: Sizes, progress: Progress) -> li
 def _passes(
     device: torch.device, dtype: torch.dtype, nbytes: int
 ) -> Iterator[tuple[MemoryClass, int, Callable[[], object]]]:
-    """(kind, bytes touched, what to do) for tensors of `nbytes`."""
+    """(kind, bytes touched, function) for tensors of `nbytes`."""
     numel = nbytes // dtype.itemsize
     first, second, out = (torch.randn(numel, device=device).to(dtype) for _ in range(3))
     source = first.to(torch.bfloat16 if dtype == torch.float32 else torch.float32)
@@ -209,7 +209,7 @@ def _passes(
 
 
 def measure_attention(device: torch.device, sizes: Sizes, progress: Progress) -> list[AttentionPass]:
-    """Causal, forward and backward."""
+    """Times of causal attention, forward and backward."""
     rows = []
     for (name, dtype), (heads, length, head_dim) in itertools.product(DTYPES.items(), _attention_sizes(sizes)):
         progress(f"attention, {name}")
@@ -247,6 +247,6 @@ def peak_of(products: Sequence[Product], dtype: str) -> float:
 
 
 def bandwidth_of(memory: Sequence[MemoryPass]) -> float:
-    """Bytes per second of the largest copy: what no cache holds."""
+    """Bytes per second of the largest copy, which no cache holds."""
     largest = max((row for row in memory if row.kind == "copy"), key=lambda row: row.nbytes)
     return largest.nbytes / largest.seconds

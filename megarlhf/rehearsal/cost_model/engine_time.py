@@ -1,4 +1,4 @@
-"""How long the rollout engines take for a step's responses, by a stated speed or by the roofline of decoding."""
+"""Time of the rollout engines for the responses of a step, by a stated speed or by the roofline of decoding."""
 
 from __future__ import annotations
 
@@ -11,65 +11,39 @@ import torch
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.parallel.packing.partition import forward_cost
 from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutTime, Sequences
+from megarlhf.rehearsal.result import RolloutRow
 
 
 class DecodePrice(Protocol):
-    """What prices a rollout: `pricing.Pricing`."""
+    """Prices of rollouts: `pricing.Pricing`."""
 
     def decode_seconds(
         self,
         shape: EngineShape,
-        prompts: Sequence[int],
-        responses: Sequence[int],
+        first: Sequence[Sequences],
+        queue: Sequence[Sequences],
         cache_bytes: int,
         *,
-        max_running: int = 1024,
-        samples_per_prompt: int = 1,
-    ) -> RolloutTime: ...
-
-    def pulled_seconds(
-        self,
-        shape: EngineShape,
-        first: Sequence[EngineWork],
-        queue: Sequence[EngineWork],
-        cache_bytes: int,
-        *,
-        most: int,
+        most: int = 0,
         max_running: int = 1024,
         samples_per_prompt: int = 1,
     ) -> tuple[list[RolloutTime], list[int]]: ...
 
 
-EngineWork = Sequences
-"""What one engine has to generate, or a piece of a queue."""
-
-
 @dataclass(frozen=True)
 class RolloutWork:
-    """What all engines of the job have to generate."""
+    """Sequences for all engines of the job."""
 
-    engines: Sequence[EngineWork]
-    """What each begins with."""
-    queue: Sequence[EngineWork] = ()
+    engines: Sequence[Sequences]
+    """Sequences with which each engine begins."""
+    queue: Sequence[Sequences] = ()
     """Pieces for whichever engine asks first."""
     most: int = 0
-    """An engine with so many unfinished sequences asks for no more."""
-
-
-@dataclass(frozen=True)
-class RolloutEstimate:
-    """Of all engines of the job."""
-
-    slowest: float
-    """Seconds; every rank waits for it."""
-    fastest: float
-    tokens: int
-    most_running: int
-    """Sequences at once on one engine; 0 where a speed was stated."""
+    """Number of unfinished sequences at which an engine asks for no more."""
 
 
 def shape_of(arch: Architecture, tp: int, first_rank: int, dtype: torch.dtype, weight_bytes: int) -> EngineShape:
-    """An engine of `tp` ranks from `first_rank` on."""
+    """Size of an engine of `tp` ranks, starting at `first_rank`."""
     groups = max(1, arch.num_kv_heads // tp)
     head = 2 * arch.vocab_size * arch.hidden_size
     return EngineShape(
@@ -94,31 +68,34 @@ def estimate(
     tokens_per_second: float | None,
     max_running: int,
     samples_per_prompt: int,
-) -> tuple[RolloutEstimate, list[int]]:
-    """The time, and which engine takes each piece of the queue.
+) -> tuple[RolloutRow, list[int]]:
+    """Time of the slowest and the fastest engine, and the engine that takes each piece of the queue.
 
-    `tokens_per_second`: of responses, of one engine, stated by the user; None: by the roofline."""
-    running, owners = 0, list[int]()
+    `tokens_per_second`: response tokens of one engine, stated by the user; None: by the roofline.
+    """
     if tokens_per_second is not None:
         tokens, owners = stated_tokens(work)
-        seconds = [count / tokens_per_second for count in tokens]
+        seconds, most_running = [count / tokens_per_second for count in tokens], 0
     else:
-        times: list[RolloutTime] = []
-        options = {"max_running": max_running, "samples_per_prompt": samples_per_prompt}
-        if work.queue:
-            times, owners = price.pulled_seconds(
-                shape, work.engines, work.queue, cache_bytes, most=work.most, **options
-            )
-        else:
-            for each in work.engines:
-                times.append(price.decode_seconds(shape, each.prompts, each.responses, cache_bytes, **options))
-        seconds, running = [time.seconds for time in times], max((time.most_running for time in times), default=0)
-    total = sum(sum(part.responses) for part in (*work.engines, *work.queue))
-    return RolloutEstimate(max(seconds, default=0.0), min(seconds, default=0.0), total, running), owners
+        times, owners = price.decode_seconds(
+            shape,
+            work.engines,
+            work.queue,
+            cache_bytes,
+            most=work.most,
+            max_running=max_running,
+            samples_per_prompt=samples_per_prompt,
+        )
+        seconds, most_running = [time.seconds for time in times], max((time.most_running for time in times), default=0)
+    total = sum(sum(piece.responses) for piece in (*work.engines, *work.queue))
+    rollout = RolloutRow(
+        slowest=max(seconds, default=0.0), fastest=min(seconds, default=0.0), tokens=total, most_running=most_running
+    )
+    return rollout, owners
 
 
 def stated_tokens(work: RolloutWork) -> tuple[list[int], list[int]]:
-    """Response tokens of each engine, at equal speeds, and which engine takes each piece of the queue."""
+    """Response tokens of each engine at equal speeds, and the engine that takes each piece of the queue."""
     tokens, owners = [sum(engine.responses) for engine in work.engines], []
     for piece in work.queue:
         owners.append(min(range(len(tokens)), key=tokens.__getitem__))

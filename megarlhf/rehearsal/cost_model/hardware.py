@@ -1,4 +1,4 @@
-"""A hardware file: what a machine can do, each figure with where it comes from. `pricing.py` makes times of it.
+"""Hardware files: the figures of a machine, each with its source. `pricing.py` turns them into times.
 
 Units are SI, without prefixes: bytes, seconds, operations per second. `4.8e12` is a number of YAML 1.2.
 """
@@ -17,14 +17,14 @@ from megarlhf.rehearsal.timeline.trace import Operation
 Source = Annotated[str, Field(min_length=1)]
 Dtype = Literal["float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int8"]
 MemoryClass = Literal["copy", "cast", "math", "norm", "largest", "reduce", "index", "fill"]
-"""Operations that are no products, by what they take longest for: `copy` reads and writes (also sums and products of
+"""Operations other than products, by what takes their time. `copy` reads and writes (also sums and products of
 elements), `cast` changes the dtype, `math` computes exponentials and the like, `norm` is the root of a sum of squares,
-`largest` the norm that is the largest absolute value, `reduce` makes few numbers of many, `index` goes to rows by
-number, `fill` only writes."""
+`largest` the norm that is the largest absolute value, `reduce` makes few numbers of many, `index` accesses rows by
+index, `fill` only writes."""
 
 
 class SourcedNumber(FrozenModel):
-    """A number, and where it comes from."""
+    """A number with its source."""
 
     value: Positive
     source: Source
@@ -32,23 +32,23 @@ class SourcedNumber(FrozenModel):
 
 
 class SourcedFraction(FrozenModel):
-    """A number of at most 1, and where it comes from."""
+    """A number of at most 1 with its source."""
 
     value: Annotated[float, Field(gt=0.0, le=1.0)]
     source: Source
 
 
 class Link(FrozenModel):
-    """What carries bytes from one rank to another."""
+    """Connection between two ranks."""
 
     bandwidth: SourcedNumber
     """Bytes per second that a rank can send while it receives as many: one direction."""
     latency: SourcedNumber
-    """Seconds until the first byte of a message has arrived, with what starts it."""
+    """Seconds until the first byte of a message has arrived, including its launch."""
 
 
 class EfficiencyAt(FrozenModel):
-    """A point of a curve."""
+    """Point of an efficiency curve."""
 
     flops: Positive
     """Floating-point operations of one product: 2 x batch x m x k x n."""
@@ -57,7 +57,8 @@ class EfficiencyAt(FrozenModel):
 
 
 class ProductEfficiency(FrozenModel):
-    """Share of the peak by size of a product; between the points by logarithms, outside them as at the nearest."""
+    """Share of the peak by size of a product. Between two points it is interpolated by logarithms; outside it is that
+    of the nearest point."""
 
     points: Annotated[tuple[EfficiencyAt, ...], Field(min_length=1)]
     source: Source
@@ -71,13 +72,13 @@ class ProductEfficiency(FrozenModel):
 
 
 class Efficiencies(FrozenModel):
-    """What share of a peak is reached."""
+    """Shares of the peaks that are reached."""
 
     products: ProductEfficiency
     attention: SourcedFraction
-    """Fused attention, of the peak of its dtype."""
+    """Fused attention: share of the peak of its dtype."""
     memory: SourcedFraction
-    """Operations bound by memory, of its bandwidth."""
+    """Operations bound by memory: share of its bandwidth."""
 
 
 class Product(NamedTuple):
@@ -96,9 +97,9 @@ class MemoryPass(NamedTuple):
 
     kind: MemoryClass
     dtype: Dtype
-    """Of its result."""
+    """Dtype of the result."""
     nbytes: PositiveInt
-    """Read and written."""
+    """Bytes read and written."""
     seconds: Positive
 
 
@@ -119,16 +120,16 @@ class CollectiveTime(NamedTuple):
     operation: Operation | Literal["send"]
     ranks: Annotated[int, Field(ge=2)]
     nodes: PositiveInt
-    """On which the ranks are, as many on each."""
+    """Number of nodes, with equally many ranks on each."""
     place: Literal["device", "host"]
-    """Where the tensors are."""
+    """Memory that holds the tensors."""
     nbytes: Annotated[int, Field(ge=0)]
     seconds: Positive
 
 
 class Measured(FrozenModel):
-    """Tables that `megarlhf calibrate` writes. Where a table is, prices are interpolated from it (by logarithms); where
-    it is not, they are made of peaks and efficiencies."""
+    """Tables that `megarlhf calibrate` writes. Prices are interpolated from them (by logarithms). Without a table they
+    follow from peaks and efficiencies."""
 
     source: Source
     products: tuple[Product, ...] = ()
@@ -146,7 +147,8 @@ class Hardware(FrozenModel):
 
     name: Source
     kind: Literal["gpu", "cpu"]
-    """`gpu`: the host runs ahead, so an operation takes its launch or its work, whichever is longer. `cpu`: both."""
+    """`gpu`: the host runs ahead, so an operation takes the longer of its launch and its work. `cpu`: it takes their
+    sum."""
     memory: SourcedNumber
     """Bytes of a device."""
     peaks: Annotated[dict[Dtype, SourcedNumber], Field(min_length=1)]
@@ -157,35 +159,36 @@ class Hardware(FrozenModel):
     """Seconds of the host for one operation: Python, dispatch, launch."""
     efficiency: Efficiencies
     inside: Link
-    """Between two ranks of a node."""
+    """Link between two ranks of a node."""
     between: Link
-    """Between ranks of different nodes; the bandwidth is a rank's share of its node's."""
+    """Link between ranks of different nodes. The bandwidth is a rank's share of its node's."""
     host: Link
-    """For tensors of the host and objects."""
+    """Link for tensors of the host and for objects."""
     offload: SourcedNumber | None = None
-    """Bytes per second of a copy between a device and host memory, in one direction; left out, as within the device."""
+    """Bytes per second of a copy between device and host memory, in one direction. If left out, such a copy takes as
+    long as one within the device."""
     engine_step: SourcedNumber
-    """Seconds of a rollout engine's step beside the work of its device: schedule, sample, hand out tokens."""
+    """Seconds of a rollout engine's step beside the work of its device: scheduling, sampling, returning tokens."""
     measured: Measured | None = None
 
     @property
     def sources(self) -> dict[str, str]:
-        """Where each figure comes from, by its key; for a page."""
-        found: dict[str, str] = {}
-        _gather(self, "", found)
-        return found
+        """Source of each figure, by its key; for the page."""
+        sources: dict[str, str] = {}
+        _add_sources(self, "", sources)
+        return sources
 
 
-def _gather(node: FrozenModel, key: str, found: dict[str, str]) -> None:
+def _add_sources(node: FrozenModel, key: str, sources: dict[str, str]) -> None:
     source = getattr(node, "source", None)
     if source is not None:
-        found[key] = source
+        sources[key] = source
     for name in type(node).model_fields:
         value = getattr(node, name)
         parts = value.items() if isinstance(value, dict) else [("", value)]
         for part, inner in parts:
             if isinstance(inner, FrozenModel):
-                _gather(inner, ".".join(filter(None, (key, name, part))), found)
+                _add_sources(inner, ".".join(filter(None, (key, name, part))), sources)
 
 
 def load_hardware(path: str | Path) -> Hardware:

@@ -1,4 +1,5 @@
-"""Between measured points, by logarithms: a time that grows as a power of a size is met exactly. Pure functions."""
+"""Interpolation between measured points by logarithms, which is exact for a time that grows as a power of a size. Pure
+functions."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from collections.abc import Mapping, Sequence
 
 
 def along(points: Sequence[tuple[float, float]], size: float) -> float:
-    """The time of something of `size`, from (size, time) in rising order of size, all above 0.
+    """Time at `size`, from (size, time) in rising order of size, all above 0.
 
-    Between two points by a straight line of logarithms; below the first as long as that, since what is left there is
-    the cost of beginning; above the last in proportion to the size.
+    Between two points it is a straight line of logarithms. Below the first it is that of the first, since what remains
+    there is the cost of starting. Above the last it is proportional to the size.
     """
     sizes = [point[0] for point in points]
     if size <= sizes[0]:
@@ -26,14 +27,14 @@ def along(points: Sequence[tuple[float, float]], size: float) -> float:
 
 
 def between_shares(points: Sequence[tuple[float, float]], size: float) -> float:
-    """The share of a peak at `size`, from (size, share) in rising order; outside the points as at the nearest."""
+    """Share of a peak at `size`, from (size, share) in rising order. Outside the points it is that of the nearest."""
     if size >= points[-1][0]:
         return points[-1][1]
     return along(points, size)
 
 
 class Grid:
-    """Times over several sizes at once: the measured points of a grid, of which some may be missing.
+    """Times on a grid of several sizes, some points of which may be missing.
 
     A missing point gets the speed (product of its sizes by time) of the nearest measured one, by logarithms. Between
     points times are interpolated in every direction as in `along`.
@@ -53,7 +54,7 @@ class Grid:
                 self._times[sizes] = points[sizes]
 
     def at(self, sizes: Sequence[float]) -> float:
-        """Seconds."""
+        """Seconds at these sizes."""
         ends: list[tuple[tuple[int, float], ...]] = []
         beyond = 1.0
         for axis, size in zip(self._axes, sizes, strict=True):

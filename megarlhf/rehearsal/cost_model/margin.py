@@ -1,8 +1,9 @@
-"""Device memory that a rehearsal cannot see: item by item, how it scales, and where the number is from.
+"""Device memory that a rehearsal cannot see: each item with its formula and its source.
 
-A rehearsal sees every tensor that the program makes. It does not see what the driver, NCCL and libraries take for
-themselves, what kernels ask for while they run, and what the allocator cannot use. Each item here is a formula of what
-the rehearsal has counted, with numbers that can be set. Those marked "assumed" have no source but judgement.
+A rehearsal sees every tensor that the program makes. It does not see the memory of the driver, of NCCL and of
+libraries, the memory that kernels allocate while they run, and the gaps that the allocator cannot use. Each item here
+is a formula of what the rehearsal counted, with numbers that can be set. Items marked "assumed" have no source but
+judgement.
 """
 
 from __future__ import annotations
@@ -27,32 +28,32 @@ STAYS = (
     "engine's cache",
     "kernels' work space",
 )
-"""Kinds of memory that are taken once and kept; the others come and go, and leave gaps."""
+"""Kinds of memory that are allocated once and kept. The others come and go, and leave gaps."""
 
 
 class NcclMargin(FrozenModel):
-    """A communicator has buffers for each channel of each connection, made when it is first used so."""
+    """Buffers of NCCL: a communicator has them for each channel of each connection, made at its first use."""
 
     channels: NonNegative = 24
-    """Of collectives: what NCCL logs as `coll channels` (NCCL_DEBUG=INFO). A log of 8 GPUs with NVLink SHARP shows at
-    least 23 (NVIDIA/nccl#1259)."""
+    """Channels for collectives, which NCCL logs as `coll channels` (NCCL_DEBUG=INFO). A log of 8 GPUs with NVLink SHARP
+    shows at least 23 (NVIDIA/nccl#1259)."""
     algorithms: NonNegative = 2
-    """Of a communicator that were used, ring and tree or NVLS, each with connections of its own."""
+    """Algorithms that a communicator uses (ring and tree or NVLS), each with connections of its own."""
     peer_channels: NonNegative = 32
-    """To one rank of the same node that is sent to or received from (NVIDIA/nccl#1685, 8 H100)."""
+    """Channels for sends to one rank of the same node, or receives from it (NVIDIA/nccl#1685, 8 H100)."""
     connection_mib: NonNegative = 12
-    """Of a channel's connection within a node: 10 where it receives, 2 where it sends (NVIDIA/nccl#1685). By the
+    """Memory of one channel's connection within a node: 10 for receiving, 2 for sending (NVIDIA/nccl#1685). By the
     source: 0.5 + 4.69 + 4 MiB for the protocols LL, LL128 and Simple, in units of 2 MiB (src/init.cc, DEFAULT_BUFFSIZE
     and its neighbours; src/transport/p2p.cc, p2pRecvSetup). NCCL_BUFFSIZE changes the third."""
     network_mib: NonNegative = 512
-    """Of a communicator that sends to other nodes or receives from them: buffers that its connections share
+    """Memory of a communicator that sends to other nodes or receives from them: buffers that its connections share
     (NVIDIA/nccl#2363)."""
     unused_mib: NonNegative = 4
-    """Of a communicator that was made and has said nothing: assumed."""
+    """Memory of a communicator that was made and never used: assumed."""
 
 
 class VllmMargin(FrozenModel):
-    """What vLLM takes beside weights and cache. It counts this in its own share, so that its cache is smaller by it."""
+    """Memory of vLLM beside weights and cache. vLLM counts it in its own share, so that its cache is smaller by it."""
 
     graphs_mib: NonNegative = 1024
     """CUDA graphs, which vLLM measures at start and keeps free of the cache (vllm/v1/worker/gpu_worker.py,
@@ -61,11 +62,11 @@ class VllmMargin(FrozenModel):
     """Buffers of its own all-reduce under tensor parallelism: 8 MiB three times
     (vllm/distributed/device_communicators/custom_all_reduce.py)."""
     communicators: NonNegative = 2
-    """Of NCCL, under tensor parallelism: torch's group and vLLM's own (device_communicators/pynccl.py)."""
+    """Communicators of NCCL under tensor parallelism: torch's group and vLLM's own (device_communicators/pynccl.py)."""
 
 
 class MarginConfig(FrozenModel):
-    """Section `margin`: every number of what cannot be seen. MiB are 2^20 bytes."""
+    """Section `margin`: every number of the memory that cannot be seen. MiB are 2^20 bytes."""
 
     context_mib: NonNegative = 600
     """The driver's context and the code of kernels, loaded as they are used: about 400 MB with lazy loading
@@ -76,58 +77,59 @@ class MarginConfig(FrozenModel):
     (aten/src/ATen/cuda/CublasHandlePool.cpp; CUBLAS_WORKSPACE_CONFIG). TransformerEngine's own is a tensor, which the
     rehearsal counts."""
     streams: NonNegative = 2
-    """The trainer's, and that of the engine's graphs."""
+    """Streams that multiply: the trainer's and that of the engine's graphs."""
     multiprocessors: NonNegative = 132
-    """Of the device: an H100 SXM has 132."""
+    """Multiprocessors of the device: an H100 SXM has 132."""
     kernels_mib: NonNegative = 128
     """Temporaries inside other kernels (sorting, scans, reductions) and thread-local memory: assumed."""
     fragmentation: Fraction = 0.1
-    """Of what comes and goes at the peak: gaps between blocks that nothing fits in, and blocks of 2 MiB that are not
-    full (c10/cuda/CUDACachingAllocator.h, kRoundLarge). Assumed: a study of training with pipelines and recomputation
-    reports up to 43% with torch's default allocator (arXiv 2507.16274), whose option expandable_segments has less."""
+    """Share of the memory that comes and goes at the peak: gaps between blocks into which nothing fits, and blocks of 2
+    MiB that are not full (c10/cuda/CUDACachingAllocator.h, kRoundLarge). Assumed: a study of training with pipelines
+    and recomputation reports up to 43% with torch's default allocator (arXiv 2507.16274); its option
+    expandable_segments has less."""
     nccl: NcclMargin = NcclMargin()
     vllm: VllmMargin = VllmMargin()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a rehearsed rank has counted that the margin depends on. `facts_of` makes it."""
+    """Counts of a rehearsed rank that the margin depends on. `facts_of` makes it."""
 
     memberships: int
-    """Process groups that the rank is in: communicators, each made with its first message."""
+    """Process groups of the rank. Each has a communicator, made with its first message."""
     groups: int
-    """Of them, that have made a collective of device tensors."""
+    """Process groups that have made a collective of device tensors."""
     near_peers: int
     """Ranks of its node with which it exchanges device tensors outside of collectives, in each group."""
     far_groups: int
-    """Groups in which it does so with another node."""
+    """Groups in which it exchanges device tensors with another node outside of collectives."""
     passing_bytes: int
-    """At the peak, of what comes and goes."""
+    """Memory that comes and goes, at the peak."""
     tokens: int
-    """Of the longest micro-batch that is trained."""
+    """Tokens of the longest micro-batch that is trained."""
     heads: int
     kv_heads: int
-    """Of this rank, of the role that is trained."""
+    """Key-value heads of this rank, in the role that is trained."""
     head_dim: int
     hidden: int
     layer_norm: bool
     """Whether norms have a bias."""
     layers: Layers
     engine_tp: int = 0
-    """Of vLLM; 0: there is none on this rank."""
+    """Tensor-parallel size of vLLM; 0 where this rank has no engine."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One thing that cannot be seen."""
+    """One item of memory that cannot be seen."""
 
     name: str
     nbytes: int
     scaling: str
-    """The formula, in words."""
+    """Formula, as text."""
     source: str
     before_tensors: bool = False
-    """Taken before and beside torch's tensors, so that vLLM finds it taken when it starts."""
+    """Whether it is allocated before and beside torch's tensors, so that vLLM finds it taken when it starts."""
 
 
 def facts_of(
@@ -141,7 +143,7 @@ def facts_of(
     layers: Layers,
     engine_tp: int = 0,
 ) -> Facts:
-    """Of a rank, and of one role."""
+    """Facts of a rank while one role is trained."""
     return Facts(
         memberships=memberships,
         groups=reached.groups,
@@ -160,7 +162,7 @@ def facts_of(
 
 
 def margin(cfg: MarginConfig, facts: Facts) -> list[Item]:
-    """All that stands beside the tensors of a rehearsed rank at its peak, vLLM's own apart: `engine_items`."""
+    """All items beside the tensors of a rank at its peak, without vLLM's own (`engine_items`)."""
     return [
         Item("CUDA context", _mib(cfg.context_mib), "a process", "pytorch/pytorch#109888", before_tensors=True),
         *_nccl(cfg.nccl, facts),
@@ -183,32 +185,32 @@ def margin(cfg: MarginConfig, facts: Facts) -> list[Item]:
 
 
 def engine_items(cfg: MarginConfig, facts: Facts) -> list[Item]:
-    """What vLLM takes from its own share of the device, beside weights, activations and cache."""
+    """Items that vLLM takes from its own share of the device, beside weights, activations and cache."""
     if not facts.engine_tp:
         return []
     vllm = cfg.vllm
     items = [Item("CUDA graphs", _mib(vllm.graphs_mib), "an engine", "assumed; vllm/v1/worker/gpu_worker.py")]
     if facts.engine_tp > 1:
-        each = _communicator_mib(cfg.nccl)
-        words = f"{vllm.communicators:g} communicators x {each:g} MiB + {vllm.all_reduce_mib:g} MiB"
-        nbytes = _mib(vllm.communicators * each + vllm.all_reduce_mib)
-        items.append(Item("messages inside an engine", nbytes, words, "vllm/distributed/device_communicators"))
+        communicator = _communicator_mib(cfg.nccl)
+        formula = f"{vllm.communicators:g} communicators x {communicator:g} MiB + {vllm.all_reduce_mib:g} MiB"
+        nbytes = _mib(vllm.communicators * communicator + vllm.all_reduce_mib)
+        items.append(Item("messages inside an engine", nbytes, formula, "vllm/distributed/device_communicators"))
     return items
 
 
-def total(items: Sequence[Item], *, before_tensors: bool = False) -> int:
-    """Bytes; `before_tensors`: of the items that are taken before and beside tensors only."""
+def total_bytes(items: Sequence[Item], *, before_tensors: bool = False) -> int:
+    """Bytes of all items, or of those that are allocated before and beside tensors."""
     return sum(item.nbytes for item in items if item.before_tensors or not before_tensors)
 
 
 def _nccl(cfg: NcclMargin, facts: Facts) -> list[Item]:
-    each = _communicator_mib(cfg)
+    communicator = _communicator_mib(cfg)
     unused = max(0, facts.memberships - facts.groups)
     peer = cfg.peer_channels * cfg.connection_mib
     return [
         Item(
             "NCCL: collectives",
-            _mib(facts.groups * each),
+            _mib(facts.groups * communicator),
             f"{facts.groups} groups x {cfg.channels:g} channels x {cfg.algorithms:g} algorithms x "
             f"{cfg.connection_mib:g} MiB",
             "NVIDIA/nccl#1685, #964 (544 and 688 MB a group on A100), src/transport/p2p.cc",
@@ -243,41 +245,41 @@ def _communicator_mib(cfg: NcclMargin) -> float:
 
 
 def _attention(facts: Facts) -> Item:
-    """Work space of the backward of attention, of which one layer at a time has one."""
+    """Work space for the backward of attention, which one layer at a time has."""
     per_token = facts.heads * facts.head_dim
     grouped = facts.heads != facts.kv_heads
     if facts.layers == "te":
         tokens = token_bucket(facts.tokens)
         # Gradients of queries, and of keys and values of each query head where heads share them, in fp32.
         nbytes = tokens * (4 * per_token * (3 if grouped else 1) + 4 * facts.heads)
-        words = f"{tokens} tokens (a bucket of cuDNN's) x {facts.heads} heads x {facts.head_dim} x 4 B"
-        words += ", for gradients of query, key and value" if grouped else ""
+        formula = f"{tokens} tokens (a bucket of cuDNN's) x {facts.heads} heads x {facts.head_dim} x 4 B"
+        formula += ", for gradients of query, key and value" if grouped else ""
         source = "cudnn-frontend, scaled_dot_product_flash_attention.h (dQ_accum, dK_fullhead, softmax_sum)"
-        return Item("attention's backward", nbytes, words, source)
+        return Item("attention's backward", nbytes, formula, source)
     nbytes = facts.tokens * (4 * per_token + (4 * per_token if grouped else 0) + 4 * facts.heads)
-    words = f"{facts.tokens} tokens x {facts.heads} heads x {facts.head_dim} x 4 B"
-    words += ", twice (key and value in bf16)" if grouped else ""
+    formula = f"{facts.tokens} tokens x {facts.heads} heads x {facts.head_dim} x 4 B"
+    formula += ", twice (key and value in bf16)" if grouped else ""
     source = "aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (dq_accum, dk_expanded, dv_expanded)"
-    return Item("attention's backward", nbytes, words, source)
+    return Item("attention's backward", nbytes, formula, source)
 
 
 def token_bucket(tokens: int) -> int:
     """Tokens for which TransformerEngine asks cuDNN (transformer_engine/common/fused_attn/utils.cu, get_max_tokens): at
-    least 1024, the next power of two up to 32,768, then steps of 32,768."""
+    least 1024, then the next power of two up to 32,768, then multiples of 32,768."""
     if tokens <= 1024:
         return 1024
     return 1 << (tokens - 1).bit_length() if tokens <= 32768 else -(-tokens // 32768) * 32768
 
 
 def _norms(cfg: MarginConfig, facts: Facts) -> list[Item]:
-    """TransformerEngine sums the gradient of a norm's parameters over blocks of rows first."""
+    """Partial gradients of a norm's parameters: TransformerEngine sums them over blocks of rows first."""
     if facts.layers != "te":
         return []
     parameters = 2 if facts.layer_norm else 1
     nbytes = int(cfg.multiprocessors * facts.hidden * 4 * parameters)
-    words = f"{cfg.multiprocessors:g} multiprocessors x {facts.hidden} x 4 B" + (" x 2" if facts.layer_norm else "")
+    formula = f"{cfg.multiprocessors:g} multiprocessors x {facts.hidden} x 4 B" + (" x 2" if facts.layer_norm else "")
     source = "transformer_engine/common/normalization/common.h (dgamma_part)"
-    return [Item("norms' backward", nbytes, words, source)]
+    return [Item("norms' backward", nbytes, formula, source)]
 
 
 def _mib(value: float) -> int:

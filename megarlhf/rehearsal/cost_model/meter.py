@@ -1,4 +1,4 @@
-"""What an operation costs: floating-point operations and bytes, by the shapes of its tensors."""
+"""The meter: FLOPs, bytes and seconds of every operation, by the shapes of its tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarlhf.rehearsal.timeline.trace import Compute, Event, Work
 
 
 class OperationPricing(Protocol):
-    """What prices operations: `pricing.Pricing`."""
+    """Prices of operations: `pricing.Pricing`."""
 
     def operation_seconds(
         self,
@@ -30,7 +30,7 @@ class OperationPricing(Protocol):
 
 
 class OperationCost(NamedTuple):
-    """Of one operation."""
+    """Cost of one operation."""
 
     work: Work
     seconds: float
@@ -38,69 +38,71 @@ class OperationCost(NamedTuple):
 
 
 class Spending(NamedTuple):
-    """Of several operations."""
+    """Sum over several operations."""
 
     operations: int = 0
     seconds: float = 0.0
     flops: int = 0
-    again: float = 0.0
-    """Seconds of what is computed again in a backward; its operations are not in `flops`."""
+    recomputed: float = 0.0
+    """Seconds of recomputation in a backward. Its operations are not in `flops`."""
 
     def plus(self, more: Spending) -> Spending:
         return Spending(
             self.operations + more.operations,
             self.seconds + more.seconds,
             self.flops + more.flops,
-            self.again + more.again,
+            self.recomputed + more.recomputed,
         )
 
 
 class WorkListener(Protocol):
-    """What may be told all that is done: `tape.TapeRecorder`."""
+    """Listener to all work and messages: `tape.TapeRecorder`."""
 
-    def spent(self, work: Work, spending: Spending) -> None: ...
+    def work_done(self, work: Work, spending: Spending) -> None: ...
 
-    def said(self, event: Event) -> None: ...
+    def message_issued(self, event: Event) -> None: ...
 
 
 NOTHING = OperationCost("host", 0.0, 0.0)
-"""Of operations that touch no number."""
+"""Cost of operations that touch no number."""
 
 
 @dataclass
 class Meter:
-    """Counts the work of one rank and writes its trace."""
+    """Counter of one rank's work, and writer of its trace."""
 
     price: OperationPricing
     events: list[Event] = field(default_factory=list)
     seconds: float = 0.0
-    """The rank's own clock: work alone, without waiting for others."""
+    """The rank's own clock: its work, without waiting for others."""
     phase: str = "build"
     step: int = 0
     flops: Counter[tuple[int, str, Work]] = field(default_factory=Counter)
-    """By step, phase and work; without what is computed again."""
+    """FLOPs by step, phase and work, without recomputation."""
     work_seconds: Counter[tuple[int, str, Work]] = field(default_factory=Counter)
-    again_seconds: Counter[tuple[int, str]] = field(default_factory=Counter)
-    """By step and phase, of what is computed again in a backward."""
-    computes_again: bool = False
-    """Whether what is computed now has been computed before."""
+    recomputed_seconds: Counter[tuple[int, str]] = field(default_factory=Counter)
+    """Seconds of recomputation in a backward, by step and phase."""
+    recomputing: bool = False
+    """Whether the current operations were computed before."""
     operations: Counter[tuple[int, str]] = field(default_factory=Counter)
-    numbers: Callable[[Tensor], Tensor | None] = lambda tensor: None
-    """Those of a device tensor, where they are known: `Known.twin`."""
+    values: Callable[[Tensor], Tensor | None] = lambda tensor: None
+    """Values of a device tensor where they are known: `Known.twin`."""
     ticked: Callable[[float], None] = lambda seconds: None
-    """Told the clock after each operation."""
+    """Called with the clock after each operation."""
     listener: WorkListener | None = None
     _pending: dict[Work, float] = field(default_factory=dict)
 
     def operation(self, func: Any, args: Sequence[Any], out: Any, tensors: Sequence[Tensor]) -> OperationCost | None:
-        """An operation of torch on the device. Returns what it costs, for `again`; None where that does not follow from
-        shapes."""
+        """Count an operation of torch on the device.
+
+        Returns its cost, for `repeat`; None where the cost does not follow from shapes.
+        """
         cost = self._cost(func, args, out, tensors)
-        self.again(cost)
+        self.repeat(cost)
         return None if cost.work == "attention" else cost
 
-    def again(self, cost: OperationCost) -> None:
-        """The same operation on the same shapes."""
+    def repeat(self, cost: OperationCost) -> None:
+        """Count the same operation on the same shapes."""
         if cost is not NOTHING:
             self.spend(*cost)
 
@@ -116,7 +118,7 @@ class Meter:
             of = _matrices(args)
         elif work == "attention":
             full = _sees_all(name, args, tensors)
-            flops = _attention_flops(func, args, out, self.numbers, full=full)
+            flops = _attention_flops(func, args, out, self.values, full=full)
             shape = _attention_shape(name, args, full=full)
             kind, of = "backward" if "backward" in name else "forward", tensors
         else:
@@ -129,54 +131,54 @@ class Meter:
         return OperationCost(work, seconds, flops)
 
     def kernel(self, nbytes: int, dtype: str) -> None:
-        """A kernel of ours, bound by the memory that it is handed."""
+        """Count a kernel of ours, bound by the memory that it is given."""
         self.spend("kernel", self.price.operation_seconds("kernel", 0.0, nbytes, dtype), 0.0)
 
     def spend(self, work: Work, seconds: float, flops: float) -> None:
-        """Let the clock run."""
-        spending = Spending(1, seconds, 0, seconds) if self.computes_again else Spending(1, seconds, int(flops))
+        """Advance the clock."""
+        spending = Spending(1, seconds, 0, seconds) if self.recomputing else Spending(1, seconds, int(flops))
         if self.listener is not None:
-            self.listener.spent(work, spending)
+            self.listener.work_done(work, spending)
         self._spend(work, spending)
         self.ticked(self.seconds)
 
-    def spend_again(self, spendings: Mapping[Work, Spending]) -> None:
-        """All that a stretch between two messages has spent."""
+    def repeat_spendings(self, spendings: Mapping[Work, Spending]) -> None:
+        """Count the work of a stretch between two messages."""
         for work, spending in spendings.items():
-            all_again = Spending(spending.operations, spending.seconds, 0, spending.seconds)
-            self._spend(work, all_again if self.computes_again else spending)
+            if self.recomputing:
+                spending = Spending(spending.operations, spending.seconds, 0, spending.seconds)
+            self._spend(work, spending)
         self.ticked(self.seconds)
 
     def _spend(self, work: Work, spending: Spending) -> None:
         at, key = (self.step, self.phase), (self.step, self.phase, work)
         self.flops[key] += spending.flops
         self.work_seconds[key] += spending.seconds  # type: ignore[assignment]
-        self.again_seconds[at] += spending.again  # type: ignore[assignment]
+        self.recomputed_seconds[at] += spending.recomputed  # type: ignore[assignment]
         self.operations[at] += spending.operations
         self._pending[work] = self._pending.get(work, 0.0) + spending.seconds
         self.seconds += spending.seconds
 
     def message(self, event: Event) -> None:
-        """Something that is said to others, after the work so far."""
+        """Write a message into the trace, after the work so far."""
         if self.listener is not None:
-            self.listener.said(event)
+            self.listener.message_issued(event)
         self.flush()
         self.events.append(event)
 
     def flush(self) -> None:
-        """Write the work so far as events; to be called before the phase changes."""
+        """Write the work so far as events. To be called before the phase changes."""
         for work, seconds in self._pending.items():
             self.events.append(Compute(self.phase, seconds, work))
         self._pending.clear()
 
 
 def _matrices(args: Sequence[Any]) -> list[Tensor]:
-    """The two factors. Of addmm and its like the first argument is what is added."""
+    """The two factors. The first argument of addmm and its like is a summand."""
     return [x for x in args if isinstance(x, Tensor) and x.dim() >= 2][-2:]
 
 
 def _product(args: Sequence[Any]) -> tuple[float, tuple[int, ...]]:
-    """Floating-point operations, and (batch, m, k, n)."""
     left, right = _matrices(args)
     batch = int(left.shape[0]) if left.dim() == 3 else 1
     m, k, n = int(left.shape[-2]), int(left.shape[-1]), int(right.shape[-1])
@@ -187,20 +189,23 @@ CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 def _sees_all(name: str, args: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
-    """Each query of a CPU's kernel sees each key: it is neither causal nor has a mask among its `tensors`, which are
-    three and two results, backward six and three."""
+    """Whether each query sees each key in a CPU's kernel: it is neither causal nor has a mask among its `tensors`.
+    Without a mask these are three inputs and two results, in a backward six and three."""
     causal = any(x is True for x in args)
     return name.startswith(CPU_FLASH) and not causal and len(tensors) == (9 if "backward" in name else 5)
 
 
 def _attention_flops(
-    func: Any, args: Sequence[Any], out: Any, numbers: Callable[[Tensor], Tensor | None], *, full: bool
+    func: Any, args: Sequence[Any], out: Any, values: Callable[[Tensor], Tensor | None], *, full: bool
 ) -> float:
-    """By torch's formulas, which count every pair of a query and a key; causal attention looks at half of them and of
-    the diagonal. Of a packed row the formulas know no lengths and take the longest for all: where they are known, pairs
-    are counted."""
+    """FLOPs by torch's formulas, which count every pair of a query and a key. Causal attention computes half of them
+    and of the diagonal.
+
+    The formulas do not know the lengths in a packed row and take the longest for all sequences. Where lengths are
+    known, pairs are counted.
+    """
     name = func._overloadpacket.__name__
-    if "_varlen_attn" in name and (pairs := _packed_pairs(args, numbers)) is not None:
+    if "_varlen_attn" in name and (pairs := _packed_pairs(args, values)) is not None:
         query_TND = next(x for x in args if isinstance(x, Tensor) and x.dim() == 3)
         return 2.0 * pairs * query_TND[0].numel() * (2.5 if "backward" in name else 1.0)
     formula = flop_registry.get(func._overloadpacket)
@@ -213,21 +218,21 @@ def _attention_flops(
     return whole if full else whole * (keys + 1) / (2 * keys)
 
 
-def _packed_pairs(args: Sequence[Any], numbers: Callable[[Tensor], Tensor | None]) -> int | None:
-    """Twice those of a query and a key that it looks at, by where sequences begin; None where that is not known. The
-    last query of a sequence is aligned with its last key."""
-    begins = [numbers(x) for x in args if isinstance(x, Tensor) and x.dtype is torch.int32 and x.dim() == 1][:2]
-    if len(begins) < 2 or any(each is None for each in begins):
+def _packed_pairs(args: Sequence[Any], values: Callable[[Tensor], Tensor | None]) -> int | None:
+    """Twice the number of pairs of a query and a key that it sees, from the beginnings of sequences; None where these
+    are not known. The last query of a sequence is aligned with its last key."""
+    begins = [values(x) for x in args if isinstance(x, Tensor) and x.dtype is torch.int32 and x.dim() == 1][:2]
+    if len(begins) < 2 or any(begin is None for begin in begins):
         return None
-    queries, keys = (each.long().diff() for each in begins if each is not None)
+    queries, keys = (begin.long().diff() for begin in begins if begin is not None)
     to_the_right = next((x[1] for x in args if isinstance(x, list | tuple) and len(x) == 2), -1)
     causal = to_the_right == 0 or next(x for x in args if isinstance(x, bool))  # of several the first
     return int((queries * (2 * keys - (queries - 1 if causal else 0))).sum())
 
 
 def _attention_shape(name: str, args: Sequence[Any], *, full: bool) -> tuple[int, ...] | None:
-    """(heads, queries, keys, head_dim) of causal attention over [batch, heads, length, head_dim], of twice the queries
-    where each of them sees all keys; None for any other form."""
+    """(heads, queries, keys, head_dim) of causal attention over [batch, heads, length, head_dim]; twice the queries
+    where each of them sees all keys. None for any other form."""
     tensors = [x for x in args if isinstance(x, Tensor)][1 if "backward" in name else 0 :]
     query, key = tensors[0], tensors[1]
     if query.dim() != 4:

@@ -1,4 +1,4 @@
-"""What an operation of torch does, by its name: which resource bounds it, and the bytes that it reads and writes."""
+"""Classes of torch's operations by name: the resource that bounds them, and the bytes that they read and write."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ INDEXING = _names(
 )
 NORMS = _names("norm linalg_vector_norm _foreach_norm")
 READ_ROWS = _names("index index_select embedding gather take _unsafe_index")
-"""Of the tensor that they read from, only the rows that are named."""
+"""Operations that read only the named rows of their tensor."""
 WRITE_ROWS = _names("index_put_ _index_put_impl_ index_add_ index_copy_ scatter_ scatter_add_ embedding_dense_backward")
-"""Of the tensor that they write to, only the rows that are named."""
+"""Operations that write only the named rows of their tensor."""
 FILLS = _names("zero_ fill_ zeros zeros_like ones ones_like full full_like new_zeros new_ones new_full arange")
 
 
 def work_of(name: str) -> Work:
-    """What bounds it."""
+    """The resource that bounds an operation."""
     if name in PRODUCTS:
         return "matmul"
     return "attention" if "attention" in name or "_varlen_attn" in name else "memory"
 
 
 def memory_class(name: str, args: Sequence[Any], out: Any) -> MemoryClass:
-    """Of an operation that is no product and no attention."""
+    """Class of an operation other than a product or attention."""
     if name in MATH:
         return "math"
     if name in NORMS:
@@ -73,7 +73,7 @@ def memory_class(name: str, args: Sequence[Any], out: Any) -> MemoryClass:
 
 
 def touched_bytes(name: str, args: Sequence[Any], out: Any, tensors: Sequence[Tensor]) -> int:
-    """Bytes read and written. `tensors`: those of the device, arguments first, then results; a tensor that is written
+    """Bytes read and written. `tensors`: tensors of the device, arguments first, then results. A tensor that is written
     in place is among both."""
     if name in FILLS:
         return sum(map(stored_bytes, _results(out))) or sum(map(stored_bytes, tensors[:1]))
@@ -100,7 +100,7 @@ def _bytes_of_indices(tensors: Sequence[Tensor]) -> int:
 
 
 def stored_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor that are there: an expanded one repeats itself."""
+    """Bytes of a tensor in memory. An expanded tensor repeats its elements."""
     numel = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         numel *= int(size) if stride else 1

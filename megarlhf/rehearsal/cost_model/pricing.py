@@ -1,10 +1,9 @@
-"""Seconds for what a rehearsed rank does, by a hardware file: operations, collectives, messages, decoding.
+"""Prices of a rehearsed rank's work by a hardware file: operations, collectives, messages, decoding.
 
-An operation takes what the roofline says (Williams, Waterman and Patterson, "Roofline", 2009): its floating-point
-operations at the peak of its dtype or its bytes at the memory's bandwidth, each times the efficiency of the file, and
-the longer of the two. Where the file has a measured table, the time is interpolated from it instead. Beside this stands
-the host's share, the file's `launch`: on a GPU the host runs ahead and an operation takes at least that; on a CPU the
-two follow one another.
+An operation takes the time of the roofline (Williams, Waterman and Patterson, "Roofline", 2009): its FLOPs at the peak
+of its dtype or its bytes at the memory's bandwidth, each times the efficiency of the file, whichever is longer. Where
+the file has a measured table, the time is interpolated from it instead. The host's share, the file's `launch`, is added
+to this: on a GPU the host runs ahead and an operation takes at least that long; on a CPU the two follow one another.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarlhf.rehearsal.cost_model.collectives import Speed, Spread, message_seconds, seconds_by_formula
-from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutTime, Sequences, pulled_seconds, rollout_seconds
+from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutTime, Sequences, decode_seconds
 from megarlhf.rehearsal.cost_model.hardware import Hardware, Link
 from megarlhf.rehearsal.cost_model.interpolation import between_shares
 from megarlhf.rehearsal.cost_model.tables import Tables
@@ -21,7 +20,8 @@ from megarlhf.rehearsal.timeline.trace import Operation, Work
 
 
 class Pricing:
-    """Prices of one machine. It is `work.Price` and `replay.Price`; the same question has the same answer."""
+    """Prices on one machine: `meter.OperationPricing`, `simulate.MessagePricing` and `engine_time.DecodePrice`. Equal
+    questions have equal answers."""
 
     def __init__(self, hardware: Hardware, ranks_per_node: int) -> None:
         """Raises: ValueError for fewer than one rank a node."""
@@ -68,7 +68,7 @@ class Pricing:
         return launch + seconds if self.hardware.kind == "cpu" else max(launch, seconds)
 
     def _measured(self, work: Work, nbytes: int, dtype: str, shape: tuple[int, ...] | None, kind: str) -> float | None:
-        """From the tables, without the launch; None where they say nothing of it."""
+        """Seconds from the tables without the launch; None where they have no entry."""
         if self._tables is None:
             return None
         if work == "matmul" and shape is not None:
@@ -88,18 +88,18 @@ class Pricing:
         return seconds
 
     def offload_seconds(self, nbytes: int) -> float:
-        """A copy between the device and host memory."""
+        """Seconds of a copy between device and host memory."""
         figure = self.hardware.offload
         if figure is None:
             return self.operation_seconds("memory", 0.0, 2 * nbytes, "int8")
         return self.hardware.launch.value + nbytes / figure.value
 
     def product_seconds(self, flops: float, nbytes: float, dtype: str) -> float:
-        """Products of which only the sizes are known, by the roofline, without a launch."""
+        """Seconds of products of which only the sizes are known, by the roofline, without a launch."""
         return self._roofline("matmul", flops, nbytes, dtype)
 
     def peak(self, dtype: str) -> float:
-        """Floating-point operations per second; what a model FLOPs utilisation is a share of.
+        """FLOPs per second of a dtype, of which a model FLOPs utilisation is a share.
 
         Raises: ValueError for a dtype of which the file has no peak.
         """
@@ -112,8 +112,11 @@ class Pricing:
     # --- communication
 
     def collective_seconds(self, operation: Operation, ranks: tuple[int, ...], nbytes: int, *, host: bool) -> float:
-        """Seconds from the moment at which the last rank has issued it: by the formulas of `cost_model/collectives.py`,
-        corrected by measured / formula of the nearest measured group size, where the file has a table."""
+        """Seconds from the moment at which the last rank has issued the collective.
+
+        The formulas of `cost_model/collectives.py`, times measured / formula of the nearest measured group size where
+        the file has a table.
+        """
         spread = Spread.of(ranks, self.ranks_per_node)
         if spread.ranks == 1:
             return 0.0
@@ -137,38 +140,16 @@ class Pricing:
     def decode_seconds(
         self,
         shape: EngineShape,
-        prompts: Sequence[int],
-        responses: Sequence[int],
-        cache_bytes: int,
-        *,
-        max_running: int = 1024,
-        samples_per_prompt: int = 1,
-    ) -> RolloutTime:
-        """Time of an engine until it has all responses: `decoding.rollout_seconds`."""
-        return rollout_seconds(
-            self,
-            shape,
-            prompts,
-            responses,
-            cache_bytes,
-            step_overhead=self.hardware.engine_step.value,
-            max_running=max_running,
-            samples_per_prompt=samples_per_prompt,
-        )
-
-    def pulled_seconds(
-        self,
-        shape: EngineShape,
         first: Sequence[Sequences],
         queue: Sequence[Sequences],
         cache_bytes: int,
         *,
-        most: int,
+        most: int = 0,
         max_running: int = 1024,
         samples_per_prompt: int = 1,
     ) -> tuple[list[RolloutTime], list[int]]:
-        """Times of engines with a common queue, and who takes what of it: `decoding.pulled_seconds`."""
-        return pulled_seconds(
+        """Times of engines, and the engine of each piece of their queue: `decoding.decode_seconds`."""
+        return decode_seconds(
             self,
             shape,
             first,

@@ -1,4 +1,4 @@
-"""The measured tables of a hardware file, arranged to be asked."""
+"""Lookup in the measured tables of a hardware file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Points = list[tuple[float, float]]
 
 
 class Tables:
-    """Each answers None where the file says nothing of it."""
+    """Tables by operation. Every method returns None where the file has no such table."""
 
     def __init__(self, measured: Measured) -> None:
         products: dict[str, dict[tuple[int, ...], float]] = defaultdict(dict)
@@ -30,28 +30,30 @@ class Tables:
             attention[run.dtype, run.direction][run.heads, run.length, run.head_dim] = run.seconds
         self._attention = {key: Grid(points) for key, points in attention.items()}
         collectives: dict[tuple[str, str, bool], dict[tuple[int, int], Points]] = {}
-        for each in measured.collectives:
-            groups = collectives.setdefault((each.operation, each.place, each.nodes > 1), {})
-            groups.setdefault((each.ranks, each.nodes), []).append((max(1, each.nbytes), each.seconds))
+        for collective in measured.collectives:
+            groups = collectives.setdefault((collective.operation, collective.place, collective.nodes > 1), {})
+            points = groups.setdefault((collective.ranks, collective.nodes), [])
+            points.append((max(1, collective.nbytes), collective.seconds))
         self._collectives = {
             key: {group: sorted(points) for group, points in groups.items()} for key, groups in collectives.items()
         }
 
     def product_seconds(self, dtype: str, shape: Sequence[int]) -> float | None:
-        """`shape`: (batch, m, k, n)."""
+        """Seconds of a product; `shape`: (batch, m, k, n)."""
         grid = self._products.get(dtype)
         return None if grid is None else grid.at(shape)
 
     def memory_seconds(self, kind: str, dtype: str, nbytes: int) -> float | None:
-        """Of a dtype that was not measured, that of float32; of a kind that was not measured, that of a copy."""
+        """Seconds of an operation that is bound by memory. A dtype that was not measured is looked up as float32, a
+        kind that was not measured as a copy."""
         for key in ((kind, dtype), (kind, "float32"), ("copy", dtype), ("copy", "float32")):
             if key in self._memory:
                 return along(self._memory[key], max(1, nbytes))
         return None
 
     def attention_seconds(self, dtype: str, direction: str, shape: Sequence[int]) -> float | None:
-        """`shape`: (heads, queries, keys, head_dim). Where queries and keys are not as many, as if they were the root
-        of the product."""
+        """Seconds of attention; `shape`: (heads, queries, keys, head_dim). If queries and keys differ in number, the
+        root of their product is looked up."""
         grid = self._attention.get((dtype, direction))
         heads, queries, keys, head_dim = shape
         return None if grid is None else grid.at((heads, math.sqrt(queries * keys), head_dim))
@@ -59,7 +61,7 @@ class Tables:
     def correction(
         self, operation: str, spread: Spread, place: str, nbytes: int, inside: Speed, between: Speed
     ) -> float:
-        """By what the formula is wrong for the measured group that is nearest; 1 where none was measured."""
+        """Measured / formula of the nearest measured group; 1 where none was measured."""
         groups = self._collectives.get((operation, place, spread.nodes > 1))
         if not groups:
             return 1.0

@@ -1,6 +1,6 @@
-"""Places where the program reads a number that a rehearsal does not know, with what is answered there and why.
+"""Places where the program reads a number that a rehearsal does not know, each with the assumed answer and its reason.
 
-A number that is read anywhere else ends the rehearsal: what it steers would be a guess that nobody has looked at.
+Reading such a number anywhere else ends the rehearsal: its effect would be a guess that nobody has looked at.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ SITES: tuple[Site, ...] = (
 
 @dataclass(frozen=True)
 class Assumption:
-    """A number that was answered."""
+    """A number that was read and assumed."""
 
     where: str
     what: str
@@ -80,17 +80,17 @@ class UnknownNumber(RuntimeError):
 
 
 class Assumptions:
-    """Those of one rank, counted."""
+    """Assumptions of one rank, counted."""
 
     def __init__(self, sites: Sequence[Site] = SITES) -> None:
         self._sites = sites
         self.counts: Counter[Assumption] = Counter()
 
     def number(self, what: str) -> Number:
-        """The answer for the line that reads it. Raises: UnknownNumber where none is listed.
+        """The assumed answer for the line that reads a number. Raises: UnknownNumber where none is listed.
 
-        A site is the line itself, or what calls it from the same file: what a listed function runs elsewhere, such as
-        a loss, is no part of it.
+        A site is the line itself, or its caller in the same file. Code in other files that a listed function calls,
+        such as a loss, is not part of it.
         """
         frames = callers()
         sites = list(self._sites)
@@ -103,12 +103,12 @@ class Assumptions:
                     return site.answer
         places = "\n  ".join(f"{file}:{line} in {function}" for file, line, function in frames[:4])
         raise UnknownNumber(
-            f"the program reads {what}, which only a device would know, at\n  {places}\nWhat it does with it would be "
-            "a guess. Add the place to megarlhf/rehearsal/fake_device/assumptions.py with the answer and the reason, "
-            "or make the number known"
+            f"the program reads {what}, which only a device knows, at\n  {places}\nIts effect would be a guess. "
+            "Add the place with the answer and the reason to megarlhf/rehearsal/fake_device/assumptions.py, or make "
+            "the number known"
         )
 
     def note(self, what: str, answer: str, reason: str) -> None:
-        """Count something that is taken for granted wherever it occurs."""
+        """Count an assumption that holds wherever it is needed."""
         file, line, function = next(iter(callers()), ("elsewhere", 0, ""))
         self.counts[Assumption(f"{file}:{line} in {function}", what, answer, reason)] += 1

@@ -1,9 +1,8 @@
-"""The device that holds no numbers: every operation on it is looked at, and none is computed.
+"""The device without numbers: every operation on it is observed, and none is computed.
 
 Tensors of the device are fake (shape, dtype, device). Tensors of the host are real, so lengths, masks and packing are
-computed as in a real run. What is known of the device's numbers is followed on the host
-(`fake_device/known_values.py`); what is read and not known is answered from a list (`fake_device/assumptions.py`), or
-ends the rehearsal.
+computed as in a real run. Known values of device tensors are followed on the host (`fake_device/known_values.py`). An
+unknown value that is read is assumed, if the place is listed (`fake_device/assumptions.py`), or ends the rehearsal.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from megarlhf.parallel.device_memory import resize
 from megarlhf.rehearsal.fake_device.assumptions import Assumptions
 from megarlhf.rehearsal.fake_device.known_values import Known
 from megarlhf.rehearsal.fake_device.ledger import Ledger
-from megarlhf.rehearsal.fake_device.result_cache import OperationKey, ResultsByShape
+from megarlhf.rehearsal.fake_device.result_cache import ResultsByShape
 from megarlhf.rehearsal.fake_device.routing import Routing, in_router
 from megarlhf.rehearsal.fake_device.scratch import of_message, of_operation
-from megarlhf.rehearsal.fake_device.strides import with_strides_of_torch
+from megarlhf.rehearsal.fake_device.strides import with_torch_strides
 from megarlhf.rehearsal.fake_device.torch_patches import (
     DisableTorchFunction,
     DynamicOutputShapeException,
@@ -38,24 +37,24 @@ aten = torch.ops.aten
 
 
 class Counter(Protocol):
-    """What is told each operation: `work.Meter`."""
+    """Counter of operations: `meter.Meter`."""
 
     def operation(self, func: Any, args: Sequence[Any], out: Any, tensors: Sequence[Tensor]) -> Any:
-        """`tensors`: of the device, which it reads and writes. Returns what `again` wants to know."""
+        """`tensors`: device tensors that are read and written. Returns a cost for `repeat`."""
 
-    def again(self, cost: Any) -> None:
-        """The same operation on the same shapes."""
+    def repeat(self, cost: Any) -> None:
+        """Count the same operation on the same shapes."""
 
 
 class MessageHandler(Protocol):
-    """Messages between ranks: `timeline.messages.MessageHandler`."""
+    """Messages between ranks: `timeline.messages.Wire`."""
 
     def call(self, func: Any, args: Sequence[Any], over: Callable[[], None]) -> Any:
         """Issue a collective. `over` is called when it has ended."""
 
 
 class FakeDevice(TorchDispatchMode):
-    """In force while the program runs."""
+    """Dispatch mode that is active while the program runs."""
 
     def __init__(
         self, device: torch.device, ledger: Ledger, wire: MessageHandler, assumptions: Assumptions, counter: Counter
@@ -66,7 +65,7 @@ class FakeDevice(TorchDispatchMode):
         self.routing = Routing()
         self.known = Known()
         self.reducing: Any = None
-        """The operation of the all_reduce at hand."""
+        """Operation of the current all_reduce."""
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.results = ResultsByShape(self.fake)
         ledger.on_freed = self.known.freed  # type: ignore[method-assign]
@@ -74,7 +73,7 @@ class FakeDevice(TorchDispatchMode):
             torch.ops.prim.device.default: lambda args, kwargs: args[0].fake_device,
             aten._local_scalar_dense.default: lambda args, kwargs: self.scalar(args[0]),
             aten.equal.default: self._equal,
-            aten.nonzero.default: lambda args, kwargs: self.made(self._numbers_of(args[0]).nonzero()),
+            aten.nonzero.default: lambda args, kwargs: self.known_tensor(self._values_of(args[0]).nonzero()),
             aten.masked_select.default: self._masked_select,
             resize.default: lambda args, kwargs: self._resized(*args),
         }
@@ -100,77 +99,68 @@ class FakeDevice(TorchDispatchMode):
         if func is aten._to_copy.default and kwargs.get("device") is not None and not onto:
             return self._to_host(args[0], kwargs)
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
-            numbers = self.known.twin(args[1])
-            return args[0].copy_(self._assumed(args[1]) if numbers is None else numbers)
-        if (finite := _asks_whether_finite(func, args)) is not None and self.known.twin(args[0]) is None:
+            values = self.known.twin(args[1])
+            return args[0].copy_(self._assumed(args[1]) if values is None else values)
+        if (finite := _answer_if_finite(func, args)) is not None and self.known.twin(args[0]) is None:
             return self._finite(args[0], finite)
         if func in _INDEXING:
             args = (args[0], self._without_masks(args[1]), *args[2:])
         if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
-            kwargs = {**kwargs, "output_size": int(self._numbers_of(args[0]).sum())}
+            kwargs = {**kwargs, "output_size": int(self._values_of(args[0]).sum())}
         return self._run(func, args, kwargs, fakes)
 
     def _run(self, func: Any, args: Any, kwargs: Any, fakes: Sequence[Tensor]) -> Any:
         key = self.results.key(func, args, kwargs)
-        remembered = None if key is None else self.results.get(key)
-        if key is None or remembered is None:
-            return self._run_first(func, args, kwargs, fakes, key)
-        out, new = self.results.make(remembered, key.tensors)
-        for tensor in new:
+        recipe = None if key is None else self.results.get(key)
+        if key is not None and recipe is not None:
+            out, made = self.results.make(recipe, key.tensors)
+        else:
+            out = self._compute_shapes(func, args, kwargs, fakes)
+            if out is None and func._schema.returns:
+                return self._by_values(func, args, kwargs)
+            made = _fakes_in(out)
+        for tensor in made:
             if self._is_mine(tensor.fake_device):
-                self.ledger.see(tensor)
-        if remembered.cost is not None:
-            self.counter.again(remembered.cost)
+                self.ledger.record(tensor)
+        if key is not None and recipe is None:
+            recipe = self.results.keep(key, out)
+        if recipe is not None and recipe.cost is not None:
+            self.counter.repeat(recipe.cost)
         elif not func.is_view:
-            self.counter.operation(
-                func, args, out, [*fakes, *(x for x in tensors_in((out,)) if isinstance(x, FakeTensor))]
-            )
+            cost = self.counter.operation(func, args, out, [*fakes, *_fakes_in(out)])
+            if recipe is not None:
+                recipe.cost = cost
         self._follow(func, args, kwargs, out, _written(func, args, kwargs))
         return out
 
-    def _run_first(self, func: Any, args: Any, kwargs: Any, fakes: Sequence[Tensor], key: OperationKey | None) -> Any:
-        """By FakeTensorMode."""
+    def _compute_shapes(self, func: Any, args: Any, kwargs: Any, fakes: Sequence[Tensor]) -> Any:
+        """The result by FakeTensorMode; None where its shape depends on values."""
         with self.fake:
             if func is aten._to_copy.default and not fakes:
-                # Not `func`, which would compute a small tensor, on the CPU without a number.
-                out = torch.empty_like(args[0], dtype=kwargs.get("dtype"), device=self.device)
-            else:
-                try:
-                    out = func(*args, **kwargs)
-                except DynamicOutputShapeException:
-                    out = None
-                out = with_strides_of_torch(func, args, kwargs, out)
-        if out is None and func._schema.returns:
-            return self._by_numbers(func, args, kwargs)
-        outputs = [x for x in tensors_in((out,)) if isinstance(x, FakeTensor)]
-        written = _written(func, args, kwargs)
-        for tensor in outputs:
-            if self._is_mine(tensor.fake_device):
-                self.ledger.see(tensor)
-        remembered = None if key is None else self.results.keep(key, out)
-        if not func.is_view:
-            cost = self.counter.operation(func, args, out, [*fakes, *outputs])
-            if remembered is not None:
-                remembered.cost = cost
-        self._follow(func, args, kwargs, out, written)
-        return out
+                # Not `func`, which would compute a small tensor, on the CPU without an index.
+                return torch.empty_like(args[0], dtype=kwargs.get("dtype"), device=self.device)
+            try:
+                out = func(*args, **kwargs)
+            except DynamicOutputShapeException:
+                out = None
+            return with_torch_strides(func, args, kwargs, out)
 
     def _follow(self, func: Any, args: Any, kwargs: Any, out: Any, written: Sequence[Tensor]) -> None:
-        """When the result is there: what the kernel takes for itself, and what is known of the numbers. The experts of
-        tokens are stated."""
+        """Handle the memory that the kernel itself takes, and known values of the result. The experts of tokens are
+        stated."""
         if self.device.type == "cpu":
             self.ledger.momentary(of_operation(func, args), "activations")
         self.known.follow(func, args, kwargs, out, written)
         if func is aten.topk.default and self.known.twin(args[0]) is None and in_router():
             num_tokens, num_experts = args[0].shape
-            self.known.tell(out[1], self.routing.experts_of(num_tokens, num_experts, out[1].size(1)))
+            self.known.set_twin(out[1], self.routing.experts_of(num_tokens, num_experts, out[1].size(1)))
 
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
         if not func.is_view:
             for tensor in tensors_in((out,)):
                 if not isinstance(tensor, FakeTensor):
-                    self.ledger.see_host(tensor)
+                    self.ledger.record_host(tensor)
         return out
 
     def _is_mine(self, device: Any) -> bool:
@@ -181,47 +171,44 @@ class FakeDevice(TorchDispatchMode):
             return device == self.device
         return bool(device.type == self.device.type)
 
-    # --- numbers
+    # --- values
 
     def scalar(self, tensor: Tensor) -> Any:
-        """For the host: known, or assumed."""
-        numbers = self.known.twin(tensor)
-        if numbers is not None:
-            return numbers.item()
+        """Number for the host: known or assumed."""
+        values = self.known.twin(tensor)
+        if values is not None:
+            return values.item()
         answer = self.assumptions.number(f"a number of a tensor of {str(tensor.dtype).removeprefix('torch.')}")
         return _as(tensor.dtype, answer)
 
     def address(self, tensor: Tensor) -> int:
-        """Stands for where the tensor lies."""
+        """Replacement of a tensor's address."""
         return storage_key(tensor) + int(tensor.storage_offset()) * tensor.element_size()
 
-    def made(self, numbers: Tensor) -> Tensor:
-        """A tensor of the device whose numbers are known."""
+    def known_tensor(self, values: Tensor) -> Tensor:
+        """Device tensor with known values."""
         with self.fake:
-            fake = torch.empty(numbers.shape, dtype=numbers.dtype, device=self.device)
-        self.ledger.see(fake)
-        self.known.tell(fake, numbers)
+            fake = torch.empty(values.shape, dtype=values.dtype, device=self.device)
+        self.ledger.record(fake)
+        self.known.set_twin(fake, values)
         return fake
 
     def _assumed(self, tensor: Tensor) -> Tensor:
-        """Numbers for the host in place of unknown ones, all alike."""
         name = f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
         answer = _as(tensor.dtype, self.assumptions.number(f"the numbers of a tensor {name}"))
         return torch.full(tensor.shape, answer, dtype=tensor.dtype, device="cpu")
 
     def _to_host(self, tensor: Tensor, kwargs: Any) -> Tensor:
-        numbers = self.known.twin(tensor)
-        numbers = self._assumed(tensor) if numbers is None else numbers.clone()
-        return numbers if kwargs.get("dtype") is None else numbers.to(kwargs["dtype"])
+        values = self.known.twin(tensor)
+        values = self._assumed(tensor) if values is None else values.clone()
+        return values if kwargs.get("dtype") is None else values.to(kwargs["dtype"])
 
-    def _numbers_of(self, tensor: Tensor) -> Tensor:
-        numbers = self.known.twin(tensor)
-        return self._assumed(tensor) if numbers is None else numbers
+    def _values_of(self, tensor: Tensor) -> Tensor:
+        values = self.known.twin(tensor)
+        return self._assumed(tensor) if values is None else values
 
-    def _by_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Where the shape of the result depends on the numbers: they have to be known."""
-        numbers = with_tensors(args, self._numbers_of)
-        return with_tensors(func(*numbers, **kwargs), self.made)
+    def _by_values(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return with_tensors(func(*with_tensors(args, self._values_of), **kwargs), self.known_tensor)
 
     def _equal(self, args: Any, kwargs: Any) -> bool:
         first, second = (self.known.twin(x) for x in args)
@@ -230,40 +217,40 @@ class FakeDevice(TorchDispatchMode):
         return bool(self.assumptions.number("whether two tensors are equal"))
 
     def _masked_select(self, args: Any, kwargs: Any) -> Tensor:
-        mask = self._numbers_of(args[1]).expand(torch.broadcast_shapes(args[0].shape, args[1].shape))
+        mask = self._values_of(args[1]).expand(torch.broadcast_shapes(args[0].shape, args[1].shape))
         count = int(mask.sum())
         with self.fake:
             out = torch.empty(count, dtype=args[0].dtype, device=self.device)
-        self.ledger.see(out)
+        self.ledger.record(out)
         if self.device.type != "cpu":
             # ATen/native/cuda/IndexKernel.cpp, masked_select_out_cuda_impl: by index, and so by `nonzero` of the mask.
             self.ledger.momentary(8 * mask.dim() * count, "activations")
-        self.counter.operation(
-            aten.masked_select.default, args, out, [x for x in args if isinstance(x, FakeTensor)] + [out]
-        )
-        if (numbers := self.known.twin(args[0])) is not None:
-            self.known.tell(out, numbers.masked_select(mask))
+        self.counter.operation(aten.masked_select.default, args, out, [*_fakes_in(args), out])
+        if (values := self.known.twin(args[0])) is not None:
+            self.known.set_twin(out, values.masked_select(mask))
         return out
 
     def _resized(self, tensor: Tensor, nbytes: int) -> None:
-        """A storage's memory is given back, or taken again; the storage stays."""
+        """Give back a storage's memory, or take it again. The storage itself stays."""
         if nbytes:
-            self.ledger.take_again(tensor)
+            self.ledger.resume(tensor)
         else:
-            self.ledger.leave_off(tensor)
+            self.ledger.suspend(tensor)
 
     def _finite(self, tensor: Tensor, answer: bool) -> Tensor:
-        """The answer to a question about unknown numbers, as if all were finite."""
+        """Answer to a question about unknown values, as if all were finite."""
         self.assumptions.note("whether numbers are finite", "they are", "unknown numbers are taken to be finite")
-        return self.made(torch.full(tensor.shape, answer, dtype=torch.bool, device="cpu"))
+        return self.known_tensor(torch.full(tensor.shape, answer, dtype=torch.bool, device="cpu"))
 
     def _without_masks(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Masks as the positions where they are true."""
         flat: list[Tensor | None] = []
         for index in indices:
             if index is not None and index.dtype in (torch.bool, torch.uint8):
-                positions = self._numbers_of(index).nonzero().unbind(1)
-                flat += [self.made(each.contiguous()) if isinstance(index, FakeTensor) else each for each in positions]
+                positions = self._values_of(index).nonzero().unbind(1)
+                flat += [
+                    self.known_tensor(part.contiguous()) if isinstance(index, FakeTensor) else part
+                    for part in positions
+                ]
             else:
                 flat.append(index)
         return flat
@@ -271,7 +258,8 @@ class FakeDevice(TorchDispatchMode):
     # --- messages
 
     def _communicate(self, func: Any, args: Any, fakes: Sequence[Tensor]) -> Any:
-        """Counted; the ranks that are not here are taken to say what this one says, where that is known."""
+        """Count a collective. Ranks that are not rehearsed are taken to send the same as this one, where that is
+        known."""
         name = func._schema.name.removeprefix("c10d::")
         self._answer(name, args)
         gloo_bytes = of_message(name, args) if self.device.type == "cpu" and fakes else 0
@@ -298,35 +286,35 @@ class FakeDevice(TorchDispatchMode):
                 self.known.forget(tensor)
 
     def _reduced(self, tensor: Tensor, size: int) -> None:
-        numbers = self.known.twin(tensor)
-        if numbers is None:
+        values = self.known.twin(tensor)
+        if values is None:
             return
         if self.reducing == dist.ReduceOp.SUM:
-            numbers.mul_(size)
+            values.mul_(size)
         elif self.reducing not in (dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.AVG):
             self.known.forget(tensor)
 
     def _exchanged(self, into: Tensor, own: Tensor) -> None:
-        """Zeros where this rank, which the others are like, says nothing."""
-        numbers = self.known.twin(own)
-        if numbers is None:
+        """Known values of an all-to-all. Where this rank sends nothing, and so the others, they are zeros."""
+        values = self.known.twin(own)
+        if values is None:
             self.known.forget(into)
             return
-        flat = numbers.reshape(-1) if numbers.numel() else numbers.new_zeros(1)
+        flat = values.reshape(-1) if values.numel() else values.new_zeros(1)
         copies = flat.repeat(-(-into.numel() // flat.numel()))[: into.numel()].view(into.shape)
         if (before := self.known.twin(into)) is not None:  # a view's, perhaps: the whole holds it too
             before.copy_(copies)
         elif isinstance(into, FakeTensor):
-            self.known.tell(into, copies)
+            self.known.set_twin(into, copies)
 
     def _gathered(self, into: Tensor, own: Tensor) -> None:
-        numbers = self.known.twin(own)
-        if numbers is None:
+        values = self.known.twin(own)
+        if values is None:
             self.known.forget(into)
             return
-        copies = numbers.reshape(-1).repeat(into.numel() // max(1, numbers.numel())).view(into.shape)
+        copies = values.reshape(-1).repeat(into.numel() // max(1, values.numel())).view(into.shape)
         if isinstance(into, FakeTensor):
-            self.known.tell(into, copies)
+            self.known.set_twin(into, copies)
         else:
             into.copy_(copies)
 
@@ -340,8 +328,12 @@ _INDEXING = (
 )
 
 
-def _asks_whether_finite(func: Any, args: Any) -> bool | None:
-    """What a comparison answers for finite numbers, where it asks for NaN or infinity; None for any other operation."""
+def _fakes_in(value: Any) -> list[FakeTensor]:
+    return [x for x in tensors_in((value,)) if isinstance(x, FakeTensor)]
+
+
+def _answer_if_finite(func: Any, args: Any) -> bool | None:
+    """Answer of a comparison for finite numbers, if it asks for NaN or infinity; None for any other operation."""
     if func in (aten.isnan.default, aten.isinf.default):
         return False
     if func in (aten.ne.Tensor, aten.eq.Tensor) and args[0] is args[1]:
@@ -352,7 +344,6 @@ def _asks_whether_finite(func: Any, args: Any) -> bool | None:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The arguments that an operation writes into."""
     if not func._schema.is_mutable:
         return []
     written: list[Tensor] = []

@@ -1,7 +1,7 @@
-"""What ranks that are not there say where it is not what this rank says: lists of Python objects.
+"""Python objects from ranks that are not rehearsed, where they differ from this rank's.
 
-A collective of tensors is answered in `device.py`; of objects every rank is taken to say what this one says, but for
-shares of samples, of which each rank has its own, and which need not be equally many.
+`device.py` answers collectives of tensors. For objects, every rank is taken to send the same as this one, except for
+shares of samples: each rank has its own, and their sizes may differ.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from megarlhf.rollout.rewards.batch import RewardResult
 
 
 def gathered(mine: Any, num_samples: int, world_size: int) -> list[Any] | None:
-    """What `all_gather_object` brings from each rank; None where it is what this rank has handed in.
+    """Objects that `all_gather_object` returns from each rank; None if they equal this rank's.
 
-    num_samples: of the step, of which each rank has a share
+    num_samples: samples of the step, of which each rank has a share.
     """
     if isinstance(mine, tuple) and len(mine) == 2 and isinstance(mine[0], list) and _are_outcomes(*mine):
         outcomes = mine[0] or [RewardResult(value=1.0)]
@@ -26,9 +26,9 @@ def gathered(mine: Any, num_samples: int, world_size: int) -> list[Any] | None:
     return None
 
 
-def _are_outcomes(found: list[Any], count: Any) -> bool:
-    return type(count) is int and count == len(found) and all(isinstance(outcome, RewardResult) for outcome in found)
+def _are_outcomes(outcomes: list[Any], count: Any) -> bool:
+    return type(count) is int and count == len(outcomes) and all(isinstance(x, RewardResult) for x in outcomes)
 
 
 EMPTY_BANK: Any = (0, 0, [])
-"""What rank 0 hands out of the rollout bank of a run that has just begun: `rollout/response_cache.py`."""
+"""Rollout cache that rank 0 sends in a run that has just begun: `rollout/response_cache.py`."""

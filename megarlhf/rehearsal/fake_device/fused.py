@@ -1,7 +1,7 @@
-"""Kernels that no operation of torch stands for: they read and write what they are handed, and allocate nothing.
+"""Kernels without an operation of torch: they read and write their arguments and allocate nothing.
 
 Each is an operation of torch's dispatcher without a result, so that the rehearsed device counts it as one kernel with
-its own bytes and, of a product, its operations.
+its own bytes and, for a product, its FLOPs.
 
 Legend: R rows, I and O widths of a product.
 """
@@ -24,7 +24,7 @@ SCHEMAS = (
 
 @cache
 def _operations() -> Any:
-    """Defined where they are first used. The library has to live as long as they do."""
+    """Operations, defined at their first use, and their library, which has to live as long as they do."""
     library = torch.library.Library(NAMESPACE, "DEF")
     for schema in SCHEMAS:
         name = library.define(schema)

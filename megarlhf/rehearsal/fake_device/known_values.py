@@ -1,13 +1,13 @@
-"""Numbers of device tensors that are known, because they were made of known ones: masks, lengths, tokens, counters.
+"""Values of device tensors that are known because they were computed from known ones: masks, lengths, tokens, counters.
 
-A *twin* is a real tensor on the host beside a fake one on the device. Views have views of the twin, and what is
-written into one is written into the other, so that a twin stays what the device would hold. What is written from
-unknown numbers ends the knowledge of the whole storage.
+A *twin* is a real tensor on the host beside a fake one on the device. Views have views of the twin, and a write into
+one is repeated in the other, so that a twin always holds the device's values. A write from unknown values ends the
+knowledge of the whole storage. Example: `lengths.to(device)` has a twin, so `lengths.to(device).sum().item()` is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +18,14 @@ from megarlhf.rehearsal.fake_device.torch_patches import FakeTensor, storage_key
 from megarlhf.rehearsal.fake_device.trees import tensors_in, with_tensors
 
 LARGEST_BYTES = 512 << 20
-"""Of a twin: larger tensors are not followed. The tokens of 1,024 sequences of 32k are 256 MiB."""
+"""Largest twin: larger tensors are not followed. The tokens of 1,024 sequences of 32k are 256 MiB."""
 LARGEST_MADE = 4096
-"""Elements of a floating-point tensor that is made of nothing (zeros, ones) and followed. Buffers for gradients and
-activations are made so, and nobody asks for their numbers."""
+"""Largest number of elements of a floating-point tensor that is made from nothing (zeros, ones) and followed. Buffers
+for gradients and activations are made so, and nobody reads their values."""
 LIKE = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
-"""Operations that look at the shape of what they are given, not at its numbers."""
+"""Operations that depend on the shape of their argument and not on its values."""
 RANDOM = ("rand", "normal", "uniform", "bernoulli", "multinomial", "empty")
-"""Parts of names of operations whose result follows from nothing known."""
+"""Parts of names of operations with an unpredictable result."""
 
 
 class Known:
@@ -33,30 +33,36 @@ class Known:
 
     def __init__(self) -> None:
         self._storages: set[int] = set()
-        """Those whose numbers are known."""
+        """Storages whose values are known."""
 
     def twin(self, tensor: Tensor) -> Tensor | None:
-        """The numbers of a tensor; of a real one, itself; None where they are unknown."""
+        """Values of a tensor; a real tensor is its own twin; None where they are unknown."""
         if not isinstance(tensor, FakeTensor):
             return tensor
         twin: Tensor | None = getattr(tensor, "_twin", None)
         return twin if twin is not None and storage_key(tensor) in self._storages else None
 
-    def tell(self, fake: Tensor, numbers: Tensor) -> None:
-        """From now on the numbers of `fake` are known. They must not be a tensor of the program."""
+    def set_twin(self, fake: Tensor, numbers: Tensor) -> None:
+        """Set the values of `fake`. `numbers` must not be a tensor of the program."""
         fake._twin = numbers  # type: ignore[attr-defined]
         self._storages.add(storage_key(fake))
 
     def forget(self, tensor: Tensor) -> None:
-        """The tensor's memory holds other numbers now."""
+        """Note that the tensor's memory now holds unknown values."""
         if isinstance(tensor, FakeTensor):
             self._storages.discard(storage_key(tensor))
+
+    def forget_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Forget the values of gradients, to which unknown ones are added."""
+        for parameter in parameters:
+            if (buffer := getattr(parameter, "main_grad", None)) is not None:
+                self.forget(buffer)
 
     def freed(self, key: int) -> None:
         self._storages.discard(key)
 
     def follow(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, written: Sequence[Tensor]) -> None:
-        """Do on the twins what `func` has done on the fake tensors, or forget what it has written."""
+        """Repeat on the twins what `func` did on the fake tensors, or forget what it has written."""
         if by_shape := func._overloadpacket.__name__ in LIKE:
             args = (torch.empty((), dtype=args[0].dtype, device="cpu").expand(args[0].shape), *args[1:])
         inputs = tensors_in((args, kwargs))
@@ -74,7 +80,7 @@ class Known:
             if id(fake) not in changed:
                 # A host tensor that is handed to the device must not become the device's memory.
                 shared = not func.is_view and any(twin is x for x in inputs)
-                self.tell(fake, twin.clone() if shared else twin)
+                self.set_twin(fake, twin.clone() if shared else twin)
 
     def _can_follow(self, func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
         if any(part in func._schema.name for part in RANDOM) or not outputs:

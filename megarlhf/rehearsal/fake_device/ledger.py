@@ -1,4 +1,4 @@
-"""The ledger: which storages live on the device at any moment, of what kind they are and which line made them.
+"""The ledger: the storages on the device at any moment, with their kind and the line that made them.
 
 Legend: bytes are those of an allocator that rounds up to blocks (512 bytes on a GPU, as torch's does; none on a CPU).
 """
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -22,9 +22,9 @@ GPU_BLOCK = 512
 """Bytes to which torch's caching allocator rounds a request (c10/cuda/CUDACachingAllocator.h, kMinBlockSize)."""
 LARGEST = 5
 MOMENTARY = -1
-"""In place of a storage's key."""
+"""Key for memory inside an operation."""
 CURVE_POINTS = 100
-"""Of the curve of one stay in a phase, about."""
+"""Approximate number of points of the curve in one stay in a phase."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,13 @@ class Storage:
     nbytes: int
     origin: Origin
     shape: tuple[int, ...]
-    """Of the tensor that it was made for."""
+    """Shape of the tensor that it was made for."""
     dtype: str
 
 
 @dataclass(frozen=True)
 class LargeStorage:
-    """One of the largest at a peak."""
+    """One of the largest storages at a peak."""
 
     nbytes: int
     kind: str
@@ -51,60 +51,60 @@ class LargeStorage:
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """Memory in one phase of one step; a phase that is entered several times is one."""
+    """Memory in one phase of one step. Several stays in a phase are one row."""
 
     step: int
     phase: str
     start: int
-    """Bytes that live when it begins."""
+    """Bytes at the beginning."""
     peak: int
     end: int
     host_peak: int
-    """Bytes of the program's own tensors on the host, at most."""
+    """Largest number of bytes of the program's own tensors on the host."""
     by_kind: dict[str, int]
-    """At the peak."""
+    """Bytes by kind, at the peak."""
     largest: list[LargeStorage]
     curve: list[tuple[float, dict[str, int]]]
-    """(seconds on the estimated clock of this rank, bytes by kind), where they change most."""
+    """(seconds on the estimated clock of this rank, bytes by kind) at the largest changes."""
     begins: list[float] = field(default_factory=list)
-    """When each stay in it begins, on the same clock."""
+    """Beginning of each stay, on the same clock."""
 
 
 class MemoryChange(NamedTuple):
-    """Memory is taken or given back."""
+    """Allocation or release of memory."""
 
     seconds: float
-    """On the rank's clock; within `RepeatedChanges` since its beginning."""
+    """Seconds on the rank's clock; within `RepeatedChanges` since their beginning."""
     key: int
-    """Of the storage; within `RepeatedChanges` a number of the tape."""
+    """Key of the storage; within `RepeatedChanges` its number on the tape."""
     storage: Storage
     sign: int
-    """+1 or -1."""
+    """+1 for an allocation, -1 for a release."""
 
 
 class RepeatedChanges(NamedTuple):
-    """Changes that happen again as they did before, of memory that no tensor holds."""
+    """Changes that are repeated, of memory that no tensor holds."""
 
     begin: float
     first_key: int
-    """From `Ledger.reserve`; the key of a number is so much less."""
+    """First key from `Ledger.reserve`. The key of a number is less by that number."""
     changes: Sequence[MemoryChange]
 
 
 @dataclass
-class _Entry:
+class _Stay:
     """One stay in a phase."""
 
     step: int
     phase: str
     start: int
     live: dict[int, Storage]
-    """At the beginning."""
+    """Storages at the beginning."""
     begin: float
-    """Seconds."""
+    """Seconds at the beginning."""
     changes: list[MemoryChange | RepeatedChanges] = field(default_factory=list)
 
-    def each(self) -> Iterator[MemoryChange]:
+    def all_changes(self) -> Iterator[MemoryChange]:
         """All changes in order."""
         for change in self.changes:
             if isinstance(change, MemoryChange):
@@ -116,7 +116,7 @@ class _Entry:
 
 
 class MemoryListener(Protocol):
-    """What may be told every change: `tape.TapeRecorder`."""
+    """Listener to every change: `tape.TapeRecorder`."""
 
     def changed(self, key: int, storage: Storage, sign: int) -> None: ...
 
@@ -124,7 +124,7 @@ class MemoryListener(Protocol):
 
 
 class Ledger:
-    """Of one rank. `clock` tells the rank's estimated time."""
+    """Memory of one rank's device. `seconds` is the rank's estimated time."""
 
     def __init__(self, block: int) -> None:
         self.block = block
@@ -133,54 +133,52 @@ class Ledger:
         self.host_total = 0
         self.host_peak = 0
         self._named: dict[int, tuple[Storage, str]] = {}
-        """Kinds that are known from what a storage is used for, by the identity of its entry: another storage may get
-        the same key when this one is gone. They win over where it was made."""
+        """Kinds that follow from the use of a storage, by the identity of its entry: another storage may get the same
+        key after this one. They take precedence over the place of origin."""
         self.phases: list[PhaseMemory] = []
         self.seconds = 0.0
         self.listener: MemoryListener | None = None
-        self._entry: _Entry | None = None
+        self._stay: _Stay | None = None
         self._host: set[int] = set()
-        self._away: dict[int, Storage] = {}
+        self._suspended: dict[int, Storage] = {}
         """Storages whose memory is given back for a while."""
         self._next_key = MOMENTARY - 1
-        """Of memory that no tensor holds; they fall."""
+        """Next key of memory that no tensor holds. These keys fall."""
 
     # --- storages
 
-    def see(self, tensor: Tensor) -> None:
-        """Take note of a device tensor that an operation has returned."""
+    def record(self, tensor: Tensor) -> None:
+        """Record a device tensor that an operation has returned."""
         storage = tensor.untyped_storage()
         key = address_of(storage)
         if key in self.live:
             return
         nbytes = -(-storage.nbytes() // self.block) * self.block
         origin = origin_here()
-        if origin.kind == OTHERS and self._entry is not None:
-            origin = replace(origin, kind=KIND_OF_PHASE.get(self._entry.phase.partition("/")[0], OTHERS))
+        if origin.kind == OTHERS and self._stay is not None:
+            origin = replace(origin, kind=KIND_OF_PHASE.get(self._stay.phase.partition("/")[0], OTHERS))
         entry = Storage(nbytes, origin, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         self._begin(key, entry)
-        finalizer = weakref.finalize(storage, self._gone, key, entry)
-        finalizer.atexit = False
+        _at_end_of(storage, self._released, key, entry)
 
-    def see_as(self, tensor: Tensor, entry: Storage) -> None:
-        """Take note of a new tensor, with what is known of an equal one."""
+    def record_as(self, tensor: Tensor, entry: Storage) -> None:
+        """Record a new tensor with the entry of an equal one."""
         storage = tensor.untyped_storage()
         self._begin(address_of(storage), entry)
-        finalizer = weakref.finalize(storage, self._gone, address_of(storage), entry)
-        finalizer.atexit = False
+        _at_end_of(storage, self._released, address_of(storage), entry)
 
     def reserve(self, count: int) -> int:
-        """The first of so many keys of memory that no tensor holds; each further one is one less."""
+        """Reserve keys for memory that no tensor holds. Returns the first; each further one is less by one."""
         first = self._next_key
         self._next_key -= count
         return first
 
     def take(self, entry: Storage, key: int) -> None:
-        """Memory that no tensor holds, under a reserved key, until `give_back`."""
+        """Allocate memory that no tensor holds, under a reserved key, until `give_back`."""
         self._begin(key, entry)
 
     def hold(self, nbytes: int, kind: str) -> Callable[[], None]:
-        """Memory that something takes for itself, until what is returned is called."""
+        """Allocate memory for something other than a tensor. Returns the function that releases it."""
         if not nbytes:
             return lambda: None
         key = self.reserve(1)
@@ -188,41 +186,40 @@ class Ledger:
         return partial(self.give_back, key)
 
     def repeat(self, first_key: int, changes: Sequence[MemoryChange]) -> None:
-        """Memory that comes and goes between messages, with keys from `reserve`. What does not go within these changes
-        goes in later ones of the same phase."""
-        if self._entry is not None:
-            self._entry.changes.append(RepeatedChanges(self.seconds, first_key, changes))
+        """Repeat changes between two messages, with keys from `reserve`. Memory that is not released in them is
+        released by later ones of the same phase."""
+        if self._stay is not None:
+            self._stay.changes.append(RepeatedChanges(self.seconds, first_key, changes))
 
     def give_back(self, key: int) -> None:
-        """The end of what was taken."""
-        self._gone(key, self.live[key])
+        """Release memory that `take` allocated."""
+        self._released(key, self.live[key])
 
-    def end_early(self, tensor: Tensor) -> None:
-        """The memory of a tensor is given back, though the tensor itself is still held by somebody."""
+    def release_early(self, tensor: Tensor) -> None:
+        """Release the memory of a tensor that somebody still holds."""
         key = storage_key(tensor)
         if key in self.live:
-            self._gone(key, self.live[key])
+            self._released(key, self.live[key])
 
-    def leave_off(self, tensor: Tensor) -> None:
-        """The memory of a storage is given back, to be taken again by the same."""
+    def suspend(self, tensor: Tensor) -> None:
+        """Release the memory of a storage that will take it again."""
         key = storage_key(tensor)
         entry = self.live[key]
-        self._gone(key, entry)
-        self._away[key] = entry
-        finalizer = weakref.finalize(tensor.untyped_storage(), self._away.pop, key, None)
-        finalizer.atexit = False
+        self._released(key, entry)
+        self._suspended[key] = entry
+        _at_end_of(tensor.untyped_storage(), self._suspended.pop, key, None)
 
-    def take_again(self, tensor: Tensor) -> None:
-        """What was left off lives again, as it was."""
+    def resume(self, tensor: Tensor) -> None:
+        """Take the memory of a storage again."""
         key = storage_key(tensor)
-        self._begin(key, self._away.pop(key))
+        self._begin(key, self._suspended.pop(key))
 
     def _begin(self, key: int, entry: Storage) -> None:
         self.live[key] = entry
         self.total += entry.nbytes
         self._changed(key, entry, 1)
 
-    def _gone(self, key: int, entry: Storage) -> None:
+    def _released(self, key: int, entry: Storage) -> None:
         if self.live.get(key) is not entry:  # it has ended early
             return
         del self.live[key]
@@ -231,24 +228,24 @@ class Ledger:
         self.on_freed(key)
 
     def momentary(self, nbytes: int, kind: str) -> None:
-        """Memory that an operation takes for itself and gives back before it returns."""
+        """Count memory that an operation takes for itself and gives back before it returns."""
         if not nbytes:
             return
         nbytes = -(-nbytes // self.block) * self.block
         self.pass_through(Storage(nbytes, replace(origin_here(), kind=kind), (nbytes,), "uint8"))
 
     def pass_through(self, entry: Storage) -> None:
-        """Memory that comes and goes at once."""
+        """Count memory that is released at once."""
         if self.listener is not None:
             self.listener.passed(entry)
-        if self._entry is not None:
-            self._entry.changes += [MemoryChange(self.seconds, MOMENTARY, entry, sign) for sign in (1, -1)]
+        if self._stay is not None:
+            self._stay.changes += [MemoryChange(self.seconds, MOMENTARY, entry, sign) for sign in (1, -1)]
 
     def on_freed(self, key: int) -> None:
-        """Replaced by who keeps something by storage."""
+        """Callback for a released key. Whoever keeps something by storage replaces it."""
 
-    def see_host(self, tensor: Tensor) -> None:
-        """The same of a real tensor of the program."""
+    def record_host(self, tensor: Tensor) -> None:
+        """Record a real tensor of the program."""
         storage = tensor.untyped_storage()
         key, nbytes = address_of(storage), storage.nbytes()
         if key in self._host or not nbytes:
@@ -256,25 +253,24 @@ class Ledger:
         self._host.add(key)
         self.host_total += nbytes
         self.host_peak = max(self.host_peak, self.host_total)
-        finalizer = weakref.finalize(storage, self._host_gone, key, nbytes)
-        finalizer.atexit = False
+        _at_end_of(storage, self._host_released, key, nbytes)
 
-    def _host_gone(self, key: int, nbytes: int) -> None:
+    def _host_released(self, key: int, nbytes: int) -> None:
         self._host.discard(key)
         self.host_total -= nbytes
 
-    def held(self) -> dict[str, int]:
-        """Bytes by kind of what lives now, or is left off for a while."""
-        found: Counter[str] = Counter()
-        for storage in (*self.live.values(), *self._away.values()):
-            found[self.kind_of(storage)] += storage.nbytes
-        return dict(found)
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes by kind of all storages, including those whose memory is given back for a while."""
+        sizes: Counter[str] = Counter()
+        for storage in (*self.live.values(), *self._suspended.values()):
+            sizes[self.kind_of(storage)] += storage.nbytes
+        return dict(sizes)
 
-    def name(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Say what storages are for."""
+    def set_kind(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Set the kind of storages by their use."""
         for tensor in tensors:
             key = storage_key(tensor)
-            if (entry := self.live.get(key) or self._away.get(key)) is not None:
+            if (entry := self.live.get(key) or self._suspended.get(key)) is not None:
                 self._named[id(entry)] = entry, kind
 
     def kind_of(self, storage: Storage) -> str:
@@ -285,36 +281,36 @@ class Ledger:
 
     @property
     def step(self) -> int:
-        """Of the phase that is open; 0 before the first step."""
-        return 0 if self._entry is None else self._entry.step
+        """Step of the open phase; 0 before the first step."""
+        return 0 if self._stay is None else self._stay.step
 
     def _changed(self, key: int, storage: Storage, sign: int) -> None:
         if self.listener is not None:
             self.listener.changed(key, storage, sign)
-        if self._entry is not None:
-            self._entry.changes.append(MemoryChange(self.seconds, key, storage, sign))
+        if self._stay is not None:
+            self._stay.changes.append(MemoryChange(self.seconds, key, storage, sign))
 
     def enter(self, step: int, phase: str) -> None:
-        """From here on changes belong to this phase; the one before is closed."""
+        """Begin a phase. The one before is closed."""
         self.leave()
         self.host_peak = self.host_total
-        self._entry = _Entry(step, phase, self.total, dict(self.live), self.seconds)
+        self._stay = _Stay(step, phase, self.total, dict(self.live), self.seconds)
 
     def leave(self) -> None:
-        """Close the phase that is open, if one is."""
-        entry, self._entry = self._entry, None
-        if entry is not None:
-            self.phases.append(self._closed(entry))
+        """Close the open phase, if there is one."""
+        stay, self._stay = self._stay, None
+        if stay is not None:
+            self.phases.append(self._closed(stay))
 
-    def _closed(self, entry: _Entry) -> PhaseMemory:
-        """Walk through the changes once more: first to the peak, then for the curve."""
-        total, peak, at, number = entry.start, entry.start, 0, 0
-        for number, (_, _, storage, sign) in enumerate(entry.each(), 1):
+    def _closed(self, stay: _Stay) -> PhaseMemory:
+        """Memory of a stay, from two passes over its changes: one to the peak, one for the curve."""
+        total, peak, peak_number, number = stay.start, stay.start, 0, 0
+        for number, (_, _, storage, sign) in enumerate(stay.all_changes(), 1):
             total += sign * storage.nbytes
             if total > peak:
-                peak, at = total, number
-        live = dict(entry.live)
-        for _, key, storage, sign in itertools.islice(entry.each(), at):
+                peak, peak_number = total, number
+        live = dict(stay.live)
+        for _, key, storage, sign in itertools.islice(stay.all_changes(), peak_number):
             if sign > 0:
                 live[key] = storage
             else:
@@ -324,27 +320,27 @@ class Ledger:
             by_kind[self.kind_of(storage)] += storage.nbytes
         largest = sorted(live.values(), key=lambda storage: -storage.nbytes)[:LARGEST]
         return PhaseMemory(
-            step=entry.step,
-            phase=entry.phase,
-            start=entry.start,
+            step=stay.step,
+            phase=stay.phase,
+            start=stay.start,
             peak=peak,
             end=total,
             host_peak=self.host_peak,
             by_kind=dict(by_kind.most_common()),
             largest=[LargeStorage(s.nbytes, self.kind_of(s), s.origin.where, s.shape, s.dtype) for s in largest],
-            curve=self._curve(entry, number),
-            begins=[entry.begin],
+            curve=self._curve(stay, number),
+            begins=[stay.begin],
         )
 
-    def _curve(self, entry: _Entry, changes: int) -> list[tuple[float, dict[str, int]]]:
-        """The peaks of equal stretches of so many changes, so that no peak is lost."""
+    def _curve(self, stay: _Stay, changes: int) -> list[tuple[float, dict[str, int]]]:
+        """Peaks of equal stretches of changes, so that no peak is lost."""
         now: Counter[str] = Counter()
-        for storage in entry.live.values():
+        for storage in stay.live.values():
             now[self.kind_of(storage)] += storage.nbytes
-        points = [(entry.begin, dict(now))]
+        points = [(stay.begin, dict(now))]
         stretch = max(1, changes // CURVE_POINTS)
-        total, best = entry.start, -1
-        for number, (seconds, _, storage, sign) in enumerate(entry.each(), 1):
+        total, best = stay.start, -1
+        for number, (seconds, _, storage, sign) in enumerate(stay.all_changes(), 1):
             now[self.kind_of(storage)] += sign * storage.nbytes
             total += sign * storage.nbytes
             if total > best:
@@ -355,16 +351,21 @@ class Ledger:
         return points
 
 
+def _at_end_of(storage: Any, call: Callable[..., object], *args: object) -> None:
+    """Call a function when a storage is freed, but not at the end of the process."""
+    weakref.finalize(storage, call, *args).atexit = False
+
+
 def merged(stays: Sequence[PhaseMemory]) -> list[PhaseMemory]:
-    """One entry for each phase of each step, in the order in which they were entered first."""
-    found: dict[tuple[int, str], PhaseMemory] = {}
+    """One row for each phase of each step, in the order of first entry."""
+    phases: dict[tuple[int, str], PhaseMemory] = {}
     for stay in stays:
-        before = found.get((stay.step, stay.phase))
+        before = phases.get((stay.step, stay.phase))
         if before is None:
-            found[stay.step, stay.phase] = stay
+            phases[stay.step, stay.phase] = stay
             continue
         at_peak = stay if stay.peak > before.peak else before
-        found[stay.step, stay.phase] = replace(
+        phases[stay.step, stay.phase] = replace(
             at_peak,
             start=before.start,
             end=stay.end,
@@ -372,4 +373,4 @@ def merged(stays: Sequence[PhaseMemory]) -> list[PhaseMemory]:
             curve=[*before.curve, *stay.curve],
             begins=[*before.begins, *stay.begins],
         )
-    return list(found.values())
+    return list(phases.values())

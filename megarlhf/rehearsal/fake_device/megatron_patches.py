@@ -1,8 +1,8 @@
-"""Of Megatron-Core, what the rehearsal patches, and why:
+"""Patches of Megatron-Core, with the reason for each:
 
-_ParamAndGradBucketGroup.__init__,        sums of gradients begin, gathers of weights end, in the middle of what is
-start_grad_sync, finish_param_sync        noted on tapes (`buckets.py`)
-tensor_parallel.checkpoint                what is computed again is told from what is computed once
+_ParamAndGradBucketGroup.__init__,        sums of gradients begin and gathers of weights end in the middle of
+start_grad_sync, finish_param_sync        what is recorded on tapes (`buckets.py`)
+tensor_parallel.checkpoint                recomputation is told from the first computation
 torch.optim.AdamW,                        the optimizer as it is on a GPU, with TransformerEngine or without
 multi_tensor_scale_impl, l2_norm_impl     (`optimizer.py`)
 """
@@ -25,27 +25,30 @@ TAKERS: Mapping[str, tuple[ModuleType, ...]] = {
     "multi_tensor_scale_impl": (clip_grads, mixed_precision),
     "l2_norm_impl": (clip_grads,),
 }
-"""Modules of Megatron-Core that have taken a kernel under this name."""
+"""Modules of Megatron-Core that have imported a kernel under this name."""
 
 
 class OptimizerKernels(NamedTuple):
-    """What Megatron-Core's optimizer works with."""
+    """Kernels of Megatron-Core's optimizer."""
 
     adam: type[torch.optim.AdamW]
     of_many: Mapping[str, Callable[..., Any]]
-    """By Megatron-Core's name, kernels for many tensors at once in place of its own loops."""
+    """Kernels for many tensors at once in place of Megatron-Core's loops, by its name."""
 
 
 @contextlib.contextmanager
-def megatron_patched(buckets: Any, again: Callable[[bool], None], optimizer: OptimizerKernels | None) -> Iterator[None]:
+def megatron_patched(
+    buckets: Any, recomputing: Callable[[bool], None], optimizer: OptimizerKernels | None
+) -> Iterator[None]:
     """Scope of the patches.
 
-    buckets:   a `buckets.Buckets`, which is told of Megatron-Core's buckets and of their messages
-    again:     told when a forward begins whose results were not kept for the backward, and when it is over
-    optimizer: in place of what Megatron-Core would take here; None: what it takes
+    buckets:     a `buckets.Buckets`, which handles Megatron-Core's buckets and their messages
+    recomputing: called with True when a forward begins whose results were not kept for the backward, with False at its
+    end
+    optimizer:   in place of Megatron-Core's choice; None keeps that
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(tensor_parallel, "checkpoint", _checkpoint(again)))
+        stack.enter_context(patch.object(tensor_parallel, "checkpoint", _checkpoint(recomputing)))
         for name, method in _bucket_methods(buckets).items():
             stack.enter_context(patch.object(_ParamAndGradBucketGroup, name, method))
         if optimizer is not None:
@@ -62,36 +65,36 @@ def _bucket_methods(buckets: Any) -> dict[str, Callable[..., None]]:
 
     def make_buckets(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        buckets.made(self)
+        buckets.register(self)
 
     def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-        with buckets.apart():
+        with buckets.unrecorded():
             start(self, *args, **kwargs)
 
     def finish_param_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-        with buckets.apart():
+        with buckets.unrecorded():
             finish(self, *args, **kwargs)
 
     return {"__init__": make_buckets, "start_grad_sync": start_grad_sync, "finish_param_sync": finish_param_sync}
 
 
-def _checkpoint(again: Callable[[bool], None]) -> Callable[..., Any]:
+def _checkpoint(recomputing: Callable[[bool], None]) -> Callable[..., Any]:
     checkpoint = tensor_parallel.checkpoint
 
-    def told(function: Callable[..., Any], *args: Any) -> Any:
+    def observed_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
         calls = 0
 
-        def noted(*inputs: Any) -> Any:
+        def observed(*inputs: Any) -> Any:
             nonlocal calls
             calls += 1
             if calls == 1:
                 return function(*inputs)
-            again(True)
+            recomputing(True)
             try:
                 return function(*inputs)
             finally:
-                again(False)
+                recomputing(False)
 
-        return checkpoint(noted, *args)
+        return checkpoint(observed, *args)
 
-    return told
+    return observed_checkpoint

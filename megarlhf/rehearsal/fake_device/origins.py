@@ -1,4 +1,4 @@
-"""Where in the program something happens: the innermost line of ours, and what kind of memory is made there."""
+"""Place in the program of an event: the innermost line of ours, and the kind of memory that is made there."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import megarlhf
 PACKAGE = str(Path(megarlhf.__file__).resolve().parent)
 REHEARSAL = f"{PACKAGE}/rehearsal"
 STOP = "rehearsal/program.py"
-"""Below it stands the rehearsal itself."""
+"""Frame of the rehearsal itself, at which the search ends."""
 PASSED_THROUGH = "megarlhf/parallel/megatron_cpu.py"
-"""Stands between the program and torch in every call, and makes nothing."""
+"""File between the program and torch in every call. It makes no memory."""
 SHOWN = ("fakes/engine.py", "transformer_engine/optimizer.py", "transformer_engine/replace.py")
-"""Files of the rehearsal that make memory in the place of something real."""
+"""Files of the rehearsal that make memory in place of real objects."""
 STAND_INS = "rehearsal/transformer_engine/layers.py"
-"""Shown where nothing else is: autograd calls their backward."""
+"""File that is shown where no other is: autograd calls the backward of its stand-ins."""
 
 OPTIMIZER_STATE, TEMPORARY = "optimizer state", "optimizer's temporaries"
 KINDS: tuple[tuple[str, str, str], ...] = (
@@ -44,11 +44,12 @@ KINDS: tuple[tuple[str, str, str], ...] = (
     ("megarlhf/parallel/step.py", "_run", "activations"),
     ("megarlhf/trainers/", "", "experience"),
 )
-"""(part of a path, function or any, kind of memory made there), asked from the innermost frame outwards."""
+"""(part of a path, function or any, kind of memory made there), matched from the innermost frame outwards."""
 
 OTHERS = "others"
 KIND_OF_PHASE = {"train": "activations", "score": "activations", "optimizer": TEMPORARY}
-"""Of what no function of ours made. Autograd runs the backward in a thread of its own on a device that is no CPU."""
+"""Kind of memory that no function of ours made, by phase. On a device that is no CPU, autograd runs the backward in a
+thread of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,8 @@ class Origin:
 
 @cache
 def _look(file: str, name: str) -> tuple[str | None, str | None, bool]:
-    """(path as it is shown or None, kind of memory or None, whether the walk ends here) of a function. Not by its code:
-    equal functions of different files have equal codes."""
+    """(displayed path or None, kind of memory or None, whether the search ends here) of a function. Functions are told
+    apart by file and name: equal functions of different files have equal code objects."""
     file = file.replace("\\", "/")
     shown = None
     passed_through = (file.startswith(REHEARSAL) and not file.endswith(SHOWN)) or file.endswith(PASSED_THROUGH)
@@ -76,7 +77,7 @@ def _look(file: str, name: str) -> tuple[str | None, str | None, bool]:
 
 
 def origin_here() -> Origin:
-    """Of whoever called into torch."""
+    """Origin of the current call into torch."""
     frame, where, stand_in, kind = sys._getframe(1), "", "", None
     while frame is not None:
         shown, known, ends = _look(frame.f_code.co_filename, frame.f_code.co_name)
@@ -95,13 +96,13 @@ def origin_here() -> Origin:
 
 
 def callers() -> list[tuple[str, int, str]]:
-    """(file, line, function) of the frames of ours and Megatron-Core's that have called into torch, innermost first."""
-    frame, found = sys._getframe(1), []
+    """(file, line, function) of our frames and Megatron-Core's that called into torch, innermost first."""
+    frame, frames = sys._getframe(1), []
     while frame is not None:
         shown, _, ends = _look(frame.f_code.co_filename, frame.f_code.co_name)
         if ends:
             break
         if shown:
-            found.append((shown, frame.f_lineno, frame.f_code.co_name))
+            frames.append((shown, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back  # type: ignore[assignment]
-    return found
+    return frames

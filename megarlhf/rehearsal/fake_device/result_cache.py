@@ -1,7 +1,7 @@
-"""Results by shapes: an operation on tensors of shapes that were seen before has a result of the shape it had then.
+"""Cache of results by shapes: an operation on tensors of known shapes has a result of the same shape as before.
 
-FakeTensorMode works out the shape of each result anew, in some 200 microseconds; a rank makes millions of operations,
-which repeat. Here the first result of an operation and its arguments' shapes is remembered, and made again in 20.
+FakeTensorMode computes the shape of each result anew, in some 200 microseconds. A rank makes millions of operations,
+which repeat. The first result of an operation on its arguments' shapes is stored, and made again in 20.
 """
 
 from __future__ import annotations
@@ -16,52 +16,52 @@ from torch import Tensor
 from megarlhf.rehearsal.fake_device.torch_patches import FakeTensor, FakeTensorMode, fake_of, storage_key, view_of
 
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-"""Types of arguments that are a part of the key as they are."""
+"""Types of arguments that are part of the key as they are."""
 
 
 class _Output(NamedTuple):
-    """How one tensor of a result is made."""
+    """Recipe for one tensor of a result."""
 
     how: Literal["new", "same", "view", "none"]
     argument: int = 0
-    """Of `same` and `view`: which of the tensors among the arguments it is, or looks at."""
+    """For `same` and `view`: index of the tensor argument that it is, or that it views."""
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
     offset: int = 0
-    """Of a view, from where its argument begins."""
+    """Offset of a view from its argument's beginning."""
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("meta")
 
 
 class OperationKey(NamedTuple):
-    """An operation with its arguments."""
+    """Key of an operation with its arguments."""
 
     parts: tuple[Any, ...]
-    """Whatever the shapes of the result depend on."""
+    """Everything on which the shapes of the result depend."""
     tensors: list[Tensor]
-    """Among the arguments, in order."""
+    """Tensors among the arguments, in order."""
 
 
 @dataclass(slots=True)
 class Remembered:
-    """What is known of an operation on arguments of certain shapes."""
+    """Recipe for the result of an operation on arguments of certain shapes."""
 
     outputs: tuple[_Output, ...]
     sequence: type | None
-    """Of a result that is several tensors."""
+    """Type of a result that is several tensors."""
     cost: Any = None
-    """Whoever counts the operation may keep here what it has counted."""
+    """Cost that the counter of operations may store here."""
 
 
 class ResultsByShape:
-    """Of one FakeTensorMode."""
+    """Cache of one FakeTensorMode."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
         self._remembered: dict[tuple[Any, ...], Remembered] = {}
 
     def key(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> OperationKey | None:
-        """None for what cannot be remembered."""
+        """Key of an operation; None if its result cannot be stored."""
         if torch.Tag.inplace_view in func.tags:
             return None
         parts: list[Any] = [func]
@@ -75,11 +75,11 @@ class ResultsByShape:
         return OperationKey(tuple(parts), tensors)
 
     def get(self, key: OperationKey) -> Remembered | None:
-        """What `keep` has remembered."""
+        """The stored recipe."""
         return self._remembered.get(key.parts)
 
     def keep(self, key: OperationKey, out: Any) -> Remembered | None:
-        """Remember a result, where it can be made again from shapes."""
+        """Store a result, if it can be made again from shapes."""
         sequence = type(out) if isinstance(out, list | tuple) else None
         parts = list(out) if sequence is not None else [out]
         outputs = [_describe(part, key.tensors) for part in parts]
@@ -91,7 +91,7 @@ class ResultsByShape:
         return remembered
 
     def make(self, remembered: Remembered, tensors: Sequence[Tensor]) -> tuple[Any, list[FakeTensor]]:
-        """(the result, those of its tensors that are new)"""
+        """(the result, its new tensors)"""
         made: list[Any] = []
         new: list[FakeTensor] = []
         for output in remembered.outputs:
@@ -120,7 +120,7 @@ class ResultsByShape:
 
 
 def _add(values: Sequence[Any], parts: list[Any], tensors: list[Tensor]) -> bool:
-    """Describe arguments; False where one cannot be described."""
+    """Append arguments to a key. Returns False for an argument that cannot be part of one."""
     for value in values:
         if isinstance(value, FakeTensor):
             tensors.append(value)
@@ -140,7 +140,8 @@ def _add(values: Sequence[Any], parts: list[Any], tensors: list[Tensor]) -> bool
 
 
 def _describe(part: Any, tensors: Sequence[Tensor]) -> _Output | None:
-    """None where a result is no tensor of the device, or lies elsewhere than where it would be made."""
+    """Recipe of a tensor; None if it is no tensor of the device, or has another place in memory than it would be
+    given."""
     if part is None:
         return _Output("none")
     if not isinstance(part, FakeTensor):

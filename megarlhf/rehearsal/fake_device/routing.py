@@ -1,10 +1,9 @@
-"""Which experts a rehearsed token goes to: stated, since no router computes anything.
+"""Experts of rehearsed tokens: stated, since no router computes anything.
 
-Megatron-Core's router takes the k largest of a token's scores. Their indices are made known numbers here, and all that
-follows (how many tokens each expert gets, which rows are selected, what is gathered) is computed from them as it is in
-a real run.
+Megatron-Core's router takes the k largest of a token's scores. Their indices become known values here. All that follows
+(tokens of each expert, selected rows, gathers) is computed from them as in a real run.
 
-Legend: T tokens that a rank routes, E experts, K of them a token.
+Legend: T tokens that a rank routes, E experts, K experts of a token.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ import torch
 from torch import Tensor
 
 ROUTER = "megatron/core/transformer/moe/moe_utils.py"
-"""Where the k largest scores are taken."""
+"""File that takes the k largest scores."""
 LAYER = "megatron/core/transformer/transformer_layer.py"
-"""Beyond it nothing is the router's."""
+"""File whose frames call the router and are no part of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """How tokens are spread over the experts of each layer."""
+    """Distribution of tokens over the experts of each layer."""
 
     skew: float = 1.0
-    """Tokens of the busiest expert, in means. 1: all experts get equally many."""
+    """Tokens of the busiest expert, as a multiple of the mean. 1: all experts get equally many."""
 
     def __post_init__(self) -> None:
         if self.skew < 1.0:
@@ -41,7 +40,8 @@ class Routing:
         """[T, K] int64: the experts of each token, all different.
 
         Balanced, they are dealt out one after the other. Skewed, expert 0 gets `skew` times the mean, from tokens
-        spread evenly over the row, and the others share the rest equally.
+        spread evenly over the row, and the others share the rest equally. Example: 4 tokens, 4 experts, one for
+        each token, skew 2: [[1], [0], [2], [0]].
 
         Raises: ValueError where not even all tokens make the busiest expert so busy.
         """
@@ -63,15 +63,15 @@ class Routing:
         return dealt_TK
 
     @property
-    def words(self) -> str:
-        """For the page."""
+    def description(self) -> str:
+        """Description for the page."""
         if self.skew == 1.0:
             return "every expert of a layer gets equally many tokens"
         return f"expert 0 of each layer gets {self.skew:g} times the mean, the others share the rest equally"
 
 
 def in_router() -> bool:
-    """Whether the operation at hand is called by the router, or by what permutes tokens as it says."""
+    """Whether the current operation is called by the router, or by the permutation of tokens that follows it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if (inside := _is_router(frame.f_code.co_filename)) is not None:
@@ -82,7 +82,7 @@ def in_router() -> bool:
 
 @cache
 def _is_router(file: str) -> bool | None:
-    """None: whoever calls decides."""
+    """Whether a file is the router's; None if its caller decides."""
     if file.endswith(ROUTER):
         return True
     return False if file.endswith(LAYER) else None

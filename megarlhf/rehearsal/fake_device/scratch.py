@@ -1,10 +1,10 @@
-"""Memory that a CPU takes inside an operation, where no dispatcher sees it: a table, with where each formula is from.
+"""Table of the memory that a CPU takes inside an operation, where no dispatcher sees it, with sources.
 
 Read in torch's `torch/csrc/distributed/c10d/ProcessGroupGloo.cpp`, `aten/src/ATen/native/LinearAlgebra.cpp` and
 `aten/src/ATen/native/mkldnn/Matmul.cpp`, and measured with 2.13 (tests/rehearsal/test_scratch.py).
-Left out: what gloo takes by malloc, which is no memory of torch's allocator; and oneDNN's scratchpads of products in
-bf16, which depend on the instructions of the CPU (up to 9 MB for factors of 4096 x 4096 on one with AMX). On a GPU,
-buffers of NCCL and workspaces of cuBLAS are part of the stated margin instead.
+Left out: memory that gloo takes by malloc, which does not go through torch's allocator; and oneDNN's scratchpads of
+products in bf16, which depend on the instructions of the CPU (up to 9 MB for factors of 4096 x 4096 on one with AMX).
+On a GPU, buffers of NCCL and workspaces of cuBLAS are part of the stated margin instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _whole_and_joined(args: Sequence[Any]) -> int:
 
 
 def _joined(tensors: Any) -> int:
-    """`flattenDenseTensors` copies where there are several."""
+    """Bytes that `flattenDenseTensors` copies: it does so if there are several tensors."""
     return _nbytes(tensors) if len(tensors) > 1 else 0
 
 
@@ -56,18 +56,18 @@ GLOO: Mapping[str, Callable[[Sequence[Any]], int]] = {
     # AsyncAlltoallWork::alltoall takes flat tensors as they are; lists are joined.
     "alltoall_": lambda args: _nbytes(args[0]) + _joined(args[1]),
 }
-"""Bytes by torch's operation of `torch.ops.c10d`, from its arguments."""
+"""Bytes by operation of `torch.ops.c10d`, from its arguments."""
 
 
 def of_message(name: str, args: Sequence[Any]) -> int:
-    """Bytes that gloo's process group takes for a message, from when it is issued until it is done."""
+    """Bytes that gloo's process group takes for a message until it is complete."""
     formula = GLOO.get(name)
     return 0 if formula is None else formula(args)
 
 
 aten = torch.ops.aten
 LEAST_PRODUCT = 16**3
-"""mkldnn_gemm_min_size: smaller products in bf16 do not go to oneDNN."""
+"""mkldnn_gemm_min_size: smaller products in bf16 do not use oneDNN."""
 
 
 def of_operation(func: Any, args: Sequence[Any]) -> int:
@@ -88,14 +88,15 @@ def _has_bf16_products() -> bool:
 
 
 def _fits_blas(matrix: Tensor) -> bool:
-    """addmm_impl_cpu_ clones a factor neither of whose rows nor columns are runs of memory."""
+    """Whether a factor is used as it is. addmm_impl_cpu_ clones one of which neither rows nor columns are
+    contiguous."""
     (rows, columns), (down, right) = matrix.shape, matrix.stride()
     return bool((right == 1 and down >= max(1, columns)) or (down == 1 and right >= max(1, rows)))
 
 
 def _fits_onednn(batch: Tensor) -> bool:
-    """is_mkldnn_optimized_format of mkldnn_matmul, for a batch. A weight that meets a batch of single rows, repeated by
-    a stride of 0, does not fit and is copied once for each row."""
+    """Whether a batch is used as it is: is_mkldnn_optimized_format of mkldnn_matmul. A weight that meets a batch of
+    single rows, repeated by a stride of 0, does not fit and is copied once for each row."""
     if batch.is_contiguous():
         return True
     (_, rows, columns), strides = batch.shape, batch.stride()

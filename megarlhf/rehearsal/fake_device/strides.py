@@ -1,7 +1,8 @@
-"""Strides of results where FakeTensorMode and torch's kernels differ, which is in dimensions of size 1.
+"""Strides of results where FakeTensorMode and torch's kernels differ: in dimensions of size 1.
 
-Those take no memory, but torch chooses by their strides too: a packed row is [T, 1, H], and on the stride of its middle
-depends whether a product with it is one of matrices or one for each token. Compared: tests/rehearsal/test_strides.py.
+Such dimensions take no memory, but torch's choices depend on their strides. A packed row is [T, 1, H], and the stride
+of its middle decides whether a product with it is one of matrices or one for each token. Compared:
+tests/rehearsal/test_strides.py.
 """
 
 from __future__ import annotations
@@ -20,20 +21,19 @@ Strides = tuple[int, ...]
 
 
 def _view(tensor: Tensor, args: Any, kwargs: Any) -> Strides:
-    """New ones for the same shape, too; FakeTensorMode leaves those of the same shape as they are."""
+    """New strides also for the same shape, where FakeTensorMode keeps them."""
     with without_modes():
         seen = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         return seen.view(args[1]).stride()
 
 
 def _like(tensor: Tensor, args: Any, kwargs: Any) -> Strides | None:
-    """Those of dense memory are kept (empty_like in ATen/native/TensorFactories.cpp)."""
+    """Strides of dense memory are kept (empty_like in ATen/native/TensorFactories.cpp)."""
     kept = kwargs.get("memory_format") in (None, torch.preserve_format) and _is_dense(tensor)
     return tensor.stride() if kept else None
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Each element of a run of memory is one of the tensor's."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -56,11 +56,11 @@ RULES: dict[Any, Callable[[Tensor, Any, Any], Strides | None]] = {
     aten.full_like.default: _like,
     aten.native_layer_norm.default: _contiguous,
 }
-"""By operation: the strides of its (first) result, from its first argument; None: those of FakeTensorMode."""
+"""By operation: strides of its (first) result, from its first argument; None keeps those of FakeTensorMode."""
 
 
-def with_strides_of_torch(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
-    """The result as torch lays it out."""
+def with_torch_strides(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    """The result with torch's strides."""
     rule = RULES.get(func)
     strides = None if rule is None else rule(args[0], args, kwargs)
     first = out[0] if isinstance(out, tuple) else out

@@ -1,7 +1,7 @@
-"""The one file of the rehearsal that knows private interfaces of torch and Triton, and that patches them. What is
-patched of Megatron-Core is in `fake_device/megatron_patches.py`.
+"""Private interfaces of torch and Triton that a rehearsal uses, and patches of both. No other file of it has any.
+Patches of Megatron-Core are in `fake_device/megatron_patches.py`.
 
-What is used, and why:
+Interfaces, with the reason for each:
   FakeTensorMode, FakeTensor                   tensors with a shape, a dtype and a device, and no numbers
   in_kernel_invocation_manager, _make_subclass    the same made by hand, ten times faster: `fake_device/result_cache.py`
   _set_only_lift_cpu_tensors                   torch.tensor(...) on the host stays real beside them
@@ -11,17 +11,17 @@ What is used, and why:
   _disable_current_modes                       a tensor is made beside the modes, to ask torch for its strides
   TorchDispatchMode, tree_flatten              every operation is seen, with the tensors in its arguments
   DisableTorchFunction, _DisableTorchDispatch  asking a tensor for its shape calls nobody
-  UntypedStorage._cdata                        by which tensors of one memory are known
-  Work.boxed                                   a collective's handle, made here, so that waiting for it is seen
+  UntypedStorage._cdata                        key of the memory that tensors share
+  Work.boxed                                   a collective's handle, made here, so that waiting for it is observed
   varlen._varlen_attn, _varlen_attn_backward   attention's kernels one by one
 
-What is patched inside `patched`, and why:
+Patches inside `patched`, with the reason for each:
   dist.broadcast_object_list, scatter_object_list, all_gather_object
-                                                     what another rank would say is asked of the rehearsal
-  dist.all_reduce                                    its operation, which the dispatcher hands on as an opaque object
-  nn.Module.to                                       puts parameters without a dispatched operation
+                                                     objects of other ranks come from the rehearsal
+  dist.all_reduce                                    the dispatcher passes its operation on as an opaque object
+  nn.Module.to                                       moves parameters without a dispatched operation
   triton JITFunction.run                             a kernel is counted instead of compiled
-  kernels.linear_logprob.logits_again_into           its work is one that was done before
+  kernels.linear_logprob.logits_again_into           its work was done before
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -59,12 +60,12 @@ from megarlhf.kernels import linear_logprob
 from megarlhf.rehearsal.fake_device.megatron_patches import OptimizerKernels, megatron_patched
 
 TESTED = "2.13"
-"""Version of torch."""
+"""Version of torch whose private interfaces were checked."""
 DEVICE = "rehearsal"
-"""Name of the device that stands for a GPU."""
+"""Name of the device that replaces a GPU."""
 Kind = Literal["gpu", "cpu"]
 BACKENDS: Mapping[str, str] = {"gpu": "rehearsal", "cpu": "rehearsal_on_cpu"}
-"""By kind of device: a backend is registered for its devices once in a process."""
+"""Backend by kind of device. A process registers it once."""
 
 __all__ = [
     "BACKENDS",
@@ -88,27 +89,27 @@ __all__ = [
 
 
 def address_of(storage: torch.UntypedStorage) -> int:
-    """The same for one memory, while it lives."""
+    """Key of a piece of memory, while it lives."""
     return int(storage._cdata)
 
 
 def storage_key(tensor: Tensor) -> int:
-    """The same for all tensors of one memory, while it lives."""
+    """Key of a tensor's memory, while it lives."""
     return address_of(tensor.untyped_storage())
 
 
 def after_this_backward(call: Callable[[], None]) -> None:
-    """To be asked inside a backward: called when it is over, one that is inside of another too."""
+    """Call a function when the current backward is over, also one inside of another backward."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def onednn_multiplies_bf16() -> bool:
-    """Whether oneDNN has products of this processor's."""
+    """Whether oneDNN can multiply bf16 on this processor."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def require_tested_torch() -> None:
-    """Raises: RuntimeError for a torch whose private interfaces this file was not checked with."""
+    """Refuse a torch whose private interfaces were not checked. Raises: RuntimeError."""
     if not torch.__version__.startswith(TESTED + "."):
         raise RuntimeError(
             f"a rehearsal uses private interfaces of torch and is checked with version {TESTED}, found "
@@ -117,17 +118,17 @@ def require_tested_torch() -> None:
 
 
 class _Absent(_DummyBackendModule):
-    """`torch.rehearsal`. Were it available, FakeTensorMode would compute constants on it."""
+    """Module `torch.rehearsal`. If it were available, FakeTensorMode would compute constants on it."""
 
     def is_available(self) -> bool:
         return False
 
 
 def device_of(kind: Kind) -> torch.device:
-    """The device whose tensors hold no numbers; a process has one kind.
+    """The device whose tensors hold no numbers. A process has one kind.
 
-    `gpu`: a device type of its own, so that the program goes the way of a GPU. `cpu`: the CPU with a number, which no
-    real tensor has, so that the program goes the way of a CPU and tensors of host and device are told apart.
+    `gpu`: a device type of its own, so that the program takes the paths of a GPU. `cpu`: the CPU with an index, which
+    no real tensor has, so that the program takes the paths of a CPU and tensors of host and device are told apart.
     """
     if kind == "cpu":
         return torch.device("cpu", 0)
@@ -137,7 +138,7 @@ def device_of(kind: Kind) -> torch.device:
 
 
 def join(rank: int, world_size: int, kind: Kind) -> None:
-    """Make this process a rank of a world in which nobody else is."""
+    """Make this process a rank of a world without other members."""
     if (backend := BACKENDS[kind]) not in dist.Backend.backend_list:
         devices = ["cpu", DEVICE] if kind == "gpu" else ["cpu"]
         dist.Backend.register_backend(backend, _create_fake_pg, extended_api=True, devices=devices)
@@ -147,12 +148,12 @@ def join(rank: int, world_size: int, kind: Kind) -> None:
 def fake_of(
     mode: FakeTensorMode, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> FakeTensor:
-    """A new tensor of the device. As `FakeTensor(mode, ...)` makes it, without its checks."""
+    """A new tensor of the device, as `FakeTensor(mode, ...)` makes it, without its checks."""
     return _wrapped(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
 
 
 def view_of(mode: FakeTensorMode, of: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int) -> FakeTensor:
-    """A look at the memory of a tensor of the device."""
+    """A view of the memory of a device tensor."""
     elem = torch.empty((0,), dtype=of.dtype, device="meta")
     with in_kernel_invocation_manager(mode):
         elem.set_(of.untyped_storage(), offset, shape, stride)
@@ -167,7 +168,6 @@ def _wrapped(mode: FakeTensorMode, elem: Tensor, device: torch.device) -> FakeTe
 
 
 def _state_of_a_fake_tensor() -> dict[str, Any]:
-    """What a FakeTensor's constructor sets, but for device and mode."""
     with torch._C.DisableTorchFunction():
         mode = FakeTensorMode()
         made = FakeTensor(mode, torch.empty(0, device="meta"), torch.device("cpu"))
@@ -178,7 +178,7 @@ _STATE = _state_of_a_fake_tensor()
 
 
 class NumberedWork(dist.Work):
-    """A message that was issued. Waiting for it is told."""
+    """Handle of an issued message, which reports that it is waited for."""
 
     def __init__(self, number: int, waited: Callable[[int], None]) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class NumberedWork(dist.Work):
 
 
 class count_groups:
-    """Inside, the calls that make process groups are counted."""
+    """Scope in which the calls that make process groups are counted."""
 
     def __init__(self) -> None:
         self.calls = self.memberships = 0
@@ -217,7 +217,7 @@ class count_groups:
 
 @contextlib.contextmanager
 def lifting_only_host_tensors() -> Iterator[None]:
-    """Inside, what torch makes of Python numbers stays a real tensor until it is moved."""
+    """Scope in which tensors that torch makes from Python numbers stay real until they are moved."""
     before = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)
     try:
@@ -228,31 +228,31 @@ def lifting_only_host_tensors() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the patches ask of the rehearsal."""
+    """Callbacks of the patches."""
 
     device: torch.device
     scalar: Callable[[Tensor], Any]
-    """The number of a fake tensor of one element, for the host."""
+    """Value of a fake tensor of one element, for the host."""
     address: Callable[[Tensor], int]
-    """Stands for `data_ptr`: equal for tensors of one memory at one place."""
+    """Replacement of `data_ptr`: equal for tensors at one place of one memory."""
     reducing: Callable[[Any], None]
-    """Told the operation (dist.ReduceOp) of the next all_reduce; None after it."""
+    """Gets the operation (dist.ReduceOp) of the next all_reduce, and None after it."""
     gathered: Callable[[Any], list[Any] | None]
-    """What each rank hands in to `all_gather_object`; None: the same as this one."""
+    """Objects of each rank in `all_gather_object`; None if they equal this rank's."""
     scattered: Callable[[], Any]
-    """What rank 0 hands this rank in `scatter_object_list`."""
+    """Object that rank 0 sends to this rank in `scatter_object_list`."""
     launched: Callable[[str, tuple[Any, ...]], None]
-    """A Triton kernel, by name, with its arguments."""
+    """Gets the name and the arguments of a Triton kernel."""
     attention: Callable[..., Tensor] | None
-    """In place of torch's attention, where the device has no kernel of it."""
+    """Replacement of torch's attention where the device has no kernel for it."""
     buckets: Any
-    """Of `megatron_interfaces.megatron_patched`, as the two below."""
-    again: Callable[[bool], None]
+    """Argument of `megatron_patches.megatron_patched`, as the two below."""
+    recomputing: Callable[[bool], None]
     optimizer: OptimizerKernels | None = None
 
 
 class _Functions(TorchFunctionMode):
-    """Python functions of torch that do not come to the dispatcher, or come too late."""
+    """Mode for Python functions of torch that do not reach the dispatcher, or reach it too late."""
 
     def __init__(self, hooks: Hooks) -> None:
         super().__init__()
@@ -285,82 +285,80 @@ class _Functions(TorchFunctionMode):
 def patched(hooks: Hooks) -> Iterator[None]:
     """Scope of the patches."""
     require_tested_torch()
+    reduce, logits = dist.all_reduce, linear_logprob.logits_again_into
+
+    def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
+        hooks.reducing(op)
+        try:
+            return reduce(tensor, op, *args, **kwargs)
+        finally:
+            hooks.reducing(None)
+
+    def logits_again_into(*args: Tensor) -> None:
+        hooks.recomputing(True)
+        try:
+            logits(*args)
+        finally:
+            hooks.recomputing(False)
+
+    def run_kernel(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        hooks.launched(self.fn.__name__, (*args, *kwargs.values()))
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(lifting_only_host_tensors())
-        broadcast, rank = dist.broadcast_object_list, dist.get_rank()
-
-        def broadcast_object_list(objects: list[Any], src: int | None = None, *args: Any, **kwargs: Any) -> None:
-            kwargs.pop("group_src", None)
-            broadcast(objects, rank, *args, **kwargs)  # what rank `src` would say, this one says
-
-        def scatter_object_list(into: list[Any], values: Any = None, src: int | None = None, **kwargs: Any) -> None:
-            """The messages of torch's own; what they would bring is known."""
-            src, here = 0 if src is None else src, rank == (0 if src is None else src)
-            into[0] = values[rank] if here else hooks.scattered()
-            said = [len(pickle.dumps(value)) for value in (values if here else into)]
-            longest = max(said)
-            dist.broadcast(torch.tensor([longest]), src)
-            for size, dtype in ((longest, torch.uint8), (1, torch.int64)):
-                parts = [torch.empty(size, dtype=dtype) for _ in said] if here else None
-                dist.scatter(torch.empty(size, dtype=dtype), parts, src)
-
-        gather = dist.all_gather_object
-
-        def all_gather_object(into: list[Any], mine: Any, group: Any = None) -> None:
-            """A list that comes filled says what each rank hands in. Messages are as long as the longest of it."""
-            said = hooks.gathered(mine) or (None if None in into else list(into))
-            if said is None:
-                gather(into, mine, group)
-                return
-            into[:] = said
-            for size, dtype in ((1, torch.int64), (max(len(pickle.dumps(value)) for value in said), torch.uint8)):
-                part = torch.empty(size, dtype=dtype)
-                dist.all_gather([torch.empty_like(part) for _ in said], part, group)
-
-        reduce = dist.all_reduce
-
-        def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
-            hooks.reducing(op)
-            try:
-                return reduce(tensor, op, *args, **kwargs)
-            finally:
-                hooks.reducing(None)
-
-        _set(stack, dist, "all_reduce", all_reduce)
-        _set(stack, dist, "all_gather_object", all_gather_object)
-        _set(stack, dist, "broadcast_object_list", broadcast_object_list)
-        _set(stack, dist, "scatter_object_list", scatter_object_list)
-        _set(stack, nn.Module, "to", _module_to(nn.Module.to))
+        for name, function in {"all_reduce": all_reduce, **_object_collectives(hooks)}.items():
+            stack.enter_context(patch.object(dist, name, function))
+        stack.enter_context(patch.object(nn.Module, "to", _module_to(nn.Module.to)))
         if hooks.device.type == DEVICE and importlib.util.find_spec("triton") is not None:
             from triton.runtime.jit import JITFunction
 
-            def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-                hooks.launched(self.fn.__name__, (*args, *kwargs.values()))
-
-            _set(stack, JITFunction, "run", run)
-        logits = linear_logprob.logits_again_into
-
-        def logits_again_into(*args: Tensor) -> None:
-            hooks.again(True)
-            try:
-                logits(*args)
-            finally:
-                hooks.again(False)
-
-        _set(stack, linear_logprob, "logits_again_into", logits_again_into)
-        stack.enter_context(megatron_patched(hooks.buckets, hooks.again, hooks.optimizer))
+            stack.enter_context(patch.object(JITFunction, "run", run_kernel))
+        stack.enter_context(patch.object(linear_logprob, "logits_again_into", logits_again_into))
+        stack.enter_context(megatron_patched(hooks.buckets, hooks.recomputing, hooks.optimizer))
         stack.enter_context(_Functions(hooks))
         yield
 
 
-def _set(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    stack.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, value)
+def _object_collectives(hooks: Hooks) -> dict[str, Callable[..., None]]:
+    """torch's collectives of Python objects. The objects of other ranks come from the rehearsal."""
+    broadcast, gather, rank = dist.broadcast_object_list, dist.all_gather_object, dist.get_rank()
+
+    def broadcast_object_list(objects: list[Any], src: int | None = None, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop("group_src", None)
+        broadcast(objects, rank, *args, **kwargs)  # this rank's objects in place of those of `src`
+
+    def scatter_object_list(into: list[Any], values: Any = None, src: int | None = None, **kwargs: Any) -> None:
+        """Send the messages of torch's own function. Their content is known."""
+        src, is_source = 0 if src is None else src, rank == (0 if src is None else src)
+        into[0] = values[rank] if is_source else hooks.scattered()
+        sizes = [len(pickle.dumps(value)) for value in (values if is_source else into)]
+        dist.broadcast(torch.tensor([max(sizes)]), src)
+        for size, dtype in ((max(sizes), torch.uint8), (1, torch.int64)):
+            parts = [torch.empty(size, dtype=dtype) for _ in sizes] if is_source else None
+            dist.scatter(torch.empty(size, dtype=dtype), parts, src)
+
+    def all_gather_object(into: list[Any], mine: Any, group: Any = None) -> None:
+        """Gather objects. A list that comes filled has each rank's. Messages are as long as the longest of them."""
+        objects = hooks.gathered(mine) or (None if None in into else list(into))
+        if objects is None:
+            gather(into, mine, group)
+            return
+        into[:] = objects
+        longest = max(len(pickle.dumps(value)) for value in objects)
+        for size, dtype in ((1, torch.int64), (longest, torch.uint8)):
+            part = torch.empty(size, dtype=dtype)
+            dist.all_gather([torch.empty_like(part) for _ in objects], part, group)
+
+    return {
+        "broadcast_object_list": broadcast_object_list,
+        "scatter_object_list": scatter_object_list,
+        "all_gather_object": all_gather_object,
+    }
 
 
 def _module_to(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """As torch's, of a device only: parameters that are there already stay, the others become fake ones."""
+        """As torch's for a device alone: parameters that are on it already stay, the others become fake."""
         if len(args) != 1 or kwargs or not isinstance(args[0], torch.device):
             return original(self, *args, **kwargs)
         for module in self.modules():

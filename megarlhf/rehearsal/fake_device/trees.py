@@ -1,4 +1,4 @@
-"""Arguments of operations as lists: torch's own pytree takes longer than all the rest of a rehearsed operation."""
+"""Flattening of arguments. torch's own pytree would take longer than the rest of a rehearsed operation."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """Every tensor among arguments, also inside lists, tuples and dicts, in order."""
-    found: list[Tensor] = []
+    """All tensors among arguments, also inside lists, tuples and dicts, in order."""
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple):
-            found += tensors_in(value)
+            tensors += tensors_in(value)
         elif isinstance(value, dict):
-            found += tensors_in(value.values())
-    return found
+            tensors += tensors_in(value.values())
+    return tensors
 
 
 def with_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -26,7 +26,7 @@ def with_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list | tuple):
-        return type(value)(with_tensors(each, change) for each in value)
+        return type(value)(with_tensors(part, change) for part in value)
     if isinstance(value, dict):
-        return {key: with_tensors(each, change) for key, each in value.items()}
+        return {key: with_tensors(part, change) for key, part in value.items()}
     return value

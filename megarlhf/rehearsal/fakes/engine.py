@@ -1,8 +1,8 @@
-"""The rollout engine of a rehearsal: vLLM's memory and our resharder, and responses of given lengths.
+"""The rollout engine of a rehearsal: vLLM's memory, the resharder of a real run, and responses of given lengths.
 
-Weights stand where the table says that vLLM has them (`architectures/`), the cache is as large as vLLM makes it, and
-updates and certificates are the real engine's. Nothing is generated: responses have lengths from a distribution, and
-the time that they take is an estimate.
+Weights are placed as the table says that vLLM has them (`architectures/`), the cache is as large as vLLM makes it, and
+updates and certificates are those of the real engine. Nothing is generated: lengths are drawn from a distribution, and
+the time of a rollout is an estimate.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
 from megarlhf.models.build import ModelShard
 from megarlhf.parallel.device_memory import Offloadable, RoleParts
-from megarlhf.rehearsal.cost_model.decoding import EngineShape
-from megarlhf.rehearsal.cost_model.engine_time import EngineWork, RolloutWork, shape_of
+from megarlhf.rehearsal.cost_model.decoding import EngineShape, Sequences
+from megarlhf.rehearsal.cost_model.engine_time import RolloutWork, shape_of
 from megarlhf.rehearsal.fakes.lengths import Lengths
 from megarlhf.rollout.balance import assign, chunk_by_length
 from megarlhf.rollout.engine import FinishedResponses, Response, Sampling, gather_indexed
@@ -33,25 +33,25 @@ from megarlhf.runtime import Runtime
 from megarlhf.weights.checks.certificate import Certificate
 
 TOKEN = 5
-"""What every response consists of: no id of a tokenizer's beginning that ends something."""
+"""The token of every response. It is none of those at the beginning of a tokenizer, which may end a response."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineBudget:
-    """What bounds the engine on a device."""
+    """Bounds of the engine's memory on a device."""
 
     device_bytes: int
-    """Of the device; 0: not bounded, as on a CPU."""
+    """Memory of the device; 0 means unbounded, as on a CPU."""
     reserved_bytes: int
-    """Of the device that the process has taken before torch allocates anything: context and communicators."""
+    """Memory that the process takes before torch allocates anything: context and communicators."""
     activation_bytes: int
-    """That vLLM finds its own forward to need, and keeps free of the cache."""
+    """Memory that vLLM measures for its own forward and keeps free of the cache."""
     held_bytes: Callable[[], int]
-    """What the trainer's tensors take now."""
+    """Current memory of the trainer's tensors."""
 
 
 class _Model(nn.Module):
-    """Parameters under vLLM's names, which have dots."""
+    """Parameters under vLLM's names, which contain dots."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class _Model(nn.Module):
 
 
 class _LLM:
-    """What the real engine asks of `vllm.LLM`, apart from generating."""
+    """The part of `vllm.LLM` that the real engine uses, without generation."""
 
     def __init__(self, parameters: Mapping[str, Tensor], cache: Tensor) -> None:
         self._model, self.cache = _Model(parameters), cache
@@ -75,7 +75,7 @@ class _LLM:
 
 
 class RehearsedEngine(VllmEngine):
-    """vLLM without vLLM."""
+    """vLLM's engine without vLLM."""
 
     def __init__(
         self,
@@ -89,21 +89,24 @@ class RehearsedEngine(VllmEngine):
         *,
         lengths: Lengths,
         memory: EngineBudget,
-        drew: Callable[[int], None],
-        generated: Callable[[RolloutWork, EngineShape, int], Sequence[int]],
-        refused: Callable[[str], None],
+        on_rollout: Callable[[int], None],
+        estimate: Callable[[RolloutWork, EngineShape, int], Sequence[int]],
+        on_refusal: Callable[[str], None],
     ) -> None:
-        """`drew` is told the number of samples of each rollout; `generated` what the engines of the job have to
-        generate, and the shape and the bytes of the cache of this rank's, and says which engine takes each piece of the
-        queue; `refused` why vLLM would not start, in which
-        case the rehearsal goes on with a cache for one sequence."""
+        """Callbacks:
+
+        on_rollout: gets the number of samples of each rollout.
+        estimate:   gets the work of all engines, and the shape and cache bytes of this rank's; returns the engine that
+                    takes each piece of the queue.
+        on_refusal: gets the reason why vLLM would not start. The rehearsal goes on with a cache for one sequence.
+        """
         self._lengths, self._memory = lengths, memory
-        self._drew, self._generated, self._refused = drew, generated, refused
+        self._on_rollout, self._estimate, self._refuse = on_rollout, estimate, on_refusal
         self._cache_bytes = 0
         super().__init__(model_path, dtype, rollout, tp, max_model_len, actor, runtime)
 
     def _start(self, model_path: Path, max_model_len: int) -> Any:
-        """Memory as vLLM takes it."""
+        """Allocate memory as vLLM does."""
         held = self._memory.held_bytes()
         parameters = self._weights()
         weights = sum(tensor.numel() * tensor.element_size() for tensor in parameters.values())
@@ -120,17 +123,19 @@ class RehearsedEngine(VllmEngine):
         return [self._llm.cache]
 
     def _require_room(self, nbytes: int, what: str) -> None:
-        """As the real one, of which the rehearsal goes on."""
+        """Report a lack of memory as the real engine does. The rehearsal goes on."""
         memory = self._memory
         free = memory.device_bytes - memory.reserved_bytes - memory.held_bytes()
         if memory.device_bytes and free < nbytes:
-            self._refused(f"vLLM's {what} of {_gib(nbytes)} would not come back: {_gib(free)} of the device are free")
+            self._refuse(
+                f"vLLM's {what} of {_gib(nbytes)} could not be loaded again: {_gib(free)} of the device are free"
+            )
 
     def _cache(self) -> Tensor:
         return torch.empty(self._cache_bytes, dtype=torch.uint8, device=self._runtime.device)
 
     def _cache_size(self, held: int, weights: int, max_model_len: int) -> int:
-        """Bytes. vLLM takes its share of the whole device, and wants to find it free
+        """Bytes of the cache. vLLM takes its share of the whole device, and expects to find it free
         (`vllm/v1/worker/gpu_worker.py`, init_device and determine_available_memory)."""
         rollout, device = self._rollout, self._memory.device_bytes
         if not device:
@@ -139,14 +144,14 @@ class RehearsedEngine(VllmEngine):
         named = f"rollout.gpu_memory_utilization = {rollout.gpu_memory_utilization}"
         least = max_model_len * self._shape.cache_bytes_per_token
         if device - taken < share:
-            self._refused(
+            self._refuse(
                 f"vLLM would not start: {named} of {_gib(device)} is {_gib(share)}, and {_gib(device - taken)} are "
-                f"free after the roles ({_gib(held)}) and what the process takes ({_gib(taken - held)}); lower "
-                "rollout.gpu_memory_utilization, or cut the roles further (tp, pp, more ranks)"
+                f"free after the roles ({_gib(held)}) and the process itself ({_gib(taken - held)}); lower "
+                "rollout.gpu_memory_utilization, or split the roles further (tp, pp, more ranks)"
             )
         cache = share - weights - self._memory.activation_bytes
         if cache < least:
-            self._refused(
+            self._refuse(
                 f"vLLM would not start: {named} of {_gib(device)} is {_gib(share)}; its weights take {_gib(weights)} "
                 f"and its own forward {_gib(self._memory.activation_bytes)}, which leaves {_gib(max(0, cache))} for "
                 f"the cache, and one sequence of {max_model_len} tokens needs {_gib(least)}; raise the share or "
@@ -155,10 +160,10 @@ class RehearsedEngine(VllmEngine):
         return max(cache, least)
 
     def _check_memory(self) -> None:
-        """Whether vLLM's loader leaves weights in place is asked of the live engine only."""
+        """Nothing to check: only the live engine can tell whether vLLM's loader leaves weights in place."""
 
     def _check_table(self, actor: ModelShard) -> None:
-        """The same of the table, which is proven against vLLM's own loader."""
+        """Nothing to check: the table is proven against vLLM's own loader."""
 
     def generate(
         self,
@@ -169,23 +174,24 @@ class RehearsedEngine(VllmEngine):
         bank: FinishedResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
-        """Responses of drawn lengths, each on the engine that would draw it."""
+        """Responses of drawn lengths, each on the engine that would generate it."""
         self._wake(to_generate=True)
         tp, world = self._tp, self._runtime.world_size
-        self._drew(len(prompts))
+        self._on_rollout(len(prompts))
         drawn = [min(self._lengths.draw(seed), sampling.max_tokens) for seed in seeds]
         pieces = chunk_by_length(prompts, range(len(prompts)), world // tp, self._seen, sampling.max_tokens)
         dealt = assign(self._rollout.balance, pieces, world // tp)
 
-        def work(rows: Sequence[int]) -> EngineWork:
-            return EngineWork([len(prompts[n]) for n in rows], [drawn[n] for n in rows])
+        def sequences(rows: Sequence[int]) -> Sequences:
+            return Sequences([len(prompts[n]) for n in rows], [drawn[n] for n in rows])
 
-        asked = RolloutWork([work(rows) for rows in dealt.first], [work(rows) for rows in dealt.queue], dealt.most)
+        first, queue = map(sequences, dealt.first), map(sequences, dealt.queue)
+        work = RolloutWork([*first], [*queue], dealt.most)
         shares = [list(rows) for rows in dealt.first]
-        for rows, engine in zip(dealt.queue, self._generated(asked, self._shape, self._cache_bytes), strict=True):
+        for rows, engine in zip(dealt.queue, self._estimate(work, self._shape, self._cache_bytes), strict=True):
             shares[engine] += rows
         self._seen.saw(prompts, drawn)
-        owned = {engine * tp + place: share[place::tp] for engine, share in enumerate(shares) for place in range(tp)}
+        owned = {engine * tp + rank: share[rank::tp] for engine, share in enumerate(shares) for rank in range(tp)}
         return given_responses(owned, drawn, sampling, self._version, self._runtime)
 
     def close(self) -> None:
@@ -194,16 +200,20 @@ class RehearsedEngine(VllmEngine):
 
 
 class GivenResponses:
-    """In place of the engine `megatron`, and of any engine where only the trainer is looked at: no weights of its own,
-    every rank answers for an equal share."""
+    """Responses without an engine: every rank answers for an equal share. It replaces the engine `megatron`, and any
+    engine where only the trainer is of interest."""
 
     rebuilds, local_seconds = 0, 0.0
 
     def __init__(
-        self, actor: RoleParts, runtime: Runtime, lengths: Lengths, drew: Callable[[int], None] = lambda number: None
+        self,
+        actor: RoleParts,
+        runtime: Runtime,
+        lengths: Lengths,
+        on_rollout: Callable[[int], None] = lambda num_samples: None,
     ) -> None:
         self._actor = actor
-        self._runtime, self._lengths, self._drew, self.weight_version = runtime, lengths, drew, -1
+        self._runtime, self._lengths, self._on_rollout, self.weight_version = runtime, lengths, on_rollout, -1
 
     def needs(self, *, to_generate: bool) -> Sequence[Offloadable]:
         return (self._actor.parameters,)
@@ -224,7 +234,7 @@ class GivenResponses:
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
         self._actor.to_compute()
-        self._drew(len(prompts))
+        self._on_rollout(len(prompts))
         drawn = [min(self._lengths.draw(seed), sampling.max_tokens) for seed in seeds]
         shares = dict(enumerate(split_evenly(len(prompts), self._runtime.world_size)))
         return given_responses(shares, drawn, sampling, self.weight_version, self._runtime)
@@ -235,20 +245,22 @@ class GivenResponses:
 def given_responses(
     shares: Mapping[int, Sequence[int]], lengths: Sequence[int], sampling: Sampling, version: int, runtime: Runtime
 ) -> Rollouts:
-    """Rollouts of these lengths, by the way that those of a real engine take; `shares`: rows by the rank that answers
-    for them."""
+    """Rollouts of these lengths, made by the functions of a real engine.
+
+    shares: rows by the rank that answers for them.
+    """
     finished = [length < sampling.max_tokens for length in lengths]
     index = [{n: (lengths[n], finished[n]) for n in shares.get(rank, ())} for rank in range(runtime.world_size)]
     own = shares.get(runtime.rank, ())
     mine = {n: Response([TOKEN] * lengths[n], [-1.0] * lengths[n], finished[n]) for n in own}
-    said: list[Any] = [(part, False, 0.0) for part in index]
-    dist.all_gather_object(said, said[runtime.rank])  # as the real engines do; what it says is known here
+    status: list[Any] = [(part, False, 0.0) for part in index]
+    dist.all_gather_object(status, status[runtime.rank])  # as the real engines do; here the content is known
     return gather_indexed(mine, index, len(lengths), version, runtime.device)
 
 
 def forward_bytes(arch: Architecture, tp: int) -> int:
-    """What vLLM finds its own forward to need on one rank, and keeps free of the cache: assumed to be residual stream,
-    norm's output and MLP of the largest batch of tokens, and the logits of all sequences in fp32.
+    """Memory of vLLM's own forward on one rank, which it keeps free of the cache. Assumed to be residual stream, norm's
+    output and MLP of the largest batch of tokens, and the logits of all sequences in fp32.
 
     Source: vllm/v1/worker/gpu_worker.py, determine_available_memory, which measures it by such a forward;
     vllm/engine/arg_utils.py for its sizes on a GPU of 70 GiB or more.

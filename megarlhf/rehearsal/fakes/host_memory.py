@@ -1,4 +1,4 @@
-"""Host memory to which parts of roles go, in a rehearsal: counted, and its copies priced. It holds nothing."""
+"""Host memory for offloaded parts of roles: counted, its copies priced, without content."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megarlhf.rehearsal.cost_model.meter import Meter
 
 
 class RehearsedHost(HostMemory):
-    """In place of pinned memory. A real run copies what leaves beside the work that follows; here all copies are
-    waited for, so that the estimate is no lower than the truth."""
+    """Replacement of pinned memory. A real run copies what leaves beside the following work. Here all copies are waited
+    for, so that the estimate is no lower than the truth."""
 
     def __init__(self, device: torch.device, meter: Meter, seconds: Callable[[int], float]) -> None:
-        """`seconds`: of a copy of so many bytes."""
+        """`seconds` prices a copy of so many bytes."""
         super().__init__(device)
         self._meter, self._seconds = meter, seconds
 
@@ -33,7 +33,7 @@ class RehearsedHost(HostMemory):
         return lambda: None
 
     def view_like(self, tensor: Tensor, host: Tensor) -> Tensor:
-        """One number for all."""
+        """A tensor of one element, expanded."""
         return torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.size())
 
     def _copied(self, whole: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""What stands in for files that a rehearsal does not have: tokenizer, data and rewards.
+"""Stand-ins for files that a rehearsal does not have: tokenizer, data and rewards.
 
-They are real files in a temporary directory, read by the program as any others. What is there is used as it is; what is
-stood in for is said on the page.
+They are real files in a temporary directory, which the program reads as any others. Files that exist are used as they
+are. The page names every stand-in.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megarlhf.weights.checkpoint.dtype import resolve_dtype
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 LETTERS = string.ascii_letters
-"""Tokens of the stand-in tokenizer, in this order."""
+"""Tokens of the stand-in tokenizer, in order."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 REWARD = "megarlhf.rehearsal.fakes.inputs:length_of_response"
 
@@ -32,28 +32,28 @@ AnyConfig = SFTConfig | RMConfig | DPOConfig | RLConfig
 
 @dataclass(frozen=True, kw_only=True)
 class StandIns:
-    """A configuration that can be run without the files, and what was put in their place."""
+    """A configuration that runs without the missing files, and notes about its stand-ins."""
 
     cfg: AnyConfig
     notes: tuple[str, ...]
     """Sentences for the page."""
     originals: Mapping[str, str]
-    """Directories of models that stand in, and those of the user that they stand for."""
+    """User's directory by directory of the model that stands in for it."""
 
     @contextlib.contextmanager
-    def named_by_the_user(self) -> Iterator[None]:
-        """What is refused inside is said of the user's directories. Raises: ValueError."""
+    def naming_users_directories(self) -> Iterator[None]:
+        """Scope in which refusals name the user's directories in place of stand-ins. Raises: ValueError."""
         try:
             yield
         except ValueError as error:
-            words = str(error)
-            for ours, theirs in self.originals.items():
-                words = words.replace(ours, theirs)
-            raise ValueError(words) from error
+            message = str(error)
+            for stand_in_directory, original in self.originals.items():
+                message = message.replace(stand_in_directory, original)
+            raise ValueError(message) from error
 
 
 def length_of_response(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
-    """A reward that differs between samples."""
+    """Reward that differs between samples."""
     return float(len(response) % 7)
 
 
@@ -66,8 +66,11 @@ def stand_in(
     steps: int,
     resume_point: bool = False,
 ) -> StandIns:
-    """The configuration with stand-ins in `directory` for what is missing. With `resume_point` one is written at the
-    beginning of the last step, if there are several and the job writes any."""
+    """Configuration with stand-ins in `directory` for missing files.
+
+    resume_point: whether a resume point is written at the beginning of the last step, if there are several steps and
+    the job writes any.
+    """
     tree, notes = cfg.model_dump(mode="json"), []
     tree["run"] |= {"dir": str(directory / "run"), "on_existing": "overwrite", "wandb": {}}
     resume_point = resume_point and steps > 1 and cfg.checkpoint.by_cadence
@@ -83,22 +86,22 @@ def stand_in(
         )
         notes.append(
             f"The first {cfg.train.critic_warmup_steps} steps train the critic alone (train.critic_warmup_steps): "
-            "rehearsed are steps after them."
+            "the rehearsed steps are those after them."
         )
     paths: dict[str, str] = {}
-    # Only of `rl` are responses no data.
+    # Responses are data, except in `rl`.
     given = prompt_lengths is not None or (response_lengths is not None and not isinstance(cfg, RLConfig))
-    there = is_there(cfg.data.train)
-    has_data = there and not given
+    exists = is_there(cfg.data.train)
+    has_data = exists and not given
     for role in ("actor", "reference", "critic", "reward_model"):
         if tree.get(role) is not None:
             notes += _model(role, tree[role]["model"], getattr(cfg, role), directory, paths, has_data=has_data)
     if paths and isinstance(cfg, RLConfig):
         tree["rollout"] |= {"stop": [], "stop_token_ids": []}
     if paths or not has_data:
-        why = "is not there" if not there else "is not used, since lengths were given" if given else ""
+        why = "is not there" if not exists else "is not used, since lengths were given" if given else ""
         notes += _data(cfg, tree["data"], directory, steps, prompt_lengths, response_lengths, why)
-    elif isinstance(cfg, RLConfig):  # its evaluations read rewards, which a device that holds no numbers does not know
+    elif isinstance(cfg, RLConfig):  # its evaluations read rewards, which a device without numbers does not know
         tree["data"] |= dict.fromkeys(("validation", "test", "validation_share"))
         notes += _held_out(cfg)
     if isinstance(cfg, RLConfig):
@@ -108,22 +111,24 @@ def stand_in(
             tree["ptx"] = None
             why = "cannot be read with the stand-in tokenizer" if is_there(cfg.ptx.data) else "is not there"
             notes.append(f"ptx.data = {describe_sources(cfg.ptx.data)} {why}: the pretraining mix is left out.")
-    originals = {ours: theirs for theirs, ours in paths.items()}
+    originals = {stand_in: original for original, stand_in in paths.items()}
     return StandIns(cfg=type(cfg).model_validate(tree), notes=tuple(dict.fromkeys(notes)), originals=originals)
 
 
 def _model(
     role: str, model: dict[str, Any], section: RoleConfig, directory: Path, paths: dict[str, str], *, has_data: bool
 ) -> list[str]:
-    """Point a role at a directory with config.json and tokenizer, and say its dtype, which weights may have said.
+    """Point a role at a directory with config.json and tokenizer, and set its dtype, which the weights may have
+    decided. Returns notes.
+
+    The lengths of stand-in records are counted by the stand-in tokenizer, so it replaces an existing one wherever
+    records stand in.
 
     Raises: ValueError where there is no config.json.
-
-    Records that stand in are of so many tokens by the stand-in tokenizer only, so it reads them wherever they do.
     """
     source = section.model.hf_directory()
-    place = section.model.tokenizer_place()
-    has_tokenizer = place.is_file() or any((place / name).is_file() for name in TOKENIZER_FILES)
+    tokenizer = section.model.tokenizer_place()
+    has_tokenizer = tokenizer.is_file() or any((tokenizer / name).is_file() for name in TOKENIZER_FILES)
     if has_tokenizer and has_data:
         return []
     if str(source) not in paths:
@@ -137,14 +142,14 @@ def _model(
     dtype = resolve_dtype(role, section.model, head).name
     model |= {"path": paths[str(source)], "hf": None, "tokenizer": None, "dtype": dtype}
     why = "is not used, since the data stands in" if has_tokenizer else "is not there"
-    return [f"The tokenizer of {place} {why}: one of {len(LETTERS)} letters stands in."]
+    return [f"The tokenizer of {tokenizer} {why}: one of {len(LETTERS)} letters stands in."]
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A letter of the text is a token.
+    """Write a tokenizer with one token for each letter. A text begins with bos.
 
-    transformers builds a tokenizer of its own for some families (Qwen2) from the vocabulary of whatever stands there.
-    It is one of byte pairs, so this one is too: with no pairs, in which both agree. A text begins with bos.
+    transformers builds a tokenizer of its own for some families (Qwen2) from the vocabulary of any tokenizer. It is one
+    of byte pairs. So is this one, without any pair, so that both agree.
     """
     pad, bos, eos = SPECIAL
     spread = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
@@ -178,16 +183,19 @@ def _data(
     responses: Lengths | None,
     why: str,
 ) -> list[str]:
-    """Write records of given lengths. `why`: data are not used; "": because of the tokenizer."""
+    """Write records of given lengths. Returns notes.
+
+    why: why the data are not used; empty if because of the tokenizer.
+    """
     longest = cfg.data.max_prompt_tokens
     prompts = prompts or Constant(max(1, longest // 2))
     per_step = cfg.train.prompts_per_step if isinstance(cfg, RLConfig) else cfg.train.mini_batch_samples
     file = directory / "data.jsonl"
-    words = [f"prompts: {prompts.words}, at most {longest}"]
+    lengths = [f"prompts: {prompts.description}, at most {longest}"]
     most = None if isinstance(cfg, RLConfig) else cfg.data.max_response_tokens
     if most is not None:
         responses = responses or LogNormal(max(2.0, most / 3), 0.6)
-        words.append(f"responses: {responses.words}, at most {most}")
+        lengths.append(f"responses: {responses.description}, at most {most}")
     with file.open("w", encoding="utf-8") as out:
         for n in range(per_step * steps):
             # One token of the prompt is its beginning.
@@ -204,32 +212,31 @@ def _data(
     data |= {"split_seed": 0, "cache": "none"}
     why = why or "cannot be read with the stand-in tokenizer"
     train = describe_sources(cfg.data.train)
-    notes = [f"data.train = {train} {why}: {per_step * steps} records stand in; {'; '.join(words)}."]
+    notes = [f"data.train = {train} {why}: {per_step * steps} records stand in; {'; '.join(lengths)}."]
     return [*notes, *_held_out(cfg)]
 
 
 def _held_out(cfg: AnyConfig) -> list[str]:
-    """Where there is any, that it is left out."""
+    """Note that held-out samples are left out, if the job has any."""
     if not cfg.data.has_validation:
         return []
     held_out = cfg.data.validation
     what = f"data.validation = {describe_sources(held_out)}" if held_out else "data.validation_share"
-    return [f"{what} is left out: memory and time of evaluations are not in here."]
+    return [f"{what} is left out: memory and time of evaluations are not included."]
 
 
 def _text(tokens: int, seed: int) -> str:
-    """So many tokens of the stand-in tokenizer."""
     return "".join(LETTERS[(seed + k) % len(LETTERS)] for k in range(max(1, tokens)))
 
 
 def _rewards(cfg: RLConfig, tree: dict[str, Any]) -> list[str]:
-    """Functions, servers and classifiers are not called: their answers would be about nothing."""
+    """Replace functions, servers and classifiers, whose answers would have no meaning. Returns notes."""
     notes, kept = [], []
     for reward, given in zip(cfg.rewards, tree["rewards"], strict=True):
         if reward.kind == "model" and not reward.retokenize:
             kept.append(given)
             continue
-        notes.append(f"The reward {reward.label} is not called: its time and memory are not in here.")
+        notes.append(f"The reward {reward.label} is not called: its time and memory are not included.")
         scaled = {key: given[key] for key in ("weight", "shift", "clip", "normalise", "normalise_eps")}
         kept.append({"kind": "rule", "rule": REWARD, "name": reward.label, "workers": 0, **scaled})
     tree["rewards"] = kept

@@ -1,4 +1,4 @@
-"""How long prompts and responses are in a rehearsal: a distribution, a file, or what an earlier run has kept."""
+"""Lengths of prompts and responses in a rehearsal: a distribution, a file, or the lengths of an earlier run."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ FORMS = "constant:N, uniform:LOW,HIGH, lognormal:mean=M,sigma=S, a file of numbe
 
 
 class Lengths(Protocol):
-    """Numbers of tokens."""
+    """A source of numbers of tokens."""
 
     def draw(self, seed: int) -> int:
-        """One length; the same seed, the same length."""
+        """One length. The same seed gives the same length."""
         ...
 
     @property
-    def words(self) -> str:
-        """For the page."""
+    def description(self) -> str:
+        """Description for the page."""
         ...
 
 
@@ -36,7 +36,7 @@ class Constant:
         return self.value
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return f"always {self.value} tokens"
 
 
@@ -49,13 +49,13 @@ class Uniform:
         return random.Random(seed).randint(self.low, self.high)
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return f"uniform between {self.low} and {self.high} tokens"
 
 
 @dataclass(frozen=True)
 class LogNormal:
-    """`mean` is the distribution's mean, `sigma` the deviation of the logarithm."""
+    """Lognormal lengths: `mean` is the distribution's mean, `sigma` the deviation of the logarithm."""
 
     mean: float
     sigma: float
@@ -65,13 +65,13 @@ class LogNormal:
         return max(1, round(random.Random(seed).lognormvariate(mu, self.sigma)))
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return f"lognormal with mean {self.mean:g} and sigma {self.sigma:g}"
 
 
 @dataclass(frozen=True)
 class Given:
-    """Drawn from lengths that were seen."""
+    """Lengths drawn from observed ones."""
 
     values: Sequence[int] = field(repr=False)
     source: str = ""
@@ -80,19 +80,20 @@ class Given:
         return self.values[random.Random(seed).randrange(len(self.values))]
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         mean = sum(self.values) / len(self.values)
         return f"drawn from {len(self.values)} lengths of {self.source} (mean {mean:.1f})"
 
 
 LARGEST_SIGMA = 9.0
-"""Of a logarithm: four deviations off, a length would be e^36 times another. With more nearly all would be 1."""
+"""Largest deviation of the logarithm: four deviations off, a length would be e^36 times another. With more, nearly all
+lengths would be 1."""
 
 
-def parse(text: str, column: str = "responses") -> Lengths:
-    """A distribution in words. `column`: which of the kept lengths of an earlier run.
+def parse_lengths(text: str, column: str = "responses") -> Lengths:
+    """Lengths from the text of a command-line option. `column`: which lengths of an earlier run.
 
-    Raises: ValueError for what is none of `FORMS`.
+    Raises: ValueError for a text that is none of `FORMS`.
     """
     kind, _, rest = text.partition(":")
     try:
@@ -121,7 +122,7 @@ def _positive(text: str) -> int:
     return value
 
 
-def _counted(entry: object) -> int:
+def _whole(entry: object) -> int:
     if type(entry) is not int:
         raise ValueError(f"got {entry!r}, expected a whole number")
     return _positive(str(entry))
@@ -130,16 +131,16 @@ def _counted(entry: object) -> int:
 def _from_path(path: Path, column: str) -> Given:
     file = path / LENGTHS_FILE if path.is_dir() else path
     if not file.is_file():
-        raise ValueError(f"{path} has no {LENGTHS_FILE}, which a run of rl writes")
+        raise ValueError(f"{path} has no {LENGTHS_FILE}; name the directory of a run of rl, which writes it")
     values: list[int] = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
         try:
             entry = json.loads(line)
-            values += map(_counted, entry[column] if isinstance(entry, Mapping) else [entry])
+            values += map(_whole, entry[column] if isinstance(entry, Mapping) else [entry])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file}, line {number}: {error!r}") from error
     if not values:
-        raise ValueError(f"{file} holds no lengths")
+        raise ValueError(f"{file} has no lengths")
     return Given(values, str(path))

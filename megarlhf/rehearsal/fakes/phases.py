@@ -1,4 +1,4 @@
-"""The phases of a rehearsed run: they tell ledger, wire and meter where the run is, and end it after some steps."""
+"""Phases of a rehearsed run: they pass step and phase to ledger, wire and meter, and end the run after some steps."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from megarlhf.runtime import Runtime
 
 
 class StopRehearsal(Exception):
-    """So many steps are done as were to be rehearsed."""
+    """All requested steps are done."""
 
 
 BETWEEN = "between phases"
 
 
 class Steps:
-    """Observes the phases of one rank.
+    """Observer of the phases of one rank.
 
-    moved:  called with (step, phase) whenever either changes; step 1 is the first, 0 is what comes before it
-    ended:  called with the number of a step that is done, 0 before the first
+    moved: called with (step, phase) whenever either changes. Step 1 is the first, 0 is before it.
+    ended: called with the number of a finished step, 0 before the first.
     """
 
     def __init__(self, num_steps: int, moved: Callable[[int, str], None], ended: Callable[[int], None]) -> None:
@@ -32,7 +32,7 @@ class Steps:
         self._phases = Phases()
         self._open: list[str] = []
         self._over = False
-        """What follows is the way out, which is no part of the run."""
+        """Whether the run is on its way out, which is not rehearsed."""
 
     def entered(self, phase: OpenPhase) -> None:
         if self._phases.step is not None and not self._step:
@@ -47,7 +47,7 @@ class Steps:
             self._moved(self._step, self._open[-1] if self._open else BETWEEN)
 
     def end_step(self, step: int, local_seconds: Mapping[str, float]) -> Exception | None:
-        """Of `observe.phases.Sharing`."""
+        """Method of `observe.watch.phases.Sharing`."""
         self._ended(step)
         if step >= self._num_steps:
             self._over = True
@@ -60,6 +60,6 @@ class Steps:
     def phases(
         self, watchdog: WatchdogConfig, profile: ProfileConfig, run_dir: Path, runtime: Runtime
     ) -> Iterator[Phases]:
-        """In place of `observe.profile.recorded_phases`."""
+        """Replacement of `observe.profile.recorded_phases`."""
         self._phases.observer, self._phases.sharing = self, self
         yield self._phases

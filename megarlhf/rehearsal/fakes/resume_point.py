@@ -1,4 +1,4 @@
-"""Resume points in a rehearsal: all is done as in a run, up to the bytes, which are counted and not written."""
+"""Resume points in a rehearsal: made as in a run, but bytes are counted and not written."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from megarlhf.runtime import Runtime
 
 @dataclass(frozen=True)
 class PointSizes:
-    """What one rank writes of a resume point."""
+    """One rank's part of a resume point."""
 
     bytes_by_role: dict[str, int]
-    """Of the role's file, with the header of each tensor. A role of which the rank has nothing is left out."""
+    """Bytes of each role's file, with the header of each tensor. A role of which the rank has nothing is left out."""
     tensors_by_role: dict[str, int]
-    """How many there are in it."""
+    """Tensors in each role's file."""
     host_bytes: int
-    """Of the copy that is written from: where the device is no memory of the host."""
+    """Copy in host memory from which the point is written; 0 where the device is the host."""
 
     @property
     def nbytes(self) -> int:
@@ -36,19 +36,21 @@ class PointSizes:
 
 
 class RehearsedWriter(PointWriter):
-    """Has no process beside it, so that what is written is complete when it is asked for. What rank 0 writes besides
-    (metadata, tokenizers, states of a few kilobytes), and the messages by which it learns the plans of all, are not
-    counted."""
+    """Writer without a process of its own: what is written is complete when it is asked for.
+
+    Not counted are the files that only rank 0 writes (metadata, tokenizers, states of a few kilobytes), and the
+    messages by which it learns the plans of all.
+    """
 
     def __init__(self, runtime: Runtime, copied: Callable[[int], None], written: Callable[[PointSizes], None]) -> None:
-        """`copied` is told the bytes that are copied to the host, `written` what one point takes."""
+        """`copied` gets the bytes that are copied to the host, `written` the sizes of a point."""
         super().__init__(runtime)
         self._copied, self._written = copied, written
         self._under_way: PointSizes | None = None
 
     def to_first(self, value: Any) -> list[Any] | None:
-        """Every rank is taken to hand in what this one does. No message is counted: its bytes are those of the longest,
-        which no rank knows alone."""
+        """Every rank is taken to hand in the same as this one. No message is counted: it would be as long as the
+        longest of all ranks, which no rank knows alone."""
         return [value] * self._runtime.world_size if self._runtime.is_main else None
 
     @property
@@ -56,7 +58,7 @@ class RehearsedWriter(PointWriter):
         return self._under_way is not None
 
     def make_room(self, directory: Path, size: int, spare: Sequence[Point]) -> str | None:
-        """Nothing is written, so there is room."""
+        """There is always room, since nothing is written."""
         return None
 
     def start(self, directory: Path, content: Content, complete: Callable[[Mapping[str, FileDigest]], None]) -> None:
@@ -83,8 +85,8 @@ class RehearsedWriter(PointWriter):
 
 
 def saved_bytes(tensor: Tensor) -> int:
-    """Of a tensor in a file, where torch.save writes it with a header of its own; within the bytes by which headers of
-    equal dimensions differ."""
+    """Bytes of a tensor in a file, where torch.save writes it with a header of its own. Headers of tensors with equal
+    dimensions differ by a few bytes."""
     return tensor.numel() * tensor.element_size() + _header_bytes(tensor.dim(), tensor.dtype)
 
 
@@ -99,7 +101,7 @@ def _header_bytes(dimensions: int, dtype: torch.dtype) -> int:
 
 @functools.cache
 def _object_bytes() -> int:
-    """Of a place that stands empty: TransformerEngine's states, which Megatron-LM expects (`extra_states`)."""
+    """Bytes of an empty entry: TransformerEngine's states, which Megatron-LM expects (`extra_states`)."""
     with without_modes():
         file = io.BytesIO()
         torch.save([None], file)

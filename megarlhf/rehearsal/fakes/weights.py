@@ -1,4 +1,4 @@
-"""Weights of a rehearsal: memory of the right size, and no numbers in it."""
+"""Weights of a rehearsal: memory of the right size, without numbers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from megarlhf.weights.transport.storages import check_storages
 
 
 class UninitializedWeights:
-    """In place of a checkpoint. What a checkpoint says of its dtype is read where there is one."""
+    """Replacement of a checkpoint. The dtype is read from a checkpoint if there is one."""
 
     def __init__(self, built: Callable[[ModelShard], None]) -> None:
-        """`built` is told each shard."""
+        """`built` gets each shard."""
         self._built = built
 
     def dtype(self, role: str, model: ModelConfig, head: Head) -> torch.dtype:
         return DTYPES[resolve_dtype(role, model, head).name]
 
     def load(self, shard: ModelShard, model: ModelConfig, *, seed: int, new_head: bool) -> None:
-        """Every parameter must have the shape that the architecture's table says, as before a real load."""
+        """Check, as before a real load, that every parameter has the shape of the architecture's table."""
         check_storages(placements_on(shard, shard.mesh.runtime.rank), shard.parameters())
         if shard.mesh.is_member:
             self._built(shard)

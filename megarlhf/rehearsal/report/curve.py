@@ -1,4 +1,4 @@
-"""The curve of live memory of one rank: thinned out without losing a peak, as a figure of plotly."""
+"""The page's figures, as plotly takes them: the curve of a rank's live memory, and the seconds of phases."""
 
 from __future__ import annotations
 
@@ -8,87 +8,50 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from megarlhf.observe.report.charts import TEMPLATE
-from megarlhf.rehearsal.report.page_parts import colours_of
+from megarlhf.observe.report.charts import PALETTE, TEMPLATE
 from megarlhf.rehearsal.report.sentences import GIB, gib
-from megarlhf.rehearsal.result import RankResult
+from megarlhf.rehearsal.result import RankResult, StepTime
 
 Point = tuple[float, dict[str, int]]
 HEIGHT = 620
 APART = 1e-6
-"""Between two points of one moment, of the whole time: plotly stacks points by where they stand."""
+"""Distance of two points of one moment, as a share of the whole time: plotly stacks points that have the same x."""
 
-SCRIPT = """
-const OPTIONS = {responsive: true, displaylogo: false, displayModeBar: false};
-const shown = element => element.offsetParent !== null;
-const axis = document.querySelector('select.axis');
-const at = () => axis.value === 'time' ? 0 : 1;
+COLOURS = {
+    "parameters": "#1e3a8a",
+    "gradients": "#2563eb",
+    "main parameters": "#60a5fa",
+    "optimizer state": "#0e7490",
+    "engine's weights": "#166534",
+    "engine's cache": "#65a30d",
+    "kernels' work space": "#57534e",
+    "experience": "#a16207",
+    "activations": "#dc2626",
+    "logits and kernels": "#f97316",
+    "buckets": "#7c3aed",
+    "buffers": "#c084fc",
+    "checks": "#db2777",
+    "optimizer's temporaries": "#eab308",
+    "others": "#94a3b8",
+}
+"""Colour of each kind of memory, in the order of the stack: what stays is below what comes and goes."""
+UNKNOWN = ("#14b8a6", "#f472b6", "#78716c", "#4338ca")
+"""Colours of kinds that have none of their own."""
 
-function marks(figure, range, width) {
-  const {borders, end} = figure.layout.meta, shapes = [...figure.layout.shapes];
-  const annotations = [...figure.layout.annotations];
-  let named = null;
-  borders.forEach(([seconds, number, phase, step, begins], index) => {
-    const begin = at() ? number : seconds, next = (borders[index + 1] || end)[at()];
-    const from = Math.max(begin, range[0]), to = Math.min(next, range[1]);
-    const pixels = (to - from) / (range[1] - range[0]) * width;
-    const wide = pixels >= 13, text = step === named ? phase : `<b>${step}</b> ${phase}`;
-    if (wide || begins) {
-      const line = begins ? {color: '#1b2130', width: 1.4} : {color: '#8a92a3', width: 0.6, dash: 'dot'};
-      shapes.push({type: 'line', x0: begin, x1: begin, yref: 'paper', y0: 0, y1: 1, line});
+
+def colours_of(kinds: Sequence[str]) -> dict[str, str]:
+    """The colour of each of these kinds, in the order of the stack."""
+    unknown = sorted(set(kinds) - set(COLOURS))
+    return {kind: colour for kind, colour in COLOURS.items() if kind in kinds} | {
+        kind: UNKNOWN[index % len(UNKNOWN)] for index, kind in enumerate(unknown)
     }
-    if (!wide) return;
-    named = step;
-    const flat = pixels > 6.2 * text.replace(/<[^>]*>/g, '').length + 6;
-    annotations.push({x: from, xanchor: 'left', xshift: flat ? 1 : -3, y: 1, yref: 'paper', yanchor: 'bottom', text,
-                      showarrow: false, textangle: flat ? 0 : -90, font: {size: 10.5}});
-  });
-  return {shapes, annotations};
-}
-
-function drawCurve(element) {
-  const figure = FIGURES[Number(element.dataset.figure)], {start, end, x, names, places} = figure.layout.meta;
-  const width = () => element.clientWidth - figure.layout.margin.l - figure.layout.margin.r;
-  const whole = [start[at()], end[at()]], across = at() ? x.map((_, index) => index) : x;
-  const kinds = figure.data.slice(0, -1), last = figure.data.at(-1);
-  const parts = index => kinds.filter(kind => kind.y[index]).sort((a, b) => b.y[index] - a.y[index])
-    .map(kind => '<br>' + kind.y[index].toFixed(2) + '  ' + kind.name).join('');
-  const text = places.map((place, index) => names[place] + parts(index));
-  const data = [...kinds.map(kind => ({...kind, x: across})), {...last, x: across, text}];
-  const xaxis = {...figure.layout.xaxis, range: whole, ticksuffix: at() ? '' : ' s'};
-  Plotly.react(element, data, {...figure.layout, xaxis, ...marks(figure, whole, width())}, OPTIONS);
-  element.removeAllListeners('plotly_relayout');
-  element.on('plotly_relayout', change => {
-    if (change.annotations) return;
-    const range = change['xaxis.autorange'] ? whole : element.layout.xaxis.range.map(Number);
-    Plotly.relayout(element, {...marks(figure, range, width()), 'xaxis.range': range});
-  });
-}
-
-function draw() {
-  for (const element of document.querySelectorAll('.chart')) {
-    const figure = FIGURES[Number(element.dataset.figure)];
-    if (!shown(element)) continue;
-    if (element.classList.contains('curve')) { drawCurve(element); }
-    else { Plotly.react(element, figure.data, figure.layout, OPTIONS); }
-  }
-}
-
-for (const select of document.querySelectorAll('select.rank')) {
-  select.addEventListener('change', () => {
-    document.querySelectorAll('select.rank').forEach(other => { other.value = select.value; });
-    document.querySelectorAll('.of-rank').forEach(block => { block.hidden = block.dataset.rank !== select.value; });
-    draw();
-  });
-}
-axis.addEventListener('change', draw);
-draw();
-"""
-"""Draws all figures of the page; of a curve the names of phases as far as there is room for them."""
 
 
 def thinned(points: Sequence[Point], borders: Sequence[float], limit: int) -> list[Point]:
-    """About `limit` points: of equal stretches, none of which crosses a border, the highest and the lowest."""
+    """About `limit` points: the highest and the lowest of equal stretches, none of which crosses a border.
+
+    The peak of every stretch between two borders stays.
+    """
     points = sorted(points, key=lambda point: point[0])
     if len(points) <= limit:
         return points
@@ -103,8 +66,8 @@ def thinned(points: Sequence[Point], borders: Sequence[float], limit: int) -> li
     return [points[index] for index in sorted(kept)]
 
 
-def figure(rank: RankResult, capacity: int, limit: int) -> dict[str, Any]:
-    """Stacked by kind. Where points and phases are stands once, in `layout.meta`, from which the script fills it in."""
+def memory_curve(rank: RankResult, capacity: int, limit: int) -> dict[str, Any]:
+    """Memory stacked by kind. `layout.meta` has the places of points and phases once; the script fills them in."""
     borders = sorted(rank.phases_at, key=lambda border: border[0])
     points = thinned(rank.curve, [seconds for seconds, _, _ in borders], limit)
     colours = colours_of([kind for _, kinds in points for kind in kinds])
@@ -136,7 +99,6 @@ def figure(rank: RankResult, capacity: int, limit: int) -> dict[str, Any]:
 
 
 def _places(times: Sequence[float], borders: Sequence[tuple[float, int, str]]) -> dict[str, Any]:
-    """Where points and phases are, by time and by number."""
     span = (times[-1] - times[0] if times else 0.0) or 1.0
     x: list[float] = []
     for seconds in times:
@@ -145,8 +107,8 @@ def _places(times: Sequence[float], borders: Sequence[tuple[float, int, str]]) -
     marks = []
     for index, (seconds, step, phase) in enumerate(borders):
         begins = not index or step != borders[index - 1][1]
-        words = f"step {step}" if step else "start"
-        marks.append([round(seconds, 7), bisect_left(times, seconds), html.escape(phase), words, begins])
+        name = f"step {step}" if step else "start"
+        marks.append([round(seconds, 7), bisect_left(times, seconds), html.escape(phase), name, begins])
     return {
         "x": x,
         "borders": marks,
@@ -158,7 +120,7 @@ def _places(times: Sequence[float], borders: Sequence[tuple[float, int, str]]) -
 
 
 def _layout(rank: RankResult, capacity: int) -> dict[str, Any]:
-    """With two lines: what the device has, and what of it is left for tensors."""
+    """Layout with two lines: the device's memory, and the part of it that is left for tensors."""
     margin = rank.need - rank.peak
     lines = [
         (capacity, "#b91c1c", "bottom", f"the device: {gib(capacity)} GiB"),
@@ -166,10 +128,10 @@ def _layout(rank: RankResult, capacity: int) -> dict[str, Any]:
     ]
     shapes: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
-    for nbytes, colour, side, words in lines if capacity else ():
+    for nbytes, colour, side, label in lines if capacity else ():
         y, line = nbytes / GIB, {"color": colour, "width": 1.6, "dash": "dash"}
         shapes.append({"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y, "line": line})
-        text = {"text": words, "font": {"color": colour, "size": 11}, "bgcolor": "rgba(255,255,255,0.8)"}
+        text = {"text": label, "font": {"color": colour, "size": 11}, "bgcolor": "rgba(255,255,255,0.8)"}
         annotations.append(
             {**text, "xref": "paper", "x": 1, "xanchor": "right", "y": y, "yanchor": side, "showarrow": False}
         )
@@ -184,3 +146,23 @@ def _layout(rank: RankResult, capacity: int) -> dict[str, Any]:
         "shapes": shapes,
         "annotations": annotations,
     }
+
+
+def time_bars(steps: Sequence[StepTime]) -> dict[str, Any]:
+    """Seconds of each phase, a bar for each step."""
+    phases = list(dict.fromkeys(phase.phase for step in steps for phase in step.phases))
+    data = []
+    for index, step in enumerate(steps):
+        seconds = {phase.phase: phase.seconds for phase in step.phases}
+        colour = PALETTE[index % len(PALETTE)]
+        x = [seconds.get(phase) for phase in phases]
+        data.append({"type": "bar", "name": f"step {step.step}", "y": phases, "x": x, "marker": {"color": colour}})
+    layout = {
+        "template": TEMPLATE,
+        "height": 90 + 24 * len(phases),
+        "hovermode": "closest",
+        "margin": {"l": 8, "r": 12, "t": 24, "b": 40},
+        "xaxis": {"title": {"text": "seconds (estimate)"}},
+        "yaxis": {"autorange": "reversed", "automargin": True},
+    }
+    return {"data": data, "layout": layout}

@@ -1,125 +1,201 @@
-"""A rehearsal's answer as one HTML file, and as one of JSON."""
+"""A rehearsal's result as one HTML file (from `page.html.jinja`) and as one JSON file."""
 
 from __future__ import annotations
 
-import html
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megarlhf.observe.report.html_page import check_replaceable, document, write_whole, written_by
-from megarlhf.observe.terminal.progress import format_duration
-from megarlhf.rehearsal.report.curve import SCRIPT
-from megarlhf.rehearsal.report.page_memory import (
-    curve_section,
-    host_section,
-    margin_section,
-    phases_section,
-    ranks_section,
+from megarlhf.observe.terminal.progress import format_duration, format_number
+from megarlhf.rehearsal.report.curve import colours_of, memory_curve, time_bars
+from megarlhf.rehearsal.report.selection import (
+    HOST,
+    bytes_by_carrier,
+    end_steps,
+    peak_row,
+    sum_messages,
+    tightest_first,
 )
-from megarlhf.rehearsal.report.page_parts import STYLE, bullets, folded, long, number, panel, paragraph, table, text
-from megarlhf.rehearsal.report.page_time import time_section
-from megarlhf.rehearsal.report.page_wire import wire_section
-from megarlhf.rehearsal.report.sentences import ESTIMATE, at_peak, consists, counted, gib, how_counted, verdict
-from megarlhf.rehearsal.result import Result
+from megarlhf.rehearsal.report.sentences import (
+    ESTIMATE,
+    NO_TIME,
+    NOT_MEASURED,
+    gib,
+    kinds,
+    moment,
+    percent,
+    quantity,
+    rank_name,
+    resume_point,
+    size,
+    stages,
+    verdict,
+)
+from megarlhf.rehearsal.result import PhaseRow, RankResult, Result
 
 REHEARSE = "rehearse"
 """The command, as its pages name it."""
 _OWN_JSON = '"hardware_sources": '
 """A key that no other file has."""
+MAX_POINTS = 1500
+"""Points of one rank's curve."""
+MAX_POINTS_OF_ALL = 24_000
+MAX_RANKS = 20
+"""Ranks whose curves and tables are on the page. The JSON file has all."""
+KINDS_IN_A_ROW = 4
+STEP_FIGURES = (
+    ("seconds", "seconds", format_number),
+    ("tokens trained per second, whole job", "tokens_per_second", format_number),
+    ("model FLOPs utilisation, rollout apart", "utilisation", percent),
+    ("bubble: waiting for others in training", "bubble", percent),
+    ("exposed communication in training", "exposed", percent),
+    ("computing again in training", "recomputation", percent),
+    ("forward and backward in training", "forward_and_backward", percent),
+    ("exposed communication, seconds, mean of ranks", "communication", format_number),
+)
+"""(label, field of `StepTime`, how it is shown)"""
+ROLLOUT_FIGURES = (
+    ("rollout, slowest engine, seconds", "slowest"),
+    ("rollout, fastest engine, seconds", "fastest"),
+    ("tokens of all responses", "tokens"),
+    ("sequences at once on one engine, most", "most_running"),
+)
 
 
 def check_out(folder: Path) -> None:
-    """To be asked before a rehearsal begins. Raises: ValueError where something stands in `folder` that `write` would
-    replace and that is not ours."""
+    """Refuse, before a rehearsal begins, to replace a file that is not ours.
+
+    Raises: ValueError where `folder` holds such a file under a name that `write` would use.
+    """
     check_replaceable(folder / "rehearsal.json", _OWN_JSON, "file of megarlhf rehearse")
     check_replaceable(folder / "rehearsal.html", written_by(REHEARSE), "page of megarlhf rehearse")
 
 
 def write(result: Result, folder: Path) -> list[Path]:
-    """`Result.as_json`, and a page that needs no network. Returns what was written. Raises: see `check_out`; ValueError
-    for a number that JSON has not (NaN, infinity)."""
+    """Write `Result.as_json` and a page that needs no network. Returns their paths.
+
+    Raises: ValueError as `check_out`, and for a number that JSON does not have (NaN, infinity).
+    """
     check_out(folder)
     texts = {
         folder / "rehearsal.json": json.dumps(result.as_json(), allow_nan=False) + "\n",
         folder / "rehearsal.html": render(result),
     }
-    for path, words in texts.items():
-        write_whole(path, words)
+    for path, text in texts.items():
+        write_whole(path, text)
     return list(texts)
 
 
 def render(result: Result) -> str:
     """The whole page."""
-    figures: list[dict[str, Any]] = []
-    parts = [
-        _verdict(result),
-        curve_section(result, figures),
-        phases_section(result),
-        ranks_section(result),
-        margin_section(result),
-        wire_section(result),
-        time_section(result, figures),
-        host_section(result),
-        _assumed(result),
-        _config(result),
-    ]
-    title = f"Rehearsal of megarlhf {result.command} on {counted(result.world_size, 'rank')}"
-    return document(title, REHEARSE, parts, figures, style=STYLE, script=SCRIPT)
-
-
-def _verdict(result: Result) -> str:
-    first, *others = verdict(result)
-    good = result.fits and not result.refusals and not result.faults
-    peak = at_peak(result.tightest_rank)
-    sentences = [*others, f"At its tightest moment it holds, in GiB: {consists(peak.by_kind)}."]
-    head = f'<p class="first">{html.escape(first)}</p>' + "".join(paragraph(sentence, "") for sentence in sentences)
-    parts = [f'<div class="panel verdict{"" if good else " bad"}">{head}{paragraph(how_counted())}</div>']
-    if result.refusals:
-        parts.append(_alarm("The run would not start", result.refusals))
-    if result.faults:
-        parts.append(_alarm("Ranks do not fit together", result.faults))
-    parts.append(panel(_facts(result)))
-    return "\n".join(parts)
-
-
-def _alarm(title: str, sentences: list[str]) -> str:
-    return f'<div class="panel alarm"><h3>{html.escape(title)}</h3>{bullets(sentences)}</div>'
-
-
-def _facts(result: Result) -> str:
-    nodes = -(-result.world_size // result.ranks_per_node)
-    rows = [
-        ["job", f"megarlhf {result.command}, {counted(result.world_size, 'rank')}, {counted(nodes, 'node')}"],
-        *[[role, words] for role, words in result.layouts.items()],
-        ["device", f"{gib(result.capacity)} GiB" if result.capacity else "no size was given"],
-        ["hardware file", result.hardware],
-    ]
+    ranks = tightest_first(result)
+    shown = ranks[:MAX_RANKS]
+    limit = min(MAX_POINTS, MAX_POINTS_OF_ALL // len(shown))
+    figures = [memory_curve(rank, result.capacity, limit) for rank in shown]
     if result.times:
-        last = result.times[-1]
-        rows.append([f"step {last.step}", f"{last.seconds:,.1f} seconds (estimate)"])
-    tool = f"{format_duration(result.tool_seconds)} and at most {result.tool_gib:.2f} GiB on this machine, measured"
-    rows.append(["rehearsal", f"{counted(result.steps, 'step')} on {counted(len(result.ranks), 'rank')}: {tool}"])
-    return table([text(""), long("")], rows, style="facts")
-
-
-def _assumed(result: Result) -> str:
-    said = (
-        "Numbers that only a device would know, and that the program reads: each was answered, with the reason. "
-        f"Any other such place would have ended the rehearsal. {ESTIMATE}"
+        figures.append(time_bars([step for step in result.times if step.step in end_steps(result.times)]))
+    folder = Path(__file__).parent
+    body = (
+        _environment(folder)
+        .get_template("page.html.jinja")
+        .render(
+            result=result,
+            ranks=ranks,
+            shown=shown,
+            max_ranks=MAX_RANKS,
+            kinds_in_a_row=KINDS_IN_A_ROW,
+            all_messages=[row for rank in result.ranks for row in rank.messages],
+            host=HOST,
+            step_figures=STEP_FIGURES,
+            rollout_figures=ROLLOUT_FIGURES,
+            rollouts=(result.rollouts + [None] * len(result.times))[: len(result.times)],
+            not_measured=NOT_MEASURED,
+            estimate=ESTIMATE,
+            no_time=NO_TIME,
+            config=yaml.safe_dump(result.config, sort_keys=False, allow_unicode=True),
+        )
     )
-    columns = [long("where"), long("what it reads"), text("answer"), long("reason"), number("times")]
-    rows = [[row.where, row.what, row.answer, row.reason, row.count] for row in result.assumptions]
-    parts = ["<h2>What was assumed</h2>", paragraph(said)]
-    parts.append(panel(table(columns, rows)) if rows else paragraph("No number had to be answered.", ""))
-    if result.notes:
-        parts.append(f"<h4>What stood in for what</h4>{bullets(result.notes)}")
-    return "\n".join(parts)
+    style, script = ((folder / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    title = f"Rehearsal of megarlhf {result.command} on {quantity(result.world_size, 'rank')}"
+    return document(title, REHEARSE, [body], figures, style=style, script=script)
 
 
-def _config(result: Result) -> str:
-    dumped = yaml.safe_dump(result.config, sort_keys=False, allow_unicode=True)
-    inside = f"<pre>{html.escape(dumped)}</pre>"
-    return "<h2>Resolved configuration</h2>" + panel(folded("The configuration that was rehearsed", inside))
+def _environment(folder: Path) -> Environment:
+    """Templates of a folder, with the functions that they call."""
+    environment = Environment(
+        loader=FileSystemLoader(folder),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    functions: tuple[Any, ...] = (
+        _cell,
+        _columns,
+        _kinds_of,
+        _messages_by_step,
+        _phases_of,
+        _sizes,
+        _start_peak_end,
+        _step_groups,
+    )
+    functions += (bytes_by_carrier, end_steps, format_duration, gib, kinds, moment, peak_row, percent, quantity)
+    functions += (rank_name, resume_point, size, stages, verdict)
+    by_name = {function.__name__.lstrip("_"): function for function in functions}
+    environment.filters |= by_name
+    environment.globals |= by_name
+    return environment
+
+
+def _step_groups(steps: Sequence[int], span: int) -> list[tuple[str, int]]:
+    return [(f"step {step}", span) for step in steps]
+
+
+def _cell(value: object) -> str:
+    return format_number(value) if value is None or isinstance(value, int | float) else str(value)
+
+
+def _columns(rows: Sequence[Any], field: str, show: Any = format_number) -> list[str]:
+    """One cell for each row; a dash for a row that is not there."""
+    return ["-" if row is None else show(getattr(row, field)) for row in rows]
+
+
+def _phases_of(rank: RankResult, steps: Sequence[int]) -> list[tuple[str, list[PhaseRow | None]]]:
+    rows = {(row.step, row.phase): row for row in rank.memory}
+    phases = dict.fromkeys(row.phase for row in rank.memory if row.step in steps)
+    return [(phase, [rows.get((step, phase)) for step in steps]) for phase in phases]
+
+
+def _start_peak_end(rows: Iterable[PhaseRow | None]) -> list[str]:
+    cells = []
+    for row in rows:
+        cells += ["-"] * 3 if row is None else [gib(row.start), gib(row.peak), gib(row.end)]
+    return cells
+
+
+def _kinds_of(rows: Iterable[PhaseRow]) -> list[str]:
+    """Kinds of memory in the rows, in the order of the curve's stack."""
+    return list(colours_of([kind for row in rows for kind in row.by_kind]))
+
+
+def _sizes(row: PhaseRow, names: Sequence[str]) -> list[str]:
+    return [gib(row.by_kind[name]) if row.by_kind.get(name) else "-" for name in names]
+
+
+def _messages_by_step(rank: RankResult, steps: Sequence[int]) -> list[tuple[list[object], list[object]]]:
+    """(key; count and bytes in each step) of equal messages, the most bytes in the last step first."""
+    by_step = [sum_messages(row for row in rank.messages if row.step == step) for step in steps]
+    keys = dict.fromkeys(key for sums in reversed(by_step) for key in sums)
+    lines: list[tuple[list[object], list[object]]] = []
+    for key in keys:
+        counts: list[object] = []
+        for sums in by_step:
+            count, nbytes = sums.get(key, (0, 0))
+            counts += [count, size(nbytes)] if count else ["-", "-"]
+        lines.append(([*key], counts))
+    return lines

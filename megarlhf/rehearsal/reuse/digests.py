@@ -1,7 +1,7 @@
-"""Digests of equal weights are rehearsed once: those of one box, in memory of one shape, take the same operations.
+"""Reuse of equal digests: digests of one box, in memory of one shape, take the same operations.
 
-A certificate looks at each weight by itself, and a mixture of experts has thousands. The first digest of a box makes
-its keys, the second is noted, and those after it play its tape. Tests compare rehearsals with and without this: nothing
+A certificate checks each weight by itself, and a mixture of experts has thousands. The first digest of a box makes its
+keys, the second is recorded, and later ones play its tape. Tests compare rehearsals with and without this: nothing
 changes.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,35 +25,32 @@ from megarlhf.weights.transport.storages import Storages
 
 @contextlib.contextmanager
 def equal_digests(recorder: TapeRecorder, player: Player) -> Iterator[None]:
-    """Inside, a digest like two before it is played."""
+    """Scope in which a digest is played if two equal ones have run."""
     run = digest._digest_box
     tapes: WeakKeyDictionary[Any, dict[Any, Tape | None]] = WeakKeyDictionary()
-    """By the keys of boxes, which are made anew for each certificate."""
+    """Tapes by the keys of boxes, which are made anew for each certificate."""
 
     def digest_box(placement: Placement, storages: Storages, dtype: torch.dtype, keys: Any) -> Tensor:
         live = storages[placement.storage]
         if not isinstance(live, FakeTensor):
             return run(placement, storages, dtype, keys)
-        known = tapes.setdefault(keys, {})
-        like = placement.box, placement.strides, live.shape, live.stride(), live.dtype, dtype
-        if like not in known:
-            known[like] = None
+        of_keys = tapes.setdefault(keys, {})
+        kind = placement.box, placement.strides, live.shape, live.stride(), live.dtype, dtype
+        if kind not in of_keys:
+            of_keys[kind] = None
             return run(placement, storages, dtype, keys)
-        tape = known[like]
+        tape = of_keys[kind]
         if tape is not None:
             (total,), kept = player.play(tape, {})
             assert not kept, "a digest holds memory after it"
             return total
-        known[like] = tape = recorder.begin({})
+        of_keys[kind] = tape = recorder.begin({})
         try:
             total = run(placement, storages, dtype, keys)
-            tape.goes_out(total)
+            tape.set_results(total)
         finally:
             recorder.end()
         return total
 
-    digest._digest_box = digest_box
-    try:
+    with patch.object(digest, "_digest_box", digest_box):
         yield
-    finally:
-        digest._digest_box = run

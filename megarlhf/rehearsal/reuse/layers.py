@@ -1,16 +1,18 @@
-"""Equal layers are rehearsed once: what the second layer of a stage does in a forward, and one at the stage's end in a
-backward, the layers between them do too, tensor for tensor and message for message. It is noted on a tape and played
-again.
+"""Reuse of equal layers: layers of a stage repeat, tensor for tensor and message for message, the forward of the second
+layer and the backward of one at the stage's end. These are recorded on tapes and played.
 
-The first layer of a stage meets memory that is made at first use, so it is no model for the others. Of a forward
-without gradients the second layer's tape serves all that follow. With gradients the last layer runs too, since its
-backward is the first. Before the last stage it gets its gradient from the schedule, which holds it meanwhile, so that
-nothing can be added to it in place: there the last layer is no model either, and the one before it runs too.
+The first layer of a stage is no model: it makes memory at first use. The tape of the second layer's forward without
+gradients serves all that follow. With gradients the last layer runs too, since its backward is the first. Before the
+last stage it gets its gradient from the schedule, which still holds it, so that nothing can be added to it in place.
+There the last layer is no model either, and the one before it runs too.
 
-Layers that are computed again in the backward are a group of their own. Their forward is one without gradients; what
-is computed again comes from the last layer to the first, each followed by its backward, and so its model is the layer
-at the end, as it is for backwards. Tests compare rehearsals with and without all this: nothing changes, but for what
+Layers that are recomputed in the backward are a group of their own. Their forward is one without gradients.
+Recomputation goes from the last layer to the first, each followed by its backward, and so its model is the layer at the
+end, as it is for backwards. Tests compare rehearsals with and without all this: nothing changes, except for what
 `tests/rehearsal/test_reuse.py` names.
+
+Example, a last stage of 6 layers, with gradients: layers 1, 2 and 6 run; 3, 4 and 5 play the forward of 2 and the
+backward of 6.
 """
 
 from __future__ import annotations
@@ -31,92 +33,93 @@ from megarlhf.rehearsal.reuse.buckets import Buckets
 from megarlhf.rehearsal.reuse.tape import MemoryMark, Owner, Player, Tape, TapeRecorder
 
 FEWEST = 4
-"""Layers of a group for which it is worth it."""
+"""Least number of layers in a group for which this is worthwhile."""
 
 
 @dataclass
 class MicroBatchTapes:
-    """Of one micro-batch in one group of layers."""
+    """Tapes of one micro-batch in one group of layers."""
 
     forward: Tape
-    """Of the second layer; where it is computed again, of the model."""
+    """Tape of the second layer; if layers are recomputed, of the model."""
     input_is_kept: bool
-    """Whether a layer's graph needs what came in, which its caller lets go of."""
+    """Whether a layer's graph needs its input, which the caller releases."""
     backward: Tape | None = None
-    """Of the model."""
+    """Tape of the model."""
 
 
 @dataclass
-class Held:
-    """What a played layer has left after a forward."""
+class LayerMemory:
+    """Memory that a played layer holds after a forward."""
 
     keys: dict[int, int] = field(default_factory=dict)
-    """Of the ledger, by number of the forward's tape."""
+    """Keys of the ledger, by number on the forward's tape."""
     is_over: bool = True
-    """Whether no backward is to come. What is there then is held by the layer's own attributes, as a dispatcher of
-    tokens to experts holds how many go where, until its next forward puts others in their place."""
+    """Whether no backward follows. The remaining memory is then held by the layer's own attributes, until its next
+    forward replaces them. For example, a dispatcher of tokens to experts holds how many go where."""
 
 
 class LayerPosition(Enum):
-    """Of a layer behind the first of its group."""
+    """Position of a layer behind the first of its group."""
 
     SECOND = auto()
-    """The model of forwards."""
+    """Model of forwards."""
     BETWEEN = auto()
     MODEL = auto()
-    """Of backwards, and of what is computed again."""
+    """Model of backwards, and of recomputation."""
     BEHIND = auto()
-    """The last one, where it is not the model."""
+    """The last layer, if it is not the model."""
 
 
-class Noted:
-    """A layer that runs and is noted, in all its forwards."""
+class RecordedLayer:
+    """Recorder of all forwards of a layer that runs."""
 
     def __init__(self, recorder: TapeRecorder) -> None:
         self._recorder = recorder
         self.tape: Tape | None = None
-        """Of the last one."""
+        """Tape of the last forward."""
 
     def run(self, run: Callable[..., Any], hidden: Tensor, args: Any, kwargs: Any) -> Any:
-        """A forward. What it lets go of that the one before it had left is noted as that one's."""
-        before = {} if self.tape is None else self._recorder.left_of(self.tape, "before")
+        """Run a forward and record it. Memory of the forward before it that is released now is recorded as that
+        forward's."""
+        before = {} if self.tape is None else self._recorder.remaining_of(self.tape, "before")
         self.tape = self._recorder.begin(before | {storage_key(hidden): ("input", 0)})
         try:
             out, context = run(hidden, *args, **kwargs)
-            self.tape.goes_out(out)
+            self.tape.set_results(out)
         finally:
             self._recorder.end()
         return out, context
 
 
 class EqualLayers:
-    """Plays the layers of a stage that are like others."""
+    """Reuse of layers in a stage."""
 
     def __init__(self, recorder: TapeRecorder, player: Player, known: Known, buckets: Buckets) -> None:
         self._recorder, self._player, self._known, self._buckets = recorder, player, known, buckets
 
     def install(self, shard: ModelShard) -> None:
-        """From now on only the first two layers of each group run, and with gradients the last one or two."""
+        """Let only the first two layers of each group run, and with gradients the last one or two."""
         for chunk in shard.chunks:
             self._install_in(chunk)
 
     def _install_in(self, chunk: Any) -> None:
-        """A pipeline stage, or one of the virtual stages of a rank."""
-        layers, again = list(chunk.decoder.layers), layers_again(chunk)
-        for group in (layers[:again], layers[again:]):
+        layers, recomputed = list(chunk.decoder.layers), num_recomputed(chunk)
+        for group in (layers[:recomputed], layers[recomputed:]):
             if len(group) < FEWEST:
                 continue
             sends_on = group[-1] is layers[-1] and not chunk.post_process
             ends = [LayerPosition.MODEL, LayerPosition.BEHIND] if sends_on else [LayerPosition.MODEL]
             between = [LayerPosition.BETWEEN] * (len(group) - 2 - len(ends))
-            again_too = group[0] in layers[:again]
-            equal = _Group(self._recorder, self._player, self._known, self._buckets, again=again_too)
-            for layer, place in zip(group[1:], [LayerPosition.SECOND, *between, *ends], strict=True):
-                equal.put_into(layer, place)
+            equal = _Group(
+                self._recorder, self._player, self._known, self._buckets, recomputed=group[0] in layers[:recomputed]
+            )
+            for layer, position in zip(group[1:], [LayerPosition.SECOND, *between, *ends], strict=True):
+                equal.install_in(layer, position)
 
 
-def layers_again(chunk: Any) -> int:
-    """How many layers of the stage, its first, are computed again in the backward."""
+def num_recomputed(chunk: Any) -> int:
+    """Number of the stage's first layers that are recomputed in the backward."""
     config, count = chunk.config, len(chunk.decoder.layers)
     if config.recompute_granularity != "full":
         return 0
@@ -124,47 +127,49 @@ def layers_again(chunk: Any) -> int:
 
 
 class _Group:
-    """Equal layers that follow each other in a stage; of a micro-batch its tapes, from the second layer on."""
+    """Equal layers that follow each other in a stage, and their tapes for a micro-batch, from the second layer on."""
 
-    def __init__(self, recorder: TapeRecorder, player: Player, known: Known, buckets: Buckets, *, again: bool) -> None:
-        """`again`: their backward computes them again."""
+    def __init__(
+        self, recorder: TapeRecorder, player: Player, known: Known, buckets: Buckets, *, recomputed: bool
+    ) -> None:
+        """`recomputed`: whether their backward recomputes them."""
         self._recorder, self._player, self._known, self._buckets = recorder, player, known, buckets
-        self._again = again
-        self._second, self._model = Noted(recorder), Noted(recorder)
-        self._tapes_again: MicroBatchTapes | None = None
-        """Of the micro-batch that is computed again."""
+        self._recomputed = recomputed
+        self._second, self._model = RecordedLayer(recorder), RecordedLayer(recorder)
+        self._recomputed_tapes: MicroBatchTapes | None = None
+        """Tapes of the micro-batch that is recomputed."""
         self._input: MemoryMark | None = None
-        """What came into the second layer's last forward."""
+        """Input of the second layer's last forward."""
         self._tapes: MicroBatchTapes | None = None
 
-    def put_into(self, layer: Any, place: LayerPosition) -> None:
+    def install_in(self, layer: Any, position: LayerPosition) -> None:
         run = layer.forward
-        gradients = list(layer.parameters())
-        held = Held()
+        parameters = list(layer.parameters())
+        held = LayerMemory()
 
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             nonlocal held
-            if place is LayerPosition.SECOND:
+            if position is LayerPosition.SECOND:
                 self._input = self._recorder.mark(hidden_states)
                 return self._second.run(run, hidden_states, args, kwargs)
             learns = torch.is_grad_enabled() and hidden_states.requires_grad
-            if place is LayerPosition.MODEL and learns:
+            if position is LayerPosition.MODEL and learns:
                 return self._run_model(run, hidden_states, args, kwargs)
-            if place is LayerPosition.BEHIND and learns:
+            if position is LayerPosition.BEHIND and learns:
                 return run(hidden_states, *args, **kwargs)
-            tapes = self._tapes_again if self._again and learns else self._tapes_now()
-            assert tapes is not None, "a layer is computed again before its model"
+            tapes = self._recomputed_tapes if self._recomputed and learns else self._current_tapes()
+            assert tapes is not None, "a layer is recomputed before its model"
             if len(tapes.forward.numbers) > 1:  # a layer that runs has attributes of its own, which a forward replaces
-                if place is LayerPosition.MODEL:
+                if position is LayerPosition.MODEL:
                     return self._model.run(run, hidden_states, args, kwargs)
-                if place is LayerPosition.BEHIND:
+                if position is LayerPosition.BEHIND:
                     return run(hidden_states, *args, **kwargs)
-            self._buckets.needed(gradients)
-            before, held = held, Held(is_over=not learns)
+            self._buckets.await_weights(parameters)
+            before, held = held, LayerMemory(is_over=not learns)
             if learns:
-                self._forget(gradients)
-                learnt = partial(self._buckets.learnt, gradients[::-1])
-                out = _Played.apply(hidden_states, self._player, tapes, before, held, learnt)
+                self._known.forget_gradients(parameters)
+                ready = partial(self._buckets.mark_ready, parameters[::-1])
+                out = _Played.apply(hidden_states, self._player, tapes, before, held, ready)
             else:
                 with torch.set_grad_enabled(tapes.forward.results[0].requires_grad):
                     out = _PlayedAlone.apply(hidden_states, self._player, tapes.forward, before, held)
@@ -173,79 +178,73 @@ class _Group:
 
         layer.forward = forward
 
-    def _tapes_now(self) -> MicroBatchTapes:
-        """Of the micro-batch at hand, when its third layer is called: now the second's input is held by its graph or
-        by nobody."""
+    def _current_tapes(self) -> MicroBatchTapes:
+        """Tapes of the current micro-batch. To be called at its third layer: by then the second's input is held by its
+        graph or by nobody."""
         tape = self._second.tape
         assert tape is not None, "a layer runs before the second of its group"
         assert self._input is not None
         if self._tapes is None or self._tapes.forward is not tape:
-            self._tapes = MicroBatchTapes(tape, self._recorder.lives(self._input))
+            self._tapes = MicroBatchTapes(tape, self._recorder.is_alive(self._input))
         return self._tapes
 
     def _run_model(self, run: Callable[..., Any], hidden: Tensor, args: Any, kwargs: Any) -> Any:
-        """A forward of the model whose backward will be noted."""
-        tapes = None if self._again else self._tapes_now()
+        """Run a forward of the model and record its backward."""
+        tapes = None if self._recomputed else self._current_tapes()
         out, context = self._model.run(run, hidden, args, kwargs)
         own = self._model.tape
         assert own is not None
-        if tapes is None:  # what comes in is held by whoever computes again
-            tapes = self._tapes_again = MicroBatchTapes(own, input_is_kept=False)
+        if tapes is None:  # the input is held by whoever recomputes
+            tapes = self._recomputed_tapes = MicroBatchTapes(own, input_is_kept=False)
         else:
             assert own.count == tapes.forward.count, (
                 f"a layer at the end of a stage takes memory {own.count} times, its second {tapes.forward.count} times"
             )
-        came_out, came_in = storage_key(out), list[int]()
-        # Not the tensor, which the hooks would hold.
+        output_key, grad_keys = storage_key(out), list[int]()
+        # A key and not the tensor, which the hooks would hold.
         inputs: dict[int, tuple[Owner, int]] = {storage_key(hidden): ("input", 0)} if tapes.input_is_kept else {}
 
-        def begins(grad_output: Tensor) -> None:
-            came_in.append(storage_key(grad_output))
-            others = self._recorder.left_of(own, "forward")
-            others.pop(came_out, None)
-            tapes.backward = self._recorder.begin(others | inputs | {came_in[0]: ("grad_output", 0)})
+        def begin_backward(grad_output: Tensor) -> None:
+            grad_keys.append(storage_key(grad_output))
+            others = self._recorder.remaining_of(own, "forward")
+            others.pop(output_key, None)
+            tapes.backward = self._recorder.begin(others | inputs | {grad_keys[0]: ("grad_output", 0)})
 
-        def ends(grad_input: Tensor) -> None:
+        def end_backward(grad_input: Tensor) -> None:
             assert tapes.backward is not None
-            tapes.backward.goes_out(grad_input)
-            assert tapes.backward.results[0].number is not None or storage_key(grad_input) == came_in[0]
-            if self._again:  # what came in is a leaf there, and leaves have no order: gradients of weights may follow
-                after_this_backward(over)
+            tapes.backward.set_results(grad_input)
+            assert tapes.backward.results[0].number is not None or storage_key(grad_input) == grad_keys[0]
+            if self._recomputed:
+                # The input is a leaf there, and leaves have no order: gradients of weights may follow.
+                after_this_backward(finish)
             else:
-                over()
+                finish()
 
-        def over() -> None:
+        def finish() -> None:
             assert tapes.backward is not None
-            tapes.backward.without_first_use()
+            tapes.backward.drop_first_use()
             self._recorder.end()
 
-        out.register_hook(begins)
-        hidden.register_hook(ends)
+        out.register_hook(begin_backward)
+        hidden.register_hook(end_backward)
         return out, context
-
-    def _forget(self, parameters: list[Tensor]) -> None:
-        """Gradients are added that nobody knows."""
-        for parameter in parameters:
-            buffer = getattr(parameter, "main_grad", None)
-            if buffer is not None:
-                self._known.forget(buffer)
 
 
 class _PlayedAlone(torch.autograd.Function):
-    """The forward of a layer that is played, without a backward to come.
+    """The forward of a played layer without a backward.
 
-    Megatron-Core adds residuals with gradients also where its caller has switched them off. So what a stage receives,
-    which requires a gradient, is held by the graph of what it sends, though no backward will follow.
+    Megatron-Core adds residuals with gradients even where its caller has switched them off. So the input of a stage,
+    which requires a gradient, is held by the graph of its output, though no backward will follow.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, player: Player, tape: Tape, before: Held, held: Held) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, player: Player, tape: Tape, before: LayerMemory, held: LayerMemory) -> Tensor:
         (out,), held.keys = player.play(tape, {"input": hidden, "before": before.keys})
         return out
 
 
 class _Played(torch.autograd.Function):
-    """A layer that is played, forward and backward. `learnt` is called when its gradients are there."""
+    """A played layer, forward and backward. `ready` is called when its gradients are there."""
 
     @staticmethod
     def forward(
@@ -253,12 +252,12 @@ class _Played(torch.autograd.Function):
         hidden: Tensor,
         player: Player,
         tapes: MicroBatchTapes,
-        before: Held,
-        held: Held,
-        learnt: Callable[[], None],
+        before: LayerMemory,
+        held: LayerMemory,
+        ready: Callable[[], None],
     ) -> Tensor:
         (out,), held.keys = player.play(tapes.forward, {"input": hidden, "before": before.keys})
-        ctx.player, ctx.tapes, ctx.held, ctx.learnt = player, tapes, held, learnt
+        ctx.player, ctx.tapes, ctx.held, ctx.ready = player, tapes, held, ready
         if tapes.input_is_kept:
             ctx.save_for_backward(hidden)
         return out
@@ -273,5 +272,5 @@ class _Played(torch.autograd.Function):
         (grad_input,), kept = ctx.player.play(tape, names)
         held.is_over = True
         assert not kept, "memory of a played layer's backward lives on after it"
-        ctx.learnt()
+        ctx.ready()
         return grad_input, None, None, None, None, None

@@ -1,4 +1,8 @@
-"""What a device does between two moments, noted to be played again: memory, work, messages."""
+"""Tapes: the memory, work and messages of a device between two moments, recorded in order to be played again.
+
+Example, of an operation that makes a tensor and releases the input of its layer: [Made(0, storage), Spent("matmul",
+...), Freed("input", 0)].
+"""
 
 from __future__ import annotations
 
@@ -22,26 +26,26 @@ from megarlhf.rehearsal.timeline.messages import Line, Wire
 from megarlhf.rehearsal.timeline.trace import Collective, Event, Receive, Send, Wait, Work
 
 Owner = Literal["own", "before", "forward", "input", "grad_output"]
-"""Whose memory is given back: of this tape, of the same layer's forward before this one, of the forward of this
-backward, of a tensor that came in."""
+"""Owner of released memory: this tape; the same layer's forward before this one; the forward of this backward; a tensor
+that came in."""
 
 
 class MemoryMark(NamedTuple):
-    """A piece of memory, which is another one than what gets its key when it is gone."""
+    """A piece of memory. Its key alone would not do: another piece may get it later."""
 
     key: int
     storage: Storage | None
 
 
 class Made(NamedTuple):
-    """Memory is taken, the `number`-th of the tape."""
+    """An allocation, the `number`-th of the tape."""
 
     number: int
     storage: Storage
 
 
 class Freed(NamedTuple):
-    """Memory is given back."""
+    """A release."""
 
     owner: Owner
     number: int
@@ -54,66 +58,67 @@ class Passing(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """Work is done."""
+    """Work."""
 
     work: Work
     spending: Spending
 
 
 class MessageCall(NamedTuple):
-    """A message is issued or waited for."""
+    """A message that is issued or waited for."""
 
     event: Event
 
 
 class Counted(NamedTuple):
-    """A row of the table of messages; step and phase are those of whoever plays it."""
+    """A row of the table of messages. Step and phase are those at the time of playing."""
 
     line: Line
     nbytes: int
 
 
-class Again(NamedTuple):
-    """A stretch of another tape is played while this one is open."""
+class InnerStretch(NamedTuple):
+    """A stretch of another tape that is played while this one is open."""
 
     first_key: int
-    """That the other tape's memory has in this play."""
+    """First key of the other tape's memory in this play."""
     reserved: int
-    """Keys."""
+    """Number of keys."""
     stretch: Stretch
 
 
-Note = Made | Freed | Passing | Spent | MessageCall | Counted | Again
+Note = Made | Freed | Passing | Spent | MessageCall | Counted | InnerStretch
 
 
 class Out(NamedTuple):
-    """A tensor that goes out."""
+    """A tensor that leaves the tape."""
 
     number: int | None
-    """Of its memory; None: it is what came in."""
+    """Number of its memory; None if it is the input."""
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-    """Without a graph it steers too: Megatron-Core adds in place where no gradient is required."""
+    """Whether it requires a gradient. This matters without a graph too: Megatron-Core adds in place where no gradient
+    is required."""
 
 
 @dataclass
 class Stretch:
-    """Notes between two messages that need not be played one by one."""
+    """Notes between two messages, combined."""
 
     changes: list[MemoryChange] = field(default_factory=list)
-    """Memory that comes and goes within the tape."""
+    """Memory that is allocated and released within the tape."""
     spendings: dict[Work, Spending] = field(default_factory=dict)
     seconds: float = 0.0
 
     def spend(self, work: Work, more: Spending) -> None:
-        """Work goes on."""
+        """Add work."""
         self.spendings[work] = self.spendings.get(work, Spending()).plus(more)
         self.seconds += more.seconds
 
     def add(self, played: Stretch, first_number: int) -> None:
-        """Another one follows, whose numbers begin here."""
+        """Add another stretch, whose numbers begin at `first_number`."""
         begin = self.seconds
         self.changes += [MemoryChange(begin + at, first_number + n, what, sign) for at, n, what, sign in played.changes]
         for work, spending in played.spendings.items():
@@ -126,26 +131,26 @@ class Tape:
 
     notes: list[Note] = field(default_factory=list)
     count: int = 0
-    """Memory that was taken."""
+    """Number of allocations."""
     numbers: dict[int, int] = field(default_factory=dict)
-    """By key of the storage, of what still lives."""
+    """Numbers of living storages, by their key."""
     results: list[Out] = field(default_factory=list)
     _compacted: Compact | None = None
 
-    def goes_out(self, *tensors: Tensor) -> None:
-        """The tape ends with these."""
+    def set_results(self, *tensors: Tensor) -> None:
+        """Set the tensors with which the tape ends."""
         self.results = [
             Out(self.numbers.get(storage_key(x)), tuple(x.shape), tuple(x.stride()), x.dtype, x.requires_grad)
             for x in tensors
         ]
 
-    def without_first_use(self) -> None:
-        """Of a backward: what lives on after it was made at its first use, for all backwards."""
+    def drop_first_use(self) -> None:
+        """Drop the allocations of a backward that survive it: they were made at first use, for all backwards."""
         kept = set(self.numbers.values()) - {out.number for out in self.results}
         self.notes = [note for note in self.notes if not (isinstance(note, Made) and note.number in kept)]
 
     def compact(self) -> Compact:
-        """The same in fewer pieces, and the numbers of memory in it. To be called when the tape is complete."""
+        """The notes in fewer pieces, and the count of numbers in them. To be called when the tape is complete."""
         if self._compacted is None:
             self._compacted = _compact(self.notes, self.count)
         return self._compacted
@@ -155,12 +160,12 @@ Compact = tuple[list[Note | Stretch], int]
 
 
 def _compact(notes: Sequence[Note], count: int) -> Compact:
-    """`count`: numbers that are taken; memory inside operations gets further ones."""
+    """Combine notes. `count`: numbers in use. Memory inside operations gets further ones."""
     ends = {note.number for note in notes if isinstance(note, Freed) and note.owner == "own"}
     storages = {note.number: note.storage for note in notes if isinstance(note, Made)}
     further = count
     inner: dict[int, int] = {}
-    """Numbers here of what other tapes' plays have reserved."""
+    """Numbers here of the keys that other tapes' plays have reserved."""
     pieces: list[Note | Stretch] = []
     for note in notes:
         match note:
@@ -176,7 +181,7 @@ def _compact(notes: Sequence[Note], count: int) -> Compact:
                 stretch = _open_stretch(pieces)
                 stretch.changes += [MemoryChange(stretch.seconds, further, storage, sign) for sign in (1, -1)]
                 further += 1
-            case Again(first_key, reserved, played):
+            case InnerStretch(first_key, reserved, played):
                 stretch = _open_stretch(pieces)
                 if first_key not in inner:
                     inner[first_key], further = further, further + reserved
@@ -187,7 +192,7 @@ def _compact(notes: Sequence[Note], count: int) -> Compact:
 
 
 def _open_stretch(pieces: list[Note | Stretch]) -> Stretch:
-    """The last piece, a new one where that is none."""
+    """The last piece if it is a stretch, otherwise a new one."""
     if not (pieces and isinstance(pieces[-1], Stretch)):
         pieces.append(Stretch())
     stretch = pieces[-1]
@@ -196,18 +201,20 @@ def _open_stretch(pieces: list[Note | Stretch]) -> Stretch:
 
 
 class TapeRecorder:
-    """Listens to ledger, meter and wire of a rank while a tape is open."""
+    """Recorder of a rank's ledger, meter and wire while a tape is open."""
 
     def __init__(self, ledger: Ledger, meter: Meter, wire: Wire) -> None:
         self._ledger, self._parts = ledger, (ledger, meter, wire)
         self.tape: Tape | None = None
         self._others: dict[int, tuple[Owner, int]] = {}
         self._outer: Any = None
-        """Who listens besides."""
+        """Another listener, which hears everything too."""
 
     def begin(self, others: Mapping[int, tuple[Owner, int]]) -> Tape:
-        """`others`: memory that is there already, by key, with the name by which its end is noted. Another recorder's
-        tape may be open, which goes on."""
+        """Begin a tape. Another recorder's tape may be open; it goes on.
+
+        others: existing memory by key, with the name by which its release is recorded.
+        """
         assert self.tape is None, "a tape is begun while another of the same recorder is open"
         tape = self.tape = Tape()
         self._others = dict(others)
@@ -221,23 +228,24 @@ class TapeRecorder:
         key = storage_key(tensor)
         return MemoryMark(key, self._ledger.live.get(key))
 
-    def lives(self, mark: MemoryMark) -> bool:
+    def is_alive(self, mark: MemoryMark) -> bool:
         return mark.storage is not None and self._ledger.live.get(mark.key) is mark.storage
 
-    def left_of(self, tape: Tape, owner: Owner) -> dict[int, tuple[Owner, int]]:
-        """For `begin`: what is left of a tape's memory, as its owner's."""
+    def remaining_of(self, tape: Tape, owner: Owner) -> dict[int, tuple[Owner, int]]:
+        """Living memory of a tape under an owner's name, for `begin`."""
         made = {note.number: note.storage for note in tape.notes if isinstance(note, Made)}
-        return {key: (owner, n) for key, n in tape.numbers.items() if self.lives(MemoryMark(key, made[n]))}
+        return {key: (owner, n) for key, n in tape.numbers.items() if self.is_alive(MemoryMark(key, made[n]))}
 
     def end(self) -> None:
-        """The tape is complete."""
+        """Complete the tape."""
         self.tape = None
         for part in self._parts:
             part.listener = self._outer
         self._outer = None
 
+    # --- as the listener of ledger, meter, wire and player
+
     def changed(self, key: int, storage: Storage, sign: int) -> None:
-        """Of `memory.Ledger`."""
         if self._outer is not None:
             self._outer.changed(key, storage, sign)
         tape = self._open()
@@ -251,33 +259,28 @@ class TapeRecorder:
             tape.notes.append(Freed(*self._others.pop(key)))
 
     def passed(self, storage: Storage) -> None:
-        """Of `memory.Ledger`."""
         if self._outer is not None:
             self._outer.passed(storage)
         self._open().notes.append(Passing(storage))
 
-    def spent(self, work: Work, spending: Spending) -> None:
-        """Of `work.Meter`."""
+    def work_done(self, work: Work, spending: Spending) -> None:
         if self._outer is not None:
-            self._outer.spent(work, spending)
+            self._outer.work_done(work, spending)
         self._open().notes.append(Spent(work, spending))
 
-    def said(self, event: Event) -> None:
-        """Of `work.Meter`."""
+    def message_issued(self, event: Event) -> None:
         if self._outer is not None:
-            self._outer.said(event)
+            self._outer.message_issued(event)
         self._open().notes.append(MessageCall(event))
 
     def counted(self, line: Line, nbytes: int) -> None:
-        """Of `wire.Wire`."""
         if self._outer is not None:
             self._outer.counted(line, nbytes)
         self._open().notes.append(Counted(line, nbytes))
 
     def repeated(self, first_key: int, reserved: int, stretch: Stretch) -> None:
-        """Of `Player`."""
         assert self._outer is None, "a tape is played while two are open"
-        self._open().notes.append(Again(first_key, reserved, stretch))
+        self._open().notes.append(InnerStretch(first_key, reserved, stretch))
 
     def _open(self) -> Tape:
         assert self.tape is not None
@@ -285,16 +288,16 @@ class TapeRecorder:
 
 
 class Player:
-    """Plays tapes on the ledger, meter and wire of a rank."""
+    """Player of tapes on the ledger, meter and wire of a rank."""
 
     def __init__(self, ledger: Ledger, meter: Meter, wire: Wire, mode: FakeTensorMode, device: torch.device) -> None:
         self._ledger, self._meter, self._wire, self._mode, self._device = ledger, meter, wire, mode, device
 
     def play(self, tape: Tape, others: Mapping[Owner, Any]) -> tuple[list[Tensor], dict[int, int]]:
-        """(what goes out, keys of the memory that lives on, by number).
+        """Play a tape. Returns (tensors that go out, keys of surviving memory by number).
 
-        others: by owner, whose memory the tape may give back: of what came in the tensor, which also goes out where
-                none is made for it; of `before` and `forward` what `play` has returned for it
+        others: owners of memory that the tape may release: tensors that came in, one of which also goes out if none is
+        made for it; for `before` and `forward` the keys that `play` returned for them.
         """
         keys: dict[int, int] = {}
         numbers: dict[int, int] = {}
@@ -310,18 +313,18 @@ class Player:
                         listener.repeated(first, reserved, note)
                     if changes:
                         self._ledger.repeat(first, changes)
-                    self._meter.spend_again(spendings)
+                    self._meter.repeat_spendings(spendings)
                 case Made(number, storage):
                     if number in outs:
                         made[number] = self._made(outs[number])
-                        self._ledger.see_as(made[number], storage)
+                        self._ledger.record_as(made[number], storage)
                     else:
                         keys[number] = first - number
                         self._ledger.take(storage, keys[number])
                 case Freed(owner, number):
                     self._free(number, others[owner])
                 case Counted(line, nbytes):
-                    self._wire.count_again(line, nbytes)
+                    self._wire.repeat_count(line, nbytes)
                 case MessageCall(event):
                     self._meter.message(self._renumbered(event, numbers))
         came_in = others.get("grad_output", others.get("input"))
@@ -333,12 +336,12 @@ class Player:
 
     def _free(self, number: int, owner: Any) -> None:
         if isinstance(owner, Tensor):
-            self._ledger.end_early(owner)
+            self._ledger.release_early(owner)
         elif owner is not None and (key := owner.pop(number, None)) is not None:
             self._ledger.give_back(key)
 
     def _renumbered(self, event: Event, numbers: dict[int, int]) -> Event:
-        """Messages of a rank have numbers of their own."""
+        """A message with a number of this rank."""
         if isinstance(event, Wait):
             return Wait(self._meter.phase, numbers[event.number])
         assert isinstance(event, Collective | Send | Receive)

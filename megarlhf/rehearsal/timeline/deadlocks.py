@@ -1,8 +1,8 @@
-"""Why communications of a replay disagree or never complete: the first causes, in sentences.
+"""Explanation of communications that disagree or never complete: the first causes, in sentences.
 
-The replay says where it stopped; the traces themselves, which are complete, say the rest. A rank that stands still
-because another one does is no cause of its own: from every such rank this walks to the rank it waits for, until it
-comes to a call that is not in the other's trace (`missing`), to a disagreement, or back to where it was (`deadlock`).
+The replay tells where it stopped; the complete traces tell the rest. A rank that is stuck because of another one is no
+cause of its own. From every such rank this walks to the rank it waits for, until it comes to a call that is not in the
+other's trace (`missing`), to a disagreement, or back to where it was (`deadlock`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Call = Collective | Send | Receive
 
 
 class Stream(NamedTuple):
-    """Communications that run one after the other: the collectives of a group, or one group's messages from one rank
-    to another. The n-th of a rank belongs to the n-th of every other member."""
+    """Communications that run one after the other: the collectives of a group, or one group's messages from one rank to
+    another. The n-th of a rank belongs to the n-th of every other member."""
 
     ranks: tuple[int, ...]
-    """The group's, in its order; of messages it may be empty."""
+    """Ranks of the group, in its order. For messages it may be empty."""
     pair: tuple[int, int] | None = None
-    """Of messages: source and destination."""
+    """(source, destination) of messages; None for collectives."""
     host: bool = False
 
     def members(self) -> tuple[int, ...]:
@@ -33,11 +33,11 @@ class Stream(NamedTuple):
 
 
 class IncompleteCommunication(NamedTuple):
-    """A communication that is not complete, and one rank which has issued it or waits for it."""
+    """A communication that is not complete, and one rank that has issued it or waits for it."""
 
     rank: int
     event: int
-    """Index in the rank's trace: of its `Wait`, or of the call where it does not wait."""
+    """Index in the rank's trace: of its `Wait`, or of the call if it does not wait."""
     seconds: float
     stream: Stream
     position: int
@@ -47,7 +47,7 @@ class IncompleteCommunication(NamedTuple):
 
 
 class Disagreement(NamedTuple):
-    """Two ranks issue different things where they should issue the same."""
+    """Two ranks issue different calls at one position of a stream."""
 
     kind: Literal["operation", "size"]
     stream: Stream
@@ -57,30 +57,17 @@ class Disagreement(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A first cause for which these ranks could not run together."""
+    """A first cause why these ranks cannot run together."""
 
     kind: Literal["operation", "size", "missing", "deadlock"]
     ranks: tuple[int, ...]
-    """Who takes part, the one that misses something among them."""
+    """Ranks that take part, including the one that misses something."""
     phase: str
-    """Of the rank that comes to it first."""
+    """Phase of the rank that comes to it first."""
     events: Mapping[int, int]
-    """Where: the index in the trace of each rank that issues it; of a deadlock, of the `Wait` at which it stands."""
+    """Index in the trace of each rank that issues it; for a deadlock, index of the `Wait` at which the rank stands."""
     seconds: float
-    """When the replay came to it."""
-    sentence: str
-
-
-@dataclass(frozen=True, slots=True)
-class Stuck:
-    """A rank that did not come to the end of its trace; followers of a fault too."""
-
-    rank: int
-    phase: str
-    index: int
-    """Of its `Wait`."""
-    seconds: float
-    """Since when it waits."""
+    """Time at which the replay came to it."""
     sentence: str
 
 
@@ -93,7 +80,7 @@ class ReplayError(ValueError):
 
 
 def stream_of(rank: int, event: Call) -> Stream:
-    """Where a rank's call runs."""
+    """Stream of a rank's call."""
     if isinstance(event, Collective):
         return Stream(event.ranks, None, event.host)
     return Stream(event.ranks, (rank, event.peer) if isinstance(event, Send) else (event.peer, rank))
@@ -104,34 +91,32 @@ def explain(
     disagreements: Sequence[Disagreement],
     waiting: Sequence[IncompleteCommunication],
     left: Sequence[IncompleteCommunication],
-) -> tuple[list[Fault], list[Stuck]]:
-    """Faults by the time at which the replay came to them, and the ranks that stand still.
+) -> list[Fault]:
+    """Faults, by the time at which the replay came to them.
 
-    waiting: of each rank that stands still, that for which it waits. left: what some have issued, others have not and
-    nobody waits for; where ranks stand still it is a consequence, and no fault.
+    waiting: for each rank that is stuck, the communication for which it waits.
+    left:    communications that some ranks have issued and others have not, and for which nobody waits. If ranks are
+             stuck they are a consequence, and no fault.
     """
     if not (disagreements or waiting or left):
-        return [], []
-    streams = {each.stream for each in disagreements} | {each.stream for each in (*waiting, *left)}
+        return []
+    streams = {call.stream for call in disagreements} | {call.stream for call in (*waiting, *left)}
     explainer = _Explainer(traces, streams)
-    faults = [explainer.disagreement(each) for each in disagreements]
-    disagreeing = {each.stream for each in disagreements}
+    faults = [explainer.disagreement(call) for call in disagreements]
+    disagreeing = {call.stream for call in disagreements}
     if not waiting:
-        faults += explainer.missing(each for each in left if each.stream not in disagreeing)
-    elsewhere = [each for each in waiting if each.stream not in disagreeing]
-    faults += explainer.missing(each for each in elsewhere if explainer.never(each))
-    behind = {each.rank: each for each in elsewhere if not explainer.never(each)}
+        faults += explainer.missing(call for call in left if call.stream not in disagreeing)
+    elsewhere = [call for call in waiting if call.stream not in disagreeing]
+    faults += explainer.missing(call for call in elsewhere if explainer.never(call))
+    behind = {call.rank: call for call in elsewhere if not explainer.never(call)}
     faults += [explainer.deadlock(cycle, len(waiting) - len(cycle)) for cycle in _cycles(behind)]
     assert faults, "what waits or is left over has a cause"
-    stuck = [
-        Stuck(each.rank, explainer.phase(each.rank, each.event), each.event, each.seconds, explainer.waits(each))
-        for each in sorted(waiting)
-    ]
-    return sorted(faults, key=lambda fault: (fault.seconds, fault.ranks)), stuck
+    return sorted(faults, key=lambda fault: (fault.seconds, fault.ranks))
 
 
 def _cycles(behind: Mapping[int, IncompleteCommunication]) -> Iterator[list[IncompleteCommunication]]:
-    """Each circle of ranks that wait for each other, once. Of several ranks that one waits for, the first is taken."""
+    """Each cycle of ranks that wait for each other, once. Of several ranks that one waits for, the first is
+    followed."""
     seen: set[int] = set()
     for first in sorted(behind):
         path: list[int] = []
@@ -141,11 +126,11 @@ def _cycles(behind: Mapping[int, IncompleteCommunication]) -> Iterator[list[Inco
             path.append(rank)
             rank = behind[rank].missing[0]
         if rank in path:
-            yield [behind[each] for each in path[path.index(rank) :]]
+            yield [behind[rank] for rank in path[path.index(rank) :]]
 
 
 class _Explainer:
-    """Traces, and where in them the calls of some streams are."""
+    """Traces, and the places of some streams' calls in them."""
 
     def __init__(self, traces: Mapping[int, Sequence[Event]], streams: set[Stream]) -> None:
         self.traces = traces
@@ -159,30 +144,32 @@ class _Explainer:
         return self.traces[rank][index].phase
 
     def never(self, waiting: IncompleteCommunication) -> list[int]:
-        """Of the ranks that are missing, those in whose whole trace the call is not."""
+        """Missing ranks whose whole trace does not have the call."""
         calls = self.calls[waiting.stream]
         return [rank for rank in waiting.missing if len(calls[rank]) <= waiting.position]
 
-    def disagreement(self, each: Disagreement) -> Fault:
-        """Says what every rank issues there."""
-        events = self._events(each.stream, each.position)
-        said: dict[str, list[int]] = defaultdict(list)
+    def disagreement(self, place: Disagreement) -> Fault:
+        """Fault with the call of every rank."""
+        events = self._events(place.stream, place.position)
+        ranks_by_call: dict[str, list[int]] = defaultdict(list)
         for rank, index in events.items():
-            said[self._call(rank, index)].append(rank)
-        number = f"the {_ordinal(each.position + 1)} {_what(each.stream)}"
-        calls = "; ".join(f"{_ranks(ranks)}: {call} ({self._at(events, ranks)})" for call, ranks in said.items())
-        advice = "both ends of a message" if each.stream.pair else "all ranks of a group"
+            ranks_by_call[self._call(rank, index)].append(rank)
+        number = f"the {_ordinal(place.position + 1)} {_what(place.stream)}"
+        calls = "; ".join(
+            f"{_ranks(ranks)}: {call} ({self._at(events, ranks)})" for call, ranks in ranks_by_call.items()
+        )
+        advice = "both ends of a message" if place.stream.pair else "all ranks of a group"
         sentence = f"{number} is not the same on all: {calls}; {advice} must issue the same, in one order"
         first = min(events)
-        return Fault(each.kind, tuple(events), self.phase(first, events[first]), events, each.seconds, sentence)
+        return Fault(place.kind, tuple(events), self.phase(first, events[first]), events, place.seconds, sentence)
 
     def missing(self, waiting: Iterable[IncompleteCommunication]) -> Iterator[Fault]:
-        """One fault a stream: its first communication that a rank never issues."""
+        """One fault for each stream: its first communication that a rank never issues."""
         streams: set[Stream] = set()
-        for each in sorted(waiting, key=lambda each: (each.position, each.seconds, each.rank)):
-            if each.stream not in streams:
-                streams.add(each.stream)
-                yield self._missing(each)
+        for call in sorted(waiting, key=lambda call: (call.position, call.seconds, call.rank)):
+            if call.stream not in streams:
+                streams.add(call.stream)
+                yield self._missing(call)
 
     def _missing(self, waiting: IncompleteCommunication) -> Fault:
         stream, position = waiting.stream, waiting.position
@@ -204,45 +191,46 @@ class _Explainer:
         return Fault("missing", (*issuers, *never), self.phase(rank, events[rank]), events, waiting.seconds, sentence)
 
     def deadlock(self, cycle: Sequence[IncompleteCommunication], others: int) -> Fault:
-        """Ranks that wait for each other. Where they do not issue equally much, that is what is missing."""
-        first = min(cycle, key=lambda each: (each.seconds, each.rank))
-        circle = " -> ".join(str(each.rank) for each in (*cycle, cycle[0]))
-        uneven = [each.stream for each in cycle if len({len(calls) for calls in self._issued(each.stream)}) > 1]
+        """Fault of ranks that wait for each other; a missing call if they do not issue equally many."""
+        first = min(cycle, key=lambda waiting: (waiting.seconds, waiting.rank))
+        circle = " -> ".join(str(waiting.rank) for waiting in (*cycle, cycle[0]))
+        uneven = [
+            waiting.stream for waiting in cycle if len({len(calls) for calls in self._issued(waiting.stream)}) > 1
+        ]
         parts = [
-            f"{_ranks([each.rank for each in cycle])} wait for each other ({circle})",
-            *(self.waits(each) for each in cycle),
+            f"{_ranks([waiting.rank for waiting in cycle])} wait for each other ({circle})",
+            *(self.waits(waiting) for waiting in cycle),
             *([f"{others} other {'rank stands' if others == 1 else 'ranks stand'} still too"] if others else []),
             *(self._totals(stream) for stream in dict.fromkeys(uneven)),
             _ADVICE[first.stream.pair is None] if uneven else "issue them in one order on all ranks",
         ]
-        events = {each.rank: each.event for each in cycle}
+        events = {waiting.rank: waiting.event for waiting in cycle}
         phase = self.phase(first.rank, first.event)
         kind: Literal["missing", "deadlock"] = "missing" if uneven else "deadlock"
-        return Fault(kind, tuple(events), phase, events, max(each.seconds for each in cycle), "; ".join(parts))
+        return Fault(kind, tuple(events), phase, events, max(waiting.seconds for waiting in cycle), "; ".join(parts))
 
-    def waits(self, each: IncompleteCommunication) -> str:
-        """For what a rank waits, since when, and where those that are missing would issue it."""
-        since = f"since {each.seconds:.6g} s in {self.phase(each.rank, each.event)} (event {each.event})"
-        what = f"the {_ordinal(each.position + 1)} {_what(each.stream)}"
-        calls = self.calls[each.stream]
+    def waits(self, waiting: IncompleteCommunication) -> str:
+        """Sentence: which call a rank waits for, since when, and where the missing ranks would issue it."""
+        since = f"since {waiting.seconds:.6g} s in {self.phase(waiting.rank, waiting.event)} (event {waiting.event})"
+        what = f"the {_ordinal(waiting.position + 1)} {_what(waiting.stream)}"
+        calls = self.calls[waiting.stream]
         reasons = [
-            f"rank {rank} issues at its event {calls[rank][each.position]}"
-            if each.position < len(calls[rank])
+            f"rank {rank} issues at its event {calls[rank][waiting.position]}"
+            if waiting.position < len(calls[rank])
             else f"rank {rank} never issues"
-            for rank in each.missing
+            for rank in waiting.missing
         ]
-        return f"rank {each.rank} waits {since} for {what}, which {' and '.join(reasons) or 'cannot complete'}"
+        return f"rank {waiting.rank} waits {since} for {what}, which {' and '.join(reasons)}"
 
     def _issued(self, stream: Stream) -> list[list[int]]:
-        """The calls of each replayed member."""
         return [self.calls[stream][rank] for rank in stream.members() if rank in self.traces]
 
     def _events(self, stream: Stream, position: int) -> dict[int, int]:
-        """Where each rank issues the stream's communication at `position`, if it does."""
+        """Index of each rank's call at `position` of the stream, for the ranks that have one."""
         return {rank: calls[position] for rank, calls in sorted(self.calls[stream].items()) if position < len(calls)}
 
     def _call(self, rank: int, index: int) -> str:
-        """What a rank does: of a message a predicate, of a collective its object."""
+        """A rank's call as text: for a message a predicate, for a collective its object."""
         event = self.traces[rank][index]
         assert isinstance(event, Call)
         if isinstance(event, Collective):
@@ -253,12 +241,11 @@ class _Explainer:
 
     @staticmethod
     def _at(events: Mapping[int, int], ranks: Sequence[int]) -> str:
-        """The indices of these ranks' events."""
         indices = sorted({events[rank] for rank in ranks})
         return f"event{'s' if len(indices) > 1 else ''} {_listed(indices)}"
 
     def _totals(self, stream: Stream) -> str:
-        """How many communications each rank issues in a stream, and the first that is in different phases."""
+        """Sentence: number of calls of each rank in a stream, and the first call that is in different phases."""
         ranks = [rank for rank in stream.members() if rank in self.traces]
         by_number: dict[int, list[int]] = defaultdict(list)
         for rank in ranks:
@@ -278,11 +265,10 @@ _ADVICE = {
     True: "all ranks of a group must issue the same collectives, in one order",
     False: "every message needs both ends",
 }
-"""What to do where something is missing; by whether it is a collective."""
+"""Advice where something is missing, by whether it is a collective."""
 
 
 def _what(stream: Stream, plural: bool = False) -> str:
-    """What runs in a stream."""
     ending = "s" if plural else ""
     if stream.pair is None:
         return f"{'host ' if stream.host else ''}collective{ending} of group ({_listed(stream.ranks)})"
@@ -295,7 +281,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _listed(numbers: Sequence[int]) -> str:
-    """All of a few numbers; of many the first ones, the last one and how many they are."""
+    """Numbers as text: all of a few; of many the first ones, the last one and their count."""
     if len(numbers) <= 8:
         return ", ".join(map(str, numbers))
     return f"{', '.join(map(str, numbers[:3]))}, ..., {numbers[-1]}: {len(numbers)} in all"

@@ -1,4 +1,4 @@
-"""Messages of one rank: counted for the page, and told to the trace."""
+"""Messages of one rank: counted for the page and written into the trace."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ OPERATIONS: Mapping[str, Operation] = {
     "barrier": "barrier",
     "monitored_barrier_": "barrier",
 }
-"""torch's operations of `torch.ops.c10d` that take a whole group."""
+"""Operations of `torch.ops.c10d` on whole groups, by torch's name."""
 WHOLE: Mapping[Operation, int] = {"all_gather": 0, "reduce_scatter": 1, "gather": 1, "scatter": 1, "all_to_all": 1}
-"""Which argument holds the whole that is counted (trace.Collective.nbytes); of the others the first. Gathering to one
-rank has no whole on the others: there it is this rank's share times the ranks."""
+"""Index of the argument with the tensor that counts (trace.Collective.nbytes); 0 for other operations. If a rank
+gathers for another one, it has no whole tensor: its own share times the number of ranks counts."""
 
 
 class Line(NamedTuple):
@@ -49,9 +49,9 @@ class Line(NamedTuple):
     phase: str
     operation: str
     group: str
-    """tp, dp, pp, ..., world: of which role is not told, since roles of one layout share groups."""
+    """Name of the group: tp, dp, pp, ..., world. It does not name the role, since roles of one layout share groups."""
     size: int
-    """Ranks of the group; 2 of a message."""
+    """Ranks of the group; 2 for a message."""
     between_nodes: bool
     host: bool
 
@@ -61,33 +61,34 @@ class Labels(NamedTuple):
 
     by_role: Mapping[str, Mapping[tuple[int, ...], str]]
     general: Mapping[tuple[int, ...], str]
-    """Of all roles together."""
+    """Names over all roles."""
 
     def of(self, phase: str, ranks: tuple[int, ...]) -> str:
-        """In a phase of a role by the role's own layout: another role may call the same ranks by another name."""
+        """Name of a group in a phase. In a role's phase its own layout decides: another role may name the same ranks
+        differently."""
         role = "reward_model" if phase == "reward" else phase.partition("/")[2]
         return self.by_role.get(role, {}).get(ranks) or self.general.get(ranks, "other")
 
 
 class Reached(NamedTuple):
-    """With whom a rank has exchanged device tensors, so that connections were made."""
+    """Partners with which a rank has exchanged device tensors, so that connections were made."""
 
     groups: int = 0
-    """In which a collective was made."""
+    """Groups in which a collective was made."""
     near_peers: int = 0
     """Ranks of its node that were sent to or received from, in each group."""
     far_groups: int = 0
-    """In which another node was sent to or received from."""
+    """Groups in which another node was sent to or received from."""
 
 
 class MessageListener(Protocol):
-    """What may be told each message that is counted: `tape.TapeRecorder`."""
+    """Listener to each message that is counted: `tape.TapeRecorder`."""
 
     def counted(self, line: Line, nbytes: int) -> None: ...
 
 
 class Wire:
-    """What one rank says to others. `issue` gets each event of the trace."""
+    """Messages of one rank. `issue` gets each event of the trace."""
 
     def __init__(self, rank: int, ranks_per_node: int, labels: Labels, issue: Callable[[Event], None]) -> None:
         self._rank, self._ranks_per_node, self._labels, self._issue = rank, ranks_per_node, labels, issue
@@ -96,19 +97,19 @@ class Wire:
         self.step, self.phase = 0, "build"
         self._number = 0
         self._world = False
-        """Whether the group at hand is the default one, which may have the ranks of another."""
+        """Whether the current group is the default one. Another group may have the same ranks."""
         self.listener: MessageListener | None = None
         self._groups: dict[tuple[int, ...], tuple[int, ...]] = {}
-        """One tuple for each: a trace names groups a hundred thousand times."""
+        """One tuple object for each group: a trace names groups a hundred thousand times."""
         self._collectives: set[tuple[tuple[int, ...], bool]] = set()
-        """Groups, and whether each is the default one."""
+        """(group, whether it is the default one)"""
         self._peers: set[tuple[tuple[int, ...], bool, int]] = set()
         self._works: dict[int, tuple[NumberedWork, Callable[[], None]]] = {}
-        """Until they are waited for: torch keeps what it was handed in C++ only."""
+        """Messages until they are waited for: torch keeps their handles in C++ only."""
 
     def call(self, func: Any, args: Sequence[Any], over: Callable[[], None] = lambda: None) -> Any:
-        """One of `torch.ops.c10d`; returns what it returns, without touching a tensor. `over` is called when the
-        message is waited for."""
+        """Handle one operation of `torch.ops.c10d`. Returns the same as torch, without touching a tensor. `over` is
+        called when the message is waited for."""
         name = func._schema.name.removeprefix("c10d::")
         tensors = tensors_in(args)
         ranks, self._world = _ranks(args)
@@ -143,32 +144,31 @@ class Wire:
         line = Line(
             self.step, self.phase, operation, self.label(group), len(reached), between_nodes=len(nodes) > 1, host=host
         )
-        if self.listener is not None:
-            self.listener.counted(line, nbytes)
-        self.counts[line] += 1
-        self.nbytes[line] += nbytes
+        self._add(line, nbytes)
 
-    def count_again(self, line: Line, nbytes: int) -> None:
-        """As the same in another phase."""
-        line = line._replace(step=self.step, phase=self.phase)
+    def repeat_count(self, line: Line, nbytes: int) -> None:
+        """Count an equal message in the current step and phase."""
+        self._add(line._replace(step=self.step, phase=self.phase), nbytes)
+
+    def _add(self, line: Line, nbytes: int) -> None:
         if self.listener is not None:
             self.listener.counted(line, nbytes)
         self.counts[line] += 1
         self.nbytes[line] += nbytes
 
     def next_number(self) -> int:
-        """Of a message."""
+        """Number of the next message."""
         self._number += 1
         return self._number
 
     def label(self, ranks: tuple[int, ...]) -> str:
-        """What a group is of."""
+        """Name of a group."""
         return "world" if self._world else self._labels.of(self.phase, ranks)
 
     def reached(self) -> Reached:
-        """So far."""
-        near = {each for each in self._peers if self._is_near(each[2])}
-        far = {each[:2] for each in self._peers if not self._is_near(each[2])}
+        """Partners so far."""
+        near = {peer for peer in self._peers if self._is_near(peer[2])}
+        far = {peer[:2] for peer in self._peers if not self._is_near(peer[2])}
         return Reached(len(self._collectives), len(near), len(far))
 
     def _is_near(self, peer: int) -> bool:
@@ -176,7 +176,7 @@ class Wire:
 
 
 def labels_of(layouts: Mapping[str, MeshLayout]) -> Labels:
-    """For the layouts of roles, by Megatron-Core's names of groups. A group of all ranks that no layout has is the
+    """Names of the groups of roles' layouts, as in Megatron-Core. A group of all ranks that is in no layout is the
     world."""
     by_role = {role: _labels_of([layout]) for role, layout in layouts.items()}
     world = next(iter(layouts.values())).world_size if layouts else 0
@@ -184,8 +184,8 @@ def labels_of(layouts: Mapping[str, MeshLayout]) -> Labels:
 
 
 def _labels_of(layouts: Sequence[MeshLayout]) -> dict[tuple[int, ...], str]:
-    """By ranks, the name of each group that the layouts have: of several the one with the fewest axes, then that of the
-    first layout."""
+    """Name of each group of the layouts, by its ranks. Of several names the one with the fewest axes is taken, then
+    that of the first layout."""
     labels: dict[tuple[int, ...], str] = {}
     pairs = [*product(layouts, GROUPS_AXES.items())]
     pairs += product([layout.expert_layout for layout in layouts], EXPERT_GROUPS_AXES.items())
@@ -201,7 +201,7 @@ def _labels_of(layouts: Sequence[MeshLayout]) -> dict[tuple[int, ...], str]:
 
 
 def _ranks(args: Sequence[Any]) -> tuple[tuple[int, ...], bool]:
-    """Of the group of a call, and whether it is the default group."""
+    """(ranks of a call's group, whether it is the default group)"""
     boxed = next(x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()))
     group = dist.ProcessGroup.unbox(boxed)
     assert dist.group.WORLD is not None

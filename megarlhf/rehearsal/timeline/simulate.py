@@ -10,9 +10,9 @@ Each rank has one clock, that of its device's compute stream. What is assumed:
   the same rank in the same group is over. The sender's `Wait` waits for the receiver; issuing never blocks. A message
   of no bytes is complete for its sender at once.
 - Ranks that are not replayed behave like those that are: a collective needs only the replayed members of its group. A
-  message to or from a rank that is not replayed takes its price and is counted.
+  message to or from a rank that is not replayed takes its price.
 - Communications of different groups, and messages in opposite directions, do not slow one another or what is being
-  computed. That is optimistic: they share wires, and kernels of NCCL take multiprocessors; how many is counted.
+  computed. That is optimistic: they share wires, and kernels of NCCL take multiprocessors.
 - Where ranks disagree about bytes, the most that anyone says is priced; of `all_to_all` that is no fault. Where they
   disagree about the operation, it and all that follows it in the group never completes.
 """
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from megarlhf.rehearsal.timeline.deadlocks import (
@@ -34,21 +34,18 @@ from megarlhf.rehearsal.timeline.deadlocks import (
 )
 from megarlhf.rehearsal.timeline.simulated import (
     Communication,
-    Message,
+    CommunicationKey,
     PhaseTimes,
     RankTimes,
     Replayed,
-    State,
     StepTimes,
-    overlaps,
-    segments_of,
 )
-from megarlhf.rehearsal.timeline.trace import Collective, Compute, Event, Operation, Send, StepMark, Wait, Work
+from megarlhf.rehearsal.timeline.trace import Collective, Compute, Event, Operation, Send, StepMark, Wait
 
 
 class MessagePricing(Protocol):
-    """What communications cost that have all wires to themselves. The same arguments must cost the same: each is asked
-    for once in a group."""
+    """Prices of communications that have all links to themselves. Equal arguments must cost the same: each is asked for
+    once in a group."""
 
     def collective_seconds(self, operation: Operation, ranks: tuple[int, ...], nbytes: int, *, host: bool) -> float:
         """Seconds from the moment at which the last rank has issued it."""
@@ -58,7 +55,7 @@ class MessagePricing(Protocol):
 
 
 def label_by_size(ranks: tuple[int, ...]) -> str:
-    """The label of a group of which nothing else is known."""
+    """Default name of a group."""
     return f"{len(ranks)} ranks"
 
 
@@ -67,119 +64,69 @@ def replay(
     price: MessagePricing,
     *,
     label: Callable[[tuple[int, ...]], str] = label_by_size,
-    segments: int | None = None,
 ) -> Replayed:
-    """Runs the traces together, each from clock 0.
+    """Run traces together, each from clock 0.
 
-    traces:   by global rank.
-    label:    names a group in the result; for messages without a group it is asked about (source, destination).
-    segments: at most so many of a rank in the timeline; None for all.
-    Raises:   ValueError for a trace that is no trace: a number twice, a `Wait` for no number, a step marked twice, a
-              rank in no group of its own, negative seconds. Traces that do not fit together are `Replayed.faults`.
+    traces: by global rank.
+    label:  names a group in the result. For messages without a group it gets (source, destination).
+    Raises: ValueError for a trace that is no trace: a number twice, a `Wait` for no number, a step marked twice, a rank
+    in no group of its own, negative seconds. Traces that do not fit together are `Replayed.faults`.
     """
-    if segments is not None and segments < 1:
-        raise ValueError(f"a timeline of {segments} segments a rank: give 1 or more, or None for all")
     replaying = _Replaying(traces, price, label)
     replaying.run()
-    ranks = replaying.ranks
-    shared = [overlaps(rank.transfers) for rank in ranks]
-    faults, stuck = explain(traces, replaying.disagreements, replaying.waiting(), replaying.left())
     return Replayed(
-        steps=_steps(ranks),
-        ends={rank.rank: rank.clock for rank in ranks},
-        timeline=tuple(each for rank in ranks for each in segments_of(rank.rank, rank.ends, rank.looks, segments)),
-        faults=tuple(faults),
-        stuck=tuple(stuck),
-        unmatched_messages=replaying.unmatched_messages,
-        overlapping=sum(number for number, _ in shared),
-        overlapping_seconds=sum(seconds for _, seconds in shared),
+        steps=_steps(replaying.ranks),
+        ends={rank.rank: rank.clock for rank in replaying.ranks},
+        faults=tuple(explain(traces, replaying.disagreements, replaying.waiting(), replaying.left())),
     )
 
 
-@dataclass(slots=True)
-class _Row:
-    """A `Communication` that is being added up: the same fields."""
-
-    count: int = 0
-    nbytes: int = 0
-    seconds: float = 0.0
-    idle: float = 0.0
-    queued: float = 0.0
-    transfer: float = 0.0
-
-
-_Key = tuple[Operation | Message, str]
-
-
-@dataclass(slots=True)
-class _Tally:
-    """A `RankTimes` that is being added up."""
-
-    seconds: float = 0.0
-    compute: defaultdict[Work, float] = field(default_factory=lambda: defaultdict(float))
-    rows: defaultdict[_Key, _Row] = field(default_factory=lambda: defaultdict(_Row))
-
-    def times(self) -> RankTimes:
-        communication = {key: Communication(*astuple(row)) for key, row in self.rows.items()}
-        return RankTimes(self.seconds, dict(self.compute), communication)
-
-
 class _Rank:
-    """One rank: its trace, how far it has come, and what it has spent."""
+    """State of one rank: its trace, its position and the time it has spent."""
 
     def __init__(self, rank: int, trace: Sequence[Event]) -> None:
         self.rank = rank
         self.trace = trace
         self.index = 0
         self.clock = 0.0
-        self.numbers: dict[int, tuple[_Pending, _Key] | None] = {}
-        """What was issued, by number; None once it is known to be complete."""
+        self.numbers: dict[int, tuple[_Pending, CommunicationKey] | None] = {}
+        """Issued communications, by number; None for one that is known to be complete."""
         self.waits_for: _Pending | None = None
         self.phase: str | None = None
-        self.tally = _Tally()
-        self.tallies: dict[str, _Tally] = {}
-        self.steps: dict[int | None, tuple[float, dict[str, _Tally]]] = {}
+        self.tally = RankTimes()
+        self.tallies: dict[str, RankTimes] = {}
+        self.steps: dict[int | None, tuple[float, dict[str, RankTimes]]] = {}
         self.step_start = 0.0
-        self.ends: list[float] = []
-        self.looks: list[tuple[str, State]] = []
-        self.transfers: list[tuple[float, float, int]] = []
 
     def enter(self, phase: str) -> None:
-        """What follows is of this phase."""
+        """Start a phase."""
         self.phase = phase
-        self.tally = self.tallies.setdefault(phase, _Tally())
+        self.tally = self.tallies.setdefault(phase, RankTimes())
 
-    def spend(self, until: float, kind: State) -> float:
-        """The clock moves; returns by how much."""
+    def spend(self, until: float) -> float:
+        """Advance the clock. Returns by how much."""
         seconds = until - self.clock
         if seconds <= 0:
             return 0.0
         self.clock = until
         self.tally.seconds += seconds
-        assert self.phase is not None, "every event enters its phase"
-        look = (self.phase, kind)
-        if self.looks and self.looks[-1] == look:
-            self.ends[-1] = until
-        else:
-            self.ends.append(until)
-            self.looks.append(look)
         return seconds
 
     def end_step(self, step: int | None) -> None:
-        """What was spent since the last mark is this step's."""
+        """Assign the time since the last mark to this step."""
         if step in self.steps:
             raise ValueError(f"{self.here()} marks step {step}, which it has marked before; mark each step once")
         self.steps[step] = (self.clock - self.step_start, self.tallies)
         self.step_start, self.tallies, self.phase = self.clock, {}, None
 
     def here(self) -> str:
-        """For messages of errors."""
+        """Position, for errors."""
         return f"rank {self.rank}, event {self.index}"
 
 
 @dataclass(slots=True)
 class _Pending:
-    """One communication, from the first rank that issues it."""
+    """One communication, from the time at which the first rank issues it."""
 
     stream: _Stream
     position: int
@@ -187,40 +134,38 @@ class _Pending:
     """None for a message."""
     nbytes: int
     ready: float = 0.0
-    """When the last rank so far has issued it."""
+    """Time at which the last rank so far has issued it."""
     start: float = 0.0
     end: float | None = None
-    issued: list[tuple[_Rank, int, _Row]] = field(default_factory=list)
-    """By which rank, at which of its events, and where it is added up."""
+    issued: list[tuple[_Rank, int, Communication]] = field(default_factory=list)
+    """(rank, index of its event, sums to add to)"""
     waiting: list[_Rank] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Stream:
-    """A `Stream` while it runs."""
+    """State of a `Stream`."""
 
     key: Stream
-    group: int
-    """Streams of one group have the same number."""
     label: str
     positions: dict[int, int]
-    """How many communications each replayed member has issued."""
+    """Number of communications that each replayed member has issued."""
     free: float = 0.0
-    """When the last one ends."""
+    """Time at which the last communication ends."""
     pending: dict[int, _Pending] = field(default_factory=dict)
-    """By position; those that have not begun."""
+    """Communications that have not begun, by position."""
     prices: dict[tuple[Operation | None, int], float] = field(default_factory=dict)
     disagrees: bool = False
-    """One fault of a stream is said."""
+    """Whether a disagreement of this stream was reported."""
     broken: float = float("inf")
-    """From this position on nothing completes."""
+    """Position from which on nothing completes."""
 
 
 class _Replaying:
-    """The ranks and what runs between them.
+    """State of all ranks and streams.
 
-    When a communication begins depends on nothing but when its ranks issue it and on the one before it in its stream.
-    So no queue of events in time is needed: any rank runs on until it waits for something that has not begun.
+    The beginning of a communication depends only on when its ranks issue it and on the one before it in its stream. So
+    no queue of events in time is needed: any rank runs on until it waits for something that has not begun.
     """
 
     def __init__(
@@ -232,12 +177,10 @@ class _Replaying:
         self.traces = traces
         self.runnable = deque(self.ranks)
         self.streams: dict[Stream, _Stream] = {}
-        self.groups: dict[tuple[tuple[int, ...], bool], int] = {}
         self.disagreements: list[Disagreement] = []
-        self.unmatched_messages = 0
 
     def run(self) -> None:
-        """Until every rank is through, or waits for what never comes."""
+        """Run until every rank is done, or waits for what never comes."""
         while self.runnable:
             self._advance(self.runnable.popleft())
         for rank in self.ranks:
@@ -245,7 +188,6 @@ class _Replaying:
                 rank.end_step(None)
 
     def _advance(self, rank: _Rank) -> None:
-        """One rank, until it waits or is through."""
         rank.waits_for = None
         while rank.index < len(rank.trace):
             event = rank.trace[rank.index]
@@ -255,7 +197,7 @@ class _Replaying:
                 if not event.seconds >= 0:
                     raise ValueError(f"{rank.here()} computes for {event.seconds} seconds; give 0 or more")
                 rank.tally.compute[event.work] += event.seconds
-                rank.spend(rank.clock + event.seconds, "compute")
+                rank.spend(rank.clock + event.seconds)
             elif isinstance(event, Wait):
                 if not self._wait(rank, event):
                     return
@@ -266,7 +208,7 @@ class _Replaying:
             rank.index += 1
 
     def _issue(self, rank: _Rank, event: Call) -> None:
-        """A rank issues its next communication in a stream; the last one that does begins it."""
+        """Issue the rank's next communication in a stream. It begins when its last rank issues it."""
         if event.number in rank.numbers:
             raise ValueError(f"{rank.here()} issues number {event.number} for the second time; give each number once")
         stream = self._stream(rank, event)
@@ -278,16 +220,16 @@ class _Replaying:
             pending = stream.pending[position] = _Pending(stream, position, operation, event.nbytes)
         elif (pending.operation, pending.nbytes) != (operation, event.nbytes):
             self._compare(pending, operation, event.nbytes, rank.clock)
-        key: _Key = (operation or ("send" if isinstance(event, Send) else "receive"), stream.label)
+        key: CommunicationKey = (operation or ("send" if isinstance(event, Send) else "receive"), stream.label)
         pending.ready = max(pending.ready, rank.clock)
-        pending.issued.append((rank, rank.index, rank.tally.rows[key]))
+        pending.issued.append((rank, rank.index, rank.tally.communication[key]))
         sent_at_once = isinstance(event, Send) and event.nbytes == 0
         rank.numbers[event.number] = None if sent_at_once else (pending, key)
         if len(pending.issued) == len(stream.positions) and position < stream.broken:
             self._begin(pending)
 
     def _compare(self, pending: _Pending, operation: Operation | None, nbytes: int, clock: float) -> None:
-        """What to do where ranks do not issue the same; of a stream the first is said."""
+        """Handle ranks that do not issue the same. Only the first disagreement of a stream is reported."""
         stream = pending.stream
         same_operation = pending.operation == operation
         pending.nbytes = max(pending.nbytes, nbytes)
@@ -300,24 +242,21 @@ class _Replaying:
             self.disagreements.append(Disagreement(kind, stream.key, pending.position, time))
 
     def _stream(self, rank: _Rank, event: Call) -> _Stream:
-        """Where a rank's call runs."""
         key = stream_of(rank.rank, event)
         stream = self.streams.get(key)
         if stream is None:
-            group = self.groups.setdefault((key.ranks or key.members(), key.host), len(self.groups))
             positions = {member: 0 for member in key.members() if member in self.traces}
-            stream = _Stream(key, group, self.label(key.ranks or key.members()), positions)
+            stream = _Stream(key, self.label(key.ranks or key.members()), positions)
             self.streams[key] = stream
         if rank.rank not in stream.positions:
-            raise ValueError(f"{rank.here()} is a collective of ranks {key.ranks}, of which it is none")
-        if key.pair is not None:
-            if key.pair[0] == key.pair[1]:
-                raise ValueError(f"{rank.here()} is a message of the rank to itself; copy instead")
-            self.unmatched_messages += len(stream.positions) == 1
+            raise ValueError(f"{rank.here()} is a collective of ranks {key.ranks}, which do not include it")
+        if key.pair is not None and key.pair[0] == key.pair[1]:
+            raise ValueError(f"{rank.here()} is a message of the rank to itself; copy instead")
         return stream
 
     def _begin(self, pending: _Pending) -> None:
-        """All have issued it: when it starts and ends is known, and ranks that wait for it go on."""
+        """Begin a communication that all ranks have issued: its start and end are known now, and ranks that wait for it
+        go on."""
         stream = pending.stream
         del stream.pending[pending.position]
         key = (pending.operation, pending.nbytes)
@@ -326,12 +265,10 @@ class _Replaying:
             seconds = stream.prices[key] = self._price(stream.key, *key)
         pending.start = max(pending.ready, stream.free)
         pending.end = stream.free = pending.start + seconds
-        for rank, _, row in pending.issued:
+        for _, _, row in pending.issued:
             row.count += 1
             row.nbytes += pending.nbytes
             row.seconds += seconds
-            if seconds:
-                rank.transfers.append((pending.start, pending.end, stream.group))
         pending.issued.clear()
         self.runnable.extend(pending.waiting)
         pending.waiting.clear()
@@ -348,7 +285,7 @@ class _Replaying:
 
     @staticmethod
     def _wait(rank: _Rank, event: Wait) -> bool:
-        """Moves the clock to the end of a communication, or says that it is not known yet."""
+        """Advance the clock to the end of a communication. Returns False if it is not known yet."""
         if event.number not in rank.numbers:
             raise ValueError(f"{rank.here()} waits for number {event.number}, which it has not issued")
         issued = rank.numbers[event.number]
@@ -361,14 +298,14 @@ class _Replaying:
             return False
         rank.numbers[event.number] = None
         if pending.end > rank.clock:
-            row = rank.tally.rows[key]
-            row.idle += rank.spend(pending.ready, "idle")
-            row.queued += rank.spend(pending.start, "queued")
-            row.transfer += rank.spend(pending.end, "transfer")
+            row = rank.tally.communication[key]
+            row.idle += rank.spend(pending.ready)
+            row.queued += rank.spend(pending.start)
+            row.transfer += rank.spend(pending.end)
         return True
 
     def waiting(self) -> list[IncompleteCommunication]:
-        """The ranks that are not through, each with what it waits for."""
+        """For each rank that is not done, the communication that it waits for."""
         return [
             self._incomplete(rank.waits_for, rank, rank.index, rank.clock)
             for rank in self.ranks
@@ -376,7 +313,7 @@ class _Replaying:
         ]
 
     def left(self) -> list[IncompleteCommunication]:
-        """The first of each stream that some rank has issued and that has not begun."""
+        """For each stream, the first communication that some rank has issued and that has not begun."""
         firsts = [stream.pending[min(stream.pending)] for stream in self.streams.values() if stream.pending]
         return [self._incomplete(first, *first.issued[0][:2], first.ready) for first in firsts]
 
@@ -388,7 +325,7 @@ class _Replaying:
 
 
 def _steps(ranks: Sequence[_Rank]) -> tuple[StepTimes, ...]:
-    """What the ranks have added up, by step and phase; steps in their order, what follows the last one at the end."""
+    """Sums of all ranks by step and phase. The time after the last step comes at the end."""
     steps = {step for rank in ranks for step in rank.steps}
     times = []
     for step in sorted(steps, key=lambda step: (step is None, step or 0)):
@@ -398,6 +335,6 @@ def _steps(ranks: Sequence[_Rank]) -> tuple[StepTimes, ...]:
             if step in rank.steps:
                 seconds[rank.rank], tallies = rank.steps[step]
                 for phase, tally in tallies.items():
-                    phases[phase][rank.rank] = tally.times()
+                    phases[phase][rank.rank] = tally
         times.append(StepTimes(step, seconds, {phase: PhaseTimes(of) for phase, of in phases.items()}))
     return tuple(times)

@@ -1,7 +1,10 @@
-"""What one rank does in time: stretches of computing, and messages. Plain data, made by a rehearsed rank and replayed.
+"""Traces: the computing and the messages of one rank. Plain data, made by a rehearsed rank and replayed.
 
-A trace is a list of events in the order in which the rank issues them. Messages are issued and later waited for; one
-that is not asynchronous is waited for by the very next event.
+A trace is a list of events in the order in which the rank issues them. Messages are issued and later waited for; a
+message that is not asynchronous is waited for by the very next event. Example:
+
+    Compute("train/actor", 0.3, "matmul"), Collective("train/actor", "all_reduce", (0, 1), 4096, number=1),
+    Wait("train/actor", 1), StepMark("between phases", 1)
 """
 
 from __future__ import annotations
@@ -20,16 +23,16 @@ Operation = Literal[
     "all_to_all",
     "barrier",
 ]
-"""What a collective does. A list of tensors and one flat tensor are the same operation."""
+"""Operation of a collective, for a list of tensors as for one flat tensor."""
 
 Work = Literal["matmul", "attention", "memory", "kernel", "rollout", "offload", "host"]
-"""What bounds an operation: products, attention, memory traffic, a kernel of ours, the rollout engines, copies to host
-memory and back, or nothing that is priced."""
+"""Resource that bounds an operation: products, attention, memory traffic, a kernel of ours, the rollout engines, copies
+to host memory and back; `host` is not priced."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """The device computes for so long, by the hardware file."""
+    """The device computes for this time, by the hardware file."""
 
     phase: str
     seconds: float
@@ -38,19 +41,20 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective operation is issued."""
+    """A collective is issued."""
 
     phase: str
     operation: Operation
     ranks: tuple[int, ...]
     """Global ranks of the group, in its order."""
     nbytes: int
-    """The whole tensor: of all_reduce, broadcast and reduce what each rank holds; of all_gather and gather what is
-    gathered from all; of reduce_scatter and scatter what is scattered to all; of all_to_all what this rank sends."""
+    """Bytes of the whole tensor: for all_reduce, broadcast and reduce what each rank holds; for all_gather and gather
+    what is gathered from all; for reduce_scatter and scatter what is scattered to all; for all_to_all what this rank
+    sends."""
     number: int
-    """By which a `Wait` of the same rank names it; each number once."""
+    """Number by which a `Wait` of the same rank names it. Each number is used once."""
     host: bool = False
-    """Between hosts (objects, tensors on the CPU), not between devices."""
+    """Whether it is between hosts (objects, tensors on the CPU), not between devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ class Send:
     nbytes: int
     number: int
     ranks: tuple[int, ...] = ()
-    """Global ranks of the group; messages between the same two ranks in different groups are different streams."""
+    """Global ranks of the group. Messages between the same two ranks in different groups are different streams."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,7 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The device goes on when the message is complete."""
+    """The device waits until the message is complete."""
 
     phase: str
     number: int
@@ -87,7 +91,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class StepMark:
-    """A step of the run is done; the time between two marks is that of a step."""
+    """A step of the run is done. The time between two marks is that of a step."""
 
     phase: str
     step: int

@@ -1,8 +1,9 @@
-"""Stand-ins for TransformerEngine's layers: what they keep for the backward, allocate, and say to other ranks.
+"""Stand-ins for TransformerEngine's layers: what they keep for the backward, what they allocate, and their messages.
 
-TransformerEngine cannot be imported without CUDA. These make the same products and messages in the same order, and keep
-the tensors of the table in `transformer_engine/replace.py`, which has the sources. They hold the parameters of the
-modules of our local layer spec under the same names. They compute no numbers: they are for a rehearsed device only.
+TransformerEngine cannot be imported without CUDA. The stand-ins make the same products and messages in the same order,
+and keep the tensors of the table in tests/rehearsal/saved_tensors.py, which has the sources. They hold the parameters
+of the modules of our local layer spec under the same names. They compute no numbers: they are for a rehearsed device
+only.
 
 Legend: S sequence (a shard of it under sequence parallelism), B batch, R rows of a product (tokens), H input width, O
 output width; T tokens of a packed row, S' and T' this rank's of them under context parallelism, N query heads and G
@@ -27,14 +28,14 @@ from megarlhf.rehearsal.transformer_engine.ring import ring_attention
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 CUBLAS_WORKSPACE = 32 * 2**20 + 1024
-"""Bytes, from Hopper on; 4 MiB before (cpp_extensions/gemm.py:31)."""
+"""Bytes from Hopper on; 4 MiB before (cpp_extensions/gemm.py:31)."""
 
 
 class Shared:
-    """What all layers of a process have in common."""
+    """State that all layers of a process share."""
 
     def __init__(self, device: torch.device, named: Callable[[Iterable[Tensor], str], None]) -> None:
-        """`named` is told what memory is for, where it is not an activation."""
+        """`name` tells the use of memory that is no activation."""
         self._device, self._named = device, named
         self._workspace: Tensor | None = None
         self._dummies: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
@@ -45,7 +46,7 @@ class Shared:
         return torch.mm(left_RI, right_IO) if bias_O is None else torch.addmm(bias_O, left_RI, right_IO)
 
     def add_weight_gradient(self, weight_OI: Tensor, grad_RO: Tensor, input_RI: Tensor) -> Tensor:
-        """The gradient goes to Megatron's `main_grad` inside the product; autograd gets a tensor that nobody reads."""
+        """Add a gradient to Megatron's `main_grad` inside the product. Autograd gets a tensor that nobody reads."""
         self._hold_workspace()
         add_product(weight_OI.main_grad, grad_RO.t(), input_RI)  # type: ignore[attr-defined]
         weight_OI.grad_added_to_main_grad = True  # type: ignore[attr-defined]
@@ -65,7 +66,7 @@ class Shared:
 
 
 def _normalised(input_RH: Tensor, parameters: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """The norm's output, and 1 / deviation of each row in fp32; of a norm with a bias, the mean too."""
+    """The norm's output, and 1 / deviation of each row in fp32; for a norm with a bias, the mean too."""
     output_RH = torch.empty_like(input_RH)
     statistics = [torch.empty(input_RH.size(0), dtype=torch.float32, device=input_RH.device) for _ in parameters]
     pass_over([input_RH, *parameters], [output_RH, *statistics])
@@ -111,7 +112,7 @@ class _Norm(torch.autograd.Function):
 
 
 class FoldedNorm(nn.Module):
-    """In place of a norm that is part of the linear layer behind it: it holds the parameters, under their names."""
+    """Place of a norm that is part of the linear layer behind it. It holds the norm's parameters, under their names."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -129,7 +130,8 @@ class Linear(nn.Module):
     """TEColumnParallelLinear or TERowParallelLinear in place of Megatron-Core's own layer of the same place."""
 
     def __init__(self, linear: Any, shared: Shared, *, by_rows: bool) -> None:
-        """`by_rows`: cut by the input's width, as RowParallelLinear is. Of experts messages are the dispatcher's."""
+        """`by_rows`: whether the weight is split by the input's width, as in RowParallelLinear. An expert's messages
+        are the dispatcher's."""
         super().__init__()
         self.weight, self.bias, self.skip_bias_add = linear.weight, linear.bias, linear.skip_bias_add
         self.shared, self.by_rows, self.group = shared, by_rows, linear.tp_group
@@ -143,7 +145,7 @@ class Linear(nn.Module):
         return _Linear.apply(input_SBI, self.weight, self.bias, self), None
 
     def gathered(self, input_RI: Tensor, *, wait: bool = True) -> tuple[Tensor, Any]:
-        """All ranks' rows under sequence parallelism, and what to wait for."""
+        """All ranks' rows under sequence parallelism, and a handle to wait for."""
         if not self.sequence_parallel:
             return input_RI, None
         whole_RI = input_RI.new_empty(input_RI.size(0) * self.group.size(), *input_RI.shape[1:])
@@ -151,7 +153,8 @@ class Linear(nn.Module):
         return whole_RI, work
 
     def summed(self, input_RI: Tensor, *, wait: bool = True) -> tuple[Tensor, Any]:
-        """The sum over the ranks between which a product is cut; under sequence parallelism this rank's rows of it."""
+        """Sum over the ranks between which a product is split, and a handle; under sequence parallelism only this
+        rank's rows."""
         if not self.cut:
             return input_RI, None
         if not self.sequence_parallel:
@@ -210,7 +213,7 @@ class NormLinear(Linear):
 
     @property
     def layer_norm_weight(self) -> Tensor:
-        """By TransformerEngine's name, for an adapter."""
+        """Norm's weight under TransformerEngine's name, for an adapter."""
         return self.scale_and_shift[0]
 
     @property
@@ -265,8 +268,10 @@ class _NormLinear(torch.autograd.Function):
 
 class Attention(nn.Module):
     """TEDotProductAttention with cuDNN's kernels, which it prefers on Hopper and later, in place of CausalAttention.
-    Under context parallelism with its ring of ranks (`transformer_engine/ring.py`), or, with a window, in our own
-    way."""
+
+    Under context parallelism it uses its ring of ranks (`transformer_engine/ring.py`), or our own code if there is a
+    window.
+    """
 
     def __init__(self, core: CausalAttention) -> None:
         super().__init__()
@@ -305,8 +310,8 @@ class Attention(nn.Module):
     def _fused(
         self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, *, padded: bool = False
     ) -> Tensor:
-        """They want each of the three in a piece, or all three interleaved in one storage, as a projection leaves them
-        where nothing turns them."""
+        """Call the kernel. It needs contiguous query, key and value, or all three interleaved in one storage, as a
+        projection leaves them unless something rearranges them."""
         if self.cp_group is not None:
             inputs = (query.contiguous(), key, value)
             return ring_attention(*inputs, cu_seqlens, longest, self.cp_group, scale=self.scale, padded=padded)
@@ -318,8 +323,11 @@ class Attention(nn.Module):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """transformer_engine/pytorch/attention/dot_product_attention/backends.py, FusedAttnFunc. The operations are
-    torch's, of which the meter knows the work; output, statistics and state of the generator have the same sizes."""
+    """transformer_engine/pytorch/attention/dot_product_attention/backends.py, FusedAttnFunc.
+
+    The operations are torch's, whose work the meter knows. Output, statistics and state of the generator have the same
+    sizes.
+    """
 
     @staticmethod
     def forward(
@@ -344,16 +352,16 @@ class _FusedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         query, key, value, output, statistics, state, cu_seqlens = ctx.saved_tensors
         longest, causal, scale, window = ctx.how
-        found = varlen_attn_backward(
+        gradients = varlen_attn_backward(
             *(grad.contiguous(), query, key, value, output, statistics, cu_seqlens, cu_seqlens),
             *(longest, longest, causal, state, scale, window),
         )
-        return *found, None, None, None, None
+        return *gradients, None, None, None, None
 
 
 class Gate(nn.Module):
-    """silu(gate) x up as Megatron-Core fuses it (megatron/core/fusions/fused_bias_swiglu.py), and of an expert x the
-    weights of its tokens: one kernel forward and one backward, between which the first product is kept."""
+    """silu(gate) x up as Megatron-Core fuses it (megatron/core/fusions/fused_bias_swiglu.py), and for an expert x the
+    weights of its tokens. It is one kernel forward and one backward; the first product is kept in between."""
 
     def forward(self, x_TF: Tensor, weights_T1: Tensor | None = None) -> Tensor:
         """[..., 2 F] -> [..., F]"""
@@ -371,6 +379,6 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        found = [torch.empty_like(each) for each in ctx.saved_tensors]
-        pass_over([*gradients, *ctx.saved_tensors], found)
-        return tuple(found)
+        to_inputs = [torch.empty_like(x) for x in ctx.saved_tensors]
+        pass_over([*gradients, *ctx.saved_tensors], to_inputs)
+        return tuple(to_inputs)

@@ -1,8 +1,8 @@
-"""What Megatron-Core's optimizer works with on a GPU.
+"""Kernels of Megatron-Core's optimizer on a GPU.
 
 Where TransformerEngine is installed Megatron-Core takes its Adam, and its norm and scaling of many tensors at once,
-which make no temporaries. Without it Megatron-Core takes torch's AdamW, which on a GPU updates all tensors at once with
-temporaries as large as they are; it scales tensor by tensor with a temporary each, and waits for the norm of each.
+which make no temporaries. Otherwise it takes torch's AdamW, which on a GPU updates all tensors at once with temporaries
+as large as they are; it scales tensor by tensor with a temporary each, and waits for the norm of each.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class FusedAdam(torch.optim.AdamW):
     """transformer_engine/pytorch/optimizers/fused_adam.py, with the options that Megatron-Core gives it for the
     settings of `parallel/step.py`: two fp32 moments a parameter, made in the first step, and no temporaries.
 
-    Megatron-Core makes it as it makes torch's AdamW. So do resume points: like AdamW's, the state has a `step`.
+    Megatron-Core makes it as it makes torch's AdamW. So do resume points: the state has a `step`, like AdamW's.
     """
 
     @torch.no_grad()
@@ -45,8 +45,8 @@ class FusedAdam(torch.optim.AdamW):
 
 
 class AllAtOnceAdamW(torch.optim.AdamW):
-    """torch's, the way it goes on a GPU by itself (torch/optim/optimizer.py, _default_to_fused_or_foreach), where it
-    does not know the rehearsed tensors for a GPU's."""
+    """torch's AdamW as it runs on a GPU by default (torch/optim/optimizer.py, _default_to_fused_or_foreach). torch does
+    not recognise rehearsed tensors as those of a GPU."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options, foreach=True)
@@ -64,13 +64,13 @@ def l2_norm(
 ) -> tuple[Tensor, None]:
     """transformer_engine's multi_tensor_l2norm: one number, still on the device."""
     (read,) = tensor_lists
-    found = torch.empty(1, dtype=torch.float32, device=read[0].device)
-    pass_over([*read], [found])
-    return found, None
+    norm = torch.empty(1, dtype=torch.float32, device=read[0].device)
+    pass_over([*read], [norm])
+    return norm, None
 
 
 KERNELS: Mapping[str, OptimizerKernels] = {
     "te": OptimizerKernels(FusedAdam, {"multi_tensor_scale_impl": scale, "l2_norm_impl": l2_norm}),
     "local": OptimizerKernels(AllAtOnceAdamW, {}),
 }
-"""By whose layers a rehearsed GPU has."""
+"""Kernels by the layers of a rehearsed GPU."""

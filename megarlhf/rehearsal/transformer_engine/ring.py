@@ -1,10 +1,10 @@
-"""A stand-in for TransformerEngine's context parallelism: keys and values go round the ranks of the group.
+"""Stand-in for TransformerEngine's context parallelism, in which keys and values go round the ranks of the group.
 
 Source: transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py, AttnFuncWithCPAndKVP2P, without
-fp8, with cuDNN's kernels. Each step attends to the keys of one rank: to its own causally; to those of ranks before
-it, all of its queries to the first half; to those of ranks behind it, the second half of its queries to all. Partial
-outputs are kept until all are there, so that the last rank's peak is the highest. What it keeps for the backward: its
-queries, the keys and values that it has received last, output and statistics.
+fp8, with cuDNN's kernels. Each step attends to the keys of one rank: to its own causally; to those of ranks before it,
+all of its queries to the first half; to those of ranks behind it, the second half of its queries to all. Partial
+outputs are kept until all are there, so that the last rank's peak is the highest. For the backward it keeps its
+queries, the keys and values that it received last, output and statistics.
 
 Legend: T' tokens of this rank, N query heads and G key-value groups of this rank, D head dimension.
 """
@@ -35,8 +35,11 @@ def ring_attention(
     scale: float | None,
     padded: bool,
 ) -> Tensor:
-    """[T', N, D], [T', G, D] twice -> [T', N, D]. `cu_seqlens` and `longest` are of whole sequences. `padded`: the sum
-    of partial outputs is in fp32, as for rows that are not packed."""
+    """[T', N, D], [T', G, D] twice -> [T', N, D].
+
+    cu_seqlens, longest: of whole sequences.
+    padded: whether partial outputs are summed in fp32, as for rows that are not packed.
+    """
     out_TND: Tensor = _Ring.apply(query_TND, key_TGD, value_TGD, cu_seqlens, longest, group, scale, padded)
     return out_TND
 
@@ -103,14 +106,14 @@ class _Ring(torch.autograd.Function):
                 if short
                 else [output, gradient, total]
             )
-            found = varlen_attn_backward(
+            step_gradients = varlen_attn_backward(
                 *(grad, *inputs, out, lse, *cu, *most, causal, states[step], ctx.scale, PAST if causal else ALL)
             )
-            pass_over([found[0]], [to_query])
+            pass_over([step_gradients[0]], [to_query])
             _wait(messages)
             messages = ()
-            pass_over([*found[1:]], [there[1]])
-            del inputs, out, grad, lse, found
+            pass_over([*step_gradients[1:]], [there[1]])
+            del inputs, out, grad, lse, step_gradients
         _wait(messages)
         last = buffers[cp % 2][1]
         to_key, to_value = (part.view(ctx.shape) for part in last.chunk(2))
@@ -120,8 +123,8 @@ class _Ring(torch.autograd.Function):
 def _seen(
     ctx: Any, step: int, query: Tensor, both: Tensor, begins: Tensor, halves: Tensor
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor], tuple[int, int], bool]:
-    """Of a step's keys and values: query, key and value; where sequences of queries and of keys begin; the longest of
-    each; whether attention is causal."""
+    """Query, key and value of a step; beginnings of sequences in queries and in keys; the longest of each; whether
+    attention is causal."""
     key, value = (part.view(ctx.shape) for part in both.chunk(2))
     if step == 0:
         return (query, key, value), (begins, begins), (ctx.longest, ctx.longest), True
@@ -138,7 +141,6 @@ def _half(x_TND: Tensor) -> Tensor:
 
 
 def _exchange(own: Tensor, received: Tensor, group: dist.ProcessGroup) -> Sequence[dist.Work]:
-    """To the next rank of the ring, from the one before."""
     size, rank = group.size(), group.rank()
     ranks = dist.get_process_group_ranks(group)
     sent = dist.isend(own, ranks[(rank + 1) % size], group=group)
