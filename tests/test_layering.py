@@ -128,6 +128,7 @@ HOUSE: tuple[dict[str, str], ...] = (
     },
     {"model_directory": "where config.json and tokenizer stand"},
     {
+        "atomic_write": "files that appear complete or not at all",
         "memory": "what the machine and its control groups leave: files of /proc and /sys",
         "errors": "exceptions that several rooms share",
         "packages": "versions of what is installed",

@@ -9,7 +9,6 @@ import plotly.graph_objects as go
 import pytest
 
 from megarlhf.observe.records.metrics import MetricsWriter
-from megarlhf.observe.report import html_page
 from megarlhf.observe.report.chart_list import CHARTS, REWARD, Chart
 from megarlhf.observe.report.charts import RecordedRun, charts_of, figure, kind_of
 from megarlhf.observe.report.html_page import write_whole
@@ -78,7 +77,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "no space left")
 
     write_whole(out, "first")
-    monkeypatch.setattr(html_page.os, "replace", full)
+    monkeypatch.setattr("os.replace", full)
     with pytest.raises(OSError, match="no space left"):
         write_whole(out, "second")
     assert tried == ["second"]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import html
 import json
-import os
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+from megarlhf.atomic_write import atomic_write
 
 HOW_TO_READ = "Drag in a chart to zoom, double-click to go back; click a name to hide its curve."
 
@@ -90,13 +91,4 @@ def check_replaceable(out: Path, own: str, kind: str) -> None:
 def write_whole(out: Path, text: str) -> None:
     """Complete or not at all; folders above it are made."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, out)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
+    atomic_write(out, text)

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 import megarlhf
+from megarlhf.atomic_write import atomic_write
 
 MAX_STACKS = 8
 """Ranks whose stacks are printed; the files have all."""
@@ -102,9 +103,7 @@ def write_state(state: RankState, folder: Path) -> None:
     """As `rank_RRRRR.json`, complete or not at all; a signal handler and a thread of one rank may write at once."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank_{state.rank:05d}.json"
-    partial = path.with_suffix(f".{threading.get_ident()}.partial")
-    partial.write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
-    partial.replace(path)
+    atomic_write(path, json.dumps(asdict(state), indent=1), synced=False, writer=threading.get_ident())
 
 
 def read_states(folder: Path) -> list[RankState]:

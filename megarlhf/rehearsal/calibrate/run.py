@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from megarlhf.atomic_write import atomic_write
 from megarlhf.memory import available_bytes
 from megarlhf.observe.terminal.progress import Progress
 from megarlhf.rehearsal.calibrate.host import host_seconds
@@ -173,10 +174,7 @@ def write_hardware(hardware: Hardware, path: Path) -> None:
     """
     tree = hardware.model_dump(mode="json", exclude_none=True)
     text = HEAD + yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=160, allow_unicode=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.rename(path)
+        atomic_write(path, text, writer=os.getpid())
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise ValueError(f"-o {path} cannot be written: {error}") from error

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from fnmatch import fnmatch
 from pathlib import Path
 
+from megarlhf.atomic_write import atomic_write
 from megarlhf.config import DPOConfig, FrozenModel, RLConfig, RMConfig, RunConfig, SFTConfig, dump_config, load_config
 from megarlhf.data.sources.splits import is_pattern
 from megarlhf.observe.records.run_directory import (
@@ -77,13 +78,13 @@ class Claim:
         try:
             if not self.resumes:
                 _remove(directory, self._removed)
-                _write(config, text)
+                atomic_write(config, text)
                 return
             if (before := config.read_text(encoding="utf-8")) != text:
                 kept = _unused_name(directory)
-                _write(kept, before)
+                atomic_write(kept, before)
                 try:
-                    _write(config, text)
+                    atomic_write(config, text)
                 except OSError:
                     kept.unlink()
                     raise
@@ -127,7 +128,7 @@ def finish(run_dir: Path, step: int, reason: str) -> None:
     """Mark the run as finished after `step`, because of `reason`: `NO_STEPS_LEFT`, or the name of a rule that ended it.
     The file appears complete or not at all."""
     finished = Finished(step, reason, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
-    _write(run_dir / FINISHED_FILE, json.dumps(vars(finished)) + "\n")
+    atomic_write(run_dir / FINISHED_FILE, json.dumps(vars(finished)) + "\n")
 
 
 def finished(run_dir: Path) -> Finished | None:
@@ -362,20 +363,6 @@ def _unused_name(directory: Path) -> Path:
     while (kept := directory / f"config.{number}.yaml").exists():
         number += 1
     return kept
-
-
-def _write(path: Path, text: str) -> None:
-    """Complete or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def _not_writable(run: RunConfig, error: OSError) -> str:

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megarlhf.atomic_write import sync
 from megarlhf.resume.points.file_digest import FileDigest, digest_of
-from megarlhf.weights.checkpoint.staging import sync
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 2

@@ -37,6 +37,7 @@ from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils._pytree import tree_map
 
+from megarlhf.atomic_write import atomic_write, sync
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.resume.points import point
 from megarlhf.resume.points.file_digest import FileDigest, digest_of
@@ -46,7 +47,6 @@ from megarlhf.resume.signals import STOP_SIGNALS
 from megarlhf.runtime import Runtime, synchronize
 from megarlhf.weights.checkpoint.formats.torch_dist.metadata import COMMON, CONFIG
 from megarlhf.weights.checkpoint.formats.torch_dist.write import BACKENDS
-from megarlhf.weights.checkpoint.staging import sync
 
 log = logging.getLogger(__name__)
 
@@ -345,9 +345,7 @@ def _storage(folder: Path) -> FileSystemWriter:
 def _leave_note(directory: Path, rank: int, note: _Note) -> None:
     notes = directory / NOTES
     notes.mkdir(exist_ok=True)
-    partial = notes / f".{rank}"
-    partial.write_bytes(pickle.dumps(note))
-    partial.rename(notes / str(rank))
+    atomic_write(notes / str(rank), pickle.dumps(note), synced=False)
 
 
 def _complete(directory: Path, completion: _Completion) -> int:

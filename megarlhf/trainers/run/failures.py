@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from megarlhf.atomic_write import atomic_write
 from megarlhf.config import DPOConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, load_config, roles_of
 from megarlhf.observe.records.run_directory import CONFIG_FILE
 from megarlhf.resume.claim.config_changes import TrainingConfig
@@ -60,9 +61,7 @@ class Failure:
         """To `failure.json`."""
         tree = {"format": FORMAT, **asdict(self)}
         tree |= {"sums": plain(self.sums), **plain({"gradient_norm": self.gradient_norm})}
-        partial = directory / f".{FAILURE_FILE}.partial"
-        partial.write_text(json.dumps(tree, indent=1), encoding="utf-8")
-        partial.replace(directory / FAILURE_FILE)
+        atomic_write(directory / FAILURE_FILE, json.dumps(tree, indent=1))
 
     @classmethod
     def read(cls, directory: Path) -> Failure:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from megarlhf.atomic_write import atomic_path
 from megarlhf.collective_errors import from_first_rank
 from megarlhf.config import SkipConfig, dump_config
 from megarlhf.models.role import Role
@@ -218,9 +219,8 @@ def _keep_batches(directory: Path, role: Role, batches: Sequence[MicroBatch]) ->
     mesh = role.mesh
     numbers = {"dp": mesh.coordinates.dp, "last_stage": mesh.is_last_stage, "gradient_norms_of_this_rank": gradients}
     (directory / rank_file(rank, "json")).write_text(json.dumps(numbers, indent=1), encoding="utf-8")
-    partial = directory / f".{rank_file(rank)}.partial"
-    torch.save(tensors, partial)
-    partial.replace(directory / rank_file(rank))
+    with atomic_path(directory / rank_file(rank), synced=False) as partial:
+        torch.save(tensors, partial)
 
 
 def load_kept(file: Path) -> list[MicroBatch]:
