@@ -13,27 +13,25 @@ import json
 import logging
 import os
 import shutil
-import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megarlhf.atomic_write import atomic_write
 from megarlhf.data.samples.columns import MANIFEST
+from megarlhf.lease import Holder, Lease
 
 logger = logging.getLogger(__name__)
 VARIABLE = "MEGARLHF_CACHE"
 PRIVATE = "none"
 POLL_SECONDS = 0.1
-SAID_SECONDS = 2.0
-"""After which who waits says for what."""
-BEAT_SECONDS = 5.0
-"""Between two signs of life of who makes an entry."""
+LOG_AFTER_SECONDS = 2.0
+"""A process that has waited for so long logs for what."""
 DEAD_SECONDS = 60.0
-"""Without a sign after which a lease may be taken over; at once where its process was one of this machine and has gone.
-Measured by each who waits, so that clocks need not agree."""
+"""A lease may be taken over when its holder gave no sign of life for so long; at once where its process was one of this
+machine and has ended. Measured by each process that waits, so that clocks need not agree."""
 LEFT_OVER_SECONDS = 24 * 3600.0
 """After which what a killed writer has left is removed."""
 _SHARED_BYTES = 64 << 20
@@ -189,126 +187,62 @@ def _remove_broken(cache: Path, key: str, lease: str) -> None:
 
 @contextlib.contextmanager
 def _lease(cache: Path, key: str) -> Iterator[str | None]:
-    """Its name, if the lease is ours; None where it was another's, which has ended. Raises: ValueError with which
-    another has failed, who was waited for."""
-    path = cache / f"{key}.lease"
-    identity = uuid.uuid4().hex
-    text = json.dumps({"id": identity, "host": socket.gethostname(), "pid": os.getpid()})
-    if not _create(path, text):
-        if (dead := _wait(path, cache / f"{key}.failed")) is not None:
-            shutil.rmtree(_partial(cache, key, dead), ignore_errors=True)
+    """The lease's token, if it is ours; None where it was another's, which has ended.
+
+    Raises: ValueError with which another process has failed, which was waited for.
+    """
+    lease, failed = Lease(cache / f"{key}.lease", silent_seconds=DEAD_SECONDS, token_key="id"), cache / f"{key}.failed"
+    if not _take_or_wait(lease, cache, key, failed):
         yield None
         return
-    stop = threading.Event()
-    beat = threading.Thread(target=_beat, args=(path, stop), daemon=True)
-    beat.start()
-    try:
-        yield identity
-    except ValueError as error:
-        _replace(cache / f"{key}.failed", json.dumps({"id": identity, "message": str(error)}))
-        raise
-    else:
-        (cache / f"{key}.failed").unlink(missing_ok=True)
-    finally:
-        stop.set()
-        beat.join()
-        if _owner(path).get("id") == identity:
-            path.unlink(missing_ok=True)
+    with lease:
+        try:
+            yield lease.holder.token
+        except ValueError as error:
+            _replace(failed, json.dumps({"id": lease.holder.token, "message": str(error)}))
+            raise
+        failed.unlink(missing_ok=True)
 
 
-def _create(path: Path, text: str) -> bool:
-    """Only where there is none; with its text, also for who is killed in between."""
-    if path.exists():
-        return False
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    partial.write_text(text, encoding="utf-8")
-    try:
-        os.link(partial, path)
-    except FileExistsError:
-        return False
-    except OSError:  # a file system without hard links
-        return _create_in_place(path, text)
-    finally:
-        partial.unlink(missing_ok=True)
-    return True
-
-
-def _create_in_place(path: Path, text: str) -> bool:
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        return False
-    return True
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    with contextlib.suppress(OSError):  # where even this cannot be written, those who wait find out themselves
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-
-
-def _beat(path: Path, stop: threading.Event) -> None:
-    while not stop.wait(BEAT_SECONDS):
-        with contextlib.suppress(OSError):
-            os.utime(path)
-
-
-def _owner(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        owner: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return owner
-    return {}
-
-
-def _wait(path: Path, failed: Path) -> str | None:
-    """Until the lease at `path` has ended, or its owner is taken for dead: it is then removed.
-
-    Returns: the name of a lease whose process has gone. Raises: ValueError with which its owner has failed.
-    """
-    owner: dict[str, Any] = {}
-    sign, since = None, time.monotonic()
-    say_at = since + SAID_SECONDS
+def _take_or_wait(lease: Lease, cache: Path, key: str, failed: Path) -> bool:
+    """Take a lease that nobody holds, or whose holder is dead; False once a holder that was waited for is through."""
+    awaited: Holder | None = None
+    log_at = time.monotonic() + LOG_AFTER_SECONDS
     while True:
-        now = _owner(path)
-        owner = owner or now
-        if not path.exists() or now.get("id") != owner.get("id"):
-            report = _owner(failed)
-            if owner and report.get("id") == owner["id"]:
-                raise ValueError(report["message"])
-            return None
-        with contextlib.suppress(OSError):
-            if (latest := path.stat().st_mtime_ns) != sign:
-                sign, since = latest, time.monotonic()
-        gone = _has_gone(owner)
-        if gone or time.monotonic() - since > DEAD_SECONDS:
-            with contextlib.suppress(OSError):
-                if _owner(path).get("id") == owner.get("id"):
-                    path.unlink()
-            return str(owner["id"]) if gone else None
-        if time.monotonic() > say_at:
-            say_at = float("inf")
-            logger.info("%s", _waiting_in_words(path, owner))
+        look = lease.look()
+        holder = look.chain[-1] if look.chain else None
+        if awaited is not None and (holder is None or holder.token != awaited.token):
+            _raise_failure(awaited.token, failed)
+            return False
+        if look.may_be_taken:
+            if holder is not None and look.verdict == "ended":
+                shutil.rmtree(_partial(cache, key, holder.token), ignore_errors=True)
+            if lease.try_take(look):
+                return True
+            continue
+        awaited = holder
+        if time.monotonic() > log_at:
+            log_at = float("inf")
+            assert holder is not None
+            logger.info(
+                "waiting for %s, which %s makes, as %s says; it is taken over when it gives no sign of life for %g s",
+                lease.path.with_suffix(""),
+                f"process {holder.pid} on {holder.host}" if holder.is_known else "a process that it does not name",
+                lease.path.name,
+                DEAD_SECONDS,
+            )
         time.sleep(POLL_SECONDS)
 
 
-def _waiting_in_words(path: Path, owner: Mapping[str, Any]) -> str:
-    who = f"process {owner.get('pid')} on {owner.get('host')}" if owner else "a process that it does not name"
-    return (
-        f"waiting for {path.with_suffix('')}, which {who} makes, as {path.name} says; it is taken over when it gives "
-        f"no sign of life for {DEAD_SECONDS:g} s"
-    )
-
-
-def _has_gone(owner: Mapping[str, Any]) -> bool:
-    """Whether the process was one of this machine, and is there no more."""
-    if owner.get("host") != socket.gethostname():
-        return False
+def _raise_failure(token: str, failed: Path) -> None:
     try:
-        os.kill(int(owner["pid"]), 0)
-    except ProcessLookupError:
-        return True
-    except (PermissionError, KeyError, ValueError):
-        return False
-    return False
+        report = json.loads(failed.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # it has not failed
+    if report.get("id") == token:
+        raise ValueError(report["message"])
+
+
+def _replace(path: Path, text: str) -> None:
+    with contextlib.suppress(OSError):  # where even this cannot be written, those who wait find out themselves
+        atomic_write(path, text, synced=False, writer=uuid.uuid4().hex)

@@ -17,6 +17,7 @@ from pathlib import Path
 from megarlhf.atomic_write import atomic_write
 from megarlhf.config import DPOConfig, FrozenModel, RLConfig, RMConfig, RunConfig, SFTConfig, dump_config, load_config
 from megarlhf.data.sources.splits import is_pattern
+from megarlhf.lease import restart_count
 from megarlhf.observe.records.run_directory import (
     CONFIG_FILE,
     CONFIG_HEADER,
@@ -28,7 +29,7 @@ from megarlhf.observe.records.run_directory import (
     written_by,
 )
 from megarlhf.resume.claim.config_changes import TrainingConfig, compare
-from megarlhf.resume.claim.lock import Lock, require_free, restart_count
+from megarlhf.resume.claim.lock import Lock
 from megarlhf.resume.points.point import find_points
 
 NO_STEPS_LEFT = "num_steps"
@@ -120,7 +121,7 @@ def require_usable(cfg: FrozenModel, run: RunConfig, command: str) -> StartDecis
     be overwritten, or when something that no run wrote stands where this one saves.
     """
     if run.dir.is_dir():
-        require_free(run.dir)
+        Lock(run.dir).require_free()
     return _decide(cfg, run, command)
 
 
