@@ -1,4 +1,4 @@
-"""`megarlhf replay FAILURE_DIR`: the skipped step is found and checked, ranks are started, the step is repeated."""
+"""`megarlhf replay FAILURE_DIR`: checks the skipped step, starts ranks, and repeats the step."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A directory of what takes long to make, kept under keys, made once however many processes want it.
+"""A cache of directories by key. Each entry is made once, however many processes ask for it.
 
-Who comes first takes a lease on the key and makes the entry in a directory of its own, which then gets the entry's name
-in one step: an entry is whole, or is not there. The others wait for it. A lease whose owner has been killed is taken
-over. Where two make the same entry all the same, as on a file system that shows files late, the first to finish wins.
+The first process takes a lease on the key (`megarlhf/lease.py`), makes the entry in a directory of its own and renames
+it: an entry is whole or absent. Other processes wait. The lease of a killed process is taken over. If two processes
+make the same entry nevertheless, as on a file system that shows files late, the first to finish wins.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ DEAD_SECONDS = 60.0
 """A lease may be taken over when its holder gave no sign of life for so long; at once where its process was one of this
 machine and has ended. Measured by each process that waits, so that clocks need not agree."""
 LEFT_OVER_SECONDS = 24 * 3600.0
-"""After which what a killed writer has left is removed."""
+"""Folders that a killed writer has left are removed when they are so old."""
 _SHARED_BYTES = 64 << 20
-"""Of a file from which on one process reads it for all."""
+"""A file of at least this size is read by one process for all."""
 _SETTLED_SECONDS = 2.0
 """A file that has just been written may change again within one tick of its time: its digest is not kept."""
 
 
 def cache_directory(configured: str | None, run_dir: Path | None) -> Path:
-    """Where entries are kept: as configured, else by the variable, else in the home directory. Raises: ValueError."""
+    """Directory of the cache: as configured, else by the variable, else in the home directory. Raises: ValueError."""
     if configured == PRIVATE:
         if run_dir is None:
             raise ValueError(f"data.cache = {PRIVATE} keeps tokenized data in the run directory, and there is none")
@@ -114,15 +114,15 @@ def _make_directory(directory: Path) -> None:
 
 
 def stamp(path: Path) -> list[int]:
-    """Another one for another content. The time of the last change to the inode is in it: the time of the content can
-    be set, as tools that copy do, and be that of another content of the same size."""
+    """Numbers that differ when a file's content does. The inode's time of change is among them, because tools that copy
+    set the time of the content, even to that of another content of the same size."""
     status = path.stat()
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
 def entry(cache: Path, key: str, make: Callable[[Path], None]) -> tuple[Path, bool]:
-    """The directory of an entry, and whether this call made it. `make` fills a directory that nobody else has; what it
-    raises as ValueError is raised for those who have waited for it too.
+    """Directory of an entry, and whether this call made it. `make` fills a directory of this process alone; its
+    ValueError is raised in the processes that have waited, too.
 
     Raises: ValueError, also where the cache cannot be written.
     """
@@ -142,12 +142,12 @@ def entry(cache: Path, key: str, make: Callable[[Path], None]) -> tuple[Path, bo
 
 
 def _partial(cache: Path, key: str, lease: str) -> Path:
-    """Where the owner of a lease writes."""
+    """Directory in which the holder of a lease writes."""
     return cache / f".{key}.{lease}"
 
 
 def _make(cache: Path, key: str, lease: str, make: Callable[[Path], None]) -> bool:
-    """Whether the entry is ours, and not of another who was faster."""
+    """Make the entry; False if another process was faster."""
     _remove_left_over(cache, key)
     _remove_broken(cache, key, lease)
     partial = _partial(cache, key, lease)
@@ -173,7 +173,7 @@ def _remove_left_over(cache: Path, key: str) -> None:
 
 
 def _remove_broken(cache: Path, key: str, lease: str) -> None:
-    """What has the entry's name and no manifest, which is no entry: half of a copy, or of one that was removed."""
+    """Remove a directory with the entry's name and no manifest: half of a copy, or half removed."""
     place, aside = cache / key, cache / f".{key}.{lease}.broken"
     if not place.is_dir() or (place / MANIFEST).exists():
         return

@@ -24,7 +24,7 @@ class Lock(Lease):
     """A run directory's lock."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Not taken yet; `run_dir` exists."""
+        """Make a lock that is not taken yet; `run_dir` exists."""
         super().__init__(run_dir / LOCK_FILE, silent_seconds=WATCH_SECONDS)
 
     @classmethod
@@ -63,7 +63,8 @@ class Lock(Lease):
             time.sleep(min(lease.REFRESH_SECONDS, WATCH_SECONDS) / 10)
 
     def require_held(self) -> None:
-        """To be called before anything is written that another run may not write at the same time.
+        """Make sure that the lock is still this process's. Call this before writing what two runs may not write at
+        once.
 
         Raises: LockError when another process has taken the lock.
         """
