@@ -28,9 +28,9 @@ import torch
 from benchmarks import peers
 from benchmarks.machine import ROOT, machine
 from benchmarks.random_llama import write_random_llama
+from megarlhf.atomic_write import sync
 from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, MegatronTarget, Target, convert
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
-from megarlhf.weights.checkpoint.staging import sync
 from megarlhf.weights.checkpoint.verify import digests
 
 RESULT = ROOT / "benchmarks" / "results" / "convert.json"

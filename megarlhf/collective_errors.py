@@ -1,4 +1,4 @@
-"""What fails on one rank is raised on all of them, so that nobody is left waiting in the next collective."""
+"""Raises an error of one rank on all ranks, so that no rank is left waiting in the next collective."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class raise_on_all_ranks:
 
 
 def on_first_rank(action: Callable[[], object]) -> None:
-    """Do it on rank 0 only; a ValueError that it raises there is raised on every rank. Collective."""
+    """Call `action` on rank 0 only; a ValueError that it raises there is raised on every rank. Collective."""
     message: list[str | None] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
@@ -74,12 +74,12 @@ def on_first_rank(action: Callable[[], object]) -> None:
 
 
 def from_first_rank(value: Value) -> Value:
-    """Rank 0's value, on every rank. Collective."""
+    """Broadcast rank 0's value to every rank. Collective."""
     return from_rank(value, 0)
 
 
 def from_rank(value: Value, rank: int) -> Value:
-    """That of one rank, on every rank. Collective."""
+    """Broadcast the value of `rank` to every rank. Collective."""
     values = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(values, src=rank)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Interrupted(Exception):
-    """A stage was asked to stop before it was complete. Raised on every rank; what it has found is dropped or kept."""
+    """A stage was asked to stop before it was complete. Raised on every rank; its results are dropped or kept."""
 
 
 class WatchdogInterrupt(BaseException):
@@ -26,5 +26,5 @@ class WatchdogTimeout(RuntimeError):
 
 
 class RewardError(ValueError):
-    """A reward that failed, or returned what is no number: with its name, the sample, and the line of the user's.
-    Raised on every rank alike."""
+    """A reward failed, or returned something that is no number. The message names the reward, the sample, and the line
+    of the user's code. Raised on every rank alike."""

@@ -127,6 +127,8 @@ HOUSE: tuple[dict[str, str], ...] = (
     },
     {"model_directory": "where config.json and tokenizer stand"},
     {
+        "atomic_write": "files that appear complete or not at all",
+        "lease": "a file that belongs to one process at a time",
         "memory": "what the machine and its control groups leave: files of /proc and /sys",
         "errors": "exceptions that several rooms share",
         "packages": "versions of what is installed",

@@ -29,6 +29,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megarlhf import runtime
+from megarlhf.atomic_write import atomic_write
 from megarlhf.collective_errors import on_first_rank
 from megarlhf.commands.process_tree import PARENT
 from megarlhf.planning.machine.determinism import require_deterministic_device
@@ -234,9 +235,7 @@ def print_error(command: str, message: str, status: int) -> None:
         path = Path(os.environ[MARK]) / f"{info.rank}.json"
         if os.environ.get(PARENT) in (None, str(os.getppid())):  # the process that reads it still exists
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps({"status": status, "message": message}), encoding="utf-8")
-            partial.rename(path)
+            atomic_write(path, json.dumps({"status": status, "message": message}), synced=False)
         return
     if status in SAVED and info is not None and info.rank:
         return  # every rank has saved and has the same message

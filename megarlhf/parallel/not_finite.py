@@ -1,4 +1,4 @@
-"""Where NaN or infinity first appears in a forward and backward: which module, which of its tensors."""
+"""Finds the first NaN or infinity of a forward and backward: its module and tensor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class NotFinite:
     """A tensor that is not finite."""
 
     module: str
-    """By its name in the model; `(model)` for the model itself, `(loss)` for the loss."""
+    """Name of the module in the model; `(model)` for the model itself, `(loss)` for the loss."""
     tensor: str
     """`weight NAME`, `input 0`, `output`, `gradient of output`, `gradient of weight NAME`."""
     nans: int
@@ -31,7 +31,16 @@ class NotFinite:
     during: During
     """`sums`: only when gradients had been added over micro-batches and ranks."""
     number: int
-    """Of the tensor among those of this rank that were looked at."""
+    """Position of the tensor in the order in which this rank examined its tensors."""
+
+    @classmethod
+    def of(cls, module: str, name: str, values: Tensor, during: During, number: int) -> NotFinite | None:
+        """Describe a tensor; None when it is finite."""
+        finite = torch.isfinite(values)
+        if bool(finite.all()):
+            return None
+        nans = int(torch.isnan(values).sum())
+        return cls(module or MODEL, name, nans, int((~finite).sum()) - nans, tuple(values.shape), during, number)
 
     def __str__(self) -> str:
         elements = torch.Size(self.shape).numel()
@@ -105,18 +114,12 @@ class _Looks:
     def look(self, during: During, name: str, what: str, tensor: Tensor | None) -> None:
         self._number += 1
         # None: the gradient of a weight whose kernel has added it to `main_grad` itself.
-        if self.first is not None or tensor is None or not tensor.is_floating_point():
-            return
-        finite = torch.isfinite(tensor)
-        if not bool(finite.all()):
-            nans = int(torch.isnan(tensor).sum())
-            infinities = int((~finite).sum()) - nans
-            where = name or MODEL
-            self.first = NotFinite(where, what, nans, infinities, tuple(tensor.shape), during, self._number)
+        if self.first is None and tensor is not None and tensor.is_floating_point():
+            self.first = NotFinite.of(name, what, tensor, during, self._number)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Of nested arguments, in order."""
+    """Tensors of nested arguments, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):

@@ -1,1 +1,1 @@
-"""What a run needs to go on after it was stopped or killed: resume points, the lock of its directory, signals."""
+"""Resume points, the lock of a run directory, and stop signals: all that a stopped or killed run needs to go on."""

@@ -1,4 +1,4 @@
-"""How a run is asked to stop: by a signal, or because the time of its Slurm job is nearly over.
+"""Requests to stop a run: a signal, or the end of its Slurm job's time.
 
 A signal is noted at once, also while the main thread waits in a collective or a kernel: Python writes its number to a
 pipe, and a thread reads it there. A Python handler in the main thread would have to wait until that call returns.
@@ -25,15 +25,15 @@ if TYPE_CHECKING:  # torch takes seconds to import, and the command line needs `
     import torch.distributed as dist
 
 STOP_SIGNALS = (Signals.SIGUSR1, Signals.SIGHUP, Signals.SIGTERM, Signals.SIGINT)
-"""What asks a run to save and stop, the more urgent later. SIGHUP is that of a terminal that was closed."""
+"""Signals that ask a run to save and stop, the more urgent later. SIGHUP comes from a closed terminal."""
 AT_ONCE = (Signals.SIGTERM, Signals.SIGINT)
 """A second one of these ends the process at once."""
 REPEAT_SECONDS = 1.0
 """One Ctrl-C may arrive several times: from the terminal, and forwarded by srun. Repeats within this are ignored."""
 LAST_WORDS_SECONDS = 0.5
-"""After SIGHUP, for the reader of a pipe to end, which was started in the same terminal."""
+"""Time after SIGHUP in which the reader of a pipe, started in the same terminal, may end."""
 END_SECONDS = 2.0
-"""For the main thread to end the process by itself when it is told to stop at once."""
+"""Time in which the main thread may end the process by itself when it is told to stop at once."""
 
 KEEP_EARLY = frozenset({"sft", "rm", "dpo", "rl"})
 """Commands that call `note_early` before anything else."""
@@ -66,8 +66,8 @@ class Repeats:
         self._last: float | None = None
 
     def kind(self, number: Signals, now: float) -> Literal["first", "echo", "second"]:
-        """Of the signal `number`, received at `now` (monotonic seconds). SIGUSR1 is always a first one, and SIGTERM
-        after it too: Slurm sends the one some time before the other."""
+        """Classify the signal `number`, received at `now` (monotonic seconds). SIGUSR1 is always a first one, and so is
+        SIGTERM after it: Slurm sends the one some time before the other."""
         if number not in AT_ONCE:
             return "first"
         if self._last is not None and now - self._last < REPEAT_SECONDS:
@@ -91,7 +91,7 @@ class StopRequest:
 
     def __init__(self, *, device: torch.device | None = None, speaks: bool = True) -> None:
         self._device, self._speaks = device, speaks
-        self._noted: tuple[Signals, float] | None = None
+        self._noted: Signals | None = None
         self._repeats = Repeats()
         self._handlers: dict[Signals, Any] = {}
         self._pipe: tuple[int, int] | None = None
@@ -128,12 +128,7 @@ class StopRequest:
 
     def requested(self) -> Signals | None:
         """The most urgent signal that this process has received."""
-        return self._noted[0] if self._noted else None
-
-    @property
-    def seconds_ago(self) -> float | None:
-        """Since the signal of `requested`."""
-        return time.monotonic() - self._noted[1] if self._noted else None
+        return self._noted
 
     def agreed(self, group: dist.ProcessGroup | None = None) -> Signals | None:
         """The most urgent signal that any rank of the group has received: the same answer on all. Collective."""
@@ -154,8 +149,7 @@ class StopRequest:
                         self._receive(number)
 
     def _receive(self, number: Signals) -> None:
-        now = time.monotonic()
-        kind = self._repeats.kind(number, now)
+        kind = self._repeats.kind(number, time.monotonic())
         if number == Signals.SIGHUP:
             leave_terminal()
         if kind == "second":
@@ -163,7 +157,7 @@ class StopRequest:
         own = self.requested()
         if own is not None and STOP_SIGNALS.index(own) >= STOP_SIGNALS.index(number):
             return  # the same, or nothing new
-        self._noted = (number, now)
+        self._noted = number
         if self._speaks:
             _say(f"{number.name}: saving at the next moment between two updates, then this run ends. Again: at once")
 
@@ -184,7 +178,7 @@ class StopRequest:
             raise KeyboardInterrupt
 
     def _hold(self) -> None:
-        """Before a fork: what reaches the child comes after its handlers are back to the default."""
+        """Block signals before a fork, until the child's handlers are back to the default."""
         if self._pipe is not None:
             self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
@@ -218,7 +212,7 @@ def note_early() -> None:
 
 
 def early() -> list[Signals]:
-    """What `note_early` has kept. Asked again, nothing."""
+    """Take the signals that `note_early` has kept."""
     received = _early[:]
     _early.clear()
     return received
@@ -231,8 +225,8 @@ def heard_signals() -> list[Signals]:
 
 
 def leave_terminal() -> None:
-    """After SIGHUP: what is written to a terminal that is gone, or to a pipe whose reader went with it, goes nowhere
-    from here on. Writing there would fail."""
+    """Send output to /dev/null after SIGHUP, where the terminal or the reader of a pipe is gone: writing there would
+    fail."""
     with contextlib.suppress(OSError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for output in (1, 2):
@@ -251,14 +245,14 @@ def _has_no_reader(output: int) -> bool:
 
 
 def ignore_stop_signals() -> None:
-    """After a run has saved and while its ranks leave: a launcher that sees the first rank leave may end the others,
-    whose status would then be that of the signal."""
+    """Ignore signals after a run has saved, while its ranks leave: a launcher that sees the first rank leave may end
+    the others, whose status would then be that of the signal."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def _say(sentence: str) -> None:
-    """Past Python's buffers, which the main thread may be writing to."""
+    """Print without Python's buffers, to which the main thread may be writing."""
     with contextlib.suppress(OSError):
         os.write(2, f"\nmegarlhf: {sentence}\n".encode())
 
@@ -280,7 +274,7 @@ def time_left() -> float | None:
 
 @functools.cache
 def _end_of_job(job: str) -> float | None:
-    """When the job ends, by this machine's monotonic clock."""
+    """End of the job on this machine's monotonic clock."""
     now = time.monotonic()
     try:
         command = ["squeue", "-h", "-j", job, "-o", "%L"]

@@ -1,7 +1,7 @@
-"""`megarlhf replay`: a skipped optimizer step is repeated, and the first tensor that is not finite is named.
+"""`megarlhf replay`: repeats a skipped optimizer step and names the first tensor that is not finite.
 
-The role gets the weights that it had before the step, and the mini-batch of the step; forward and backward run as they
-did. Nothing is written.
+The role gets the weights from before the step, and the mini-batch of the step; forward and backward run as they did.
+Nothing is written.
 
 Legend: B rows, S columns of a micro-batch, N sequences of the mini-batch.
 """
@@ -47,15 +47,14 @@ LARGEST = 5
 
 @dataclass(frozen=True)
 class RepeatedStep:
-    """What a repeated step has given, the same on every rank."""
+    """Results of a repeated step, the same on every rank."""
 
     loss: float
     gradient_norm: float
     first: tuple[tuple[str, NotFinite], ...]
-    """On each rank on which there is one, the first tensor that is not finite, and where the rank stands; the one that
-    was the first of all stands first."""
+    """(rank in words, its first tensor that is not finite) for each rank that has one, in the order of computation."""
     gradient_norms: Mapping[str, float]
-    """By parameter, the largest first; those that are not finite stand before all others."""
+    """Norms by parameter, the largest first; those that are not finite come before all others."""
 
 
 def run(cfg: TrainingConfig, runtime: Runtime, directory: Path) -> None:
@@ -67,7 +66,7 @@ def run(cfg: TrainingConfig, runtime: Runtime, directory: Path) -> None:
     before = failure.config(directory, [])
     as_kept = layout_in_words(role) == failure.layout and _same_micro_batches(before, cfg)
     batches = load_batches(directory, failure, role, cfg, as_kept=as_kept)
-    found = repeat(role, batches, rebuilt_loss(cfg, failure, role))
+    result = repeat(role, batches, rebuilt_loss(cfg, failure, role))
     if runtime.is_main:
         print(f"{failure.words} was skipped because {failure.reason}")
         print(f"weights: {weights} ({failure.counters['optimizer_steps']} optimizer steps made)")
@@ -77,7 +76,7 @@ def run(cfg: TrainingConfig, runtime: Runtime, directory: Path) -> None:
         )
         for change in compare(before, cfg).mathematics:
             print(f"changed in what is computed: {change}")
-        print("\n".join(report(failure, found)), flush=True)
+        print("\n".join(report(failure, result)), flush=True)
 
 
 def build(cfg: TrainingConfig, runtime: Runtime, failure: Failure, weights: Path) -> Role:
@@ -95,8 +94,7 @@ def build(cfg: TrainingConfig, runtime: Runtime, failure: Failure, weights: Path
 
 
 def rebuilt_loss(cfg: TrainingConfig, failure: Failure, role: Role) -> Loss:
-    """The loss of the whole mini-batch: its denominators and what changes over a run are kept, the rest is
-    configuration."""
+    """Loss of the whole mini-batch. Denominators and changing coefficients were kept, the rest is configuration."""
     denominators: Mapping[str, Any] = failure.denominators
     coefficients: Mapping[str, Any] = failure.coefficients
     if isinstance(cfg, SFTConfig):
@@ -122,7 +120,8 @@ def load_batches(
 ) -> list[MicroBatch]:
     """This data-parallel rank's micro-batches: as they were, or the mini-batch cut again for this layout."""
     files: dict[int, str] = {}
-    """By data-parallel rank, a file with its micro-batches: of the last stage, which has the columns of the loss."""
+    """File with the micro-batches of each data-parallel rank, from its last stage, which has the columns of the
+    loss."""
     for rank in range(failure.world_size):
         numbers = json.loads((directory / rank_file(rank, "json")).read_text(encoding="utf-8"))
         if numbers.get("last_stage", True):
@@ -169,19 +168,14 @@ def repeat(role: Role, batches: Sequence[MicroBatch], loss: Loss) -> RepeatedSte
     """Forward, backward and the gradient norm, watched. Collective."""
     assert role.trainer is not None
     watched, sums = LossModule(loss), {}
-    found = _column_that_is_not_finite(batches)
+    in_columns = _column_that_is_not_finite(batches)
     in_model = first_not_finite(
         role.shard.module, lambda: sums.update(role.accumulate(batches, watched).sums), loss=watched
     )
     gradient_norm = role.trainer.gradient_norm()
-    layers, at, runtime, stage = (
-        layers_of(role.shard),
-        role.mesh.coordinates,
-        role.mesh.runtime,
-        role.mesh.coordinates.pp,
-    )
-    where = f"rank {runtime.rank} (tp {at.tp}, cp {at.cp}, pp {at.pp}, dp {at.dp})"
-    mine = found or in_model
+    layers, at, runtime = layers_of(role.shard), role.mesh.coordinates, role.mesh.runtime
+    where, stage = f"rank {runtime.rank} (tp {at.tp}, cp {at.cp}, pp {at.pp}, dp {at.dp})", at.pp
+    mine = in_columns or in_model
     if mine is not None:
         stage += split_name(mine.module)[0] * role.mesh.layout.pp
         mine = replace(mine, module=_global_name(mine.module, layers) or MODEL)
@@ -195,8 +189,9 @@ def repeat(role: Role, batches: Sequence[MicroBatch], loss: Loss) -> RepeatedSte
     dist.all_gather_object(everyones, everyones[0])
     firsts = [(_when(first, stage), where, first) for where, stage, first, _ in everyones if first is not None]
     total: dict[str, float] = defaultdict(float)
-    for name, square in itertools.chain.from_iterable(each.items() for *_, each in everyones):
-        total[name] += square
+    for *_, squares in everyones:
+        for name, square in squares.items():
+            total[name] += square
     norms = {name: math.sqrt(square) for name, square in total.items()}
     return RepeatedStep(
         loss=sums["loss"],
@@ -206,17 +201,17 @@ def repeat(role: Role, batches: Sequence[MicroBatch], loss: Loss) -> RepeatedSte
     )
 
 
-def report(failure: Failure, found: RepeatedStep) -> list[str]:
-    """What a user is told, in lines."""
-    kept, repeated = (failure.sums["loss"], failure.gradient_norm), (found.loss, found.gradient_norm)
+def report(failure: Failure, result: RepeatedStep) -> list[str]:
+    """Lines of the report for the user."""
+    kept, repeated = (failure.sums["loss"], failure.gradient_norm), (result.loss, result.gradient_norm)
     same = "the same, bit for bit" if list(map(str, kept)) == list(map(str, repeated)) else "other bits"
     lines = [
         f"{what}: {then:.9g} then, {now:.9g} now"
         for what, then, now in zip(("loss", "gradient norm"), kept, repeated, strict=True)
     ]
     lines[-1] += f" ({same})"
-    if found.first:
-        (where, first), *others = found.first
+    if result.first:
+        (where, first), *others = result.first
         lines.append(f"the first tensor that is not finite: {first}, on {where}, in {_IN[first.during]}")
         lines += [f"  first on {where}: {other}" for where, other in others[:LARGEST]]
         if len(others) > LARGEST:
@@ -229,7 +224,7 @@ def report(failure: Failure, found: RepeatedStep) -> list[str]:
             "deterministic, another layout's order of sums, or a device that computes wrongly"
         )
     lines.append("largest gradients, by parameter:")
-    lines += [f"  {norm:.6g}  {name}" for name, norm in itertools.islice(found.gradient_norms.items(), LARGEST)]
+    lines += [f"  {norm:.6g}  {name}" for name, norm in itertools.islice(result.gradient_norms.items(), LARGEST)]
     return lines
 
 
@@ -244,15 +239,13 @@ def _when(first: NotFinite, stage: int) -> tuple[int, int, int]:
 
 
 def _column_that_is_not_finite(batches: Sequence[MicroBatch]) -> NotFinite | None:
-    """Of what the loss reads beside the model's output."""
+    """The first column that is not finite: what the loss reads beside the model's output."""
     for n, batch in enumerate(batches):
         for name, column_BS in batch.columns.items():
-            if column_BS.is_floating_point() and not bool(column_BS.isfinite().all()):
-                nans, infinities = int(column_BS.isnan().sum()), int(column_BS.isinf().sum())
-                what = f"column {name}"
-                return NotFinite(
-                    f"micro-batch {n}", what, nans, infinities, tuple(column_BS.shape), "forward", number=0
-                )
+            if column_BS.is_floating_point():
+                first = NotFinite.of(f"micro-batch {n}", f"column {name}", column_BS, "forward", 0)
+                if first is not None:
+                    return first
     return None
 
 
@@ -263,6 +256,6 @@ def _global_name(name: str, layers: Sequence[range]) -> str:
 
 
 def _same_micro_batches(before: TrainingConfig, after: TrainingConfig) -> bool:
-    """Whether a mini-batch is cut alike."""
+    """Tell whether both configurations cut a mini-batch alike."""
     sizes = ("micro_batch_samples", "max_tokens_per_micro_batch")
     return all(getattr(before.train, name) == getattr(after.train, name) for name in sizes)

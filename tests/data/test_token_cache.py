@@ -121,14 +121,15 @@ def test_two_that_make_the_same_entry_agree_on_one(tmp_path):
 
     def slow(directory):
         (directory / "MANIFEST.json").write_text("slow")
-        other = cache.entry(tmp_path, "key", fast)  # a lease that is not waited for
-        made.append(other)
+        lease = json.loads((tmp_path / "key.lease").read_text())
+        (tmp_path / "key.lease").write_text(json.dumps({**lease, "host": "elsewhere"}))  # and no refresh is seen
+        made.append(cache.entry(tmp_path, "key", fast))
 
     def fast(directory):
         (directory / "MANIFEST.json").write_text("fast")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache, "_create", lambda path, text: True)
+        patch.setattr(cache, "DEAD_SECONDS", 0.3)
         assert cache.entry(tmp_path, "key", slow) == (tmp_path / "key", False)
     assert made == [(tmp_path / "key", True)]
     assert (tmp_path / "key" / "MANIFEST.json").read_text() == "fast"

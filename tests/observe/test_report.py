@@ -10,7 +10,6 @@ import pytest
 
 from megarlhf.observe.records.metrics import MetricsWriter
 from megarlhf.observe.records.sample_tables import ShownTables
-from megarlhf.observe.report import html_page
 from megarlhf.observe.report.chart_list import CHARTS, REWARD, Chart
 from megarlhf.observe.report.charts import charts_of, figure
 from megarlhf.observe.report.html_page import write_whole
@@ -105,7 +104,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "no space left")
 
     write_whole(out, "first")
-    monkeypatch.setattr(html_page.os, "replace", full)
+    monkeypatch.setattr("os.replace", full)
     with pytest.raises(OSError, match="no space left"):
         write_whole(out, "second")
     assert tried == ["second"]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pytest
-
 from megarlhf.config import GenerateConfig, RLConfig, RMConfig, SFTConfig
 from megarlhf.observe.records.step_records import open_records
 from megarlhf.resume.claim.on_existing import Claim, claim, require_usable
+from tests.refuses import refuses
 
 Config = SFTConfig | RMConfig | RLConfig | GenerateConfig
 
@@ -65,14 +64,14 @@ def content(directory: Path) -> dict[str, tuple[bytes, int]]:
     }
 
 
-def refused(cfg: Config, words: str, command: str = "sft") -> str:
-    """By the check and by the claim, and nothing is touched; what both say."""
+def refused(cfg: Config, *names: str, command: str = "sft") -> str:
+    """Assert that check and claim refuse with one message, which has the names, and touch nothing; the message."""
     before = content(cfg.run.dir)
     messages = []
     for action in (require_usable, claim):
-        with pytest.raises(ValueError, match=words) as raised:
+        with refuses(*names) as caught:
             action(cfg, cfg.run, command)
-        messages.append(str(raised.value))
+        messages.append(str(caught.value))
     assert content(cfg.run.dir) == before
     assert messages[0] == messages[1]
     return messages[0]

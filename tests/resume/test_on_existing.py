@@ -16,13 +16,13 @@ from megarlhf.observe.records.run_directory import files_of_a_run
 from megarlhf.resume.claim.lock import Lock
 from megarlhf.resume.claim.on_existing import NO_STEPS_LEFT, claim, finish, finished, require_usable
 from tests.config.examples import KINDS as EXAMPLES
+from tests.refuses import refuses
 from tests.resume.earlier_run import begin, content, leave_a_run, refused
 
 
 def test_with_refuse_a_used_directory_is_refused(cfg):
     leave_a_run(cfg())
-    message = refused(cfg(on_existing="refuse"), r"holds an earlier run \(bank, checkpoints, config.yaml, failures")
-    assert "run.on_existing=overwrite" in message
+    refused(cfg(on_existing="refuse"), "bank", "checkpoints", "config.yaml", "failures", "run.on_existing=overwrite")
 
 
 def test_the_same_command_goes_on(cfg):
@@ -44,8 +44,8 @@ def test_a_new_run_is_claimed_for_one_process(cfg):
     cfg.run.dir.mkdir()
     first = claim(cfg, cfg.run, "sft")
     assert (first.resumes, first.notes) == (False, [])
-    refused(cfg, r"belongs to a run that is running: pid \d+ on .*, since \d{4}-.*Wait for that run or stop it")
-    refused(cfg.model_copy(update={"run": cfg.run.model_copy(update={"on_existing": "overwrite"})}), "is running: pid")
+    refused(cfg, f"pid {os.getpid()}")
+    refused(cfg.model_copy(update={"run": cfg.run.model_copy(update={"on_existing": "overwrite"})}), "is running")
     first.lock.release()
     assert list(cfg.run.dir.iterdir()) == []
     assert not claim_and_leave(cfg).resumes
@@ -76,7 +76,7 @@ def test_two_starts_between_look_and_lock(cfg, monkeypatch):
         return take(run_dir)
 
     monkeypatch.setattr(Lock, "take", begin_first)
-    with pytest.raises(ValueError, match=r"holds an earlier run \(config.yaml\)"):
+    with refuses("earlier run (config.yaml)"):
         claim(new, new.run, "sft")
     assert set(content(new.run.dir)) == {"config.yaml"}, "the lock is given back"
 
@@ -99,12 +99,8 @@ def test_neutral_changes_are_noted_and_the_earlier_configuration_is_kept(cfg):
 def test_another_computation_needs_permission(cfg):
     leave_a_run(cfg())
     other = {"lr": 0.5}
-    message = refused(
-        cfg(optim=other, nproc=2),
-        r"the configuration has changed in what is computed: actor.optim.lr: 1e-06 -> 0.5. Give the earlier values",
-    )
-    for way_out in ("name another run.dir", "run.allow_changes=true", "run.on_existing=overwrite"):
-        assert way_out in message
+    ways_out = "another run.dir", "run.allow_changes=true", "run.on_existing=overwrite"
+    refused(cfg(optim=other, nproc=2), "actor.optim.lr: 1e-06 -> 0.5", "earlier values", *ways_out)
     claimed = begin(cfg(optim=other, allow_changes=True), "sft")
     assert claimed.notes[1] == ("changed since, in what is computed (run.allow_changes): actor.optim.lr: 1e-06 -> 0.5")
     assert begin(cfg(optim=other), "sft").resumes, "it is this run's now"
@@ -115,7 +111,7 @@ def test_a_configuration_that_cannot_be_read_needs_permission(cfg):
     begin(cfg(), "sft")
     config = cfg().run.dir / "config.yaml"
     config.write_text(config.read_text() + "key_of_old: 1\n")
-    refused(cfg(), "unknown key 'key_of_old'.*cannot be compared with that of the earlier run; name another run.dir")
+    refused(cfg(), "key_of_old", "cannot be compared", "another run.dir")
     assert "cannot be compared" in begin(cfg(allow_changes=True), "sft").notes[1]
 
 
@@ -125,23 +121,21 @@ def test_a_finished_run_is_refused_unless_it_has_more_steps_to_do(cfg):
     finish(cfg().run.dir, 10, NO_STEPS_LEFT)
     points, elsewhere = cfg().run.dir / "resume", cfg().run.dir / "elsewhere"
     points.rename(elsewhere)
-    message = refused(cfg(num_steps=20), r"has finished .step 10, num_steps, .*, and no resume point of it")
-    assert "name it as model.path in a run with another run.dir" in message
+    refused(cfg(num_steps=20), "step 10, num_steps", "no resume point", "model.path", "another run.dir")
     elsewhere.rename(points)
-    message = refused(cfg(), r"holds a run that has finished \(step 10, num_steps, \d{4}-\d\d-\d\dT.*\)")
-    assert "to go on, raise train.num_steps above 10 (it is 10); or name another directory" in message
-    refused(cfg(num_steps=9), "has finished .*above 10 .it is 9.")
-    refused(cfg(num_steps=20, optim={"schedule": "linear"}), "in what is computed: train.num_steps: 10 -> 20; actor")
+    refused(cfg(), "step 10, num_steps", "train.num_steps above 10 (it is 10)", "another directory")
+    refused(cfg(num_steps=9), "train.num_steps above 10 (it is 9)")
+    refused(cfg(num_steps=20, optim={"schedule": "linear"}), "train.num_steps: 10 -> 20", "actor.optim.schedule")
     claimed = claim(cfg(num_steps=20), cfg().run, "sft")
     assert finished(cfg().run.dir).step == 10, "nothing changes before `start`"
     with claimed.lock:
         claimed.start()
     assert finished(cfg().run.dir) is None
     finish(cfg().run.dir, 12, "max_kl")
-    message = refused(cfg(num_steps=30), "has finished .step 12, max_kl, ")
+    message = refused(cfg(num_steps=30), "has finished", "step 12, max_kl")
     assert "raise train.num_steps" not in message
     (cfg().run.dir / "FINISHED").write_text("")
-    refused(cfg(num_steps=30), "FINISHED is not what a run writes when it has finished")
+    refused(cfg(num_steps=30), f"{cfg().run.dir}/FINISHED", "remove")
 
 
 def test_a_start_that_finds_a_full_disk_changes_nothing(cfg, monkeypatch):
@@ -164,7 +158,7 @@ def test_a_start_that_finds_a_full_disk_changes_nothing(cfg, monkeypatch):
 
             with monkeypatch.context() as patch:
                 patch.setattr("megarlhf.resume.claim.on_existing.os.fsync", fsync)
-                with pytest.raises(ValueError, match=r"cannot be written .*No space left"):
+                with refuses("run.dir", "No space left"):
                     claimed.start()
     assert content(cfg().run.dir) == before
 
@@ -188,7 +182,7 @@ def test_a_run_that_a_stop_rule_has_ended_goes_on_with_another_rule(tmp_path):
         (with_limit(9), permission),
         (with_limit(0.1, allow_changes=True), rule),
     ):
-        with pytest.raises(ValueError, match=f"has finished .*; to go on, {missing}; or name another directory"):
+        with refuses("has finished", f"to go on, {missing};"):
             require_usable(refused_cfg, refused_cfg.run, "rl")
     cfg = with_limit(9, allow_changes=True)
     assert require_usable(cfg, cfg.run, "rl").resumes
@@ -196,12 +190,10 @@ def test_a_run_that_a_stop_rule_has_ended_goes_on_with_another_rule(tmp_path):
 
 def test_another_commands_run_does_not_go_on(cfg):
     leave_a_run(cfg(), "rm")
-    refused(
-        cfg(), r"run.on_existing = resume: .* of a run of `megarlhf rm`; only an earlier run of `megarlhf sft` goes"
-    )
+    refused(cfg(), "run.on_existing = resume", "`megarlhf rm`", "`megarlhf sft`")
     config = cfg().run.dir / "config.yaml"
     config.write_text(config.read_text().partition("\n")[2])
-    refused(cfg(), r"its config.yaml is none of megarlhf's; only an earlier run of `megarlhf sft` goes on")
+    refused(cfg(), "its config.yaml", "`megarlhf sft`")
 
 
 def test_a_directory_with_the_users_files_only_is_free(cfg):
@@ -210,17 +202,17 @@ def test_a_directory_with_the_users_files_only_is_free(cfg):
     (run / "notes.txt").write_text("mine")
     assert files_of_a_run(run) == []
     asked = cfg().model_copy(update={"checkpoint": CheckpointConfig(best=BestConfig(metric="eval_loss"))})
-    refused(asked, f"holds {run / 'checkpoints/best'}, which no run wrote")
+    refused(asked, str(run / "checkpoints/best"))
     begin(cfg(), "sft")
     assert set(content(run)) == {"notes.txt", "config.yaml"}
 
 
 def test_a_directory_that_cannot_be_made_is_told(cfg, tmp_path):
     (tmp_path / "run").write_text("a file")
-    with pytest.raises(ValueError, match=r"run.dir = .*run is a file; name a directory"):
+    with refuses(f"run.dir = {tmp_path}/run is a file", "directory"):
         claim(cfg(), cfg().run, "sft")
     nested = cfg(dir=tmp_path / "run/deeper")
-    with pytest.raises(ValueError, match=r"deeper lies below .*/run, which is a file; name a directory"):
+    with refuses(f"run.dir = {tmp_path}/run/deeper", f"{tmp_path}/run, which is a file", "directory"):
         claim(nested, nested.run, "sft")
 
 
@@ -246,6 +238,6 @@ def test_what_stands_where_the_run_would_save_is_refused(name, on_existing, cfg)
     mine = new.run.dir / name
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
-    with pytest.raises(ValueError, match=r"run.dir = .* holds .*, which no run wrote, where this run would write; mov"):
+    with refuses(f"run.dir = {new.run.dir}", "no run wrote", "move", "another run.dir"):
         claim(new, new.run, "sft")
     assert {path: text for path, (text, _) in content(new.run.dir).items()} == {name: b"mine"}

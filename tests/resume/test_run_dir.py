@@ -7,6 +7,7 @@ import pytest
 
 from megarlhf.config import SourceConfig
 from megarlhf.resume.claim.on_existing import require_usable, require_writable, strangers_in
+from tests.refuses import refuses
 from tests.resume.earlier_run import leave_a_run
 
 
@@ -18,7 +19,7 @@ def test_a_run_does_not_write_into_a_model(cfg, tmp_path, inside):
     name = "model/runs/1" if inside else "model"
     new = cfg("model")
     new = new.model_copy(update={"run": new.run.model_copy(update={"dir": tmp_path / name})})
-    with pytest.raises(ValueError, match=f"{name} {'stands in' if inside else 'is'} actor.model.path = .*of its own"):
+    with refuses(f"run.dir = {tmp_path / name}", f"actor.model.path = {tmp_path}/model", "of its own"):
         require_usable(new, new.run, "sft")
     elsewhere = new.model_copy(update={"run": new.run.model_copy(update={"dir": tmp_path})})
     require_usable(elsewhere, elsewhere.run, "sft")
@@ -33,13 +34,13 @@ def test_a_run_does_not_write_records_into_its_data(cfg, tmp_path, train, refuse
     new = cfg()
     data = new.data.model_copy(update={"train": (SourceConfig(path=tmp_path / train),)})
     new = new.model_copy(update={"data": data, "run": new.run.model_copy(update={"dir": tmp_path / "data"})})
-    with pytest.raises(ValueError, match=r" data\.train = .*of its own") if refused else contextlib.nullcontext():
+    with refuses("data.train", "of its own") if refused else contextlib.nullcontext():
         require_usable(new, new.run, "sft")
 
 
 def test_a_directory_that_cannot_be_written_is_refused(cfg):
     """Also where the user may write anything: there is no place for files in /proc."""
-    with pytest.raises(ValueError, match=r"run\.dir = /proc/x/y cannot be written"):
+    with refuses("run.dir = /proc/x/y"):
         require_writable(cfg().run.model_copy(update={"dir": Path("/proc/x/y")}))
 
 
@@ -55,7 +56,7 @@ def test_a_run_does_not_write_into_a_directory_that_is_everybody_s(cfg, tmp_path
     else:
         (place / ".git").mkdir()
     given = Path(".") if which == "the working directory" else place
-    with pytest.raises(ValueError, match=rf"run\.dir = .* is {which}: config\.yaml, metrics\.jsonl, .*=runs/1"):
+    with refuses("run.dir", which, "config.yaml", "metrics.jsonl", "run.dir=runs/1"):
         require_usable(new, new.run.model_copy(update={"dir": given}), "sft")
     require_usable(new, new.run.model_copy(update={"dir": given / "runs" / "1"}), "sft")
     leave_a_run(new)

@@ -14,6 +14,7 @@ from megarlhf.commands.replay import replay
 from megarlhf.parallel.not_finite import NotFinite
 from megarlhf.trainers.replay import RepeatedStep, _when, report
 from megarlhf.trainers.run.failures import Failure, rank_file
+from tests.refuses import refuses
 
 FAILURE = Failure(
     command="sft",
@@ -57,38 +58,36 @@ def test_what_was_written_is_read_again(kept):
     assert "NaN" not in (kept / "failure.json").read_text(), "not JSON"
 
 
-def refused(directory, *overrides):
-    with pytest.raises(ValueError, match=r"[Nn]ame|such as|correct|mean") as error:
+def refused(directory, *names, overrides=()):
+    with refuses(*names) as error:
         replay(directory, overrides, ["replay", str(directory)])
     assert cli.exit_status(error.value) == 2
-    return str(error.value)
 
 
 def test_a_directory_that_is_no_failure_is_refused_and_those_below_it_are_named(kept):
     for directory in (kept.parent, kept.parents[1]):
-        assert refused(directory).endswith(f"it has no failure.json; name one of {kept}")
-    assert "is no directory" in refused(kept / "elsewhere")
-    assert refused(kept.parents[2]).endswith("name a folder of RUN_DIR/failures")
+        refused(directory, str(directory), "failure.json", str(kept))
+    refused(kept / "elsewhere", str(kept / "elsewhere"), "no directory", "RUN_DIR/failures")
+    refused(kept.parents[2], "failure.json", "RUN_DIR/failures")
 
 
 def test_a_failure_that_is_not_complete_or_damaged_is_refused(kept):
     (kept / rank_file(2)).unlink()
-    assert "is not complete: rank_00002.pt of 4 rank(s) missing" in refused(kept)
+    refused(kept, "rank_00002.pt", "4 rank(s)", "another failure")
     tree = json.loads((kept / "failure.json").read_text())
     (kept / "failure.json").write_text(json.dumps(tree | {"format": 7}))
-    assert "it has format 7, and this version reads format 2" in refused(kept)
+    refused(kept, "format 7", "format 2", "another failure")
     (kept / "failure.json").write_text("{")
-    assert "cannot be read (JSONDecodeError" in refused(kept)
+    refused(kept, f"{kept}/failure.json", "JSONDecodeError")
 
 
 def test_a_step_of_a_launcher_is_not_started_on_fewer_ranks_unasked(kept, monkeypatch):
     """With run.nproc it is; then model and layout are looked at first."""
     monkeypatch.setattr(launch, "local_ranks", lambda nproc, argv: pytest.fail("started"))
-    message = refused(kept)
-    assert "step 3 of actor was made by 4 rank(s) of a launcher (tp 1 x pp 1 x dp 4); start replay by srun" in message
-    assert "run.nproc=1 actor.parallel.tp=1 actor.parallel.pp=1" in message
-    assert "model does not exist" in refused(kept, "run.nproc=2")
-    assert "unknown key 'actor.paralel'" in refused(kept, "actor.paralel.tp=2")
+    overrides = "run.nproc=1 actor.parallel.tp=1 actor.parallel.pp=1"
+    refused(kept, "step 3 of actor", "4 rank(s)", "tp 1 x pp 1 x dp 4", "srun", "torchrun", overrides)
+    refused(kept, "model does not exist", overrides=["run.nproc=2"])
+    refused(kept, "actor.paralel", overrides=["actor.paralel.tp=2"])
 
 
 def not_finite(during, number, module="layer"):

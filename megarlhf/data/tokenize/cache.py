@@ -1,8 +1,8 @@
-"""A directory of what takes long to make, kept under keys, made once however many processes want it.
+"""A cache of directories by key. Each entry is made once, however many processes ask for it.
 
-Who comes first takes a lease on the key and makes the entry in a directory of its own, which then gets the entry's name
-in one step: an entry is whole, or is not there. The others wait for it. A lease whose owner has been killed is taken
-over. Where two make the same entry all the same, as on a file system that shows files late, the first to finish wins.
+The first process takes a lease on the key (`megarlhf/lease.py`), makes the entry in a directory of its own and renames
+it: an entry is whole or absent. Other processes wait. The lease of a killed process is taken over. If two processes
+make the same entry nevertheless, as on a file system that shows files late, the first to finish wins.
 """
 
 from __future__ import annotations
@@ -13,37 +13,35 @@ import json
 import logging
 import os
 import shutil
-import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megarlhf.atomic_write import atomic_write
 from megarlhf.data.samples.columns import MANIFEST
+from megarlhf.lease import Holder, Lease
 
 logger = logging.getLogger(__name__)
 VARIABLE = "MEGARLHF_CACHE"
 PRIVATE = "none"
 POLL_SECONDS = 0.1
-SAID_SECONDS = 2.0
-"""After which who waits says for what."""
-BEAT_SECONDS = 5.0
-"""Between two signs of life of who makes an entry."""
+LOG_AFTER_SECONDS = 2.0
+"""A process that has waited for so long logs for what."""
 DEAD_SECONDS = 60.0
-"""Without a sign after which a lease may be taken over; at once where its process was one of this machine and has gone.
-Measured by each who waits, so that clocks need not agree."""
+"""A lease may be taken over when its holder gave no sign of life for so long; at once where its process was one of this
+machine and has ended. Measured by each process that waits, so that clocks need not agree."""
 LEFT_OVER_SECONDS = 24 * 3600.0
-"""After which what a killed writer has left is removed."""
+"""Folders that a killed writer has left are removed when they are so old."""
 _SHARED_BYTES = 64 << 20
-"""Of a file from which on one process reads it for all."""
+"""A file of at least this size is read by one process for all."""
 _SETTLED_SECONDS = 2.0
 """A file that has just been written may change again within one tick of its time: its digest is not kept."""
 
 
 def cache_directory(configured: str | None, run_dir: Path | None) -> Path:
-    """Where entries are kept: as configured, else by the variable, else in the home directory. Raises: ValueError."""
+    """Directory of the cache: as configured, else by the variable, else in the home directory. Raises: ValueError."""
     if configured == PRIVATE:
         if run_dir is None:
             raise ValueError(f"data.cache = {PRIVATE} keeps tokenized data in the run directory, and there is none")
@@ -116,15 +114,15 @@ def _make_directory(directory: Path) -> None:
 
 
 def stamp(path: Path) -> list[int]:
-    """Another one for another content. The time of the last change to the inode is in it: the time of the content can
-    be set, as tools that copy do, and be that of another content of the same size."""
+    """Numbers that differ when a file's content does. The inode's time of change is among them, because tools that copy
+    set the time of the content, even to that of another content of the same size."""
     status = path.stat()
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
 def entry(cache: Path, key: str, make: Callable[[Path], None]) -> tuple[Path, bool]:
-    """The directory of an entry, and whether this call made it. `make` fills a directory that nobody else has; what it
-    raises as ValueError is raised for those who have waited for it too.
+    """Directory of an entry, and whether this call made it. `make` fills a directory of this process alone; its
+    ValueError is raised in the processes that have waited, too.
 
     Raises: ValueError, also where the cache cannot be written.
     """
@@ -144,12 +142,12 @@ def entry(cache: Path, key: str, make: Callable[[Path], None]) -> tuple[Path, bo
 
 
 def _partial(cache: Path, key: str, lease: str) -> Path:
-    """Where the owner of a lease writes."""
+    """Directory in which the holder of a lease writes."""
     return cache / f".{key}.{lease}"
 
 
 def _make(cache: Path, key: str, lease: str, make: Callable[[Path], None]) -> bool:
-    """Whether the entry is ours, and not of another who was faster."""
+    """Make the entry; False if another process was faster."""
     _remove_left_over(cache, key)
     _remove_broken(cache, key, lease)
     partial = _partial(cache, key, lease)
@@ -175,7 +173,7 @@ def _remove_left_over(cache: Path, key: str) -> None:
 
 
 def _remove_broken(cache: Path, key: str, lease: str) -> None:
-    """What has the entry's name and no manifest, which is no entry: half of a copy, or of one that was removed."""
+    """Remove a directory with the entry's name and no manifest: half of a copy, or half removed."""
     place, aside = cache / key, cache / f".{key}.{lease}.broken"
     if not place.is_dir() or (place / MANIFEST).exists():
         return
@@ -189,126 +187,62 @@ def _remove_broken(cache: Path, key: str, lease: str) -> None:
 
 @contextlib.contextmanager
 def _lease(cache: Path, key: str) -> Iterator[str | None]:
-    """Its name, if the lease is ours; None where it was another's, which has ended. Raises: ValueError with which
-    another has failed, who was waited for."""
-    path = cache / f"{key}.lease"
-    identity = uuid.uuid4().hex
-    text = json.dumps({"id": identity, "host": socket.gethostname(), "pid": os.getpid()})
-    if not _create(path, text):
-        if (dead := _wait(path, cache / f"{key}.failed")) is not None:
-            shutil.rmtree(_partial(cache, key, dead), ignore_errors=True)
+    """The lease's token, if it is ours; None where it was another's, which has ended.
+
+    Raises: ValueError with which another process has failed, which was waited for.
+    """
+    lease, failed = Lease(cache / f"{key}.lease", silent_seconds=DEAD_SECONDS, token_key="id"), cache / f"{key}.failed"
+    if not _take_or_wait(lease, cache, key, failed):
         yield None
         return
-    stop = threading.Event()
-    beat = threading.Thread(target=_beat, args=(path, stop), daemon=True)
-    beat.start()
-    try:
-        yield identity
-    except ValueError as error:
-        _replace(cache / f"{key}.failed", json.dumps({"id": identity, "message": str(error)}))
-        raise
-    else:
-        (cache / f"{key}.failed").unlink(missing_ok=True)
-    finally:
-        stop.set()
-        beat.join()
-        if _owner(path).get("id") == identity:
-            path.unlink(missing_ok=True)
+    with lease:
+        try:
+            yield lease.holder.token
+        except ValueError as error:
+            _replace(failed, json.dumps({"id": lease.holder.token, "message": str(error)}))
+            raise
+        failed.unlink(missing_ok=True)
 
 
-def _create(path: Path, text: str) -> bool:
-    """Only where there is none; with its text, also for who is killed in between."""
-    if path.exists():
-        return False
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    partial.write_text(text, encoding="utf-8")
-    try:
-        os.link(partial, path)
-    except FileExistsError:
-        return False
-    except OSError:  # a file system without hard links
-        return _create_in_place(path, text)
-    finally:
-        partial.unlink(missing_ok=True)
-    return True
-
-
-def _create_in_place(path: Path, text: str) -> bool:
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        return False
-    return True
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    with contextlib.suppress(OSError):  # where even this cannot be written, those who wait find out themselves
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-
-
-def _beat(path: Path, stop: threading.Event) -> None:
-    while not stop.wait(BEAT_SECONDS):
-        with contextlib.suppress(OSError):
-            os.utime(path)
-
-
-def _owner(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        owner: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return owner
-    return {}
-
-
-def _wait(path: Path, failed: Path) -> str | None:
-    """Until the lease at `path` has ended, or its owner is taken for dead: it is then removed.
-
-    Returns: the name of a lease whose process has gone. Raises: ValueError with which its owner has failed.
-    """
-    owner: dict[str, Any] = {}
-    sign, since = None, time.monotonic()
-    say_at = since + SAID_SECONDS
+def _take_or_wait(lease: Lease, cache: Path, key: str, failed: Path) -> bool:
+    """Take a lease that nobody holds, or whose holder is dead; False once a holder that was waited for is through."""
+    awaited: Holder | None = None
+    log_at = time.monotonic() + LOG_AFTER_SECONDS
     while True:
-        now = _owner(path)
-        owner = owner or now
-        if not path.exists() or now.get("id") != owner.get("id"):
-            report = _owner(failed)
-            if owner and report.get("id") == owner["id"]:
-                raise ValueError(report["message"])
-            return None
-        with contextlib.suppress(OSError):
-            if (latest := path.stat().st_mtime_ns) != sign:
-                sign, since = latest, time.monotonic()
-        gone = _has_gone(owner)
-        if gone or time.monotonic() - since > DEAD_SECONDS:
-            with contextlib.suppress(OSError):
-                if _owner(path).get("id") == owner.get("id"):
-                    path.unlink()
-            return str(owner["id"]) if gone else None
-        if time.monotonic() > say_at:
-            say_at = float("inf")
-            logger.info("%s", _waiting_in_words(path, owner))
+        look = lease.look()
+        holder = look.chain[-1] if look.chain else None
+        if awaited is not None and (holder is None or holder.token != awaited.token):
+            _raise_failure(awaited.token, failed)
+            return False
+        if look.may_be_taken:
+            if holder is not None and look.verdict == "ended":
+                shutil.rmtree(_partial(cache, key, holder.token), ignore_errors=True)
+            if lease.try_take(look):
+                return True
+            continue
+        awaited = holder
+        if time.monotonic() > log_at:
+            log_at = float("inf")
+            assert holder is not None
+            logger.info(
+                "waiting for %s, which %s makes, as %s says; it is taken over when it gives no sign of life for %g s",
+                lease.path.with_suffix(""),
+                f"process {holder.pid} on {holder.host}" if holder.is_known else "a process that it does not name",
+                lease.path.name,
+                DEAD_SECONDS,
+            )
         time.sleep(POLL_SECONDS)
 
 
-def _waiting_in_words(path: Path, owner: Mapping[str, Any]) -> str:
-    who = f"process {owner.get('pid')} on {owner.get('host')}" if owner else "a process that it does not name"
-    return (
-        f"waiting for {path.with_suffix('')}, which {who} makes, as {path.name} says; it is taken over when it gives "
-        f"no sign of life for {DEAD_SECONDS:g} s"
-    )
-
-
-def _has_gone(owner: Mapping[str, Any]) -> bool:
-    """Whether the process was one of this machine, and is there no more."""
-    if owner.get("host") != socket.gethostname():
-        return False
+def _raise_failure(token: str, failed: Path) -> None:
     try:
-        os.kill(int(owner["pid"]), 0)
-    except ProcessLookupError:
-        return True
-    except (PermissionError, KeyError, ValueError):
-        return False
-    return False
+        report = json.loads(failed.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # it has not failed
+    if report.get("id") == token:
+        raise ValueError(report["message"])
+
+
+def _replace(path: Path, text: str) -> None:
+    with contextlib.suppress(OSError):  # where even this cannot be written, those who wait find out themselves
+        atomic_write(path, text, synced=False, writer=uuid.uuid4().hex)

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megarlhf.atomic_write import atomic_write
+
 log = logging.getLogger(__name__)
 
 
@@ -91,13 +93,8 @@ def _cut_back(path: Path, resume_step: int) -> None:
     if not path.exists():
         log.warning("resuming after step %d, but there is no %s: the record starts here", resume_step, path)
         return
-    rows = [row for row in read_lines(path) if row["step"] <= resume_step]
-    newest = rows[-1]["step"] if rows else -1
+    kept = [row for row in read_lines(path) if row["step"] <= resume_step]
+    newest = kept[-1]["step"] if kept else -1
     if newest < resume_step:
         log.warning("%s ends at step %d, and the run goes on after step %d: lines are lost", path, newest, resume_step)
-    scratch = path.with_name(path.name + ".cut")
-    with scratch.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
+    atomic_write(path, "".join(json.dumps(row) + "\n" for row in kept))

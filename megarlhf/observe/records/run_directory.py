@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megarlhf.atomic_write import partial_name
 from megarlhf.config import FrozenModel, RunConfig
 from megarlhf.config.lora import ADAPTER_SUFFIX
 
@@ -25,47 +26,41 @@ _EXPORTS = (*ROLES, *(f"{role}{ADAPTER_SUFFIX}" for role in ROLES))
 _STEPS = ("checkpoints/step_[0-9]*", "checkpoints/.step_[0-9]*.partial", "checkpoints/.step_[0-9]*.replaced")
 _BEING_WRITTEN = tuple(f".{name}.megarlhf-{kind}" for name in _EXPORTS for kind in ("lock", "partial"))
 """Names beside a role's folder while it is written (`weights/checkpoint/staging.py`), and after a kill."""
-_FILES = (
+_WHOLE_FILES = (
     "metrics.jsonl",
-    "metrics.jsonl.cut",
     "lengths.jsonl",
-    "lengths.jsonl.cut",
     "responses.jsonl",
-    ".responses.jsonl.partial",
     "responses_of_against.jsonl",
-    ".responses_of_against.jsonl.partial",
     "responses_without_rewards.jsonl",
-    ".responses_without_rewards.jsonl.partial",
-    "wandb_id",
     "calibration.json",
-    ".calibration.json.partial",
     "eval.json",
-    ".eval.json.partial",
     "samples/step_[0-9]*.jsonl",
     "samples/eval_step_[0-9]*.jsonl",
-    "samples/.*step_[0-9]*.jsonl.partial",
     "profile/step_[0-9]*_rank_[0-9]*",
-    "profile/.step_[0-9]*_rank_[0-9]*.partial",
-    "tensorboard/events.out.tfevents.*",
     "checkpoints/latest",
-    "checkpoints/.latest.partial",
     "checkpoints/best",
-    "checkpoints/.best.partial",
+    "config.[0-9]*.yaml",  # earlier configurations of a run that was resumed with another
+    FINISHED_FILE,
+)
+"""Files that `atomic_write` writes."""
+_FILES = (
+    *(pattern for name in _WHOLE_FILES for pattern in (name, partial_name(name))),
+    *("metrics.jsonl.cut", "lengths.jsonl.cut"),  # partial files of earlier versions
+    "wandb_id",
+    "tensorboard/events.out.tfevents.*",
     *(f"{step}/{name}" for step in _STEPS for name in (*_EXPORTS, *_BEING_WRITTEN)),
     "resume/step_[0-9]*",
     "resume/.step_[0-9]*",
     "bank/*",
     "failures/*",
-    FINISHED_FILE,
-    f".{FINISHED_FILE}.partial",
-    f".{CONFIG_FILE}.partial",
-    "config.[0-9]*.yaml",  # earlier configurations of a run that was resumed with another
+    partial_name(CONFIG_FILE),
     CONFIG_FILE,  # removed last: a directory that is half removed is still a run's
 )
-_LINKS = ("latest", ".latest.partial", "best", ".best.partial")
+_LINKS = tuple(name for link in ("latest", "best") for name in (link, partial_name(link)))
 _FOLDERS = ("checkpoints", "tensorboard", "resume", "bank", "failures", "samples", "profile")
 _OWN = (
-    *(CONFIG_FILE, FINISHED_FILE, "lock", "metrics.jsonl", "lengths.jsonl", ".responses.jsonl.partial"),
+    *(CONFIG_FILE, FINISHED_FILE, "lock", "metrics.jsonl", "lengths.jsonl"),
+    partial_name("responses.jsonl"),
     *("wandb_id", "wandb", *_FOLDERS),
 )
 """Names in the run directory where nothing else may be written."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+from megarlhf.atomic_write import atomic_write, partial_name
 
 FOLDER = "samples"
 Kind = Literal["train", "eval"]
@@ -53,7 +54,7 @@ class SampleTables:
         self._folder = run_dir / FOLDER
         self._pending: dict[Path, str] = {}
         if resume_step is not None:
-            for leftover in self._folder.glob(".*.partial"):
+            for leftover in self._folder.glob(partial_name("*")):
                 leftover.unlink()
             for (_, step), path in _tables(self._folder).items():
                 if step > resume_step:
@@ -71,12 +72,7 @@ class SampleTables:
         try:
             for path in list(self._pending):
                 self._folder.mkdir(exist_ok=True)
-                partial = path.with_name(f".{path.name}.partial")
-                with partial.open("w", encoding="utf-8") as file:
-                    file.write(self._pending[path])
-                    file.flush()
-                    os.fsync(file.fileno())
-                partial.replace(path)
+                atomic_write(path, self._pending[path])
                 del self._pending[path]
         except OSError as error:
             log.warning(

@@ -6,7 +6,6 @@ Templates are the `*.html` files of this folder.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+
+from megarlhf.atomic_write import atomic_write
 
 
 def fill(template: str, **values: Any) -> Markup:
@@ -71,13 +72,4 @@ def check_replaceable(out: Path, own: str, kind: str) -> None:
 def write_whole(out: Path, text: str) -> None:
     """Write a file completely or not at all; make the folders above it."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, out)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
+    atomic_write(out, text)

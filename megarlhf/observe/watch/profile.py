@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch.profiler import profile, record_function, supported_activities
 
+from megarlhf.atomic_write import atomic_path
 from megarlhf.config.profile import ProfileConfig
 from megarlhf.config.watchdog import WatchdogConfig
 from megarlhf.observe.watch.phases import Observer, OpenPhase, PhaseExchange, Phases
@@ -135,7 +135,7 @@ class _Recording:
         try:
             folder.mkdir(exist_ok=True)
             if self._history:
-                with _partial(folder / f"{self._name}.memory.pickle") as partial:
+                with atomic_path(folder / f"{self._name}.memory.pickle", synced=False) as partial:
                     write_allocations(self._device, partial)
             if self._profiler is not None:
                 self._write_trace(self._profiler, folder)
@@ -143,26 +143,14 @@ class _Recording:
             log.warning("profile: %s could not be written: %s", folder / self._name, error)
 
     def _write_trace(self, profiler: profile, folder: Path) -> None:
-        with _partial(folder / f"{self._name}.trace.json") as partial:
+        with atomic_path(folder / f"{self._name}.trace.json", synced=False) as partial:
             profiler.export_chrome_trace(str(partial))
             if self._curve:
-                with _partial(folder / f"{self._name}.memory.json") as curve:
+                with atomic_path(folder / f"{self._name}.memory.json", synced=False) as curve:
                     trace = json.loads(partial.read_text(encoding="utf-8"))
                     curve.write_text(json.dumps(memory_curve(trace)), encoding="utf-8")
             if not self._traced:
                 partial.unlink()
-
-
-@contextlib.contextmanager
-def _partial(path: Path) -> Iterator[Path]:
-    """Yield a temporary path. It becomes `path` at the end, if a file was written there."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        yield partial
-        if partial.exists():
-            os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def memory_curve(trace: Mapping[str, Any]) -> dict[str, Any]:

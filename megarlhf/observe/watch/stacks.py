@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 import megarlhf
+from megarlhf.atomic_write import atomic_write
 
 MAX_STACKS = 8
 """Most ranks whose stacks are printed; the files have all."""
@@ -105,9 +106,7 @@ def write_state(state: RankState, folder: Path) -> None:
     """Write `rank_RRRRR.json`, completely or not at all. A rank's signal handler and thread may write at once."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank_{state.rank:05d}.json"
-    partial = path.with_suffix(f".{threading.get_ident()}.partial")
-    partial.write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
-    partial.replace(path)
+    atomic_write(path, json.dumps(asdict(state), indent=1), synced=False, writer=threading.get_ident())
 
 
 def read_states(folder: Path) -> list[RankState]:

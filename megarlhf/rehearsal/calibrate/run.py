@@ -14,7 +14,6 @@ import torch.distributed as dist
 import yaml
 
 from megarlhf.memory import available_bytes
-from megarlhf.observe.report.html_page import write_whole
 from megarlhf.observe.terminal.progress import Progress
 from megarlhf.rehearsal.calibrate.host import host_seconds
 from megarlhf.rehearsal.calibrate.messages import make_groups, measure_collectives, median_over_ranks, num_collectives
@@ -175,6 +174,6 @@ def write_hardware(hardware: Hardware, path: Path) -> None:
     tree = hardware.model_dump(mode="json", exclude_none=True)
     text = HEAD + yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=160, allow_unicode=True)
     try:
-        write_whole(path, text)
+        atomic_write(path, text, writer=os.getpid())
     except OSError as error:
         raise ValueError(f"-o {path} cannot be written: {error}") from error

@@ -1,9 +1,12 @@
-"""What has changed in the configuration between an earlier run and the start that goes on with it.
+"""Changes of the configuration between an earlier run and the start that resumes it.
 
-Every key is said to be neutral, or part of the mathematics: what is computed, from which data. A neutral key changes
-how a run is carried out: its numbers stay the same up to rounding, which follows from the order of sums. A key that
-names a place, of a model or of data, is neither: the same may lie elsewhere, as on a node's own disk. Whether it is the
-same is told by digests (`restore.Identity`). A choice takes one of the run's checkpoints, which are all the same.
+Every key has a kind:
+
+- mathematics: it changes what is computed, or from which data
+- neutral: it changes how a run is carried out. Numbers stay the same up to rounding, which follows the order of sums
+- place: it names a model or data, which may have moved, such as to a node's own disk. Digests tell whether the content
+  is the same (`restore.Identity`)
+- choice: it picks one of the run's checkpoints; the checkpoints themselves do not change
 """
 
 from __future__ import annotations
@@ -95,7 +98,8 @@ def _table() -> dict[str, Kind]:
 KINDS: Mapping[str, Kind] = _table()
 """Kind of each key, of each section (`section.*`) where all of its keys are alike; ROLE stands for every role."""
 _CALL_KEYS = ("url", "token_env", "timeout_seconds", "retries", "workers", "on_failure", "check")
-"""Of a reward: where it is, how it is called, whether its failure ends the run, and whether it is tried before."""
+"""Keys of a reward that say where it is and how it is called, whether its failure ends the run, and whether it is tried
+before the run."""
 CONDITIONAL = (_HORIZON, *_FIGURES.split())
 """Keys whose kind depends on the rest of the configuration."""
 
@@ -114,7 +118,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Changes:
-    """What has changed, by what it means for the numbers of the run."""
+    """Changed keys by kind."""
 
     neutral: list[Change]
     mathematics: list[Change]
@@ -141,7 +145,7 @@ def compare(old: TrainingConfig, new: TrainingConfig) -> Changes:
 
 
 def kind_of(key: str, old: TrainingConfig, new: TrainingConfig) -> Kind:
-    """Whether another value of `key` changes what is computed, between these two configurations.
+    """Kind of a key, between these two configurations.
 
     Raises: KeyError for a key without an entry in the tables above.
     """
@@ -157,20 +161,20 @@ def kind_of(key: str, old: TrainingConfig, new: TrainingConfig) -> Kind:
 
 
 def mathematics_of(cfg: TrainingConfig) -> dict[str, Any]:
-    """All that is part of what is computed, by dotted key."""
+    """Values of all keys of kind mathematics, by dotted key."""
     return {key: value for key, value in _flat(cfg).items() if kind_of(key, cfg, cfg) == "mathematics"}
 
 
 def _horizon_counts(cfg: TrainingConfig) -> bool:
-    """Whether the number of steps is part of what a step computes: a learning rate that falls towards the end, an
-    entropy bonus that changes until then, and a head that is rescaled there."""
+    """Tell whether the number of steps changes what a step computes: the learning rate falls towards the end, the
+    entropy bonus changes until then, or the head is rescaled there."""
     rescales = isinstance(cfg, RMConfig) and cfg.unit_variance
     fades = isinstance(cfg, RLConfig) and cfg.algo.entropy_coef_end not in (None, cfg.algo.entropy_coef)
     return rescales or fades or any(role.optim.schedule != "constant" for role in _trained(cfg).values())
 
 
 def _validation_decides(key: str, cfg: TrainingConfig) -> bool:
-    """Whether held-out figures decide about the model that results."""
+    """Tell whether held-out figures decide about the resulting model."""
     if cfg.train.stop.patience is not None:
         return True
     return isinstance(cfg, RMConfig) and cfg.unit_variance and key != "eval.every"

@@ -1,4 +1,4 @@
-"""What makes a run this run: digests of its data, of its reference's weights, and of what it has computed so far."""
+"""Digests that identify a run: of its data, of its models' weights, and of all that it has computed so far."""
 
 from __future__ import annotations
 
@@ -37,14 +37,20 @@ def digest_of_samples(samples: Sequence[Any]) -> str:
 
 
 def identity_of_weights(role: Role, *, head: bool = True) -> Weights:
-    """What a role that has just been built begins with; without its scalar head where not `head`. Collective."""
+    """Identity of the weights of a role that has just been built. Collective.
+
+    head: include the scalar head
+    """
     dtype = str(role.shard.dtype).removeprefix("torch.")
     return Weights(path=str(role.section.model.path.absolute()), digest=digest_of_weights(role, head=head), dtype=dtype)
 
 
 def bases_of_adapters(roles: Sequence[Role]) -> dict[str, Weights]:
-    """Of those of these roles that have an adapter, what it is on, which a resume point does not hold. A scalar head is
-    trained and exported with the adapter, and no part of that. Collective."""
+    """Identity of the base weights of each role with an adapter. Collective.
+
+    A resume point does not hold base weights. The scalar head is trained and exported with the adapter, so it is not
+    part of the base.
+    """
     return {
         role.name: identity_of_weights(role.without_adapter(role.name), head=False)
         for role in roles
@@ -53,7 +59,7 @@ def bases_of_adapters(roles: Sequence[Role]) -> dict[str, Weights]:
 
 
 def architecture_of(role: Role) -> dict[str, Any]:
-    """All that a role computes with its weights: what its config.json says, by key."""
+    """Everything in config.json that changes what a role computes with its weights, by key."""
     architecture: dict[str, Any] = json.loads(json.dumps(asdict(role.shard.arch)))
     balance = None if role.trainer is None else role.trainer.balance
     if balance is not None and role.section.router_aux_loss_coef == "auto":
@@ -62,17 +68,20 @@ def architecture_of(role: Role) -> dict[str, Any]:
 
 
 def digest_of_vocabulary(tokenizer: Tokenizer) -> str:
-    """Of what each id stands for."""
+    """SHA-256 of the token of each id."""
     return hashlib.sha256(json.dumps(tokenizer.tokens()).encode()).hexdigest()
 
 
 def digest_of_weights(role: Role, *, head: bool = True) -> str:
-    """Of a role's live parameters, without its scalar head where not `head`, the same at every layout. Collective."""
+    """Digest of a role's live parameters, the same at every layout. Collective.
+
+    head: include the scalar head
+    """
     return _digest(role, lambda: weights.digest_of_shard(role.shard, head=head))
 
 
 def digest_of_adapter(role: Role) -> str:
-    """Of the live adapter of a role, without a scalar head. Collective."""
+    """Digest of a role's live adapter, without the scalar head. Collective."""
     return _digest(role, lambda: weights.digest_of_adapter(role.shard))
 
 
@@ -86,23 +95,24 @@ def _digest(role: Role, of_shard: Callable[[], str]) -> str:
 
 
 class History:
-    """A digest of all that the run has measured so far.
+    """Digest of all metrics of the run so far.
 
-    Two runs that agree in it have, for all that can be seen, the same weights: what one has generated with them (the
-    rollout bank), the other may use.
-    """
+    Two runs with the same digest have, as far as metrics show, the same weights. So one may use responses that the
+    other has generated (the rollout bank)."""
 
     def __init__(self) -> None:
         self.digest = ""
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take note of a step's metrics, but for what the step took."""
+        """Add the metrics of a step, except those of time and memory."""
         text = json.dumps([self.digest, step, reproducible(metrics)], sort_keys=True)
         self.digest = hashlib.sha256(text.encode()).hexdigest()
 
     def fingerprint(self, mathematics: Mapping[str, Any], began_with: Mapping[str, str]) -> str:
-        """Of weights, as far as can be seen, and of what is computed with them. `began_with`: digests of the run's
-        models, data and the like, by name."""
+        """Digest of the weights, as far as metrics show them, and of what is computed with them.
+
+        began_with: digests of the run's models, data and the like, by name
+        """
         known = [self.digest, mathematics, began_with]
         return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 

@@ -1,10 +1,11 @@
-"""Starts in a run directory where an earlier run has been: they go on, start over, or are refused.
+"""Starts in a run directory that holds an earlier run: the start resumes it, overwrites it, or is refused.
 
-A start that is refused leaves every file as it was.
+A refused start leaves every file as it was.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -14,8 +15,10 @@ from datetime import UTC, datetime
 from fnmatch import fnmatch
 from pathlib import Path
 
+from megarlhf.atomic_write import atomic_write
 from megarlhf.config import DPOConfig, FrozenModel, RLConfig, RMConfig, RunConfig, SFTConfig, dump_config, load_config
 from megarlhf.data.sources.splits import is_pattern
+from megarlhf.lease import restart_count
 from megarlhf.observe.records.run_directory import (
     CONFIG_FILE,
     CONFIG_HEADER,
@@ -27,7 +30,7 @@ from megarlhf.observe.records.run_directory import (
     written_by,
 )
 from megarlhf.resume.claim.config_changes import TrainingConfig, compare
-from megarlhf.resume.claim.lock import Lock, require_free, restart_count
+from megarlhf.resume.claim.lock import Lock
 from megarlhf.resume.points.point import find_points
 
 NO_STEPS_LEFT = "num_steps"
@@ -36,7 +39,7 @@ NO_STEPS_LEFT = "num_steps"
 
 @dataclass(frozen=True)
 class StartDecision:
-    """Effects of a start in its run directory."""
+    """What a start will do in its run directory."""
 
     removed: list[Path]
     """An earlier run's files, which `overwrite` removes."""
@@ -69,21 +72,23 @@ class Claim:
     _removed: list[Path]
 
     def start(self) -> None:
-        """Change the directory: remove what is overwritten, or unmark a run that goes on as finished, and write the
-        resolved configuration. Of a run that goes on, an earlier configuration is kept as `config.1.yaml`,
-        `config.2.yaml`, ... To be called when nothing can be refused any more: the resume point has been checked."""
+        """Remove the overwritten run, or the resumed run's FINISHED mark, and write the resolved configuration.
+
+        An earlier configuration of a resumed run is kept as `config.1.yaml`, `config.2.yaml`, ... Call this when the
+        resume point has been checked and nothing can be refused any more.
+        """
         directory, config = self._run.dir, self._run.dir / CONFIG_FILE
         text = CONFIG_HEADER.format(command=self._command) + dump_config(self._cfg)
         try:
             if not self.resumes:
                 _remove(directory, self._removed)
-                _write(config, text)
+                atomic_write(config, text)
                 return
             if (before := config.read_text(encoding="utf-8")) != text:
-                kept = _unused_name(directory)
-                _write(kept, before)
+                kept = _unused_config_path(directory)
+                atomic_write(kept, before)
                 try:
-                    _write(config, text)
+                    atomic_write(config, text)
                 except OSError:
                     kept.unlink()
                     raise
@@ -93,7 +98,7 @@ class Claim:
 
 
 def claim(cfg: FrozenModel, run: RunConfig, command: str) -> Claim:
-    """Make the run directory this process's, and its parents where they are missing. For rank 0.
+    """Take the run directory for this process; it and its parents are made where they are missing. For rank 0.
 
     Raises: ValueError as `require_usable`, or when the directory cannot be written.
     """
@@ -104,12 +109,12 @@ def claim(cfg: FrozenModel, run: RunConfig, command: str) -> Claim:
     except OSError as error:
         raise ValueError(_not_writable(run, error)) from error
     try:
-        usable = _decide(cfg, run, command)  # nobody changes it now
+        decision = _decide(cfg, run, command)  # nobody changes it now
     except BaseException:
         lock.release()
         raise
-    notes = [*usable.notes, *([lock.note] if lock.note else [])]
-    return Claim(lock, usable.resumes, notes, cfg, run, command, usable.removed)
+    notes = [*decision.notes, *([lock.note] if lock.note else [])]
+    return Claim(lock, decision.resumes, notes, cfg, run, command, decision.removed)
 
 
 def require_usable(cfg: FrozenModel, run: RunConfig, command: str) -> StartDecision:
@@ -119,7 +124,7 @@ def require_usable(cfg: FrozenModel, run: RunConfig, command: str) -> StartDecis
     be overwritten, or when something that no run wrote stands where this one saves.
     """
     if run.dir.is_dir():
-        require_free(run.dir)
+        Lock(run.dir).require_free()
     return _decide(cfg, run, command)
 
 
@@ -127,7 +132,7 @@ def finish(run_dir: Path, step: int, reason: str) -> None:
     """Mark the run as finished after `step`, because of `reason`: `NO_STEPS_LEFT`, or the name of a rule that ended it.
     The file appears complete or not at all."""
     finished = Finished(step, reason, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
-    _write(run_dir / FINISHED_FILE, json.dumps(vars(finished)) + "\n")
+    atomic_write(run_dir / FINISHED_FILE, json.dumps(vars(finished)) + "\n")
 
 
 def finished(run_dir: Path) -> Finished | None:
@@ -148,22 +153,22 @@ def finished(run_dir: Path) -> Finished | None:
 
 
 def _decide(cfg: FrozenModel, run: RunConfig, command: str) -> StartDecision:
-    """`require_usable`, but for the lock."""
+    """Do as `require_usable` does, without a look at the lock."""
     wanted = run.dir.absolute()
     nearest = next(path for path in (wanted, *wanted.parents) if path.exists())
     if not nearest.is_dir():
         which = "is a file" if nearest == wanted else f"lies below {nearest}, which is a file"
         raise ValueError(f"run.dir = {run.dir} {which}; name a directory")
-    usable = StartDecision([], False, [])
+    decision = StartDecision([], False, [])
     if files := files_of_a_run(run.dir):
         shown = ", ".join(sorted({path.relative_to(run.dir).parts[0] for path in files}))
         if run.on_existing == "overwrite":
             _require_same_command(run, command, shown)
             _require_overwritable(cfg, run, files)
-            usable = StartDecision(files, False, [])
+            decision = StartDecision(files, False, [])
         elif run.on_existing == "resume" and isinstance(cfg, SFTConfig | RMConfig | DPOConfig | RLConfig):
             _require_same_command(run, command, shown)
-            usable = StartDecision([], True, _require_resumable(cfg, run, command))
+            decision = StartDecision([], True, _require_resumable(cfg, run, command))
         else:
             why = "" if run.on_existing == "refuse" else f"; {command} has nothing to go on with, and starts over only"
             raise ValueError(
@@ -175,7 +180,7 @@ def _decide(cfg: FrozenModel, run: RunConfig, command: str) -> StartDecision:
     _require_apart(cfg, run)
     best = cfg.checkpoint.best if isinstance(cfg, SFTConfig | RMConfig | DPOConfig | RLConfig) else None
     require_room(run.dir, best=best is not None)
-    return usable
+    return decision
 
 
 def _require_own(run: RunConfig) -> None:
@@ -222,7 +227,7 @@ def strangers_in(run: RunConfig) -> list[str]:
 
 
 def require_writable(run: RunConfig) -> None:
-    """By a folder that is made where the run directory is, or will be, and removed. Raises: ValueError."""
+    """Make and remove a folder where the run directory is or will be. Raises: ValueError when that fails."""
     nearest = next(path for path in (run.dir.absolute(), *run.dir.absolute().parents) if path.exists())
     try:
         Path(tempfile.mkdtemp(prefix=".megarlhf-", dir=nearest)).rmdir()
@@ -356,26 +361,9 @@ def _remove(directory: Path, files: list[Path]) -> None:
             place.rmdir()
 
 
-def _unused_name(directory: Path) -> Path:
-    """For the configuration that is to be kept."""
-    number = 1
-    while (kept := directory / f"config.{number}.yaml").exists():
-        number += 1
-    return kept
-
-
-def _write(path: Path, text: str) -> None:
-    """Complete or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
+def _unused_config_path(directory: Path) -> Path:
+    paths = (directory / f"config.{number}.yaml" for number in itertools.count(1))
+    return next(path for path in paths if not path.exists())
 
 
 def _not_writable(run: RunConfig, error: OSError) -> str:

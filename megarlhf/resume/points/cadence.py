@@ -1,4 +1,4 @@
-"""When a resume point is due, and when the time left in the job is too short to go on."""
+"""Decides when a resume point is due, and when the job's time left is too short to go on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from megarlhf.resume.points.point import Position
 
 @dataclass
 class Cadence:
-    """Asked at every border. What is due by steps or updates every rank knows; of time the answers of rank 0 count."""
+    """Cadence of resume points, asked at every border. All ranks agree on steps and updates; for times, rank 0
+    decides."""
 
     cfg: CheckpointConfig
     time_left: Callable[[], float | None]
@@ -22,7 +23,7 @@ class Cadence:
     longest_save: float = 0.0
     _saved_at: float = field(init=False)
     _updates: int = 0
-    """Since the last save."""
+    """Optimizer updates since the last save."""
     _last_border: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -36,23 +37,23 @@ class Cadence:
         self._updates += updates
 
     def due(self, position: Position) -> bool:
-        """Whether a point is due at this very border, by steps or updates."""
+        """Tell whether a point is due at this border, by steps or updates."""
         cfg, at_step = self.cfg, not position.update and position.step > 0
         return bool(cfg.every and at_step and position.step % cfg.every == 0) or bool(
             cfg.every_updates and self._updates >= cfg.every_updates
         )
 
     def overdue(self) -> bool:
-        """Whether a point is due at the next border at which none is being written, by time."""
+        """Tell whether a point is due by time, at the next border at which none is being written."""
         return 0 < self.cfg.every_minutes <= (self.clock() - self._saved_at) / 60
 
     def time_is_up(self) -> bool:
-        """Whether another step, and a save after it, might not fit into the job any more."""
+        """Tell whether another step and a save after it may no longer fit into the job."""
         left = self.time_left()
         return left is not None and left < self.longest_border + self.longest_save + self.cfg.seconds_before_end
 
     def save_at_once(self) -> bool:
-        """Whether there is hardly time for a save any more, in the middle of a step."""
+        """Tell whether there is only time left for a save, even in the middle of a step."""
         left = self.time_left()
         return left is not None and left < self.longest_save + self.cfg.seconds_before_end
 

@@ -1,7 +1,7 @@
-"""The resume points that a run writes: asked at every border, written while training goes on.
+"""Writes the resume points of a run while training goes on.
 
-A border is a moment between two optimizer updates. A point holds the state at a border: of the roles as they are, for
-nothing but an update changes them, and of everything else as it was then.
+A border is a moment between two optimizer updates. A point holds the state at a border. Roles are read when the point
+is written, since only an update changes them; everything else is copied at the border.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from megarlhf.collective_errors import on_first_rank, raise_on_all_ranks
+from megarlhf.collective_errors import from_first_rank, on_first_rank, raise_on_all_ranks
 from megarlhf.config import CheckpointConfig
 from megarlhf.models.role import Role
 from megarlhf.provenance import FILE, Provenance
@@ -34,24 +34,24 @@ from megarlhf.runtime import Runtime, random_state
 log = logging.getLogger(__name__)
 
 _NOTHING, _WHEN_FREE, _NOW, _TIME_IS_UP = range(4)
-"""What ranks agree on at a border: the greatest that one says. Above them stand the signals that ask to stop."""
+"""Codes that ranks agree on at a border: the greatest one wins. Greater codes are signals that ask to stop."""
 
 
 @dataclass(frozen=True)
 class _Border:
-    """What is to be saved of a border beside the roles."""
+    """State to be saved at a border beside the roles."""
 
     position: Position
     state: Mapping[str, Any]
     random: Mapping[str, Any]
-    """Of this rank."""
+    """Random state of this rank."""
     table: MakeTable | None
     updates: int
     """Optimizer updates that this process had made."""
 
 
 class Checkpointer:
-    """Of one run. Every public method is collective.
+    """Checkpointer of one run. Every public method is collective.
 
     `still_ours` is called on rank 0 before anything is written, and raises when the run directory has been taken over;
     `on_room` when there is room for a point: files that a full disk did not take can be written now.
@@ -91,7 +91,7 @@ class Checkpointer:
         """The newest point that this process has written or begun with."""
         self._announced = False
         self.seconds_standing = 0.0
-        """How long training has stood still for points; the caller sets it back."""
+        """Seconds for which training waited for points; the caller resets it."""
         if cfg.every_updates == 1:
             for role in roles:
                 if role.trainer is not None:
@@ -119,7 +119,7 @@ class Checkpointer:
         self.seconds_standing += time.perf_counter() - started
 
     def asked_to_stop(self) -> bool:
-        """Whether this rank knows of a reason to stop before the next border. Not collective."""
+        """Tell whether this rank knows a reason to stop before the next border. Not collective."""
         return self._stop.requested() is not None or self._cadence.save_at_once()
 
     def stop_now(self, reason: Exception) -> NoReturn:
@@ -143,7 +143,7 @@ class Checkpointer:
             self.save_last_border()
 
     def discard_boundary(self) -> None:
-        """Keep no more of the last border, whose weights something else than an update has changed."""
+        """Forget the last border, because something else than an update has changed the weights."""
         self._border = None
 
     def abandon(self) -> None:
@@ -151,7 +151,7 @@ class Checkpointer:
         self._writer.abandon()
 
     def has_progress(self) -> bool:
-        """Whether anything was done since the run began: of its first border nothing is worth a point."""
+        """Tell whether anything was done since the run began; its first border is not worth a point."""
         return self._border is None or self._border.position > Position(0)
 
     def save_last_border(self) -> str:
@@ -199,22 +199,22 @@ class Checkpointer:
         return self._newest.name if self._newest else "none of this start"
 
     def _start(self) -> bool:
-        """Begin to write the last border, for which training stands still; False, and said, where it cannot be."""
+        """Begin to write the last border; training waits meanwhile. False, after a note, where that is not possible."""
         border = self._border
         assert border is not None
         self._cadence.saving()
         content, size = self._content(border)
         directory = point.partial_path(self._run_dir, border.position)
-        reason: list[str | None] = [None]
         on_first_rank(self._still_ours)
+        reason: str | None = None
         if self._runtime.is_main:
             spare = point.superfluous(point.find_points(self._run_dir), keep=1, keep_every=self._cfg.keep_every)
-            reason = [self._writer.make_room(directory, size, [*point.passed_over(self._run_dir), *spare])]
-            if reason[0] is None:
+            reason = self._writer.make_room(directory, size, [*point.passed_over(self._run_dir), *spare])
+            if reason is None:
                 self._on_room()
-        dist.broadcast_object_list(reason, src=0)
-        if reason[0] is not None:
-            self._say_failed(border.position, reason[0])
+        reason = from_first_rank(reason)
+        if reason is not None:
+            self._say_failed(border.position, reason)
             return False
         roles = {role.name: {**sharded_state.counters(role), "layout": layout_in_words(role)} for role in self._roles}
         body = {
@@ -230,7 +230,7 @@ class Checkpointer:
         return True
 
     def _content(self, border: _Border) -> tuple[Content, int]:
-        """What is to be written, and on rank 0 how many bytes that will be on all ranks together."""
+        """Content of a point, and on rank 0 the bytes that all ranks will write."""
         roles = {role.name: sharded_state.sharded_state(role) for role in self._roles}
         commons = {role.name: sharded_state.common(role, border.position.step) for role in self._roles}
         mine = (border.random, sum(sharded_state.bytes_to_write(state) for state in roles.values()))
@@ -248,7 +248,7 @@ class Checkpointer:
         return Content(roles, commons, files), size + size // 50 + (1 << 20)
 
     def _poll(self, *, wait: bool = False) -> None:
-        """See what has become of the point in work; with `wait`, until that is known."""
+        """Check the point that is being written; with `wait`, until it is complete or has failed."""
         while self._writer.busy:
             outcome = self._writer.poll(wait=wait)
             if outcome is not None:
@@ -257,14 +257,14 @@ class Checkpointer:
                 return
 
     def _complete_last(self) -> None:
-        """With a point at every update: the last one is complete before the weights change again, so that a kill loses
-        no more than one update."""
+        """Wait for the last point before the weights change again, where each update has a point. A kill then loses at
+        most one update."""
         started = time.perf_counter()
         self._poll(wait=True)
         self.seconds_standing += time.perf_counter() - started
 
     def _complete(self, position: Position, body: Mapping[str, Any], files: Mapping[str, FileDigest]) -> None:
-        """In the process that writes for rank 0: all files of the point lie there."""
+        """Make the directory a point, once all files are there. Called in the writing process of rank 0."""
         self._still_ours()
         directory = point.partial_path(self._run_dir, position)
         point.write_manifest(directory, body, files)
@@ -301,8 +301,9 @@ class Checkpointer:
 
 
 def _companion_files(runtime: Runtime, roles: Sequence[Role]) -> dict[str, bytes]:
-    """On rank 0 the folders `hf/` of all roles, by path in a point. Read at the start, since a model's directory may be
-    removed during the run. Collective.
+    """Files of the folders `hf/` of all roles, by path in a point; on rank 0 only. Collective.
+
+    They are read at the start, since a model's directory may be removed during the run.
 
     Raises: ValueError when a file cannot be read.
     """
@@ -316,9 +317,8 @@ def _companion_files(runtime: Runtime, roles: Sequence[Role]) -> dict[str, bytes
 
 
 def _time_left_everywhere() -> Callable[[], float | None]:
-    """The time that rank 0 finds is left in the job, for every rank: a rank that draws responses by itself has to know
-    it too. Collective."""
-    left: list[float | None] = [time_left() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(left, src=0)
-    end = None if left[0] is None else time.monotonic() + left[0]
+    """Time left in the job as rank 0 knows it, for every rank: a rank that generates by itself needs it too.
+    Collective."""
+    left = from_first_rank(time_left() if dist.get_rank() == 0 else None)
+    end = None if left is None else time.monotonic() + left
     return lambda: None if end is None else end - time.monotonic()

@@ -12,14 +12,14 @@ CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class FileDigest:
-    """Of a file of a resume point."""
+    """Size and SHA-256 of a file of a resume point."""
 
     bytes: int
     sha256: str
 
 
 def digest_of(path: Path) -> FileDigest:
-    """Of a file as it lies there."""
+    """Read a file and return its digest."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
@@ -29,6 +29,6 @@ def digest_of(path: Path) -> FileDigest:
 
 
 def digest_of_directory(directory: Path) -> str:
-    """SHA-256 of the names and contents of all files that lie in it, those of folders inside it aside."""
+    """SHA-256 of the names and contents of the files in a directory, without those of folders in it."""
     files = {path.name: digest_of(path).sha256 for path in sorted(directory.iterdir()) if path.is_file()}
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()

@@ -1,6 +1,6 @@
-"""A role's weights before an optimizer step that was skipped: a resume point of this role alone, without its optimizer.
+"""Saves a role's weights before a skipped optimizer step: a resume point of this role alone, without its optimizer.
 
-A skipped step changes no weight, so they are those that are there when it has been skipped.
+A skipped step changes no weight, so they can be saved after it was skipped.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ from megarlhf.models.role import Role
 from megarlhf.resume.points import point, sharded_state
 from megarlhf.resume.points.file_digest import FileDigest
 from megarlhf.resume.points.point import Point, Position
-from megarlhf.resume.points.restore import layout_in_words
+from megarlhf.resume.points.restore import gather_damaged_files, layout_in_words
 from megarlhf.resume.points.writer import Content, PointWriter, WriteOutcome
 from megarlhf.runtime import Runtime
 
 
 @dataclass(frozen=True)
 class KeptWeights:
-    """A folder with a role's weights, and of which moment they are."""
+    """A folder with a role's weights."""
 
     directory: Path
     updates: int
-    """Optimizer updates that this process had made of the role."""
+    """Optimizer updates of the role that this process had made then."""
 
 
 def keep_weights(
     role: Role, directory: Path, body: Mapping[str, Any], newest: KeptWeights | None
 ) -> tuple[KeptWeights | None, str]:
-    """Write the role's weights to `directory`, which appears complete or not at all. Those of `newest` are linked where
-    they are the same. Collective; `body` is what the manifest says beside the role.
+    """Write the role's weights to `directory`, which appears complete or not at all. Collective.
+
+    body:   content of the manifest beside the role
+    newest: weights saved earlier; their files are linked where the weights are the same
 
     Returns: the folder, or None and why it could not be written, in words; the same on every rank.
     """
@@ -54,28 +56,24 @@ def keep_weights(
 
 
 def find_weights(runtime: Runtime, kept: Path, run_dir: Path, role: str, counters: Mapping[str, Any]) -> Path:
-    """The folder with the weights of `role` before the step of which `kept` was written: that one, or else a resume
-    point of the run at which the role had made just as many optimizer steps. Every file's digest has been compared.
-    Collective.
+    """Find the weights of `role` before the skipped step: in `kept`, or in a resume point of the run at which the role
+    had made as many optimizer steps. Every file's digest is compared. Collective.
 
-    Raises: ValueError when there is none; what was looked at is said.
+    Raises: ValueError when there are none; the message lists what was examined.
     """
     candidates: list[Point] = from_first_rank(
         [Point(kept, Position(0)), *reversed(point.find_points(run_dir))] if runtime.is_main else []
     )
-    seen = []
+    examined = []
     for candidate in candidates:
         manifest, problem = _manifest(runtime, candidate, role, counters)
         if not problem:
-            mine = point.damaged_files(candidate, manifest, part=runtime.rank, parts=runtime.world_size)
-            everyones: list[list[str]] = [[]] * runtime.world_size
-            dist.all_gather_object(everyones, mine)
-            problem = "; ".join([each for problems in everyones for each in problems][:5])
+            problem = "; ".join(gather_damaged_files(runtime, candidate, manifest)[:5])
         if not problem:
             return candidate.path
-        seen.append(f"{candidate.path}: {problem}")
+        examined.append(f"{candidate.path}: {problem}")
     raise ValueError(
-        "\n  ".join([f"the weights of {role} before the step are not there:", *seen])
+        "\n  ".join([f"the weights of {role} before the step are not there:", *examined])
         + f"\nA repeat needs them as they were after {counters['optimizer_steps']} optimizer step(s). A run keeps them "
         "when it skips a step, if there is room on the disk; make room, and start the run again by the same command: "
         "it comes to the same step"
@@ -85,7 +83,7 @@ def find_weights(runtime: Runtime, kept: Path, run_dir: Path, role: str, counter
 def _manifest(
     runtime: Runtime, candidate: Point, role: str, counters: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], str]:
-    """The manifest, and why the point is not of the moment that is wanted; the same on every rank."""
+    """Manifest of a point, and why the point does not fit `counters`; the same on every rank."""
     manifest: Mapping[str, Any] = {}
     problem = ""
     if runtime.is_main:
@@ -101,7 +99,7 @@ def _manifest(
 
 
 def _write(role: Role, directory: Path, body: Mapping[str, Any]) -> str:
-    """Why it could not be written; empty: it was."""
+    """Write the weights. Returns the reason when that fails, else an empty text."""
     runtime = role.mesh.runtime
     role.parts.to_learn()  # the gradients are still wanted
     state = sharded_state.sharded_state(role, optimizer=False)
@@ -130,7 +128,7 @@ def _write(role: Role, directory: Path, body: Mapping[str, Any]) -> str:
 
 
 def _linked(source: Path, target: Path) -> bool:
-    """Whether every file of `source` stands in `target` too now: hard links, which some file systems do not have."""
+    """Link every file of `source` into `target`. False on file systems without hard links."""
     try:
         shutil.copytree(source, target, copy_function=os.link)
     except (OSError, shutil.Error):

@@ -1,8 +1,8 @@
-"""Resume points on disk: their names, the manifest that makes one valid, which is the newest good one, which may go.
+"""Resume points on disk: names, manifest, and which of them may be removed.
 
-A point is written under a hidden name and renamed when `MANIFEST.json` stands in it, which lists every file with its
-size and SHA-256, and itself carries a digest. So a folder with a point's name is complete, unless it was damaged later,
-and that is found before anything is read from it.
+A point is written under a hidden name and renamed once it holds `MANIFEST.json`, which lists every file with its size
+and SHA-256, and has a digest of its own. So a folder with a point's name is complete, unless it was damaged later; that
+is noticed before anything is read from it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megarlhf.atomic_write import sync
 from megarlhf.resume.points.file_digest import FileDigest, digest_of
-from megarlhf.weights.checkpoint.staging import sync
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 2
@@ -29,7 +29,7 @@ _NAME = re.compile(r"step_(\d{6,})(?:_update_(\d{4,}))?")
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """How far a run is."""
+    """Progress of a run."""
 
     step: int
     """Steps done."""
@@ -46,19 +46,19 @@ class Position:
 
 @dataclass(frozen=True)
 class Point:
-    """A folder with a point's name; whether it is good is another question."""
+    """A folder with a point's name. It may be damaged."""
 
     path: Path
     position: Position
 
 
 def resume_directory(run_dir: Path) -> Path:
-    """Where a run keeps its points."""
+    """Folder of a run's points."""
     return run_dir / "resume"
 
 
 def partial_path(run_dir: Path, position: Position) -> Path:
-    """Where a point is written."""
+    """Hidden folder in which a point is written."""
     return resume_directory(run_dir) / f".{position.name}.partial"
 
 
@@ -73,8 +73,10 @@ def find_points(run_dir: Path) -> list[Point]:
 
 
 def make_room(directory: Path, size: int, spare: Sequence[Point] = ()) -> str | None:
-    """An empty folder, and room for what will stand in it; otherwise why not. Of the points that can be spared, as many
-    are removed as that takes, in their order; none where all of them would not be enough."""
+    """Make an empty folder and room for `size` bytes. Returns the reason when that fails, else None.
+
+    spare: points that may be removed, in this order, as many as needed; none where all would not be enough
+    """
     try:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
@@ -94,7 +96,7 @@ def make_room(directory: Path, size: int, spare: Sequence[Point] = ()) -> str | 
 
 
 def allocated_bytes(folder: Path) -> int:
-    """What the files of a folder take on the disk; it may be removed meanwhile."""
+    """Bytes on the disk of a folder's files. The folder may be removed meanwhile."""
     size = 0
     for place, _, names in os.walk(folder):
         for name in names:
@@ -148,7 +150,7 @@ def read_manifest(point: Point) -> dict[str, Any]:
 
 
 def damaged_files(point: Point, manifest: Mapping[str, Any], *, part: int = 0, parts: int = 1) -> list[str]:
-    """What is wrong with the point's files, in words; of `parts` that share the work, the one numbered `part`."""
+    """Describe missing and damaged files of a point. Examines share number `part` of `parts`."""
     problems = []
     for name, stated in list(manifest["files"].items())[part::parts]:
         path = point.path / name
@@ -166,8 +168,8 @@ def damaged_files(point: Point, manifest: Mapping[str, Any], *, part: int = 0, p
 
 
 def superfluous(points: Sequence[Point], *, keep: int, keep_every: int) -> list[Point]:
-    """Which of the points, oldest first, may go: not the newest `keep`, and not the first one at or after each step
-    whose number is a multiple of `keep_every` (0: none is kept for that)."""
+    """Points that may be removed, oldest first. Kept are the newest `keep`, and the first one at or after each multiple
+    of `keep_every` steps (0: none)."""
     first: dict[int, Point] = {}
     if keep_every:
         for point in points:
@@ -177,7 +179,7 @@ def superfluous(points: Sequence[Point], *, keep: int, keep_every: int) -> list[
 
 
 def remove(point: Point) -> None:
-    """Under a hidden name first: what is half deleted must not be taken for a damaged point."""
+    """Remove a point. It gets a hidden name first, so that a half deleted one is not taken for a damaged point."""
     doomed = point.path.with_name(f".{point.path.name}.deleted")
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(point.path, doomed)
@@ -185,8 +187,8 @@ def remove(point: Point) -> None:
 
 
 def set_aside(run_dir: Path, newest: Position) -> None:
-    """Points later than the one that a run goes on from: they were passed over. They count no more, and are no way
-    back to what is done again from here on; `passed_over` finds them."""
+    """Rename points later than the one that the run resumes from, because they were passed over and their steps are
+    done again. They are no longer points; `passed_over` lists them."""
     for later in find_points(run_dir):
         if later.position > newest:
             target = later.path.with_name(f"{later.path.name}{SET_ASIDE}")
@@ -195,12 +197,12 @@ def set_aside(run_dir: Path, newest: Position) -> None:
 
 
 def passed_over(run_dir: Path) -> list[Point]:
-    """What `set_aside` has put away. Its positions count no more."""
+    """Points that `set_aside` has renamed. Their positions have no meaning."""
     return [Point(path, Position(0)) for path in sorted(resume_directory(run_dir).glob(f"step_*{SET_ASIDE}"))]
 
 
 def leftovers(run_dir: Path) -> list[Path]:
-    """What writers and removers that were killed have left."""
+    """Folders that killed writers and removers have left."""
     ends = (".partial", ".replaced", ".deleted")
     return [path for path in resume_directory(run_dir).glob(".step_*") if path.name.endswith(ends)]
 

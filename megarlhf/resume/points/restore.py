@@ -1,6 +1,6 @@
-"""Going on: the newest good resume point of this very run is found, and loaded into roles and registered state.
+"""Loads the newest good resume point of a run into its roles and registered state.
 
-Nothing is touched before every digest has been compared.
+Nothing is changed before every digest has been compared.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarlhf.collective_errors import from_first_rank
 from megarlhf.config import convert_old_shuffle
 from megarlhf.models.role import Role
 from megarlhf.provenance import Weights
@@ -25,17 +26,16 @@ from megarlhf.weights.checkpoint.dtype import NAMES
 RANDOM, TABLE = "state/random.pt", "state/table.pt"
 
 SPLITS = (("train", "mini_batch_samples"), ("train", "epochs_per_step"), ("train", "shuffle"), ("run", "seed"))
-"""What decides into which mini-batches the samples of a step of rl are split."""
+"""Keys that decide how the samples of a step of rl are split into mini-batches."""
 
 Table = Mapping[str, Any]
 MakeTable = Callable[[], Table]
-"""Makes what is saved of a step in progress when it is written. Collective."""
-"""What a step in progress has found so far: tensors, numbers, texts, lists and mappings."""
+"""Makes the saved state of a step in progress: tensors, numbers, texts, lists and mappings. Collective."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a run must have in common with a resume point to go on from it exactly."""
+    """Everything that must agree between a run and a resume point, so that the run goes on exactly."""
 
     command: str
     data: str
@@ -45,20 +45,21 @@ class Identity:
     config: Mapping[str, Any]
     """The resolved configuration."""
     others: Mapping[str, str]
-    """Digests of what else takes part in what is computed, by its name."""
+    """Digests of other inputs of the computation, by name."""
     sources: Mapping[str, str]
-    """Digests of sources of the user's; another one is said and refuses nothing."""
+    """Digests of the user's source files. A change is reported and refuses nothing."""
     architectures: Mapping[str, Mapping[str, Any]]
-    """Of every role that is built, the frozen ones too: the weights alone do not say what a model computes."""
+    """Architecture of every role, frozen ones too: the weights alone do not say what a model computes."""
     base: Mapping[str, Weights]
-    """What each trained role began with. Of a run that goes on, its own: `model.path` may hold other weights now."""
+    """Weights with which each trained role began. A resumed run has its own: `model.path` may hold other weights
+    now."""
     changed: Callable[[Mapping[str, Any]], Sequence[str]]
-    """What another configuration computes otherwise, in words."""
+    """Describes what another configuration computes differently."""
     allow_changes: bool = False
-    """Whether a run may go on although that, the data or the reference have changed."""
+    """Go on although the configuration, the data or the reference have changed."""
 
     def stated(self) -> dict[str, Any]:
-        """What a manifest says of it."""
+        """Content of a manifest that states this identity."""
         return {
             "command": self.command,
             "data": self.data,
@@ -71,12 +72,12 @@ class Identity:
         }
 
     def digests(self) -> dict[str, str]:
-        """Of what the run began with and is computed from, by name."""
+        """Digests of models, data and other inputs, by name."""
         models = {f"base/{role}": weights.digest for role, weights in self.base.items()}
         return {"data": self.data, "reference": self.reference or "", **models, **self.others}
 
     def differences(self, manifest: Mapping[str, Any]) -> list[str]:
-        """What the run of a manifest computed otherwise, in words."""
+        """Describe what the run of a manifest computed differently."""
         problems = [f"configuration: {change}" for change in self.changed(manifest["config"])]
         if manifest["data"] != self.data:
             problems.append("data.train (or what makes samples of it) gives other samples")
@@ -97,7 +98,7 @@ class Identity:
         return problems
 
     def splits_otherwise(self, manifest: Mapping[str, Any]) -> list[str]:
-        """Why a step in progress cannot be completed: its samples would be split into other mini-batches."""
+        """Explain why a step in progress cannot be completed: its samples would be split into other mini-batches."""
         before, now = manifest["config"], self.config
         return [
             f"it lies inside a step, and {section}.{key} {before[section][key]} -> {now[section][key]} splits the step "
@@ -107,8 +108,8 @@ class Identity:
         ]
 
     def other_precision(self, manifest: Mapping[str, Any]) -> list[str]:
-        """Why its state cannot be loaded: with bf16 the optimizer keeps main parameters in fp32, otherwise it has none.
-        `run.allow_changes` does not help."""
+        """Explain why the state cannot be loaded at another dtype: with bf16 the optimizer keeps main parameters in
+        fp32, otherwise it has none. `run.allow_changes` does not help."""
         stated = {role: Weights(**weights) for role, weights in manifest["base"].items()}
         return [
             f"{role} was trained in {stated[role].dtype} and is now built in {now.dtype}: give {role}.model.dtype="
@@ -118,7 +119,7 @@ class Identity:
         ]
 
     def remarks(self, manifest: Mapping[str, Any]) -> list[str]:
-        """What has changed and is the user's to judge, in words."""
+        """Describe changes that the user has to judge."""
         changed = _changed(self.sources, manifest["sources"])
         said = [f"{name} has another source than when the resume point was written" for name in changed]
         stated = {role: Weights(**weights) for role, weights in manifest["base"].items()}
@@ -136,15 +137,15 @@ def _changed(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Restored:
-    """Where a run goes on."""
+    """Where and with what a run goes on."""
 
     position: Position
     num_steps: int
     """`train.num_steps` of the run that wrote the point."""
     table: Table | None
-    """Of the step in which the point lies, where it lies in one."""
+    """State of the step in progress; None for a point between two steps."""
     base: Mapping[str, Weights]
-    """What the run began with."""
+    """Weights with which the run began, by role."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -155,10 +156,9 @@ def restore(
 
     Raises: ValueError when there are points and none of them is good and of this run.
     """
-    points: list[Any] = [point.find_points(run_dir) if runtime.is_main else None]
-    dist.broadcast_object_list(points, src=0)
+    points = from_first_rank(point.find_points(run_dir) if runtime.is_main else [])
     passed_over: list[str] = []
-    for candidate in reversed(points[0]):
+    for candidate in reversed(points):
         manifest, problems, notes = _examine(runtime, candidate, roles, states, identity)
         if not problems:
             table = _load(runtime, candidate, manifest, roles, states)
@@ -179,39 +179,46 @@ def restore(
 def _examine(
     runtime: Runtime, candidate: Point, roles: Sequence[Role], states: Mapping[str, Stateful], identity: Identity
 ) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Manifest, why the point cannot be used, and what to say of it if it can; the same on every rank."""
-    first: list[Any] = [{}, [], []]
+    """Manifest, reasons against the point, and notes if it is used; the same on every rank."""
+    manifest: dict[str, Any] = {}
+    problems: list[str] = []
+    notes: list[str] = []
     if runtime.is_main:
         try:
-            manifest = first[0] = point.read_manifest(candidate)
+            manifest = point.read_manifest(candidate)
             manifest["config"] = convert_old_shuffle(manifest["config"])
             if manifest["command"] != identity.command:
-                first[1] = [f"it is of `megarlhf {manifest['command']}`"]
+                problems = [f"it is of `megarlhf {manifest['command']}`"]
             else:
                 differences = identity.differences(manifest)
-                first[2 if identity.allow_changes else 1] = differences
+                problems, notes = ([], differences) if identity.allow_changes else (differences, [])
                 needed = [role.name for role in roles if role.name not in manifest["roles"]]
                 needed += [name for name in states if name not in manifest["state"]]
-                first[1] += [f"it has no state of {name}" for name in needed]
+                problems += [f"it has no state of {name}" for name in needed]
                 if "reference" in manifest["roles"] and all(role.name != "reference" for role in roles):
-                    first[1].append(
+                    problems.append(
                         "it holds a reference that has moved, and this configuration has no reference_update: the KL "
                         "would be measured to the model that the run began with. Give reference_update; with a large "
                         "`every` the reference stays where it is"
                     )
-                first[1] += identity.other_precision(manifest)
+                problems += identity.other_precision(manifest)
                 if candidate.position.update:
-                    first[1] += identity.splits_otherwise(manifest)
+                    problems += identity.splits_otherwise(manifest)
         except (ValueError, KeyError) as error:
-            first[1] = [str(error)]
-    dist.broadcast_object_list(first, src=0)
-    manifest, problems, notes = first
+            problems = [str(error)]
+    manifest, problems, notes = from_first_rank((manifest, problems, notes))
     if not problems:
-        mine = point.damaged_files(candidate, manifest, part=runtime.rank, parts=runtime.world_size)
-        everyones: list[list[str]] = [[]] * runtime.world_size
-        dist.all_gather_object(everyones, mine)
-        problems = [problem for problems_of_rank in everyones for problem in problems_of_rank]
+        problems = gather_damaged_files(runtime, candidate, manifest)
     return manifest, problems, [f"going on with run.allow_changes: {note}" for note in notes]
+
+
+def gather_damaged_files(runtime: Runtime, candidate: Point, manifest: Mapping[str, Any]) -> list[str]:
+    """Describe missing and damaged files of a point; the ranks share the work. Collective."""
+    by_rank: list[list[str]] = [[]] * runtime.world_size
+    dist.all_gather_object(
+        by_rank, point.damaged_files(candidate, manifest, part=runtime.rank, parts=runtime.world_size)
+    )
+    return [problem for problems in by_rank for problem in problems]
 
 
 def _load(
@@ -233,7 +240,7 @@ def _load(
 
 
 def layout_in_words(role: Role) -> str:
-    """Such as `tp 2 x pp 2 x dp 1`."""
+    """A role's layout for people, such as `tp 2 x pp 2 x dp 1`."""
     return role.section.parallel.describe(role.mesh.layout)
 
 

@@ -64,11 +64,14 @@ class _OptimizerPart:
 
 
 def sharded_state(role: Role, *, optimizer: bool = True, by_layer: bool | None = None) -> ShardedState:
-    """What this rank saves of a role, or reads into: views of live tensors, or of their host memory where they are
-    away, by names that mean nothing. Of a model with an adapter that is the adapter, and a scalar head: nothing else of
-    it ever changes, and who goes on loads it from where it began. Without `optimizer`, and of a role that is not
-    trained, the parameters alone. `by_layer`: whether each layer's optimizer state has a key of its own; as it is
-    written, where that is not said. Nothing of a role that is on other ranks."""
+    """This rank's part of a role's saved state: views of live tensors, or of host memory where tensors are offloaded.
+
+    The keys of the dict have no meaning. With an adapter, only the adapter and the scalar head are saved: nothing else
+    changes, and a resumed run loads the base again. Empty on ranks that the role does not use.
+
+    optimizer: include the optimizer state of a trained role
+    by_layer:  each layer's optimizer state has a key of its own; None: as new points are written
+    """
     if not role.mesh.is_member:
         return {}
     trainer = role.trainer if optimizer else None
@@ -121,7 +124,7 @@ def sharded_state(role: Role, *, optimizer: bool = True, by_layer: bool | None =
 
 
 def bytes_to_write(state: ShardedState) -> int:
-    """Of what this rank, and no other, writes."""
+    """Bytes that this rank writes."""
     mine = [
         item.data for item in state.values() if isinstance(item, ShardedTensor) and is_main_replica(item.replica_id)
     ]
@@ -138,13 +141,13 @@ def load_state(role: Role, directory: Path) -> None:
 
 
 def common(role: Role, iteration: int) -> dict[str, Any]:
-    """What `common.pt` holds: Megatron-LM's arguments of the model."""
+    """Content of `common.pt`: Megatron-LM's arguments of the model."""
     shard = role.shard
     return common_state(args_of(shard.arch.base, shard.megatron_layout, shard.dtype), iteration)
 
 
 def counters(role: Role) -> dict[str, Any]:
-    """How many steps optimizer and learning-rate schedule have made; none of a role that is not trained."""
+    """Steps of optimizer and learning-rate schedule; empty for a role that is not trained."""
     if role.trainer is None:
         return {}
     return {
@@ -154,7 +157,7 @@ def counters(role: Role) -> dict[str, Any]:
 
 
 def set_counters(role: Role, values: Mapping[str, Any]) -> None:
-    """Of a role that has just been built."""
+    """Set what `counters` returned, on a role that has just been built."""
     if role.trainer is None:
         return
     _set_optimizer_steps(role.trainer.optimizer, values["optimizer_steps"])
@@ -163,12 +166,12 @@ def set_counters(role: Role, values: Mapping[str, Any]) -> None:
 
 
 def _trains_some(role: Role) -> bool:
-    """Whether some layers may have no optimizer state, by the configuration: the same on every rank."""
+    """Tell whether some layers may have no optimizer state, by the configuration; the same on every rank."""
     return role.shard.arch.adapter is None and bool(role.section.freeze or role.section.train_only)
 
 
 def _is_by_layer(directory: Path) -> bool:
-    """Whether optimizer state is by layer there; earlier versions wrote all layers together, on one rank."""
+    """Tell whether optimizer state is by layer there. Earlier versions wrote all layers together, on one rank."""
     return any(_BY_LAYER.fullmatch(key) for key in FileSystemReader(directory).read_metadata().state_dict_metadata)
 
 
@@ -182,14 +185,14 @@ def _by_itself(piece: LocalShard, dims: int) -> LocalShard:
 
 
 def _is_saved(shard: ModelShard, name: str) -> bool:
-    """Whether a parameter's values are part of a role's state."""
+    """Tell whether a parameter is saved."""
     if shard.arch.adapter is None or LIVE in name:
         return True
     return shard.head == "scalar" and split_name(name)[1] == _OUTPUT
 
 
 def _pieces(shard: ModelShard, name: str, shape: Shape, whole: Shape) -> list[LocalShard]:
-    """Where a live parameter stands in the checkpoint's global tensors."""
+    """Boxes of a live parameter in the checkpoint's global tensors."""
     if LIVE in name:
         return list(_pieces_of_adapter(shard, name, shape))
     arch, mesh = shard.arch, shard.mesh
@@ -222,7 +225,8 @@ def _pieces_of_adapter(shard: ModelShard, name: str, shape: Shape) -> Iterator[L
 
 
 def _optimizer_boxes(piece: LocalShard, part: _OptimizerPart, shape: Shape) -> Iterator[tuple[str, LocalShard, Tensor]]:
-    """Of each box of an optimizer's tensors in a piece of a parameter: key, place in the global tensor, view."""
+    """Yield key, box in the global tensor, and view for each box of the optimizer's tensors in a piece of a
+    parameter."""
     row = math.prod(shape[1:])
     first, last = piece.local.start[0] * row, piece.local.stop[0] * row
     lead = len(piece.tensor) - len(shape)
@@ -237,7 +241,7 @@ def _optimizer_boxes(piece: LocalShard, part: _OptimizerPart, shape: Shape) -> I
 
 
 def _optimizer_parts(trainer: Trainer, lies: Callable[[Tensor], Tensor]) -> dict[nn.Parameter, _OptimizerPart]:
-    """Of the parameters of which this rank has optimizer state. `lies`: where a tensor's numbers are."""
+    """Optimizer state of this rank, by parameter. `lies` gives a tensor's present memory, on device or host."""
     parts: dict[nn.Parameter, _OptimizerPart] = {}
     for inner in optimizers_in(trainer.optimizer):
         for parameter in trainer.module.parameters():
@@ -285,7 +289,7 @@ def _set_optimizer_steps(optimizer: MegatronOptimizer, steps: int) -> None:
 
 
 def is_tied_copy(shard: ModelShard, name: str) -> bool:
-    """Whether the parameter is the last stage's copy of the embedding."""
+    """Tell whether the parameter is the last stage's copy of the embedding."""
     return split_name(name)[1] == _OUTPUT and shard.head == "lm" and shard.arch.tied_embeddings
 
 
@@ -295,7 +299,7 @@ def layers_of(shard: ModelShard) -> list[range]:
 
 
 def _whole_shapes(shard: ModelShard) -> Mapping[str, Shape]:
-    """Of this rank's parameters, as they would be without tensor parallelism."""
+    """Shapes of this rank's parameters as they would be without tensor parallelism."""
     undivided = replace(shard.megatron_layout, tp=1)
     at = ModelRank(pp=shard.mesh.coordinates.pp, ep=shard.mesh.experts.cp, tp=0)
     return undivided.part(shard.arch, shard.head, at).storages

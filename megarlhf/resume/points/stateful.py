@@ -1,4 +1,4 @@
-"""Whatever keeps state over steps."""
+"""The interface of objects whose state a resume point keeps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Stateful(Protocol):
-    """Registered by name with the checkpointer of a run."""
+    """An object that is registered with the checkpointer of a run, by name."""
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers, texts, lists and mappings with text keys, as JSON takes them; a copy."""

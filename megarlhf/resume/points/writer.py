@@ -1,11 +1,11 @@
 """Writes a directory of sharded checkpoints while training goes on.
 
-`start` makes Megatron-Core's save plan, brings what lies on a GPU to the host, and forks a process of each rank; the
-fork is the snapshot, as memory that training changes afterwards is copied page by page. The process writes with torch's
-own writer, syncs and digests its files, and leaves a note of them in the directory. The process of rank 0 waits for the
-notes of all, completes the directory and gives it its name: that takes no collective, so a point is complete as soon as
-its bytes are there, however long the step takes that training is in. `poll` asks what has become of it. What fails on
-one rank fails on all, and leaves nothing behind.
+`start` makes Megatron-Core's save plan, copies what is on a GPU to the host, and forks a process on each rank. The fork
+is the snapshot: the kernel copies each page that training changes afterwards. The process writes with torch's own
+writer, syncs and digests its files, and leaves a note of them in the directory. The process of rank 0 waits for the
+notes of all ranks, completes the directory and renames it. That takes no collective, so a point is complete as soon as
+its bytes are there, however long the present step of training takes. `poll` returns the outcome. A failure on one rank
+is a failure on all, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils._pytree import tree_map
 
+from megarlhf.atomic_write import atomic_write, sync
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.resume.points import point
 from megarlhf.resume.points.file_digest import FileDigest, digest_of
@@ -46,41 +47,39 @@ from megarlhf.resume.signals import STOP_SIGNALS
 from megarlhf.runtime import Runtime, synchronize
 from megarlhf.weights.checkpoint.formats.torch_dist.metadata import COMMON, CONFIG
 from megarlhf.weights.checkpoint.formats.torch_dist.write import BACKENDS
-from megarlhf.weights.checkpoint.staging import sync
 
 log = logging.getLogger(__name__)
 
-CHUNK = 1 << 22
 NOTES = ".notes"
-"""Folder in which each rank's process says what it has written; gone when the directory is complete."""
+"""Folder of notes, in which each rank's process lists what it has written; removed when the directory is complete."""
 FULL = 1 << 20
 """A disk with fewer free bytes is full."""
 POLL_SECONDS = 0.02
 WRITE_SECONDS = 3600.0
-"""After which a writer that has not answered is taken for hanging."""
+"""A writer that has not answered for so long is taken for hanging."""
 
 
 @dataclass(frozen=True)
 class Content:
-    """What one directory is to hold. Every rank hands in its own part; rank 0's files are written."""
+    """Content of one directory. Every rank hands in its own part; only rank 0's `files` are written."""
 
     roles: Mapping[str, ShardedState]
     """Sharded state by folder."""
     commons: Mapping[str, Mapping[str, Any]]
-    """What `common.pt` of each folder holds."""
+    """Content of `common.pt`, by folder."""
     files: Mapping[str, Any]
-    """Rank 0: what is saved by torch.save, by path; a text as a text, bytes as they are."""
+    """Objects for torch.save, by path; texts and bytes are written as they are. Rank 0 only."""
 
 
 @dataclass(frozen=True)
 class WriteOutcome:
-    """How a write has ended, the same on every rank."""
+    """Outcome of a write, the same on every rank."""
 
     error: str | None
     seconds: float
-    """From start to end, as far as `poll` was asked."""
+    """Time from the start until `poll` saw the end."""
     bytes: int = 0
-    """Of all files."""
+    """Size of all files."""
 
 
 @dataclass
@@ -90,49 +89,49 @@ class _Job:
     connection: Any
     started: float
     answer: tuple[str | None, int] | None = None
-    """(error, bytes written by all ranks: of rank 0)."""
+    """(error, bytes of the directory: rank 0 only)."""
 
 
 @dataclass(frozen=True)
 class _Note:
-    """What the process of a rank has written."""
+    """List of what the process of a rank has written."""
 
     results: dict[str, list[WriteResult]]
-    """By folder."""
+    """Results by folder."""
     files: dict[str, FileDigest]
 
 
 @dataclass(frozen=True)
 class _Completion:
-    """What the process of rank 0 does when all ranks' notes are there."""
+    """Work of rank 0's process once all notes are there."""
 
     ranks: int
     metadata: Mapping[str, Metadata]
-    """By folder."""
+    """Metadata by folder."""
     commons: Mapping[str, Mapping[str, Any]]
     complete: Callable[[Mapping[str, FileDigest]], None]
 
 
 class PointWriter:
-    """Of one run; has at most one directory in work."""
+    """Writer of one run; writes at most one directory at a time."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._job: _Job | None = None
 
     def make_room(self, directory: Path, size: int, spare: Sequence[Point]) -> str | None:
-        """See `point.make_room`. On rank 0."""
+        """Call `point.make_room`, on rank 0."""
         return point.make_room(directory, size, spare)
 
     def to_first(self, value: Any) -> list[Any] | None:
-        """What every rank hands in, on rank 0. Collective."""
+        """Gather a value of every rank on rank 0. Collective."""
         values: list[Any] | None = [None] * self._runtime.world_size if self._runtime.is_main else None
         dist.gather_object(value, values, dst=0)
         return values
 
     @property
     def busy(self) -> bool:
-        """The same on every rank."""
+        """Tell whether a directory is being written; the same on every rank."""
         return self._job is not None
 
     def start(self, directory: Path, content: Content, complete: Callable[[Mapping[str, FileDigest]], None]) -> None:
@@ -185,7 +184,7 @@ class PointWriter:
         return planner.finish_plan(mine), planner, metadata
 
     def poll(self, *, wait: bool = False) -> WriteOutcome | None:
-        """What has become of the directory, the same on every rank; None while it is in work. Collective."""
+        """Outcome of the write, the same on every rank; None while it goes on. Collective."""
         job = self._job
         if job is None:
             return None
@@ -214,7 +213,7 @@ class PointWriter:
         return outcome[0]
 
     def _receive(self, job: _Job, *, wait: bool) -> bool:
-        """Whether this rank's process has answered."""
+        """Take this rank's answer if it is there; tell whether it is."""
         left = max(0.0, job.started + WRITE_SECONDS - time.monotonic())
         if job.answer is None and job.connection.poll(left if wait and self._runtime.world_size == 1 else 0.2 * wait):
             try:
@@ -234,12 +233,12 @@ class PointWriter:
 
 
 def own_items(state: ShardedState) -> list[ShardedBase]:
-    """What this rank, and no other, writes."""
+    """Items that this rank writes."""
     return [item for item in state.values() if is_main_replica(item.replica_id)]
 
 
 def to_fork(data: Tensor, device: torch.device) -> Tensor:
-    """Memory of the host that a process forked now finds as it is, whatever becomes of `data`. `device`: of the run."""
+    """Host memory that a process forked now can read, whatever happens to `data` later. `device`: the run's."""
     if data.device.type != "cpu":
         return data.to("cpu", non_blocking=True)
     # Of a run on a GPU it may be pinned memory, which the driver shares with the process instead of copying pages.
@@ -247,7 +246,7 @@ def to_fork(data: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(tree: Any) -> Any:
-    """The same containers, with tensors in the host's memory: a forked process cannot read a GPU's."""
+    """Copy all tensors of a tree to the host's memory: a forked process cannot read a GPU's."""
     return tree_map(lambda leaf: leaf.to("cpu", non_blocking=True) if isinstance(leaf, Tensor) else leaf, tree)
 
 
@@ -281,7 +280,7 @@ def _write(
     answer: Any,
     parent: int,
 ) -> None:
-    """The life of the writing process."""
+    """Main function of the writing process."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nothing goes on writing when the rank has died
         if os.getppid() != parent:
@@ -307,7 +306,7 @@ def _write(
 
 
 def _in_words(error: Exception, directory: Path) -> str:
-    """torch's writer does not say that a disk is full."""
+    """Describe an error. torch's writer does not say that a disk is full."""
     text = f"{type(error).__name__}: {error}"
     free = shutil.disk_usage(directory.parent).free
     return text if free > FULL else f"the disk is full ({free:,} bytes are free at {directory.parent}); {text}"
@@ -337,21 +336,19 @@ def _write_files(directory: Path, jobs: list[Any], files: Mapping[str, Any]) -> 
 
 
 def _storage(folder: Path) -> FileSystemWriter:
-    """Where torch sees a GPU, its writer copies ahead on a stream of it, which a forked process cannot have; 0 leaves
-    that out. All that is written is in the host's memory already."""
+    """Make torch's writer without copying ahead. That takes a stream of the GPU, which a forked process cannot have,
+    and everything is in the host's memory already."""
     return FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
 
 
 def _leave_note(directory: Path, rank: int, note: _Note) -> None:
     notes = directory / NOTES
     notes.mkdir(exist_ok=True)
-    partial = notes / f".{rank}"
-    partial.write_bytes(pickle.dumps(note))
-    partial.rename(notes / str(rank))
+    atomic_write(notes / str(rank), pickle.dumps(note), synced=False)
 
 
 def _complete(directory: Path, completion: _Completion) -> int:
-    """In the process of rank 0: wait for all ranks, make a point of the directory; returns its bytes."""
+    """Wait for all ranks and make the directory a point; returns its bytes. Called in the process of rank 0."""
     notes, deadline = directory / NOTES, time.monotonic() + WRITE_SECONDS
     while missing := [rank for rank in range(completion.ranks) if not (notes / str(rank)).exists()]:
         if time.monotonic() > deadline:

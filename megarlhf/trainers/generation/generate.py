@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megarlhf.algo.reward_scaling import weighted_total
+from megarlhf.atomic_write import atomic_path
 from megarlhf.config import GenerateConfig, RewardConfig
 from megarlhf.data.records.conversations import BESIDE_A_CONVERSATION
 from megarlhf.data.samples.encoders import PromptSample
@@ -207,8 +207,6 @@ def none_for_nan(value: float) -> float | None:
 def write_lines(out: Path, lines: Iterable[dict[str, Any]]) -> None:
     """All lines or no file."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
+    with atomic_path(out) as partial, partial.open("w", encoding="utf-8") as file:
         for line in lines:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
-    os.replace(partial, out)

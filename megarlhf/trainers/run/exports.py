@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -13,13 +12,13 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from megarlhf.atomic_write import atomic_path, sync
 from megarlhf.collective_errors import on_first_rank, raise_on_all_ranks
 from megarlhf.config import CheckpointConfig
 from megarlhf.models.role import Role
 from megarlhf.provenance import FILE, Provenance
 from megarlhf.resume.points.point import SET_ASIDE, Position
 from megarlhf.trainers.run.best_checkpoint import Best
-from megarlhf.weights.checkpoint.staging import sync
 
 _NAME = re.compile(r"step_(\d{6,})")
 
@@ -210,7 +209,6 @@ def _publish(root: Path, final: Path, partial: Path) -> None:
 
 
 def _point_at(name: Literal["latest", "best"], export: Path) -> None:
-    link = export.parent / f".{name}.partial"
-    link.unlink(missing_ok=True)
-    link.symlink_to(export.name)
-    os.replace(link, export.parent / name)
+    with atomic_path(export.parent / name, synced=False) as link:
+        link.unlink(missing_ok=True)
+        link.symlink_to(export.name)

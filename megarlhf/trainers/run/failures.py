@@ -1,4 +1,4 @@
-"""What a run keeps of an optimizer step that it has skipped: `run.dir/failures/step_NNNNNN[_update_MMMM]_ROLE/`.
+"""Files that a run keeps for a skipped optimizer step, in `run.dir/failures/step_NNNNNN[_update_MMMM]_ROLE/`.
 
 failure.json     which step, why it was skipped, its numbers
 config.yaml      the resolved configuration of the run
@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from megarlhf.atomic_write import atomic_write
 from megarlhf.config import DPOConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, load_config, roles_of
 from megarlhf.observe.records.run_directory import CONFIG_FILE
 from megarlhf.resume.claim.config_changes import TrainingConfig
@@ -22,51 +23,49 @@ FAILURE_FILE = "failure.json"
 POINT = "point"
 FORMAT = 2
 CONFIGS: Mapping[str, type[TrainingConfig]] = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "rl": RLConfig}
-"""By the command that writes failures."""
+"""Configuration by the command that writes failures."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A skipped step, as `failure.json` says it. Numbers that are not finite are texts there."""
+    """A skipped step, as in `failure.json`. Numbers that are not finite are texts there."""
 
     command: str
     role: str
     step: int
     """1 is the first, as in the metrics."""
     update: int | None
-    """Of the mini-batch in its step, from 0; None where a step has one."""
+    """Mini-batch in its step, from 0; None where a step has one."""
     samples: Sequence[int]
     """The mini-batch, by the numbers of the data (sft, rm, dpo) or of the step's samples (rl)."""
     reason: str
     sums: Mapping[str, float]
-    """What the loss has summed over the mini-batch; `loss` is among them."""
+    """Sums of the loss over the mini-batch; `loss` is among them."""
     gradient_norm: float
     denominators: Mapping[str, int]
-    """Of the loss, by its fields: numbers of the whole mini-batch."""
+    """Denominators of the loss over the whole mini-batch, by its fields."""
     coefficients: Mapping[str, float]
-    """Of the loss, by its fields: those that change over a run."""
+    """Coefficients of the loss that change over a run, by its fields."""
     counters: Mapping[str, int]
     """Steps that the role's optimizer and learning rate had made."""
     layout: str
-    """Of the role, in words."""
+    """The role's layout, such as `tp 2 x pp 1 x dp 4`."""
     world_size: int
 
     @property
     def words(self) -> str:
-        """Such as `step 12, update 3 of critic`."""
+        """Title for people, such as `step 12, update 3 of critic`."""
         return f"step {self.step}{'' if self.update is None else f', update {self.update}'} of {self.role}"
 
     def write(self, directory: Path) -> None:
-        """To `failure.json`."""
+        """Write `failure.json`."""
         tree = {"format": FORMAT, **asdict(self)}
         tree |= {"sums": plain(self.sums), **plain({"gradient_norm": self.gradient_norm})}
-        partial = directory / f".{FAILURE_FILE}.partial"
-        partial.write_text(json.dumps(tree, indent=1), encoding="utf-8")
-        partial.replace(directory / FAILURE_FILE)
+        atomic_write(directory / FAILURE_FILE, json.dumps(tree, indent=1))
 
     @classmethod
     def read(cls, directory: Path) -> Failure:
-        """Raises: ValueError when the directory is not a failure, or is not complete."""
+        """Read a failure. Raises: ValueError when the directory is not one, or is not complete."""
         file = directory / FAILURE_FILE
         try:
             tree = json.loads(file.read_text(encoding="utf-8"))
@@ -95,7 +94,7 @@ class Failure:
         return load_config(CONFIGS[self.command], directory / CONFIG_FILE, overrides, of_a_run=True)
 
     def section(self, cfg: TrainingConfig) -> RoleConfig:
-        """Of the role in a configuration. Raises: ValueError when that does without the role."""
+        """Section of the role in a configuration. Raises: ValueError when the configuration has no such role."""
         sections = roles_of(cfg)
         if self.role not in sections:
             raise ValueError(
@@ -110,12 +109,12 @@ def rank_file(rank: int, kind: str = "pt") -> str:
 
 
 def plain(numbers: Mapping[str, float]) -> dict[str, float | str]:
-    """For JSON: a text where a number is not finite."""
+    """Numbers for JSON: a text where one is not finite."""
     return {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
 
 
 def _no_failure(directory: Path) -> str:
-    """What to say of a directory without `failure.json`; failures that stand below it are named."""
+    """Explain that a directory has no `failure.json`; name the failures below it."""
     if not directory.is_dir():
         return f"{directory} is no directory (working directory: {Path.cwd()}); name a folder of RUN_DIR/failures"
     below = [path.parent for pattern in ("*", "failures/*") for path in directory.glob(f"{pattern}/{FAILURE_FILE}")]

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Protocol
 
 from rich.console import RenderableType
 
+from megarlhf.atomic_write import atomic_write
 from megarlhf.collective_errors import from_first_rank, on_first_rank
 from megarlhf.config import FrozenModel, RLConfig, RunConfig
 from megarlhf.errors import Interrupted, RewardError, WatchdogTimeout
@@ -232,9 +233,7 @@ class Session:
     def write_report(self, name: str, report: Mapping[str, Any]) -> None:
         """A file of the run directory, whole or not at all, on rank 0; nothing for an empty one."""
         if report and self.runtime.is_main:
-            partial = self.run_dir / f".{name}.partial"
-            partial.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-            partial.replace(self.run_dir / name)
+            atomic_write(self.run_dir / name, json.dumps(report, indent=2) + "\n")
 
     def save_boundary(self) -> None:
         """Write a point of the last border, where points are written by any cadence, and wait for it. Collective."""

@@ -1,4 +1,5 @@
-"""Optimizer steps whose numbers are not to be trusted: which are skipped, what is kept of them, when the run ends.
+"""Skips optimizer steps with a loss or gradient that is not finite or too large, keeps their batch, and ends the run
+when too many in a row were skipped.
 
 Every rank decides from the same two numbers, the loss summed over all ranks and the agreed gradient norm
 (`parallel.step.Trainer.gradient_norm`), so a step is skipped on all ranks or on none.
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from megarlhf.atomic_write import atomic_path
 from megarlhf.collective_errors import from_first_rank
 from megarlhf.config import SkipConfig, dump_config
 from megarlhf.models.role import Role
@@ -36,12 +38,12 @@ from megarlhf.trainers.run.failures import POINT, Failure, plain, rank_file
 log = logging.getLogger(__name__)
 
 WINDOW = 64
-"""Gradient norms that the running median is of."""
+"""Gradient norms in the running median."""
 MIN_NORMS = 16
 CHANGING = ("kl_coef", "entropy_coef", "kl_point")
 """Fields of losses that change over a run."""
 COLUMNS_AT = "token"
-"""Where numbers of a token stand in micro-batches that are kept."""
+"""Position of per-token numbers in kept micro-batches."""
 KEPT = 5
 """Skipped steps that are kept in `failures/`, with the weights before them: the newest."""
 
@@ -52,12 +54,12 @@ class SkippedTooOften(FloatingPointError):
 
 @dataclass(frozen=True)
 class Update:
-    """Which optimizer step of the run, and what it is made of."""
+    """Position of an optimizer step in the run, and its samples."""
 
     step: int
     """1 is the first, as in the metrics."""
     number: int | None
-    """Of the mini-batch in its step, from 0; None where a step has one."""
+    """Mini-batch in its step, from 0; None where a step has one."""
     samples: Sequence[int]
     """The mini-batch, by the numbers of the data (sft, rm, dpo) or of the step's samples (rl)."""
 
@@ -67,13 +69,13 @@ class Update:
 
 
 class StepGuard:
-    """Of one role."""
+    """Decides which optimizer steps of one role are skipped."""
 
     def __init__(self, cfg: SkipConfig, failures: Failures, phases: Phases) -> None:
         self._cfg, self._failures, self._phases = cfg, failures, phases
         self._in_a_row = 0
         self._norms: deque[float] = deque(maxlen=WINDOW)
-        """Of the last steps that were not skipped."""
+        """Gradient norms of the last steps that were not skipped."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"in_a_row": self._in_a_row, "norms": list(self._norms)}
@@ -82,7 +84,7 @@ class StepGuard:
         self._in_a_row, self._norms = int(state["in_a_row"]), deque(state["norms"], maxlen=WINDOW)
 
     def reason_to_skip(self, sums: dict[str, float], norm: float) -> str:
-        """Why a step of this loss and gradient norm is skipped; empty: it is not."""
+        """Reason to skip a step with this loss and gradient norm; empty where it is not skipped."""
         if not math.isfinite(sums["loss"]):
             return f"the loss is {sums['loss']}"
         if not math.isfinite(norm):
@@ -101,8 +103,8 @@ class StepGuard:
     def apply(
         self, role: Role, sums: dict[str, float], update: Update, batches: Sequence[MicroBatch], loss: Loss
     ) -> StepResult:
-        """The optimizer step after `role.accumulate(batches, loss)` has returned `sums`, unless it is skipped; then it
-        is kept. Collective.
+        """Make the optimizer step after `role.accumulate(batches, loss)` has returned `sums`, or skip and keep it.
+        Collective.
 
         Raises: SkippedTooOften, when this is one skipped step in a row too many.
         """
@@ -129,23 +131,23 @@ class StepGuard:
 
 
 class Failures:
-    """Where a run keeps its skipped steps: the newest `KEPT` of all its roles."""
+    """Folder of a run's skipped steps: the newest `KEPT` of all its roles."""
 
     def __init__(self, directory: Path, command: str, config: str) -> None:
-        """`config`: what `config.yaml` of the run holds."""
+        """config: text of the run's `config.yaml`"""
         self._directory, self._command, self._config = directory, command, config
         self._weights: dict[str, KeptWeights] = {}
-        """By role, the newest."""
+        """Newest weights by role."""
 
     @classmethod
     def of(cls, cfg: TrainingConfig, command: str) -> Failures:
-        """Of a run of this command."""
+        """Make the folder object of a run of this command."""
         return cls(cfg.run.dir / "failures", command, CONFIG_HEADER.format(command=command) + dump_config(cfg))
 
     def keep(self, role: Role, result: StepResult, update: Update, batches: Sequence[MicroBatch], loss: Loss) -> Path:
-        """Keep a step that was skipped: batch, numbers, and the weights before it. Collective; returns the folder.
+        """Keep a skipped step: batch, numbers, and the weights before it. Collective; returns the folder.
 
-        What cannot be written is said, and ends no run: the evidence is not worth one.
+        What cannot be written is logged and does not end the run.
         """
         directory, is_main = self._directory / f"{update.name}_{role.name}", role.mesh.runtime.is_main
         if is_main:  # a start before this one may have come to the same step, on more ranks
@@ -196,7 +198,6 @@ class Failures:
             )
 
     def _prune(self) -> None:
-        """Nothing but the newest `KEPT`."""
         kept = [path for path in self._directory.glob("step_[0-9]*") if path.is_dir()]
         for old in sorted(kept, key=lambda path: path.stat().st_mtime_ns)[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
@@ -218,15 +219,14 @@ def _keep_batches(directory: Path, role: Role, batches: Sequence[MicroBatch]) ->
     mesh = role.mesh
     numbers = {"dp": mesh.coordinates.dp, "last_stage": mesh.is_last_stage, "gradient_norms_of_this_rank": gradients}
     (directory / rank_file(rank, "json")).write_text(json.dumps(numbers, indent=1), encoding="utf-8")
-    partial = directory / f".{rank_file(rank)}.partial"
-    torch.save(tensors, partial)
-    partial.replace(directory / rank_file(rank))
+    with atomic_path(directory / rank_file(rank), synced=False) as partial:
+        torch.save(tensors, partial)
 
 
 def load_kept(file: Path) -> list[MicroBatch]:
-    """The micro-batches of a rank, from `rank_RRRRR.pt`.
+    """Read the micro-batches of a rank from `rank_RRRRR.pt`.
 
-    Raises: ValueError for those of an earlier version, whose columns stood elsewhere.
+    Raises: ValueError for a file of an earlier version, whose columns had another position.
     """
     kept = torch.load(file, weights_only=True)
     if any(batch.get("columns_at") != COLUMNS_AT for batch in kept):
@@ -245,6 +245,6 @@ def load_kept(file: Path) -> list[MicroBatch]:
 
 
 def _norm(parameter: torch.nn.Parameter) -> float | str:
-    """Of what lies in this rank's gradient buffer, as JSON: a text where it is not finite."""
+    """Norm of this rank's gradient buffer for JSON: a text where it is not finite."""
     gradient = getattr(parameter, "main_grad", None)
     return "none" if gradient is None else plain({"": float(norm_of(gradient))})[""]

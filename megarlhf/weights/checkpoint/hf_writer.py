@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megarlhf.atomic_write import sync
 from megarlhf.provenance import FILE as PROVENANCE
 from megarlhf.weights.checkpoint.formats.huggingface.write import (
     MAX_SHARD_BYTES,
@@ -21,7 +22,7 @@ from megarlhf.weights.checkpoint.formats.huggingface.write import (
 )
 from megarlhf.weights.checkpoint.formats.megatron.tracker import TRACKER
 from megarlhf.weights.checkpoint.formats.torch_dist.metadata import CONFIG
-from megarlhf.weights.checkpoint.staging import Staging, sync
+from megarlhf.weights.checkpoint.staging import Staging
 from megarlhf.weights.transport.extent import Extent
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".distcp"}

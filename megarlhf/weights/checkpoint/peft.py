@@ -18,10 +18,10 @@ import torch
 from megarlhf.architectures.adapters import ALL_LINEAR, EXPERT, A, B, adapter_on, find_adapter, linear_modules
 from megarlhf.architectures.architecture import Adapter, Architecture
 from megarlhf.architectures.placements import Head, head_name, logical_tensors
+from megarlhf.atomic_write import sync
 from megarlhf.config import LoraConfig
 from megarlhf.placement import Box, Placement, RankPlacements, Shape, contiguous_strides
 from megarlhf.weights.checkpoint.formats.huggingface.read import read_header
-from megarlhf.weights.checkpoint.staging import sync
 from megarlhf.weights.transport.extent import CheckpointWeights, Extent
 
 log = logging.getLogger(__name__)

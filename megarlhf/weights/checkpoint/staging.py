@@ -11,6 +11,8 @@ from os import PathLike
 from pathlib import Path
 from types import TracebackType
 
+from megarlhf.atomic_write import sync
+
 log = logging.getLogger(__name__)
 
 
@@ -159,12 +161,3 @@ def replaced_by(directory: Path) -> Path:
 
 def _hidden(directory: Path, suffix: str) -> Path:
     return directory.parent / f".{directory.name}.megarlhf-{suffix}"
-
-
-def sync(path: Path) -> None:
-    """fsync of a file or a directory."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
