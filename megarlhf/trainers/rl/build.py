@@ -111,7 +111,7 @@ def build(
             seed=seed,
             num_optimizer_steps=steps,
             order=orders[name],
-            files=files,
+            companion_files=files,
             weights=parts.weights,
             device_memory=device_memory,
         )
@@ -141,7 +141,7 @@ def build(
         phases.before[phase] = OnDevice(device_memory, partial(engine.needs, to_generate=False))
     for built in (actor, reference, critic, reward_model):
         if built is not None:
-            phases.before |= built.parts.turns(built.name)
+            phases.before |= built.parts.before_phases(built.name)
     failures = Failures.of(cfg, "rl")
     bad_steps = {each.name: StepGuard(cfg.train, failures, phases) for each in (actor, critic) if each}
     ema, moving = None, None
@@ -155,7 +155,7 @@ def build(
             cache,
             seed=seed,
             order=orders["actor"],
-            files=actor.files,
+            companion_files=actor.companion_files,
             weights=parts.weights,
             device_memory=device_memory,
         )
