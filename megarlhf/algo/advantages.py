@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 GroupOfOne = Literal["zero", "reward"]
-"""What a response gets that is alone in its group, so that nothing can be compared: nothing, or its reward."""
+"""Advantage of a response that is alone in its group, so that nothing can be compared: 0, or its reward."""
 
 
 class _Groups(NamedTuple):
     index_N: Tensor
     """Each sample's group as 0..G-1."""
     size_N: Tensor
-    """How many samples its group has, as fp64."""
+    """Number of samples in the group, as fp64."""
     centred_N: Tensor
-    """Its reward less its group's mean, as fp64."""
+    """Reward less the group's mean, as fp64."""
     size_G: Tensor
 
 
@@ -43,7 +43,7 @@ def _over_groups(reduction: Literal["sum", "max", "min"], values_N: Tensor, inde
 
 
 def _with_single(advantages_N: Tensor, rewards_N: Tensor, groups: _Groups, group_of_one: GroupOfOne) -> Tensor:
-    """In the dtype of the rewards."""
+    """Apply `group_of_one`. Returns the dtype of the rewards."""
     advantages_N = advantages_N.to(rewards_N.dtype)
     return advantages_N if group_of_one == "zero" else torch.where(groups.size_N == 1, rewards_N, advantages_N)
 
@@ -81,9 +81,9 @@ def group_relative(
     """
     groups = _centre_groups(rewards_N, groups_N)
     if of_all:
-        of_N = rewards_N.double() if counted_N is None else rewards_N.double()[counted_N]
-        squares = (of_N - of_N.mean()).square().sum()
-        std_N = (squares / max(len(of_N) - int(unbiased), 1)).sqrt().expand_as(rewards_N)
+        all_N = rewards_N.double() if counted_N is None else rewards_N.double()[counted_N]
+        squares = (all_N - all_N.mean()).square().sum()
+        std_N = (squares / max(len(all_N) - int(unbiased), 1)).sqrt().expand_as(rewards_N)
     else:
         squares_G = _over_groups("sum", groups.centred_N.square(), groups.index_N, groups.size_G)
         freedom_N = (groups.size_N - 1).clamp(min=1) if unbiased else groups.size_N
@@ -106,22 +106,22 @@ def leave_one_out(rewards_N: Tensor, groups_N: Tensor, *, group_of_one: GroupOfO
 
 
 def alone_in_group(groups_N: Tensor) -> Tensor:
-    """Which samples have a group of their own: [N] integers -> [N] bool."""
+    """Mark samples that are alone in their group: [N] integers -> [N] bool."""
     _, index_N, size_G = torch.unique(groups_N, return_inverse=True, return_counts=True)
     return size_G[index_N] == 1
 
 
 def without_signal(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
-    """Which samples stand in a group of equal rewards, from which nothing is learnt: [N], [N] -> [N] bool."""
+    """Mark samples of groups with equal rewards, from which nothing is learnt: [N], [N] -> [N] bool."""
     groups = _centre_groups(rewards_N, groups_N)
     differ_G = _over_groups("max", groups.centred_N.abs(), groups.index_N, groups.size_G) > 0
     return ~differ_G[groups.index_N]
 
 
-def explained_variance(of_returns: Tensor, of_rest: Tensor) -> float:
-    """How much of the returns' variance the values predict: 1 all, 0 as much as their mean, below 0 less than that.
+def explained_variance(var_returns: Tensor, var_residuals: Tensor) -> float:
+    """Share of the returns' variance that the values predict: 1 all; 0 as much as their mean would; below 0 less.
 
-    Shapes:  0-d each: the variance of the returns, and that of returns less values
+    Shapes:  0-d each: the variance of the returns, and of returns less values
     Maths:   1 - var(returns - values) / var(returns), both biased; 0 where all returns are equal
     """
-    return float(torch.where(of_returns > 0, 1 - of_rest / of_returns, 0.0))
+    return float(torch.where(var_returns > 0, 1 - var_residuals / var_returns, 0.0))

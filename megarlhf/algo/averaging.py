@@ -1,7 +1,7 @@
-"""How much a token counts in the loss of a mini-batch.
+"""Weights of tokens in the loss of a mini-batch.
 
-Weights are of the whole mini-batch: they are made once, from the lengths of all its responses, before it is cut into
-micro-batches. So the loss and its gradient are the same however it is cut, and on however many ranks.
+Weights are computed once for the whole mini-batch, from the lengths of all its responses, before it is divided into
+micro-batches. So the loss and its gradient do not depend on the division, nor on the number of ranks.
 
 Legend: N responses of the mini-batch.
 """

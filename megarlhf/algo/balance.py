@@ -1,7 +1,7 @@
 """The load-balancing loss of a mixture of experts.
 
-Legend: T tokens, K sequences, E experts. Which sequences a token belongs to is said by number, [T] int64, where it is
-one or none (padding, number K), or as a table, [T, K] of the values' dtype with ones and zeros, where several share it.
+Legend: T tokens, K sequences, E experts. `belongs` is the sequence of each token, [T] int64 with K for padding; or,
+where sequences share tokens, a table [T, K] of ones and zeros in the values' dtype.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def count_choices(chosen_TE: Tensor, belongs: Tensor, num_sequences: int) -> Tensor:
-    """How many tokens of each sequence have chosen each expert.
+    """Count the tokens of each sequence that have chosen each expert.
 
     Shapes:  chosen_TE [T, E] bool, belongs [T] or [T, K] as above -> [K, E] fp32, whole numbers
     """
@@ -22,8 +22,8 @@ def sequence_balance(scores_TE: Tensor, counts_KE: Tensor, belongs: Tensor, expe
     P_e the mean over its tokens of e's probability among all experts. A perfectly balanced sequence has
     `experts_per_token`.
 
-    `counts_KE` are of whole sequences. Of tokens that are a part of them it is their part of the sum: it is linear in
-    their probabilities. No gradient goes through the counts.
+    `counts_KE` are of whole sequences. If the tokens are only a part of them, so is the result, since it is linear in
+    the probabilities. No gradient flows through the counts.
 
     Shapes:  scores_TE [T, E] fp32, counts_KE [K, E] fp32, belongs [T] or [T, K] as above -> a scalar
     Source:  Fedus et al. 2021 (Switch Transformers), equations 4 to 6, in Hugging Face's scale for several experts a

@@ -1,4 +1,4 @@
-"""How far the scores of a reward model can be trusted, from pairs of which people preferred the first.
+"""Calibration of a reward model: how far its scores can be trusted, from pairs of which people preferred the first.
 
 The model says that the chosen response of a pair is better with probability sigmoid(chosen - rejected).
 
@@ -27,29 +27,30 @@ def wilson_interval(successes: int, count: int) -> tuple[float, float]:
 
 
 def reliability(chosen_P: Tensor, rejected_P: Tensor, *, bins: int = 5) -> list[dict[str, float]]:
-    """Pairs by how sure the model is, from 0.5 to 1 in equal bins: how often it is right, and how often it says so.
+    """Bin pairs by the model's probability for the response with the higher score, from 0.5 to 1 in equal bins. For
+    each
+    bin: the mean probability (`said`) and how often the model is right.
 
-    The probability is that of the response with the higher score. Bins without a pair are left out; a pair of equal
-    scores is half right.
+    Bins without a pair are left out. A pair of equal scores is half right.
     """
     difference_P = (chosen_P - rejected_P).double()
     sure_P = difference_P.abs().sigmoid()
     right_P = torch.where(difference_P == 0, 0.5, (difference_P > 0).double())
     index_P = ((sure_P - 0.5) * 2 * bins).long().clamp(max=bins - 1)
-    found = []
-    for number in range(bins):
-        inside_P = index_P == number
+    rows = []
+    for n in range(bins):
+        inside_P = index_P == n
         if bool(inside_P.any()):
-            found.append(
+            rows.append(
                 {
-                    "from": 0.5 + number / (2 * bins),
-                    "to": 0.5 + (number + 1) / (2 * bins),
+                    "from": 0.5 + n / (2 * bins),
+                    "to": 0.5 + (n + 1) / (2 * bins),
                     "pairs": int(inside_P.sum()),
                     "said": float(sure_P[inside_P].mean()),
                     "right": float(right_P[inside_P].mean()),
                 }
             )
-    return found
+    return rows
 
 
 def calibration_error(table: list[dict[str, float]]) -> float:
@@ -66,7 +67,7 @@ def correlation(x_K: Tensor, y_K: Tensor) -> float | None:
 
 
 def pair_report(scores_P2: Tensor, lengths_P2: Tensor) -> dict[str, Any]:
-    """What a reward model's held-out scores are like.
+    """Report on a reward model's held-out scores.
 
     Shapes:  scores_P2, lengths_P2 [P, 2]: score, and tokens, of the chosen and the rejected response
     """
@@ -77,8 +78,8 @@ def pair_report(scores_P2: Tensor, lengths_P2: Tensor) -> dict[str, Any]:
     longer_P, shorter_P = lengths_P2[:, 0] > lengths_P2[:, 1], lengths_P2[:, 0] < lengths_P2[:, 1]
 
     def accuracy(mask_P: Tensor) -> dict[str, float | None]:
-        of_these_P = right_P[mask_P].double()
-        return {"pairs": len(of_these_P), "accuracy": float(of_these_P.mean()) if len(of_these_P) else None}
+        chosen_right = right_P[mask_P].double()
+        return {"pairs": len(chosen_right), "accuracy": float(chosen_right.mean()) if len(chosen_right) else None}
 
     return {
         "pairs": count,

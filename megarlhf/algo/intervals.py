@@ -1,7 +1,7 @@
-"""Figures of an evaluation with what is known of their error, from one value for each prompt.
+"""Figures of an evaluation with 95% confidence intervals, from one value for each prompt.
 
-Responses to one prompt are alike, so the prompt is the unit: each figure is a mean over prompts, and its interval says
-where the mean over all prompts of the kind would lie, in 95 of 100 evaluations.
+Responses to one prompt are similar, so the prompt is the unit: each figure is a mean over prompts. In 95 of 100
+evaluations its interval contains the mean over all prompts of the kind.
 
 Legend: P prompts (or pairs, or texts), n and m samples of a prompt.
 """
@@ -26,10 +26,10 @@ class Estimate:
 
     value: float
     low: float | None
-    """None where one prompt says nothing about the error."""
+    """Lower bound. None: a single prompt does not determine it."""
     high: float | None
     prompts: int
-    """Of which it is the mean."""
+    """Number of prompts in the mean."""
 
 
 def t_95(freedom: int) -> float:

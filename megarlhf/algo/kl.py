@@ -21,7 +21,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k3": lambda log_ratio: torch.expm1(log_ratio) - log_ratio,
     "abs": lambda log_ratio: log_ratio.abs(),
 }
-"""From log r = ref_logprob - logprob; `kl_estimate` says what each is."""
+"""Estimators as functions of log r = ref_logprob - logprob; see `kl_estimate`."""
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind, clamp: float | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rewards that say something about a response's length, not about what it says.
+"""Rewards for the length of a response, whatever its content.
 
 Legend: N samples.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def overlong_penalty(lengths_N: Tensor, *, longest: int, buffer: int, penalty: float) -> Tensor:
-    """What is added to the reward of a response that comes near the longest length: 0 or less.
+    """Penalty, 0 or less, that is added to the reward of a response near the greatest length.
 
     Shapes:  lengths_N [N] integers, in tokens -> [N] fp32
     Maths:   0 up to longest - buffer tokens; from there it falls in a straight line to -penalty at `longest`
@@ -24,7 +24,7 @@ def overlong_penalty(lengths_N: Tensor, *, longest: int, buffer: int, penalty: f
 
 
 def missing_end_penalty(finished_N: Tensor, *, penalty: float) -> Tensor:
-    """What is added to the reward of a response: -penalty where it was cut before an end token, else 0.
+    """Penalty that is added to the reward of a response: -penalty where it was cut before an end token, else 0.
 
     Shapes:  finished_N [N] bool -> [N] fp32
     Source:  TRL's missing_eos_penalty

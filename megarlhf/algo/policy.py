@@ -48,7 +48,7 @@ RATIOS: dict[RatioKind, Callable[[Tensor, Segments], Tensor]] = {
     "sequence": _sequence,
     "geometric": _geometric,
 }
-"""From the log-ratios of tokens; `log_ratios` says what each is."""
+"""Ratios as functions of the tokens' log-ratios; see `log_ratios`."""
 
 
 def log_ratios(logprobs_T: Tensor, old_logprobs_T: Tensor, responses: Segments, kind: RatioKind) -> Tensor:
@@ -86,7 +86,7 @@ class Bounds:
 
 
 class Surrogate(NamedTuple):
-    """What a surrogate says of each token."""
+    """Result of a surrogate for each token."""
 
     loss_T: Tensor
     clipped_T: Tensor

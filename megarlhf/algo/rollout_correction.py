@@ -20,14 +20,14 @@ CorrectionKind = Literal["truncate", "mask"]
 
 
 class Correction(NamedTuple):
-    """By token, [T]."""
+    """Corrections of tokens, [T]."""
 
     weights_T: Tensor
-    """What the token's loss is multiplied by."""
+    """Factor of the token's loss."""
     cut_T: Tensor
     """bool: the ratio was truncated, or the token is left out."""
     ratio_T: Tensor
-    """Before that."""
+    """The ratio before truncation."""
 
 
 def rollout_correction(

@@ -1,4 +1,4 @@
-"""Which tokens may be drawn: logits of the others become -inf.
+"""Filters for sampling: logits of tokens that may not be drawn become -inf.
 
 Legend: B rows, V vocabulary.
 """

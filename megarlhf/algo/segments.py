@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Segments:
-    """Where responses begin and end: the first `lengths_N[0]` tokens are the first one's, and so on."""
+    """Borders of responses: the first `lengths_N[0]` tokens belong to the first one, and so on."""
 
     lengths_N: Tensor
     """int64, on the tokens' device; 0 is allowed."""
@@ -22,7 +22,7 @@ class Segments:
 
     @staticmethod
     def of(lengths_N: Tensor) -> Segments:
-        """From lengths; waits for the device where they are on one."""
+        """Make segments from lengths. Waits for the device where the lengths are on one."""
         return Segments(lengths_N, int(lengths_N.sum()))
 
     def sums(self, x_T: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def moments(x_T: Tensor, mask_T: Tensor | None, cu_seqlens: Tensor) -> Tensor:
 
 
 def group_moments(moments_N3: Tensor, groups_N: Tensor) -> Tensor:
-    """At each sequence the sum of the moments of all sequences of its group, in their order: [N, 3] -> [N, 3]."""
+    """For each sequence the sum of the moments of its group's sequences, in their order: [N, 3] -> [N, 3]."""
     totals: dict[int, Tensor] = {}
     for group, moments_3 in zip(groups_N.tolist(), moments_N3, strict=True):
         totals[group] = totals[group] + moments_3 if group in totals else moments_3

@@ -1,4 +1,4 @@
-"""Log-probs of sampled tokens over a sharded vocabulary; advantages and sums of packed sequences."""
+"""Kernels: log-probs of sampled tokens over a sharded vocabulary; advantages and sums of packed sequences."""
 
 from megarlhf.kernels.dispatch import Backend, linear_token_logprobs, token_logprobs
 from megarlhf.kernels.packed import (

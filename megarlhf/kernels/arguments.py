@@ -1,4 +1,4 @@
-"""What the public functions ask of their arguments.
+"""Checks of the public functions' arguments.
 
 Legend: T tokens, N sequences, V vocabulary columns of this rank.
 """
@@ -13,13 +13,13 @@ from torch import Tensor
 
 
 def require_inputs(values: Tensor, num_tokens: int, labels_T: Tensor, temperature: float) -> None:
-    """Logits or hidden states of `num_tokens` tokens, their labels, and the temperature.
+    """Check logits or hidden states of `num_tokens` tokens, their labels, and the temperature.
 
     Raises: ValueError
     """
     if values.ndim != 2 or not values.is_floating_point():
         raise ValueError(
-            f"logits or hidden states are {values.dtype} {list(values.shape)}; give bf16, fp16, fp32 or fp64 of two "
+            f"logits or hidden states are {values.dtype} {list(values.shape)}; give bf16, fp16, fp32 or fp64 with two "
             "dimensions, tokens first"
         )
     if labels_T.shape != (num_tokens,) or labels_T.dtype != torch.int64:
@@ -27,11 +27,11 @@ def require_inputs(values: Tensor, num_tokens: int, labels_T: Tensor, temperatur
             f"labels are {labels_T.dtype} {list(labels_T.shape)} for {num_tokens} tokens; give int64 [{num_tokens}]"
         )
     if not (math.isfinite(temperature) and temperature > 0):
-        raise ValueError(f"temperature = {temperature}; give a number above 0 (greedy sampling has log-probs at 1)")
+        raise ValueError(f"temperature = {temperature}; give a number above 0 (for greedy sampling, 1)")
 
 
 def require_mask(name: str, mask_T: Tensor, like_T: Tensor) -> None:
-    """One bool a token, on the tokens' device.
+    """Check a mask: one bool per token, on the tokens' device.
 
     Raises: ValueError
     """
@@ -42,67 +42,67 @@ def require_mask(name: str, mask_T: Tensor, like_T: Tensor) -> None:
 
 
 def require_labels(labels_T: Tensor, kept_T: Tensor, vocab: int, ignore_index: int) -> None:
-    """Labels of kept tokens are in [0, vocab).
+    """Check that labels of kept tokens are in [0, vocab).
 
-    Raises: ValueError with the first label that is not; on a GPU, where asking would mean waiting for the device, a
-            device assertion.
+    Raises: ValueError with the first label outside. On a GPU, where reading it would wait for the device, a device
+            assertion.
     """
     bad_T = kept_T & ((labels_T < 0) | (labels_T >= vocab))
     if labels_T.device.type != "cpu":
         torch._assert_async(~bad_T.any(), f"a label is outside the vocabulary [0, {vocab}), and not ignore_index")
         return
     if bool(bad_T.any()):
-        where = int(bad_T.nonzero()[0])
+        token = int(bad_T.nonzero()[0])
         raise ValueError(
-            f"label {int(labels_T[where])} at token {where} is outside the vocabulary [0, {vocab}); "
+            f"label {int(labels_T[token])} at token {token} is outside the vocabulary [0, {vocab}); "
             f"mask it with ignore_index = {ignore_index}, or check that tokenizer and model belong together"
         )
 
 
 def require_device(backend: str, device_type: str, *, kernels: str = "log-prob", instead: str = "chunked") -> None:
-    """Triton has a GPU, or its interpreter.
+    """Check that Triton has a GPU, or its interpreter.
 
     Raises: ValueError
     """
     if backend == "triton" and device_type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
-        where = " (kernels.logprobs)" if kernels == "log-prob" else ""
+        key = " (kernels.logprobs)" if kernels == "log-prob" else ""
         raise ValueError(
-            f"the triton backend of the {kernels} kernels needs a GPU, this is a CPU; use auto or {instead}{where}, "
+            f"the triton backend of the {kernels} kernels needs a GPU, and this is a CPU; use auto or {instead}{key}, "
             "or set TRITON_INTERPRET=1 to try the kernels slowly"
         )
 
 
 def require_column(name: str, x_T: Tensor, like_T: Tensor | None = None) -> None:
-    """One float a token; as many, and on the same device, as of another column.
+    """Check a column: one float per token, and length and device of another column, if given.
 
     Raises: ValueError
     """
     if x_T.ndim != 1 or not x_T.is_floating_point():
         raise ValueError(
-            f"{name} is {x_T.dtype} {list(x_T.shape)}; give bf16, fp16, fp32 or fp64 of one dimension: the tokens of "
+            f"{name} is {x_T.dtype} {list(x_T.shape)}; give bf16, fp16, fp32 or fp64 with one dimension: the tokens of "
             "all sequences end to end"
         )
     if like_T is not None:
         if len(x_T) != len(like_T):
-            raise ValueError(f"{name} has {len(x_T)} tokens, the values {len(like_T)}; give one number a token in each")
+            raise ValueError(f"{name} has {len(x_T)} tokens, the values {len(like_T)}; give one number per token")
         _require_same_device(name, x_T, like_T)
 
 
 def require_per_sequence(
     name: str, values_N: Tensor, num_sequences: int, like_T: Tensor, *, integers: bool = False
 ) -> None:
-    """One float, or one integer, a sequence.
+    """Check a column with one float (or integer) per sequence.
 
     Raises: ValueError
     """
-    right = values_N.is_floating_point()
+    has_right_dtype = values_N.is_floating_point()
     if integers:
-        right = not (right or values_N.is_complex() or values_N.dtype == torch.bool)
-    if values_N.shape != (num_sequences,) or not right:
-        what = "integers" if integers else "floats"
+        has_right_dtype = not (has_right_dtype or values_N.is_complex() or values_N.dtype == torch.bool)
+    if values_N.shape != (num_sequences,) or not has_right_dtype:
+        kind = "integers" if integers else "floats"
         raise ValueError(
             f"{name} is {values_N.dtype} {list(values_N.shape)} for {num_sequences} sequences (cu_seqlens has "
-            f"{num_sequences + 1} entries); give {what} [{num_sequences}]"
+            f"{num_sequences + 1} entries); give {kind} [{num_sequences}]"
         )
     _require_same_device(name, values_N, like_T)
 
@@ -114,36 +114,37 @@ def require_fraction(name: str, value: float) -> None:
 
 
 def require_cu_seqlens(cu_seqlens: Tensor, x_T: Tensor, *, asserted: bool) -> int:
-    """`cu_seqlens` of sequences that are all of x_T. Returns the longest's tokens, or all where only a device knows.
+    """Check `cu_seqlens` of all tokens in x_T. Returns the greatest length, or all tokens where only a device knows it.
 
-    Raises: ValueError; for numbers on a GPU, where asking would mean waiting for the device, a device assertion, if
-            `asserted` here and not by the kernel itself.
+    asserted: check numbers on a GPU by a device assertion, since reading them would wait for the device. False: the
+        kernel does it itself.
+    Raises: ValueError
     """
     num_tokens = len(x_T)
-    wanted = f"give int32 or int64 [N + 1]: 0 first, where each sequence ends, {num_tokens} last"
+    expected = f"give int32 or int64 [N + 1]: 0 first, then the end of each sequence, {num_tokens} last"
     if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"cu_seqlens is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; {wanted}")
+        raise ValueError(f"cu_seqlens is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; {expected}")
     if len(cu_seqlens) == 0:
-        raise ValueError(f"cu_seqlens is empty; {wanted} (for no sequence [0])")
+        raise ValueError(f"cu_seqlens is empty; {expected} (for no sequence [0])")
     if cu_seqlens.device.type != "cpu":
         _require_same_device("cu_seqlens", cu_seqlens, x_T, "; or give it on the CPU, where it can be looked at")
         if asserted:
-            right = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == num_tokens) & (cu_seqlens.diff() >= 0).all()
-            torch._assert_async(right, f"cu_seqlens falls, or is not 0 first and {num_tokens} last")
+            is_right = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == num_tokens) & (cu_seqlens.diff() >= 0).all()
+            torch._assert_async(is_right, f"cu_seqlens falls, or is not 0 first and {num_tokens} last")
         return num_tokens
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
     if first != 0:
-        raise ValueError(f"cu_seqlens begins with {first}; {wanted}")
+        raise ValueError(f"cu_seqlens begins with {first}; {expected}")
     lengths_N = cu_seqlens.diff()
     if bool((lengths_N < 0).any()):
-        where = int((lengths_N < 0).nonzero()[0])
-        start, end = cu_seqlens[where : where + 2].tolist()
-        raise ValueError(f"cu_seqlens falls from {start} to {end} at sequence {where}; {wanted}")
+        n = int((lengths_N < 0).nonzero()[0])
+        start, end = cu_seqlens[n : n + 2].tolist()
+        raise ValueError(f"cu_seqlens falls from {start} to {end} at sequence {n}; {expected}")
     if last != num_tokens:
-        raise ValueError(f"cu_seqlens ends with {last}, but there are {num_tokens} tokens; {wanted}")
+        raise ValueError(f"cu_seqlens ends with {last}, but there are {num_tokens} tokens; {expected}")
     return int(lengths_N.max()) if len(lengths_N) else 0
 
 
 def _require_same_device(name: str, tensor: Tensor, like_T: Tensor, otherwise: str = "") -> None:
     if tensor.device != like_T.device:
-        raise ValueError(f"{name} is on {tensor.device}, the tokens on {like_T.device}; move it there{otherwise}")
+        raise ValueError(f"{name} is on {tensor.device}, the tokens are on {like_T.device}; move it there{otherwise}")

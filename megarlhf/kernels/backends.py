@@ -1,4 +1,4 @@
-"""Which backend computes: Triton on a GPU, torch elsewhere and for fp64. The choice is logged once."""
+"""Choice of the backend: Triton on a GPU, torch elsewhere and for fp64. The choice is logged once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ log = logging.getLogger(__name__)
 
 
 def choose_backend(asked: str, *tensors: Tensor | None, device: torch.device, kernels: str, fallback: str) -> str:
-    """The backend of the kernels called `kernels`: what was asked for, or for `auto` Triton or else `fallback`.
+    """Choose the backend of the kernels named `kernels`. `auto` is Triton where it can run, else `fallback`.
 
-    Raises: ValueError where Triton was asked for and cannot run.
+    Raises: ValueError where Triton is asked for and cannot run.
     """
     in_fp64, device_type = working_dtype(*tensors) == torch.float64, device.type
     backend = asked
@@ -37,16 +37,16 @@ def choose_backend(asked: str, *tensors: Tensor | None, device: torch.device, ke
 
 @functools.cache
 def has_triton() -> bool:
-    """Without importing it."""
+    """Look for Triton without importing it."""
     return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache
 def log_once(logger: logging.Logger, message: str) -> None:
-    """At level info, once a process."""
+    """Log a message at level info, once per process."""
     logger.info(message)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device, whatever the tensors' is."""
+    """Scope for Triton launches, which use the current device, not the tensors'."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,16 +1,15 @@
-"""linear + log-prob: log-probability and entropy from hidden states and a vocabulary matrix, without the logits.
+"""Fused linear layer and log-prob: log-prob and entropy from hidden states and a vocabulary matrix, without the logits.
 
-The matrix is cut into slices of the vocabulary. A slice's logits are made by one matrix product, reduced to four
-numbers a token and overwritten by the next slice's; as far as a byte budget goes they are kept instead, and the
-backward makes again only the others. Cutting the vocabulary, not the tokens, writes each row of the matrix's
-gradient once, and sums it over all tokens inside one product, in fp32.
+The matrix is divided into slices of the vocabulary. A slice's logits are computed by one matrix product, reduced to
+four numbers per token, and overwritten by the next slice's. Within a byte budget they are kept instead, and the
+backward recomputes only the others. Since the vocabulary is divided and not the tokens, each row of the matrix's
+gradient is written once, and its sum over all tokens is made inside one product, in fp32.
 
-Legend: T tokens, K tokens that count, H hidden, V vocabulary columns of this rank, or of a slice of them.
+Legend: T tokens, K kept tokens, H hidden, V vocabulary columns of this rank, or of a slice of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,21 +25,21 @@ from megarlhf.kernels.tiles import OutputGradients, Tiles
 
 @dataclass(frozen=True)
 class LinearLogprobOptions:
-    """What `LinearTokenLogprobs` is told beside the tensors."""
+    """Options of `LinearTokenLogprobs`."""
 
     columns: VocabRange
     group: dist.ProcessGroup | None
     """Tensor-parallel group; None for one rank."""
     sequence_parallel: bool
-    """Each rank holds its part of the tokens' hidden states; all hold the labels of all."""
+    """Each rank holds the hidden states of its part of the tokens, and the labels of all tokens."""
     save_bytes: int
     tiles: Tiles
     rows_repeat: bool = False
-    """Some of the rows that count may be the same."""
+    """Several labels may use the same row of hidden states."""
 
     @property
     def gathers(self) -> bool:
-        """Hidden states come from several ranks."""
+        """True if hidden states are gathered from several ranks."""
         return self.group is not None and self.sequence_parallel
 
 
@@ -61,7 +60,7 @@ class LinearTokenLogprobs(torch.autograd.Function):
         table_K4 = empty_table(head.logits_KV)
         options.tiles.update(table_K4, head.logits_KV[:, :0], labels_K, VocabRange(0, 0), fresh=True)
         budget = options.save_bytes if any(ctx.needs_input_grad[:2]) else 0
-        # What ranks sent each other is kept first: otherwise the backward asks them again.
+        # Gathered rows are kept first: the backward would have to gather them again.
         keeps_rows = options.gathers and chosen_KH.nbytes <= budget
         budget -= chosen_KH.nbytes if keeps_rows else 0
         kept: dict[int, Tensor] = {}
@@ -74,7 +73,7 @@ class LinearTokenLogprobs(torch.autograd.Function):
             columns = options.columns.cut(part.start, part.stop)
             factor_VH = as_matmul_input(weight_VH[part])
             for rows in head.row_blocks():
-                # What is not kept is made in the same rows again and again, which stay in cache.
+                # Logits that are not kept are computed in the same memory again and again, which stays in cache.
                 tile_KV = logits_KV[rows] if keep else logits_KV[: rows.stop - rows.start]
                 matmul_into(tile_KV, head.hidden_KH[rows], factor_VH.t())
                 options.tiles.update(table_K4[rows], tile_KV, labels_K[rows], columns, fresh=False)
@@ -93,36 +92,38 @@ class LinearTokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_TH, weight_VH, chosen_KH, labels_K, rows_K, max_K, sum_K, entropy_K = ctx.saved_tensors
-        # What was kept becomes the gradient, in place: a second backward finds nothing and makes all again.
+        # Kept logits become the gradient, in place. A second backward has none and recomputes everything.
         kept, ctx.kept = ctx.kept, {}
         chosen_KH = _select_rows(hidden_TH, rows_K, ctx.options) if chosen_KH is None else chosen_KH
         head = _VocabProjection(chosen_KH, weight_VH, ctx.options)
         outputs = OutputGradients(Merged(max_K, sum_K, entropy_K, entropy_K), labels_K, *grads)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        of_weight = _WeightGradient(head, ctx.main_grad, ctx.options.columns.count) if needs_weight else None
-        of_hidden_KH = torch.zeros_like(head.hidden_KH, dtype=head.dtype) if needs_hidden else None
-        # Slices whose product for the weight waits, to run while the other gradient is summed over the ranks.
-        late: list[tuple[slice, Tensor]] = []
+        weight_grad = _WeightGradient(head, ctx.main_grad, ctx.options.columns.count) if needs_weight else None
+        hidden_grad_KH = torch.zeros_like(head.hidden_KH, dtype=head.dtype) if needs_hidden else None
+        # Slices whose product for the weight is delayed: it runs while the other gradient is summed over the ranks.
+        delayed: list[tuple[slice, Tensor]] = []
         slices = sorted(head.slices(), key=lambda part: part.start in kept)
         for part in slices:
-            waits = ctx.options.group is not None and (part.start in kept or part is slices[-1])
-            gradient_KV = head.gradient_of(part, outputs, kept.pop(part.start, None), of_hidden_KH)
-            if of_weight is not None:
-                late.append((part, gradient_KV)) if waits else of_weight.take(part, gradient_KV)
-        summed = None if of_hidden_KH is None else _HiddenGradient(of_hidden_KH, hidden_TH, rows_K, ctx.options)
-        for part, gradient_KV in late:
-            assert of_weight is not None
-            of_weight.take(part, gradient_KV)
+            delays = ctx.options.group is not None and (part.start in kept or part is slices[-1])
+            gradient_KV = head.gradient_of(part, outputs, kept.pop(part.start, None), hidden_grad_KH)
+            if weight_grad is not None:
+                delayed.append((part, gradient_KV)) if delays else weight_grad.take(part, gradient_KV)
+        summed = None if hidden_grad_KH is None else _HiddenGradient(hidden_grad_KH, hidden_TH, rows_K, ctx.options)
+        for part, gradient_KV in delayed:
+            assert weight_grad is not None
+            weight_grad.take(part, gradient_KV)
         grad_hidden_TH = None if summed is None else summed.wait()
-        if of_weight is not None and of_weight.result is None:
-            _announce(ctx.weight)
-        return grad_hidden_TH, None if of_weight is None else of_weight.result, None, None, None
+        if weight_grad is not None and weight_grad.result is None:
+            _mark_complete(ctx.weight)
+        return grad_hidden_TH, None if weight_grad is None else weight_grad.result, None, None, None
 
 
-def _announce(weight_VH: Tensor) -> None:
-    """Megatron's overlap of gradient sums waits for every parameter's `grad`, which its hook takes away when autograd
-    is through with the parameter. A matrix all of whose gradient is in `main_grad` gets one that takes no memory. One
-    that is the embedding too gets the embedding's, last of all.
+def _mark_complete(weight_VH: Tensor) -> None:
+    """Tell Megatron's overlap of gradient sums that the gradient of a weight is complete.
+
+    Megatron waits for every parameter's `grad`, which its hook removes after autograd has finished the parameter. A
+    weight whose whole gradient is in `main_grad` gets a `grad` that takes no memory. A weight that is the embedding too
+    gets the embedding's gradient, last of all.
     """
     if getattr(weight_VH, "only_main_grad", False):
         weight_VH.grad = weight_VH.new_zeros(1).expand_as(weight_VH)
@@ -130,12 +131,12 @@ def _announce(weight_VH: Tensor) -> None:
 
 
 def logits_again_into(out_KV: Tensor, hidden_KH: Tensor, factor_HV: Tensor) -> None:
-    """Logits that the forward has made and not kept. A name of its own, for who counts what is computed again."""
+    """Recompute logits that the forward has not kept. A function of its own, so that a rehearsal can count it."""
     matmul_into(out_KV, hidden_KH, factor_HV)
 
 
 class _VocabProjection:
-    """The factors, and memory for the logits of one slice."""
+    """The factors of the product, and memory for the logits of one slice."""
 
     def __init__(self, chosen_KH: Tensor, weight_VH: Tensor, options: LinearLogprobOptions) -> None:
         self.dtype = working_dtype(chosen_KH)
@@ -144,26 +145,25 @@ class _VocabProjection:
         self._options = options
         num_rows = max(self.hidden_KH.size(0), 1)
         on_cpu = chosen_KH.device.type == "cpu"
-        # CPU: tiles of at most 4 MiB, which stay in cache. GPU: slices of 64 MiB, to keep all multiprocessors busy.
-        self._most_rows = 1024 if on_cpu else num_rows
+        # CPU: tiles of 4 MiB at most, which stay in cache. GPU: slices of 64 MiB, which keep all multiprocessors busy.
+        self._max_rows = 1024 if on_cpu else num_rows
         width = 1024 if on_cpu else max(2**24 // num_rows // 256 * 256, 256)
         self._width = min(width, max(options.columns.count, 1))
         self.logits_KV = torch.empty(self.hidden_KH.size(0), self._width, dtype=self.dtype, device=chosen_KH.device)
         self._gradient_KV: Tensor | None = None
 
     def slices(self) -> list[slice]:
-        """Of this rank's columns, without padding."""
-        count = self._options.columns.count
-        return [slice(start, min(start + self._width, count)) for start in range(0, count, self._width)]
+        """Slices of this rank's columns, without padding."""
+        return _slices(self._options.columns.count, self._width)
 
-    def row_blocks(self) -> Iterator[slice]:
-        for start in range(0, self.hidden_KH.size(0), self._most_rows):
-            yield slice(start, min(start + self._most_rows, self.hidden_KH.size(0)))
+    def row_blocks(self) -> list[slice]:
+        return _slices(self.hidden_KH.size(0), self._max_rows)
 
     def gradient_of(
-        self, part: slice, outputs: OutputGradients, kept_KV: Tensor | None, of_hidden_KH: Tensor | None
+        self, part: slice, outputs: OutputGradients, kept_KV: Tensor | None, hidden_grad_KH: Tensor | None
     ) -> Tensor:
-        """d loss / d logits of a slice, in the dtype of the factors; adds its part of the hidden states' gradient."""
+        """d loss / d logits of a slice, in the dtype of the factors. Adds the slice's part to the hidden states'
+        gradient `hidden_grad_KH`. `kept_KV`: logits from the forward."""
         logits_KV = self.logits_KV[:, : part.stop - part.start] if kept_KV is None else kept_KV
         gradient_KV = self._memory_for(logits_KV, kept_KV is not None)
         columns = self._options.columns.cut(part.start, part.stop)
@@ -172,12 +172,12 @@ class _VocabProjection:
             if kept_KV is None:
                 logits_again_into(logits_KV[rows], self.hidden_KH[rows], factor_VH.t())
             self._options.tiles.gradient(gradient_KV[rows], logits_KV[rows], columns, outputs.rows(rows))
-            if of_hidden_KH is not None:
-                addmm_into(of_hidden_KH[rows], gradient_KV[rows], factor_VH)
+            if hidden_grad_KH is not None:
+                addmm_into(hidden_grad_KH[rows], gradient_KV[rows], factor_VH)
         return gradient_KV
 
     def _memory_for(self, logits_KV: Tensor, kept: bool) -> Tensor:
-        """The gradient is a factor of two products: in place of the logits, or in memory of its own dtype."""
+        """Memory for the gradient of logits, in the dtype of the factors: the logits' own where that is their dtype."""
         if self.hidden_KH.dtype == self.dtype:
             return logits_KV
         if kept:
@@ -187,8 +187,12 @@ class _VocabProjection:
         return self._gradient_KV[:, : logits_KV.size(1)]
 
 
+def _slices(count: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
 class _WeightGradient:
-    """Into Megatron's `main_grad` where there is one; otherwise a tensor like the weight."""
+    """Gradient of the vocabulary matrix: in Megatron's `main_grad` if it exists, otherwise a new tensor `result`."""
 
     def __init__(self, head: _VocabProjection, main_grad_VH: Tensor | None, num_columns: int) -> None:
         self._head = head
@@ -199,7 +203,7 @@ class _WeightGradient:
             self.result[num_columns:] = 0.0
 
     def take(self, part: slice, gradient_KV: Tensor) -> None:
-        """The rows of a slice, over all tokens at once."""
+        """Compute the rows of a slice, summed over all tokens in one product."""
         left_VK, right_KH = gradient_KV.t(), self._head.hidden_KH
         if self._main_VH is not None and self._main_VH.dtype == self._head.dtype:
             addmm_into(self._main_VH[part], left_VK, right_KH)
@@ -215,7 +219,7 @@ class _WeightGradient:
 
 
 class _HiddenGradient:
-    """The hidden states' gradient on its way over the tensor-parallel ranks, in fp32."""
+    """Gradient of the hidden states, being summed over the tensor-parallel ranks in fp32."""
 
     def __init__(
         self, part_KH: Tensor, hidden_TH: Tensor, rows_K: Tensor | None, options: LinearLogprobOptions
@@ -233,7 +237,7 @@ class _HiddenGradient:
             self._work = dist.all_reduce(part_KH, group=options.group, async_op=True)
 
     def wait(self) -> Tensor:
-        """In the shape and dtype of the hidden states."""
+        """Wait for the sum. Returns it in the shape and dtype of the hidden states."""
         if self._work is not None:
             self._work.wait()
         gradient = self._gradient
@@ -241,30 +245,30 @@ class _HiddenGradient:
             gradient = self._scatter_rows(gradient, self._hidden_TH.size(0))
         return gradient.to(self._hidden_TH.dtype)
 
-    def _scatter_rows(self, some_KH: Tensor, num_tokens: int) -> Tensor:
+    def _scatter_rows(self, rows_KH: Tensor, num_tokens: int) -> Tensor:
         if self._rows_K is None:
-            return some_KH
-        all_TH = some_KH.new_zeros(num_tokens, some_KH.size(1))
+            return rows_KH
+        all_TH = rows_KH.new_zeros(num_tokens, rows_KH.size(1))
         if not self._options.rows_repeat:
-            return all_TH.index_copy_(0, self._rows_K, some_KH)
-        return add_rows_(all_TH, self._rows_K, some_KH)
+            return all_TH.index_copy_(0, self._rows_K, rows_KH)
+        return add_rows_(all_TH, self._rows_K, rows_KH)
 
 
-def add_rows_(all_TH: Tensor, rows_K: Tensor, some_KH: Tensor) -> Tensor:
-    """Adds to each row what there is for it, in the order of K."""
+def add_rows_(all_TH: Tensor, rows_K: Tensor, values_KH: Tensor) -> Tensor:
+    """Add values to the rows `rows_K` in place. Several values for a row are added in the order of K."""
     if all_TH.device.type == "cpu":
-        return all_TH.index_add_(0, rows_K, some_KH)
-    return add_sorted_rows_(all_TH, rows_K, some_KH)
+        return all_TH.index_add_(0, rows_K, values_KH)
+    return add_sorted_rows_(all_TH, rows_K, values_KH)
 
 
-def add_sorted_rows_(all_TH: Tensor, rows_K: Tensor, some_KH: Tensor) -> Tensor:
-    """The same on a GPU: `index_put_` sorts rows there, and makes the host wait for nothing, while the float atomics of
+def add_sorted_rows_(all_TH: Tensor, rows_K: Tensor, values_KH: Tensor) -> Tensor:
+    """`add_rows_` on a GPU. `index_put_` sorts rows there without waiting for the device, while the float atomics of
     `index_add_` keep no order."""
-    return all_TH.index_put_((rows_K,), some_KH, accumulate=True)
+    return all_TH.index_put_((rows_K,), values_KH, accumulate=True)
 
 
 def _select_rows(hidden_TH: Tensor, rows_K: Tensor | None, options: LinearLogprobOptions) -> Tensor:
-    """The rows that count, of all ranks' tokens."""
+    """The kept rows of all ranks' hidden states."""
     if options.group is not None and options.gathers:
         whole_TH = hidden_TH.new_empty(hidden_TH.size(0) * options.group.size(), hidden_TH.size(1))
         dist.all_gather_into_tensor(whole_TH, hidden_TH.contiguous(), group=options.group)

@@ -1,6 +1,6 @@
-"""Log-prob and entropy of labels from logits that are there, over a vocabulary sharded by tensor parallelism.
+"""Log-prob and entropy of labels from existing logits, over a vocabulary sharded by tensor parallelism.
 
-Keeps the logits and four numbers a token; the softmax is made again in the backward, which needs no communication.
+Keeps the logits and four numbers per token. The backward recomputes the softmax and needs no communication.
 
 Legend: T tokens, V vocabulary columns of this rank.
 """

@@ -1,8 +1,8 @@
-"""Matrix products whose sums and results are fp32 (fp64 for fp64), whatever their factors are.
+"""Matrix products with fp32 sums and results (fp64 for fp64), whatever the dtype of their factors.
 
-A GPU multiplies bf16 into fp32 directly. Elsewhere bf16 becomes fp32 before: exact, for products of two bf16 numbers
-fit fp32. So does fp16, on GPUs too: gradients of logits are far below its smallest numbers. Adding a bf16 product to
-an fp32 sum (`addmm` with `out_dtype`) needs torch 2.11.
+A GPU multiplies bf16 into fp32 directly. Elsewhere bf16 is converted to fp32 first, which is exact: products of two
+bf16 numbers fit fp32. fp16 is converted on GPUs too, since gradients of logits are far below its smallest numbers.
+Adding a bf16 product to an fp32 sum (`addmm` with `out_dtype`) needs torch 2.11.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def as_matmul_input(values: Tensor) -> Tensor:
-    """In the dtype in which these are multiplied; themselves where that is theirs."""
+    """Convert to the dtype in which the values are multiplied; no copy where they have it."""
     if values.dtype in (torch.float32, torch.float64) or (
         values.dtype == torch.bfloat16 and values.device.type != "cpu"
     ):

@@ -1,4 +1,4 @@
-"""What the packed functions work on.
+"""Inputs of the packed functions.
 
 Legend: T tokens of all sequences end to end, N sequences.
 """
@@ -16,30 +16,30 @@ from megarlhf.kernels.statistics import working_dtype
 
 @dataclass(frozen=True)
 class CuSeqlens:
-    """Where sequences begin and end."""
+    """Borders of sequences."""
 
     cu_seqlens: Tensor
-    """[N + 1] int64, contiguous, on the tokens' device: sequence n is tokens cu[n] up to cu[n + 1]."""
+    """[N + 1] int64, contiguous, on the tokens' device: sequence n has tokens cu[n] to cu[n + 1] - 1."""
     num_tokens: int
     max_seqlen: int
-    """Tokens of the longest sequence; where only the device knows, all of them. Asking it would mean waiting."""
+    """Tokens of the longest sequence, or all tokens where only the device knows, since reading it would wait."""
 
     @property
     def num_sequences(self) -> int:
         return len(self.cu_seqlens) - 1
 
     def repeat_per_token(self, values_N: Tensor) -> Tensor:
-        """A sequence's value at each of its tokens, [T]."""
+        """[N] -> [T]: each sequence's value at all of its tokens."""
         return values_N.repeat_interleave(self.cu_seqlens.diff(), output_size=self.num_tokens)
 
 
 @dataclass(frozen=True)
 class GAEInputs:
-    """What a reward is made of, and how it is discounted: see `packed.packed_gae`, which has looked at all of it."""
+    """Checked arguments of `packed.packed_gae`."""
 
     logprobs_T: Tensor
     ref_logprobs_T: Tensor | None
-    """None: no KL in the reward."""
+    """Log-probs of the reference. None: no KL in the reward."""
     values_T: Tensor
     scores_N: Tensor
     gamma: float
@@ -47,9 +47,9 @@ class GAEInputs:
     kl_coef: float
     kl_kind: KLKind
     token_rewards_T: Tensor | None = None
-    """Added to each token's reward; then there is no KL beside it."""
+    """Added to each token's reward; then there is no KL."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is computed in."""
+        """The dtype of the computation."""
         return working_dtype(self.logprobs_T, self.ref_logprobs_T, self.values_T, self.scores_N, self.token_rewards_T)

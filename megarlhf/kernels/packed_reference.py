@@ -1,9 +1,12 @@
-"""The packed functions as `algo/gae.py` and `algo/whitening.py` specify them: loops, in fp32 (fp64 for fp64).
+"""Reference backend of the packed functions: the loops of `algo/gae.py` and `algo/whitening.py`, in fp32 (fp64 for
+fp64).
 
 Legend: T tokens of all sequences end to end, N sequences, 3: sum, sum of squares, count.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor
 
@@ -17,21 +20,22 @@ __all__ = ["gae", "group_moments", "moments", "whiten"]
 
 
 def gae(inputs: GAEInputs, sequences: CuSeqlens) -> tuple[Tensor, Tensor]:
-    """`algo.gae.gae` of `algo.gae.kl_shaped_rewards`."""
-    dtype, cu_seqlens = inputs.dtype, sequences.cu_seqlens
-    logprobs_T, scores_N, values_T = (x.to(dtype) for x in (inputs.logprobs_T, inputs.scores_N, inputs.values_T))
-    ref_T = None if inputs.ref_logprobs_T is None else inputs.ref_logprobs_T.to(dtype)
-    token_rewards_T = None if inputs.token_rewards_T is None else inputs.token_rewards_T.to(dtype)
+    """See `algo.gae.kl_shaped_rewards` and `algo.gae.gae`."""
+
+    def cast(x: Tensor | None) -> Any:
+        return None if x is None else x.to(inputs.dtype)
+
     rewards_T = specification.kl_shaped_rewards(
-        logprobs_T,
-        ref_T,
-        scores_N,
-        cu_seqlens,
+        cast(inputs.logprobs_T),
+        cast(inputs.ref_logprobs_T),
+        cast(inputs.scores_N),
+        sequences.cu_seqlens,
         kl_coef=inputs.kl_coef,
         kl_kind=inputs.kl_kind,
-        token_rewards_T=token_rewards_T,
+        token_rewards_T=cast(inputs.token_rewards_T),
     )
-    return specification.gae(rewards_T, values_T, cu_seqlens, gamma=inputs.gamma, lam=inputs.lam)
+    values_T = cast(inputs.values_T)
+    return specification.gae(rewards_T, values_T, sequences.cu_seqlens, gamma=inputs.gamma, lam=inputs.lam)
 
 
 def moments(x_T: Tensor, mask_T: Tensor | None, sequences: CuSeqlens) -> Tensor:

@@ -1,8 +1,8 @@
-"""The packed functions in torch: no loop over tokens or sequences, no float atomics.
+"""torch backend of the packed functions: no loop over tokens or sequences, no float atomics.
 
-On a GPU scans wait for the device (once, for shapes that follow from lengths); sums and whitening do not.
+On a GPU a scan waits for the device once, since its shapes depend on the lengths; sums and whitening do not wait.
 
-Legend: T tokens of all sequences end to end, N sequences, K sequences that have a token, L tokens of a block, B blocks,
+Legend: T tokens of all sequences end to end, N sequences, K sequences with a token, L tokens of a block, B blocks,
 3: sum, sum of squares, count.
 """
 
@@ -16,7 +16,7 @@ from megarlhf.kernels.packed_inputs import CuSeqlens, GAEInputs
 from megarlhf.kernels.statistics import working_dtype
 
 _BLOCK = 64
-"""Tokens."""
+"""Tokens of a block."""
 
 
 def gae(inputs: GAEInputs, sequences: CuSeqlens) -> tuple[Tensor, Tensor]:
@@ -25,7 +25,7 @@ def gae(inputs: GAEInputs, sequences: CuSeqlens) -> tuple[Tensor, Tensor]:
     values_T = inputs.values_T.to(dtype)
     present_N = sequences.cu_seqlens.diff() > 0
     last_K = sequences.cu_seqlens[1:][present_N] - 1
-    # The value behind a sequence's last token is another sequence's.
+    # The value after a sequence's last token is another sequence's.
     next_T = torch.cat([values_T[1:], values_T[:1]]).index_fill_(0, last_K, 0.0)
     terms_T = next_T.mul_(gamma).sub_(values_T)
     if ref_logprobs_T is not None:
@@ -51,9 +51,9 @@ def moments(x_T: Tensor, mask_T: Tensor | None, sequences: CuSeqlens) -> Tensor:
 
 
 def group_moments(moments_N3: Tensor, groups_N: Tensor) -> Tensor:
-    """See `algo.whitening.group_moments`. Sequences are sorted by group, stably: sums run in their order.
+    """See `algo.whitening.group_moments`. Sequences are sorted by group, stably, so that sums run in their order.
 
-    The segments are as many as sequences, the last ones empty: how many groups there are only the device knows.
+    There are as many segments as sequences, the last ones empty, since only the device knows the number of groups.
     """
     groups_N, order_N = groups_N.sort(stable=True)
     segment_N = torch.zeros_like(order_N)
@@ -79,23 +79,24 @@ def whiten(
 def _scan(terms_T: Tensor, sequences: CuSeqlens, factor: float) -> Tensor:
     """A_t = x_t + factor A_{t+1} in each sequence, by doubling.
 
-    After k steps a token has the terms of 2^k tokens, itself first; each step adds what the token 2^k further on has.
-    First in blocks of one sequence, counted from its end and filled up with zeros before its first token; then over
-    the blocks' first tokens; then each block takes what follows it. Nothing is added to a token but what stands behind
-    it in its own sequence, not even times zero: a NaN reaches the tokens before it alone.
+    After k steps a token has the sum over 2^k tokens, itself first; step k adds the sum of the token 2^k further on.
+    First this is done in blocks of one sequence, counted from its end and filled up with zeros before its first token;
+    then over the first tokens of blocks; then each block adds the sum that follows it. A token only gets terms of later
+    tokens of its own sequence, not even others times zero, so a NaN reaches only the tokens before it.
     """
     if sequences.num_tokens == 0:
         return terms_T.clone()
     blocks_N = (sequences.cu_seqlens.diff() + (_BLOCK - 1)) // _BLOCK
     ends_N = blocks_N.cumsum(0)
     num_blocks = int(ends_N[-1])
-    at_T = torch.arange(sequences.num_tokens, device=terms_T.device)
-    at_T += sequences.repeat_per_token(ends_N * _BLOCK - sequences.cu_seqlens[1:])
-    scanned_BL = terms_T.new_zeros(num_blocks * _BLOCK).index_copy_(0, at_T, terms_T).view(num_blocks, _BLOCK)
+    places_T = torch.arange(sequences.num_tokens, device=terms_T.device)
+    places_T += sequences.repeat_per_token(ends_N * _BLOCK - sequences.cu_seqlens[1:])
+    scanned_BL = terms_T.new_zeros(num_blocks * _BLOCK).index_copy_(0, places_T, terms_T).view(num_blocks, _BLOCK)
     step = 1
     while step < _BLOCK:
         scanned_BL[:, :-step] += scanned_BL[:, step:] * factor**step
         step *= 2
+    # Number of blocks of the same sequence behind each block.
     behind_B = ends_N.repeat_interleave(blocks_N, output_size=num_blocks) - 1
     behind_B -= torch.arange(num_blocks, device=terms_T.device)
     first_B = scanned_BL[:, 0].clone()
@@ -107,11 +108,11 @@ def _scan(terms_T: Tensor, sequences: CuSeqlens, factor: float) -> Tensor:
     following_B = torch.where(behind_B[:-1] > 0, first_B[1:], 0.0)
     powers_L = torch.tensor([factor ** (_BLOCK - i) for i in range(_BLOCK)], dtype=terms_T.dtype)
     scanned_BL[:-1].addcmul_(following_B[:, None], powers_L.to(terms_T.device))
-    return scanned_BL.view(-1).index_select(0, at_T)
+    return scanned_BL.view(-1).index_select(0, places_T)
 
 
 def _segment_sums(x_T: Tensor, offsets: Tensor) -> Tensor:
-    """One sum a segment in a fixed order; 0 for an empty one. `unsafe` leaves out a check that waits for the device."""
-    if len(offsets) == 2:  # a GPU gives a segment to one block of threads
+    """Sums of segments, each in a fixed order; 0 for an empty one. `unsafe` skips a check that waits for the device."""
+    if len(offsets) == 2:  # for a single segment: a GPU would give it to one block of threads
         return x_T.sum()[None]
     return torch.segment_reduce(x_T, "sum", offsets=offsets, axis=0, unsafe=True)

@@ -1,16 +1,16 @@
-"""The packed functions as Triton kernels: a program walks one sequence, or one part of it, from its end.
+"""Triton backend of the packed functions: a program walks one sequence, or one part of it, from its end.
 
-Numbers become fp32 before anything else (sums fp64). A block is loaded from its last token to its first, so that the
-scan runs forward over lanes and what lies before the sequence's first token stands in the last lanes, where a forward
-scan takes nothing from it.
+Numbers are converted to fp32 first (for sums fp64). A block is loaded from its last token to its first. So the scan
+runs forward over lanes, and positions before the sequence's first token are in the last lanes, from which a forward
+scan takes nothing.
 
-One program a sequence where sequences are many: every array is read and written once. Where they are few (16 of 8192
-tokens would leave most of a GPU idle), a sequence is cut into parts: the first launch reduces each part to two
-numbers, A_first = b + a A_behind; the second takes the numbers of the parts behind it and writes. The inputs are then
-read twice, and still half as many steps follow one another. How many parts there are depends on the number of tokens
-and sequences alone, not on lengths, which only the device may know.
+With many sequences there is one program per sequence, and every array is read and written once. With few sequences (16
+of 8192 tokens would leave most of a GPU idle) a sequence is divided into parts: the first launch reduces each part to
+two numbers, A_first = b + a A_behind; the second combines the numbers of the parts behind and writes. The inputs are
+then read twice, but half as many steps depend on each other. The number of parts depends on the numbers of tokens and
+sequences alone, not on lengths, which only the device may know.
 
-Sums: each part writes its own, and torch adds a sequence's parts up in their order. There are no atomics.
+Sums: each part writes its own, and torch adds a sequence's parts in their order. There are no atomics.
 
 Legend: T tokens of all sequences end to end, N sequences, P parts of each, 2: a and b, 3: sum, sum of squares, count.
 """
@@ -33,32 +33,32 @@ __all__ = ["LaunchConfig", "gae", "group_moments", "moments", "whiten"]
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How packed rows are split over programs."""
+    """Division of packed rows into programs."""
 
     tokens: int = 512
-    """Of a block, a power of two."""
+    """Tokens of a block, a power of two."""
     warps: int = 4
-    """Compiled for an H100, four tokens a thread take 62 registers: eight programs fit each of its 132
-    multiprocessors, so that 1024 sequences are all under way at once. With eight tokens a thread five would fit."""
+    """Warps of a program. Compiled for an H100, four tokens per thread take 62 registers: eight programs fit on each of
+    its 132 multiprocessors, so that 1024 sequences run at once. With eight tokens per thread five would fit."""
     programs: int = 1024
-    """With a quarter as many sequences or more nothing is cut; with fewer, parts make up this number."""
+    """Sequences are divided if they are fewer than a quarter of this; then parts make up this number."""
     blocks: int = 4
-    """A sequence of so many blocks, on the average, is not cut either."""
+    """Sequences of up to this many blocks on average are not divided."""
 
     def parts(self, num_sequences: int, num_tokens: int) -> int:
-        """Of each sequence."""
+        """Number of parts of each sequence."""
         if 4 * num_sequences >= self.programs or num_tokens <= self.blocks * self.tokens * num_sequences:
             return 1
         return min(self.programs // num_sequences, triton.cdiv(num_tokens, self.tokens))
 
     def fitted(self, sequences: CuSeqlens) -> tuple[int, int]:
-        """(tokens, warps) of a block: no longer than the longest sequence, and four tokens a thread or more."""
+        """(tokens, warps) of a block: not longer than the longest sequence, and at least four tokens per thread."""
         tokens = min(max(triton.next_power_of_2(sequences.max_seqlen), 128), self.tokens)
         return tokens, max(min(self.warps, tokens // 128), 1)
 
 
 DEFAULT_LAUNCH = LaunchConfig()
-"""The default; `benchmarks.gpu_packed --sweep` tries others."""
+"""Default of all kernels; `benchmarks.gpu_packed --sweep` tries others."""
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def _part(cu_ptr, num_tokens, BLOCK: tl.constexpr):
 
 @triton.jit
 def _k3(x):
-    """e^x - 1 - x. A power series where the terms would cancel: past |x| = 1 the rest of it is below 2e-11."""
+    """e^x - 1 - x. For |x| < 1, where terms would cancel, a power series with an error below 2e-11."""
     series = 1.0 / 6227020800.0
     series = series * x + 1.0 / 479001600.0
     series = series * x + 1.0 / 39916800.0
@@ -95,14 +95,14 @@ def _k3(x):
 
 @triton.jit
 def _followed_by(a_behind, b_behind, a, b):
-    """x -> a x + b after the same of the tokens behind."""
+    """Compose x -> a x + b with the same map of the tokens behind."""
     return a * a_behind, b + a * b_behind
 
 
 @triton.jit
 def _terms(logprobs_ptr, ref_ptr, values_ptr, t, inside, end, score, gamma, kl_coef, KL: tl.constexpr):
-    """(d_t, V_t) of a block; without a KL neither log-prob is read. `rewards`: what stands in place of the reference's
-    log-probs is each token's reward."""
+    """(d_t, V_t) of a block. Without a KL neither log-prob is read. With KL = "rewards", `ref_ptr` has token
+    rewards."""
     value = tl.load(values_ptr + t, mask=inside, other=0.0).to(tl.float32)
     behind = tl.load(values_ptr + t + 1, mask=inside & (t + 1 < end), other=0.0).to(tl.float32)
     term = tl.where(t == end - 1, score, 0.0)
@@ -128,7 +128,7 @@ def _scan_kernel(
     num_tokens, gamma, decay, kl_coef,
     KL: tl.constexpr, REDUCE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A_t = d_t + decay A_{t+1} of one part. REDUCE: writes only the part's two numbers, for the next launch."""
+    """A_t = d_t + decay A_{t+1} of one part. REDUCE: write only the part's two numbers, for the next launch."""
     n, first, stop, end = _part(cu_ptr, num_tokens, BLOCK)
     lanes = tl.arange(0, BLOCK)
     score = tl.load(scores_ptr + n).to(tl.float32)
@@ -201,12 +201,12 @@ def _whiten_kernel(
 
 
 def gae(inputs: GAEInputs, sequences: CuSeqlens, launch: LaunchConfig = DEFAULT_LAUNCH) -> tuple[Tensor, Tensor]:
-    """See `algo.gae`. One launch, or two where sequences are cut; with one, each array is read or written once."""
+    """See `algo.gae`. One launch, or two where sequences are divided. With one, each array is read or written once."""
     num_sequences, num_tokens, device = sequences.num_sequences, sequences.num_tokens, inputs.values_T.device
     advantages_T, returns_T = torch.empty(2, num_tokens, device=device).unbind()
     if num_tokens == 0:
         return advantages_T, returns_T
-    # Without a reference there is no KL, and a kernel of that kind reads neither array.
+    # Without a reference there is no KL, and the kernel reads neither array.
     kind, ref_T = "none", inputs.logprobs_T
     if inputs.token_rewards_T is not None:
         kind, ref_T = "rewards", inputs.token_rewards_T
@@ -267,5 +267,5 @@ def whiten(
 
 
 def _bytes(mask_T: Tensor | None, instead: Tensor) -> Tensor:
-    """A mask as Triton reads it; where there is none, something that is not read."""
+    """The mask as Triton reads it; without a mask any tensor, which is not read."""
     return instead if mask_T is None else mask_T.contiguous().view(torch.uint8)

@@ -1,4 +1,4 @@
-"""The specification of the log-prob kernels, in plain torch. Works in fp32, or fp64 for fp64 logits.
+"""Specification of the log-prob kernels, in plain torch. Computes in fp32, or in fp64 for fp64 logits.
 
 Legend: T tokens, V vocabulary columns of this tensor-parallel rank.
 """
@@ -21,8 +21,8 @@ def token_logprobs(
     """`dispatch.token_logprobs` with a whole softmax in memory.
 
     Maths:   logprob = (z_y - m) - log s;  entropy = log s - sum e^(z - m) (z - m) / s, with m = max z and
-             s = sum e^(z - m) over all ranks; columns at or past `options.vocab` (padding) are left out.
-    Labels:  in [0, options.vocab) or `ignore_index`; dispatch.py sees to that.
+             s = sum e^(z - m) over all ranks; columns from `options.vocab` on (padding) are left out.
+    Labels:  in [0, options.vocab) or `ignore_index`, checked by dispatch.py
     """
     logprobs_T, entropy_T = _TokenLogprobs.apply(logits_TV, labels_T, options, group)
     return logprobs_T, entropy_T if options.entropy else torch.zeros_like(logprobs_T)
@@ -37,25 +37,25 @@ def linear_token_logprobs(
     sequence_parallel: bool,
     rows_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`token_logprobs` of all logits hidden @ weight^T, made at once, in fp32 (fp64 for fp64).
+    """`token_logprobs` of all logits hidden @ weight^T, computed at once, in fp32 (fp64 for fp64).
 
     Shapes:  hidden_TH [T, H], or [T / tp, H] of this rank under `sequence_parallel`; weight_VH [V, H], labels_T [T]
-             and rows_T [T] int64, the row that each label is looked up in (None: its own) -> ([T], [T])
-    Group:   as Megatron's column-parallel layer: hidden states gathered where they are sharded, their gradient
-             summed over the ranks (and scattered).
+             and rows_T [T] int64, the row for each label (None: its own) -> ([T], [T])
+    Group:   as Megatron's column-parallel layer: sharded hidden states are gathered, their gradient is summed over the
+             ranks (and scattered).
     """
     if group is not None:
         hidden_TH = _ToColumns.apply(hidden_TH, group, sequence_parallel)
     if rows_T is not None:
         hidden_TH = hidden_TH[rows_T]
-    # Whatever stands in the hidden states of ignored tokens: 0 x NaN would reach the weight's gradient.
+    # Hidden states of ignored tokens may be NaN, and 0 x NaN would reach the weight's gradient.
     hidden_TH = hidden_TH.masked_fill((labels_T == options.ignore_index)[:, None], 0.0)
     dtype = working_dtype(hidden_TH)
     return token_logprobs(hidden_TH.to(dtype) @ weight_VH.to(dtype).t(), labels_T, options, group)
 
 
 class _ToColumns(torch.autograd.Function):
-    """Hidden states on their way into a column-parallel product."""
+    """Input of a column-parallel product: gathers hidden states, and sums their gradient over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> Tensor:
@@ -76,7 +76,7 @@ class _ToColumns(torch.autograd.Function):
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Keeps the logits and three numbers a token; the softmax is made again in the backward."""
+    """Keeps the logits and three numbers per token; the backward recomputes the softmax."""
 
     @staticmethod
     def forward(
@@ -121,7 +121,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _scaled(logits_TV: Tensor, temperature: float, num_columns: int) -> Tensor:
-    """logits / temperature in fp32 (fp64 stays), -inf from column `num_columns` on."""
+    """logits / temperature in fp32 (fp64 for fp64), -inf from column `num_columns` on."""
     z_TV = logits_TV.to(working_dtype(logits_TV)) / temperature
     if num_columns < z_TV.size(-1):
         z_TV[:, max(num_columns, 0) :] = -torch.inf

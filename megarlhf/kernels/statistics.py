@@ -1,4 +1,4 @@
-"""What a softmax over a sharded vocabulary needs of each rank: four numbers a token, and how they are merged.
+"""Statistics of a softmax over a sharded vocabulary: four numbers per token and rank, and their merge.
 
 Legend: T tokens, R ranks of the tensor-parallel group.
 """
@@ -14,20 +14,19 @@ from torch import Tensor
 
 
 def empty_table(logits_TV: Tensor) -> Tensor:
-    """Memory for statistics of these rows over some columns z, which are taken in block by block. Not filled yet.
+    """Uninitialised memory for statistics of these rows over columns z, which are added block by block.
 
     [T, 4] fp32 (fp64 for fp64 logits). For each token
-      0  m = max z; the lowest finite number before the first column and where every column is padding, so that
-         differences stay numbers
+      0  m = max z; the lowest finite number without any column, or with padding only, so that differences stay finite
       1  sum e^(z - m)
-      2  sum e^(z - m) (z - m); stays 0 where nobody asked for the entropy
+      2  sum e^(z - m) (z - m); 0 if the entropy is not needed
       3  z of the label's column; 0 where another rank has it
     """
     return torch.empty(logits_TV.size(0), 4, dtype=working_dtype(logits_TV), device=logits_TV.device)
 
 
 def gather_tables(table_T4: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Every rank's table, [R, T, 4]: the one collective of a forward."""
+    """Gather every rank's table, [R, T, 4]: the only collective of a forward."""
     if group is None or group.size() == 1:
         return table_T4[None]
     flat = table_T4.new_empty(group.size() * table_T4.size(0), 4)
@@ -36,7 +35,7 @@ def gather_tables(table_T4: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class Merged(NamedTuple):
-    """Over the whole vocabulary, the same bits on every rank. Four tensors of their own."""
+    """Statistics over the whole vocabulary, the same bits on every rank. The tensors share no memory."""
 
     max_T: Tensor
     sum_T: Tensor
@@ -47,7 +46,7 @@ class Merged(NamedTuple):
 
 
 def merge(tables_RT4: Tensor, kept_T: Tensor, entropy: bool) -> Merged:
-    """The ranks' tables, in rank order: the same arithmetic everywhere."""
+    """Merge the ranks' tables in rank order, so that the arithmetic is the same on every rank."""
     max_RT, sum_RT, moment_RT, label_RT = tables_RT4.unbind(-1)
     max_T = max_RT.amax(0)
     shift_RT = (max_RT - max_T).clamp(min=LOG_ZERO)
@@ -57,40 +56,40 @@ def merge(tables_RT4: Tensor, kept_T: Tensor, entropy: bool) -> Merged:
     moment_T = ((moment_RT + sum_RT * shift_RT) * scale_RT).sum(0)
     log_sum_T = sum_T.log()
     entropy_T = torch.where(kept_T, log_sum_T - moment_T / sum_T, 0.0) if entropy else torch.zeros_like(max_T)
-    # Never lse - z: under a common offset of 1e4 that has three digits left.
+    # Not lse - z, which has three digits left under a common offset of 1e4.
     logprobs_T = torch.where(kept_T, (label_RT.sum(0) - max_T) - log_sum_T, 0.0)
     return Merged(max_T, sum_T, entropy_T, logprobs_T)
 
 
 LOG_ZERO = -1e3
-"""e^-1000 is 0 in fp32 and fp64. Differences of maxima and log p are cut here: a product of it with such a 0 stays 0,
-where that of -inf, or of 1e35 with a large sum, does not."""
+"""Lower bound of differences of maxima and of log p. e^-1000 is 0 in fp32 and fp64, and the product of -1000 with this
+0 is 0, unlike the product with -inf, or of 1e35 with a large sum."""
 
 
 def working_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """What is computed in, and what results are: fp64 where something is fp64, otherwise fp32."""
+    """The dtype of computation and results: fp64 if any tensor is fp64, otherwise fp32."""
     any_fp64 = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
     return torch.float64 if any_fp64 else torch.float32
 
 
 @dataclass(frozen=True)
 class VocabRange:
-    """Which part of the vocabulary a tensor's columns are."""
+    """The part of the vocabulary in a tensor's columns."""
 
     first: int
-    """The first column's place in the global vocabulary."""
+    """Index of the first column in the global vocabulary."""
     count: int
-    """Columns that are not padding; padding is last."""
+    """Columns without padding, which is last."""
 
     def cut(self, start: int, stop: int) -> VocabRange:
-        """Columns [start, stop) of these."""
+        """The range of the tensor's columns [start, stop)."""
         return VocabRange(self.first + start, min(max(self.count - start, 0), stop - start))
 
 
 def local_vocab_range(width: int, true_vocab: int | None, group: dist.ProcessGroup | None) -> tuple[VocabRange, int]:
     """This rank's columns, and the size of the vocabulary without padding.
 
-    Raises: ValueError for a `true_vocab` that is not in the columns of all ranks.
+    Raises: ValueError for a `true_vocab` greater than the columns of all ranks, or below 1.
     """
     tp, rank = (1, 0) if group is None else (group.size(), group.rank())
     vocab = width * tp if true_vocab is None else true_vocab

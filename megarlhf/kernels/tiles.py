@@ -1,4 +1,4 @@
-"""The element-wise work on logits, which every backend does in its own way.
+"""Interface of a backend for the element-wise work on logits.
 
 Legend: T tokens, V vocabulary columns, R ranks of the tensor-parallel group.
 """
@@ -15,26 +15,26 @@ from megarlhf.kernels.statistics import Merged, VocabRange
 
 @dataclass(frozen=True)
 class LogprobOptions:
-    """How logits and labels are to be read."""
+    """Options of the log-probs."""
 
     temperature: float
-    """Logits are divided by it before everything."""
+    """Divisor of the logits."""
     ignore_index: int
-    """The label of a token that gives 0 and has no gradient."""
+    """Label of a token that gives 0 and has no gradient."""
     vocab: int
-    """Columns of the whole vocabulary that are not padding."""
+    """Columns of the whole vocabulary, without padding."""
     entropy: bool
-    """The entropy is asked for."""
+    """Compute the entropy."""
 
     @property
     def scale(self) -> float:
-        """What logits are multiplied by."""
+        """Factor of the logits."""
         return 1.0 / self.temperature
 
 
 @dataclass(frozen=True)
 class OutputGradients:
-    """What the backward starts from: the softmax's summary, and the loss's derivatives by both results."""
+    """Inputs of the backward: statistics of the softmax, and derivatives of the loss by log-probs and entropy."""
 
     merged: Merged
     labels_T: Tensor
@@ -42,7 +42,7 @@ class OutputGradients:
     grad_entropy_T: Tensor | None
 
     def rows(self, rows: slice) -> OutputGradients:
-        """The same of some tokens, as views."""
+        """Inputs of the backward for some tokens, as views."""
         grads = [None if grad_T is None else grad_T[rows] for grad_T in (self.grad_logprobs_T, self.grad_entropy_T)]
         return OutputGradients(Merged(*(column_T[rows] for column_T in self.merged)), self.labels_T[rows], *grads)
 
@@ -55,11 +55,11 @@ class Tiles(Protocol):
     def update(
         self, table_T4: Tensor, logits_TV: Tensor, labels_T: Tensor, columns: VocabRange, *, fresh: bool
     ) -> None:
-        """Take the tile into the statistics of its rows; `fresh`: they hold nothing yet. Reads logits once."""
+        """Add the tile to the statistics of its rows. `fresh`: the table is uninitialised. Reads logits once."""
         ...
 
     def merge(self, tables_RT4: Tensor, labels_T: Tensor) -> Merged:
-        """All ranks' statistics, in rank order."""
+        """Merge all ranks' statistics, in rank order."""
         ...
 
     def gradient(self, out_TV: Tensor, logits_TV: Tensor, columns: VocabRange, outputs: OutputGradients) -> None:

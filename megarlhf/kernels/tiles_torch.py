@@ -1,4 +1,4 @@
-"""The passes over a tile of logits in plain torch, block by block so that a block stays in cache.
+"""Passes over a tile of logits in plain torch, block by block, so that a block stays in cache.
 
 Legend: T rows, V columns.
 """
@@ -14,15 +14,15 @@ from megarlhf.kernels.statistics import LOG_ZERO, Merged, VocabRange, merge
 from megarlhf.kernels.tiles import LogprobOptions, OutputGradients
 
 _BLOCK_ROWS, _BLOCK_COLUMNS = 1024, 1024
-"""A block and two like it fit the cache that cores share; smaller ones cost more calls than they save."""
+"""Three blocks of this size fit into the cores' shared cache. Smaller ones cost more calls than they save."""
 
 
 class TorchTiles:
-    """`tiles.Tiles` on any device. Keeps two blocks of memory for as long as it lives."""
+    """`tiles.Tiles` on any device. Keeps memory for two blocks."""
 
     def __init__(self, options: LogprobOptions) -> None:
         self.options = options
-        self._kept: Tensor | None = None
+        self._scratch: Tensor | None = None
 
     def update(
         self, table_T4: Tensor, logits_TV: Tensor, labels_T: Tensor, columns: VocabRange, *, fresh: bool
@@ -34,20 +34,20 @@ class TorchTiles:
             max_T, sum_T, moment_T, label_T = table_T4[rows].unbind(1)
             shifted_TV, exp_TV = self._pair(logits_TV[rows, cut], table_T4.dtype)
             z_TV = _scaled(logits_TV[rows, cut], self.options.scale, exp_TV)
-            label_T.add_(_of_label(z_TV, labels_T[rows] - (columns.first + cut.start)))
+            label_T.add_(_label_column(z_TV, labels_T[rows] - (columns.first + cut.start)))
             new_max_T = torch.maximum(max_T, z_TV.amax(1))
             torch.exp(torch.sub(z_TV, new_max_T[:, None], out=shifted_TV), out=exp_TV)
             block_sum_T = exp_TV.sum(1)
-            # What the sums so far are worth about the new maximum.
+            # Rescale the sums so far to the new maximum.
             moved_T = (max_T - new_max_T).clamp_(min=LOG_ZERO)
-            worth_T = moved_T.exp()
+            rescale_T = moved_T.exp()
             if self.options.entropy:
                 block_moment_T = torch.mul(exp_TV, shifted_TV, out=exp_TV).sum(1)
                 if bool(block_moment_T.isnan().any()):
                     shifted_TV.clamp_(min=LOG_ZERO)
                     block_moment_T = torch.mul(shifted_TV.exp(), shifted_TV, out=exp_TV).sum(1)
-                moment_T.add_(sum_T * moved_T).mul_(worth_T).add_(block_moment_T)
-            sum_T.mul_(worth_T).add_(block_sum_T)
+                moment_T.add_(sum_T * moved_T).mul_(rescale_T).add_(block_moment_T)
+            sum_T.mul_(rescale_T).add_(block_sum_T)
             max_T.copy_(new_max_T)
 
     def merge(self, tables_RT4: Tensor, labels_T: Tensor) -> Merged:
@@ -83,15 +83,15 @@ class TorchTiles:
                 out_TV[rows, cut] = exp_TV
         out_TV[:, columns.count :] = 0.0
         if not bool(kept_T.all()):
-            # Not 0 x what stands there, which may be NaN.
+            # Not a product with 0: the logits there may be NaN.
             out_TV[~kept_T] = 0.0
 
     def _pair(self, like_TV: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Two blocks of scratch memory of this shape."""
         size = like_TV.numel()
-        if self._kept is None or self._kept.size(1) < size:
-            self._kept = torch.empty(2, size, dtype=dtype, device=like_TV.device)
-        first, second = self._kept[:, :size].view(2, *like_TV.shape)
+        if self._scratch is None or self._scratch.size(1) < size:
+            self._scratch = torch.empty(2, size, dtype=dtype, device=like_TV.device)
+        first, second = self._scratch[:, :size].view(2, *like_TV.shape)
         return first, second
 
 
@@ -109,14 +109,14 @@ def _scaled(logits_TV: Tensor, scale: float, into_TV: Tensor) -> Tensor:
     return into_TV if scale == 1.0 else into_TV.mul_(scale)
 
 
-def _of_label(z_TV: Tensor, local_T: Tensor) -> Tensor:
-    """The label's column of each row; 0 where it is in none of these."""
+def _label_column(z_TV: Tensor, local_T: Tensor) -> Tensor:
+    """[T]: the label's column of each row; 0 where the label is outside."""
     inside_T = (local_T >= 0) & (local_T < z_TV.size(1))
-    found_T = z_TV.gather(1, local_T.clamp(0, z_TV.size(1) - 1)[:, None])[:, 0]
-    return torch.where(inside_T, found_T, 0.0)
+    z_T = z_TV.gather(1, local_T.clamp(0, z_TV.size(1) - 1)[:, None])[:, 0]
+    return torch.where(inside_T, z_T, 0.0)
 
 
 def _add_to_label(out_TV: Tensor, local_T: Tensor, value_T: Tensor) -> None:
     inside_T = (local_T >= 0) & (local_T < out_TV.size(1))
-    at_T1 = local_T.clamp(0, out_TV.size(1) - 1)[:, None]
-    out_TV.scatter_add_(1, at_T1, torch.where(inside_T, value_T, 0.0)[:, None])
+    column_T1 = local_T.clamp(0, out_TV.size(1) - 1)[:, None]
+    out_TV.scatter_add_(1, column_T1, torch.where(inside_T, value_T, 0.0)[:, None])

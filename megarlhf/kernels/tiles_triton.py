@@ -1,6 +1,6 @@
-"""The passes over a tile of logits as Triton kernels: one program walks a row, once, one exponential an element.
+"""Passes over a tile of logits as Triton kernels: one program walks a row once, with one exponential per element.
 
-Logits are bf16, fp16 or fp32 and become fp32 before anything else (Triton's interpreter gets bf16 arithmetic wrong, and
+Logits are bf16, fp16 or fp32 and are converted to fp32 first (Triton's interpreter gets bf16 arithmetic wrong, and
 truncates where a GPU rounds to bf16). A plain forward is two launches, `update` and `merge`; a backward is one.
 
 Legend: T rows, V columns, R ranks.
@@ -23,26 +23,27 @@ _LOG_ZERO = tl.constexpr(LOG_ZERO)
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 """The maximum of no columns: see `empty_table`."""
 _MERGED = 256
-"""Tokens a program merges."""
+"""Tokens that a program merges."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """How a kernel is cut."""
+    """Division of a kernel's work."""
 
     columns: int
-    """Of a step, a power of two."""
+    """Columns of a step, a power of two."""
     warps: int
 
     def fitted(self, num_columns: int) -> Block:
-        """For a row that is shorter: no more columns than it has, and at least eight of them a thread."""
+        """The block for a shorter row: not more columns than the row has, and at least eight columns per thread."""
         columns = min(max(triton.next_power_of_2(num_columns), 256), self.columns)
         return Block(columns, max(min(self.warps, columns // 256), 1))
 
 
 FORWARD = Block(columns=2048, warps=4)
 BACKWARD = Block(columns=4096, warps=4)
-"""The fastest of those that `benchmarks.gpu_logprob --sweep` tried on an H200: benchmarks/results/gpu_sweep.json."""
+"""FORWARD and BACKWARD were the fastest in `benchmarks.gpu_logprob --sweep` on an H200:
+benchmarks/results/gpu_sweep.json."""
 
 
 # debug compiles the assertion in. Launches say sanitize_overflow=False, or it would bring one with each integer sum.
@@ -52,7 +53,7 @@ def _statistics_kernel(
     stride, label_stride, first, num_columns, vocab, ignore_index, scale,
     FRESH: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`Tiles.update` of one row."""
+    """`Tiles.update` for one row."""
     row = tl.program_id(0).to(tl.int64)
     start_ptr = logits_ptr + row * stride
     table_ptr += row * 4
@@ -76,12 +77,12 @@ def _statistics_kernel(
         new_m = tl.maximum(m, tl.max(z, 0))
         d = z - new_m
         e = tl.exp(d)
-        # What the sums so far are worth about the new maximum.
+        # Rescale the sums so far to the new maximum.
         moved = tl.maximum(m - new_m, _LOG_ZERO)
-        worth = tl.exp(moved)
+        rescale = tl.exp(moved)
         if ENTROPY:
-            a = (a + s * moved) * worth + e * tl.maximum(d, _LOG_ZERO)
-        s = s * worth + e
+            a = (a + s * moved) * rescale + e * tl.maximum(d, _LOG_ZERO)
+        s = s * rescale + e
         m = new_m
     total_s = tl.sum(s, 0)
     total_a = tl.sum(a, 0)
@@ -108,7 +109,7 @@ def _merge_kernel(
     num_tokens, num_ranks, label_stride, ignore_index,
     ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`Tiles.merge` of some tokens: `statistics.merge`, rank after rank."""
+    """`Tiles.merge` for some tokens: `statistics.merge`, rank after rank."""
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = token < num_tokens
     tables_ptr += token * 4
@@ -125,17 +126,17 @@ def _merge_kernel(
         rank_s = tl.load(rank_ptr + 1, mask=kept, other=0.0)
         # e^(m_r - m) is 0 for a rank without a finite column; its sums are 0 too.
         moved = tl.maximum(tl.load(rank_ptr, mask=kept, other=_LOWEST) - m, _LOG_ZERO)
-        worth = tl.exp(moved)
+        rescale = tl.exp(moved)
         if ENTROPY:
-            a += (tl.load(rank_ptr + 2, mask=kept, other=0.0) + rank_s * moved) * worth
-        s += rank_s * worth
+            a += (tl.load(rank_ptr + 2, mask=kept, other=0.0) + rank_s * moved) * rescale
+        s += rank_s * rescale
         z_label += tl.load(rank_ptr + 3, mask=kept, other=0.0)
     s = tl.where(kept, s, 1.0)
     log_s = tl.log(s)
     tl.store(max_ptr + token, m, mask=inside)
     tl.store(sum_ptr + token, s, mask=inside)
     tl.store(entropy_ptr + token, tl.where(kept, log_s - a / s, 0.0) if ENTROPY else a, mask=inside)
-    # Never lse - z: under a common offset of 1e4 that has three digits left.
+    # Not lse - z, which has three digits left under a common offset of 1e4.
     tl.store(logprob_ptr + token, tl.where(kept, (z_label - m) - log_s, 0.0), mask=inside)
 
 
@@ -146,7 +147,7 @@ def _gradient_kernel(
     first, num_columns, width, ignore_index, scale,
     BY_LOGPROB: tl.constexpr, BY_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`Tiles.gradient` of a block of one row. Reads the block before it writes it: out may be the logits."""
+    """`Tiles.gradient` for a block of one row. Reads the block before writing it, since `out` may be the logits."""
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     out_ptrs = out_ptr + row * out_stride + offsets
@@ -180,7 +181,7 @@ class TritonTiles:
     def update(
         self, table_T4: Tensor, logits_TV: Tensor, labels_T: Tensor, columns: VocabRange, *, fresh: bool
     ) -> None:
-        """See `Tiles.update`. A fresh one also trips a device assertion on a label outside the vocabulary."""
+        """See `Tiles.update`. The fresh update also checks labels by a device assertion."""
         logits_TV, options = _with_rows(logits_TV), self.options
         assert table_T4.is_contiguous()
         assert table_T4.dtype == torch.float32
@@ -212,7 +213,7 @@ class TritonTiles:
         return merged
 
     def gradient(self, out_TV: Tensor, logits_TV: Tensor, columns: VocabRange, outputs: OutputGradients) -> None:
-        """See `Tiles.gradient`. A row that nothing hangs on is written without being read."""
+        """See `Tiles.gradient`. A row whose gradient is 0 is written without being read."""
         num_rows, width = logits_TV.shape
         if num_rows == 0 or width == 0:
             return
@@ -237,5 +238,5 @@ class TritonTiles:
 
 
 def _with_rows(logits_TV: Tensor) -> Tensor:
-    """The columns of a row side by side; a copy where they are not."""
+    """The logits with contiguous rows; a copy only where they are not."""
     return logits_TV if logits_TV.stride(1) == 1 else logits_TV.contiguous()

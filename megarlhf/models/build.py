@@ -45,17 +45,17 @@ SPECS: Mapping[Spec, str] = {
     "local": "local (Megatron-Core parts, torch attention)",
 }
 EXPERTS: Mapping[Spec, Experts] = {"te": "grouped", "local": "each"}
-"""How a spec keeps the experts of a rank."""
+"""Layer spec -> storage of a rank's experts: all in one grouped layer, or a module for each."""
 
 
 @dataclass(frozen=True)
 class ModelShard:
-    """What this rank holds of a role's model: its pipeline stage, or all its virtual stages, and where it stands;
-    nothing, on a rank outside the role's layout."""
+    """This rank's part of a role's model: its pipeline stage, or all its virtual stages. A rank outside the role's
+    layout holds nothing."""
 
     module: Model
-    """With all parameters of the rank: the stage's GPTModel, or a container of its chunks. Of a rank outside the
-    layout: a module without parameters, which is never run."""
+    """The stage's GPTModel, or a container of the rank's chunks. On a rank outside the layout it is an empty module,
+    which is never run."""
     arch: Architecture
     mesh: Mesh
     head: Head
@@ -64,38 +64,38 @@ class ModelShard:
     spec: Spec
     kernels: KernelsConfig
     dtype: torch.dtype
-    """Of the parameters."""
+    """Dtype of the parameters."""
     adapter_path: Path | None = None
-    """Where the adapter's weights are; None: a new one, or none."""
+    """Directory with the adapter's weights. None: the adapter is new, or there is none."""
 
     @property
     def chunks(self) -> tuple[GPTModel, ...]:
-        """The virtual stages of this rank, first to last; without virtual stages the one stage."""
+        """The virtual stages of this rank, first to last; a single stage without virtual stages."""
         return chunks_of(self.module)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Megatron name -> live parameter; `model{v}.` stands before it where the rank has several chunks. Of the base
-        of a model with an adapter: without the adapter's."""
-        found = dict(self.module.named_parameters())
-        return found if self.arch.adapter is not None else {name: p for name, p in found.items() if LIVE not in name}
+        """Megatron name -> live parameter. Names begin with `model{v}.` where the rank has several chunks. The `base`
+        of a model with an adapter leaves the adapter's parameters out."""
+        named = self.module.named_parameters()
+        return {name: p for name, p in named if self.arch.adapter is not None or LIVE not in name}
 
     @property
     def base(self) -> ModelShard:
-        """The same modules, as the model without its adapter."""
+        """The model without its adapter, in the same modules."""
         return self if self.arch.adapter is None else replace(self, arch=self.arch.base)
 
     def merged(self) -> dict[str, Tensor]:
-        """The parameters of `base` with the adapter added: of a model without one its live parameters, otherwise new
-        tensors where it adds."""
+        """The parameters of `base` with the adapter added: new tensors where the adapter adds something, live
+        parameters elsewhere."""
         return merged_parameters(self.module, self.parameters())
 
     def scaled(self) -> dict[str, Tensor]:
-        """The live parameters with scale x B, new tensors, in the place of each B of an adapter."""
+        """The live parameters, with a new tensor scale x B in place of each adapter's B."""
         return scaled_parameters(self.module, self.parameters())
 
     @property
     def megatron_layout(self) -> MegatronLayout:
-        """How the model is cut, as data."""
+        """The sharding of the model, as data."""
         return MegatronLayout(
             tp=self.mesh.layout.tp,
             pp=self.mesh.layout.pp,
@@ -108,14 +108,14 @@ class ModelShard:
         )
 
     def vocabulary(self) -> Vocabulary:
-        """What log-probs and logits of a language model are made with, beside the module's output."""
+        """The vocabulary matrix and its options, from which log-probs and logits are computed."""
         assert self.head == "lm", "a scalar head has no vocabulary"
         weight_VH: Tensor | None = None
         if self.mesh.is_last_stage:
-            last = self.chunks[-1]
-            own_VH = last.output_layer.weight
-            # A tied matrix on the stage of its embedding is the embedding's.
-            weight_VH = last.shared_embedding_or_output_weight() if own_VH is None else own_VH
+            last_chunk = self.chunks[-1]
+            weight_VH = last_chunk.output_layer.weight
+            if weight_VH is None:  # tied: the embedding's matrix, on the same stage
+                weight_VH = last_chunk.shared_embedding_or_output_weight()
         return Vocabulary(
             weight_VH=weight_VH,
             true_vocab=self.arch.vocab_size,
@@ -127,10 +127,10 @@ class ModelShard:
 
 
 def build_model(section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head, dtype: torch.dtype) -> ModelShard:
-    """This rank's stages of the model on its device, their parameters still unset, in `dtype`; nothing of it on a rank
-    that is not in the mesh.
+    """Build this rank's stages of the model on its device in `dtype`. Their parameters are not set yet. A rank outside
+    the mesh gets an empty module.
 
-    Raises: ValueError for log-prob kernels that this device does not run.
+    Raises: ValueError for log-prob kernels that this device cannot run.
     """
     if head == "lm":
         require_device(section.kernels.logprobs, mesh.runtime.device.type)
@@ -167,15 +167,14 @@ def build_model(section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head,
 def _stage(
     section: RoleConfig, mesh: Mesh, arch: Architecture, head: Head, dtype: torch.dtype, spec: Spec, padded_vocab: int
 ) -> Model:
-    """This rank's stages."""
-    parallel = section.parallel
     activation = {"activation_module": gates_by_silu(spec, arch), "fused_gate": fuses_gate(spec, arch)}
     config = transformer_config(dtype, section, mesh, arch, spec=spec, **activation)
+    layers_by_chunk = section.parallel.chunks(arch.num_layers)[mesh.coordinates.pp]
     with megatron_device(mesh.runtime.device):
         module = as_model(
             [
-                _build_chunk(config, mesh, arch, head, spec, padded_vocab, v, len(own))
-                for v, own in enumerate(parallel.chunks(arch.num_layers)[mesh.coordinates.pp])
+                _build_chunk(config, mesh, arch, head, spec, padded_vocab, v, len(chunk_layers))
+                for v, chunk_layers in enumerate(layers_by_chunk)
             ]
         )
     if spec == "te":
@@ -195,8 +194,8 @@ def _build_chunk(
     v: int,
     num_layers: int,
 ) -> GPTModel:
-    """The rank's virtual stage number `v`, of so many layers: the embedding is in the first of the first rank, final
-    norm and head in the last of the last rank."""
+    """Build this rank's virtual stage `v` with `num_layers` layers. The first stage of the first rank has the
+    embedding; the last stage of the last rank has the final norm and the head."""
     vpp = config.virtual_pipeline_model_parallel_size
     first = mesh.is_first_stage and v == 0
     last = mesh.is_last_stage and v == (vpp or 1) - 1
@@ -228,22 +227,22 @@ def _build_chunk(
 
 def fuse_weight_gradients(module: nn.Module) -> None:
     """Make TransformerEngine's linear layers add each micro-batch's weight gradient to Megatron's fp32 `main_grad`
-    inside the product. Otherwise the product is rounded to bf16 before it is added.
+    inside the matrix product. Otherwise the product is rounded to bf16 before it is added.
 
-    Megatron's switch for it, `gradient_accumulation_fusion`, also reaches the vocabulary's layer, which is Megatron's
-    own and refuses it without apex; TransformerEngine reads its attribute in every forward. The vocabulary's matrix has
-    log-prob kernels that add to `main_grad` by themselves. Norms, biases, embeddings and the router go on being rounded
-    once a micro-batch, as in Megatron-LM.
+    Megatron's own switch, `gradient_accumulation_fusion`, is not used: it also reaches the vocabulary layer, which is
+    Megatron's and refuses the switch without apex. TransformerEngine reads its attribute in every forward. The
+    vocabulary matrix needs neither: our log-prob kernels add to `main_grad` themselves. Gradients of norms, biases,
+    embeddings and the router are still rounded once per micro-batch, as in Megatron-LM.
 
     Raises: RuntimeError when no layer has the attribute.
     """
-    found = [layer for layer in module.modules() if hasattr(layer, FUSED)]
-    if not found:
+    fusable = [layer for layer in module.modules() if hasattr(layer, FUSED)]
+    if not fusable:
         raise RuntimeError(
             f"no layer of the model has TransformerEngine's attribute {FUSED}; install the transformer-engine of "
             "requirements/gpu.txt"
         )
-    for layer in found:
+    for layer in fusable:
         setattr(layer, FUSED, True)
 
 
@@ -251,20 +250,21 @@ FUSED = "fuse_wgrad_accumulation"
 
 
 def fuse_by_apex(module: nn.Module) -> None:
-    """The same of Megatron-Core's own linear layers, by apex's kernel: in bf16, where it is installed. Experts are left
-    out: one of them may have no token, and nobody says what the kernel does with none."""
+    """Let apex's kernel add weight gradients of Megatron-Core's own linear layers to fp32 `main_grad` (bf16 models,
+    apex installed). Experts are left out: an expert may get no token, and the kernel's result for none is
+    undocumented."""
     for layer in module.modules():
         if isinstance(layer, layers.ColumnParallelLinear | layers.RowParallelLinear) and not layer.is_expert:
             layer.gradient_accumulation_fusion = True
 
 
 def has_apex_sums() -> bool:
-    """Whether apex's kernel that adds a product to fp32 is installed, which runs on a GPU only."""
+    """Return whether apex's kernel that adds a product to fp32 is installed. It runs on a GPU only."""
     return bool(layers._grad_accum_fusion_available)
 
 
 def bf16_gradients(spec: Spec) -> str:
-    """How gradients of a model in bf16 come about, for the log."""
+    """Describe for the log how gradients of a bf16 model are summed and rounded."""
     summed = "sums over micro-batches and ranks are fp32"
     if spec == "te":
         return f"{summed}; the products of linear layers add to them without a rounding"
@@ -274,7 +274,7 @@ def bf16_gradients(spec: Spec) -> str:
 
 
 def _rotary(arch: Architecture, config: TransformerConfig, mesh: Mesh) -> PackedRotary:
-    """What a GPTModel makes for itself, but for packed rows too and with every scaling."""
+    """Rotary positions in place of the GPTModel's own: they also serve packed rows and know every scaling."""
     rotary = PackedRotary(
         dtype=config.params_dtype,
         attention_factor=attention_factor(arch.rope_scaling),
@@ -291,26 +291,26 @@ def _rotary(arch: Architecture, config: TransformerConfig, mesh: Mesh) -> Packed
 
 
 def placements_on(shard: ModelShard, rank: int, *, tp_rank: int | None = None) -> RankPlacements:
-    """What global rank `rank` (or its neighbour `tp_rank` of the tensor-parallel group) holds of the model; nothing,
-    where the layout does not have it."""
+    """Tensors of the model on global rank `rank`, or on rank `tp_rank` of its tensor-parallel group. Empty for a rank
+    outside the layout."""
     layout = shard.mesh.layout
     if rank not in layout.ranks:
         return RankPlacements(rank, {}, (), {})
-    at, experts = layout.coordinates(rank), layout.expert_layout.coordinates(rank)
-    here = ModelRank(pp=at.pp, ep=experts.cp, tp=at.tp if tp_rank is None else tp_rank)
-    return shard.megatron_layout.part(shard.arch, shard.head, here, rank)
+    coordinates, ep_rank = layout.coordinates(rank), layout.expert_layout.coordinates(rank).cp
+    model_rank = ModelRank(pp=coordinates.pp, ep=ep_rank, tp=coordinates.tp if tp_rank is None else tp_rank)
+    return shard.megatron_layout.part(shard.arch, shard.head, model_rank, rank)
 
 
 def _mark_sharded(shard: ModelShard) -> None:
-    """Tell Megatron which parameters differ between tensor-parallel ranks, from our own table.
+    """Mark the parameters that differ between tensor-parallel ranks, from our own table.
 
-    Megatron sets these marks only while it initialises weights, which it does not do here; without them the
-    gradient norm would count one shard of each sharded parameter instead of all.
+    Megatron sets these marks only while it initialises weights, which it does not do here. Without them the gradient
+    norm would count one shard of each sharded parameter instead of all.
     """
     if shard.mesh.layout.tp == 1:
         return
     rank = shard.mesh.runtime.rank
-    first, second = (set(placements_on(shard, rank, tp_rank=tp_rank).placements) for tp_rank in (0, 1))
-    sharded = {placement.storage for placement in first ^ second}
+    on_rank_0, on_rank_1 = (set(placements_on(shard, rank, tp_rank=tp_rank).placements) for tp_rank in (0, 1))
+    sharded = {placement.storage for placement in on_rank_0 ^ on_rank_1}
     for name, parameter in shard.parameters().items():
         parameter.tensor_model_parallel = name in sharded  # type: ignore[attr-defined]

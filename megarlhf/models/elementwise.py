@@ -1,7 +1,7 @@
-"""Chains of element-wise operations of the local layer spec as single steps, their backward written out.
+"""Element-wise functions of the local layer spec as single steps, with a backward written by hand.
 
-Written as plain torch each of these passes over its tensors six to eight times, and keeps what lies between for the
-backward; on a CPU such passes wait for memory.
+In plain torch each of them would pass over its tensors six to eight times and keep the intermediate results for the
+backward. On a CPU such passes wait for memory.
 
 Legend: T tokens, N heads, D head dimension, F width of an MLP; S sequence, B batch, H hidden.
 """
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 
 def rotate(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Rotary positions: turn the pair (x_i, x_{i + R/2}) of every head by the token's i-th angle, R being the
-    channels that are turned: all, or the first ones of a head.
+    """Apply rotary positions: turn the pair (x_i, x_{i + R/2}) of every head by the token's i-th angle. R is the number
+    of channels that are turned: all, or the first ones of a head.
 
     Shapes:  x_TND [T, N, D], cos_T1D and sin_T1D [T, 1, R / 2] in x's dtype -> [T, N, D]
     Source:  Su et al. 2021, in the order of pairs of GPT-NeoX, as Hugging Face and Megatron-Core have it
@@ -38,32 +38,32 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotated(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, sign: int) -> Tensor:
-    found_TND = torch.empty(x_TND.shape, dtype=x_TND.dtype, device=x_TND.device)
-    turned_TND, to_turn_TND, size = found_TND, x_TND, 2 * cos_T1D.size(-1)
+    out_TND = torch.empty(x_TND.shape, dtype=x_TND.dtype, device=x_TND.device)
+    turned_TND, to_turn_TND, size = out_TND, x_TND, 2 * cos_T1D.size(-1)
     if size < x_TND.size(-1):
-        found_TND[..., size:] = x_TND[..., size:]
-        turned_TND, to_turn_TND = found_TND[..., :size], x_TND[..., :size]
+        out_TND[..., size:] = x_TND[..., size:]
+        turned_TND, to_turn_TND = out_TND[..., :size], x_TND[..., :size]
     first, second = to_turn_TND.chunk(2, -1)
     for half, itself, other, direction in zip(
         turned_TND.chunk(2, -1), (first, second), (second, first), (-sign, sign), strict=True
     ):
         torch.mul(itself, cos_T1D, out=half)
         half.addcmul_(other, sin_T1D, value=direction)
-    return found_TND
+    return out_TND
 
 
 def rms_norm(hidden_SBH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, the mean and the quotient in fp32.
+    """x / sqrt(mean(x^2) + eps) * weight, with mean and quotient in fp32.
 
-    Values and gradients are those of the same in plain torch, bit for bit, whose backward takes three times as long.
+    Values and gradients equal those of plain torch bit for bit; its backward takes three times as long.
     Source:  Zhang and Sennrich 2019, equation 4
     """
     return _RMSNorm.apply(hidden_SBH, hidden_SBH, weight_H, eps)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Takes the hidden states twice, as factor and as what the factor is made of: in fp32 plain torch adds the two
-    gradients to the residual's one after the other."""
+    """Takes the hidden states twice: as the factor of the product, and as the input of the mean. In fp32 plain torch
+    adds these two gradients to the residual's one after the other."""
 
     @staticmethod
     def forward(ctx: Any, hidden_SBH: Tensor, again_SBH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -76,23 +76,25 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_SBH: Tensor) -> tuple[Tensor, Tensor | None, Tensor, None]:
         hidden_SBH, weight_H, factor_SB1, scaled_SBH = ctx.saved_tensors
-        wide_SBH, of_weight_SBH = hidden_SBH.float(), grad_SBH * scaled_SBH
-        grad_H = of_weight_SBH.sum(tuple(range(grad_SBH.ndim - 1)))
-        found_SBH = (grad_SBH * weight_H).float()
-        other_SBH = of_weight_SBH if of_weight_SBH.dtype == found_SBH.dtype else torch.empty_like(found_SBH)
-        of_factor_SB1 = torch.mul(found_SBH, wide_SBH, out=other_SBH).sum(-1, keepdim=True)
-        # Of the squares' mean, by each of them: the order of these products is autograd's.
-        of_mean_SB1 = -0.5 * of_factor_SB1 * factor_SB1.pow(3) / hidden_SBH.size(-1) * 2
-        found_SBH.mul_(factor_SB1)
-        torch.mul(wide_SBH, of_mean_SB1, out=other_SBH)
-        if hidden_SBH.dtype == found_SBH.dtype:
-            return found_SBH, other_SBH, grad_H, None
+        wide_SBH, weight_grad_SBH = hidden_SBH.float(), grad_SBH * scaled_SBH
+        weight_grad_H = weight_grad_SBH.sum(tuple(range(grad_SBH.ndim - 1)))
+        through_product_SBH = (grad_SBH * weight_H).float()
+        # The gradient through the mean reuses memory where its dtype allows.
+        reusable = weight_grad_SBH.dtype == through_product_SBH.dtype
+        through_mean_SBH = weight_grad_SBH if reusable else torch.empty_like(through_product_SBH)
+        factor_grad_SB1 = torch.mul(through_product_SBH, wide_SBH, out=through_mean_SBH).sum(-1, keepdim=True)
+        # Derivative of the mean of squares by each element. The order of these products is autograd's.
+        mean_grad_SB1 = -0.5 * factor_grad_SB1 * factor_SB1.pow(3) / hidden_SBH.size(-1) * 2
+        through_product_SBH.mul_(factor_SB1)
+        torch.mul(wide_SBH, mean_grad_SB1, out=through_mean_SBH)
+        if hidden_SBH.dtype == through_product_SBH.dtype:
+            return through_product_SBH, through_mean_SBH, weight_grad_H, None
         # Not addcmul, which rounds once where autograd rounds twice.
-        return found_SBH.add_(other_SBH).to(hidden_SBH.dtype), None, grad_H, None
+        return through_product_SBH.add_(through_mean_SBH).to(hidden_SBH.dtype), None, weight_grad_H, None
 
 
 class SiluGate(nn.Module):
-    """The activation of Megatron-Core's MLP: silu(gate) x up. Its own also adds an offset of 0 to one half.
+    """Activation of a gated MLP: silu(gate) x up. Megatron-Core's own also adds an offset of 0 to one half.
 
     Source:  Shazeer 2020, SwiGLU
     """
@@ -118,8 +120,8 @@ class _SiluGate(torch.autograd.Function):
     def backward(ctx: Any, grad_TF: Tensor) -> Tensor:
         (x_TF,) = ctx.saved_tensors
         gate_TF, up_TF = x_TF.chunk(2, -1)
-        found_TF = torch.empty_like(x_TF)
-        to_gate_TF, to_up_TF = found_TF.chunk(2, -1)
-        torch.mul(grad_TF, torch.nn.functional.silu(gate_TF), out=to_up_TF)
-        torch.ops.aten.silu_backward.grad_input(grad_TF * up_TF, gate_TF, grad_input=to_gate_TF)
-        return found_TF
+        input_grad_TF = torch.empty_like(x_TF)
+        gate_grad_TF, up_grad_TF = input_grad_TF.chunk(2, -1)
+        torch.mul(grad_TF, torch.nn.functional.silu(gate_TF), out=up_grad_TF)
+        torch.ops.aten.silu_backward.grad_input(grad_TF * up_TF, gate_TF, grad_input=gate_grad_TF)
+        return input_grad_TF

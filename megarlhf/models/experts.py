@@ -1,7 +1,7 @@
-"""A mixture of experts: its router, and how tokens travel to the ranks of their experts and back.
+"""Mixture of experts: the router, and the exchange of tokens between the ranks of the experts.
 
 Legend: S sequence (a shard of it under sequence parallelism), B batch, H hidden, E experts, T tokens that a rank's
-experts get, a token once for each of them.
+experts get (a token counts once for each of its experts there).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from megarlhf.parallel.router_balance import RouterBalance
 
 
 class ExpertsLayer(TransformerLayer):
-    """Megatron-Core's layer, told in training which sequence each token is of: `RouterBalance.sequences`.
+    """Megatron-Core's layer; in training it also gets the sequence of each token (`RouterBalance.sequences`).
 
-    That comes in the place of attention's mask, which is always causal here and states nothing, since this argument
-    reaches a layer unchanged on every pipeline stage, and again when the layer is computed again. Upstream's
-    `padding_mask` is made boolean, and is cut on the first stage only.
+    The sequences arrive as `attention_mask`, which is not needed since attention is always causal here. This argument
+    reaches a layer unchanged on every pipeline stage, and again when the layer is recomputed. Upstream's `padding_mask`
+    does not: it is made boolean, and cut on the first stage only.
     """
 
     def forward(self, *args: Any, attention_mask: Tensor | None = None, **named: Any) -> Any:
@@ -38,10 +38,10 @@ class ExpertsLayer(TransformerLayer):
 
 
 class Router(TopKRouter):
-    """Megatron-Core's choice of experts on logits in fp32, and what a training adds for its balance.
+    """Megatron-Core's choice of experts, on fp32 logits, with our load-balancing loss in training.
 
-    Its own `gating` is a hand-written function around transformer-engine's matrix product, and fails where that is
-    not installed (0.16.1 leaves the name `te_general_gemm` undefined).
+    Upstream's `gating` calls transformer-engine's matrix product and fails where that is not installed (0.16.1 leaves
+    the name `te_general_gemm` undefined).
     """
 
     balance: RouterBalance | None = None
@@ -52,9 +52,10 @@ class Router(TopKRouter):
         return nn.functional.linear(hidden_SBH.float(), self.weight.float())
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """[S, B, E] -> weights of each token's experts, 0 for others, and which they are, [S x B, E] each."""
+        """[S, B, E] -> weights of each token's experts (0 for others), and which experts are chosen: [S x B, E]
+        each."""
         probs_TE, chosen_TE = super().routing(logits, padding_mask)
-        # A layer that is computed again has its first forward without gradients.
+        # The first forward of a recomputed layer has no gradients, and must not count.
         if self.balance is not None and self.sequence_SBK is not None and torch.is_grad_enabled():
             logits_TE = logits.view(-1, logits.size(-1))
             probs_TE = self.balance.added(probs_TE, logits_TE, chosen_TE, self.sequence_SBK)
@@ -62,15 +63,14 @@ class Router(TopKRouter):
 
 
 class Exchange(MoEAlltoAllTokenDispatcher):
-    """Megatron-Core's way of tokens to the ranks of their experts and back, on any device.
+    """Megatron-Core's exchange of tokens between the ranks of their experts, on any device.
 
-    Tensor-parallel ranks, of which each holds a part of every expert, have different numbers of tokens for them, which
-    gloo does not gather: here they go by `all_to_all`, as the others do. Shared experts and tokens that are dropped are
-    not in any of our architectures.
+    Each tensor-parallel rank holds a part of every expert, and the ranks have different numbers of tokens for them.
+    gloo cannot gather different numbers: here these tokens go by `all_to_all`, as the others do. Shared experts and
+    dropped tokens are not supported, since none of our architectures has them.
 
-    When tokens are back it lets go of their routing, which upstream keeps until the next forward. The weights of
-    experts are part of the layer's graph: with them stay, where a layer is computed again, its input and the input's
-    gradient.
+    The routing is released once tokens are back; upstream keeps it until the next forward. The experts' weights are
+    part of the layer's graph: with a recomputed layer they would keep its input and the input's gradient alive.
     """
 
     output_splits_tp: Any
@@ -82,8 +82,7 @@ class Exchange(MoEAlltoAllTokenDispatcher):
     """Upstream's, from `dispatch_preprocess`."""
 
     def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [T, H] and their weights [T] for this rank's experts, in the order of experts, and how many each
-        gets."""
+        """Tokens [T, H] in the order of this rank's experts, the count for each expert, and the tokens' weights [T]."""
         tokens_TH, probs_T = global_input_tokens, global_probs
         if self.tp_size > 1:
             self._tp_sizes = [int(size) for size in self.output_splits_tp]
@@ -103,7 +102,7 @@ class Exchange(MoEAlltoAllTokenDispatcher):
         return tokens_TH, counts, probs_T
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """[T, H] of this rank's experts -> those of this rank's own tokens, summed over tensor-parallel ranks."""
+        """Outputs of this rank's experts [T, H] -> outputs for its own tokens, summed over tensor-parallel ranks."""
         if self.num_local_experts > 1:
             hidden_states, _ = sort_chunks_by_idxs(
                 hidden_states,
@@ -112,20 +111,20 @@ class Exchange(MoEAlltoAllTokenDispatcher):
                 fused=self.config.moe_permute_fusion,
             )
         if self.tp_size > 1:
-            # The sum is made in the dtype of the weights of experts, fp32.
+            # Summed in the dtype of the experts' weights, fp32.
             in_fp32 = hidden_states.to(self.probs.dtype)
             hidden_states = _OwnSums.apply(in_fp32, self._tp_sizes, self.tp_group).to(hidden_states.dtype)
         return hidden_states
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
-        """What the experts of a token made of it, summed, in the shape that came in."""
+        """Sum of each token's expert outputs, in the shape of the layer's input."""
         out = super().combine_postprocess(permutated_local_input_tokens)
         self.probs = self.routing_map = self.reversed_local_input_permutation_mapping = None
         return out
 
 
 class _AllTokens(torch.autograd.Function):
-    """Every rank's rows, rank after rank, of which there may be different numbers."""
+    """All-gather of rows, rank after rank. Ranks may have different numbers of rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -138,7 +137,7 @@ class _AllTokens(torch.autograd.Function):
 
 
 class _OwnSums(torch.autograd.Function):
-    """The sum over ranks of the rows that are this rank's. The transpose of the above."""
+    """Reduce-scatter of rows: the sum over ranks of this rank's rows. Transpose of `_AllTokens`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -165,8 +164,8 @@ def _own_sums(x: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
 
 
 def use_exchange(module: nn.Module, groups: ProcessGroupCollection) -> None:
-    """Put `Exchange` into every layer of experts. Not by the layer's spec: a TransformerLayer knows Megatron-Core's own
-    class of layer only, which makes its dispatcher itself."""
+    """Put `Exchange` into every layer of experts. The layer spec cannot do it: a TransformerLayer accepts
+    Megatron-Core's own MoELayer only, which makes its dispatcher itself."""
     for layer in module.modules():
         if isinstance(layer, MoELayer):
             layer.token_dispatcher = Exchange(
@@ -175,7 +174,7 @@ def use_exchange(module: nn.Module, groups: ProcessGroupCollection) -> None:
 
 
 def use_balance(module: nn.Module, balance: RouterBalance) -> None:
-    """Have the routers of a model that is trained add to its loss."""
+    """Make the routers of a trained model add the load-balancing loss."""
     routers = [layer for layer in module.modules() if isinstance(layer, Router)]
     assert routers, "a model without experts has no routers to balance"
     for router in routers:

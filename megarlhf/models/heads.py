@@ -1,4 +1,4 @@
-"""What stands where a GPTModel has its `output_layer`. No head of ours makes logits.
+"""Heads in place of a GPTModel's `output_layer`. None of them computes logits.
 
 Legend: S sequence, B batch, H hidden.
 """
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 
 class LanguageHead(nn.Module):
-    """Holds the vocabulary matrix and hands the hidden states on: log-probs are made from both (`parallel/vocab.py`).
+    """Head of a language model: holds the vocabulary matrix and passes the hidden states on. Log-probs are computed
+    from both (`parallel/vocab.py`).
 
-    The weight is the parameter of the layer that Megatron built, with all marks that Megatron set on it; None where
-    the embedding of the same stage is the matrix.
+    The weight is the parameter of the layer that Megatron built, with all of Megatron's marks. It is None where the
+    matrix is the embedding of the same stage.
     """
 
     def __init__(self, weight: nn.Parameter | None) -> None:
@@ -28,19 +29,19 @@ class LanguageHead(nn.Module):
     def forward(
         self, hidden_SBH: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
-        """[S, B, H] -> ([B, S, H], no bias). GPTModel exchanges both axes of what it gets here and copies it; a view
-        with the axes exchanged comes out as the hidden states stood, [S, B, H], uncopied."""
+        """[S, B, H] -> ([B, S, H], no bias). GPTModel transposes the result and makes it contiguous. Since this is a
+        transposed view, it comes out as the original hidden states [S, B, H], without a copy."""
         return hidden_SBH.transpose(0, 1), None
 
 
 class ScalarHead(nn.Module):
-    """The head of critic and reward model: one number per token instead of a row of the vocabulary.
+    """Head of critic and reward model: one number per token instead of a row of the vocabulary.
 
-    The weight [1, H] is on every tensor-parallel rank. Under sequence parallelism the hidden states are
-    gathered first, so each rank sees every token and computes the same gradient.
+    The weight [1, H] is on every tensor-parallel rank. Under sequence parallelism the hidden states are gathered first,
+    so each rank sees every token and computes the same gradient.
 
-    The product is made in fp32, whatever the model's dtype: in bf16 the scores of two responses that differ by less
-    than one part in 256 would be equal or a whole step apart, which an advantage relative to the group then blows up.
+    The product is computed in fp32, whatever the model's dtype. In bf16, scores that differ by less than one part in
+    256 would be equal or a whole step apart, and an advantage relative to the group would magnify that.
     """
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection) -> None:

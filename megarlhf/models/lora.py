@@ -1,16 +1,19 @@
-"""Low-rank adapters on Megatron-Core's linear layers, whatever spec they are of.
+"""Low-rank adapters (LoRA) on Megatron-Core's linear layers, for either layer spec.
 
-A linear layer gets a module `lora` with the parameters A and B and a hook on its forward, which adds scale x B (A x) to
-what the layer returns. Where they stand on each rank: `architectures/adapters.py`.
+A linear layer gets a module `lora` with the parameters A and B, and a forward hook that adds scale x B (A x) to the
+layer's output. The sharding of A and B: `architectures/adapters.py`.
 
-Between A and B stand `rank` channels a token, so everything that tensor-parallel ranks have to tell each other is told
-there. A column-parallel layer has all of A and some rows of B: each rank makes A x of the tokens that it holds; under
-sequence parallelism these are then gathered. A row-parallel layer has some columns of A and all of B: A x is summed,
-and under sequence parallelism scattered. A parameter that is whole on each rank, and that each has multiplied with its
-own tokens only, has its gradient summed over the ranks by Megatron-Core, as a norm's.
+A x has only `rank` channels per token, so tensor-parallel ranks communicate there:
 
-Experts get the tokens of all tensor-parallel ranks from the dispatcher, which also sums what the ranks' parts of an
-expert return. What is between them is linear, so nothing is said in the middle, and gradients of what is whole are
+- column-parallel layer: all of A, some rows of B. Each rank computes A x for its tokens; under sequence parallelism the
+  results are then gathered.
+- row-parallel layer: some columns of A, all of B. A x is summed over ranks; under sequence parallelism it is scattered.
+
+The parameter that is whole on each rank has seen only that rank's tokens, so Megatron-Core sums its gradient over the
+ranks, as for a norm.
+
+Experts get the tokens of all tensor-parallel ranks from the dispatcher, which also sums the outputs of an expert's
+parts. Everything in between is linear, so no communication is needed at A x, and gradients of whole parameters are
 sums.
 
 Legend: S sequence, B batch, R rows of tokens, I input, O output, N x r the ranks of the N adapters in one layer.
@@ -42,24 +45,23 @@ _EXPERTS = ".experts."
 
 @dataclass(frozen=True)
 class LinearSharding:
-    """How the ranks of a tensor-parallel group share a linear layer."""
+    """Sharding of a linear layer over a tensor-parallel group."""
 
     kind: Literal["column", "row"]
     group: dist.ProcessGroup | None
-    """None: one rank, or an expert, whose dispatcher speaks to the others."""
+    """Tensor-parallel group. None for a single rank, and for experts, whose dispatcher communicates."""
     sequence_parallel: bool
 
 
 class LowRank(nn.Module):
-    """A and B of the adapters in one linear layer."""
+    """The matrices A and B of the adapters in one linear layer."""
 
     rows: Tensor | None
 
     def __init__(
         self, a: nn.Parameter, b: nn.Parameter, scale: float, sharing: LinearSharding, rows: Tensor | None
     ) -> None:
-        """`rows`: [O, N], 1 where a row of B belongs to an adapter, of which there are several or which has not all
-        rows; None: one, and all rows are its."""
+        """`rows`: [O, N], 1 where a row of B belongs to an adapter. None: there is one adapter, and it has all rows."""
         super().__init__()
         self.A, self.B = a, b
         self.scale, self.sharing = scale, sharing
@@ -67,7 +69,7 @@ class LowRank(nn.Module):
         self.register_buffer("rows", rows, persistent=False)
 
     def matrix(self) -> Tensor:
-        """B as [O, N x r]: zero where a row belongs to another adapter than a column."""
+        """B as [O, N x r], zero where row and column belong to different adapters."""
         if self.rows is None:
             return self.B
         return (self.rows.unsqueeze(-1) * self.B.unsqueeze(1)).flatten(1)
@@ -91,16 +93,16 @@ class LowRank(nn.Module):
 
     @torch.no_grad()
     def merged(self, weight_OI: Tensor) -> Tensor:
-        """A new W + scale x B A, summed in fp32 and rounded once."""
+        """W + scale x B A as a new tensor, summed in fp32 and rounded once."""
         delta_OI = self.matrix().float() @ self.A.float()
         return delta_OI.mul_(self.scale).add_(weight_OI.detach().float()).to(weight_OI.dtype)
 
 
 class GroupedLowRank(nn.ModuleList):
-    """The adapters of a rank's experts where one layer computes all of them."""
+    """Adapters of a rank's experts, where one layer computes all experts."""
 
     def forward(self, x_RI: Tensor, out_RO: Tensor, sizes: Sequence[int]) -> Tensor:
-        """`sizes`: rows of each expert, one after the other."""
+        """[R, I], [R, O] -> [R, O]. `sizes`: number of rows of each expert, in their order."""
         parts = zip(self, x_RI.split(list(sizes)), out_RO.split(list(sizes)), strict=True)
         return torch.cat([adapter(x, out) for adapter, x, out in parts])
 
@@ -114,9 +116,10 @@ def attach_adapters(
     sequence_parallel: bool,
     experts_are_shared: bool,
 ) -> None:
-    """Give the linear layers of a rank's model the adapters that stand in its `placements`, unset.
+    """Give the linear layers of a rank's model the adapters listed in `placements`. Their weights are not set yet.
 
-    tp_group: None for one rank; experts_are_shared: over expert-parallel ranks
+    tp_group: None for one rank
+    experts_are_shared: experts are distributed over expert-parallel ranks
     """
     by_storage = placements.by_storage()
     for name, shape in placements.storages.items():
@@ -136,7 +139,7 @@ def attach_adapters(
         order = [placement.tensor.removesuffix(A) + B for placement in stacked]
         rows = _rows(by_storage[name_b], order, placements.storages[name_b], reference)
         sharing = LinearSharding(kind, None if of_expert else tp_group, sequence_parallel)
-        # The whole one of the two, of which each rank has seen its own tokens, or its own part of an expert.
+        # The unsharded one of the two. Each rank has seen its own tokens, or its own part of an expert.
         whole = a if kind == "column" else b
         if tp_group is not None and (sequence_parallel or of_expert):
             whole.sequence_parallel = True  # type: ignore[attr-defined]
@@ -156,7 +159,7 @@ def attach_adapters(
 
 
 def move_adapter(layer: nn.Module, into: nn.Module) -> None:
-    """Give a layer that takes another's place its adapter, if that has one."""
+    """Move the adapter of `layer`, if it has one, to the layer that replaces it."""
     adapter = getattr(layer, "lora", None)
     if adapter is not None:
         into.add_module("lora", adapter)
@@ -164,7 +167,7 @@ def move_adapter(layer: nn.Module, into: nn.Module) -> None:
 
 
 def _rows(placed: Sequence[Placement], order: Sequence[str], shape: Sequence[int], like: Tensor) -> Tensor | None:
-    """[O, N]: which rows of B belong to which adapter."""
+    """[O, N]: 1 where a row of B belongs to an adapter; see `LowRank`."""
     rows = torch.zeros(shape[0], len(order), dtype=like.dtype)
     for placement in placed:
         first = placement.offset // shape[1]
@@ -191,7 +194,7 @@ def _add_grouped(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
 
 
 def _normed(layer: nn.Module, x: Tensor) -> Tensor:
-    """What the layer's matrix is multiplied with: TransformerEngine's layers may have the norm before it inside."""
+    """Input of the layer's matrix product. TransformerEngine's layers may apply the preceding norm themselves."""
     weight = getattr(layer, "layer_norm_weight", None)
     if weight is None:
         return x
@@ -202,18 +205,18 @@ def _normed(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def adapters_in(module: nn.Module) -> dict[str, LowRank]:
-    """By the name of the weight that each adds to."""
-    found = {}
-    for name, inside in module.named_modules():
-        if isinstance(inside, LowRank):
+    """Adapters by the name of the weight that each is added to."""
+    adapters = {}
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, LowRank):
             path, _, expert = f"{name}.".partition(LIVE)
-            found[f"{path}.weight{expert.rstrip('.')}"] = inside
-    return found
+            adapters[f"{path}.weight{expert.rstrip('.')}"] = submodule
+    return adapters
 
 
 @contextlib.contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
-    """Inside, the model is its base."""
+    """Scope in which the model computes without its adapters."""
     adapters = adapters_in(module).values()
     for adapter in adapters:
         adapter.enabled = False
@@ -225,8 +228,7 @@ def without_adapters(module: nn.Module) -> Iterator[None]:
 
 
 def merged_parameters(module: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters of the model that base and adapter are together: those that an adapter adds to as new tensors,
-    the others as they are."""
+    """Parameters of the model with its adapters merged. Weights with an adapter are new tensors."""
     merged = {name: tensor for name, tensor in parameters.items() if LIVE not in name}
     for name, adapter in adapters_in(module).items():
         merged[name] = adapter.merged(merged[name])
@@ -234,10 +236,10 @@ def merged_parameters(module: nn.Module, parameters: Mapping[str, Tensor]) -> di
 
 
 def scaled_parameters(module: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters with scale x B, in fp32 and rounded once, for every B."""
+    """The parameters with scale x B, computed in fp32 and rounded once, in place of every B."""
     scaled = dict(parameters)
-    for name, inside in module.named_modules():
-        if isinstance(inside, LowRank):
-            b = inside.B.detach()
-            scaled[f"{name}.B"] = (b.float() * inside.scale).to(b.dtype)
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, LowRank):
+            b = submodule.B.detach()
+            scaled[f"{name}.B"] = (b.float() * submodule.scale).to(b.dtype)
     return scaled

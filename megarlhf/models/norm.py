@@ -1,7 +1,7 @@
 """Norms for the local layer spec.
 
-Megatron-Core's `WrappedTorchNorm` refuses sequence parallelism; these mark their parameters, so that
-Megatron sums their gradients over the tensor-parallel group.
+Megatron-Core's `WrappedTorchNorm` refuses sequence parallelism. These norms mark their parameters, so that Megatron
+sums their gradients over the tensor-parallel group.
 
 Legend: S sequence (a shard of it under sequence parallelism), B batch, H hidden.
 """

@@ -1,4 +1,4 @@
-"""Learned positions: the table that a GPTModel adds to its word embeddings.
+"""Learned positions: a table of vectors that a GPTModel adds to its word embeddings.
 
 Legend: B rows, S tokens of a row, padded or packed, P rows of the table, H hidden.
 """
@@ -14,10 +14,10 @@ from megarlhf.layout import column_multiple
 
 
 class PositionTable(nn.Module):
-    """Stands where a GPTModel has `embedding.position_embeddings`, and is called as that is.
+    """Replacement for a GPTModel's `embedding.position_embeddings`.
 
-    Megatron-Core's own is an `nn.Embedding` in fp32 whatever the model's dtype, and knows no offset. The weight
-    [P, H] is on every tensor-parallel rank and gets the same gradient on each.
+    Megatron-Core's own is an `nn.Embedding` in fp32, whatever the model's dtype, and has no offset. The weight [P, H]
+    is on every tensor-parallel rank and gets the same gradient on each.
     """
 
     def __init__(self, config: TransformerConfig, arch: Architecture) -> None:
@@ -32,17 +32,17 @@ class PositionTable(nn.Module):
     def forward(self, positions_BS: Tensor) -> Tensor:
         """[B, S] int64 -> [B, S, H].
 
-        A grid's length is rounded up (`layout.column_multiple`): some columns of padding may lie beyond the table. They
-        read its last row, and no token sees them. A packed row may be any length, its positions not.
+        A grid's length is rounded up (`layout.column_multiple`), so some padding columns may have positions past the
+        end of the table. They read its last row, and no token sees them.
         """
         if positions_BS.device.type == "cpu":
             count = int(positions_BS.max()) + 1
             assert count <= self.num_positions + self.beyond, f"{count} positions, the table has {self.num_positions}"
-        else:  # not asked for here: that would mean waiting for the device
+        else:  # reading the maximum would wait for the device
             torch._assert_async(
                 (positions_BS < self.num_positions + self.beyond).all(),
                 f"a position lies beyond the table, which has {self.num_positions}",
             )
         rows_BS = positions_BS.clamp(max=self.num_positions - 1) + self.offset
-        # As Megatron-Core has it for its embedding of words.
+        # The same choice as in Megatron-Core's word embedding.
         return self.weight[rows_BS] if self.deterministic else nn.functional.embedding(rows_BS, self.weight)

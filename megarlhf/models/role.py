@@ -1,4 +1,4 @@
-"""A role: a model on a mesh, with an optimizer where it is trained."""
+"""Roles: a model on a mesh, with an optimizer if it is trained."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megarlhf.models.build import ModelShard, bf16_gradients, build_model
 from megarlhf.models.experts import use_balance
 from megarlhf.models.lora import without_adapters
 from megarlhf.models.trainable import choose_trained
-from megarlhf.models.weights import CHECKPOINTS, WeightSource, companion_files, export_adapter, export_hugging_face
+from megarlhf.models.weights import CHECKPOINTS, WeightSource, companion_folder, export_adapter, export_hugging_face
 from megarlhf.parallel.batching import Batching
 from megarlhf.parallel.device_memory import DeviceMemory, RoleParts, Tensors
 from megarlhf.parallel.mesh import GroupCache, Mesh, build_mesh
@@ -38,33 +38,36 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Role:
-    """actor, critic, reference or reward model, as this rank sees it; one that is not trained may be on other ranks
-    only (`mesh.is_member`), and then takes part in nothing but what all ranks do."""
+    """Actor, critic, reference or reward model, as this rank sees it.
+
+    A frozen role may live on a subset of the ranks (`mesh.is_member`). The other ranks hold an empty module and only
+    join collectives of all ranks."""
 
     name: str
     section: RoleConfig
     shard: ModelShard
     trainer: Trainer | None
-    """None for a role that is not trained."""
+    """Optimizer and gradient buffers. None for a role that is not trained."""
     parts: RoleParts
-    """What of it comes and goes. Whoever reads or writes weights says so first, by one of its turns."""
-    stated: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of config.json in its exports; None: left out."""
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    """Small files of its exports, in place of those of its model: tokenizer, chat template, ends of a response."""
+    """Memory of the role that may be offloaded. Code that reads or writes weights first calls one of its `to_...`
+    methods."""
+    config_overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of config.json in the role's exports. None removes a key."""
+    companion_files: Mapping[str, bytes] = field(default_factory=dict)
+    """Small files of the role's exports that replace the model's own: tokenizer, chat template, end tokens."""
     adapter_is_off: bool = False
-    """It is the base of another role, whose modules it shares."""
+    """True for the base of another role, whose modules it shares."""
 
     @property
     def mesh(self) -> Mesh:
         return self.shard.mesh
 
     def batching(self, micro: MicroBatchConfig) -> Batching:
-        """How this role's sequences become micro-batches."""
+        """Planner of micro-batches for this role."""
         return Batching(mesh=self.mesh, cost=forward_cost(self.shard.arch), micro=micro, share=micro.share_prompts)
 
     def forward(self, batches: Sequence[MicroBatch], score: Callable[[Tensor, MicroBatch], Tensor]) -> list[Tensor]:
-        """See `parallel.step.forward_only`. Nothing, on a rank that has nothing of the role."""
+        """See `parallel.step.forward_only`. Returns an empty list on a rank outside the role's mesh."""
         self.parts.to_compute()
         if not self.mesh.is_member:
             return []
@@ -77,9 +80,9 @@ class Role:
         return self.trainer.accumulate(batches, loss)
 
     def optimizer_step(self, sums: dict[str, float], reason_to_skip: Callable[..., str]) -> StepResult:
-        """Apply the accumulated gradients; `sums` are what `accumulate` has returned for them.
+        """Apply the accumulated gradients. `sums`: the result of `accumulate`.
 
-        Nothing is changed when `reason_to_skip(sums, gradient norm)` has words; both are the same on every rank.
+        Nothing is changed when `reason_to_skip(sums, gradient norm)` returns a text. Both are the same on every rank.
         """
         assert self.trainer is not None, f"{self.name} is not trained"
         norm = self.trainer.gradient_norm()
@@ -88,42 +91,35 @@ class Role:
         return StepResult(sums=sums, grad_norm=norm, skipped=reason)
 
     def export(self, directory: Path) -> None:
-        """Write the live weights: as a Hugging Face directory, an adapter merged; or, where `lora.export` says so, the
-        adapter beside it or alone, in `directory` with `_adapter` behind its name."""
+        """Write the live weights as a Hugging Face directory, with any adapter merged. Depending on `lora.export` the
+        adapter is also, or only, written by itself, to a directory named `directory` + `_adapter`."""
         self.parts.to_compute()
-        lora, described = self.section.lora, self.section.model.hf_directory()
+        lora, hf_directory = self.section.lora, self.section.model.hf_directory()
         if lora is None or lora.export != "adapter":
-            export_hugging_face(self.shard, described, directory, self.stated, self.files)
+            export_hugging_face(self.shard, hf_directory, directory, self.config_overrides, self.companion_files)
         if lora is not None and lora.export != "merged":
             path = self.section.model.path
-            base = path if is_huggingface(path) else described
+            base = path if is_huggingface(path) else hf_directory
             export_adapter(self.shard, base.absolute(), directory.with_name(directory.name + ADAPTER_SUFFIX))
 
     @property
     def export_names(self) -> tuple[str, ...]:
-        """Directories that `export` writes, for one of the role's name."""
+        """Names of the directories that `export` writes when it is given the role's name."""
         lora = self.section.lora
         merged = () if lora is not None and lora.export == "adapter" else (self.name,)
         return merged if lora is None or lora.export == "merged" else (*merged, self.name + ADAPTER_SUFFIX)
 
     def without_adapter(self, name: str) -> Role:
-        """The model that this role's adapter is on, as a role of its own that takes no memory and is not trained."""
+        """The base model of this role's adapter as a frozen role, which takes no memory of its own."""
         assert self.shard.arch.adapter is not None, f"{self.name} has no adapter"
         section = self.section.model_copy(update={"lora": None})
-        return replace(
-            self,
-            name=name,
-            section=section,
-            shard=self.shard.base,
-            trainer=None,
-            stated={},
-            files={},
-            adapter_is_off=True,
-        )
+        frozen: dict[str, Any] = {"trainer": None, "config_overrides": {}, "companion_files": {}}
+        return replace(self, name=name, section=section, shard=self.shard.base, adapter_is_off=True, **frozen)
 
-    def companion_files(self) -> dict[str, bytes]:
-        """See `models.weights.companion_files`."""
-        return companion_files(self.shard, self.section.model.hf_directory(), self.stated, self.files)
+    def companion_folder(self) -> dict[str, bytes]:
+        """See `models.weights.companion_folder`."""
+        directory = self.section.model.hf_directory()
+        return companion_folder(self.shard, directory, self.config_overrides, self.companion_files)
 
 
 def build_role(
@@ -136,17 +132,19 @@ def build_role(
     num_optimizer_steps: int | None = None,
     order: tuple[int, ...] | None = None,
     new_head: bool = False,
-    stated: Mapping[str, Any] = MappingProxyType({}),
-    files: Mapping[str, bytes] = MappingProxyType({}),
+    config_overrides: Mapping[str, Any] = MappingProxyType({}),
+    companion_files: Mapping[str, bytes] = MappingProxyType({}),
     weights: WeightSource = CHECKPOINTS,
     device_memory: DeviceMemory | None = None,
 ) -> Role:
     """Build the model, load its weights, and, given a number of optimizer steps, wrap it for training.
 
-    `order` says which rank stands where in the mesh (`layout.engine_order`); None: in the order of their numbers.
-    `new_head`: a scalar role may start from a language model, with a random head. `stated`, `files`: see `Role`.
-    `device_memory`: of all roles that share the device; None: it is alone there.
-    Collective: every rank builds the same roles in the same order, those that it has nothing of included.
+    Collective: every rank builds the same roles in the same order, also roles that it has no part of.
+
+    order: positions of the ranks in the mesh (`layout.engine_order`); None: in the order of their numbers
+    new_head: a scalar role may start from a language model, with a random head
+    config_overrides, companion_files: see `Role`
+    device_memory: shared by all roles on the device; None: this role is alone
     """
     runtime = cache.runtime
     device_memory = device_memory or DeviceMemory(runtime.device)
@@ -172,11 +170,10 @@ def build_role(
         parts = trainer.parts
         if shard.dtype == torch.bfloat16:
             log.info("%s: %s", name, bf16_gradients(shard.spec))
-    return Role(name=name, section=section, shard=shard, trainer=trainer, parts=parts, stated=stated, files=files)
+    return Role(name, section, shard, trainer, parts, config_overrides, companion_files)
 
 
 def _balance(name: str, section: RoleConfig, arch: Architecture, head: Head, mesh: Mesh) -> RouterBalance | None:
-    """What the routers of a role that is trained add to its loss."""
     if not arch.num_experts:
         return None
     coefficient, why = router_aux_loss(section, head)
@@ -185,7 +182,7 @@ def _balance(name: str, section: RoleConfig, arch: Architecture, head: Head, mes
 
 
 def router_aux_loss(section: RoleConfig, head: Head) -> tuple[float, str]:
-    """The coefficient of the load-balancing loss of a model with experts, and why."""
+    """Coefficient of the load-balancing loss of a model with experts, and the reason for it."""
     if section.router_aux_loss_coef != "auto":
         return section.router_aux_loss_coef, "router_aux_loss_coef"
     if head == "scalar":

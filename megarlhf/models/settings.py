@@ -1,4 +1,4 @@
-"""Megatron-Core's configuration of an architecture on a layout: a translation, field by field."""
+"""Translation of an architecture and a layout into Megatron-Core's TransformerConfig, field by field."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES: Mapping[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bflo
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU in its tanh approximation, which GPT-2 was trained with (Hendrycks and Gimpel, 2016)."""
+    """GELU in the tanh approximation that GPT-2 was trained with (Hendrycks and Gimpel, 2016)."""
     return nn.functional.gelu(x, approximate="tanh")
 
 
@@ -33,7 +33,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": gelu_tanh,
     "relu": nn.functional.relu,
 }
-"""By Hugging Face's names."""
+"""Hugging Face's name -> activation."""
 
 
 def transformer_config(
@@ -48,29 +48,17 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron-Core's configuration of this architecture. Dropout is 0: log-probs must be functions.
 
-    `activation_module`: the layer spec brings a module for the activation; `fused_gate`: Megatron-Core's own is fused.
-    Which fusions are on and why: docs/design.md. The bias of the attention's output is not in here:
+    The reasons for the fusions: docs/design.md. The bias of the attention's output is not set here, but in
     `models/attention/layers.py`.
+
+    activation_module: the layer spec brings a module for the activation
+    fused_gate: Megatron-Core's own activation is fused
     """
     parallel = section.parallel
     config = TransformerConfig(
-        num_layers=arch.num_layers,
-        hidden_size=arch.hidden_size,
-        num_attention_heads=arch.num_heads,
-        num_query_groups=arch.num_kv_heads,
-        kv_channels=arch.head_dim,
-        ffn_hidden_size=arch.ffn_size,
-        normalization="RMSNorm" if arch.norm == "rms" else "LayerNorm",
-        layernorm_epsilon=arch.norm_eps,
-        qk_layernorm=arch.qk_norm,
-        gated_linear_unit=arch.gated_mlp,
-        activation_func=ACTIVATIONS[arch.activation],
+        **_model(arch),
         # Upstream's name; the module need not be TransformerEngine's.
         use_te_activation_func=activation_module,
-        add_bias_linear=arch.mlp_bias,
-        add_qkv_bias=arch.qkv_bias,
-        # Tokens to the left and to the right of a token, without itself.
-        window_size=None if arch.sliding_window is None else (arch.sliding_window - 1, 0),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tp,
@@ -81,13 +69,13 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         perform_initialization=False,
-        # Made where they are used; `parallel/megatron_cpu.py` says where that is.
+        # Parameters are made on the device of `parallel/megatron_cpu.py`.
         use_cpu_initialization=False,
-        # Embeddings whose gradient is added in a fixed order; with TransformerEngine it demands its variable too.
+        # Sums gradients of embeddings in a fixed order. TransformerEngine also demands its environment variable.
         deterministic_mode=mesh.runtime.deterministic,
-        # The loss is a sum over a denominator of the whole mini-batch; nothing may divide it again.
+        # The loss is already divided by a denominator of the whole mini-batch; nothing may divide it again.
         calculate_per_token_loss=True,
-        # Set where its module exists, layer by layer: `models/build.py`.
+        # Set layer by layer where it is possible: `models/build.py`.
         gradient_accumulation_fusion=False,
         bias_activation_fusion=fused_gate,
         bias_dropout_fusion=False,
@@ -102,11 +90,32 @@ def transformer_config(
     return config
 
 
-def _scale_rotary(config: TransformerConfig, factor: float) -> None:
-    """Have Megatron-Core's attention multiply the cosines and sines of padded rows by this.
+def _model(arch: Architecture) -> dict[str, Any]:
+    """Sizes and functions of the layers."""
+    return {
+        "num_layers": arch.num_layers,
+        "hidden_size": arch.hidden_size,
+        "num_attention_heads": arch.num_heads,
+        "num_query_groups": arch.num_kv_heads,
+        "kv_channels": arch.head_dim,
+        "ffn_hidden_size": arch.ffn_size,
+        "normalization": "RMSNorm" if arch.norm == "rms" else "LayerNorm",
+        "layernorm_epsilon": arch.norm_eps,
+        "qk_layernorm": arch.qk_norm,
+        "gated_linear_unit": arch.gated_mlp,
+        "activation_func": ACTIVATIONS[arch.activation],
+        "add_bias_linear": arch.mlp_bias,
+        "add_qkv_bias": arch.qkv_bias,
+        # Tokens to the left and to the right of a token, without itself.
+        "window_size": None if arch.sliding_window is None else (arch.sliding_window - 1, 0),
+    }
 
-    It computes its factor from three numbers that a model type of its own sets on the configuration, as
-    (0.1 a ln s + 1) / (0.1 b ln s + 1). With ln s = 10 and b = 0 that is a + 1.
+
+def _scale_rotary(config: TransformerConfig, factor: float) -> None:
+    """Make Megatron-Core's attention multiply the cosines and sines of padded rows by `factor`.
+
+    Megatron-Core computes its factor as (0.1 a ln s + 1) / (0.1 b ln s + 1), from three numbers that one of its model
+    types sets on the configuration. With ln s = 10 and b = 0 that is a + 1.
     """
     if factor != 1.0:
         config.yarn_rotary_scaling_factor = math.exp(10)
@@ -115,23 +124,24 @@ def _scale_rotary(config: TransformerConfig, factor: float) -> None:
 
 
 def _recomputation(section: RoleConfig) -> dict[str, Any]:
-    """In Megatron-Core's words; it computes again in training only."""
+    """Megatron-Core's options for recomputation, which happens in training only."""
     match section.recompute:
         case "core_attention":
             return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
         case "layers":
-            number = section.recompute_layers
-            return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": number}
+            num_layers = section.recompute_layers
+            return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": num_layers}
         case "full":
             return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return {}
 
 
 def _experts(arch: Architecture, parallel: ParallelConfig, spec: Spec) -> dict[str, Any]:
-    """Routing as Hugging Face computes it: softmax over all experts in fp32, the k largest, scaled to 1 or not.
+    """Options for routing as Hugging Face computes it: softmax over all experts in fp32, then the k largest, which may
+    be rescaled to sum to 1.
 
-    Scaling the k largest to 1 is the softmax over their logits alone, which is Megatron's default. The load-balancing
-    loss is ours, `parallel/router_balance.py`: Megatron-Core's is of a micro-batch, with its padding.
+    Rescaling the k largest equals the softmax over their logits alone, which is Megatron's default. The load-balancing
+    loss is ours (`parallel/router_balance.py`): Megatron-Core's is computed over a micro-batch and includes padding.
     """
     if not arch.num_experts:
         return {}
@@ -153,11 +163,10 @@ def _experts(arch: Architecture, parallel: ParallelConfig, spec: Spec) -> dict[s
 def _stages(parallel: ParallelConfig, mesh: Mesh) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if parallel.pp > 1:
-        # Packed micro-batches differ in length. Megatron wants to see the dispatcher that experts need for it, also
-        # where there are none.
+        # Packed micro-batches differ in length. Megatron then demands this dispatcher, even without experts.
         options |= {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
     if parallel.vpp > 1:
-        # With two ranks, messages that are sent in batches are mixed up between the stages that the same two share.
+        # With two ranks, batched messages would be mixed up between the stages that the two ranks share.
         options |= {
             "virtual_pipeline_model_parallel_size": parallel.vpp,
             "overlap_p2p_comm": True,
@@ -171,10 +180,9 @@ def _stages(parallel: ParallelConfig, mesh: Mesh) -> dict[str, Any]:
 
 
 class StageLayout(PipelineParallelLayerLayout):
-    """Pipeline stages of any sizes, as the rank number `stage` of the pipeline sees them.
+    """Pipeline stages of any sizes, seen from pipeline rank `stage`.
 
-    Upstream asks `parallel_state`, which is not initialised here, for the rank's number and whether there are virtual
-    stages.
+    Upstream reads the rank and the number of virtual stages from `parallel_state`, which is not initialised here.
     """
 
     def __init__(self, layers_per_stage: Sequence[int], pp: int, stage: int) -> None:
@@ -187,7 +195,7 @@ class StageLayout(PipelineParallelLayerLayout):
     def get_layer_offset(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """Layers of the stages before."""
-        assert layer_type is LayerType.decoder, "only the decoder's layers are many"
-        number = (vp_stage or 0) * self._pp + (self._stage if pp_rank is None else pp_rank)
-        return sum(self._sizes[:number])
+        """Number of layers in all earlier stages."""
+        assert layer_type is LayerType.decoder, f"offsets are of decoder layers, got {layer_type}"
+        stage = (vp_stage or 0) * self._pp + (self._stage if pp_rank is None else pp_rank)
+        return sum(self._sizes[:stage])

@@ -1,4 +1,4 @@
-"""What a stage's layers are made of: TransformerEngine's modules where they are installed, otherwise our local spec."""
+"""Layer specs: TransformerEngine's modules where they are installed, otherwise our local spec."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from megarlhf.models.norm import LayerNorm, RMSNorm
 
 
 def block_spec(spec: Spec, arch: Architecture, num_layers: int) -> TransformerBlockSubmodules:
-    """A stage of `num_layers` equal layers and, where the stage is the last, the final norm."""
+    """Spec of a stage: `num_layers` equal layers, and the final norm in the last stage."""
     if spec == "te":
-        # Not run in CI: transformer-engine needs a GPU. Norms are fused into the linear layers.
+        # Not run in CI, since transformer-engine needs a GPU. Norms are fused into the linear layers.
         from megatron.core.extensions.transformer_engine import TENorm
 
         return TransformerBlockSubmodules(layer_specs=[_te_layer(arch)] * num_layers, layer_norm=TENorm)
@@ -37,13 +37,13 @@ def block_spec(spec: Spec, arch: Architecture, num_layers: int) -> TransformerBl
 
 
 def gates_by_silu(spec: Spec, arch: Architecture) -> bool:
-    """Whether a stage's MLPs, experts too, have `SiluGate` for their activation: `settings.transformer_config`."""
+    """Return whether MLPs and experts have `SiluGate` as their activation; see `settings.transformer_config`."""
     return spec == "local" and arch.gated_mlp and arch.activation == "silu"
 
 
 def fuses_gate(spec: Spec, arch: Architecture) -> bool:
-    """Whether Megatron-Core's fused gate is the activation: the same function in one kernel each way, which
-    `torch.compile` makes and which keeps the first product only."""
+    """Return whether the activation is Megatron-Core's fused gate. It is the same function, compiled by `torch.compile`
+    into one kernel each way, and keeps the first product only."""
     return spec == "te" and arch.gated_mlp and arch.activation == "silu"
 
 
@@ -55,13 +55,12 @@ def _te_layer(arch: Architecture) -> ModuleSpec:
     attention = parts.self_attention
     params = {**attention.params, "output_bias": arch.output_bias}
     core = with_packed_rows(attention.submodules.core_attention)
-    inside = replace(attention.submodules, core_attention=core)
-    changed = {
-        "self_attention": replace(attention, module=GroupedSelfAttention, params=params, submodules=inside),
-    }
+    submodules = replace(attention.submodules, core_attention=core)
+    attention = replace(attention, module=GroupedSelfAttention, params=params, submodules=submodules)
+    mlp = parts.mlp
     if arch.num_experts:
-        changed["mlp"] = replace(parts.mlp, submodules=replace(parts.mlp.submodules, router=Router))
-    return replace(layer, module=_layer_module(arch), submodules=replace(parts, **changed))
+        mlp = replace(mlp, submodules=replace(mlp.submodules, router=Router))
+    return replace(layer, module=_layer_module(arch), submodules=replace(parts, self_attention=attention, mlp=mlp))
 
 
 def _layer_module(arch: Architecture) -> type[TransformerLayer]:

@@ -1,4 +1,4 @@
-"""What of a role's model is trained: the rest has no gradient, no buffer for one and no optimizer state."""
+"""Choice of the trained parameters. All others have no gradient, no gradient buffer and no optimizer state."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from megarlhf.models.build import ModelShard, placements_on
 
 
 def choose_trained(shard: ModelShard, section: RoleConfig) -> None:
-    """Mark the parameters of a model that is going to be trained: alike on the ranks of a tensor-parallel group, which
-    go backward together, though one may have nothing but padding of a vocabulary."""
+    """Set `requires_grad` of the model's parameters. The ranks of a tensor-parallel group choose the same parameters,
+    since they go backward together, even if a rank holds only padding of the vocabulary."""
     trained = trained_tensors(shard.arch, shard.head, freeze=section.freeze, train_only=section.train_only)
-    number, total = count_trained(shard.arch, shard.head, trained)
-    if number == total:
+    num_trained, total = count_trained(shard.arch, shard.head, trained)
+    if num_trained == total:
         return
-    live, rank = shard.parameters(), shard.mesh.runtime.rank
-    is_trained: dict[str, bool] = dict.fromkeys(live, False)
+    parameters, rank = shard.parameters(), shard.mesh.runtime.rank
+    is_trained: dict[str, bool] = dict.fromkeys(parameters, False)
     for tp_rank in range(shard.mesh.layout.tp):
         for name, placements in placements_on(shard, rank, tp_rank=tp_rank).by_storage().items():
             is_trained[name] |= any(placement.tensor in trained for placement in placements)
-    for name, parameter in live.items():
+    for name, parameter in parameters.items():
         parameter.requires_grad_(is_trained[name])
     if shard.mesh.layout.pp > 1 or section.recompute in ("layers", "full"):
         for chunk in shard.chunks:
@@ -33,7 +33,7 @@ def choose_trained(shard: ModelShard, section: RoleConfig) -> None:
 
 
 def _begin_graph(embedding: nn.Module, inputs: tuple[Any, ...], hidden: Tensor) -> Tensor:
-    """What a stage that has nothing to train hands on needs a gradient all the same, for the schedule goes backward
-    through every stage; and a layer that is computed again passes no gradient to its parameters unless its input needs
+    """Make the embedding's output require a gradient. The schedule goes backward through every stage, also through one
+    without trained parameters; and a recomputed layer passes gradients to its parameters only if its input requires
     one."""
     return hidden.requires_grad_() if torch.is_grad_enabled() and not hidden.requires_grad else hidden

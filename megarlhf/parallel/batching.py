@@ -1,8 +1,6 @@
-"""From samples to micro-batches: which sequences go together, and where each stands (`micro_batch.py`).
+"""Planning of micro-batches: which sequences go together, and their positions in the grid (`micro_batch.py`).
 
-Every rank knows every sequence's length, so all agree on shapes without a message.
-
-Legend: B rows, S columns of the grid, N sequences known to the caller, K sequences of a micro-batch, R values placed.
+Every rank knows every sequence's length, so all ranks agree on shapes without communication.
 """
 
 from __future__ import annotations
@@ -23,16 +21,18 @@ from megarlhf.parallel.packing.tree_layouts import SequenceGroup, segments_of
 from megarlhf.parallel.packing.tree_partition import PrefixGroup, pack_trees
 
 FILLER = -1
-"""Stands for a sample where a rank has a row too many; nothing is computed from it."""
+"""Placeholder for a sample in a row that is left over. Nothing is computed from it."""
 
 
 def split_padded(samples: Sequence[int], dp: int, micro_batch_samples: int) -> list[list[list[int]]]:
-    """Padded micro-batches of `samples` by data-parallel rank: a contiguous share for each, in order.
+    """Padded micro-batches of each data-parallel rank. A rank gets a contiguous share of `samples`, in order.
 
-    All ranks get the same number of full micro-batches; a share that falls short is filled with `FILLER`.
+    All ranks get the same number of full micro-batches; a shorter share is filled up with `FILLER`.
+
+    Example: samples 0..4, dp 2, 2 samples each -> [[[0, 1], [2, FILLER]], [[3, 4], [FILLER, FILLER]]]
     """
     shares = [[samples[n] for n in share] for share in split_evenly(len(samples), dp)]
-    size = micro_batch_samples * -(-max(map(len, shares)) // micro_batch_samples)
+    size = round_up(max(map(len, shares)), micro_batch_samples)
     filled = [share + [FILLER] * (size - len(share)) for share in shares]
     return [
         [share[start : start + micro_batch_samples] for start in range(0, size, micro_batch_samples)]
@@ -46,7 +46,8 @@ def padded_length(longest: int, mesh: Mesh) -> int:
 
 
 def owners_of_outputs(mesh: Mesh, layouts_by_rank: Sequence[Sequence[MicroBatchLayout]]) -> list[list[int]]:
-    """By rank of the run, the sequences whose outputs it hands out, from the layouts of each data-parallel rank."""
+    """For each rank of the run the sequences whose outputs it provides, given the layouts of each data-parallel
+    rank."""
     owners: list[list[int]] = [[] for _ in range(mesh.runtime.world_size)]
     for dp, layouts in enumerate(layouts_by_rank):
         owners[mesh.owner_of_outputs(dp)] = [n for layout in layouts for n in layout.sequences]
@@ -55,23 +56,22 @@ def owners_of_outputs(mesh: Mesh, layouts_by_rank: Sequence[Sequence[MicroBatchL
 
 @dataclass(frozen=True)
 class Batching:
-    """How one role's sequences become micro-batches."""
+    """Planner of one role's micro-batches."""
 
     mesh: Mesh
     cost: ForwardCost
-    """What packed micro-batches are balanced by."""
+    """Cost by which packed micro-batches are balanced."""
     micro: MicroBatchConfig
     share: bool = False
-    """What sequences of a group have in common is computed once where they meet in a micro-batch, if these are packed
-    rows of whole sequences."""
+    """Whether the common prefix of a group is computed once for all its sequences in a micro-batch, where possible."""
 
     @property
     def shares(self) -> bool:
-        """Whether it is."""
+        """True if prefixes are shared: `share` is on, and micro-batches are packed rows of whole sequences."""
         return self.share and self.micro.max_tokens_per_micro_batch is not None and self.mesh.layout.cp == 1
 
     def layouts(self, groups: Sequence[Sequence[int]], lengths_N: Tensor, **shared: Any) -> list[MicroBatchLayout]:
-        """This data-parallel rank's micro-batches, which it is about to compute. See `layouts_by_rank`."""
+        """This data-parallel rank's micro-batches. All ranks get the same number. See `layouts_by_rank`."""
         return self.own(self.layouts_by_rank(groups, lengths_N, **shared))
 
     def own(self, by_rank: Sequence[list[MicroBatchLayout]]) -> list[MicroBatchLayout]:
@@ -89,13 +89,11 @@ class Batching:
     ) -> list[list[MicroBatchLayout]]:
         """The micro-batches of every data-parallel rank, in their order.
 
-        `groups` are numbers of sequences that stay together, in one micro-batch, in this order. `lengths_N` are the
-        lengths of all the sequences of the step, [N] int64: padded rows are as long as the longest of them. `shared`:
-        by group, how many tokens its sequences begin with in common; empty: none. Where they are shared, groups that
-        are `divisible` need not stay together.
-
-        Raises: ValueError where a group, or a sequence of a divisible one, does not fit into
-        `max_tokens_per_micro_batch`.
+        groups: indices of sequences that stay together in one micro-batch, in this order
+        lengths_N: [N] int64, lengths of all sequences of the step. Padded rows are as long as the longest of them.
+        shared: for each group the length of its sequences' common prefix; empty: none
+        divisible: groups need not stay together where prefixes are shared
+        Raises: ValueError where a group, or a sequence of a divisible one, exceeds `max_tokens_per_micro_batch`
         """
         lengths, budget = lengths_N.tolist(), self.micro.max_tokens_per_micro_batch
         if budget is None:
@@ -109,13 +107,13 @@ class Batching:
         columns = padded_length(max(lengths), self.mesh)
 
         def layout(padded: Sequence[int]) -> MicroBatchLayout:
-            real = [n for n in padded if n != FILLER]  # fillers come last
+            real = [n for n in padded if n != FILLER]
             sequences = tuple(itertools.chain.from_iterable(groups[n] for n in real))
             return MicroBatchLayout(
                 sequences=sequences,
                 lengths=tuple(lengths[n] for n in sequences),
                 starts=tuple(range(0, len(sequences) * columns, columns)),
-                # Groups of one micro-batch are alike: a filler takes as many rows as they do.
+                # All groups have the same size: a filler takes as many rows as a group.
                 rows=size * len(groups[0]),
                 columns=columns,
                 packed=False,
@@ -141,7 +139,7 @@ class Batching:
         return [[layout(chosen) for chosen in micro_batches] for micro_batches in micro_batches_by_rank]
 
     def _row(self, sequences: tuple[int, ...], lengths: Sequence[int], spaces: Sequence[int]) -> MicroBatchLayout:
-        """A packed row of sequences of their own."""
+        """A packed row of sequences that share nothing. `spaces`: columns of each sequence."""
         return MicroBatchLayout(
             sequences=sequences,
             lengths=tuple(lengths[n] for n in sequences),
@@ -168,8 +166,8 @@ class Batching:
         def layout(chosen: Sequence[tuple[int, tuple[int, ...]]]) -> MicroBatchLayout:
             entries = []
             for n, members in chosen:
-                own = tuple(groups[n][member] for member in members)
-                entries.append(SequenceGroup(own, tuple(lengths[each] for each in own), shared[n]))
+                sequences = tuple(groups[n][member] for member in members)
+                entries.append(SequenceGroup(sequences, tuple(lengths[m] for m in sequences), shared[n]))
             sequences = tuple(itertools.chain.from_iterable(entry.sequences for entry in entries))
             if not any(entry.is_tree for entry in entries):
                 return self._row(sequences, lengths, [lengths[n] for n in sequences])

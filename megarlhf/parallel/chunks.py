@@ -1,4 +1,4 @@
-"""A rank's model as one module: a GPTModel, or the several of a rank that has virtual pipeline stages."""
+"""A rank's model as one module: a GPTModel, or several of them where the rank has virtual pipeline stages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import nn
 
 
 class ModelChunks(nn.Module):
-    """The chunks of a rank, in the order in which a micro-batch passes them. Parameters are named as in a checkpoint of
-    Megatron-Core, `model0.decoder...`, `model1.decoder...`. A schedule calls the chunks; the whole is never called."""
+    """Container of a rank's chunks, in the order in which a micro-batch passes them. It is never called itself: a
+    schedule calls the chunks. Parameters have the names of Megatron-Core's checkpoints, `model0.decoder...`."""
 
     def __init__(self, chunks: Sequence[GPTModel]) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class ModelChunks(nn.Module):
 
     @property
     def config(self) -> TransformerConfig:
-        """Which all chunks share."""
+        """The configuration, which all chunks share."""
         return chunks_of(self)[0].config
 
 
@@ -30,17 +30,19 @@ Model: TypeAlias = GPTModel | ModelChunks
 
 
 def as_model(chunks: Sequence[GPTModel]) -> Model:
-    """The module that these are."""
     return chunks[0] if len(chunks) == 1 else ModelChunks(chunks)
 
 
 def chunks_of(model: Model) -> tuple[GPTModel, ...]:
-    """First to last."""
+    """The model's chunks, first to last."""
     return tuple(model.children()) if isinstance(model, ModelChunks) else (model,)
 
 
 def split_name(name: str) -> tuple[int, str]:
-    """Of a parameter or module of a rank's model: its chunk, and its name there. The model itself is (0, "")."""
+    """Split the name of a parameter or module into its chunk and its name there.
+
+    Examples: "model1.decoder.x" -> (1, "decoder.x"); "decoder.x" -> (0, "decoder.x"); "" -> (0, "")
+    """
     first, _, rest = name.partition(".")
-    number = first.removeprefix("model")
-    return (int(number), rest) if number != first and number.isdigit() else (0, name)
+    chunk = first.removeprefix("model")
+    return (int(chunk), rest) if chunk != first and chunk.isdigit() else (0, name)

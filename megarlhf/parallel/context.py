@@ -1,9 +1,9 @@
-"""Context parallelism: the columns of a micro-batch's grid that a rank computes, and how the whole is put together.
+"""Context parallelism: the columns of a micro-batch's grid that a rank computes, and gathering the whole grid.
 
-Each sequence is cut into 2 x cp equal chunks, of which rank r has chunks r and 2 cp - 1 - r: with causal attention the
-work of an early chunk and a late one add up to the same on every rank. It is the partition of TransformerEngine and of
-Megatron-Core's rotary table. All of a model but its attention works on single tokens, so that only keys and values are
-gathered (`gather_sequence`), besides what comes out of the last stage (`ContextShare.whole`).
+Each sequence is split into 2 x cp equal chunks, and rank r computes chunks r and 2 cp - 1 - r. With causal attention
+the work of an early and a late chunk adds up to the same on every rank. TransformerEngine and Megatron-Core's rotary
+table use the same partition. Only attention mixes tokens, so only keys and values are gathered (`gather_sequence`), and
+the outputs of the last stage (`ContextShare.whole`).
 
 Legend: S columns of the grid, S' = S / cp of them on this rank, N sequences.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ContextShare:
-    """Which columns of a grid this rank computes, and where each column stands when all ranks' are put in a line."""
+    """The columns of a grid that this rank computes, and the order of all ranks' columns."""
 
     group: dist.ProcessGroup
     own_S: Tensor
@@ -29,24 +29,22 @@ class ContextShare:
     gathered_S: Tensor
     """[S] int64: the columns of rank 0, then those of rank 1, and so on."""
     place_S: Tensor
-    """[S] int64: where each column stands in `gathered_S`."""
+    """[S] int64: index of each column in `gathered_S`."""
 
     def cut(self, grid_BS: Tensor) -> Tensor:
-        """[B, S] -> [B, S'], this rank's columns."""
+        """Select this rank's columns: [B, S] -> [B, S']."""
         return grid_BS.index_select(1, self.own_S)
 
     def whole(self, outputs_XS: Tensor) -> Tensor:
-        """[..., S'] -> [..., S]. Every rank goes on with the same numbers, so that the gradient of its own columns is
-        all there is for them."""
+        """Gather the columns of all ranks: [..., S'] -> [..., S]. All ranks continue with the same numbers, so a rank
+        backpropagates through its own columns only."""
         whole: Tensor = _Outputs.apply(outputs_XS.movedim(-1, 0), self).movedim(0, -1)
         return whole
 
 
 def context_share(lengths: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> ContextShare:
-    """This rank's share of a grid whose columns are sequences of these lengths, end to end. A padded grid is one.
-
-    Every length is a multiple of 2 x cp.
-    """
+    """This rank's share of a grid whose columns are sequences of these lengths, end to end. A padded grid counts as one
+    sequence. Every length is a multiple of 2 x cp."""
     cp = group.size()
     gathered_S = torch.cat([zigzag(lengths, cp, rank) for rank in range(cp)])
     place_S = torch.empty_like(gathered_S)
@@ -57,9 +55,12 @@ def context_share(lengths: Sequence[int], group: dist.ProcessGroup, device: torc
 
 
 def zigzag(lengths: Sequence[int], cp: int, rank: int) -> Tensor:
-    """[S'] int64 on the CPU: of each sequence the columns of chunks `rank` and 2 cp - 1 - `rank`, in this order."""
+    """[S'] int64 on the CPU: the columns of chunks `rank` and 2 cp - 1 - `rank` of each sequence, in this order.
+
+    Example: lengths [4, 8], cp 2, rank 0 -> chunks 0 and 3: [0, 3, 4, 5, 10, 11]
+    """
     odd = next((length for length in lengths if length % (2 * cp)), None)
-    assert odd is None, f"cp = {cp} cuts a sequence into {2 * cp} equal chunks, got one of {odd} tokens"
+    assert odd is None, f"cp = {cp} splits a sequence into {2 * cp} equal chunks, got one of {odd} tokens"
     chunk_N = torch.tensor(lengths, dtype=torch.int64) // (2 * cp)
     start_N = 2 * cp * (chunk_N.cumsum(0) - chunk_N)
     starts_N2 = torch.stack([start_N + rank * chunk_N, start_N + (2 * cp - 1 - rank) * chunk_N], 1)
@@ -67,22 +68,25 @@ def zigzag(lengths: Sequence[int], cp: int, rank: int) -> Tensor:
 
 
 def ranges(starts_K: Tensor, counts_K: Tensor) -> Tensor:
-    """[start, start + count) of each pair, end to end. Integers on the CPU -> [sum of counts]."""
+    """Concatenate the ranges [start, start + count). Integers on the CPU -> [sum of counts].
+
+    Example: starts [5, 0], counts [2, 3] -> [5, 6, 0, 1, 2]
+    """
     ends_K = counts_K.cumsum(0)
     return torch.arange(int(counts_K.sum())) + (starts_K - ends_K + counts_K).repeat_interleave(counts_K)
 
 
 def gather_sequence(local_SX: Tensor, group: dist.ProcessGroup, share: ContextShare | None = None) -> Tensor:
-    """[S', ...] -> [S, ...] in the order of the columns; the gradient is the sum over the ranks of the group.
+    """Gather the columns of all ranks, in order: [S', ...] -> [S, ...]. The gradient is summed over the ranks.
 
-    `share` None: the columns are one sequence, and no index is needed.
+    share: None where the columns are a single sequence, so that no index is needed
     """
     whole: Tensor = _Sequence.apply(local_SX, group, share)
     return whole
 
 
 class _Sequence(torch.autograd.Function):
-    """All-gather, reduce-scatter in the backward. What is added keeps its dtype, as under sequence parallelism."""
+    """All-gather; reduce-scatter in the backward, in the dtype of the gradients, as under sequence parallelism."""
 
     @staticmethod
     def forward(ctx: Any, local_SX: Tensor, group: dist.ProcessGroup, share: ContextShare | None) -> Tensor:
@@ -107,7 +111,7 @@ class _Sequence(torch.autograd.Function):
 
 
 class _Outputs(torch.autograd.Function):
-    """All-gather; in the backward this rank's own columns."""
+    """All-gather; selects this rank's own columns in the backward."""
 
     @staticmethod
     def forward(ctx: Any, local_SX: Tensor, share: ContextShare) -> Tensor:
@@ -120,7 +124,7 @@ class _Outputs(torch.autograd.Function):
 
 
 def _all_gather(local_SX: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' parts, one after the other."""
+    """Concatenate the ranks' parts."""
     gathered_SX = local_SX.new_empty((local_SX.size(0) * group.size(), *local_SX.shape[1:]))
     dist.all_gather_into_tensor(gathered_SX, local_SX.contiguous(), group=group)
     return gathered_SX

@@ -1,15 +1,15 @@
-"""Memory by phase: what of each role is on the device while it works, and in host memory while others do.
+"""Offloading by phase: a role's memory is on the device while the role works, and in host memory while others do.
 
-A *part* is what comes and goes as one: the parameters of a role, its gradients, its optimizer's state; an engine adds
-parts of its own. A part's storages that go away are copied into host memory and shrink to nothing. Every view of them
-stays the tensor that it is and has its numbers again when the storage is back: Megatron-Core's buffers, the optimizer
-and vLLM notice nothing.
+A *part* is moved as a whole: the parameters of a role, its gradients, or its optimizer's state. An engine adds parts of
+its own. To offload a part, its storages are copied to host memory and resized to 0 bytes. Every view of a storage stays
+valid and has its numbers again when the part is loaded: Megatron-Core's buffers, the optimizer and vLLM notice nothing.
 
-Whoever computes says so first, by a *turn* that names the parts it needs: all others that may go away do, then those
-come back. So nothing moves between two turns of one role, and where nothing may go away nothing moves at all.
+Before computing, a caller lists the parts that it needs on the device (`DeviceMemory.keep_only`). Everything else that
+may be offloaded is offloaded, then the listed parts are loaded. Nothing moves between two calls with the same parts,
+and nothing moves at all where nothing may be offloaded.
 
-This file may name CUDA: on a GPU the host memory is pinned, and copies run on a stream of their own. What leaves is
-copied beside the work that follows, and its memory is used again when it is copied.
+This file may name CUDA: on a GPU the host memory is pinned, and copies run on their own streams. An offloaded part is
+copied beside the work that follows; its device memory is reused once it is copied.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch import Tensor
 from megarlhf.config import OffloadConfig
 
 resize = torch.ops.inductor.resize_storage_bytes_
-"""(tensor, bytes): makes its storage so large; through the dispatcher, so that a rehearsal sees it."""
+"""(tensor, bytes): resize the tensor's storage. It goes through the dispatcher, so that a rehearsal sees it."""
 
 
 class Offloadable(Protocol):
-    """What comes and goes as one."""
+    """Memory that is offloaded and loaded as a whole."""
 
     @property
     def present(self) -> bool: ...
@@ -38,32 +38,32 @@ class Offloadable(Protocol):
         """Give the device's memory back."""
 
     def onload(self) -> None:
-        """Be on the device again, or on the way."""
+        """Begin to load the part onto the device."""
 
     def wait(self) -> None:
-        """What the device computes from here on finds it there."""
+        """Make the device's following work wait until the part is loaded."""
 
     def synchronize(self) -> None:
-        """Wait for messages between ranks that still fill it."""
+        """Wait for messages between ranks that still write to the part."""
 
 
 class HostMemory:
-    """The other side: what parts have taken of it is counted. Without a GPU it is memory like any other."""
+    """Host memory for offloaded parts, pinned where there is a GPU. `nbytes` counts what has been allocated."""
 
     def __init__(self, device: torch.device) -> None:
         self.nbytes = 0
         self._pinned = device.type == "cuda"
-        # One for each direction, in which they do not slow each other down.
+        # A stream for each direction, so that the two directions do not slow each other down.
         self._out = torch.cuda.Stream(device) if self._pinned else None
         self._back = torch.cuda.Stream(device) if self._pinned else None
 
     def take(self, nbytes: int) -> Tensor:
-        """So many bytes, for as long as the run lasts."""
+        """Allocate this many bytes for the rest of the run."""
         self.nbytes += nbytes
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
 
     def fill(self, host: Tensor, whole: Tensor) -> None:
-        """Copy to the host; the device's memory may be given back at once, and is used again when it is copied."""
+        """Copy to the host. The caller may release the device's memory at once; it is reused after the copy."""
         if self._out is None:
             host.copy_(whole)
             return
@@ -73,12 +73,12 @@ class HostMemory:
         whole.record_stream(self._out)
 
     def read(self, copies: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-        """Copy to the device from the host. Returns what waits for it."""
+        """Copy pairs (device, host) to the device. Returns a function that waits for these copies."""
         if self._back is None or self._out is None:
             for whole, host in copies:
                 whole.copy_(host)
             return lambda: None
-        self._back.wait_stream(self._out)  # the host's memory may just be filled
+        self._back.wait_stream(self._out)  # copies to the host may still be running
         self._back.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._back):
             for whole, host in copies:
@@ -87,11 +87,11 @@ class HostMemory:
         return lambda: torch.cuda.current_stream().wait_event(done)
 
     def view_like(self, tensor: Tensor, host: Tensor) -> Tensor:
-        """Of the memory that has the numbers of its storage, the view that this tensor is."""
+        """View of `host`, a copy of the tensor's storage, with the tensor's dtype, shape and strides."""
         return host.view(tensor.dtype).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def synchronize(self) -> None:
-        """Wait until what has left is there."""
+        """Wait for all copies to the host."""
         if self._out is not None:
             self._out.synchronize()
 
@@ -101,17 +101,17 @@ def _nothing() -> None: ...
 
 @dataclass
 class _Moved:
-    """A storage of the device."""
+    """A storage of the device that is or may be offloaded."""
 
     whole: Tensor
-    """All of it, flat."""
+    """Flat view of the whole storage."""
     nbytes: int
     host: Tensor | None = None
-    """Its numbers."""
+    """Copy in host memory."""
 
 
 class Tensors:
-    """The part that some tensors are: their storages, each once."""
+    """A part that consists of the storages of some tensors."""
 
     def __init__(
         self,
@@ -121,35 +121,35 @@ class Tensors:
         copied: bool = True,
         constant: bool = False,
         without: Callable[[], Iterable[Tensor]] = tuple,
-        settle: Callable[[], None] = _nothing,
+        synchronize: Callable[[], None] = _nothing,
     ) -> None:
         """
-        tensors: asked whenever they leave, as an optimizer makes its state in its first step
-        copied: their numbers come back; otherwise what comes back is memory of any content
-        constant: their numbers never change, and are copied to the host once
-        without: tensors of other parts; storages that are also theirs stay
-        settle: waits for messages that still fill them
+        tensors: called at every offload, since an optimizer makes its state in its first step
+        copied: numbers are restored; otherwise the content is undefined after loading
+        constant: numbers never change, and are copied to the host once
+        without: tensors of other parts, whose storages stay on the device
+        synchronize: waits for messages that still write to the tensors
         """
         self._tensors, self._host, self._copied, self._constant = tensors, host, copied, constant
-        self._without, self._settle = without, settle
+        self._without, self.synchronize = without, synchronize
         self._away: list[_Moved] = []
-        self._kept: dict[int, tuple[int, Tensor]] = {}
-        """Bytes and host memory, by storage."""
+        self._host_by_storage: dict[int, tuple[int, Tensor]] = {}
+        """Storage -> bytes and host memory."""
         self._arrival: Callable[[], None] = _nothing
         self.present = True
 
-    def changes(self) -> None:
-        """Its numbers may change from now on."""
+    def may_change(self) -> None:
+        """Declare that the numbers may change from now on."""
         self._constant = False
 
     @property
     def nbytes(self) -> int:
-        """Of the device's memory that it takes while it is there."""
-        return sum(each.nbytes for each in self._away) if not self.present else sum(m.nbytes for m in self._storages())
+        """Bytes of device memory that the part takes while it is present."""
+        return sum(moved.nbytes for moved in (self._storages() if self.present else self._away))
 
     @torch.no_grad()
     def offload(self) -> None:
-        assert self.present, "a part leaves that is away"
+        assert self.present, "a part is offloaded that is away"
         self.wait()
         self.synchronize()
         self.present, self._away = False, list(self._storages())
@@ -160,7 +160,7 @@ class Tensors:
 
     @torch.no_grad()
     def onload(self) -> None:
-        assert not self.present, "a part comes that is there"
+        assert not self.present, "a part is loaded that is present"
         self.present = True
         for moved in self._away:
             resize(moved.whole, moved.nbytes)
@@ -171,24 +171,21 @@ class Tensors:
 
     @property
     def away(self) -> dict[int, Tensor]:
-        """Host memory of what is not on the device, by storage."""
-        return {_key(each.whole): each.host for each in self._away if each.host is not None}
+        """Storage -> its copy in host memory, for storages that are offloaded."""
+        return {_key(moved.whole): moved.host for moved in self._away if moved.host is not None}
 
     def wait(self) -> None:
         self._arrival()
         self._arrival = _nothing
 
-    def synchronize(self) -> None:
-        self._settle()
-
     def _copy_of(self, moved: _Moved) -> Tensor:
         key = _key(moved.whole)
-        nbytes, host = self._kept.get(key, (0, None))
+        nbytes, host = self._host_by_storage.get(key, (0, None))
         if host is not None and nbytes == moved.nbytes and self._constant:
             return host
-        if host is None or nbytes != moved.nbytes:  # another storage may be where one was
+        if host is None or nbytes != moved.nbytes:  # the key may be that of an earlier storage
             host = self._host.take(moved.nbytes)
-            self._kept[key] = moved.nbytes, host
+            self._host_by_storage[key] = moved.nbytes, host
         self._host.fill(host, moved.whole.view(torch.uint8))
         return host
 
@@ -204,99 +201,97 @@ class Tensors:
 
 
 def _key(tensor: Tensor) -> int:
-    """Of its storage, on whichever side its numbers are."""
+    """Identity of the tensor's storage, whether it is on the device or offloaded."""
     return tensor.untyped_storage()._cdata
 
 
 @dataclass(frozen=True)
 class RoleParts:
-    """Of one role."""
+    """The parts of one role. Call a `to_...` method before the work that it names."""
 
     device_memory: DeviceMemory
     parameters: Tensors
     gradients: Tensors | None = None
     optimizer: tuple[Tensors, ...] = ()
-    """In pieces."""
+    """Pieces of the optimizer's state."""
     streams: bool = False
-    """A step of the optimizer brings the pieces one after the other."""
+    """An optimizer step loads the pieces one after the other."""
 
     def to_compute(self) -> None:
-        """A forward without gradients, or something that reads the weights, begins."""
+        """Prepare a forward without gradients, or reading the weights."""
         self.device_memory.keep_only(self.parameters)
 
-    def to_learn(self, *, settled: bool = True) -> None:
-        """Forward and backward begin, or what looks at the gradients. Not `settled`: a module waits by itself for what
-        still fills its parameters."""
-        self.device_memory.keep_only(self.parameters, *self._of_gradients, settled=settled)
+    def to_learn(self, *, synchronize: bool = True) -> None:
+        """Prepare forward and backward, or reading the gradients. `synchronize=False`: the module itself waits for
+        messages that still write to its parameters."""
+        self.device_memory.keep_only(self.parameters, *self._gradients, synchronize=synchronize)
 
     def to_update(self) -> None:
-        """A step of the whole optimizer begins."""
-        self.device_memory.keep_only(self.parameters, *self._of_gradients, *self.optimizer)
+        """Prepare a step of the whole optimizer."""
+        self.device_memory.keep_only(self.parameters, *self._gradients, *self.optimizer)
 
     def to_update_piece(self, number: int) -> None:
-        """A step of one piece begins; the next one comes meanwhile."""
+        """Prepare an optimizer step of one piece. The next piece is loaded meanwhile."""
         now, soon = self.optimizer[number], self.optimizer[number + 1 : number + 2]
-        self.device_memory.keep_only(self.parameters, *self._of_gradients, now, soon=soon)
+        self.device_memory.keep_only(self.parameters, *self._gradients, now, soon=soon)
 
     def to_read(self) -> Callable[[Tensor], Tensor]:
-        """The state is read, or filled, where it lies: nothing moves. Returns what gives for one of its tensors the
-        memory that has its numbers: itself, or the same view of host memory."""
+        """Prepare to read or write the saved state (parameters and optimizer) in place; nothing moves.
+
+        Returns: a function from a tensor of the state to the memory with its numbers: the tensor itself, or the same
+        view of host memory
+        """
         away: dict[int, Tensor] = {}
-        for part in self._state:
+        for part in (self.parameters, *self.optimizer):
             away |= part.away
             if part.present:
                 part.wait()
                 part.synchronize()
         self.device_memory.host.synchronize()
 
-        def lies(tensor: Tensor) -> Tensor:
+        def device_or_host_view(tensor: Tensor) -> Tensor:
             host = away.get(_key(tensor))
             return tensor if host is None else self.device_memory.host.view_like(tensor, host)
 
-        return lies
+        return device_or_host_view
 
-    def turns(self, role: str) -> dict[str, OnDevice]:
-        """By phase, what the role needs in it."""
-        parameters, learns = (self.parameters,), (self.parameters, *self._of_gradients)
+    def before_phases(self, role: str) -> dict[str, OnDevice]:
+        """Phase -> preparation of the device memory for it."""
+        learns = (self.parameters, *self._gradients)
         updates = learns if self.streams else (*learns, *self.optimizer)
-        needs = {"score": parameters, "train": learns, "optimizer": updates}
+        needed = {"score": (self.parameters,), "train": learns, "optimizer": updates}
         return {
-            f"{kind}/{role}": OnDevice(self.device_memory, partial(tuple, parts), settled=kind != "train")
-            for kind, parts in needs.items()
+            f"{kind}/{role}": OnDevice(self.device_memory, partial(tuple, parts), synchronize=kind != "train")
+            for kind, parts in needed.items()
         }
 
     @property
-    def _state(self) -> tuple[Tensors, ...]:
-        """What a resume point holds."""
-        return (self.parameters, *self.optimizer)
-
-    @property
-    def _of_gradients(self) -> tuple[Tensors, ...]:
+    def _gradients(self) -> tuple[Tensors, ...]:
         return () if self.gradients is None else (self.gradients,)
 
 
 @dataclass(frozen=True)
 class OnDevice:
-    """A turn that may be taken before its work begins, as a phase does that says what it needs."""
+    """Preparation of the device memory for a phase."""
 
     device_memory: DeviceMemory
     needed: Callable[[], Sequence[Offloadable]]
-    settled: bool = True
+    synchronize: bool = True
 
     @property
     def moves(self) -> bool:
-        """Whether anything has to come or to leave."""
+        """Whether any part has to be offloaded or loaded."""
         return self.device_memory.moves(*self.needed())
 
     def __call__(self) -> None:
-        self.device_memory.keep_only(*self.needed(), settled=self.settled)
+        self.device_memory.keep_only(*self.needed(), synchronize=self.synchronize)
 
 
 class DeviceMemory:
-    """Which parts are on the device. One for all roles and the engine of a process."""
+    """The parts that may be offloaded. One object for all roles and the engine of a process."""
 
     def __init__(self, device: torch.device, host: HostMemory | None = None, *, shared: bool = False) -> None:
-        """`shared`: several work in turns, so that what is `auto` goes away where it helps: on a GPU."""
+        """`shared`: several roles take turns on the device, so that `auto` means to offload (on a GPU)."""
         self.device, self.host = device, host or HostMemory(device)
         self.auto = shared and device.type != "cpu"
         self._movable: list[Offloadable] = []
@@ -306,15 +301,15 @@ class DeviceMemory:
         return self.device.type == "cuda"
 
     def allow_offload(self, *parts: Offloadable) -> None:
-        """From now on these go away in the turns of others."""
+        """Offload these parts from now on whenever they are not needed."""
         self._movable += parts
 
     def forget(self, *parts: Offloadable) -> None:
-        """These are no more."""
-        self._movable = [part for part in self._movable if not any(part is each for each in parts)]
+        """Remove parts that no longer exist."""
+        self._movable = [part for part in self._movable if not _is_in(part, parts)]
 
     def share(self, parts: RoleParts, offload: OffloadConfig) -> None:
-        """Let go of what the configuration says in the turns of others."""
+        """Allow to offload the parts of a role that the configuration names."""
         if offload.parameters is True or (offload.parameters == "auto" and self.auto):
             self._movable.append(parts.parameters)
         if offload.gradients and parts.gradients is not None:
@@ -323,23 +318,27 @@ class DeviceMemory:
             self._movable += parts.optimizer
 
     def moves(self, *needed: Offloadable) -> bool:
-        """Whether a turn that needs these would move anything."""
-        leaving = any(part.present and not any(part is each for each in needed) for part in self._movable)
+        """Whether `keep_only` of these parts would move anything."""
+        leaving = any(part.present and not _is_in(part, needed) for part in self._movable)
         return leaving or not all(part.present for part in needed)
 
-    def keep_only(self, *needed: Offloadable, soon: Iterable[Offloadable] = (), settled: bool = True) -> None:
-        """Whoever calls needs these parts until the next turn, and those that come `soon` in it. All others leave.
+    def keep_only(self, *needed: Offloadable, soon: Iterable[Offloadable] = (), synchronize: bool = True) -> None:
+        """Offload everything else that may be offloaded, then load these parts and those needed `soon`.
 
-        They leave before any comes, so that the device never holds both.
+        Parts are offloaded before any is loaded, so that the device never holds both.
         """
         stay = (*needed, *soon)
         for part in self._movable:
-            if part.present and not any(part is each for each in stay):
+            if part.present and not _is_in(part, stay):
                 part.offload()
         for part in stay:
             if not part.present:
                 part.onload()
         for part in needed:
             part.wait()
-            if settled:
+            if synchronize:
                 part.synchronize()
+
+
+def _is_in(part: Offloadable, parts: Sequence[Offloadable]) -> bool:
+    return any(part is other for other in parts)

@@ -2,9 +2,9 @@
 
 Megatron-Core 0.16.1 names CUDA outright in p2p communication, schedules, gradient buffers and the optimizer.
 `megatron_device(device)` is a *scope*: inside it those few names mean `device`, which may be the CPU or any other that
-is not CUDA; outside it nothing is changed, so vLLM in the same process never sees it. On a GPU the scope is empty.
+is not CUDA. Outside it nothing is changed, so vLLM in the same process never sees it. On a GPU the scope does nothing.
 
-What is substituted, and why:
+Substitutions and their reasons:
   torch.cuda.{current_device, synchronize, set_device, current_stream, default_stream, Stream}
       called unconditionally in p2p_communication.py, param_and_grad_buffer.py, schedules.py
   a `cuda` device argument of any torch function
@@ -13,12 +13,12 @@ What is substituted, and why:
       optimizer.py, distrib_optimizer.py
   Tensor.type() -> "torch.cuda.FloatTensor"
       distrib_optimizer.py sorts parameters into fp32 and half by this string
-  what moves sizes of messages to the host
-      moe/token_dispatcher.py does so for tensors of a GPU only, and hands others to all_to_all as tensors
+  moving message sizes to the host
+      moe/token_dispatcher.py does so for tensors of a GPU only, and passes others to all_to_all as tensors
   the state of CUDA's random numbers
-      tensor_parallel/random.py keeps it around what is computed again; nothing draws from it (dropout is 0)
-  the norm of many gradients, where Megatron-Core takes torch's for want of a kernel
-      on a CPU torch.norm adds up in fp32 one after the other: 1e-3 too little of 28 million numbers
+      tensor_parallel/random.py saves it around recomputation; nothing draws from it (dropout is 0)
+  the norm of many gradients, where Megatron-Core falls back to torch's
+      on a CPU torch.norm adds up in fp32 one after the other: 1e-3 too little for 28 million numbers
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from megarlhf.packages import version_of
 
 TESTED = "0.16.1"
 ROW = 1024
-"""How many numbers are added up in fp32; what they amount to is added up in fp64."""
+"""Numbers that are summed in fp32. The sums of rows are summed in fp64."""
 
 
 class _InPlaceOfCuda(TorchFunctionMode):
-    """Reads a `cuda` device argument as another device."""
+    """Replaces a `cuda` device argument by another device."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _NoStream(torch.cpu.Stream):
-    """torch's own stand-in for a stream, made of any arguments."""
+    """torch's own stand-in for a stream, which takes any arguments."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -86,8 +86,8 @@ class _NoStream(torch.cpu.Stream):
     def synchronize(self) -> None: ...
 
 
-# Not torch.cpu's functions themselves: torch.compile refuses an object that it finds under two names.
-_SUBSTITUTES: dict[str, Any] = {
+# Not torch.cpu's functions themselves: torch.compile refuses an object that has two names.
+_CUDA_SUBSTITUTES: dict[str, Any] = {
     "synchronize": lambda device=None: None,
     "set_device": lambda device: None,
     "current_stream": lambda device=None: _NoStream(),
@@ -96,19 +96,19 @@ _SUBSTITUTES: dict[str, Any] = {
 }
 
 
-_OF_RANDOM_NUMBERS: dict[str, Any] = {
+_RANDOM_SUBSTITUTES: dict[str, Any] = {
     "_get_cuda_rng_state": lambda *args, **named: torch.empty(0, dtype=torch.uint8),
     "_set_cuda_rng_state": lambda *args, **named: None,
 }
 
 
 def _sizes_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """In place of upstream's `maybe_move_tensor_to_cpu`."""
+    """Substitute for upstream's `maybe_move_tensor_to_cpu`."""
     return tensor.tolist() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def norm_of(tensor: Tensor) -> Tensor:
-    """The Euclidean norm of all elements, fp64, within 1e-7 of it on any device."""
+    """Euclidean norm of all elements as fp64, with a relative error of at most 1e-7 on any device."""
     flat = tensor.reshape(-1)
     whole = flat.numel() // ROW * ROW
     rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1, dtype=torch.float32)
@@ -119,7 +119,7 @@ def norm_of(tensor: Tensor) -> Tensor:
 def _norm_of_many(
     chunk_size: int, overflow: Tensor | None, tensor_lists: Sequence[Sequence[Tensor]], per_tensor: bool
 ) -> tuple[Tensor, None]:
-    """In place of upstream's `local_multi_tensor_l2_norm`."""
+    """Substitute for upstream's `local_multi_tensor_l2_norm`."""
     norms = torch.stack([norm_of(tensor) for tensors in tensor_lists for tensor in tensors])
     return torch.linalg.vector_norm(norms).float().reshape(1), None
 
@@ -139,12 +139,12 @@ def megatron_device(device: torch.device) -> Iterator[None]:
             f"running Megatron-Core without CUDA is checked with version {TESTED}, found {installed}; "
             f"install megatron-core=={TESTED} or extend megarlhf/parallel/megatron_cpu.py"
         )
-    substitutes = {**_SUBSTITUTES, "current_device": lambda: device}
-    saved = {name: getattr(torch.cuda, name) for name in substitutes}
-    saved_of_random = {name: getattr(megatron_random, name) for name in _OF_RANDOM_NUMBERS}
+    substitutes = {**_CUDA_SUBSTITUTES, "current_device": lambda: device}
+    originals = {name: getattr(torch.cuda, name) for name in substitutes}
+    random_originals = {name: getattr(megatron_random, name) for name in _RANDOM_SUBSTITUTES}
     for name, substitute in substitutes.items():
         setattr(torch.cuda, name, substitute)
-    for name, substitute in _OF_RANDOM_NUMBERS.items():
+    for name, substitute in _RANDOM_SUBSTITUTES.items():
         setattr(megatron_random, name, substitute)
     move_to_host = token_dispatcher.maybe_move_tensor_to_cpu
     token_dispatcher.maybe_move_tensor_to_cpu = _sizes_on_host
@@ -155,9 +155,9 @@ def megatron_device(device: torch.device) -> Iterator[None]:
         with _InPlaceOfCuda(device):
             yield
     finally:
-        for name, original in saved.items():
+        for name, original in originals.items():
             setattr(torch.cuda, name, original)
-        for name, original in saved_of_random.items():
+        for name, original in random_originals.items():
             setattr(megatron_random, name, original)
         token_dispatcher.maybe_move_tensor_to_cpu = move_to_host
         clip_grads.l2_norm_impl = norm_of_many

@@ -1,7 +1,7 @@
-"""What one forward takes: a grid of tokens, where the sequences stand in it, and the columns of numbers beside it.
+"""Input of one forward: a grid of tokens, the positions of sequences in it, and columns of numbers beside it.
 
-The grid has rows padded on the right, one sequence each, or a single row in which sequences stand end to end (packed)
-and may share their beginnings. Numbers of a token stand at the token.
+The grid has either rows padded on the right, one sequence each, or a single row in which sequences stand end to end
+(packed) and may share a prefix. Per-token values are stored at the token that they describe.
 
 Legend: B rows, S columns of the grid, N sequences known to the caller, K sequences of a micro-batch, R values placed; M
 segments, P spans, V segments on the ways to all sequences.
@@ -20,45 +20,48 @@ from torch import Tensor
 
 from megarlhf.experience import Ragged
 from megarlhf.parallel.context import ContextShare, ranges
-from megarlhf.parallel.packing.rows import ROOT, PackedRow, packed_row, way_to
+from megarlhf.parallel.packing.rows import ROOT, PackedRow, packed_row, path_to
 
 FILLER_LENGTH = 32
-"""Tokens of a sequence, at most, with which a packed row is filled up."""
+"""Greatest length of the sequences that fill up a packed row."""
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The least multiple that is not below `number`."""
+    """The least multiple of `multiple` that is not below `number`."""
     return -(-number // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class MicroBatchLayout:
-    """Where the sequences of a micro-batch stand."""
+    """Positions of sequences in a micro-batch's grid.
+
+    Example: sequences 5 and 7 of 3 and 4 tokens share their first 2 tokens in a packed row of 8 columns. The row holds
+    the prefix, the rest of 5, the rest of 7, and 3 columns of filler: `segments=(2, 1, 2)`, `parents=(ROOT, 0, 0)`,
+    `last_segments=(1, 2)`, `starts=(2, 3)`."""
 
     sequences: tuple[int, ...]
-    """By the caller's numbers."""
+    """Indices of the caller."""
     lengths: tuple[int, ...]
-    """Tokens of each."""
+    """Tokens of each sequence."""
     starts: tuple[int, ...]
-    """Where each one's first token stands in the grid read row by row; of one that continues a segment, the first token
-    behind it."""
+    """Position of each sequence's first token in the flattened grid. For a sequence with a shared prefix: its first
+    token behind the prefix."""
     rows: int
     columns: int
     packed: bool
     segments: tuple[int, ...] = ()
-    """Tokens of the segments of a packed row in which sequences have some in common (`PackedRow`). Empty: each sequence
-    is one."""
+    """Tokens of each segment, for a packed row with shared prefixes (`PackedRow`). Empty: each sequence is a
+    segment."""
     parents: tuple[int, ...] = ()
-    """By segment the one that it continues, `ROOT` where it begins a sequence."""
+    """For each segment the one that it continues, or `ROOT`."""
     last_segments: tuple[int, ...] = ()
-    """By sequence the segment that it ends with."""
+    """For each sequence the segment that it ends with."""
 
     def packed_row(self, device: torch.device, cp_group: dist.ProcessGroup | None = None) -> PackedRow | None:
-        """Where the sequences of a packed row begin, None for padded rows. What is left of the row is cut into short
-        sequences of its own, over which attention costs next to nothing.
+        """Borders of a packed row's sequences; None for padded rows. The rest of the row is divided into short filler
+        sequences, whose attention costs next to nothing.
 
-        Under context parallelism a sequence ends where the next begins: the padding after it is its own, which no
-        token of it sees.
+        Under context parallelism the padding behind a sequence belongs to the sequence, and none of its tokens sees it.
         """
         if not self.packed:
             return None
@@ -73,29 +76,29 @@ class MicroBatchLayout:
     @property
     def roots(self) -> tuple[int, ...]:
         """Segments that begin sequences."""
-        return tuple(number for number, parent in enumerate(self.parents) if parent == ROOT)
+        return tuple(segment for segment, parent in enumerate(self.parents) if parent == ROOT)
 
     @property
     def num_tokens(self) -> int:
-        """That are computed, without what fills rows up: what sequences share counts once."""
+        """Number of computed tokens without padding. A shared prefix counts once."""
         return sum(self.segments or self.lengths)
 
     @cached_property
     def tokens_R(self) -> Tensor:
-        """Where the tokens of the sequences stand in the grid read row by row, sequence after sequence, int64 on the
-        CPU. What several share is there for each of them."""
+        """Positions of all tokens in the flattened grid, sequence after sequence, int64 on the CPU. A shared token is
+        listed for each of its sequences."""
         if not self.segments:
             return ranges(torch.tensor(self.starts, dtype=torch.int64), torch.tensor(self.lengths, dtype=torch.int64))
-        ways = itertools.chain.from_iterable(way_to(last, self.parents) for last in self.last_segments)
-        ways_V = torch.tensor(list(ways), dtype=torch.int64)
+        paths = itertools.chain.from_iterable(path_to(last, self.parents) for last in self.last_segments)
+        paths_V = torch.tensor(list(paths), dtype=torch.int64)
         segments_M = torch.tensor(self.segments, dtype=torch.int64)
         starts_M = segments_M.cumsum(0) - segments_M
-        return ranges(starts_M[ways_V], segments_M[ways_V])
+        return ranges(starts_M[paths_V], segments_M[paths_V])
 
     @cached_property
     def predictors_S(self) -> Tensor | None:
-        """By column of a packed row the one before it in its sequence, which predicts it, int64 on the CPU; of a
-        sequence's first token that is no matter. None: each column's is the one to its left."""
+        """For each column of a packed row the column that predicts it: the previous token of its sequence. int64 on the
+        CPU; arbitrary for a sequence's first token. None: the column to the left."""
         if not self.segments:
             return None
         segments_M, parents_M = (torch.tensor(x, dtype=torch.int64) for x in (self.segments, self.parents))
@@ -107,7 +110,7 @@ class MicroBatchLayout:
 
     @property
     def ends_K(self) -> Tensor:
-        """Where each sequence's last token stands, int64 on the CPU."""
+        """Position of each sequence's last token, int64 on the CPU."""
         return self.tokens_R[torch.tensor(self.lengths, dtype=torch.int64).cumsum(0) - 1]
 
     @property
@@ -116,7 +119,7 @@ class MicroBatchLayout:
         return torch.tensor(self.sequences, dtype=torch.int64)
 
     def index_R(self, spans: TokenSpans) -> Tensor:
-        """Where the values of `spans` stand in the grid read row by row, sequence after sequence, int64, on the CPU."""
+        """Positions of the values on `spans` in the flattened grid, sequence after sequence, int64 on the CPU."""
         lengths_K = torch.tensor(self.lengths, dtype=torch.int64)
         starts_K = lengths_K.cumsum(0) - lengths_K
         spans_K = spans.lengths.lengths_N[self.sequences_K]
@@ -125,7 +128,7 @@ class MicroBatchLayout:
         return self.tokens_R[ranges(starts_P, spans.lengths.values_T[chosen_P])]
 
     def grid_BS(self, values_R: Tensor, spans: TokenSpans, fill: float = 0) -> Tensor:
-        """The values on `spans`, sequence after sequence, and `fill` elsewhere; on their device, in their dtype."""
+        """A grid with these values on `spans` and `fill` elsewhere, on their device, in their dtype."""
         grid_X = values_R.new_full((self.rows * self.columns,), fill)
         grid_X[self.index_R(spans).to(values_R.device)] = values_R
         return grid_X.view(self.rows, self.columns)
@@ -182,35 +185,35 @@ class TokenSpans:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward of one data-parallel rank takes."""
+    """Input of one forward of one data-parallel rank."""
 
     tokens_BS: Tensor
     """int64: rows padded on the right, or one packed row."""
     columns: Mapping[str, Tensor]
-    """Whatever the loss needs."""
+    """Inputs of the loss."""
     layout: MicroBatchLayout | None = None
-    """Where the sequences stand; None: each row is one, from its first column on."""
+    """Positions of the sequences. None: each row is one sequence, from its first column on."""
     share: ContextShare | None = None
-    """Which columns this rank has computed, for what goes on with hidden states: set by the forward. None: all."""
+    """Columns that this rank has computed; set by the forward, for users of hidden states. None: all."""
 
     @cached_property
     def predictors_S(self) -> Tensor | None:
-        """See `MicroBatchLayout.predictors_S`, on the tokens' device."""
+        """`MicroBatchLayout.predictors_S` on the tokens' device."""
         predictors_S = None if self.layout is None else self.layout.predictors_S
         return None if predictors_S is None else predictors_S.to(self.tokens_BS.device)
 
     def before(self, grid_BS: Tensor) -> Tensor:
-        """[B, S]: at each token what stands where it is predicted, at the token before it in its sequence. Gradients
-        flow; what stands at a sequence's first token is no matter."""
+        """[B, S]: at each token the value of the token before it in its sequence, which predicts it. Gradients flow;
+        arbitrary at a sequence's first token."""
         if self.predictors_S is None:
             return grid_BS.roll(1, dims=1)
         return grid_BS.index_select(1, self.predictors_S)
 
 
 def scatter_to_micro_batch(layout: MicroBatchLayout, table: Ragged, spans: TokenSpans, fill: float = 0) -> Tensor:
-    """[B, S]: each sequence's row of `table` on its span, `fill` elsewhere; on the table's device, in its dtype.
+    """[B, S]: each sequence's row of `table` on its span, `fill` elsewhere, on the table's device, in its dtype.
 
-    Rows of `table` are by the caller's numbers, each as long as its span.
+    `table` has a row for each of the caller's sequences, as long as its span.
     """
     chosen_K = layout.sequences_K
     assert torch.equal(table.lengths_N[chosen_K], spans.count_N[chosen_K]), "rows and spans differ in length"
@@ -227,20 +230,20 @@ def micro_batch_mask(layout: MicroBatchLayout, spans: TokenSpans, device: torch.
 def repeat_on_micro_batch(
     layout: MicroBatchLayout, values_N: Tensor, spans: TokenSpans, device: torch.device
 ) -> Tensor:
-    """[B, S]: each sequence's number on every position of its span, 0 elsewhere. values_N is on the CPU."""
+    """[B, S]: each sequence's value on its whole span, 0 elsewhere. values_N is on the CPU."""
     chosen_K = layout.sequences_K
     return layout.grid_BS(values_N[chosen_K].repeat_interleave(spans.count_N[chosen_K]), spans).to(device)
 
 
 def gather_from_micro_batch(layout: MicroBatchLayout, grid_BS: Tensor, spans: TokenSpans) -> dict[int, Tensor]:
-    """The values on each sequence's span, by the caller's numbers: the way back from `scatter_to_micro_batch`."""
+    """Caller's index -> values on the sequence's span. Inverse of `scatter_to_micro_batch`."""
     values_R = grid_BS.flatten()[layout.index_R(spans).to(grid_BS.device)]
     counts = spans.count_N[list(layout.sequences)].tolist()
     return dict(zip(layout.sequences, values_R.split(counts), strict=True))
 
 
 def prompts_computed(layouts_by_rank: Sequence[Sequence[MicroBatchLayout]]) -> tuple[int, int]:
-    """How many beginnings of sequences are computed, and how many of them are spared since sequences share them."""
+    """(number of computed prompts, number of prompts saved since sequences share them)."""
     layouts = list(itertools.chain.from_iterable(layouts_by_rank))
     sequences = sum(len(layout.sequences) for layout in layouts)
     computed = sum(len(layout.segments and layout.roots) or len(layout.sequences) for layout in layouts)

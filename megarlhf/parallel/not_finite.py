@@ -1,4 +1,4 @@
-"""Finds the first NaN or infinity of a forward and backward: its module and tensor."""
+"""Search for the first NaN or infinity in a forward and backward: its module and its tensor."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class NotFinite:
     """A tensor that is not finite."""
 
     module: str
-    """Name of the module in the model; `(model)` for the model itself, `(loss)` for the loss."""
+    """Name in the model; `(model)` for the model itself, `(loss)` for the loss."""
     tensor: str
     """`weight NAME`, `input 0`, `output`, `gradient of output`, `gradient of weight NAME`."""
     nans: int
     infinities: int
     shape: tuple[int, ...]
     during: During
-    """`sums`: only when gradients had been added over micro-batches and ranks."""
+    """Phase. `sums`: the gradients after summation over micro-batches and ranks."""
     number: int
     """Position of the tensor in the order in which this rank examined its tensors."""
 
@@ -49,7 +49,7 @@ class NotFinite:
 
 
 class LossModule(torch.nn.Module):
-    """A loss in the form of a module, so that its value is looked at as the output of one."""
+    """A loss as a module, so that its value is checked like a module's output."""
 
     def __init__(self, loss: Loss) -> None:
         super().__init__()
@@ -62,64 +62,64 @@ class LossModule(torch.nn.Module):
 def first_not_finite(
     module: torch.nn.Module, run_step: Callable[[], object], loss: LossModule | None = None
 ) -> NotFinite | None:
-    """The first tensor that is not finite, in the order of execution, while `run_step` runs `module` forward and, it
-    may be, backward; None when all are finite. Of this rank's part of the model.
+    """Find the first tensor that is not finite, in the order of execution, while `run_step` runs `module` forward and
+    possibly backward. None when all are finite. Only this rank's part of the model is checked.
 
-    A module is looked at in this order: its own weights and its inputs before its forward, its outputs after it; in
-    the backward the gradient of its outputs and of its own weights as they are computed. Weight gradients that a
-    kernel adds to `main_grad` by itself are looked at in the end. Of a `loss` that `run_step` calls, the value is
-    looked at; its other sums are metrics. Waits for the device at every module: for replays, not for training.
+    Order of checks of a module: its own weights and inputs before its forward; its outputs after it; in the backward
+    the gradients of its outputs and of its own weights as they are computed. Weight gradients that a kernel adds to
+    `main_grad` itself are checked at the end. The value of a `loss` that `run_step` calls is checked; its other sums
+    are metrics. Waits for the device at every module: for replays, not for training.
     """
-    looks = _Looks()
+    checks = _Checks()
 
-    def before(name: str, inside: torch.nn.Module, arguments: Any, options: Any) -> None:
-        for label, weight in inside.named_parameters(recurse=False):
-            looks.look("forward", name, f"weight {label}", weight.detach())
+    def before(name: str, submodule: torch.nn.Module, arguments: Any, options: Any) -> None:
+        for label, weight in submodule.named_parameters(recurse=False):
+            checks.check("forward", name, f"weight {label}", weight.detach())
         for n, tensor in enumerate(_tensors((arguments, options))):
-            looks.look("forward", name, f"input {n}", tensor.detach())
+            checks.check("forward", name, f"input {n}", tensor.detach())
 
-    def after(name: str, inside: torch.nn.Module, arguments: Any, output: Any) -> None:
+    def after(name: str, submodule: torch.nn.Module, arguments: Any, output: Any) -> None:
         for tensor in _tensors(output):
-            if inside is not loss or tensor.requires_grad:
-                looks.look("forward", name, "output", tensor.detach())
+            if submodule is not loss or tensor.requires_grad:
+                checks.check("forward", name, "output", tensor.detach())
             if tensor.requires_grad:
-                tensor.register_hook(partial(looks.look, "backward", name, "gradient of output"))
+                tensor.register_hook(partial(checks.check, "backward", name, "gradient of output"))
 
     handles: list[Any] = []
-    for name, inside in [*module.named_modules(), *([] if loss is None else [(LOSS, loss)])]:
-        handles.append(inside.register_forward_pre_hook(partial(before, name), with_kwargs=True))
-        handles.append(inside.register_forward_hook(partial(after, name)))
-        for label, weight in inside.named_parameters(recurse=False):
+    for name, submodule in [*module.named_modules(), *([] if loss is None else [(LOSS, loss)])]:
+        handles.append(submodule.register_forward_pre_hook(partial(before, name), with_kwargs=True))
+        handles.append(submodule.register_forward_hook(partial(after, name)))
+        for label, weight in submodule.named_parameters(recurse=False):
             if weight.requires_grad:
-                look = partial(looks.look, "backward", name, f"gradient of weight {label}")
-                handles.append(weight.register_hook(look))
+                check = partial(checks.check, "backward", name, f"gradient of weight {label}")
+                handles.append(weight.register_hook(check))
     try:
         run_step()
     finally:
         for handle in handles:
             handle.remove()
-    for name, inside in module.named_modules():
-        for label, weight in inside.named_parameters(recurse=False):
-            looks.look("sums", name, f"gradient of weight {label}", getattr(weight, "main_grad", None))
-    return looks.first
+    for name, submodule in module.named_modules():
+        for label, weight in submodule.named_parameters(recurse=False):
+            checks.check("sums", name, f"gradient of weight {label}", getattr(weight, "main_grad", None))
+    return checks.first
 
 
-class _Looks:
-    """Counts the tensors that it is shown, and remembers the first that is not finite."""
+class _Checks:
+    """Counts the checked tensors and keeps the first that is not finite."""
 
     def __init__(self) -> None:
         self.first: NotFinite | None = None
         self._number = 0
 
-    def look(self, during: During, name: str, what: str, tensor: Tensor | None) -> None:
+    def check(self, during: During, name: str, label: str, tensor: Tensor | None) -> None:
         self._number += 1
         # None: the gradient of a weight whose kernel has added it to `main_grad` itself.
         if self.first is None and tensor is not None and tensor.is_floating_point():
-            self.first = NotFinite.of(name, what, tensor, during, self._number)
+            self.first = NotFinite.of(name, label, tensor, during, self._number)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Tensors of nested arguments, in order."""
+    """Tensors in nested arguments, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):

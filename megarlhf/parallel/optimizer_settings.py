@@ -1,4 +1,4 @@
-"""What a configuration says of an optimizer, in Megatron-Core's words."""
+"""Translation of `OptimConfig` into Megatron-Core's settings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def optimizer_config(optim: OptimConfig, bf16: bool, shard: bool) -> OptimizerCo
 
 
 def lr_scheduler(optimizer: MegatronOptimizer, optim: OptimConfig, num_steps: int) -> OptimizerParamScheduler:
-    """The rates that `OptimConfig` states. Megatron counts the steps that are done, so it would begin at rate 0."""
+    """The learning rates of `OptimConfig`. Megatron counts completed steps, so without the shift by one it would begin
+    at rate 0."""
     first = max(1, optim.warmup_steps)
     return OptimizerParamScheduler(
         optimizer,

@@ -1,4 +1,4 @@
-"""Exchanges between pipeline stages whose micro-batches differ in length."""
+"""Messages between pipeline stages whose micro-batches differ in length."""
 
 from __future__ import annotations
 
@@ -12,34 +12,36 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from torch import Tensor
 
 Shape = list[int]
-"""[S, B, H] of what travels between two stages; S is a stretch of it under sequence parallelism."""
+"""[S, B, H] of a message between two stages. Under sequence parallelism S is this rank's part of the positions."""
 
 
 class KnownShapes(P2PCommunicator):
-    """Every rank has the same micro-batches and computes them in the same order, so each knows what it will receive.
+    """Communicator that knows the shapes of all messages in advance.
 
-    Megatron-Core's stages tell each other the shape before each exchange: a message more, and a wait for the device to
-    read it on the host. Without virtual stages, forwards and backwards each run in the order of micro-batches. With
-    them a micro-batch comes once for each chunk, in the order of Megatron-Core's table; backwards visit the chunks from
-    the last to the first and the micro-batches in the table's order too. Between the last rank and the first travels
-    what goes from one chunk to the next: nothing behind the last chunk.
+    All ranks compute the same micro-batches in the same order, so each knows what it will receive. Megatron-Core's
+    stages instead send the shape before each message, and wait for the device to read it on the host.
+
+    Without virtual stages, forwards and backwards each run in the order of micro-batches. With virtual stages a
+    micro-batch comes once for each chunk, in the order of Megatron-Core's table. Backwards visit the chunks from last
+    to first, and the micro-batches in the table's order. Messages from the last rank to the first go from one chunk to
+    the next, so there are none behind the last chunk.
     """
 
     def __init__(self, pp_group: dist.ProcessGroup, config: ModelParallelConfig, shapes: Sequence[Shape]) -> None:
         super().__init__(pp_group=pp_group, config=config)
         vpp = config.virtual_pipeline_model_parallel_size or 1
         table = get_schedule_table(len(shapes), vpp, config.microbatch_group_size_per_vp_stage)
-        along = [shapes[number] for number, _ in table]
-        around = [shapes[number] for number, chunk in table if chunk < vpp - 1]
-        before = around if pp_group.rank() == 0 else along
-        behind = around if pp_group.rank() == pp_group.size() - 1 else along
-        self._received_forward, self._received_backward = iter(before), iter(behind)
-        self._sent_forward, self._sent_backward = iter(behind), iter(before)
+        within = [shapes[n] for n, _ in table]
+        wrapped = [shapes[n] for n, chunk in table if chunk < vpp - 1]
+        from_previous = wrapped if pp_group.rank() == 0 else within
+        to_next = wrapped if pp_group.rank() == pp_group.size() - 1 else within
+        self._received_forward, self._received_backward = iter(from_previous), iter(to_next)
+        self._sent_forward, self._sent_backward = iter(to_next), iter(from_previous)
 
     def _communicate_shapes(
         self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
     ) -> tuple[Shape, Shape]:
-        """Upstream's, without messages; upstream calls it before each exchange."""
+        """Shapes of the next messages. Upstream calls this before each exchange."""
         _check("next", tensor_send_next, self._sent_forward)
         _check("previous", tensor_send_prev, self._sent_backward)
         return (
@@ -50,8 +52,8 @@ class KnownShapes(P2PCommunicator):
     def _communicate(
         self, *, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor, Any]:
-        """Upstream's, of other tensors over the same memory. With virtual stages upstream does not wait until an output
-        is sent before it empties the tensor (`deallocate_output_tensor`), and what is being sent must live on."""
+        """Exchange detached views of the tensors. With virtual stages upstream empties an output tensor
+        (`deallocate_output_tensor`) without waiting until it is sent; the view keeps the memory alive."""
         return super()._communicate(
             tensor_send_next=None if tensor_send_next is None else tensor_send_next.detach(),
             tensor_send_prev=None if tensor_send_prev is None else tensor_send_prev.detach(),
@@ -60,7 +62,6 @@ class KnownShapes(P2PCommunicator):
 
 
 def _check(to: str, sent: Tensor | None, shapes: Iterator[Shape]) -> None:
-    """The other stage receives into memory of the shape that it knows."""
     if sent is not None:
         expected = next(shapes)
         assert list(sent.shape) == expected, f"{list(sent.shape)} is sent to the {to} stage, which expects {expected}"

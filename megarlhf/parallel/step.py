@@ -1,8 +1,7 @@
 """Forward, backward and the optimizer step, through Megatron-Core's schedules, DDP and distributed optimizer.
 
-One rule makes every layout compute the same: a micro-batch's loss is already divided by a denominator of the
-whole mini-batch (all micro-batches, all data-parallel ranks), so gradients are plain sums and nothing
-downstream divides again.
+One rule makes every layout compute the same: a micro-batch's loss is already divided by a denominator of the whole
+mini-batch (all micro-batches, all data-parallel ranks). So gradients are plain sums, and nothing divides again.
 
 Legend: B rows of a micro-batch, S columns.
 """
@@ -70,7 +69,7 @@ class Loss(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Labels of the sums that it reports."""
+        """Names of the reported sums."""
         ...
 
     def __call__(self, output: Tensor, batch: MicroBatch, /) -> LossOutput: ...
@@ -78,13 +77,13 @@ class Loss(Protocol):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an optimizer step reports, the same on every rank."""
+    """Report of an optimizer step, the same on every rank."""
 
     sums: dict[str, float]
     grad_norm: float
-    """Before clipping; infinite when the gradient is not finite."""
+    """Norm before clipping; infinite when the gradient is not finite."""
     skipped: str = ""
-    """Why nothing was changed; empty: the step was made."""
+    """Reason for skipping the step; empty: it was made."""
 
 
 def forward_only(
@@ -113,48 +112,39 @@ def _run(
     forward_only: bool,
     balance: RouterBalance | None = None,
 ) -> list[Any]:
-    """One call of Megatron's schedule over `batches`; `balance`: what routers add to the loss.
+    """Run Megatron's schedule over `batches`. `balance`: the load-balancing loss of routers.
 
-    Returns: on the last stage what `on_output` says of each, in their order.
+    Returns: on the last stage the results of `on_output` for each micro-batch, in order.
     """
     assert batches, "a schedule needs at least one micro-batch on every rank"
     config, vpp = chunks[0].config, len(chunks)
     rows, length = batches[0].tokens_BS.shape
     one_shape = all(batch.tokens_BS.shape == (rows, length) for batch in batches)
     assert one_shape or mesh.layout.pp == 1 or config.variable_seq_lengths, "micro-batches differ in shape"
-    cp_group = mesh.groups.cp if mesh.layout.cp > 1 else None
     filler = _filler(batches[0], mesh)
-    # The interleaved schedule takes micro-batches in rounds of pp. Fillers come first: whatever a schedule does behind
-    # the last micro-batch, it does behind one that reaches every parameter.
+    # The interleaved schedule takes micro-batches in rounds of pp. Fillers come first, so that the last micro-batch,
+    # behind which a schedule may act, is one that reaches every parameter.
     fillers = [filler] * (-len(batches) % mesh.layout.pp if vpp > 1 else 0)
     all_batches = [*fillers, *batches]
 
     def step(batches_left: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(batches_left)
-        fills, tokens_BS = batch is filler, batch.tokens_BS
-        row = None if batch.layout is None else batch.layout.packed_row(tokens_BS.device, cp_group)
-        positions_S, share = _positions_and_share(tokens_BS, row, cp_group)
-        if share is not None:
-            tokens_BS, batch = share.cut(tokens_BS), replace(batch, share=share)
-        sequences = None if balance is None or fills else balance.sequences(batch.layout, share, tokens_BS.device)
-        # Not a mask of attention, which is causal: see `models.experts.ExpertsLayer`.
-        output = model(tokens_BS, positions_S.expand(tokens_BS.shape), sequences, packed_seq_params=row)
-        if share is not None and output.size(-1) == 1 and mesh.is_last_stage:
-            # Scores of a scalar head. Hidden states stay as they are: log-probs are made from them on each rank.
-            output = share.whole(output.squeeze(-1)).unsqueeze(-1)
-        return output, _nothing if fills else partial(on_output, batch=batch)
+        if batch is filler:
+            return _forward(model, batch, mesh, None)[0], _no_loss
+        output, batch = _forward(model, batch, mesh, balance)
+        return output, partial(on_output, batch=batch)
 
     pipelined: dict[str, Any] = {}
     with megatron_device(mesh.runtime.device):
         if mesh.layout.pp > 1:
-            # What travels is this rank's share of the positions, under sequence parallelism a stretch of it.
-            cut = mesh.layout.cp * (mesh.layout.tp if config.sequence_parallel else 1)
-            shapes = [[b.tokens_BS.size(1) // cut, b.tokens_BS.size(0), config.hidden_size] for b in all_batches]
+            # A message has this rank's share of the positions, under sequence parallelism a part of the share.
+            divisor = mesh.layout.cp * (mesh.layout.tp if config.sequence_parallel else 1)
+            shapes = [[b.tokens_BS.size(1) // divisor, b.tokens_BS.size(0), config.hidden_size] for b in all_batches]
             pipelined["p2p_communicator"] = KnownShapes(mesh.groups.pp, config, shapes)
-        each = [iter(all_batches) for _ in chunks]
+        iterators = [iter(all_batches) for _ in chunks]
         outputs = get_forward_backward_func(pp_size=mesh.layout.pp, vp_size=vpp if vpp > 1 else None)(
             forward_step_func=step,
-            data_iterator=each if vpp > 1 else each[0],
+            data_iterator=iterators if vpp > 1 else iterators[0],
             model=list(chunks) if vpp > 1 else chunks[0],
             num_microbatches=len(all_batches),
             seq_length=length,
@@ -164,12 +154,30 @@ def _run(
             pg_collection=mesh.groups,
             **pipelined,
         )
-    assert all(next(left, None) is None for left in each), "the schedule has left out a micro-batch"
+    assert all(next(left, None) is None for left in iterators), "the schedule has left out a micro-batch"
     return list(outputs[len(fillers) :])
 
 
+def _forward(
+    model: torch.nn.Module, batch: MicroBatch, mesh: Mesh, balance: RouterBalance | None
+) -> tuple[Tensor, MicroBatch]:
+    """Run one stage on a micro-batch. Returns its output, and the micro-batch with this rank's context share."""
+    tokens_BS, cp_group = batch.tokens_BS, mesh.groups.cp if mesh.layout.cp > 1 else None
+    row = None if batch.layout is None else batch.layout.packed_row(tokens_BS.device, cp_group)
+    positions_S, share = _positions_and_share(tokens_BS, row, cp_group)
+    if share is not None:
+        tokens_BS, batch = share.cut(tokens_BS), replace(batch, share=share)
+    sequences = None if balance is None else balance.sequences(batch.layout, share, tokens_BS.device)
+    # `sequences` takes the place of the attention mask: see `models.experts.ExpertsLayer`.
+    output = model(tokens_BS, positions_S.expand(tokens_BS.shape), sequences, packed_seq_params=row)
+    if share is not None and output.size(-1) == 1 and mesh.is_last_stage:
+        # Gather the scores of a scalar head. Hidden states are not gathered: each rank makes log-probs from its own.
+        output = share.whole(output.squeeze(-1)).unsqueeze(-1)
+    return output, batch
+
+
 def _filler(batch: MicroBatch, mesh: Mesh) -> MicroBatch:
-    """A micro-batch like this one, as small as can be, from which nothing is computed: no gradient, no output."""
+    """The smallest micro-batch of the same kind, which contributes neither gradient nor output."""
     columns = padded_length(1, mesh)
     layout = batch.layout
     if layout is not None:
@@ -177,8 +185,8 @@ def _filler(batch: MicroBatch, mesh: Mesh) -> MicroBatch:
     return MicroBatch(batch.tokens_BS.new_zeros(1, columns), {}, layout)
 
 
-def _nothing(output: Tensor, non_loss_data: bool = False) -> tuple[Tensor, Tensor, None] | None:
-    """What a schedule is told of a filler: a loss whose gradients are zeros."""
+def _no_loss(output: Tensor, non_loss_data: bool = False) -> tuple[Tensor, Tensor, None] | None:
+    """Loss of a filler, whose gradients are zeros."""
     if non_loss_data:
         return None
     return output.sum() * 0.0, torch.zeros((), dtype=torch.int, device=output.device), None
@@ -187,7 +195,7 @@ def _nothing(output: Tensor, non_loss_data: bool = False) -> tuple[Tensor, Tenso
 def _positions_and_share(
     tokens_BS: Tensor, row: PackedRow | None, cp_group: dist.ProcessGroup | None
 ) -> tuple[Tensor, ContextShare | None]:
-    """Of a micro-batch's columns: the positions of those that this rank computes, and which they are."""
+    """Positions of the columns that this rank computes, and its share of the columns (None: all)."""
     if row is not None:
         assert row.positions_T is not None
         return row.positions_T, row.share
@@ -197,10 +205,10 @@ def _positions_and_share(
 
 
 class Trainer:
-    """A model part with gradient buffers and an optimizer around it, sharded over data- and context-parallel
+    """A rank's model with gradient buffers and an optimizer. The optimizer is sharded over data- and context-parallel
     ranks, which hold the same weights.
 
-    Weights must be in the module before this is made: the optimizer copies them.
+    Load the weights first: the optimizer copies them.
     """
 
     def __init__(
@@ -216,12 +224,12 @@ class Trainer:
         self.mesh = mesh
         self.module = module
         self.balance = balance
-        """What routers of experts add to the loss."""
+        """Load-balancing loss of the experts' routers."""
         self.updates = 0
-        """How often this process has begun to change the weights."""
+        """Number of updates that this process has begun."""
         self.before_update: Callable[[], None] = lambda: None
         """Called on every rank before the weights are changed."""
-        # On one such rank there is nothing to shard, and its collectives would be copies.
+        # A single rank has nothing to shard, and its collectives would be copies.
         several = mesh.layout.dp * mesh.layout.cp > 1
         shard = several if optim.distributed == "auto" else optim.distributed
         with megatron_device(mesh.runtime.device):
@@ -239,7 +247,7 @@ class Trainer:
                 )
                 for chunk in chunks_of(module)
             )
-            """With gradient buffers, each a virtual stage."""
+            """Virtual stages with gradient buffers."""
             self.optimizer: MegatronOptimizer = get_megatron_optimizer(
                 optimizer_config(optim, module.config.bf16, shard),
                 list(self.chunks),
@@ -248,7 +256,7 @@ class Trainer:
             )
         self.scheduler = lr_scheduler(self.optimizer, optim, num_steps)
         self._make_parts(offload, device_memory)
-        # All gathers are begun by the step itself; a forward waits for those of its own buckets.
+        # An optimizer step starts all gathers; a forward waits for those of its own buckets.
         for chunk in self.chunks:
             chunk.overlap_param_gather_with_optimizer_step = True
         self._weights_are_whole()
@@ -265,7 +273,7 @@ class Trainer:
         return [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
     def _make_parts(self, offload: OffloadConfig, device_memory: DeviceMemory) -> None:
-        """What of all this may be in host memory when it is not needed."""
+        """Register the memory that may be offloaded."""
         streams = offload.optimizer == "stream" or (offload.optimizer == "auto" and device_memory.auto)
         self._pieces = pieces_of(self.optimizer, PIECE_BYTES if streams else sys.maxsize)
         buffers = self.buffers
@@ -275,7 +283,7 @@ class Trainer:
 
         self.parts = RoleParts(
             device_memory,
-            parameters=Tensors(own, device_memory.host, settle=self._finish_gathers),
+            parameters=Tensors(own, device_memory.host, synchronize=self._finish_gathers),
             gradients=Tensors(lambda: [buffer.grad_data for buffer in buffers], device_memory.host, copied=False),
             optimizer=tuple(Tensors(piece.state, device_memory.host, without=own) for piece in self._pieces),
             streams=streams,
@@ -283,12 +291,12 @@ class Trainer:
         device_memory.share(self.parts, offload)
 
     def _weights_are_whole(self) -> None:
-        """No forward has to gather any."""
+        """Tell Megatron that no forward has to gather parameters."""
         for group in self._bucket_groups:
             group.param_gather_dispatched = True
 
     def _finish_gathers(self) -> None:
-        """Wait for those that a step has begun."""
+        """Wait for the gathers of the last step."""
         for group in self._bucket_groups:
             if group.param_gather_handle is not None:
                 group.param_gather_handle.wait()
@@ -305,9 +313,9 @@ class Trainer:
         return float(self.scheduler.get_lr(self.optimizer.param_groups[0]))
 
     def accumulate(self, batches: Sequence[MicroBatch], loss: Loss) -> Accumulated:
-        """Forward and backward over this rank's micro-batches; gradients end summed over data- and
-        context-parallel ranks."""
-        self.parts.to_learn(settled=False)
+        """Forward and backward over this rank's micro-batches. Gradients are summed over data- and context-parallel
+        ranks."""
+        self.parts.to_learn(synchronize=False)
         self.module.train()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -315,7 +323,7 @@ class Trainer:
 
         def on_output(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor | None]]:
             value, sums, captured = loss(output, batch)
-            # The token count (here: none) is Megatron's own divisor; ours is already in the loss.
+            # Megatron would divide by the token count, here 0: our loss is divided already.
             report = torch.cat([value.detach().reshape(1).double(), sums.detach().double()])
             return value, torch.zeros((), dtype=torch.int, device=value.device), (report, captured)
 
@@ -327,52 +335,54 @@ class Trainer:
         total = torch.zeros(len(names), dtype=torch.float64, device=self.mesh.runtime.device)
         if self.mesh.owns_outputs:
             total += torch.stack([sums for sums, _ in reports]).sum(0)
-        if self.balance is not None:  # each rank has what its own routers have added
+        if self.balance is not None:  # each rank has the part of its own routers
             names, total = (*names, ROUTER_AUX_LOSS), torch.cat([total, self.balance.total.reshape(1)])
         dist.all_reduce(total)
         captured = [captured for _, captured in reports if captured is not None]
         return Accumulated(dict(zip(names, total.tolist(), strict=True)), captured)
 
     def gradient_norm(self) -> float:
-        """The global norm of the accumulated gradients, before clipping, the same on every rank; infinite when any
-        element on any rank is NaN or infinite.
+        """Global norm of the accumulated gradients before clipping, equal on every rank. Infinite when any element on
+        any rank is NaN or infinite.
 
-        Megatron's norm leaves out what another rank holds too, so that a replica that has gone wrong alone does not
-        show in it: therefore every rank looks at all of its buffers.
+        Megatron's norm counts each gradient on one replica only, and would miss a NaN on another. Therefore every rank
+        checks all of its buffers.
         """
         with megatron_device(self.mesh.runtime.device):
             overflow = self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
         largest = [torch.linalg.vector_norm(buffer.grad_data, ord=math.inf) for buffer in self.buffers]
         finite = not overflow and math.isfinite(norm) and all(math.isfinite(float(value)) for value in largest)
-        # Not NaN, which a maximum may lose.
+        # Infinity, not NaN, which a maximum may lose.
         agreed = torch.tensor(norm if finite else math.inf, dtype=torch.float64, device=self.mesh.runtime.device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
         return float(agreed)
 
     def own_gradients(self) -> dict[str, Tensor]:
-        """By parameter, what this rank, and no other with the same weights, has of the summed gradient: flat."""
-        found = {}
+        """Parameter -> the flat part of its summed gradient that this rank owns. Each part has one owner among the
+        ranks with the same weights."""
+        gradients = {}
         parameters: list[tuple[str, Any]] = [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
         for optimizer in optimizers_in(self.optimizer):
             for name, parameter in parameters:
                 gradient = parameter.main_grad.view(-1)
                 if isinstance(optimizer, DistributedOptimizer):
-                    with contextlib.suppress(KeyError):  # other ranks have it
+                    with contextlib.suppress(KeyError):  # other ranks own it
                         owned = optimizer._get_model_param_range_map(parameter)["param"]
-                        found[name] = gradient[owned.start : owned.end]
+                        gradients[name] = gradient[owned.start : owned.end]
                 elif self._is_first_copy(parameter):
-                    found[name] = gradient
-        return found
+                    gradients[name] = gradient
+        return gradients
 
     def _is_first_copy(self, parameter: Tensor) -> bool:
-        """Whether this rank is the first of the data-parallel ranks that hold this parameter whole."""
-        of_experts = not getattr(parameter, "allreduce", True)  # Megatron-Core's mark
-        at = self.mesh.coordinates
-        return self.mesh.experts.dp == 0 if of_experts else (at.dp, at.cp) == (0, 0)
+        """Whether this rank is the first of the data-parallel ranks that hold this parameter."""
+        is_expert = not getattr(parameter, "allreduce", True)  # Megatron-Core's mark
+        own = self.mesh.coordinates
+        return self.mesh.experts.dp == 0 if is_expert else (own.dp, own.cp) == (0, 0)
 
     def make_optimizer_state(self) -> None:
-        """Make what the first step of the optimizer would make, as zeros, with a piece of its state on the device."""
+        """Make the state that the optimizer's first step would make, as zeros, with one piece on the device at a
+        time."""
         for piece, part in zip(self._pieces, self.parts.optimizer, strict=True):
             if piece.is_new:
                 self.parts.device_memory.keep_only(part)
@@ -380,14 +390,15 @@ class Trainer:
                     piece.make_state()
 
     def step(self, norm: float) -> None:
-        """Clip and apply the accumulated gradients, whose `gradient_norm` has been asked for."""
+        """Clip and apply the accumulated gradients. `norm`: the result of `gradient_norm`, which must have been
+        called."""
         optimizer = self.optimizer
         self.before_update()
         with megatron_device(self.mesh.runtime.device):
-            # The parts of optimizer.step(), of which `gradient_norm` has made the first.
-            for each in optimizers_in(optimizer):
+            # The rest of optimizer.step(); `gradient_norm` has done its first part.
+            for single in optimizers_in(optimizer):
                 if optimizer.config.clip_grad > 0.0:
-                    clip_grad_by_total_norm_fp32(each.get_parameters(), optimizer.config.clip_grad, norm)
+                    clip_grad_by_total_norm_fp32(single.get_parameters(), optimizer.config.clip_grad, norm)
             self.updates += 1
             if not self.parts.streams:
                 self.parts.to_update()

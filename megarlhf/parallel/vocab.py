@@ -1,10 +1,8 @@
-"""From a last stage's hidden states to the log-probs of the tokens that followed, and to logits where they are wanted.
+"""Log-probs of next tokens, and logits, from the hidden states of the last stage.
 
-Hidden states stand as Megatron has them, position before row: under sequence parallelism each rank holds a stretch of
-positions, and the ranks' parts, one after the other, are the whole.
-
-Under context parallelism a rank has the hidden states of its share of the positions only. Its log-probs are gathered:
-what comes out is of whole rows.
+Hidden states have Megatron's order of axes, position before row. Under sequence parallelism each rank holds a
+contiguous part of the positions. Under context parallelism a rank has only its share of the positions; its log-probs
+are gathered, so that results are of whole rows.
 
 Legend: B rows, S positions (S' this rank's share of them, S' / tp on a rank under sequence parallelism), H hidden, V
 vocabulary columns of this rank, K chosen positions.
@@ -27,18 +25,18 @@ from megarlhf.parallel.micro_batch import MicroBatch
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """This rank's part of the vocabulary matrix, and how log-probs are made with it."""
+    """This rank's part of the vocabulary matrix, and options for log-probs."""
 
     weight_VH: Tensor | None
-    """The live parameter; None on a pipeline stage that has no outputs."""
+    """The live parameter; None on a pipeline stage without outputs."""
     true_vocab: int
-    """Columns of all ranks that are not padding."""
+    """Columns of all ranks, without padding."""
     group: dist.ProcessGroup | None
     """Tensor-parallel group; None: this rank has all columns."""
     sequence_parallel: bool = False
     backend: Backend = "auto"
     save_bytes: int = 2**28
-    """Memory that holds logits from a forward to its backward."""
+    """Memory for logits that are kept from a forward to its backward."""
 
     @property
     def tp(self) -> int:
@@ -59,7 +57,7 @@ def batch_logprobs(
     temperature: float = 1.0,
     return_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`next_token_logprobs` of a micro-batch's tokens, with where it says that they are predicted and computed."""
+    """`next_token_logprobs` of a micro-batch's tokens, with the micro-batch's predictors and context share."""
     return next_token_logprobs(
         vocabulary,
         hidden_SBH,
@@ -83,24 +81,24 @@ def next_token_logprobs(
     temperature: float = 1.0,
     return_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each masked token, and the entropy of the distribution that it comes from.
+    """Log-prob of each masked token, and the entropy of its distribution.
 
     Shapes:  hidden_SBH [S', B, H], or [S' / tp, B, H] of this rank under sequence parallelism; tokens_BS and mask_BS
-             [B, S] -> ([B, S], [B, S]) fp32, 0 elsewhere; without `return_entropy` the second is 0 everywhere.
-             `share` is that of the forward that made the hidden states (`MicroBatch.share`).
-             predictors_S [S] int64: the column whose hidden state predicts each column, of a row in which one may
-             predict several (`MicroBatch.predictors_S`); None: the one to its left. Nothing predicts the first column:
-             mask_BS[:, 0] is False.
-    Cost:    only the masked rows are multiplied; a prompt token needs no log-prob. No logits are kept but what
-             `save_bytes` allows: see `kernels.linear_token_logprobs`.
+             [B, S] -> ([B, S], [B, S]) fp32, 0 elsewhere. Without `return_entropy` the second is 0 everywhere.
+             share: of the forward that computed the hidden states (`MicroBatch.share`)
+             predictors_S [S] int64: for each column the column whose hidden state predicts it, for a row where a column
+             may predict several (`MicroBatch.predictors_S`); None: the column to its left. Nothing predicts the first
+             column: mask_BS[:, 0] is False.
+    Cost:    only masked rows are multiplied; prompt tokens need no log-prob. Logits are kept only within `save_bytes`:
+             see `kernels.linear_token_logprobs`.
     """
     num_rows = tokens_BS.size(0)
-    if predictors_S is None:  # labels and mask stand where their hidden states do
+    if predictors_S is None:  # move labels and mask to their hidden states
         tokens_BS, mask_BS = tokens_BS.roll(-1, dims=1), mask_BS.roll(-1, dims=1)
     else:
-        assert num_rows == 1, f"predictors are of one packed row, got {num_rows} rows"
-        assert share is None, "under context parallelism nothing is shared by sequences"
-    if share is not None:  # the next token of one of ours may be another rank's: of the whole row
+        assert num_rows == 1, f"predictors are for one packed row, got {num_rows} rows"
+        assert share is None, "under context parallelism sequences share no prefix"
+    if share is not None:  # after the roll over the whole row, since the next token may be another rank's
         tokens_BS, mask_BS = share.cut(tokens_BS), share.cut(mask_BS)
     results = linear_token_logprobs(
         hidden_SBH.flatten(0, 1),
@@ -132,10 +130,10 @@ def logits_at(
     *,
     share: ContextShare | None = None,
 ) -> Tensor:
-    """Logits over the whole vocabulary where `rows_K` and `positions_K` point, for sampling and for comparisons.
+    """Logits over the whole vocabulary at the given rows and positions, for sampling and comparisons.
 
     Shapes:  hidden_SBH and `share` as in `next_token_logprobs`, rows_K and positions_K [K] int64 -> [K, true
-             vocabulary] fp32, the same on every rank of the tensor- and context-parallel groups. No gradient.
+             vocabulary] fp32, equal on every rank of the tensor- and context-parallel groups. No gradient.
     Memory:  K x padded vocabulary, twice under tensor parallelism: choose few positions.
     """
     with torch.no_grad():
@@ -155,7 +153,7 @@ def logits_at(
 def _hidden_at(
     vocabulary: Vocabulary, hidden_SBH: Tensor, rows_K: Tensor, positions_K: Tensor, share: ContextShare | None
 ) -> Tensor:
-    """[K, H]. Under sequence and context parallelism a position is one rank's: the others add zeros."""
+    """Hidden states [K, H]. Under sequence and context parallelism one rank has a position; the others add zeros."""
     groups = []
     if share is not None:
         groups.append(share.group)
@@ -165,9 +163,9 @@ def _hidden_at(
         positions_K = positions_K - vocabulary.group.rank() * hidden_SBH.size(0)
     if not groups:
         return hidden_SBH[positions_K, rows_K]
-    here = hidden_SBH.size(0)
-    mine_K = (positions_K >= 0) & (positions_K < here)
-    hidden_KH = hidden_SBH[positions_K.clamp(0, here - 1), rows_K].masked_fill(~mine_K[:, None], 0.0)
+    num_local = hidden_SBH.size(0)
+    is_local_K = (positions_K >= 0) & (positions_K < num_local)
+    hidden_KH = hidden_SBH[positions_K.clamp(0, num_local - 1), rows_K].masked_fill(~is_local_K[:, None], 0.0)
     for group in groups:
         dist.all_reduce(hidden_KH, group=group)
     return hidden_KH

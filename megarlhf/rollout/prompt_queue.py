@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
+from megarlhf.collective_errors import from_first_rank
 from megarlhf.rollout.balance import Deal
 
 NOTHING = -1
@@ -21,9 +22,7 @@ def rendezvous_store() -> dist.Store:
 
 def agreed_key() -> str:
     """A key of the store that no other engine has, on all ranks alike. Collective."""
-    key = [uuid.uuid4().hex]
-    dist.broadcast_object_list(key, src=0)
-    return f"megarlhf/rollout/{key[0]}"
+    return f"megarlhf/rollout/{from_first_rank(uuid.uuid4().hex)}"
 
 
 class SharedCounter:

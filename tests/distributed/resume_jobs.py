@@ -63,7 +63,7 @@ def write(writer: PointWriter, directory: Path, role: Role, **files: Any) -> Wri
     if writer._runtime.is_main:
         directory.mkdir(parents=True)
     dist.barrier()
-    files |= {f"actor/{name}": content for name, content in role.companion_files().items()}
+    files |= {f"actor/{name}": content for name, content in role.companion_folder().items()}
     content = Content({"actor": sharded_state.sharded_state(role)}, {"actor": sharded_state.common(role, 3)}, files)
     writer.start(directory, content, lambda files: None)
     outcome = writer.poll(wait=True)

@@ -43,7 +43,7 @@ class _Session:
             {"model": {"path": model, "dtype": dtype}, "parallel": parallel, "offload": offload}
         )
         self.actor: Role = build_role("actor", self.section, "lm", GroupCache(runtime), seed=0)
-        self.actor.parts.parameters.changes()
+        self.actor.parts.parameters.may_change()
         settings = RolloutConfig.model_validate({"max_response_tokens": NEW_TOKENS, **rollout})
         self.engine = VllmEngine(Path(model), DTYPES[dtype], settings, tp, MAX_LENGTH, self.actor.parts, runtime)
 

@@ -265,8 +265,6 @@ def test_a_label_outside_the_vocabulary_is_refused(backend):
     labels_T = torch.tensor([3, IGNORE, 12])
     with pytest.raises(ValueError, match=r"label 12 at token 2 .*\[0, 12\).*ignore_index"):
         linear_token_logprobs(*inputs, labels_T, true_vocab=12, backend=backend)
-    with pytest.raises(ValueError, match=r"give int64 \[3\]"):
-        linear_token_logprobs(*inputs, labels_T[:2], true_vocab=12, backend=backend)
     if device_of(backend) == "cpu":
         mask_T = labels_T == 3
         logprobs_T, _ = linear_token_logprobs(*inputs, labels_T, true_vocab=12, response_mask=mask_T, backend=backend)

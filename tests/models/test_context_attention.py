@@ -51,8 +51,8 @@ def test_a_share_by_hand():
     assert (row.num_tokens, row.num_local_tokens) == (12, 6)
     assert row.share.cut(torch.arange(12)[None]).tolist() == [[2, 3, 4, 5, 9, 10]]
     assert row.thd().cu_seqlens_q.tolist() == [0, 8, 12], "whole sequences, which TransformerEngine divides itself"
-    assert row.chunks.cu_queries.tolist() == [0, 2, 4, 5, 6]
-    assert row.chunks.cu_keys.tolist() == [0, 4, 10, 12, 15]
+    assert row.chunks.borders.cu_queries.tolist() == [0, 2, 4, 5, 6]
+    assert row.chunks.borders.cu_keys.tolist() == [0, 4, 10, 12, 15]
     assert row.chunks.keys_V.tolist() == [0, 1, 2, 3, *range(6), 8, 9, 8, 9, 10]
 
 
@@ -135,7 +135,7 @@ def test_fp32_errs_as_the_whole_does(window):
     query, key, value, _ = inputs(1200, 4, 2)
     truth = by_hand(query, key, value, [1200], None, window)
     short = [x.float() for x in (query, key, value)]
-    usual = attend_to_the_past(*(x[None] for x in short), window, scale=None, enable_gqa=True)[0]
+    usual = attend_to_the_past(*(x[None] for x in short), window, scale=None)[0]
     bound = (usual - truth).abs().max()
     for rank in range(2):
         row = packed_row((1200,), CPU, group(2, rank))

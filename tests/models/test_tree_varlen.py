@@ -30,16 +30,16 @@ class StandIn:
     log-sum-exp [N, L]; the last query aligned with the last key; the backward believes the output and the log-sum-exp
     that it is given. Keys without queries get no gradient: what is in memory is left there.
 
-    says_groups: torch 2.13's, which is told of query groups; 2.11's is not."""
+    has_gqa_flag: torch 2.13's, which is told of query groups; 2.11's is not."""
 
-    def __init__(self, says_groups: bool = True) -> None:
-        self.says_groups = says_groups
+    def __init__(self, has_gqa_flag: bool = True) -> None:
+        self.has_gqa_flag = has_gqa_flag
         self.forwards: list[tuple[list[int], list[int], bool]] = []
         self.backwards: list[tuple[list[int], list[int], bool]] = []
 
     def forward(self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, scale, window_size, *enable_gqa):
         grouped = query.size(1) != key.size(1)
-        assert enable_gqa == ((grouped,) if self.says_groups else ())
+        assert enable_gqa == ((grouped,) if self.has_gqa_flag else ())
         # From one query a block and fewer groups than heads it makes one row of heads, of blocks that all have one.
         assert is_causal or not grouped or max_q > 1 or cu_seq_q.diff().eq(1).all()
         out, lse = torch.full_like(query, math.nan), query.new_full((query.size(1), len(query)), math.nan)
@@ -90,11 +90,11 @@ class StandIn:
 
 
 @pytest.mark.parametrize("groups", [4, 2])
-@pytest.mark.parametrize("scale, says_groups", [(None, True), (0.3, False)])
+@pytest.mark.parametrize("scale, has_gqa_flag", [(None, True), (0.3, False)])
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_varlens_kernels_are_called_as_they_want_it(row, groups, scale, says_groups):
-    stand_in, trees = StandIn(says_groups), packed_row(row[0], CPU, parents=row[1]).trees
-    kernel = Varlen(stand_in.forward, stand_in.backward, says_groups)
+def test_varlens_kernels_are_called_as_they_want_it(row, groups, scale, has_gqa_flag):
+    stand_in, trees = StandIn(has_gqa_flag), packed_row(row[0], CPU, parents=row[1]).trees
+    kernel = Varlen(stand_in.forward, stand_in.backward, has_gqa_flag)
     given = inputs(row, groups)
     actual = with_gradients(lambda *x: merged_attention(*x, trees, kernel, scale=scale), *given)
     close(actual, with_gradients(lambda *x: alone(*x, row, scale, None), *given))
@@ -132,8 +132,8 @@ def test_one_token_behind_one_of_several_prompts():
 def test_the_installed_torch_has_the_kernels(monkeypatch):
     """And one that has others, or none, goes the plain way. What 2.11 has is told of no groups."""
     found = _varlen_kernels()
-    says_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    assert found == (torch.ops.torch_attn._varlen_attn, torch.ops.torch_attn._varlen_attn_backward, says_groups)
+    has_gqa_flag = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    assert found == (torch.ops.torch_attn._varlen_attn, torch.ops.torch_attn._varlen_attn_backward, has_gqa_flag)
     _varlen_kernels.cache_clear()
     try:
         monkeypatch.setattr(module, "GROUPED", "another")

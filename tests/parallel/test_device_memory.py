@@ -58,7 +58,7 @@ def test_what_is_constant_is_copied_to_the_host_once(monkeypatch: pytest.MonkeyP
         part.offload()
         part.onload()
     assert len(fills) == 1
-    part.changes()
+    part.may_change()
     weights.fill_(3.0)
     part.offload()
     part.onload()
@@ -109,20 +109,20 @@ def test_each_turn_has_what_it_needs_and_the_others_have_left() -> None:
     assert (there(of_actor), there(of_critic)) == ([False] * 3, [False] * 3)
 
 
-def test_state_is_read_and_filled_where_it_lies() -> None:
+def test_state_is_read_and_filled_in_place() -> None:
     """Nothing moves for it. What is filled while it is away is there when it comes; an offset view is that view."""
     device_memory = DeviceMemory(CPU)
     parts, (weights, _, moments) = role(device_memory, parameters=True, optimizer=True)
     view = moments[1:3]
     parts.to_compute()
-    lies = parts.to_read()
-    assert lies(weights) is weights
-    assert (there([weights, moments]), lies(moments).tolist(), lies(view).tolist()) == (
+    view_of = parts.to_read()
+    assert view_of(weights) is weights
+    assert (there([weights, moments]), view_of(moments).tolist(), view_of(view).tolist()) == (
         [True, False],
         [2.0] * 4,
         [2.0] * 2,
     )
-    lies(view).fill_(7.0)
+    view_of(view).fill_(7.0)
     assert there([weights, moments]) == [True, False]
     parts.to_update()
     assert moments.tolist() == [2.0, 7.0, 7.0, 2.0]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.layout import split_evenly
 from megarlhf.parallel.packing.partition import ForwardCost, forward_cost, pack, require_fits
+from tests.refuses import refuses
 
 LINEAR = ForwardCost(per_token=1.0, per_pair=0.0)
 PAIRS = ForwardCost(per_token=0.0, per_pair=1.0)
@@ -82,67 +83,55 @@ def over_mean(costs):
     return max(costs) * len(costs) / sum(costs)
 
 
-def test_every_micro_batch_is_full():
-    """5 + 1, 4 + 2 and 3 + 3: a budget of 6 is filled three times."""
-    groups = singles([5, 4, 3, 3, 2, 1])
-    assert pack(groups, num_ranks=1, max_tokens=6, cost=LINEAR) == [[[0, 5], [1, 4], [2, 3]]]
-    assert pack(groups, num_ranks=3, max_tokens=6, cost=LINEAR) == [[[0, 5]], [[1, 4]], [[2, 3]]]
+BY_HAND = {
+    "5 + 1, 4 + 2 and 3 + 3: a budget of 6 is filled three times": (
+        *(singles([5, 4, 3, 3, 2, 1]), 1, 6, LINEAR),
+        [[[0, 5], [1, 4], [2, 3]]],
+    ),
+    "the same on three ranks": (singles([5, 4, 3, 3, 2, 1]), 3, 6, LINEAR, [[[0, 5]], [[1, 4]], [[2, 3]]]),
+    "groups stay together: 7, 4, 6 and 4 tokens need three micro-batches of 8, so two ranks run four": (
+        *([[4, 3], [2, 2], [5, 1], [3, 1]], 2, 8, LINEAR),
+        [[[0], [3]], [[2], [1]]],
+    ),
+    "costs are balanced, not tokens: 10 pairs in one sequence of 4; 3 + 3 + 3 + 1 in the others": (
+        *(singles([2, 4, 2, 1, 2]), 2, 10, PAIRS),
+        [[[1]], [[0, 2, 4, 3]]],
+    ),
+    "too tight for packing by cost: 3 + 2 and 3 + 2 leave no room for the last 2; 3 + 3 and 2 + 2 + 2 fit": (
+        *(singles([2, 3, 2, 3, 2]), 2, 6, LINEAR),
+        [[[1, 3]], [[0, 2, 4]]],
+    ),
+    "fewer groups than micro-batches": (singles([3, 5]), 3, 9, LINEAR, [[[1]], [[0]], [[]]]),
+    "empty micro-batches come last": (singles([9] * 5), 4, 9, LINEAR, [[[0], [4]], [[1], []], [[2], []], [[3], []]]),
+    "two groups that fit into one micro-batch still go to two ranks": (singles([1, 1]), 2, 9, LINEAR, [[[0]], [[1]]]),
+    "nothing": ([], 3, 9, LINEAR, [[], [], []]),
+    "longest first, then the lower index": (singles([2, 7, 2, 9, 7]), 1, 99, LINEAR, [[[3, 1, 4, 0, 2]]]),
+}
 
 
-def test_sequences_of_a_group_stay_together_and_ranks_run_as_many_micro_batches():
-    """Pairs of 7, 4, 6 and 4 tokens need three micro-batches of 8, two ranks four: 7 + 4 and 6 + 4."""
-    packed = pack([[4, 3], [2, 2], [5, 1], [3, 1]], num_ranks=2, max_tokens=8, cost=LINEAR)
-    assert packed == [[[0], [3]], [[2], [1]]]
-
-
-def test_costs_are_balanced_and_not_tokens():
-    """Pairs attended: 10 of the 4 tokens; 3 + 3 + 3 + 1 of the 7 others."""
-    groups = singles([2, 4, 2, 1, 2])
-    assert pack(groups, num_ranks=2, max_tokens=10, cost=PAIRS) == [[[1]], [[0, 2, 4, 3]]]
-
-
-def test_a_budget_too_tight_for_packing_by_cost():
-    """Costliest first, 3 + 2 and 3 + 2 leave no room for the last 2; 3 + 3 and 2 + 2 + 2 fit."""
-    assert pack(singles([2, 3, 2, 3, 2]), num_ranks=2, max_tokens=6, cost=LINEAR) == [[[1, 3]], [[0, 2, 4]]]
-
-
-def test_fewer_groups_than_micro_batches():
-    """Micro-batches are empty where nothing is left to fill them; they come last."""
-    assert pack(singles([3, 5]), num_ranks=3, max_tokens=9, cost=LINEAR) == [[[1]], [[0]], [[]]]
-    five = pack(singles([9] * 5), num_ranks=4, max_tokens=9, cost=LINEAR)
-    assert five == [[[0], [4]], [[1], []], [[2], []], [[3], []]]
-
-
-def test_two_groups_that_fit_into_one_micro_batch_still_go_to_two_ranks():
-    assert pack(singles([1, 1]), num_ranks=2, max_tokens=9, cost=LINEAR) == [[[0]], [[1]]]
-
-
-def test_nothing_to_pack():
-    assert pack([], num_ranks=3, max_tokens=9, cost=LINEAR) == [[], [], []]
-
-
-def test_within_a_micro_batch_the_longest_comes_first_and_ties_by_index():
-    assert pack(singles([2, 7, 2, 9, 7]), num_ranks=1, max_tokens=99, cost=LINEAR) == [[[3, 1, 4, 0, 2]]]
+@pytest.mark.parametrize("groups, num_ranks, max_tokens, cost, expected", BY_HAND.values(), ids=BY_HAND)
+def test_by_hand(groups, num_ranks, max_tokens, cost, expected):
+    assert pack(groups, num_ranks=num_ranks, max_tokens=max_tokens, cost=cost) == expected
 
 
 @pytest.mark.parametrize(
-    "groups, num_ranks, max_tokens, message",
+    "groups, num_ranks, max_tokens, names",
     [
-        ([[3], [4, 5], [12]], 2, 8, r"group 1 has 9 tokens, expected at most 8 .*raise .* to 12"),
-        ([[3], [4, 0]], 2, 8, "group 1 holds a sequence of 0 tokens, expected 1 or more"),
-        ([[3], []], 2, 8, "group 1 holds no sequence"),
-        ([[3]], 0, 8, "num_ranks = 0, expected 1 or more"),
-        ([], 1, 0, "max_tokens = 0, expected 1 or more"),
+        ([[3], [4, 5], [12]], 2, 8, ("group 1", "9 tokens", "at most 8", "max_tokens_per_micro_batch to 12")),
+        ([[3], [4, 0]], 2, 8, ("group 1", "0 tokens", "1 or more")),
+        ([[3], []], 2, 8, ("group 1", "no sequence")),
+        ([[3]], 0, 8, ("num_ranks = 0", "1 or more")),
+        ([], 1, 0, ("max_tokens = 0", "1 or more")),
     ],
 )
-def test_what_cannot_be_packed(groups, num_ranks, max_tokens, message):
-    with pytest.raises(ValueError, match=message):
+def test_what_cannot_be_packed(groups, num_ranks, max_tokens, names):
+    with refuses(*names):
         pack(groups, num_ranks=num_ranks, max_tokens=max_tokens, cost=LINEAR)
 
 
 def test_who_calls_names_what_is_too_long():
     require_fits([8, 1], 8, "sample")
-    with pytest.raises(ValueError, match=r"sample 2 has 9 tokens, expected at most 8 \(max_tokens_per_micro_batch\)"):
+    with refuses("sample 2", "9 tokens", "at most 8", "max_tokens_per_micro_batch"):
         require_fits([8, 1, 9], 8, "sample")
 
 
@@ -238,23 +227,29 @@ def test_micro_batches_cost_alike(seed):
     assert over_mean(rank_costs(batches, singles(lengths), cost)) < 1.005
 
 
+PROGRAM = """
+from megarlhf.parallel.packing.partition import ForwardCost, pack
+from megarlhf.parallel.packing.tree_partition import PrefixGroup, pack_trees
+cost = ForwardCost(0.1, 0.003)
+plain = pack([[1 + n * n % 97, 1 + n % 31] for n in range(300)], num_ranks=4, max_tokens=150, cost=cost)
+groups = [PrefixGroup(20, tuple(21 + (n * k * k) % 97 for k in range(5))) for n in range(40)]
+trees = pack_trees(groups, num_ranks=16, max_tokens=400, cost=cost)
+"""
+
+
 def test_another_process_packs_alike():
-    """With other hashes, and no torch loaded."""
-    program = (
-        "import sys; from megarlhf.parallel.packing.partition import ForwardCost, pack; "
-        "groups = [[1 + n * n % 97, 1 + n % 31] for n in range(300)]; "
-        "print(pack(groups, num_ranks=4, max_tokens=150, cost=ForwardCost(0.1, 0.003)))"
-    )
-    texts = []
+    """With other hashes, and where nothing loads torch; groups with a common prefix too."""
+    here = {}
+    exec(PROGRAM, here)
+    assert sum(len(batch) for rank in here["trees"] for batch in rank) > 40, "some group was to be divided"
     for seed in ("1", "2"):
-        command = [sys.executable, "-c", program]
         ran = subprocess.run(
-            command, env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)}, capture_output=True
+            [sys.executable, "-c", f"import sys\n{PROGRAM}\nprint(plain, trees)\nassert 'torch' not in sys.modules"],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
         )
         assert ran.returncode == 0, ran.stderr.decode()
-        texts.append(ran.stdout.decode().strip())
-    groups = [[1 + n * n % 97, 1 + n % 31] for n in range(300)]
-    assert texts == [str(pack(groups, num_ranks=4, max_tokens=150, cost=ForwardCost(0.1, 0.003)))] * 2
+        assert ran.stdout.decode().strip() == f"{here['plain']} {here['trees']}"
 
 
 def test_many_groups():
@@ -269,12 +264,10 @@ def test_many_groups():
     assert over_mean(rank_costs(packed, singles(lengths), cost)) < 1.001
 
 
-def test_pairs_of_causal_attention_by_hand():
+@pytest.mark.parametrize("window, expected", [(None, 155.0), (3, 125.0), (9, 155.0), (1, 55.0)])
+def test_pairs_of_causal_attention_by_hand(window, expected):
     """1 + 2 + 3 + 4 + 5 = 15 pairs; with a window of 3, 1 + 2 + 3 + 3 + 3 = 12; a window of 9 changes nothing."""
-    assert ForwardCost(1.0, 10.0).of(5) == 155.0
-    assert ForwardCost(1.0, 10.0, window=3).of(5) == 125.0
-    assert ForwardCost(1.0, 10.0, window=9).of(5) == 155.0
-    assert ForwardCost(1.0, 10.0, window=1).of(5) == 55.0
+    assert ForwardCost(1.0, 10.0, window=window).of(5) == expected
 
 
 def test_operations_of_a_dense_llama_by_hand():

@@ -6,8 +6,6 @@ Not covered: whether the cost model agrees with measured times, and how long pac
 import itertools
 import math
 import random
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given, settings
@@ -15,8 +13,9 @@ from hypothesis import strategies as st
 
 from megarlhf.parallel.packing.partition import ForwardCost, pack
 from megarlhf.parallel.packing.tree_partition import PrefixGroup, pack_trees
+from tests.parallel.test_partition import LINEAR, over_mean
+from tests.refuses import refuses
 
-LINEAR = ForwardCost(per_token=1.0, per_pair=0.0)
 COST = ForwardCost(per_token=1.0, per_pair=1 / 2000)
 
 
@@ -60,33 +59,36 @@ def copies(packed):
     return sum(len(batch) for rank in packed for batch in rank)
 
 
-def over_mean(costs):
-    return max(costs) * len(costs) / sum(costs)
-
-
 # ---- By hand
 
 
-def test_a_group_is_one_entry_and_counts_its_beginning_once():
-    """5 + 2 + 1 + 3 = 11 tokens fill a budget of 11; the four sequences alone would take 7 + 6 + 8 = 21."""
-    assert pack_trees([alike(5, 2, 1, 3)], num_ranks=1, max_tokens=11, cost=LINEAR) == [[[(0, (0, 1, 2))]]]
+BY_HAND = {
+    "one entry, the prefix counts once: 5 + 2 + 1 + 3 = 11; alone the three sequences take 7 + 6 + 8 = 21": (
+        *([alike(5, 2, 1, 3)], 1, 11),
+        [[[(0, (0, 1, 2))]]],
+    ),
+    "empty responses cost nothing: 3 + 2 tokens, and 3 for the prompt of the other": (
+        *([alike(3, 0, 2, 0, 0), alike(3, 0, 0, 0)], 1, 8),
+        [[[(0, (0, 1, 2, 3)), (1, (0, 1, 2))]]],
+    ),
+    "a prompt that fills the budget alone": ([alike(8, 0, 0)], 1, 8, [[[(0, (0, 1))]]]),
+    "ranks have 22 and 20 tokens; what would move takes a copy of 10 along": (
+        *([alike(10, 6, 6), alike(10, 5, 5)], 2, 99),
+        [[[(0, (0, 1))]], [[(1, (0, 1))]]],
+    ),
+    "nothing": ([], 3, 9, [[], [], []]),
+}
+
+
+@pytest.mark.parametrize("groups, num_ranks, max_tokens, expected", BY_HAND.values(), ids=BY_HAND)
+def test_by_hand(groups, num_ranks, max_tokens, expected):
+    assert pack_trees(groups, num_ranks=num_ranks, max_tokens=max_tokens, cost=LINEAR) == expected
 
 
 def test_a_group_over_the_budget_is_divided_into_the_fewest_parts_that_fit():
     """Behind 4 tokens 6 are left in a budget of 10: 4 + 2, 3 + 3 in two parts, of which each has its copy."""
     (rank,) = pack_trees([alike(4, 2, 3, 4, 3)], num_ranks=1, max_tokens=10, cost=LINEAR)
     assert sorted(rank) == [[(0, (0, 2))], [(0, (1, 3))]]
-
-
-def test_empty_responses_go_along_and_cost_nothing():
-    """Of three empty responses and one of 2 tokens, 3 + 2 tokens; three of nothing but the prompt are 3."""
-    groups = [alike(3, 0, 2, 0, 0), alike(3, 0, 0, 0)]
-    packed = pack_trees(groups, num_ranks=1, max_tokens=8, cost=LINEAR)
-    assert packed == [[[(0, (0, 1, 2, 3)), (1, (0, 1, 2))]]]
-
-
-def test_a_prompt_that_fills_the_budget_alone():
-    assert pack_trees([alike(8, 0, 0)], num_ranks=1, max_tokens=8, cost=LINEAR) == [[[(0, (0, 1))]]]
 
 
 def test_two_ranks_share_one_group_and_each_computes_the_beginning():
@@ -100,13 +102,6 @@ def test_three_groups_on_two_ranks_divide_one():
     packed = pack_trees(groups, num_ranks=2, max_tokens=99, cost=LINEAR)
     assert rank_costs(packed, groups, LINEAR) == [28.0, 28.0]
     assert copies(packed) == 4
-
-
-def test_what_does_not_level_is_not_divided():
-    """The ranks have 22 and 20 tokens; what would move takes a copy of 10 along."""
-    groups = [alike(10, 6, 6), alike(10, 5, 5)]
-    packed = pack_trees(groups, num_ranks=2, max_tokens=99, cost=LINEAR)
-    assert packed == [[[(0, (0, 1))]], [[(1, (0, 1))]]]
 
 
 def test_pairs_stay_together_and_share():
@@ -141,30 +136,21 @@ def test_what_is_divided_is_divided_evenly():
     assert tokens == [50, 50, 33]
 
 
-def test_nothing_to_pack():
-    assert pack_trees([], num_ranks=3, max_tokens=9, cost=LINEAR) == [[], [], []]
-
-
 @pytest.mark.parametrize(
-    "groups, num_ranks, max_tokens, message",
+    "groups, num_ranks, max_tokens, names",
     [
-        (
-            [alike(3, 1), alike(4, 1, 5)],
-            2,
-            8,
-            r"group 2 has 9 tokens, expected at most 8 .*it is not split: raise .*to 9",
-        ),
-        ([alike(3, 3, 3, divisible=False)], 2, 8, r"group 0 has 9 tokens, expected at most 8 .*raise .*to 9"),
-        ([PrefixGroup(0, (4, 5), divisible=False)], 2, 8, r"group 0 has 9 tokens, expected at most 8"),
-        ([alike(3), alike(3, 1)], 2, 8, "group 0 holds no sequence"),
-        ([PrefixGroup(3, (4, 2))], 2, 8, "group 0 shares 3 tokens and holds a sequence of 2"),
-        ([PrefixGroup(0, (4, 0))], 2, 8, "group 0 shares 0 tokens and holds a sequence of 0"),
-        ([alike(3, 1)], 0, 8, "num_ranks = 0, expected 1 or more"),
-        ([], 1, 0, "max_tokens = 0, expected 1 or more"),
+        ([alike(3, 1), alike(4, 1, 5)], 2, 8, ("group 2", "9 tokens", "at most 8", "max_tokens_per_micro_batch to 9")),
+        ([alike(3, 3, 3, divisible=False)], 2, 8, ("group 0", "9 tokens", "max_tokens_per_micro_batch to 9")),
+        ([PrefixGroup(0, (4, 5), divisible=False)], 2, 8, ("group 0", "9 tokens", "at most 8")),
+        ([alike(3), alike(3, 1)], 2, 8, ("group 0", "no sequence")),
+        ([PrefixGroup(3, (4, 2))], 2, 8, ("group 0", "3 tokens", "a sequence of 2")),
+        ([PrefixGroup(0, (4, 0))], 2, 8, ("group 0", "0 tokens", "a sequence of 0")),
+        ([alike(3, 1)], 0, 8, ("num_ranks = 0", "1 or more")),
+        ([], 1, 0, ("max_tokens = 0", "1 or more")),
     ],
 )
-def test_what_cannot_be_packed(groups, num_ranks, max_tokens, message):
-    with pytest.raises(ValueError, match=message):
+def test_what_cannot_be_packed(groups, num_ranks, max_tokens, names):
+    with refuses(*names):
         pack_trees(groups, num_ranks=num_ranks, max_tokens=max_tokens, cost=LINEAR)
 
 
@@ -238,29 +224,6 @@ def test_one_rank_with_room_computes_every_beginning_once(problem):
     assert sorted(entry for batch in batches for entry in batch) == [
         (n, tuple(range(len(group.lengths)))) for n, group in enumerate(groups)
     ]
-
-
-def test_another_process_packs_alike():
-    """With other hashes, and no torch loaded."""
-    program = (
-        "from megarlhf.parallel.packing.partition import ForwardCost;"
-        "from megarlhf.parallel.packing.tree_partition import PrefixGroup, pack_trees;"
-        "groups = [PrefixGroup(20, tuple(21 + (n * k * k) % 97 for k in range(5))) for n in range(40)];"
-        "packed = pack_trees(groups, num_ranks=16, max_tokens=400, cost=ForwardCost(0.1, 0.003))"
-    )
-    texts = []
-    for seed in ("1", "2"):
-        ran = subprocess.run(
-            [sys.executable, "-c", f"import sys; {program}; print(packed); assert 'torch' not in sys.modules"],
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
-            capture_output=True,
-        )
-        assert ran.returncode == 0, ran.stderr.decode()
-        texts.append(ran.stdout.decode().strip())
-    here = {}
-    exec(program, here)
-    assert texts == [str(here["packed"])] * 2
-    assert copies(here["packed"]) > 40, "some group was to be divided"
 
 
 # ---- Balance

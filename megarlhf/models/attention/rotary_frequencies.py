@@ -1,4 +1,4 @@
-"""What the scalings of rotary frequencies compute; how config.json states them: `architectures/rope.py`.
+"""Scaled rotary frequencies. `architectures/rope.py` reads the scalings from config.json.
 
 Legend: D half the channels of a head that are turned.
 """
@@ -23,10 +23,10 @@ from megarlhf.architectures.architecture import (
 
 
 def scaled_frequencies(inverse_frequencies_D: Tensor, theta: float, rope: RopeScaling) -> Tensor:
-    """The frequencies of a model with this scaling, from those without, in radians per position.
+    """Apply a scaling to the unscaled frequencies, in radians per position.
 
-    Written in the order in which transformers and vLLM compute them: an angle is a frequency times a position, and at
-    position 100 000 the last bit of a frequency is in its third digit.
+    The operations are in the order of transformers and vLLM. An angle is a frequency times a position, so at position
+    100 000 the last bit of a frequency is in the angle's third digit.
 
     Shapes:  [D] -> [D]
     Source:  transformers' `modeling_rope_utils.py`, and the papers named below
@@ -35,7 +35,7 @@ def scaled_frequencies(inverse_frequencies_D: Tensor, theta: float, rope: RopeSc
 
 
 def attention_factor(rope: RopeScaling | None) -> float:
-    """By what cosines and sines are multiplied, so that scores of attention are by its square."""
+    """Factor of cosines and sines. Attention scores are multiplied by its square."""
     return rope.attention_factor if isinstance(rope, YarnRope | LongRope) else 1.0
 
 
@@ -45,17 +45,17 @@ def _linear(inverse_frequencies_D: Tensor, theta: float, rope: LinearRope) -> Te
 
 
 def _dynamic(inverse_frequencies_D: Tensor, theta: float, rope: DynamicRope) -> Tensor:
-    """Of sequences up to `max_positions`: no scaling, and there are no others."""
+    """No scaling: it would begin behind `max_positions`, and no sequence is longer."""
     return inverse_frequencies_D
 
 
 def _yarn(inverse_frequencies_D: Tensor, theta: float, rope: YarnRope) -> Tensor:
-    """Divided by the factor where a channel turns seldom over the original length, kept where often, blended between
-    (Peng et al. 2023, section 3.2)."""
+    """Divide the frequency by the factor for channels that turn few times over the original length, keep it for
+    channels that turn often, blend in between (Peng et al. 2023, section 3.2)."""
     channels = 2 * len(inverse_frequencies_D)
 
     def channel_of(turns: float) -> float:
-        """Which turns so often over the original length."""
+        """The channel that makes this many turns over the original length."""
         return channels * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = channel_of(rope.beta_fast), channel_of(rope.beta_slow)
@@ -71,13 +71,13 @@ def _yarn(inverse_frequencies_D: Tensor, theta: float, rope: YarnRope) -> Tensor
 
 
 def _longrope(inverse_frequencies_D: Tensor, theta: float, rope: LongRope) -> Tensor:
-    """Each divided by its own short factor (Ding et al. 2024)."""
+    """Divide each frequency by its own short factor (Ding et al. 2024)."""
     divisors_D = torch.tensor(rope.short_factor, dtype=torch.float32, device=inverse_frequencies_D.device)
     return 1.0 / (divisors_D * _wavelengths(inverse_frequencies_D, theta))
 
 
 def _llama3(inverse_frequencies_D: Tensor, theta: float, rope: Llama3Rope) -> Tensor:
-    """Long wavelengths by the factor, short ones not, blended between (Llama 3.1's released code)."""
+    """Stretch long wavelengths by the factor, keep short ones, blend in between (Llama 3.1's released code)."""
     turns_D = rope.original_max_positions * inverse_frequencies_D / (2 * math.pi)
     blend_D = (turns_D - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend_D = blend_D.clamp(0.0, 1.0)
@@ -85,7 +85,7 @@ def _llama3(inverse_frequencies_D: Tensor, theta: float, rope: Llama3Rope) -> Te
 
 
 def _wavelengths(inverse_frequencies_D: Tensor, theta: float) -> Tensor:
-    """Without scaling, over 2 pi."""
+    """Unscaled wavelengths, divided by 2 pi."""
     channels = 2 * len(inverse_frequencies_D)
     even_D = torch.arange(0, channels, 2, dtype=torch.float32, device=inverse_frequencies_D.device)
     return theta ** (even_D / channels)

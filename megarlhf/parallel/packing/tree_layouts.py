@@ -1,6 +1,6 @@
-"""Where sequences stand in a packed row of which some begin alike: what they share stands once.
+"""Segments of a packed row with shared prefixes: each prefix is in the row once.
 
-Level after level, as `PackedRow` wants it: first what begins a sequence, then what continues it.
+The order is that of `PackedRow`: first all roots, then everything that continues them.
 """
 
 from __future__ import annotations
@@ -14,57 +14,59 @@ from megarlhf.parallel.packing.rows import ROOT
 
 @dataclass(frozen=True)
 class SequenceGroup:
-    """Sequences of a micro-batch that begin with the same tokens, or one that is alone."""
+    """Sequences of a micro-batch with a common prefix, or a single sequence."""
 
     sequences: tuple[int, ...]
-    """By the caller's numbers."""
+    """Indices of the caller."""
     lengths: tuple[int, ...]
-    """Tokens of each, the shared ones included."""
+    """Tokens of each sequence, including the prefix."""
     shared: int
-    """Tokens of the common beginning; 0: they are apart all the same."""
+    """Tokens of the common prefix; 0: nothing is shared."""
 
     @property
     def is_tree(self) -> bool:
-        """What they share is computed once."""
+        """True if the prefix is computed once for several sequences."""
         return self.shared > 0 and len(self.sequences) > 1
 
 
 @dataclass(frozen=True)
 class RowSegments:
-    """The segments of a row, and which of them each sequence ends with."""
+    """The segments of a row."""
 
     lengths: tuple[int, ...]
     parents: tuple[int, ...]
     last: tuple[int, ...]
+    """For each sequence the segment that it ends with."""
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Where each sequence's last segment begins."""
-        begins = tuple(itertools.accumulate(self.lengths, initial=0))
-        return tuple(begins[segment] for segment in self.last)
+        """First token of each sequence's last segment."""
+        starts = tuple(itertools.accumulate(self.lengths, initial=0))
+        return tuple(starts[segment] for segment in self.last)
 
 
 def segments_of(entries: Sequence[SequenceGroup]) -> RowSegments:
-    """Of the sequences of all entries, in their order. One that is no longer than what it shares ends with it."""
+    """Segments for the sequences of all entries, in their order. A sequence that is just the prefix ends with it.
+
+    Example: entries of lengths (5, 4, 6) with a prefix of 4, and of length (3,) -> lengths (4, 3, 1, 2), parents
+    (ROOT, ROOT, 0, 0), last (2, 0, 3, 1)
+    """
     lengths: list[int] = []
-    parents: list[int] = []
-    last: dict[tuple[int, int], int] = {}
     roots: list[int] = []
-    for at, entry in enumerate(entries):
+    """First root of each entry."""
+    for entry in entries:
         roots.append(len(lengths))
-        if entry.is_tree:
-            lengths.append(entry.shared)
-        else:
-            last |= {(at, member): len(lengths) + member for member in range(len(entry.lengths))}
-            lengths += entry.lengths
-    parents += [ROOT] * len(lengths)
-    for at, entry in enumerate(entries):
-        for member, length in enumerate(entry.lengths if entry.is_tree else ()):
-            last[at, member] = roots[at] if length == entry.shared else len(lengths)
-            if length > entry.shared:
+        lengths += [entry.shared] if entry.is_tree else entry.lengths
+    parents = [ROOT] * len(lengths)
+    last: list[int] = []
+    for entry, root in zip(entries, roots, strict=True):
+        for member, length in enumerate(entry.lengths):
+            if not entry.is_tree:
+                last.append(root + member)
+            elif length == entry.shared:
+                last.append(root)
+            else:
+                last.append(len(lengths))
                 lengths.append(length - entry.shared)
-                parents.append(roots[at])
-    in_order = itertools.chain.from_iterable(
-        ((at, member) for member in range(len(entry.sequences))) for at, entry in enumerate(entries)
-    )
-    return RowSegments(tuple(lengths), tuple(parents), tuple(last[key] for key in in_order))
+                parents.append(root)
+    return RowSegments(tuple(lengths), tuple(parents), tuple(last))

@@ -1,7 +1,7 @@
-"""Parts of trees in the micro-batches of ranks: those that meet are joined, and the costliest rank hands over.
+"""Levelling of trees: parts that meet are joined, and the costliest rank hands continuations over to others.
 
-A *tree* is a beginning that sequences share and the continuations of it. A *part* is continuations of a tree that are
-computed together, with a copy of the beginning. Tokens are sizes, costs prices in whole units (`bins.py`).
+A *tree* is a prefix that sequences share, with their continuations. A *part* is a set of continuations of one tree that
+are computed together, with one copy of the prefix. Parts are the items of `bins.py`.
 """
 
 from __future__ import annotations
@@ -11,45 +11,54 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarlhf.parallel.packing.bins import MAX_PARTNERS, MAX_ROUNDS, Bins, costliest_first, exchange
+from megarlhf.parallel.packing.bins import MAX_PARTNERS, MAX_ROUNDS, Bins, balance_ranks, costliest_first
 
 Entry = tuple[int, tuple[int, ...]]
-"""A group, and which of its sequences."""
+"""(group, its sequences that are computed together)."""
 Packed = list[list[list[Entry]]]
-"""[rank][micro-batch]."""
+"""[rank][micro-batch] -> entries."""
 
 TOLERANCE = 1_000
-"""The costliest rank may stay 1/TOLERANCE above the mean: for less than that no beginning is computed twice."""
+"""The costliest rank may stay 1/TOLERANCE above the mean: a smaller gain is not worth another copy of a prefix."""
 MAX_WORK = 300_000
 """Bound on handing over continuations, in continuations looked at: about half a second."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A beginning and what continues it. What may not be divided, and a plain sequence, continues nothing."""
+    """A prefix and its continuations.
+
+    An indivisible group, and a sequence without siblings, is a tree with an empty prefix and one continuation.
+
+    Example: a divisible group 3 with a prefix of 10 tokens and sequences of 12 and 15 tokens has `group=3`,
+    `members=((0,), (1,))`, `tokens=10` and `continuation_tokens=(2, 5)`."""
 
     group: int
     members: tuple[tuple[int, ...], ...]
-    """By continuation, the sequences of the group that it stands for."""
+    """For each continuation the sequences of the group that it stands for."""
     tokens: int
-    price: int
-    """Of the beginning."""
+    cost: int
+    """Cost of the prefix."""
     continuation_tokens: tuple[int, ...]
-    continuation_prices: tuple[int, ...]
-    unshared_prices: tuple[int, ...]
-    """By continuation, of its sequences without sharing."""
+    continuation_costs: tuple[int, ...]
+    unshared_costs: tuple[int, ...]
+    """For each continuation the cost of its sequences without sharing."""
 
     @property
     def all(self) -> tuple[int, ...]:
         return tuple(range(len(self.members)))
 
+    @property
+    def total_cost(self) -> int:
+        return self.cost_of(self.all)
+
     def tokens_of(self, continuations: Sequence[int]) -> int:
-        """With the beginning."""
+        """Tokens of the prefix with these continuations."""
         return self.tokens + sum(self.continuation_tokens[n] for n in continuations)
 
-    def price_of(self, continuations: Sequence[int]) -> int:
-        """With the beginning."""
-        return self.price + sum(self.continuation_prices[n] for n in continuations)
+    def cost_of(self, continuations: Sequence[int]) -> int:
+        """Cost of the prefix with these continuations."""
+        return self.cost + sum(self.continuation_costs[n] for n in continuations)
 
 
 @dataclass(frozen=True)
@@ -62,36 +71,36 @@ class TreePart:
 
 @dataclass(frozen=True)
 class LevelledPacking:
-    """A way to pack, and what it costs."""
+    """A packing and its cost."""
 
     packed: Packed
     costliest_rank: int
     total: int
     micro_batches: int
 
-    def worse(self, share: int) -> tuple[int, int, int, int]:
-        """The less the better. Costs of the costliest rank that differ by less than 1/TOLERANCE of `share`, a rank's of
-        the work, count as equal: then the total decides."""
+    def key(self, share: int) -> tuple[int, int, int, int]:
+        """Sort key; less is better. Costs of the costliest rank that differ by less than 1/TOLERANCE of `share`, the
+        mean cost of a rank, count as equal; then the total decides."""
         rough = -(-self.costliest_rank * TOLERANCE // max(share, 1))
         return rough, self.total, self.micro_batches, self.costliest_rank
 
 
 @dataclass(frozen=True)
 class _HandOver:
-    """Continuations of a part that go to another bin: the costlier of the two teams costs `peak` then."""
+    """Continuations of a part that go to another bin."""
 
     peak: int
+    """Cost of the costlier of the two teams afterwards."""
     extra: int
-    """What a copy of the beginning costs there; 0: one is there."""
+    """Cost of another copy of the prefix; 0: the target has one."""
     part: int
     source: int
     target: int
     continuations: tuple[int, ...]
-    amount: int
 
 
 class Levelling:
-    """Parts in bins of ranks, being made more equal. `outcomes` are those that were the best when they were found."""
+    """Parts in the bins of ranks, whose costs are being made more equal. `outcomes`: the packings found on the way."""
 
     def __init__(self, trees: Sequence[Tree], parts: Sequence[TreePart], bins: Bins, ranks: list[list[int]]) -> None:
         self.trees, self.parts, self.bins, self.ranks = trees, list(parts), bins, ranks
@@ -99,174 +108,174 @@ class Levelling:
 
     def improve(self) -> None:
         """Fill `outcomes`."""
-        share = -(-sum(tree.price_of(tree.all) for tree in self.trees) // len(self.ranks))
-        self.join()
-        self.keep()
+        share = -(-sum(tree.total_cost for tree in self.trees) // len(self.ranks))
+        self._join_and_keep()
         for _ in range(MAX_ROUNDS):
-            if not self.hand_over(self.ranks, share):
+            if not self._hand_over(self.ranks, share):
                 break
-            self.join()
-            self.keep()
-            if not exchange(self.bins, self.ranks):
+            self._join_and_keep()
+            if not balance_ranks(self.bins, self.ranks):
                 break
-            self.join()
-            self.keep()
+            self._join_and_keep()
+
+    def _join_and_keep(self) -> None:
+        self.join()
+        self.outcomes.append(self.outcome())
 
     def outcome(self) -> LevelledPacking:
-        """As it stands, the micro-batches of each rank more equal. Costliest micro-batches first, and within one the
-        longest entries."""
+        """The current packing, after levelling the micro-batches of each rank. The costliest micro-batch comes first,
+        and within one the longest entry."""
         for rank in filter(None, self.ranks):
-            mean = -(-sum(self.bins.costs[number] for number in rank) // len(rank))
-            self.hand_over([[number] for number in rank], mean, copies=False)
-        costs = [sum(self.bins.costs[number] for number in rank) for rank in self.ranks]
+            mean = -(-sum(self.bins.costs[n] for n in rank) // len(rank))
+            self._hand_over([[n] for n in rank], mean, copies=False)
+        costs = [sum(self.bins.costs[n] for n in rank) for rank in self.ranks]
         costliest_first(self.bins, self.ranks)
-        packed = [[self._entries(number) for number in rank] for rank in self.ranks]
+        packed = [[self._entries(n) for n in rank] for rank in self.ranks]
         return LevelledPacking(packed, max(costs), sum(costs), len(self.bins.costs))
 
-    def _entries(self, number: int) -> list[Entry]:
+    def _tree(self, part: int) -> Tree:
+        return self.trees[self.parts[part].tree]
+
+    def _entries(self, n: int) -> list[Entry]:
         tokens: dict[int, int] = defaultdict(int)
         members: dict[int, list[int]] = defaultdict(list)
-        for n in self.bins.members[number]:
-            tree = self.trees[self.parts[n].tree]
-            tokens[tree.group] += self.bins.sizes[n]
-            for continuation in self.parts[n].continuations:
+        for part in self.bins.members[n]:
+            tree = self._tree(part)
+            tokens[tree.group] += self.bins.item_tokens[part]
+            for continuation in self.parts[part].continuations:
                 members[tree.group] += tree.members[continuation]
         return [
             (group, tuple(sorted(members[group])))
             for group in sorted(members, key=lambda group: (-tokens[group], group))
         ]
 
-    def keep(self) -> None:
-        self.outcomes.append(self.outcome())
-
     def join(self) -> None:
-        """Parts of a tree that are in one bin become one; those of one rank, where one of their bins has room."""
+        """Join parts of a tree that are in one bin, and parts in bins of one rank where one of the bins has room."""
         for rank in self.ranks:
-            places: dict[int, list[tuple[int, int]]] = defaultdict(list)
-            for number in rank:
-                for n in self.bins.members[number]:
-                    if len(self.trees[self.parts[n].tree].members) > 1:
-                        places[self.parts[n].tree].append((n, number))
-            for of_tree in places.values():
-                while len(of_tree) > 1 and self._join_one(of_tree):
+            places_by_tree: dict[int, list[tuple[int, int]]] = defaultdict(list)  # (part, bin)
+            for n in rank:
+                for part in self.bins.members[n]:
+                    if len(self._tree(part).members) > 1:
+                        places_by_tree[self.parts[part].tree].append((part, n))
+            for places in places_by_tree.values():
+                while len(places) > 1 and self._join_one(places):
                     pass
 
     def _join_one(self, places: list[tuple[int, int]]) -> bool:
-        """One of the parts that stand at these places goes into another; whether one could."""
-        bins, beginning = self.bins, self.trees[self.parts[places[0][0]].tree].tokens
-        for given, source in sorted(places, key=lambda place: bins.sizes[place[0]]):
+        """Join one of these parts of a tree into another. Returns False if none could be."""
+        bins, prefix = self.bins, self._tree(places[0][0]).tokens
+        for given, source in sorted(places, key=lambda place: bins.item_tokens[place[0]]):
             for taking, target in places:
                 if taking == given:
                     continue
-                fits = bins.tokens[target] + bins.sizes[given] - beginning <= bins.max_tokens
+                fits = bins.tokens[target] + bins.item_tokens[given] - prefix <= bins.max_tokens
                 if source == target or (fits and len(bins.members[source]) > 1):
-                    self._shift(given, self.parts[given].continuations, source, target, taking)
+                    self._move(given, self.parts[given].continuations, source, target, taking)
                     places.remove((given, source))
                     return True
         return False
 
-    def _shift(self, given: int, continuations: Sequence[int], source: int, target: int, taking: int | None) -> None:
-        """Continuations of part `given` go from one bin to another, there into part `taking` or a new one."""
-        bins, tree = self.bins, self.trees[self.parts[given].tree]
+    def _move(self, given: int, continuations: Sequence[int], source: int, target: int, taking: int | None) -> None:
+        """Move continuations of part `given` to another bin, into part `taking` there or into a new part."""
+        bins, tree = self.bins, self._tree(given)
         if taking is None:
             taking = len(self.parts)
             self.parts.append(TreePart(self.parts[given].tree, ()))
-            bins.sizes.append(tree.tokens)
-            bins.prices.append(tree.price)
+            bins.item_tokens.append(tree.tokens)
+            bins.item_costs.append(tree.cost)
             bins.members[target].append(taking)
             bins.tokens[target] += tree.tokens
-            bins.costs[target] += tree.price
-        for part, number, chosen in (
-            (given, source, [n for n in self.parts[given].continuations if n not in continuations]),
+            bins.costs[target] += tree.cost
+        for part, n, changed in (
+            (given, source, [c for c in self.parts[given].continuations if c not in continuations]),
             (taking, target, [*self.parts[taking].continuations, *continuations]),
         ):
-            size, price = tree.tokens_of(chosen), tree.price_of(chosen)
-            bins.tokens[number] += size - bins.sizes[part]
-            bins.costs[number] += price - bins.prices[part]
-            bins.sizes[part], bins.prices[part] = size, price
-            self.parts[part] = TreePart(self.parts[part].tree, tuple(sorted(chosen)))
+            tokens, cost = tree.tokens_of(changed), tree.cost_of(changed)
+            bins.tokens[n] += tokens - bins.item_tokens[part]
+            bins.costs[n] += cost - bins.item_costs[part]
+            bins.item_tokens[part], bins.item_costs[part] = tokens, cost
+            self.parts[part] = TreePart(self.parts[part].tree, tuple(sorted(changed)))
         if not self.parts[given].continuations:
             bins.members[source].remove(given)
             bins.tokens[source] -= tree.tokens
-            bins.costs[source] -= tree.price
+            bins.costs[source] -= tree.cost
 
-    def hand_over(self, teams: list[list[int]], share: int, copies: bool = True) -> int:
-        """The costliest team of bins hands continuations to cheaper ones, until that lowers its cost no more, or it is
-        within 1/TOLERANCE of `share`. Returns how often.
+    def _hand_over(self, teams: list[list[int]], share: int, copies: bool = True) -> int:
+        """Let the costliest team of bins hand continuations to cheaper teams, until its cost falls no more or is within
+        1/TOLERANCE of `share`. Returns the number of times.
 
-        Without `copies` only to where their beginning is: then nothing is computed that was not, and nothing is kept.
+        Without `copies`, only to teams that have the prefix: then no prefix is computed again, and no outcome is kept.
         """
-        order = sorted((sum(self.bins.costs[number] for number in team), place) for place, team in enumerate(teams))
+        order = sorted((sum(self.bins.costs[n] for n in bins), team) for team, bins in enumerate(teams))
         work, times, kept = MAX_WORK, 0, order[-1][0]
         while len(order) > 1 and work > 0 and (order[-1][0] - share) * TOLERANCE > share:
-            total, place = order.pop()
-            found: _HandOver | None = None
-            for least, partner in order[:MAX_PARTNERS]:
-                work -= sum(len(self.parts[n].continuations) for b in teams[place] for n in self.bins.members[b])
-                better = self._find(teams[place], teams[partner], total, least, copies)
-                if better is not None and (found is None or (better.peak, better.extra) < (found.peak, found.extra)):
-                    found, chosen = better, (least, partner)
-            if found is None or (total - found.peak) * TOLERANCE * 10 < total:
+            cost, team = order.pop()
+            num_looked_at = sum(
+                len(self.parts[part].continuations) for n in teams[team] for part in self.bins.members[n]
+            )
+            best: _HandOver | None = None
+            for entry in order[:MAX_PARTNERS]:
+                work -= num_looked_at
+                option = self._find(teams[team], teams[entry[1]], cost, entry[0], copies)
+                if option is not None and (best is None or (option.peak, option.extra) < (best.peak, best.extra)):
+                    best, partner = option, entry
+            if best is None or (cost - best.peak) * TOLERANCE * 10 < cost:
                 break
-            self._apply(found)
+            tree = self.parts[best.part].tree
+            taking = next((part for part in self.bins.members[best.target] if self.parts[part].tree == tree), None)
+            self._move(best.part, best.continuations, best.source, best.target, taking)
             times += 1
-            order.remove(chosen)
-            for team in (place, chosen[1]):
-                insort(order, (sum(self.bins.costs[number] for number in teams[team]), team))
+            order.remove(partner)
+            for changed in (team, partner[1]):
+                insort(order, (sum(self.bins.costs[n] for n in teams[changed]), changed))
             if copies and (kept - order[-1][0]) * TOLERANCE > kept:
-                self.keep()
+                self.outcomes.append(self.outcome())
                 kept = order[-1][0]
         return times
 
-    def _apply(self, found: _HandOver) -> None:
-        tree = self.parts[found.part].tree
-        taking = next((n for n in self.bins.members[found.target] if self.parts[n].tree == tree), None)
-        self._shift(found.part, found.continuations, found.source, found.target, taking)
-
-    def _find(self, heavy: list[int], light: list[int], total: int, least: int, copies: bool) -> _HandOver | None:
-        """What levels two teams best; None: nothing lowers the costlier one's cost."""
+    def _find(self, heavy: list[int], light: list[int], cost: int, light_cost: int, copies: bool) -> _HandOver | None:
+        """The hand-over that levels two teams best. None: none lowers the cost of the costlier one."""
         bins, best = self.bins, None
-        has = {self.parts[n].tree: number for number in light for n in bins.members[number]}
-        emptiest = min(light, key=lambda number: (bins.tokens[number], number))
+        bin_with_tree = {self.parts[part].tree: n for n in light for part in bins.members[n]}
+        emptiest = min(light, key=lambda n: (bins.tokens[n], n))
         for source in heavy:
+            is_last = len(bins.members[source]) == 1
             for n in bins.members[source]:
-                part = self.parts[n]
-                tree = self.trees[part.tree]
-                if len(tree.members) == 1 or (len(part.continuations) == 1 and len(bins.members[source]) == 1):
+                part, tree = self.parts[n], self._tree(n)
+                joined = part.tree in bin_with_tree
+                if len(tree.members) == 1 or (len(part.continuations) == 1 and is_last) or not (joined or copies):
                     continue
-                target = has.get(part.tree, emptiest)
-                joined = part.tree in has
-                if not (joined or copies):
-                    continue
-                extra, room = (0, 0) if joined else (tree.price, tree.tokens)
-                wanted = (total - least - extra) // 2
-                room = bins.max_tokens - bins.tokens[target] - room
-                whole = joined and len(bins.members[source]) > 1
-                chosen, amount = _near(tree, part.continuations, wanted, room, whole)
+                target = bin_with_tree.get(part.tree, emptiest)
+                extra, prefix = (0, 0) if joined else (tree.cost, tree.tokens)
+                wanted = (cost - light_cost - extra) // 2
+                room = bins.max_tokens - bins.tokens[target] - prefix
+                chosen, amount = _near(tree, part.continuations, wanted, room, whole=joined and not is_last)
                 if not chosen:
                     continue
-                freed = amount + (tree.price if len(chosen) == len(part.continuations) else 0)
-                peak = max(total - freed, least + amount + extra)
-                if peak < total and (best is None or (peak, extra) < (best.peak, best.extra)):
-                    best = _HandOver(peak, extra, n, source, target, tuple(chosen), amount)
+                freed = amount + (tree.cost if len(chosen) == len(part.continuations) else 0)
+                peak = max(cost - freed, light_cost + amount + extra)
+                if peak < cost and (best is None or (peak, extra) < (best.peak, best.extra)):
+                    best = _HandOver(peak, extra, n, source, target, tuple(chosen))
         return best
 
 
 def _near(tree: Tree, continuations: Sequence[int], wanted: int, room: int, whole: bool) -> tuple[list[int], int]:
-    """Continuations that fit into `room` tokens and cost about `wanted`, all of them only where `whole`; and what they
-    cost. Costliest first, as long as they cost no more; or the cheapest alone that costs more."""
-    prices, tokens = tree.continuation_prices, tree.continuation_tokens
+    """Continuations that fit into `room` tokens and cost about `wanted`, and their cost. All of them only if `whole`.
+
+    They are the costliest ones that together cost no more, or the cheapest single one that costs more.
+    """
+    costs, tokens = tree.continuation_costs, tree.continuation_tokens
     most = len(continuations) if whole else len(continuations) - 1
     chosen: list[int] = []
     amount = size = 0
-    over: int | None = None
-    for n in sorted(continuations, key=lambda n: (-prices[n], n)):
-        if amount + prices[n] <= wanted and size + tokens[n] <= room and len(chosen) < most and prices[n]:
+    costlier: int | None = None
+    for n in sorted(continuations, key=lambda n: (-costs[n], n)):
+        if amount + costs[n] <= wanted and size + tokens[n] <= room and len(chosen) < most and costs[n]:
             chosen.append(n)
-            amount += prices[n]
+            amount += costs[n]
             size += tokens[n]
-        elif prices[n] > wanted and tokens[n] <= room:
-            over = n
-    if over is not None and most and prices[over] - wanted < wanted - amount:
-        return [over], prices[over]
+        elif costs[n] > wanted and tokens[n] <= room:
+            costlier = n
+    if costlier is not None and most and costs[costlier] - wanted < wanted - amount:
+        return [costlier], costs[costlier]
     return chosen, amount

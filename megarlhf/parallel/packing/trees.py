@@ -1,7 +1,7 @@
-"""What attention has to look at in a row whose segments continue others: pure integers, made once for all layers.
+"""Attention plan for a row whose segments continue others: pure integers, made once for all layers.
 
-A segment's tokens see their own past and all of its ancestors. At each level, what continues a segment is one stretch
-of the row, and so what sees it is a rectangle: that stretch's queries, all of the segment's keys.
+A segment's tokens see their own past and all of its ancestors. At each level, everything that continues a segment is
+contiguous. So attention to a segment is a rectangle: these contiguous queries x all keys of the segment.
 
 Legend: N segments.
 """
@@ -20,17 +20,17 @@ from torch import Tensor
 
 
 class Shape(NamedTuple):
-    """Of a block."""
+    """Numbers of queries and keys in a block."""
 
     queries: int
     keys: int
 
 
 class Borders(NamedTuple):
-    """Where blocks begin and end among their queries and among their keys, which stand end to end each."""
+    """Borders of blocks. Their queries stand end to end, and so do their keys."""
 
     cu_queries: Tensor
-    """int32, on the device, one more than blocks; it begins with 0."""
+    """int32 on the device, [blocks + 1]: first query of each block, then the total."""
     cu_keys: Tensor
     longest_query: int
     longest_key: int
@@ -38,13 +38,14 @@ class Borders(NamedTuple):
 
 @dataclass(frozen=True)
 class QueryBlocks:
-    """Blocks of queries that stand end to end in the row, each with its block of keys, which do so too."""
+    """Contiguous blocks of queries, each with its block of keys; the keys are contiguous too."""
 
     query: int
-    """Where the queries begin in the row."""
+    """First query in the row."""
     key: int
+    """First key in the row."""
     shapes: tuple[Shape, ...]
-    """Block after block; some keys have no queries, which are there to stand end to end."""
+    """Shapes of the blocks. Some have no queries: their keys only keep the keys contiguous."""
     device: torch.device
 
     @cached_property
@@ -61,53 +62,53 @@ class QueryBlocks:
 
     @cached_property
     def runs(self) -> tuple[QueryBlocks, ...]:
-        """Neighbours of equal shape; without keys that have no queries."""
-        found, query, key = [], self.query, self.key
+        """Runs of neighbouring blocks of equal shape, without blocks that have no queries."""
+        runs, query, key = [], self.query, self.key
         for shape, run in itertools.groupby(self.shapes):
             shapes = tuple(run)
             if shape.queries:
-                found.append(QueryBlocks(query, key, shapes, self.device))
+                runs.append(QueryBlocks(query, key, shapes, self.device))
             query, key = query + len(shapes) * shape.queries, key + len(shapes) * shape.keys
-        return tuple(found)
+        return tuple(runs)
 
     @cached_property
     def seen(self) -> tuple[slice, ...]:
-        """Stretches of its keys that have queries, counted from its first key."""
-        found, at = [], 0
-        for has_queries, some in itertools.groupby(self.shapes, lambda shape: shape.queries > 0):
-            end = at + sum(shape.keys for shape in some)
+        """Slices of the keys that have queries, counted from the first key."""
+        seen, start = [], 0
+        for has_queries, shapes in itertools.groupby(self.shapes, lambda shape: shape.queries > 0):
+            end = start + sum(shape.keys for shape in shapes)
             if has_queries:
-                found.append(slice(at, end))
-            at = end
-        return tuple(found)
+                seen.append(slice(start, end))
+            start = end
+        return tuple(seen)
 
     @cached_property
     def borders(self) -> Borders:
-        return _borders(self.shapes, self.device)
+        return block_borders(torch.tensor(self.shapes, dtype=torch.int32).t(), self.device)
 
 
 @dataclass(frozen=True)
 class Level:
-    """The segments of one depth below the roots, which are neighbours."""
+    """The contiguous segments of one depth below the roots."""
 
     queries: slice
     ancestors: tuple[QueryBlocks, ...]
-    """Their queries with the keys of what they continue, then of what that continues, up to the roots."""
+    """The level's queries with the keys of their parents, then of their grandparents, up to the roots."""
 
 
 @dataclass(frozen=True)
 class Pasts:
-    """Each segment behind those tokens of its ancestors that it sees."""
+    """Copies of ancestors' tokens in front of each segment."""
 
     pieces: tuple[tuple[int, int], ...]
-    """(segment, how many of its last tokens), segment after segment: what each of them sees, itself last."""
+    """(segment, number of its last tokens): the tokens that each segment sees, itself last, segment after segment."""
     shapes: tuple[Shape, ...]
     borders: Borders
 
 
 @dataclass(frozen=True)
 class Trees:
-    """Made by `plan_trees`."""
+    """Attention plan of a row. Made by `plan_trees`."""
 
     lengths: tuple[int, ...]
     parents: tuple[int, ...]
@@ -115,23 +116,24 @@ class Trees:
     own: QueryBlocks
     """Each segment with itself."""
     levels: tuple[Level, ...]
-    """Those below the roots, in the order of the row."""
+    """Levels below the roots, in the order of the row."""
     longest: int
     """Tokens of the longest sequence."""
     _pasts: dict[int | None, Pasts] = field(default_factory=dict, compare=False)
 
     def pasts(self, window: int | None) -> Pasts:
-        """Made once for all layers that have this window."""
+        """Pasts of all segments under a window. Made once for all layers with this window."""
         if window not in self._pasts:
             seen = [_past(n, self.lengths, self.parents, window) for n in range(len(self.lengths))]
-            shapes = tuple(Shape(pieces[-1][1], sum(kept for _, kept in pieces)) for pieces in seen)
-            pieces = tuple(itertools.chain(*seen))
-            self._pasts[window] = Pasts(pieces, shapes, _borders(shapes, self.device))
+            shapes = tuple(Shape(pieces[-1][1], sum(count for _, count in pieces)) for pieces in seen)
+            borders = block_borders(torch.tensor(shapes, dtype=torch.int32).t(), self.device)
+            self._pasts[window] = Pasts(tuple(itertools.chain(*seen)), shapes, borders)
         return self._pasts[window]
 
 
 def plan_trees(lengths: Sequence[int], parents: Sequence[int], device: torch.device) -> Trees:
-    """`lengths` and `parents` as in `packed_rows.PackedRow`; the parent of a root is negative."""
+    """Plan attention over a row. `lengths` and `parents` as in `packing.rows.PackedRow`; a root's parent is
+    negative."""
     starts = [0, *itertools.accumulate(lengths)]
     ends: list[int] = []
     for length, parent in zip(lengths, parents, strict=True):
@@ -153,28 +155,27 @@ def plan_trees(lengths: Sequence[int], parents: Sequence[int], device: torch.dev
 
 
 def _levels(parents: Sequence[int]) -> list[list[int]]:
-    """The segments of each level below the roots. They have to stand in the order that makes what continues a segment
-    one stretch at each level: level after level, and in each in the order of what they continue."""
+    """The segments of each level below the roots. Checks their order: level after level, and within a level in the
+    order of their parents. It makes everything that continues a segment contiguous at each level."""
     depths: list[int] = []
     for parent in parents:
         depths.append(0 if parent < 0 else depths[parent] + 1)
-    deeper = [n for n, depth in enumerate(depths) if depth]
-    assert deeper[-1] - deeper[0] == len(deeper) - 1, (
-        f"a root stands between the segments {deeper[0]} and {deeper[-1]}, which continue others: further roots stand "
-        "behind the last level"
+    below = [n for n, depth in enumerate(depths) if depth]
+    assert below[-1] - below[0] == len(below) - 1, (
+        f"a root stands between segments {below[0]} and {below[-1]}, which continue others; move further roots behind "
+        "the last level"
     )
-    for before, n in itertools.pairwise(deeper):
+    for before, n in itertools.pairwise(below):
         assert (depths[before], parents[before]) <= (depths[n], parents[n]), (
-            f"segment {n}, at level {depths[n]}, continues {parents[n]} and stands behind segment {before}, at level "
-            f"{depths[before]}, which continues {parents[before]}: a row holds level after level, and in each the "
-            "segments in the order of what they continue"
+            f"segment {n} (level {depths[n]}, parent {parents[n]}) stands behind segment {before} (level "
+            f"{depths[before]}, parent {parents[before]}); order segments by level, then by parent"
         )
-    return [list(level) for _, level in itertools.groupby(deeper, lambda n: depths[n])]
+    return [list(level) for _, level in itertools.groupby(below, lambda n: depths[n])]
 
 
 def _past(n: int, lengths: Sequence[int], parents: Sequence[int], window: int | None) -> list[tuple[int, int]]:
-    """What a segment sees, itself last: see `Pasts.pieces`. Of its ancestors a window leaves the `window` - 1 tokens in
-    front of it."""
+    """Pieces that segment `n` sees, itself last: see `Pasts.pieces`. A window leaves the `window` - 1 tokens of its
+    ancestors that stand directly in front of it."""
     pieces, ancestor = [(n, lengths[n])], parents[n]
     room = sum(lengths) if window is None else window - 1
     while ancestor >= 0 and room > 0:
@@ -184,8 +185,9 @@ def _past(n: int, lengths: Sequence[int], parents: Sequence[int], window: int | 
     return pieces[::-1]
 
 
-def _borders(shapes: Sequence[Shape], device: torch.device) -> Borders:
-    cu_2M = torch.zeros(2, len(shapes) + 1, dtype=torch.int32)
-    cu_2M[:, 1:] = torch.tensor(shapes, dtype=torch.int32).t().cumsum(1)
+def block_borders(counts_2M: Tensor, device: torch.device) -> Borders:
+    """Borders of M blocks from their numbers of queries and of keys, [2, M] integers on the CPU."""
+    cu_2M = torch.zeros(2, counts_2M.size(1) + 1, dtype=torch.int32)
+    cu_2M[:, 1:] = counts_2M.cumsum(1)
     cu_2M = cu_2M.to(device)
-    return Borders(cu_2M[0], cu_2M[1], max(shape.queries for shape in shapes), max(shape.keys for shape in shapes))
+    return Borders(cu_2M[0], cu_2M[1], *counts_2M.amax(1).tolist())

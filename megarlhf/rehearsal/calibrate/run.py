@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from megarlhf.atomic_write import atomic_write
 from megarlhf.memory import available_bytes
 from megarlhf.observe.terminal.progress import Progress
 from megarlhf.rehearsal.calibrate.host import host_seconds

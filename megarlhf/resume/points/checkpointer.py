@@ -312,7 +312,7 @@ def _companion_files(runtime: Runtime, roles: Sequence[Role]) -> dict[str, bytes
     with raise_on_all_ranks(lambda reasons: ValueError(words + "; ".join(reasons))):
         if runtime.is_main:
             for role in roles:
-                files |= {f"{role.name}/{name}": content for name, content in role.companion_files().items()}
+                files |= {f"{role.name}/{name}": content for name, content in role.companion_folder().items()}
     return files
 
 

@@ -50,6 +50,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megarlhf.collective_errors import from_first_rank
 from megarlhf.packages import version_of
 
 TESTED = "0.32.0"
@@ -80,7 +81,7 @@ def cpu_patches(device: torch.device) -> Iterator[None]:
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner as Runner
 
-    token, crowded = _token_of_the_run(), _fewer_cores_than_ranks()
+    token, crowded = from_first_rank(uuid.uuid4().hex[:12]), _fewer_cores_than_ranks()
     name_of, init_channel = SharedMemory.make_group_name, SharedMemory.__init__
     init_logits, init_runner = LogitsProcessor.__init__, Runner.__init__
 
@@ -136,12 +137,6 @@ def keep_default_group() -> Iterator[None]:
         yield
     finally:
         parallel_state.destroy_distributed_environment = kept
-
-
-def _token_of_the_run() -> str:
-    token = [uuid.uuid4().hex[:12]]
-    dist.broadcast_object_list(token, src=0)
-    return token[0]
 
 
 def _fewer_cores_than_ranks() -> bool:

@@ -119,7 +119,7 @@ def build(
             phases.before[phase] = OnDevice(device_memory, partial(engine.needs, to_generate=to_generate))
     for role in (actor, reference, critic, reward_model):
         if role is not None:
-            phases.before |= role.parts.turns(role.name)
+            phases.before |= role.parts.before_phases(role.name)
     failures = Failures.of(cfg, "rl")
     dtypes = actor.shard.dtype, engine_dtype(cfg.rollout, actor)
     ema = None if cfg.ema is None else MovingAverage(build_one("actor_ema", "lm"), actor, cfg.ema.decay)
@@ -173,7 +173,7 @@ def role_builder(
             seed=cfg.run.seed,
             num_optimizer_steps=cfg.optimizer_steps(name) if trained else None,
             order=orders[like],
-            files=files_of_exports(section.model, cfg.data, end_ids) if is_result else {},
+            companion_files=files_of_exports(section.model, cfg.data, end_ids) if is_result else {},
             weights=parts.weights,
             device_memory=device_memory,
         )

@@ -15,7 +15,7 @@ class MovingAverage:
 
     def __init__(self, role: Role, actor: Role, decay: float) -> None:
         self.role, self._actor, self._decay = role, actor, decay
-        role.parts.parameters.changes()
+        role.parts.parameters.may_change()
 
     @torch.no_grad()
     def update(self) -> None:
@@ -32,7 +32,7 @@ class MovingReference:
     def __init__(self, reference: Role, actor: Role, every: int, mixup: float) -> None:
         self.role, self._actor, self._every, self._mixup = reference, actor, every, mixup
         self._resharder: Resharder | None = None
-        reference.parts.parameters.changes()
+        reference.parts.parameters.may_change()
 
     def after(self, step: int) -> bool:
         """Move it where step `step` (from 1) is one of those; whether it was. Collective."""

@@ -74,14 +74,14 @@ def run_in(
             seed=cfg.run.seed,
             num_optimizer_steps=cfg.train.num_steps,
             new_head=True,
-            stated=objective.stated,
-            files=files_of_exports(objective.section.model, cfg.data, ends_of(objective, train)),
+            config_overrides=objective.stated,
+            companion_files=files_of_exports(objective.section.model, cfg.data, ends_of(objective, train)),
             weights=parts.weights,
             device_memory=device_memory,
         )
         frozen = objective.build_frozen(cache, role, parts.weights, device_memory)
         for built in (role, *frozen):
-            phases.before |= built.parts.turns(built.name)
+            phases.before |= built.parts.before_phases(built.name)
         step_guard = StepGuard(cfg.train, Failures.of(cfg, objective.command), phases)
         stop, best = Patience(cfg.train.stop, objective.command), Best(cfg.checkpoint.best, objective.command)
         states: dict[str, Stateful] = {f"bad_steps/{role.name}": step_guard, "order": order}
