@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megarlhf.data.samples.encoders import build_pairs, build_prompts, build_sft
-from megarlhf.data.sources.find import load_records
 from megarlhf.data.tokenizers.tokenizer import SentencePieceTokenizer, load_tokenizer
+from tests.data.in_memory import build_pairs, build_prompts, build_sft, load_records
 from tools.demo.make_data import (
     ALPHABET,
     MODEL_CONFIG,

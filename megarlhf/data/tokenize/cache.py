@@ -1,8 +1,8 @@
-"""A directory of what takes long to make, kept under keys, made once however many processes want it.
+"""A cache directory with entries by key. An entry is made once, however many processes want it.
 
-Who comes first takes a lease on the key and makes the entry in a directory of its own, which then gets the entry's name
-in one step: an entry is whole, or is not there. The others wait for it. A lease whose owner has been killed is taken
-over. Where two make the same entry all the same, as on a file system that shows files late, the first to finish wins.
+The first process takes a lease on the key and makes the entry in a directory of its own, which is then renamed in one
+step: an entry is complete or absent. The others wait for it. A lease whose owner was killed is taken over. If two
+processes make the same entry all the same, as on a file system that shows files late, the first to finish wins.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ DEAD_SECONDS = 60.0
 """Without a sign after which a lease may be taken over; at once where its process was one of this machine and has gone.
 Measured by each who waits, so that clocks need not agree."""
 LEFT_OVER_SECONDS = 24 * 3600.0
-"""After which what a killed writer has left is removed."""
+"""Age at which the files of a killed writer are removed."""
 _SHARED_BYTES = 64 << 20
-"""Of a file from which on one process reads it for all."""
+"""Size from which on one process digests a file for all."""
 _SETTLED_SECONDS = 2.0
 """A file that has just been written may change again within one tick of its time: its digest is not kept."""
 
 
 def cache_directory(configured: str | None, run_dir: Path | None) -> Path:
-    """Where entries are kept: as configured, else by the variable, else in the home directory. Raises: ValueError."""
+    """The configured directory, else that of the variable, else one in the home directory. Raises: ValueError."""
     if configured == PRIVATE:
         if run_dir is None:
             raise ValueError(f"data.cache = {PRIVATE} keeps tokenized data in the run directory, and there is none")
@@ -56,7 +56,7 @@ def cache_directory(configured: str | None, run_dir: Path | None) -> Path:
 
 
 def require_cache(directory: Path) -> None:
-    """Raises: ValueError where nothing can be written below the nearest directory that is there."""
+    """Raises: ValueError where the nearest existing directory cannot be written."""
     nearest = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         why = "is a file" if not nearest.is_dir() else "may not be written"
@@ -71,12 +71,12 @@ def _not_writable(directory: Path, why: object) -> str:
 
 
 def key_of(parts: Mapping[str, Any]) -> str:
-    """A name for what follows from `parts`, which JSON can hold."""
+    """A key that follows from `parts`, which are JSON values."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def digest_of_file(path: Path, cache: Path) -> str:
-    """SHA-256 of a file's content. It is read once as long as its size and times stay: the cache keeps the digest."""
+    """SHA-256 of a file's content. The cache keeps it as long as the file's size and times stay."""
     name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
     place = cache / "files" / f"{name}.json"
     if (kept := _kept_digest(path, place)) is not None:
@@ -98,7 +98,7 @@ def _kept_digest(path: Path, place: Path) -> str | None:
 
 
 def _digest(path: Path, place: Path) -> str:
-    """Read the file, and keep the digest."""
+    """Digest the file and keep the result."""
     seen = stamp(path)
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -116,15 +116,15 @@ def _make_directory(directory: Path) -> None:
 
 
 def stamp(path: Path) -> list[int]:
-    """Another one for another content. The time of the last change to the inode is in it: the time of the content can
-    be set, as tools that copy do, and be that of another content of the same size."""
+    """Size, times and inode of a file, which change with its content. The inode's time is needed too: tools that copy
+    set the content's time, which may then be that of another content of the same size."""
     status = path.stat()
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
 def entry(cache: Path, key: str, make: Callable[[Path], None]) -> tuple[Path, bool]:
-    """The directory of an entry, and whether this call made it. `make` fills a directory that nobody else has; what it
-    raises as ValueError is raised for those who have waited for it too.
+    """The directory of an entry, and whether this call has made it. `make` fills an empty directory; its ValueError is
+    raised in the waiting processes too.
 
     Raises: ValueError, also where the cache cannot be written.
     """
@@ -144,12 +144,12 @@ def entry(cache: Path, key: str, make: Callable[[Path], None]) -> tuple[Path, bo
 
 
 def _partial(cache: Path, key: str, lease: str) -> Path:
-    """Where the owner of a lease writes."""
+    """The directory in which the owner of a lease writes."""
     return cache / f".{key}.{lease}"
 
 
 def _make(cache: Path, key: str, lease: str, make: Callable[[Path], None]) -> bool:
-    """Whether the entry is ours, and not of another who was faster."""
+    """Make an entry. False where another process was faster."""
     _remove_left_over(cache, key)
     _remove_broken(cache, key, lease)
     partial = _partial(cache, key, lease)
@@ -175,13 +175,13 @@ def _remove_left_over(cache: Path, key: str) -> None:
 
 
 def _remove_broken(cache: Path, key: str, lease: str) -> None:
-    """What has the entry's name and no manifest, which is no entry: half of a copy, or of one that was removed."""
+    """Remove a directory with the entry's name but without a manifest, such as a partial copy."""
     place, aside = cache / key, cache / f".{key}.{lease}.broken"
     if not place.is_dir() or (place / MANIFEST).exists():
         return
     logger.warning("%s has no %s: it is not whole, and is made again", place, MANIFEST)
     place.rename(aside)
-    if (aside / MANIFEST).exists():  # of another who was faster: where a lease was taken over though its owner lives
+    if (aside / MANIFEST).exists():  # another process was faster, whose lease was taken over although it lives
         with contextlib.suppress(OSError):
             aside.rename(place)
     shutil.rmtree(aside, ignore_errors=True)

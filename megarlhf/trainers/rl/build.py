@@ -10,7 +10,7 @@ from pathlib import Path
 from megarlhf.architectures.placements import Head
 from megarlhf.collective_errors import from_first_rank, raise_on_all_ranks
 from megarlhf.config import RLConfig
-from megarlhf.data.text.export_files import files_of_exports
+from megarlhf.data.text.export_files import export_files
 from megarlhf.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.models.role import Role, build_role
 from megarlhf.observe.watch.phases import Phases
@@ -102,7 +102,7 @@ def build(
 
     def role(name: str, head: Head, *, trained: bool = False) -> Role:
         steps = cfg.optimizer_steps(name) if trained else None
-        files = files_of_exports(sections[name].model, cfg.data, learnt) if trained else {}
+        files = export_files(sections[name].model, cfg.data, learnt) if trained else {}
         return build_role(
             name,
             sections[name],

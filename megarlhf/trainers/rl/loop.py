@@ -12,7 +12,7 @@ from functools import partial
 from megarlhf.config import RLConfig
 from megarlhf.config.algo import GROUPED
 from megarlhf.data.samples.dataset import by_record
-from megarlhf.data.samples.order import ShuffledBatches, batches_of, mixture_in_words
+from megarlhf.data.samples.order import ShuffledBatches, batches_of, describe_mixture
 from megarlhf.observe.watch.phases import seconds_of
 from megarlhf.planning.kl_reference import anchor_notes
 from megarlhf.resume.claim.on_existing import NO_STEPS_LEFT
@@ -57,7 +57,7 @@ def run(cfg: RLConfig, runtime: Runtime, parts: RunFactories = RunFactories()) -
             components = build(cfg, runtime, data.tokenizer, phases, parts)
             loop = Loop(cfg, components, data, order)
             training = training_of(cfg, components, data, loop.states, loop.best, loop.bank, stop_request, parts)
-            mixture = mixture_in_words(order, cfg.train.num_steps, cfg.data.train)
+            mixture = describe_mixture(order, cfg.train.num_steps, cfg.data.train)
             notes = [*data.notes, *mixture, *anchor_notes(cfg, training.reference)]
         with (
             contextlib.closing(components.rewarder),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megarlhf.config import RLConfig
-from megarlhf.data.samples.dataset import records_of
+from megarlhf.data.samples.dataset import record_numbers
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.experience import Experience
 from megarlhf.resume.claim.config_changes import mathematics_of
@@ -87,7 +87,7 @@ class Drawing:
     def other_prompts(self, count: int, used: Sequence[PromptSample], refill: int) -> list[PromptSample]:
         """Up to so many prompts that are not among those used, in an order that follows from seed, step and round: it
         leaves the order of the steps' own prompts alone, in which each of these still comes once an epoch."""
-        taken = np.isin(records_of(self.data), [prompt.index for prompt in used])
+        taken = np.isin(record_numbers(self.data), [prompt.index for prompt in used])
         others = np.flatnonzero(~taken)
         seed = sample_seed(self.cfg.run.seed, self.step, -1, refill)
         chosen = random.Random(seed).sample(range(len(others)), min(count, len(others)))
