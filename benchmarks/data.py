@@ -205,9 +205,10 @@ def child_memory(work: Path, way: str) -> None:
     """Says that it has read all, waits for the others, and says what it holds."""
     import gc
 
+    from megarlhf.config import SourceConfig
     from megarlhf.data.samples.dataset import lengths_of
-    from megarlhf.data.samples.encoders import SFTEncoder, encode_records
-    from megarlhf.data.sources.find import load_records
+    from megarlhf.data.samples.encoders import SFTEncoder
+    from megarlhf.data.sources.find import find
 
     SFTEncoder(tokenizer=work / "tokenizer", **LIMITS).open()
     gc.collect()
@@ -216,8 +217,10 @@ def child_memory(work: Path, way: str) -> None:
     if way == "mapped":
         samples, _, _ = loader_of(work, "records", work / "cache", 1).train_and_validation("sft")
     else:
-        records = load_records(work / "records.jsonl", fields=("prompt", "response"))
-        samples, _ = encode_records(records, SFTEncoder(tokenizer=work / "tokenizer", **LIMITS).open())
+        chunks = find(SourceConfig(path=work / "records.jsonl")).chunks()
+        records = [record for chunk in chunks for _, record in chunk.located()]
+        encode = SFTEncoder(tokenizer=work / "tokenizer", **LIMITS).open()
+        samples = [encode(index, record) for index, record in enumerate(records)]
         del records
     total = sum(len(sample.tokens) for sample in samples)
     assert total == int(lengths_of(samples, "tokens").sum())

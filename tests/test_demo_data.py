@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megarlhf.data.sources.find import load_records
 from megarlhf.data.tokenizers.tokenizer import SentencePieceTokenizer, load_tokenizer
+from tests.data.in_memory import load_records
 from tools.demo.make_data import (
     ALPHABET,
     Problem,

@@ -33,9 +33,21 @@ def said(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, s
     return status, captured.out, captured.err
 
 
-def write(path: Path, rows: Rows) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def passes(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    """Output of a command that succeeds without an error message."""
+    status, out, err = said(capsys, *argv)
+    assert (status, err) == (0, "")
+    return out
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], command: str, file: object = None) -> tuple[dict[str, Any], str]:
+    """The configuration that was written, and the output of its dry run."""
+    file = file or f"{command}.yaml"
+    return yaml.safe_load(Path(str(file)).read_text()), passes(capsys, command, "-c", file, "--dry-run")
+
+
+def write(rows: Rows, name: str = "data.jsonl") -> None:
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture(autouse=True)
@@ -85,21 +97,18 @@ def test_what_it_writes_passes_a_dry_run(
 ) -> None:
     """The command, the columns and limits are those of the data."""
     rows, options, command, train = KINDS[kind]
-    write(Path("data.jsonl"), rows)
-    status, out, err = said(capsys, "init", "--model", one_layer["plain"], "--data", "data.jsonl", *options)
-    assert (status, err) == (0, "")
-    file = Path(f"{command}.yaml")
-    assert out.startswith(f"wrote {file}, for `megarlhf {command}` on ")
-    tree = yaml.safe_load(file.read_text())
+    write(rows)
+    out = passes(capsys, "init", "--model", one_layer["plain"], "--data", "data.jsonl", *options)
+    assert out.startswith(f"wrote {command}.yaml, for `megarlhf {command}` on ")
+    tree, out = dry_run(capsys, command)
+    assert f"{command}: batch arithmetic" in out
     assert tree["data"]["train"] == train
     # "69+1=" is six tokens with the one that begins a text, "70" and the end are three.
     assert tree["data"]["max_prompt_tokens"] == 8
     assert tree["data"].get("max_response_tokens", 8) == 8
     assert tree["train"].get("prompts_per_step", tree["train"]["mini_batch_samples"]) == 6
-    assert "all 60 records: prompts of 6 tokens" in " ".join(file.read_text().replace("#", " ").split())
-    status, out, err = said(capsys, command, "-c", file, "--dry-run")
-    assert (status, err) == (0, "")
-    assert f"{command}: batch arithmetic" in out
+    text = Path(f"{command}.yaml").read_text()
+    assert "all 60 records: prompts of 6 tokens" in " ".join(text.replace("#", " ").split())
 
 
 def test_few_rows_of_a_kind_of_file_that_does_not_say_how_many(
@@ -107,12 +116,9 @@ def test_few_rows_of_a_kind_of_file_that_does_not_say_how_many(
 ) -> None:
     """They are counted, so that no batch is larger than the data."""
     Path("data.csv").write_text("prompt,response\n" + "".join(f"{n}+1=,{a}\n" for n, a in SUMS[:40]))
-    status, out, err = said(capsys, "init", "--model", one_layer["plain"], "--data", "data.csv")
-    assert (status, err) == (0, "")
-    assert "was not counted" not in out
-    tree = yaml.safe_load(Path("sft.yaml").read_text())
+    assert "was not counted" not in passes(capsys, "init", "--model", one_layer["plain"], "--data", "data.csv")
+    tree, _ = dry_run(capsys, "sft")
     assert (tree["train"]["mini_batch_samples"], tree["train"]["num_steps"]) == (4, 30)
-    assert said(capsys, "sft", "-c", "sft.yaml", "--dry-run")[::2] == (0, "")
 
 
 def turns(question: str, answer: str) -> list[dict[str, str]]:
@@ -148,17 +154,13 @@ def test_conversations(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """By the tokenizer's template, whose marks count. A model with heads of 16, which vLLM does not run on a CPU: the
     other engine, and that is said."""
     rows, command, read = CONVERSATIONS[kind]
-    write(Path("data.jsonl"), rows)
-    write_chat_tokenizer(Path("model"), CHATML)
-    Path("model/config.json").write_text(json.dumps({**TINY, "vocab_size": 128, "max_position_embeddings": 512}))
-    status, out, err = said(capsys, "init", "--model", "model", "--data", "data.jsonl", "--device", "cpu")
-    assert (status, err) == (0, "")
+    write(rows)
+    out = passes(capsys, "init", *chat_model())
     text = Path(f"{command}.yaml").read_text()
     assert read in text
     assert "a chat template" in " ".join(text.replace("#", " ").split())
-    tree = yaml.safe_load(text)
+    tree, _ = dry_run(capsys, command)
     assert 25 < tree["data"]["max_prompt_tokens"] < 80
-    assert said(capsys, command, "-c", f"{command}.yaml", "--dry-run")[0] == 0
     if command == "rl":
         assert tree["rollout"]["engine"] == "megatron"
         assert "not decided: rollout.engine: megatron is slow, and vllm was not possible: " in out
@@ -175,24 +177,21 @@ def test_texts_for_a_chat_model(earlier: bool, capsys: pytest.CaptureFixture[str
     """They are written with its template, and measured so: `<|im_start|>user`, a line break, `69+1=`, `<|im_end|>`, a
     line break, `<|im_start|>assistant` and a line break are 24 tokens. Not where an earlier run has trained it on
     texts as they stand."""
-    write(Path("data.jsonl"), KINDS["as we call them"][0])
+    write(KINDS["as we call them"][0])
     options = chat_model()
     if earlier:
         base = Weights(path="/base", digest="0", dtype="bfloat16")
         stated = Provenance(command="sft", role="actor", run="/r", step=1, base=base, writing={"texts": {"end": 2}})
         Path("model/megarlhf.json").write_text(stated.to_json())
-    status, out, err = said(capsys, "init", *options)
-    assert (status, err) == (0, "")
-    data = yaml.safe_load(Path("sft.yaml").read_text())["data"]
+    out = passes(capsys, "init", *options)
+    data = dry_run(capsys, "sft")[0]["data"]
     assert (data.get("template"), data["max_prompt_tokens"]) == ((None, 8) if earlier else ("chat", 32))
     assert ("data.template = plain would write them as they stand" in out) != earlier
-    assert said(capsys, "sft", "-c", "sft.yaml", "--dry-run")[0] == 0
 
 
 def test_a_template_that_refuses_the_texts_is_not_recommended(capsys: pytest.CaptureFixture[str]) -> None:
-    write(Path("data.jsonl"), KINDS["as we call them"][0])
-    status, out, _ = said(capsys, "init", *chat_model("{{ raise_exception('a system message is needed') }}"))
-    assert status == 0
+    write(KINDS["as we call them"][0])
+    out = passes(capsys, "init", *chat_model("{{ raise_exception('a system message is needed') }}"))
     assert "as the chat template refuses them: " in out
     assert "a system message is needed" in out
     assert "template" not in yaml.safe_load(Path("sft.yaml").read_text())["data"]
@@ -201,54 +200,48 @@ def test_a_template_that_refuses_the_texts_is_not_recommended(capsys: pytest.Cap
 def test_a_share_for_validation_and_for_what_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
     """Of 200 records and more. What is written allows what was seen to be skipped, and says so."""
     rows = [{"prompt": f"{n}+1=", "response": "" if n % 5 == 0 else str(n + 1)} for n in range(400)]
-    write(Path("data.jsonl"), rows)
-    status, out, _ = said(capsys, "init", *chat_model())
-    assert status == 0
-    data = yaml.safe_load(Path("sft.yaml").read_text())["data"]
-    assert (data["validation_share"], data["max_skipped"]) == (0.05, 0.22)
+    write(rows)
+    out = passes(capsys, "init", *chat_model())
     assert "not decided: data.max_skipped: 20 % of the records looked at cannot be used" in out
-    status, out, err = said(capsys, "sft", "-c", "sft.yaml", "--dry-run")
-    assert (status, err) == (0, "")
+    tree, out = dry_run(capsys, "sft")
+    assert (tree["data"]["validation_share"], tree["data"]["max_skipped"]) == (0.05, 0.22)
     assert "data.validation_share = 0.05: 16 samples are set aside" in out
 
 
 def test_a_learned_reward(one_layer: dict[str, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Prompts alone say nothing of a reward: one is asked for, then read."""
-    write(Path("prompts.jsonl"), [{"prompt": f"{n}+1="} for n, _ in SUMS])
+    write([{"prompt": f"{n}+1="} for n, _ in SUMS], "prompts.jsonl")
     given = ("init", "--model", one_layer["plain"], "--data", "prompts.jsonl")
     status, _, err = said(capsys, *given)
     assert status == 2
     assert "rl needs a reward, and the data has no column 'answer' to compare with; give --reward-model DIR" in err
     judge = write_reward_model(tmp_path / "judge", one_layer["plain"])
-    status, out, _ = said(capsys, *given, "--reward-model", judge, "-o", "with/judge.yaml")
-    assert status == 0
+    capsys.readouterr()
+    out = passes(capsys, *given, "--reward-model", judge, "-o", "with/judge.yaml")
     assert "not decided: rollout.max_response_tokens: the data has no responses" in out
-    assert yaml.safe_load(Path("with/judge.yaml").read_text())["rewards"] == [{"kind": "model"}]
-    assert said(capsys, "rl", "-c", "with/judge.yaml", "--dry-run")[0] == 0
+    assert dry_run(capsys, "rl", "with/judge.yaml")[0]["rewards"] == [{"kind": "model"}]
 
 
 def test_nothing_is_overwritten(one_layer: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    write(Path("data.jsonl"), KINDS["as we call them"][0])
+    write(KINDS["as we call them"][0])
     Path("sft.yaml").write_text("mine")
     (Path("runs") / "sft").mkdir(parents=True)
     status, _, err = said(capsys, "init", "--model", one_layer["plain"], "--data", "data.jsonl")
     assert (status, err) == (2, "megarlhf init: sft.yaml exists, and is not overwritten; name another file with -o\n")
     assert Path("sft.yaml").read_text() == "mine"
-    assert said(capsys, "init", "--model", one_layer["plain"], "--data", "data.jsonl", "-o", "other.yaml")[0] == 0
+    passes(capsys, "init", "--model", one_layer["plain"], "--data", "data.jsonl", "-o", "other.yaml")
     assert yaml.safe_load(Path("other.yaml").read_text())["run"]["dir"] == "runs/sft-2"
 
 
 def test_long_records_and_the_model_s_positions(one_layer: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     """512 positions: the longest prompt does not fit, and that is said; what is written still passes."""
     rows = [{"prompt": "1+" * (400 if n == 7 else 20) + "=", "response": "5"} for n in range(60)]
-    write(Path("data.jsonl"), rows)
-    status, out, _ = said(capsys, "init", "--model", one_layer["plain"], "--data", "data.jsonl")
-    assert status == 0
+    write(rows)
+    out = passes(capsys, "init", "--model", one_layer["plain"], "--data", "data.jsonl")
     assert "not decided: 1 of the 60 records looked at are longer than the model's 512 tokens allow" in out
     assert "a model with more positions would keep them, and data.over_long = cut" in out
-    data = yaml.safe_load(Path("sft.yaml").read_text())["data"]
+    data = dry_run(capsys, "sft")[0]["data"]
     assert data["max_prompt_tokens"] + data["max_response_tokens"] == 512
-    assert said(capsys, "sft", "-c", "sft.yaml", "--dry-run")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -266,11 +259,8 @@ def test_a_layout_for_gpus_that_are_told(
     Path("big").mkdir()
     Path("big/config.json").write_text(json.dumps({**LLAMA_70B, "dtype": "bfloat16"}))
     Path("big/tokenizer.model").write_bytes(base_files()["tokenizer.model"])
-    write(Path("data.jsonl"), KINDS["as we call them"][0])
-    status, out, err = said(
-        capsys, "init", *("--model", "big", "--data", "data.jsonl", "--device", "gpu", "--nproc"), ranks
-    )
-    assert (status, err) == (0, "")
+    write(KINDS["as we call them"][0])
+    out = passes(capsys, "init", "--model", "big", "--data", "data.jsonl", "--device", "gpu", "--nproc", ranks)
     tree = yaml.safe_load(Path("sft.yaml").read_text())
     assert tree["actor"]["parallel"] == layout
     assert tree["run"] == {"dir": "runs/sft", **run}
@@ -284,14 +274,14 @@ def test_a_layout_for_gpus_that_are_told(
 def test_what_it_cannot_use_is_told(one_layer: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     """One line each, exit status 2, nothing written."""
     model = one_layer["plain"]
-    write(Path("data.jsonl"), KINDS["as we call them"][0])
-    write(Path("strange.jsonl"), [{"x": 1, "y": "2"}])
-    write(Path("number.jsonl"), [])
-    write(Path("void.jsonl"), [{"prompt": "1+1=", "response": " "}] * 5)
+    write(KINDS["as we call them"][0])
+    write([{"x": 1, "y": "2"}], "strange.jsonl")
+    write([], "number.jsonl")
+    write([{"prompt": "1+1=", "response": " "}] * 5, "void.jsonl")
     Path("empty").mkdir()
     Path("split").mkdir()
     for name in ("train", "test"):
-        write(Path(f"split/{name}.jsonl"), KINDS["as we call them"][0])
+        write(KINDS["as we call them"][0], f"split/{name}.jsonl")
     for options, expected in (
         (["--model", model, "--data", "dta.jsonl"], "no such data file or directory: dta.jsonl; the nearest name"),
         (["--model", model, "--data", "strange.jsonl"], "the rows have 'x', 'y', of which no command is known to read"),
@@ -307,17 +297,14 @@ def test_what_it_cannot_use_is_told(one_layer: dict[str, Path], capsys: pytest.C
         assert (status, err.count("\n")) == (2, 1), err
         assert expected in err, err
     assert not list(Path().glob("*.yaml"))
-    status, _, err = said(capsys, "init", "--model", model, "--data", "split", "--split", "train")
-    assert (status, err) == (0, "")
+    passes(capsys, "init", "--model", model, "--data", "split", "--split", "train")
     assert yaml.safe_load(Path("sft.yaml").read_text())["data"]["train"] == {"path": "split", "split": "train"}
 
 
 def test_answers_that_are_whole_solutions(one_layer: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     """As in GSM8K: the rule reads what they end with, and the file says so."""
     rows = [{"question": f"{n}+1=", "answer": f"We add 1 to {n}.\n#### {a}"} for n, a in SUMS]
-    write(Path("data.jsonl"), rows)
-    status, out, err = said(capsys, "init", "--model", one_layer["plain"], "--data", "data.jsonl")
-    assert (status, err) == (0, "")
+    write(rows)
+    out = passes(capsys, "init", "--model", one_layer["plain"], "--data", "data.jsonl")
     assert "not decided: rewards: the answers are whole solutions, which no response equals; numeric_match" in out
-    assert yaml.safe_load(Path("rl.yaml").read_text())["rewards"] == [{"kind": "rule", "rule": "numeric_match"}]
-    assert said(capsys, "rl", "-c", "rl.yaml", "--dry-run")[0] == 0
+    assert dry_run(capsys, "rl")[0]["rewards"] == [{"kind": "rule", "rule": "numeric_match"}]

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.data.chat_styles import CHATML
-from tests.test_init import SUMS, Rows, chat_model, said, write
+from tests.test_init import SUMS, Rows, chat_model, dry_run, passes, said, write
 
 
 @pytest.fixture(autouse=True)
@@ -105,15 +104,13 @@ SHAPES: dict[str, tuple[Rows, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", SHAPES)
 def test_shapes_of_other_frameworks(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows, command, expected = SHAPES[kind]
-    write(Path("data.jsonl"), rows)
-    status, out, err = said(capsys, "init", *chat_model())
-    assert (status, err) == (0, "")
-    data = yaml.safe_load(Path(f"{command}.yaml").read_text())["data"]
+    write(rows)
+    out = passes(capsys, "init", *chat_model())
+    data = dry_run(capsys, command)[0]["data"]
     source = data["train"] if isinstance(data["train"], dict) else {}
     keys = ("template", "loss_on")
     found = {key: value for key, value in {**source, **data}.items() if key in ("columns", "adapter", *keys)}
     assert found == expected
-    assert said(capsys, command, "-c", f"{command}.yaml", "--dry-run")[::2] == (0, "")
     several = kind == "alpaca with history"
     assert ("not decided: data.loss_on: 60 of 60 conversations have several answers" in out) == several
 
@@ -134,7 +131,7 @@ def test_shapes_of_other_frameworks(kind: str, capsys: pytest.CaptureFixture[str
 )
 def test_rows_that_are_refused(row: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     """With what can be done about a key of data, of which `init` has no option."""
-    write(Path("data.jsonl"), [row] * 5)
+    write([row] * 5)
     stripping = CHATML.replace("m.content", "m.content | trim")
     status, _, err = said(capsys, "init", *chat_model(stripping))
     assert (status, err.count("\n")) == (2, 1)

@@ -17,11 +17,10 @@ import torch
 import yaml
 
 from megarlhf.commands.cli import main
-from megarlhf.data.samples.encoders import build_pairs
-from megarlhf.data.sources.find import load_records
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.observe.records.metrics import read_metrics
 from tests.command import succeed
+from tests.data.in_memory import build_pairs, load_records
 from tests.ranks import RankPool
 from tools.demo.make_data import Recipe, write_all
 

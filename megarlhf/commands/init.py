@@ -1,13 +1,11 @@
-"""`megarlhf init`: a commented configuration for a model and data that it has looked at, which passes `--dry-run`."""
+"""`megarlhf init`: writes a commented configuration for a model and data, which passes `--dry-run`."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
 import tempfile
-from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -15,24 +13,18 @@ from typing import Any
 
 from megarlhf.config import DataConfig, load_config
 from megarlhf.planning.data.rewards import rule_for_answers
-from megarlhf.planning.init.configuration import ROLE, Draft, Machine, choose_layout, text_of
-from megarlhf.planning.init.inspection import Command, DataLook, ModelLook, look_at_data, look_at_model
+from megarlhf.planning.init.configuration import ROLE, Draft, Machine, choose_layout, config_text
+from megarlhf.planning.init.inspection import DataLook, look_at_data, look_at_model
 from megarlhf.planning.preflight import preflight
 from megarlhf.runtime import GPU, capabilities
 
 
 def init(arguments: argparse.Namespace, configs: Any) -> int:
-    """Raises: ValueError for what is not there, does not fit together, or would be overwritten."""
-    with _without_options():
-        return _write(arguments, configs)
-
-
-@contextlib.contextmanager
-def _without_options() -> Iterator[None]:
-    """Adds to a refusal what can be done about keys that it names, of which `init` has no options."""
+    """Write the configuration. Raises: ValueError for a model and data that are missing or do not fit together, or for
+    a file that would be overwritten."""
     try:
-        yield
-    except ValueError as error:
+        return _write(arguments, configs)
+    except ValueError as error:  # which may advise keys that `init` has no options for
         if not any(key in DataConfig.model_fields for key in re.findall(r"\bdata\.(\w+)", str(error))):
             raise
         raise ValueError(
@@ -47,11 +39,16 @@ def _write(arguments: argparse.Namespace, configs: Any) -> int:
     out = Path(arguments.out or f"{command}.yaml")
     if out.exists():
         raise ValueError(f"{out} exists, and is not overwritten; name another file with -o")
-    _require_head(command, model)
-    run_dir = _unused(Path("runs") / command) if arguments.run_dir is None else Path(arguments.run_dir)
-    draft = Draft(command, model, data, _machine(arguments), run_dir)
+    if model.head == "scalar" and command != "rm":
+        raise ValueError(
+            f"{model.path} is a reward model or a critic, and {command} trains a language model; give one, or "
+            "--command rm"
+        )
+    run_dirs = (Path("runs", command if number == 1 else f"{command}-{number}") for number in count(1))
+    run_dir = next(path for path in run_dirs if not path.exists()) if arguments.run_dir is None else arguments.run_dir
+    draft = Draft(command, model, data, _machine(arguments), Path(run_dir))
     choose_layout(draft)
-    _say_what_is_open(draft, arguments)
+    _add_notes(draft, arguments)
     rewards = _rewards(arguments, data, draft.undecided) if command == "rl" else []
     text = _checked(draft, rewards, arguments.reward_model, configs)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -66,30 +63,17 @@ def _write(arguments: argparse.Namespace, configs: Any) -> int:
     return 0
 
 
-def _unused(run_dir: Path) -> Path:
-    """`runs/sft`, or `runs/sft-2` where that is taken."""
-    names = (run_dir if number == 1 else run_dir.with_name(f"{run_dir.name}-{number}") for number in count(1))
-    return next(each for each in names if not each.exists())
-
-
 def _machine(arguments: argparse.Namespace) -> Machine:
     here = capabilities()
     device = arguments.device or ("gpu" if here.device_count else "cpu")
-    found = here.device_count if device == "gpu" else 0
-    if device == "gpu" and not (arguments.nproc or found):
+    gpus = here.device_count if device == "gpu" else 0
+    if device == "gpu" and not (arguments.nproc or gpus):
         raise ValueError("--device gpu, and this machine has none to count: say how many with --nproc")
-    return Machine(device=device, ranks=arguments.nproc or found or 1, gpu_gib=arguments.gpu_memory_gib)
+    return Machine(device=device, ranks=arguments.nproc or gpus or 1, gpu_gib=arguments.gpu_memory_gib)
 
 
-def _require_head(command: Command, model: ModelLook) -> None:
-    if model.head == "scalar" and command != "rm":
-        raise ValueError(
-            f"{model.path} is a reward model or a critic, and {command} trains a language model; give one, or "
-            "--command rm"
-        )
-
-
-def _say_what_is_open(draft: Draft, arguments: argparse.Namespace) -> None:
+def _add_notes(draft: Draft, arguments: argparse.Namespace) -> None:
+    """Add open decisions on the command and the model."""
     if draft.command == "rm" and arguments.for_command is None:
         draft.undecided.append("the command: preference pairs are for rm and for dpo; `--command dpo` writes the other")
     if not draft.model.stored:
@@ -107,7 +91,7 @@ def _say_what_is_open(draft: Draft, arguments: argparse.Namespace) -> None:
 
 
 def _rewards(arguments: argparse.Namespace, data: DataLook, undecided: list[str]) -> list[dict[str, Any]]:
-    """What scores the responses. Raises: ValueError where nothing says it."""
+    """Rewards of the responses. Raises: ValueError where neither options nor data give one."""
     if arguments.reward_model is not None:
         return [{"kind": "model"}]
     if arguments.reward is not None:
@@ -124,31 +108,28 @@ def _rewards(arguments: argparse.Namespace, data: DataLook, undecided: list[str]
 
 
 def _checked(draft: Draft, rewards: list[dict[str, Any]], reward_model: Path | None, configs: Any) -> str:
-    """The text, which has passed the check of a dry run. In `rl` with vLLM where that runs the model.
+    """The configuration, after the check of a dry run. `rl` uses vLLM if that can run the model.
 
-    Raises: ValueError with what no choice of ours can mend.
+    Raises: ValueError for what another choice cannot mend.
     """
-    engines = ["vllm", "megatron"] if find_spec("vllm") or draft.machine.device == "gpu" else ["megatron"]
-    engines = engines if draft.command == "rl" else ["none"]
-    undecided, why = list(draft.undecided), "vLLM is not installed"
-    for engine in engines:
-        draft.undecided[:] = undecided
-        if engine == "megatron":
-            draft.undecided.append(f"rollout.engine: megatron is slow, and vllm was not possible: {why}")
-        text = text_of(draft, rewards=rewards, engine=engine, reward_model=reward_model)
+    undecided, reason = list(draft.undecided), "vLLM is not installed"
+    if draft.command != "rl" or find_spec("vllm") or draft.machine.device == "gpu":
+        text = config_text(draft, rewards=rewards, engine="vllm", reward_model=reward_model)
         try:
             _check(draft, text, configs)
+            return text
         except ValueError as error:
-            if engine == engines[-1]:
+            if draft.command != "rl":
                 raise
-            why = str(error)
-            continue
-        return text
-    raise AssertionError("there is always an engine to try")
+            reason = str(error)
+    draft.undecided[:] = [*undecided, f"rollout.engine: megatron is slow, and vllm was not possible: {reason}"]
+    text = config_text(draft, rewards=rewards, engine="megatron", reward_model=reward_model)
+    _check(draft, text, configs)
+    return text
 
 
 def _check(draft: Draft, text: str, configs: Any) -> None:
-    """Raises: ValueError as a dry run of this text."""
+    """Check a text as a dry run does. Raises: ValueError."""
     handle, name = tempfile.mkstemp(suffix=".yaml", prefix="megarlhf-init-")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:

@@ -1,1 +1,1 @@
-"""From files on disk to token ids: sources, templates, tokenizers, samples, and the order they come in."""
+"""Files on disk become token ids: sources, templates, tokenizers, samples, and their order."""

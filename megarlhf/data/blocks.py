@@ -1,7 +1,6 @@
-"""A digest of a file by a bounded part of it: all of a small one, and of a large one blocks at even distances.
+"""A file's digest from a bounded part of it: all of a small file, evenly spaced blocks of a large one.
 
-It tells a file from one that was cut, written anew or damaged in many places. A change that lies between two blocks of
-a large file is not seen.
+It differs for a file that was cut, rewritten, or damaged in many places. A change between two blocks is not seen.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ BLOCK_BYTES, BLOCKS = 64 << 10, 512
 
 
 def digest_of_blocks(path: Path) -> str:
-    """SHA-256 of a file's size and of its content, which of more than 32 MiB is 512 blocks of 64 KiB, the first and the
-    last of the file among them."""
+    """SHA-256 of a file's size and content. Of a file over 32 MiB, 512 blocks of 64 KiB are read, with its first and
+    its last bytes among them."""
     with path.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         digest = hashlib.sha256(str(size).encode())
         if size <= BLOCK_BYTES * BLOCKS:
             digest.update(stream.read())
             return digest.hexdigest()
-        for number in range(BLOCKS):
-            stream.seek(number * (size - BLOCK_BYTES) // (BLOCKS - 1))
+        for block in range(BLOCKS):
+            stream.seek(block * (size - BLOCK_BYTES) // (BLOCKS - 1))
             digest.update(stream.read(BLOCK_BYTES))
     return digest.hexdigest()

@@ -1,8 +1,7 @@
-"""JSON lines, and JSON arrays of any length, as rows: a line or an object at a time.
+"""JSON lines and JSON arrays of any length, parsed row by row.
 
-Parsed here and not by `datasets`, which turns strings that look like dates into datetimes, fills a misspelt field with
-nulls, and reports a broken line without its number. A key that stands twice in an object is an error: a parser would
-keep its last value, in silence.
+`datasets` is not used: it turns strings that look like dates into datetimes, fills a misspelt field with nulls, and
+reports a broken line without its number. A key that occurs twice in an object is an error here.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from typing import Any, BinaryIO
 _FRAGMENT = 80
 _PIECE = 1 << 20
 _CUT_WORD = 16
-"""Characters before the end of what was read in which an error may come from the cut: `-Infinit`, `\\u12`."""
+"""Characters at the end of the buffer in which a parse error may come from the cut: `-Infinit`, `\\u12`."""
 
 
 def begins_with_bracket(head: bytes) -> bool:
-    """Whether a file that begins so is one array; its first character says it, not the file's name."""
+    """Tell whether a file with this beginning is one array. Its first character decides, not its name."""
     return head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
 def parse_line(raw: bytes, name: str, line: int) -> Any:
-    """A row of JSON lines. Raises: ValueError with file and line."""
+    """Parse a row of JSON lines. Raises: ValueError with file and line."""
     try:
-        # or a value that is cut off at the end would be reported on the line after it
+        # Without rstrip, a value that is cut off would be reported on the next line.
         text = raw.decode("utf-8-sig" if line == 1 else "utf-8").rstrip()
     except UnicodeDecodeError as error:
         raise ValueError(f"{name}, line {line}: not UTF-8 ({error.reason}); convert the file") from error
@@ -39,14 +38,15 @@ def parse_line(raw: bytes, name: str, line: int) -> Any:
 
 
 def parse_array(stream: BinaryIO, name: str) -> Iterator[Any]:
-    """The rows of one array, of which no more than a piece and a row is held. Raises: ValueError with file and line."""
+    """Yield the rows of an array. No more than a piece of the file and a row is held. Raises: ValueError with file and
+    line."""
     decoder = json.JSONDecoder(object_pairs_hook=object_of)
     text = _Text(stream, name)
     text.expect("[")
-    number = 0
+    row_number = 0
     while not text.skip("]"):
-        number += 1
-        if number > 1:
+        row_number += 1
+        if row_number > 1:
             text.expect(",")
             text.skip("")
         while True:
@@ -55,19 +55,21 @@ def parse_array(stream: BinaryIO, name: str) -> Iterator[Any]:
                 break
             except DuplicateKey as error:
                 raise ValueError(
-                    f"{name}, row {number}: {error}; expected each key once: remove or rename one"
+                    f"{name}, row {row_number}: {error}; expected each key once: remove or rename one"
                 ) from error
             except json.JSONDecodeError as error:
                 cut = error.msg.startswith("Unterminated string") or error.pos >= len(text.text) - _CUT_WORD
                 if not (cut and text.more()):
                     raise _malformed(error, text.text, name, text.line) from error
-        text.advance(end)
+        text.position = end
         yield row
-    text.expect_end()
+    text.skip("")
+    if text.position < len(text.text):
+        raise text.error("expected the end of the file")
 
 
 class _Text:
-    """What has been read of a file and not used, growing at its end."""
+    """A buffer with the text that was read of a file and is not parsed yet."""
 
     def __init__(self, stream: BinaryIO, name: str) -> None:
         self._stream, self._name = stream, name
@@ -75,7 +77,7 @@ class _Text:
         self.text, self.position, self.line, self._size = "", 0, 1, _PIECE
 
     def more(self) -> bool:
-        """Read on; False at the end of the file. What was used is forgotten; a long row is read in growing pieces."""
+        """Read on, and drop what was parsed. False at the end of the file. A long row is read in growing pieces."""
         raw = self._stream.read(self._size)
         try:
             more = self._decoder.decode(raw, final=not raw)
@@ -90,7 +92,7 @@ class _Text:
         return True
 
     def skip(self, character: str) -> bool:
-        """Pass over white space, and over `character` if it follows; whether it did."""
+        """Skip white space, and `character` if it follows. Returns whether it did."""
         while True:
             while self.position < len(self.text) and self.text[self.position] in " \t\r\n":
                 self.position += 1
@@ -104,17 +106,11 @@ class _Text:
 
     def expect(self, character: str) -> None:
         if not self.skip(character):
-            error = json.JSONDecodeError(f"expected {character!r}", self.text, self.position)
-            raise _malformed(error, self.text, self._name, self.line)
+            raise self.error(f"expected {character!r}")
 
-    def expect_end(self) -> None:
-        self.skip("")
-        if self.position < len(self.text):
-            error = json.JSONDecodeError("expected the end of the file", self.text, self.position)
-            raise _malformed(error, self.text, self._name, self.line)
-
-    def advance(self, position: int) -> None:
-        self.position = position
+    def error(self, message: str) -> ValueError:
+        error = json.JSONDecodeError(message, self.text, self.position)
+        return _malformed(error, self.text, self._name, self.line)
 
 
 def _malformed(error: json.JSONDecodeError, text: str, name: str, first_line: int) -> ValueError:
@@ -126,11 +122,11 @@ def _malformed(error: json.JSONDecodeError, text: str, name: str, first_line: in
 
 
 class DuplicateKey(ValueError):
-    """A key that stands twice in an object. A parser would keep its last value, in silence."""
+    """A key that occurs twice in an object. `json` would silently keep its last value."""
 
 
 def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of its keys and values, as a parser gives them. Raises: DuplicateKey."""
+    """Hook of the JSON parser: an object from its keys and values. Raises: DuplicateKey."""
     row = dict(pairs)
     if len(row) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -141,6 +137,6 @@ def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """A value in a message."""
+    """Shorten a value for a message."""
     text = repr(value)
     return text if len(text) <= _FRAGMENT else text[:_FRAGMENT] + "..."

@@ -1,4 +1,7 @@
-"""Messages as files of Parquet and CSV keep them: as JSON text, or as an object with a list for each key."""
+"""Messages as Parquet and CSV files keep them: as JSON text, or as an object with one list per key.
+
+'[{"role": "user", "content": "hi"}]'      {"role": ["user"], "content": ["hi"]}
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ _KEYS_OF_MESSAGES = ({"role", "content"}, {"from", "value"}, {"role", "tool_call
 
 
 def parse_text(text: str) -> Any:
-    """The value of a JSON text. Raises: ValueError, also for a key that stands twice in an object."""
+    """Parse a JSON text. Raises: ValueError, also for a key that occurs twice in an object."""
     return json.loads(text.removeprefix("\ufeff"), object_pairs_hook=object_of)
 
 
 def messages_in(value: Any) -> list[Mapping[str, Any]] | None:
-    """The messages of a list, of the JSON text of one, or of an object of lists; None for anything else."""
+    """Messages from a list, from its JSON text, or from an object of lists. None for anything else."""
     if isinstance(value, str):
         if not _BEGINS_A_LIST.match(value):
             return None
@@ -31,21 +34,23 @@ def messages_in(value: Any) -> list[Mapping[str, Any]] | None:
         value = _as_rows(value)
     if not isinstance(value, list) or not value:
         return None
-    good = all(isinstance(each, Mapping) and any(keys <= each.keys() for keys in _KEYS_OF_MESSAGES) for each in value)
+    good = all(
+        isinstance(message, Mapping) and any(keys <= message.keys() for keys in _KEYS_OF_MESSAGES) for message in value
+    )
     return value if good else None
 
 
 def _as_rows(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Objects in place of one with a list for each key, as the datasets library makes of a `Sequence` of objects."""
+    """Turn an object of lists, which `datasets` makes of a `Sequence` of objects, into a list of objects."""
     lists = list(columns.values())
-    if not lists or not all(isinstance(each, list) and len(each) == len(lists[0]) for each in lists):
+    if not lists or not all(isinstance(values, list) and len(values) == len(lists[0]) for values in lists):
         return []
     rows = (dict(zip(columns, row, strict=True)) for row in zip(*lists, strict=True))
     return [{key: part for key, part in row.items() if part is not None} for row in rows]
 
 
 def with_lists(record: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
-    """The record, with lists of messages in columns of these names."""
+    """The record with lists of messages in the named columns, where these hold messages in another form."""
     texts = ((name, messages_in(record[name])) for name in names if isinstance(record.get(name), str | Mapping))
     lists = {name: messages for name, messages in texts if messages is not None}
     return {**record, **lists} if lists else record

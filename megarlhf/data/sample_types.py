@@ -1,6 +1,6 @@
-"""The samples that commands work with, and what makes them of records: plain data, which other processes can be given.
+"""Samples of the commands, and protocols of the encoders that make them from records. All of it is picklable.
 
-Lengths are in tokens; a response's includes the token that ends it, as in rollout.
+Lengths are in tokens. A response's length includes the token that ends it, as in rollout.
 """
 
 from __future__ import annotations
@@ -16,30 +16,33 @@ Sample_co = TypeVar("Sample_co", covariant=True)
 
 @dataclass(frozen=True)
 class SFTSample:
-    """A text, and the stretches of it that are learnt."""
+    """A text and its learnt stretches.
+
+    Example: with 9 tokens and stretches [2, 4, 7, 9], tokens 2, 3, 7 and 8 are learnt.
+    """
 
     tokens: list[int]
     stretches: list[int]
-    """Where learnt tokens stand, in order: the first one of a stretch, the one behind its last, and so on for further
-    stretches. Token 0 is in none, since nothing predicts it."""
+    """First token and end (exclusive) of each learnt stretch, in order. Token 0 is never learnt: nothing predicts
+    it."""
 
     @classmethod
     def of_response(cls, tokens: list[int], prompt_length: int) -> SFTSample:
-        """Everything behind the prompt is learnt."""
+        """A sample in which everything behind the prompt is learnt."""
         return cls(tokens, [prompt_length, len(tokens)])
 
     @property
     def prompt_length(self) -> int:
-        """How many tokens stand before the first that is learnt."""
+        """Number of tokens before the first learnt one."""
         return self.stretches[0]
 
     @property
     def num_learnt(self) -> int:
-        """Tokens that the loss is on."""
+        """Number of learnt tokens."""
         return sum(self.stretches[1::2]) - sum(self.stretches[0::2])
 
     def learnt(self) -> list[bool]:
-        """For each token whether it is learnt."""
+        """A mask: for each token whether it is learnt."""
         mask = [False] * len(self.tokens)
         for first, end in zip(self.stretches[0::2], self.stretches[1::2], strict=True):
             mask[first:end] = [True] * (end - first)
@@ -54,11 +57,11 @@ class PairSample:
     chosen_tokens: list[int]
     rejected_tokens: list[int]
     margin: float = 0.0
-    """By how much the scores should differ, where the reward model is trained with margins."""
+    """Wanted difference of the scores. Used where the reward model is trained with margins."""
 
 
 PAIR_SEQUENCES = (("prompt_tokens", "chosen_tokens"), ("prompt_tokens", "rejected_tokens"))
-"""The fields that the two sequences of a pair consist of."""
+"""Fields that form the two sequences of a pair."""
 
 
 @dataclass(frozen=True)
@@ -67,48 +70,48 @@ class PromptSample:
 
     tokens: list[int]
     text: str
-    """The rendered prompt; without bos, but for one that a chat template writes."""
+    """The rendered prompt. It has a bos only where a chat template writes one."""
     fields: dict[str, Any]
-    """All other columns of the record (`answer`, say), for the reward functions."""
+    """Other columns of the record, such as `answer`, for the reward functions."""
     index: int
-    """The record's place in the source, skipped ones counted."""
+    """The record's position in the source, counting skipped records."""
     messages: Any = None
-    """The conversation that it was rendered from; None where the prompt was a plain text."""
+    """The conversation that the prompt was rendered from. None for a plain text."""
 
 
 @dataclass(frozen=True)
 class Changed:
-    """A sample that is not all of its record."""
+    """A sample that does not hold all of its record."""
 
     sample: Any
     how: tuple[str, ...]
-    """In words, each of which is counted."""
+    """Descriptions of the changes. Each is counted over the set."""
 
 
 def changed(sample: Sample, how: Iterable[str]) -> Sample | Changed:
-    """The sample, as a changed one where there is a word on how."""
-    words = tuple(how)
-    return Changed(sample, words) if words else sample
+    """Wrap the sample in `Changed` if there are changes."""
+    changes = tuple(how)
+    return Changed(sample, changes) if changes else sample
 
 
-def sample_of(made: Any) -> Any:
-    """The sample, changed or not."""
-    return made.sample if isinstance(made, Changed) else made
+def sample_of(encoded: Any) -> Any:
+    """Unwrap the sample, changed or not."""
+    return encoded.sample if isinstance(encoded, Changed) else encoded
 
 
 @dataclass
 class Skipped:
-    """How many records of how many were left out, by reason."""
+    """Counts of records that were left out, by reason."""
 
     total: int
     reasons: Counter[str] = field(default_factory=Counter)
 
     def count(self) -> int:
-        """All that were left out."""
+        """Number of records that were left out."""
         return sum(self.reasons.values())
 
     def share(self, *, but: str = "") -> float:
-        """Left out of all; `but`: reasons that begin so are those of records that are not there."""
+        """Share of the records that was left out. Records whose reason begins with `but` are not counted at all."""
         absent = sum(count for reason, count in self.reasons.items() if but and reason.startswith(but))
         return (self.count() - absent) / max(1, self.total - absent)
 
@@ -121,38 +124,38 @@ class Skipped:
 
 
 class Unusable(Exception):
-    """A record that has to be skipped; its text is the reason."""
+    """A record that is skipped. The message is the reason."""
 
 
 Encode = Callable[[int, Mapping[str, Any]], Sample | Changed]
-"""The sample of a record, which is told its number in the source. Raises: Unusable for a record that is skipped, and
-ValueError for one that is refused, without words that say where it stands."""
+"""Makes a sample from a record's number in the source and the record. Raises: Unusable for a record that is skipped,
+ValueError for one that is refused; the message does not say where the record is."""
 
 
 class Encoder(Protocol[Sample_co]):
-    """How a command makes samples of records: plain data, which other processes can be given (by pickle)."""
+    """Options of making samples from records. Picklable, for worker processes."""
 
     def load(self) -> Any:
-        """What takes long to load, the tokenizer, which other processes are given (by pickle). Raises: ValueError."""
+        """Load the tokenizer, which takes long. Workers get it by pickle. Raises: ValueError."""
         ...
 
     def by(self, loaded: Any, /) -> Callable[[int, Mapping[str, Any]], Sample_co | Changed]:
-        """With what `load` has returned, here or in another process. Raises: ValueError for a tokenizer that does not
-        fit the options."""
+        """The encoding function, given the result of `load`. Raises: ValueError for a tokenizer that does not fit the
+        options."""
         ...
 
     def key(self) -> dict[str, Any]:
-        """All that the result depends on beside the records: what JSON can hold, the same in every process."""
+        """Everything beside the records that the samples depend on, as JSON values. Equal in every process."""
         ...
 
 
 class FieldCheck(Protocol):
-    """Looks at the other columns of a prompt, for the rewards that read them. Picklable."""
+    """Checks a prompt's other columns for the rewards that read them. Picklable."""
 
     def __call__(self, fields: Mapping[str, Any]) -> None:
-        """Raises: ValueError for what is missing."""
+        """Raises: ValueError for a missing column."""
         ...
 
     def key(self) -> list[str]:
-        """What it looks for."""
+        """Names of the checks, for `Encoder.key`."""
         ...

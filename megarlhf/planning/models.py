@@ -17,7 +17,7 @@ from megarlhf.architectures.hf_config import architecture_from_hf, read_config, 
 from megarlhf.architectures.placements import head_name, identity_placements, logical_tensors
 from megarlhf.config import ModelConfig, RoleConfig
 from megarlhf.data.text.templates import Template, chat_template
-from megarlhf.data.tokenizers.comparison import changed_text, read_otherwise
+from megarlhf.data.tokenizers.comparison import text_not_kept, transformers_difference
 from megarlhf.data.tokenizers.files import has_tokenizer
 from megarlhf.data.tokenizers.tokenizer import first_difference, load_tokenizer
 from megarlhf.planning.machine.capabilities import trained_tensors_of
@@ -43,9 +43,9 @@ def check_vocabularies(roles: Mapping[str, RoleConfig], retokenized: Collection[
     _require_tokenizer(writer, first.model)
     tokenizer = load_tokenizer(own)
     notes = []
-    if other := read_otherwise(own, tokenizer):
+    if other := transformers_difference(own, tokenizer):
         notes.append(f"{writer}: texts are read as the files of {own} say; {other}")
-    if change := changed_text(tokenizer):
+    if change := text_not_kept(tokenizer):
         text, read = change
         notes.append(
             f"{writer}: the tokenizer of {own} does not keep texts as they are: {text!r} becomes {read!r}, in prompts "

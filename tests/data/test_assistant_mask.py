@@ -7,6 +7,7 @@ from megarlhf.data.samples.truncation import CuttingEncoder
 from megarlhf.data.text.assistant_mask import Inexact, Whole, answered
 from megarlhf.data.text.templates import Conversation, chat_template
 from tests.data.chat_styles import STYLES, chat_tokenizer, said
+from tests.refuses import refuses
 
 TALK = [said("user", "1+1"), said("assistant", "2"), said("user", "2+2"), said("assistant", "4")]
 
@@ -81,7 +82,7 @@ def test_an_answer_of_weight_0_is_not_learnt(tokenizers, style, source):
         every(0, weighed(0, 0, 0, 0))
     with pytest.raises(Unusable, match="the last answer is not to be learnt"):
         last(0, weighed(1, 1, 1, 0))
-    with pytest.raises(ValueError, match=r"message 2 has weight = float 0\.5; expected 1 or true, or 0"):
+    with refuses("message 2", "weight = float 0.5", "1 or true"):
         every(0, weighed(0.5, 1, 1, 1))
 
 
@@ -179,7 +180,7 @@ REFUSED = [
      r"where message 4 \('assistant'\) is asked for.*'<think>'.*'4<.*data\.chat_template.*inexact: skip"),
     ("changing",
      STYLES["chatml"].replace("<|im_end|>", "{{ '!' if loop.last and m.role == 'assistant' }}<|im_end|>"), "all", TALK,
-     r"message 2 \('assistant'\) is written otherwise where others follow.*loss_on to last"),
+     r"message 2 \('assistant'\) is written differently when others follow.*loss_on to last"),
     ("no mark", STYLES["marked"].replace("m.role == 'assistant'", "m.role == 'nobody'"), "all", TALK,
      r"marks nothing of this conversation"),
     ("mark without the end", STYLES["marked"].replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"),
@@ -317,11 +318,9 @@ def test_calls_of_tools_are_learnt_as_the_template_writes_them(tokenizers):
     text = "".join(tokenizer.tokens()[token] for token in sample.tokens)
     assert text.startswith('<|im_start|>system\n{"type": "function", "function": {"name": "add"}}\n<|im_end|>\n')
     encode = SFTEncoder(**options).by(tokenizers["chatml"])
-    with pytest.raises(ValueError, match="tools: the chat template does not write all of its name 'add'"):
+    with refuses("tools", "name 'add'"):
         encode(0, {"messages": TALK, "tools": tools})
-    with pytest.raises(
-        ValueError, match=r"message 2 \('assistant'\): the chat template does not write all of its name 'add'"
-    ):
+    with refuses("message 2 ('assistant')", "name 'add'"):
         encode(0, {"messages": messages})
 
 
@@ -363,7 +362,7 @@ def test_pairs_in_every_form_are_one_sample(tokenizers, form):
 def test_a_misspelt_role_is_refused_where_the_template_would_write_it(tokenizers):
     """ChatML writes any role. One that a template names in its text is its own."""
     encode = PromptEncoder(tokenizer=None, max_prompt_tokens=200).by(tokenizers["chatml"])
-    with pytest.raises(ValueError, match=r"message 2 has the role 'asistant'.*did you mean 'assistant'"):
+    with refuses("message 2", "'asistant'", "did you mean 'assistant'"):
         encode(0, {"messages": [said("user", "1"), said("asistant", "2"), said("user", "3")]})
     named = STYLES["chatml"] + "{% if messages[0].role == 'context' %}{% endif %}"
     own = PromptEncoder(tokenizer=None, max_prompt_tokens=200, chat_template=named).by(tokenizers["none"])

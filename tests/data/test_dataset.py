@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megarlhf.data.samples.columns import Columns, ColumnWriter, pack
+from megarlhf.data.samples.columns import ColumnWriter, pack
 from megarlhf.data.samples.dataset import (
     Joined,
     Selected,
@@ -21,7 +21,7 @@ from megarlhf.data.samples.dataset import (
     by_record,
     lengths_of,
     positions_of_shared,
-    records_of,
+    record_numbers,
 )
 from megarlhf.data.samples.encoders import PairSample, PromptSample, SFTSample
 from megarlhf.resume.claim.identity import digest_of_samples
@@ -53,7 +53,7 @@ def stored(directory, samples, records, total, **changes):
         writer.append(replace(packed, num_records=2, skipped=Counter({"why": 1})))
     writer.append(replace(pack([], [], writer.kinds), num_records=total - 2 * ((len(samples) + 1) // 2)))
     writer.finish()
-    return Stored(Columns(directory, type(samples[0])))
+    return Stored(directory, type(samples[0]))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_what_is_read_is_what_was_written(tmp_path, samples):
             assert lengths_of(some, name).tolist() == lengths_of(expected, name).tolist()
     assert read.records().tolist() == [2 * n for n in range(len(samples))]
     assert read.num_records == 12
-    assert read.columns.manifest["skipped"] == {"why": (len(samples) + 1) // 2}
+    assert read.manifest["skipped"] == {"why": (len(samples) + 1) // 2}
 
 
 def test_digests_tell_samples_and_their_order_apart(tmp_path):
@@ -117,7 +117,7 @@ def test_records_of_joined_sets_follow_each_other(tmp_path):
     find = by_record(joined)
     assert find(8) == joined[5]
     assert by_record(PROMPTS)(3) == PROMPTS[2]
-    assert records_of(PROMPTS).tolist() == [0, 2, 3, 5]
+    assert record_numbers(PROMPTS).tolist() == [0, 2, 3, 5]
     for missing in (1, 12):
         with pytest.raises(KeyError, match=f"no sample of record {missing}"):
             find(missing)

@@ -16,6 +16,7 @@ from megarlhf.data.samples.encoders import SFTEncoder, SFTSample
 from megarlhf.data.tokenize import workers as encode
 from megarlhf.data.tokenize.workers import EncodingJob
 from tests.data.counting import ROWS, Counting, entries, loader, write
+from tests.refuses import refuses
 
 
 @pytest.fixture
@@ -61,13 +62,13 @@ def test_the_first_error_of_a_file_is_said(place, tmp_path, workers_at_once, wor
         loader(data, Counting(tmp_path / "log")).train_and_validation("sft")
     lines[13] = "1,2"
     (tmp_path / "rows.csv").write_text("\n".join(lines) + "\n")
-    with pytest.raises(ValueError, match=r"rows\.csv, line 25: 3 cells, and the first line names 2 columns"):
+    with refuses("rows.csv, line 25", "3 cells", "2 columns"):
         loader(data, Counting(tmp_path / "log")).train_and_validation("sft")
 
 
 def test_a_worker_that_is_killed_is_said(place, tmp_path, workers_at_once, monkeypatch):
     """Where a worker starts late, this process would take back the row at which it is to be killed."""
-    monkeypatch.setattr(encode._Part, "take_back", lambda part, opened: None)
+    monkeypatch.setattr(encode.Future, "cancel", lambda future: False)
     encoder = Counting(tmp_path / "log", stops_at=12)
 
     def kill():

@@ -12,9 +12,10 @@ import pytest
 from megarlhf.config import SourceConfig
 from megarlhf.data.samples.encoders import PairEncoder, PromptEncoder, SFTEncoder
 from megarlhf.data.sources.adapters import nemo_rl
-from megarlhf.data.sources.find import load_records
 from megarlhf.data.sources.unread_columns import counted
 from tests.data.chat_styles import CHATML, chat_tokenizer
+from tests.data.in_memory import load_records
+from tests.refuses import refuses
 
 LIMITS = {"tokenizer": Path(), "max_prompt_tokens": 999}
 ANSWERS = {**LIMITS, "max_response_tokens": 999}
@@ -253,5 +254,5 @@ def test_what_is_refused_of_raw_texts_and_of_answers_that_are_messages(chatml, r
 
 def test_messages_beside_a_pair_that_belong_to_neither_answer(chatml):
     record = {"prompt": [USER], "chosen": [REPLY], "rejected": [WRONG], "messages": [*EARLIER, USER]}
-    with pytest.raises(ValueError, match="'messages' beside 'prompt', 'chosen' and 'rejected' is no part of either"):
+    with refuses("'messages'", "'prompt', 'chosen' and 'rejected'"):
         PairEncoder(**ANSWERS).by(chatml)(0, record)

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from megarlhf.config.data import parse_blend
 from megarlhf.data.blocks import digest_of_blocks
 from megarlhf.data.samples.dataset import Joined
-from megarlhf.data.samples.megatron_indexed import open_indexed, parse_blend, read_index, split_range
+from megarlhf.data.samples.megatron_indexed import read_index, split_range
+from tests.data.in_memory import open_indexed
+from tests.refuses import refuses
 
 
 def write(prefix, documents, dtype=np.int32):
@@ -113,7 +116,7 @@ def test_splits_and_blends_are_megatron_s():
         matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
         for part, borders in zip(("train", "validation", "test"), matrix, strict=True):
             if borders is None:
-                with pytest.raises(ValueError, match=f"leaves the {part} data nothing of 1000 documents"):
+                with refuses("split", f"the {part} data", "1000 documents"):
                     split_range(split, part, 1000)
             else:
                 expected = [round(border * 1000.0) for border in borders]
@@ -176,5 +179,5 @@ def test_what_cannot_be_meant_is_refused(tmp_path):
             split_range(split, "train", 10)
     with pytest.raises(ValueError, match="expected a weight above 0 before each prefix"):
         parse_blend("0 a 70 b")
-    with pytest.raises(ValueError, match=r"fewer than one sample of 5000 \+ 1"):
+    with refuses("5000 + 1", "data.sequence_length"):
         open_indexed(prefix, None, 5000, 0)

@@ -6,9 +6,11 @@ import sys
 
 import pytest
 
-from megarlhf.data.sources.find import load_records, require_source, source_files
+from megarlhf.data.sources.find import find, source_files
 from megarlhf.data.sources.reasoning_gym import FIELD, SAME_HASHES, item_again, parse, require_disjoint, require_task
 from tests.command import ROOT
+from tests.data.in_memory import load_records, source_of
+from tests.refuses import refuses
 
 LEGS = "reasoning_gym:leg_counting?size=4&seed=5&max_animals=4"
 
@@ -41,9 +43,7 @@ def test_train_and_validation_share_no_seed():
     def named(seed, more=""):
         return f"reasoning_gym:leg_counting?size=100&seed={seed}{more}"
 
-    with pytest.raises(
-        ValueError, match=r"share 99 items: item n is drawn with seed \+ n. Give validation a seed of 100 "
-    ):
+    with refuses("data.train", "data.validation", "99 items", "seed of 100"):
         require_disjoint(named(0), named(1))
     require_disjoint(named(0), named(100))
     require_disjoint(named(0), named(1, "&max_animals=3"))
@@ -61,7 +61,7 @@ def test_train_and_validation_share_no_seed():
 def test_what_reasoning_gym_does_not_have_is_said_before_anything_is_generated(name, message):
     pytest.importorskip("reasoning_gym")
     with pytest.raises(ValueError, match=message):
-        require_source(name)
+        find(source_of(name))
 
 
 def test_items_are_records_with_what_the_rule_needs():
@@ -73,10 +73,10 @@ def test_items_are_records_with_what_the_rule_needs():
     dataset, item = item_again(records[1][FIELD])
     assert (item["question"], item["answer"]) == (records[1]["prompt"], records[1]["answer"])
     assert dataset.score_answer(records[1]["answer"], item) == 1.0
-    assert source_files(LEGS) == set()
-    with pytest.raises(ValueError, match="is generated and has no split 'test'"):
+    assert source_files([source_of(LEGS)]) == set()
+    with refuses("split 'test'", LEGS):
         load_records(LEGS, fields=("prompt",), split="test")
-    with pytest.raises(ValueError, match="no field 'response'"):
+    with refuses("'response'"):
         load_records(LEGS, fields=("prompt", "response"))
     with pytest.raises(ValueError, match="is another one here than where the data was made"):
         item_again(records[1][FIELD] | {"item": 2})
@@ -88,7 +88,7 @@ def test_items_are_equal_whatever_hashes_a_process_has():
     name = "reasoning_gym:isomorphic_strings?size=3&seed=5"
     rows = load_records(name, fields=("prompt",))
     load = f"load_records({name!r}, fields=())"
-    code = f"from megarlhf.data.sources.find import load_records; print([row['prompt'] for row in {load}])"
+    code = f"from tests.data.in_memory import load_records; print([row['prompt'] for row in {load}])"
     for seed in ("1", "2"):
         env = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
         said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout

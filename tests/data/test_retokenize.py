@@ -5,6 +5,7 @@ import pytest
 from megarlhf.data.samples.retokenize import Retokenizer, TextTooLong
 from megarlhf.data.tokenizers.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from tests.classifiers import CHAT_TEMPLATE, write_tokenizer
+from tests.refuses import refuses
 
 BOS, EOS = 1, 2
 
@@ -58,7 +59,7 @@ def test_messages_that_its_own_template_leaves_out_are_refused_unless_they_may_b
     only_users = "{% for m in messages if m.role != 'system' %}[u]{{ m.content }}{% endfor %}"
     reader = load_tokenizer(write_tokenizer(tmp_path, letters="12+=[]au", chat_template=only_users))
     talk = [{"role": "system", "content": "1"}, {"role": "user", "content": "1+1="}]
-    with pytest.raises(ValueError, match=r"message 1 \('system'\): the chat template does not write all of"):
+    with refuses("message 1 ('system')"):
         Retokenizer(reader, 64)("", talk, "2", finished=True)
     made = Retokenizer(reader, 64, may_drop=("messages",))("", talk, "2", finished=True)
     assert made == Retokenizer(reader, 64)("", talk[1:], "2", finished=True)

@@ -12,6 +12,7 @@ from megarlhf.data.text.omissions import KINDS
 from megarlhf.data.text.templates import Conversation, chat_template
 from tests.data.chat_styles import STYLES, chat_tokenizer, said
 from tests.data.conversation_parts import conversation, parts, stands_in
+from tests.refuses import refuses
 
 OPTIONS = {"tokenizer": None, "max_prompt_tokens": 100_000, "max_response_tokens": 100_000, "template": "chat"}
 
@@ -99,12 +100,10 @@ def encoder(tokenizer, style, kind=SFTEncoder, **options):
 def test_a_text_that_stands_elsewhere_too_is_not_taken_for_written(tokenizer):
     """A search would find the system message "4" in the answer, and the thought in the content."""
     talk = [said("system", "4"), said("user", "2+2"), said("assistant", "4")]
-    with pytest.raises(
-        ValueError, match=r"message 1 \('system'\): the chat template does not write all of its content"
-    ):
+    with refuses("message 1 ('system')", "content"):
         encoder(tokenizer, "two_roles")(0, {"messages": talk})
     talk = [said("user", "2+2"), said("assistant", "4", reasoning_content="4")]
-    with pytest.raises(ValueError, match="does not write all of its reasoning_content '4'"):
+    with refuses("reasoning_content '4'"):
         encoder(tokenizer, "chatml")(0, {"messages": talk})
     assert encoder(tokenizer, "chatml")(0, {"messages": [*talk[:1], said("assistant", "4", reasoning_content="")]})
 
@@ -233,9 +232,9 @@ def test_a_command_in_a_system_message_is_obeyed_or_refused(tokenizer):
         sample = ask(0, {"messages": [said("system", system), said("user", "a")]})
         assert sample.text.endswith("assistant\n<think></think>")
     cut = encoder(tokenizer, obeying.replace("m.content.replace", "m.content[:4].replace"), PromptEncoder)
-    with pytest.raises(ValueError, match="does not write all of its content 'Be brief"):
+    with refuses("content 'Be brief"):
         cut(0, {"messages": [said("system", system), said("user", "a")]})
-    with pytest.raises(ValueError, match="does not write all of its content"):
+    with refuses("content"):
         ask(0, {"messages": [said("system", "c"), said("user", "a /no_think")]})
 
 
@@ -251,11 +250,11 @@ def test_variables_of_the_template_are_the_record_s_before_the_configuration_s(t
     assert text(chat_template_kwargs={"thinking": False}) == plain + "<think></think>"
     assert text(chat_template_kwargs='{"thinking": false}') == plain + "<think></think>"
     assert text(chat_template_kwargs={"thinking": None}) == text(chat_template_kwargs={}) == plain
-    with pytest.raises(ValueError, match="has 'thinkng', which the chat template does not read"):
+    with refuses("'thinkng'", "data.chat_template"):
         text(chat_template_kwargs={"thinkng": False})
-    with pytest.raises(ValueError, match="'chat_template_kwargs' is str 'no', expected an object"):
+    with refuses("'chat_template_kwargs'", "str 'no'", "object"):
         text(chat_template_kwargs="no")
-    with pytest.raises(ValueError, match="has 'chat_template_kwargs' beside its texts"):
+    with refuses("'chat_template_kwargs'", "data.template"):
         SFTEncoder(**{**OPTIONS, "template": "plain"}).by(tokenizer)(
             0, {"prompt": "a", "response": "b", "chat_template_kwargs": {"thinking": True}}
         )
@@ -276,9 +275,7 @@ def test_calls_of_tools_are_written_in_the_form_that_the_template_reads(tokenize
     assert set(texts[:3]) == {'[call]add\n{"a": 1}[/call]</s>'}
     assert set(texts[3:]) == {'<call>add{"a": 1}</call><|im_end|>'}
     beside = {"role": "assistant", "content": "I add", "tool_calls": [{"type": "function", "function": call}]}
-    with pytest.raises(
-        ValueError, match=r"message 2 \('assistant'\): the chat template does not write all of its name"
-    ):
+    with refuses("message 2 ('assistant')", "name"):
         encoder(tokenizer, "deepseek")(0, {"messages": [said("user", "1+1"), beside]})
 
 

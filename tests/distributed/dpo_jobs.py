@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from megarlhf.config import DPOConfig
-from megarlhf.data.samples.encoders import PairSample, build_pairs
-from megarlhf.data.sources.find import load_records
+from megarlhf.data.samples.encoders import PairSample
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.models.role import build_role
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.runtime import Runtime
+from tests.data.in_memory import build_pairs, load_records
 from tests.distributed.gathered import record_gradients, weights_of
 from tests.distributed.jobs import train_once
 from tests.distributed.logical import Arrays

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from megarlhf.architectures.placements import Head
 from megarlhf.config import RoleConfig, SFTConfig
-from megarlhf.data.samples.encoders import build_sft
-from megarlhf.data.sources.find import load_records
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.models.role import Role, build_role
 from megarlhf.models.settings import DTYPES
@@ -30,6 +28,7 @@ from megarlhf.parallel.vocab import logits_at
 from megarlhf.rollout.engine import Sampling
 from megarlhf.rollout.megatron_engine import MegatronEngine
 from megarlhf.runtime import Runtime
+from tests.data.in_memory import build_pairs, build_sft, load_records
 from tests.distributed.fused_jobs import apex_gradients, fused_gradients  # noqa: F401
 from tests.distributed.gathered import record_gradients, weights_of
 from tests.distributed.kernel_jobs import largest_tensor, with_calls_of_the_reference  # noqa: F401
@@ -182,7 +181,6 @@ def _whole_vocabulary(role: Role, output: Tensor, batch: MicroBatch) -> Tensor:
 def rm_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[str, Any]:
     """The same for the reward model, with its held-out evaluation before training."""
     from megarlhf.config import RMConfig
-    from megarlhf.data.samples.encoders import build_pairs
     from megarlhf.trainers.supervised.loop import evaluate
     from megarlhf.trainers.supervised.rm import RewardModelling, divide_head, score_deviation
 

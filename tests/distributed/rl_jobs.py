@@ -11,13 +11,13 @@ from unittest import mock
 import torch.distributed as dist
 
 from megarlhf.config import RLConfig
-from megarlhf.data.sources.find import load_records
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.models.role import Role, build_role
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel import step
 from megarlhf.parallel.device_memory import RoleParts
 from megarlhf.runtime import Runtime
+from tests.data.in_memory import build_prompts, load_records
 from tests.distributed.gathered import record_gradients, weights_of
 from tests.distributed.logical import Arrays
 
@@ -136,7 +136,6 @@ def bytes_there(parts: RoleParts) -> dict[str, int]:
 
 
 def _prompts(cfg: RLConfig, tokenizer: Any) -> list[Any]:
-    from megarlhf.data.samples.encoders import build_prompts
 
     records = load_records(cfg.data.train, fields=("prompt",))
     return build_prompts(records, tokenizer, max_prompt_tokens=cfg.data.max_prompt_tokens)[0]

@@ -16,10 +16,9 @@ import torch
 import yaml
 
 from megarlhf.algo.intervals import pass_at_k
-from megarlhf.data.samples.encoders import build_pairs
-from megarlhf.data.sources.find import load_records
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.observe.records.metrics import read_metrics
+from tests.data.in_memory import build_pairs, load_records
 from tests.ranks import RankPool
 
 LAYOUTS = {"tp2": {"tp": 2}, "pp2": {"pp": 2}}

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from megarlhf.data.samples.encoders import build_sft
-from megarlhf.data.sources.find import load_records
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.models.attention.layers import causal_band
 from megarlhf.models.positions import PositionTable
+from tests.data.in_memory import build_sft, load_records
 from tests.distributed.compare import assert_gradients_equal
 from tests.distributed.tiny import FAMILIES, write_family
 from tests.ranks import RankPool

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from megarlhf.config import SFTConfig, describe_sources
-from megarlhf.data.samples.encoders import build_prompts, build_sft
-from megarlhf.data.sources.find import load_records
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.runtime import capabilities
+from tests.data.in_memory import build_prompts, build_sft, load_records
 from tests.distributed.gpu_check_jobs import PoolStart
 from tests.ranks import RankPool
 from tools.gpu_check import __main__ as command

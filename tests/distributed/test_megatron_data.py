@@ -15,9 +15,9 @@ import torch
 import yaml
 
 from megarlhf.config import RMConfig, SFTConfig
-from megarlhf.data.samples.megatron_indexed import open_indexed
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.planning.preflight import preflight
+from tests.data.in_memory import open_indexed
 from tests.data.test_megatron_indexed import documents, write
 from tests.distributed.test_rl_layouts import config
 from tests.ranks import RankPool

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from megarlhf.data.samples.encoders import PairSample, build_pairs
-from megarlhf.data.sources.find import load_records
+from megarlhf.data.samples.encoders import PairSample
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
+from tests.data.in_memory import build_pairs, load_records
 from tests.distributed.compare import assert_gradients_equal, assert_weights_equal
 from tests.distributed.tiny import write_reward_model
 from tests.ranks import RankPool

@@ -11,13 +11,12 @@ import torch
 import yaml
 
 from megarlhf.commands import cli
-from megarlhf.data.samples.encoders import build_pairs
-from megarlhf.data.sources.find import load_records
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.observe.records.cost_metrics import reproducible
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.rollout.rewards.classifier import Classifier
 from tests.classifiers import write_tokenizer
+from tests.data.in_memory import build_pairs, load_records
 from tests.ranks import RankPool
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarlhf.data.samples.encoders import build_sft
-from megarlhf.data.sources.find import load_records
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
+from tests.data.in_memory import build_sft, load_records
 from tests.distributed.compare import assert_gradients_equal, assert_weights_equal
 
 LR, STEPS, MINI_BATCH = 1e-3, 3, 8

@@ -10,6 +10,7 @@ from megarlhf.config import ConversationConfig, RoleConfig
 from megarlhf.planning.data.end_tokens import end_notes, scorer_notes
 from megarlhf.planning.data.first_rows import _require_template_of_scorer
 from tests.data.chat_styles import CHATML, LLAMA_3, MISTRAL, write_chat_tokenizer
+from tests.refuses import refuses
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def test_a_turn_end_that_the_model_s_files_do_not_name_is_said(role):
     assert "names 7 as eos_token_id, and generation_config.json does not: nothing ends there" in note
     assert end_notes("actor", role("none", None), data, generates=True) == []
     assert end_notes("actor", role("plain", CHATML), ConversationConfig(template="plain"), generates=True) == []
-    with pytest.raises(ValueError, match="has no chat template, which conversations are written with"):
+    with refuses("chat template", "data.chat_template"):
         end_notes("actor", role("without", None), ConversationConfig(template="chat"), generates=True)
 
 
@@ -80,7 +81,5 @@ def test_conversations_for_a_reward_model_without_a_template_are_refused_before_
 
     _require_template_of_scorer(cfg("text", CHATML, True), record)
     _require_template_of_scorer(cfg("ids", None, False), record)
-    with pytest.raises(
-        ValueError, match=r"reward_model \(retokenize: true\) is given conversations: .*no chat template"
-    ):
+    with refuses("reward_model (retokenize: true)", "no chat template"):
         _require_template_of_scorer(cfg("bare", None, True), record)

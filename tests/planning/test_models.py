@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import logical_tensors
 from megarlhf.config import ConversationConfig, RoleConfig
-from megarlhf.data.tokenizers.comparison import changed_text
+from megarlhf.data.tokenizers.comparison import text_not_kept
 from megarlhf.data.tokenizers.tokenizer import (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
@@ -119,9 +119,9 @@ def test_a_tokenizer_json_that_changes_texts_is_named_and_one_that_composes_char
     for normal in (None, normalizers.NFC()):
         if normal is not None:
             file.normalizer = normal
-        assert changed_text(of_file(file)) is None
+        assert text_not_kept(of_file(file)) is None
     file.normalizer = normalizer
-    text, read = changed_text(of_file(file))
+    text, read = text_not_kept(of_file(file))
     assert (text, read) == ("Ab  12\n\n\tEf", normalizer.normalize_str(text))
 
 

@@ -17,8 +17,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer
 
 from megarlhf.config import ConversationConfig, ModelConfig
-from megarlhf.data.text.export_files import files_of_exports
-from megarlhf.data.tokenizers.comparison import read_otherwise
+from megarlhf.data.text.export_files import export_files
+from megarlhf.data.tokenizers.comparison import transformers_difference
 from megarlhf.data.tokenizers.files import has_tokenizer
 from megarlhf.data.tokenizers.sample_texts import TEXTS
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
@@ -87,20 +87,20 @@ def test_what_transformers_reads_otherwise_is_told_and_mended_in_exports(tmp_pat
     settings = {**NAMES, "tokenizer_class": "LlamaTokenizerFast", "chat_template": "{{ messages }}"}
     model = write(tmp_path / "model", byte_level("<s>", "</s>"), **settings)
     tokenizer = load_tokenizer(model)
-    other = read_otherwise(model, tokenizer)
+    other = transformers_difference(model, tokenizer)
     assert other is not None
     assert "(LlamaTokenizer) makes other ids of" in other
     export = shutil.copytree(model, tmp_path / "export")
     assert AutoTokenizer.from_pretrained(export).encode("a b") != tokenizer.encode("a b")
-    files = files_of_exports(ModelConfig(path=model), ConversationConfig(template="plain"), ())
+    files = export_files(ModelConfig(path=model), ConversationConfig(template="plain"), ())
     for name, content in files.items():
         (export / name).write_bytes(content)
     theirs = AutoTokenizer.from_pretrained(export)
     assert [theirs.encode(text) for text in DRAWN] == [tokenizer.encode(text) for text in DRAWN]
     assert (theirs.eos_token_id, theirs.chat_template) == (tokenizer.eos_id, "{{ messages }}")
     right = write(tmp_path / "right", byte_level("<s>", "</s>"), **NAMES, tokenizer_class="PreTrainedTokenizerFast")
-    assert read_otherwise(right, load_tokenizer(right)) is None
-    assert files_of_exports(ModelConfig(path=right), ConversationConfig(template="plain"), ()) == {}
+    assert transformers_difference(right, load_tokenizer(right)) is None
+    assert export_files(ModelConfig(path=right), ConversationConfig(template="plain"), ()) == {}
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_sentence_pieces_with_added_tokens_and_ends(sentence_pieces, model_type,
     theirs = AutoTokenizer.from_pretrained(directory)
     assert theirs.encode("a  boat", add_special_tokens=False) != alone.encode("a  boat"), "transformers is mended"
     assert (theirs.eos_token_id, len(theirs)) == (size, size + 2)
-    exported = files_of_exports(ModelConfig(path=directory), ConversationConfig(template="plain"), ())
+    exported = export_files(ModelConfig(path=directory), ConversationConfig(template="plain"), ())
     for name, content in exported.items():
         (directory / name).write_bytes(content)
     theirs = AutoTokenizer.from_pretrained(directory)
@@ -351,7 +351,7 @@ def test_a_config_json_with_a_fault_of_its_own_is_not_needed(tmp_path):
     write_config(directory, "qwen2", num_hidden_layers=6, layer_types=["full_attention"] * 4)
     tokenizer = load_tokenizer(directory)
     assert tokenizer.encode("a b") == file.encode("a b").ids
-    assert "cannot read it" in (read_otherwise(directory, tokenizer) or "")
+    assert "cannot read it" in (transformers_difference(directory, tokenizer) or "")
 
 
 def test_files_of_other_programs_and_code_are_refused_in_words_without_a_tokenizer_json(tmp_path):

@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 from megarlhf.config import ConversationConfig, ModelConfig
 from megarlhf.data.samples.encoders import PromptEncoder
 from megarlhf.data.samples.texts import pieces
-from megarlhf.data.text.export_files import files_of_exports
+from megarlhf.data.text.export_files import export_files
 from megarlhf.data.text.templates import Conversation, chat_template
-from megarlhf.data.tokenizers.comparison import read_otherwise
+from megarlhf.data.tokenizers.comparison import transformers_difference
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from tests.published.texts import draw, write_config
 from tools import pretrained, published
@@ -107,9 +107,9 @@ def test_transformers_reads_an_export_as_it_was_trained(name, model_type, tmp_pa
     """Where it would not read the files of the model so; begin included."""
     model = write_directory(name, tmp_path / "model", model_type)
     tokenizer = load_tokenizer(model)
-    assert read_otherwise(model, tokenizer) is not None
+    assert transformers_difference(model, tokenizer) is not None
     export = shutil.copytree(model, tmp_path / "export")
-    for file, content in files_of_exports(ModelConfig(path=model), ConversationConfig(), ()).items():
+    for file, content in export_files(ModelConfig(path=model), ConversationConfig(), ()).items():
         (export / file).write_bytes(content)
     theirs = AutoTokenizer.from_pretrained(export)
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
@@ -161,4 +161,4 @@ def test_tekken_beside_a_tokenizer_json_is_not_read(tmp_path):
     _, texts, expected = truth_of("llama3_1")
     tokenizer = load_tokenizer(directory)
     assert [tokenizer.encode(text) for text in texts[-500:]] == expected[-500:]
-    assert "MistralCommonBackend" in (read_otherwise(directory, tokenizer) or "")
+    assert "MistralCommonBackend" in (transformers_difference(directory, tokenizer) or "")

@@ -7,12 +7,12 @@ import torch
 
 from megarlhf.config import RewardConfig
 from megarlhf.config.rewards import IN_WORKERS
-from megarlhf.data.sources.find import load_records
 from megarlhf.rollout.rewards.accuracy import find_accuracy
 from megarlhf.rollout.rewards.batch import RewardBatch
 from megarlhf.rollout.rewards.rules import bind_rule, field_check
 from megarlhf.rollout.rewards.score import make_source
 from megarlhf.rollout.rewards.verifiers import VERIFIERS, math_verify, reasoning_gym
+from tests.data.in_memory import load_records
 
 
 def results(reward, responses, fields):

@@ -17,7 +17,7 @@ import torch
 from megarlhf.architectures.hf_config import hf_config
 from megarlhf.data.text.templates import chat_template, has_template
 from megarlhf.data.tokenizers import files as on_disk
-from megarlhf.data.tokenizers.comparison import read_otherwise
+from megarlhf.data.tokenizers.comparison import transformers_difference
 from megarlhf.data.tokenizers.sample_texts import TEXTS
 from megarlhf.data.tokenizers.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
 from megarlhf.weights.checkpoint.formats.huggingface.write import MAX_SHARD_BYTES, preallocate_huggingface
@@ -170,7 +170,7 @@ def _checked(
     Raises: ValueError when it is read as another tokenizer than was meant.
     """
     loaded = load_tokenizer(directory)
-    same = _same(loaded, written) and (written.backend is None or read_otherwise(directory, loaded) is None)
+    same = _same(loaded, written) and (written.backend is None or transformers_difference(directory, loaded) is None)
     if len(loaded.tokens()) > vocab_size or not same:
         raise ValueError(
             f"the tokenizer of {file.path} is read by transformers as another one than the file describes; name a "

@@ -1,8 +1,8 @@
-"""Records read as texts or as conversations, by their columns. No template and no tokenizer yet.
+"""Records become texts or conversations, by their columns. No template and no tokenizer is used yet.
 
 `plain` reads texts: `prompt` with `response`, or with `chosen` and `rejected`. `chat` reads conversations: `messages`
-or `conversations`, else `prompt` (a text is one message of the user) with the answers, each a text or messages. `auto`
-is the one that the columns allow, and refuses a record that has both. Messages are `{role, content}`, or ShareGPT's
+or `conversations`, else `prompt` (a text is one user message) with the answers, each a text or messages. `auto` reads
+whichever the columns allow, and refuses a record that has both. Messages are `{role, content}`, or ShareGPT's
 `{from, value}`, as a list or as its JSON text. A record with `text` and none of these is raw text.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from megarlhf.config.conversations import RESERVED_VARIABLES
 from megarlhf.data.json_text import parse_text, with_lists
 from megarlhf.data.records.messages import messages_of, require_order, without_weights
-from megarlhf.data.records.record_fields import missing, present, shown, text_of
+from megarlhf.data.records.record_fields import describe_value, missing, present, required_text
 from megarlhf.data.sources.unread_columns import require_no_messages, require_read
 from megarlhf.data.text.templates import Conversation, Template
 from megarlhf.data.tokenizers.jinja_chat import STANDARD_ROLES
@@ -25,15 +25,15 @@ Record = Mapping[str, Any]
 
 _LISTS = ("messages", "conversations")
 CONVERSATION_COLUMNS = ("prompt", *_LISTS)
-"""Columns that become a prompt, and are no fields of it."""
+"""Columns that become the prompt. They are not among its `fields`."""
 _OF_MESSAGES = (*CONVERSATION_COLUMNS, "response", "chosen", "rejected")
 """Columns that may hold messages."""
 
 VARIABLES = "chat_template_kwargs"
-"""The column with variables of the template for this record."""
+"""The column with a record's own template variables."""
 
 BESIDE_A_CONVERSATION = ("system", "tools", VARIABLES)
-"""Columns that are written with it, and that texts as they stand have no place for."""
+"""Columns that only a chat template writes. Plain texts have no place for them."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class PairOfTexts:
 
 @dataclass(frozen=True)
 class PairOfConversations:
-    """Two conversations that are the same up to their last message, the answer."""
+    """A preference between two conversations that differ only in their last message, the answer."""
 
     chosen: Conversation
     rejected: Conversation
@@ -61,16 +61,16 @@ class RawText:
 
 
 class EmptyText(Exception):
-    """A record with nothing where something has to be said: its text is the reason to skip it."""
+    """A record that is empty where a text is needed. It is skipped; the message is the reason."""
 
 
 def read_lists(record: Record, template: Template) -> Record:
-    """The record, with messages in place of their JSON text where a template reads messages."""
+    """The record with lists of messages in place of their JSON text, unless the template mode is `plain`."""
     return record if template == "plain" else with_lists(record, _OF_MESSAGES)
 
 
 def prompt_of(record: Record, template: Template) -> str | Conversation:
-    """The prompt that has to be answered. Raises: ValueError; EmptyText."""
+    """The prompt to answer. Raises: ValueError; EmptyText."""
     record = read_lists(record, template)
     column = _list_column(record, template, ("prompt",))
     asked = _text_or_question(record, template, ("prompt",)) if column is None else conversation_of(record, column)
@@ -86,7 +86,7 @@ def prompt_of(record: Record, template: Template) -> str | Conversation:
             "of the prompt; expected a message of the user, the system or a tool as the last one: drop the last "
             "message, or train on it with `megarlhf sft`"
         )
-    return _spoken(asked)
+    return _require_texts(asked)
 
 
 def example_of(record: Record, template: Template) -> tuple[str, str] | Conversation | RawText:
@@ -98,14 +98,14 @@ def example_of(record: Record, template: Template) -> tuple[str, str] | Conversa
     column = _list_column(record, template, ("prompt", "response"))
     if column is not None:
         whole = conversation_of(record, column)
-        answered_there = present(record, "prompt") and present(record, "response")  # data.template says which is meant
-        beside = {name: value for name, value in record.items() if name != "response" or not answered_there}
+        has_texts_too = present(record, "prompt") and present(record, "response")  # data.template says which is meant
+        beside = {name: value for name, value in record.items() if name != "response" or not has_texts_too}
         require_read(beside, "conversation", whole.messages)
     elif isinstance(record.get("response"), list | Mapping) and template != "plain":
         whole = _with_answers(record)
     else:
         asked = _text_or_question(record, template, ("prompt", "response"))
-        response = text_of(record, "response")
+        response = required_text(record, "response")
         _require_a_text("response", response, template)
         require_read(record, "texts")
         if isinstance(asked, str):
@@ -119,7 +119,7 @@ def example_of(record: Record, template: Template) -> tuple[str, str] | Conversa
                 f"(roles: {', '.join(whole.roles)}); rename the role"
             )
         raise EmptyText("no message of the assistant")
-    return _spoken(whole)
+    return _require_texts(whole)
 
 
 def _raw_text(record: Record, template: Template) -> RawText:
@@ -130,7 +130,7 @@ def _raw_text(record: Record, template: Template) -> RawText:
             "the record has 'text' alone, which no chat template writes; set data.template to plain, by which every "
             "token of it is learnt, or give 'messages', or 'prompt' and 'response'"
         )
-    text = text_of(record, "text")
+    text = required_text(record, "text")
     _require_a_text("text", text, template)
     if not text.strip():
         raise EmptyText("empty text")
@@ -138,20 +138,20 @@ def _raw_text(record: Record, template: Template) -> RawText:
 
 
 def _require_a_text(name: str, text: str, template: Template) -> None:
-    """Raises: ValueError for messages in a text, unless `plain` says that it is meant as it stands: code, say."""
+    """Raises: ValueError for messages in a text. With `plain` the text, code for instance, is meant as it is."""
     if template != "plain":
         require_no_messages(name, text)
 
 
 def _with_answers(record: Record) -> Conversation:
-    """A prompt with a `response` of messages behind it: only they are learnt. Raises: ValueError; EmptyText."""
+    """A prompt followed by a `response` of messages. Only the response is learnt. Raises: ValueError; EmptyText."""
     asked = _text_or_question(record, "chat", ("prompt", "response"))
     assert isinstance(asked, Conversation), "chat makes conversations"
     require_read(record, "texts")
     behind = _messages(record, "response")
     before, whole = len(asked.messages), [*asked.messages, *behind]
     require_order(whole, "response")
-    weighed = {number for number, message in enumerate(whole) if "weight" in message}
+    weighed = {index for index, message in enumerate(whole) if "weight" in message}
     return replace(asked, messages=without_weights(whole), unlearnt=frozenset({*range(before), *weighed}))
 
 
@@ -166,8 +166,8 @@ def pair_of(record: Record, template: Template) -> PairOfTexts | PairOfConversat
         require_read(record, "pair of texts")
     if len(kinds) > 1:
         raise ValueError(
-            f"'chosen' is {shown(record['chosen'])}, 'rejected' is {shown(record['rejected'])}; expected two texts or "
-            "two lists of messages"
+            f"'chosen' is {describe_value(record['chosen'])}, 'rejected' is {describe_value(record['rejected'])}; "
+            "expected two texts or two lists of messages"
         )
     if kinds == {True}:
         asked = _asked_of_pair(record, template)
@@ -191,7 +191,7 @@ def pair_of(record: Record, template: Template) -> PairOfTexts | PairOfConversat
 
 
 def _asked_of_pair(record: Record, template: Template) -> str | Conversation:
-    """`prompt`, else a conversation up to the answer. Raises: ValueError; EmptyText."""
+    """The `prompt`, else the conversation before the answers. Raises: ValueError; EmptyText."""
     names = ("prompt", "chosen", "rejected")
     column = _list_column(record, template, names)
     if column is not None and not present(record, "prompt"):
@@ -200,7 +200,7 @@ def _asked_of_pair(record: Record, template: Template) -> str | Conversation:
 
 
 def _compared(record: Record, asked: Conversation | None, sides: list[list[dict[str, Any]]]) -> PairOfConversations:
-    """Whole conversations on both sides, or answers to what is asked. Raises: ValueError; EmptyText."""
+    """The pair from whole conversations on both sides, or from answers to `asked`. Raises: ValueError; EmptyText."""
     if any("weight" in side[-1] for side in sides):
         raise EmptyText("the answer is not to be learnt")
     sides = [without_weights(side) for side in sides]
@@ -231,13 +231,13 @@ def _compared(record: Record, asked: Conversation | None, sides: list[list[dict[
     if _common(*sides) != sides[0][:-1] or len(sides[0]) != len(sides[1]):
         raise EmptyText("chosen and rejected differ before their last message")
     _require_no_others(record, sides)
-    chosen, rejected = (_spoken(Conversation(side, tools, variables=variables)) for side in sides)
+    chosen, rejected = (_require_texts(Conversation(side, tools, variables=variables)) for side in sides)
     return PairOfConversations(chosen, rejected)
 
 
 def _require_no_others(record: Record, sides: list[list[dict[str, Any]]]) -> None:
-    """`messages` beside a prompt are not read: published sets keep a part of the pair there. Raises: ValueError where
-    they are something else."""
+    """Check `messages` beside a prompt, which are not read: published sets keep a part of the pair there. Raises:
+    ValueError where they are something else."""
     for column in (name for name in _LISTS if present(record, name) and present(record, "prompt")):
         given = without_weights(_messages(record, column))
         if not any(given in (side[: len(given)], side[-len(given) :]) for side in sides):
@@ -248,7 +248,7 @@ def _require_no_others(record: Record, sides: list[list[dict[str, Any]]]) -> Non
 
 
 def _common(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with which both begin."""
+    """The longest common beginning."""
     same = 0
     while same < min(len(first), len(second)) and first[same] == second[same]:
         same += 1
@@ -256,8 +256,8 @@ def _common(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> list[d
 
 
 def _leads_to(asked: list[dict[str, Any]], common: list[dict[str, Any]]) -> bool:
-    """Tell whether both conversations begin with what is asked: with all of it, or, where that is a single question,
-    with that question last."""
+    """Tell whether the common beginning has what is asked: it starts with `asked`, or it ends with `asked` if that is
+    a single message."""
     return common[: len(asked)] == asked or (len(asked) == 1 and common[-1:] == asked)
 
 
@@ -265,9 +265,9 @@ def _leads_to(asked: list[dict[str, Any]], common: list[dict[str, Any]]) -> bool
 
 
 def _list_column(record: Record, template: Template, texts: Sequence[str]) -> str | None:
-    """The column with the conversation, None where the record is read by `texts`.
+    """The column with the conversation. None where the record is read by the columns `texts`.
 
-    Raises: ValueError for a record with both, where nobody has said which is meant.
+    Raises: ValueError for a record with both while data.template is `auto`.
     """
     lists = [name for name in _LISTS if present(record, name)]
     if template == "plain" or not lists:
@@ -284,7 +284,7 @@ def _list_column(record: Record, template: Template, texts: Sequence[str]) -> st
 
 
 def _text_or_question(record: Record, template: Template, names: Sequence[str]) -> str | Conversation:
-    """`prompt`: a text, or with `chat` a conversation. Raises: ValueError; EmptyText."""
+    """The `prompt` as a text, or with `chat` as a conversation. Raises: ValueError; EmptyText."""
     for name in names:
         if not present(record, name):
             raise missing(record, name)
@@ -299,12 +299,12 @@ def _text_or_question(record: Record, template: Template, names: Sequence[str]) 
         messages = _with_system(record, [{"role": "user", "content": prompt}])
         return Conversation(messages, tools_of(record), variables=variables_of(record))
     if template == "plain" or not isinstance(prompt, list | Mapping):
-        return text_of(record, "prompt")
+        return required_text(record, "prompt")
     return conversation_of(record, "prompt")
 
 
 def _require_no_conversation(record: Record) -> None:
-    """Texts as they stand have no system message and no tools. Raises: ValueError."""
+    """Raises: ValueError for a system message or tools beside plain texts."""
     beside = [name for name in BESIDE_A_CONVERSATION if present(record, name) and record[name]]
     if beside:
         raise ValueError(
@@ -314,10 +314,10 @@ def _require_no_conversation(record: Record) -> None:
 
 
 def conversation_of(record: Record, column: str) -> Conversation:
-    """The messages of a column, with the record's `system` and `tools`. Raises: ValueError."""
+    """The conversation in a column, with the record's `system` and `tools`. Raises: ValueError; EmptyText."""
     messages = _with_system(record, _messages(record, column))
     require_order(messages, column)
-    unlearnt = frozenset(number for number, message in enumerate(messages) if "weight" in message)
+    unlearnt = frozenset(index for index, message in enumerate(messages) if "weight" in message)
     return Conversation(without_weights(messages), tools_of(record), unlearnt, variables_of(record))
 
 
@@ -332,12 +332,12 @@ def _messages(record: Record, column: str) -> list[dict[str, Any]]:
 
 
 def _with_system(record: Record, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Behind the record's `system`, where it has such a column. Raises: ValueError where both say one."""
+    """Prepend the record's `system` message, if any. Raises: ValueError where the messages begin with one too."""
     system = record.get("system")
     if system is None or system == "":
         return messages
     if not isinstance(system, str):
-        raise ValueError(f"field 'system' is {shown(system)}, expected a text: the system message")
+        raise ValueError(f"field 'system' is {describe_value(system)}, expected a text: the system message")
     if messages[0]["role"] in ("system", "developer"):
         raise ValueError(
             "the record has a column 'system', and its conversation begins with a system message; leave one of them out"
@@ -346,7 +346,7 @@ def _with_system(record: Record, messages: list[dict[str, Any]]) -> list[dict[st
 
 
 def tools_of(record: Record) -> list[dict[str, Any]] | None:
-    """Descriptions of the tools, also as the JSON text that Parquet sets keep. Raises: ValueError."""
+    """Descriptions of the tools, from a list or its JSON text (Parquet). Raises: ValueError."""
     tools = record.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:
@@ -356,12 +356,12 @@ def tools_of(record: Record) -> list[dict[str, Any]] | None:
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise ValueError(f"field 'tools' is {shown(tools)}, expected a list of objects that describe tools")
+        raise ValueError(f"field 'tools' is {describe_value(tools)}, expected a list of objects that describe tools")
     return [dict(tool) for tool in tools]
 
 
 def variables_of(record: Record) -> dict[str, Any]:
-    """The record's own variables of the template, also as JSON text. Raises: ValueError."""
+    """The record's own template variables, from an object or its JSON text. Raises: ValueError."""
     given = record.get(VARIABLES)
     if isinstance(given, str) and given.strip():
         with contextlib.suppress(ValueError):
@@ -369,7 +369,9 @@ def variables_of(record: Record) -> dict[str, Any]:
     if not given:
         return {}
     if not isinstance(given, Mapping):
-        raise ValueError(f"field {VARIABLES!r} is {shown(given)}, expected an object: variables of the chat template")
+        raise ValueError(
+            f"field {VARIABLES!r} is {describe_value(given)}, expected an object: variables of the chat template"
+        )
     if reserved := [name for name, value in given.items() if value is not None and name in RESERVED_VARIABLES]:
         raise ValueError(
             f"field {VARIABLES!r} has {reserved[0]!r}, which is no variable that a record may set: "
@@ -378,8 +380,8 @@ def variables_of(record: Record) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value not in (None, "", [], {})}
 
 
-def _spoken(conversation: Conversation) -> Conversation:
-    """The conversation. Raises: EmptyText where the user or the assistant says nothing."""
+def _require_texts(conversation: Conversation) -> Conversation:
+    """The conversation itself. Raises: EmptyText for an empty message of the user or the assistant."""
     for message in conversation.messages:
         role = message["role"]
         if role in ("user", "assistant") and not message["content"].strip() and not message.get("tool_calls"):

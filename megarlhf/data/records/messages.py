@@ -1,4 +1,4 @@
-"""Messages as `{role, content}`, from the forms in which they are published. No template and no tokenizer yet."""
+"""Messages become `{role, content}`, from the forms in which they are published. No template or tokenizer yet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from decimal import Decimal
 from typing import Any
 
 from megarlhf.data.json_rows import object_of
-from megarlhf.data.records.record_fields import present, shown
+from megarlhf.data.records.record_fields import describe_value, present
 from megarlhf.data.text.replaced import THOUGHTS
 
 _SHAREGPT = {
@@ -17,24 +17,24 @@ _SHAREGPT = {
     "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant", "model": "assistant", "bot": "assistant",
     "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
 }  # fmt: skip
-"""ShareGPT's names of roles, and what they are called elsewhere."""
+"""Usual roles by ShareGPT's names."""
 _CALL = "function_call"
-"""ShareGPT's role of an assistant that calls a tool; its value is JSON."""
+"""ShareGPT's role of an assistant that calls a tool. The message's value is JSON."""
 
 
 def messages_of(value: Any, column: str) -> list[dict[str, Any]]:
-    """Raises: ValueError that names the column and the message."""
+    """The messages of a list. Raises: ValueError that names the column and the message."""
     if not isinstance(value, list) or not value:
         raise ValueError(
-            f"field {column!r} is {shown(value)}, expected a list of messages, with one at least: "
+            f"field {column!r} is {describe_value(value)}, expected a list of messages, with one at least: "
             "{role, content}, or {from, value}; convert the data"
         )
-    return [_message(each, f"field {column!r}, message {number}") for number, each in enumerate(value, 1)]
+    return [_message(message, f"field {column!r}, message {number}") for number, message in enumerate(value, 1)]
 
 
 def _message(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise ValueError(f"{where} is {shown(value)}, expected an object {{role, content}}; convert the data")
+        raise ValueError(f"{where} is {describe_value(value)}, expected an object {{role, content}}; convert the data")
     if present(value, "from") and not present(value, "role"):
         value = _from_sharegpt(value, where)
     role = value.get("role")
@@ -60,13 +60,13 @@ def _message(value: Any, where: str) -> dict[str, Any]:
             raise ValueError(f"{where} ({role!r}) has both function_call and tool_calls; leave one of them out")
         message["tool_calls"] = [{"type": "function", "function": _parsed(legacy, where)}]
     if calls := _parsed(message.get("tool_calls"), where):
-        message["tool_calls"] = [_call(each, where) for each in (calls if isinstance(calls, list) else [calls])]
+        message["tool_calls"] = [_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
         message.setdefault("content", "")
     else:
         message.pop("tool_calls", None)
     content = message.get("content")
     if not isinstance(content, str):
-        raise ValueError(f"{where} ({role!r}): content is {shown(content)}, expected a text; convert the data")
+        raise ValueError(f"{where} ({role!r}): content is {describe_value(content)}, expected a text; convert the data")
     return _marked(message, where)
 
 
@@ -81,7 +81,7 @@ _FOREIGN: Mapping[str, str] = {
     **dict.fromkeys(("prefix", "partial"), "an answer that goes on where this one ends is not known"),
     **dict.fromkeys(("functions", "documents"), "they are of the record: columns tools and chat_template_kwargs"),
 }
-"""Keys of a message that change what it means to others, and that nothing here reads; and why."""
+"""Refused keys of a message, with the reason. They change its meaning in other programs, and are not read here."""
 
 _PARTS = {
     "text": ("content", "text"),
@@ -90,68 +90,69 @@ _PARTS = {
     "thinking": ("thinking", "thinking"),
     "reasoning": ("thinking", "text"),
 }
-"""By the type of a part of a content: the key of the message that it belongs to, and its own key for the text."""
+"""Content parts by type: the message's key that the part belongs to, and the part's key for its text."""
 
 
 def _of_parts(parts: list[Any], where: str) -> dict[str, str]:
-    """The content, and the thought where there is one, of a content that is a list of parts. Raises: ValueError for a
-    part that is no text."""
+    """Join a content that is a list of parts into the content and, if any, the thought. Raises: ValueError for a part
+    that is no text."""
     texts: dict[str, str] = {"content": ""}
     for given in parts:
         part = {"type": "text", "text": given} if isinstance(given, str) else given
         into, key = _PARTS.get(str(part.get("type")), ("", "")) if isinstance(part, Mapping) else ("", "")
         if not isinstance(part, Mapping) or not isinstance(part.get(key), str):
             raise ValueError(
-                f"{where}: a part of its content is {shown(given)}, expected {{type: text, text: ...}}; models of text "
-                "alone are trained: leave such records out"
+                f"{where}: a part of its content is {describe_value(given)}, expected {{type: text, text: ...}}; "
+                "models of text alone are trained: leave such records out"
             )
         if into == "thinking" and texts["content"].strip():
-            raise ValueError(f"{where}: a thought stands behind a text in its content, and is written before it")
+            raise ValueError(f"{where}: a thought follows a text in its content, and would be written before it")
         texts[into] = texts.get(into, "") + part[key]
     return texts
 
 
 def _thought(value: Any, where: str) -> str:
-    """The text of a thought: a text, a list of parts, or an object with `content` or `text`. Raises: ValueError."""
+    """The text of a thought, from a text, a list of parts, or an object with `content` or `text`. Raises:
+    ValueError."""
     if isinstance(value, Mapping):
         value = value.get("content", value.get("text"))
     if isinstance(value, list):
-        value = "".join(_of_parts([each for each in value if each], where).values())
+        value = "".join(_of_parts([part for part in value if part], where).values())
     if not isinstance(value, str):
-        raise ValueError(f"{where} is {shown(value)}, expected a text; convert the data")
+        raise ValueError(f"{where} is {describe_value(value)}, expected a text; convert the data")
     return value
 
 
 def _parsed(value: Any, where: str) -> Any:
-    """Calls of tools, also as JSON. Raises: ValueError."""
+    """Tool calls, from objects or their JSON. Raises: ValueError."""
     if not isinstance(value, str) or not value.strip():
         return value
     try:
         return _parse(value)
     except ValueError as error:
         raise ValueError(
-            f"{where}: a call of a tool is {shown(value)}, expected an object, or its JSON: {error}"
+            f"{where}: a call of a tool is {describe_value(value)}, expected an object, or its JSON: {error}"
         ) from None
 
 
 _FLAGS = ("weight", "loss", "train", "training", "trainable")
-"""Keys by which an answer is marked as one that is to be learnt or not: OpenAI's, ms-swift's, axolotl's."""
+"""Keys that mark an answer as learnt or not, of OpenAI, ms-swift and axolotl."""
 
 
 def _marked(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """With `weight` 0, and no other of `_FLAGS`, where one of them says that the answer is not to be learnt. Raises:
-    ValueError for another share, and for a message that nobody can learn."""
+    """The message without `_FLAGS`, but with `weight: 0` where one of them excludes the answer. Raises: ValueError for
+    values other than 0 and 1, and for a flag to learn another role's message."""
     flags = {key: message.pop(key) for key in _FLAGS if key in message}
     for key, flag in flags.items():
         if not isinstance(flag, bool | int | float) or flag not in (0, 1):
             raise ValueError(
-                f"{where} has {key} = {shown(flag)}; expected 1 or true, or 0 or false for an answer that is not to be "
-                "learnt: leave the key out, or the message"
+                f"{where} has {key} = {describe_value(flag)}; expected 1 or true, or 0 or false for an answer that is "
+                "not to be learnt: leave the key out, or the message"
             )
         if flag and message["role"] != "assistant" and key != "weight":
             raise ValueError(
-                f"{where} ({message['role']!r}) has {key} = {shown(flag)}, and messages of 'assistant' alone are "
-                "learnt; leave the key out"
+                f"{where} ({message['role']!r}) has {key} = {describe_value(flag)}, and messages of 'assistant' alone "
+                "are learnt; leave the key out"
             )
     if len(set(map(bool, flags.values()))) > 1:
         raise ValueError(f"{where} has {flags}, which contradict each other; leave all but one of them out")
@@ -159,10 +160,10 @@ def _marked(message: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def require_order(messages: Sequence[Mapping[str, Any]], column: str) -> None:
-    """Raises: ValueError for an order that is a mistake in every template."""
+    """Raises: ValueError for an order of roles that is wrong in every template."""
     roles = [message["role"] for message in messages]
-    for number, role in enumerate(roles):
-        before, remedy = roles[:number], "correct the order"
+    for index, role in enumerate(roles):
+        before, remedy = roles[:index], "correct the order"
         if role == "assistant" and before[-1:] == ["assistant"]:
             problem = "follows another of 'assistant', with nothing between that it answers"
         elif role == "assistant" and not {"user", "tool"} & set(before) and set(before) <= {"system", "developer"}:
@@ -175,7 +176,7 @@ def require_order(messages: Sequence[Mapping[str, Any]], column: str) -> None:
         else:
             continue
         raise ValueError(
-            f"field {column!r}, message {number + 1} of {role!r} {problem} (roles: {', '.join(roles)}); {remedy}"
+            f"field {column!r}, message {index + 1} of {role!r} {problem} (roles: {', '.join(roles)}); {remedy}"
         )
 
 
@@ -184,13 +185,13 @@ def without_weights(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 _WITHOUT_ARGUMENTS = frozenset(("name", "id", "type", "index"))
-"""Keys of a call of a tool that takes none; others may hold what should stand under `arguments`."""
+"""Keys of a call without arguments. Another key may hold what belongs under `arguments`."""
 
 
 def _call(value: Any, where: str) -> Any:
-    """A call of a tool, whose arguments are an object or the JSON of one."""
+    """Check a tool call. Its arguments are an object or its JSON. Raises: ValueError."""
     if not isinstance(value, Mapping):
-        raise ValueError(f"{where}: a call of a tool is {shown(value)}, expected an object")
+        raise ValueError(f"{where}: a call of a tool is {describe_value(value)}, expected an object")
     call = {key: part for key, part in value.items() if part is not None}
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _call(call["function"], where)}
@@ -205,34 +206,31 @@ def _call(value: Any, where: str) -> Any:
     if isinstance(arguments, str):
         if not arguments.strip():
             return {**call, "arguments": {}}
+        is_object, reason = False, ""
         try:
-            known = isinstance(_parse(arguments), dict)
+            is_object = isinstance(_parse(arguments), dict)
         except ValueError as error:
-            raise ValueError(
-                f"{where}: the arguments of a call are {shown(arguments)}, expected an object, or its JSON: {error}"
-            ) from None
-        if not known:
-            raise ValueError(
-                f"{where}: the arguments of a call are {shown(arguments)}, expected an object, or its JSON"
-            )
+            reason = f": {error}"
+        if not is_object:
+            got = describe_value(arguments)
+            raise ValueError(f"{where}: the arguments of a call are {got}, expected an object, or its JSON{reason}")
     return call
 
 
 def _parse(text: str) -> Any:
-    """The value of a JSON text. Raises: ValueError, also for what would be written otherwise than it is given."""
+    """Parse a JSON text. Raises: ValueError, also for a number that would be written differently."""
     return json.loads(text, parse_float=_exact, object_pairs_hook=object_of)
 
 
 def _exact(digits: str) -> float:
-    """Raises: ValueError for a number that a template would write otherwise."""
-    number = float(digits)
-    if not math.isfinite(number) or Decimal(repr(number)) != Decimal(digits):
+    value = float(digits)
+    if not math.isfinite(value) or Decimal(repr(value)) != Decimal(digits):
         raise ValueError(f"{digits} cannot be kept exactly; write it as a text")
-    return number
+    return value
 
 
 def _from_sharegpt(value: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The message as `{role, content}`, with its other keys as they are."""
+    """Convert `{from, value}` to `{role, content}`. Other keys stay. Raises: ValueError."""
     name, text = value["from"], value.get("value")
     others = {key: part for key, part in value.items() if key not in ("from", "value")}
     role = str(name).lower()
@@ -240,11 +238,11 @@ def _from_sharegpt(value: Mapping[str, Any], where: str) -> dict[str, Any]:
         try:
             call = _parse(text) if isinstance(text, str) else text
         except ValueError as error:
-            raise ValueError(f"{where} (from {name!r}) is {shown(text)}, expected JSON: {error}") from None
+            raise ValueError(f"{where} (from {name!r}) is {describe_value(text)}, expected JSON: {error}") from None
         calls = call if isinstance(call, list) else [call]
         return {**others, "role": "assistant", "tool_calls": [{"type": "function", "function": c} for c in calls]}
     if role not in _SHAREGPT:
         raise ValueError(f"{where} is from {name!r}; the known ones are {', '.join(_SHAREGPT)}, {_CALL}; rename it")
     if not isinstance(text, str | list):
-        raise ValueError(f"{where} ({name!r}): value is {shown(text)}, expected a text; convert the data")
+        raise ValueError(f"{where} ({name!r}): value is {describe_value(text)}, expected a text; convert the data")
     return {**others, "role": _SHAREGPT[role], "content": text}

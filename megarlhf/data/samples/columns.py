@@ -1,9 +1,9 @@
-"""Samples as columns in files, which ranks map into memory and share: a file of values and, where a sample has several
-of them, a file of offsets.
+"""Samples as columns in files, which ranks map into memory and share.
 
-A directory holds one kind of sample, a dataclass. Its fields say what the columns are: token ids, texts, numbers, and
-what JSON can hold. Two columns more are kept of each sample: the number of its record in the source, and a digest of
-its prompt. `MANIFEST.json` is written last, and names every file with its size and a digest (`blocks`).
+A directory holds samples of one dataclass, with a column per field: token ids, texts, numbers, JSON values. A column is
+a file of values and, if a sample has several of them, a file of offsets: tokens [[5, 6], [7]] are `tokens.bin` with
+5 6 7 and `tokens.offsets` with 0 2 3. Two further columns hold the number of each sample's record in the source, and a
+digest of its prompt. `MANIFEST.json` is written last and lists every file with its size and a digest (`blocks`).
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ import numpy as np
 from megarlhf.data.blocks import digest_of_blocks
 
 FORMAT = 3
-"""Version of the files. Another one is another key of the cache, so that no version reads another's."""
+"""Version of the files. It is part of the cache's keys, so no version reads another's files."""
 MANIFEST = "MANIFEST.json"
 RECORD, PROMPT = "record", "prompt_digest"
 Kind = Literal["tokens", "text", "json", "int", "float", "digest"]
 RAGGED = ("tokens", "text", "json")
-_DTYPES: Mapping[str, type[np.generic]] = {
+DTYPES: Mapping[str, type[np.generic]] = {
     "tokens": np.int32, "text": np.uint8, "json": np.uint8, "int": np.int64, "float": np.float64, "digest": np.uint64,
 }  # fmt: skip
 Array = np.ndarray[Any, Any]
 
 
 def kinds_of(sample_type: type[Any]) -> dict[str, Kind]:
-    """Kinds of the columns: one for each field of a sample, and the two beside."""
+    """Kinds of the columns: one per field of a sample, and the two further ones."""
     hints = typing.get_type_hints(sample_type)
     kinds: dict[Any, Kind] = {list[int]: "tokens", str: "text", int: "int", float: "float"}
-    columns: dict[str, Kind] = {each.name: kinds.get(hints[each.name], "json") for each in fields(sample_type)}
+    columns: dict[str, Kind] = {field.name: kinds.get(hints[field.name], "json") for field in fields(sample_type)}
     return {**columns, f"_{RECORD}": "int", f"_{PROMPT}": "digest"}
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Some samples, one after the other, and what became of the other records."""
+    """Samples of one chunk of records as columns, and counts of the other records."""
 
     num_samples: int
     num_records: int
     lengths: dict[str, Array]
-    """[samples] for each column with several values: how many a sample has."""
+    """[samples] number of values of each sample, for each column with several."""
     values: dict[str, bytes]
     skipped: Counter[str] = field(default_factory=Counter)
     """Records that were left out, by reason."""
     changed: Counter[str] = field(default_factory=Counter)
-    """Samples that are not all of their record, by what was done."""
+    """Samples that do not hold all of their record, by the change."""
     unread: Counter[str] = field(default_factory=Counter)
-    """Columns of which nothing is in the samples, each with the number of records that have something there."""
+    """Records with a value in a column that is not read, by column."""
 
 
 def pack(samples: Sequence[Any], records: Sequence[int], kinds: Mapping[str, Kind]) -> Packed:
-    """Samples as columns; `records` are their numbers in the source."""
+    """Convert samples to columns. `records` are their numbers in the source."""
     lengths: dict[str, Array] = {}
     values: dict[str, bytes] = {}
     for name, kind in kinds.items():
@@ -75,11 +75,11 @@ def pack(samples: Sequence[Any], records: Sequence[int], kinds: Mapping[str, Kin
             cells = [getattr(sample, name) for sample in samples]
         if kind in RAGGED:
             cells = [_encoded(cell, kind) for cell in cells]
-            size = np.dtype(_DTYPES[kind]).itemsize
+            size = np.dtype(DTYPES[kind]).itemsize
             lengths[name] = np.array([len(cell) // size for cell in cells], dtype=np.int64)
             values[name] = b"".join(cells)
         else:
-            values[name] = np.array(cells, dtype=_DTYPES[kind]).tobytes()
+            values[name] = np.array(cells, dtype=DTYPES[kind]).tobytes()
     return Packed(len(samples), 0, lengths, values)
 
 
@@ -91,7 +91,7 @@ def _encoded(cell: Any, kind: Kind) -> bytes:
     return json.dumps(cell, ensure_ascii=True, separators=(",", ":"), default=_tagged).encode()
 
 
-def _decoded(raw: Array, kind: Kind) -> Any:
+def decode_cell(raw: Array, kind: Kind) -> Any:
     if kind == "tokens":
         return raw.tolist()
     if kind == "text":
@@ -103,7 +103,7 @@ _TAG = "__megarlhf__"
 
 
 def _tagged(value: Any) -> dict[str, Any]:
-    """JSON for values that columns of Parquet and Arrow may hold and JSON may not."""
+    """JSON for values of Parquet and Arrow columns that JSON cannot hold itself."""
     if isinstance(value, datetime.datetime | datetime.date | datetime.time):
         return {_TAG: type(value).__name__, "value": value.isoformat()}
     if isinstance(value, decimal.Decimal):
@@ -127,7 +127,7 @@ def _untagged(value: dict[str, Any]) -> Any:
 
 
 def _prompt_digest(sample: Any) -> int:
-    """Equal for samples with one prompt: by its tokens."""
+    """A digest of the prompt's tokens."""
     tokens = sample.prompt_tokens if hasattr(sample, "prompt_tokens") else sample.tokens
     length = getattr(sample, "prompt_length", len(tokens))
     raw = np.array(tokens[:length], dtype=np.int32).tobytes()
@@ -162,7 +162,7 @@ class ColumnWriter:
         self._digests[name].update(raw)
 
     def append(self, packed: Packed) -> None:
-        """Behind what is there."""
+        """Append samples."""
         for name, raw in packed.values.items():
             self._write(f"{name}.bin", raw)
         for name, lengths in packed.lengths.items():
@@ -176,7 +176,7 @@ class ColumnWriter:
         self.unread += packed.unread
 
     def finish(self, **others: Any) -> None:
-        """Write what is left, and the manifest."""
+        """Flush all files and write the manifest."""
         sizes = {}
         for name, file in self._files.items():
             file.flush()
@@ -204,56 +204,14 @@ class ColumnWriter:
             os.fsync(out.fileno())
 
     def close(self) -> None:
-        """Close the files of a directory that was not finished."""
+        """Close all files."""
         for file in self._files.values():
             file.close()
 
 
-class Columns:
-    """The files of a directory, mapped. Raises: ValueError for a directory that is not whole, or was damaged."""
-
-    def __init__(self, directory: Path, sample_type: type[Any]) -> None:
-        self.directory, self._type = directory, sample_type
-        self._kinds = kinds_of(sample_type)
-        self._fields = [(each.name, self._kinds[each.name]) for each in fields(sample_type)]
-        self.manifest = read_manifest(directory)
-        self.num_samples = int(self.manifest["num_samples"])
-        self._values = {name: self._mapped(f"{name}.bin", _DTYPES[kind]) for name, kind in self._kinds.items()}
-        self._offsets = {
-            name: self._mapped(f"{name}.offsets", np.int64) for name, kind in self._kinds.items() if kind in RAGGED
-        }
-
-    def _mapped(self, name: str, dtype: type[np.generic]) -> Array:
-        size = (self.directory / name).stat().st_size
-        return np.memmap(self.directory / name, dtype=dtype, mode="r") if size else np.zeros(0, dtype=dtype)
-
-    def sample(self, number: int) -> Any:
-        """One of the samples, made of its columns."""
-        return self._type(**{name: self._cell(name, kind, number) for name, kind in self._fields})
-
-    def _cell(self, name: str, kind: Kind, number: int) -> Any:
-        values = self._values[name]
-        if kind not in RAGGED:
-            return values[number].item()
-        offsets = self._offsets[name]
-        return _decoded(values[offsets[number] : offsets[number + 1]], kind)
-
-    def lengths(self, name: str) -> Array:
-        """[samples] how many values each has in a column."""
-        return np.diff(self._offsets[name])
-
-    def records(self) -> Array:
-        """[samples] the number of each sample's record in the source."""
-        return self._values[f"_{RECORD}"]
-
-    def prompts(self) -> Array:
-        """[samples] a digest of each sample's prompt."""
-        return self._values[f"_{PROMPT}"]
-
-
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Raises: ValueError where a file is missing, or has another size or content than was written; of a large one a
-    part is looked at (`blocks.digest_of_blocks`)."""
+    """Read and check the manifest. Raises: ValueError where a file is missing, or its size or content has changed.
+    Large files are checked in part (`blocks.digest_of_blocks`)."""
     try:
         manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
         wrong = [name for name, size in manifest["files"].items() if (directory / name).stat().st_size != size]

@@ -1,6 +1,6 @@
-"""Samples that lie in mapped files, as a sequence that makes each of them when it is asked for; parts and several such.
+"""Sequences of samples in mapped files: all of a directory, a selection, or several joined.
 
-What is asked of all of them at once, lengths above all, comes from the files without making samples.
+A sample is made when it is asked for. Lengths and other values of all samples are read from the files directly.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ import hashlib
 from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 
-from megarlhf.data.samples.columns import Array, Columns
+from megarlhf.data.samples.columns import DTYPES, PROMPT, RAGGED, RECORD, Array, decode_cell, kinds_of, read_manifest
 
 Sample = TypeVar("Sample")
 
@@ -25,15 +26,15 @@ class Samples(Sequence[Sample], Generic[Sample]):
 
     @abstractmethod
     def at(self, position: int) -> Sample:
-        """The sample there, 0 <= position < len(self)."""
+        """The sample at a position, 0 <= position < len(self)."""
 
     @abstractmethod
     def lengths(self, name: str) -> Array:
-        """[samples] of the field of this name."""
+        """[samples] lengths of the field of this name."""
 
     @abstractmethod
     def records(self) -> Array:
-        """[samples] the record of each in its source, or in its sources one after the other."""
+        """[samples] record numbers in the source, or in all sources one after the other."""
 
     @abstractmethod
     def prompts(self) -> Array:
@@ -41,7 +42,7 @@ class Samples(Sequence[Sample], Generic[Sample]):
 
     @abstractmethod
     def digest(self) -> str:
-        """Of all samples in their order."""
+        """Digest of all samples in their order."""
 
     @overload
     def __getitem__(self, position: int) -> Sample: ...
@@ -60,38 +61,53 @@ class Samples(Sequence[Sample], Generic[Sample]):
 
 
 class Stored(Samples[Sample]):
-    """All samples of one directory."""
+    """The samples of one directory, whose files are mapped (`columns`)."""
 
-    def __init__(self, columns: Columns) -> None:
-        self.columns = columns
+    def __init__(self, directory: Path, sample_type: type[Sample]) -> None:
+        """Raises: ValueError for an incomplete or damaged directory."""
+        self.manifest, self._directory, self._type = read_manifest(directory), directory, sample_type
+        self._kinds = kinds_of(sample_type)
+        self._names = [field.name for field in fields(sample_type)]  # type: ignore[arg-type]
+        self._values = {name: self._mapped(f"{name}.bin", DTYPES[kind]) for name, kind in self._kinds.items()}
+        ragged = (name for name, kind in self._kinds.items() if kind in RAGGED)
+        self._offsets = {name: self._mapped(f"{name}.offsets", np.int64) for name in ragged}
+
+    def _mapped(self, name: str, dtype: type[np.generic]) -> Array:
+        file = self._directory / name
+        return np.memmap(file, dtype=dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype=dtype)
 
     def __len__(self) -> int:
-        return self.columns.num_samples
+        return int(self.manifest["num_samples"])
 
     def at(self, position: int) -> Sample:
-        sample: Sample = self.columns.sample(position)
-        return sample
+        return self._type(**{name: self._cell(name, position) for name in self._names})
+
+    def _cell(self, name: str, position: int) -> Any:
+        if name not in self._offsets:
+            return self._values[name][position].item()
+        start, end = self._offsets[name][position : position + 2]
+        return decode_cell(self._values[name][start:end], self._kinds[name])
 
     def lengths(self, name: str) -> Array:
-        return self.columns.lengths(name)
+        return np.diff(self._offsets[name])
 
     def records(self) -> Array:
-        return self.columns.records()
+        return self._values[f"_{RECORD}"]
 
     def prompts(self) -> Array:
-        return self.columns.prompts()
+        return self._values[f"_{PROMPT}"]
 
     def digest(self) -> str:
-        return str(self.columns.manifest["digest"])
+        return str(self.manifest["digest"])
 
     @property
     def num_records(self) -> int:
-        """Of the source, with those that were skipped."""
-        return int(self.columns.manifest["num_records"])
+        """Number of records in the source, including skipped ones."""
+        return int(self.manifest["num_records"])
 
 
 class Selected(Samples[Sample]):
-    """Some of the samples."""
+    """A selection of samples, in a given order."""
 
     def __init__(self, base: Samples[Sample], positions: Array) -> None:
         self._base, self._positions = base, positions
@@ -117,12 +133,13 @@ class Selected(Samples[Sample]):
 
 
 class Joined(Samples[Sample]):
-    """Several, one after the other. With weights each of them is drawn from by its own (`loader.batches_of`)."""
+    """Several sequences, one after the other. With weights, batches draw from each by its weight
+    (`order.batches_of`)."""
 
     def __init__(
         self, parts: Sequence[Samples[Sample]], records: Sequence[int], weights: Sequence[float] | None = None
     ) -> None:
-        """records: how many each source has, so that the number of a record says which source it is of."""
+        """records: number of records of each source, so that record numbers of the whole are unique"""
         self.parts, self.weights = parts, weights
         self._ends = list(accumulate(map(len, parts)))
         self._first_records = [0, *accumulate(records)][:-1]
@@ -131,10 +148,10 @@ class Joined(Samples[Sample]):
         return self._ends[-1]
 
     def at(self, position: int) -> Sample:
-        number = bisect_right(self._ends, position)
-        before = self._ends[number] - len(self.parts[number])
-        sample = self.parts[number].at(position - before)
-        first: Any = self._first_records[number]
+        part = bisect_right(self._ends, position)
+        before = self._ends[part] - len(self.parts[part])
+        sample = self.parts[part].at(position - before)
+        first: Any = self._first_records[part]
         return replace(sample, index=sample.index + first) if first and hasattr(sample, "index") else sample  # type: ignore[type-var]
 
     def lengths(self, name: str) -> Array:
@@ -149,41 +166,41 @@ class Joined(Samples[Sample]):
         return np.concatenate([part.prompts() for part in self.parts])
 
     def digest(self) -> str:
-        # As `loader.MixedBatches` has them: 3 : 1 and 6 : 2 draw the same samples.
+        # As in `MixedBatches`: 3 : 1 and 6 : 2 draw the same samples.
         weights = self.weights and [weight / sum(self.weights) for weight in self.weights]
-        said = [*(part.digest() for part in self.parts), *map(str, self._first_records), str(weights)]
-        return hashlib.sha256("/".join(said).encode()).hexdigest()
+        parts = [*(part.digest() for part in self.parts), *map(str, self._first_records), str(weights)]
+        return hashlib.sha256("/".join(parts).encode()).hexdigest()
 
 
 def lengths_of(samples: Sequence[Any], name: str) -> Array:
-    """[samples] of the field of this name, of samples on disk or in a list."""
+    """[samples] lengths of the field of this name, for samples on disk or in a list."""
     if isinstance(samples, Samples):
         return samples.lengths(name)
     return np.array([len(getattr(sample, name)) for sample in samples], dtype=np.int64)
 
 
-def records_of(samples: Sequence[Any]) -> Array:
-    """[samples] the record of each."""
+def record_numbers(samples: Sequence[Any]) -> Array:
+    """[samples] record numbers."""
     if isinstance(samples, Samples):
         return samples.records()
     return np.array([sample.index for sample in samples], dtype=np.int64)
 
 
 def by_record(samples: Sequence[Sample]) -> Callable[[int], Sample]:
-    """Finds the sample of a record."""
-    records = records_of(samples)
+    """A function that finds a record's sample. It raises KeyError for a record without one."""
+    records = record_numbers(samples)
     order = np.argsort(records, kind="stable")
     ordered = records[order]
 
     def find(record: int) -> Sample:
-        place = int(np.searchsorted(ordered, record))
-        if place == len(ordered) or ordered[place] != record:
+        index = int(np.searchsorted(ordered, record))
+        if index == len(ordered) or ordered[index] != record:
             raise KeyError(f"no sample of record {record}")
-        return samples[int(order[place])]
+        return samples[int(order[index])]
 
     return find
 
 
 def positions_of_shared(samples: Samples[Any], others: Samples[Any]) -> Array:
-    """Of those of `samples` whose prompt is a prompt of `others` too."""
+    """Positions of `samples` whose prompt also occurs in `others`."""
     return np.flatnonzero(np.isin(samples.prompts(), others.prompts()))

@@ -1,7 +1,7 @@
-"""Samples: records as token ids, with every record that cannot be used counted under its reason.
+"""Encoders make samples, with token ids, from records. A record that cannot be used is skipped, with a reason.
 
-Nothing is cut: a record over a limit is skipped and counted. Lengths are in tokens; a response's includes the token
-that ends it, as in rollout.
+Nothing is cut: a record over a limit is skipped. Lengths are in tokens. A response's length includes the token that
+ends it, as in rollout.
 """
 
 from __future__ import annotations
@@ -32,13 +32,11 @@ from megarlhf.data.sample_types import (
     PairSample,
     PromptSample,
     SFTSample,
-    Skipped,
     Unusable,
     changed,
     sample_of,
 )
 from megarlhf.data.samples.limits import Limit, require_at_most
-from megarlhf.data.sources.find import Record
 from megarlhf.data.text.assistant_mask import LossOn, learnt_turns
 from megarlhf.data.text.omissions import Kind
 from megarlhf.data.text.templates import ChatTemplate, Conversation, Template, chat_template, has_template
@@ -47,17 +45,15 @@ from megarlhf.data.tokenizers.files import tokenizer_digest, writes_the_date
 from megarlhf.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 VERSION = 6
-"""Version of how records are read and written as tokens: another one makes other keys of the cache."""
+"""Version of reading and tokenizing records. It is part of the cache's keys."""
 
 Form = Literal["texts", "conversations", "raw texts"]
-Records = Sequence[Mapping[str, Any]]
-Sample = TypeVar("Sample")
 Read = TypeVar("Read")
 
 
 def writing_options(data: ConversationConfig) -> dict[str, Any]:
-    """The options of an encoder that say how conversations are written. Raises: ValueError for a file of
-    `data.chat_template` that cannot be read."""
+    """Options of an encoder for writing conversations. Raises: ValueError for a file of `data.chat_template` that
+    cannot be read."""
     return {
         "template": data.template_mode,
         "chat_template": data.chat_template_text(),
@@ -69,40 +65,45 @@ def writing_options(data: ConversationConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Options:
-    """Options of all encoders."""
+    """Options of all encoders, which implement `Encoder`."""
 
     tokenizer: Path
     """The directory of the tokenizer."""
     max_prompt_tokens: int
     template: Template = "auto"
     chat_template: str | None = None
-    """In place of the tokenizer's own."""
+    """Replaces the tokenizer's own template."""
     template_args: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the template."""
     template_may_drop: tuple[Kind, ...] = ()
     """Parts of a conversation that the template may leave out."""
     inexact: Literal["refuse", "skip"] = "refuse"
-    """Treatment of a conversation of which the template leaves out something else, or whose answers cannot be told
-    from the rest."""
+    """Treatment of a conversation of which the template leaves out something else, or whose answers cannot be
+    separated from the rest."""
     form: Form | None = None
-    """Form of the first record of a set; with `auto` all others are the same. No part of the key: content says it."""
+    """Form of the set's first record. With `auto` all others must have it. Not in the key: the content implies it."""
 
     def key(self) -> dict[str, Any]:
-        """See `Encoder.key`."""
-        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "form"}
+        values = {option.name: getattr(self, option.name) for option in fields(self) if option.name != "form"}
         values |= {"samples": type(self).__name__, "version": VERSION, "tokenizer": tokenizer_digest(self.tokenizer)}
         if self.template != "plain" and writes_the_date(self.tokenizer, self.chat_template):
             values["date"] = date.today().isoformat()
         return {**values, "template_args": dict(self.template_args), "template_may_drop": list(self.template_may_drop)}
 
     def load(self) -> Tokenizer:
-        """See `Encoder.load`."""
         return load_tokenizer(self.tokenizer)
 
-    def chat(self, tokenizer: Tokenizer) -> ChatTemplate | None:
-        """The template that conversations are written with; None where there is none, which a conversation then says.
+    def by(self, loaded: Tokenizer) -> Encode[Any]:
+        raise NotImplementedError
 
-        Raises: ValueError where a template is certainly read, and there is none."""
+    def open(self) -> Encode[Any]:
+        """Load the tokenizer for this process. Raises: ValueError as `load` and `by`."""
+        return self.by(self.load())
+
+    def chat(self, tokenizer: Tokenizer) -> ChatTemplate | None:
+        """The template for conversations. None where there is none; the first conversation is then refused.
+
+        Raises: ValueError where a template is needed in any case, and there is none."""
         if self.template not in get_args(Template):
             raise ValueError(f"unknown template {self.template!r}; the known ones are {', '.join(get_args(Template))}")
         if self.template == "plain":
@@ -112,12 +113,12 @@ class _Options:
         return None
 
     def writer(self, tokenizer: Tokenizer) -> TokenWriter:
-        """With this tokenizer. Raises: ValueError as `chat`."""
+        """The writer for this tokenizer. Raises: ValueError as `chat`."""
         return TokenWriter(tokenizer, self.chat(tokenizer), self.template_may_drop, skips=self.inexact == "skip")
 
 
 def _is_cut(record: Mapping[str, Any]) -> bool:
-    """Tell whether the response did not end where it stops, as `generate` writes it, also as CSV has it."""
+    """Tell whether the response was cut off, by the column `finished` of `generate`, also as CSV text."""
     finished = record.get("finished")
     return finished is not None and str(finished).strip().lower() in ("false", "0", "0.0")
 
@@ -126,18 +127,18 @@ _BEHIND_THE_ANSWERS = "with messages behind the last answer, which nobody learns
 
 
 def _skipping(read: Callable[..., Read], record: Mapping[str, Any], options: _Options) -> Read:
-    """Raises: Unusable; ValueError, also for a record of another form than the first of its set."""
+    """Read a record. Raises: Unusable; ValueError, also for a record of another form than the first of its set."""
     try:
-        made = read(record, options.template)
+        parts = read(record, options.template)
     except EmptyText as reason:
         raise Unusable(str(reason)) from reason
-    if options.template == "auto" and options.form is not None and _form(made) != options.form:
+    if options.template == "auto" and options.form is not None and _form(parts) != options.form:
         raise ValueError(
-            f"this record is read as {_form(made)}, and the first of its set as {options.form}: data.template = auto "
+            f"this record is read as {_form(parts)}, and the first of its set as {options.form}: data.template = auto "
             "reads one form in a set; set it to chat, which writes prompts and responses as messages too, or make two "
             "sets of it"
         )
-    return made
+    return parts
 
 
 def _form(read: Any) -> Form:
@@ -148,31 +149,26 @@ def _form(read: Any) -> Form:
 
 @dataclass(frozen=True, kw_only=True)
 class SFTEncoder(_Options):
-    """Samples of a prompt and its response, of a conversation, or of raw text: `conversations.example_of`. A response
-    that was cut, which a record's `finished: false` says, has no end token."""
+    """Samples from a prompt and its response, a conversation, or raw text (`conversations.example_of`). A response that
+    was cut off (`finished: false`) gets no end token."""
 
     max_response_tokens: int
     loss_on: LossOn = "last"
-    """Which of the assistant's messages are learnt."""
-
-    def open(self) -> Encode[SFTSample]:
-        """With the tokenizer loaded. Raises: ValueError for one that does not fit the options."""
-        return self.by(self.load())
+    """Learnt messages of the assistant: the last one or all."""
 
     def by(self, loaded: Tokenizer) -> Encode[SFTSample]:
-        """See `Encoder.by`."""
         encode = self.of_any_length(loaded)
 
         def sample(index: int, record: Mapping[str, Any]) -> SFTSample | Changed:
-            made, limit = encode(index, record)
-            if len(sample_of(made).tokens) > limit.end:
+            encoded, limit = encode(index, record)
+            if len(sample_of(encoded).tokens) > limit.end:
                 raise Unusable(limit.over)
-            return made
+            return encoded
 
         return sample
 
     def of_any_length(self, loaded: Tokenizer) -> Callable[[int, Mapping[str, Any]], tuple[SFTSample | Changed, Limit]]:
-        """As `by`, and what is too long too, with where it has to end."""
+        """The encoding function for records of any length. It also returns the limit that applies to the sample."""
         writer = self.writer(loaded)
         most = self.max_prompt_tokens + self.max_response_tokens
 
@@ -184,10 +180,10 @@ class SFTEncoder(_Options):
             if isinstance(example, Conversation):
                 self._require_all_learnt(read_lists(record, self.template), example)
                 whole = writer.answered(example, self.loss_on)
-                made = SFTSample(whole.tokens, whole.stretches)
+                conversation = SFTSample(whole.tokens, whole.stretches)
                 if _is_cut(record) and learnt_turns(example, "last"):
-                    made = _without_end(made)
-                learnt, limit = self._limited(made)
+                    conversation = _without_end(conversation)
+                learnt, limit = self._limited(conversation)
                 behind = [_BEHIND_THE_ANSWERS] * (example.roles[-1] != "assistant")
                 return changed(learnt, (*whole.omissions, *behind)), limit
             prompt_tokens = text_tokens(example[0], loaded)
@@ -208,8 +204,8 @@ class SFTEncoder(_Options):
             )
 
     def _limited(self, sample: SFTSample) -> tuple[SFTSample, Limit]:
-        """With where it has to end: its response, or with `loss_on` all the whole. Raises: Unusable for a prompt that
-        is too long."""
+        """The sample and the limit of its response, or of the whole with `loss_on: all`. Raises: Unusable for a prompt
+        that is too long."""
         if self.loss_on == "all":
             most = self.max_prompt_tokens + self.max_response_tokens
             return sample, Limit("conversation", most, most)
@@ -219,18 +215,12 @@ class SFTEncoder(_Options):
 
 @dataclass(frozen=True, kw_only=True)
 class PairEncoder(_Options):
-    """Samples of a prompt and two answers, texts or messages (`conversations.pair_of`), and of `margin` where it is
-    asked for."""
+    """Samples from a prompt and two answers, texts or messages (`conversations.pair_of`), with `margin` if wanted."""
 
     max_response_tokens: int
     with_margin: bool = False
 
-    def open(self) -> Encode[PairSample]:
-        """With the tokenizer loaded. Raises: ValueError for one that does not fit the options."""
-        return self.by(self.load())
-
     def by(self, loaded: Tokenizer) -> Encode[PairSample]:
-        """See `Encoder.by`."""
         writer = self.writer(loaded)
 
         def sample(index: int, record: Mapping[str, Any]) -> PairSample | Changed:
@@ -250,13 +240,13 @@ class PairEncoder(_Options):
     def _parts(
         self, record: Mapping[str, Any], writer: TokenWriter
     ) -> tuple[tuple[list[int], list[int], list[int]], Sequence[str]]:
-        """Prompt, chosen and rejected answer, and what is left out of them, in words."""
+        """Tokens of the prompt, the chosen and the rejected answer, and descriptions of what is left out."""
         pair = _skipping(pair_of, record, self)
         if isinstance(pair, PairOfTexts):
             prompt_tokens = text_tokens(pair.prompt, writer.tokenizer)
-            chosen, rejected = (response_tokens(each, writer.tokenizer) for each in (pair.chosen, pair.rejected))
+            chosen, rejected = (response_tokens(side, writer.tokenizer) for side in (pair.chosen, pair.rejected))
             return (prompt_tokens, chosen, rejected), ()
-        sides = [writer.answered(each, "last") for each in (pair.chosen, pair.rejected)]
+        sides = [writer.answered(side, "last") for side in (pair.chosen, pair.rejected)]
         prompts = [side.tokens[: side.stretches[0]] for side in sides]
         if prompts[0] != prompts[1]:
             raise ValueError(
@@ -264,25 +254,21 @@ class PairEncoder(_Options):
                 "template that does not look at the answer (data.chat_template)"
             )
         chosen, rejected = (side.tokens[len(prompts[0]) :] for side in sides)
-        return (prompts[0], chosen, rejected), list(dict.fromkeys(words for side in sides for words in side.omissions))
+        return (prompts[0], chosen, rejected), list(
+            dict.fromkeys(omission for side in sides for omission in side.omissions)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptEncoder(_Options):
-    """Samples of what has to be answered: `conversations.prompt_of`."""
+    """Samples of prompts to answer (`conversations.prompt_of`)."""
 
     check_fields: FieldCheck | None = None
 
     def key(self) -> dict[str, Any]:
-        """See `Encoder.key`."""
         return {**super().key(), "check_fields": [] if self.check_fields is None else self.check_fields.key()}
 
-    def open(self) -> Encode[PromptSample]:
-        """With the tokenizer loaded. Raises: ValueError for one that does not fit the options."""
-        return self.by(self.load())
-
     def by(self, loaded: Tokenizer) -> Encode[PromptSample]:
-        """See `Encoder.by`."""
         writer = self.writer(loaded)
 
         def sample(index: int, record: Mapping[str, Any]) -> PromptSample | Changed:
@@ -306,16 +292,16 @@ _READERS: Mapping[type[_Options], Callable[[Mapping[str, Any], Template], Any]] 
 
 
 def form_of_record(encoder: _Options, record: Mapping[str, Any]) -> Form | None:
-    """The form that a record is read as; None for one that is skipped. Raises: ValueError for one that is refused."""
+    """The form that a record is read as. None for a skipped record. Raises: ValueError for a refused one."""
     try:
         return _form(_READERS[type(encoder)](record, encoder.template))
     except EmptyText:
         return None
 
 
-def reading_in_words(encoder: _Options, record: Mapping[str, Any]) -> str:
-    """How a record is read, for the start of a run; "" for one that is skipped. Raises: ValueError for one that is
-    refused."""
+def describe_reading(encoder: _Options, record: Mapping[str, Any]) -> str:
+    """Describe how a record is read, for the start of a run. "" for a skipped record. Raises: ValueError for a refused
+    one."""
     form = form_of_record(encoder, record)
     if form is None:
         return ""
@@ -337,27 +323,8 @@ def reading_in_words(encoder: _Options, record: Mapping[str, Any]) -> str:
     return "texts as they stand"
 
 
-def build_sft(records: Records, tokenizer: Tokenizer, **options: Any) -> tuple[list[SFTSample], Skipped]:
-    """Samples by `SFTEncoder`, whose options they are. ValueError if none can be used."""
-    return _built(SFTEncoder(tokenizer=Path(), **options), records, tokenizer)
-
-
-def build_pairs(records: Records, tokenizer: Tokenizer, **options: Any) -> tuple[list[PairSample], Skipped]:
-    """Samples by `PairEncoder`, whose options they are. ValueError if none can be used."""
-    return _built(PairEncoder(tokenizer=Path(), **options), records, tokenizer)
-
-
-def build_prompts(records: Records, tokenizer: Tokenizer, **options: Any) -> tuple[list[PromptSample], Skipped]:
-    """Samples by `PromptEncoder`, whose options they are. ValueError if none can be used."""
-    return _built(PromptEncoder(tokenizer=Path(), **options), records, tokenizer)
-
-
-def _built(encoder: Any, records: Records, tokenizer: Tokenizer) -> tuple[list[Any], Skipped]:
-    return encode_records(records, encoder.by(tokenizer))
-
-
 def _without_end(sample: SFTSample) -> SFTSample:
-    """The sample of an answer that was cut, without the token that ends it. Raises: Unusable where that is all."""
+    """The sample without its last answer's end token. Raises: Unusable where the answer has no other token."""
     *before, first, end = sample.stretches
     if end - 1 == first:
         raise Unusable("empty response")
@@ -369,24 +336,3 @@ def _margin(record: Mapping[str, Any]) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"margin = {value!r}, expected a number: by how much chosen and rejected should differ")
     return float(value)
-
-
-def encode_records(records: Records, encode: Encode[Sample]) -> tuple[list[Sample], Skipped]:
-    """The sample of every record that is not `Unusable`; errors name the record. ValueError if none can be used."""
-    samples: list[Sample] = []
-    skipped = Skipped(len(records))
-    for index, record in enumerate(records):
-        try:
-            samples.append(sample_of(encode(index, record)))
-        except Unusable as reason:
-            skipped.reasons[str(reason)] += 1
-        except ValueError as error:
-            where = record.where if isinstance(record, Record) else f"record {index + 1}"
-            raise ValueError(f"{where}: {error}") from error
-    if not samples:
-        raise ValueError(
-            f"no usable records: {skipped.describe()}; raise the limits or give other data"
-            if skipped.total
-            else "no records; give data"
-        )
-    return samples, skipped

@@ -1,4 +1,4 @@
-"""How long samples may be: limits of the configuration, of the model, and of a micro-batch."""
+"""Limits of the length of samples, by the configuration, the model, and a micro-batch."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from megarlhf.data.samples.dataset import lengths_of
 
 @dataclass(frozen=True)
 class Limit:
-    """Of a sample's length."""
+    """The limit of a sample's length.
+
+    Example: `Limit("response", 100, 130)` for a prompt of 30 tokens and at most 100 tokens of response.
+    """
 
     what: str
-    """Is limited."""
+    """Name of the limited part."""
     tokens: int
-    """It may have."""
+    """Most tokens of this part."""
     end: int
-    """Of the sample, at which it has so many."""
+    """Most tokens of the sample."""
 
     @property
     def over(self) -> str:
-        """Why a longer one is skipped."""
+        """Reason for skipping a longer sample."""
         return _too_long(self.what, self.tokens)
 
 
 def require_at_most(tokens: int, limit: int, what: str) -> None:
-    """Raises: Unusable for more."""
+    """Raises: Unusable for a part with more tokens than the limit."""
     if tokens > limit:
         raise Unusable(_too_long(what, limit))
 
@@ -47,14 +50,17 @@ def require_fitting(
     model: str,
     budget: int | None,
     source: str,
-    words: str,
+    parts: str,
 ) -> None:
-    """sequences: the fields that each sequence of a sample consists of; `words`: those of a sample, in a message
+    """Check the lengths of all samples.
+
+    sequences: for each sequence of a sample, the fields that form it
+    parts: names of a sample's parts, for a message
 
     Raises: ValueError when a sequence does not fit the model's positions, or a sample a micro-batch."""
     lengths_SN = [sum(lengths_of(samples, name) for name in names) for names in sequences]
     require_positions(int(max(map(np.max, lengths_SN))), positions, model)
-    require_budget(sum(lengths_SN), budget, source, words)
+    require_budget(sum(lengths_SN), budget, source, parts)
 
 
 def require_positions(longest: int, max_positions: int, model: str) -> None:

@@ -1,4 +1,4 @@
-"""The order in which samples are used: a pure function of the seed and of how many were used before."""
+"""The order of the samples: a pure function of the seed and of the number of samples used before."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megarlhf.data.samples.dataset import Joined
 
 
 class ShuffledBatches:
-    """Batches of sample indices, each epoch a new permutation of all samples.
+    """Batches of sample indices. Each epoch is a new permutation of all samples.
 
-    A batch may run over the border of two epochs: within an epoch nothing is dropped and nothing comes twice.
-    What is kept in a resume point is where the next step begins, so that a run that goes on with another batch size
-    neither leaves samples out nor uses some again.
+    A batch may span two epochs: within an epoch no sample is dropped or repeated. A resume point keeps the position
+    at which the next step begins, so a run can continue with another batch size without leaving out or repeating
+    samples.
     """
 
     def __init__(self, num_samples: int, batch_size: int, seed: int, key: str = "batch_size") -> None:
@@ -34,7 +34,7 @@ class ShuffledBatches:
         self.batch_size = batch_size
         self.seed = seed
         self._step, self._position = 0, 0
-        """A step, and how many samples the steps before it use."""
+        """A step, and the number of samples used before it."""
         self._next_step = 0
         self._permutations = Permutations(num_samples, str(seed))
 
@@ -68,18 +68,18 @@ class ShuffledBatches:
 
 
 class Permutations:
-    """One pass over some samples after the other, each in an order of its own."""
+    """Repeated passes over samples, each in an order of its own."""
 
     def __init__(self, num_samples: int, seed: str) -> None:
         self._num_samples, self._seed = num_samples, seed
         self._recent: dict[int, array[int]] = {}
 
     def at(self, position: int) -> int:
-        """The sample that is the one of this number, counted over all passes."""
+        """The sample at a position, counted over all passes."""
         return self._order(position // self._num_samples)[position % self._num_samples]
 
     def _order(self, epoch: int) -> array[int]:
-        """The pass's permutation; the last two are kept, as a batch may need both."""
+        """The permutation of a pass. The last two are kept, as a batch may need both."""
         if epoch not in self._recent:
             order = array("q", range(self._num_samples))
             # A string, not seed + epoch: the second epoch of seed 0 is not the first of seed 1.
@@ -89,12 +89,11 @@ class Permutations:
 
 
 class MixedBatches(ShuffledBatches):
-    """Batches from several sets, of each its share: after any number of samples each set has given its weight of them,
-    to within one or two. A set has passes of its own: once all its samples have been drawn it begins again, in another
-    order, whatever the others do.
+    """Batches from several sets by their weights. After any number of samples each set has given its share, to within
+    one or two. Each set has passes of its own: after all its samples were drawn it begins again in another order.
 
     The n-th sample of a set is due at (n + 1/2) / weight, and samples come in the order in which they are due. So the
-    samples of a step follow from seed, weights and position, without those before them.
+    samples of a step follow from seed, weights and position alone.
     """
 
     def __init__(
@@ -104,11 +103,11 @@ class MixedBatches(ShuffledBatches):
         self._weights = np.array(weights, dtype=np.float64) / sum(weights)
         self._starts = [0, *accumulate(sizes)][:-1]
         self._sizes = list(sizes)
-        self._passes = [Permutations(size, f"{seed}/set {number}") for number, size in enumerate(sizes)]
-        for number, (size, weight) in enumerate(zip(sizes, self._weights, strict=True)):
+        self._passes = [Permutations(size, f"{seed}/set {index}") for index, size in enumerate(sizes)]
+        for index, (size, weight) in enumerate(zip(sizes, self._weights, strict=True)):
             if (share := int(np.ceil(weight * batch_size))) > size:
                 raise ValueError(
-                    f"{key} = {batch_size}: set {number + 1} of data.train gives {share} samples of a batch by its "
+                    f"{key} = {batch_size}: set {index + 1} of data.train gives {share} samples of a batch by its "
                     f"weight, and has {size}: some would be in it twice; lower {key} or its weight, or give more data"
                 )
 
@@ -131,26 +130,26 @@ class MixedBatches(ShuffledBatches):
         return sets[chosen], numbers[chosen]
 
     def _before(self, time: float) -> Any:
-        """[sets] how many samples of each are due before it."""
+        """[sets] number of samples that are due before a time."""
         return np.ceil(self._weights * time - 0.5).clip(min=0).astype(np.int64)
 
     def passes(self, num_steps: int) -> list[tuple[int, float]]:
-        """For each set how many samples so many steps draw, and how often they go through it."""
+        """For each set, the number of samples that the steps draw, and the number of passes over it."""
         total = num_steps * self.batch_size
         counts = [round(weight * total) for weight in self._weights]
         return [(count, count / size) for count, size in zip(counts, self._sizes, strict=True)]
 
 
 def batches_of(samples: Sequence[Any], batch_size: int, seed: int, key: str) -> ShuffledBatches:
-    """The order for these samples: that of several sets with weights, or of all alike. Raises: ValueError for a batch
-    that would hold a sample twice."""
+    """The order for these samples: by weights of several sets, or of all alike. Raises: ValueError for a batch that
+    would hold a sample twice."""
     if isinstance(samples, Joined) and samples.weights is not None:
         return MixedBatches([len(part) for part in samples.parts], samples.weights, batch_size, seed, key)
     return ShuffledBatches(len(samples), batch_size, seed, key)
 
 
-def mixture_in_words(order: ShuffledBatches, num_steps: int, sources: Sequence[SourceConfig]) -> list[str]:
-    """What a run draws of each set; nothing where they have no weights."""
+def describe_mixture(order: ShuffledBatches, num_steps: int, sources: Sequence[SourceConfig]) -> list[str]:
+    """Sentences on what a run draws from each set. Empty for sets without weights."""
     if not isinstance(order, MixedBatches):
         return []
     total = num_steps * order.batch_size

@@ -1,9 +1,9 @@
-"""Prompt and response as another tokenizer writes them, for a model that cannot read the actor's token ids.
+"""Prompt and response by another tokenizer, for a model that cannot read the actor's token ids.
 
-The text is what is kept: with messages the conversation is rendered again by the other model's chat template, otherwise
-the prompt's text is taken as it is. The response follows as a continuation, and where it had ended by itself it ends
-with the token by which the other template ends a turn (of a text: with the other end of sequence), whichever token the
-actor ended it with. So `megarlhf rm` makes its samples.
+The text is kept. Messages are rendered again by the other model's chat template; a prompt without messages is taken as
+it is. The response follows as a continuation. If it was finished, it ends with the token that ends a turn in the other
+template (for a plain text: the other end of sequence), whichever token the actor ended it with. Samples of
+`megarlhf rm` are written the same way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megarlhf.data.tokenizers.tokenizer import Tokenizer
 
 
 class TextTooLong(ValueError):
-    """A text that the model cannot read, and that must not be cut."""
+    """A text that is too long for the model and must not be cut."""
 
 
 @dataclass(frozen=True)
@@ -30,22 +30,22 @@ class Retokenized:
     """One sample, by the other tokenizer."""
 
     tokens: list[int]
-    """Prompt and response, with begin and end of sequence where there are any."""
+    """Tokens of prompt and response, with begin and end of sequence if any."""
     truncated: bool
-    """The beginning of the text is missing."""
+    """The beginning of the text was cut off."""
 
 
 @dataclass(frozen=True)
 class Retokenizer:
-    """How samples are written for a model."""
+    """Writes samples for a model with another tokenizer."""
 
     tokenizer: Tokenizer
     max_tokens: int
-    """What the model can read."""
+    """Most tokens that the model can read."""
     cuts: bool = False
-    """Cut the beginning of a longer text, instead of refusing it."""
+    """Cut the beginning of a longer text instead of refusing it."""
     may_drop: tuple[Kind, ...] = ()
-    """What the chat template may leave out of a conversation."""
+    """Parts of a conversation that the chat template may leave out."""
 
     @functools.cached_property
     def _template(self) -> ChatTemplate:
@@ -60,8 +60,8 @@ class Retokenizer:
         finished: bool,
         fields: Mapping[str, Any] = MappingProxyType({}),
     ) -> Retokenized:
-        """Of the response to a prompt, whose text was rendered from `messages` if there are any, and from the `tools`
-        in the record's `fields`.
+        """Tokens of a prompt and its response. The prompt was rendered from `messages`, if any, and from the `tools` in
+        the record's `fields`.
 
         Raises: TextTooLong; ValueError for messages that the chat template refuses.
         """

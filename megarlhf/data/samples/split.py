@@ -1,7 +1,7 @@
-"""Which records of a set are read: a command's share of several, and those that are set aside for validation.
+"""Selection of the records that are read: a command's share of several, and records set aside for validation.
 
-Positions are drawn by numbers that follow from the seed and from the record or its prompt alone, so that the order of
-the files decides nothing for validation, and the commands agree on their shares.
+Records are ranked by numbers that follow from the seed and the record or its prompt alone. So the order of the files
+does not matter for validation, and all commands agree on their shares.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from megarlhf.data.samples.megatron_indexed import IndexedSamples
 
 Sample = TypeVar("Sample")
 _MISSED = 0.1
-"""Of all samples, by which a share may be missed: beyond it is another split than was meant."""
+"""Most deviation from the wanted share, relative to all samples. More would be another split than was meant."""
 
 
 def phase_share(
     samples: Stored[Sample] | IndexedSamples[Sample], shares: Sequence[float], phase: int, seed: int
 ) -> Selected[Sample]:
-    """The samples whose records are in a phase's share. All records of the source are put into an order that follows
-    from the seed, and cut where the shares say; so the shares of all phases are disjoint, whatever a command skips.
+    """Samples whose records are in a phase's share. All records of the source are put into an order that follows from
+    the seed, which is cut by the shares. So the shares of all phases are disjoint, whatever records a command skips.
 
     Raises: ValueError for a share without a sample.
     """
@@ -46,8 +46,8 @@ def phase_share(
 def set_aside(
     parts: Sequence[Samples[Sample]], share: float, seed: int
 ) -> tuple[list[Selected[Sample]], list[Selected[Sample]]]:
-    """Of each set the samples to train on, and those to validate on: of all sets together as near to the share as whole
-    prompts in their drawn order allow. The prompts of all of them are chosen at once, so that none is on both sides.
+    """Samples of each set to train on and to validate on. Over all sets, the share is met as nearly as whole prompts in
+    their drawn order allow. Prompts of all sets are chosen at once, so that none is on both sides.
 
     Raises: ValueError where nothing would be left to train on, or the share would be missed by a tenth of all samples.
     """
@@ -64,12 +64,12 @@ def set_aside(
             f"{asked} leaves nothing to train on, since samples with one prompt stay together; give a smaller share, "
             "or more data"
         )
-    found = int(counts[taken].sum())
-    if abs(found - wanted) > _MISSED * total:
+    num_held = int(counts[taken].sum())
+    if abs(num_held - wanted) > _MISSED * total:
         raise ValueError(
             f"{asked} cannot be met: samples with one prompt stay together, the most frequent has {counts.max()}, and "
-            f"{found} samples ({found / total:.3g}) would be set aside in place of {wanted}; give "
-            f"data.validation_share = {found / total:.3g}, or data.validation"
+            f"{num_held} samples ({num_held / total:.3g}) would be set aside in place of {wanted}; give "
+            f"data.validation_share = {num_held / total:.3g}, or data.validation"
         )
     held = np.zeros(len(prompts), dtype=bool)
     held[taken] = True
@@ -80,8 +80,8 @@ def set_aside(
 
 
 def _nearest(counts: Array, wanted: int) -> Array:
-    """Positions, in order, of counts whose sum is near `wanted`: each one is taken that still fits, and at the end one
-    more, the smallest, where the sum comes nearer by it, or is nothing without it."""
+    """Positions, in order, of counts whose sum is near `wanted`. Each count that still fits is taken. At the end the
+    smallest other one is added where this brings the sum nearer, or nothing was taken."""
     left, rest, taken = wanted, np.arange(len(counts)), list[Array]()
     while left and len(rest := rest[counts[rest] <= left]):
         ends = np.cumsum(counts[rest])
@@ -98,7 +98,7 @@ def _nearest(counts: Array, wanted: int) -> Array:
 
 
 def _mixed(values: Array, seed: int, purpose: bytes) -> Array:
-    """Numbers without a pattern from numbers (the finalizer of splitmix64, twice)."""
+    """Hash numbers to numbers without a pattern (the finalizer of splitmix64, twice)."""
     with np.errstate(over="ignore"):
         mixed: Any = values.astype(np.uint64) ^ _scrambled(
             np.uint64(seed) ^ np.uint64(int.from_bytes(purpose[:7], "little"))

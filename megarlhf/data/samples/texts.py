@@ -1,5 +1,5 @@
-"""Plain texts as token ids, cut into pieces that a micro-batch can hold: what the pretraining mix of rl learns from,
-and of which eval measures the perplexity."""
+"""Plain texts as token ids, cut into pieces that fit a micro-batch. Used by rl's pretraining mix and eval's
+perplexity."""
 
 from __future__ import annotations
 
@@ -22,20 +22,18 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True)
 class TextEncoder:
-    """Of records with `text`, each of which may give several samples, or none."""
+    """Encoder of records with `text`. Each gives one or several samples."""
 
     tokenizer: Path
     longest: int
-    """Tokens of a piece."""
+    """Most tokens of a piece."""
     end: bool = True
-    """Whether the end of a text is a token of it, to be learnt."""
+    """Add an end-of-sequence token to each text."""
 
     def load(self) -> Tokenizer:
-        """See `Encoder.load`."""
         return load_tokenizer(self.tokenizer)
 
     def by(self, loaded: Tokenizer) -> Callable[[int, Mapping[str, Any]], list[Text]]:
-        """See `Encoder.by`."""
 
         def encode(index: int, record: Mapping[str, Any]) -> list[Text]:
             parts = pieces(record["text"], loaded, self.longest, end=self.end)
@@ -46,14 +44,13 @@ class TextEncoder:
         return encode
 
     def key(self) -> dict[str, Any]:
-        """See `Encoder.key`."""
         tokenizer = tokenizer_digest(self.tokenizer)
         return {"samples": "texts", "tokenizer": tokenizer, "longest": self.longest, "end": self.end}
 
 
 def pieces(text: str, tokenizer: Tokenizer, longest: int, *, end: bool = True) -> list[list[int]]:
-    """A text as tokens, its end included where `end`, cut into pieces that begin as a text does: with bos, where the
-    tokenizer writes it. A piece from which nothing could be learnt is left out."""
+    """Tokenize a text and cut it into pieces. Each begins with bos, if the tokenizer writes one. With `end` the text
+    ends with eos. A piece from which nothing could be learnt is left out."""
     tokens = [*tokenizer.encode(text), *[tokenizer.eos_id] * end]
     lead = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     room = longest - len(lead)

@@ -1,8 +1,8 @@
-"""Adapters: functions that make records of the rows of data that others have written.
+"""Adapters make records from rows in the formats of other frameworks.
 
-An adapter is a function `row -> record`. A record has what the command reads: `prompt` with `response`, with `chosen`
-and `rejected`, or alone; or `messages`. It raises ValueError for a row that it cannot read, and returns None for one
-that is to be left out. Your own stands in a module on PYTHONPATH and is named `package.module:function`.
+An adapter is a function `row -> record`. A record has the columns that the command reads: `prompt` with `response`,
+with `chosen` and `rejected`, or alone; or `messages`. An adapter raises ValueError for a row that it cannot read, and
+returns None for a row to leave out. An adapter of yours is in a module on PYTHONPATH, named `package.module:function`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Adapter = Callable[[Mapping[str, Any]], Mapping[str, Any] | None]
 
 
 def anthropic_hh(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Anthropic's hh-rlhf: `chosen` and `rejected` are whole dialogues, which part after the last common answer.
+    """Anthropic's hh-rlhf: `chosen` and `rejected` are whole dialogues that differ in the last answer.
 
-    The prompt is the common beginning as it stands, up to and with "\n\nAssistant:"; a response is the rest.
+    The prompt is their common beginning, up to and including "\n\nAssistant:". A response is the rest.
     """
     chosen, rejected = _text(row, "chosen"), _text(row, "rejected")
     common = _common_length(chosen, rejected, "\n\nAssistant:")
@@ -36,12 +36,16 @@ def anthropic_hh(row: Mapping[str, Any]) -> Mapping[str, Any]:
             "chosen and rejected have no common beginning that ends in '\\n\\nAssistant:'; expected two dialogues of "
             "'\\n\\nHuman:' and '\\n\\nAssistant:' that differ in the last answer"
         )
-    others = {key: value for key, value in row.items() if key not in ("chosen", "rejected")}
-    return {**others, "prompt": chosen[:common], "chosen": chosen[common:], "rejected": rejected[common:]}
+    return {
+        **_without(row, "chosen", "rejected"),
+        "prompt": chosen[:common],
+        "chosen": chosen[common:],
+        "rejected": rejected[common:],
+    }
 
 
 def _common_length(first: str, second: str, mark: str) -> int:
-    """Characters up to and with the last mark before which both texts are the same; 0 without any."""
+    """Characters up to and including the last mark in the common beginning. 0 without any."""
     common = 0
     for match in re.finditer(re.escape(mark), first):
         if not second.startswith(first[: match.end()]):
@@ -52,27 +56,33 @@ def _common_length(first: str, second: str, mark: str) -> int:
 
 def implicit_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """TRL's preferences with an implicit prompt: `chosen` and `rejected` are whole texts. The prompt is their common
-    beginning, up to the last white space in it."""
+    beginning, up to its last white space."""
     chosen, rejected = _text(row, "chosen"), _text(row, "rejected")
-    differs = (at for at, letters in enumerate(zip(chosen, rejected, strict=False)) if letters[0] != letters[1])
+    differs = (
+        position for position, letters in enumerate(zip(chosen, rejected, strict=False)) if letters[0] != letters[1]
+    )
     same = next(differs, min(len(chosen), len(rejected)))
     common = next((end for end in range(same - 1, 0, -1) if chosen[end].isspace()), 0)
     if not chosen[:common].strip():
         raise ValueError("chosen and rejected begin with different words, so that nothing is their prompt; give one")
-    others = {key: value for key, value in row.items() if key not in ("chosen", "rejected")}
-    return {**others, "prompt": chosen[:common], "chosen": chosen[common:], "rejected": rejected[common:]}
+    return {
+        **_without(row, "chosen", "rejected"),
+        "prompt": chosen[:common],
+        "chosen": chosen[common:],
+        "rejected": rejected[common:],
+    }
 
 
 _ALPACA = {"instruction": ("instruction", "query"), "input": ("input", "context"), "output": ("output", "response")}
-"""By Alpaca's names of its columns: these, and those of Dolly and ms-swift."""
+"""Column names of Alpaca, Dolly and ms-swift, by those of Alpaca."""
 _OF_ALPACA = (*(name for names in _ALPACA.values() for name in names), "history")
 
 
 def alpaca(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Stanford Alpaca's `instruction`, `input` (may be empty) and `output`; the prompt is the two with a blank line
-    between them. Dolly's `instruction`, `context` and `response`, and ms-swift's `query` and `response`, are the same.
-    A row without `output` is a prompt alone, or that of a pair. `history`, of LLaMA-Factory, is a list of earlier
-    instructions with their outputs, with which the prompt is a list of messages."""
+    """Stanford Alpaca's `instruction`, `input` (may be empty) and `output`. The prompt is instruction and input with a
+    blank line between them. Dolly's `instruction`, `context`, `response` and ms-swift's `query`, `response` mean the
+    same. A row without `output` is a prompt alone, or that of a pair. LLaMA-Factory's `history` is a list of earlier
+    instructions with their outputs; with it, the prompt is a list of messages."""
     names = {ours: _only(row, alternatives) for ours, alternatives in _ALPACA.items()}
     context = str(given) if isinstance(given := row.get(names["input"]), int | float) else given
     instruction = _text(row, names["instruction"])
@@ -81,24 +91,23 @@ def alpaca(row: Mapping[str, Any]) -> Mapping[str, Any]:
     prompt: Any = f"{instruction}\n\n{context}" if isinstance(context, str) and context.strip() else instruction
     if history := row.get("history"):
         turns = [list(turn) for turn in history] if isinstance(history, list) else [[]]
-        if not all(len(turn) == 2 and all(isinstance(each, str) for each in turn) for turn in turns):
+        if not all(len(turn) == 2 and all(isinstance(text, str) for text in turn) for turn in turns):
             raise ValueError("expected 'history' as a list of pairs of texts, [instruction, output]")
         roles = ("user", "assistant")
         messages = [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
         prompt = [*messages, {"role": "user", "content": prompt}]
-    others = {key: value for key, value in row.items() if key not in _OF_ALPACA}
-    output = names["output"]
-    return {**others, "prompt": prompt, **({"response": _text(row, output)} if output in row else {})}
+    answer = {"response": _text(row, names["output"])} if names["output"] in row else {}
+    return {**_without(row, *_OF_ALPACA), "prompt": prompt, **answer}
 
 
 def _only(row: Mapping[str, Any], names: Sequence[str]) -> str:
-    """The name of which the row has a column, the first of them without any. Raises: ValueError for two."""
-    there = [name for name in names if row.get(name)] or [name for name in names if name in row]
-    if len(there) > 1 and row.get(there[0]):
+    """The name of the column that the row has, or the first name if it has none. Raises: ValueError for two."""
+    present = [name for name in names if row.get(name)] or [name for name in names if name in row]
+    if len(present) > 1 and row.get(present[0]):
         raise ValueError(
-            f"the row has both {there[0]!r} and {there[1]!r}; name the one that is meant by an adapter of yours"
+            f"the row has both {present[0]!r} and {present[1]!r}; name the one that is meant by an adapter of yours"
         )
-    return (there or names)[0]
+    return (present or names)[0]
 
 
 _ROLES = {
@@ -108,8 +117,8 @@ _ROLES = {
 
 
 def sharegpt(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """ShareGPT's `conversations`, a list of `{from, value}`, as messages. Those that begin with an answer, as parts of
-    longer ones do, are left out."""
+    """ShareGPT's `conversations`, a list of `{from, value}`, as messages. Conversations that begin with an answer are
+    left out: they are parts of longer ones."""
     name = "conversations" if "conversations" in row else "conversation"
     turns = row.get(name)
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
@@ -122,9 +131,9 @@ def sharegpt(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
         content = turn.get("value", turn.get("content"))
         if not isinstance(content, str):
             raise ValueError(f"a turn from {speaker!r} has no text in 'value'")
-        others = {key: value for key, value in turn.items() if key not in ("from", "value", "role", "content")}
+        others = _without(turn, "from", "value", "role", "content")
         messages.append({"role": _ROLES[speaker.lower()], "content": content, **others})
-    if next((each["role"] for each in messages if each["role"] != "system"), None) == "assistant":
+    if next((message["role"] for message in messages if message["role"] != "system"), None) == "assistant":
         return None
     system = row.get("system")
     if system and not isinstance(system, str):
@@ -133,8 +142,7 @@ def sharegpt(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
         raise ValueError("the row has a column 'system', and its turns begin with one of the system; leave one out")
     if system and system.strip():
         messages.insert(0, {"role": "system", "content": system})
-    others = {key: value for key, value in row.items() if key not in (name, "system")}
-    return {**others, "messages": messages}
+    return {**_without(row, name, "system"), "messages": messages}
 
 
 _OF_PREFERENCES = ("input", "preferred_output", "non_preferred_output")
@@ -142,18 +150,17 @@ _OF_PREFERENCES = ("input", "preferred_output", "non_preferred_output")
 
 def openai_messages(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """OpenAI's chat files: `messages`, or (preferences) `input.messages` with `preferred_output` and
-    `non_preferred_output`, each of which is a list of messages. What else stands in `input`, such as `tools`, becomes
-    a column."""
+    `non_preferred_output`, all lists of messages. Other keys of `input`, such as `tools`, become columns."""
     if "preferred_output" in row:
-        given = row.get("input")
-        before = given.get("messages") if isinstance(given, Mapping) else None
+        asked = row.get("input")
+        before = asked.get("messages") if isinstance(asked, Mapping) else None
         sides = [row.get("preferred_output"), row.get("non_preferred_output")]
-        if not all(isinstance(each, list) and each for each in (before, *sides)):
+        if not all(isinstance(messages, list) and messages for messages in (before, *sides)):
             raise ValueError("expected input.messages, preferred_output and non_preferred_output, lists of messages")
         assert isinstance(before, list)
         chosen, rejected = (before + side for side in sides if isinstance(side, list))
-        assert isinstance(given, Mapping)
-        beside = {key: value for key, value in given.items() if key != "messages" and value is not None}
+        assert isinstance(asked, Mapping)
+        beside = {key: value for key, value in asked.items() if key != "messages" and value is not None}
         others = {key: value for key, value in row.items() if key not in _OF_PREFERENCES and value is not None}
         if twice := [key for key in beside if key in others and others[key] != beside[key]]:
             raise ValueError(f"expected {twice[0]!r} once, found it in input and as a column, with other values")
@@ -164,8 +171,8 @@ def openai_messages(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def ms_swift(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """ms-swift's preferences: `messages`, whose last one is the answer, beside `rejected_response`, a text that stands
-    in its place, or `rejected_messages`, a whole conversation."""
+    """ms-swift's preferences: `messages`, whose last one is the chosen answer, and the rejected text in
+    `rejected_response`, or a whole conversation in `rejected_messages`."""
     chosen = row.get("messages")
     if not isinstance(chosen, list) or not chosen or not isinstance(chosen[-1], Mapping):
         raise ValueError(f"expected 'messages', a list of {{role, content}}, found {', '.join(map(repr, row))}")
@@ -176,39 +183,39 @@ def ms_swift(row: Mapping[str, Any]) -> Mapping[str, Any]:
     rejected = row.get("rejected_messages")
     if rejected is None:
         rejected = [*chosen[:-1], {"role": "assistant", "content": _text(row, "rejected_response")}]
-    others = {key: value for key, value in row.items() if key not in ("messages", *_OF_MS_SWIFT)}
-    return {**others, "chosen": chosen, "rejected": rejected}
+    return {**_without(row, "messages", *_OF_MS_SWIFT), "chosen": chosen, "rejected": rejected}
 
 
 _OF_MS_SWIFT = ("rejected_messages", "rejected_response")
 
 
 def nemo_rl(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """NeMo-RL's preferences: `context`, a text or messages, and two `completions`, each with a `rank`, of which the
-    lower one is the better. Two of the same rank are left out."""
-    given = row.get("completions")
-    pair = given if isinstance(given, list) and all(isinstance(each, Mapping) for each in given) else []
-    if len(pair) != 2 or not all(isinstance(each.get("rank"), int | float) and "completion" in each for each in pair):
+    """NeMo-RL's preferences: `context`, a text or messages, and two `completions`, each with a `rank`. The lower rank
+    is the better one. A pair of equal ranks is left out."""
+    completions = row.get("completions")
+    pair = (
+        completions
+        if isinstance(completions, list) and all(isinstance(completion, Mapping) for completion in completions)
+        else []
+    )
+    if len(pair) != 2 or not all(
+        isinstance(completion.get("rank"), int | float) and "completion" in completion for completion in pair
+    ):
         raise ValueError(
             f"expected 'context' and 'completions', two of {{rank, completion}}, found {', '.join(map(repr, row))}"
         )
-    if any(math.isnan(each["rank"]) for each in pair):
+    if any(math.isnan(completion["rank"]) for completion in pair):
         raise ValueError("a rank is NaN; expected numbers")
-    better, worse = sorted(pair, key=lambda each: float(each["rank"]))
+    better, worse = sorted(pair, key=lambda completion: float(completion["rank"]))
     if better["rank"] == worse["rank"]:
         return None
-    others = {key: value for key, value in row.items() if key not in ("context", "completions")}
-    return {**others, "prompt": row.get("context"), "chosen": better["completion"], "rejected": worse["completion"]}
+    answers = {"chosen": better["completion"], "rejected": worse["completion"]}
+    return {**_without(row, "context", "completions"), "prompt": row.get("context"), **answers}
 
 
 ADAPTERS: dict[str, Adapter] = {
-    "anthropic_hh": anthropic_hh,
-    "implicit_prompt": implicit_prompt,
-    "alpaca": alpaca,
-    "sharegpt": sharegpt,
-    "openai_messages": openai_messages,
-    "ms_swift": ms_swift,
-    "nemo_rl": nemo_rl,
+    adapter.__name__: adapter
+    for adapter in (anthropic_hh, implicit_prompt, alpaca, sharegpt, openai_messages, ms_swift, nemo_rl)
 }
 
 
@@ -221,23 +228,22 @@ _READ: Mapping[str, Sequence[str]] = {
     "ms_swift": ("messages", *_OF_MS_SWIFT),
     "nemo_rl": ("context", "completions"),
 }
-"""Columns that an adapter makes other ones of; all others stay."""
+"""Columns that an adapter replaces. All others stay."""
 
 
 def require_kept(name: str, row: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-    """Raises: ValueError for a column of the row in whose place one of `ADAPTERS` has written another."""
+    """Raises: ValueError for a column of the row that one of `ADAPTERS` has overwritten."""
     for column, value in row.items():
         kept = column in _READ[name] or value in (None, "", [], {}) or record.get(column) is value
         if not kept and record.get(column) != value:
             raise ValueError(
-                f"the row has a column {column!r}, in whose place the adapter writes what it makes of "
-                f"{', '.join(each for each in _READ[name] if each in row)}; leave one of them out"
+                f"the row has a column {column!r}, which the adapter would overwrite with what it makes of "
+                f"{', '.join(read for read in _READ[name] if read in row)}; leave one of them out"
             )
 
 
 def load_adapter(name: str) -> Adapter:
-    """One of `ADAPTERS`, or a function of the user's as `package.module:function`. Raises: ValueError for another
-    name."""
+    """One of `ADAPTERS`, or a user's function named `package.module:function`. Raises: ValueError for another name."""
     if name in ADAPTERS:
         return ADAPTERS[name]
     module_name, colon, function = name.partition(":")
@@ -256,15 +262,14 @@ def load_adapter(name: str) -> Adapter:
         ) from error
     adapter: Any = getattr(module, function, None)
     if not callable(adapter):
-        there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ValueError(f"adapter {name!r}: {module_name} has no function {function!r}; it has {', '.join(there)}")
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ValueError(f"adapter {name!r}: {module_name} has no function {function!r}; it has {', '.join(known)}")
     return cast(Adapter, adapter)
 
 
 def digest_of_adapter(name: str | None) -> str | None:
-    """Digest of the module that the configuration names for an adapter of the user's, of the file that its code stands
-    in, and of those that both import, so that a changed one is another adapter. What a factory or a decorator has made
-    has its code elsewhere: there too."""
+    """Digest of a user's adapter; the name of a built-in one. It covers the named module, the file with the adapter's
+    code (another one where a factory or a decorator made it), and the user's modules that these import."""
     if name is None or name in ADAPTERS:
         return name
     adapter = load_adapter(name)
@@ -272,7 +277,7 @@ def digest_of_adapter(name: str | None) -> str | None:
     if not (getattr(module, "__file__", None) or "").endswith(".py"):
         raise ValueError(f"adapter {name!r}: {module} has no file in Python; name a function in a module")
     waiting = [(module.__name__, Path(str(module.__file__)))]
-    with contextlib.suppress(TypeError):  # of an object that is called: its class stands in what the module imports
+    with contextlib.suppress(TypeError):  # a callable object: the file of its class is among the imports
         code = inspect.unwrap(adapter)
         file, of_code = Path(inspect.getsourcefile(code) or ""), getattr(code, "__module__", None) or ""
         if file.suffix == ".py" and _is_own(of_code, file):
@@ -291,14 +296,13 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 def _is_own(module: str, file: Path) -> bool:
-    """Tell whether a module comes neither with Python nor as a package that was installed."""
+    """Tell whether a module is the user's: neither Python's, nor megarlhf's, nor of an installed package."""
     known = module.partition(".")[0] in sys.stdlib_module_names | {"megarlhf"}
     return not known and not set(_INSTALLED) & set(file.parts)
 
 
 def _own_imports(source: bytes, module: str, file: Path) -> Iterator[tuple[str, Path]]:
-    """Modules that a file imports, anywhere in it, with their files: those of the user, which come neither with Python
-    nor as a package that was installed."""
+    """The user's modules that a file imports, anywhere in it, with their files."""
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
@@ -309,20 +313,20 @@ def _own_imports(source: bytes, module: str, file: Path) -> Iterator[tuple[str, 
             names |= {base, *(f"{base}{'' if base.endswith('.') else '.'}{alias.name}" for alias in node.names)}
     absolute: set[str] = set()
     for name in names:
-        with contextlib.suppress(ImportError):  # a relative one in a module without a package, which cannot run
+        with contextlib.suppress(ImportError):  # a relative import in a module without a package, which cannot run
             parts = importlib.util.resolve_name(name, package).split(".")
             absolute |= {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
     for name in sorted(absolute):
-        spec = None
         if name.partition(".")[0] in sys.stdlib_module_names:
             continue
-        with contextlib.suppress(ImportError, ValueError, AttributeError):  # a name that is no module, or is not there
+        with contextlib.suppress(ImportError, ValueError, AttributeError):  # a name that is no module, or is missing
             spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-            continue
-        path = Path(spec.origin)
-        if _is_own(name, path):
-            yield name, path
+            if spec and spec.origin and spec.origin.endswith(".py") and _is_own(name, path := Path(spec.origin)):
+                yield name, path
+
+
+def _without(row: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key not in names}
 
 
 def _text(row: Mapping[str, Any], key: str) -> str:

@@ -1,4 +1,4 @@
-"""From a row to a record: columns by their new names, an adapter, and a look at the fields that a command reads."""
+"""Rows become records: columns are renamed, or an adapter is applied, and needed fields are checked."""
 
 from __future__ import annotations
 
@@ -6,31 +6,20 @@ import contextlib
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from megarlhf.config import SourceConfig
 from megarlhf.data.json_rows import shown
 from megarlhf.data.json_text import messages_in, with_lists
 from megarlhf.data.sources.adapters import ADAPTERS, load_adapter, require_kept
-from megarlhf.data.sources.read import Chunk
 from megarlhf.data.sources.unread_columns import is_verdict
 
 MESSAGES = "messages"
-Fields = Sequence[str | Sequence[str]]
-"""Names that each record must have: all of them; or, as a sequence of sequences, those of one of several forms."""
-
-
-class Record(dict[str, Any]):
-    """A row of the data."""
-
-    __slots__ = ("where",)
-    where: str
-    """Words that say where it stands: 'data.jsonl, line 3'."""
-
+Record = Mapping[str, Any]
 
 LEFT_OUT = "left out by the adapter"
-"""Begins the reason by which such rows are counted: who wrote the adapter has decided it."""
+"""Beginning of the reason for skipped rows that the adapter's author has excluded."""
 
 
 class LeftOut(Exception):
@@ -38,29 +27,33 @@ class LeftOut(Exception):
 
 
 class Reader:
-    """Makes records of the rows of a source."""
+    """Makes records from the rows of a source."""
 
-    def __init__(self, source: SourceConfig, fields: Fields) -> None:
+    def __init__(self, source: SourceConfig, fields: Sequence[str] = ()) -> None:
+        """`fields`: columns that each record must have, as texts"""
         self._source, self._fields, self.adapter = source, fields, source.adapter
         self._adapter = load_adapter(source.adapter) if source.adapter is not None else None
 
     def record(self, row: Any, where: str) -> Record:
-        """Raises: ValueError for a row without what is read of it; LeftOut."""
+        """The record of a row. Raises: ValueError for a row without its columns or fields; LeftOut."""
         if not isinstance(row, Mapping):
-            names = ", ".join(forms_of(self._fields)[0]) or "the columns of a record"
+            names = ", ".join(self._fields) or "the columns of a record"
             raise ValueError(f"{where}: expected a JSON object with {names}, got {type(row).__name__}")
         if self._adapter is not None:
             row = self._adapted(row, where)
         elif self._source.columns:
             row = self._renamed(row, where)
-        check_fields(row, where, self._fields)
-        record = Record(row)
-        record.where = where
-        return record
+        for name in self._fields:
+            if name not in row:
+                raise ValueError(f"{where}: no field {name!r}, found {_names(row)}{hint(name, row)}")
+            if not isinstance(value := row[name], str):
+                got = f"{type(value).__name__} {shown(value)}"
+                raise ValueError(f"{where}: field {name!r} is {got}, expected a string; convert the data")
+        return row
 
     def _renamed(self, row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-        """The row with the columns by our names. One that is read out of another (`reward_model.ground_truth`) leaves
-        that one as it is, which rewards may read too."""
+        """The row with columns by our names. A column from which a value is read (`reward_model.ground_truth`) stays,
+        since rewards may read it too."""
         columns = self._source.columns
         try:
             named = {ours: value_at(row, theirs) for ours, theirs in columns.items()}
@@ -83,29 +76,28 @@ class Reader:
         assert name is not None
         row = with_lists(row, row) if name in ADAPTERS else row
         try:
-            made = self._adapter(row)
-            if name in ADAPTERS and made is not None:
-                require_kept(name, row, made)
+            record = self._adapter(row)
+            if name in ADAPTERS and record is not None:
+                require_kept(name, row, record)
         except ValueError as error:
             raise ValueError(f"{where}: adapter {name!r}: {error}") from error
         except Exception as error:  # code of the user's
             raise ValueError(f"{where}: adapter {name!r} failed: {type(error).__name__}: {error}") from error
-        if made is None:
+        if record is None:
             raise LeftOut
-        if not isinstance(made, Mapping):
+        if not isinstance(record, Mapping):
             raise ValueError(
-                f"{where}: adapter {name!r} returned {type(made).__name__} {shown(made)}; expected a mapping, or None "
-                "for a row that is to be left out"
+                f"{where}: adapter {name!r} returned {type(record).__name__} {shown(record)}; expected a mapping, or "
+                "None for a row to leave out"
             )
-        return made
+        return record
 
 
 def value_at(row: Mapping[str, Any], path: str) -> Any:
-    """The value of a column, or of what stands in it: `reward_model.ground_truth`, `responses.0.text`. A column with
-    just this name comes first. A mapping or list may also be its JSON text, as Parquet files keep it.
+    """The value at a path: a column, or a part of one (`reward_model.ground_truth`, `responses.0.text`). A column with
+    exactly this name comes first. A mapping or list may be its JSON text, as Parquet files keep it.
 
-    Raises: KeyError, with `path`, where the row has no such column; ValueError for one in which there is nothing of
-    that name.
+    Raises: KeyError, with `path`, where the row has no such column; ValueError where the column has no such part.
     """
     if path in row:
         return row[path]
@@ -129,44 +121,10 @@ def _inside(value: Any, name: str, parts: Sequence[str]) -> Any:
         elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
             value = value[int(part)]
         else:
-            there = (
-                f"has {_names(value)}" if isinstance(value, Mapping) else f"is {type(value).__name__} {shown(value)}"
-            )
-            raise ValueError(f"{name!r} {there}, and columns asks for {part!r} in it")
+            has = f"has {_names(value)}" if isinstance(value, Mapping) else f"is {type(value).__name__} {shown(value)}"
+            raise ValueError(f"{name!r} {has}, and columns asks for {part!r} in it")
         name = f"{name}.{part}"
     return value
-
-
-def records_of(chunks: Iterator[Chunk], source: SourceConfig, fields: Fields) -> Iterator[Record]:
-    """Records of a source's chunks, but for rows that its adapter leaves out. Raises: ValueError as `Reader.record`."""
-    reader = Reader(source, fields)
-    for chunk in chunks:
-        for where, row in chunk.located():
-            try:
-                yield reader.record(row, where)
-            except LeftOut:
-                continue
-
-
-def forms_of(fields: Fields) -> list[tuple[str, ...]]:
-    """Each form that a record may have."""
-    if all(isinstance(name, str) for name in fields):
-        return [tuple(str(name) for name in fields)]
-    return [tuple(form) for form in fields]
-
-
-def check_fields(row: Mapping[str, Any], where: str, fields: Fields) -> None:
-    """Raises: ValueError, with what may have been meant, unless the row has all fields of a form, of the right type."""
-    forms = forms_of(fields)
-    form = next((form for form in forms if all(name in row for name in form)), None)
-    if form is None:
-        nearest = max(forms, key=lambda form: sum(name in row for name in form))
-        missing = next(name for name in nearest if name not in row)
-        others = [" and ".join(map(repr, form)) for form in forms if form is not nearest]
-        either = f" (nor {', nor '.join(others)})" if others else ""
-        raise ValueError(f"{where}: no field {missing!r}{either}, found {_names(row)}{hint(missing, row)}")
-    for name in form:
-        _check_type(row[name], name, where)
 
 
 def _names(row: Mapping[str, Any]) -> str:
@@ -181,9 +139,9 @@ FORMS: Mapping[str, str] = {
     "prompt": "prompts, which `megarlhf rl` and `generate` take",
     "text": "raw texts, which `megarlhf sft` and ptx.data learn whole",
 }
-"""By the name of a field: the kind of data that rows with it are; the most telling first."""
+"""Kinds of data by a field's name, the most telling field first."""
 _OURS = (*FORMS, "rejected", "answer", "margin", "system_prompt", "prompt_id")
-"""Names that stand for nothing but themselves."""
+"""Columns with a meaning of their own, which are never taken for another one."""
 _SHAPES: tuple[tuple[frozenset[str], str], ...] = (
     (frozenset({"instruction"}), "alpaca"),
     (frozenset({"query", "history"}), "alpaca"),
@@ -192,9 +150,9 @@ _SHAPES: tuple[tuple[frozenset[str], str], ...] = (
     (frozenset({"messages", "rejected_messages"}), "ms_swift"),
     (frozenset({"context", "completions"}), "nemo_rl"),
 )
-"""Columns that tell whose data it is, and the adapter for that."""
+"""Columns that identify another framework's rows, and the adapter for these."""
 PAIR_ADAPTERS = ("openai_messages", "ms_swift", "nemo_rl")
-"""Adapters that make preference pairs of rows without `chosen` and `rejected`."""
+"""Adapters that make preference pairs from rows without `chosen` and `rejected`."""
 _ALSO_CALLED = {
     "prompt": ("question", "query", "instruction", "input", "inputs", "problem", "user", "context_messages"),
     "response": ("completion", "output", "answer", "solution", "target", "targets", "reply", "extra_info.answer"),
@@ -213,13 +171,15 @@ _ALSO_CALLED = {
     "text": ("content", "document", "body"),
     MESSAGES: ("conversation", "dialog", "dialogue", "turns", "chat"),
 }
-"""Names that others give to what we read, as `columns` takes them."""
+"""Other names of our fields, in the form of `columns`."""
 
 
 def suggest_column(missing: str, row: Mapping[str, Any]) -> tuple[Literal["column", "adapter"], str] | None:
-    """The column that a row may have in place of a field, one whose name is nearly right or says the same, or the
-    adapter for such rows. A column that has a meaning of its own, such as `rejected`, is never taken for another
-    one."""
+    """A column that may be meant by a missing field, by a similar name or a synonym; or the adapter for such rows.
+    Columns with a meaning of their own, such as `rejected`, are not suggested.
+
+    Example: ("column", "question") for a missing "prompt".
+    """
     others = [str(name) for name in row if name not in _OURS and (missing == "answer" or _has_texts(row[name]))]
     lower = {name.lower(): name for name in others}
     named = next((lower[name] for name in _ALSO_CALLED.get(missing, ()) if name in lower), None)
@@ -229,7 +189,7 @@ def suggest_column(missing: str, row: Mapping[str, Any]) -> tuple[Literal["colum
     if nearest := [named] if named else difflib.get_close_matches(missing, others, n=1, cutoff=0.6):
         return None if nearest[0] in several_answers(row) else ("column", nearest[0])
     pair = [row.get(name) for name in ("chosen", "rejected")]
-    if missing == "prompt" and all(isinstance(each, str) for each in pair):
+    if missing == "prompt" and all(isinstance(answer, str) for answer in pair):
         return "adapter", "anthropic_hh" if "\n\nAssistant:" in str(pair[0]) else "implicit_prompt"
     for name in (name for name in _ALSO_CALLED.get(missing, ()) if "." in name):
         with contextlib.suppress(KeyError, ValueError):
@@ -242,8 +202,8 @@ _ONE_OF_SEVERAL = re.compile(r"(response|answer|completion|output|reply|model)s?
 
 
 def several_answers(row: Mapping[str, Any]) -> list[str]:
-    """Columns with an answer each, such as `response_a` and `response_b`, of which only their reader knows the better
-    one; nothing where there is one alone."""
+    """Columns with one answer each, such as `response_a` and `response_b`, if there are several. Nothing tells which
+    is the better one."""
     names = [str(name) for name in row if _ONE_OF_SEVERAL.fullmatch(str(name)) and _has_texts(row[name])]
     return names if len(names) > 1 else []
 
@@ -253,13 +213,13 @@ def _has_texts(value: Any) -> bool:
 
 
 def hint(missing: str, row: Mapping[str, Any]) -> str:
-    """Words on what may have been meant, or what kind of data this is, for a message."""
+    """Advice for a message on a missing field: a column, an adapter, or the kind of data."""
     if (turns := _turns_in(row)) is not None and missing in ("prompt", "response", MESSAGES):
         if messages_in(row[turns]) is not None:
             return f"; is {turns!r} the conversation? Then say columns: {{{MESSAGES}: {turns}}}"
         return f"; {turns!r} looks like a conversation of another form: make {MESSAGES!r} of it by an adapter of yours"
-    if found := suggest_column(missing, row):
-        kind, name = found
+    if suggestion := suggest_column(missing, row):
+        kind, name = suggestion
         if kind == "adapter":
             is_pair = row.get("chosen") is not None or name in PAIR_ADAPTERS
             pairs = f"{FORMS['chosen']}, " if is_pair else "those "
@@ -281,7 +241,7 @@ def hint(missing: str, row: Mapping[str, Any]) -> str:
 
 
 def _turns_in(row: Mapping[str, Any]) -> str | None:
-    """The column of another name that holds a conversation, of whatever form."""
+    """A column with another name that holds a conversation in any form."""
     for name in _ALSO_CALLED[MESSAGES]:
         value = row.get(name)
         if messages_in(value) or (isinstance(value, list) and value and isinstance(value[0], Mapping)):
@@ -290,19 +250,5 @@ def _turns_in(row: Mapping[str, Any]) -> str | None:
 
 
 def form_of(row: Mapping[str, Any]) -> str:
-    """The kind of data that the row is, in words; "" where no field tells it."""
+    """The kind of data of a row, in words. "" where no field tells it."""
     return next((form for name, form in FORMS.items() if name in row), "")
-
-
-def _check_type(value: Any, field: str, where: str) -> None:
-    if field == MESSAGES:
-        good = isinstance(value, list) and all(
-            isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-            for message in value or [{}]
-        )
-        expected = "a list of {role, content} of strings, with one message at least"
-    else:
-        good, expected = isinstance(value, str), "a string"
-    if not good:
-        got = f"{type(value).__name__} {shown(value)}"
-        raise ValueError(f"{where}: field {field!r} is {got}, expected {expected}; convert the data")

@@ -1,8 +1,8 @@
-"""Sources: where records come from. Files, directories, patterns, saved datasets, names of the hub, generators.
+"""Sources of records: files, directories, patterns, saved datasets, names of the hub, generated tasks.
 
-A source is found without reading its data (`find`), read in chunks of bounded size (`FoundSource.chunks`), and its rows
-made records of by `fields.Reader`. What `datasets` has to cache goes to a temporary directory of this process, which is
-removed on return: ranks that load the same file share nothing, so they cannot race.
+A source is found without reading its data (`find`) and read in chunks of bounded size (`FoundSource.chunks`);
+`fields.Reader` turns the rows into records. What `datasets` has to cache goes to a temporary directory of this
+process, which is removed on return. So ranks that load the same file share nothing and cannot race.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarlhf.config import SourceConfig
-from megarlhf.data.sources.fields import Fields, Record, form_of, records_of
-from megarlhf.data.sources.megatron_files import files_of, prefix_of
+from megarlhf.data.sources.fields import form_of
+from megarlhf.data.sources.megatron_files import indexed_files, indexed_prefix
 from megarlhf.data.sources.read import (
     COMPRESSED,
     SUFFIXES,
@@ -35,31 +35,29 @@ from megarlhf.data.sources.splits import (
     files_of_directory,
     files_of_pattern,
     is_pattern,
+    list_names,
     passed_over,
     saved_splits,
 )
 
-__all__ = ["FoundSource", "Record", "files_in_words", "find", "load_records", "require_source", "source_files"]
-
-AnySource = str | Path | SourceConfig | Sequence[SourceConfig]
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
-_LOOKED_AT = 1000
-"""Files of a directory whose first row is compared before any is read whole."""
+_MOST_COMPARED = 1000
+"""Files of a directory whose first rows are compared before any file is read whole."""
 
 
 @dataclass(frozen=True)
 class FoundSource:
-    """A source that was found."""
+    """A source and its files."""
 
     source: SourceConfig
     kind: Literal["files", "saved", "hub", "generated", "indexed"]
     files: tuple[Path, ...] = ()
-    """What is read, in order; of a saved dataset its directory. Empty for a hub name and for what is generated."""
+    """Files to read, in order; the directory of a saved dataset. Empty for hub names and generated data."""
     passed_over: tuple[str, ...] = ()
-    """Other entries of the directory."""
+    """Entries of the directory that are not read."""
 
     def chunks(self) -> Iterator[Chunk]:
-        """All rows, in order. Raises: ValueError for what cannot be read."""
+        """Read all rows, in order. Raises: ValueError for what cannot be read."""
         name = str(self.source.path)
         assert self.kind != "indexed", "it has no rows: see megatron_indexed"
         if self.kind == "files":
@@ -69,42 +67,51 @@ class FoundSource:
         elif self.kind == "saved":
             yield from chunks_of_rows(_saved_rows(self.files[0]), str(self.files[0]), "row")
         elif self.kind == "generated":
-            for chunk in chunks_of_rows(generate(name), name, "item"):
-                yield Chunk(chunk.name, chunk.unit, [number - 1 for number in chunk.numbers], chunk.rows)
+            yield from chunks_of_rows(generate(name), name, "item", first=0)
         else:
             yield from _hub_chunks(self.source)
 
     def first_rows(self, count: int) -> list[tuple[str, Any]]:
-        """Of what is on disk: the first rows of each of its first files, with where they stand."""
+        """The first rows of each of the first files, with their locations. Empty unless the source is on disk."""
         if self.kind == "files":
             self._require_one_kind()
             return [row for file in self.files[:3] for row in first_rows(file, count)]
         if self.kind == "saved":
             rows = _saved_rows(self.files[0])
-            return [
-                (f"{self.files[0]}, row {number + 1}", dict(rows[number])) for number in range(min(count, len(rows)))
-            ]
+            return [(f"{self.files[0]}, row {n + 1}", dict(rows[n])) for n in range(min(count, len(rows)))]
         return []
 
     def count_rows(self, most_bytes: int, enough: int) -> int | None:
-        """How many rows there are, where that can be told without reading more than so many bytes of lines, or than
-        `enough` rows of other files. Raises: ValueError for what cannot be read so far."""
+        """Count the rows. None where that takes more than `most_bytes` of lines, or `enough` rows of other files.
+        Raises: ValueError for what cannot be read so far."""
         if self.kind == "files":
-            counts: list[int] = []
+            total = 0
             for file in self.files:
-                count = count_rows(file, most_bytes // len(self.files), max(0, enough - sum(counts)))
+                count = count_rows(file, most_bytes // len(self.files), max(0, enough - total))
                 if count is None:
                     return None
-                counts.append(count)
-            return sum(counts)
+                total += count
+            return total
         if self.kind == "saved":
             return len(_saved_rows(self.files[0]))
         return items_of(str(self.source.path)) if self.kind == "generated" else None
 
+    def describe_files(self) -> str:
+        """List the files of a directory that are read and the entries that are not, for a note. Empty for other
+        sources."""
+        path = self.source.path
+        if self.kind != "files" or not (path.is_dir() or is_pattern(path)):
+            return ""
+        names = [file.name for file in self.files]
+        description = f"; read {len(names)} file{'s' * (len(names) > 1)}: {list_names(names)}"
+        if self.passed_over:
+            description += f"; passed over, as folders and other kinds of files are: {list_names(self.passed_over)}"
+        return description
+
     def _require_one_kind(self) -> None:
         """Raises: ValueError where the files hold different kinds of data."""
         forms: dict[str, str] = {}
-        for file in self.files[:_LOOKED_AT] if len(self.files) > 1 else ():
+        for file in self.files[:_MOST_COMPARED] if len(self.files) > 1 else ():
             for _, row in first_rows(file, 1):
                 if isinstance(row, Mapping):
                     forms.setdefault(form_of(row), file.name)
@@ -117,14 +124,14 @@ class FoundSource:
 
 
 def find(source: SourceConfig) -> FoundSource:
-    """What a source is. No data is read.
+    """Find the files of a source. No data is read.
 
-    Raises: ValueError that names the nearest neighbour of a path that is not there, or lists the splits of a source
-    that has several.
+    Raises: ValueError that names the nearest neighbour of a missing path, or lists the splits of a source with
+    several.
     """
     path, split = source.path, source.split
     if source.kind == "megatron":
-        return FoundSource(source, "indexed", files_of(path))
+        return FoundSource(source, "indexed", indexed_files(path))
     if is_procedural(path):
         _require_unsplit(source, f"{path} is generated and has")
         require_task(str(path))
@@ -147,77 +154,27 @@ def find(source: SourceConfig) -> FoundSource:
     return FoundSource(source, "hub")
 
 
-def sources_of(given: AnySource, split: str | None = None) -> tuple[SourceConfig, ...]:
-    """A path, or sources, as a list of sources."""
-    if isinstance(given, SourceConfig):
-        return (given,)
-    if isinstance(given, str | Path):
-        return (SourceConfig(path=Path(given), split=split),)
-    return tuple(given)
-
-
-def load_records(source: AnySource, *, fields: Fields, split: str | None = None) -> list[Record]:
-    """Every row as a dict, all columns kept, in the order of the files. For small data: nothing is kept on disk.
-
-    source:   a path, or what the configuration says of one or several sets
-    fields:   must stand in every row: non-null strings, but for `messages`, a list of {role, content}, not empty
-    split:    of a path that has several
-    Raises:   ValueError that names file, line or row, what was found and what was expected, or the splits of a source
-              that has several
-    """
-    records = []
-    for each in sources_of(source, split):
-        rows = list(records_of(find(each).chunks(), each, fields))
-        if not rows:
-            raise ValueError(f"no rows in {each.words}; give data")
-        records += rows
-    return records
-
-
-def require_source(source: AnySource, split: str | None = None) -> None:
-    """Raises: ValueError as `find`."""
-    for each in sources_of(source, split):
-        find(each)
-
-
 def is_there(sources: Sequence[SourceConfig]) -> bool:
-    """Whether all sets can be read without a network."""
+    """Tell whether all sets can be read without a network."""
 
-    def there(source: SourceConfig) -> bool:
+    def exists(source: SourceConfig) -> bool:
         if source.kind == "megatron":
-            return all(Path(f"{prefix_of(source.path)}{ending}").exists() for ending in (".bin", ".idx"))
+            return all(Path(f"{indexed_prefix(source.path)}{ending}").exists() for ending in (".bin", ".idx"))
         return source.path.exists() or is_procedural(source.path) or is_pattern(source.path)
 
-    return all(map(there, sources))
+    return all(map(exists, sources))
 
 
-def source_files(source: AnySource, split: str | None = None) -> set[Path]:
-    """What is read of sources on disk: files, or the directory of a saved dataset, without links and `..`. Empty for a
-    hub name and for what is generated. Raises: ValueError as `find`."""
-    return {file.resolve() for each in sources_of(source, split) for file in find(each).files}
+def source_files(sources: Sequence[SourceConfig]) -> set[Path]:
+    """Files that are read of the sources, or the directory of a saved dataset, with links and `..` resolved. Empty for
+    hub names and generated data. Raises: ValueError as `find`."""
+    return {file.resolve() for source in sources for file in find(source).files}
 
 
-def files_in_words(source: AnySource, split: str | None = None) -> str:
-    """Which files of a directory are read and which entries are not, and why, for a note; empty for other sources."""
-    (source,) = sources_of(source, split)
-    place = find(source)
-    if place.kind != "files" or not (source.path.is_dir() or is_pattern(source.path)):
-        return ""
-    names = [file.name for file in place.files]
-    words = f"; read {len(names)} file{'s' * (len(names) > 1)}: {_listed(names)}"
-    if place.passed_over:
-        words += f"; passed over, as folders and other kinds of files are: {_listed(place.passed_over)}"
-    return words
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-def _require_unsplit(source: SourceConfig, words: str) -> None:
+def _require_unsplit(source: SourceConfig, subject: str) -> None:
     for key in ("split", "subset"):
         if (value := getattr(source, key)) is not None:
-            raise ValueError(f"{words} no {key} {value!r}; leave the {key} out")
+            raise ValueError(f"{subject} no {key} {value!r}; leave the {key} out")
 
 
 def _is_hub_name(name: str) -> bool:
@@ -242,11 +199,11 @@ def _saved_rows(directory: Path) -> Any:
 
     try:
         if json.loads((directory / "state.json").read_text(encoding="utf-8"))["_data_files"] == []:
-            return []  # which load_from_disk does not read
+            return []  # load_from_disk does not read an empty dataset
         return load_from_disk(str(directory))
-    except Exception as error:  # what its readers raise: JSON, Arrow, missing files
+    except Exception as error:  # of JSON, of Arrow, of missing files
         raise ValueError(
-            f"{directory} is not a dataset that save_to_disk has written whole: {type(error).__name__}: "
+            f"{directory} is not a whole dataset of save_to_disk: {type(error).__name__}: "
             f"{str(error).partition(chr(10))[0]}; save it again"
         ) from error
 

@@ -1,7 +1,7 @@
-"""Rows from one file: JSON lines, JSON, CSV, TSV, Parquet, Arrow, each also compressed. No file is held as a whole.
+"""Rows of one file: JSON lines, JSON, CSV, TSV, Parquet, Arrow, each also compressed. No file is held as a whole.
 
-Rows come in chunks of a bounded size. Those of JSON lines are not parsed before they are asked for, which a worker
-process may do.
+Rows come in chunks of bounded size. JSON lines are parsed when rows are asked for, possibly by a worker process.
+CSV cells stay texts: `datasets` would read "007" as 7 and "NA" as null.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megarlhf.data.json_rows import begins_with_bracket, parse_array, parse_line
 
 JSON, TABLES, COLUMNS = (".jsonl", ".ndjson", ".json"), {".csv": ",", ".tsv": "\t"}, (".parquet", ".arrow")
 SUFFIXES = (*JSON, *TABLES, *COLUMNS)
-"""Endings of data files, of which each may have one of `COMPRESSED` behind it."""
+"""Endings of data files. Each may be followed by one of `COMPRESSED`."""
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _ARCHIVES = (".zip", ".lz4", ".7z", ".rar", ".tar", ".tgz")
 CHUNK_ROWS, CHUNK_BYTES = 1000, 4 << 20
@@ -32,26 +32,26 @@ CHUNK_ROWS, CHUNK_BYTES = 1000, 4 << 20
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some rows that follow each other."""
+    """Consecutive rows of a file."""
 
     name: str
     """Name of the file."""
     unit: str
-    """Word for one of its rows: line, row, item."""
+    """Word for a row: line, row, item."""
     numbers: list[int]
     rows: list[Any]
     raw: bool = False
-    """True where `rows` are lines of JSON that nobody has parsed."""
+    """Rows are unparsed lines of JSON."""
 
     def located(self) -> Iterator[tuple[str, Any]]:
-        """Each row, with the words that say where it stands. Raises: ValueError for one that cannot be read."""
+        """Each row with its location: ("data.jsonl, line 3", row). Raises: ValueError for one that cannot be read."""
         for number, row in zip(self.numbers, self.rows, strict=True):
             where = f"{self.name}, {self.unit} {number}"
             yield where, parse_line(row, self.name, number) if self.raw else row
 
 
 def kind_of(name: str) -> tuple[str, str]:
-    """The ending that says what a file holds, and that of its compression; "" where there is none of ours."""
+    """Endings for a file's format and its compression. "" for an unknown format, or no compression."""
     path = Path(name.lower())
     compressed = path.suffix if path.suffix in COMPRESSED else ""
     suffix = Path(path.stem).suffix if compressed else path.suffix
@@ -59,7 +59,7 @@ def kind_of(name: str) -> tuple[str, str]:
 
 
 def require_readable(path: Path) -> None:
-    """Raises: ValueError for an archive of data, which nobody means to leave out."""
+    """Raises: ValueError for a data file in an archive that is not read."""
     name = Path(path.name.lower())
     if name.suffix in _ARCHIVES and Path(name.stem).suffix in SUFFIXES:
         raise ValueError(
@@ -69,7 +69,7 @@ def require_readable(path: Path) -> None:
 
 
 def read_chunks(path: Path) -> Iterator[Chunk]:
-    """The rows of a file, in order. Raises: ValueError that names the file, and the line where it can."""
+    """Read the rows of a file, in order. Raises: ValueError that names the file and, if known, the line."""
     suffix, compressed = kind_of(path.name)
     require_readable(path)
     if not suffix:
@@ -91,21 +91,21 @@ def read_chunks(path: Path) -> Iterator[Chunk]:
 
 
 def first_rows(path: Path, count: int) -> list[tuple[str, Any]]:
-    """The first rows of a file, as `Chunk.located` gives them."""
+    """The first rows of a file, with their locations."""
     with contextlib.closing(cast(Any, read_chunks(path))) as chunks:
         located = (row for chunk in chunks for row in chunk.located())
         return list(itertools.islice(located, count))
 
 
 def count_rows(path: Path, most_bytes: int, enough: int) -> int | None:
-    """How many rows a file has, where metadata say it, or its lines where it has no more than so many bytes, or its
-    first rows where there are fewer than `enough`. Raises: ValueError for one that cannot be read so far."""
+    """Count the rows of a file: by metadata, by lines if it has at most `most_bytes`, or by reading if there are fewer
+    than `enough`. None otherwise. Raises: ValueError for a file that cannot be read so far."""
     suffix, compressed = kind_of(path.name)
     small = not compressed and path.stat().st_size <= most_bytes
     if not compressed and suffix == ".parquet":
         import pyarrow.parquet as parquet
 
-        with contextlib.suppress(Exception):  # what it is, is said where it is read
+        with contextlib.suppress(Exception):  # a broken file is reported when it is read
             return int(parquet.read_metadata(path).num_rows)
     if small and suffix == ".arrow":
         with contextlib.suppress(Exception), contextlib.ExitStack() as stack:  # as above
@@ -145,10 +145,10 @@ def _json(path: Path, compressed: str) -> Iterator[Chunk]:
         lines: list[Any] = []
         size = 0
         # Bytes are split at line feeds only; a str also at U+2028, which a JSON string may hold.
-        for number, line in enumerate(stream, start=1):
+        for line_number, line in enumerate(stream, start=1):
             if not line.strip():
                 continue
-            numbers.append(number)
+            numbers.append(line_number)
             lines.append(line)
             size += len(line)
             if len(lines) == CHUNK_ROWS or size >= CHUNK_BYTES:
@@ -159,24 +159,19 @@ def _json(path: Path, compressed: str) -> Iterator[Chunk]:
 
 
 def _chunked(rows: Iterable[tuple[int, Any]], name: str, unit: str) -> Iterator[Chunk]:
-    for part in _batched(rows):
+    numbered = iter(rows)
+    while part := list(itertools.islice(numbered, CHUNK_ROWS)):
         yield Chunk(name, unit, [number for number, _ in part], [row for _, row in part])
 
 
-def _batched(rows: Iterable[tuple[int, Any]]) -> Iterator[tuple[tuple[int, Any], ...]]:
-    iterator = iter(rows)
-    while part := tuple(itertools.islice(iterator, CHUNK_ROWS)):
-        yield part
-
-
-def chunks_of_rows(rows: Iterable[Any], name: str, unit: str) -> Iterator[Chunk]:
-    """Chunks of rows that are there already, such as those of a saved dataset."""
-    return _chunked(enumerate(map(without_absent, rows), 1), name, unit)
+def chunks_of_rows(rows: Iterable[Any], name: str, unit: str, first: int = 1) -> Iterator[Chunk]:
+    """Chunks of rows in memory or of a saved dataset. `first`: number of the first row."""
+    return _chunked(enumerate(map(without_absent, rows), first), name, unit)
 
 
 def without_absent(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of a columnar set, in which messages and descriptions of tools have the keys of all rows: one that is null
-    there is one that the row has not."""
+    """A columnar row without the keys that are null in its messages and tool descriptions: there, each object has the
+    keys of all rows."""
     return {name: _without_nulls(value) if _is_of_objects(value) else value for name, value in row.items()}
 
 
@@ -192,7 +187,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _table(path: Path, compressed: str, delimiter: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """Rows of a CSV or TSV file by its first line, which names the columns. Every value is a text."""
+    """Rows of a CSV or TSV file. The first line names the columns; every value is a text."""
     csv.field_size_limit(1 << 31)
     with _opened(path, compressed) as raw, TextIOWrapper(raw, encoding="utf-8-sig", newline="") as text:
         reader = csv.reader(text, delimiter=delimiter, strict=True)
@@ -234,8 +229,8 @@ def _header(cells: list[str], path: Path) -> list[str]:
 
 
 def _columnar(path: Path, suffix: str, compressed: str) -> Iterator[dict[str, Any]]:
-    """Rows of a Parquet or Arrow file; of a compressed one, which has to be looked at from its end, through a file
-    without a name."""
+    """Rows of a Parquet or Arrow file. These are read from the end, so a compressed one is unpacked to a temporary
+    file."""
     import pyarrow as pa
 
     with contextlib.ExitStack() as stack:
@@ -265,7 +260,7 @@ def _batches(source: Any, suffix: str, stack: contextlib.ExitStack) -> Iterator[
     mapped = stack.enter_context(pa.memory_map(source) if isinstance(source, str) else pa.PythonFile(source, "r"))
     try:
         reader = pa.ipc.open_file(mapped)
-        batches: Iterable[Any] = (reader.get_batch(number) for number in range(reader.num_record_batches))
+        batches: Iterable[Any] = (reader.get_batch(index) for index in range(reader.num_record_batches))
     except pa.ArrowInvalid:
         mapped.seek(0)
         batches = pa.ipc.open_stream(mapped)

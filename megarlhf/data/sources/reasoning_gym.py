@@ -1,9 +1,9 @@
-"""Tasks that the package reasoning-gym generates, as a data source: `reasoning_gym:TASK?size=500&seed=0`.
+"""Tasks of the package reasoning-gym as a data source: `reasoning_gym:TASK?size=500&seed=0`.
 
-Some of its generators walk through Python sets, so that what they make depends on the process's hash seed. Items are
-therefore made in a process of its own with a fixed one, and are equal on every rank, in every run.
+Some of its generators iterate over Python sets, so their items depend on the process's hash seed. Items are therefore
+made in a process of its own with a fixed hash seed, and are equal on every rank and in every run.
 
-The standard library and yaml only: the process that generates and those that score import this. Run as
+This module imports only the standard library and yaml: the processes that generate and that score import it. Run as
 `python -m megarlhf.data.sources.reasoning_gym SOURCE`, it prints a JSON line for each item.
 """
 
@@ -27,35 +27,35 @@ import yaml
 
 PREFIX = "reasoning_gym:"
 FIELD = "reasoning_gym"
-"""The record's column from which the rule `reasoning_gym` makes the item again."""
+"""The record's column from which the rule `reasoning_gym` recreates the item."""
 SAME_HASHES = {"PYTHONHASHSEED": "0"}
-"""Environment of each process that generates items or makes them again."""
+"""Environment of each process that generates or recreates items."""
 
 
 @dataclass(frozen=True)
 class Procedural:
-    """What a source's name says."""
+    """The parts of a source's name."""
 
     task: str
     params: Mapping[str, Any]
     """Arguments of the task's configuration, with `size` and `seed`."""
 
     def seeds(self) -> range:
-        """Item n of a task is drawn with seed + n."""
+        """Seeds of the items: item n of a task is drawn with seed + n."""
         return range(self.params["seed"], self.params["seed"] + self.params["size"])
 
     def other_params(self) -> dict[str, Any]:
-        """What makes items of another kind."""
+        """Parameters but `size` and `seed`."""
         return {key: value for key, value in self.params.items() if key not in ("size", "seed")}
 
 
 def is_procedural(name: str | Path) -> bool:
-    """Whether a source is none on disk, and none of the hub."""
+    """Tell whether a source is generated."""
     return str(name).startswith(PREFIX)
 
 
 def parse(name: str) -> Procedural:
-    """From `reasoning_gym:TASK?size=500&seed=0&PARAM=VALUE`, values in YAML.
+    """Parse `reasoning_gym:TASK?size=500&seed=0&PARAM=VALUE`, with values in YAML.
 
     Raises: ValueError for another form, and without `size` or `seed`: without a seed each rank would draw its own.
     """
@@ -79,9 +79,9 @@ def parse(name: str) -> Procedural:
 
 
 def require_task(name: str) -> Procedural:
-    """The source, after a look whether reasoning-gym knows its task and its parameters. Nothing is generated.
+    """Check that reasoning-gym knows the task and its parameters. Nothing is generated.
 
-    Raises: ValueError, naming the nearest name there is.
+    Raises: ValueError that names the nearest known name.
     """
     source = parse(name)
     require_reasoning_gym(name)
@@ -124,13 +124,13 @@ def require_disjoint(train: str | Path, validation: str | Path) -> None:
 
 
 def items_of(name: str) -> int:
-    """How many items there are. Raises: ValueError as `parse`."""
+    """Number of items of a source. Raises: ValueError as `parse`."""
     return int(parse(name).params["size"])
 
 
 def generate(name: str) -> list[dict[str, Any]]:
-    """The items, as rows with `prompt`, `answer` (where the task has one answer only) and what the rule
-    `reasoning_gym` needs. Raises: ValueError as `require_task`, or with what the generator said."""
+    """Generate the items: rows with `prompt`, `answer` (if the task has a single answer) and the column for the rule
+    `reasoning_gym`. Raises: ValueError as `require_task`, or with the generator's error."""
     require_task(name)
     done = subprocess.run(
         [sys.executable, "-m", "megarlhf.data.sources.reasoning_gym", name],
@@ -149,8 +149,8 @@ def generate(name: str) -> list[dict[str, Any]]:
 
 
 def item_again(described: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """The dataset of an item and the item itself, from the record's column. Raises: ValueError where it is another
-    item than that of the data, as with another version of reasoning-gym."""
+    """Recreate an item, with its dataset, from the record's column. Raises: ValueError where it differs from that of
+    the data, as with another version of reasoning-gym."""
     source = str(described["source"])
     dataset = _dataset_of(source)
     item = _item(source, int(described["item"]))
@@ -175,9 +175,9 @@ def _dataset_of(name: str) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _item(name: str, number: int) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = _dataset_of(name)[number]
-    return found
+def _item(name: str, index: int) -> Mapping[str, Any]:
+    item: Mapping[str, Any] = _dataset_of(name)[index]
+    return item
 
 
 def _digest(question: str) -> str:
@@ -190,13 +190,13 @@ def _nearest(name: str, known: list[str]) -> str:
 
 
 def _print_items(name: str) -> None:
-    for number in range(parse(name).params["size"]):
+    for index in range(parse(name).params["size"]):
         with contextlib.redirect_stdout(sys.stderr):  # of what a generator prints
-            item = _item(name, number)
-        row = {"question": item["question"]}
-        if isinstance(item["answer"], str):
-            row["answer"] = item["answer"]
-        row[FIELD] = {"source": name, "item": number, "digest": _digest(item["question"])}
+            generated = _item(name, index)
+        row = {"question": generated["question"]}
+        if isinstance(generated["answer"], str):
+            row["answer"] = generated["answer"]
+        row[FIELD] = {"source": name, "item": index, "digest": _digest(generated["question"])}
         print(json.dumps(row, ensure_ascii=True))
 
 

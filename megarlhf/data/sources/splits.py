@@ -1,4 +1,7 @@
-"""Which files a directory or a pattern names, by split: by their names, their folders, or a README of the hub."""
+"""Files of a directory or a pattern, by split. A README of the hub, file names, or folder names tell the split.
+
+`datasets` is not used for this: it reads doubtful names such as `mathtrain` and `mathtest` as one training split.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import yaml
 from megarlhf.data.sources.read import SUFFIXES, kind_of, require_readable
 
 Splits = dict[str, list[Path]]
-"""Files in order, by split; "" where nothing says one."""
+"""Files in order, by split. "" stands for files without a split."""
 
 _SPLIT_WORDS = {
     "train": "train", "training": "train",
@@ -22,59 +25,59 @@ _SPLIT_WORDS = {
     "heldout": "heldout", "held_out": "heldout", "held-out": "heldout", "holdout": "heldout",
     "test": "test", "testing": "test", "eval": "test", "evals": "test", "evaluation": "test",
 }  # fmt: skip
-"""Words in a file's name, in either case, that make it a split: those of `datasets`, and ours for held-out data."""
+"""Splits by words in file names, in any case: those of `datasets`, and ours for held-out data."""
 _SPLIT_WORD = re.compile(rf"(?:^|(?<=[-._ 0-9]))({'|'.join(_SPLIT_WORDS)})(?=[-._ 0-9])")
 _MAY_BE_A_SPLIT = re.compile(r"train|test|valid|dev|eval|hold[-_]?out|held[-_]?out")
-"""Where one of these is only a part of a word (`mathtrain`, `contest`), nobody can say whether it means a split."""
+"""Parts of words (`mathtrain`, `contest`) that may or may not mean a split."""
 _SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}")
 
 
 def chosen_split(name: str, splits: Iterable[str], split: str | None) -> str:
-    """The split to read. Raises: ValueError that lists what there is."""
-    there = list(splits)
-    listed = ", ".join(each or "(no split named)" for each in there)
+    """The split to read. Raises: ValueError that lists the splits."""
+    known = list(splits)
+    listed = ", ".join(known_split or "(no split named)" for known_split in known)
     if split is None:
-        if len(there) > 1:
+        if len(known) > 1:
             raise ValueError(
                 f"{name} has several splits, of which only one is meant: {listed}; name it, as {{path: {name}, split: "
-                f"{next(filter(None, there))}}} (data.train.split on the command line), or give the path of its own "
+                f"{next(filter(None, known))}}} (data.train.split on the command line), or give the path of its own "
                 "file or directory"
             )
-        return there[0]
-    if split not in there:
+        return known[0]
+    if split not in known:
         raise ValueError(f"{name} has no split {split!r}; it has {listed}")
     return split
 
 
 def saved_splits(directory: Path) -> list[str]:
-    """The splits of what `save_to_disk` wrote; one without a name for a Dataset, none for any other directory."""
+    """Splits of a dataset of `save_to_disk`: one without a name for a Dataset, none for any other directory."""
     described = directory / "dataset_dict.json"
     if described.exists():
         try:
             return list(json.loads(described.read_text(encoding="utf-8"))["splits"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{described} is not what save_to_disk writes: {error}; save the dataset again") from error
+            raise ValueError(f"{described} is not a file of save_to_disk: {error}; save the dataset again") from error
     return [""] if (directory / "state.json").exists() else []
 
 
 def is_pattern(path: Path) -> bool:
-    """Whether a path names files by a pattern; a file that is there under this very name is no pattern."""
+    """Tell whether a path is a pattern. The name of an existing file is none."""
     return bool(glob.has_magic(str(path))) and not path.exists()
 
 
 def files_of_pattern(path: Path) -> Splits:
-    """The files that match, `**` through folders. Raises: ValueError where none does."""
+    """The files that match; `**` matches any folders. Raises: ValueError where none does."""
     matches = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
     splits = _by_name(path, [match for match in matches if match.is_file()])
     if not splits:
-        found = f"it matches {_listed([match.name for match in matches])}" if matches else "it matches nothing"
-        raise ValueError(f"no data files match {path}: {found}; expected names that end in {', '.join(SUFFIXES)}")
+        matched = f"it matches {list_names([match.name for match in matches])}" if matches else "it matches nothing"
+        raise ValueError(f"no data files match {path}: {matched}; expected names that end in {', '.join(SUFFIXES)}")
     return splits
 
 
 def files_of_directory(directory: Path, subset: str | None) -> Splits:
-    """As its README says, if it is one of the hub; else by the names in it (`_by_layout`). Raises: ValueError where
-    there are none."""
+    """Data files of a directory, by its hub README if any, else by the names in it (`_by_layout`). Raises: ValueError
+    where there are none."""
     if described := _described_files(directory, subset):
         return described
     if subset is not None:
@@ -86,19 +89,19 @@ def files_of_directory(directory: Path, subset: str | None) -> Splits:
 
 
 def _by_layout(directory: Path) -> Splits:
-    """The files in it; else those in `data/`; else those in folders that are named for splits. Raises: ValueError where
-    there are none."""
+    """Data files of a directory itself, else of its `data/`, else of its folders that are named for splits. Raises:
+    ValueError where there are none."""
     entries = _entries(directory)
     if splits := _by_name(directory, entries):
         return splits
     inner = directory / "data"
     if inner.is_dir() and (splits := _by_name(inner, _entries(inner))):
         return splits
-    folders = {entry.name: _by_name(entry, _entries(entry)) for entry in entries if entry.is_dir()}
-    named = {_SPLIT_WORDS[name.lower()]: splits for name, splits in folders.items() if name.lower() in _SPLIT_WORDS}
-    if named := {name: of_folder for name, of_folder in named.items() if of_folder}:
-        return {name: [file for files in of_folder.values() for file in files] for name, of_folder in named.items()}
-    file_names = _listed([entry.name for entry in entries]) or "nothing"
+    by_folder = {entry.name: _by_name(entry, _entries(entry)) for entry in entries if entry.is_dir()}
+    named = {_SPLIT_WORDS[name.lower()]: files for name, files in by_folder.items() if name.lower() in _SPLIT_WORDS}
+    if named := {split: files for split, files in named.items() if files}:
+        return {split: [file for part in files.values() for file in part] for split, files in named.items()}
+    file_names = list_names([entry.name for entry in entries]) or "nothing"
     raise ValueError(
         f"no data files in {directory}: found {file_names}; expected names that end in {', '.join(SUFFIXES)}, or a "
         "directory written by datasets' save_to_disk"
@@ -118,7 +121,7 @@ def _entries(directory: Path) -> list[Path]:
 
 
 def _by_name(where: Path, entries: Sequence[Path]) -> Splits:
-    """The data files among the entries, by the split that their names say."""
+    """Data files among the entries, by the split in their names."""
     splits: Splits = {}
     for entry in entries:
         require_readable(entry)
@@ -130,37 +133,38 @@ def _by_name(where: Path, entries: Sequence[Path]) -> Splits:
 
 
 def _require_one_kind(where: Path, files: Sequence[Path]) -> None:
-    """Files without a split are joined, but not where their names leave open whether they are several splits. Names
-    that differ in numbers only (`latest_1`, `latest_2`) are parts of one thing."""
+    """Check files without a split, which are joined. Names that differ in numbers only (`latest_1`, `latest_2`) are
+    parts of one set. Raises: ValueError where the names may mean several splits."""
     stems = [file.name.lower().partition(kind_of(file.name)[0])[0] for file in files]
     doubtful = [file.name for file, stem in zip(files, stems, strict=True) if _MAY_BE_A_SPLIT.search(stem)]
     if doubtful and len({re.sub(r"[-._ 0-9]", "", stem) for stem in stems}) > 1:
         raise ValueError(
             f"{where} has {len(files)} data files, and may mix splits such as train and test; these names do "
-            f"not say clearly: {_listed(doubtful)}. Give the path of the one file that is meant. Or rename the files "
-            "so that the split is a word of its own (math_train.jsonl, math_test.jsonl), and name it (data.train.split)"
-            ". Or, if all are meant, move them to a directory as part_1, part_2 and so on"
+            f"not say clearly: {list_names(doubtful)}. Give the path of the one file that is meant. Or rename the "
+            "files so that the split is a word of its own (math_train.jsonl, math_test.jsonl), and name it "
+            "(data.train.split). Or, if all are meant, move them to a directory as part_1, part_2 and so on"
         )
 
 
 def split_of(name: str) -> str:
-    """As `datasets` reads names: `train_sft-00000-of-00002.parquet` -> train_sft, `math_Test.jsonl` -> test; "" where
-    a name says no split, or more than one (`train_heldout.jsonl`)."""
+    """Split in a file name, as `datasets` reads it: `train_sft-00000-of-00002.parquet` -> train_sft, `math_Test.jsonl`
+    -> test. "" where the name has none, or several (`train_heldout.jsonl`)."""
     if shard := _SHARD.match(name):
         return shard[1]
     splits = {_SPLIT_WORDS[word] for word in _SPLIT_WORD.findall(name.lower())}
     return splits.pop() if len(splits) == 1 else ""
 
 
-def _listed(names: Sequence[str]) -> str:
+def list_names(names: Sequence[str]) -> str:
+    """Up to eight names, and the number of others."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _described_files(directory: Path, subset: str | None) -> Splits:
-    """What the front matter of a README.md of the hub says: `configs`, each with `data_files`, with a `data_dir` whose
-    files are found by their names, or with both; nothing without it.
+    """Data files by the front matter of a hub README.md: `configs` with `data_files`, with a `data_dir` whose files
+    are found by name, or with both. Empty without it.
 
-    Raises: ValueError for a subset that is not there, or none named of several, and for files that are not there.
+    Raises: ValueError for an unknown subset, for several of which none is named, and for missing files.
     """
     configs = _configs(directory / "README.md")
     if not configs:
@@ -187,8 +191,8 @@ def _described_files(directory: Path, subset: str | None) -> Splits:
     splits: Splits = {}
     for split, patterns in _patterns(config["data_files"]):
         for pattern in patterns:
-            found = sorted(Path(name) for name in glob.glob(str(within / pattern), recursive=True))
-            files = [file for file in found if kind_of(file.name)[0]]
+            matches = sorted(Path(name) for name in glob.glob(str(within / pattern), recursive=True))
+            files = [file for file in matches if kind_of(file.name)[0]]
             if not files:
                 raise ValueError(
                     f"{directory}: its README.md says {Path(folder or '') / pattern} for the split {split}, and no "
@@ -199,7 +203,7 @@ def _described_files(directory: Path, subset: str | None) -> Splits:
 
 
 def _configs(readme: Path) -> list[Mapping[str, Any]]:
-    """All of them; one with neither `data_files` nor `data_dir` is of the whole directory."""
+    """The README's `configs`. One with neither `data_files` nor `data_dir` is the whole directory."""
     if not readme.is_file():
         return []
     parts = readme.read_text(encoding="utf-8", errors="replace").split("---", 2)
@@ -215,9 +219,11 @@ def _configs(readme: Path) -> list[Mapping[str, Any]]:
 
 
 def _patterns(data_files: Any) -> list[tuple[str, list[str]]]:
-    """`data_files` in each of its forms: a pattern, patterns, or a mapping of split and path for each split."""
+    """Splits and patterns of `data_files`: a pattern, patterns, or a mapping with split and path for each split."""
     result = []
-    for each in data_files if isinstance(data_files, list) else [data_files]:
-        split, path = (each.get("split", "train"), each.get("path")) if isinstance(each, Mapping) else ("train", each)
+    for entry in data_files if isinstance(data_files, list) else [data_files]:
+        split, path = (
+            (entry.get("split", "train"), entry.get("path")) if isinstance(entry, Mapping) else ("train", entry)
+        )
         result.append((str(split), [str(part) for part in (path if isinstance(path, list) else [path])]))
     return result

@@ -1,7 +1,7 @@
-"""Columns of a record that change what should be learnt from it, and that nothing reads: refused by name, or counted.
+"""Columns that should change what is learnt from a record but are not read. They are refused by name, or counted.
 
-Ordinary columns (`id`, `source`, `score`) pass, and are named with their set. In prompts all columns are fields for the
-rewards, but those that only a prompt can mean (`images`, `documents`) are refused there too.
+Ordinary columns (`id`, `source`, `score`) pass and are listed with their set. In prompts all columns are fields for the
+rewards; only those that belong to a prompt (`images`, `documents`) are refused.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _READ: Mapping[type, frozenset[str]] = {
     SFTSample: frozenset(("response", "finished", *_OF_ALL)),
     PairSample: frozenset(("chosen", "rejected", "margin", *_OF_ALL)),
 }
-"""Columns that samples of a kind are made of. All columns of a prompt are read: rewards get them."""
+"""Columns that are read, by the type of sample. Of a prompt all columns are read: rewards get them."""
 NOT_READ = "not_read"
-"""The column by which the configuration says that nothing is to be read of it."""
+"""New name for a column that the configuration excludes on purpose."""
 _SCORE = re.compile("scor|rating|reward")
 _JUDGEMENTS = ("is_correct", "correct", "is_chosen", "is_preferred")
-"""Columns that say whether the answer is a good one."""
+"""Columns that judge the answer."""
 _MESSAGES_AS_TEXT = re.compile(r"""\ufeff?\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
 
 
 def counted(sample_type: type, record: Mapping[str, Any]) -> Iterator[str]:
-    """Words by which a record is counted that others would not learn as it stands."""
+    """Descriptions of a record that other programs would not learn as it is. Each is counted."""
     if sample_type is SFTSample:
         for name in _JUDGEMENTS:
             if name in record and _off(record[name]):
@@ -39,7 +39,7 @@ def counted(sample_type: type, record: Mapping[str, Any]) -> Iterator[str]:
         for name in record:
             if "chosen" in name and _SCORE.search(name):
                 other = name.replace("chosen", "rejected")
-                chosen, rejected = (_number(record.get(each)) for each in (name, other))
+                chosen, rejected = (_number(record.get(column)) for column in (name, other))
                 if chosen is not None and rejected is not None and chosen < rejected:
                     yield f"with {name} below {other}"
         if (_number(record.get("margin")) or 0.0) < 0:
@@ -47,7 +47,7 @@ def counted(sample_type: type, record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def unread_columns(sample_type: type, record: Mapping[str, Any]) -> Iterator[str]:
-    """Columns of a record of which nothing is in its sample, but for those whose text stands in one that is read."""
+    """Columns that are not in the record's sample, except those whose text is part of a column that is read."""
     known = _READ.get(sample_type)
     if known is None or record.keys() <= known:
         return
@@ -62,12 +62,11 @@ def unread_columns(sample_type: type, record: Mapping[str, Any]) -> Iterator[str
 
 
 _SHORT = 16
-"""Characters of a text that may stand anywhere by chance."""
+"""Characters below which a text may occur anywhere by chance."""
 
 
 def _stands_in(text: str, values: Iterable[Any]) -> bool:
-    """Tell whether a text is another one, or one of the texts in a list of messages, or a part of one that is no word
-    or two."""
+    """Tell whether a text equals one of the values, or one in their messages, or is a longer part of one."""
     for value in values:
         if isinstance(value, list | Mapping):
             if _stands_in(text, value.values() if isinstance(value, Mapping) else value):
@@ -82,7 +81,7 @@ def _given(value: Any) -> bool:
 
 
 _SWITCHES = {"true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0, "1.0": 1.0, "0.0": 0.0}
-"""Texts as CSV files have them."""
+"""Values of the texts in CSV files."""
 
 
 def _number(value: Any) -> float | None:
@@ -100,17 +99,17 @@ def _off(value: Any) -> bool:
 
 
 def is_flag(value: Any) -> bool:
-    """Tell whether a value is true or false, also as a number, and as a CSV file writes them."""
+    """Tell whether a value is a boolean, also as a number or a CSV text."""
     return _number(value) in (0, 1)
 
 
 def is_verdict(value: Any) -> bool:
-    """Tell whether a value says of one answer that it is a good or a bad one, as KTO's do."""
+    """Tell whether a value judges a single answer, as in KTO's data."""
     return is_flag(value) or str(value).strip().lower() in ("desirable", "undesirable")
 
 
 def _mask(value: Any) -> bool:
-    """Tell whether NeMo's `mask`, the role that is not learnt, names another one than the user."""
+    """Tell whether NeMo's `mask`, the role that is not learnt, is another one than the user."""
     return bool(value) and str(value).lower() not in ("user", "human")
 
 
@@ -119,16 +118,16 @@ def _text(value: Any) -> bool:
 
 
 def _words(value: Any) -> bool:
-    """Tell whether a value is a text of several words, and no switch ("on")."""
+    """Tell whether a value is a text of several words, not a switch such as "on"."""
     return _text(value) and len(value.split()) > 1
 
 
 def _numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, int) for each in value)
+    return isinstance(value, list) and all(isinstance(item, int) for item in value)
 
 
 Rules = Mapping[str, tuple[Callable[[Any], bool], str]]
-"""Columns, each with a function that tells whether a value of it says something, and with what it says."""
+"""By column: a function that tells whether a value is meaningful, and a text on what it means and what to do."""
 
 
 def _rules(names: str, says: Callable[[Any], bool], meaning: str) -> Rules:
@@ -160,7 +159,7 @@ _OF_TEMPLATE: Rules = {
         "is a variable of the chat template: give it under chat_template_kwargs, or for all in data.template_args",
     ),
 }
-"""Columns of the prompt, and of nothing else."""
+"""Columns that can only belong to the prompt."""
 _OTHER_PARTS: Rules = {
     **_rules("history", _given, f"{_PART}: the adapter alpaca joins the parts, or one of yours"),
     **_rules("functions function_call", _given, f"{_PART}: call the column 'tools'"),
@@ -182,7 +181,7 @@ _THOUGHTS_ELSEWHERE = (
 )
 """The rule of columns such as `thinking_trajectories` and `Complex_CoT`."""
 _THOUGHTS_OF_PAIRS = {name: _THOUGHTS[name] for name in ("reasoning_content", "thinking", "thought")}
-"""Others, such as `rationale`, may be those of the judge."""
+"""Other columns, such as `rationale`, may be the judge's."""
 _BESIDE_MESSAGES: Rules = {
     **_rules(
         "prompt query instruction context",
@@ -233,18 +232,17 @@ _RULES: Mapping[Kind, Sequence[Rules]] = {
     "prompt": (_OF_TEMPLATE, _BESIDE_PROMPTS),
     "messages to answer": (_OF_TEMPLATE, _BESIDE_PROMPTS, {"prompt": _BESIDE_MESSAGES["prompt"]}),
 }
-"""Rules for each kind of record: raw text, prompt and response, one conversation, two answers, a prompt alone, messages
-alone."""
+"""Rules by kind of record."""
 
 
 def require_read(record: Mapping[str, Any], kind: Kind, messages: Sequence[Mapping[str, Any]] = ()) -> None:
-    """Raises: ValueError for a column that would change what is learnt or asked of such a record, and that says more
-    than a part of one of its `messages`."""
+    """Raises: ValueError for a column that would change what is learnt or asked, unless its text is part of one of
+    the `messages`."""
     for name, value in record.items():
         thought = [_THOUGHTS_ELSEWHERE] if _THOUGHTS in _RULES[kind] and _NAME_OF_THOUGHTS.search(name) else []
-        for says, meaning in [rules[name] for rules in _RULES[kind] if name in rules] or thought:
-            stands_there = says in (_text, _words, _given) and _in_a_message(value, messages)
-            if value is not None and says(value) and not stands_there:
+        for is_meaningful, meaning in [rules[name] for rules in _RULES[kind] if name in rules] or thought:
+            is_repeated = is_meaningful in (_text, _words, _given) and _in_a_message(value, messages)
+            if value is not None and is_meaningful(value) and not is_repeated:
                 raise ValueError(
                     f"the record has {name!r} = {shown(value)}, which is not read, and {meaning}. Where it means "
                     f"nothing, give it another name: columns: {{not_read: {name}}}"
@@ -256,8 +254,7 @@ def _in_a_message(value: Any, messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def require_no_messages(name: str, text: str) -> None:
-    """Raises: ValueError for a text that looks like a list of messages from its first to its last character, and that
-    is not read as one."""
+    """Raises: ValueError for a text that looks like a whole list of messages but is not read as one."""
     if not _MESSAGES_AS_TEXT.match(text) or not text.rstrip().endswith("]"):
         return
     try:

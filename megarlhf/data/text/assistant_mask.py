@@ -1,8 +1,8 @@
-"""Tokens of a conversation that the assistant says: by the template's marks, or by exact differences of prefixes.
+"""Tokens of the assistant's answers in a conversation: by the template's marks, or by exact differences of prefixes.
 
-An answer is what stands behind the ids of the conversation before it, as `rl` and `generate` ask for it: the model
-learns to continue just what it will be given. It ends with the token by which the template ends a turn, where a
-generated response ends too. A template that writes no such token gets the end of sequence.
+An answer starts after the ids of the conversation before it, as `rl` and `generate` ask for it. So the model learns to
+continue exactly what it will be given. The answer ends with the token that ends a turn in the template, at which a
+generated response ends too. If the template writes no such token, the end of sequence is added.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LossOn = Literal["last", "all"]
 
 
 class Inexact(ValueError):
-    """Nobody can say which tokens are the answer's."""
+    """The answer's tokens cannot be determined exactly."""
 
 
 @dataclass(frozen=True)
@@ -29,29 +29,29 @@ class Answered:
 
     tokens: list[int]
     stretches: list[int]
-    """Of the answers: see `SFTSample`."""
+    """Stretches of the answers: see `SFTSample`."""
     omissions: tuple[str, ...] = ()
-    """What the template has left out that it may leave out, in words."""
+    """Descriptions of what the template was allowed to leave out."""
 
 
 def learnt_turns(conversation: Conversation, loss_on: LossOn) -> list[int]:
-    """Numbers of the messages that are learnt: none where all that would be are marked as not to be."""
+    """Indices of the learnt messages, without those that are marked as not to be learnt."""
     turns = _turns(conversation)
     chosen = turns[-1:] if loss_on == "last" else turns
     return [turn for turn in chosen if turn not in conversation.unlearnt]
 
 
 def _turns(conversation: Conversation) -> list[int]:
-    return [number for number, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    return [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
 
 
 def answered(
     template: ChatTemplate, conversation: Conversation, loss_on: LossOn, may_drop: Collection[Kind] = ()
 ) -> Answered:
-    """Its tokens up to the last answer that is learnt, and where the last one or all of them stand; its last message is
-    the assistant's, and there is one to learn (`learnt_turns`).
+    """Tokens of a conversation up to its last learnt answer, with the stretches of the learnt answers.
 
-    may_drop: what the template may leave out of the messages
+    conversation: has an answer to learn (`learnt_turns`)
+    may_drop: parts that the template may leave out of the messages
 
     Raises: Inexact; NotWritten; ValueError for messages that the template refuses.
     """
@@ -69,17 +69,20 @@ def answered(
     omissions = require_written(written.omissions, conversation.roles, may_drop, turns)
     if template.has_marks:
         _require_in_marks(template, conversation, turns, written)
-        found = _by_marks(template, conversation, turns, loss_on)
+        answers = _by_marks(template, conversation, turns, loss_on)
     else:
-        found = _by_prefixes(template, conversation, turns, whole, written.places)
-    return replace(found, omissions=omissions)
+        answers = _by_prefixes(template, conversation, turns, whole, written.places)
+    return replace(answers, omissions=omissions)
 
 
 def _by_prefixes(
     template: ChatTemplate, conversation: Conversation, turns: Sequence[int], text: str, places: Places
 ) -> Answered:
-    """`turns`: numbers of the assistant's messages, the last message among them; `text`: of the whole conversation,
-    which has the messages in `places`."""
+    """Find the answers as the text behind the prompts that ask for them.
+
+    turns: indices of the learnt messages, the last message among them
+    text: the whole conversation; the messages are at `places` in it
+    """
     whole = Whole(template, text)
     ids, stretches = whole.ids, list[int]()
     for turn in turns:
@@ -97,9 +100,10 @@ def _by_prefixes(
         if first < len(asked) or behind > len(so_far):
             raise Inexact(_elsewhere(turn))
         if ids[: len(before)] != before:
-            if not last or ids[: _last(stretches)] != before[: _last(stretches)]:
+            end_so_far = stretches[-1] if stretches else 0
+            if not last or ids[:end_so_far] != before[:end_so_far]:
                 raise Inexact(_merged(turn, "begins", "the text before it", "start the answer with another character"))
-            # A model that is asked has the ids before it, and continues them: no merge crosses the border then.
+            # A model is given the ids before the answer and continues them, so no merge crosses the border.
             ids = [*before, *_closed(template, text[len(asked) :], continuation=True)]
         ids_so_far = ids if last else whole.ids_of(so_far)
         end = _end(template, ids_so_far, len(before), turn, conversation)
@@ -114,31 +118,31 @@ def _by_prefixes(
 
 
 class Whole:
-    """The ids of a whole conversation, and those of texts that begin as it does, which are made anew only behind the
-    last mark that both have."""
+    """Ids of a whole conversation, and of texts that begin as it does. Those are tokenized anew only from the last
+    special token that both have."""
 
     def __init__(self, template: ChatTemplate, text: str) -> None:
         self._template, self._text = template, text
         self.ids = _closed(template, text)
         divides = template.tokenizer.divides
-        found = [] if divides is None else list(divides.finditer(text))
+        matches = [] if divides is None else list(divides.finditer(text))
         written = self.ids if template.turn_end is not None else self.ids[:-1]
-        numbers = [number for number, token in enumerate(written) if token in template.tokenizer.special_ids]
-        # Where they are not as many, it cannot be told which id is which mark's.
-        self._marks = list(zip(found, numbers, strict=True)) if len(found) == len(numbers) else []
+        positions = [position for position, token in enumerate(written) if token in template.tokenizer.special_ids]
+        # With different counts, ids cannot be assigned to special tokens in the text.
+        self._marks = list(zip(matches, positions, strict=True)) if len(matches) == len(positions) else []
 
     def ids_of(self, text: str) -> list[int]:
         """The ids of a text."""
         shared = len(text) if self._text.startswith(text) else _common(text, self._text)
-        for match, number in reversed(self._marks):
+        for match, position in reversed(self._marks):
             same = match.re.match(text, match.start()) if match.end() <= shared else None
             if same is not None and same.group() == match.group():
-                return self.ids[:number] + self._template.ids(text[match.start() :])
+                return self.ids[:position] + self._template.ids(text[match.start() :])
         return self._template.ids(text)
 
 
 def _closed(template: ChatTemplate, whole: str, *, continuation: bool = False) -> list[int]:
-    """The ids of a conversation, or of its end; with an end of sequence where the template writes no end of a turn."""
+    """Ids of a conversation or of its end, with an end of sequence if the template writes no end of a turn."""
     if template.turn_end is not None:
         return template.ids(whole, continuation=continuation)
     behind = template.behind_an_answer
@@ -146,14 +150,9 @@ def _closed(template: ChatTemplate, whole: str, *, continuation: bool = False) -
     return [*template.ids(text, continuation=continuation), template.tokenizer.eos_id]
 
 
-def _last(stretches: Sequence[int]) -> int:
-    """The end of the answers that were found so far."""
-    return stretches[-1] if stretches else 0
-
-
 def _end(template: ChatTemplate, ids: Sequence[int], start: int, turn: int, conversation: Conversation) -> int:
-    """The end of an answer that begins at `start`: behind the last token that ends a turn, behind which only white
-    space may follow. A turn that calls tools may end with another token. Raises: Inexact."""
+    """End (exclusive) of an answer that begins at `start`: after the last token that ends a turn. Only white space may
+    follow. A turn that calls tools may end with another token. Raises: Inexact."""
     usual = len(ids) - len(template.behind_turn_end)
     if usual > start and ids[usual - 1] == template.end and list(ids[usual:]) == template.behind_turn_end:
         return usual
@@ -176,8 +175,8 @@ def _end(template: ChatTemplate, ids: Sequence[int], start: int, turn: int, conv
 def _require_in_marks(
     template: ChatTemplate, conversation: Conversation, turns: Sequence[int], written: WrittenPart
 ) -> None:
-    """Raises: Inexact where a part of an answer that is to be learnt is written outside the template's marks, or
-    another message inside."""
+    """Raises: Inexact where a part of a learnt answer is written outside the template's marks, or another message
+    inside."""
     marked = template.marked_places(conversation)
     for first, behind, part in written.spans:
         role = "assistant" if part.message is None else conversation.roles[part.message]
@@ -196,7 +195,7 @@ def _require_in_marks(
 
 
 def _by_marks(template: ChatTemplate, conversation: Conversation, turns: Sequence[int], loss_on: LossOn) -> Answered:
-    """Learn what stands between {% generation %} and {% endgeneration %}."""
+    """Find the answers between {% generation %} and {% endgeneration %}."""
     ids, runs = _marked_runs(template, conversation)
     if not runs:
         raise Inexact(
@@ -214,26 +213,26 @@ def _by_marks(template: ChatTemplate, conversation: Conversation, turns: Sequenc
 
 
 def _marked_runs(template: ChatTemplate, conversation: Conversation) -> tuple[list[int], list[tuple[int, int]]]:
-    """All ids, and where what is marked begins and ends."""
+    """All ids, and start and end of each marked run."""
     ids, marks = template.marked(conversation)
-    runs, place = list[tuple[int, int]](), 0
+    runs, start = list[tuple[int, int]](), 0
     for marked, group in itertools.groupby(marks):
         length = len(list(group))
         if marked:
-            runs.append((max(place, 1), place + length))
-        place += length
+            runs.append((max(start, 1), start + length))
+        start += length
     return ids, runs
 
 
 def _runs_of(
     template: ChatTemplate, conversation: Conversation, turns: Sequence[int], runs: list[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """Runs of the messages that are learnt. Raises: Inexact where it cannot be told whose they are."""
+    """Runs of the learnt messages. Raises: Inexact where runs cannot be assigned to messages."""
     every = _turns(conversation)
     if len(turns) == len(every):
         return runs
-    for number, turn in enumerate(every, 1):
-        if len(_marked_runs(template, conversation.before(turn + 1))[1]) != number:
+    for count, turn in enumerate(every, 1):
+        if len(_marked_runs(template, conversation.before(turn + 1))[1]) != count:
             raise Inexact(
                 f"the chat template does not mark message {turn + 1} ('assistant') as one stretch, so that it cannot "
                 "be told which marks belong to the messages with weight 0; leave weight out of this record, or give "
@@ -243,7 +242,7 @@ def _runs_of(
 
 
 def _end_of_mark(template: ChatTemplate, ids: Sequence[int], run: tuple[int, int]) -> int:
-    """Behind the token in the mark that ends the turn. Raises: Inexact where the mark leaves it out."""
+    """End of a run: after the token that ends the turn. Raises: Inexact where the mark leaves that token out."""
     start, end = run
     for behind in range(end, start, -1):
         if ids[behind - 1] in template.tokenizer.special_ids:
@@ -261,8 +260,8 @@ def _otherwise(asked: str, whole: str, turn: int) -> str:
     same = _common(asked, whole)
     return (
         f"where message {turn + 1} ('assistant') is asked for, the chat template writes {_shown(asked[same:])}; in the "
-        f"whole conversation it writes {_shown(whole[same:])} there, so that nobody can say which tokens are the "
-        "answer's. Mark them with {% generation %} in a template of your own (data.chat_template); or choose "
+        f"whole conversation it writes {_shown(whole[same:])} there, so that the answer's tokens cannot be told from "
+        "the rest. Mark them with {% generation %} in a template of your own (data.chat_template); or choose "
         "variables with which both agree (data.template_args); or leave such records out (data.inexact: skip)"
     )
 
@@ -270,7 +269,7 @@ def _otherwise(asked: str, whole: str, turn: int) -> str:
 def _changes(so_far: str, whole: str, turn: int) -> str:
     same = _common(so_far, whole)
     return (
-        f"message {turn + 1} ('assistant') is written otherwise where others follow: {_shown(so_far[same:])} became "
+        f"message {turn + 1} ('assistant') is written differently when others follow: {_shown(so_far[same:])} becomes "
         f"{_shown(whole[same:])}, so that it cannot be learnt as it is asked for; set data.loss_on to last, or leave "
         "such records out (data.inexact: skip)"
     )
@@ -286,13 +285,13 @@ def _elsewhere(turn: int) -> str:
 
 def _merged(turn: int, verb: str, what: str, advice: str) -> str:
     return (
-        f"message {turn + 1} ('assistant') {verb} with characters that the tokenizer merges with {what}, so that no "
-        f"border of tokens lies between; {advice}, or leave such records out (data.inexact: skip)"
+        f"message {turn + 1} ('assistant') {verb} with characters that the tokenizer merges with {what}, so that there "
+        f"is no border of tokens between; {advice}, or leave such records out (data.inexact: skip)"
     )
 
 
 def _common(first: str, second: str) -> int:
-    """How many characters are the same."""
+    """Length of the common beginning."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
 

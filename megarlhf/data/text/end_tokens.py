@@ -1,4 +1,4 @@
-"""Which token ends an answer of a conversation, by configuration and tokenizer."""
+"""The token that ends an answer of a conversation, by configuration and tokenizer."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from megarlhf.data.tokenizers.tokenizer import Tokenizer
 
 
 def turn_end_of(data: ConversationConfig, tokenizer: Tokenizer) -> int | None:
-    """The token by which the chat template ends an answer; None where it writes none, or where no template is read.
+    """The token with which the chat template ends an answer. None where it writes none, or no template is used.
 
-    With `auto` the data may be conversations or not: a template that cannot be used is said when the first one comes.
+    With `auto` the data may have no conversations: a template that cannot be used is reported with the first one.
 
-    Raises: ValueError for a template that `chat` asks for, and which there is not or which fails.
+    Raises: ValueError for a template that `chat` needs and that is missing or fails.
     """
     mode = data.template_mode
     if mode == "plain" or (mode == "auto" and not has_template(tokenizer)):

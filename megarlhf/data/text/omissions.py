@@ -1,4 +1,4 @@
-"""Omissions of a chat template: what a refusal or a count says of them."""
+"""Omissions of a chat template, as refusals or as descriptions to count."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True)
 class Omission:
-    """Something of a conversation that is not written as it is given."""
+    """A part of a conversation that is not written as it is given."""
 
     kind: Kind
     message: int | None
-    """Number of the message, from 0; None for the descriptions of tools."""
+    """Index of the message. None for the descriptions of tools."""
     key: str
-    """Key of the message, or of a description."""
+    """Key of the message or of a description."""
     text: str
-    """The text under the key, of which a part may be written."""
+    """The text under the key. A part of it may be written."""
 
 
 class NotWritten(ValueError):
-    """The template leaves something out, and nobody has allowed it."""
+    """The template leaves out something that it may not."""
 
 
 _WHAT: Mapping[Kind, str] = {
@@ -39,23 +39,23 @@ _WHAT: Mapping[Kind, str] = {
 def require_written(
     omissions: Sequence[Omission], roles: Sequence[str], may_drop: Collection[Kind], learnt: Collection[int] = ()
 ) -> tuple[str, ...]:
-    """Words for a count of what was left out; nothing where all is written.
+    """Descriptions of what was left out, to be counted. Empty where everything is written.
 
-    learnt: numbers of the messages that are learnt, of which no more than white space may be missing
+    learnt: indices of learnt messages; at most white space may be missing of them
 
-    Raises: NotWritten for what may not be left out.
+    Raises: NotWritten for a part that may not be left out.
     """
     for omission in omissions:
         is_learnt = omission.message in learnt and omission.kind != "white_space"
         if omission.kind not in may_drop or is_learnt:
-            kinds = {each.kind for each in omissions}
+            kinds = {omission.kind for omission in omissions}
             raise NotWritten(_refusal(omission, roles, None if is_learnt else sorted({*may_drop, *kinds})))
     left_out = sorted({omission.kind for omission in omissions})
     return tuple(f"without {_WHAT[kind]} that the chat template leaves out or changes" for kind in left_out)
 
 
 def _refusal(omission: Omission, roles: Sequence[str], would_do: Sequence[Kind] | None) -> str:
-    """would_do: `template_may_drop` with which the record is used; None for an answer that is learnt."""
+    """`would_do`: value of `template_may_drop` that allows the record; None for a learnt answer."""
     where = "tools" if omission.message is None else f"message {omission.message + 1} ({roles[omission.message]!r})"
     shown = repr(omission.text if len(omission.text) <= 80 else omission.text[:77] + "...")
     what = "leaves out or changes white space of" if omission.kind == "white_space" else "does not write all of"

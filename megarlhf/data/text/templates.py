@@ -8,7 +8,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, cast
@@ -25,13 +25,13 @@ Template = Literal["auto", "plain", "chat"]
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
 READ_KEYS = frozenset(("role", "content", "tool_calls", "tool_call_id", "id", *THOUGHTS))
-"""Keys of a message that are read, or that only tell messages apart."""
+"""Keys of a message that are read, or that only identify messages."""
 
 _OF_CALLS = frozenset(("id", "type", "index", "function", "name", "arguments"))
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 _ANSWER = "zqxjkv"
-"""An answer that no template takes for something else."""
+"""An answer that has no meaning in any template."""
 
 
 @dataclass(frozen=True)
@@ -41,40 +41,40 @@ class Conversation:
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     unlearnt: frozenset[int] = frozenset()
-    """Numbers of the assistant's messages that are not to be learnt, as their `weight: 0` says."""
+    """Indices of the assistant's messages that are not to be learnt (`weight: 0`)."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """The record's own variables of the template, its `chat_template_kwargs`."""
+    """The record's own template variables, its `chat_template_kwargs`."""
 
-    def before(self, number: int) -> Conversation:
-        """Its first messages."""
-        unlearnt = frozenset(n for n in self.unlearnt if n < number)
-        return replace(self, messages=self.messages[:number], unlearnt=unlearnt)
+    def before(self, count: int) -> Conversation:
+        """The conversation of the first `count` messages."""
+        unlearnt = frozenset(n for n in self.unlearnt if n < count)
+        return replace(self, messages=self.messages[:count], unlearnt=unlearnt)
 
     @property
     def roles(self) -> list[str]:
-        """The roles of its messages."""
+        """Roles of the messages."""
         return [message["role"] for message in self.messages]
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """How conversations are written for a model. Made by `chat_template`."""
+    """Writes conversations for a model. Made by `chat_template`."""
 
     tokenizer: ChatTokenizer
     given: str | None = None
-    """In place of the tokenizer's own template."""
+    """Replaces the tokenizer's own template."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Further variables that the template reads."""
+    """Further variables for the template."""
 
     @functools.cached_property
     def program(self) -> ChatProgram:
-        """The parsed template. Raises: ValueError where it is no template."""
+        """The parsed template. Raises: ValueError for a text that is no template."""
         text = self.given or self.tokenizer.own_template()
         assert text is not None, "see chat_template"
         return program_of(text)
 
     def text(self, conversation: Conversation, *, reply: bool = False) -> str:
-        """Write it by the template; with `reply` up to where the assistant's next message begins.
+        """Render a conversation; with `reply` up to the beginning of the assistant's next message.
 
         Raises: ValueError for messages that the template refuses.
         """
@@ -89,10 +89,10 @@ class ChatTemplate:
             )
 
     def written(self, conversation: Conversation, text: str, *, reply: bool = False) -> WrittenPart:
-        """Find the conversation in `text`, as `self.text` has made it. Raises: ValueError as `text`."""
+        """Find the conversation's parts in `text`, which `self.text` has rendered. Raises: ValueError as `text`."""
         messages, tools = self._adapted(conversation.messages), conversation.tools
-        found = self._compare(text, messages, tools, conversation.variables, reply)
-        return replace(found, omissions=[*found.omissions, *self._swallowed(text, found)])
+        comparison = self._compare(text, messages, tools, conversation.variables, reply)
+        return replace(comparison, omissions=[*comparison.omissions, *self._swallowed(text, comparison)])
 
     def _compare(
         self,
@@ -112,21 +112,21 @@ class ChatTemplate:
         return kept_strings(self.program.strings)
 
     def _swallowed(self, text: str, written: WrittenPart) -> list[Omission]:
-        """White space of messages that the template writes and the tokenizer does not, as it stands beside a token that
-        takes it in: Phi-3's marks have `rstrip`."""
+        """White space that the template writes but the tokenizer drops, beside a token that takes it in: Phi-3's marks
+        have `rstrip`."""
         taken = [match.span(match.lastindex or 0) for match in self._takes.finditer(text)] if self._takes else []
         parts = [part for first, end, part in written.spans if any(s < end and first < e for s, e in taken)]
         return [Omission("white_space", part.message, part.key, part.text) for part in parts]
 
     @functools.cached_property
     def _takes(self) -> re.Pattern[str] | None:
-        """Finds white space that a token takes in: behind it, or before it; None where no token does."""
+        """A pattern for white space that a token takes in, after or before it. None where no token does."""
         behind, before = ("|".join(map(re.escape, tokens)) for tokens in self.tokenizer.takes_white_space)
         forms = [f"(?:{behind})(\\s+)"] * bool(behind) + [f"(\\s+)(?:{before})"] * bool(before)
         return re.compile("|".join(forms)) if forms else None
 
     def _adapted(self, messages: Messages) -> Messages:
-        """In the form that the template reads: thoughts under its key, calls of tools as it writes them."""
+        """Messages in the form that the template reads: thoughts under its key, tool calls as it writes them."""
         return [self._adapted_message(message) for message in messages]
 
     def _adapted_message(self, message: Message) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _thought_keys(self) -> frozenset[str]:
-        """Keys of a message under which the template writes what was thought before an answer."""
+        """Keys of a message under which the template writes a thought."""
 
         def writes(key: str) -> bool:
             answer = {"role": "assistant", "content": "b", key: "c"}
@@ -158,8 +158,8 @@ class ChatTemplate:
 
     @functools.cached_property
     def _form_of_calls(self) -> tuple[str | None, type]:
-        """The content beside calls of tools, where they have none, and whether arguments are a mapping or JSON: the
-        first of these forms with which the template writes a call."""
+        """The form of tool calls: the content where a message has none, and the type of arguments (mapping or JSON
+        text). The first form with which the template writes a call."""
         for content, kind in itertools.product(("", None), (dict, str)):
             asked = {"role": "user", "content": "a"}
             answer = {"role": "assistant", "content": content, "tool_calls": [_with_arguments(_sample_call("f"), kind)]}
@@ -175,41 +175,37 @@ class ChatTemplate:
             return False
 
     def ids(self, text: str, *, continuation: bool = False) -> list[int]:
-        """Token ids of what the template has written; `continuation`: behind other text. It writes begin-of-sequence
+        """Token ids of a rendered text; `continuation`: it follows other text. The template writes begin-of-sequence
         itself, or there is none."""
         return self.tokenizer.encode_rendered(text, continuation=continuation)
 
     def marked(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
-        """All ids, and which of them the template marks. Raises: ValueError as `text`."""
+        """All ids, with a mask of those that the template marks. Raises: ValueError as `text`."""
         with _refusals(self.tokenizer.name, conversation.messages):
             return self.tokenizer.marked(*self._arguments(conversation), tools=conversation.tools)
 
     def marked_places(self, conversation: Conversation) -> list[tuple[int, int]]:
-        """Places of the stretches of `text` that the template marks. Raises: ValueError as `text`."""
+        """Start and end of each stretch of `text` that the template marks. Raises: ValueError as `text`."""
         with _refusals(self.tokenizer.name, conversation.messages):
             return self.tokenizer.marked_places(*self._arguments(conversation), tools=conversation.tools)
 
     def _arguments(self, conversation: Conversation) -> tuple[Messages, str | None, dict[str, Any]]:
-        return (
-            self._adapted(conversation.messages),
-            self.given,
-            {**self.variables, **conversation.variables},
-        )
+        return self._adapted(conversation.messages), self.given, {**self.variables, **conversation.variables}
 
     @functools.cached_property
     def has_marks(self) -> bool:
-        """True where the template marks what the assistant says, for a tokenizer that can find the marks again."""
+        """True where the template marks the assistant's answers and the tokenizer can find the marks."""
         return self.program.has_marks and isinstance(self.tokenizer, HuggingFaceTokenizer)
 
     @functools.cached_property
     def behind_an_answer(self) -> str:
-        """The end of the text behind a last answer. Raises: ValueError where it writes no answer."""
+        """The text that the template writes after the last answer. Raises: ValueError where it writes no answer."""
         asked = {"role": "user", "content": "a"}
         whole, other = (
             self.text(Conversation([asked, {"role": "assistant", "content": answer}])) for answer in (_ANSWER, "yhwbpg")
         )
-        _, found, behind = whole.rpartition(_ANSWER)
-        if not found:
+        _, answer_part, behind = whole.rpartition(_ANSWER)
+        if not answer_part:
             wrong = "writes nothing" if whole == other else "changes or cuts the text"
             raise ValueError(
                 f"the chat template {wrong} of an assistant's message: it writes {_ANSWER!r} as {whole!r}, so that no "
@@ -219,13 +215,12 @@ class ChatTemplate:
 
     @functools.cached_property
     def turn_end(self) -> int | None:
-        """The token that ends an answer: the first special one that the template writes behind it; None where it
-        writes none."""
+        """The token that ends an answer: the first special token after it. None where the template writes none."""
         return next((token for token in self.ids(self.behind_an_answer) if token in self.tokenizer.special_ids), None)
 
     @functools.cached_property
     def behind_turn_end(self) -> list[int]:
-        """The ids that the template writes behind that token: ChatML's line break."""
+        """Ids that the template writes after `turn_end`, such as ChatML's line break."""
         written = self.ids(self.behind_an_answer)
         return [] if self.turn_end is None else written[written.index(self.turn_end) + 1 :]
 
@@ -236,8 +231,8 @@ class ChatTemplate:
 
     @functools.cached_property
     def end_of_calls(self) -> int:
-        """The last special token of an answer that calls tools: of one that calls two, where the template writes such,
-        as what ends one call does not end the answer."""
+        """The last special token of an answer that calls tools. An answer with two calls is used if the template writes
+        one, since the end of a call does not end the answer."""
         _, kind = self._form_of_calls
         asked = {"role": "user", "content": "a"}
         for names in ("fg", "f"):
@@ -253,8 +248,8 @@ class ChatTemplate:
         return self.end
 
     def check(self, conversation: Conversation) -> None:
-        """Raises: ValueError for a role or a variable that is probably misspelt: one that the template does not know.
-        What it leaves out, `written` says."""
+        """Raises: ValueError for a role or a variable that the template does not know, and that is probably misspelt.
+        Omissions are found by `written`."""
         for number, role in enumerate(conversation.roles, 1):
             if role not in STANDARD_ROLES and not self.program.names(role):
                 near = difflib.get_close_matches(role, STANDARD_ROLES, n=1)
@@ -270,17 +265,17 @@ class ChatTemplate:
             )
 
     def unread_keys(self, conversation: Conversation) -> list[str]:
-        """Keys of messages that neither the template nor anybody else reads: the text is the same without them."""
+        """Keys of messages that are not read: the rendered text is the same without them."""
         messages = conversation.messages
-        keys = {key for each in messages for key in each if key not in READ_KEYS and each[key] not in _NOTHING}
+        keys = {key for part in messages for key in part if key not in READ_KEYS and part[key] not in _NOTHING}
         unread = {key for key in keys if not (self.program.names(key) and self._changes(conversation, key))}
         calls = [call for message in messages for call in message.get("tool_calls") or [] if isinstance(call, Mapping)]
         functions = [call["function"] for call in calls if isinstance(call.get("function"), Mapping)]
-        unread |= {f"tool_calls.{key}" for each in (*calls, *functions) for key in each.keys() - _OF_CALLS}
+        unread |= {f"tool_calls.{key}" for part in (*calls, *functions) for key in part.keys() - _OF_CALLS}
         return sorted(unread)
 
     def unread_keys_of_tools(self, conversation: Conversation) -> Sequence[str]:
-        """Keys in descriptions of tools, such as `enum`, without which the template writes the same."""
+        """Keys in descriptions of tools, such as `enum`, that do not change the rendered text."""
         if not conversation.tools:
             return ()
         described = json.dumps(conversation.tools, sort_keys=True, default=str)
@@ -294,7 +289,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _unread_by_tools(self) -> dict[str, Sequence[str]]:
-        """Keys that were found before: the same tools stand in many records."""
+        """Cache of unread keys by the tools: many records have the same ones."""
         return {}
 
     def _describes(self, conversation: Conversation, key: str) -> bool:
@@ -320,7 +315,7 @@ def _sample_call(name: str) -> dict[str, Any]:
 
 
 def _with_arguments(call: Any, kind: type) -> Any:
-    """The call of a tool with its arguments as a mapping, or as JSON."""
+    """A tool call with its arguments as a mapping or as JSON."""
     if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
         return {**call, "function": _with_arguments(call["function"], kind)}
     if not isinstance(call, Mapping) or isinstance(arguments := call.get("arguments"), kind):
@@ -339,7 +334,7 @@ def has_template(tokenizer: Tokenizer) -> bool:
 def chat_template(
     tokenizer: Tokenizer, given: str | None = None, variables: Mapping[str, Any] | None = None
 ) -> ChatTemplate:
-    """The template `given`, else the tokenizer's. Raises: ValueError where there is none, or it is no template."""
+    """The template `given`, else the tokenizer's. Raises: ValueError for a missing or invalid template."""
     if not isinstance(tokenizer, HuggingFaceTokenizer | SentencePieceTokenizer):
         raise ValueError(
             f"a conversation needs a Hugging Face or SentencePiece tokenizer, got {type(tokenizer).__name__}; set "
@@ -356,21 +351,15 @@ def chat_template(
     return template
 
 
-class _refusals:
-    """Turns what a template raises into a ValueError with the roles."""
-
-    def __init__(self, name: str, messages: Sequence[Message]) -> None:
-        self._name, self._messages = name, messages
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, Exception):  # a template is a program: what it raises itself, and what fails in it
-            return
-        roles = ", ".join(message["role"] for message in self._messages) or "none"
+@contextlib.contextmanager
+def _refusals(name: str, messages: Sequence[Message]) -> Iterator[None]:
+    """Turn a template's errors into a ValueError with the roles. A template is a program and may raise anything."""
+    try:
+        yield
+    except Exception as error:
+        roles = ", ".join(message["role"] for message in messages) or "none"
         line = re.sub(r"\s+", " ", str(error).partition("\n")[0])
         raise ValueError(
-            f"the chat template of {self._name} refuses the messages (roles: {roles}): {type(error).__name__}: "
+            f"the chat template of {name} refuses the messages (roles: {roles}): {type(error).__name__}: "
             f"{line}; change the messages to what the template expects, or the template"
         ) from error

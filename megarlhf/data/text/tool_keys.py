@@ -1,4 +1,4 @@
-"""Keys in descriptions of tools: JSON schemas, with names of parameters that are no keys of theirs."""
+"""Keys of tool descriptions. These are JSON schemas; names of parameters in them are no keys."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 _LOOKED_FOR = frozenset(("type", "function", "name", "description", "parameters", "properties", "required"))
-"""Keys whose values are looked for in the rendered text, or that say nothing."""
+"""Keys whose values are looked for in the rendered text, or that have no meaning by themselves."""
 
 
 def keys_of_tools(value: Any) -> set[str]:
-    """Keys of descriptions, but for names of parameters and for what is looked for in the rendered text."""
+    """Keys of tool descriptions, without names of parameters and `_LOOKED_FOR`. Example: {"enum", "default"}."""
     if isinstance(value, list):
         return set().union(*map(keys_of_tools, value))
     if not isinstance(value, Mapping):
@@ -23,13 +23,13 @@ def keys_of_tools(value: Any) -> set[str]:
 
 
 def without_key(value: Any, key: str) -> Any:
-    """Descriptions of tools without a key; names of parameters stay."""
+    """Tool descriptions without a key. Names of parameters stay."""
     if isinstance(value, list):
         return [without_key(part, key) for part in value]
     if not isinstance(value, Mapping):
         return value
     return {
-        name: {each: without_key(described, key) for each, described in part.items()}
+        name: {parameter: without_key(described, key) for parameter, described in part.items()}
         if name == "properties" and isinstance(part, Mapping)
         else without_key(part, key)
         for name, part in value.items()

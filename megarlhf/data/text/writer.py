@@ -14,31 +14,31 @@ from megarlhf.data.tokenizers.tokenizer import Tokenizer
 
 
 class TokenWriter:
-    """Prompts and answers as token ids, by one tokenizer and one template."""
+    """Writes prompts and answers by one tokenizer and one template."""
 
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate | None, may_drop: tuple[Kind, ...], *, skips: bool
     ) -> None:
-        """may_drop: what the template may leave out of a conversation
-        skips: conversations that are not written exactly are skipped, else refused"""
+        """may_drop: parts that the template may leave out of a conversation
+        skips: skip conversations that are not written exactly, instead of refusing them"""
         self.tokenizer, self._template, self._may_drop, self._skips = tokenizer, template, may_drop, skips
 
     @property
     def template(self) -> ChatTemplate:
-        """Raises: ValueError where there is none."""
+        """The template. Raises: ValueError where there is none."""
         return self._template or chat_template(self.tokenizer)
 
     def answered(self, conversation: Conversation, loss_on: LossOn) -> Answered:
-        """See `turns.answered`. Raises: Unusable, ValueError."""
+        """See `assistant_mask.answered`. Raises: Unusable, ValueError."""
         self.template.check(conversation)
         if not learnt_turns(conversation, loss_on):
             raise Unusable(f"{'every' if loss_on == 'all' else 'the last'} answer is not to be learnt")
         with self._skipping_inexact():
-            found = answered(self.template, conversation, loss_on, self._may_drop)
-        return replace(found, omissions=(*found.omissions, *self._unread(conversation)))
+            answers = answered(self.template, conversation, loss_on, self._may_drop)
+        return replace(answers, omissions=(*answers.omissions, *self._unread(conversation)))
 
     def asked(self, asked: str | Conversation) -> tuple[str, list[int], tuple[str, ...]]:
-        """A prompt's text and ids, and what is left out of it, in words. Raises: Unusable, ValueError."""
+        """A prompt's text and ids, and descriptions of what is left out. Raises: Unusable, ValueError."""
         if isinstance(asked, str):
             return asked, text_tokens(asked, self.tokenizer), ()
         self.template.check(asked)
@@ -49,7 +49,7 @@ class TokenWriter:
         return text, self.template.ids(text), (*omissions, *self._unread(asked))
 
     def _unread(self, conversation: Conversation) -> list[str]:
-        """Keys of messages that nobody reads, in words. Raises: ValueError for one that changes what is asked."""
+        """Descriptions of keys that are not read. Raises: ValueError for a key that would change what is asked."""
         keys = self.template.unread_keys(conversation)
         if "tools" in keys:
             raise ValueError(
@@ -77,7 +77,7 @@ class TokenWriter:
 
 
 def text_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Token ids of a prompt that is a text as it stands."""
+    """Token ids of a plain prompt. Raises: Unusable for an empty one."""
     tokens = tokenizer.encode(text)
     if not text.strip() or not tokens:
         raise Unusable("empty prompt")
@@ -85,7 +85,7 @@ def text_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def with_bos(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
-    """Behind begin-of-sequence, where the tokenizer has it; the text may have begun with it."""
+    """Tokens with begin-of-sequence in front, if the tokenizer has one and the text does not begin with it already."""
     if tokenizer.bos_id is None or tokens[:1] == [tokenizer.bos_id]:
         return tokens
     return [tokenizer.bos_id, *tokens]

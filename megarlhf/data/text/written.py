@@ -1,12 +1,12 @@
 """Finds what a chat template leaves out of a conversation, or changes in it.
 
-The conversation is rendered once more with every text of it (a message, a thought, an argument of a call) replaced by
-another one of the same length: a run of one character that stands for this text alone. Both renderings have to be the
-same up to those runs, and each run has to be there whole. So a text counts as written only if it decides what stands
-in its place, which a search for it would not show where two texts are equal or one is "4".
+The conversation is rendered a second time, with every text (a message, a thought, an argument of a call) replaced by a
+text of the same length: a run of one character that stands for this text alone. The two renderings must agree up to
+these runs, and each run must be complete. So a text counts as written only if the output really depends on it. A plain
+search for the text would not show that: two texts may be equal, or one may be "4".
 
-White space around a text becomes other white space. Strings of the template's own in it, such as `</think>`, stay as
-they are, for the template may look for them. So it takes the same way through both.
+White space around a text becomes other white space. The template's own strings in a text, such as `</think>`, stay,
+since the template may look for them. So the template takes the same path in both renderings.
 """
 
 from __future__ import annotations
@@ -23,32 +23,31 @@ from megarlhf.data.text.omissions import Omission
 from megarlhf.data.text.replaced import RUN, CharacterRun, Message, Replaced, RequiredText, Tools
 
 Render = Callable[[list[dict[str, Any]], Tools | None], str]
-"""The text of messages and tools, as the template writes them."""
+"""Renders messages and tools by the template."""
 Stretches = list[tuple[int, int, RequiredText]]
-"""Where something of a part stands in the rendered text: its first character, and the one behind its last."""
+"""Start and end (exclusive) in the rendered text of a stretch that belongs to a part."""
 Places = dict[int, tuple[int, int]]
-"""Of each message of which something is written: its first character in the rendered text, and the one behind its
-last."""
+"""Start and end (exclusive) in the rendered text of each message that is written, at least in part."""
 
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """The part of a conversation that a rendered text has."""
+    """The parts of a conversation that a rendered text contains, and the omissions."""
 
     omissions: list[Omission]
     stretches: Stretches
 
     @property
     def spans(self) -> Stretches:
-        """The stretches; of a part that is written once, all from its first to its last character as one."""
+        """The stretches. Those of a part that is written once are joined, from its first to its last character."""
         by_part: dict[int, Stretches] = {}
         for stretch in self.stretches:
             by_part.setdefault(id(stretch[2]), []).append(stretch)
         spans = Stretches()
-        for found in by_part.values():
-            part = found[0][2]
-            once = len(found) == len(part.runs)
-            spans += [(min(first for first, _, _ in found), max(end for _, end, _ in found), part)] if once else found
+        for stretches in by_part.values():
+            firsts, ends, parts = zip(*stretches, strict=True)
+            is_written_once = len(stretches) == len(parts[0].runs)
+            spans += [(min(firsts), max(ends), parts[0])] if is_written_once else stretches
         return spans
 
     @functools.cached_property
@@ -69,16 +68,16 @@ def compare(
     tools: Tools | None,
     kept: re.Pattern[str] | None,
 ) -> WrittenPart:
-    """Find the messages in `text`, as `render` has written them. `kept`: see `kept_strings`. Raises: what the
-    template raises."""
+    """Find the messages in `text`, which `render` has written. `kept`: see `kept_strings`. Raises: errors of the
+    template."""
     first: WrittenPart | ValueError
     try:
         first = _compared(text, render, messages, tools, Replaced(kept))
         if not any(omission.kind in ("tool_calls", "tools") for omission in first.omissions):
             return first
-    except ValueError as error:  # a template that looks up the name of a tool
+    except ValueError as error:  # of a template that looks up the name of a tool
         first = error
-    bare = [{key: part for key, part in each.items() if key != "tool_calls"} for each in messages]
+    bare = [{key: part for key, part in message.items() if key != "tool_calls"} for message in messages]
     with contextlib.suppress(ValueError):
         again = _compared(text, render, messages, tools, Replaced(kept, literal=True))
         if not again.omissions and (bare == list(messages) or render(bare, tools) != text):
@@ -91,7 +90,7 @@ def compare(
 def _compared(
     text: str, render: Render, messages: Sequence[Message], tools: Tools | None, replaced: Replaced
 ) -> WrittenPart:
-    second = render([replaced.message(n, each) for n, each in enumerate(messages)], replaced.tools(tools))
+    second = render([replaced.message(index, message) for index, message in enumerate(messages)], replaced.tools(tools))
     aligned, _ = _aligned(text, second, replaced.runs)
     if aligned is None:
         return _compare_without_white_space(text, second, replaced)
@@ -108,7 +107,7 @@ def _compared(
 def _obeys(
     text: str, render: Render, messages: Sequence[Message], tools: Tools | None, part: RequiredText, squeezed: str
 ) -> bool:
-    """Tell whether the template writes all of a system message but commands that change something else: SmolLM3's
+    """Tell whether the template writes a system message except commands that change something else, such as SmolLM3's
     `/no_think`."""
     if _squeezed(part.without_commands(part.replaced)) not in squeezed:
         return False
@@ -119,14 +118,16 @@ def _obeys(
 
 
 def _compare_without_white_space(text: str, second: str, replaced: Replaced) -> WrittenPart:
-    """Compare renderings that differ elsewhere than in the runs."""
+    """Compare renderings that also differ outside of the runs."""
     squeezed = _squeezed(second)
     aligned, wrong = _aligned(_squeezed(text), squeezed, replaced.runs, spell=_squeezed_spellings)
     if aligned is None:
         part = replaced.runs[wrong].part if wrong else replaced.parts[0]
         return WrittenPart([part.omission()], [])
-    numbers = [number for number, character in enumerate(text) if not character.isspace()]
-    moved = {key: [(numbers[first], numbers[end - 1] + 1) for first, end in found] for key, found in aligned.items()}
+    positions = [position for position, character in enumerate(text) if not character.isspace()]
+    moved = {
+        key: [(positions[first], positions[end - 1] + 1) for first, end in places] for key, places in aligned.items()
+    }
     incomplete = [part for part in replaced.parts if not _is_whole(part, second, aligned)]
     omissions = [_omission(part, squeezed) for part in incomplete]
     if not omissions:  # white space within a text
@@ -136,28 +137,30 @@ def _compare_without_white_space(text: str, second: str, replaced: Replaced) -> 
 
 
 _Aligned = dict[str, list[tuple[int, int]]]
-"""Where the first rendering has what each run stands for."""
+"""Start and end in the first rendering of what each run stands for, by the run's key."""
 
 
 def _aligned(
     text: str, second: str, runs: Mapping[str, CharacterRun], spell: Callable[[Any], Iterator[str]] | None = None
 ) -> tuple[_Aligned | None, str]:
-    """None where the renderings differ elsewhere than in whole runs, with the key of the run before that place, or
-    where it is the first, of that one."""
+    """Align two renderings. None where they differ outside of whole runs, with the key of the run before the difference
+    (or of the first run)."""
     places, spell = _Aligned(), spell or _spellings
-    found = [(key, match) for match in RUN.finditer(second) if (key := match.group(1) or match.group()) in runs]
-    if not found:
+    occurrences = [(key, match) for match in RUN.finditer(second) if (key := match.group(1) or match.group()) in runs]
+    if not occurrences:
         return ({} if text == second else None), ""
-    last, start = found[0][0], found[0][1].start()
+    last, start = occurrences[0][0], occurrences[0][1].start()
     if not text.startswith(second[:start]):
         return None, last
-    ends = [*(match.start() for _, match in found[1:]), len(second)]
-    for (key, match), end in zip(found, ends, strict=True):
+    ends = [*(match.start() for _, match in occurrences[1:]), len(second)]
+    for (key, match), end in zip(occurrences, ends, strict=True):
         run, last = runs[key], key
         times, rest = divmod(len(match.group()), run.size)
-        for number in range(times):
-            behind = second[match.end() : end] if number + 1 == times else ""
-            spelled = next((each for each in spell(run.value) if text.startswith(each + behind, start)), None)
+        for repetition in range(times):
+            behind = second[match.end() : end] if repetition + 1 == times else ""
+            spelled = next(
+                (spelling for spelling in spell(run.value) if text.startswith(spelling + behind, start)), None
+            )
             if spelled is None:
                 return None, last
             places.setdefault(key, []).append((start, start + len(spelled)))
@@ -168,7 +171,7 @@ def _aligned(
 
 
 def _spellings(value: Any) -> Iterator[str]:
-    """How a template may write a value: as it is, as JSON, as Python writes it, as JSON within JSON, in apostrophes."""
+    """Forms in which a template may write a value: as it is, JSON, Python's, JSON within JSON, in apostrophes."""
     if not isinstance(value, str):
         yield from (json.dumps(value), str(value))
         return
@@ -192,7 +195,7 @@ def _is_whole(part: RequiredText, second: str, aligned: _Aligned) -> bool:
 
 
 def _omission(part: RequiredText, squeezed: str) -> Omission:
-    """The omission of a part that is not whole; `squeezed`: the second rendering without white space."""
+    """The omission of an incomplete part. `squeezed`: the second rendering without white space."""
     if any(_squeezed(spelled) in squeezed for spelled in _spellings(part.replaced)):
         return part.omission("white_space")
     answer = None if part.answer_from is None else part.replaced[part.answer_from :]
@@ -202,9 +205,9 @@ def _omission(part: RequiredText, squeezed: str) -> Omission:
 
 
 def _squeezed(text: str) -> str:
-    """Without white space."""
+    """Remove all white space."""
     return "".join(text.split())
 
 
 def _stretches(aligned: _Aligned, runs: Mapping[str, CharacterRun]) -> Stretches:
-    return [(first, end, runs[key].part) for key, found in aligned.items() for first, end in found]
+    return [(first, end, runs[key].part) for key, places in aligned.items() for first, end in places]

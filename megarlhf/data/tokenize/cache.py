@@ -41,7 +41,7 @@ _SETTLED_SECONDS = 2.0
 
 
 def cache_directory(configured: str | None, run_dir: Path | None) -> Path:
-    """Directory of the cache: as configured, else by the variable, else in the home directory. Raises: ValueError."""
+    """The configured directory, else that of the variable, else one in the home directory. Raises: ValueError."""
     if configured == PRIVATE:
         if run_dir is None:
             raise ValueError(f"data.cache = {PRIVATE} keeps tokenized data in the run directory, and there is none")
@@ -54,7 +54,7 @@ def cache_directory(configured: str | None, run_dir: Path | None) -> Path:
 
 
 def require_cache(directory: Path) -> None:
-    """Raises: ValueError where nothing can be written below the nearest directory that is there."""
+    """Raises: ValueError where the nearest existing directory cannot be written."""
     nearest = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         why = "is a file" if not nearest.is_dir() else "may not be written"
@@ -69,12 +69,12 @@ def _not_writable(directory: Path, why: object) -> str:
 
 
 def key_of(parts: Mapping[str, Any]) -> str:
-    """A name for what follows from `parts`, which JSON can hold."""
+    """A key that follows from `parts`, which are JSON values."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def digest_of_file(path: Path, cache: Path) -> str:
-    """SHA-256 of a file's content. It is read once as long as its size and times stay: the cache keeps the digest."""
+    """SHA-256 of a file's content. The cache keeps it as long as the file's size and times stay."""
     name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
     place = cache / "files" / f"{name}.json"
     if (kept := _kept_digest(path, place)) is not None:
@@ -96,7 +96,7 @@ def _kept_digest(path: Path, place: Path) -> str | None:
 
 
 def _digest(path: Path, place: Path) -> str:
-    """Read the file, and keep the digest."""
+    """Digest the file and keep the result."""
     seen = stamp(path)
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -121,8 +121,8 @@ def stamp(path: Path) -> list[int]:
 
 
 def entry(cache: Path, key: str, make: Callable[[Path], None]) -> tuple[Path, bool]:
-    """Directory of an entry, and whether this call made it. `make` fills a directory of this process alone; its
-    ValueError is raised in the processes that have waited, too.
+    """The directory of an entry, and whether this call has made it. `make` fills an empty directory; its ValueError is
+    raised in the waiting processes too.
 
     Raises: ValueError, also where the cache cannot be written.
     """
@@ -142,12 +142,12 @@ def entry(cache: Path, key: str, make: Callable[[Path], None]) -> tuple[Path, bo
 
 
 def _partial(cache: Path, key: str, lease: str) -> Path:
-    """Directory in which the holder of a lease writes."""
+    """The directory in which the owner of a lease writes."""
     return cache / f".{key}.{lease}"
 
 
 def _make(cache: Path, key: str, lease: str, make: Callable[[Path], None]) -> bool:
-    """Make the entry; False if another process was faster."""
+    """Make an entry. False where another process was faster."""
     _remove_left_over(cache, key)
     _remove_broken(cache, key, lease)
     partial = _partial(cache, key, lease)
@@ -173,13 +173,13 @@ def _remove_left_over(cache: Path, key: str) -> None:
 
 
 def _remove_broken(cache: Path, key: str, lease: str) -> None:
-    """Remove a directory with the entry's name and no manifest: half of a copy, or half removed."""
+    """Remove a directory with the entry's name but without a manifest, such as a partial copy."""
     place, aside = cache / key, cache / f".{key}.{lease}.broken"
     if not place.is_dir() or (place / MANIFEST).exists():
         return
     logger.warning("%s has no %s: it is not whole, and is made again", place, MANIFEST)
     place.rename(aside)
-    if (aside / MANIFEST).exists():  # of another who was faster: where a lease was taken over though its owner lives
+    if (aside / MANIFEST).exists():  # another process was faster, whose lease was taken over although it lives
         with contextlib.suppress(OSError):
             aside.rename(place)
     shutil.rmtree(aside, ignore_errors=True)

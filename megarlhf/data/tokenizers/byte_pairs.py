@@ -1,18 +1,18 @@
-"""vocab.json and merges.txt: GPT-2's pair of files, which others have too."""
+"""Tokenizers from vocab.json and merges.txt: GPT-2's pair of files, which other models have too."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from megarlhf.data.tokenizers.settings import Settings, read_object, require_ids, settled
+from megarlhf.data.tokenizers.settings import Settings, read_object, require_ids, with_settings
 
 
 def of_byte_pairs(vocab: Path, merges: Path) -> Any:
-    """As transformers reads them, by the class that the directory names if it is one of such files, else as GPT-2's.
-    Settings that stand beside the files count: OPT's begin token, added tokens, a chat template.
+    """The tokenizer as transformers reads it, by the directory's class if that reads such files, else by GPT-2's.
+    Settings beside the files are used: OPT's begin token, added tokens, a chat template.
 
-    Raises: ValueError, and whatever transformers raises, for damaged files.
+    Raises: ValueError, and errors of transformers, for damaged files.
     """
     from transformers import GPT2Tokenizer
 
@@ -23,12 +23,12 @@ def of_byte_pairs(vocab: Path, merges: Path) -> Any:
     tokens = {*read_object(vocab), *settings.added()}
     unstated = settings.unstated_names(kind)
     names = {name: token if token in tokens else None for name, token in unstated.items()}
-    made = kind.from_pretrained(
+    tokenizer = kind.from_pretrained(
         str(vocab.parent),
         local_files_only=True,
         vocab_file=str(vocab),
         merges_file=str(merges),
         **names,
     )
-    require_ids(made, settings)
-    return settled(made, settings)
+    require_ids(tokenizer, settings)
+    return with_settings(tokenizer, settings)

@@ -1,4 +1,4 @@
-"""Compares: a tokenizer keeps texts, and transformers' AutoTokenizer makes the same ids of them."""
+"""Comparisons of a tokenizer: with the text that it encodes, and with transformers' AutoTokenizer."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from megarlhf.data.tokenizers.tokenizer import HuggingFaceTokenizer, SentencePie
 _SAMPLE = "Ab  12\n\n\tEf"
 
 
-def changed_text(tokenizer: Tokenizer) -> tuple[str, str] | None:
-    """A text and what it becomes as ids and back, for a tokenizer that puts one space for runs of white space, or
-    changes letters; None for one that keeps them. Characters that it does not know say nothing of that."""
+def text_not_kept(tokenizer: Tokenizer) -> tuple[str, str] | None:
+    """A text and its changed form after encoding and decoding, for a tokenizer that joins white space or changes
+    letters. None for one that keeps texts. Characters that it does not know are left out of the test."""
     unknown = tokenizer.unk_id if isinstance(tokenizer, HuggingFaceTokenizer | SentencePieceTokenizer) else None
     text = "".join(letter for letter in _SAMPLE if unknown is None or unknown not in tokenizer.encode(letter)).strip()
     read = tokenizer.decode(tokenizer.encode(text))
     return None if read == text else (text, read)
 
 
-def read_otherwise(directory: Path, tokenizer: Tokenizer) -> str | None:
-    """How transformers' AutoTokenizer reads texts by a directory otherwise than `tokenizer`, with what stands before
-    and behind them; None where it does not, or where SentencePiece alone reads them. Its classes put parts of their own
-    in place of tokenizer.json's, by what config.json says beside it."""
+def transformers_difference(directory: Path, tokenizer: Tokenizer) -> str | None:
+    """Describe how transformers' AutoTokenizer of a directory reads texts differently from `tokenizer`, including the
+    tokens added before and after. None where it does not, or the tokenizer is SentencePiece's. Its classes replace
+    parts of tokenizer.json by their own, depending on config.json."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return None
     import transformers
@@ -37,11 +37,11 @@ def read_otherwise(directory: Path, tokenizer: Tokenizer) -> str | None:
         special = [token.content for token in own.added_tokens_decoder.values() if token.special]
         texts = [*TEXTS, *(f"a {token} b\n{token}c" for token in special[:3])]
         read = [(text, list(own.encode(text)), list(theirs.encode(text))) for text in texts]
-    except Exception as error:  # noqa: BLE001 - of config.json, of code, of a package that is not installed
+    except Exception as error:  # noqa: BLE001 - of config.json, of code, of a missing package
         return f"{name} cannot read it ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
     finally:
         transformers.logging.set_verbosity(verbosity)
-    different = [each for each in read if each[1] != each[2]]
+    different = [reading for reading in read if reading[1] != reading[2]]
     if not different:
         return None
     text, ids, other = different[0]

@@ -1,4 +1,4 @@
-"""The files that a tokenizer is read from: which there are, and which are none."""
+"""Files of a tokenizer: listing, digest, and files that are not read."""
 
 from __future__ import annotations
 
@@ -15,42 +15,44 @@ _FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "*vocab.json", "*merges.txt", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
 )  # fmt: skip
-"""Whatever a tokenizer is read from."""
+"""Files of a tokenizer and its chat template."""
 _FOREIGN = ("tekken.json", "*.tiktoken", "tiktoken.model")
 """Files of mistral-common and of tiktoken."""
 _SAVE = "transformers.AutoTokenizer.from_pretrained(DIR{options}).save_pretrained(DIR)"
-"""How a tokenizer.json is written, where transformers can."""
+"""Code that writes a tokenizer.json, where transformers can."""
 _TODAY = "strftime_now"
-"""The function by which a chat template asks for the date."""
+"""The function with which a chat template asks for the date."""
 
 
-def tokenizer_files(place: str | Path) -> list[Path]:
-    """The files that make a tokenizer and its chat template: a SentencePiece model, or those of a directory."""
-    place = Path(place)
-    if place.is_file():
-        return [place]
-    return sorted({path for pattern in _FILES for path in place.glob(pattern)})
+def tokenizer_files(tokenizer: str | Path) -> list[Path]:
+    """Files of a tokenizer and its chat template: a SentencePiece model, or those in a directory."""
+    tokenizer = Path(tokenizer)
+    if tokenizer.is_file():
+        return [tokenizer]
+    return sorted({path for pattern in _FILES for path in tokenizer.glob(pattern)})
 
 
-def tokenizer_digest(place: str | Path) -> str:
+def tokenizer_digest(tokenizer: str | Path) -> str:
     """SHA-256 of `tokenizer_files`."""
     digest = hashlib.sha256()
-    for path in tokenizer_files(place):
+    for path in tokenizer_files(tokenizer):
         content = path.read_bytes()
         digest.update(f"{path.name}:{len(content)}:".encode() + content)
     return digest.hexdigest()
 
 
-def writes_the_date(place: str | Path, template: str | None) -> bool:
-    """Whether the chat template asks for today's date: tomorrow it may write something else."""
+def writes_the_date(tokenizer: str | Path, template: str | None) -> bool:
+    """Tell whether the chat template asks for today's date: tomorrow it may write something else."""
     if template is not None:
         return _TODAY in template
-    named = [path for path in tokenizer_files(place) if path.suffix == ".jinja" or path.name == "tokenizer_config.json"]
+    named = [
+        path for path in tokenizer_files(tokenizer) if path.suffix == ".jinja" or path.name == "tokenizer_config.json"
+    ]
     return any(_TODAY.encode() in path.read_bytes() for path in named)
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether `load_tokenizer` finds one there."""
+    """Tell whether `load_tokenizer` finds a tokenizer."""
     if directory.is_file():
         return True
     known = any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
@@ -58,18 +60,18 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def byte_pairs(directory: Path) -> tuple[Path, Path] | None:
-    """GPT-2's two files. Raises: ValueError where there are several of either."""
-    found = [sorted(directory.glob(f"*{name}")) for name in ("vocab.json", "merges.txt")]
-    if not all(found):
+    """GPT-2's two files, if present. Raises: ValueError where there are several of either."""
+    candidates = [sorted(directory.glob(f"*{name}")) for name in ("vocab.json", "merges.txt")]
+    if not all(candidates):
         return None
-    if several := next((paths for paths in found if len(paths) > 1), None):
+    if several := next((paths for paths in candidates if len(paths) > 1), None):
         names = ", ".join(path.name for path in several)
         raise ValueError(f"{directory} has several of a tokenizer's files: {names}; keep the ones that are meant")
-    return found[0][0], found[1][0]
+    return candidates[0][0], candidates[1][0]
 
 
 def require_readable(directory: Path) -> None:
-    """Raises: ValueError for a tokenizer that needs code of its directory, or whose files only other programs read."""
+    """Raises: ValueError for a tokenizer that needs code from its directory, or that only other programs read."""
     with damaged(directory / "tokenizer_config.json"):
         code = Settings.read(directory).code()
     if code is not None:
@@ -88,13 +90,13 @@ def require_readable(directory: Path) -> None:
 
 @contextlib.contextmanager
 def without_torch() -> Iterator[None]:
-    """transformers imports torch where it can, which takes three times as long as all else that a process for
-    tokenizing begins with; no tokenizer needs it. Behind this, code of a user's may import it as ever."""
+    """Keep transformers from importing torch. No tokenizer needs torch, and its import takes three times as long as the
+    rest of a tokenizing process's start. Afterwards a user's code may import it as usual."""
     if "torch" in sys.modules:
         yield
         return
     modules: dict[str, Any] = sys.modules
-    modules["torch"] = None  # importing it fails, as where it is not installed
+    modules["torch"] = None  # its import fails, as if it were not installed
     try:
         yield
     finally:
@@ -103,12 +105,12 @@ def without_torch() -> Iterator[None]:
 
 @contextlib.contextmanager
 def damaged(path: Path) -> Iterator[None]:
-    """Raises: ValueError in place of what a reader raises of a file; `Mismatch` of files that are sound."""
+    """Turn a reader's errors into a ValueError that names the file. A `Mismatch` of valid files passes."""
     try:
         yield
     except Mismatch:
         raise
-    except Exception as error:  # what the readers below it raise: JSON, keys, values
+    except Exception as error:  # of the readers: JSON, keys, values
         raise ValueError(
             f"{path}, or a file that belongs to it (tokenizer_config.json), cannot be read as a Hugging Face "
             f"tokenizer: {type(error).__name__}: {str(error).partition(chr(10))[0]}; copy the tokenizer of the model "

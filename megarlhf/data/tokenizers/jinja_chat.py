@@ -1,7 +1,7 @@
-"""Chat templates as programs: what one reads, and rendering it without transformers, for a SentencePiece model.
+"""Chat templates as programs: the names that they read, and rendering without transformers for SentencePiece models.
 
-The environment is the one that transformers renders in (sandboxed; blocks without line breaks; `raise_exception`,
-`strftime_now`, `tojson` without HTML), so that a template means the same in both.
+The environment is that of transformers (sandboxed; blocks without line breaks; `raise_exception`, `strftime_now`,
+`tojson` without HTML), so a template means the same in both.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ STANDARD_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class GenerationMarks(Extension):
-    """`{% generation %}...{% endgeneration %}`, which transformers reads as a mark of what the assistant says: here it
-    is what stands in it."""
+    """Jinja extension for `{% generation %}...{% endgeneration %}`, with which transformers marks the assistant's text.
+    Here the block is just its content."""
 
     tags = {"generation"}  # noqa: RUF012 -- as jinja2 has it
 
@@ -46,24 +46,24 @@ class ChatProgram:
             ) from error
         self._text = text
         self.strings = frozenset(node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
-        """All strings in its code: what it looks for, and names of keys that it reads."""
+        """All strings in the code: texts that it looks for, and keys that it reads."""
         self._words = {*self.strings, *(node.attr for node in tree.find_all(nodes.Getattr))}
         self._words |= {node.name for node in tree.find_all(nodes.Name)}
         self.has_marks = next(tree.find_all(nodes.Scope), None) is not None
-        """Whether it marks what the assistant says: `{% generation %}`."""
+        """True where the template has `{% generation %}`, the mark of the assistant's text."""
 
     def names(self, word: str) -> bool:
-        """Whether it reads a variable, an attribute or a key of this name, or compares with this text."""
+        """Tell whether the template reads a variable, attribute or key of this name, or compares with this text."""
         return word in self._words
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The text. Raises: what the template raises."""
+        """Render the messages. Raises: errors of the template."""
         return _compiled(self._text).render(messages=messages, **variables)
 
 
 @functools.lru_cache(maxsize=8)
 def program_of(text: str) -> ChatProgram:
-    """The program, parsed once. Raises: ValueError as `ChatProgram`."""
+    """The parsed template, from a cache. Raises: ValueError as `ChatProgram`."""
     return ChatProgram(text)
 
 

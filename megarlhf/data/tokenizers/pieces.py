@@ -1,4 +1,4 @@
-"""SentencePiece's pairs as a fast tokenizer, such as Llama 2's tokenizer.json is one."""
+"""A fast tokenizer from SentencePiece's pairs, as in Llama 2's tokenizer.json."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def fast_tokenizer(
 ) -> Any:
     """A `tokenizers.Tokenizer` without added tokens and post-processor.
 
-    normal: ids of pieces of text, of which alone others are joined
-    prefix: whether a space is put before a text; with `every_stretch` also before what follows an added token
+    normal: ids of ordinary pieces of text, the only ones that are joined from others
+    prefix: put a space before a text; with `every_stretch` also after each added token
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -47,15 +47,15 @@ def fast_tokenizer(
 
 
 def _merges_by_score(ids: Mapping[str, int], scores: Sequence[float], normal: Collection[int]) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose joint piece has the highest score: every cut of a piece into two, in the
-    order of the scores. A mark is never joined out of pieces."""
+    """Merges: every cut of a piece into two pieces, in the order of the scores. SentencePiece joins the neighbours
+    whose joint piece has the highest score. A special token is never joined from pieces."""
     merges = []
-    for token, number in ids.items():
-        if number not in normal:
+    for token, token_id in ids.items():
+        if token_id not in normal:
             continue
-        pairs = [(token[:at], token[at:]) for at in range(1, len(token))]
+        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
         known = [(a, b) for a, b in pairs if a in ids and b in ids]
         known.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
-        merges += [(scores[number], pair) for pair in known]
+        merges += [(scores[token_id], pair) for pair in known]
     merges.sort(key=lambda merge: -merge[0])
     return [pair for _, pair in merges]

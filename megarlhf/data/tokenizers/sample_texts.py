@@ -1,4 +1,4 @@
-"""Texts on which tokenizers differ, and where ids of one do."""
+"""Texts on which tokenizers differ, and a description of the difference."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TEXTS = (
     'def f(x):\n    return x ** 2  # DON\'T\n\tif (a[0] != b->c) { s += "\\n"; }',
     "CamelCase snake_case kebab-case http://a.example/b?c=d&e=%20 <tag attr='1'>$x^2$</tag>",
 )
-"""Texts that tokenizers cut in different ways."""
+"""Texts that tokenizers split differently."""
 
 
 def where_they_differ(ours: Sequence[int], theirs: Sequence[int]) -> tuple[str, str]:
-    """The ids of one text by two tokenizers, in words, from shortly before the first that differs."""
+    """Two lists of ids, as text, from shortly before the first difference."""
     pairs = enumerate(zip(ours, theirs, strict=False))
     first = next((n for n, (mine, other) in pairs if mine != other), min(len(ours), len(theirs)))
     start = max(0, first - 2)

@@ -1,10 +1,9 @@
 """Tokenizers: SentencePiece models and Hugging Face tokenizers behind one small protocol.
 
-Prompts and responses are tokenized apart and their ids concatenated, in training as in rollout: a response
-that the model samples continues ids, not text. So that the text, too, is a concatenation, a response is
-encoded as a *continuation*: without the space ("dummy prefix") that many models put before a text's first
-word. Then `decode(encode(prompt) + encode(response, continuation=True))` is prompt + response, and no merge
-crosses the border.
+Prompts and responses are tokenized separately and their ids concatenated, in training as in rollout: a sampled response
+continues ids, not text. A response is encoded as a *continuation*, without the space ("dummy prefix") that many models
+put before a text's first word, so that the text is a concatenation, too: decode(encode(prompt) + encode(response,
+continuation=True)) is prompt + response, and no merge crosses the border.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ _AS_CONTINUATION = b"\x1a\x04\x18\x00\x20\x00"
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model. Its control symbols (bos, eos, pad) cannot be written in text.
+    """A SentencePiece model as a `ChatTokenizer`. Its control symbols (bos, eos, pad) cannot be written in text.
 
-    A model that removes extra white space does so in a prompt; a continuation keeps all of its own, for its
-    leading space is not extra.
+    A model that removes extra white space does so in a prompt. A continuation keeps its white space, since its leading
+    space is not extra.
     """
 
     def __init__(self, model: bytes, name: str = "tokenizer.model", template: str | None = None) -> None:
@@ -62,7 +61,7 @@ class SentencePieceTokenizer:
         self.special_ids = frozenset(self._control.values()) | _user_defined(model)
 
     def own_template(self) -> str | None:
-        """That of a file beside it: a SentencePiece model itself has none."""
+        """The template of a file beside the model, which has none itself."""
         return self._template
 
     def render(
@@ -77,12 +76,12 @@ class SentencePieceTokenizer:
         return program.render(messages, tools=tools, add_generation_prompt=reply, **{**pieces, **variables})
 
     def encode_rendered(self, text: str, *, continuation: bool = False) -> list[int]:
-        """See `ChatTokenizer.encode_rendered`. Between control symbols the text is ordinary text; the first stretch
-        begins as a text does, the others continue."""
+        """See `ChatTokenizer.encode_rendered`. The text between control symbols is ordinary text. The first stretch is
+        the beginning of a text, the others are continuations."""
         parts = self.divides.split(text) if self.divides else [text]
         ids: list[int] = []
-        for number, part in enumerate(parts):
-            if number % 2:
+        for index, part in enumerate(parts):
+            if index % 2:
                 ids.append(self._control[part])
             elif part:
                 ids += self.encode(part, continuation=continuation or bool(ids))
@@ -91,8 +90,8 @@ class SentencePieceTokenizer:
     def marked(
         self, messages: Messages, template: str | None, variables: Mapping[str, Any], *, tools: Any
     ) -> tuple[list[int], list[bool]]:
-        """See `ChatTokenizer.marked`. Raises: ValueError, since marks are places in a text, which this model's pieces
-        cannot be told from."""
+        """See `ChatTokenizer.marked`. Raises: ValueError: the marked stretches of a text cannot be found in this
+        model's pieces."""
         raise ValueError("marks of a template are read with a Hugging Face tokenizer only")
 
     def marked_places(
@@ -102,11 +101,9 @@ class SentencePieceTokenizer:
         raise ValueError("marks of a template are read with a Hugging Face tokenizer only")
 
     def tokens(self) -> list[str]:
-        """See `Tokenizer.tokens`."""
         return [str(self._start.id_to_piece(token)) for token in range(self.vocab_size)]
 
     def encode(self, text: str, *, continuation: bool = False) -> list[int]:
-        """See `Tokenizer.encode`."""
         try:
             return list((self._continued if continuation else self._start).encode(text))
         except RuntimeError:
@@ -114,22 +111,21 @@ class SentencePieceTokenizer:
             raise
 
     def decode(self, ids: Sequence[int], *, continuation: bool = False) -> str:
-        """See `Tokenizer.decode`."""
         known_tokens = [token for token in ids if token < self.vocab_size]  # a model's vocabulary may be larger
         return str((self._continued if continuation else self._start).decode(known_tokens))
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str] | None:
-    """Finds one of several tokens, of two that begin alike the longer; None where there are none."""
+    """A pattern for one of several tokens, the longer one of two with the same beginning. None without tokens."""
     longest_first = sorted(filter(None, tokens), key=len, reverse=True)
     return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
 
 
 class HuggingFaceTokenizer:
-    """A Hugging Face tokenizer, chat template included. Special tokens written in text become their ids.
+    """A Hugging Face tokenizer as a `ChatTokenizer`. Special tokens written in text become their ids.
 
-    Given to another process (by pickle) it encodes there without transformers, which takes ten times as long to load as
-    all else that this needs; what needs transformers, such as a chat template, loads it there from the same files.
+    After pickling, it encodes in the other process without transformers, which takes ten times as long to load as the
+    rest. Methods that need transformers, such as those for a chat template, load it there from the same files.
     """
 
     def __init__(self, tokenizer: Any, name: str) -> None:
@@ -147,7 +143,7 @@ class HuggingFaceTokenizer:
         self.named_bos_id: int | None = bos_id
         self.pad_id = _pad_or_eos(tokenizer.pad_token_id, self.eos_id, name)
         unk_id = tokenizer.unk_token_id
-        self.unk_id: int | None = None if unk_id in (self.eos_id, bos_id) else unk_id  # that of GPT-2 ends texts
+        self.unk_id: int | None = None if unk_id in (self.eos_id, bos_id) else unk_id  # GPT-2's is its eos
         right, left = (
             tuple(token.content for token in tokenizer.added_tokens_decoder.values() if getattr(token, side))
             for side in ("rstrip", "lstrip")
@@ -155,12 +151,12 @@ class HuggingFaceTokenizer:
         self.takes_white_space = (right, left)
         apart = (t.content for t in tokenizer.added_tokens_decoder.values() if not (t.normalized or t.single_word))
         self.divides = None if self._backend is None or self._splits_special else _any_of(apart)
-        self._template: Any = None  # of one that was given by another process
-        # A text to continue from, where the tokenizer puts a space before the first word.
+        self._template: Any = None  # set by unpickling
+        # A text to continue from, if the tokenizer puts a space before the first word.
         self._lead = self._encode("\n") if self._decode(self._encode("a")) != self._glued("a") else []
 
     def _prepare_backend(self) -> None:
-        """As transformers has it before each of its own calls."""
+        """Set the backend as transformers does before each of its calls."""
         if self._backend is not None:
             self._backend.no_truncation()
             self._backend.no_padding()
@@ -169,7 +165,7 @@ class HuggingFaceTokenizer:
     def __reduce__(self) -> tuple[Any, ...]:
         try:
             backend = self._backend.to_str() if self._backend is not None else None
-        except Exception:  # noqa: BLE001 - nothing narrower is raised for parts that are written in Python
+        except Exception:  # noqa: BLE001 - raised for parts that are written in Python
             backend = None
         if backend is None:
             return load_tokenizer, (self.name,)
@@ -184,7 +180,7 @@ class HuggingFaceTokenizer:
 
     @property
     def of_transformers(self) -> Any:
-        """That of transformers, which this is around."""
+        """The wrapped tokenizer of transformers."""
         if self._whole is None:
             with without_torch():
                 loaded = load_tokenizer(self.name)
@@ -208,16 +204,14 @@ class HuggingFaceTokenizer:
         return str(self.of_transformers.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _glued(self, text: str) -> str:
-        """The text as it comes out when its ids follow those of another."""
+        """The decoded text when its ids follow those of another text."""
         return self._decode([*self._encode("a"), *self._encode(text)])[1:]
 
     def tokens(self) -> list[str]:
-        """See `Tokenizer.tokens`."""
         by_id = {token: text for text, token in self.of_transformers.get_vocab().items()}
         return [by_id.get(token, "") for token in range(self.vocab_size)]
 
     def encode(self, text: str, *, continuation: bool = False) -> list[int]:
-        """See `Tokenizer.encode`."""
         if not (continuation and self._lead):
             return self._encode(text)
         ids = self._encode("\n" + text)
@@ -229,13 +223,12 @@ class HuggingFaceTokenizer:
         return ids[len(self._lead) :]
 
     def decode(self, ids: Sequence[int], *, continuation: bool = False) -> str:
-        """See `Tokenizer.decode`."""
         if not (continuation and self._lead):
             return self._decode(ids)
         return self._decode([*self._lead, *ids])[len(self._decode(self._lead)) :]
 
     def own_template(self) -> str | None:
-        """See `ChatTokenizer.own_template`. Of several with names that for tools, which transformers takes for them."""
+        """See `ChatTokenizer.own_template`. Of several with names, the one for tools, as in transformers."""
         template = self._template if self._whole is None else self._whole.chat_template
         if isinstance(template, dict):
             return template.get("tool_use", template.get("default"))
@@ -244,21 +237,18 @@ class HuggingFaceTokenizer:
     def render(
         self, messages: Messages, template: str | None, variables: Mapping[str, Any], *, tools: Any, reply: bool
     ) -> str:
-        """See `ChatTokenizer.render`."""
         text = self.of_transformers.apply_chat_template(
             list(messages), tools, chat_template=template, tokenize=False, add_generation_prompt=reply, **variables
         )
         return str(text)
 
     def encode_rendered(self, text: str, *, continuation: bool = False) -> list[int]:
-        """See `ChatTokenizer.encode_rendered`."""
         return self.encode(text, continuation=continuation)
 
     def marked(
         self, messages: Messages, template: str | None, variables: Mapping[str, Any], *, tools: Any
     ) -> tuple[list[int], list[bool]]:
-        """See `ChatTokenizer.marked`."""
-        made = self.of_transformers.apply_chat_template(
+        encoding = self.of_transformers.apply_chat_template(
             list(messages),
             tools,
             chat_template=template,
@@ -267,12 +257,11 @@ class HuggingFaceTokenizer:
             return_assistant_tokens_mask=True,
             **variables,
         )
-        return list(made["input_ids"]), [bool(mark) for mark in made["assistant_masks"]]
+        return list(encoding["input_ids"]), [bool(mark) for mark in encoding["assistant_masks"]]
 
     def marked_places(
         self, messages: Messages, template: str | None, variables: Mapping[str, Any], *, tools: Any
     ) -> list[tuple[int, int]]:
-        """See `ChatTokenizer.marked_places`."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         _, places = render_jinja_template(
@@ -294,20 +283,20 @@ def _user_defined(model: bytes) -> frozenset[int]:
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """The tokenizer of a directory: `tokenizer.json` as it stands, else `tokenizer.model`, else GPT-2's `vocab.json`
-    and `merges.txt` (or `gpt2-vocab.json` and `gpt2-merges.txt`, as Megatron-LM's scripts name them), each with what
-    the small files beside it say. A file is a SentencePiece model.
+    """The tokenizer of a directory: `tokenizer.json` as it is, else `tokenizer.model`, else GPT-2's `vocab.json` and
+    `merges.txt` (or Megatron-LM's `gpt2-vocab.json` and `gpt2-merges.txt`), each with the settings of the small files
+    beside it. A path to a file is a SentencePiece model.
 
-    Raises: ValueError where there is none of them, one needs code of the directory, a file is damaged, or the tokenizer
-    defines no eos
+    Raises: ValueError where there is none, the tokenizer needs code of the directory, a file is damaged, or no eos is
+    defined
     """
     directory = Path(directory)
     if (directory / "tokenizer.json").is_file():
         from megarlhf.data.tokenizers.tokenizer_json import of_json
 
         with damaged(directory / "tokenizer.json"):
-            made = of_json(directory)
-        return HuggingFaceTokenizer(made, str(directory))
+            tokenizer = of_json(directory)
+        return HuggingFaceTokenizer(tokenizer, str(directory))
     if directory.is_dir():
         require_readable(directory)
     model = directory if directory.is_file() else directory / "tokenizer.model"
@@ -319,8 +308,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         from megarlhf.data.tokenizers.byte_pairs import of_byte_pairs
 
         with damaged(pair[0]):
-            made = of_byte_pairs(*pair)
-        return HuggingFaceTokenizer(made, str(directory))
+            tokenizer = of_byte_pairs(*pair)
+        return HuggingFaceTokenizer(tokenizer, str(directory))
     file_names = ", ".join(sorted(entry.name for entry in directory.iterdir())[:8]) or "nothing"
     raise ValueError(
         f"no tokenizer in {directory}: expected tokenizer.json or tokenizer.model, found {file_names}; copy the "
@@ -329,7 +318,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 
 def _of_sentencepiece(model: Path, *, alone: bool) -> Tokenizer:
-    """`alone`: of the files beside it only a chat template is read."""
+    """Load a SentencePiece model. `alone`: of the files beside it only a chat template is read."""
     with damaged(model):
         template = Settings.read(model.parent).chat_template()
     pieces = SentencePieceTokenizer(model.read_bytes(), str(model), template)
@@ -338,14 +327,14 @@ def _of_sentencepiece(model: Path, *, alone: bool) -> Tokenizer:
     from megarlhf.data.tokenizers.sentencepiece_model import of_sentencepiece
 
     with damaged(model):
-        made = of_sentencepiece(model)
-    return pieces if made is None else HuggingFaceTokenizer(made, str(model.parent))
+        tokenizer = of_sentencepiece(model)
+    return pieces if tokenizer is None else HuggingFaceTokenizer(tokenizer, str(model.parent))
 
 
 def first_difference(writer: Tokenizer, reader: Tokenizer) -> str | None:
-    """Why ids that `writer` made would mean something else to a model that `reader` belongs to; None if they do not.
+    """Describe how ids of `writer` would mean something else to the model of `reader`. None if they mean the same.
 
-    The reader may have more tokens than the writer. Padding does not count: it is masked everywhere.
+    The reader may have more tokens than the writer. Padding is ignored: it is masked everywhere.
     """
     ours, theirs = writer.tokens(), reader.tokens()
     for token, text in enumerate(ours):
@@ -360,17 +349,17 @@ def first_difference(writer: Tokenizer, reader: Tokenizer) -> str | None:
 
 
 def _require_text(text: str) -> None:
-    """Raises: ValueError for half of a surrogate pair, which is no character, and which libraries refuse."""
-    for number, character in enumerate(text, 1):
+    """Raises: ValueError for half of a surrogate pair, which is no character. Libraries refuse it."""
+    for position, character in enumerate(text, 1):
         if "\ud800" <= character <= "\udfff":
             raise ValueError(
-                f"character {number} of a text is {character!r}, half of a pair by which UTF-16 writes one character: "
-                "the text was cut inside it; mend it, or leave the record out"
+                f"character {position} of a text is {character!r}, half of a pair with which UTF-16 writes one: the "
+                "text was cut inside it; mend it, or leave the record out"
             )
 
 
 def _begin(tokenizer: Any, name: str) -> int | None:
-    """The token that a tokenizer of transformers writes before a text. Raises: ValueError where it writes several."""
+    """The token that a tokenizer of transformers writes before a text, if any. Raises: ValueError for several."""
     text, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a", add_special_tokens=True)
     places = (n for n in range(len(whole)) if text and whole[n : n + len(text)] == text)
     start = next(places, int(whole[:1] == [tokenizer.bos_token_id]))

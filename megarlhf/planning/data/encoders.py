@@ -1,4 +1,4 @@
-"""How the records of a configuration become samples: what is tokenized in a run, and what a check before it tries."""
+"""Encoders of a configuration: for tokenization in a run, and for checks before it."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ AnyEncoder = RecordEncoder | TextEncoder
 
 
 def sets_of(cfg: AnyConfig) -> list[tuple[str, tuple[SourceConfig, ...], AnyEncoder]]:
-    """All sets of records by key, each with whatever the configuration makes of it. Raises: as `encoder_of`."""
+    """All sets of records by key, each with its encoder. Raises: as `encoder_of`."""
     encoders = encoders_of(cfg)
-    sets = [(key, given, encoder) for key, given in cfg.data.sources().items() for encoder in encoders]
+    sets = [(key, sources, encoder) for key, sources in cfg.data.sources().items() for encoder in encoders]
     if isinstance(cfg, RLConfig) and cfg.ptx is not None:
         sets.append(("ptx.data", cfg.ptx.data, text_encoder(cfg)))
     return sets
 
 
 def encoders_of(cfg: AnyConfig) -> list[AnyEncoder]:
-    """Of everything that the configuration makes of a record. Raises: as `encoder_of`."""
+    """All encoders of the configuration: `eval` may have several. Raises: as `encoder_of`."""
     if not isinstance(cfg, EvaluateConfig):
         return [encoder_of(cfg)]
     limits: dict[str, Any] = {"max_prompt_tokens": cfg.data.max_prompt_tokens, **writing_options(cfg.data)}
@@ -60,7 +60,7 @@ def encoders_of(cfg: AnyConfig) -> list[AnyEncoder]:
 
 
 def encoder_of(cfg: AnyConfig) -> RecordEncoder:
-    """Raises: ValueError for a tokenizer or a template that is not there."""
+    """The encoder of a command with a single one. Raises: ValueError for a missing tokenizer or template."""
     if isinstance(cfg, SFTConfig | RMConfig | DPOConfig):
         role = cfg.reward_model if isinstance(cfg, RMConfig) else cfg.actor
         options: dict[str, Any] = {
@@ -77,7 +77,7 @@ def encoder_of(cfg: AnyConfig) -> RecordEncoder:
 
 
 def text_encoder(cfg: EvaluateConfig | RLConfig) -> TextEncoder:
-    """Of plain texts: those whose perplexity `eval` measures, or the pretraining mix of `rl`."""
+    """The encoder of plain texts, for the perplexity of `eval` or the pretraining mix of `rl`."""
     if isinstance(cfg, RLConfig):
         return TextEncoder(tokenizer=cfg.actor.model.tokenizer_place(), longest=cfg.ptx_max_tokens)
     assert cfg.actor is not None, "checked with the configuration"
@@ -86,7 +86,7 @@ def text_encoder(cfg: EvaluateConfig | RLConfig) -> TextEncoder:
 
 
 def prompt_encoder(data: PromptDataConfig, tokenizer: Path, rewards: Sequence[RewardConfig] = ()) -> PromptEncoder:
-    """How records become prompts, which have what the rules of the rewards need."""
+    """The encoder of prompts, which checks the columns that the rewards' rules need."""
     rules = tuple(reward.rule for reward in rewards if reward.rule is not None)
     return PromptEncoder(
         tokenizer=tokenizer,
@@ -97,7 +97,7 @@ def prompt_encoder(data: PromptDataConfig, tokenizer: Path, rewards: Sequence[Re
 
 
 def indexed_options(cfg: SFTConfig | RLConfig) -> IndexedOptions[Any]:
-    """How Megatron's indexed data is read: by `sft` as its data, by `rl` as that of `ptx`."""
+    """Options for Megatron's indexed data: the data of `sft`, or of `ptx` in `rl`."""
     vocab_size = architecture_from_hf(cfg.actor.model.hf_directory()).vocab_size
     if isinstance(cfg, SFTConfig):
         return IndexedOptions(cfg.data.indexed_length, cfg.run.seed, learnt_whole, vocab_size)

@@ -1,7 +1,8 @@
-"""How a run writes its records as tokens, and whether the models that read them were trained on text written so.
+"""Check that a run writes its texts as its models were trained: plain, or by the same chat template.
 
-An SFT model that knows a chat template answers plain texts badly, and the other way round, and no figure says why. So
-exports state how their run wrote (`megarlhf.json`), and a later stage that writes otherwise is refused.
+An SFT model that knows a chat template answers plain texts badly, and the other way round, and no metric shows the
+reason. So exports state how their run wrote texts (`megarlhf.json`), and a later stage that writes differently is
+refused.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _EVALUATED: Mapping[type, tuple[str, ...]] = {
     SFTEncoder: ("actor",), PromptEncoder: ("actor", "against", "reward_model"),
     PairEncoder: ("reward_model",), TextEncoder: (),
 }  # fmt: skip
-"""Roles that read the data in `eval`, by its encoder."""
+"""Roles that read the data in `eval`, by the data's encoder."""
 _WORDS = {"template": "another chat template", "template_args": "other template_args", "end": "another end of answers"}
 _AS_BEFORE = "Write the data as before (data.template, data.chat_template, data.template_args)"
 _AS_THE_CLASSIFIER_READS = (
@@ -50,38 +51,38 @@ _AS_THE_CLASSIFIER_READS = (
 
 
 def writing_of_training(cfg: AnyConfig, role: str) -> Writing | None:
-    """The statement in exports of a role: how this run writes, or, where that cannot be told (raw texts, token ids,
-    data of the hub), how the model was written for that it began with."""
+    """The statement in a role's exports: how this run writes. Where that is unknown (raw texts, token ids, data of the
+    hub), the statement of the model that it began with."""
     (encoder,) = encoders_of(cfg)
     section = roles_of(cfg)[role]
-    own = _writing(cfg.data, section.model.tokenizer_place(), forms_of(cfg.data, encoder))
+    own = _writing(cfg.data, section.model.tokenizer_place(), training_forms(cfg.data, encoder))
     stated = _stated(section)
     return own or (None if stated is None else stated.writing)
 
 
 def check_writing(cfg: AnyConfig) -> list[str]:
-    """The models that read a run's texts against how it writes them, in sentences where the configuration allows
-    another way. Raises: ValueError where it does not."""
+    """Compare how a run writes with the training of each model that reads its texts. Returns warnings where the
+    configuration allows a difference. Raises: ValueError where it does not."""
     notes = []
     for name, path, stated, now, remedy in (*_roles(cfg), *_classifiers(cfg)):
         if not (differences := _differences(stated.writing or {}, now)):
             continue
-        words = (
+        sentence = (
             f"{name}: {path} comes from {stated.run} (megarlhf {stated.command}), which wrote "
             f"{_in_words(stated.writing or {})}, and this run writes {_in_words(now)}: {'; '.join(differences)}"
         )
         if cfg.data.other_writing == "refuse":
             raise ValueError(
-                f"{words}. {remedy}, or set data.other_writing=allow if the change is meant. {FILE} beside the weights "
-                "says how it was"
+                f"{sentence}. {remedy}, or set data.other_writing=allow if the change is meant. {FILE} beside the "
+                "weights says how it was"
             )
-        notes.append(f"WARNING: {words} (data.other_writing = allow)")
+        notes.append(f"WARNING: {sentence} (data.other_writing = allow)")
     return notes
 
 
-def forms_of(data: PromptDataConfig, encoder: AnyEncoder) -> frozenset[Form]:
-    """The forms of the training records, by the first ones of each set. Left out are raw texts, forms that cannot be
-    told, and texts that a template has written before, as `generate` keeps its prompts."""
+def training_forms(data: PromptDataConfig, encoder: AnyEncoder) -> frozenset[Form]:
+    """Forms of the training records, by the first records of each set. Without raw texts, unknown forms, and texts that
+    a template has written already, such as the prompts that `generate` keeps."""
     if isinstance(encoder, TextEncoder):
         return frozenset()
     forms = {_form_of(encoder, find(source)) for source in data.train if source.kind != "megatron"}
@@ -89,68 +90,72 @@ def forms_of(data: PromptDataConfig, encoder: AnyEncoder) -> frozenset[Form]:
 
 
 def _forms(cfg: AnyConfig, encoder: AnyEncoder) -> frozenset[Form]:
-    """The forms of the records, or of what is typed."""
+    """Forms of the records; in `ask`, of the typed prompt."""
     if isinstance(cfg, AskConfig):
         return frozenset({"conversations" if cfg.data.template_mode == "chat" else "texts"})
-    return forms_of(cfg.data, encoder)
+    return training_forms(cfg.data, encoder)
 
 
-def _form_of(encoder: RecordEncoder, place: FoundSource) -> Form | None:
-    if place.kind in ("generated", "hub"):
+def _form_of(encoder: RecordEncoder, found_source: FoundSource) -> Form | None:
+    if found_source.kind in ("generated", "hub"):
         known: Form = "conversations" if encoder.template == "chat" else "texts"
-        return None if place.kind == "hub" and encoder.template == "auto" else known
-    if (first := first_record(encoder, place)) is None or first[0] == "raw texts":
+        return None if found_source.kind == "hub" and encoder.template == "auto" else known
+    if (first := first_record(encoder, found_source)) is None or first[0] == "raw texts":
         return None
     form, record = first
-    return None if form == "texts" and has_marks(str(record["prompt"]), load_tokenizer(encoder.tokenizer)) else form
+    return (
+        None
+        if form == "texts" and has_special_tokens(str(record["prompt"]), load_tokenizer(encoder.tokenizer))
+        else form
+    )
 
 
-def has_marks(text: str, tokenizer: Tokenizer) -> bool:
-    """Tell whether special tokens stand in a text, as a chat template writes them."""
+def has_special_tokens(text: str, tokenizer: Tokenizer) -> bool:
+    """Tell whether a text contains special tokens, as a chat template writes them."""
     names = tokenizer.tokens()
-    special = (names[each] for each in cast(ChatTokenizer, tokenizer).special_ids if each < len(names))
+    special = (names[token] for token in cast(ChatTokenizer, tokenizer).special_ids if token < len(names))
     return any(name in text for name in special if len(name) > 2)
 
 
 _Reader = tuple[str, Path, Provenance, Writing, str]
-"""A model that reads what a run writes: its name and place, what it was trained with, how the run writes for it, and
-what to do where that differs."""
+"""A model that reads a run's texts: its name, path, provenance, how the run writes for it, and the remedy for a
+difference."""
 
 
 def _roles(cfg: AnyConfig) -> Iterator[_Reader]:
-    """The roles that say what they were trained with. All read the ids that one tokenizer has made, but for a reward
-    model that is given text, and for the other model of a comparison, which is asked by its own tokenizer."""
+    """Roles with a statement on their training. All read ids of one tokenizer, except a reward model that is given
+    text, and the other model of a comparison, which has its own tokenizer."""
     roles, retokenizes = roles_of(cfg), isinstance(cfg, RLConfig | EvaluateConfig) and cfg.retokenizes
     for encoder in encoders_of(cfg):
         forms = _forms(cfg, encoder)
         for name in _EVALUATED[type(encoder)] if isinstance(cfg, EvaluateConfig) else roles:
             section = roles.get(name)
             if section is None or (name == "reference" and section.model.path == roles["actor"].model.path):
-                continue  # the second: what the actor knows, its base knows or does not need
+                continue  # a reference with the actor's path needs no check of its own
             if (stated := _stated(section)) is None or not stated.writing:
                 continue
             is_given_text = name == "reward_model" and retokenizes
             apart = is_given_text or name == "against"
-            place = section.model.tokenizer_place() if apart else encoder.tokenizer
-            writing = _writing(ConversationConfig() if is_given_text else cfg.data, place, forms)
+            tokenizer = section.model.tokenizer_place() if apart else encoder.tokenizer
+            writing = _writing(ConversationConfig() if is_given_text else cfg.data, tokenizer, forms)
             yield name, section.model.path, stated, writing, _AS_BEFORE
 
 
 def _classifiers(cfg: AnyConfig) -> Iterator[_Reader]:
-    """The rewards that are models of an earlier run."""
+    """Rewards that are models of an earlier run."""
     if not isinstance(cfg, RLConfig | GenerateConfig | EvaluateConfig):
         return
-    forms = [_forms(cfg, each) for each in encoders_of(cfg) if isinstance(each, PromptEncoder)]
+    forms = [_forms(cfg, encoder) for encoder in encoders_of(cfg) if isinstance(encoder, PromptEncoder)]
     for label, reward in zip(unique_labels(cfg.rewards), cfg.rewards, strict=True):
         if reward.path is None or (stated := read_provenance(reward.path)) is None or not stated.writing:
             continue
-        for each in forms:
-            writing = _writing_for(reward, reward.path, each)
+        for encoder in forms:
+            writing = _writing_for(reward, reward.path, encoder)
             yield f"reward {label!r}", reward.path, stated, writing, _AS_THE_CLASSIFIER_READS
 
 
 def _writing_for(reward: RewardConfig, path: Path, forms: frozenset[Form]) -> Writing:
-    """How `rollout.rewards.classifier` writes responses to prompts of these forms for a model of an earlier run."""
+    """The writing of `rollout.rewards.classifier` for a model of an earlier run, for prompts of these forms."""
     if reward.form == "pair":
         return {"pairs of texts": {}} if forms else {}
     if reward.form == "chat" and forms:
@@ -170,11 +175,14 @@ def _stated(section: RoleConfig) -> Provenance | None:
     return next((stated for path in paths if (stated := read_provenance(Path(path))) is not None), None)
 
 
-def _writing(data: ConversationConfig, place: Path, forms: frozenset[Form]) -> Writing:
-    """By form, with the tokenizer at `place`: what makes the tokens of an answer and of what stands before it."""
+def _writing(data: ConversationConfig, tokenizer_path: Path, forms: frozenset[Form]) -> Writing:
+    """The writing by form, with the tokenizer at `place`: the settings that determine the tokens of prompt and answer.
+
+    Example: {"texts": {"end": 2}, "conversations": {"template": SHA256, "template_args": {}, "end": 7}}
+    """
     if not forms:
         return {}
-    tokenizer, writing = load_tokenizer(place), dict[str, Mapping[str, Any]]()
+    tokenizer, writing = load_tokenizer(tokenizer_path), dict[str, Mapping[str, Any]]()
     if "texts" in forms:
         writing["texts"] = {"end": tokenizer.eos_id}
     if "conversations" in forms:
@@ -190,7 +198,7 @@ def _writing(data: ConversationConfig, place: Path, forms: frozenset[Form]) -> W
 
 
 def _differences(before: Writing, now: Writing) -> list[str]:
-    """In words; a model that was trained on both forms is used with either."""
+    """Descriptions of the differences. A model that was trained on both forms may be used with either."""
     differences = [f"it knows no {form}" for form in now if form not in before]
     for form in now.keys() & before.keys():
         differences += [_WORDS[key] for key, value in now[form].items() if before[form].get(key) != value]
@@ -198,5 +206,5 @@ def _differences(before: Writing, now: Writing) -> list[str]:
 
 
 def _in_words(writing: Writing) -> str:
-    words = {"texts": "texts as they stand", "conversations": "conversations by a chat template"}
-    return " and ".join(words.get(form, form) for form in sorted(writing))
+    sentences = {"texts": "texts as they stand", "conversations": "conversations by a chat template"}
+    return " and ".join(sentences.get(form, form) for form in sorted(writing))

@@ -1,7 +1,7 @@
-"""Rewards before a run: each rule can be called, and tells a right answer to one real record from a wrong one.
+"""Check of rewards before a run: each rule can be called, and tells a right answer to a real record from a wrong one.
 
-A function of the user's runs in a process of its own, as in a run. One that is async is taken to ask a server, and is
-called only where `check` says so, as is a reward of kind http.
+A user's function runs in a process of its own, as in a run. An async function probably asks a server: like a reward of
+kind http, it is called only if `check` asks for it.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from megarlhf.rollout.rewards.rules import RULES, bind_rule, load_rule, rule_for
 from megarlhf.rollout.rewards.score import RewardSource, make_source
 
 _RECORDS = 8
-"""Number of records that are read; a reward is called on the first to which it applies."""
+"""Number of records that are read. A reward is called on the first one to which it applies."""
 _MOST_ANSWERS = 2
 _TRUTHS = ("ground_truth", "answer", "answers", "solution", "final_answer", "label", "labels", "target", "reference")
 """Columns that may hold the right answer."""
 _EVERY_FORM = (
     "<think>\nA thought.\n</think>\nThe answer is {0}.\nFinal Answer: {0}\n\\boxed{{{0}}}\n<{tag}>{0}</{tag}>\n#### {0}"
 )
-"""Most functions find the answer here, wherever they look for it."""
+"""A response in which most functions find the answer, wherever they look for it."""
 _STRICT_FORMS = ("{0}", "<think>\nA thought.\n</think>\n<{tag}>\n{0}\n</{tag}>")
-"""Forms that some functions want and nothing beside."""
+"""Forms of responses that some functions accept only without further text."""
 _OTHER_TEXTS = (
     "<think>A thought.</think><answer>No idea.</answer>",
     "No idea. " * 200 + "\n</think>\n<answer>No idea.</answer>",
 )
-"""Texts for functions that read no answer: in the forms that TRL's examples and prompts that end with <think> want, one
-short and one long."""
+"""Texts for functions that read no answer: a short and a long one, in the forms of TRL's examples and of prompts that
+end with <think>."""
 _CONFIRM = "set check: call in its entry of `rewards`"
 
 
 def check_rules(rewards: Sequence[RewardConfig]) -> None:
-    """Check rules before anything is read. Raises: ValueError for one that cannot be had or called, or a missing
+    """Check rules before data is read. Raises: ValueError for a rule that cannot be loaded or called, or a missing
     classifier."""
     for reward in rewards:
         if reward.rule is not None:
@@ -67,9 +67,9 @@ def check_rules(rewards: Sequence[RewardConfig]) -> None:
 
 
 def try_rewards(cfg: RLConfig | GenerateConfig | EvaluateConfig) -> list[str]:
-    """Call the rewards on the first records. Returns what was not tried, and the like, in sentences.
+    """Call the rewards on the first records. Returns notes, for example on rewards that were not called.
 
-    Raises: ValueError for a reward that fails there, or scores everything alike where the records have answers.
+    Raises: ValueError for a reward that fails, or that scores everything alike although the records have answers.
     """
     notes, named = [], list(zip(unique_labels(cfg.rewards), cfg.rewards, strict=True))
     tried = [(label, reward) for label, reward in named if _how(reward) != "none" or _form(reward).needed_columns]
@@ -94,7 +94,7 @@ def _form(reward: RewardConfig) -> Form:
 
 
 def _how(reward: RewardConfig) -> str:
-    """`scores`, `call` or `none`."""
+    """The kind of check: `scores`, `call` or `none`."""
     if reward.kind not in ("rule", "http") or reward.rule in FORMAT_RULES:
         return "none"
     if reward.check != "auto":
@@ -103,7 +103,7 @@ def _how(reward: RewardConfig) -> str:
 
 
 def first_samples(cfg: RLConfig | GenerateConfig | EvaluateConfig) -> tuple[str, Tokenizer, list[PromptSample]]:
-    """The key of the first set that has usable records, the tokenizer, and the first of these."""
+    """The key of the first set with usable records, the tokenizer, and its first samples."""
     assert cfg.actor is not None, "it draws responses"
     encoder = prompt_encoder(cfg.data, cfg.actor.model.tokenizer_place())
     tokenizer = encoder.load()
@@ -111,7 +111,7 @@ def first_samples(cfg: RLConfig | GenerateConfig | EvaluateConfig) -> tuple[str,
     samples: list[PromptSample] = []
     key, sources = next(iter(cfg.data.sources().items()))
     for source in sources:
-        reader = Reader(source, ())
+        reader = Reader(source)
         for where, row in _first_rows(source):
             with contextlib.suppress(Unusable, LeftOut):
                 samples.append(sample_of(encode(len(samples), reader.record(row, where))))
@@ -121,18 +121,18 @@ def first_samples(cfg: RLConfig | GenerateConfig | EvaluateConfig) -> tuple[str,
 
 
 def _first_rows(source: SourceConfig) -> list[tuple[str, Any]]:
-    place = find(source)
-    rows = place.first_rows(_RECORDS)
-    if place.kind == "generated":
-        rows = list(itertools.islice((row for chunk in place.chunks() for row in chunk.located()), _RECORDS))
+    found_source = find(source)
+    rows = found_source.first_rows(_RECORDS)
+    if found_source.kind == "generated":
+        rows = list(itertools.islice((row for chunk in found_source.chunks() for row in chunk.located()), _RECORDS))
     return rows[:_RECORDS]
 
 
 def rule_for_answers(source: SourceConfig, *, talks: bool = False) -> tuple[str, str]:
-    """The built-in rule that reads the answers as the first records write them, and why it is not `exact_match`: of
-    whole solutions it reads what they end with, of numbers in an answer to a message (`talks`, where texts are written
-    as messages) the last one."""
-    reader, answers = Reader(source, ()), list[str]()
+    """The built-in rule for the answers of the first records, and the reason where it is not `exact_match`. For whole
+    solutions it reads their end; for numbers in an answer to a message (`talks`: texts are written as messages), the
+    last number."""
+    reader, answers = Reader(source), list[str]()
     for where, row in _first_rows(source):
         with contextlib.suppress(ValueError, LeftOut):
             record = reader.record(row, where)
@@ -155,7 +155,7 @@ def _rule_for_ends(ends: Iterable[str | None]) -> str:
 
 @dataclass(frozen=True)
 class _Try:
-    """Calls of one reward."""
+    """Calls one reward on the first samples."""
 
     label: str
     reward: RewardConfig
@@ -164,7 +164,7 @@ class _Try:
     samples: Sequence[PromptSample]
 
     def notes(self) -> list[str]:
-        """Call the reward. Returns sentences for the user. Raises: ValueError."""
+        """Call the reward. Returns notes. Raises: ValueError."""
         form = _form(self.reward)
         source = make_source(self.reward.model_copy(update={"workers": 1}), torch.device("cpu"))
         with contextlib.closing(source):
@@ -176,7 +176,7 @@ class _Try:
                     for shape in (_EVERY_FORM, *_STRICT_FORMS)
                     for right in rights
                 ]
-                # The first pair mostly tells; all others are called where it does not.
+                # The first pair is mostly enough; the others are called where it is not.
                 scores = self._scores(source, sample, pairs[0][1:] if pairs else _OTHER_TEXTS)
                 if set(scores.values()) == {None}:
                     continue
@@ -195,29 +195,29 @@ class _Try:
         """Raises: ValueError for a column that the function needs and no record has."""
         for name in _form(self.reward).needed_columns:
             if not any(name in sample.fields for sample in self.samples):
-                there = ", ".join(map(repr, self.samples[0].fields)) or "none"
+                columns = ", ".join(map(repr, self.samples[0].fields)) or "none"
                 raise ValueError(
-                    f"reward {self.label!r}: its function takes {name!r}, and the records of {self.key} have {there}; "
-                    f"name the column that is meant under data: columns: {{{name}: ...}}, or give it a default"
+                    f"reward {self.label!r}: its function takes {name!r}, and the records of {self.key} have {columns}"
+                    f"; name the column that is meant under data: columns: {{{name}: ...}}, or give it a default"
                 )
 
     def _rights(self, sample: PromptSample, form: Form) -> list[str]:
-        """Right answers of a record, two at most: what a solution ends with stands before the solution."""
+        """Right answers of a record, at most two. The end of a solution comes before the whole solution."""
         fields = sample.fields
         names = [name for name in form.needed_columns if name in _TRUTHS] + ["ground_truth"]
         values = [fields.get(name) for name in names]
         values.append(first_of(fields, ("reward_model.ground_truth",)))
         values += [fields.get(name) for name in (*_TRUTHS, *form.needed_columns)]
-        found: dict[str, None] = {}
+        answers: dict[str, None] = {}
         for value in [fields.get("answer"), *values] if self.reward.rule in RULES else values:
             with contextlib.suppress(ValueError):  # a mapping of which nothing is known
                 texts = list(itertools.islice(texts_of_answer(value), 2))
                 for text in [*texts[:1], str(value).strip()] if listed_in(value) else texts:
-                    found |= dict.fromkeys([end_of_solution(text) or text, text])
-        return list(found)[:_MOST_ANSWERS]
+                    answers |= dict.fromkeys([end_of_solution(text) or text, text])
+        return list(answers)[:_MOST_ANSWERS]
 
     def _wrong(self, sample: PromptSample, rights: Sequence[str], form: Form) -> str:
-        """A text that is no right answer: another number, or another record's answer."""
+        """A wrong answer: another number, or another record's answer."""
         numbers = {number_of(text) for text in rights}
         if rights and (number := number_of(rights[0])) is not None:
             return next(
@@ -242,17 +242,20 @@ class _Try:
         )
 
     def _scores(self, source: RewardSource, sample: PromptSample, texts: Sequence[str]) -> dict[str, float | None]:
-        """Score of each text. Raises: ValueError for a failure that would end the run, or where all have failed."""
+        """The score of each text. Raises: ValueError for a failure that would end the run, or if all calls have
+        failed."""
         outcomes = source.start(self._batch(sample, texts)).wait() or []
         failed = [(text, outcome.error) for text, outcome in zip(texts, outcomes, strict=True) if outcome.error]
         if failed and (self.reward.on_failure == "stop" or len(failed) == len(outcomes)):
             text, error = failed[0]
-            given = ""
+            completions = ""
             if _form(self.reward).style == "trl" and error.startswith("raised"):
-                given = ", completions are texts" if sample.messages is None else ", completions are lists of messages"
+                completions = (
+                    ", completions are texts" if sample.messages is None else ", completions are lists of messages"
+                )
             raise ValueError(
                 f"reward {self.label!r} {error} (called before the start, which check: none leaves out; response "
-                f"{short(text)} to a record of {self.key}{given}, {_of(sample)})"
+                f"{short(text)} to a record of {self.key}{completions}, {_describe(sample)})"
             )
         return {text: outcome.value for text, outcome in zip(texts, outcomes, strict=True)}
 
@@ -265,19 +268,19 @@ class _Try:
         scores: Mapping[str, float | None],
         form: Form,
     ) -> list[str]:
-        """Sentences for the user. `pairs`: a right answer, a text with it, and the same text with the wrong one.
+        """Notes on the scores. `pairs`: a right answer, a text with it, and the same text with the wrong answer.
 
-        Raises: ValueError where there is none, or only the whole of a solution, unless that is meant.
+        Raises: ValueError where the reward recognizes no right answer, or only a whole solution.
         """
         if self.reward.check == "call":
             return []
-        told = {right for right, this, other in pairs if scores.get(this) != scores.get(other)}
+        distinguished = {right for right, this, other in pairs if scores.get(this) != scores.get(other)}
         seen = sorted({value + 0.0 for value in scores.values() if value is not None})  # no -0
         if not rights:
             what = "the records have no answer, so that it was only called"
             return [f"reward {self.label!r} gives {seen[0]:g} for two texts; {what}"] if len(seen) == 1 else []
-        record = f"a record of {self.key} ({_of(sample)})"
-        if told and all(end_of_solution(right) for right in told):
+        record = f"a record of {self.key} ({_describe(sample)})"
+        if distinguished and all(end_of_solution(right) for right in distinguished):
             end, rule = rights[0], _rule_for_ends(rights[:1])
             mend = f"use the rule {rule}, which reads" if self.reward.rule in RULES else "let it compare with"
             raise ValueError(
@@ -285,8 +288,11 @@ class _Try:
                 f"answer ends with #### {end}, it gives {short(end)} the same as {short(wrong)}; {mend} what stands "
                 f"behind ####, or where that is meant {_CONFIRM}"
             )
-        if told:
-            return [*self._of_lists(sample), *self._of_the_order(sample, rights, pairs, scores)]
+        if distinguished:
+            answer = sample.fields.get("answer")
+            is_list = self.reward.rule in RULES and listed_in(answer)
+            listed = f"reward {self.label!r}: {short(answer)} is read as a list, of which any entry is a right answer"
+            return [*[listed] * bool(is_list), *self._warn_of_order(sample, rights, pairs, scores)]
         if len(seen) > 1 and not _reads_truth(self.reward, form):
             what = f"{short(rights[0])} and {short(wrong)} the same, in every form that was tried"
             return [f"reward {self.label!r} gives {what}: it judges something else than the answer of {record}"]
@@ -309,31 +315,27 @@ class _Try:
             f"such as a form of your own, {_CONFIRM}"
         )
 
-    def _of_the_order(
+    def _warn_of_order(
         self,
         sample: PromptSample,
         rights: Sequence[str],
         pairs: Sequence[tuple[str, str, str]],
         scores: Mapping[str, float | None],
     ) -> list[str]:
-        """A warning where right answers get less than wrong ones, as a distance would give them."""
+        """A warning where right answers get less than wrong ones, as from a distance."""
         both = [(scores.get(this), scores.get(other)) for right, this, other in pairs if right == rights[0]]
         known = [(this, other) for this, other in both if this is not None and other is not None and this != other]
         if not known or any((this - other) * self.reward.weight > 0 for this, other in known):
             return []
-        given = f"{known[0][0]:g} for {short(rights[0])}, which is right, and {known[0][1]:g} for a wrong one"
-        where = f"to a record of {self.key} ({_of(sample)})"
-        return [
-            f"WARNING: reward {self.label!r}, of weight {self.reward.weight:g}, prefers wrong answers: {given}, {where}"
-        ]
-
-    def _of_lists(self, sample: PromptSample) -> list[str]:
-        if self.reward.rule not in RULES or not listed_in(answer := sample.fields.get("answer")):
-            return []
-        return [f"reward {self.label!r}: {short(answer)} is read as a list, of which any entry is a right answer"]
+        values = f"{known[0][0]:g} for {short(rights[0])}, which is right, and {known[0][1]:g} for a wrong one"
+        note = (
+            f"WARNING: reward {self.label!r}, of weight {self.reward.weight:g}, prefers wrong answers: {values}, to a "
+            f"record of {self.key} ({_describe(sample)})"
+        )
+        return [note]
 
 
-def _of(sample: PromptSample) -> str:
+def _describe(sample: PromptSample) -> str:
     return f"prompt {short(sample.text)}, fields {short(sample.fields)}"
 
 
@@ -354,6 +356,6 @@ def _code_of(function: Any) -> CodeType | None:
 
 
 def _texts_in(code: CodeType) -> set[str]:
-    """Texts that stand by themselves in a function's code, and in functions within it."""
-    texts = {each for each in code.co_consts if isinstance(each, str)}
-    return texts.union(*(_texts_in(each) for each in code.co_consts if isinstance(each, CodeType)))
+    """Text constants in a function's code, and in functions within it."""
+    texts = {constant for constant in code.co_consts if isinstance(constant, str)}
+    return texts.union(*(_texts_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)))

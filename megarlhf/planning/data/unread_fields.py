@@ -1,4 +1,4 @@
-"""Columns of prompts that neither the prompt nor a reward reads: refused where they look like a part of the prompt."""
+"""Check of prompt columns that neither the prompt nor a reward reads. Parts of a prompt among them are refused."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _READ = {ANSWER, FIELD, NOT_READ, *BESIDE_A_CONVERSATION}
 
 
 def check_unread_fields(cfg: RLConfig | EvaluateConfig) -> list[str]:
-    """Name the columns of the first prompts that nobody reads, where the rewards are of a kind that shows it.
+    """A note on columns of the first prompts that are not read, if the rewards' kinds tell which they read.
 
-    Raises: ValueError for a column that would have to stand in the prompt.
+    Raises: ValueError for a column that should be part of the prompt.
     """
     if not cfg.rewards or any(map(_may_read_columns, cfg.rewards)):
         return []
@@ -31,11 +31,11 @@ def check_unread_fields(cfg: RLConfig | EvaluateConfig) -> list[str]:
             if any(text not in sample.text for text in _texts_in(sample.fields.get(name))):
                 raise ValueError(
                     f"a record of {key} has {name!r} = {shown(sample.fields[name])}, which no reward reads and which "
-                    "looks like a part of the prompt, but does not stand in it: join them by an adapter of yours. "
+                    "looks like a part of the prompt, but is not in it: join them by an adapter of yours. "
                     f"Where it means nothing, give it another name: columns: {{not_read: {name}}}"
                 )
-    given = {name for sample in samples for name, value in sample.fields.items() if value not in (None, "", [], {})}
-    names = ", ".join(sorted(given - _READ))
+    columns = {name for sample in samples for name, value in sample.fields.items() if value not in (None, "", [], {})}
+    names = ", ".join(sorted(columns - _READ))
     return [f"{key}: columns that no reward reads: {names}"] if names else []
 
 

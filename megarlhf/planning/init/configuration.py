@@ -1,7 +1,6 @@
-"""The configuration that `megarlhf init` writes for a model and data that it has looked at.
+"""The configuration that `megarlhf init` writes for a model and data.
 
-What could not be decided by what was seen is collected in sentences, which stand at the head of the file and are
-printed.
+Open decisions are collected as sentences. They are printed, and written at the beginning of the file.
 """
 
 from __future__ import annotations
@@ -15,36 +14,35 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarlhf.architectures.architecture import Architecture
 from megarlhf.config import ParallelConfig, PromptDataConfig, RoleConfig
 from megarlhf.planning.init.inspection import Command, DataLook, ModelLook, quantile
 from megarlhf.planning.layout import check_role
 
 GPU_GIB = 80.0
-"""Memory of a GPU where nobody says it."""
+"""Assumed memory of a GPU."""
 NODE = 8
-"""GPUs of a node, where there are more than these."""
+"""GPUs of a node, for more ranks than these."""
 ENOUGH_TO_SHARE = 200
-"""Records of a set from which a share is set aside for validation."""
+"""Fewest records of a set from which a share is set aside for validation."""
 MAX_SKIPPED: float = PromptDataConfig.model_fields["max_skipped"].default
 ROLE: dict[Command, str] = {"sft": "actor", "rm": "reward_model", "dpo": "actor", "rl": "actor"}
 _RATES: dict[Command, str] = {"sft": "1.0e-5", "rm": "5.0e-6", "dpo": "5.0e-7", "rl": "1.0e-6"}
 _TRAINED_BYTES, _SHARED_BYTES, _FROZEN_BYTES = 6, 12, 2
-"""Of a parameter in bf16: weight and fp32 gradient; master weight and Adam's moments, shared over data-parallel ranks;
-a weight that is only read."""
+"""Bytes of a parameter in bf16: weight and fp32 gradient; master weight and Adam's moments, which are sharded over
+data-parallel ranks; a frozen weight."""
 _USABLE = 0.6
-"""Of a GPU's memory: the rest is for activations, and in `rl` for the cache of the engine."""
+"""Share of a GPU's memory for these. The rest is for activations, and in `rl` for the cache of the engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the run is for."""
+    """The hardware of the run."""
 
     device: str
     """`cpu` or `gpu`."""
     ranks: int
     gpu_gib: float | None = None
-    """None: not known."""
+    """Memory of a GPU, if known."""
 
 
 @dataclass
@@ -59,10 +57,11 @@ class Draft:
     tp: int = 1
     pp: int = 1
     undecided: list[str] = field(default_factory=list)
+    """Sentences on open decisions."""
 
     @property
     def validation_share(self) -> float | None:
-        """Of the records, where there are enough of them: about a thousand at most."""
+        """Share of the records for validation: at most about a thousand. None for few records."""
         total = self.data.total
         if total is None or total < ENOUGH_TO_SHARE:
             return None
@@ -70,40 +69,35 @@ class Draft:
 
     @property
     def dp(self) -> int:
+        """Data-parallel size."""
         return self.machine.ranks // (self.tp * self.pp)
 
 
 def choose_layout(draft: Draft) -> None:
-    """The least tensor parallelism, then pipeline stages, at which weights, gradients and optimizer states fit."""
-    gib = draft.machine.gpu_gib or GPU_GIB
-    if draft.machine.device == "cpu":
+    """Set the least tensor parallelism, then pipeline stages, with which weights, gradients and optimizer states
+    fit."""
+    machine, gib = draft.machine, draft.machine.gpu_gib or GPU_GIB
+    if machine.device == "cpu":
         return
-    fits = [
+    legal = [
         (tp, pp)
         for tp in (1, 2, 4, 8)
-        for pp in _powers(draft.machine.ranks // tp)
-        if draft.machine.ranks % (tp * pp) == 0 and _is_legal(draft.model, tp, pp, draft.machine.ranks)
+        for pp in (2**n for n in range((machine.ranks // tp).bit_length()))
+        if machine.ranks % (tp * pp) == 0 and _is_legal(draft.model, tp, pp, machine.ranks)
     ]
-    fits.sort(key=lambda layout: (layout[0] * layout[1], layout[1]))
-    for tp, pp in fits:
-        dp = draft.machine.ranks // (tp * pp)
-        if _gib_of_states(draft.command, draft.model.parameters, tp * pp, dp) <= _USABLE * gib:
-            draft.tp, draft.pp = tp, pp
+    for tp, pp in sorted(legal, key=lambda layout: (layout[0] * layout[1], layout[1])):
+        draft.tp, draft.pp = tp, pp
+        if _gib_of_states(draft) <= _USABLE * gib:
             break
     else:
-        draft.tp, draft.pp = min(fits, key=lambda layout: (-layout[0] * layout[1], layout[1]), default=(1, 1))
-        needed = _gib_of_states(draft.command, draft.model.parameters, draft.tp * draft.pp, draft.dp)
+        draft.tp, draft.pp = min(legal, key=lambda layout: (-layout[0] * layout[1], layout[1]), default=(1, 1))
         draft.undecided.append(
-            f"weights, gradients and optimizer states take about {needed:.0f} GiB on each of {draft.machine.ranks} "
-            f"GPUs, of {gib:g}: give more of them (--nproc), or let roles offload ({ROLE[draft.command]}.offload, "
-            "docs/memory.md)"
+            f"weights, gradients and optimizer states take about {_gib_of_states(draft):.0f} GiB on each of "
+            f"{machine.ranks} GPUs, of {gib:g}: give more of them (--nproc), or let roles offload "
+            f"({ROLE[draft.command]}.offload, docs/memory.md)"
         )
-    if draft.machine.gpu_gib is None:
+    if machine.gpu_gib is None:
         draft.undecided.append(f"the memory of a GPU: {gib:g} GiB are taken; --gpu-memory-gib says another")
-
-
-def _powers(limit: int) -> list[int]:
-    return [2**n for n in range(int(math.log2(limit)) + 1)] if limit else []
 
 
 def _is_legal(model: ModelLook, tp: int, pp: int, ranks: int) -> bool:
@@ -116,10 +110,11 @@ def _is_legal(model: ModelLook, tp: int, pp: int, ranks: int) -> bool:
     return True
 
 
-def _gib_of_states(command: Command, parameters: int, model_parallel: int, dp: int) -> float:
-    each = _TRAINED_BYTES + _SHARED_BYTES / dp
-    frozen = {"sft": 0, "rm": 0, "dpo": 1, "rl": 2}[command]  # a reference; and the engine's weights
-    return parameters / model_parallel * (each + frozen * _FROZEN_BYTES) / 2**30
+def _gib_of_states(draft: Draft) -> float:
+    """GiB of weights, gradients and optimizer states on a rank."""
+    num_frozen = {"sft": 0, "rm": 0, "dpo": 1, "rl": 2}[draft.command]  # a reference; and the engine's weights
+    bytes_per_parameter = _TRAINED_BYTES + _SHARED_BYTES / draft.dp + num_frozen * _FROZEN_BYTES
+    return draft.model.parameters / (draft.tp * draft.pp) * bytes_per_parameter / 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,11 +124,11 @@ class TokenLimits:
     prompt: int
     response: int
     dropped: int
-    """Of the samples looked at, those that exceed them."""
+    """Number of the inspected samples that exceed the limits."""
 
 
 def choose_lengths(draft: Draft) -> TokenLimits:
-    """As long as the longest sample that was seen, and room to grow; within the model's positions."""
+    """Limits for the longest inspected sample, with room to grow, within the model's positions."""
     data, most = draft.data, draft.model.arch.longest_sequence
     if draft.command == "rl":
         response = min(1024, max(1, most // 2))
@@ -148,11 +143,11 @@ def choose_lengths(draft: Draft) -> TokenLimits:
         response = min(response, max(_rounded_up(quantile(data.responses, 0.95)) if data.responses else 1, most // 2))
         response = min(response, most - 1)
         prompt = most - response
-    dropped = sum(p > prompt or r > response for p, r in _pairs(data))
+    lengths = zip(data.prompts, data.responses or (0,) * len(data.prompts), strict=True)
+    dropped = sum(prompt_length > prompt or length > response for prompt_length, length in lengths)
     if dropped:
-        cut = (
-            ", and data.over_long = cut the beginning of responses that are too long" if draft.command == "sft" else ""
-        )
+        is_sft = draft.command == "sft"
+        cut = ", and data.over_long = cut the beginning of responses that are too long" * is_sft
         draft.undecided.append(
             f"{dropped} of the {data.records} records looked at are longer than the model's {most} tokens allow: they "
             f"are skipped and counted; a model with more positions would keep them{cut}"
@@ -160,28 +155,23 @@ def choose_lengths(draft: Draft) -> TokenLimits:
     return TokenLimits(prompt=prompt, response=response, dropped=dropped)
 
 
-def _pairs(data: DataLook) -> list[tuple[int, int]]:
-    return list(zip(data.prompts, data.responses or (0,) * len(data.prompts), strict=True))
-
-
 def _rounded_up(tokens: int) -> int:
-    """A quarter more, in steps that look like a limit."""
+    """A quarter more, rounded up to a multiple of 8, 64 or 256."""
     wanted = max(tokens + 1, math.ceil(tokens * 1.25))
     step = 8 if wanted <= 64 else 64 if wanted <= 1024 else 256
     return math.ceil(wanted / step) * step
 
 
 def batch_of(draft: Draft, lengths: TokenLimits) -> dict[str, int]:
-    """Section `train`: packed micro-batches that hold the longest sample, and no batch larger than the data."""
+    """Section `train`: micro-batches that hold the longest sample, and no batch larger than the data."""
     sequence = lengths.prompt + lengths.response
     longest = 2 * sequence if draft.command in ("rm", "dpo") else sequence
     least = 8192 if draft.machine.device == "gpu" else 2048
-    micro = 2 ** math.ceil(math.log2(max(longest, least)))
     total = draft.data.total
     if total is not None and draft.validation_share is not None:
         total = int(total * (1 - draft.validation_share))
     wanted = 128 if draft.command in ("sft", "rl") else 64
-    # Ten batches of a pass at least, where the data has so many records.
+    # At least ten batches of a pass, if the data has so many records.
     batch = wanted if total is None else min(wanted, max(1, total // 10, min(total, draft.dp)))
     if batch > draft.dp:
         batch -= batch % draft.dp
@@ -189,42 +179,44 @@ def batch_of(draft: Draft, lengths: TokenLimits) -> dict[str, int]:
         draft.undecided.append(
             f"the data has {total} records for {draft.dp} data-parallel ranks: some of them have nothing to do"
         )
+    passes, guess = (3 if draft.command == "sft" else 1), (500 if draft.command == "rl" else 1000)
+    steps = guess if total is None else max(1, math.ceil(passes * total / batch))
+    train = {"num_steps": steps}
     if draft.command == "rl":
-        samples = 8
-        steps = 500 if total is None else max(1, math.ceil(total / batch))
-        numbers = {"num_steps": steps, "prompts_per_step": batch, "mini_batch_samples": batch * samples // 2 or 1}
-        if batch * samples % numbers["mini_batch_samples"]:
-            numbers["mini_batch_samples"] = batch * samples
+        train |= {"prompts_per_step": batch, "mini_batch_samples": 8 * batch // 2}  # of 8 samples per prompt
     else:
-        passes = 3 if draft.command == "sft" else 1
-        steps = 1000 if total is None else max(1, math.ceil(passes * total / batch))
-        numbers = {"num_steps": steps, "mini_batch_samples": batch}
+        train["mini_batch_samples"] = batch
     if total is None:
         draft.undecided.append(f"train.num_steps: how many records there are was not counted; {steps} is a guess")
-    return {**numbers, "max_tokens_per_micro_batch": micro}
+    return {**train, "max_tokens_per_micro_batch": 2 ** math.ceil(math.log2(max(longest, least)))}
 
 
 # --- as a file ------------------------------------------------------------------------------------
 
 
-def text_of(draft: Draft, *, rewards: list[dict[str, Any]], engine: str, reward_model: Path | None) -> str:
-    """The configuration, with what was seen as remarks."""
+def config_text(draft: Draft, *, rewards: list[dict[str, Any]], engine: str, reward_model: Path | None) -> str:
+    """The configuration, with remarks on the model and the data."""
     lengths = choose_lengths(draft)
     batch = batch_of(draft, lengths)
-    model, command = draft.model, draft.command
-    warm = max(1, min(50, batch["num_steps"] // 10))
-    optim = f"{{lr: {_RATES[command]}, schedule: cosine, warmup_steps: {warm}}}"
-    if command == "rl":
-        optim = f"{{lr: {_RATES[command]}, warmup_steps: {warm}}}"
+    model, command, ranks = draft.model, draft.command, draft.machine.ranks
+    schedule = "" if command == "rl" else "schedule: cosine, "
+    parallel = f"  parallel: {{tp: {draft.tp}, pp: {draft.pp}{', sequence_parallel: true' * (draft.tp > 1)}}}"
+    job = f"nproc: {ranks}" if ranks <= NODE else f"nproc: {NODE}, world_size: {ranks}"
     lines = [
-        f"run: {{dir: {_yaml(draft.run_dir)}, {_ranks(draft.machine)}}}",
+        f"run: {{dir: {_yaml(draft.run_dir)}, {job}}}",
         "",
-        *_remark(_model_in_words(model)),
-        *_role(ROLE[command], model, draft, optim),
+        *_remark(_describe_model(model)),
+        f"{ROLE[command]}:",
+        f"  model: {{path: {_yaml(model.path)}, dtype: {model.dtype}{', random_init: true' * (not model.stored)}}}",
+        parallel,
+        f"  optim: {{lr: {_RATES[command]}, {schedule}warmup_steps: {max(1, min(50, batch['num_steps'] // 10))}}}",
     ]
     if reward_model is not None:
-        lines += ["", "# Read, never trained: its scores are the reward.", *_role_of(reward_model, draft)]
-    lines += ["", *_data_lines(draft, lengths), "", *_train_lines(draft, batch)]
+        lines += ["", "# Read, never trained: its scores are the reward.", "reward_model:"]
+        lines += [f"  model: {{path: {_yaml(reward_model)}}}", parallel]
+    lines += ["", *_data_lines(draft, lengths), "", "train:"]
+    lines += [f"  {key}: {value} # {_TRAIN_REMARKS.get((command, key), _TRAIN_REMARKS['', key])}"
+              for key, value in batch.items()]  # fmt: skip
     if command == "rl":
         samples = f"num_samples_per_prompt: 8, max_response_tokens: {lengths.response}"
         tp = f", parallel: {{tp: {draft.tp}}}" if engine == "vllm" else ""
@@ -236,76 +228,50 @@ def text_of(draft: Draft, *, rewards: list[dict[str, Any]], engine: str, reward_
             "algo: {advantage: group_relative, kl: {coef: 0.001, placement: loss, estimator: k3}}",
         ]
     lines += ["", f"checkpoint: {{every_minutes: 15, export_every: {max(1, batch['num_steps'] // 4)}, export_keep: 2}}"]
-    return "\n".join([*_head(draft), *lines]) + "\n"
-
-
-def _ranks(machine: Machine) -> str:
-    """Those of a node, and of the whole job where it has several nodes."""
-    if machine.ranks <= NODE:
-        return f"nproc: {machine.ranks}"
-    return f"nproc: {NODE}, world_size: {machine.ranks}"
-
-
-def _head(draft: Draft) -> list[str]:
-    lines = [
-        f"# Made by megarlhf init for `megarlhf {draft.command}`. Check it: megarlhf {draft.command} -c THIS --dry-run",
-        f"# What each key means: megarlhf keys {draft.command}",
+    head = [
+        f"# Made by megarlhf init for `megarlhf {command}`. Check it: megarlhf {command} -c THIS --dry-run",
+        f"# What each key means: megarlhf keys {command}",
     ]
     if draft.undecided:
-        lines += ["#", "# Not decided by what was seen:"]
-        lines += [line for sentence in draft.undecided for line in _remark(f"- {sentence}")]
-    return [*lines, ""]
+        head += ["#", "# Not decided by what was seen:"]
+        head += [line for sentence in draft.undecided for line in _remark(f"- {sentence}")]
+    return "\n".join([*head, "", *lines]) + "\n"
 
 
-def _model_in_words(model: ModelLook) -> str:
-    arch: Architecture = model.arch
-    chat = "a chat template" if model.chat else "no chat template"
+_TRAIN_REMARKS = {
+    ("rl", "num_steps"): "rollout-and-train steps: each prompt once",
+    ("", "num_steps"): "optimizer steps",
+    ("", "prompts_per_step"): "over all ranks",
+    ("", "mini_batch_samples"): "samples of an optimizer step, over all ranks",
+    ("", "max_tokens_per_micro_batch"): "tokens of one forward on one rank: less of it needs less memory",
+}
+
+
+def _describe_model(model: ModelLook) -> str:
+    arch, parameters = model.arch, str(model.parameters)
+    for size, unit in ((10**3, "K"), (10**6, "M"), (10**9, "B")):
+        if model.parameters >= size:
+            parameters = f"{model.parameters / size:.1f}{unit}"
     experts = f", {arch.num_experts} experts" if arch.num_experts else ""
-    ends = ", ".join(map(str, model.ends))
     return (
-        f"{arch.model_type}, {_count(model.parameters)} parameters{experts}, {model.dtype_in_words}; sequences up to "
-        f"{arch.longest_sequence} tokens; tokenizer of {model.tokens} tokens with {chat}; a response ends at {ends}"
+        f"{arch.model_type}, {parameters} parameters{experts}, {model.dtype_in_words}; sequences up to "
+        f"{arch.longest_sequence} tokens; tokenizer of {model.tokens} tokens with {'a' if model.chat else 'no'} chat "
+        f"template; a response ends at {', '.join(map(str, model.ends))}"
     )
 
 
-def _count(number: int) -> str:
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if number >= size:
-            return f"{number / size:.1f}{unit}"
-    return str(number)
-
-
-def _role(role: str, model: ModelLook, draft: Draft, optim: str) -> list[str]:
-    stored = "" if model.stored else ", random_init: true"
-    lines = [f"{role}:", f"  model: {{path: {_yaml(model.path)}, dtype: {model.dtype}{stored}}}"]
-    return [*lines, f"  parallel: {_parallel(draft)}", f"  optim: {optim}"]
-
-
-def _role_of(path: Path, draft: Draft) -> list[str]:
-    return ["reward_model:", f"  model: {{path: {_yaml(path)}}}", f"  parallel: {_parallel(draft)}"]
-
-
-def _parallel(draft: Draft) -> str:
-    sequence = ", sequence_parallel: true" if draft.tp > 1 else ""
-    return f"{{tp: {draft.tp}, pp: {draft.pp}{sequence}}}"
-
-
 def _data_lines(draft: Draft, lengths: TokenLimits) -> list[str]:
+    """Section `data`, with a remark on the inspected records."""
     data = draft.data
-    _say_how_it_is_written(draft)
-    if data.total is None:
-        looked_at = f"the first {data.records} records"
-    else:
-        looked_at = (
-            f"all {data.total} records"
-            if data.total <= data.records
-            else f"the first {data.records} of {data.total} records"
-        )
-    seen = f"prompts of {_spread(data.prompts)} tokens"
+    _add_notes_on_writing(draft)
+    first, of_all = f"the first {data.records}", "" if data.total is None else f" of {data.total}"
+    is_whole = data.total is not None and data.total <= data.records
+    inspected = f"all {data.total} records" if is_whole else f"{first}{of_all} records"
+    lengths_seen = f"prompts of {_spread(data.prompts)} tokens"
     if data.responses:
-        seen += f", responses of {_spread(data.responses)}"
-    skipped = "".join(f"; {count} skipped: {why}" for why, count in data.skipped.items())
-    lines = [*_remark(f"{data.read}; {looked_at}: {seen}{skipped}"), "data:"]
+        lengths_seen += f", responses of {_spread(data.responses)}"
+    skipped = "".join(f"; {count} skipped: {reason}" for reason, count in data.skipped.items())
+    lines = [*_remark(f"{data.read}; {inspected}: {lengths_seen}{skipped}"), "data:"]
     lines.append(f"  train: {_yaml(data.source.short())}")
     if data.template == "chat":
         lines.append("  template: chat # each prompt as a message of the user; the lengths are with it")
@@ -325,7 +291,7 @@ def _data_lines(draft: Draft, lengths: TokenLimits) -> list[str]:
     return lines
 
 
-def _say_how_it_is_written(draft: Draft) -> None:
+def _add_notes_on_writing(draft: Draft) -> None:
     data = draft.data
     if data.template == "chat":
         draft.undecided.append(
@@ -351,24 +317,14 @@ def _spread(values: tuple[int, ...]) -> str:
     return f"{min(values)} to {max(values)} (half of them up to {quantile(values, 0.5)})"
 
 
-def _train_lines(draft: Draft, batch: dict[str, int]) -> list[str]:
-    remarks = {
-        "num_steps": "rollout-and-train steps: each prompt once" if draft.command == "rl" else "optimizer steps",
-        "prompts_per_step": "over all ranks",
-        "mini_batch_samples": "samples of an optimizer step, over all ranks",
-        "max_tokens_per_micro_batch": "tokens of one forward on one rank: less of it needs less memory",
-    }
-    return ["train:", *(f"  {key}: {value} # {remarks[key]}" for key, value in batch.items())]
-
-
 def _remark(text: str) -> list[str]:
     return textwrap.wrap(text, 110, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
 
 
 def _yaml(value: object) -> str:
-    """In one line; a text in quotes where YAML would read it as something else."""
+    """YAML in one line. A text is quoted where YAML would read it as another value."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_yaml(each)}" for key, each in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_yaml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_yaml, value)) + "]"
     text = str(value)

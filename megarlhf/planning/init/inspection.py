@@ -1,4 +1,4 @@
-"""What `megarlhf init` sees of a model's directory and of data: enough for a configuration that passes a check."""
+"""Inspection of a model's directory and of data by `megarlhf init`, for a configuration that passes a dry run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,39 +34,39 @@ from megarlhf.data.text.assistant_mask import LossOn, learnt_turns
 from megarlhf.data.text.templates import Conversation, Template, has_template
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.model_directory import end_tokens, require_hf_directory
-from megarlhf.planning.data.formatting import has_marks
+from megarlhf.planning.data.formatting import has_special_tokens
 from megarlhf.provenance import read_provenance
 from megarlhf.weights.checkpoint.dtype import has_weights, resolve_dtype
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 
 Command = Literal["sft", "rm", "rl", "dpo"]
 LOOKED_AT = 200
-"""Records that are read and tokenized."""
+"""Records of the data that are read and tokenized."""
 _COUNTED_BYTES = 1 << 30
-"""Of lines; Parquet and Arrow say how many rows they have."""
+"""Size up to which lines are counted. Parquet and Arrow files state their number of rows."""
 _COUNTED_ROWS = 20_000
-"""Of other files: more are not counted."""
+"""Rows up to which other files are counted."""
 _NO_LIMIT = 1 << 40
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelLook:
-    """A model's directory."""
+    """A model's directory as a run would use it."""
 
     path: Path
     arch: Architecture
     head: Head
     parameters: int
     stored: bool
-    """Whether there are weights."""
+    """True if there are weights."""
     dtype: Literal["auto", "fp32", "bf16"]
     dtype_in_words: str
     tokens: int
     ends: tuple[int, ...]
     chat: bool
-    """Whether the tokenizer has a chat template."""
+    """True if the tokenizer has a chat template."""
     knows: frozenset[str] = frozenset()
-    """What an earlier run has trained it on: `texts`, `conversations`."""
+    """Forms that an earlier run has trained it on: `texts`, `conversations`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,36 +76,28 @@ class DataLook:
     command: Command
     source: SourceConfig
     read: str
-    """How its rows are read, in words."""
+    """Description of how rows are read."""
     records: int
-    """Looked at."""
+    """Number of inspected records."""
     total: int | None
-    """In all; None where a look does not tell it."""
+    """Number of all records, if known."""
     prompts: tuple[int, ...]
     """Tokens of each prompt."""
     responses: tuple[int, ...]
-    """Tokens of each response, of a pair the longer one; nothing where the data has none."""
-    samples: tuple[int, ...]
-    """Tokens of all sequences of each sample."""
+    """Tokens of each response, or of the longer one of a pair. Empty for data without responses."""
     skipped: Mapping[str, int]
     has_answer: bool
     template: Literal["auto", "chat"] = "auto"
     """`chat`: texts are written with the chat template."""
     template_refuses: str = ""
-    """Why they are not, where they were to be."""
+    """The template's error, if it was tried and refused the texts."""
     loss_on: LossOn = "last"
     several_answers: int = 0
-    """Records with more than one that could be learnt."""
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        pairs = itertools.zip_longest(self.prompts, self.responses, fillvalue=0)
-        return max(prompt + response for prompt, response in pairs)
+    """Number of records with more than one answer to learn."""
 
 
 def look_at_model(path: Path) -> ModelLook:
-    """Raises: ValueError for a model of no known family, or without a tokenizer."""
+    """Inspect a model. Raises: ValueError for an unknown family, or a model without a tokenizer."""
     directory = require_hf_directory(path)
     arch = architecture_from_hf(directory)
     model = ModelConfig(path=path)
@@ -118,9 +110,9 @@ def look_at_model(path: Path) -> ModelLook:
     dtype: Literal["auto", "bf16"] = "auto"
     try:
         resolved = resolve_dtype("model", model, head)
-        words = f"{resolved.name}, {resolved.why}"
+        description = f"{resolved.name}, {resolved.why}"
     except ValueError:  # fp16, or several
-        dtype, words = "bf16", "bf16, in place of what is stored (fp16, or several), which cannot be trained in"
+        dtype, description = "bf16", "bf16, in place of what is stored (fp16, or several), which cannot be trained in"
     tokenizer = load_tokenizer(directory)
     return ModelLook(
         path=path,
@@ -129,7 +121,7 @@ def look_at_model(path: Path) -> ModelLook:
         parameters=sum(torch.Size(shape).numel() for shape in logical_tensors(arch, head).values()),
         stored=stored,
         dtype=dtype,
-        dtype_in_words=words,
+        dtype_in_words=description,
         tokens=tokenizer.vocab_size,
         ends=end_tokens(directory, tokenizer.eos_id),
         chat=has_template(tokenizer),
@@ -140,10 +132,10 @@ def look_at_model(path: Path) -> ModelLook:
 def look_at_data(
     path: Path, split: str | None, command: Command | None, model: ModelLook, adapter: str | None = None
 ) -> DataLook:
-    """Raises: ValueError for data that is not there, that no command reads, or that this command does not read."""
+    """Inspect data. Raises: ValueError for missing data, data for no command, or data that this command refuses."""
     source = SourceConfig(path=path, split=split, adapter=adapter)
-    place = find(source)
-    rows = _first_rows(place)
+    found_source = find(source)
+    rows = _first_rows(found_source)
     if not rows:
         raise ValueError(f"no rows in {source.words}; give data")
     where, first = rows[0]
@@ -152,93 +144,96 @@ def look_at_data(
     first = with_lists(first, first)
     command = command or _command_for(first)
     source, read = _readable(source, first, command)
-    reader = Reader(source, ())
+    reader = Reader(source)
     template, refused = _template(command, reader, rows, model), ""
-    looked = _Looked(reader, rows, command, require_hf_directory(model.path), template)
+    directory = require_hf_directory(model.path)
     try:
-        looked.encode()
+        encoded = _encode_rows(reader, rows, command, directory, template)
     except ValueError as error:
         if adapter is None and command == "sft" and read == "conversations in 'conversations'":
-            with contextlib.suppress(ValueError):  # parts of longer ones begin with an answer
+            with contextlib.suppress(ValueError):  # parts of longer conversations begin with an answer
                 return look_at_data(path, split, command, model, "sharegpt")
         if template == "auto":
             raise
         template, refused = "auto", str(error)
-        looked = _Looked(reader, rows, command, require_hf_directory(model.path), template)
-        looked.encode()
-    if not looked.samples:
-        reasons = ", ".join(f"{count} {why}" for why, count in looked.skipped.most_common())
+        encoded = _encode_rows(reader, rows, command, directory, template)
+    if not encoded.lengths:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in encoded.skipped.most_common())
         raise ValueError(f"none of the first {len(rows)} records of {source.words} can be used: {reasons}; give others")
-    prompts, responses, tokens = zip(*map(_lengths, looked.samples), strict=True)
+    prompts, responses = zip(*encoded.lengths, strict=True)
     return DataLook(
         command=command,
         source=source,
         read=read,
         records=len(rows),
-        total=place.count_rows(_COUNTED_BYTES, _COUNTED_ROWS),
+        total=found_source.count_rows(_COUNTED_BYTES, _COUNTED_ROWS),
         prompts=prompts,
         responses=() if command == "rl" else responses,
-        samples=tokens,
-        skipped=looked.skipped,
-        has_answer="answer" in looked.fields,
+        skipped=encoded.skipped,
+        has_answer="answer" in encoded.columns,
         template=template,
         template_refuses=refused,
-        loss_on=looked.loss_on,
-        several_answers=looked.several,
+        loss_on=encoded.loss_on,
+        several_answers=encoded.several_answers,
     )
 
 
-class _Looked:
-    """The first records as samples."""
+@dataclass
+class _EncodedRows:
+    """The first rows as samples."""
 
-    def __init__(
-        self, reader: Reader, rows: Sequence[tuple[str, Any]], command: Command, directory: Path, template: Template
-    ) -> None:
-        self._reader, self._rows, self._command = reader, rows, command
-        self._limits: dict[str, Any] = {"tokenizer": directory, "max_prompt_tokens": _NO_LIMIT, "template": template}
-        self.loss_on: LossOn = "last"
-        self.several = 0
-        self.samples: list[Any] = []
-        self.skipped, self.fields = Counter[str](), set[str]()
+    loss_on: LossOn = "last"
+    lengths: list[tuple[int, int]] = field(default_factory=list)
+    """Tokens of prompt and (longer) response of each sample."""
+    skipped: Counter[str] = field(default_factory=Counter)
+    columns: set[str] = field(default_factory=set)
+    several_answers: int = 0
 
-    def encode(self) -> None:
-        """Raises: ValueError for a record that is refused."""
-        with contextlib.suppress(LeftOut, ValueError, EmptyText):
-            row = self._reader.record(self._rows[0][1], "")
-            if self._has_several(row) and isinstance(row.get("response"), list):
-                self.loss_on = "all"  # of a response all is learnt
-        encode = self._encoder().open()
-        for number, (where, row) in enumerate(self._rows):
-            try:
-                record = self._reader.record(row, where)
-                self.samples.append(sample_of(encode(number, record)))
-            except LeftOut:
-                self.skipped["left out by the adapter"] += 1
-            except Unusable as reason:
-                self.skipped[str(reason)] += 1
-            except ValueError as error:
-                raise ValueError(f"{str(error) if where in str(error) else f'{where}: {error}'}") from None
-            else:
-                self.fields |= {name for name, value in record.items() if value is not None}
-                self.several += self._has_several(record)
 
-    def _has_several(self, record: Mapping[str, Any]) -> bool:
-        example = example_of(record, self._limits["template"]) if self._command == "sft" else None
+def _encode_rows(
+    reader: Reader, rows: Sequence[tuple[str, Any]], command: Command, directory: Path, template: Template
+) -> _EncodedRows:
+    """Raises: ValueError for a refused record."""
+
+    def has_several(record: Mapping[str, Any]) -> bool:
+        example = example_of(record, template) if command == "sft" else None
         return isinstance(example, Conversation) and len(learnt_turns(example, "all")) > 1
 
-    def _encoder(self) -> Any:
-        if self._command == "rl":
-            return PromptEncoder(**self._limits)
-        if self._command == "sft":
-            return SFTEncoder(max_response_tokens=_NO_LIMIT, loss_on=self.loss_on, **self._limits)
-        return PairEncoder(max_response_tokens=_NO_LIMIT, **self._limits)
+    encoded = _EncodedRows()
+    limits: dict[str, Any] = {"max_prompt_tokens": _NO_LIMIT, "max_response_tokens": _NO_LIMIT}
+    with contextlib.suppress(LeftOut, ValueError, EmptyText):
+        record = reader.record(rows[0][1], "")
+        if has_several(record) and isinstance(record.get("response"), list):
+            encoded.loss_on = "all"  # every answer of a response is learnt
+    encoder: SFTEncoder | PromptEncoder | PairEncoder
+    if command == "rl":
+        encoder = PromptEncoder(tokenizer=directory, template=template, max_prompt_tokens=_NO_LIMIT)
+    elif command == "sft":
+        encoder = SFTEncoder(tokenizer=directory, template=template, loss_on=encoded.loss_on, **limits)
+    else:
+        encoder = PairEncoder(tokenizer=directory, template=template, **limits)
+    encode = encoder.open()
+    for index, (where, row) in enumerate(rows):
+        try:
+            record = reader.record(row, where)
+            encoded.lengths.append(_lengths(sample_of(encode(index, record))))
+        except LeftOut:
+            encoded.skipped["left out by the adapter"] += 1
+        except Unusable as reason:
+            encoded.skipped[str(reason)] += 1
+        except ValueError as error:
+            raise ValueError(f"{str(error) if where in str(error) else f'{where}: {error}'}") from None
+        else:
+            encoded.columns |= {name for name, value in record.items() if value is not None}
+            encoded.several_answers += has_several(record)
+    return encoded
 
 
 def _template(
     command: Command, reader: Reader, rows: Sequence[tuple[str, Any]], model: ModelLook
 ) -> Literal["auto", "chat"]:
-    """`chat` for texts where the tokenizer has a template, unless an earlier run has trained the model on texts as they
-    stand, or they are dialogues or have been written with a template already."""
+    """`chat` for texts if the tokenizer has a template. `auto` if an earlier run has trained the model on plain texts,
+    or the texts are dialogues or were written with a template already."""
     if not model.chat or model.knows == {"texts"} or reader.adapter == "anthropic_hh":
         return "auto"
     read = {"sft": example_of, "rl": prompt_of}.get(command, pair_of)
@@ -248,18 +243,16 @@ def _template(
             record = {name: value for name, value in given.items() if name not in BESIDE_A_CONVERSATION}
             if isinstance(read(record, "auto"), Conversation | PairOfConversations | RawText):
                 return "auto"
-            written = has_marks(str(record["prompt"]), load_tokenizer(require_hf_directory(model.path)))
-            return "auto" if written else "chat"
+            is_written = has_special_tokens(str(record["prompt"]), load_tokenizer(require_hf_directory(model.path)))
+            return "auto" if is_written else "chat"
     return "auto"
 
 
-def _first_rows(place: FoundSource) -> list[tuple[str, Any]]:
-    rows = place.first_rows(LOOKED_AT)
-    if not rows and place.kind in ("generated", "hub"):
-        for chunk in place.chunks():
-            rows += list(chunk.located())
-            if len(rows) >= LOOKED_AT:
-                break
+def _first_rows(found_source: FoundSource) -> list[tuple[str, Any]]:
+    rows = found_source.first_rows(LOOKED_AT)
+    if not rows and found_source.kind in ("generated", "hub"):
+        located = (row for chunk in found_source.chunks() for row in chunk.located())
+        rows = list(itertools.islice(located, LOOKED_AT))
     return rows[:LOOKED_AT]
 
 
@@ -270,17 +263,18 @@ _COLUMNS: Mapping[Command, tuple[str, ...]] = {
     "rl": ("prompt",),
 }
 _LISTS = ("messages", "conversations")
+_ALPACA_OUTPUTS = ("output", "response")
 
 
 def _has(row: Mapping[str, Any], *names: str) -> bool:
-    """Whether each column is there, or one that says the same."""
+    """Tell whether the row has each column, or one with the same meaning."""
     return all(row.get(name) is not None or (suggest_column(name, row) or ("",))[0] == "column" for name in names)
 
 
 def _command_for(row: Mapping[str, Any]) -> Command:
-    """Which command such data is for. Raises: ValueError where it is for none."""
+    """The command for such data. Raises: ValueError where there is none."""
     turns = next((row[name] for name in _LISTS if isinstance(row.get(name), list) and row[name]), None)
-    if _has(row, "chosen", "rejected") or (suggest_column("chosen", row) or ("", ""))[1] in PAIR_ADAPTERS:
+    if _has(row, "chosen", "rejected") or _adapter_for("chosen", row) in PAIR_ADAPTERS:
         return "rm"
     if turns is not None:
         last = turns[-1] if isinstance(turns[-1], Mapping) else {}
@@ -288,7 +282,8 @@ def _command_for(row: Mapping[str, Any]) -> Command:
         return "sft" if spoken in ("assistant", "gpt", "chatgpt", "model", "bot") else "rl"
     if isinstance(row.get("reward_model"), Mapping) or "ground_truth" in row:
         return "rl"  # as verl keeps them
-    if "answer" not in row and (_has(row, "prompt", "response") or _is_alpaca(row)):
+    is_alpaca = _adapter_for("prompt", row) == "alpaca" and any(row.get(name) is not None for name in _ALPACA_OUTPUTS)
+    if "answer" not in row and (_has(row, "prompt", "response") or is_alpaca):
         return "sft"
     if _has(row, "prompt") and not {"completions", "labels"} <= row.keys() and not several_answers(row):
         return "rl"
@@ -301,13 +296,14 @@ def _command_for(row: Mapping[str, Any]) -> Command:
     )
 
 
-def _is_alpaca(row: Mapping[str, Any]) -> bool:
-    is_named = (suggest_column("prompt", row) or ("", ""))[1] == "alpaca"
-    return is_named and any(row.get(name) is not None for name in ("output", "response"))
+def _adapter_for(missing: str, row: Mapping[str, Any]) -> str | None:
+    """The adapter that is suggested for a row without a field, if any."""
+    kind, name = suggest_column(missing, row) or ("", None)
+    return name if kind == "adapter" else None
 
 
 def _readable(source: SourceConfig, row: Mapping[str, Any], command: Command) -> tuple[SourceConfig, str]:
-    """The source with the adapter or the columns by which its rows are what the command reads, and that in words."""
+    """The source with the adapter or the columns that the command needs, and a description of them."""
     if source.adapter is not None:
         return source, f"rows of the adapter {source.adapter}"
     turns = next((name for name in _LISTS if row.get(name) is not None), None)
@@ -315,38 +311,38 @@ def _readable(source: SourceConfig, row: Mapping[str, Any], command: Command) ->
         beside = _beside(row, command) if command == "rl" else {}
         return source.model_copy(update={"columns": beside}), f"conversations in {turns!r}"
     pair = [row.get(name) for name in ("chosen", "rejected")]
-    if command in ("rm", "dpo") and all(isinstance(each, list | Mapping) for each in pair):
+    if command in ("rm", "dpo") and all(isinstance(answer, list | Mapping) for answer in pair):
         return source, "pairs of conversations"
     if command == "sft" and _is_raw_text(row):
         return source, "raw texts"
     columns: dict[str, str] = {}
     for name in _COLUMNS[command]:
-        found = None if row.get(name) is not None else suggest_column(name, row)
-        if found is None and name == "response" and row.get(name) is None and isinstance(row.get("answer"), str):
-            found = ("column", "answer")
-        if found is not None and found[0] == "adapter":
-            return source.model_copy(update={"adapter": found[1]}), f"rows of the adapter {found[1]}"
-        if found is not None and found[1] not in columns.values():
-            columns[name] = found[1]
+        suggestion = None if row.get(name) is not None else suggest_column(name, row)
+        if suggestion is None and name == "response" and row.get(name) is None and isinstance(row.get("answer"), str):
+            suggestion = ("column", "answer")
+        if suggestion is not None and suggestion[0] == "adapter":
+            return source.model_copy(update={"adapter": suggestion[1]}), f"rows of the adapter {suggestion[1]}"
+        if suggestion is not None and suggestion[1] not in columns.values():
+            columns[name] = suggestion[1]
     columns |= _beside(row, command)
-    words = {"sft": "prompts with responses", "rl": "prompts"}.get(command, "preference pairs")
+    description = {"sft": "prompts with responses", "rl": "prompts"}.get(command, "preference pairs")
     if not columns:
-        return source, words
+        return source, description
     renamed = ", ".join(f"{theirs!r} is read as {ours!r}" for ours, theirs in columns.items())
-    return source.model_copy(update={"columns": columns}), f"{words}: {renamed}"
+    return source.model_copy(update={"columns": columns}), f"{description}: {renamed}"
 
 
 def _beside(row: Mapping[str, Any], command: Command) -> dict[str, str]:
-    """Columns that are read with the others where they are there: the answer of a prompt, a system message."""
+    """Optional columns: the answer of a prompt, a system message."""
     columns = {}
     if (
         command == "rl"
         and row.get("answer") is None
-        and (found := suggest_column("answer", row))
-        and found[0] == "column"
+        and (suggestion := suggest_column("answer", row))
+        and suggestion[0] == "column"
     ):
-        answer = value_at(row, found[1])
-        columns = {"answer": found[1]} if isinstance(answer, str | int | float | list) else {}
+        answer = value_at(row, suggestion[1])
+        columns = {"answer": suggestion[1]} if isinstance(answer, str | int | float | list) else {}
     if command != "rl" and isinstance(row.get("system_prompt"), str) and row.get("system") is None:
         columns["system"] = "system_prompt"
     return columns
@@ -356,16 +352,15 @@ def _is_raw_text(row: Mapping[str, Any]) -> bool:
     return isinstance(row.get("text"), str) and not _has(row, "prompt") and "instruction" not in row
 
 
-def _lengths(sample: SFTSample | PairSample | PromptSample) -> tuple[int, int, int]:
-    """Tokens of prompt, response and all sequences."""
+def _lengths(sample: SFTSample | PairSample | PromptSample) -> tuple[int, int]:
+    """Tokens of the prompt and of the (longer) response."""
     if isinstance(sample, PromptSample):
-        return len(sample.tokens), 0, len(sample.tokens)
+        return len(sample.tokens), 0
     if isinstance(sample, SFTSample):
-        return sample.prompt_length, len(sample.tokens) - sample.prompt_length, len(sample.tokens)
-    answers = (len(sample.chosen_tokens), len(sample.rejected_tokens))
-    return len(sample.prompt_tokens), max(answers), 2 * len(sample.prompt_tokens) + sum(answers)
+        return sample.prompt_length, len(sample.tokens) - sample.prompt_length
+    return len(sample.prompt_tokens), max(len(sample.chosen_tokens), len(sample.rejected_tokens))
 
 
 def quantile(values: Sequence[int], share: float) -> int:
-    """The value that so many do not exceed."""
+    """The value that a share of the values does not exceed."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]

@@ -12,7 +12,7 @@ import torch
 from megarlhf.collective_errors import from_first_rank
 from megarlhf.config.ask import AskConfig
 from megarlhf.data.sample_types import sample_of
-from megarlhf.data.samples.encoders import PromptSample, Unusable, reading_in_words
+from megarlhf.data.samples.encoders import PromptSample, Unusable, describe_reading
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.planning.data.encoders import prompt_encoder
 from megarlhf.rollout.engine import sample_seed
@@ -44,7 +44,7 @@ def run(cfg: AskConfig, runtime: Runtime, model: Path) -> None:
         return {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
 
     chat = cfg.data.template_mode == "chat"
-    if runtime.is_main and (read_as := reading_in_words(encoder, record_of("x"))):
+    if runtime.is_main and (read_as := describe_reading(encoder, record_of("x"))):
         print(f"prompts: {read_as}", file=sys.stderr, flush=True)
     asked = [encoded(text) for text in cfg.prompts]  # before a model is built
     tokenizer = load_tokenizer(cfg.actor.model.tokenizer_place())

@@ -10,7 +10,7 @@ from pathlib import Path
 from megarlhf.architectures.placements import Head
 from megarlhf.collective_errors import from_first_rank, raise_on_all_ranks
 from megarlhf.config import RLConfig
-from megarlhf.data.text.export_files import files_of_exports
+from megarlhf.data.text.export_files import export_files
 from megarlhf.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.models.role import Role, build_role
 from megarlhf.observe.watch.phases import Phases
@@ -173,7 +173,7 @@ def role_builder(
             seed=cfg.run.seed,
             num_optimizer_steps=cfg.optimizer_steps(name) if trained else None,
             order=orders[like],
-            companion_files=files_of_exports(section.model, cfg.data, end_ids) if is_result else {},
+            companion_files=export_files(section.model, cfg.data, end_ids) if is_result else {},
             weights=parts.weights,
             device_memory=device_memory,
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megarlhf.config import RLConfig
 from megarlhf.config.algo import GROUPED
-from megarlhf.data.samples.order import ShuffledBatches, batches_of, mixture_in_words
+from megarlhf.data.samples.order import ShuffledBatches, batches_of, describe_mixture
 from megarlhf.observe.records.metrics import Metric
 from megarlhf.planning.kl_reference import anchor_notes
 from megarlhf.resume.points.stateful import Stateful
@@ -47,7 +47,7 @@ def run(cfg: RLConfig, runtime: Runtime, parts: RunFactories = RunFactories()) -
             evaluation = Evaluation(rl_run)
             states: dict[str, Stateful] = {"stop": evaluation.stop, "order": order}
             training = training_of(rl_run, states, evaluation.best, stop_request, parts)
-            mixture = mixture_in_words(order, cfg.train.num_steps, cfg.data.train)
+            mixture = describe_mixture(order, cfg.train.num_steps, cfg.data.train)
             notes = [*data.notes, *mixture, *anchor_notes(cfg, training.reference)]
         with (
             contextlib.closing(rl_run.rewarder),

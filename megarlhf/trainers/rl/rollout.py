@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megarlhf.config import RLConfig
 from megarlhf.data.sample_types import PromptSample
-from megarlhf.data.samples.dataset import records_of
+from megarlhf.data.samples.dataset import record_numbers
 from megarlhf.experience import Experience
 from megarlhf.resume.claim.config_changes import mathematics_of
 from megarlhf.rollout.engine import FinishedResponses, RolloutEngine, Sampling, sample_seed
@@ -168,7 +168,7 @@ def other_prompts(run: RLRun, step: int, count: int, used: Sequence[PromptSample
     It leaves the order of the steps' own prompts alone, in which each of these still comes once an epoch.
     """
     train = run.data.train
-    is_used = np.isin(records_of(train), [prompt.index for prompt in used])
+    is_used = np.isin(record_numbers(train), [prompt.index for prompt in used])
     others = np.flatnonzero(~is_used)
     seed = sample_seed(run.cfg.run.seed, step, -1, refill)
     chosen = random.Random(seed).sample(range(len(others)), min(count, len(others)))

@@ -16,8 +16,8 @@ from torch import Tensor
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.config import SFTConfig, describe_sources
 from megarlhf.data.samples.dataset import Samples
-from megarlhf.data.samples.order import batches_of, mixture_in_words
-from megarlhf.data.text.export_files import files_of_exports
+from megarlhf.data.samples.order import batches_of, describe_mixture
+from megarlhf.data.text.export_files import export_files
 from megarlhf.data.tokenize.load import SetLoader
 from megarlhf.errors import Interrupted
 from megarlhf.models.role import Role, build_role
@@ -63,7 +63,7 @@ def run_in(
         test, of_test = load_test(objective, train)
         notes += of_test
         order = batches_of(train, cfg.train.mini_batch_samples, cfg.run.seed, "train.mini_batch_samples")
-        notes += mixture_in_words(order, cfg.train.num_steps, cfg.data.train)
+        notes += describe_mixture(order, cfg.train.num_steps, cfg.data.train)
         cache = GroupCache(runtime)
         device_memory = DeviceMemory(runtime.device, parts.host(runtime.device), shared=objective.has_frozen)
         role = build_role(
@@ -75,7 +75,7 @@ def run_in(
             num_optimizer_steps=cfg.train.num_steps,
             new_head=True,
             config_overrides=objective.stated,
-            companion_files=files_of_exports(objective.section.model, cfg.data, ends_of(objective, train)),
+            companion_files=export_files(objective.section.model, cfg.data, ends_of(objective, train)),
             weights=parts.weights,
             device_memory=device_memory,
         )

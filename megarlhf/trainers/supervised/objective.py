@@ -77,7 +77,7 @@ class Objective(ABC, Generic[Sample]):
         model, budget = str(self.section.model.path), self.cfg.train.max_tokens_per_micro_batch
         require_fitting(
             samples, self.sequence_fields, positions=max_positions, model=model, budget=budget, source=source,
-            words=self.sample_words,
+            parts=self.sample_words,
         )  # fmt: skip
 
     @property
