@@ -191,10 +191,11 @@ bench-parallel: venv ## messages and bytes per step of each layout against Megat
 slurm-scripts: ## write slurm/*.sbatch anew from slurm/parts/
 	$(or $(wildcard $(PY)),python3) -m tools.slurm_scripts
 
-lint: venv ## ruff (lint and format) and mypy
+lint: venv ## ruff (lint and format), mypy, and the words of docstrings and class names
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(PY) -m mypy
+	$(PY) -m tools.plain_words
 
 refusals: ## messages before and after a change, none may get lost: make refusals OLD=COMMIT [NEW=COMMIT]
 	@[ -n "$(OLD)" ] || { echo "make refusals: OLD is not set; name the commit before the change:" \

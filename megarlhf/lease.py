@@ -34,8 +34,8 @@ READ_ATTEMPTS = 20
 """Where there are no links, a file may be half written for a moment."""
 
 Verdict = Literal["free", "lives", "unknown", "ended", "silent"]
-"""What is known of the holder: there is none; it lives; it may live or not, so look again; its process has ended; it
-has not refreshed the file for too long."""
+"""State of the holder: `free`: there is none; `lives`; `unknown`: look again; `ended`: its process has ended;
+`silent`: it has not refreshed the file for too long."""
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class Lease:
         """
         self.path, self.holder = path, Holder.this_process()
         self.note = ""
-        """Whose file was taken over, and why, in a sentence."""
+        """A sentence on a file that was taken over: its owner, and the reason."""
         self._silent_seconds, self._token_key = silent_seconds, token_key
         self._seen: tuple[str, tuple[int, int] | None] | None = None
         """Token and time of the file that is watched, since `_since`."""

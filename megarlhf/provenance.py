@@ -26,7 +26,7 @@ class Weights:
 
     path: str
     digest: str
-    """Of its tensors in `dtype`; the same for every layout and format."""
+    """Digest of the tensors in `dtype`; the same for every layout and format."""
     dtype: str
 
 
@@ -43,7 +43,7 @@ class Provenance:
     update: int = 0
     """Optimizer updates done of the step after them."""
     base: Weights
-    """What the role began with."""
+    """Weights that the role began with."""
     reference: Weights | None = None
     """To which `rl` has measured the KL, or `dpo` its log-ratios."""
     adapter_of: Weights | None = None

@@ -1,1 +1,1 @@
-"""What a model is, and where its tensors stand in each system."""
+"""Model architectures, and the places of their tensors in each system."""

@@ -86,8 +86,8 @@ def adapter_on(arch: Architecture, layers: dict[str, list[int]], *, rank: int, a
 
 
 def linear_modules(arch: Architecture) -> list[tuple[int, str, str]]:
-    """Of every linear layer that may have an adapter: number of its decoder layer, name inside it, whole name. Experts
-    stand once, with `{expert}` for their number."""
+    """(decoder layer number, name inside the layer, full name) of every linear layer that may have an adapter. Experts
+    appear once, with `{expert}` for their number."""
     table = family_of(arch.model_type).table
     modules = [module for entry in table.layer if is_linear(entry, arch) for module in modules_of(entry)]
     return [

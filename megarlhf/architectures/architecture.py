@@ -1,4 +1,4 @@
-"""What a model is, apart from how it is stored: the facts that a Hugging Face `config.json` states."""
+"""The architecture of a model, apart from how it is stored: the facts that a Hugging Face `config.json` states."""
 
 from __future__ import annotations
 
@@ -136,10 +136,10 @@ class Architecture:
     renormalize_experts: bool = True
     """The chosen experts' probabilities are scaled to add up to 1."""
     rotary_share: float = 1.0
-    """Of a head's channels, those that the rotary embedding turns: the first ones."""
+    """Share of a head's channels that the rotary embedding rotates: the first ones."""
 
     adapter: Adapter | None = None
-    """Of a model with LoRA: its A and B are tensors of the model like any other. No config.json states it."""
+    """LoRA adapter of the model: its A and B are tensors of the model like any other. No config.json states it."""
 
     @property
     def base(self) -> Architecture:
@@ -160,7 +160,7 @@ class Architecture:
 
     @property
     def limit_of_sequences(self) -> str:
-        """What sets `longest_sequence`, in words that end with the number."""
+        """The setting behind `longest_sequence`, in words that end with the number."""
         if self.longest_sequence < self.max_positions:
             return (
                 "rope type longrope, which transformers changes at its original_max_position_embeddings sequence by "

@@ -46,7 +46,7 @@ def only(key: str, value: bool, advice: str) -> Refusal:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigSpec:
-    """What a model type's config.json says."""
+    """Meaning of the keys in a model type's config.json."""
 
     lm_class: str
     scalar_class: str
@@ -56,7 +56,7 @@ class ConfigSpec:
     rope_theta: float | None = 10000.0
     """Rotary base where config.json has none; None: the model has no rotary embedding."""
     rope_types: tuple[str, ...] = ROPE_TYPES
-    """Those that transformers takes for this model type."""
+    """RoPE types that transformers accepts for this model type."""
     refusals: tuple[Refusal, ...] = ()
 
 

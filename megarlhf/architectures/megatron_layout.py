@@ -56,14 +56,14 @@ class MegatronLayout:
         return split_chunks(num_layers, self.pp, self.vpp, sizes)
 
     def parts(self, arch: Architecture, head: Head = "lm") -> list[RankPlacements]:
-        """What each rank of `ranks` holds; storages of chunk v are prefixed `model{v}.` when vpp > 1.
+        """Contents of each rank of `ranks`; storages of chunk v are prefixed `model{v}.` when vpp > 1.
 
         Raises: ValueError when the layout does not fit the model.
         """
         return [self.part(arch, head, at, rank) for rank, at in enumerate(self.ranks())]
 
     def part(self, arch: Architecture, head: Head, at: ModelRank, rank: int = 0) -> RankPlacements:
-        """What the rank at `at`, numbered `rank`, holds, over all its chunks. Raises: as `parts`."""
+        """Contents of the rank at `at`, numbered `rank`, over all its chunks. Raises: as `parts`."""
         chunks = self.chunk_layers(arch.num_layers)[at.pp]
         placed = [self.chunk(arch, head, at, v, layers, rank) for v, layers in enumerate(chunks)]
         if self.vpp == 1:
@@ -71,7 +71,7 @@ class MegatronLayout:
         return merge_ranks([each.prefixed(f"model{v}.") for v, each in enumerate(placed)])
 
     def on_ranks(self, arch: Architecture, mesh: MeshLayout) -> list[RankPlacements]:
-        """What each global rank of a live mesh holds, data-parallel replicas included, in ascending order.
+        """Contents of each global rank of a live mesh, data-parallel replicas included, in ascending order.
 
         Expert parallelism is carved out of context and data parallelism, its rank varying faster.
 
@@ -90,7 +90,7 @@ class MegatronLayout:
     def chunk(
         self, arch: Architecture, head: Head, at: ModelRank, v: int, layers: range, rank: int = 0
     ) -> RankPlacements:
-        """What the rank at `at`, numbered `rank`, holds of its model chunk `v` with these layers.
+        """Contents of model chunk `v` with these layers on the rank at `at`, numbered `rank`.
 
         Raises: ValueError when the layout does not fit the model.
         """

@@ -1,4 +1,4 @@
-"""Which logical tensors a model has, and where Hugging Face, Megatron and vLLM keep them on each rank."""
+"""Logical tensors of a model, and their places on each rank in Hugging Face, Megatron and vLLM."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VLLM_VOCAB_MULTIPLE = 64
 
 
 def table_of(arch: Architecture) -> Table:
-    """Of the model's family, with the entries of its adapter where it has one."""
+    """The table of the model's family, with entries for its adapter where it has one."""
     return family_of(arch.model_type).table if arch.adapter is None else with_adapter(arch)
 
 

@@ -141,7 +141,7 @@ def _require(rope: Rope, rope_type: str, *keys: str) -> None:
 
 
 def _factor(rope: Rope, rope_type: str) -> float:
-    """Of which one less than 1 would shorten what the model reads."""
+    """The attention factor. One below 1 would shorten what the model can read."""
     _require(rope, rope_type, "factor")
     factor = _number(rope, "factor")
     if factor < 1:

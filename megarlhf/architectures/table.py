@@ -1,4 +1,4 @@
-"""What a table of an architecture consists of, and how a table becomes placements."""
+"""Entries of an architecture's table, and how a table becomes placements."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class Place(NamedTuple):
     """A system's storage of an entry. In a layer's entry the name is relative to the layer."""
 
     name: str
-    """Of an entry per expert, with `{expert}`, the index among the experts of the rank, or with `stack`."""
+    """Name of the tensor. In an entry per expert, `{expert}` stands for the index among the rank's experts, or `stack`
+    is set."""
     rule: Rule
     stack: Stack | None = None
 
@@ -94,7 +95,7 @@ class Table:
     lm_head: Entry
     scalar_head: Entry
     hf_prefix: str = "model."
-    """What a save of the bare trunk, and older files, leave out of names."""
+    """Prefix that names lack in a save of the bare trunk, and in older files."""
     hf_ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     """Ends of names of buffers that older files store and that are computed, not learnt."""
     hf_layer: str = "model.layers.{layer}."

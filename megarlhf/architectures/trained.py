@@ -1,4 +1,4 @@
-"""Which tensors of a model are trained."""
+"""Tensors of a model that are trained."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def count_trained(arch: Architecture, head: Head, trained: frozenset[str]) -> tu
 
 
 def in_words(number: int, total: int) -> str:
-    """Such as `trains 1,024 of 65,536 parameters (1.56 %)`."""
+    """A description such as `trains 1,024 of 65,536 parameters (1.56 %)`."""
     return f"trains {number:,} of {total:,} parameters ({100 * number / total:.3g} %)"
 
 

@@ -15,7 +15,7 @@ RANKS = (8, 16, 32, 64, 128, 256, 512)
 """Sizes of slots that vLLM offers."""
 MAX_RANK = RANKS[-1]
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-"""Whose layers in vLLM take an adapter for each linear layer that Hugging Face names."""
+"""Model types whose vLLM layers take an adapter for each linear layer that Hugging Face names."""
 
 
 def adapter_slots(arch: Architecture) -> dict[str, list[tuple[str, str] | None]]:
@@ -75,7 +75,7 @@ _Range = tuple[int, int]
 
 
 def _cuts(entry: Entry, rank: TPRank) -> list[tuple[_Range, _Range]]:
-    """Of each of the entry's linear layers: the columns and the rows of its weight that the rank has."""
+    """For each linear layer of the entry: the columns and the rows of its weight that the rank has."""
     assert entry.vllm is not None
     dims = dimensions(rank.arch)
     tensors = [LogicalTensor(str(n), tuple(dims[word] for word in shape)) for n, (_, shape) in enumerate(entry.tensors)]

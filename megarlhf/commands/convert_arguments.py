@@ -12,7 +12,7 @@ from megarlhf.commands.arguments.parser import Parser, command_first, num_bytes,
 from megarlhf.model_directory import GGUF_COMMAND
 
 DTYPES = ("bf16", "fp16", "fp32")
-"""Those of `weights/checkpoint/conversion.py`."""
+"""Names of dtypes in `weights/checkpoint/conversion.py`."""
 
 
 def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:

@@ -43,7 +43,7 @@ from megarlhf.parallel.router_balance import ROUTER_AUX_LOSS, RouterBalance
 
 
 class LossOutput(NamedTuple):
-    """What a loss makes of a micro-batch."""
+    """Result of a loss on one micro-batch."""
 
     loss: Tensor
     """This micro-batch's contribution to the loss, a scalar."""
@@ -55,13 +55,13 @@ class LossOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Accumulated:
-    """What a forward and backward over a mini-batch has given beside gradients."""
+    """Result of a forward and backward over a mini-batch, beside the gradients."""
 
     sums: dict[str, float]
     """The loss's sums over the whole mini-batch, the same on every rank; `loss` is among them, without what routers
     add to it, which is `router_aux_loss`."""
     captured: list[Tensor]
-    """What the loss has captured of each of this rank's micro-batches, in their order; on the last stage."""
+    """Tensors that the loss has captured of each of this rank's micro-batches, in their order; on the last stage."""
 
 
 class Loss(Protocol):

@@ -29,7 +29,7 @@ GPT_FACTS: Mapping[str, Any] = {
     "norm": "layer",
     "positions": "learned",
 }
-"""What holds for every GPT-2 and OPT, and stands in no config.json of theirs."""
+"""Facts of every GPT-2 and OPT that their config.json does not state."""
 
 _ATTENTION = (
     Entry(

@@ -36,7 +36,7 @@ FACTS: Mapping[str, Any] = {
     "mlp_bias": ConfigField(name="mlp_bias", read=flag, default=False),
     "activation": ConfigField(name="hidden_act", read=one_of("silu"), default="silu"),
 }
-"""What the relatives state in the same words; they replace some."""
+"""Entries that Llama's relatives share; a relative replaces some."""
 
 RELATIVES_FACTS: Mapping[str, Any] = {**FACTS, "num_kv_heads": ConfigField(name="num_key_value_heads", read=positive)}
 """Where transformers' default for an absent number of KV heads is some model's own, not the number of heads."""

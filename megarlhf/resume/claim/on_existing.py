@@ -39,7 +39,7 @@ NO_STEPS_LEFT = "num_steps"
 
 @dataclass(frozen=True)
 class StartDecision:
-    """What a start will do in its run directory."""
+    """Decision of a start about the contents of its run directory."""
 
     removed: list[Path]
     """An earlier run's files, which `overwrite` removes."""

@@ -38,7 +38,7 @@ DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float
 
 
 class Target(Protocol):
-    """What to write: placements first, then the files they stand in."""
+    """Output of a conversion: placements first, then the files that hold them."""
 
     def parts(self, source: Checkpoint) -> Sequence[RankPlacements]: ...
 
@@ -183,7 +183,7 @@ def _written_dtype(source: Checkpoint, requested: torch.dtype | None) -> torch.d
 
 
 def _write_small_files(source: Checkpoint, directory: Path, dtype: torch.dtype) -> dict[str, Any]:
-    """What stands beside the source's weights. Returns config.json, which the caller writes."""
+    """Write the small files that belong beside the weights. Returns config.json, which the caller writes."""
     if source.companion is not None:
         copy_other_files(source.companion, directory)
     config = stated_config(source, dtype)

@@ -1,4 +1,4 @@
-"""What a checkpoint is, in a few facts: format, layout, architecture, sizes."""
+"""Description of a checkpoint in a few facts: format, layout, architecture, sizes."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def resolve_dtype(role: str, model: ModelConfig, head: Head) -> ResolvedDtype:
 
 
 def _bytes_by_dtype(checkpoint: Checkpoint, head: Head) -> Counter[str]:
-    """Of the tensors that a model with this head takes from what is stored; a head of the other kind stays there."""
+    """Bytes by dtype of the stored tensors that a model with this head takes. A head of the other kind is not taken."""
     unused = None if checkpoint.head == head else head_name(checkpoint.arch, checkpoint.head)
     sizes: Counter[str] = Counter()
     for part, extents in zip(checkpoint.weights.parts, checkpoint.weights.extents, strict=True):

@@ -82,8 +82,8 @@ def export(
 
 
 def divided(tensors: Specs, sources: Sequence[RankPlacements], ranks: Collection[int]) -> dict[int, list[str]]:
-    """Who writes which tensors: of the `ranks` that hold a part of one (any, where none does) the one with the fewest
-    bytes so far, the largest tensors first. The same on every rank."""
+    """Names of the tensors that each rank writes. A tensor goes to the one of `ranks` that holds a part of it (to any,
+    where none does) and has the fewest bytes so far, the largest tensors first. The same on every rank."""
     holders: dict[str, list[int]] = defaultdict(list)
     for source in sources:
         if source.rank in ranks:
@@ -100,7 +100,7 @@ def divided(tensors: Specs, sources: Sequence[RankPlacements], ranks: Collection
 
 
 class _Told:
-    """What fails on one rank is known to all."""
+    """Error handling for collective phases: a failure on one rank is raised on all."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class _Told:
         )
 
     def ranks_that_see(self, writer: HFWriter, ranks: Sequence[int]) -> list[int]:
-        """Those to which the files are there. Collective."""
+        """Ranks on whose file system the files appear. Collective."""
         if self._alone:
             return list(ranks)
         seen: list[tuple[int, bool]] = [(0, False)] * len(ranks)

@@ -47,7 +47,7 @@ class HFWriter:
         return {place.path for place in self.places.values()}
 
     def sync(self) -> None:
-        """What was written here is on the disk."""
+        """Wait until the files of this process are on the disk."""
         for path in self._written:
             sync(path)
 

@@ -43,7 +43,7 @@ class Checkpoint:
     companion: Path | None
     """Directory with the tokenizer and other small files, if there is one."""
     layout: MegatronLayout | None = None
-    """Of a Megatron checkpoint; for torch_dist that of the run that saved it, if stated."""
+    """Layout of a Megatron checkpoint; for torch_dist that of the run that saved it, if stated."""
     iteration: Iteration | None = None
     args: Mapping[str, Any] | None = None
     """Megatron-LM's arguments."""

@@ -65,7 +65,7 @@ class StoredAdapter:
         return name if isinstance(name, str) and name else None
 
     def adapter(self, arch: Architecture) -> Adapter:
-        """What it adds to, of a model of this architecture.
+        """The adapter for a model of this architecture.
 
         Raises: ValueError where it has been trained on another architecture.
         """
@@ -197,7 +197,7 @@ def _stored(arch: Architecture, lora: LoraConfig, path: Path) -> Adapter:
 
 
 def notes_of(role: str, lora: LoraConfig, model: Path) -> list[str]:
-    """What to say of the adapter that a role starts from."""
+    """Notes for the user on the adapter that a role starts from."""
     if lora.path is None:
         return []
     stored, notes = open_adapter(lora.path), []

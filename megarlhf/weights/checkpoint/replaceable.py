@@ -1,4 +1,4 @@
-"""What `--force` may delete: a checkpoint and nothing more, never somebody's home directory."""
+"""Checkpoints that `--force` may delete. It deletes nothing else, such as a home directory."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 _IN_NO_TEXT = ("pad", "reserved", "unused")
-"""What special tokens that stand in no text have in their names. TRL takes every padding token for padding, also one
+"""Parts of the names of special tokens that no text contains. TRL takes every padding token for padding, also one
 within a conversation."""
 
 

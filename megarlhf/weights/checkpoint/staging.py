@@ -112,8 +112,8 @@ class Staging:
             raise ValueError(f"{self.directory} exists already; remove it or write to another directory")
 
     def _recover(self) -> None:
-        """What a killed writer left: its own partial output, an old one on the way out, or, killed between its two
-        renames, the old one under another name."""
+        """Finish or remove the leftovers of a killed writer: its partial output, an old output that was being replaced,
+        or, if it was killed between its two renames, the old output under another name."""
         for folder in (self.path, self._doomed):
             if folder.exists():
                 shutil.rmtree(folder)

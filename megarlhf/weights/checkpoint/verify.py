@@ -33,7 +33,7 @@ class TensorReader:
             self._copies[copy.tensor].append(copy)
 
     def digest(self, tensor: str, dtype: torch.dtype | None = None) -> int:
-        """Of the bits in `dtype`, default: as stored."""
+        """Digest of the tensor's bits in `dtype`, default: as stored."""
         total = 0
         for copy in self._copies[tensor]:
             storage = self._maps.tensor(self._extents[copy.src_rank][copy.src.storage])
@@ -82,8 +82,8 @@ def digests(
 def differences(
     a: Checkpoint, b: Checkpoint, digests_a: Mapping[str, int], digests_b: Mapping[str, int], dtype: torch.dtype | None
 ) -> str:
-    """What differs, in a few lines: tensors that one side lacks, shapes, and the first differing element of the
-    first tensor whose digests differ. Empty when the models are the same."""
+    """A description of the difference in a few lines: tensors that one side lacks, shapes, and the first differing
+    element of the first tensor whose digests differ. Empty when the models are the same."""
     first, second = TensorReader(a), TensorReader(b)
     lines = [
         f"{name} is only in {here.model.directory}"

@@ -39,14 +39,14 @@ class CertificateError(RuntimeError):
 
 @dataclass(frozen=True)
 class Certificate:
-    """What was proven."""
+    """Proof that the engine has the trainer's weights."""
 
     version: int
-    """Of the weights."""
+    """Version of the weights."""
     digest: str
-    """Of the whole model in the dtype that travelled, 16 hex digits: the same at every layout of either side."""
+    """Digest of the whole model in the dtype that was sent, 16 hex digits: the same at every layout of either side."""
     seconds: float
-    """What the proof took on this rank."""
+    """Time of the proof on this rank."""
 
 
 def certify(

@@ -172,7 +172,7 @@ _MIX = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)))
 
 
 def _keyed_sum(values: torch.Tensor, keys: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of a box, in wrapping int64; one dimension after the other."""
+    """Sum over a box in wrapping int64, one dimension after the other."""
     total = values.view(BITS[values.element_size()]).to(torch.int64, copy=True)
     if values.element_size() == 8:  # a square does not know the sign: that of 64 bits is folded into the others
         total.bitwise_xor_((total >> 32) & 0xFFFFFFFF)

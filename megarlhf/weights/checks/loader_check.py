@@ -38,10 +38,10 @@ def sample_tensors(arch: Architecture) -> dict[str, Shape]:
 def check_loader(
     placements: RankPlacements, live: Storages, load: Load, tensors: Mapping[str, Shape], dtype: torch.dtype
 ) -> list[str]:
-    """What is wrong with `placements`, or with `live`, in words: one entry for each parameter; nothing if all agree.
+    """Problems of `placements`, or of `live`, in words: one entry for each parameter; empty if all agree.
 
     Feeds all of `tensors` to `load`, in `dtype`, one at a time and several times over. The live parameters that hold
-    them are spoilt, their padding is NaN: fill them afterwards.
+    them are overwritten, their padding with NaN: fill them afterwards.
     """
     try:
         check_storages(placements, live)

@@ -1,4 +1,4 @@
-"""What a checkpoint stores more than once must be the same each time: a tied head, and what several ranks hold."""
+"""Check that copies in a checkpoint are equal: a tied head, and parts that several ranks hold."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What moves: copy plans, pure data."""
+"""Copy plans: pure data that says which elements move between which ranks."""

@@ -28,7 +28,7 @@ class Copy:
     src: Placement
     dst_rank: int
     dst: Placement
-    """Of the same box of the same tensor."""
+    """The same box of the same tensor at the destination."""
 
     @property
     def tensor(self) -> str:
@@ -69,12 +69,12 @@ class CopyPlan:
         return self._by_pair.get((rank, rank), [])
 
     def sends(self, rank: int) -> dict[int, list[Copy]]:
-        """What `rank` sends, by peer in ascending order."""
+        """Copies that `rank` sends, by peer in ascending order."""
         self._check(rank)
         return {p[1]: self._by_pair[p] for p in sorted(self._by_pair) if p[0] == rank != p[1]}
 
     def receives(self, rank: int) -> dict[int, list[Copy]]:
-        """What `rank` receives, by peer in ascending order."""
+        """Copies that `rank` receives, by peer in ascending order."""
         self._check(rank)
         return {p[0]: self._by_pair[p] for p in sorted(self._by_pair) if p[1] == rank != p[0]}
 
@@ -181,7 +181,7 @@ def _copies(
 def _senders(
     overlap: Overlap, shares: Mapping[Route, Sequence[SenderShare]], at: dict[Route, int]
 ) -> list[SenderShare]:
-    """Who sends the overlap, up to which of its elements; moves its route on."""
+    """Senders of the overlap, each with the end of its share; moves the route on."""
     if overlap.route is None:
         return [(overlap.dst_rank, overlap.numel)]
     start = at[overlap.route]

@@ -1,4 +1,4 @@
-"""Who of several equal ranks takes which part of what they all hold: loads made equal, in contiguous parts."""
+"""Division of equal copies among the ranks that hold them: equal loads, in contiguous parts."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class OverlapPattern:
         return dict(routes)
 
     def of_rank(self, rank: int | None) -> tuple[Overlap, ...]:
-        """Those that `rank` receives, has or may send; None: all of them."""
+        """Overlaps that `rank` receives, has or may send; None: all of them."""
         if rank is None:
             return self.overlaps
         return tuple(p for p in self.overlaps if p.dst_rank == rank or (p.route is not None and rank in p.route[0]))

@@ -1,4 +1,4 @@
-"""What a plan costs, and what it could cost at least: elements by rank and by node, seconds for stated links."""
+"""Costs of a plan, and their lower bounds: elements by rank and by node, seconds for stated links."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Formula:
     """Elements that each rank receives, in the order of ranks, from the sizes alone."""
 
     least: list[int]
-    """What its engine share has and its trainer share has not."""
+    """Elements that the rank's engine share has and its trainer share lacks."""
     all_gather: list[int]
     """W less what it holds: where peers gather, every rank makes every Hugging Face tensor."""
 

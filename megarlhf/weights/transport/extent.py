@@ -92,7 +92,7 @@ class CheckpointWeights:
     parts: tuple[RankPlacements, ...]
     """Numbered 0, 1, ... by their `rank`."""
     extents: tuple[Mapping[str, Extent], ...]
-    """Of the storages of each part."""
+    """Extents of the storages, by part."""
 
     def dtypes(self) -> dict[torch.dtype, int]:
         """Bytes stored in each dtype, the most first."""

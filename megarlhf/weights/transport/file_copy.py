@@ -21,10 +21,10 @@ from megarlhf.weights.plan.copy_plan import Copy, CopyPlan
 from megarlhf.weights.transport.extent import Extent, MappedFiles
 
 ITEM_BYTES = 4 << 20
-"""Of a destination tensor at a time and thread: fits the cache, and is long enough for a disk."""
+"""Bytes of a destination tensor at a time and thread: they fit the cache, and are enough for a disk."""
 
 ALL_ITEMS_BYTES = 64 << 20
-"""Of all threads together; beyond 16 threads items get smaller."""
+"""Bytes of all threads together; beyond 16 threads items get smaller."""
 
 Extents = Sequence[Mapping[str, Extent]]
 """By rank, then by storage."""

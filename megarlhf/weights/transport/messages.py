@@ -1,9 +1,9 @@
-"""What a pair of ranks exchanges, as memory: copies become strided copies, and these become messages.
+"""Messages between pairs of ranks, in terms of memory: copies become strided copies, and these become messages.
 
-For sending, only the memory matters, not tensors and boxes. `coalesce` makes one dimension of dimensions that lie one
-inside the other at both ends, and one strided copy of neighbours at both ends (gate and up; q, k and v of a group; one
-expert and the next). In a round a pair of ranks exchanges one message, gathered into a bucket and scattered from
-another. A large range that is contiguous at an end is a message of its own: at that end it needs no bucket.
+For sending, only the memory matters, not tensors and boxes. `coalesce` merges dimensions that are nested without a gap
+at both ends, and strided copies that are neighbours at both ends (gate and up; q, k and v of a group; one expert and
+the next). In a round a pair of ranks exchanges one message, gathered into a bucket and scattered from another. A large
+range that is contiguous at an end is a message of its own: at that end it needs no bucket.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class PairTransfer:
         self._starts = list(accumulate((copy.numel for copy in self.copies), initial=0))
 
     def slices(self, ranges: Sequence[ElementRange]) -> Iterator[Slice]:
-        """What lies in the ranges, in the transfer's order."""
+        """Slices inside the ranges, in the transfer's order."""
         for start, stop in ranges:
             number = bisect_right(self._starts, start) - 1
             while number < len(self.copies) and (first := self._starts[number]) < stop:
@@ -118,7 +118,7 @@ class PairTransfer:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one `isend` or `irecv` moves, seen from one end."""
+    """One `isend` or `irecv`, seen from one end."""
 
     peer: int
     views: list[torch.Tensor]
@@ -136,7 +136,7 @@ class Round:
 
 
 class RankMessages:
-    """What one rank sends and receives by a plan."""
+    """Messages of one rank under a plan."""
 
     def __init__(self, plan: CopyPlan, rank: int, min_direct: int) -> None:
         """`min_direct`: elements that make a message of their own worth while; the same on all ranks."""

@@ -21,7 +21,8 @@ from megarlhf.weights.transport.storages import Storages
 
 BUCKET_BYTES = 256 << 20
 DIRECT_BYTES = 1 << 20
-"""What a contiguous range needs to be a message of its own. Not measured over NCCL; it bounds a full bucket to 256."""
+"""Size from which on a contiguous range is a message of its own. Not measured over NCCL; it limits a full bucket to
+256."""
 DIRECT_BYTES_CPU = 128 << 10  # over gloo a message costs some 50 us, twice as long as so many bytes take
 
 _MIN_BUCKET_BYTES = 1 << 20
@@ -66,14 +67,15 @@ class _Views:
     """The schedule, with views of the live storages."""
 
     memory: tuple[object, ...]
-    """Which storages it speaks of."""
+    """Identity of the storages that it refers to."""
     local: Pairs
     rounds: list[Round]
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What a run needs on this rank before the first message, so that want of it is told before anything is written."""
+    """Buffers of a run on this rank, made before the first message, so that a lack of memory is an error before
+    anything is written."""
 
     views: _Views
     rounds: list[_LiveRound]
@@ -141,7 +143,7 @@ class Resharder:
         return raise_on_all_ranks(lambda reasons: TransferError("; ".join(reasons)), self._group)
 
     def _least(self, free: int | None) -> int | None:
-        """Of the poorest rank. Collective."""
+        """Free bytes of the rank that has the fewest. Collective."""
         if free is None:
             return None
         least = torch.tensor(free, device=self._device)

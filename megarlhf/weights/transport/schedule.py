@@ -18,7 +18,7 @@ _COARSE_ROUNDS = 64
 
 @dataclass(frozen=True, slots=True)
 class RankRound:
-    """What one rank exchanges in one round, by peer in ascending order."""
+    """Messages of one rank in one round, by peer in ascending order."""
 
     sends: dict[int, tuple[ElementRange, ...]]
     receives: dict[int, tuple[ElementRange, ...]]

@@ -1,1 +1,1 @@
-"""What both formats of Megatron have: arguments, tracker."""
+"""Parts that both formats of Megatron share: arguments and the tracker file."""

@@ -36,7 +36,7 @@ class MegatronWeights(CheckpointWeights):
     """A Megatron checkpoint, opened: nothing but headers has been read."""
 
     args: dict[str, Any]
-    """Of the run that saved it, as far as they are plain data; empty when none are stored."""
+    """Arguments of the run that saved the checkpoint, as far as they are plain data; empty when none are stored."""
     arch: Architecture
     head: Head
     layout: MegatronLayout
@@ -65,7 +65,7 @@ def args_of(arch: Architecture, layout: MegatronLayout, dtype: torch.dtype) -> d
 
 
 def model_args(arch: Architecture) -> dict[str, Any]:
-    """What describes the model, apart from layout and run."""
+    """Arguments that describe the model, apart from layout and run."""
     rope = arch.positions == "rope"
     theta = int(arch.rope_theta) if float(arch.rope_theta).is_integer() else arch.rope_theta
     return {

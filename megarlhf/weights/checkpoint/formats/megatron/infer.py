@@ -187,7 +187,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def disagreements(arch: Architecture, args: Args) -> list[str]:
-    """What the arguments state otherwise than `arch`; silent on all that they do not state or cannot.
+    """Differences between the arguments and `arch`. Arguments that are missing, or cannot be compared, are left out.
 
     The family is not compared: several have the same switches.
     """

@@ -23,7 +23,7 @@ _OF_OTHER_FORMS = ("Llama3Tokenizer", "MistralTokenizer", "TikTokenizer", "Multi
 
 
 def tokenizer_place(args: Mapping[str, Any]) -> Path | None:
-    """What `model.tokenizer` would be: a SentencePiece file, a Hugging Face directory, or the directory of GPT-2's two
+    """Value for `model.tokenizer`: a SentencePiece file, a Hugging Face directory, or the directory of GPT-2's two
     files; None where the arguments name none that can be read as it is."""
     kind = args.get("tokenizer_type")
     paths = [Path(str(args[name])) for name in FILES.get(str(kind), ()) if args.get(name)]
@@ -33,7 +33,7 @@ def tokenizer_place(args: Mapping[str, Any]) -> Path | None:
 
 
 def tokenizer_in_words(args: Mapping[str, Any]) -> str:
-    """What the arguments say of the tokenizer, and what to do with it; "" where they say nothing."""
+    """A sentence on the tokenizer that the arguments name, and what to do with it; "" where they name none."""
     kind = args.get("tokenizer_type")
     if not kind:
         return ""

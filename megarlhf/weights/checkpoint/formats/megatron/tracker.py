@@ -11,7 +11,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE: Literal["release"] = "release"
 
 Iteration = int | Literal["release"]
-"""Of a checkpoint; `release` is one that no training run wrote, a converted one for instance."""
+"""Iteration of a checkpoint; `release` is one that no training run wrote, a converted one for instance."""
 
 _FOLDER = re.compile(r"iter_(\d{7,})")
 

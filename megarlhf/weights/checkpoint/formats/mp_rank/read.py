@@ -42,7 +42,7 @@ ModelChunk = dict[str, Extent]
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """What one file says."""
+    """Contents of one file, without the tensors' values."""
 
     path: Path
     chunks: list[ModelChunk]

@@ -26,7 +26,7 @@ _SAME_ARGS = (
     "pipeline_model_parallel_size",
     "expert_model_parallel_size",
 )
-"""What every rank of a run states alike; ranks, seeds and paths are their own."""
+"""Arguments that are equal on every rank of a run; ranks, seeds and paths differ."""
 
 
 def require_one_run(contents: Mapping[Path, Mapping[str, Any]]) -> None:

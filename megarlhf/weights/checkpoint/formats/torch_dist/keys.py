@@ -58,7 +58,7 @@ class StorageName:
         return cls(tail, layer)
 
     def globally(self, layers: Sequence[int], first_expert: int) -> StorageName:
-        """Of a name that counts the layers of a stage, which are `layers`, and the experts of a rank."""
+        """The global form of a name that counts the layers of one stage (`layers`) and the experts of one rank."""
         return StorageName(
             self.tail,
             None if self.layer is None else layers[self.layer],
@@ -99,7 +99,7 @@ class GlobalSlice:
     key: str
     lead: tuple[int, ...]
     shape: Shape
-    """Of the global tensor, leading axes included."""
+    """Shape of the global tensor, leading axes included."""
     start: int
 
 
@@ -138,9 +138,9 @@ def shard_name(key: str, offset: Shape) -> str:
 
 
 def cut(placement: Placement, shape: Shape, box: Box, *, storage: str, offset: int, strides: Shape) -> Placement | None:
-    """What of a placement lies in `box` of its storage (of `shape`), as a placement in another storage.
+    """The part of a placement inside `box` of its storage (of `shape`), as a placement in another storage.
 
-    There the box starts at `offset` and runs along `strides`, one per dim of `shape`. None: nothing lies in it.
+    There the box starts at `offset` and runs along `strides`, one per dim of `shape`. None: they do not overlap.
     """
     at, dims = _where(placement, shape)
     extent = [1] * len(shape)

@@ -1,4 +1,4 @@
-"""What a `torch_dist` checkpoint says of itself: global tensors, their shards, and the blob of each shard.
+"""Metadata of a `torch_dist` checkpoint: global tensors, their shards, and the blob of each shard.
 
 `.metadata` pickles a `torch.distributed.checkpoint.metadata.Metadata`. Each shard of a tensor is a blob, a file
 of torch.save inside a `.distcp` file. Read here without torch.distributed, Megatron or any tensor's bytes.

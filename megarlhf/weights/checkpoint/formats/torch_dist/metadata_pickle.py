@@ -16,7 +16,7 @@ import torch
 from megarlhf.weights.checkpoint.formats.torch_dist.metadata import Blob, GlobalTensor
 
 _VERSION = "1.0.0"
-"""Of the metadata, as torch 2.13 writes it; older ones ignore it."""
+"""Version of the metadata, as torch 2.13 writes it; older ones ignore it."""
 _PROTOCOL = 4
 
 

@@ -148,7 +148,7 @@ def _cut_along_shards(
 def _placements_in_shard(
     placements: list[Placement], shape: Shape, part: GlobalSlice, box: Box, name: str
 ) -> Iterator[Placement]:
-    """What a shard, `box` of the slice's tensor, holds of a storage's placements."""
+    """Placements inside one shard, `box` of the slice's tensor."""
     num_lead = len(part.lead)
     strides = contiguous_strides(box.shape)
     offset = sum((i - a) * s for i, a, s in zip(part.lead, box.start, strides, strict=False))

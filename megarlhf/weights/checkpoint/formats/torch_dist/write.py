@@ -50,14 +50,15 @@ BACKENDS = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""What `metadata.json` says."""
+"""Contents of `metadata.json`."""
 _CONTENT = {"singleton_local_shards": False, "non_homogeneous_layers": False}
-"""What a loader passes to `sharded_state_dict` to ask for the same keys: Megatron-Core's default, all layers in one."""
+"""Flags that a loader passes to `sharded_state_dict` to ask for the same keys: Megatron-Core's default, all layers in
+one."""
 
 
 @dataclass
 class _RankShards:
-    """What one rank saves."""
+    """Shards that one rank saves."""
 
     rank: int
     storages: dict[str, Shape] = field(default_factory=dict)
@@ -119,7 +120,7 @@ def preallocate_torch_dist(
 
 
 def common_state(args: Mapping[str, Any], iteration: int) -> dict[str, Any]:
-    """What `common.pt` holds: that which belongs to no rank. `args`: see `megatron/args.py`."""
+    """Contents of `common.pt`, which belong to no rank. `args`: see `megatron/args.py`."""
     return {
         "args": Namespace(**args),
         "checkpoint_version": CHECKPOINT_VERSION,
@@ -155,7 +156,7 @@ def _add_model_chunk(
     on_rank: RankPlacements,
     whole: Mapping[str, Shape],
 ) -> None:
-    """What the rank saves of a model chunk: `on_rank` by its parameters, whose shapes without tp are `whole`."""
+    """Add the rank's shards of a model chunk: `on_rank` by its parameters, whose shapes without tp are `whole`."""
     by_storage = on_rank.by_storage()
     per_rank = arch.num_experts // layout.ep
     for storage, shape in on_rank.storages.items():

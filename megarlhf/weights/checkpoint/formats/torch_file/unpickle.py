@@ -65,13 +65,13 @@ class _StandInType(type):
 
 
 class InertObject(metaclass=_StandInType):
-    """What a pickle says of an object of an inert class. `type(record)` has the name that the pickle spells."""
+    """Record of an object of a class that is not imported. `type(record)` has the name in the pickle."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     state: Any
     items: list[Any]
-    """What was appended, or put under a key as (key, value)."""
+    """Values that were appended, or stored under a key as (key, value)."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> InertObject:
         self = super().__new__(cls)
@@ -208,7 +208,7 @@ def unpickle(
 
 
 class _Refused(Exception):
-    """What the pickle asked for and does not get."""
+    """A pickle asks for something that it may not have."""
 
 
 class _Restricted(pickle.Unpickler):

@@ -32,9 +32,9 @@ class ZipRecord:
     crc: int
     """0 with size > 0: not recorded (torch writes that under `set_crc32_options(False)`)."""
     header: int
-    """Of the local header."""
+    """Position of the local header."""
     central: int
-    """Of the entry in the central directory."""
+    """Position of the entry in the central directory."""
 
 
 def damaged(path: Path, problem: str) -> ValueError:
