@@ -99,7 +99,7 @@ def test_a_run_ends_by_patience_and_a_killed_one_at_the_same_step(
     argv = [*files[command], "train.stop={patience: 3, min_change: 100}"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     (said,) = ranks.run(1, "command", *argv, f"run.dir={whole}")
-    assert "stopped: eval_loss has not got better for 3 evaluations" in said.replace("\n", " ")
+    assert "stopped: eval_loss has not improved for 3 evaluations" in said.replace("\n", " ")
     finished = json.loads((whole / "FINISHED").read_text())
     assert (finished["step"], [row["step"] for row in read_metrics(whole)]) == (3, [0, 1, 2, 3])
     assert (whole / "checkpoints" / "latest").readlink().name == "step_000003"
