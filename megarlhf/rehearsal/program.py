@@ -50,7 +50,7 @@ from megarlhf.trainers.entries import import_entry
 from megarlhf.trainers.run.factories import RunFactories
 
 MAX_NUM_SEQS = 1024
-"""Sequences that vLLM runs at once unless `rollout.engine_args` sets it: its default on a GPU of 70 GiB or more
+"""Sequences that vLLM runs at once unless `rollout.vllm.args` sets it: its default on a GPU of 70 GiB or more
 (vllm/engine/arg_utils.py)."""
 
 
@@ -216,7 +216,7 @@ class Rank:
             cache_bytes,
             self._price,
             tokens_per_second=job.rollout_tokens_per_second,
-            max_running=int(rollout.engine_args.get("max_num_seqs", MAX_NUM_SEQS)),
+            max_running=int(rollout.vllm.args.get("max_num_seqs", MAX_NUM_SEQS)),
             samples_per_prompt=rollout.num_samples_per_prompt,
         )
         self._rollouts.append(rollout_row)

@@ -16,15 +16,16 @@ from megarlhf.model_directory import end_tokens
 from megarlhf.models.role import Role
 from megarlhf.models.settings import DTYPES
 from megarlhf.rollout.engine import RolloutEngine, Sampling, StopStrings
+from megarlhf.rollout.engines import engine_of
 from megarlhf.runtime import Runtime
 
 
 def actor_order(rollout: RolloutConfig, actor: RoleConfig, runtime: Runtime) -> tuple[int, ...] | None:
-    """Order of ranks in the actor's mesh by which few bytes move into vLLM's engines; the same on all ranks.
+    """Order of ranks in the actor's mesh by which few bytes move into the engines; the same on all ranks.
 
     Ranks change places inside their machine only, and where machines differ in size inside blocks that fit into each.
     """
-    if rollout.engine != "vllm":
+    if not engine_of(rollout).has_own_weights:
         return None
     return engine_order(actor.parallel.layout(runtime.world_size), rollout.tp(actor), runtime.ranks_per_block)
 

@@ -35,4 +35,4 @@ def test_an_engine_sleeps_while_the_trainer_works(
     assert found["updates"] == (1 if level == 1 else 2), "weights that are dropped are copied again"
     assert found["host"] == actor + (weights if level == 1 else 0)
     assert "vLLM's weights cannot come back: rank 0" in found["no room"]
-    assert "rollout.gpu_memory_utilization" in found["no room"]
+    assert "rollout.vllm.gpu_memory_utilization" in found["no room"]
