@@ -134,9 +134,9 @@ class RolloutConfig(FrozenModel):
     no dtype of its own."""
     parallel: RolloutParallelConfig = RolloutParallelConfig()
     lora: Literal["merged", "adapter"] = "merged"
-    """Transfer of an actor with an adapter to the engine. `merged`: add the adapter to the weights that are sent. `adapter`:
-    send the base once, then in every step only the adapter, into vLLM's own LoRA layers: far fewer bytes, and slower
-    sampling. For Llama, Mistral, Qwen2 and Qwen3."""
+    """Transfer of an actor with an adapter to the engine. `merged`: add the adapter to the weights that are sent.
+    `adapter`: send the base once, then in every step only the adapter, into vLLM's own LoRA layers: far fewer bytes,
+    and slower sampling. For Llama, Mistral, Qwen2 and Qwen3."""
     num_samples_per_prompt: PositiveInt = 1
     """Responses drawn for each prompt of a step."""
     max_response_tokens: PositiveInt = 1024
