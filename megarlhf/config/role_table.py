@@ -1,7 +1,7 @@
 """Table of roles: one entry for each model that a run may build.
 
 A new role, such as a teacher for distillation, is a section of a configuration and an entry here: planning, build,
-scoring, resume and rehearsals read the table.
+scoring, resume and rehearsals read the table. What reads its column (a loss, an advantage) names that column.
 """
 
 from __future__ import annotations

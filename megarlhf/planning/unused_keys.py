@@ -206,7 +206,7 @@ def _generation_rules(cfg: GenerateConfig) -> list[_Rule]:
 
 def _evaluation_rules(cfg: EvaluateConfig) -> list[_Rule]:
     tasks, rollout = ", ".join(cfg.tasks()), " ".join(type(cfg.rollout).model_fields)
-    has_forwards = not cfg.generates or cfg.rollout.engine == "megatron" or cfg.uses_reward_model
+    has_forwards = not cfg.generates or not engine_of(cfg.rollout).has_own_weights or cfg.uses_reward_model
     micro_batch = _keys("forward", "micro_batch_samples max_tokens_per_micro_batch share_prompts")
     reads_responses, has_perplexity = bool({"perplexity", "pairs"} & set(cfg.tasks())), "perplexity" in cfg.tasks()
     rules: list[_Rule] = [

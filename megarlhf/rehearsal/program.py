@@ -44,6 +44,7 @@ from megarlhf.rehearsal.timeline.trace import StepMark
 from megarlhf.rehearsal.transformer_engine.optimizer import KERNELS
 from megarlhf.rehearsal.transformer_engine.replace import Shared, replace_layers
 from megarlhf.rollout.engine import RolloutEngine
+from megarlhf.rollout.engines import engine_of
 from megarlhf.rollout.factory import engine_dtype
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.entries import import_entry
@@ -165,7 +166,7 @@ class Rank:
         self, rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, micro_batch_samples: int
     ) -> RolloutEngine:
         job, runtime = self.job, actor.mesh.runtime
-        if job.bare_engine or rollout.engine == "megatron":
+        if job.bare_engine or not engine_of(rollout).has_own_weights:
             return GivenResponses(actor.parts, runtime, job.response_lengths, self._set_num_samples)
         return RehearsedEngine(
             actor.section.model.hf_directory(),

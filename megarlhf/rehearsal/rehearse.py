@@ -265,7 +265,7 @@ class _Rehearsal:
             most = self.cfg.rollout.max_response_tokens
             how = "" if request.response_lengths else " (assumed: give --response-lengths)"
             notes.append(f"Lengths of responses: {self.responses.description}, at most {most}{how}.")
-            if self.cfg.rollout.engine == "megatron":
+            if not engine_of(self.cfg.rollout).has_own_weights:
                 notes.append("The engine megatron generates nothing: its time and memory are not included.")
         if request.hardware.kind == "gpu":
             notes.append(

@@ -1,4 +1,7 @@
-"""Engines by name, as `rollout.engine` gives it."""
+"""Engines by name, as `rollout.engine` gives it.
+
+A new engine is a name in `config/rollout.py`, a description here, and a function in `factory.py` that makes it.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -42,10 +42,18 @@ def mesh_orders(
 
 def make_engine(rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, micro_batch_samples: int) -> RolloutEngine:
     """The configured engine, still without weights."""
-    if rollout.engine == "megatron":
-        from megarlhf.rollout.megatron_engine import MegatronEngine
+    return _MAKE[rollout.engine](rollout, actor, max_prompt_tokens, micro_batch_samples)
 
-        return MegatronEngine(actor.shard, micro_batch_samples, actor.parts)
+
+def _make_megatron(
+    rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, micro_batch_samples: int
+) -> RolloutEngine:
+    from megarlhf.rollout.megatron_engine import MegatronEngine
+
+    return MegatronEngine(actor.shard, micro_batch_samples, actor.parts)
+
+
+def _make_vllm(rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, micro_batch_samples: int) -> RolloutEngine:
     from megarlhf.rollout.restarting import RestartingEngine
     from megarlhf.rollout.vllm.engine import VllmEngine
 
@@ -65,6 +73,13 @@ def make_engine(rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, mic
         actor.mesh.runtime,
     )
     return RestartingEngine(build, rollout.max_engine_rebuilds)
+
+
+_MAKE: Mapping[str, Callable[[RolloutConfig, Role, int, int], RolloutEngine]] = {
+    "vllm": _make_vllm,
+    "megatron": _make_megatron,
+}
+"""By name, as `engines.ENGINES`. An engine is imported where it is made: vLLM takes seconds."""
 
 
 def engine_dtype(rollout: RolloutConfig, actor: Role) -> torch.dtype:
