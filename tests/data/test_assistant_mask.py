@@ -118,8 +118,7 @@ def test_a_conversation_is_cut_where_it_would_be_skipped(tokenizers):
 def test_weights_where_nobody_can_tell_what_is_marked(tokenizers):
     """Two stretches of one answer."""
     twice = STYLES["marked"].replace(
-        "{% generation %}",
-        "{% generation %}<|im_end|>{% endgeneration %};{% generation %}",
+        "{% generation %}", "{% generation %}<|im_end|>{% endgeneration %};{% generation %}"
     )
     template = chat_template(tokenizers["none"], twice)
     assert len(answered(template, Conversation(TALK), "all").stretches) == 8
@@ -257,8 +256,7 @@ def test_an_answer_that_ends_with_one_of_its_calls_is_refused(tokenizers):
     )
     for written, one_is_fine in ((calls, False), (calls.replace("not loop.first", "loop.last"), True)):
         template = STYLES["chatml"].replace(
-            "{{ m.content }}<|im_end|>",
-            "{{ m.content }}" + written + "{% if not m.tool_calls %}<|im_end|>{% endif %}",
+            "{{ m.content }}<|im_end|>", "{{ m.content }}" + written + "{% if not m.tool_calls %}<|im_end|>{% endif %}"
         )
         made, tokenizer = chat_template(tokenizers["none"], template), tokenizers["none"]
         call = {"type": "function", "function": {"name": "f", "arguments": {}}}

@@ -70,10 +70,7 @@ def test_pairs_and_what_is_skipped():
 
 
 def test_prompts_keep_other_columns_and_their_place():
-    records = [
-        {"prompt": "123456=", "answer": "7"},
-        {"prompt": "1=", "answer": 1, "source": "x"},
-    ]
+    records = [{"prompt": "123456=", "answer": "7"}, {"prompt": "1=", "answer": 1, "source": "x"}]
     samples, skipped = build_prompts(records, WITHOUT_BOS, max_prompt_tokens=5)
     assert samples == [PromptSample([11, 21], "1=", {"answer": 1, "source": "x"}, index=1)]
     assert skipped.describe() == "skipped 1 of 2 records (prompt longer than 5 tokens: 1)"

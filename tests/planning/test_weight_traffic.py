@@ -205,12 +205,7 @@ def test_the_command_prints_tables_and_ranks():
     ("options", "order", "ranks", "received"),
     [
         (["--engine-tp=4"], "--order engine: permuted", "0 4 1 5 2 6 3 7, and so on", "30.870"),
-        (
-            ["--engine-tp=4", "--order=rank"],
-            "--order rank: by number, contiguous",
-            "by number",
-            "34.176",
-        ),
+        (["--engine-tp=4", "--order=rank"], "--order rank: by number, contiguous", "by number", "34.176"),
         ([], "--order engine: permuted", "by number", "13.233"),
     ],
 )

@@ -9,12 +9,7 @@ import torch
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.hf_config import architecture_from_hf
-from megarlhf.architectures.placements import (
-    logical_tensors,
-    megatron_placements,
-    padded_vocab_size,
-    vllm_placements,
-)
+from megarlhf.architectures.placements import logical_tensors, megatron_placements, padded_vocab_size, vllm_placements
 from megarlhf.placement import Box, Placement, RankPlacements, Shape, contiguous_strides
 from megarlhf.weights.plan.copy_plan import CopyPlan
 from megarlhf.weights.transport.storages import view

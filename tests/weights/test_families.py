@@ -245,12 +245,7 @@ def test_qkv_rows_above_the_kv_groups_written_out():
         [(p.tensor.split(".")[-2][0], p.box.start[0], p.box.stop[0]) for p in part.placements if p.storage == storage]
         for part in parts
     ]
-    assert boxes == [
-        [("q", 0, 32)],
-        [("k", 0, 16), ("v", 0, 16)],
-        [("q", 32, 64)],
-        [("k", 16, 32), ("v", 16, 32)],
-    ]
+    assert boxes == [[("q", 0, 32)], [("k", 0, 16), ("v", 0, 16)], [("q", 32, 64)], [("k", 16, 32), ("v", 16, 32)]]
 
 
 def test_qkv_shares_may_cut_inside_a_head():
@@ -263,11 +258,7 @@ def test_qkv_shares_may_cut_inside_a_head():
         boxes.append(
             [(p.tensor.split(".")[-2][0], p.box.start[0], p.box.stop[0], p.offset // 60) for p in layer_storages]
         )
-    assert boxes == [
-        [("q", 18, 28, 0)],
-        [("q", 28, 36, 0), ("k", 6, 8, 8)],
-        [("k", 8, 12, 0), ("v", 6, 12, 4)],
-    ]
+    assert boxes == [[("q", 18, 28, 0)], [("q", 28, 36, 0), ("k", 6, 8, 8)], [("k", 8, 12, 0), ("v", 6, 12, 4)]]
 
 
 def test_tp_that_cannot_split_the_qkv_is_refused():

@@ -14,11 +14,7 @@ from megarlhf.weights.transport.extent import MappedFiles
 from tests.classifiers import write_classifier
 from tests.weights.cases import TINY, random_logical, tiny
 
-SPECS = {
-    "a": ((3, 4), torch.bfloat16),
-    "b": ((5,), torch.float32),
-    "c": ((2, 2), torch.float16),
-}
+SPECS = {"a": ((3, 4), torch.bfloat16), "b": ((5,), torch.float32), "c": ((2, 2), torch.float16)}
 VALUES = {name: torch.arange(torch.Size(s).numel()).view(s).to(t) - 2.5 for name, (s, t) in SPECS.items()}
 
 
@@ -50,14 +46,7 @@ def test_written_files_are_read_by_safetensors_and_by_us(tmp_path, limit, files)
 def test_other_files_are_copied(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
-    for name in (
-        "tokenizer.json",
-        "generation_config.json",
-        "config.json",
-        "model.safetensors",
-        INDEX,
-        "x.bin",
-    ):
+    for name in ("tokenizer.json", "generation_config.json", "config.json", "model.safetensors", INDEX, "x.bin"):
         (source / name).write_text(name)
     write(tmp_path / "m", copy_from=source)
     assert {p.name for p in (tmp_path / "m").iterdir()} == {

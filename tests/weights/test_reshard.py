@@ -49,12 +49,7 @@ def _values(runtime):
         for dtype, direct_bytes in ((torch.bfloat16, 64), (torch.bfloat16, 1 << 30), (torch.float32, 64)):
             plan, src, dst, expected = model(rank, tp, 5, dtype)
             resharder = Resharder(
-                plan,
-                rank=rank,
-                dtype=torch.bfloat16,
-                device=CPU,
-                bucket_bytes=4096,
-                direct_bytes=direct_bytes,
+                plan, rank=rank, dtype=torch.bfloat16, device=CPU, bucket_bytes=4096, direct_bytes=direct_bytes
             )
             resharder.run(src, dst)
             assert_equal(dst, expected)
@@ -79,12 +74,7 @@ def _failing(runtime):
     plan, src, dst, expected = model(rank, 2, 5)
     for direct_bytes in (64, 1 << 30):
         resharder = Resharder(
-            plan,
-            rank=rank,
-            dtype=torch.bfloat16,
-            device=CPU,
-            bucket_bytes=4096,
-            direct_bytes=direct_bytes,
+            plan, rank=rank, dtype=torch.bfloat16, device=CPU, bucket_bytes=4096, direct_bytes=direct_bytes
         )
         for broken_src in (False, True):
             lost = {name: value for name, value in (src if broken_src else dst).items() if "layers.0.mlp" not in name}

@@ -71,11 +71,7 @@ def test_live_tensors_are_checked():
     live["new"] = live.pop("model.layers.0.input_layernorm.weight")
     with pytest.raises(ValueError, match="4 live tensors") as error:
         check_storages(part, live)
-    for text in (
-        "model.norm.weight has shape (0,), expected (64,)",
-        "input_layernorm.weight is missing",
-        "new is unk",
-    ):
+    for text in ("model.norm.weight has shape (0,), expected (64,)", "input_layernorm.weight is missing", "new is unk"):
         assert text in str(error.value)
 
 
@@ -103,16 +99,7 @@ def test_files_to_megatron_and_back_bit_exact(tmp_path, tp, stages):
     for copy in make_plan(megatron, [hf]).copies:
         source = merged[f"{copy.src_rank}/{copy.src.storage}"]
         view(copy.dst, back).copy_(view(copy.src, {copy.src.storage: source}))
-    export(
-        [hf],
-        back,
-        tmp_path / "out",
-        arch=arch,
-        config=TINY,
-        dtype=torch.bfloat16,
-        rank=0,
-        gather_bytes=10_000,
-    )
+    export([hf], back, tmp_path / "out", arch=arch, config=TINY, dtype=torch.bfloat16, rank=0, gather_bytes=10_000)
     again = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     state = dict(model.named_parameters())
     assert {n for n, _ in again.named_parameters()} == state.keys()
