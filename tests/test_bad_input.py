@@ -63,14 +63,12 @@ def _write_bad_data(root: Path) -> None:
     (root / "table.xlsx").write_bytes(b"PK\x03\x04")
     (root / "broken.parquet").write_bytes(b"PAR1 and nothing else")
     talks = {
-        "answered": TALK,
-        "unanswered": TALK[:1],
+        "answered": TALK, "unanswered": TALK[:1],
         "misspelt": [{"role": "user", "content": "1"}, {"role": "asistant", "content": "2"}],
-        "turns": [TALK[1], TALK[0], TALK[1]],
-        "no_content": [{"role": "user"}, TALK[1]],
+        "turns": [TALK[1], TALK[0], TALK[1]], "no_content": [{"role": "user"}, TALK[1]],
         "number": [{"role": "user", "content": 5}, TALK[1]],
         "nobody": [],
-    }
+    }  # fmt: skip
     for name, talk in talks.items():
         write_lines(root / f"talk_{name}.jsonl", [{"messages": talk}] * 16)
     for name in ("splits", "mixed"):
@@ -222,24 +220,13 @@ CASES: list[tuple[str, str, list[str], str]] = [
         )
         for name in ("rows.csv", "rows.json", "rows.jsonl.gz", "rows.arrow", "saved")
     ),
-    (
-        "more samples than a set of a mixture",
-        "sft",
-        ["data.train=[{path: sft.jsonl, weight: 1}, {path: few.jsonl, weight: 1}]"],
-        "train.mini_batch_samples = 8: few.jsonl gives 4 samples of a batch by its weight, 1 of 2, and has 3 records",
-    ),
-    (
-        "all too long",
-        "sft",
-        ["data.train=long.jsonl"],
-        "no usable records in long.jsonl: skipped 16 of 16 records (prompt longer than 16 tokens: 16)",
-    ),
-    (
-        "pairs that are equal",
-        "rm",
-        ["data.train=equal.jsonl"],
-        "no usable records in equal.jsonl: skipped 16 of 16 records (chosen equals rejected: 16)",
-    ),
+    ("more samples than a set of a mixture", "sft",
+     ["data.train=[{path: sft.jsonl, weight: 1}, {path: few.jsonl, weight: 1}]"],
+     "train.mini_batch_samples = 8: few.jsonl gives 4 samples of a batch by its weight, 1 of 2, and has 3 records"),
+    ("all too long", "sft", ["data.train=long.jsonl"],
+     "no usable records in long.jsonl: skipped 16 of 16 records (prompt longer than 16 tokens: 16)"),
+    ("pairs that are equal", "rm", ["data.train=equal.jsonl"],
+     "no usable records in equal.jsonl: skipped 16 of 16 records (chosen equals rejected: 16)"),
     ("no such data", "sft", ["data.train=sfd.jsonl"], "the nearest name beside it is"),
     ("empty data", "sft", ["data.train=empty.jsonl"], "empty.jsonl"),
     ("only blank lines", "sft", ["data.train=blank.jsonl"], "blank.jsonl"),
@@ -258,21 +245,13 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("no such split", "sft", ["data.train={path: splits, split: dev}"], "no split 'dev'"),
     ("split of a file", "sft", ["data.train={path: sft.jsonl, split: train}"], "has no split"),
     ("kinds that are mixed", "sft", ["data.train=mixed"], "mixes different kinds of data"),
-    (
-        "trained on held-out data",
-        "sft",
-        ["data.train=mixed/a.jsonl", "data.validation=[mixed/a.jsonl, sft.jsonl]"],
-        "held-out data would be trained on",
-    ),
+    ("trained on held-out data", "sft", ["data.train=mixed/a.jsonl", "data.validation=[mixed/a.jsonl, sft.jsonl]"],
+     "held-out data would be trained on"),
     ("column that is not there", "sft", ["data.train={path: sft.jsonl, columns: {prompt: question}}"], "question"),
     ("unknown adapter of data", "sft", ["data.train={path: sft.jsonl, adapter: alpacca}"], "alpacca"),
     ("no answer for the rule", "rl", ["data.train=no_answer.jsonl"], "answer"),
-    (
-        "answer that is no number",
-        "rl",
-        ["data.train=words.jsonl", "rewards=[{kind: rule, rule: numeric_match}]"],
-        "many",
-    ),
+    ("answer that is no number", "rl", ["data.train=words.jsonl", "rewards=[{kind: rule, rule: numeric_match}]"],
+     "many"),
     ("chat without a template", "sft", ["data.train=talk_answered.jsonl"], "template"),
     ("template that fails", "sft", ["data.train=talk_answered.jsonl", REFUSES], "refuses the messages"),
     ("template that is none", "sft", ["data.train=talk_answered.jsonl", "data.chat_template={% if %}"], "template"),
@@ -290,30 +269,22 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("config.json of a wider model", "sft", ["actor.model.path=wider"], "wider"),
     ("config.json of a deeper model", "sft", ["actor.model.path=deeper"], "deeper"),
     ("config.json that is no JSON", "sft", ["actor.model.path=no_json"], "no_json"),
-    (
-        "language model as a reward model",
-        "rl",
-        ["reward_model={model: {path: model}}", "rewards=[{kind: model}]"],
-        "no scalar head",
-    ),
+    ("language model as a reward model", "rl", ["reward_model={model: {path: model}}", "rewards=[{kind: model}]"],
+     "no scalar head"),
     ("more tokens than positions", "rl", ["rollout.max_response_tokens=600"], "max_position_embeddings = 512"),
     ("run directory that is a file", "sft", ["run.dir=file"], "file"),
     ("run directory in a file", "sft", ["run.dir=file/run"], "file"),
     ("a rule that is not there", "rl", ["rewards=[{kind: rule, rule: exact_mach}]"], "exact_match"),
     ("a module that is not there", "rl", ["rewards=[{kind: rule, rule: 'my_rules:f'}]"], "my_rules"),
     ("no reward", "rl", ["rewards=[]"], "reward"),
-    (
-        "adapter of means of scores",
-        "rm",
-        ["loss=response_mean", "reward_model.lora={rank: 2, export: both}"],
-        "a PEFT adapter cannot record that a score is the mean over the response",
-    ),
+    ("adapter of means of scores", "rm", ["loss=response_mean", "reward_model.lora={rank: 2, export: both}"],
+     "a PEFT adapter cannot record that a score is the mean over the response"),
     ("adapter directory without an adapter", "sft", ["actor.lora={path: adapter}"], "adapter"),
     ("unknown kind of evaluation", "sft", ["eval.max_samples=0"], "eval.max_samples"),
     ("no critic for values", "rl", ["algo.advantage=gae"], "critic"),
     ("a group of one", "rl", ["rollout.num_samples_per_prompt=1"], "num_samples_per_prompt"),
     ("a group of equal samples", "generate", ["rollout.num_samples_per_prompt=4"], "equal responses"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("command", "changes", "words"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])

@@ -92,29 +92,26 @@ def squeezed(text):
     return re.sub(r"[^\S\n]+", " ", re.sub(r"[│┃|]", " ", text))
 
 
-@pytest.mark.parametrize(
-    "name, lines",
-    [
-        ("sft", ["sequences per optimizer step on one data-parallel rank 4", "data-parallel ranks of actor 2"]),
-        ("rm", ["preference pairs (two sequences each) per optimizer step (mini-batch), over all ranks 8"]),
-        (
-            "dpo",
-            [
-                "preference pairs (two sequences each) per optimizer step (mini-batch), over all ranks 8",
-                "passes of the frozen reference over the pairs of an optimizer step 1",
-                "loss = dpo: beta = 0.1",
-            ],
-        ),
-        (
-            "rl",
-            [
-                "samples (sequences) per step, over all ranks 32",
-                "optimizer steps per rollout-and-train step 4",
-                "micro-batches per mini-batch on one of critic's 2 data-parallel ranks 2",
-            ],
-        ),
-    ],
-)
+@pytest.mark.parametrize("name, lines", [
+    ("sft", ["sequences per optimizer step on one data-parallel rank 4", "data-parallel ranks of actor 2"]),
+    ("rm", ["preference pairs (two sequences each) per optimizer step (mini-batch), over all ranks 8"]),
+    (
+        "dpo",
+        [
+            "preference pairs (two sequences each) per optimizer step (mini-batch), over all ranks 8",
+            "passes of the frozen reference over the pairs of an optimizer step 1",
+            "loss = dpo: beta = 0.1",
+        ],
+    ),
+    (
+        "rl",
+        [
+            "samples (sequences) per step, over all ranks 32",
+            "optimizer steps per rollout-and-train step 4",
+            "micro-batches per mini-batch on one of critic's 2 data-parallel ranks 2",
+        ],
+    ),
+])  # fmt: skip
 def test_a_dry_run_prints_the_resolved_numbers_and_starts_nothing(name, lines, command, started, capsys, tmp_path):
     assert cli.main(command(name, "run.nproc=2", "--dry-run")) == 0
     output = squeezed(capsys.readouterr().out)
@@ -199,18 +196,15 @@ def test_a_start_on_other_ranks_than_the_file_is_for_says_so(command, started, c
         assert "run.nproc" not in said
 
 
-@pytest.mark.parametrize(
-    "name, overrides, names",
-    [
-        ("sft", ["actor.parallel.pp=2"], ["world size 1", "tp x cp x pp = 1 x 1 x 2 = 2", "2 ranks"]),
-        ("dpo", ["loss=simpo", "reference={model: {path: m}}"], ["reference", "loss = 'simpo'"]),
-        ("dpo", ["run.nproc=2", "reference={model: {path: absent}, parallel: {tp: 2}}"], ["absent does not exist"]),
-        ("rl", ["rollout.max_response_tokens=49"], ["16 + 49 = 65 tokens"]),
-        ("rl", ["critic="], ["algo.advantage = 'gae'", "critic"]),
-        ("sft", ["actor.parallel.tp=2", "actor.parallel={}"], ["replaces the whole section"]),
-        ("rl", ["critic.model.random_init=false"], ["is no checkpoint"]),
-    ],
-)
+@pytest.mark.parametrize("name, overrides, names", [
+    ("sft", ["actor.parallel.pp=2"], ["world size 1", "tp x cp x pp = 1 x 1 x 2 = 2", "2 ranks"]),
+    ("dpo", ["loss=simpo", "reference={model: {path: m}}"], ["reference", "loss = 'simpo'"]),
+    ("dpo", ["run.nproc=2", "reference={model: {path: absent}, parallel: {tp: 2}}"], ["absent does not exist"]),
+    ("rl", ["rollout.max_response_tokens=49"], ["16 + 49 = 65 tokens"]),
+    ("rl", ["critic="], ["algo.advantage = 'gae'", "critic"]),
+    ("sft", ["actor.parallel.tp=2", "actor.parallel={}"], ["replaces the whole section"]),
+    ("rl", ["critic.model.random_init=false"], ["is no checkpoint"]),
+])  # fmt: skip
 def test_a_mistake_is_said_once_and_starts_nothing(name, overrides, names, command, started, capsys, tmp_path):
     assert cli.main(command(name, *overrides)) == 2
     captured = capsys.readouterr()
@@ -263,18 +257,10 @@ def test_a_used_run_directory_is_refused_before_anything_starts(option, command,
     assert started == ([] if option == "--dry-run" else [("local_ranks", 2)])
 
 
-@pytest.mark.parametrize(
-    "error, status",
-    [
-        (ValueError("m"), 2),
-        (WatchdogTimeout("m", agreed=True), 3),
-        (FloatingPointError("m"), 4),
-        (StopRun("m"), 75),
-        (StopRun("m", signal.SIGUSR1), 75),
-        (StopRun("m", signal.SIGINT), 130),
-        (RuntimeError("m"), None),
-    ],
-)
+@pytest.mark.parametrize("error, status", [
+    (ValueError("m"), 2), (WatchdogTimeout("m", agreed=True), 3), (FloatingPointError("m"), 4), (StopRun("m"), 75),
+    (StopRun("m", signal.SIGUSR1), 75), (StopRun("m", signal.SIGINT), 130), (RuntimeError("m"), None),
+])  # fmt: skip
 def test_errors_that_are_said_in_a_sentence_have_their_status(error, status, command, started, monkeypatch, capsys):
     """Where our own code raises them: one of a library keeps its traceback."""
 

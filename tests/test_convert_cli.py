@@ -94,14 +94,11 @@ def flat(printed):
     return "\n".join(": ".join(row) for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["inspect", "nowhere"], "nowhere is not a directory"),
-        (["hf-to-megatron", "--hf", "MODEL", "--out", "x", "--tp", "3"], "tp = 3"),
-        (["megatron-to-hf", "--megatron", ".", "--out", "x"], "is no checkpoint"),
-    ],
-)
+@pytest.mark.parametrize("arguments, message", [
+    (["inspect", "nowhere"], "nowhere is not a directory"),
+    (["hf-to-megatron", "--hf", "MODEL", "--out", "x", "--tp", "3"], "tp = 3"),
+    (["megatron-to-hf", "--megatron", ".", "--out", "x"], "is no checkpoint"),
+])  # fmt: skip
 def test_mistakes_are_said_in_one_line(model, tmp_path, capsys, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     assert main([str(model) if argument == "MODEL" else argument for argument in arguments]) == 2

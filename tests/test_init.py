@@ -244,13 +244,10 @@ def test_long_records_and_the_model_s_positions(one_layer: dict[str, Path], caps
     assert data["max_prompt_tokens"] + data["max_response_tokens"] == 512
 
 
-@pytest.mark.parametrize(
-    "ranks, layout, run",
-    [
-        (8, {"tp": 8, "pp": 1, "sequence_parallel": True}, {"nproc": 8}),
-        (64, {"tp": 8, "pp": 2, "sequence_parallel": True}, {"nproc": 8, "world_size": 64}),
-    ],
-)
+@pytest.mark.parametrize("ranks, layout, run", [
+    (8, {"tp": 8, "pp": 1, "sequence_parallel": True}, {"nproc": 8}),
+    (64, {"tp": 8, "pp": 2, "sequence_parallel": True}, {"nproc": 8, "world_size": 64}),
+])  # fmt: skip
 def test_a_layout_for_gpus_that_are_told(
     ranks: int, layout: dict[str, Any], run: dict[str, int], capsys: pytest.CaptureFixture[str]
 ) -> None:

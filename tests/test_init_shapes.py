@@ -27,12 +27,10 @@ def answer(text: str) -> dict[str, str]:
 
 def verl(n: int, a: str) -> dict[str, Any]:
     return {
-        "data_source": "sums",
-        "prompt": [user(f"{n}+1")],
-        "ability": "math",
+        "data_source": "sums", "prompt": [user(f"{n}+1")], "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": a},
         "extra_info": {"split": "train", "index": n, "answer": f"it is {a}", "question": f"{n}+1"},
-    }
+    }  # fmt: skip
 
 
 SHAPES: dict[str, tuple[Rows, str, dict[str, Any]]] = {
@@ -115,20 +113,15 @@ def test_shapes_of_other_frameworks(kind: str, capsys: pytest.CaptureFixture[str
     assert ("not decided: data.loss_on: 60 of 60 conversations have several answers" in out) == several
 
 
-@pytest.mark.parametrize(
-    "row, words",
-    [
-        ({"prompt": "1+1", "completions": ["2"], "labels": [True]}, "steps with a label each (PRM), of which no"),
-        (
-            {"prompt": "1+1", "response_0": "3", "response_1": "2", "better_response_id": 1},
-            "several answers each (response_0, response_1): say by an adapter of yours which is chosen",
-        ),
-        ({"question": "1+1", "response_j": "2", "response_k": "3"}, "several answers each (response_j, response_k)"),
-        ({"text": "Add one and one.", "code": "print(1 + 1)"}, "'code' = 'print(1 + 1)', which is not read"),
-        ({"messages": [user("1+1"), answer(" 2 ")]}, "data.template_may_drop: [white_space]; or leave such records"),
-        ({"messages": [user("1+1"), {**answer(""), "tool_calls": [{"name": "f", "parameters": {}}]}]}, "has the keys"),
-    ],
-)
+@pytest.mark.parametrize("row, words", [
+    ({"prompt": "1+1", "completions": ["2"], "labels": [True]}, "steps with a label each (PRM), of which no"),
+    ({"prompt": "1+1", "response_0": "3", "response_1": "2", "better_response_id": 1},
+     "several answers each (response_0, response_1): say by an adapter of yours which is chosen"),
+    ({"question": "1+1", "response_j": "2", "response_k": "3"}, "several answers each (response_j, response_k)"),
+    ({"text": "Add one and one.", "code": "print(1 + 1)"}, "'code' = 'print(1 + 1)', which is not read"),
+    ({"messages": [user("1+1"), answer(" 2 ")]}, "data.template_may_drop: [white_space]; or leave such records"),
+    ({"messages": [user("1+1"), {**answer(""), "tool_calls": [{"name": "f", "parameters": {}}]}]}, "has the keys"),
+])  # fmt: skip
 def test_rows_that_are_refused(row: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     """With what can be done about a key of data, of which `init` has no option."""
     write([row] * 5)

@@ -30,9 +30,8 @@ def test_values_arrive_with_their_types(load):
     cfg = load("rl")
     assert cfg.run.dir == Path("runs/x")
     assert [(r.kind, r.rule, r.weight, r.shift) for r in cfg.rewards] == [
-        ("model", None, 1.0, 0.5),
-        ("rule", "exact_match", 2.0, 0.0),
-    ]
+        ("model", None, 1.0, 0.5), ("rule", "exact_match", 2.0, 0.0),
+    ]  # fmt: skip
     assert list(cfg.roles()) == ["actor", "critic", "reward_model"]
     for key in ("algo.kl.coef=0.1", "algo.kl.log=true", "train.stop.max_kl=1.0"):
         assert load("rl", key).roles()["reference"] == cfg.actor, key
@@ -45,31 +44,28 @@ def test_roles_that_nothing_needs_are_not_built(load):
     assert list(cfg.roles()) == ["actor"]
 
 
-@pytest.mark.parametrize(
-    "override, read, expected",
-    [
-        ("actor.optim.lr=2e-3", lambda c: c.actor.optim.lr, 0.002),
-        ("actor.optim.lr=.5E+2", lambda c: c.actor.optim.lr, 50.0),
-        ("train.num_steps=1e3", lambda c: c.train.num_steps, 1000),
-        ("train.num_steps=12", lambda c: c.train.num_steps, 12),
-        ("actor.model.random_init=false", lambda c: c.actor.model.random_init, False),
-        ("actor.parallel={tp: 2, sequence_parallel: true}", lambda c: c.actor.parallel.sequence_parallel, True),
-        ("actor.parallel={pp: 2, layers_per_stage: [3, 1]}", lambda c: c.actor.parallel.layers_per_stage, (3, 1)),
-        ("eval.every=5", lambda c: c.eval.every, 5),
-        ("checkpoint.export_keep=", lambda c: c.checkpoint.export_keep, None),
-        ("data.validation=a=b.jsonl", lambda c: describe_sources(c.data.validation or ()), "a=b.jsonl"),
-        ("run.dir=nan", lambda c: c.run.dir, Path("nan")),
-        ("run.dir=2026-01-31", lambda c: c.run.dir, Path("2026-01-31")),
-        ("run.dir=no", lambda c: c.run.dir, Path("no")),
-        ("run.dir=~/x", lambda c: c.run.dir, Path.home() / "x"),
-        ("actor.model.path=~/x", lambda c: c.actor.model.path, Path.home() / "x"),
-        ("data.validation=~/x", lambda c: describe_sources(c.data.validation or ()), str(Path.home() / "x")),
-        ("train.num_steps=010", lambda c: c.train.num_steps, 10),
-        ("train.num_steps=0x10", lambda c: c.train.num_steps, 16),
-        ("actor.model.fresh_head=yes", lambda c: c.actor.model.fresh_head, True),
-        ("actor.optim.schedule=cosine", lambda c: c.actor.optim.schedule, "cosine"),
-    ],
-)
+@pytest.mark.parametrize("override, read, expected", [
+    ("actor.optim.lr=2e-3", lambda c: c.actor.optim.lr, 0.002),
+    ("actor.optim.lr=.5E+2", lambda c: c.actor.optim.lr, 50.0),
+    ("train.num_steps=1e3", lambda c: c.train.num_steps, 1000),
+    ("train.num_steps=12", lambda c: c.train.num_steps, 12),
+    ("actor.model.random_init=false", lambda c: c.actor.model.random_init, False),
+    ("actor.parallel={tp: 2, sequence_parallel: true}", lambda c: c.actor.parallel.sequence_parallel, True),
+    ("actor.parallel={pp: 2, layers_per_stage: [3, 1]}", lambda c: c.actor.parallel.layers_per_stage, (3, 1)),
+    ("eval.every=5", lambda c: c.eval.every, 5),
+    ("checkpoint.export_keep=", lambda c: c.checkpoint.export_keep, None),
+    ("data.validation=a=b.jsonl", lambda c: describe_sources(c.data.validation or ()), "a=b.jsonl"),
+    ("run.dir=nan", lambda c: c.run.dir, Path("nan")),
+    ("run.dir=2026-01-31", lambda c: c.run.dir, Path("2026-01-31")),
+    ("run.dir=no", lambda c: c.run.dir, Path("no")),
+    ("run.dir=~/x", lambda c: c.run.dir, Path.home() / "x"),
+    ("actor.model.path=~/x", lambda c: c.actor.model.path, Path.home() / "x"),
+    ("data.validation=~/x", lambda c: describe_sources(c.data.validation or ()), str(Path.home() / "x")),
+    ("train.num_steps=010", lambda c: c.train.num_steps, 10),
+    ("train.num_steps=0x10", lambda c: c.train.num_steps, 16),
+    ("actor.model.fresh_head=yes", lambda c: c.actor.model.fresh_head, True),
+    ("actor.optim.schedule=cosine", lambda c: c.actor.optim.schedule, "cosine"),
+])  # fmt: skip
 def test_an_override_wins_over_the_file(load, override, read, expected):
     """`eval` is absent in the file; YAML 1.1 alone reads 2e-3 as a string."""
     actual = read(load("sft", override))
@@ -139,15 +135,12 @@ def test_an_override_of_one_role_leaves_a_role_with_the_same_anchor_alone(tmp_pa
     assert (cfg.actor.optim.lr, cfg.critic.optim.lr) == (0.25, 0.5)
 
 
-@pytest.mark.parametrize(
-    "override, words",
-    [
-        ("train.num_steps", "'train.num_steps' is not of the form section.key=value"),
-        ("=3", "'=3' is not of the form section.key=value"),
-        ("run.dir.name=3", "dir is a value ('runs/x'), not a section"),
-        ("actor.optim=[1, 2", "'[1, 2' is not valid YAML"),
-    ],
-)
+@pytest.mark.parametrize("override, words", [
+    ("train.num_steps", "'train.num_steps' is not of the form section.key=value"),
+    ("=3", "'=3' is not of the form section.key=value"),
+    ("run.dir.name=3", "dir is a value ('runs/x'), not a section"),
+    ("actor.optim=[1, 2", "'[1, 2' is not valid YAML"),
+])  # fmt: skip
 def test_an_override_of_another_form_is_refused(refusal, override, words):
     assert words in refusal("sft", override)
 
@@ -155,11 +148,8 @@ def test_an_override_of_another_form_is_refused(refusal, override, words):
 def test_loaded_objects_are_frozen(load):
     cfg = load("rl")
     for section, name in (
-        (cfg, "run"),
-        (cfg.actor.optim, "lr"),
-        (cfg.rewards[0], "weight"),
-        (cfg.train.stop, "max_kl"),
-    ):
+        (cfg, "run"), (cfg.actor.optim, "lr"), (cfg.rewards[0], "weight"), (cfg.train.stop, "max_kl"),
+    ):  # fmt: skip
         before = getattr(section, name)
         with pytest.raises(pydantic.ValidationError, match="frozen"):
             setattr(section, name, 1)
@@ -174,15 +164,12 @@ def test_a_file_that_does_not_exist_names_its_neighbour(tmp_path):
         load_config(SFTConfig, tmp_path / "absent" / "ppo.yaml")
 
 
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ("run: [1, 2\ntrain: 3", "is not valid YAML: .*line 2"),
-        ("run: !!python/object/apply:os.getcwd []", "is not valid YAML: "),
-        ("- run", "must be a mapping of sections, got list"),
-        ("just words", "must be a mapping of sections, got str"),
-    ],
-)
+@pytest.mark.parametrize("text, words", [
+    ("run: [1, 2\ntrain: 3", "is not valid YAML: .*line 2"),
+    ("run: !!python/object/apply:os.getcwd []", "is not valid YAML: "),
+    ("- run", "must be a mapping of sections, got list"),
+    ("just words", "must be a mapping of sections, got str"),
+])  # fmt: skip
 def test_a_file_that_is_no_mapping_of_sections(tmp_path, text, words):
     """The safe loader: a tag that would call Python is refused."""
     path = tmp_path / "config.yaml"
@@ -191,15 +178,12 @@ def test_a_file_that_is_no_mapping_of_sections(tmp_path, text, words):
         load_config(SFTConfig, path)
 
 
-@pytest.mark.parametrize(
-    "content, words",
-    [
-        (b"PK\x03\x04 a checkpoint \x80\x02", "is not text in UTF-8 (byte 18 is 0x80); a configuration is a YAML file"),
-        ("run: {dir: Köln}".encode("latin-1"), "is not text in UTF-8 (byte 12 is 0xf6)"),
-        ("run: 1".encode("utf-16"), "is not text in UTF-8 (byte 0 is 0xff)"),
-        (b"run: \x00", "is not valid YAML: "),
-    ],
-)
+@pytest.mark.parametrize("content, words", [
+    (b"PK\x03\x04 a checkpoint \x80\x02", "is not text in UTF-8 (byte 18 is 0x80); a configuration is a YAML file"),
+    ("run: {dir: Köln}".encode("latin-1"), "is not text in UTF-8 (byte 12 is 0xf6)"),
+    ("run: 1".encode("utf-16"), "is not text in UTF-8 (byte 0 is 0xff)"),
+    (b"run: \x00", "is not valid YAML: "),
+])  # fmt: skip
 def test_a_file_that_is_no_text(tmp_path, content, words):
     path = tmp_path / "config.yaml"
     path.write_bytes(content)

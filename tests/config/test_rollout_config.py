@@ -13,18 +13,13 @@ def test_engine_arguments_come_from_file_and_command_line(load):
     assert RolloutConfig().engine_args == {}
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("dtype", "rollout.dtype sets it"),
-        ("seed", "run.seed"),
-        ("hf_overrides", "config.json"),
-        ("tensor_parallel_size", "rollout.parallel.tp"),
-        ("load_format", "only from the actor"),
-        ("logprobs_mode", "distribution that was sampled from"),
-        ("enable_lora", "rename the weights"),
-    ],
-)
+@pytest.mark.parametrize("name, reason", [
+    ("dtype", "rollout.dtype sets it"), ("seed", "run.seed"), ("hf_overrides", "config.json"),
+    ("tensor_parallel_size", "rollout.parallel.tp"),
+    ("load_format", "only from the actor"),
+    ("logprobs_mode", "distribution that was sampled from"),
+    ("enable_lora", "rename the weights"),
+])  # fmt: skip
 def test_arguments_that_megarlhf_sets_are_refused_with_the_reason(refusal, name, reason):
     message = refusal("generate", f"rollout.engine_args.{name}=1", "rollout.engine_args.max_num_seqs=8")
     assert "rollout.engine_args: megarlhf sets these itself" in message

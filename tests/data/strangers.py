@@ -117,10 +117,8 @@ def hub_without_readme(folder):
     (folder / "hub" / "data").mkdir(parents=True)
     (folder / "hub" / "README.md").write_text("# Sums, without front matter")
     for name, rows in (
-        ("train-00000-of-00002", THEIRS[:9]),
-        ("train-00001-of-00002", THEIRS[9:]),
-        ("test-00000-of-00001", []),
-    ):
+        ("train-00000-of-00002", THEIRS[:9]), ("train-00001-of-00002", THEIRS[9:]), ("test-00000-of-00001", []),
+    ):  # fmt: skip
         table = datasets.Dataset.from_list(rows or THEIRS[:1])
         table.to_parquet(folder / "hub" / "data" / f"{name}.parquet")
     return {"path": folder / "hub", "split": "train", "columns": COLUMNS}

@@ -54,10 +54,8 @@ def test_alpaca_puts_the_input_behind_the_instruction():
 def test_sharegpt_turns_become_messages():
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "Tool", "value": "c"}]
     messages = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b"},
-        {"role": "tool", "content": "c"},
-    ]
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "tool", "content": "c"},
+    ]  # fmt: skip
     assert sharegpt({"conversations": turns, "id": 1}) == {"id": 1, "messages": messages}
     weighed = sharegpt({"conversations": [turns[0], {**turns[1], "weight": 0}]})
     assert weighed == {"messages": [messages[0], {**messages[1], "weight": 0}]}
@@ -153,12 +151,10 @@ def test_an_adapter_is_another_one_when_a_module_that_it_imports_changes(tmp_pat
     texts = {
         "digest_mine.py": "import yaml, digest_help\nfrom digest_pack import inner\ndef f(row):\n    return row\n",
         "digest_help.py": "def g():\n    from digest_far import WORD\n",
-        "digest_far.py": "WORD = 1\n",
-        "digest_pack/__init__.py": "",
+        "digest_far.py": "WORD = 1\n", "digest_pack/__init__.py": "",
         "digest_pack/inner.py": "from . import other\n",
-        "digest_pack/other.py": "WORD = 1\n",
-        "digest_unused.py": "",
-    }
+        "digest_pack/other.py": "WORD = 1\n", "digest_unused.py": "",
+    }  # fmt: skip
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     before = digest_of_adapter("digest_mine:f")

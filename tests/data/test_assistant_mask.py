@@ -27,15 +27,12 @@ def learnt_texts(tokenizer, sample):
     return ["".join(names[token] for token in sample.tokens[first:end]) for first, end in pairs]
 
 
-@pytest.mark.parametrize(
-    "style, last, everything",
-    [
-        ("chatml", ["4<|im_end|>"], ["2<|im_end|>", "4<|im_end|>"]),
-        ("llama_3", ["4<|eot_id|>"], ["2<|eot_id|>", "4<|eot_id|>"]),
-        ("mistral", ["4</s>"], ["2</s>", "4</s>"]),
-        ("marked", ["4<|im_end|>"], ["2<|im_end|>", "4<|im_end|>"]),
-    ],
-)
+@pytest.mark.parametrize("style, last, everything", [
+    ("chatml", ["4<|im_end|>"], ["2<|im_end|>", "4<|im_end|>"]),
+    ("llama_3", ["4<|eot_id|>"], ["2<|eot_id|>", "4<|eot_id|>"]),
+    ("mistral", ["4</s>"], ["2</s>", "4</s>"]),
+    ("marked", ["4<|im_end|>"], ["2<|im_end|>", "4<|im_end|>"]),
+])  # fmt: skip
 def test_answers_and_their_ends_are_learnt_and_nothing_else(tokenizers, style, last, everything):
     """Every token is one character or one mark. All tokens up to the last answer's end are transformers' own; behind
     it stands white space only."""

@@ -43,11 +43,7 @@ def saved(folder):
 
 README = "---\nconfigs:\n- config_name: {}\n  data_files: {}\n- config_name: b\n  data_files: b.jsonl\n---\n"
 FILES = {
-    "good.jsonl": GOOD,
-    "pairs.jsonl": PAIR,
-    "empty.jsonl": "",
-    "blank.jsonl": "\n \n",
-    "empty_list.json": " [ ] ",
+    "good.jsonl": GOOD, "pairs.jsonl": PAIR, "empty.jsonl": "", "blank.jsonl": "\n \n", "empty_list.json": " [ ] ",
     "broken.jsonl": '{"prompt": "a", "response": oops}\n',
     "cut.json": '[{"prompt": "a", "response": "b"}, {"prompt": "a"',
     "trailing.json": '[{"prompt": "a", "response": "b"}] more',
@@ -65,36 +61,22 @@ FILES = {
     "alpaca.jsonl": '{"instruction": "a", "output": "b"}\n',
     "sharegpt.jsonl": '{"conversations": [{"from": "moon", "value": "a"}]}\n',
     "hh.jsonl": '{"chosen": "a", "rejected": "b"}\n',
-    "short_row.csv": "prompt,response\na,b\nc\n",
-    "long_row.csv": "prompt,response\na,b,c\n",
-    "twice.csv": "prompt,prompt\na,b\n",
-    "semicolons.csv": "prompt;response\na;b\n",
-    "unnamed.csv": "prompt,,response\na,b,c\n",
-    "open_quote.csv": 'prompt,response\n"a,b\n',
+    "short_row.csv": "prompt,response\na,b\nc\n", "long_row.csv": "prompt,response\na,b,c\n",
+    "twice.csv": "prompt,prompt\na,b\n", "semicolons.csv": "prompt;response\na;b\n",
+    "unnamed.csv": "prompt,,response\na,b,c\n", "open_quote.csv": 'prompt,response\n"a,b\n',
     "latin.csv": b"prompt,response\na,b\n\xe9,b\n",
-    "only_header.tsv": "prompt\tresponse\n",
-    "bad.parquet": "not parquet",
-    "bad.arrow": "not arrow",
+    "only_header.tsv": "prompt\tresponse\n", "bad.parquet": "not parquet", "bad.arrow": "not arrow",
     "bad.jsonl.gz": "not gzip",
     "cut.jsonl.gz": gzip.compress(GOOD.encode())[:-12],
     "cut.jsonl.bz2": bz2.compress(GOOD.encode())[:-5],
     "bad.parquet.gz": gzip.compress(b"not parquet"),
-    "bad.jsonl.zst": "not zstd",
-    "rows.jsonl.zip": "PK",
-    "notes.txt": "text",
-    "few.jsonl": GOOD[: 7 * 36],
-    "splits/train.jsonl": GOOD,
-    "splits/test.jsonl": GOOD,
-    "unclear/trainset.jsonl": GOOD,
-    "unclear/testset.jsonl": GOOD,
-    "mixed/a.jsonl": GOOD,
-    "mixed/b.jsonl": PAIR,
-    "nothing/notes.txt": "text",
+    "bad.jsonl.zst": "not zstd", "rows.jsonl.zip": "PK", "notes.txt": "text", "few.jsonl": GOOD[: 7 * 36],
+    "splits/train.jsonl": GOOD, "splits/test.jsonl": GOOD, "unclear/trainset.jsonl": GOOD,
+    "unclear/testset.jsonl": GOOD, "mixed/a.jsonl": GOOD, "mixed/b.jsonl": PAIR, "nothing/notes.txt": "text",
     "hub/README.md": README.format("a", "a.jsonl"),
-    "hub/a.jsonl": GOOD,
-    "hub/b.jsonl": GOOD,
+    "hub/a.jsonl": GOOD, "hub/b.jsonl": GOOD,
     "hub_moved/README.md": "---\nconfigs:\n- config_name: a\n  data_files: gone-*.jsonl\n---\n",
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -272,10 +254,8 @@ def test_a_set_that_is_read_twice_is_said_or_refused(start, folder):
             start("data.train=both", f"data.{key}=both/more.jsonl")
     data = start("data.test=good.jsonl", "data.validation=pairs.jsonl", "data.validation=good.jsonl").data
     assert [note.partition(":")[0] for note in same_data(data)] == [
-        "data.validation is data.train",
-        "data.test is data.train",
-        "data.test is data.validation",
-    ]
+        "data.validation is data.train", "data.test is data.train", "data.test is data.validation",
+    ]  # fmt: skip
 
 
 def test_shares_count_when_a_batch_is_compared_with_the_data(start):

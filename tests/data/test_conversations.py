@@ -54,31 +54,23 @@ def test_a_prompt_that_is_a_text_has_nothing_beside_it_that_a_template_writes(na
         assert prompt_of({**record, name: value}, template) != prompt_of(record, template)
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("system_prompt", "x"), ("history", [["a", "b"]]), ("documents", [{"text": "a"}]), ("images", ["a.png"]),
-        ("audio", {"path": "a.wav"}), ("enable_thinking", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name, value", [
+    ("system_prompt", "x"), ("history", [["a", "b"]]), ("documents", [{"text": "a"}]), ("images", ["a.png"]),
+    ("audio", {"path": "a.wav"}), ("enable_thinking", False),
+])  # fmt: skip
 def test_a_column_that_can_only_belong_to_the_prompt_is_no_field_for_rewards(name, value):
     for record, template in (
-        ({"prompt": "1+1"}, "plain"),
-        ({"prompt": "1+1"}, "chat"),
-        ({"messages": [ASKED]}, "auto"),
-    ):
+        ({"prompt": "1+1"}, "plain"), ({"prompt": "1+1"}, "chat"), ({"messages": [ASKED]}, "auto"),
+    ):  # fmt: skip
         with refuses(f"'{name}'", f"columns: {{not_read: {name}}}"):
             prompt_of({**record, name: value}, template)
         assert prompt_of({**record, name: None, "not_read": value}, template) == prompt_of(record, template)
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("documents", [{"text": "a"}]), ("enable_thinking", True), ("thinking", False), ("context", "A sum."),
-        ("response", "4"), ("completion", "4"), ("instruction", "add"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name, value", [
+    ("documents", [{"text": "a"}]), ("enable_thinking", True), ("thinking", False), ("context", "A sum."),
+    ("response", "4"), ("completion", "4"), ("instruction", "add"),
+])  # fmt: skip
 def test_what_stands_beside_messages_and_in_none_of_them_is_refused(name, value):
     for template in ("auto", "chat"):
         with refuses(f"'{name}'", f"columns: {{not_read: {name}}}"):

@@ -41,13 +41,9 @@ WITHOUT_BOS.bos_id = None
 def test_sft_samples_and_what_is_skipped():
     """Prompt limit 5 with bos, response limit 3 with eos: exactly at the limit is used, one more is not."""
     records = [
-        {"prompt": "1+1=", "response": "02"},
-        {"prompt": "1+1=", "response": ""},
-        {"prompt": "1+1=", "response": " \n"},
-        {"prompt": "10+1=", "response": "11"},
-        {"prompt": "1+1=", "response": "002"},
-        {"prompt": "3", "response": "3"},
-    ]
+        {"prompt": "1+1=", "response": "02"}, {"prompt": "1+1=", "response": ""}, {"prompt": "1+1=", "response": " \n"},
+        {"prompt": "10+1=", "response": "11"}, {"prompt": "1+1=", "response": "002"}, {"prompt": "3", "response": "3"},
+    ]  # fmt: skip
     samples, skipped = build_sft(records, TOKENIZER, max_prompt_tokens=5, max_response_tokens=3)
     assert samples == [SFTSample([BOS, 11, 20, 11, 21, 10, 12, EOS], [5, 8]), SFTSample([BOS, 13, 13, EOS], [2, 4])]
     assert skipped.describe() == (
@@ -161,14 +157,11 @@ def test_a_conversation_that_ends_with_the_assistant_is_no_prompt(tmp_path, fast
         build_prompts(records, tokenizer, **options)
 
 
-@pytest.mark.parametrize(
-    "template, words",
-    [
-        ("{{ raise_exception('System role not supported') }}", "TemplateError: System role not supported; change"),
-        ("{{ messages[5].content.strip() }}", "UndefinedError: .*; change"),
-        ("{{ 1 + 'a' }}", "TypeError: .*; change"),
-    ],
-)
+@pytest.mark.parametrize("template, words", [
+    ("{{ raise_exception('System role not supported') }}", "TemplateError: System role not supported; change"),
+    ("{{ messages[5].content.strip() }}", "UndefinedError: .*; change"),
+    ("{{ 1 + 'a' }}", "TypeError: .*; change"),
+])  # fmt: skip
 def test_an_error_inside_a_chat_template_names_file_and_line(tmp_path, fast_tokenizer, template, words):
     """One line, for prompts and fine-tuning."""
     usual = fast_tokenizer(prefix=False).chat_template
@@ -242,10 +235,9 @@ def test_encoders_travel_to_other_processes(tmp_path):
     record = {"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "1"}
     limits = {"max_prompt_tokens": 9, "max_response_tokens": 9}
     encoders = [
-        SFTEncoder(tokenizer=directory, **limits),
-        PairEncoder(tokenizer=directory, **limits),
+        SFTEncoder(tokenizer=directory, **limits), PairEncoder(tokenizer=directory, **limits),
         PromptEncoder(tokenizer=directory, max_prompt_tokens=9),
-    ]
+    ]  # fmt: skip
     builds = [build_sft, build_pairs, build_prompts]
     for encoder, build in zip(encoders, builds, strict=True):
         travelled = pickle.loads(pickle.dumps(encoder))

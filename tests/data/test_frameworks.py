@@ -26,12 +26,10 @@ CHAT = "<|im_start|>user\n37+48?<|im_end|>\n<|im_start|>assistant\n"
 """The question, as ChatML asks it."""
 BEFORE = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n{}\n"
 VERL = {
-    "data_source": "openai/gsm8k",
-    "prompt": [USER],
-    "ability": "math",
+    "data_source": "openai/gsm8k", "prompt": [USER], "ability": "math",
     "reward_model": {"style": "rule", "ground_truth": "85"},
     "extra_info": {"split": "train", "index": 0, "answer": "37+48=85", "question": "37+48?"},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -61,42 +59,39 @@ PAIRED = {"instruction": "37+48?", "input": "", "output": "85", "system": "", "h
 SHAREGPT = [{"from": "human", "value": "37+48?"}, {"from": "gpt", "value": "85"}]
 
 
-@pytest.mark.parametrize(
-    "row, source, loss_on, expected",
-    [
-        # TRL: language modeling, prompt-completion; standard and conversational
-        ({"text": "It is blue."}, {}, "last", "<s>[It is blue.</s>]"),
-        ({"messages": [USER, REPLY]}, {}, "last", f"{CHAT}[85<|im_end|>]"),
-        ({"prompt": "37+48?", "completion": " 85"}, {"columns": {"response": "completion"}}, "last",
-         "<s>37+48?[ 85</s>]"),
-        ({"prompt": [USER], "completion": [REPLY]}, {"columns": {"response": "completion"}}, "last",
-         f"{CHAT}[85<|im_end|>]"),
-        # of a completion all is learnt, and of the prompt nothing, whatever stands in it
-        ({"prompt": [*EARLIER, USER], "completion": [REPLY, USER, WRONG]}, {"columns": {"response": "completion"}},
-         "all", f"{BEFORE.format('Hi<|im_end|>')}{CHAT}[85<|im_end|>]\n{CHAT}[75<|im_end|>]"),
-        # OpenRLHF: --input_key, --output_key
-        ({"input": "37+48?", "output": "85"}, {"columns": {"prompt": "input", "response": "output"}}, "last",
-         "<s>37+48?[85</s>]"),
-        ({"input": [USER], "output": "85"}, {"columns": {"prompt": "input", "response": "output"}}, "last",
-         f"{CHAT}[85<|im_end|>]"),
-        # verl: --prompt_key=extra_info --prompt_dict_keys=question
-        (VERL, {"columns": {"prompt": "extra_info.question", "response": "extra_info.answer"}}, "last",
-         "<s>37+48?[37+48=85</s>]"),
-        # LLaMA-Factory: alpaca without and with history, ShareGPT
-        (PAIRED, {"adapter": "alpaca"}, "last", "<s>37+48?[85</s>]"),
-        ({**PAIRED, "history": [["Hello", "Hi"]]}, {"adapter": "alpaca"}, "all",
-         f"{BEFORE.format('[Hi<|im_end|>]')}{CHAT}[85<|im_end|>]"),
-        ({"conversations": SHAREGPT, "system": "", "tools": ""}, {}, "last", f"{CHAT}[85<|im_end|>]"),
-        # ms-swift: query and history; Dolly
-        ({"system": "", "query": "37+48?", "response": "85", "history": [["Hello", "Hi"]]}, {"adapter": "alpaca"},
-         "last", f"{BEFORE.format('Hi<|im_end|>')}{CHAT}[85<|im_end|>]"),
-        ({"instruction": "Add.", "context": "37+48?", "response": "85", "category": "sums"}, {"adapter": "alpaca"},
-         "last", "<s>Add.\n\n37+48?[85</s>]"),
-        # axolotl: alpaca, ShareGPT, completion
-        ({"instruction": "Add.", "input": "37+48?", "output": "85"}, {"adapter": "alpaca"}, "last",
-         "<s>Add.\n\n37+48?[85</s>]"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("row, source, loss_on, expected", [
+    # TRL: language modeling, prompt-completion; standard and conversational
+    ({"text": "It is blue."}, {}, "last", "<s>[It is blue.</s>]"),
+    ({"messages": [USER, REPLY]}, {}, "last", f"{CHAT}[85<|im_end|>]"),
+    ({"prompt": "37+48?", "completion": " 85"}, {"columns": {"response": "completion"}}, "last",
+     "<s>37+48?[ 85</s>]"),
+    ({"prompt": [USER], "completion": [REPLY]}, {"columns": {"response": "completion"}}, "last",
+     f"{CHAT}[85<|im_end|>]"),
+    # of a completion all is learnt, and of the prompt nothing, whatever stands in it
+    ({"prompt": [*EARLIER, USER], "completion": [REPLY, USER, WRONG]}, {"columns": {"response": "completion"}},
+     "all", f"{BEFORE.format('Hi<|im_end|>')}{CHAT}[85<|im_end|>]\n{CHAT}[75<|im_end|>]"),
+    # OpenRLHF: --input_key, --output_key
+    ({"input": "37+48?", "output": "85"}, {"columns": {"prompt": "input", "response": "output"}}, "last",
+     "<s>37+48?[85</s>]"),
+    ({"input": [USER], "output": "85"}, {"columns": {"prompt": "input", "response": "output"}}, "last",
+     f"{CHAT}[85<|im_end|>]"),
+    # verl: --prompt_key=extra_info --prompt_dict_keys=question
+    (VERL, {"columns": {"prompt": "extra_info.question", "response": "extra_info.answer"}}, "last",
+     "<s>37+48?[37+48=85</s>]"),
+    # LLaMA-Factory: alpaca without and with history, ShareGPT
+    (PAIRED, {"adapter": "alpaca"}, "last", "<s>37+48?[85</s>]"),
+    ({**PAIRED, "history": [["Hello", "Hi"]]}, {"adapter": "alpaca"}, "all",
+     f"{BEFORE.format('[Hi<|im_end|>]')}{CHAT}[85<|im_end|>]"),
+    ({"conversations": SHAREGPT, "system": "", "tools": ""}, {}, "last", f"{CHAT}[85<|im_end|>]"),
+    # ms-swift: query and history; Dolly
+    ({"system": "", "query": "37+48?", "response": "85", "history": [["Hello", "Hi"]]}, {"adapter": "alpaca"},
+     "last", f"{BEFORE.format('Hi<|im_end|>')}{CHAT}[85<|im_end|>]"),
+    ({"instruction": "Add.", "context": "37+48?", "response": "85", "category": "sums"}, {"adapter": "alpaca"},
+     "last", "<s>Add.\n\n37+48?[85</s>]"),
+    # axolotl: alpaca, ShareGPT, completion
+    ({"instruction": "Add.", "input": "37+48?", "output": "85"}, {"adapter": "alpaca"}, "last",
+     "<s>Add.\n\n37+48?[85</s>]"),
+])  # fmt: skip
 def test_what_is_fine_tuned_on(chatml, tmp_path, row, source, loss_on, expected):
     record = read(tmp_path, row, **source)
     sample = SFTEncoder(**ANSWERS, loss_on=loss_on).by(chatml)(0, record)
@@ -107,36 +102,33 @@ OF_PAIR = {"from": "human", "value": "37+48?"}
 PAIR_OF_TEXTS, PAIR_OF_TALKS = ("<s>37+48?", "85</s>", "75</s>"), (CHAT, "85<|im_end|>", "75<|im_end|>")
 
 
-@pytest.mark.parametrize(
-    "row, source, expected",
-    [
-        # TRL: explicit and implicit prompt, standard and conversational
-        ({"prompt": "37+48?", "chosen": "85", "rejected": "75"}, {}, PAIR_OF_TEXTS),
-        ({"chosen": "The sky is blue.", "rejected": "The sky is black."}, {"adapter": "implicit_prompt"},
-         ("<s>The sky is", " blue.</s>", " black.</s>")),
-        ({"prompt": [USER], "chosen": [REPLY], "rejected": [WRONG]}, {}, PAIR_OF_TALKS),
-        ({"chosen": [USER, REPLY], "rejected": [USER, WRONG]}, {}, PAIR_OF_TALKS),
-        # as UltraFeedback keeps them: the chosen conversation stands there twice
-        ({"prompt": "37+48?", "chosen": [USER, REPLY], "rejected": [USER, WRONG], "messages": [USER, REPLY]}, {},
-         PAIR_OF_TALKS),
-        # OpenRLHF: --prompt_key, --chosen_key, --rejected_key
-        ({"question": "37+48?", "good": "85", "bad": "75"},
-         {"columns": {"prompt": "question", "chosen": "good", "rejected": "bad"}}, PAIR_OF_TEXTS),
-        # LLaMA-Factory: alpaca and ShareGPT with ranking
-        ({"instruction": "37+48?", "input": "", "chosen": "85", "rejected": "75"}, {"adapter": "alpaca"},
-         PAIR_OF_TEXTS),
-        ({"conversations": [OF_PAIR], "chosen": {"from": "gpt", "value": "85"},
-          "rejected": {"from": "gpt", "value": "75"}}, {}, PAIR_OF_TALKS),
-        # ms-swift: the answer that is rejected, alone and with its conversation
-        ({"messages": [USER, REPLY], "rejected_response": "75"}, {"adapter": "ms_swift"}, PAIR_OF_TALKS),
-        ({"messages": [USER, REPLY], "rejected_messages": [USER, WRONG]}, {"adapter": "ms_swift"}, PAIR_OF_TALKS),
-        # NeMo-RL: the lower rank is the better one, wherever it stands
-        ({"context": [USER], "completions": [{"rank": 1, "completion": [WRONG]}, {"rank": 0, "completion": [REPLY]}]},
-         {"adapter": "nemo_rl"}, PAIR_OF_TALKS),
-        ({"context": "37+48?", "completions": [{"rank": 0, "completion": "85"}, {"rank": 1, "completion": "75"}]},
-         {"adapter": "nemo_rl"}, PAIR_OF_TEXTS),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("row, source, expected", [
+    # TRL: explicit and implicit prompt, standard and conversational
+    ({"prompt": "37+48?", "chosen": "85", "rejected": "75"}, {}, PAIR_OF_TEXTS),
+    ({"chosen": "The sky is blue.", "rejected": "The sky is black."}, {"adapter": "implicit_prompt"},
+     ("<s>The sky is", " blue.</s>", " black.</s>")),
+    ({"prompt": [USER], "chosen": [REPLY], "rejected": [WRONG]}, {}, PAIR_OF_TALKS),
+    ({"chosen": [USER, REPLY], "rejected": [USER, WRONG]}, {}, PAIR_OF_TALKS),
+    # as UltraFeedback keeps them: the chosen conversation stands there twice
+    ({"prompt": "37+48?", "chosen": [USER, REPLY], "rejected": [USER, WRONG], "messages": [USER, REPLY]}, {},
+     PAIR_OF_TALKS),
+    # OpenRLHF: --prompt_key, --chosen_key, --rejected_key
+    ({"question": "37+48?", "good": "85", "bad": "75"},
+     {"columns": {"prompt": "question", "chosen": "good", "rejected": "bad"}}, PAIR_OF_TEXTS),
+    # LLaMA-Factory: alpaca and ShareGPT with ranking
+    ({"instruction": "37+48?", "input": "", "chosen": "85", "rejected": "75"}, {"adapter": "alpaca"},
+     PAIR_OF_TEXTS),
+    ({"conversations": [OF_PAIR], "chosen": {"from": "gpt", "value": "85"},
+      "rejected": {"from": "gpt", "value": "75"}}, {}, PAIR_OF_TALKS),
+    # ms-swift: the answer that is rejected, alone and with its conversation
+    ({"messages": [USER, REPLY], "rejected_response": "75"}, {"adapter": "ms_swift"}, PAIR_OF_TALKS),
+    ({"messages": [USER, REPLY], "rejected_messages": [USER, WRONG]}, {"adapter": "ms_swift"}, PAIR_OF_TALKS),
+    # NeMo-RL: the lower rank is the better one, wherever it stands
+    ({"context": [USER], "completions": [{"rank": 1, "completion": [WRONG]}, {"rank": 0, "completion": [REPLY]}]},
+     {"adapter": "nemo_rl"}, PAIR_OF_TALKS),
+    ({"context": "37+48?", "completions": [{"rank": 0, "completion": "85"}, {"rank": 1, "completion": "75"}]},
+     {"adapter": "nemo_rl"}, PAIR_OF_TEXTS),
+])  # fmt: skip
 def test_what_is_compared(chatml, tmp_path, row, source, expected):
     sample = PairEncoder(**ANSWERS).by(chatml)(0, read(tmp_path, row, **source))
     fields = (sample.prompt_tokens, sample.chosen_tokens, sample.rejected_tokens)
@@ -153,42 +145,36 @@ def test_completions_of_one_rank_are_left_out_and_more_than_two_are_refused():
 AS_TEXT = {**VERL, "extra_info": json.dumps(VERL["extra_info"])}
 
 
-@pytest.mark.parametrize(
-    "row, source, prompt, fields",
-    [
-        ({"prompt": "37+48?"}, {}, "<s>37+48?", {}),
-        ({"prompt": [USER]}, {}, CHAT, {}),
-        # verl: what its reward functions read stays, and a JSON text is looked into
-        (VERL, {"columns": {"answer": "reward_model.ground_truth"}}, CHAT,
-         {"answer": "85", **{key: value for key, value in VERL.items() if key != "prompt"}}),
-        (AS_TEXT, {"columns": {"answer": "extra_info.answer"}}, CHAT,
-         {"answer": "37+48=85", **{key: value for key, value in AS_TEXT.items() if key != "prompt"}}),
-        # OpenRLHF: --input_key context_messages --label_key label
-        ({"context_messages": [USER], "label": "85"}, {"columns": {"prompt": "context_messages", "answer": "label"}},
-         CHAT, {"answer": "85"}),
-        # lists, and a mapping in another
-        ({"input": {"messages": [USER]}, "responses": [{"text": "75"}, {"text": "85"}]},
-         {"columns": {"prompt": "input.messages", "answer": "responses.1.text"}}, CHAT,
-         {"answer": "85", "input": {"messages": [USER]}, "responses": [{"text": "75"}, {"text": "85"}]}),
-        # a column that has a point in its own name comes first
-        ({"prompt": "37+48?", "x.y": "85", "x": {"y": "75"}}, {"columns": {"answer": "x.y"}}, "<s>37+48?",
-         {"answer": "85", "x": {"y": "75"}}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("row, source, prompt, fields", [
+    ({"prompt": "37+48?"}, {}, "<s>37+48?", {}),
+    ({"prompt": [USER]}, {}, CHAT, {}),
+    # verl: what its reward functions read stays, and a JSON text is looked into
+    (VERL, {"columns": {"answer": "reward_model.ground_truth"}}, CHAT,
+     {"answer": "85", **{key: value for key, value in VERL.items() if key != "prompt"}}),
+    (AS_TEXT, {"columns": {"answer": "extra_info.answer"}}, CHAT,
+     {"answer": "37+48=85", **{key: value for key, value in AS_TEXT.items() if key != "prompt"}}),
+    # OpenRLHF: --input_key context_messages --label_key label
+    ({"context_messages": [USER], "label": "85"}, {"columns": {"prompt": "context_messages", "answer": "label"}},
+     CHAT, {"answer": "85"}),
+    # lists, and a mapping in another
+    ({"input": {"messages": [USER]}, "responses": [{"text": "75"}, {"text": "85"}]},
+     {"columns": {"prompt": "input.messages", "answer": "responses.1.text"}}, CHAT,
+     {"answer": "85", "input": {"messages": [USER]}, "responses": [{"text": "75"}, {"text": "85"}]}),
+    # a column that has a point in its own name comes first
+    ({"prompt": "37+48?", "x.y": "85", "x": {"y": "75"}}, {"columns": {"answer": "x.y"}}, "<s>37+48?",
+     {"answer": "85", "x": {"y": "75"}}),
+])  # fmt: skip
 def test_what_is_asked_and_what_rewards_are_given(chatml, tmp_path, row, source, prompt, fields):
     sample = PromptEncoder(**LIMITS).by(chatml)(0, read(tmp_path, row, **source))
     assert (shown(chatml, sample.tokens), sample.fields) == (prompt, fields)
 
 
-@pytest.mark.parametrize(
-    "path, words",
-    [
-        ("reward_model.truth", "'reward_model' has 'style', 'ground_truth', and columns asks for 'truth' in it"),
-        ("ability.x", "'ability' is the text 'math', in which there is no 'x'"),
-        ("prompt.7.content", "and columns asks for '7' in it"),
-        ("rewardmodel.ground_truth", "no column 'rewardmodel.ground_truth', which columns names for 'answer'"),
-    ],
-)
+@pytest.mark.parametrize("path, words", [
+    ("reward_model.truth", "'reward_model' has 'style', 'ground_truth', and columns asks for 'truth' in it"),
+    ("ability.x", "'ability' is the text 'math', in which there is no 'x'"),
+    ("prompt.7.content", "and columns asks for '7' in it"),
+    ("rewardmodel.ground_truth", "no column 'rewardmodel.ground_truth', which columns names for 'answer'"),
+])  # fmt: skip
 def test_a_column_in_a_column_that_is_not_there(tmp_path, path, words):
     with pytest.raises(ValueError, match=r"rows\.parquet, row 1: ") as error:
         read(tmp_path, VERL, columns={"answer": path})
@@ -198,22 +184,19 @@ def test_a_column_in_a_column_that_is_not_there(tmp_path, path, words):
 TEXTS = {"prompt": "37+48?", "response": "85"}
 
 
-@pytest.mark.parametrize(
-    "beside, words",
-    [
-        ({"loss_mask": [0, 1]}, "which tokens are learnt"), ({"completion_mask": [0, 1]}, "which tokens are learnt"),
-        ({"labels": [-100, 5]}, "which tokens are learnt"), ({"weight": 0.5}, "how much the record counts"),
-        ({"train": False}, "not to be learnt"), ({"loss": False}, "not to be learnt"),
-        ({"images": ["cat.png"]}, "only texts are read"), ({"history": [["Hello", "Hi"]]}, "adapter alpaca"),
-        ({"input": "in words"}, "adapter alpaca"), ({"context": "A sum."}, "part of the prompt"),
-        ({"system_prompt": "Be brief."}, "columns: {system: system_prompt}"), ({"label": True}, "(KTO)"),
-        ({"kto_tag": False}, "(KTO)"), ({"documents": [{"text": "a"}]}, "chat_template_kwargs"),
-        ({"enable_thinking": False}, "data.template_args"), ({"tools": "[{}]"}, "only a chat template writes"),
-        ({"system": "Be brief."}, "only a chat template writes"), ({"messages": [USER, REPLY]}, "say which is meant"),
-        ({"output": "80"}, "beside 'response'"),
-        ({"response": str([REPLY])}, "looks like a list of messages"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("beside, words", [
+    ({"loss_mask": [0, 1]}, "which tokens are learnt"), ({"completion_mask": [0, 1]}, "which tokens are learnt"),
+    ({"labels": [-100, 5]}, "which tokens are learnt"), ({"weight": 0.5}, "how much the record counts"),
+    ({"train": False}, "not to be learnt"), ({"loss": False}, "not to be learnt"),
+    ({"images": ["cat.png"]}, "only texts are read"), ({"history": [["Hello", "Hi"]]}, "adapter alpaca"),
+    ({"input": "in words"}, "adapter alpaca"), ({"context": "A sum."}, "part of the prompt"),
+    ({"system_prompt": "Be brief."}, "columns: {system: system_prompt}"), ({"label": True}, "(KTO)"),
+    ({"kto_tag": False}, "(KTO)"), ({"documents": [{"text": "a"}]}, "chat_template_kwargs"),
+    ({"enable_thinking": False}, "data.template_args"), ({"tools": "[{}]"}, "only a chat template writes"),
+    ({"system": "Be brief."}, "only a chat template writes"), ({"messages": [USER, REPLY]}, "say which is meant"),
+    ({"output": "80"}, "beside 'response'"),
+    ({"response": str([REPLY])}, "looks like a list of messages"),
+])  # fmt: skip
 def test_a_column_that_changes_the_meaning_is_refused_by_its_name(chatml, beside, words):
     """Another name says that it means nothing; for pairs it is the same, but for marks of single answers."""
     with pytest.raises(ValueError, match=next(iter(beside))) as error:
@@ -236,17 +219,14 @@ def test_ordinary_columns_pass(chatml):
     assert list(counted(type(sample), {**TEXTS, **ordinary})) == []
 
 
-@pytest.mark.parametrize(
-    "record, words",
-    [
-        ({"text": "x", "output": "y"}, "stands beside 'text'"),
-        ({"text": json.dumps([USER])}, "looks like a list of messages"),
-        ({"text": 3}, "expected a string"),
-        ({"prompt": [*EARLIER, USER], "response": [REPLY, USER, WRONG]}, "set it to all"),
-        ({"prompt": [USER], "response": [REPLY, WRONG]}, "follows another of 'assistant'"),
-        ({"prompt": [USER], "response": [{**USER, "role": "asistant"}]}, "expects answers of 'assistant', got none"),
-    ],
-)
+@pytest.mark.parametrize("record, words", [
+    ({"text": "x", "output": "y"}, "stands beside 'text'"),
+    ({"text": json.dumps([USER])}, "looks like a list of messages"),
+    ({"text": 3}, "expected a string"),
+    ({"prompt": [*EARLIER, USER], "response": [REPLY, USER, WRONG]}, "set it to all"),
+    ({"prompt": [USER], "response": [REPLY, WRONG]}, "follows another of 'assistant'"),
+    ({"prompt": [USER], "response": [{**USER, "role": "asistant"}]}, "expects answers of 'assistant', got none"),
+])  # fmt: skip
 def test_what_is_refused_of_raw_texts_and_of_answers_that_are_messages(chatml, record, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         SFTEncoder(**ANSWERS).by(chatml)(0, record)

@@ -147,21 +147,15 @@ def damage(path, **changed):
 BROKEN = [
     ("no index", lambda d: (d / "text.idx").unlink(), r"text: no text\.idx, which Megatron's indexed data consists of"),
     ("a misspelt prefix", lambda d: (d / "text.idx").rename(d / "texts.idx"), "has texts"),
-    (
-        "another file",
-        lambda d: (d / "text.idx").write_bytes(b"PK" + bytes(40)),
-        r"no index of Megatron's: it begins with b'PK",
-    ),
+    ("another file", lambda d: (d / "text.idx").write_bytes(b"PK" + bytes(40)),
+     r"no index of Megatron's: it begins with b'PK"),
     ("an empty index", lambda d: (d / "text.idx").write_bytes(b""), "no index of Megatron's"),
     ("another dtype", lambda d: damage(d / "text.idx", dtype=(17, b"\x07")), "version 1 and dtype 7; expected"),
     ("another version", lambda d: damage(d / "text.idx", version=(9, struct.pack("<Q", 2))), "version 2"),
-    (
-        "a cut index",
-        lambda d: (d / "text.idx").write_bytes((d / "text.idx").read_bytes()[:-8]),
-        r"bytes, expected \d+: it is cut",
-    ),
+    ("a cut index", lambda d: (d / "text.idx").write_bytes((d / "text.idx").read_bytes()[:-8]),
+     r"bytes, expected \d+: it is cut"),
     ("cut tokens", lambda d: (d / "text.bin").write_bytes((d / "text.bin").read_bytes()[:-4]), "its index says"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name, harm, words", BROKEN, ids=[case[0] for case in BROKEN])

@@ -48,19 +48,11 @@ def talk(answer, question="Hi"):
 
 
 ANSWERS = {
-    "plain": "Paris",
-    "emoji": "Paris 🙂👩\u200d👩\u200d👧",
-    "combining": "cafe\u0301",
-    "another script": "日本語",
-    "no text": "\x00\ufffd\u2028",
-    "repeated": "no " * 20 + "aaaa" * 10,
-    "digits": "1234567890",
-    "space first": " Paris",
-    "line break first": "\nParis",
-    "line breaks first": "\n\nParis",
-    "white space behind": "Paris \n",
-    "markup": "[/INST] [bold]<b>x</b>[/]",
-}
+    "plain": "Paris", "emoji": "Paris 🙂👩\u200d👩\u200d👧", "combining": "cafe\u0301", "another script": "日本語",
+    "no text": "\x00\ufffd\u2028", "repeated": "no " * 20 + "aaaa" * 10, "digits": "1234567890",
+    "space first": " Paris", "line break first": "\nParis", "line breaks first": "\n\nParis",
+    "white space behind": "Paris \n", "markup": "[/INST] [bold]<b>x</b>[/]",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)

@@ -143,12 +143,10 @@ def test_a_directory_with_several_splits_is_read_only_when_one_is_named(tmp_path
     """All of them joined would train on the test set. Shards of one split are one split."""
     names = {
         "train": ("train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"),
-        "validation": ("math_val.jsonl",),
-        "test": ("eval.2.json",),
-        "heldout": ("pairs-heldout.jsonl",),
+        "validation": ("math_val.jsonl",), "test": ("eval.2.json",), "heldout": ("pairs-heldout.jsonl",),
         "train_sft": ("train_sft-00000-of-00001.jsonl",),
         "": ("trains.jsonl", "contest.jsonl"),
-    }
+    }  # fmt: skip
     for number, name in enumerate(name for files in names.values() for name in files):
         write_jsonl(tmp_path / name, [{**ROWS[0], "answer": number}])
     with pytest.raises(ValueError, match="has several splits") as raised:
@@ -165,17 +163,14 @@ def test_a_directory_with_several_splits_is_read_only_when_one_is_named(tmp_path
         load_records(tmp_path / "math_val.jsonl", fields=FIELDS, split="validation")
 
 
-@pytest.mark.parametrize(
-    "names, splits",
-    [
-        (("Train.jsonl", "Test.jsonl"), "test, train"),
-        (("holdout.jsonl", "a.jsonl"), "(no split named), heldout"),
-        (("held_out.jsonl", "a.jsonl"), "(no split named), heldout"),
-        (("sums-held-out.jsonl", "a.jsonl"), "(no split named), heldout"),
-        (("evals.jsonl", "part1.jsonl"), "test, (no split named)"),
-        (("train.jsonl", "train_heldout.jsonl"), "train, (no split named)"),
-    ],
-)
+@pytest.mark.parametrize("names, splits", [
+    (("Train.jsonl", "Test.jsonl"), "test, train"),
+    (("holdout.jsonl", "a.jsonl"), "(no split named), heldout"),
+    (("held_out.jsonl", "a.jsonl"), "(no split named), heldout"),
+    (("sums-held-out.jsonl", "a.jsonl"), "(no split named), heldout"),
+    (("evals.jsonl", "part1.jsonl"), "test, (no split named)"),
+    (("train.jsonl", "train_heldout.jsonl"), "train, (no split named)"),
+])  # fmt: skip
 def test_splits_are_found_in_either_case_and_under_every_name(tmp_path, names, splits):
     for name in names:
         write_jsonl(tmp_path / name, ROWS)
@@ -273,26 +268,16 @@ def test_a_hub_dataset_with_several_splits_is_read_only_when_one_is_named(monkey
     assert load_records("owner/name", fields=FIELDS) == ROWS
 
 
-@pytest.mark.parametrize(
-    "fields, row, hint",
-    [
-        (
-            ["prompt", "response"],
-            {"prompt": "a", "responce": "b"},
-            "; is it 'responce'? Then say columns: {response: responce}",
-        ),
-        (["prompt"], {"rejected": "a", "chosen": "b"}, "; these rows look like preference pairs, which train a reward"),
-        (["prompt", "response"], {"prompt": "a", "answer": "b"}, "; these rows look like prompts, which `megarlhf rl`"),
-        (["prompt", "response"], {"messages": []}, "; these rows look like conversations: set data.template to 'chat'"),
-        (["prompt"], {"question": "a"}, "; is it 'question'? Then say columns: {prompt: question}"),
-        (["prompt"], {"rejected": "a"}, "; name the column that is meant, as columns: {prompt: ...}, or add 'prompt'"),
-        (
-            ["prompt", "response"],
-            {"instruction": "a", "output": "b"},
-            "; these rows look like those for adapter: alpaca",
-        ),
-    ],
-)
+@pytest.mark.parametrize("fields, row, hint", [
+    (["prompt", "response"], {"prompt": "a", "responce": "b"},
+     "; is it 'responce'? Then say columns: {response: responce}"),
+    (["prompt"], {"rejected": "a", "chosen": "b"}, "; these rows look like preference pairs, which train a reward"),
+    (["prompt", "response"], {"prompt": "a", "answer": "b"}, "; these rows look like prompts, which `megarlhf rl`"),
+    (["prompt", "response"], {"messages": []}, "; these rows look like conversations: set data.template to 'chat'"),
+    (["prompt"], {"question": "a"}, "; is it 'question'? Then say columns: {prompt: question}"),
+    (["prompt"], {"rejected": "a"}, "; name the column that is meant, as columns: {prompt: ...}, or add 'prompt'"),
+    (["prompt", "response"], {"instruction": "a", "output": "b"}, "; these rows look like those for adapter: alpaca"),
+])  # fmt: skip
 def test_a_missing_field_is_told_what_may_have_been_meant(tmp_path, fields, row, hint):
     """A rename is proposed only of a name that is nearly right, never of another field of ours."""
     with pytest.raises(ValueError, match="no field") as raised:

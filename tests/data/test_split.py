@@ -80,21 +80,18 @@ def test_a_share_that_leaves_nothing_to_train_on_is_refused(file, tmp_path):
     assert len(set_aside([train], 1e-6, 0)[1][0]) in (1, 2), "one prompt at least"
 
 
-@pytest.mark.parametrize(
-    "counts, share, held",
-    [
-        ([91, *[1] * 9], 0.05, 5),  # whichever is drawn first
-        ([50, 10, 10, 10, 10, 10], 0.2, 20),
-        ([48, 48, 4], 0.05, 4),
-        ([40, 40, 10, 10], 0.03, 10),  # nothing is nearer
-        ([97, 3], 0.02, 3),
-        ([5] * 20, 0.07, 5),
-        ([5] * 20, 0.08, 10),
-        ([96, 4], 0.01, 4),
-        ([50, 50], 0.05, r"with 2 different .* cannot be met: .* has 50, and 50 samples .* give data.* = 0\.5, or"),
-        ([91, *[1] * 9], 0.5, r"cannot be met: .* has 91, and 9 samples \(0\.09\) would be set aside in place of 50"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("counts, share, held", [
+    ([91, *[1] * 9], 0.05, 5),  # whichever is drawn first
+    ([50, 10, 10, 10, 10, 10], 0.2, 20),
+    ([48, 48, 4], 0.05, 4),
+    ([40, 40, 10, 10], 0.03, 10),  # nothing is nearer
+    ([97, 3], 0.02, 3),
+    ([5] * 20, 0.07, 5),
+    ([5] * 20, 0.08, 10),
+    ([96, 4], 0.01, 4),
+    ([50, 50], 0.05, r"with 2 different .* cannot be met: .* has 50, and 50 samples .* give data.* = 0\.5, or"),
+    ([91, *[1] * 9], 0.5, r"cannot be met: .* has 91, and 9 samples \(0\.09\) would be set aside in place of 50"),
+])  # fmt: skip
 def test_a_prompt_of_many_records_does_not_turn_the_set_over(file, tmp_path, counts, share, held):
     """Of 100 records, with every seed; each prompt stays whole."""
     rows = [{"prompt": f"p{n}", "response": f"{k}"} for n, count in enumerate(counts) for k in range(count)]

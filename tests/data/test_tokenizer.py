@@ -167,14 +167,8 @@ def test_a_tokenizer_given_to_another_process_encodes_as_here(tmp_path, fast_tok
     )
     assert given["split"].encode("</s>") != given["fast_prefix"].encode("</s>")  # what is asked below differs
     texts = [
-        "",
-        " ",
-        "the answer",
-        " the answer is 85",
-        "a\n\nb </s><|endoftext|>",
-        "\u00e9\u4e16\U0001f600",
-        "0123 " * 99,
-    ]
+        "", " ", "the answer", " the answer is 85", "a\n\nb </s><|endoftext|>", "\u00e9\u4e16\U0001f600", "0123 " * 99,
+    ]  # fmt: skip
     asked = [(text, continuation) for text in texts for continuation in (False, True)]
     script = (
         "import pickle, sys\ngiven, asked = pickle.load(sys.stdin.buffer)\n"
@@ -197,14 +191,11 @@ def test_a_tokenizer_given_to_another_process_encodes_as_here(tmp_path, fast_tok
             each.encode("x", continuation=True)
 
 
-@pytest.mark.parametrize(
-    "ours, theirs, expected",
-    [
-        ([1, 2, 3], [1, 7, 3], ("[1, 2, 3]", "[1, 7, 3]")),
-        ([*range(30), 30], [*range(30), 99], ("[..., 28, 29, 30]", "[..., 28, 29, 99]")),
-        ([*range(10), 5], [*range(10)], ("[..., 8, 9, 5]", "[..., 8, 9]")),
-        (list(range(40)), [*range(20), 99], ("[..., 18, 19, 20, 21, 22, 23, 24, 25, ...]", "[..., 18, 19, 99]")),
-    ],
-)
+@pytest.mark.parametrize("ours, theirs, expected", [
+    ([1, 2, 3], [1, 7, 3], ("[1, 2, 3]", "[1, 7, 3]")),
+    ([*range(30), 30], [*range(30), 99], ("[..., 28, 29, 30]", "[..., 28, 29, 99]")),
+    ([*range(10), 5], [*range(10)], ("[..., 8, 9, 5]", "[..., 8, 9]")),
+    (list(range(40)), [*range(20), 99], ("[..., 18, 19, 20, 21, 22, 23, 24, 25, ...]", "[..., 18, 19, 99]")),
+])  # fmt: skip
 def test_ids_in_a_message_are_shown_where_they_differ(ours, theirs, expected):
     assert where_they_differ(ours, theirs) == expected

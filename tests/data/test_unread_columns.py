@@ -27,17 +27,14 @@ def chatml(tmp_path_factory):
     return chat_tokenizer(tmp_path_factory.mktemp("chatml"), CHATML)
 
 
-@pytest.mark.parametrize(
-    "encoder, row",
-    [
-        (SFTEncoder, TALK), (SFTEncoder, {"conversations": NATIVE}), (SFTEncoder, {"prompt": [USER], "response": "85"}),
-        (SFTEncoder, {"prompt": [USER], "response": [REPLY]}),
-        (PairEncoder, {"prompt": [USER], "chosen": [REPLY], "rejected": [WRONG]}),
-        (PairEncoder, {"chosen": [USER, REPLY], "rejected": [USER, WRONG]}),
-        (PromptEncoder, {"prompt": [USER]}), (PromptEncoder, {"messages": [USER]}),
-        (SFTEncoder, {**TALK, "tools": [{"name": "f"}]}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("encoder, row", [
+    (SFTEncoder, TALK), (SFTEncoder, {"conversations": NATIVE}), (SFTEncoder, {"prompt": [USER], "response": "85"}),
+    (SFTEncoder, {"prompt": [USER], "response": [REPLY]}),
+    (PairEncoder, {"prompt": [USER], "chosen": [REPLY], "rejected": [WRONG]}),
+    (PairEncoder, {"chosen": [USER, REPLY], "rejected": [USER, WRONG]}),
+    (PromptEncoder, {"prompt": [USER]}), (PromptEncoder, {"messages": [USER]}),
+    (SFTEncoder, {**TALK, "tools": [{"name": "f"}]}),
+])  # fmt: skip
 def test_messages_in_json_text_are_read_as_the_list_that_they_are(chatml, tmp_path, encoder, row):
     """As files of Parquet and CSV keep them: here of CSV, where every cell is a text. Null keys are none."""
     encode = encoder(**(LIMITS if encoder is PromptEncoder else ANSWERS), template_may_drop=("tools",)).by(chatml)
@@ -71,18 +68,15 @@ def test_a_response_in_json_text_with_several_answers(chatml, loss_on):
         assert encode(0, record) == encode(0, {"prompt": [USER], "response": answers})
 
 
-@pytest.mark.parametrize(
-    "record, template, words",
-    [
-        ({"messages": str([USER, REPLY])}, "auto", "is no JSON of one (Expecting property name"),
-        ({"messages": '[{"role": "user", "role": "user", "content": "a"}]'}, "auto", "the key 'role' stands 2 times"),
-        ({"messages": "37+48?"}, "auto", "expected a list of messages"),
-        ({**TEXTS, "prompt": str([USER])}, "auto", "is no JSON of one"),
-        ({**TEXTS, "prompt": json.dumps([USER])}, "plain", "with data.template = auto or chat"),
-        ({**TEXTS, "prompt": json.dumps([USER, {"content": "a"}])}, "auto", "would be written as it stands"),
-        ({"text": json.dumps([USER])}, "auto", "in the columns 'messages', 'conversations' or 'prompt'"),
-    ],
-)
+@pytest.mark.parametrize("record, template, words", [
+    ({"messages": str([USER, REPLY])}, "auto", "is no JSON of one (Expecting property name"),
+    ({"messages": '[{"role": "user", "role": "user", "content": "a"}]'}, "auto", "the key 'role' stands 2 times"),
+    ({"messages": "37+48?"}, "auto", "expected a list of messages"),
+    ({**TEXTS, "prompt": str([USER])}, "auto", "is no JSON of one"),
+    ({**TEXTS, "prompt": json.dumps([USER])}, "plain", "with data.template = auto or chat"),
+    ({**TEXTS, "prompt": json.dumps([USER, {"content": "a"}])}, "auto", "would be written as it stands"),
+    ({"text": json.dumps([USER])}, "auto", "in the columns 'messages', 'conversations' or 'prompt'"),
+])  # fmt: skip
 def test_texts_that_look_like_messages_and_are_not_read(chatml, record, template, words):
     with pytest.raises(ValueError, match=r"field '(messages|prompt|text)' is ") as error:
         SFTEncoder(**ANSWERS, template=template).by(chatml)(0, record)
@@ -98,10 +92,9 @@ def test_an_answer_that_is_a_list_of_messages_as_it_stands(chatml):
     with refuses("data.template", "plain"):
         SFTEncoder(**ANSWERS).by(chatml)(0, {**TEXTS, "response": answer})
     for encoder, record in (
-        (SFTEncoder, {**TEXTS, "response": answer}),
-        (SFTEncoder, {"text": answer}),
+        (SFTEncoder, {**TEXTS, "response": answer}), (SFTEncoder, {"text": answer}),
         (PairEncoder, {"prompt": "37+48?", "chosen": answer, "rejected": "no"}),
-    ):
+    ):  # fmt: skip
         encoder(**ANSWERS, template="plain").by(chatml)(0, record)
 
 
@@ -136,36 +129,30 @@ def test_marks_as_texts_and_fractions(chatml, beside):
 PAIR = {"prompt": "37+48?", "chosen": "85", "rejected": "75"}
 
 
-@pytest.mark.parametrize(
-    "sample_type, record, words",
-    [
-        (SFTSample, {**TALK, "is_correct": False}, ["with is_correct = False, which are learnt as the others"]),
-        (SFTSample, {**TALK, "is_correct": True, "score_chosen": 8.0}, []),
-        (PairSample, {**PAIR, "score_chosen": 1, "score_rejected": 8.0}, ["with score_chosen below score_rejected"]),
-        (PairSample, {**PAIR, "chosen_rating": 5, "rejected_rating": 2, "chosen_length": 1, "rejected_length": 9}, []),
-        (PairSample, {**PAIR, "margin": -0.5}, ["with a margin below 0"]),
-    ],
-)
+@pytest.mark.parametrize("sample_type, record, words", [
+    (SFTSample, {**TALK, "is_correct": False}, ["with is_correct = False, which are learnt as the others"]),
+    (SFTSample, {**TALK, "is_correct": True, "score_chosen": 8.0}, []),
+    (PairSample, {**PAIR, "score_chosen": 1, "score_rejected": 8.0}, ["with score_chosen below score_rejected"]),
+    (PairSample, {**PAIR, "chosen_rating": 5, "rejected_rating": 2, "chosen_length": 1, "rejected_length": 9}, []),
+    (PairSample, {**PAIR, "margin": -0.5}, ["with a margin below 0"]),
+])  # fmt: skip
 def test_judgements_of_others_are_counted(sample_type, record, words):
     assert list(counted(sample_type, record)) == words
 
 
-@pytest.mark.parametrize(
-    "sample_type, record, unread",
-    [
-        (SFTSample, {**TALK, "rejected_response": "75", "completions": ["75"], "question": "How much?"},
-         "completions question rejected_response"),
-        (SFTSample, {**TALK, "question": "37+48?", "answer": " 85 ", "id": 0, "source": None, "meta": {}}, "id"),
-        (SFTSample, {**TEXTS, "winner": "1", "is_bad": "7", "answer_b": "8"}, "answer_b is_bad winner"),
-        (SFTSample, {**TALK, "text": "user: 37+48? assistant: 85"}, "text"),
-        (SFTSample, {"conversations": NATIVE, "answer": "85", "input": "Add."}, "input"),
-        (SFTSample, {"messages": json.dumps([USER, REPLY]), "answer": "85", "label": 3}, "label"),
-        (SFTSample, {**TEXTS, "finished": False, "stop": "length"}, "stop"),
-        (SFTSample, {"text": "It is blue.", "label": 0}, "label"),
-        (PairSample, {**PAIR, "label": 0, "finished": False, "margin": 1.0}, "finished label"),
-        (PromptSample, {"prompt": "37+48?", "answer": "85"}, ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("sample_type, record, unread", [
+    (SFTSample, {**TALK, "rejected_response": "75", "completions": ["75"], "question": "How much?"},
+     "completions question rejected_response"),
+    (SFTSample, {**TALK, "question": "37+48?", "answer": " 85 ", "id": 0, "source": None, "meta": {}}, "id"),
+    (SFTSample, {**TEXTS, "winner": "1", "is_bad": "7", "answer_b": "8"}, "answer_b is_bad winner"),
+    (SFTSample, {**TALK, "text": "user: 37+48? assistant: 85"}, "text"),
+    (SFTSample, {"conversations": NATIVE, "answer": "85", "input": "Add."}, "input"),
+    (SFTSample, {"messages": json.dumps([USER, REPLY]), "answer": "85", "label": 3}, "label"),
+    (SFTSample, {**TEXTS, "finished": False, "stop": "length"}, "stop"),
+    (SFTSample, {"text": "It is blue.", "label": 0}, "label"),
+    (PairSample, {**PAIR, "label": 0, "finished": False, "margin": 1.0}, "finished label"),
+    (PromptSample, {"prompt": "37+48?", "answer": "85"}, ""),
+])  # fmt: skip
 def test_columns_of_which_nothing_is_read(sample_type, record, unread):
     """But for those whose text stands in one that is read, as the question of a conversation does."""
     assert sorted(unread_columns(sample_type, {**record, "not_read": "x"})) == unread.split()
@@ -222,21 +209,18 @@ HELPSTEER = {"context": [USER], "completions": [{"rank": 0, "completion": [REPLY
 STEPS = {"prompt": "37+48?", "completions": ["7+8=15", "85"], "labels": [True, False]}
 
 
-@pytest.mark.parametrize(
-    "missing, row, words",
-    [
-        ("chosen", {"prompt": "The sky is", "completion": " blue.", "label": 1}, "(KTO), of which no command learns"),
-        ("response", {"prompt": "The sky is", "completion": " blue.", "label": 1}, "{response: completion}"),
-        ("prompt", {"text": "It is blue.", "label": 1}, "raw texts, which `megarlhf sft` and ptx.data learn whole"),
-        ("response", STEPS, "steps with a label each (PRM), of which no command learns"),
-        ("chosen", {**TALK, "rejected_response": "75"}, "(`megarlhf rm`), for adapter: ms_swift"),
-        ("chosen", HELPSTEER, "(`megarlhf rm`), for adapter: nemo_rl"), ("prompt", HELPSTEER, "for adapter: nemo_rl"),
-        ("prompt", {"conversation": [USER, REPLY]}, "Then say columns: {messages: conversation}"),
-        ("response", {"dialogue": json.dumps(NATIVE)}, "Then say columns: {messages: dialogue}"),
-        ("prompt", {"conversation": [{"human": "37+48?", "assistant": "85"}]}, "by an adapter of yours"),
-        ("answer", VERL, "columns: {answer: reward_model.ground_truth}"),
-        ("prompt", {"chosen": "a b", "rejected": "a c"}, "adapter: implicit_prompt"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("missing, row, words", [
+    ("chosen", {"prompt": "The sky is", "completion": " blue.", "label": 1}, "(KTO), of which no command learns"),
+    ("response", {"prompt": "The sky is", "completion": " blue.", "label": 1}, "{response: completion}"),
+    ("prompt", {"text": "It is blue.", "label": 1}, "raw texts, which `megarlhf sft` and ptx.data learn whole"),
+    ("response", STEPS, "steps with a label each (PRM), of which no command learns"),
+    ("chosen", {**TALK, "rejected_response": "75"}, "(`megarlhf rm`), for adapter: ms_swift"),
+    ("chosen", HELPSTEER, "(`megarlhf rm`), for adapter: nemo_rl"), ("prompt", HELPSTEER, "for adapter: nemo_rl"),
+    ("prompt", {"conversation": [USER, REPLY]}, "Then say columns: {messages: conversation}"),
+    ("response", {"dialogue": json.dumps(NATIVE)}, "Then say columns: {messages: dialogue}"),
+    ("prompt", {"conversation": [{"human": "37+48?", "assistant": "85"}]}, "by an adapter of yours"),
+    ("answer", VERL, "columns: {answer: reward_model.ground_truth}"),
+    ("prompt", {"chosen": "a b", "rejected": "a c"}, "adapter: implicit_prompt"),
+])  # fmt: skip
 def test_hints_say_what_rows_are_and_what_to_do(missing, row, words):
     assert hint(missing, row).endswith(words)

@@ -143,12 +143,10 @@ def test_a_sentencepiece_tokenizer(prefix, tmp_path, llama):
     def add(writer: GGUFWriter) -> None:
         size = range(pieces.get_piece_size())
         kinds = {
-            UNKNOWN: pieces.is_unknown,
-            CONTROL: pieces.is_control,
-            BYTE: pieces.is_byte,
+            UNKNOWN: pieces.is_unknown, CONTROL: pieces.is_control, BYTE: pieces.is_byte,
             USER_DEFINED: lambda n: pieces.id_to_piece(n) == "<|im_end|>",
             NORMAL: lambda n: True,
-        }
+        }  # fmt: skip
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
         writer.add_token_list([pieces.id_to_piece(n) for n in size])

@@ -7,14 +7,9 @@ from typing import Any
 
 MIB = 2**20
 EXPERTS = {
-    "model_type": "qwen3_moe",
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "moe_intermediate_size": 24,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
+    "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
+    "moe_intermediate_size": 24, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

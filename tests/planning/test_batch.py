@@ -96,31 +96,22 @@ def test_a_warm_up_longer_than_the_run_is_refused(paths):
 PER_RANK = "train.micro_batch_samples"
 
 
-@pytest.mark.parametrize(
-    "change, world, names",
-    [
+@pytest.mark.parametrize("change, world, names", [
+    (
+        {"train": {"mini_batch_samples": 10}},
+        1,
         (
-            {"train": {"mini_batch_samples": 10}},
-            1,
-            (
-                "train.prompts_per_step x rollout.num_samples_per_prompt = 6 x 4 = 24",
-                "mini_batch_samples = 10",
-                "20 or 30",
-            ),
+            "train.prompts_per_step x rollout.num_samples_per_prompt = 6 x 4 = 24",
+            "mini_batch_samples = 10",
+            "20 or 30",
         ),
-        (
-            {"train": {"mini_batch_samples": 6, "micro_batch_samples": 2}},
-            2,
-            ("train.mini_batch_samples = 6", f"actor x {PER_RANK} = 2 x 2 = 4", "4 or 8", "actor.parallel"),
-        ),
-        (
-            {"actor": {"tp": 4}, "train": {"micro_batch_samples": 4}},
-            4,
-            ("train.mini_batch_samples = 8", f"critic x {PER_RANK} = 4 x 4 = 16", "use 16, or", "critic.parallel"),
-        ),
-        ({"rollout": {"engine": "vllm", "parallel": {"tp": 3}}}, 4, ("4 ranks", "rollout.parallel.tp = 3")),
-    ],
-)
+    ),
+    ({"train": {"mini_batch_samples": 6, "micro_batch_samples": 2}}, 2,
+     ("train.mini_batch_samples = 6", f"actor x {PER_RANK} = 2 x 2 = 4", "4 or 8", "actor.parallel")),
+    ({"actor": {"tp": 4}, "train": {"micro_batch_samples": 4}}, 4,
+     ("train.mini_batch_samples = 8", f"critic x {PER_RANK} = 4 x 4 = 16", "use 16, or", "critic.parallel")),
+    ({"rollout": {"engine": "vllm", "parallel": {"tp": 3}}}, 4, ("4 ranks", "rollout.parallel.tp = 3")),
+])  # fmt: skip
 def test_what_does_not_divide_names_numbers_and_keys(paths, change, world, names):
     if "actor" in change:
         change = {**change, "actor": role(paths, **change["actor"])}

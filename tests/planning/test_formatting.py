@@ -86,18 +86,15 @@ def trained(tmp_path, run):
     return make
 
 
-@pytest.mark.parametrize(
-    "command, rows, words",
-    [
-        ("sft", "talks", None), ("rl", "asked", None), ("dpo", "pairs", None), ("rm", "pairs", None),
-        ("generate", "asked", None), ("eval", "asked", None), ("sft", "raw", None),
-        ("sft", "rendered", None),
-        ("rl", "question", "and this run writes texts as they stand: it knows no texts"),
-        ("sft", "texts", "it knows no texts"), ("dpo", "text_pairs", "it knows no texts"),
-        ("rm", "text_pairs", "it knows no texts"), ("generate", "question", "it knows no texts"),
-        ("eval", "question", "it knows no texts"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("command, rows, words", [
+    ("sft", "talks", None), ("rl", "asked", None), ("dpo", "pairs", None), ("rm", "pairs", None),
+    ("generate", "asked", None), ("eval", "asked", None), ("sft", "raw", None),
+    ("sft", "rendered", None),
+    ("rl", "question", "and this run writes texts as they stand: it knows no texts"),
+    ("sft", "texts", "it knows no texts"), ("dpo", "text_pairs", "it knows no texts"),
+    ("rm", "text_pairs", "it knows no texts"), ("generate", "question", "it knows no texts"),
+    ("eval", "question", "it knows no texts"),
+])  # fmt: skip
 def test_after_fine_tuning_on_conversations(trained, run, command, rows, words):
     """Raw texts are learnt as in pretraining, and say nothing of how prompts are written."""
     model = trained("sft", "sft", "talks")
@@ -156,14 +153,11 @@ def test_all_roles_that_read_the_actor_s_ids_are_looked_at(trained, run):
     assert [note.split(":")[1] for note in notes] == [" critic", " reward_model"]
 
 
-@pytest.mark.parametrize(
-    "rows, form, words",
-    [
-        ("asked", {}, None), ("asked", {"form": "chat"}, None), ("asked", {"form": "pair"}, "knows no pairs of texts"),
-        ("question", {"form": "chat"}, None), ("question", {"append_eos": True}, "it knows no texts"),
-        ("rendered", {}, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("rows, form, words", [
+    ("asked", {}, None), ("asked", {"form": "chat"}, None), ("asked", {"form": "pair"}, "knows no pairs of texts"),
+    ("question", {"form": "chat"}, None), ("question", {"append_eos": True}, "it knows no texts"),
+    ("rendered", {}, None),
+])  # fmt: skip
 @pytest.mark.parametrize("command", ["rl", "generate", "eval"])
 def test_a_classifier_is_looked_at_as_it_writes(trained, run, command, rows, form, words):
     """By its own tokenizer and template, in the form of the reward. It was trained on conversations here."""

@@ -33,19 +33,17 @@ def trees(root: Path) -> dict[str, dict[str, Any]]:
     """A legal configuration of each command."""
     made = {"model": {"path": "MODEL:model", "random_init": True}}
     tree = {
-        "run": {"dir": str(root / "run")},
-        "actor": made,
+        "run": {"dir": str(root / "run")}, "actor": made,
         "data": {"train": str(root / "train.jsonl"), "max_prompt_tokens": 40},
         "train": {"num_steps": 10, "mini_batch_samples": 24, "micro_batch_samples": 1},
-    }
+    }  # fmt: skip
     rl = {
-        **tree,
-        "critic": made,
+        **tree, "critic": made,
         "rewards": [{"kind": "rule", "rule": "exact_match"}],
         "train": {**tree["train"], "prompts_per_step": 6},
         "rollout": {"num_samples_per_prompt": 4, "max_response_tokens": 24, "engine": "megatron"},
         "algo": {"kl": {"coef": 0.1}},
-    }
+    }  # fmt: skip
     rm = {"reward_model" if key == "actor" else key: value for key, value in tree.items()}
     generate = {key: value for key, value in tree.items() if key != "train"}
     generate["rollout"] = {"engine": "megatron", "max_response_tokens": 24}

@@ -19,14 +19,13 @@ STATED = Provenance(
 
 def rl_from(path, directory, **others):
     tree = {
-        "run": {"dir": directory},
-        "actor": {"model": {"path": path}},
+        "run": {"dir": directory}, "actor": {"model": {"path": path}},
         "rewards": [{"kind": "rule", "rule": "exact_match"}],
         "data": {"train": "t.jsonl"},
         "train": {"num_steps": 1, "mini_batch_samples": 2, "prompts_per_step": 1, "micro_batch_samples": 1},
         "rollout": {"num_samples_per_prompt": 2},
         "algo": {"advantage": "leave_one_out", "kl": {"coef": 0.1}},
-    }
+    }  # fmt: skip
     return RLConfig.model_validate(tree | others)
 
 
@@ -48,9 +47,8 @@ def test_the_kl_is_not_taken_to_a_checkpoint_of_an_rl_run_unless_that_is_said(tm
     for path, was in (
         (first, "/models/sft"),
         ("first/checkpoints/latest/actor", "/models/sft"),
-        ("link", "/models/sft"),
-        (second, "/models/base"),
-    ):
+        ("link", "/models/sft"), (second, "/models/base"),
+    ):  # fmt: skip
         with refuses("checkpoint of the rl run", "algo.kl.coef = 0.1", "reference.model.path", was, str(path)):
             check_anchor(rl_from(path, "new"))
         check_anchor(rl_from(path, "new", reference={"model": {"path": was}}))

@@ -36,39 +36,25 @@ def checked(folder, train, validation, test=None):
     return same_data(SFTDataConfig.model_validate(sets))
 
 
-@pytest.mark.parametrize(
-    "train, validation, test",
-    [
-        (["a 80,10,10"], ["a 80,10,10"], ["a 80,10,10"]),
-        (["a 50,0,0"], ["b"], None),
-        (["a 80,10,10"], ["a 90,10"], None),  # the last ten documents
-        (["a 8,2", "b 8,2"], ["a 8,2", "b 8,2"], None),
-        (["a 8,2", "rows.jsonl"], ["a 8,2"], None),
-    ],
-)
+@pytest.mark.parametrize("train, validation, test", [
+    (["a 80,10,10"], ["a 80,10,10"], ["a 80,10,10"]),
+    (["a 50,0,0"], ["b"], None),
+    (["a 80,10,10"], ["a 90,10"], None),  # the last ten documents
+    (["a 8,2", "b 8,2"], ["a 8,2", "b 8,2"], None),
+    (["a 8,2", "rows.jsonl"], ["a 8,2"], None),
+])  # fmt: skip
 def test_parts_that_share_no_document_are_taken(folder, train, validation, test):
     assert checked(folder, train, validation, test) == []
 
 
-@pytest.mark.parametrize(
-    "train, validation, words",
-    [
-        (["a"], ["a"], r"train = .*a reads documents 1 to 100 of 100, .*a documents 1 to 100: both would read 100 of"),
-        (
-            ["a"],
-            ["a 80,10,10"],
-            r"documents 1 to 100 of 100, and data\.validation = .*, split 80,10,10 documents 81 to 90",
-        ),
-        (["a 80,10,10"], ["a 50,50"], r"documents 1 to 80 of 100, and .* documents 51 to 100: both would read 30 of"),
-        (
-            ["b", "a 80,20"],
-            ["b 80,20", "a 80,20"],
-            r"b reads documents 1 to 100 of 100, .*81 to 100: both .* 20 of them",
-        ),
-        (["a"], ["linked 80,20"], r"linked, split 80,20 documents 81 to 100: .* Give both the same split, such as"),
-        (["rows.jsonl"], ["rows.jsonl", "a"], r"both read .*rows\.jsonl: held-out data would be trained on"),
-    ],
-)
+@pytest.mark.parametrize("train, validation, words", [
+    (["a"], ["a"], r"train = .*a reads documents 1 to 100 of 100, .*a documents 1 to 100: both would read 100 of"),
+    (["a"], ["a 80,10,10"], r"documents 1 to 100 of 100, and data\.validation = .*, split 80,10,10 documents 81 to 90"),
+    (["a 80,10,10"], ["a 50,50"], r"documents 1 to 80 of 100, and .* documents 51 to 100: both would read 30 of"),
+    (["b", "a 80,20"], ["b 80,20", "a 80,20"], r"b reads documents 1 to 100 of 100, .*81 to 100: both .* 20 of them"),
+    (["a"], ["linked 80,20"], r"linked, split 80,20 documents 81 to 100: .* Give both the same split, such as"),
+    (["rows.jsonl"], ["rows.jsonl", "a"], r"both read .*rows\.jsonl: held-out data would be trained on"),
+])  # fmt: skip
 def test_documents_that_both_would_read_are_refused(folder, train, validation, words):
     """Alone, in a list, whole or in part, under another name; and records beside them."""
     with pytest.raises(ValueError, match=words):

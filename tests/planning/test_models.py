@@ -96,14 +96,11 @@ def sentence_pieces(**options):
     return content.getvalue()
 
 
-@pytest.mark.parametrize(
-    "options, becomes",
-    [
-        ({}, "'Ab 12"),
-        ({"normalization_rule_name": "nmt_nfkc_cf", "remove_extra_whitespaces": False}, "'ab  12"),
-        ({"normalization_rule_name": "identity", "remove_extra_whitespaces": False}, None),
-    ],
-)
+@pytest.mark.parametrize("options, becomes", [
+    ({}, "'Ab 12"),
+    ({"normalization_rule_name": "nmt_nfkc_cf", "remove_extra_whitespaces": False}, "'ab  12"),
+    ({"normalization_rule_name": "identity", "remove_extra_whitespaces": False}, None),
+])  # fmt: skip
 def test_a_tokenizer_that_changes_texts_is_named(model, options, becomes):
     actor = model("actor", tokenizer=sentence_pieces(**options))
     notes = check_vocabularies({"actor": actor})

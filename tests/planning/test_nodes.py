@@ -187,15 +187,12 @@ def _wrong_sum(runtime: Runtime) -> None:
         nodes._require_equal = lambda value, expected: real(value + 1, expected)
 
 
-@pytest.mark.parametrize(
-    "deed, message",
-    [
-        (None, "fine []"),
-        (_other_software, "torch differs: 2.0 on n1 (rank 0); 1.0 on n2 (rank 1)"),
-        (_other_directory, "n2 (rank 1): run.dir = "),
-        (_late_clock, "n2 (rank 1): its clock is 100.0 s behind that of rank 0"),
-    ],
-)
+@pytest.mark.parametrize("deed, message", [
+    (None, "fine []"),
+    (_other_software, "torch differs: 2.0 on n1 (rank 0); 1.0 on n2 (rank 1)"),
+    (_other_directory, "n2 (rank 1): run.dir = "),
+    (_late_clock, "n2 (rank 1): its clock is 100.0 s behind that of rank 0"),
+])  # fmt: skip
 def test_ranks_find_together_what_one_of_them_is_and_leave_nothing(
     ranks: RankPool, two_layers: dict[str, Path], tmp_path: Path, deed: Any, message: str
 ) -> None:

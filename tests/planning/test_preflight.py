@@ -69,12 +69,9 @@ def test_data_that_is_held_out_is_not_trained_on(paths, monkeypatch):
     (root / "link.jsonl").symlink_to(both / "b.jsonl")
     monkeypatch.chdir(both)
     for train, validation in (
-        (both, both / "b.jsonl"),
-        (both, "../both/b.jsonl"),
-        (both, root / "link.jsonl"),
-        ("b.jsonl", both),
+        (both, both / "b.jsonl"), (both, "../both/b.jsonl"), (both, root / "link.jsonl"), ("b.jsonl", both),
         ("../both", "b.jsonl"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(ValueError, match="held-out data would be trained on") as raised:
             preflight("sft", sft(paths, train=train, validation=validation), 1)
         assert f"both read {both / 'b.jsonl'}:" in str(raised.value)
@@ -264,10 +261,8 @@ def test_eval_is_checked_by_what_it_reads(paths, tmp_path):
 
     rules, rollout = [{"kind": "rule", "rule": "exact_match"}], {"engine": "megatron", "max_response_tokens": 8}
     assert unread(of(rollout={"max_response_tokens": 999}, greedy=False)) == {
-        "actor.optim",
-        "greedy",
-        "rollout.max_response_tokens",
-    }
+        "actor.optim", "greedy", "rollout.max_response_tokens",
+    }  # fmt: skip
     generation = of(rewards=rules, rollout=rollout | {"temperature": 0.5})
     assert unread(generation) == {"actor.optim", "rollout.temperature", "data.max_response_tokens"}
     with refuses("8 + 999 = 1007 tokens"):

@@ -35,50 +35,34 @@ def tried(paths, reward, *records):
     return try_rewards(rl(paths, rewards=[{"kind": "rule", **reward}]))
 
 
-@pytest.mark.parametrize(
-    ("reward", "record"),
-    [
-        ("verl", VERL),
-        ("verl", PLAIN),
-        ("trl_boxed", {"prompt": "1+1=", "ground_truth": "2"}),
-        ("openrlhf", PLAIN),
-        ("columns_by_name", PLAIN),
-        ("answer_by_default", PLAIN),
-        ("only_by_name", PLAIN),
-        ({"rule": OURS + "distance", "weight": -1.0}, PLAIN),
-        ({"rule": "exact_match"}, {"prompt": "1+1=", "answer": "\N{MINUS SIGN}2"}),
-        ({"rule": "exact_match"}, {"prompt": "1+1=", "answer": [2.0, None]}),
-        ({"rule": "numeric_match"}, {"prompt": "1+1=", "answer": "\N{MINUS SIGN}2"}),
-        ({"rule": OURS + "constant", "check": "call"}, PLAIN),
-        ({"rule": OURS + "hangs", "check": "none"}, PLAIN),
-        ({"rule": "tags"}, PLAIN),
-    ],
-)
+@pytest.mark.parametrize("reward, record", [
+    ("verl", VERL), ("verl", PLAIN),
+    ("trl_boxed", {"prompt": "1+1=", "ground_truth": "2"}),
+    ("openrlhf", PLAIN), ("columns_by_name", PLAIN), ("answer_by_default", PLAIN), ("only_by_name", PLAIN),
+    ({"rule": OURS + "distance", "weight": -1.0}, PLAIN),
+    ({"rule": "exact_match"}, {"prompt": "1+1=", "answer": "\N{MINUS SIGN}2"}),
+    ({"rule": "exact_match"}, {"prompt": "1+1=", "answer": [2.0, None]}),
+    ({"rule": "numeric_match"}, {"prompt": "1+1=", "answer": "\N{MINUS SIGN}2"}),
+    ({"rule": OURS + "constant", "check": "call"}, PLAIN),
+    ({"rule": OURS + "hangs", "check": "none"}, PLAIN),
+    ({"rule": "tags"}, PLAIN),
+])  # fmt: skip
 def test_what_is_right_says_nothing(paths, reward, record):
     assert tried(paths, reward, record) == []
 
 
-@pytest.mark.parametrize(
-    ("reward", "record", "words"),
-    [
-        (
-            "constant",
-            PLAIN,
-            "gives 0.5 for all of 8 texts to a record .*: '2' and '3' as they stand, .* set check: call in",
-        ),
-        (
-            "verl_compares_types",
-            {**VERL, "reward_model": {"ground_truth": 2}},
-            "it gives the same for either, in every form that was tried, with '2' as the right answer",
-        ),
-        ("reads_another_column", PLAIN, "raised KeyError: 'anwser'; .*users_rewards.py:.* check: none leaves out"),
-        ("verl", {"prompt": "1+1=", "solution": "2"}, "reads ground_truth, and the record has none of ground_truth"),
-        ("trl_boxed", PLAIN, r"takes 'ground_truth', and the records of data.train have 'answer'; name the column"),
-        ("trl_asks", PLAIN, "takes 'verdict', and the records of data.train have 'answer'"),
-        ({"rule": OURS + "hangs", "timeout_seconds": 0.5}, PLAIN, "took longer than 0.5 s"),
-        ("exits", PLAIN, "raised SystemExit: 0; a function must return, not exit"),
-    ],
-)
+@pytest.mark.parametrize("reward, record, words", [
+    ("constant", PLAIN,
+     "gives 0.5 for all of 8 texts to a record .*: '2' and '3' as they stand, .* set check: call in"),
+    ("verl_compares_types", {**VERL, "reward_model": {"ground_truth": 2}},
+     "it gives the same for either, in every form that was tried, with '2' as the right answer"),
+    ("reads_another_column", PLAIN, "raised KeyError: 'anwser'; .*users_rewards.py:.* check: none leaves out"),
+    ("verl", {"prompt": "1+1=", "solution": "2"}, "reads ground_truth, and the record has none of ground_truth"),
+    ("trl_boxed", PLAIN, r"takes 'ground_truth', and the records of data.train have 'answer'; name the column"),
+    ("trl_asks", PLAIN, "takes 'verdict', and the records of data.train have 'answer'"),
+    ({"rule": OURS + "hangs", "timeout_seconds": 0.5}, PLAIN, "took longer than 0.5 s"),
+    ("exits", PLAIN, "raised SystemExit: 0; a function must return, not exit"),
+])  # fmt: skip
 def test_what_tells_nothing_apart_or_fails_is_refused(paths, reward, record, words):
     with pytest.raises(ValueError, match=words) as error:
         tried(paths, reward, record)
@@ -190,23 +174,11 @@ OF_MESSAGES = ("unsloth_correct", "unsloth_whole_number", "unsloth_strict_form",
 """They read completion[0]["content"]."""
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [
-        ("unsloth_correct", [2]),
-        ("unsloth_whole_number", [2, 6]),
-        ("trl_form", [2, 6]),
-        ("trl_boxed", [2]),
-        ("trl_length", [2, 6]),
-        ("r1_zero_prefilled", [2, 6]),
-        ("verl_gsm8k", [2]),
-        ("verl_dapo", [2]),
-        ("openrlhf_math", [2]),
-        ("swift_accuracy", [2]),
-        ("kept", [2]),
-        ("whole_only", [2, 6]),
-    ],
-)
+@pytest.mark.parametrize("name, sizes", [
+    ("unsloth_correct", [2]), ("unsloth_whole_number", [2, 6]), ("trl_form", [2, 6]), ("trl_boxed", [2]),
+    ("trl_length", [2, 6]), ("r1_zero_prefilled", [2, 6]), ("verl_gsm8k", [2]), ("verl_dapo", [2]),
+    ("openrlhf_math", [2]), ("swift_accuracy", [2]), ("kept", [2]), ("whole_only", [2, 6]),
+])  # fmt: skip
 def test_published_functions_pass_after_few_calls(paths, calls, name, sizes):
     """Two where the first pair tells; never more than eleven."""
     prompt = "1+1="
@@ -223,14 +195,11 @@ def test_published_functions_pass_after_few_calls(paths, calls, name, sizes):
     assert calls == sizes
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("too_long", "gives 0 for all of 8 texts .* and a long one.* judges something that these texts do not have"),
-        ("verl_shorter", "it gives 0 for all texts, with '2' as the right answer .* set check: call in its entry of"),
-        ("trl_form", "string indices must be integers.* to a record of data.train, completions are texts, prompt"),
-    ],
-)
+@pytest.mark.parametrize("name, words", [
+    ("too_long", "gives 0 for all of 8 texts .* and a long one.* judges something that these texts do not have"),
+    ("verl_shorter", "it gives 0 for all texts, with '2' as the right answer .* set check: call in its entry of"),
+    ("trl_form", "string indices must be integers.* to a record of data.train, completions are texts, prompt"),
+])  # fmt: skip
 def test_published_functions_that_are_stopped(paths, calls, name, words):
     with pytest.raises(ValueError, match=words):
         tried(paths, {"rule": PUBLISHED + name})
@@ -264,16 +233,11 @@ def test_whole_solutions_as_answers(paths, calls, answer):
 NUMBERS = [["72", "73"], [SOLUTION, "It is so.\n#### 1,000"]]
 
 
-@pytest.mark.parametrize(
-    ("answers", "rule"),
-    [
-        ([SOLUTION, "It is so.\n#### 1,000"], "numeric_match"),
-        ([SOLUTION, "So.\n#### x + 1"], "math_verify"),
-        ([SOLUTION, "72"], "exact_match"),
-        (["72", "73"], "exact_match"),
-        ([None, {"a": 1}], "exact_match"),
-    ],
-)
+@pytest.mark.parametrize("answers, rule", [
+    ([SOLUTION, "It is so.\n#### 1,000"], "numeric_match"),
+    ([SOLUTION, "So.\n#### x + 1"], "math_verify"),
+    ([SOLUTION, "72"], "exact_match"), (["72", "73"], "exact_match"), ([None, {"a": 1}], "exact_match"),
+])  # fmt: skip
 def test_the_rule_for_answers_as_they_are_written(paths, answers, rule):
     paths["train"].write_text("".join(json.dumps({"prompt": "q", "answer": each}) + "\n" for each in answers))
     source = SourceConfig(path=paths["train"])

@@ -17,15 +17,12 @@ def anchored(paths, **parallel):
     return rl(paths, reference=model, algo={"kl": {"coef": 0.1}}, train={"mini_batch_samples": 24})
 
 
-@pytest.mark.parametrize(
-    "parallel, world_size, layout",
-    [
-        ({"ranks": 2}, 4, MeshLayout(dp=2)),
-        ({"ranks": [1, 3], "tp": 2}, 4, MeshLayout(tp=2, first=1)),
-        ({"ranks": [2, 4], "pp": 2}, 4, MeshLayout(pp=2, first=2)),
-        ({"ranks": 4}, 4, MeshLayout(dp=4)),
-    ],
-)
+@pytest.mark.parametrize("parallel, world_size, layout", [
+    ({"ranks": 2}, 4, MeshLayout(dp=2)),
+    ({"ranks": [1, 3], "tp": 2}, 4, MeshLayout(tp=2, first=1)),
+    ({"ranks": [2, 4], "pp": 2}, 4, MeshLayout(pp=2, first=2)),
+    ({"ranks": 4}, 4, MeshLayout(dp=4)),
+])  # fmt: skip
 def test_a_role_that_is_only_read_may_be_on_some_ranks(paths, parallel, world_size, layout):
     cfg = anchored(paths, **parallel)
     assert cfg.reference.parallel.layout(world_size, "reference") == layout

@@ -26,33 +26,22 @@ def test_what_is_set_and_has_no_effect_is_said(paths):
     assert keys("sft", SFTConfig.model_validate(tree)) == set()
     grpo = {"advantage": "group_relative", "gamma": 0.9, "lam": 0.95, "value_clip": 0.1, "whiten_advantages": False}
     assert keys("rl", rl(paths, algo=grpo, rollout={"poison_weights": True, "balance": "length"})) == {
-        "algo.gamma",
-        "algo.value_clip",
-        "critic",
-        "rollout.balance",
-        "rollout.poison_weights",
-    }
+        "algo.gamma", "algo.value_clip", "critic", "rollout.balance", "rollout.poison_weights",
+    }  # fmt: skip
     gae = {**grpo, "advantage": "gae", "scale_by_group_std": False}
     others = {"reward_model": role(paths), "critic": role(paths) | {"kernels": {"save_mib": 1}}}
     assert keys("rl", rl(paths, algo=gae, **others)) == {"algo.scale_by_group_std", "reward_model", "critic.kernels"}
     sapo = {
-        "advantage": "dr_grpo",
-        "group_std_eps": 0.1,
-        "policy_loss": "sapo",
-        "clip_low": 0.1,
-        "clip_dual": 3.0,
-        "loss_constant": 5,
-        "loss_block_samples": 2,
-        "kl": {"horizon": 5, "coef": 0.1},
+        "advantage": "dr_grpo", "group_std_eps": 0.1, "policy_loss": "sapo", "clip_low": 0.1, "clip_dual": 3.0,
+        "loss_constant": 5, "loss_block_samples": 2, "kl": {"horizon": 5, "coef": 0.1},
         "rollout_correction": {"level": "sequence", "low": 0.1},
         "whiten_variance": "unbiased",
-    }
+    }  # fmt: skip
     assert keys("rl", rl(paths, algo=sapo)) == {
         *(f"algo.{name}" for name in ("group_std_eps", "clip_low", "clip_dual", "loss_constant", "loss_block_samples")),
         *(f"algo.{name}" for name in ("kl.horizon", "rollout_correction.level", "rollout_correction.low")),
-        "algo.whiten_variance",
-        "critic",
-    }
+        "algo.whiten_variance", "critic",
+    }  # fmt: skip
     read = sapo | {"advantage": "grpo", "policy_loss": "clip", "loss_average": "constant", "whiten_advantages": True}
     read |= {"rollout_correction": {"kind": "mask", "level": "sequence"}, "kl": {}, "loss_block_samples": 1}
     assert keys("rl", rl(paths, algo=read)) == {"critic"}
@@ -60,16 +49,12 @@ def test_what_is_set_and_has_no_effect_is_said(paths):
     few = {"advantage": "grpo", "loss_counts_left_out": True}
     few["rollout_correction"] = {"kind": "mask", "level": "token", "mask_weight": "token"}
     assert keys("rl", rl(paths, algo=few, train={"max_policy_kl": 0.1})) == {
-        "algo.loss_counts_left_out",
-        "algo.rollout_correction.mask_weight",
-        "critic",
-    }
+        "algo.loss_counts_left_out", "algo.rollout_correction.mask_weight", "critic",
+    }  # fmt: skip
     few |= {"loss_average": "sequence"}
     assert keys("rl", rl(paths, algo=few, train={"max_policy_kl": 0.1, **once})) == {
-        "train.max_policy_kl",
-        "algo.rollout_correction.mask_weight",
-        "critic",
-    }
+        "train.max_policy_kl", "algo.rollout_correction.mask_weight", "critic",
+    }  # fmt: skip
     tree = {
         "run": {"dir": "r"},
         "actor": role(paths) | {"optim": {"lr": 0.5}},

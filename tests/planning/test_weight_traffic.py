@@ -39,17 +39,14 @@ def mean_gb(report, key):
     return sum(report[key]) / len(report[key]) / 1e9
 
 
-@pytest.mark.parametrize(
-    ("options", "need", "least", "largest", "all_gather"),
-    [
-        (["--engine-tp=8"], 17.64, 13.233, 13.36, 136.7),
-        (["--engine-tp=4"], 35.28, 30.870, 31.00, 136.7),
-        (["--engine-tp=4", "--order=rank"], 35.28, 34.176, 35.28, 136.7),
-        (["actor.parallel.pp=1"], 17.64, 0.01101, 0.02202, 123.5),
-        (["actor.parallel.pp=8"], 17.64, 15.437, None, 138.9),
-        (["--engine-tp=16", "--order=rank"], 8.99, 8.708, None, 136.7),
-    ],
-)
+@pytest.mark.parametrize("options, need, least, largest, all_gather", [
+    (["--engine-tp=8"], 17.64, 13.233, 13.36, 136.7),
+    (["--engine-tp=4"], 35.28, 30.870, 31.00, 136.7),
+    (["--engine-tp=4", "--order=rank"], 35.28, 34.176, 35.28, 136.7),
+    (["actor.parallel.pp=1"], 17.64, 0.01101, 0.02202, 123.5),
+    (["actor.parallel.pp=8"], 17.64, 15.437, None, 138.9),
+    (["--engine-tp=16", "--order=rank"], 8.99, 8.708, None, 136.7),
+])  # fmt: skip
 def test_llama_3_70b(capsys, options, need, least, largest, all_gather):
     """Received, counted least and formula are the same bytes rank by rank, within 0.1% of the published figures.
 
@@ -109,15 +106,10 @@ def test_two_tiers_halve_what_enters_a_node_of_two_engines(capsys):
 
 
 @pytest.mark.parametrize("order", ["engine", "rank"])
-@pytest.mark.parametrize(
-    ("name", "engine_tp"),
-    [
-        *(("llama-3-70b", engine_tp) for engine_tp in (2, 4, 8, 16, 32)),
-        ("llama-3.1-405b", 4),
-        ("llama-3.1-405b", 16),
-        ("qwen3-30b-a3b", 4),
-    ],
-)
+@pytest.mark.parametrize("name, engine_tp", [
+    *(("llama-3-70b", engine_tp) for engine_tp in (2, 4, 8, 16, 32)),
+    ("llama-3.1-405b", 4), ("llama-3.1-405b", 16), ("qwen3-30b-a3b", 4),
+])  # fmt: skip
 def test_the_formula_is_the_count_in_either_order(name, engine_tp, order):
     """Rank by rank. The order that suits engines is permuted, and moves less, just where the tp of both differ."""
     setup = setup_for(name, f"--engine-tp={engine_tp}", f"--order={order}")
@@ -201,14 +193,11 @@ def test_the_command_prints_tables_and_ranks():
     assert each[7] == ["17.641", "0.022", "0.000", "0.022", "0.022", "123.489"]
 
 
-@pytest.mark.parametrize(
-    ("options", "order", "ranks", "received"),
-    [
-        (["--engine-tp=4"], "--order engine: permuted", "0 4 1 5 2 6 3 7, and so on", "30.870"),
-        (["--engine-tp=4", "--order=rank"], "--order rank: by number, contiguous", "by number", "34.176"),
-        ([], "--order engine: permuted", "by number", "13.233"),
-    ],
-)
+@pytest.mark.parametrize("options, order, ranks, received", [
+    (["--engine-tp=4"], "--order engine: permuted", "0 4 1 5 2 6 3 7, and so on", "30.870"),
+    (["--engine-tp=4", "--order=rank"], "--order rank: by number, contiguous", "by number", "34.176"),
+    ([], "--order engine: permuted", "by number", "13.233"),
+])  # fmt: skip
 def test_the_command_says_for_which_order_its_figures_are(options, order, ranks, received, capsys):
     assert main(["-c", "configs/plan/llama-3-70b.yaml", *options]) == 0
     words, rows = words_and_rows(capsys.readouterr().out)
@@ -218,21 +207,18 @@ def test_the_command_says_for_which_order_its_figures_are(options, order, ranks,
     assert rows["received"][1] == rows["sent"][1] == rows["least by the formula"][1] == received
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["actor.parallel.tp=7"], "world size 64 is not a multiple of tp x cp x pp = 7 x 1 x 4"),
-        (["--engine-tp=24"], "the engines (--engine-tp = 24): 64 ranks do not divide into engines of 24 ranks"),
-        (["--engine-tp=24", "--order=rank"], "64 ranks do not divide into engines of 24 ranks"),
-        (["--engine-tp=3", "--world-size=96"], "the engines (--engine-tp = 3): 64 query heads do not divide by tp = 3"),
-        (["rollout.parallel.tp=24"], "the engines (rollout.parallel.tp = 24): 64 ranks do not divide"),
-        (["--ep=2"], "the trainer (actor.parallel, --ep = 2): ep = 2 on a llama without experts"),
-        (["--ep=3"], "the trainer (actor.parallel, --ep = 3): a mesh of tp 8 x pp 4 x dp 2 does not carry"),
-        (["--vpp=3"], "the trainer (actor.parallel, --vpp = 3): 80 layers do not divide by pp x vpp = 4 x 3 = 12"),
-        (["actor.model.path=nowhere"], "nowhere does not exist"),
-        (["--world-size=60"], "world size 60 is not a multiple"),
-    ],
-)
+@pytest.mark.parametrize("options, message", [
+    (["actor.parallel.tp=7"], "world size 64 is not a multiple of tp x cp x pp = 7 x 1 x 4"),
+    (["--engine-tp=24"], "the engines (--engine-tp = 24): 64 ranks do not divide into engines of 24 ranks"),
+    (["--engine-tp=24", "--order=rank"], "64 ranks do not divide into engines of 24 ranks"),
+    (["--engine-tp=3", "--world-size=96"], "the engines (--engine-tp = 3): 64 query heads do not divide by tp = 3"),
+    (["rollout.parallel.tp=24"], "the engines (rollout.parallel.tp = 24): 64 ranks do not divide"),
+    (["--ep=2"], "the trainer (actor.parallel, --ep = 2): ep = 2 on a llama without experts"),
+    (["--ep=3"], "the trainer (actor.parallel, --ep = 3): a mesh of tp 8 x pp 4 x dp 2 does not carry"),
+    (["--vpp=3"], "the trainer (actor.parallel, --vpp = 3): 80 layers do not divide by pp x vpp = 4 x 3 = 12"),
+    (["actor.model.path=nowhere"], "nowhere does not exist"),
+    (["--world-size=60"], "world size 60 is not a multiple"),
+])  # fmt: skip
 def test_what_does_not_fit_is_said(capsys, options, message):
     assert main(["-c", "configs/plan/llama-3-70b.yaml", *options]) == 2
     assert message in capsys.readouterr().err

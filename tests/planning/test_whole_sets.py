@@ -21,14 +21,11 @@ def checked(paths, rows, **data):
     return preflight("sft", cfg.model_copy(update={"run": run}), 1, all_records=True).notes
 
 
-@pytest.mark.parametrize(
-    "row, words",
-    [
-        ({"prompt": "1+1=", "response": None}, "rows.jsonl, line 101: field 'response' is null"),
-        ({"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}, "line 101: "),
-        ({**GOOD, "images": ["x.png"]}, "line 101: the record has 'images'"),
-    ],
-)
+@pytest.mark.parametrize("row, words", [
+    ({"prompt": "1+1=", "response": None}, "rows.jsonl, line 101: field 'response' is null"),
+    ({"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}, "line 101: "),
+    ({**GOOD, "images": ["x.png"]}, "line 101: the record has 'images'"),
+])  # fmt: skip
 def test_a_row_behind_the_first_ones_is_refused(paths, row, words):
     with pytest.raises(ValueError, match=f"^data.train: .*{words}"):
         checked(paths, [GOOD] * 100 + [row])

@@ -103,19 +103,16 @@ def test_what_transformers_reads_otherwise_is_told_and_mended_in_exports(tmp_pat
     assert export_files(ModelConfig(path=right), ConversationConfig(template="plain"), ()) == {}
 
 
-@pytest.mark.parametrize(
-    "name, stated, in_file, writes",
-    [
-        ("LlamaTokenizerFast", True, False, True),  # DeepSeek
-        ("LlamaTokenizerFast", False, True, False),
-        ("LlamaTokenizerFast", None, True, True),  # Llama 3
-        ("LlamaTokenizerFast", None, False, False),
-        ("GemmaTokenizer", True, False, True),
-        ("PreTrainedTokenizerFast", True, False, False),
-        ("PreTrainedTokenizerFast", False, True, True),
-        ("Qwen2Tokenizer", False, True, True),
-    ],
-)
+@pytest.mark.parametrize("name, stated, in_file, writes", [
+    ("LlamaTokenizerFast", True, False, True),  # DeepSeek
+    ("LlamaTokenizerFast", False, True, False),
+    ("LlamaTokenizerFast", None, True, True),  # Llama 3
+    ("LlamaTokenizerFast", None, False, False),
+    ("GemmaTokenizer", True, False, True),
+    ("PreTrainedTokenizerFast", True, False, False),
+    ("PreTrainedTokenizerFast", False, True, True),
+    ("Qwen2Tokenizer", False, True, True),
+])  # fmt: skip
 def test_a_text_begins_as_transformers_4_began_it(name, stated, in_file, writes, tmp_path, caplog):
     """By `add_bos_token` with the classes that read it, else by the file. Values are transformers 4.57's."""
     caplog.set_level(logging.INFO)

@@ -21,11 +21,10 @@ pytestmark = [pytest.mark.published, pytest.mark.timeout(600)]
 MOST_REFUSED = {
     "deepseek_v3": "thoughts under a key, developers, calls beside a content",
     "gemma3": "white space, and whatever does not alternate",
-    "llama3": "white space, calls",
-    "llama3_1": "white space, calls",
+    "llama3": "white space, calls", "llama3_1": "white space, calls",
     "qwen3": "thoughts of earlier answers, developers, line breaks around thoughts",
     "smollm2": "thoughts, calls",
-}
+}  # fmt: skip
 """Of each package that has a template, what that leaves out or changes."""
 
 

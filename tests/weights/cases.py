@@ -15,27 +15,15 @@ from megarlhf.weights.plan.copy_plan import CopyPlan
 from megarlhf.weights.transport.storages import view
 
 TINY: dict[str, Any] = {
-    "model_type": "llama",
-    "num_hidden_layers": 3,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "vocab_size": 100,
-    "max_position_embeddings": 128,
+    "model_type": "llama", "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 100, "max_position_embeddings": 128,
     "hidden_act": "silu",
-}
+}  # fmt: skip
 
 LLAMA_70B: dict[str, Any] = {
-    "model_type": "llama",
-    "num_hidden_layers": 80,
-    "hidden_size": 8192,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "intermediate_size": 28672,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-}
+    "model_type": "llama", "num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 128256, "max_position_embeddings": 8192,
+}  # fmt: skip
 
 
 def place_slice(tensor: str, box: Box, storage: str, storage_shape: Shape, at: Shape) -> Placement:

@@ -65,10 +65,9 @@ def test_the_scale_of_experts_is_one_that_joining_keeps(tmp_path: Path) -> None:
 
 
 UNREADABLE = {
-    "gate alone": ["q_proj", "gate_proj"],
-    "no down": ["gate_proj", "up_proj"],
+    "gate alone": ["q_proj", "gate_proj"], "no down": ["gate_proj", "up_proj"],
     "gate and up of other layers": ["down_proj", "layers.0.mlp.*.gate_proj", "layers.1.mlp.*.up_proj"],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", UNREADABLE)

@@ -12,18 +12,13 @@ from tests.weights.cases import TINY, tiny, transformers_config
 from tests.weights.families import CONFIGS, architecture, config
 
 LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
     "rope_type": "llama3",
-}
+}  # fmt: skip
 LONGROPE = {
-    "rope_type": "longrope",
-    "short_factor": [1.0] * 8,
-    "long_factor": [2.0] * 8,
+    "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
     "original_max_position_embeddings": 32,
-}
+}  # fmt: skip
 EXPECTED_ROPE = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
 
 
@@ -70,32 +65,27 @@ def test_defaults_of_old_configs():
     assert (arch.tied_embeddings, arch.qkv_bias, arch.mlp_bias) == (False, False, False)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model_type": "lama"}, r"'lama'; known: .*llama, mistral"),
-        ({"hidden_act": "gelu"}, r"hidden_act 'gelu'; supported for this model_type: silu"),
-        ({"rope_scaling": {"type": "ntk", "factor": 4.0}}, r"rope type 'ntk'; .*: default, linear, dynamic, yarn, lo"),
-        ({"rope_scaling": {"type": "yarn"}}, r"rope type 'yarn' without factor; add"),
-        ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, r"factor = 0.5, expected 1 or more"),
-        (
-            {"rope_scaling": {"type": "yarn", "factor": 2, "original_max_position_embeddings": 32}},
-            r"max_position_embeddings = 128, more than rope type 'yarn' reaches: .* = 32 x 2 = 64, where vLLM's table",
-        ),
-        ({"rope_scaling": {"type": "yarn", "factor": 2, "truncate": 1}}, r"truncate = 1, expected true or false"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2, "alpha": 9.0}}, r"alpha = 9.0, which vLLM computes and tra"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2}}, r"'longrope' without short_factor, long_factor, origin"),
-        ({"rope_scaling": {**LONGROPE, "short_factor": [1.0]}}, r"short_factor with 1 numbers, expected 8, one for e"),
-        ({"rope_scaling": {**LONGROPE, "factor": 3.0}}, r"factor = 3.0, .* from the two lengths as 4; use a model w"),
-        ({"rope_scaling": {**LONGROPE, "long_mscale": 2.0}}, r"long_mscale = 2.0, .* from the two lengths as 1.18322"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"without low_freq_factor, high_freq"),
-        ({"num_key_value_heads": 3}, r"= 4, not a multiple of num_key_value_heads = 3"),
-        ({"hidden_size": 65}, r"no head_dim, and its hidden size 65"),
-        ({"num_hidden_layers": 0}, r"num_hidden_layers = 0, expected a positive integer"),
-        ({"vocab_size": None}, r"vocab_size = None"),
-        ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config \('fp8'\)"),
-    ],
-)
+@pytest.mark.parametrize("changes, message", [
+    ({"model_type": "lama"}, r"'lama'; known: .*llama, mistral"),
+    ({"hidden_act": "gelu"}, r"hidden_act 'gelu'; supported for this model_type: silu"),
+    ({"rope_scaling": {"type": "ntk", "factor": 4.0}}, r"rope type 'ntk'; .*: default, linear, dynamic, yarn, lo"),
+    ({"rope_scaling": {"type": "yarn"}}, r"rope type 'yarn' without factor; add"),
+    ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, r"factor = 0.5, expected 1 or more"),
+    ({"rope_scaling": {"type": "yarn", "factor": 2, "original_max_position_embeddings": 32}},
+     r"max_position_embeddings = 128, more than rope type 'yarn' reaches: .* = 32 x 2 = 64, where vLLM's table"),
+    ({"rope_scaling": {"type": "yarn", "factor": 2, "truncate": 1}}, r"truncate = 1, expected true or false"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2, "alpha": 9.0}}, r"alpha = 9.0, which vLLM computes and tra"),
+    ({"rope_scaling": {"type": "longrope", "factor": 2}}, r"'longrope' without short_factor, long_factor, origin"),
+    ({"rope_scaling": {**LONGROPE, "short_factor": [1.0]}}, r"short_factor with 1 numbers, expected 8, one for e"),
+    ({"rope_scaling": {**LONGROPE, "factor": 3.0}}, r"factor = 3.0, .* from the two lengths as 4; use a model w"),
+    ({"rope_scaling": {**LONGROPE, "long_mscale": 2.0}}, r"long_mscale = 2.0, .* from the two lengths as 1.18322"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"without low_freq_factor, high_freq"),
+    ({"num_key_value_heads": 3}, r"= 4, not a multiple of num_key_value_heads = 3"),
+    ({"hidden_size": 65}, r"no head_dim, and its hidden size 65"),
+    ({"num_hidden_layers": 0}, r"num_hidden_layers = 0, expected a positive integer"),
+    ({"vocab_size": None}, r"vocab_size = None"),
+    ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config \('fp8'\)"),
+])  # fmt: skip
 def test_what_would_be_computed_wrongly_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         tiny(**changes)
@@ -150,16 +140,9 @@ def test_every_family_refuses_quantized_weights():
 
 
 GPT2_FILE = {
-    "model_type": "gpt2",
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-05,
-    "n_ctx": 1024,
-    "n_embd": 768,
-    "n_head": 12,
-    "n_layer": 12,
-    "n_positions": 1024,
-    "vocab_size": 50257,
-}
+    "model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-05, "n_ctx": 1024, "n_embd": 768,
+    "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257,
+}  # fmt: skip
 """What the hub's gpt2 says, as far as it matters."""
 
 
@@ -196,12 +179,8 @@ def test_switches_of_the_families():
     """The facts that tell the relatives apart."""
     opt = architecture("opt")
     assert (opt.position_offset, opt.norm, opt.norm_eps, opt.activation, opt.tied_embeddings) == (
-        2,
-        "layer",
-        1e-5,
-        "relu",
-        True,
-    )
+        2, "layer", 1e-5, "relu", True,
+    )  # fmt: skip
     assert (architecture("mistral").sliding_window, architecture("mistral_whole").sliding_window) == (7, None)
     qwen2, qwen3, biased = architecture("qwen2"), architecture("qwen3"), architecture("qwen3_biases")
     assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.qk_norm, qwen2.head_dim) == (True, False, False, 16)
@@ -288,23 +267,12 @@ def test_a_phi_4_mini_file():
     """What the hub's says, as far as it matters: three quarters of a head are turned, up to 4096 tokens."""
     rope = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.5] * 48}
     stated = {
-        "model_type": "phi3",
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "original_max_position_embeddings": 4096,
-        "partial_rotary_factor": 0.75,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": rope,
-        "rope_theta": 10000.0,
-        "sliding_window": 262144,
-        "tie_word_embeddings": True,
-        "attention_bias": False,
-        "vocab_size": 200064,
-    }
+        "model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
+        "num_attention_heads": 24, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75, "rms_norm_eps": 1e-05,
+        "rope_scaling": rope, "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True,
+        "attention_bias": False, "vocab_size": 200064,
+    }  # fmt: skip
     arch = architecture_from_hf(stated)
     assert (arch.head_dim, arch.rotary_dim, arch.longest_sequence, arch.tied_embeddings) == (128, 96, 4096, True)
     assert arch.rope_scaling.attention_factor == pytest.approx(1.1902380714238083)  # sqrt(1 + ln 32 / ln 4096)

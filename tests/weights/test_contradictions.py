@@ -97,33 +97,16 @@ LLAMA3 = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, origi
 
 
 @pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("llama", {"num_layers": 5}),
-        ("llama", {"hidden_size": 32}),
-        ("llama", {"ffn_size": 95}),
-        ("llama", {"norm": "layer"}),
-        ("llama", {"norm_eps": 1.1e-5}),
-        ("llama", {"rope_scaling": LLAMA3}),
-        ("llama_biases", {"rope_scaling": LLAMA3}),
-        ("llama", {"qkv_bias": True}),
-        ("llama", {"mlp_bias": True}),
-        ("qwen2", {"qkv_bias": False}),
-        ("llama", {"qk_norm": True}),
-        ("llama", {"gated_mlp": False}),
-        ("llama", {"tied_embeddings": True}),
-        ("llama", {"vocab_size": 257}),
-        ("mistral", {"sliding_window": 8}),
-        ("mistral", {"sliding_window": None}),
-        ("gpt2", {"max_positions": 49}),
-        ("gpt2", {"positions": "rope"}),
-        ("mixtral", {"num_experts": 8}),
-        ("mixtral", {"experts_per_token": 1}),
-        ("qwen3_moe", {"expert_ffn_size": 41}),
-        ("mixtral", {"renormalize_experts": False}),
-    ],
-)
+@pytest.mark.parametrize("family, changes", [
+    ("llama", {"num_layers": 5}), ("llama", {"hidden_size": 32}), ("llama", {"ffn_size": 95}),
+    ("llama", {"norm": "layer"}), ("llama", {"norm_eps": 1.1e-5}), ("llama", {"rope_scaling": LLAMA3}),
+    ("llama_biases", {"rope_scaling": LLAMA3}), ("llama", {"qkv_bias": True}), ("llama", {"mlp_bias": True}),
+    ("qwen2", {"qkv_bias": False}), ("llama", {"qk_norm": True}), ("llama", {"gated_mlp": False}),
+    ("llama", {"tied_embeddings": True}), ("llama", {"vocab_size": 257}), ("mistral", {"sliding_window": 8}),
+    ("mistral", {"sliding_window": None}), ("gpt2", {"max_positions": 49}), ("gpt2", {"positions": "rope"}),
+    ("mixtral", {"num_experts": 8}), ("mixtral", {"experts_per_token": 1}), ("qwen3_moe", {"expert_ffn_size": 41}),
+    ("mixtral", {"renormalize_experts": False}),
+])  # fmt: skip
 def test_each_field(family, changes, own):
     arch = architecture(family)
     wrong = contradictions(replace(arch, **changes), args_for(arch, own=own))
@@ -132,21 +115,18 @@ def test_each_field(family, changes, own):
     assert [line.split(", args say")[0] for line in wrong] == [f"{field}: config.json says {printed!r}"]
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "with_own"),
-    [
-        ("mistral_whole", {"model_type": "llama"}, False),
-        ("mixtral", {"model_type": "qwen3_moe"}, True),
-        ("llama", {"max_positions": 1 << 20}, False),
-        ("llama", {"norm_eps": 1e-5 * (1 + 1e-7)}, False),
-        ("mixtral", {"ffn_size": 7}, False),
-        ("gpt2", {"activation": "gelu_pytorch_tanh"}, False),
-        ("gpt2", {"activation": "gelu"}, True),
-        ("opt", {"position_offset": 0, "max_positions": 50}, True),
-        ("qwen3_biases", {"output_bias": False}, True),
-        ("llama_biases", {"rope_scaling": replace(LLAMA3, factor=4.0)}, True),
-    ],
-)
+@pytest.mark.parametrize("family, changes, with_own", [
+    ("mistral_whole", {"model_type": "llama"}, False),
+    ("mixtral", {"model_type": "qwen3_moe"}, True),
+    ("llama", {"max_positions": 1 << 20}, False),
+    ("llama", {"norm_eps": 1e-5 * (1 + 1e-7)}, False),
+    ("mixtral", {"ffn_size": 7}, False),
+    ("gpt2", {"activation": "gelu_pytorch_tanh"}, False),
+    ("gpt2", {"activation": "gelu"}, True),
+    ("opt", {"position_offset": 0, "max_positions": 50}, True),
+    ("qwen3_biases", {"output_bias": False}, True),
+    ("llama_biases", {"rope_scaling": replace(LLAMA3, factor=4.0)}, True),
+])  # fmt: skip
 def test_what_is_no_contradiction(family, changes, with_own):
     """Megatron's arguments cannot say it; our own key does, where it makes another model."""
     arch = architecture(family)

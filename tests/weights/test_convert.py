@@ -116,13 +116,12 @@ def test_a_chain_of_five_layouts_ends_where_it_began(models, tmp_path, family):
     experts = {"experts": "grouped"} if family in MOE else {}
     first = MegatronTarget(tp=2, pp=2, format="mp_rank", vocab_multiple=128, **experts)
     chain = [
-        first,
-        MegatronTarget(tp=4, format="torch_dist"),
+        first, MegatronTarget(tp=4, format="torch_dist"),
         MegatronTarget(pp=4, format="mp_rank", spec="local", ep=2 if family in MOE else 1),
         MegatronTarget(tp=1, pp=2, vpp=2, format="torch_dist", vocab_multiple=8),
         MegatronTarget(tp=2, pp=3, layers_per_stage=(2, 1, 1), format="mp_rank"),
         first,
-    ]
+    ]  # fmt: skip
     source = open_checkpoint(models(family))
     for number, target in enumerate(chain):
         convert(source, tmp_path / str(number), target)
@@ -220,20 +219,17 @@ def test_verify_names_the_first_difference(models, tmp_path):
     assert message.endswith(f"the first: {name}[7, 11] is {before!r} and {after!r}")
 
 
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        (MegatronTarget(tp=3), "tp = 3"),
-        (MegatronTarget(pp=3), "4 layers do not divide by pp = 3"),
-        (MegatronTarget(pp=2, layers_per_stage=(1, 2)), "add up to 3"),
-        (MegatronTarget(pp=2, vpp=2, layers_per_stage=(3, 1)), "3 layers does not divide into vpp = 2"),
-        (MegatronTarget(pp=2, vpp=3), "4 layers do not divide by pp x vpp = 2 x 3 = 6"),
-        (MegatronTarget(vpp=2), "vpp = 2 needs pp > 1"),
-        (MegatronTarget(ep=2), "ep = 2"),
-        (MegatronTarget(padded_vocab=50), "padded vocabulary of 50 rows: expected at least the model's 100"),
-        (MegatronTarget(tp=2, padded_vocab=101), "a multiple of tp = 2; use 256"),
-    ],
-)
+@pytest.mark.parametrize("target, message", [
+    (MegatronTarget(tp=3), "tp = 3"),
+    (MegatronTarget(pp=3), "4 layers do not divide by pp = 3"),
+    (MegatronTarget(pp=2, layers_per_stage=(1, 2)), "add up to 3"),
+    (MegatronTarget(pp=2, vpp=2, layers_per_stage=(3, 1)), "3 layers does not divide into vpp = 2"),
+    (MegatronTarget(pp=2, vpp=3), "4 layers do not divide by pp x vpp = 2 x 3 = 6"),
+    (MegatronTarget(vpp=2), "vpp = 2 needs pp > 1"),
+    (MegatronTarget(ep=2), "ep = 2"),
+    (MegatronTarget(padded_vocab=50), "padded vocabulary of 50 rows: expected at least the model's 100"),
+    (MegatronTarget(tp=2, padded_vocab=101), "a multiple of tp = 2; use 256"),
+])  # fmt: skip
 def test_layouts_that_do_not_fit(models, tmp_path, target, message):
     with pytest.raises(ValueError, match=message):
         convert(open_checkpoint(models("llama")), tmp_path / "out", target)

@@ -76,14 +76,11 @@ def test_a_head_that_the_role_does_not_use_has_no_say(tmp_path):
         resolved(path)
 
 
-@pytest.mark.parametrize(
-    ("dtypes", "expected"),
-    [
-        ({"dtype": "bfloat16"}, ("bf16", "as config.json says")),
-        ({"torch_dtype": "float32", "dtype": None}, ("fp32", "as config.json says")),
-        ({"dtype": None}, ("fp32", "by default")),
-    ],
-)
+@pytest.mark.parametrize("dtypes, expected", [
+    ({"dtype": "bfloat16"}, ("bf16", "as config.json says")),
+    ({"torch_dtype": "float32", "dtype": None}, ("fp32", "as config.json says")),
+    ({"dtype": None}, ("fp32", "by default")),
+])  # fmt: skip
 def test_without_weights_config_json_decides(tmp_path, dtypes, expected):
     """Random weights, and a directory for a plan, which has none; the files of the first are not looked at."""
     path = write_model("llama", tmp_path / "m", dtype=torch.float16)

@@ -19,21 +19,11 @@ from tests.weights.cases import tiny
 from tests.weights.transfers import Transfer, transfer, with_order
 
 
-@pytest.mark.parametrize(
-    ("tp", "dp", "engine_tp", "node", "expected"),
-    [
-        (8, 2, 8, 8, None),
-        (8, 2, 4, 8, (0, 4, 1, 5, 2, 6, 3, 7)),
-        (8, 2, 2, 8, (0, 2, 4, 6, 1, 3, 5, 7)),
-        (8, 2, 1, 8, None),
-        (4, 2, 2, 2, (0, 2, 1, 3)),
-        (2, 4, 4, 8, (0, 2, 1, 3)),
-        (1, 8, 4, 8, None),
-        (2, 8, 8, 8, (0, 4, 1, 5, 2, 6, 3, 7)),
-        (2, 8, 4, 3, None),
-        (2, 2, 4, 2, None),
-    ],
-)
+@pytest.mark.parametrize("tp, dp, engine_tp, node, expected", [
+    (8, 2, 8, 8, None), (8, 2, 4, 8, (0, 4, 1, 5, 2, 6, 3, 7)), (8, 2, 2, 8, (0, 2, 4, 6, 1, 3, 5, 7)),
+    (8, 2, 1, 8, None), (4, 2, 2, 2, (0, 2, 1, 3)), (2, 4, 4, 8, (0, 2, 1, 3)), (1, 8, 4, 8, None),
+    (2, 8, 8, 8, (0, 4, 1, 5, 2, 6, 3, 7)), (2, 8, 4, 3, None), (2, 2, 4, 2, None),
+])  # fmt: skip
 def test_orders_by_hand(tp, dp, engine_tp, node, expected):
     """Ranks by position. tp 8 -> 4: trainer's share 1 goes to rank 4, which is rank 0 of the second engine."""
     assert engine_order(MeshLayout(tp=tp, dp=dp), engine_tp, node) == expected

@@ -138,12 +138,11 @@ def megatron_layout(settings: dict) -> MegatronLayout:
 
 
 LAYOUTS = [
-    {"padded_vocab": 100},
-    {"tp": 2, "padded_vocab": 256, "spec": "te"},
+    {"padded_vocab": 100}, {"tp": 2, "padded_vocab": 256, "spec": "te"},
     {"tp": 4, "pp": 3, "layers_per_stage": [1, 2, 1], "padded_vocab": 104},
     {"tp": 2, "pp": 2, "vpp": 2, "padded_vocab": 128, "spec": "te"},
     {"tp": 4, "pp": 2, "vpp": 2, "padded_vocab": 512},
-]
+]  # fmt: skip
 MOE_LAYOUTS = [
     {"ep": 2, "tp": 2, "pp": 2, "padded_vocab": 256},
     {"ep": 4, "pp": 3, "layers_per_stage": [2, 1, 1], "padded_vocab": 100, "experts": "grouped", "spec": "te"},
@@ -277,22 +276,17 @@ def test_grouped_experts_written_out():
     assert part.storages[storage] == (64, 384)
     boxes = {p.tensor.split("moe.experts.")[1]: (p.offset, p.strides) for p in part.placements if p.storage == storage}
     assert boxes == {
-        "2.w1.weight": (0, (1, 192)),
-        "2.w3.weight": (96, (1, 192)),
-        "3.w1.weight": (64 * 192, (1, 192)),
+        "2.w1.weight": (0, (1, 192)), "2.w3.weight": (96, (1, 192)), "3.w1.weight": (64 * 192, (1, 192)),
         "3.w3.weight": (64 * 192 + 96, (1, 192)),
-    }
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
-        ("llama", {"ep": 2}, "ep = 2 on a llama without experts; leave ep at 1"),
-        ("mixtral", {"ep": 3}, "ep = 3 does not divide the 4 experts"),
-        ("qwen3_moe", {"tp": 16}, "tp = 16 fits neither"),
-        ("gpt2", {"tp": 3}, "tp = 3 fits neither the 4 KV heads"),
-    ],
-)
+@pytest.mark.parametrize("name, settings, message", [
+    ("llama", {"ep": 2}, "ep = 2 on a llama without experts; leave ep at 1"),
+    ("mixtral", {"ep": 3}, "ep = 3 does not divide the 4 experts"),
+    ("qwen3_moe", {"tp": 16}, "tp = 16 fits neither"),
+    ("gpt2", {"tp": 3}, "tp = 3 fits neither the 4 KV heads"),
+])  # fmt: skip
 def test_impossible_layouts(name, settings, message):
     with pytest.raises(ValueError, match=message):
         MegatronLayout(**{"padded_vocab": 960, **settings}).parts(architecture(name))

@@ -50,11 +50,8 @@ def test_other_files_are_copied(tmp_path):
         (source / name).write_text(name)
     write(tmp_path / "m", copy_from=source)
     assert {p.name for p in (tmp_path / "m").iterdir()} == {
-        "tokenizer.json",
-        "generation_config.json",
-        "config.json",
-        "model.safetensors",
-    }
+        "tokenizer.json", "generation_config.json", "config.json", "model.safetensors",
+    }  # fmt: skip
     assert (tmp_path / "m" / "tokenizer.json").read_text() == "tokenizer.json"
     assert json.loads((tmp_path / "m" / "config.json").read_text()) == TINY
 
@@ -100,9 +97,8 @@ def test_damaged_directories(tmp_path):
     whole = shards[1].read_bytes()
     for size, message in (
         (len(whole) - 1, f"expected {len(whole)} from its header"),
-        (20, "truncated"),
-        (3, "truncated"),
-    ):
+        (20, "truncated"), (3, "truncated"),
+    ):  # fmt: skip
         shards[1].write_bytes(whole[:size])
         with pytest.raises(ValueError, match=message):
             HFFiles(directory)
@@ -153,16 +149,13 @@ def test_older_bin_files_and_names_without_prefix(tmp_path):
         assert torch.equal(maps.tensor(weights.extents[0][placement.storage]), logical[placement.tensor])
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        (b'"F16"', b'"F17"', "dtype 'F17' is not one of"),
-        (b"[3,4]", b"[3,5]", "24 bytes for BF16 of shape"),
-        (b"[3,4]", b"[3,x]", "no sound safetensors header"),
-        (b'"shape"', b'"shame"', "no sound safetensors header"),
-        (b"[24,44]", b"[23,43]", "a gap or an overlap"),
-    ],
-)
+@pytest.mark.parametrize("old, new, message", [
+    (b'"F16"', b'"F17"', "dtype 'F17' is not one of"),
+    (b"[3,4]", b"[3,5]", "24 bytes for BF16 of shape"),
+    (b"[3,4]", b"[3,x]", "no sound safetensors header"),
+    (b'"shape"', b'"shame"', "no sound safetensors header"),
+    (b"[24,44]", b"[23,43]", "a gap or an overlap"),
+])  # fmt: skip
 def test_headers_that_contradict_themselves(tmp_path, old, new, message):
     write(tmp_path / "m")
     path = tmp_path / "m" / "model.safetensors"

@@ -56,12 +56,11 @@ def test_random_weights_have_the_stated_distributions():
     live = filled(arch, [part], head="scalar")[0]
     layer = "model.layers.1."
     for name, std in (
-        ("model.embed_tokens.weight", 0.02),
-        (layer + "self_attn.q_proj.weight", 0.02),
+        ("model.embed_tokens.weight", 0.02), (layer + "self_attn.q_proj.weight", 0.02),
         (layer + "mlp.up_proj.weight", 0.02),
         (layer + "self_attn.o_proj.weight", 0.02 / math.sqrt(6)),
         (layer + "mlp.down_proj.weight", 0.02 / math.sqrt(6)),
-    ):
+    ):  # fmt: skip
         assert live[name].std().item() == pytest.approx(std, rel=0.02), name
         assert abs(live[name].mean().item()) < 0.02 * std * 3
     assert live["score.weight"].std().item() == pytest.approx(1 / math.sqrt(513), rel=0.15)
@@ -123,15 +122,12 @@ def _one_bit(live):
     live[0]["model.layers.1.self_attn.o_proj.weight"].view(torch.int16)[9, 7] ^= 1
 
 
-@pytest.mark.parametrize(
-    ("damage", "names"),
-    [
-        (_swap_two, ["model.layers.0.mlp.down_proj.weight"]),
-        (_stale_row, ["lm_head.weight"]),
-        (_swap_gate_and_up, [f"model.layers.2.mlp.{n}_proj.weight" for n in ("gate", "up")]),
-        (_one_bit, ["model.layers.1.self_attn.o_proj.weight"]),
-    ],
-)
+@pytest.mark.parametrize("damage, names", [
+    (_swap_two, ["model.layers.0.mlp.down_proj.weight"]),
+    (_stale_row, ["lm_head.weight"]),
+    (_swap_gate_and_up, [f"model.layers.2.mlp.{n}_proj.weight" for n in ("gate", "up")]),
+    (_one_bit, ["model.layers.1.self_attn.o_proj.weight"]),
+])  # fmt: skip
 def test_damage_shows_in_the_damaged_tensors_only(damage, names):
     """Not covered: a replica that nobody owns; the certificate sees it."""
     arch = tiny()

@@ -30,32 +30,13 @@ LAYOUT = MegatronLayout(tp=2, pp=2, padded_vocab=256)
 SAYABLE = ["llama", "mistral", "qwen2", "qwen2_tied", "qwen3", "qwen3_tied", "gpt2", "mixtral", "qwen3_moe"]
 
 LLAMA_BY_HAND = {
-    "num_layers": 32,
-    "hidden_size": 4096,
-    "ffn_hidden_size": 14336,
-    "num_attention_heads": 32,
-    "group_query_attention": True,
-    "num_query_groups": 8,
-    "kv_channels": 128,
-    "seq_length": 8192,
-    "max_position_embeddings": 131072,
-    "position_embedding_type": "rope",
-    "rotary_base": 500000,
-    "rotary_percent": 1.0,
-    "use_rope_scaling": True,
-    "rope_scaling_factor": 8.0,
-    "normalization": "RMSNorm",
-    "norm_epsilon": 1e-5,
-    "swiglu": True,
-    "add_bias_linear": False,
-    "add_qkv_bias": False,
-    "untie_embeddings_and_output_weights": True,
-    "padded_vocab_size": 128256,
-    "vocab_size": None,
-    "num_experts": None,
-    "window_size": None,
-    "qk_layernorm": False,
-}
+    "num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32,
+    "group_query_attention": True, "num_query_groups": 8, "kv_channels": 128, "seq_length": 8192,
+    "max_position_embeddings": 131072, "position_embedding_type": "rope", "rotary_base": 500000, "rotary_percent": 1.0,
+    "use_rope_scaling": True, "rope_scaling_factor": 8.0, "normalization": "RMSNorm", "norm_epsilon": 1e-5,
+    "swiglu": True, "add_bias_linear": False, "add_qkv_bias": False, "untie_embeddings_and_output_weights": True,
+    "padded_vocab_size": 128256, "vocab_size": None, "num_experts": None, "window_size": None, "qk_layernorm": False,
+}  # fmt: skip
 """What a Llama 3.1 8B run of Megatron-LM states."""
 
 LLAMA_3_1_8B = Architecture(
@@ -146,36 +127,25 @@ def test_older_spellings():
     assert arch_of({**old, "bias_gelu_fusion": False}).activation == "gelu"
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"apply_layernorm_1p": True, "rotary_interleaved": 1}, "rotary_interleaved = 1, apply_layernorm_1p = True"),
-        ({"rotary_percent": 0.5, "qk_layernorm": True}, r"rotary_percent = 0\.5.*nearest is qwen3, .* in rotary_perce"),
-        ({"position_embedding_type": "yarn"}, "position_embedding_type = 'yarn'"),
-        ({"normalization": "LayerNorm"}, "nearest is llama, which differs in normalization"),
-        (
-            {"num_experts": 8, "moe_router_pre_softmax": True},
-            r"num_experts = 8.*nearest is mixtral, .* moe_router_pre_softmax",
-        ),
-        ({"num_experts": 8, "moe_layer_freq": [0, 1]}, r"moe_layer_freq = \[0, 1\]"),
-        (
-            {"qk_layernorm": True, "add_qkv_bias": True},
-            "qk_layernorm = True.*nearest is qwen2, which differs in qk_layernorm",
-        ),
-        ({"window_size": (7, 0), "qk_layernorm": True}, r"window_size = \(7, 0\).*nearest is mistral"),
-        ({"swiglu": False}, "nearest is llama, which differs in swiglu"),
-        (
-            {"num_query_groups": 3},
-            "nearest is llama, .* refused .*num_attention_heads = 32, not a multiple of num_key_value_heads = 3",
-        ),
-        (
-            {"num_experts": 8, "moe_router_topk": 9},
-            "nearest is mixtral, .* refused .*num_experts_per_tok = 9, more than num_local_experts = 8",
-        ),
-        ({"num_layers": None, "hidden_size": None}, "lack num_layers, hidden_size"),
-        ({"vocab_size": 128257}, "vocab_size = 128257, more than padded_vocab_size = 128256"),
-    ],
-)
+@pytest.mark.parametrize("changes, message", [
+    ({"apply_layernorm_1p": True, "rotary_interleaved": 1}, "rotary_interleaved = 1, apply_layernorm_1p = True"),
+    ({"rotary_percent": 0.5, "qk_layernorm": True}, r"rotary_percent = 0\.5.*nearest is qwen3, .* in rotary_perce"),
+    ({"position_embedding_type": "yarn"}, "position_embedding_type = 'yarn'"),
+    ({"normalization": "LayerNorm"}, "nearest is llama, which differs in normalization"),
+    ({"num_experts": 8, "moe_router_pre_softmax": True},
+     r"num_experts = 8.*nearest is mixtral, .* moe_router_pre_softmax"),
+    ({"num_experts": 8, "moe_layer_freq": [0, 1]}, r"moe_layer_freq = \[0, 1\]"),
+    ({"qk_layernorm": True, "add_qkv_bias": True},
+     "qk_layernorm = True.*nearest is qwen2, which differs in qk_layernorm"),
+    ({"window_size": (7, 0), "qk_layernorm": True}, r"window_size = \(7, 0\).*nearest is mistral"),
+    ({"swiglu": False}, "nearest is llama, which differs in swiglu"),
+    ({"num_query_groups": 3},
+     "nearest is llama, .* refused .*num_attention_heads = 32, not a multiple of num_key_value_heads = 3"),
+    ({"num_experts": 8, "moe_router_topk": 9},
+     "nearest is mixtral, .* refused .*num_experts_per_tok = 9, more than num_local_experts = 8"),
+    ({"num_layers": None, "hidden_size": None}, "lack num_layers, hidden_size"),
+    ({"vocab_size": 128257}, "vocab_size = 128257, more than padded_vocab_size = 128256"),
+])  # fmt: skip
 def test_what_fits_no_family_is_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
         arch_of({**LLAMA_BY_HAND, **changes})
@@ -255,26 +225,16 @@ def test_a_contradicted_key_of_ours_is_ignored(caplog):
         arch_of({**args, OWN_KEY: {"rope_scaling": None, "model_type": "llama"}})
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"qk_l2_norm": True},
-        {"activation_func_clamp_value": 7.0},
-        {"glu_linear_offset": 1.0},
-        {"layernorm_zero_centered_gamma": True},
-        {"linear_attention_freq": 4},
-        {"experimental_attention_variant": "gated_delta_net"},
-        {"mrope_section": [16, 24, 24]},
-        {"softmax_scale": 0.1},
-        {"heterogeneous_block_specs": True},
-        {"moe_router_group_topk": 2},
-        {"moe_router_topk_limited_devices": 2},
-        {"moe_router_force_load_balancing": True},
-        {"moe_router_load_balancing_type": "sinkhorn"},
-        {"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]},
-        {"moe_apply_probs_on_input": True},
-    ],
-)
+@pytest.mark.parametrize("arguments", [
+    {"qk_l2_norm": True}, {"activation_func_clamp_value": 7.0}, {"glu_linear_offset": 1.0},
+    {"layernorm_zero_centered_gamma": True}, {"linear_attention_freq": 4},
+    {"experimental_attention_variant": "gated_delta_net"},
+    {"mrope_section": [16, 24, 24]}, {"softmax_scale": 0.1}, {"heterogeneous_block_specs": True},
+    {"moe_router_group_topk": 2}, {"moe_router_topk_limited_devices": 2}, {"moe_router_force_load_balancing": True},
+    {"moe_router_load_balancing_type": "sinkhorn"},
+    {"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]},
+    {"moe_apply_probs_on_input": True},
+])  # fmt: skip
 def test_other_mathematics_is_refused(arguments):
     """With our own key beside it too."""
     ((key, value),) = arguments.items()

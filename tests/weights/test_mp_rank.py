@@ -29,13 +29,11 @@ from tests.weights.cases import fill_from_logical, random_logical
 from tests.weights.families import CONFIGS, architecture
 
 LAYOUTS = {
-    "tp1": {},
-    "tp2": {"tp": 2},
-    "pp2": {"pp": 2},
+    "tp1": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2},
     "tp2 pp2 te": {"tp": 2, "pp": 2, "spec": "te"},
     "uneven pp3": {"pp": 3, "layers_per_stage": (1, 2, 1)},
     "vpp2": {"tp": 2, "pp": 2, "vpp": 2, "spec": "te"},
-}
+}  # fmt: skip
 EXPERT_LAYOUTS = {
     "ep2": {"ep": 2},
     "tp2 ep2 grouped te": {"tp": 2, "ep": 2, "experts": "grouped", "spec": "te"},
@@ -74,19 +72,17 @@ def junk(arch: Architecture, layout: MegatronLayout) -> dict[str, Any]:
         i: {"step": torch.tensor(3.0), "exp_avg": torch.randn(7), "exp_avg_sq": torch.randn(7)} for i in range(3)
     }
     rng = {
-        "random_rng_state": random.getstate(),
-        "np_rng_state": np.random.get_state(),
+        "random_rng_state": random.getstate(), "np_rng_state": np.random.get_state(),
         "torch_rng_state": torch.get_rng_state(),
         "rng_tracker_states": {"model-parallel-rng": torch.get_rng_state()},
-    }
+    }  # fmt: skip
     return {
-        "args": args,
-        "iteration": 123,
+        "args": args, "iteration": 123,
         "optimizer": {"optimizer": {"state": moments, "param_groups": [{"params": [0, 1, 2], "lr": 1e-4}]}},
         "opt_param_scheduler": {"max_lr": 1e-4, "num_steps": np.int64(1968)},
         "rng_state": [rng],
         "num_floating_point_operations_so_far": 1.5e18,
-    }
+    }  # fmt: skip
 
 
 def save_tree(
@@ -360,14 +356,11 @@ def test_missing_files_and_mixed_runs(tmp_path):
         read_mp_rank(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"padded_vocab_size": 384}, "256 on 2 tensor ranks, and its args state padded_vocab_size = 384"),
-        ({"virtual_pipeline_model_parallel_size": 2}, "holds 1 model chunks"),
-        ({"num_layers": 5}, "has 4 layers, expected 5"),
-    ],
-)
+@pytest.mark.parametrize("changes, message", [
+    ({"padded_vocab_size": 384}, "256 on 2 tensor ranks, and its args state padded_vocab_size = 384"),
+    ({"virtual_pipeline_model_parallel_size": 2}, "holds 1 model chunks"),
+    ({"num_layers": 5}, "has 4 layers, expected 5"),
+])  # fmt: skip
 def test_args_that_contradict_the_files(changes, message, tmp_path):
     arch = architecture("llama")
     layout = layout_of(arch, tp=2)

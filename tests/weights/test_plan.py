@@ -106,15 +106,9 @@ def test_overlapping_transposed_fragments(data):
     assert sum(copy.numel for copy in plan.local(rank)) == own
 
 
-@pytest.mark.parametrize(
-    ("tp", "pp", "dp", "engine_tp", "average", "largest"),
-    [
-        (8, 4, 2, 8, 13.23, 13.36),
-        (8, 4, 2, 4, 34.18, 35.28),
-        (8, 1, 4, 8, 0.01, 0.02),
-        (8, 8, 1, 8, 15.44, 15.50),
-    ],
-)
+@pytest.mark.parametrize("tp, pp, dp, engine_tp, average, largest", [
+    (8, 4, 2, 8, 13.23, 13.36), (8, 4, 2, 4, 34.18, 35.28), (8, 1, 4, 8, 0.01, 0.02), (8, 8, 1, 8, 15.44, 15.50),
+])  # fmt: skip
 def test_least_traffic_of_a_70b_model(tp, pp, dp, engine_tp, average, largest):
     """GB received per rank (bf16) equals need minus what is held; senders are balanced; seconds to plan."""
     arch = architecture_from_hf(LLAMA_70B)

@@ -65,21 +65,15 @@ def files_of(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.suffix == ".json"}
 
 
-@pytest.mark.parametrize(
-    ("special", "settings", "config", "expected"),
-    [
-        (("<unk>", "<s>", "</s>", "<pad>"), {}, {"eos_token_id": 2, "pad_token_id": 2}, 3),
-        (("<unk>", "<s>", "</s>"), {"pad_token": "</s>"}, {"eos_token_id": 2}, 0),
-        (("<unk>", "<s>", "</s>"), {"pad_token": "<unk>"}, {"eos_token_id": [2, 0], "pad_token_id": 0}, 1),
-        (
-            ("<unk>", "<s>", "</s>", "<|reserved_0|>", "<|im_start|>"),
-            {"pad_token": "</s>", "additional_special_tokens": ["<|im_start|>", "<|reserved_0|>"]},
-            {"eos_token_id": [2, 0]},
-            3,
-        ),
-        (("<s>", "</s>", "<pad>"), {"unk_token": "<s>"}, {"eos_token_id": 1, "vocab_size": 2}, 0),
-    ],
-)
+@pytest.mark.parametrize("special, settings, config, expected", [
+    (("<unk>", "<s>", "</s>", "<pad>"), {}, {"eos_token_id": 2, "pad_token_id": 2}, 3),
+    (("<unk>", "<s>", "</s>"), {"pad_token": "</s>"}, {"eos_token_id": 2}, 0),
+    (("<unk>", "<s>", "</s>"), {"pad_token": "<unk>"}, {"eos_token_id": [2, 0], "pad_token_id": 0}, 1),
+    (("<unk>", "<s>", "</s>", "<|reserved_0|>", "<|im_start|>"),
+     {"pad_token": "</s>", "additional_special_tokens": ["<|im_start|>", "<|reserved_0|>"]}, {"eos_token_id": [2, 0]},
+     3),
+    (("<s>", "</s>", "<pad>"), {"unk_token": "<s>"}, {"eos_token_id": 1, "vocab_size": 2}, 0),
+])  # fmt: skip
 def test_which_token_it_is(special, settings, config, expected, tmp_path):
     """The tokenizer's padding, its unknown token, a reserved one, the begin: the first that ends nothing and that the
     model has a row for. The tokenizer's files say the same."""

@@ -57,11 +57,8 @@ def test_qkv_rows_by_hand():
     assert row_sources(vllm_ranks(arch, 2)[1], name, 64) == q(2, 3) + k(1) + v(1)
     four = vllm_ranks(arch, 4)  # a KV head on two ranks
     assert [row_sources(part, name, 64) for part in four] == [
-        q(0) + k(0) + v(0),
-        q(1) + k(0) + v(0),
-        q(2) + k(1) + v(1),
-        q(3) + k(1) + v(1),
-    ]
+        q(0) + k(0) + v(0), q(1) + k(0) + v(0), q(2) + k(1) + v(1), q(3) + k(1) + v(1),
+    ]  # fmt: skip
 
 
 def test_gate_up_and_vocabulary_rows():
@@ -111,14 +108,10 @@ def test_megatron_names_and_shapes():
         layer + "self_attention.linear_qkv.bias": (64,),
         layer + "self_attention.linear_proj.weight": (64, 32),
         layer + "self_attention.linear_proj.bias": (64,),
-        layer + "pre_mlp_layernorm.weight": (64,),
-        layer + "mlp.linear_fc1.weight": (96, 64),
-        layer + "mlp.linear_fc1.bias": (96,),
-        layer + "mlp.linear_fc2.weight": (64, 48),
-        layer + "mlp.linear_fc2.bias": (64,),
-        "decoder.final_layernorm.weight": (64,),
-        "output_layer.weight": (128, 64),
-    }
+        layer + "pre_mlp_layernorm.weight": (64,), layer + "mlp.linear_fc1.weight": (96, 64),
+        layer + "mlp.linear_fc1.bias": (96,), layer + "mlp.linear_fc2.weight": (64, 48),
+        layer + "mlp.linear_fc2.bias": (64,), "decoder.final_layernorm.weight": (64,), "output_layer.weight": (128, 64),
+    }  # fmt: skip
     assert {name.split(".")[2] for name in part.tensors if "layers" in name} == {"2"}
     te = megatron_placements(arch, first_stage=False, spec="te", **args)
     assert te.storages.keys() - part.storages.keys() == {
@@ -248,17 +241,14 @@ def test_virtual_stages_of_one_rank_merge():
     assert "chunk1.decoder.layers.0.mlp.linear_fc2.weight" in merged.storages
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda a: megatron_ranks(a, 8, [range(3)]), "tp = 8 fits neither the 2 KV heads of the model nor its 4 heads"),
-        (lambda a: megatron_ranks(a, 2, [[0, 3]]), r"layers = \[0, 3\]: expected distinct indices in 0..2"),
-        (lambda a: megatron_ranks(a, 2, [[0, 0]]), "distinct"),
-        (lambda a: megatron_ranks(a, 1, [range(3)], padded_vocab=64), "100 rows, more than the padded 64"),
-        (lambda a: vllm_placements(a, tp=2, tp_rank=2, rank=0), r"tp_rank = 2 is outside 0..1"),
-        (lambda a: vllm_placements(a, tp=3, tp_rank=0, rank=0), "do not divide by tp = 3"),
-    ],
-)
+@pytest.mark.parametrize("call, message", [
+    (lambda a: megatron_ranks(a, 8, [range(3)]), "tp = 8 fits neither the 2 KV heads of the model nor its 4 heads"),
+    (lambda a: megatron_ranks(a, 2, [[0, 3]]), r"layers = \[0, 3\]: expected distinct indices in 0..2"),
+    (lambda a: megatron_ranks(a, 2, [[0, 0]]), "distinct"),
+    (lambda a: megatron_ranks(a, 1, [range(3)], padded_vocab=64), "100 rows, more than the padded 64"),
+    (lambda a: vllm_placements(a, tp=2, tp_rank=2, rank=0), r"tp_rank = 2 is outside 0..1"),
+    (lambda a: vllm_placements(a, tp=3, tp_rank=0, rank=0), "do not divide by tp = 3"),
+])  # fmt: skip
 def test_impossible_layouts(call, message):
     with pytest.raises(ValueError, match=message):
         call(tiny())

@@ -123,27 +123,17 @@ def test_what_megatron_pickles_beside_tensors(tmp_path):
     saved = {
         "args": Namespace(a=1, dtype=torch.bfloat16, path=pathlib.PosixPath("/x/y"), timeout=timedelta(minutes=3)),
         "rng": [{"np": generator.get_state(), "py": random.Random(1).getstate(), "torch": torch.get_rng_state()}],
-        "loss": np.float32(2.5),
-        "count": np.int64(-7),
-        "flag": np.bool_(True),
-        "size": torch.Size([2, 3]),
-        "device": torch.device("cpu"),
-        "signal": signal.SIGTERM,
-        "sets": {frozenset({1}), 2.5},
-        "raw": b"\x00\xff",
-        "groups": defaultdict(list, a=[1]),
-        "function": torch.nn.functional.gelu,
-    }
+        "loss": np.float32(2.5), "count": np.int64(-7), "flag": np.bool_(True), "size": torch.Size([2, 3]),
+        "device": torch.device("cpu"), "signal": signal.SIGTERM, "sets": {frozenset({1}), 2.5}, "raw": b"\x00\xff",
+        "groups": defaultdict(list, a=[1]), "function": torch.nn.functional.gelu,
+    }  # fmt: skip
     path = tmp_path / "x.pt"
     torch.save(saved, path)
     read = read_torch_file(path)
     assert isinstance(read["args"], SimpleNamespace)
     assert vars(read["args"]) == {
-        "a": 1,
-        "dtype": torch.bfloat16,
-        "path": pathlib.PurePosixPath("/x/y"),
-        "timeout": timedelta(minutes=3),
-    }
+        "a": 1, "dtype": torch.bfloat16, "path": pathlib.PurePosixPath("/x/y"), "timeout": timedelta(minutes=3),
+    }  # fmt: skip
     assert (read["loss"], read["count"], read["flag"]) == (2.5, -7, True)
     assert (read["size"], read["device"], read["raw"]) == ((2, 3), torch.device("cpu"), b"\x00\xff")
     assert (read["sets"], read["groups"]) == ({frozenset({1}), 2.5}, {"a": [1]})

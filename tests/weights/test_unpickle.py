@@ -27,18 +27,15 @@ class Evil:
         return self.call
 
 
-@pytest.mark.parametrize(
-    "function, args, name",
-    [
-        (os.system, ("touch {}",), r"(posix|nt)\.system"),
-        (eval, ("open('{}', 'w')",), r"builtins\.eval"),
-        (exec, ("open('{}', 'w')",), r"builtins\.exec"),
-        (subprocess.check_call, (["touch", "{}"],), r"subprocess\.check_call"),
-        (open, ("{}", "w"), r"io\.open|_io\.open"),
-        (getattr, (os, "system"), r"builtins\.getattr"),
-        (os.mkdir, ("{}",), r"posix\.mkdir"),
-    ],
-)
+@pytest.mark.parametrize("function, args, name", [
+    (os.system, ("touch {}",), r"(posix|nt)\.system"),
+    (eval, ("open('{}', 'w')",), r"builtins\.eval"),
+    (exec, ("open('{}', 'w')",), r"builtins\.exec"),
+    (subprocess.check_call, (["touch", "{}"],), r"subprocess\.check_call"),
+    (open, ("{}", "w"), r"io\.open|_io\.open"),
+    (getattr, (os, "system"), r"builtins\.getattr"),
+    (os.mkdir, ("{}",), r"posix\.mkdir"),
+])  # fmt: skip
 def test_other_names_are_refused_and_not_run(tmp_path, function, args, name):
     """Control: plain pickle runs them (shown for mkdir)."""
     mark = tmp_path / "ran"
@@ -105,18 +102,13 @@ def test_what_stands_on_the_list_cannot_be_changed_or_called_again():
         b"cdatetime\ntimedelta\n" + slots + b"b.": "damaged",
         b"ctypes\nSimpleNamespace\n" + slots + b"b.": "damaged",
         b"ctorch\ndevice\n" + slots + b"b.": "damaged",
-        inert + b")R)R.": "not callable",
-        b"K\x01)R.": "not callable",
-        b"ctorch\nfloat32\n)R.": "not callable",
+        inert + b")R)R.": "not callable", b"K\x01)R.": "not callable", b"ctorch\nfloat32\n)R.": "not callable",
         b"ctorch\nfloat32\n" + state + b"b.": "damaged",
         b"ctorch\nfloat32\n" + slots + b"b.": "damaged",
-        inert + state + b"b.": "damaged",
-        b"\x80\x02\x82\x01.": "extension code",
+        inert + state + b"b.": "damaged", b"\x80\x02\x82\x01.": "extension code",
         b"cbuiltins\nset\n)R" + state + b"b.": "damaged",
-        b"P1\n.": "outside itself",
-        b"(": "damaged",
-        b"": "damaged",
-    }
+        b"P1\n.": "outside itself", b"(": "damaged", b"": "damaged",
+    }  # fmt: skip
     for raw, message in ways.items():
         with pytest.raises(ValueError, match=message):
             unpickle(raw)
