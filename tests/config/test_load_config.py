@@ -3,7 +3,6 @@
 Not covered: that the documented defaults are good ones; what their keys may say (test_refusals.py).
 """
 
-import re
 from pathlib import Path
 
 import pydantic
@@ -13,7 +12,7 @@ import yaml
 from megarlhf.config import RLConfig, SFTConfig, describe_sources, dump_config, load_config
 from megarlhf.config.load import repeated_overrides
 from tests.config.examples import KINDS, RL, SFT
-from tests.refuses import missing_names
+from tests.refuses import missing_names, refuses
 
 
 @pytest.mark.parametrize("command", KINDS)
@@ -113,14 +112,14 @@ def test_a_key_that_stands_twice_is_refused_with_both_lines(tmp_path, refusal):
     path.write_text(roles + "reward_model: *base\n" + good)
     cfg = load_config(RLConfig, path)
     assert (cfg.critic.model.path, cfg.critic.optim.lr, cfg.critic.optim.eps) == (Path("m"), 0.25, 1.0)
-    for text, words in (
-        (roles + "actor:\n  model: {path: n}\n" + good, "the key 'actor' is in line 1 and again in line 7"),
-        (roles.replace("eps: 1.0", "eps: 1.0, eps: 2.0") + good, "the key 'eps' is in line 6 and again in line 6"),
+    for text, names in (
+        (roles + "actor:\n  model: {path: n}\n" + good, ("'actor'", "line 1", "line 7")),
+        (roles.replace("eps: 1.0", "eps: 1.0, eps: 2.0") + good, ("'eps'", "line 6")),
     ):
         path.write_text(text)
-        with pytest.raises(ValueError, match=re.escape(f"{path}: {words}, and only one of them would count")):
+        with refuses(str(path), *names):
             load_config(RLConfig, path)
-    assert "the key 'tp' is in line 1 and again in line 1" in refusal("sft", "actor.parallel={tp: 1, tp: 2}")
+    assert not missing_names(refusal("sft", "actor.parallel={tp: 1, tp: 2}"), "'tp'", "line 1")
 
 
 def test_an_override_fills_a_section_that_stands_empty_in_the_file(load):
@@ -135,14 +134,12 @@ def test_an_override_of_one_role_leaves_a_role_with_the_same_anchor_alone(tmp_pa
     assert (cfg.actor.optim.lr, cfg.critic.optim.lr) == (0.25, 0.5)
 
 
-@pytest.mark.parametrize("override, words", [
-    ("train.num_steps", "'train.num_steps' is not of the form section.key=value"),
-    ("=3", "'=3' is not of the form section.key=value"),
-    ("run.dir.name=3", "dir is a value ('runs/x'), not a section"),
-    ("actor.optim=[1, 2", "'[1, 2' is not valid YAML"),
+@pytest.mark.parametrize("override, names", [
+    ("train.num_steps", "'train.num_steps'|section.key=value"), ("=3", "'=3'|section.key=value"),
+    ("run.dir.name=3", "dir is a value|'runs/x'"), ("actor.optim=[1, 2", "'[1, 2'|not valid YAML"),
 ])  # fmt: skip
-def test_an_override_of_another_form_is_refused(refusal, override, words):
-    assert words in refusal("sft", override)
+def test_an_override_of_another_form_is_refused(refusal, override, names):
+    assert not missing_names(refusal("sft", override), *names.split("|"))
 
 
 def test_loaded_objects_are_frozen(load):
@@ -158,36 +155,25 @@ def test_loaded_objects_are_frozen(load):
 
 def test_a_file_that_does_not_exist_names_its_neighbour(tmp_path):
     (tmp_path / "ppo_70b.yaml").write_text("run: {}")
-    with pytest.raises(ValueError, match=r"no configuration file .*ppo_7b\.yaml; did you mean .*ppo_70b\.yaml\?"):
+    with refuses("ppo_7b.yaml", "did you mean", "ppo_70b.yaml"):
         load_config(SFTConfig, tmp_path / "ppo_7b.yaml")
-    with pytest.raises(ValueError, match=r"no configuration file .*absent/ppo\.yaml$"):
+    with refuses("no configuration file", "absent/ppo.yaml") as error:
         load_config(SFTConfig, tmp_path / "absent" / "ppo.yaml")
+    assert "did you mean" not in str(error.value)
 
 
-@pytest.mark.parametrize("text, words", [
-    ("run: [1, 2\ntrain: 3", "is not valid YAML: .*line 2"),
-    ("run: !!python/object/apply:os.getcwd []", "is not valid YAML: "),
-    ("- run", "must be a mapping of sections, got list"),
-    ("just words", "must be a mapping of sections, got str"),
+@pytest.mark.parametrize("content, names", [
+    (b"run: [1, 2\ntrain: 3", "not valid YAML|line 2"), (b"- run", "mapping|list"), (b"just words", "mapping|str"),
+    (b"run: !!python/object/apply:os.getcwd []", "not valid YAML|python/object/apply"),
+    (b"PK\x03\x04 a checkpoint \x80\x02", "UTF-8|byte 18|0x80|YAML"),
+    ("run: {dir: Köln}".encode("latin-1"), "UTF-8|byte 12|0xf6"), ("run: 1".encode("utf-16"), "UTF-8|byte 0|0xff"),
+    (b"run: \x00", "not valid YAML"),
 ])  # fmt: skip
-def test_a_file_that_is_no_mapping_of_sections(tmp_path, text, words):
+def test_a_file_that_is_no_mapping_of_sections_or_no_text(tmp_path, content, names):
     """The safe loader: a tag that would call Python is refused."""
     path = tmp_path / "config.yaml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=rf"(?s)config\.yaml {words}"):
-        load_config(SFTConfig, path)
-
-
-@pytest.mark.parametrize("content, words", [
-    (b"PK\x03\x04 a checkpoint \x80\x02", "is not text in UTF-8 (byte 18 is 0x80); a configuration is a YAML file"),
-    ("run: {dir: Köln}".encode("latin-1"), "is not text in UTF-8 (byte 12 is 0xf6)"),
-    ("run: 1".encode("utf-16"), "is not text in UTF-8 (byte 0 is 0xff)"),
-    (b"run: \x00", "is not valid YAML: "),
-])  # fmt: skip
-def test_a_file_that_is_no_text(tmp_path, content, words):
-    path = tmp_path / "config.yaml"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=re.escape(f"{path} {words}")):
+    with refuses(str(path), *names.split("|")):
         load_config(SFTConfig, path)
 
 
@@ -210,6 +196,6 @@ def test_a_file_is_read_as_utf_8_whatever_the_locale(tmp_path, monkeypatch):
 def test_an_empty_file_lacks_every_section(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("")
-    with pytest.raises(ValueError, match="missing key 'run'") as raised:
+    with refuses("missing key 'run'") as raised:
         load_config(SFTConfig, path)
     assert str(raised.value).count("missing key") == 4

@@ -10,40 +10,35 @@ import pytest
 from megarlhf.config import KernelsConfig
 from megarlhf.kernels import Backend
 from tests.config.examples import KINDS
-from tests.refuses import missing_names
+from tests.refuses import missing_names, refuses
 
 EVALUATED = ["eval.every=1", "data.validation=h.jsonl"]
 
 
-@pytest.mark.parametrize("command, override, unknown, hint", [
-    ("sft", "trian.num_steps=3", "trian", "did you mean 'train'?"),
-    ("sft", "actor.optim.learning_rte=3", "actor.optim.learning_rte",
-     "known here: beta1, beta2, clip_grad, distributed, eps, lr,"),
-    ("sft", "actor.optim.warmup_step=3", "actor.optim.warmup_step", "did you mean 'warmup_steps'?"),
-    ("sft", "train.micro_batch_sample=3", "train.micro_batch_sample", "did you mean 'micro_batch_samples'?"),
-    ("rl", "algo.kl.coeff=3", "algo.kl.coeff", "did you mean 'coef'?"),
-    ("rl", "critic.parallel.tpp=3", "critic.parallel.tpp", "did you mean 'tp'?"),
-    ("rl", "rewards=[{kind: rule, rule: x, wieght: 2}]", "rewards.0.wieght", "did you mean 'weight'?"),
-    ("generate", "gredy=true", "gredy", "did you mean 'greedy'?"),
-    ("rl", "data.max_response_tokens=3", "data.max_response_tokens", "did you mean 'rollout.max_response_tokens'?"),
-    ("rl", "weight=3", "weight", "did you mean 'rewards.weight' or 'ptx.data.weight' or 'data.train.weight'?"),
-    ("rl", "train.every=3", "train.every", "did you mean 'eval.every' or 'samples.every' or 'checkpoint.every'?"),
+@pytest.mark.parametrize("command, override, unknown, known", [
+    ("sft", "trian.num_steps=3", "trian", "'train'"),
+    ("sft", "actor.optim.learning_rte=3", "actor.optim.learning_rte", "beta1|beta2|clip_grad|distributed|eps|lr"),
+    ("sft", "actor.optim.warmup_step=3", "actor.optim.warmup_step", "'warmup_steps'"),
+    ("sft", "train.micro_batch_sample=3", "train.micro_batch_sample", "'micro_batch_samples'"),
+    ("rl", "algo.kl.coeff=3", "algo.kl.coeff", "'coef'"),
+    ("rl", "critic.parallel.tpp=3", "critic.parallel.tpp", "'tp'"),
+    ("rl", "rewards=[{kind: rule, rule: x, wieght: 2}]", "rewards.0.wieght", "'weight'"),
+    ("generate", "gredy=true", "gredy", "'greedy'"),
+    ("rl", "data.max_response_tokens=3", "data.max_response_tokens", "'rollout.max_response_tokens'"),
+    ("rl", "weight=3", "weight", "'rewards.weight'|'ptx.data.weight'|'data.train.weight'"),
+    ("rl", "train.every=3", "train.every", "'eval.every'|'samples.every'|'checkpoint.every'"),
 ])  # fmt: skip
-def test_an_unknown_key_names_the_nearest_known_one_of_its_section(refusal, command, override, unknown, hint):
-    message = refusal(command, override)
-    assert f"unknown key '{unknown}'; {hint}" in message
+def test_an_unknown_key_names_the_nearest_known_one_of_its_section(refusal, command, override, unknown, known):
+    assert not missing_names(refusal(command, override), f"unknown key '{unknown}'", *known.split("|"))
 
 
-@pytest.mark.parametrize("command, section, key, words", [
-    ("sft", None, "run", "missing key 'run'"),
-    ("sft", "train", "num_steps", "missing key 'train.num_steps'"),
-    ("rm", None, "reward_model", "missing key 'reward_model'"),
-    ("rl", None, "rewards", "missing key 'rewards'"),
-    ("rl", "critic", "model", "missing key 'critic.model'"),
+@pytest.mark.parametrize("command, key", [
+    ("sft", "run"), ("sft", "train.num_steps"), ("rm", "reward_model"), ("rl", "rewards"), ("rl", "critic.model"),
 ])  # fmt: skip
-def test_a_missing_key_is_named(refusal, command, section, key, words):
-    message = refusal(command, change=lambda tree: (tree[section] if section else tree).pop(key))
-    assert message.endswith(": " + words), message
+def test_a_missing_key_is_named(refusal, command, key):
+    section, _, name = key.rpartition(".")
+    message = refusal(command, change=lambda tree: (tree[section] if section else tree).pop(name))
+    assert message.endswith(f": missing key '{key}'"), message
 
 
 @pytest.mark.parametrize("override, words", [
@@ -80,12 +75,13 @@ def test_every_mistake_is_said_at_once_one_a_line(refusal):
 def test_a_mistake_is_told_of_the_file_or_of_the_override_that_makes_it(refusal):
     message = refusal("sft", "trian.x=1", "actor.model={pth: x}", change=lambda tree: tree["run"].update(sed=1))
     of_file, *of_overrides = sorted(message.splitlines(), key=lambda line: "override" in line)
-    assert "config.yaml: unknown key 'run.sed'; did you mean 'seed'?" in of_file
-    assert sorted(of_overrides) == [
-        "override 'actor.model={pth: x}': missing key 'actor.model.path'",
-        "override 'actor.model={pth: x}': unknown key 'actor.model.pth'; did you mean 'path'?",
-        "override 'trian.x=1': unknown key 'trian'; did you mean 'train'?",
-    ]
+    assert not missing_names(of_file, "config.yaml", "unknown key 'run.sed'", "'seed'")
+    model = "override 'actor.model={pth: x}'"
+    for line, names in zip(sorted(of_overrides), (
+        (model, "missing key 'actor.model.path'"), (model, "unknown key 'actor.model.pth'", "'path'"),
+        ("override 'trian.x=1'", "unknown key 'trian'", "'train'"),
+    ), strict=True):  # fmt: skip
+        assert not missing_names(line, *names)
 
 
 PACKED = ("train.micro_batch_samples=", "train.max_tokens_per_micro_batch=128")
@@ -212,11 +208,9 @@ def test_following_the_advice_is_accepted(load, command, overrides):
 def test_the_layout_of_a_world_that_does_not_divide_names_the_near_ones(load):
     parallel = load("sft", "actor.parallel={tp: 2, pp: 2}").actor.parallel
     assert (parallel.layout(12).dp, parallel.layout(12).world_size) == (3, 12)
-    with pytest.raises(
-        ValueError, match=r"actor\.parallel: world size 6 .* 2 x 1 x 2 = 4; use 4 or 8 ranks \(run\.nproc\)"
-    ):
+    with refuses("actor.parallel", "world size 6", "2 x 1 x 2", "4 or 8 ranks", "run.nproc"):
         parallel.layout(6)
-    with pytest.raises(ValueError, match=r"critic\.parallel: world size 2 .*use 4 ranks \(run"):
+    with refuses("critic.parallel", "world size 2", "4 ranks", "run.nproc"):
         parallel.layout(2, "critic")
 
 

@@ -110,12 +110,10 @@ def write_chat_tokenizer(directory: Path, template: str | None) -> Path:
 
 
 def chat_tokenizer(directory: Path, template: str | None) -> HuggingFaceTokenizer:
-    """Loaded."""
     tokenizer = load_tokenizer(write_chat_tokenizer(directory, template))
     assert isinstance(tokenizer, HuggingFaceTokenizer)
     return tokenizer
 
 
 def said(role: str, content: str, **others: object) -> dict[str, object]:
-    """A message."""
     return {"role": role, "content": content, **others}

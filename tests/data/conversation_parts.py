@@ -46,16 +46,11 @@ def answer(draw: random.Random, numbers: Iterator[int], *, calls: bool) -> dict[
         message["content"] = draw.choice([None, "", message["content"]])
         arguments = {name: value(draw, numbers) for name in draw.sample(WORDS, draw.randint(1, 3))}
         message["tool_calls"] = [
-            {
-                "id": "abcdefghi",
-                "type": "function",
-                "function": {
-                    "name": f"{draw.choice(WORDS)}_{next(numbers)}",
-                    "arguments": draw.choice([arguments, json.dumps(arguments)]),
-                },
-            }
+            {"id": "abcdefghi", "type": "function", "function": {
+                "name": f"{draw.choice(WORDS)}_{next(numbers)}",
+                "arguments": draw.choice([arguments, json.dumps(arguments)])}}
             for _ in range(draw.randint(1, 2))
-        ]
+        ]  # fmt: skip
     return message
 
 
