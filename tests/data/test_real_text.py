@@ -19,11 +19,13 @@ from megarlhf.observe.report.page import report_page
 from megarlhf.observe.report.recorded_run import RecordedRun
 from megarlhf.rollout.rewards.score import response_texts
 from tests.chat_model import write_chat_tokenizer
+from tests.data.chat_styles import said
 from tests.data.in_memory import build_sft, load_records
 from tests.refuses import refuses
 from tests.tables import make_rollouts
 
 LIMITS = {"max_prompt_tokens": 100, "max_response_tokens": 100}
+ASKED = [said("user", "Hi")]
 START, END = 1, 2
 
 
@@ -39,12 +41,8 @@ def tokenizer(directory):
     return load_tokenizer(directory)
 
 
-def asked(content="Hi"):
-    return [{"role": "user", "content": content}]
-
-
-def talk(answer, question="Hi"):
-    return {"messages": [*asked(question), {"role": "assistant", "content": answer}]}
+def talk(answer):
+    return {"messages": [*ASKED, said("assistant", answer)]}
 
 
 ANSWERS = {
@@ -58,7 +56,7 @@ ANSWERS = {
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
 def test_what_is_asked_is_what_is_learnt_behind(directory, tokenizer, answer):
     """The prompt's ids as `rl` asks with them, then the answer's, then the end of the turn; and back to the text."""
-    prompt = PromptEncoder(tokenizer=directory, max_prompt_tokens=100).open()(0, {"messages": asked()})
+    prompt = PromptEncoder(tokenizer=directory, max_prompt_tokens=100).open()(0, {"messages": ASKED})
     sample = SFTEncoder(tokenizer=directory, **LIMITS).open()(0, talk(answer))
     assert prompt.text.endswith("<|im_end|>\n<|im_start|>assistant\n")
     assert sample.tokens[: sample.prompt_length] == prompt.tokens
@@ -66,7 +64,7 @@ def test_what_is_asked_is_what_is_learnt_behind(directory, tokenizer, answer):
     assert response[-1] == END == tokenizer.eos_id
     assert response.count(END) == 1
     assert tokenizer.decode(response, continuation=True) == answer
-    pair = PairEncoder(tokenizer=directory, **LIMITS).open()(0, {"prompt": asked(), "chosen": answer, "rejected": "No"})
+    pair = PairEncoder(tokenizer=directory, **LIMITS).open()(0, {"prompt": ASKED, "chosen": answer, "rejected": "No"})
     assert (pair.prompt_tokens, pair.chosen_tokens) == (prompt.tokens, response)
 
 
@@ -122,8 +120,7 @@ def test_tables_and_pages_hold_any_text(tmp_path):
 def test_a_cut_text_is_read_by_another_tokenizer_without_an_end(tokenizer):
     """As a reward model with a tokenizer of its own reads it."""
     write = Retokenizer(tokenizer, max_tokens=100)
-    prompt, messages = "asked", asked()
-    whole = write(prompt, messages, "No", finished=True).tokens
-    assert write(prompt, messages, "No", finished=False).tokens == whole[:-1]
+    whole = write("asked", ASKED, "No", finished=True).tokens
+    assert write("asked", ASKED, "No", finished=False).tokens == whole[:-1]
     assert whole[-1] == END
-    assert write(prompt, messages, "", finished=True).tokens[-2:] == [*tokenizer.encode("\n")[-1:], END]
+    assert write("asked", ASKED, "", finished=True).tokens[-2:] == [*tokenizer.encode("\n")[-1:], END]
