@@ -12,7 +12,6 @@ from megarlhf.config import SourceConfig
 from megarlhf.data.samples.encoders import PairEncoder, PromptEncoder, SFTEncoder
 from megarlhf.data.sources.adapters import nemo_rl
 from megarlhf.data.sources.unread_columns import counted
-from tests.data.chat_styles import CHATML, chat_tokenizer
 from tests.data.in_memory import load_records
 from tests.refuses import refuses
 
@@ -29,11 +28,6 @@ VERL = {
     "reward_model": {"style": "rule", "ground_truth": "85"},
     "extra_info": {"split": "train", "index": 0, "answer": "37+48=85", "question": "37+48?"},
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def chatml(tmp_path_factory):
-    return chat_tokenizer(tmp_path_factory.mktemp("chatml"), CHATML)
 
 
 def read(tmp_path, row, **source):
