@@ -16,6 +16,7 @@ from megarlhf.trainers.supervised.rm import RewardModelling
 from megarlhf.trainers.supervised.sft import SupervisedFineTuning
 from tests.data.strangers import ROWS, STRANGERS, lines, written
 from tests.planning.configs import MODEL
+from tests.refuses import missing_names
 from tools.demo.make_data import train_tokenizer
 
 RUN = {"num_steps": 2, "mini_batch_samples": 8, "micro_batch_samples": 2}
@@ -32,23 +33,16 @@ def model(tmp_path_factory):
 def samples_of(model, folder, train, **data):
     """Of each of the three commands, and what they say of the data."""
     role = {"model": {"path": str(model), "random_init": True}}
-    tree = {
-        "run": {"dir": str(folder / "run")},
-        "data": {"train": train, "max_prompt_tokens": 32, **data},
-        "train": RUN,
-    }
+    data = {"train": train, "max_prompt_tokens": 32, **data}
+    tree = {"run": {"dir": str(folder / "run")}, "data": data, "train": RUN}
+    of_rl = {
+        "rewards": [{"kind": "rule", "rule": "exact_match"}], "algo": {"advantage": "group_relative"},
+        "rollout": {"engine": "megatron", "num_samples_per_prompt": 2, "max_response_tokens": 8},
+        "train": {**RUN, "prompts_per_step": 4},
+    }  # fmt: skip
     sft = SFTConfig.model_validate({**tree, "actor": role})
     rm = RMConfig.model_validate({**tree, "reward_model": role})
-    rl = RLConfig.model_validate(
-        {
-            **tree,
-            "actor": role,
-            "rewards": [{"kind": "rule", "rule": "exact_match"}],
-            "rollout": {"engine": "megatron", "num_samples_per_prompt": 2, "max_response_tokens": 8},
-            "algo": {"advantage": "group_relative"},
-            "train": {**RUN, "prompts_per_step": 4},
-        }
-    )
+    rl = RLConfig.model_validate({**tree, "actor": role, **of_rl})
     for command, cfg in (("sft", sft), ("rm", rm), ("rl", rl)):
         preflight(command, cfg, 1)
     prompts = load_prompts(rl.data, model, rl.rewards)
@@ -103,9 +97,8 @@ def test_a_response_that_is_too_long_is_dropped_or_cut(model, tmp_path):
     whole, _, _ = loaded(max_response_tokens=20)
     dropped, _, said = loaded()
     cut, _, said_cut = loaded(over_long="cut")
-    words = "skipped 8 of 24 records (prompt longer than 16 tokens: 8)"
-    assert said[0].endswith("(prompt longer than 16 tokens: 8, response longer than 4 tokens: 8), 67 % of them")
-    assert said_cut[0].endswith(f"{words}, 33 % of them; response cut at 4 tokens: 8")
+    assert not missing_names(said[0], "longer than 16 tokens: 8", "longer than 4 tokens: 8", "67 %")
+    assert not missing_names(said_cut[0], "8 of 24 records", "longer than 16 tokens: 8", "33 %", "cut at 4 tokens: 8")
     assert (len(whole), len(dropped), len(cut)) == (16, 8, 16)
     long, short = whole[0], whole[1]
     assert cut[1] == dropped[0] == short
