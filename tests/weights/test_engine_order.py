@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.layout import MeshLayout, engine_order
 from megarlhf.weights.plan.traffic import formula, least_receive, model_elements
+from tests.refuses import refuses
 from tests.weights.cases import tiny
 from tests.weights.transfers import Transfer, transfer, with_order
 
@@ -41,7 +42,7 @@ def test_an_engine_over_two_nodes_keeps_tensor_parallel_groups_in_one():
 
 
 def test_ranks_that_form_no_engines():
-    with pytest.raises(ValueError, match=r"12 ranks do not divide into engines of 8 ranks; choose"):
+    with refuses("12 ranks", "engines of 8 ranks"):
         engine_order(MeshLayout(tp=4, dp=3), 8, 8)
 
 

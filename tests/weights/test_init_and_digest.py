@@ -12,6 +12,7 @@ from megarlhf.weights.checks.digest import compare, digest_boxes, replica_counts
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport import random_init
 from megarlhf.weights.transport.random_init import fill_random
+from tests.refuses import refuses
 from tests.weights.cases import copy_in_memory, empty, megatron_ranks, tiny, vllm_ranks
 
 BF16 = torch.bfloat16
@@ -57,8 +58,7 @@ def test_random_weights_have_the_stated_distributions():
     layer = "model.layers.1."
     for name, std in (
         ("model.embed_tokens.weight", 0.02), (layer + "self_attn.q_proj.weight", 0.02),
-        (layer + "mlp.up_proj.weight", 0.02),
-        (layer + "self_attn.o_proj.weight", 0.02 / math.sqrt(6)),
+        (layer + "mlp.up_proj.weight", 0.02), (layer + "self_attn.o_proj.weight", 0.02 / math.sqrt(6)),
         (layer + "mlp.down_proj.weight", 0.02 / math.sqrt(6)),
     ):  # fmt: skip
         assert live[name].std().item() == pytest.approx(std, rel=0.02), name
@@ -197,7 +197,7 @@ def test_how_often_ranks_hold_the_model():
         assert times["model.norm.weight"] == tp * engines
         assert times["model.layers.0.self_attn.k_proj.weight"] == engines * max(1, tp // 2)
         assert times["model.layers.0.mlp.down_proj.weight"] == engines
-    with pytest.raises(ValueError, match=r"ranks hold .* expected every element equally often"):
+    with refuses("ranks hold", "equally often"):
         replica_counts(vllm_ranks(arch, 2, 2)[:3])
 
 
