@@ -25,6 +25,7 @@ from megarlhf.weights.checkpoint.formats.mp_rank.write import preallocate_mp_ran
 from megarlhf.weights.checkpoint.formats.torch_file.archive import check_crc, seal
 from megarlhf.weights.transport.extent import MappedFiles
 from megarlhf.weights.transport.storages import view
+from tests.refuses import refuses
 from tests.weights.cases import fill_from_logical, random_logical
 from tests.weights.families import CONFIGS, architecture
 
@@ -59,18 +60,10 @@ def state_dicts(
 
 def junk(arch: Architecture, layout: MegatronLayout) -> dict[str, Any]:
     """What else Megatron-LM keeps in a file."""
-    args = Namespace(
-        **args_of(arch, layout, torch.bfloat16),
-        rank=3,
-        save="/somewhere",
-        lr=1e-4,
-        data_path=["1.0", "text"],
-        activation=torch.nn.functional.gelu,
-        timeout=None,
-    )
-    moments = {
-        i: {"step": torch.tensor(3.0), "exp_avg": torch.randn(7), "exp_avg_sq": torch.randn(7)} for i in range(3)
-    }
+    more = {"rank": 3, "save": "/somewhere", "lr": 1e-4, "data_path": ["1.0", "text"], "timeout": None}
+    args = Namespace(**args_of(arch, layout, torch.bfloat16), **more, activation=torch.nn.functional.gelu)
+    steps = {"step": torch.tensor(3.0), "exp_avg": torch.randn(7), "exp_avg_sq": torch.randn(7)}
+    moments = dict.fromkeys(range(3), steps)
     rng = {
         "random_rng_state": random.getstate(), "np_rng_state": np.random.get_state(),
         "torch_rng_state": torch.get_rng_state(),
@@ -86,12 +79,9 @@ def junk(arch: Architecture, layout: MegatronLayout) -> dict[str, Any]:
 
 
 def save_tree(
-    root: Path,
-    arch: Architecture,
-    layout: MegatronLayout,
-    ranks: dict[ModelRank, dict[str, torch.Tensor]],
-    **changes: Any,
-) -> Path:
+    root: Path, arch: Architecture, layout: MegatronLayout, ranks: dict[ModelRank, dict[str, torch.Tensor]],
+    **changes: Any
+) -> Path:  # fmt: skip
     """Writes the files with torch.save; returns iteration 123's directory."""
     folder = root / "iter_0000123"
     for at, storages in ranks.items():
@@ -180,10 +170,10 @@ def test_directory_forms(tmp_path):
         (folder / (path.parent.name + "_000") / "optim.pt").write_bytes(b"")
     assert same_tensors(read_mp_rank(folder), ranks) == sum(map(len, ranks.values()))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("77")
-    with pytest.raises(ValueError, match=r"names .*iter_0000077, which does not exist"):
+    with refuses("iter_0000077", "does not exist"):
         read_mp_rank(tmp_path)
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(ValueError, match="has no mp_rank_"):
+    with refuses(str(tmp_path / "nothing"), "mp_rank_"):
         read_mp_rank(tmp_path / "nothing")
 
 
@@ -303,11 +293,11 @@ def test_missing_versions(tmp_path):
     torch.save({**content, "model": old_names(content["model"]), "checkpoint_version": 0}, path)
     assert read_mp_rank(tmp_path).parts == oldest
     torch.save({**content, "checkpoint_version": 4.0}, path)
-    with pytest.raises(ValueError, match=r"checkpoint_version 4\.0, expected 0, 1\.0, 2\.0 or 3\.0"):
+    with refuses("checkpoint_version 4.0", "0, 1.0, 2.0 or 3.0"):
         read_mp_rank(tmp_path)
     grouped = architecture("llama")
     save_tree(tmp_path / "g", grouped, layout, state_dicts(grouped, layout), checkpoint_version=1.0)
-    with pytest.raises(ValueError, match=r"checkpoint_version 1\.0, .* the model has 2 for 4"):
+    with refuses("checkpoint_version 1.0", "2 for 4"):
         read_mp_rank(tmp_path / "g")
 
 
@@ -323,15 +313,12 @@ def test_every_wrong_tensor_is_listed(tmp_path):
     second["decoder.final_layernorm.weight"] = torch.ones(65)
     second["output_layer.weight"] = second["output_layer.weight"].t().contiguous().t()
     save_tree(tmp_path, arch, layout, ranks)
-    with pytest.raises(ValueError, match="in 4 tensors") as caught:
+    with refuses(
+        "4 tensors", "mp_rank_00_000: decoder.layers.1.mlp.linear_fc2.weight is missing",
+        "mp_rank_00_001: decoder.layers.0.surprise", "mp_rank_00_001: decoder.final_layernorm.weight", "(65,)", "(64,)",
+        "mp_rank_00_001: output_layer.weight", "strides (1, 128)",
+    ):  # fmt: skip
         read_mp_rank(tmp_path)
-    for words in (
-        "mp_rank_00_000: decoder.layers.1.mlp.linear_fc2.weight is missing",
-        "mp_rank_00_001: decoder.layers.0.surprise is not part of the model",
-        "mp_rank_00_001: decoder.final_layernorm.weight has shape (65,), expected (64,)",
-        "mp_rank_00_001: output_layer.weight is stored with strides (1, 128)",
-    ):
-        assert words in str(caught.value)
 
 
 def test_missing_files_and_mixed_runs(tmp_path):
@@ -339,35 +326,34 @@ def test_missing_files_and_mixed_runs(tmp_path):
     layout = layout_of(arch, tp=2, pp=2)
     folder = save_tree(tmp_path, arch, layout, state_dicts(arch, layout))
     shutil.move(folder / "mp_rank_01_001", tmp_path / "kept")
-    with pytest.raises(ValueError, match=r"lacks 1 of 4 files .*: mp_rank_01_001; copy"):
+    with refuses("1 of 4 files", "mp_rank_01_001", "copy"):
         read_mp_rank(tmp_path)
     (folder / "mp_rank_01_001").mkdir()
-    with pytest.raises(ValueError, match=r"no model_optim_rng\.pt in mp_rank_01_001"):
+    with refuses("no model_optim_rng.pt", "mp_rank_01_001"):
         read_mp_rank(tmp_path)
     (folder / "mp_rank_01_001").rmdir()
     shutil.copytree(tmp_path / "kept", folder / "mp_rank_01")
-    with pytest.raises(ValueError, match="mixes mp_rank_TT"):
+    with refuses("mixes", "mp_rank_TT"):
         read_mp_rank(tmp_path)
     shutil.rmtree(folder / "mp_rank_01")
     shutil.move(tmp_path / "kept", folder / "mp_rank_01_001")
     shutil.copytree(folder / "mp_rank_00_001", folder / "mp_rank_00_002")
     shutil.copytree(folder / "mp_rank_01_001", folder / "mp_rank_01_002")
-    with pytest.raises(ValueError, match="pipeline size 3, args say 2"):
+    with refuses("pipeline size 3", "args say 2"):
         read_mp_rank(tmp_path)
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"padded_vocab_size": 384}, "256 on 2 tensor ranks, and its args state padded_vocab_size = 384"),
-    ({"virtual_pipeline_model_parallel_size": 2}, "holds 1 model chunks"),
-    ({"num_layers": 5}, "has 4 layers, expected 5"),
+@pytest.mark.parametrize("changes, names", [
+    ({"padded_vocab_size": 384}, "256|2 tensor ranks|padded_vocab_size = 384"),
+    ({"virtual_pipeline_model_parallel_size": 2}, "1 model chunks"), ({"num_layers": 5}, "4 layers|expected 5"),
 ])  # fmt: skip
-def test_args_that_contradict_the_files(changes, message, tmp_path):
+def test_args_that_contradict_the_files(changes, names, tmp_path):
     arch = architecture("llama")
     layout = layout_of(arch, tp=2)
     args = junk(arch, layout)["args"]
     del args.megarlhf_architecture
     save_tree(tmp_path, arch, layout, state_dicts(arch, layout), args=Namespace(**{**vars(args), **changes}))
-    with pytest.raises(ValueError, match=message):
+    with refuses(*names.split("|")):
         read_mp_rank(tmp_path)
 
 
@@ -375,12 +361,10 @@ def test_other_files_of_torch_are_refused(tmp_path):
     arch = architecture("llama")
     layout = layout_of(arch)
     path = save_tree(tmp_path, arch, layout, state_dicts(arch, layout)) / "mp_rank_00" / "model_optim_rng.pt"
-    torch.save([1], path)
-    with pytest.raises(ValueError, match="holds a list, expected Megatron's dict"):
-        read_mp_rank(tmp_path)
-    torch.save({"state_dict": {}}, path)
-    with pytest.raises(ValueError, match=r"no 'model' or 'model0' among its keys \(state_dict\)"):
-        read_mp_rank(tmp_path)
-    torch.save({"model": {"w": torch.ones(1)}}, path)
-    with pytest.raises(ValueError, match=r"has no embedding\.word_embeddings\.weight"):
-        read_mp_rank(tmp_path)
+    for content, names in (
+        ([1], "a list|Megatron's dict"), ({"state_dict": {}}, "'model'|'model0'|state_dict"),
+        ({"model": {"w": torch.ones(1)}}, "no embedding.word_embeddings.weight"),
+    ):  # fmt: skip
+        torch.save(content, path)
+        with refuses(*names.split("|")):
+            read_mp_rank(tmp_path)

@@ -38,9 +38,8 @@ def check(case: Transfer, node_of) -> int:
         holding = Masks(case.arch, [part for part in case.sources if node_of[part.rank] == node])
         wanting = Masks(case.arch, [part for part in case.destinations if node_of[part.rank] == node])
         assert came_in[node] == least[node] == holding.lacking(wanting)
-    whole = sum(
-        received_by_node(traffic_between_nodes(make_plan(case.sources, case.destinations), node_of), max(node_of) + 1)
-    )
+    direct = traffic_between_nodes(make_plan(case.sources, case.destinations), node_of)
+    whole = sum(received_by_node(direct, max(node_of) + 1))
     assert sum(came_in) <= whole
     return sum(came_in)
 
