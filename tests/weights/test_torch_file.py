@@ -18,7 +18,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from megarlhf.weights.checkpoint.formats.torch_file.archive import (
@@ -29,6 +28,7 @@ from megarlhf.weights.checkpoint.formats.torch_file.archive import (
     write_skeleton,
 )
 from megarlhf.weights.transport.extent import Extent, MappedFiles
+from tests.refuses import refuses
 
 
 def same(read: Any, saved: Any) -> int:
@@ -54,23 +54,13 @@ def tensors() -> OrderedDict[str, Any]:
     base = torch.arange(60, dtype=torch.float32).view(5, 12)
     buffer = torch.arange(1000, dtype=torch.bfloat16)
     named = OrderedDict(
-        whole=base,
-        tied=base,
-        transposed=base.t(),
-        rows=base[1:3],
-        columns=base[:, 4:7],
-        parameter=torch.nn.Parameter(torch.randn(3, 4)),
-        in_buffer=buffer[100:130].view(5, 6),
-        also_in_buffer=buffer[130:131],
-        expanded=torch.ones(3, 1).expand(3, 4),
-        scalar=torch.tensor(1.5, dtype=torch.float64),
-        empty=torch.empty(0, 7),
-        mask=torch.tensor([True, False]),
-        bytes=torch.arange(9, dtype=torch.uint8),
-        wide=torch.tensor([1 << 40]),
-        half=torch.randn(3).half(),
+        whole=base, tied=base, transposed=base.t(), rows=base[1:3], columns=base[:, 4:7],
+        parameter=torch.nn.Parameter(torch.randn(3, 4)), in_buffer=buffer[100:130].view(5, 6),
+        also_in_buffer=buffer[130:131], expanded=torch.ones(3, 1).expand(3, 4), empty=torch.empty(0, 7),
+        scalar=torch.tensor(1.5, dtype=torch.float64), mask=torch.tensor([True, False]), half=torch.randn(3).half(),
+        bytes=torch.arange(9, dtype=torch.uint8), wide=torch.tensor([1 << 40]),
         unsigned=torch.tensor([1, 65535], dtype=torch.uint16),
-    )
+    )  # fmt: skip
     named.update({f"layer.{i}": torch.full((2, i + 1), float(i)) for i in range(4)})
     named._metadata = OrderedDict(version=1)
     return named
@@ -111,9 +101,9 @@ def test_several_archives_in_one_file(tmp_path):
     for part, (start, length) in zip(parts, where, strict=True):
         assert same(read_torch_file(path, offset=start, length=length), part) >= 1
         assert check_crc(path, offset=start, length=length) == []
-    with pytest.raises(ValueError, match=r"x\.distcp is truncated or damaged"):
+    with refuses("x.distcp", "truncated or damaged"):
         read_torch_file(path, offset=where[0][0], length=where[0][1] - 1)
-    with pytest.raises(ValueError, match="expected"):
+    with refuses("x.distcp", "expected"):
         read_torch_file(path, offset=where[-1][0], length=where[-1][1] + 1)
 
 
@@ -149,21 +139,21 @@ def test_what_megatron_pickles_beside_tensors(tmp_path):
 def test_formats_that_are_not_read(tmp_path):
     old, other, big = tmp_path / "old.pt", tmp_path / "other.pt", tmp_path / "big.pt"
     torch.save({"w": torch.ones(2)}, old, _use_new_zipfile_serialization=False)
-    with pytest.raises(ValueError, match=r"old\.pt is a pickle, expected the zip format .* torch\.save"):
+    with refuses("old.pt", "a pickle", "torch.save"):
         read_torch_file(old)
     other.write_bytes(b"not a checkpoint" * 10)
-    with pytest.raises(ValueError, match=r"other\.pt .* starts with b'not '"):
+    with refuses("other.pt", "b'not '"):
         read_torch_file(other)
-    with pytest.raises(ValueError, match=r"gone\.pt cannot be read"):
+    with refuses("gone.pt", "cannot be read"):
         read_torch_file(tmp_path / "gone.pt")
     with zipfile.ZipFile(big, "w") as archive:
         archive.writestr("big/data.pkl", pickle.dumps({}))
         archive.writestr("big/byteorder", "big")
-    with pytest.raises(ValueError, match=r"big\.pt .* byte order 'big', expected 'little'"):
+    with refuses("big.pt", "byte order 'big'", "'little'"):
         read_torch_file(big)
     with zipfile.ZipFile(other, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x/data.pkl", pickle.dumps({"a": "b" * 1000}))
-    with pytest.raises(ValueError, match="compressed"):
+    with refuses("other.pt", "compressed"):
         read_torch_file(other)
 
 
@@ -175,7 +165,7 @@ def test_damage_is_found_or_harmless(tmp_path):
     sound = read_torch_file(path)
     for end in range(0, len(raw), len(raw) // 20):
         broken.write_bytes(raw[:end])
-        with pytest.raises(ValueError, match=r"broken\.pt"):
+        with refuses("broken.pt"):
             read_torch_file(broken)
     refused = kept = unsound = 0
     draw = random.Random(0)
@@ -209,7 +199,7 @@ def test_a_flipped_byte_of_a_tensor_is_found_by_crc(tmp_path):
     raw = bytearray(path.read_bytes())
     raw[read_torch_file(path)["b"].offset] ^= 1
     path.write_bytes(raw)
-    with pytest.raises(ValueError, match=r"x\.pt has 1 damaged records \(CRC-32\): x/data/1;"):
+    with refuses("x.pt", "1 damaged records", "CRC-32", "x/data/1"):
         check_crc(path)
 
 
@@ -296,5 +286,5 @@ def test_a_spec_that_stands_twice_is_one_storage_and_tensors_are_refused(tmp_pat
     extents, _ = write_skeleton(tmp_path / "x.pt", {"a": spec, "b": spec, "c": TensorSpec((2,), torch.float32)})
     assert extents["a"] == extents["b"]
     assert extents["c"].offset != extents["a"].offset
-    with pytest.raises(ValueError, match=r"got a tensor of shape \(3,\)"):
+    with refuses("shape (3,)"):
         write_skeleton(tmp_path / "y.pt", [torch.ones(3)])
