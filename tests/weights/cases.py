@@ -60,35 +60,18 @@ def random_logical(arch: Architecture, head: str = "lm") -> dict[str, torch.Tens
 
 
 def megatron_ranks(
-    arch: Architecture,
-    tp: int,
-    stages: Sequence[Sequence[int]],
-    dp: int = 1,
-    *,
-    head: str = "lm",
-    spec: str = "local",
-    padded_vocab: int | None = None,
-) -> list[RankPlacements]:
+    arch: Architecture, tp: int, stages: Sequence[Sequence[int]], dp: int = 1, *, head: str = "lm", spec: str = "local",
+    padded_vocab: int | None = None
+) -> list[RankPlacements]:  # fmt: skip
     """Ranks in Megatron's order: tp fastest, then dp, then pp."""
     padded = padded_vocab or padded_vocab_size(arch.vocab_size, tp)
     ranks = []
     for stage, layers in enumerate(stages):
         for replica in range(dp):
             for tp_rank in range(tp):
-                ranks.append(
-                    megatron_placements(
-                        arch,
-                        tp=tp,
-                        tp_rank=tp_rank,
-                        layers=layers,
-                        first_stage=stage == 0,
-                        last_stage=stage == len(stages) - 1,
-                        padded_vocab=padded,
-                        rank=(stage * dp + replica) * tp + tp_rank,
-                        head=head,
-                        spec=spec,
-                    )
-                )
+                place = {"first_stage": stage == 0, "last_stage": stage == len(stages) - 1, "padded_vocab": padded}
+                place |= {"rank": (stage * dp + replica) * tp + tp_rank, "head": head, "spec": spec}
+                ranks.append(megatron_placements(arch, tp=tp, tp_rank=tp_rank, layers=layers, **place))
     return ranks
 
 

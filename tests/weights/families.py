@@ -37,29 +37,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {**_SMALL, "head_dim": 32}),
     "qwen3_biases": ("Qwen3Config", {**_SMALL, "head_dim": 32, "attention_bias": True}),
     "qwen3_tied": ("Qwen3Config", {**_SMALL, "head_dim": 32, "tie_word_embeddings": True}),
-    "gpt2": (
-        "GPT2Config",
-        {
-            "n_layer": 4,
-            "n_embd": 64,
-            "n_head": 4,
-            "n_positions": 48,
-            "vocab_size": 100,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
-    ),
-    "opt": (
-        "OPTConfig",
-        {
-            "num_hidden_layers": 4,
-            "hidden_size": 64,
-            "num_attention_heads": 4,
-            "ffn_dim": 96,
-            "max_position_embeddings": 48,
-            "vocab_size": 100,
-        },
-    ),
+    "gpt2": ("GPT2Config", {
+        "n_layer": 4, "n_embd": 64, "n_head": 4, "n_positions": 48, "vocab_size": 100, "bos_token_id": 1,
+        "eos_token_id": 2}),
+    "opt": ("OPTConfig", {
+        "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "ffn_dim": 96,
+        "max_position_embeddings": 48, "vocab_size": 100}),
     "mixtral": ("MixtralConfig", {**_SMALL, **_EXPERTS, "num_local_experts": 4}),
     "qwen3_moe": (
         "Qwen3MoeConfig",
@@ -70,7 +53,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3Config",
         {**_SMALL, "rope_parameters": _LONGROPE, "original_max_position_embeddings": 24, "pad_token_id": 0},
     ),
-}
+}  # fmt: skip
 """Name -> (transformers' configuration class, its arguments)."""
 
 
