@@ -166,14 +166,9 @@ def rope_tensors(config: Any) -> Tensors:
 
 
 def add_byte_level(
-    writer: GGUFWriter,
-    tokenizer: Any,
-    pre: str,
-    *,
-    eos: str = "<|im_end|>",
-    template: str | None = CHATML,
-    pad_to: int = 0,
-) -> None:
+    writer: GGUFWriter, tokenizer: Any, pre: str, *, eos: str = "<|im_end|>", template: str | None = CHATML,
+    pad_to: int = 0
+) -> None:  # fmt: skip
     """A byte-level tokenizer of tokenizers, whose added tokens are its marks."""
     import json
 
@@ -195,14 +190,9 @@ def add_byte_level(
 
 
 def write_gguf(
-    path: Path,
-    model: Any,
-    tokenizer: Callable[[GGUFWriter], None],
-    *,
-    kind: str = "F32",
-    change: Callable[[Tensors], None] = lambda tensors: None,
-    metadata: Mapping[str, Any] | None = None,
-) -> Path:
+    path: Path, model: Any, tokenizer: Callable[[GGUFWriter], None], *, kind: str = "F32",
+    change: Callable[[Tensors], None] = lambda tensors: None, metadata: Mapping[str, Any] | None = None
+) -> Path:  # fmt: skip
     """`metadata`: further whole numbers and texts, or others in place of what would stand there."""
     config = model.config
     writer = GGUFWriter(path, ARCHITECTURES.get(config.model_type, config.model_type))

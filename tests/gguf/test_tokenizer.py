@@ -126,18 +126,10 @@ def test_a_sentencepiece_tokenizer(prefix, tmp_path, llama):
 
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=VOCAB,
-        hard_vocab_limit=False,
-        add_dummy_prefix=prefix,
-        byte_fallback=True,
-        remove_extra_whitespaces=False,
-        normalization_rule_name="identity",
-        user_defined_symbols=["<|im_end|>"],
-        minloglevel=2,
-    )
+        sentence_iterator=iter(CORPUS), model_writer=model, model_type="bpe", vocab_size=VOCAB, hard_vocab_limit=False,
+        add_dummy_prefix=prefix, byte_fallback=True, remove_extra_whitespaces=False, normalization_rule_name="identity",
+        user_defined_symbols=["<|im_end|>"], minloglevel=2,
+    )  # fmt: skip
     pieces = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
 
     def add(writer: GGUFWriter) -> None:

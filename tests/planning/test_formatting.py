@@ -72,13 +72,10 @@ def trained(tmp_path, run):
         model = described(tmp_path / name, template)
         cfg = run(command, base or model, train, **data)
         stated = Provenance(
-            command=command,
-            role="actor",
-            run="/runs/first",
-            step=1,
+            command=command, role="actor", run="/runs/first", step=1,
             base=Weights(path="/base", digest="0", dtype="bfloat16"),
             writing=writing_of_training(cfg, "reward_model" if command == "rm" else "actor"),
-        )
+        )  # fmt: skip
         assert Provenance.from_json(stated.to_json()) == stated
         (model / FILE).write_text(stated.to_json())
         return model

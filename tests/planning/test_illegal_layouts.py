@@ -142,43 +142,26 @@ def test_a_legal_start_comes_as_far_as_the_process_group(name: str, start: Calla
 
 
 UNREAD = {
-    "offload of a role that is not trained": (
-        "rl",
-        merged(read_only("reference"), {"reference": {"offload": {"optimizer": "stream", "gradients": False}}}),
-        {"reference.offload.optimizer", "reference.offload.gradients"},
-    ),
-    "recompute of a role that is not trained": (
-        "dpo",
-        merged(read_only("reference"), {"reference": {"recompute": "full", "kernels": {"save_mib": 1}}}),
-        {"reference.recompute", "reference.kernels.save_mib"},
-    ),
-    "weights that nobody makes room for": (
-        "sft",
-        {"actor": {"offload": {"parameters": True, "optimizer": True}}},
-        {"actor.offload.parameters"},
-    ),
-    "overlap without anything to sum": (
-        "rm",
-        {"reward_model": {"optim": {"overlap_grad_reduce": False, "overlap_param_gather": False}}},
-        {"reward_model.optim.overlap_grad_reduce", "reward_model.optim.overlap_param_gather"},
-    ),
-    "memory of another engine": (
-        "rl",
-        {"rollout": {"gpu_memory_utilization": 0.6, "max_engine_rebuilds": 1, "cpu_cache_gib": 2}},
-        {"rollout.gpu_memory_utilization", "rollout.max_engine_rebuilds", "rollout.cpu_cache_gib"},
-    ),
-    "memory of another device": (
-        "rl",
-        {"rollout": {**VLLM, "cpu_cache_gib": 2, "gpu_memory_utilization": 0.6}},
-        {"rollout.cpu_cache_gib"},
-    ),
-    "logits that are kept anyway": (
-        "sft",
-        {"actor": {"kernels": {"logprobs": "reference", "save_mib": 1}}},
-        {"actor.kernels.save_mib"},
-    ),
+    "offload of a role that is not trained": ("rl",
+     merged(read_only("reference"), {"reference": {"offload": {"optimizer": "stream", "gradients": False}}}),
+     {"reference.offload.optimizer", "reference.offload.gradients"}),
+    "recompute of a role that is not trained": ("dpo",
+     merged(read_only("reference"), {"reference": {"recompute": "full", "kernels": {"save_mib": 1}}}),
+     {"reference.recompute", "reference.kernels.save_mib"}),
+    "weights that nobody makes room for": ("sft", {"actor": {"offload": {"parameters": True, "optimizer": True}}},
+     {"actor.offload.parameters"}),
+    "overlap without anything to sum": ("rm",
+     {"reward_model": {"optim": {"overlap_grad_reduce": False, "overlap_param_gather": False}}},
+     {"reward_model.optim.overlap_grad_reduce", "reward_model.optim.overlap_param_gather"}),
+    "memory of another engine": ("rl",
+     {"rollout": {"gpu_memory_utilization": 0.6, "max_engine_rebuilds": 1, "cpu_cache_gib": 2}},
+     {"rollout.gpu_memory_utilization", "rollout.max_engine_rebuilds", "rollout.cpu_cache_gib"}),
+    "memory of another device": ("rl", {"rollout": {**VLLM, "cpu_cache_gib": 2, "gpu_memory_utilization": 0.6}},
+     {"rollout.cpu_cache_gib"}),
+    "logits that are kept anyway": ("sft", {"actor": {"kernels": {"logprobs": "reference", "save_mib": 1}}},
+     {"actor.kernels.save_mib"}),
     "a head beside random weights": ("rl", {"critic": {"model": {"fresh_head": True}}}, {"critic.model.fresh_head"}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", UNREAD)

@@ -86,35 +86,21 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
     ),
     "a trained name that is none": ("sft", ["actor.train_only=['model.layers.9.*']"], "train_only: 'model.layers.9.*'"),
     "everything frozen": ("sft", ["actor.freeze=['*']"], "freezes every tensor, and nothing would be trained"),
-    "a part of a parameter": (
-        "sft",
-        ["actor.freeze=[q_proj]"],
-        "k_proj.weight would be trained and model.layers.0.self_attn.q_proj.weight not, which are one parameter",
-    ),
+    "a part of a parameter": ("sft", ["actor.freeze=[q_proj]"],
+     "k_proj.weight would be trained and model.layers.0.self_attn.q_proj.weight not, which are one parameter"),
     "words in another order": ("sft", ["actor.optim.grad_clip=1"], "did you mean 'clip_grad'?"),
     "no adapter there": ("sft", ["actor.lora={path: nowhere}"], "lora.path = nowhere has no adapter_config.json"),
-    "an adapter of a random model": (
-        "sft",
-        ["actor.lora={export: adapter}", "actor.model.random_init=true"],
-        "export merged",
-    ),
+    "an adapter of a random model": ("sft", ["actor.lora={export: adapter}", "actor.model.random_init=true"],
+     "export merged"),
     "vLLM's adapter without one": ("rl", ["rollout.lora=adapter"], "the actor has no adapter: give actor.lora"),
-    "vLLM's adapter without vLLM": (
-        "rl",
-        ["rollout.lora=adapter", "actor.lora={}"],
-        "is for the engine vllm, and rollout.engine = megatron",
-    ),
-    "an adapter too large for vLLM": (
-        "rl",
-        ["rollout.lora=adapter", "rollout.engine=vllm", "actor.lora={rank: 1024}"],
-        "rank 512",
-    ),
-    "a reference that moves half way": (
-        "rl",
-        ["actor.lora={}", "algo.kl.coef=0.1", "reference_update={every: 1, mixup: 0.5}"],
-        "would mix A and B of two adapters each by itself",
-    ),
-}
+    "vLLM's adapter without vLLM": ("rl", ["rollout.lora=adapter", "actor.lora={}"],
+     "is for the engine vllm, and rollout.engine = megatron"),
+    "an adapter too large for vLLM": ("rl", ["rollout.lora=adapter", "rollout.engine=vllm", "actor.lora={rank: 1024}"],
+     "rank 512"),
+    "a reference that moves half way": ("rl",
+     ["actor.lora={}", "algo.kl.coef=0.1", "reference_update={every: 1, mixup: 0.5}"],
+     "would mix A and B of two adapters each by itself"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MISTAKES)
@@ -167,20 +153,14 @@ WRONG: dict[str, tuple[Callable[[Path, Path], Path], str, str]] = {
     "another rank": (lambda a, to: stated(a, to), "{path: PATH, rank: 8}", "rank = 8, and the adapter at"),
     "another alpha": (lambda a, to: stated(a, to), "{path: PATH, alpha: 1}", "alpha = 1.0, and the adapter at"),
     "other targets": (lambda a, to: stated(a, to), "{path: PATH, targets: [q_proj]}", "are not the linear layers that"),
-    "not LoRA": (
-        lambda a, to: stated(a, to, peft_type="IA3"),
-        "{path: PATH}",
-        "has peft_type 'IA3'; LORA is supported",
-    ),
+    "not LoRA": (lambda a, to: stated(a, to, peft_type="IA3"), "{path: PATH}",
+     "has peft_type 'IA3'; LORA is supported"),
     "DoRA": (lambda a, to: stated(a, to, use_dora=True), "{path: PATH}", "has use_dora = True"),
     "several ranks": (lambda a, to: stated(a, to, rank_pattern={"q_proj": 2}), "{path: PATH}", "has rank_pattern"),
     "with biases": (lambda a, to: stated(a, to, bias="all"), "{path: PATH}", "has bias = 'all'"),
     "no rank": (lambda a, to: stated(a, to, r=None), "{path: PATH}", "has r = None"),
-    "a damaged config": (
-        lambda a, to: (stated(a, to), (to / "adapter_config.json").write_text("{"))[0],
-        "{path: PATH}",
-        "is damaged",
-    ),
+    "a damaged config": (lambda a, to: (stated(a, to), (to / "adapter_config.json").write_text("{"))[0], "{path: PATH}",
+     "is damaged"),
     "truncated": (
         lambda a, to: (
             stated(a, to),
@@ -189,21 +169,12 @@ WRONG: dict[str, tuple[Callable[[Path, Path], Path], str, str]] = {
         "{path: PATH}",
         "it is truncated: copy it again",
     ),
-    "no weights": (
-        lambda a, to: (stated(a, to), (to / "adapter_model.safetensors").unlink())[0],
-        "{path: PATH}",
-        "has no adapter_model.safetensors",
-    ),
-    "a tensor less": (
-        lambda a, to: with_tensors(a, to, lambda t: t.pop(FIRST.replace("_A", "_B"))),
-        "{path: PATH}",
-        "q_proj.lora_B.weight is missing",
-    ),
-    "of a wider model": (
-        lambda a, to: with_tensors(a, to, lambda t: t.update({FIRST: t[FIRST].repeat(1, 2)})),
-        "{path: PATH}",
-        "q_proj.lora_A.weight has shape (4, 128), expected (4, 64). Is it an adapter of another base",
-    ),
+    "no weights": (lambda a, to: (stated(a, to), (to / "adapter_model.safetensors").unlink())[0], "{path: PATH}",
+     "has no adapter_model.safetensors"),
+    "a tensor less": (lambda a, to: with_tensors(a, to, lambda t: t.pop(FIRST.replace("_A", "_B"))), "{path: PATH}",
+     "q_proj.lora_B.weight is missing"),
+    "of a wider model": (lambda a, to: with_tensors(a, to, lambda t: t.update({FIRST: t[FIRST].repeat(1, 2)})),
+     "{path: PATH}", "q_proj.lora_A.weight has shape (4, 128), expected (4, 64). Is it an adapter of another base"),
     "of other layers": (
         lambda a, to: with_tensors(
             a, to, lambda t: t.update({FIRST.replace("layers.0", "layers.9"): t[FIRST].clone()})
@@ -211,7 +182,7 @@ WRONG: dict[str, tuple[Callable[[Path, Path], Path], str, str]] = {
         "{path: PATH}",
         "belong to no linear layer of this model, such as model.layers.9.self_attn.q_proj.lora_A.weight",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG)

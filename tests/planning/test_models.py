@@ -86,13 +86,9 @@ def sentence_pieces(**options):
     """Of letters, digits and white space, in SentencePiece's own defaults but for `options`."""
     content = io.BytesIO()
     SentencePieceTrainer.train(
-        sentence_iterator=iter(["Ab 12 Ef", "A b 1 2 E f"] * 20),
-        model_writer=content,
-        model_type="char",
-        vocab_size=20,
-        hard_vocab_limit=False,
-        **{"minloglevel": 2, "user_defined_symbols": ["\n", "\t"], **options},
-    )
+        sentence_iterator=iter(["Ab 12 Ef", "A b 1 2 E f"] * 20), model_writer=content, model_type="char",
+        vocab_size=20, hard_vocab_limit=False, **{"minloglevel": 2, "user_defined_symbols": ["\n", "\t"], **options},
+    )  # fmt: skip
     return content.getvalue()
 
 

@@ -139,13 +139,9 @@ def sentence_pieces():
     buffer = io.BytesIO()
     options = {"model_type": "bpe", "byte_fallback": True, "vocab_size": 340, "hard_vocab_limit": False}
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS),
-        model_writer=buffer,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        minloglevel=2,
-        **options,
-    )
+        sentence_iterator=iter(CORPUS), model_writer=buffer, normalization_rule_name="identity",
+        remove_extra_whitespaces=False, minloglevel=2, **options,
+    )  # fmt: skip
     proto = sentencepiece_model_pb2.ModelProto.FromString(buffer.getvalue())
     spaces = proto.pieces.add()
     spaces.piece, spaces.score, spaces.type = "▁▁", -1e9, proto.SentencePiece.NORMAL
@@ -224,13 +220,9 @@ def test_vocab_and_merges_are_read_as_transformers_does_with_the_settings_beside
     end = {"content": "<|im_end|>", "special": True}
     size = 3 + len(byte_level().get_vocab())
     directory = write(
-        *(tmp_path, None, "opt"),
-        **settings,
-        unk_token="</s>",
-        pad_token="<pad>",
-        chat_template=TEMPLATE,
+        *(tmp_path, None, "opt"), **settings, unk_token="</s>", pad_token="<pad>", chat_template=TEMPLATE,
         added_tokens_decoder={str(size): end},
-    )
+    )  # fmt: skip
     tokenizer, theirs = (
         load(write_pair(directory, "<s>", "<pad>", "</s>")) for load in (load_tokenizer, AutoTokenizer.from_pretrained)
     )

@@ -85,12 +85,9 @@ def fc1(arch: Architecture, first: Tensors, kind: str, tp: int, tp_rank: int) ->
 
 NORMS = {
     "gpt2": ("transformer.h.{}.ln_1", "transformer.h.{}.ln_2", "transformer.ln_f"),
-    "opt": (
-        "model.decoder.layers.{}.self_attn_layer_norm",
-        "model.decoder.layers.{}.final_layer_norm",
-        "model.decoder.final_layer_norm",
-    ),
-}
+    "opt": ("model.decoder.layers.{}.self_attn_layer_norm", "model.decoder.layers.{}.final_layer_norm",
+     "model.decoder.final_layer_norm"),
+}  # fmt: skip
 LLAMA_NORMS = ("model.layers.{}.input_layernorm", "model.layers.{}.post_attention_layernorm", "model.norm")
 EMBEDDINGS = {
     "gpt2": ("transformer.wte.weight", "transformer.wpe.weight"),
@@ -99,17 +96,9 @@ EMBEDDINGS = {
 
 
 def megatron_layer(
-    arch: Architecture,
-    logical: Tensors,
-    layer: int,
-    *,
-    tp: int,
-    tp_rank: int,
-    ep: int = 1,
-    ep_rank: int = 0,
-    spec: str = "local",
-    experts: str = "each",
-) -> Tensors:
+    arch: Architecture, logical: Tensors, layer: int, *, tp: int, tp_rank: int, ep: int = 1, ep_rank: int = 0,
+    spec: str = "local", experts: str = "each"
+) -> Tensors:  # fmt: skip
     """All storages of one layer on one rank, by names relative to the layer."""
     te = spec == "te"
     qkv, output, out = attention(arch, logical, layer)

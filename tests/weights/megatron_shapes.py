@@ -39,13 +39,11 @@ def _rank(arch: Architecture, layout: dict[str, Any], world: int, rank: int, sta
     try:
         vpp = layout.get("vpp", 1)
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.get("tp", 1),
-            pipeline_model_parallel_size=layout.get("pp", 1),
+            tensor_model_parallel_size=layout.get("tp", 1), pipeline_model_parallel_size=layout.get("pp", 1),
             virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
-            expert_model_parallel_size=layout.get("ep", 1),
-            expert_tensor_parallel_size=layout.get("tp", 1),
+            expert_model_parallel_size=layout.get("ep", 1), expert_tensor_parallel_size=layout.get("tp", 1),
             create_gloo_process_groups=False,
-        )
+        )  # fmt: skip
         shapes_by_name: dict[str, tuple[int, ...]] = {}
         for chunk in range(vpp):
             first = stage == 0 and chunk == 0
@@ -74,30 +72,16 @@ def _config(arch: Architecture, layout: dict[str, Any], chunk: int | None) -> An
             "moe_grouped_gemm": layout.get("experts") == "grouped",
         }  # fmt: skip
     return TransformerConfig(
-        num_layers=arch.num_layers,
-        hidden_size=arch.hidden_size,
-        num_attention_heads=arch.num_heads,
-        num_query_groups=arch.num_kv_heads,
-        kv_channels=arch.head_dim,
-        ffn_hidden_size=arch.ffn_size,
-        normalization="RMSNorm" if arch.norm == "rms" else "LayerNorm",
-        qk_layernorm=arch.qk_norm,
-        gated_linear_unit=arch.gated_mlp,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=arch.mlp_bias,
-        add_qkv_bias=arch.qkv_bias,
-        tensor_model_parallel_size=layout.get("tp", 1),
+        num_layers=arch.num_layers, hidden_size=arch.hidden_size, num_attention_heads=arch.num_heads,
+        num_query_groups=arch.num_kv_heads, kv_channels=arch.head_dim, ffn_hidden_size=arch.ffn_size,
+        normalization="RMSNorm" if arch.norm == "rms" else "LayerNorm", qk_layernorm=arch.qk_norm,
+        gated_linear_unit=arch.gated_mlp, activation_func=torch.nn.functional.silu, add_bias_linear=arch.mlp_bias,
+        add_qkv_bias=arch.qkv_bias, tensor_model_parallel_size=layout.get("tp", 1),
         pipeline_model_parallel_size=layout.get("pp", 1),
         virtual_pipeline_model_parallel_size=None if chunk is None else layout["vpp"],
-        pipeline_dtype=torch.float32,
-        perform_initialization=False,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False,
-        persist_layer_norm=False,
-        **uneven,
-        **moe,
-    )
+        pipeline_dtype=torch.float32, perform_initialization=False, use_cpu_initialization=True,
+        gradient_accumulation_fusion=False, bias_dropout_fusion=False, persist_layer_norm=False, **uneven, **moe,
+    )  # fmt: skip
 
 
 def _model(arch: Architecture, layout: dict[str, Any], first: bool, last: bool, chunk: int | None) -> torch.nn.Module:
