@@ -19,13 +19,12 @@ from tests.weights.models import make_model
 
 pytest.importorskip("gguf")  # what imports this file is skipped without it
 
-from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType, get_tensor_name_map
+from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType, TokenType, get_tensor_name_map
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH, MODEL_ARCH_NAMES
 from gguf.quants import dequantize, quantize
 
 ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
 """llama.cpp's word where it is another one."""
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 VOCAB = 352
@@ -175,12 +174,12 @@ def add_byte_level(
     model = json.loads(tokenizer.to_str())["model"]
     by_id = {number: token for token, number in tokenizer.get_vocab().items()}
     tokens = [by_id[number] for number in range(len(by_id))]
-    types = [CONTROL if token in MARKS else NORMAL for token in tokens]
+    types = [TokenType.CONTROL if token in MARKS else TokenType.NORMAL for token in tokens]
     tokens += [f"[PAD{n}]" for n in range(len(tokens), pad_to)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
-    writer.add_token_types(types + [UNUSED] * (len(tokens) - len(types)))
+    writer.add_token_types(types + [TokenType.UNUSED] * (len(tokens) - len(types)))
     writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
     writer.add_bos_token_id(tokens.index("<|im_start|>"))
     writer.add_eos_token_id(tokens.index(eos))

@@ -84,9 +84,10 @@ def test_what_the_user_has_set_stays_where_it_is_deterministic_and_is_refused_ot
         environment(config("rl", {"parallel": {"tp": 2}}), {"NCCL_PROTO": "LL"}, on_gpu=True)
 
 
-@pytest.mark.parametrize(
-    "given", [{"attention_backend": "FLASHINFER"}, {"attention_config": {"backend": "FLASHINFER"}}]
-)
+BACKENDS = [{"attention_backend": "FLASHINFER"}, {"attention_config": {"backend": "FLASHINFER"}}]
+
+
+@pytest.mark.parametrize("given", BACKENDS)
 def test_an_attention_backend_without_batch_invariance_is_refused(given: dict[str, Any]) -> None:
     with refuses("rollout.engine_args", "FLASHINFER", "FLASH_ATTN, TRITON_ATTN, FLEX_ATTENTION"):
         environment(config("rl", {"engine_args": given}), {}, on_gpu=True)

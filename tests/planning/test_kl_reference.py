@@ -45,9 +45,8 @@ def test_the_kl_is_not_taken_to_a_checkpoint_of_an_rl_run_unless_that_is_said(tm
     (tmp_path / "link").symlink_to(first)
     monkeypatch.chdir(tmp_path)
     for path, was in (
-        (first, "/models/sft"),
-        ("first/checkpoints/latest/actor", "/models/sft"),
-        ("link", "/models/sft"), (second, "/models/base"),
+        (first, "/models/sft"), ("first/checkpoints/latest/actor", "/models/sft"), ("link", "/models/sft"),
+        (second, "/models/base"),
     ):  # fmt: skip
         with refuses("checkpoint of the rl run", "algo.kl.coef = 0.1", "reference.model.path", was, str(path)):
             check_anchor(rl_from(path, "new"))
@@ -66,14 +65,9 @@ def test_other_models_are_a_reference_as_they_stand(tmp_path):
     """A checkpoint of sft, also inside an rl run's directory, and a base model that lies beside checkpoints."""
     outer = checkpoint_of(rl_from("/models/sft", tmp_path / "run"))
     inner = tmp_path / "run" / "checkpoints" / "sft"
-    sft = RMConfig.model_validate(
-        {
-            "run": {"dir": inner},
-            "reward_model": {"model": {"path": "m"}},
-            "data": {"train": "t.jsonl"},
-            "train": {"num_steps": 1, "mini_batch_samples": 1, "micro_batch_samples": 1},
-        }
-    )
+    tree = {"run": {"dir": inner}, "reward_model": {"model": {"path": "m"}}, "data": {"train": "t.jsonl"}}
+    tree["train"] = {"num_steps": 1, "mini_batch_samples": 1, "micro_batch_samples": 1}
+    sft = RMConfig.model_validate(tree)
     for path in (checkpoint_of(sft, "sft"), tmp_path / "run" / "models" / "base", tmp_path / "elsewhere"):
         check_anchor(rl_from(path, "new"))
     with refuses("checkpoint of the rl run"):
@@ -139,10 +133,8 @@ def test_another_reference_than_the_earlier_run_s_is_told(tmp_path):
     cfg = rl_from(with_provenance(tmp_path / "copy"), "new", reference={"model": {"path": "/models/other"}})
     assert anchor_notes(cfg, replace(REFERENCE, path="/moved/elsewhere")) == []
     (note,) = anchor_notes(cfg, Weights(path="/models/other", digest="0bad", dtype="bfloat16"))
-    assert (
-        missing_names(note, "WARNING", "/runs/first", "/models/other (digest 0bad)", "/models/sft (digest 00c0ffee)")
-        == []
-    )
+    digests = ("/models/other (digest 0bad)", "/models/sft (digest 00c0ffee)")
+    assert missing_names(note, "WARNING", "/runs/first", *digests) == []
     (note,) = anchor_notes(cfg, replace(REFERENCE, dtype="float32"))
     assert missing_names(note, "could not be compared", "float32", "/models/sft in bfloat16") == []
     assert anchor_notes(rl_from(tmp_path / "elsewhere", "new"), REFERENCE) == []

@@ -27,9 +27,8 @@ GB = 10**9
 
 def facts(rank: int, **changes: Any) -> RankFacts:
     """A rank of a job with eight of them on each node."""
-    plain = RankFacts(
-        node=f"n{rank // 8 + 1}", rank=rank, versions={"torch": "2.13.0", "driver": "570"}, open_files=65536
-    )
+    versions = {"torch": "2.13.0", "driver": "570"}
+    plain = RankFacts(node=f"n{rank // 8 + 1}", rank=rank, versions=versions, open_files=65536)
     return replace(plain, **changes)
 
 
@@ -47,15 +46,10 @@ def test_equal_nodes_have_no_problem() -> None:
 
 def test_each_problem_names_node_rank_and_values() -> None:
     """All of them at once, each in a sentence of its own."""
-    found = problems(
-        job(
-            rank_9={"versions": {"torch": "2.12.0"}},
-            rank_3={"open_files": 256},
-            rank_12={"gpu": "GPU-13"},
-            rank_5={"gpu_used": 30 * GB},
-            rank_15={"skew": -90.0, "directory": ("cannot write",)},
-        )
-    )
+    found = problems(job(
+        rank_9={"versions": {"torch": "2.12.0"}}, rank_3={"open_files": 256}, rank_12={"gpu": "GPU-13"},
+        rank_5={"gpu_used": 30 * GB}, rank_15={"skew": -90.0, "directory": ("cannot write",)},
+    ))  # fmt: skip
     whole = "n1 (rank 0-7), n2 (rank 8, 10-15)"
     expected = [
         ("driver", f"570 on {whole}", "missing on n2 (rank 9)"),
@@ -96,14 +90,10 @@ def test_a_node_whose_gpus_are_not_seen_is_named(
 
 
 def config(model: Path, run_dir: Path) -> SFTConfig:
-    return SFTConfig.model_validate(
-        {
-            "run": {"dir": run_dir},
-            "actor": {"model": {"path": model}},
-            "data": {"train": "x.jsonl", "max_prompt_tokens": 8, "max_response_tokens": 8},
-            "train": {"num_steps": 1, "mini_batch_samples": 2, "max_tokens_per_micro_batch": 64},
-        }
-    )
+    tree = {"run": {"dir": run_dir}, "actor": {"model": {"path": model}}}
+    tree["data"] = {"train": "x.jsonl", "max_prompt_tokens": 8, "max_response_tokens": 8}
+    tree["train"] = {"num_steps": 1, "mini_batch_samples": 2, "max_tokens_per_micro_batch": 64}
+    return SFTConfig.model_validate(tree)
 
 
 def test_disk_space_for_two_resume_points_and_an_export(two_layers: dict[str, Path], tmp_path: Path) -> None:
@@ -187,22 +177,20 @@ def _wrong_sum(runtime: Runtime) -> None:
         nodes._require_equal = lambda value, expected: real(value + 1, expected)
 
 
-@pytest.mark.parametrize("deed, message", [
-    (None, "fine []"),
-    (_other_software, "torch differs: 2.0 on n1 (rank 0); 1.0 on n2 (rank 1)"),
-    (_other_directory, "n2 (rank 1): run.dir = "),
-    (_late_clock, "n2 (rank 1): its clock is 100.0 s behind that of rank 0"),
+@pytest.mark.parametrize("deed, names", [
+    (None, "fine []"), (_other_software, "torch|2.0 on n1 (rank 0)|1.0 on n2 (rank 1)"),
+    (_other_directory, "n2 (rank 1)|run.dir"), (_late_clock, "n2 (rank 1)|100.0 s behind|rank 0"),
 ])  # fmt: skip
 def test_ranks_find_together_what_one_of_them_is_and_leave_nothing(
-    ranks: RankPool, two_layers: dict[str, Path], tmp_path: Path, deed: Any, message: str
+    ranks: RankPool, two_layers: dict[str, Path], tmp_path: Path, deed: Any, names: str
 ) -> None:
     """Each rank counts as a node. Every rank gets the same message; the directory does not exist before or after."""
     run_dir = tmp_path / "deep" / "run"
     said = ranks.run(2, _check, two_layers["plain"], run_dir, deed)
     assert said[0] == said[1]
-    assert message in said[0]
+    assert not missing_names(said[0], *names.split("|"))
     if deed is not None:
-        assert said[0].startswith("2 node(s), 2 rank(s) were looked at before anything was built; 1 problem(s):\n  - ")
+        assert not missing_names(said[0], "2 node(s)", "2 rank(s)", "1 problem(s)")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -220,8 +208,7 @@ def test_a_path_that_cannot_be_a_directory_is_named(
     (tmp_path / "file").write_text("mine")
     said = ranks.run(2, _check, two_layers["plain"], tmp_path / "file" / "run", None)
     assert said[0] == said[1]
-    assert "n1 (rank 0): run.dir = " in said[0]
-    assert "cannot be written" in said[0]
+    assert not missing_names(said[0], "n1 (rank 0)", "run.dir", "cannot be written")
 
 
 def test_a_wrong_sum_is_named_where_it_is_found(ranks: RankPool, two_layers: dict[str, Path], tmp_path: Path) -> None:
