@@ -20,6 +20,7 @@ from megarlhf.config import RLConfig, load_config
 from megarlhf.planning.weight_traffic import plan_transfer, transfer_setup
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.plan.traffic import Links, formula, least_receive, model_elements
+from tests.refuses import missing_names
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = ("llama-3-70b", "llama-3.1-405b", "qwen3-30b-a3b")
@@ -66,11 +67,8 @@ def test_llama_3_70b(capsys, options, need, least, largest, all_gather):
     one_tier, two_tiers = report["tiers"]
     assert two_tiers["entering"] == report["least_entering"]
     assert sum(two_tiers["entering"]) <= sum(one_tier["entering"])
-    assert (
-        two_tiers["inside"] + sum(two_tiers["entering"])
-        == one_tier["inside"] + sum(one_tier["entering"])
-        == sum(report["received"])
-    )
+    tiers = [tier["inside"] + sum(tier["entering"]) for tier in (two_tiers, one_tier)]
+    assert tiers == [sum(report["received"])] * 2
     assert report["plan_seconds"] < 60
 
 
@@ -182,8 +180,7 @@ def test_the_command_prints_tables_and_ranks():
     options = ["actor.parallel.pp=1", "--world-size=16", "--ranks-per-node=4", "--node-gbps=400", "--per-rank"]
     words, rows = words_and_rows(as_a_user(*options))
     assert rows["trainer"] == ["tp 8 x pp 1 x dp 2 (vpp 1, ep 1) = 16 ranks"]
-    assert "3600 Gb/s a rank inside, 400 Gb/s a node outside" in words
-    assert "seconds for placements and the one-tier plan, one core" in rows
+    assert not missing_names(words, "3600 Gb/s", "400 Gb/s")
     small = ["0.000", "0.011", "0.022"]
     assert rows["received"] == rows["least: needed and not held"] == rows["least by the formula"] == small
     assert rows["sent"][1] == "0.011"
@@ -193,35 +190,33 @@ def test_the_command_prints_tables_and_ranks():
     assert each[7] == ["17.641", "0.022", "0.000", "0.022", "0.022", "123.489"]
 
 
-@pytest.mark.parametrize("options, order, ranks, received", [
-    (["--engine-tp=4"], "--order engine: permuted", "0 4 1 5 2 6 3 7, and so on", "30.870"),
-    (["--engine-tp=4", "--order=rank"], "--order rank: by number, contiguous", "by number", "34.176"),
-    ([], "--order engine: permuted", "by number", "13.233"),
+@pytest.mark.parametrize("options, order, permutation, ranks, received", [
+    (["--engine-tp=4"], "--order engine", "permuted", "0 4 1 5 2 6 3 7, and so on", "30.870"),
+    (["--engine-tp=4", "--order=rank"], "--order rank", "contiguous", "by number", "34.176"),
+    ([], "--order engine", "permuted", "by number", "13.233"),
 ])  # fmt: skip
-def test_the_command_says_for_which_order_its_figures_are(options, order, ranks, received, capsys):
+def test_the_command_says_for_which_order_its_figures_are(options, order, permutation, ranks, received, capsys):
     assert main(["-c", "configs/plan/llama-3-70b.yaml", *options]) == 0
     words, rows = words_and_rows(capsys.readouterr().out)
-    assert rows["order of the ranks"][0].startswith(order)
+    assert not missing_names(rows["order of the ranks"][0], order, permutation)
     assert rows["ranks at the trainer's positions"] == [ranks]
-    assert f"GB a rank ({order.split(':')[0]})" in words
+    assert f"GB a rank ({order})" in words
     assert rows["received"][1] == rows["sent"][1] == rows["least by the formula"][1] == received
 
 
-@pytest.mark.parametrize("options, message", [
-    (["actor.parallel.tp=7"], "world size 64 is not a multiple of tp x cp x pp = 7 x 1 x 4"),
-    (["--engine-tp=24"], "the engines (--engine-tp = 24): 64 ranks do not divide into engines of 24 ranks"),
-    (["--engine-tp=24", "--order=rank"], "64 ranks do not divide into engines of 24 ranks"),
-    (["--engine-tp=3", "--world-size=96"], "the engines (--engine-tp = 3): 64 query heads do not divide by tp = 3"),
-    (["rollout.parallel.tp=24"], "the engines (rollout.parallel.tp = 24): 64 ranks do not divide"),
-    (["--ep=2"], "the trainer (actor.parallel, --ep = 2): ep = 2 on a llama without experts"),
-    (["--ep=3"], "the trainer (actor.parallel, --ep = 3): a mesh of tp 8 x pp 4 x dp 2 does not carry"),
-    (["--vpp=3"], "the trainer (actor.parallel, --vpp = 3): 80 layers do not divide by pp x vpp = 4 x 3 = 12"),
-    (["actor.model.path=nowhere"], "nowhere does not exist"),
-    (["--world-size=60"], "world size 60 is not a multiple"),
+@pytest.mark.parametrize("options, names", [
+    (["actor.parallel.tp=7"], "world size 64|tp x cp x pp = 7 x 1 x 4"),
+    (["--engine-tp=24"], "--engine-tp = 24|64 ranks|engines of 24 ranks"),
+    (["--engine-tp=24", "--order=rank"], "64 ranks|engines of 24 ranks"),
+    (["--engine-tp=3", "--world-size=96"], "--engine-tp = 3|64 query heads|tp = 3"),
+    (["rollout.parallel.tp=24"], "rollout.parallel.tp = 24|64 ranks"),
+    (["--ep=2"], "actor.parallel|--ep = 2|llama without experts"), (["--ep=3"], "--ep = 3|tp 8 x pp 4 x dp 2"),
+    (["--vpp=3"], "--vpp = 3|80 layers|pp x vpp = 4 x 3 = 12"),
+    (["actor.model.path=nowhere"], "nowhere does not exist"), (["--world-size=60"], "world size 60"),
 ])  # fmt: skip
-def test_what_does_not_fit_is_said(capsys, options, message):
+def test_what_does_not_fit_is_said(capsys, options, names):
     assert main(["-c", "configs/plan/llama-3-70b.yaml", *options]) == 2
-    assert message in capsys.readouterr().err
+    assert not missing_names(capsys.readouterr().err, *names.split("|"))
 
 
 @pytest.mark.parametrize("kind", ["gbps", "size"])
@@ -236,14 +231,14 @@ def test_options_that_are_no_sizes(capsys, text, kind):
         with pytest.raises(SystemExit, match="2"):
             main(["-c", "configs/plan/llama-3-70b.yaml", f"{option}={text}"])
         message = capsys.readouterr().err.splitlines()[-1]
-        assert message.endswith(f"argument {option}: {text!r} is not a {what[kind]}")
+        assert not missing_names(message, f"argument {option}", repr(text), what[kind])
 
 
 def test_a_configuration_that_is_no_text(capsys, tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"\x08\x00\xff")
     assert main(["-c", str(path)]) == 2
-    assert f"{path} is not text in UTF-8 (byte 2 is 0xff)" in capsys.readouterr().err
+    assert not missing_names(capsys.readouterr().err, str(path), "UTF-8", "byte 2", "0xff")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
