@@ -67,8 +67,7 @@ def _write_bad_data(root: Path) -> None:
         "answered": TALK, "unanswered": TALK[:1],
         "misspelt": [{"role": "user", "content": "1"}, {"role": "asistant", "content": "2"}],
         "turns": [TALK[1], TALK[0], TALK[1]], "no_content": [{"role": "user"}, TALK[1]],
-        "number": [{"role": "user", "content": 5}, TALK[1]],
-        "nobody": [],
+        "number": [{"role": "user", "content": 5}, TALK[1]], "nobody": [],
     }  # fmt: skip
     for name, talk in talks.items():
         write_lines(root / f"talk_{name}.jsonl", [{"messages": talk}] * 16)

@@ -151,8 +151,7 @@ def test_an_adapter_is_another_one_when_a_module_that_it_imports_changes(tmp_pat
     texts = {
         "digest_mine.py": "import yaml, digest_help\nfrom digest_pack import inner\ndef f(row):\n    return row\n",
         "digest_help.py": "def g():\n    from digest_far import WORD\n",
-        "digest_far.py": "WORD = 1\n", "digest_pack/__init__.py": "",
-        "digest_pack/inner.py": "from . import other\n",
+        "digest_far.py": "WORD = 1\n", "digest_pack/__init__.py": "", "digest_pack/inner.py": "from . import other\n",
         "digest_pack/other.py": "WORD = 1\n", "digest_unused.py": "",
     }  # fmt: skip
     for name, text in texts.items():

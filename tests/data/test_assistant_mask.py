@@ -311,8 +311,7 @@ PAIRS = {
         "rejected": [said("user", "1+1"), said("assistant", "3")],
     },
     "conversations beside their prompt": {
-        "prompt": "1+1",
-        "chosen": [said("user", "1+1"), said("assistant", "2")],
+        "prompt": "1+1", "chosen": [said("user", "1+1"), said("assistant", "2")],
         "rejected": [said("user", "1+1"), said("assistant", "3")],
         "messages": [said("user", "1+1"), said("assistant", "2")],
     },

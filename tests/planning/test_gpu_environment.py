@@ -18,8 +18,7 @@ def roles(tp: int) -> dict[str, RoleConfig]:
 
 
 @pytest.mark.parametrize("tp, environ, expected", [
-    (2, {}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **EXACT}),
-    (1, {}, EXACT),
+    (2, {}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **EXACT}), (1, {}, EXACT),
     (2, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, EXACT),
     (1, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
      {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:True,{ROUNDED}:1"}),

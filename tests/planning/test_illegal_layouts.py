@@ -39,8 +39,7 @@ def trees(root: Path) -> dict[str, dict[str, Any]]:
         "train": {"num_steps": 10, "mini_batch_samples": 24, "micro_batch_samples": 1},
     }  # fmt: skip
     rl = {
-        **tree, "critic": made,
-        "rewards": [{"kind": "rule", "rule": "exact_match"}],
+        **tree, "critic": made, "rewards": [{"kind": "rule", "rule": "exact_match"}],
         "train": {**tree["train"], "prompts_per_step": 6},
         "rollout": {"num_samples_per_prompt": 4, "max_response_tokens": 24, "engine": "megatron"},
         "algo": {"kl": {"coef": 0.1}},

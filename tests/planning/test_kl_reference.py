@@ -20,8 +20,7 @@ STATED = Provenance(
 def rl_from(path, directory, **others):
     tree = {
         "run": {"dir": directory}, "actor": {"model": {"path": path}},
-        "rewards": [{"kind": "rule", "rule": "exact_match"}],
-        "data": {"train": "t.jsonl"},
+        "rewards": [{"kind": "rule", "rule": "exact_match"}], "data": {"train": "t.jsonl"},
         "train": {"num_steps": 1, "mini_batch_samples": 2, "prompts_per_step": 1, "micro_batch_samples": 1},
         "rollout": {"num_samples_per_prompt": 2},
         "algo": {"advantage": "leave_one_out", "kl": {"coef": 0.1}},

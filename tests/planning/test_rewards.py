@@ -36,15 +36,13 @@ def tried(paths, reward, *records):
 
 
 @pytest.mark.parametrize("reward, record", [
-    ("verl", VERL), ("verl", PLAIN),
-    ("trl_boxed", {"prompt": "1+1=", "ground_truth": "2"}),
+    ("verl", VERL), ("verl", PLAIN), ("trl_boxed", {"prompt": "1+1=", "ground_truth": "2"}),
     ("openrlhf", PLAIN), ("columns_by_name", PLAIN), ("answer_by_default", PLAIN), ("only_by_name", PLAIN),
     ({"rule": OURS + "distance", "weight": -1.0}, PLAIN),
     ({"rule": "exact_match"}, {"prompt": "1+1=", "answer": "\N{MINUS SIGN}2"}),
     ({"rule": "exact_match"}, {"prompt": "1+1=", "answer": [2.0, None]}),
     ({"rule": "numeric_match"}, {"prompt": "1+1=", "answer": "\N{MINUS SIGN}2"}),
-    ({"rule": OURS + "constant", "check": "call"}, PLAIN),
-    ({"rule": OURS + "hangs", "check": "none"}, PLAIN),
+    ({"rule": OURS + "constant", "check": "call"}, PLAIN), ({"rule": OURS + "hangs", "check": "none"}, PLAIN),
     ({"rule": "tags"}, PLAIN),
 ])  # fmt: skip
 def test_what_is_right_says_nothing(paths, reward, record):
@@ -228,8 +226,7 @@ NUMBERS = [["72", "73"], [SOLUTION, "It is so.\n#### 1,000"]]
 
 
 @pytest.mark.parametrize("answers, rule", [
-    ([SOLUTION, "It is so.\n#### 1,000"], "numeric_match"),
-    ([SOLUTION, "So.\n#### x + 1"], "math_verify"),
+    ([SOLUTION, "It is so.\n#### 1,000"], "numeric_match"), ([SOLUTION, "So.\n#### x + 1"], "math_verify"),
     ([SOLUTION, "72"], "exact_match"), (["72", "73"], "exact_match"), ([None, {"a": 1}], "exact_match"),
 ])  # fmt: skip
 def test_the_rule_for_answers_as_they_are_written(paths, answers, rule):

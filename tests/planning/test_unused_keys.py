@@ -33,8 +33,7 @@ def test_what_is_set_and_has_no_effect_is_said(paths):
     sapo = {
         "advantage": "dr_grpo", "group_std_eps": 0.1, "policy_loss": "sapo", "clip_low": 0.1, "clip_dual": 3.0,
         "loss_constant": 5, "loss_block_samples": 2, "kl": {"horizon": 5, "coef": 0.1},
-        "rollout_correction": {"level": "sequence", "low": 0.1},
-        "whiten_variance": "unbiased",
+        "rollout_correction": {"level": "sequence", "low": 0.1}, "whiten_variance": "unbiased",
     }  # fmt: skip
     assert keys("rl", rl(paths, algo=sapo)) == {
         *(f"algo.{name}" for name in ("group_std_eps", "clip_low", "clip_dual", "loss_constant", "loss_block_samples")),

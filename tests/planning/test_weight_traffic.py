@@ -41,8 +41,7 @@ def mean_gb(report, key):
 
 
 @pytest.mark.parametrize("options, need, least, largest, all_gather", [
-    (["--engine-tp=8"], 17.64, 13.233, 13.36, 136.7),
-    (["--engine-tp=4"], 35.28, 30.870, 31.00, 136.7),
+    (["--engine-tp=8"], 17.64, 13.233, 13.36, 136.7), (["--engine-tp=4"], 35.28, 30.870, 31.00, 136.7),
     (["--engine-tp=4", "--order=rank"], 35.28, 34.176, 35.28, 136.7),
     (["actor.parallel.pp=1"], 17.64, 0.01101, 0.02202, 123.5),
     (["actor.parallel.pp=8"], 17.64, 15.437, None, 138.9),

@@ -18,10 +18,8 @@ _LLAMA3 = {
 }  # fmt: skip
 _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
 _LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 500.0,
-    "short_factor": [1.0 + 0.25 * n for n in range(4)],
-    "long_factor": [2.0 + 0.5 * n for n in range(4)],
-    "partial_rotary_factor": 0.5,
+    "rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0 + 0.25 * n for n in range(4)],
+    "long_factor": [2.0 + 0.5 * n for n in range(4)], "partial_rotary_factor": 0.5,
 }  # fmt: skip
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {

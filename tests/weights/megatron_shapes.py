@@ -68,8 +68,7 @@ def _config(arch: Architecture, layout: dict[str, Any], chunk: int | None) -> An
     if arch.num_experts:
         moe = {
             "num_moe_experts": arch.num_experts, "moe_ffn_hidden_size": arch.expert_ffn_size,
-            "expert_model_parallel_size": layout.get("ep", 1),
-            "moe_grouped_gemm": layout.get("experts") == "grouped",
+            "expert_model_parallel_size": layout.get("ep", 1), "moe_grouped_gemm": layout.get("experts") == "grouped",
         }  # fmt: skip
     return TransformerConfig(
         num_layers=arch.num_layers, hidden_size=arch.hidden_size, num_attention_heads=arch.num_heads,

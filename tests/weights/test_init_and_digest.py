@@ -123,8 +123,7 @@ def _one_bit(live):
 
 
 @pytest.mark.parametrize("damage, names", [
-    (_swap_two, ["model.layers.0.mlp.down_proj.weight"]),
-    (_stale_row, ["lm_head.weight"]),
+    (_swap_two, ["model.layers.0.mlp.down_proj.weight"]), (_stale_row, ["lm_head.weight"]),
     (_swap_gate_and_up, [f"model.layers.2.mlp.{n}_proj.weight" for n in ("gate", "up")]),
     (_one_bit, ["model.layers.1.self_attn.o_proj.weight"]),
 ])  # fmt: skip

@@ -30,10 +30,8 @@ from tests.weights.cases import fill_from_logical, random_logical
 from tests.weights.families import CONFIGS, architecture
 
 LAYOUTS = {
-    "tp1": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2},
-    "tp2 pp2 te": {"tp": 2, "pp": 2, "spec": "te"},
-    "uneven pp3": {"pp": 3, "layers_per_stage": (1, 2, 1)},
-    "vpp2": {"tp": 2, "pp": 2, "vpp": 2, "spec": "te"},
+    "tp1": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "tp2 pp2 te": {"tp": 2, "pp": 2, "spec": "te"},
+    "uneven pp3": {"pp": 3, "layers_per_stage": (1, 2, 1)}, "vpp2": {"tp": 2, "pp": 2, "vpp": 2, "spec": "te"},
 }  # fmt: skip
 EXPERT_LAYOUTS = {
     "ep2": {"ep": 2},
@@ -73,8 +71,7 @@ def junk(arch: Architecture, layout: MegatronLayout) -> dict[str, Any]:
         "args": args, "iteration": 123,
         "optimizer": {"optimizer": {"state": moments, "param_groups": [{"params": [0, 1, 2], "lr": 1e-4}]}},
         "opt_param_scheduler": {"max_lr": 1e-4, "num_steps": np.int64(1968)},
-        "rng_state": [rng],
-        "num_floating_point_operations_so_far": 1.5e18,
+        "rng_state": [rng], "num_floating_point_operations_so_far": 1.5e18,
     }  # fmt: skip
 
 

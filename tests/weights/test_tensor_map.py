@@ -93,10 +93,8 @@ def test_megatron_names_and_shapes():
     layer = "decoder.layers.0."
     assert part.rank == 5
     assert part.storages == {
-        layer + "input_layernorm.weight": (64,),
-        layer + "self_attention.linear_qkv.weight": (64, 64),
-        layer + "self_attention.linear_qkv.bias": (64,),
-        layer + "self_attention.linear_proj.weight": (64, 32),
+        layer + "input_layernorm.weight": (64,), layer + "self_attention.linear_qkv.weight": (64, 64),
+        layer + "self_attention.linear_qkv.bias": (64,), layer + "self_attention.linear_proj.weight": (64, 32),
         layer + "self_attention.linear_proj.bias": (64,),
         layer + "pre_mlp_layernorm.weight": (64,), layer + "mlp.linear_fc1.weight": (96, 64),
         layer + "mlp.linear_fc1.bias": (96,), layer + "mlp.linear_fc2.weight": (64, 48),
