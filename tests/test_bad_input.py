@@ -30,7 +30,6 @@ TALK = [{"role": "user", "content": "37+1="}, {"role": "assistant", "content": "
 
 
 def write_lines(path: Path, rows: Any) -> None:
-    """A record or a text a line."""
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
 
 
@@ -82,7 +81,6 @@ def _write_bad_data(root: Path) -> None:
 
 
 def _write_each_format(root: Path) -> None:
-    """The good rows, in files that do not say by themselves how many they are."""
     table = pa.Table.from_pylist(ROWS)
     csv.write_csv(table, root / "rows.csv")
     (root / "rows.json").write_text(json.dumps(ROWS))
@@ -284,7 +282,6 @@ def test_a_bad_case(command: str, changes: list[str], names: str, say: Callable[
 def runs_dry(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """Output of a dry run that refuses nothing."""
     monkeypatch.chdir(work)
 
     def run(command: str, *changes: str) -> str:

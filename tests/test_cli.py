@@ -56,8 +56,6 @@ def write(path, rows):
 
 @pytest.fixture
 def command(work, tmp_path):
-    """The arguments of a valid command; its run directory is tmp_path/run."""
-
     def call(name, *rest):
         model = {"model": {"path": str(work / "base"), "random_init": True}}
         tree = {"run": {"dir": str(tmp_path / "run")}, "train": dict(TRAIN)}
@@ -88,7 +86,6 @@ def started(monkeypatch):
 
 
 def squeezed(text):
-    """Text without the table's frame and padding."""
     return re.sub(r"[^\S\n]+", " ", re.sub(r"[│┃|]", " ", text))
 
 
@@ -143,7 +140,6 @@ def test_a_launched_rank_joins_with_the_launchers_world(command, work, started, 
 
 
 def test_a_dry_run_is_of_the_ranks_that_the_file_is_for(command, started, capsys, tmp_path):
-    """512 ranks at a desk: layouts and batches are checked for them; what is wrong with them is refused."""
     rows = [{"prompt": "1+1=", "response": "2", "answer": "2"}] * 1024
     many = write(tmp_path / "many.jsonl", rows)
     cluster = ["run.world_size=512", "train.mini_batch_samples=1024", f"data.train={many}"]
@@ -160,7 +156,6 @@ def test_a_dry_run_is_of_the_ranks_that_the_file_is_for(command, started, capsys
 
 
 def test_a_start_on_other_ranks_than_the_file_is_for_says_so(command, started, capsys, monkeypatch):
-    """It is no error. A plain start, and ranks of a launcher."""
     assert cli.main(command("sft", "run.nproc=2", "run.world_size=512")) == 0
     assert started == [("local_ranks", 2)]
     elsewhere = ("512 ranks", "run.world_size")
@@ -335,7 +330,6 @@ def test_a_start_that_is_refused_late_leaves_a_finished_run_as_it_is(command, wo
 
 
 def test_prompts_over_the_limit_are_counted_aloud_and_the_rest_is_trained_on(command, tmp_path, ranks: RankPool):
-    """Ten good records and three long ones: two steps run, and a checkpoint is complete."""
     rows = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(10, 20)]
     long = [{"prompt": "1234567+1234567=", "response": "2469134"}] * 3
     data = write(tmp_path / "mixed.jsonl", [*long, *rows])

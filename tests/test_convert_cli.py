@@ -32,7 +32,6 @@ def model(tmp_path_factory):
 
 
 def test_the_module_from_a_shell_without_megatron_or_transformers(model, tmp_path):
-    """There in a process that says what it imported; progress goes to stderr."""
     code = (
         "import sys; from megarlhf.commands.convert import main; status = main(sys.argv[1:]);"
         "heavy = {'megatron', 'transformers', 'vllm', 'pydantic', 'datasets'} & {m.split('.')[0] for m in sys.modules};"
@@ -51,7 +50,6 @@ def test_the_module_from_a_shell_without_megatron_or_transformers(model, tmp_pat
 
 
 def test_a_session(model, tmp_path, capsys):
-    """There, to another layout, back, verify; a second output is refused, --force replaces it."""
     a, b, back = (str(tmp_path / name) for name in ("a", "b", "back"))
     assert main(["hf-to-megatron", "--hf", str(model), "--out", a, "--tp", "2", "--format", "mp_rank"]) == 0
     command = ["relayout", "--megatron", a, "--out", b, "--pp", "3", "--layers-per-stage", "1,1,2", "--dtype", "fp32"]
@@ -89,7 +87,6 @@ def test_inspect_says_what_it_is(model, tmp_path, capsys):
 
 
 def flat(printed):
-    """A printed table as `name: value` lines."""
     rows = ([cell.strip() for cell in line.strip("│┃ ").replace("┃", "│").split("│")] for line in printed.splitlines())
     return "\n".join(": ".join(row) for row in rows)
 
@@ -150,7 +147,6 @@ def test_numbers_are_checked(text, capsys):
 
 
 def converter(*arguments, **options):
-    """The command in a process of its own."""
     return subprocess.Popen(
         [sys.executable, "-m", "tools.checkpoint_convert", *map(str, arguments)],
         cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options,
@@ -196,7 +192,6 @@ def test_two_writers_of_one_directory(model, tmp_path, ranks: RankPool):
 
 
 def test_what_stands_beside_the_weights(model, tmp_path):
-    """The tokenizer's files and its folder of templates go along; a link that leads nowhere is refused."""
     source = tmp_path / "source"
     shutil.copytree(model, source)
     (source / "additional_chat_templates").mkdir()

@@ -35,14 +35,12 @@ def said(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, s
 
 
 def passes(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
-    """Output of a command that succeeds without an error message."""
     status, out, err = said(capsys, *argv)
     assert (status, err) == (0, "")
     return out
 
 
 def dry_run(capsys: pytest.CaptureFixture[str], command: str, file: object = None) -> tuple[dict[str, Any], str]:
-    """The configuration that was written, and the output of its dry run."""
     file = file or f"{command}.yaml"
     return yaml.safe_load(Path(str(file)).read_text()), passes(capsys, command, "-c", file, "--dry-run")
 
@@ -77,7 +75,6 @@ KINDS: dict[str, tuple[Rows, list[str], str, Any]] = {
 def test_what_it_writes_passes_a_dry_run(
     kind: str, one_layer: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command, the columns and limits are those of the data."""
     rows, options, command, train = KINDS[kind]
     write(rows)
     out = passes(capsys, "init", "--model", one_layer["plain"], "--data", "data.jsonl", *options)
@@ -96,7 +93,6 @@ def test_what_it_writes_passes_a_dry_run(
 def test_few_rows_of_a_kind_of_file_that_does_not_say_how_many(
     one_layer: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They are counted, so that no batch is larger than the data."""
     Path("data.csv").write_text("prompt,response\n" + "".join(f"{n}+1=,{a}\n" for n, a in SUMS[:40]))
     assert "was not counted" not in passes(capsys, "init", "--model", one_layer["plain"], "--data", "data.csv")
     tree, _ = dry_run(capsys, "sft")
@@ -183,7 +179,6 @@ def test_a_share_for_validation_and_for_what_is_skipped(capsys: pytest.CaptureFi
 
 
 def test_a_learned_reward(one_layer: dict[str, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Prompts alone say nothing of a reward: one is asked for, then read."""
     write([{"prompt": f"{n}+1="} for n, _ in SUMS], "prompts.jsonl")
     given = ("init", "--model", one_layer["plain"], "--data", "prompts.jsonl")
     status, _, err = said(capsys, *given)
@@ -208,7 +203,6 @@ def test_nothing_is_overwritten(one_layer: dict[str, Path], capsys: pytest.Captu
 
 
 def test_long_records_and_the_model_s_positions(one_layer: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    """512 positions: the longest prompt does not fit, and that is said; what is written still passes."""
     rows = [{"prompt": "1+" * (400 if n == 7 else 20) + "=", "response": "5"} for n in range(60)]
     write(rows)
     out = passes(capsys, "init", "--model", one_layer["plain"], "--data", "data.jsonl")
@@ -243,7 +237,6 @@ def test_a_layout_for_gpus_that_are_told(
 
 
 def test_what_it_cannot_use_is_told(one_layer: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    """One line each, exit status 2, nothing written."""
     model = one_layer["plain"]
     write(KINDS["as we call them"][0])
     write([{"x": 1, "y": "2"}], "strange.jsonl")

@@ -94,7 +94,6 @@ def test_shapes_of_other_frameworks(kind: str, capsys: pytest.CaptureFixture[str
      "keys 'name', 'parameters'"),
 ])  # fmt: skip
 def test_rows_that_are_refused(row: dict[str, Any], names: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """With what can be done about a key of data, of which `init` has no option."""
     write([row] * 5)
     status, _, err = said(capsys, "init", *chat_model(CHATML.replace("m.content", "m.content | trim")))
     assert (status, err.count("\n"), missing_names(err, *names.split("|"))) == (2, 1, []), err

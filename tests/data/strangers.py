@@ -145,7 +145,6 @@ STRANGERS = {
 
 
 def written(name: str, folder: Path):
-    """What `data.train` is then, as a file of the configuration says it."""
     folder.mkdir(parents=True, exist_ok=True)
     made = STRANGERS[name](folder)
     several = made if isinstance(made, list) else [made]

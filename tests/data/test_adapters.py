@@ -95,7 +95,6 @@ def test_openai_messages_and_preferences():
 
 
 def test_tools_of_openai_s_preferences_are_written_or_refused(fast_tokenizer):
-    """As a column of the record is. The margin is read too."""
     tokenizer = HuggingFaceTokenizer(fast_tokenizer(prefix=False, eos_token="</s>"), "here")
     user, good, bad = ([said(*each)] for each in (("user", "1"), ("assistant", "a"), ("assistant", "b")))
     given = {"messages": user, "tools": [{"name": "85"}]}
@@ -110,7 +109,6 @@ def test_tools_of_openai_s_preferences_are_written_or_refused(fast_tokenizer):
 
 
 def test_every_adapter_says_what_it_expected(tmp_path):
-    """With file and line, and without a traceback of its own."""
     (tmp_path / "x.jsonl").write_text('{"a": 1}\n')
     for name in ADAPTERS:
         with refuses("x.jsonl, line 1", f"adapter '{name}'", "expected", "'a'"):

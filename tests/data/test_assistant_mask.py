@@ -112,7 +112,6 @@ def test_a_conversation_is_cut_where_it_would_be_skipped(tokenizers):
 
 
 def test_weights_where_nobody_can_tell_what_is_marked(tokenizers):
-    """Two stretches of one answer."""
     twice = STYLES["marked"].replace(
         "{% generation %}", "{% generation %}<|im_end|>{% endgeneration %};{% generation %}"
     )
@@ -345,7 +344,6 @@ def test_a_misspelt_role_is_refused_where_the_template_would_write_it(tokenizers
 
 
 def test_variables_of_the_template_are_the_configuration_s(tokenizers):
-    """`data.template_args`, as transformers hands them on."""
     template = STYLES["chatml"] + "{{ 'think' if thinking else '' }}"
     with_it, without = (
         PromptEncoder(**ASK, chat_template=template, template_args=args)

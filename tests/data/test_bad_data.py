@@ -153,7 +153,6 @@ OPTIONS = {
 
 @pytest.fixture
 def start(folder, monkeypatch):
-    """Loads a configuration and checks it, as a start does; returns what is said where it is refused."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -187,7 +186,6 @@ def test_what_the_configuration_says_of_data_is_looked_at_when_it_is_read(start,
 
 @pytest.mark.parametrize("key", ["train", "validation", "test"])
 def test_a_set_that_is_refused_is_told_once(start, key):
-    """Not also that no set is left."""
     source = "{path: good.jsonl, adapter: alpaca, columns: {prompt: q}}"
     with refuses("alpaca", "columns") as raised:
         start(f"data.{key}={source}")
@@ -225,7 +223,6 @@ def test_shares_count_when_a_batch_is_compared_with_the_data(start):
 
 
 def test_what_stands_behind_the_first_rows_is_told_when_it_is_read(start, folder):
-    """With file and line, by whichever process reads it."""
     (folder / "late.jsonl").write_text(GOOD * 4 + '{"prompt": "a"}\n')
     cfg = start("data.train=late.jsonl")
     with refuses("late.jsonl, line 65", "'response'", "'prompt'"):

@@ -93,7 +93,6 @@ def test_a_thought_beside_texts_is_refused(name, template):
 
 
 def test_a_prompt_beside_messages_that_are_to_be_answered():
-    """Is refused where it stands in none of them, as in `sft`."""
     record = {"messages": [ASKED], "prompt": "Translate 10"}
     with refuses("'prompt' = 'Translate 10'"):
         prompt_of(record, "chat")
@@ -226,7 +225,6 @@ REFUSED = [
 
 @pytest.mark.parametrize("name, read, record, template, names", REFUSED, ids=[case[0] for case in REFUSED])
 def test_what_is_not_meant_is_refused(name, read, record, template, names):
-    """In one line; the file and line are said by who reads the records."""
     with refuses(*names.split("|")) as raised:
         read(record, template)
     assert "\n" not in str(raised.value)

@@ -123,7 +123,6 @@ def test_shared_prompts_are_found_by_their_tokens(tmp_path):
 
 
 def test_a_column_that_cannot_be_kept_is_said():
-    """Nothing is turned into its text in silence."""
     with refuses("a column", "complex"):
         pack([PromptSample([1], "a", {"x": 1j}, 0)], [0], {"fields": "json"})
     assert json.loads(pack([PromptSample([1], "a", {"x": 1}, 0)], [0], {"fields": "json"}).values["fields"]) == {"x": 1}

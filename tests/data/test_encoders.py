@@ -156,7 +156,6 @@ def test_a_conversation_that_ends_with_the_assistant_is_no_prompt(tmp_path, fast
     ("{{ messages[5].content.strip() }}", "UndefinedError"), ("{{ 1 + 'a' }}", "TypeError"),
 ])  # fmt: skip
 def test_an_error_inside_a_chat_template_names_file_and_line(tmp_path, fast_tokenizer, template, names):
-    """One line, for prompts and fine-tuning."""
     usual = fast_tokenizer(prefix=False).chat_template
     system = "{% if messages[0].role == 'system' %}" + template + "{% endif %}" + usual
     tokenizer = chat_tokenizer(fast_tokenizer, system if "raise" in template else template)

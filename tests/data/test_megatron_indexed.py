@@ -18,7 +18,6 @@ from tests.refuses import refuses
 
 
 def write(prefix, documents, dtype=np.int32):
-    """By Megatron's own builder."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
@@ -133,7 +132,6 @@ def test_a_blend_of_several_is_drawn_from_by_its_weights(tmp_path):
 
 
 def damage(path, **changed):
-    """The index with other numbers in its head."""
     raw = bytearray(path.read_bytes())
     for at, value in changed.values():
         raw[at : at + len(value)] = value

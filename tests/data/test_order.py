@@ -66,7 +66,6 @@ def test_impossible_sizes():
 
 
 def counts_of(indices, sizes):
-    """Samples of each set."""
     ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
     return [sum(end - size <= index < end for index in indices) for size, end in zip(sizes, ends, strict=True)]
 

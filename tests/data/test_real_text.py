@@ -105,7 +105,6 @@ def test_half_of_a_surrogate_pair_is_said_with_its_place(directory, tmp_path):
 
 
 def test_tables_and_pages_hold_any_text(tmp_path):
-    """Each answer comes back from a table of samples, a line a row, and stands in a page as text."""
     rows = [{"step": 1, "sample": n, "response": text} for n, text in enumerate(ANSWERS.values())]
     SampleTables(tmp_path).write("train", 1, rows)
     assert read_table(tmp_path, "train", 1) == rows
@@ -118,7 +117,6 @@ def test_tables_and_pages_hold_any_text(tmp_path):
 
 
 def test_a_cut_text_is_read_by_another_tokenizer_without_an_end(tokenizer):
-    """As a reward model with a tokenizer of its own reads it."""
     write = Retokenizer(tokenizer, max_tokens=100)
     whole = write("asked", ASKED, "No", finished=True).tokens
     assert write("asked", ASKED, "No", finished=False).tokens == whole[:-1]

@@ -103,7 +103,6 @@ def test_a_note_says_what_of_a_directory_is_read_and_what_is_not(tmp_path):
 
 @pytest.mark.parametrize("name", ["part_2.jsonl.gz", "part_2.JSON.XZ", "part_2.parquet.zst", "part_2.csv.bz2"])
 def test_a_compressed_file_is_never_passed_over(tmp_path, name):
-    """A broken one is named; so is an archive."""
     write_jsonl(tmp_path / "part_1.jsonl", ROWS)
     (tmp_path / "archive.tar.gz").write_bytes(b"not data")
     assert found(tmp_path).describe_files().endswith("are: archive.tar.gz")
@@ -245,7 +244,6 @@ def test_subsets_of_a_readme_are_folders_or_files(tmp_path):
 
 
 def test_a_hub_dataset_with_several_splits_is_read_only_when_one_is_named(monkeypatch):
-    """With stand-ins for the two calls that need a network."""
     several = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: ["train", "test"])
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split, **_: several[split])

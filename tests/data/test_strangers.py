@@ -31,7 +31,6 @@ def model(tmp_path_factory):
 
 
 def samples_of(model, folder, train, **data):
-    """Of each of the three commands, and what they say of the data."""
     role = {"model": {"path": str(model), "random_init": True}}
     data = {"train": train, "max_prompt_tokens": 32, **data}
     tree = {"run": {"dir": str(folder / "run")}, "data": data, "train": RUN}
@@ -51,7 +50,6 @@ def samples_of(model, folder, train, **data):
 
 @pytest.fixture(scope="module")
 def expected(model, tmp_path_factory):
-    """Of JSON lines with our names."""
     folder = tmp_path_factory.mktemp("ours")
     (folder / "rows.jsonl").write_bytes(lines(ROWS))
     return [list(loaded[0]) for loaded in samples_of(model, folder, str(folder / "rows.jsonl"))]
@@ -73,7 +71,6 @@ def test_strangers_data_gives_the_same_samples(model, expected, tmp_path, monkey
 
 
 def test_two_sets_with_weights(model, tmp_path):
-    """What a run draws of each is said; the sets lie one after the other."""
     first, second = (written(name, tmp_path / name) for name in ("table", "gz"))
     sft, rm, rl = samples_of(model, tmp_path, [{**first, "weight": 3}, {**second, "weight": 1}])
     for samples in (sft[0], rm[0], rl[0]):

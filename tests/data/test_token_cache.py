@@ -105,7 +105,6 @@ def test_a_file_that_was_rewritten_in_place_at_its_old_time_is_read_anew(tmp_pat
 
 
 def test_writers_at_once_encode_once(place, tmp_path):
-    """Three processes: each record is encoded by one, and all have the same samples."""
     encoder = Counting(tmp_path / "log", seconds=0.02)
     processes = [in_a_process(place, encoder) for _ in range(3)]
     digests = {process.communicate(timeout=60)[0] for process in processes}
@@ -157,7 +156,6 @@ def test_what_a_killed_writer_has_left_is_not_read(place, tmp_path):
 
 
 def test_a_writer_of_another_machine_that_gives_no_sign_is_taken_for_dead(place, tmp_path, monkeypatch):
-    """And one that does is waited for."""
     monkeypatch.setattr(cache, "DEAD_SECONDS", 0.5)
     encoder = Counting(tmp_path / "log")
     loader(place, encoder).train_and_validation("sft")
@@ -242,7 +240,6 @@ def test_a_damaged_entry_is_refused(place, tmp_path):
 
 
 def test_where_the_cache_is(place, tmp_path, monkeypatch):
-    """As configured, by the variable, or in the home directory; `none` is the run directory."""
     run = tmp_path / "run"
     encoder = Counting(tmp_path / "log")
     loader({**place, "cache": "none"}, encoder, run).train_and_validation("sft")

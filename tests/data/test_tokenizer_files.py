@@ -17,7 +17,6 @@ TEXTS = ["the answer is 85", " what is 37+48=\n\nand so on", "naïve 日本 🙂
 
 
 def write_gpt2(directory: Path, *, prefix: str = "", end: bool = True) -> Path:
-    """Byte pairs that are trained here, as GPT-2's two files."""
     from tokenizers import ByteLevelBPETokenizer
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -69,7 +68,6 @@ def test_what_is_wrong_with_gpt_2_s_files_is_said(tmp_path):
 
 @pytest.fixture(scope="module")
 def pieces(tmp_path_factory):
-    """A SentencePiece model with ChatML's marks as pieces of the user's."""
     directory = tmp_path_factory.mktemp("pieces")
     marks = ["<|im_start|>", "<|im_end|>"]
     model = sentencepiece_model(add_dummy_prefix=True, user_defined_symbols=marks, normalization_rule_name="identity")
@@ -100,7 +98,6 @@ def test_a_sentencepiece_model_writes_conversations_by_a_template_of_the_configu
 
 
 def test_a_sentencepiece_model_without_a_template_says_what_to_do(pieces, tmp_path):
-    """Or takes the file that an export of ours has beside it."""
     with refuses("SentencePiece", "data.chat_template", "plain"):
         SFTEncoder(tokenizer=pieces, max_prompt_tokens=9, max_response_tokens=9, template="chat").open()
     encode = PromptEncoder(tokenizer=pieces, max_prompt_tokens=99).open()

@@ -24,7 +24,6 @@ def tokenizer(tmp_path_factory):
 
 
 def spelled(tokenizer, tokens):
-    """Special tokens too."""
     return "".join(names[token] for names in [tokenizer.tokens()] for token in tokens)
 
 
@@ -204,7 +203,6 @@ WAYS = {
 
 @pytest.mark.parametrize("written", WAYS.values(), ids=WAYS)
 def test_arguments_are_found_in_whatever_way_they_are_written(tokenizer, written):
-    """And are missed where a part of them is not there."""
     template = STYLES["tools"].replace("{{ c.function.arguments | tojson }}", written)
 
     def talk(arguments):
@@ -257,7 +255,6 @@ def test_variables_of_the_template_are_the_record_s_before_the_configuration_s(t
 
 
 def test_calls_of_tools_are_written_in_the_form_that_the_template_reads(tokenizer):
-    """Arguments as an object or as JSON, no content or an empty one; OpenAI's old function_call."""
     call = {"name": "add", "arguments": {"a": 1}}
     texts = []
     for template in ("deepseek", "tools"):
@@ -276,7 +273,6 @@ def test_calls_of_tools_are_written_in_the_form_that_the_template_reads(tokenize
 
 
 def test_an_answer_outside_the_marks_of_the_template_is_refused(tokenizer):
-    """What stands before {% generation %} would not be learnt."""
     template = STYLES["marked"].replace("{% generation %}{{ m.content }}", "{{ m.content }}{% generation %}")
     with refuses("message 2 ('assistant')", "outside the marks"):
         encoder(tokenizer, template)(0, AB)

@@ -53,7 +53,6 @@ def trained(cut: str) -> Any:
 
 
 def _pattern(cut: str) -> str:
-    """As transformers has it."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     return str(GGUF_PRE_TOKENIZER_SPLITS[cut])

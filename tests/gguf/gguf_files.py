@@ -89,7 +89,6 @@ def permuted(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def gguf_tensors(model: Any) -> Tensors:
-    """By llama.cpp's names."""
     config = model.config
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     number = next(n for n, name in MODEL_ARCH_NAMES.items() if name == architecture)
@@ -113,7 +112,6 @@ def gguf_tensors(model: Any) -> Tensors:
 
 
 def add_sizes(writer: GGUFWriter, config: Any) -> None:
-    """The metadata of the model, as llama.cpp's converter writes it."""
     heads = config.num_attention_heads
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -149,7 +147,6 @@ def add_sizes(writer: GGUFWriter, config: Any) -> None:
 
 
 def rope_tensors(config: Any) -> Tensors:
-    """The tensors that state a rotary scaling."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     if config.model_type == "gpt2":
@@ -222,15 +219,12 @@ def with_tokenizer(writer: GGUFWriter, **changes: Any) -> None:
 
 
 def tokens(writer: GGUFWriter) -> None:
-    """`with_tokenizer` without changes."""
     with_tokenizer(writer)
 
 
 def small_llama() -> Any:
-    """Two layers."""
     return make_model("llama", vocab_size=VOCAB, num_hidden_layers=2)
 
 
 def small_file(path: Path) -> Path:
-    """A sound file of `small_llama` in Q8_0."""
     return write_gguf(path, small_llama(), tokens, kind="Q8_0")

@@ -21,7 +21,6 @@ from tools.gguf_to_hf.tokenizer import tokenizer_files
 
 
 def keys(**metadata):
-    """A file with other metadata."""
     return {"metadata": {key.replace("__", "."): value for key, value in metadata.items()}}
 
 
@@ -67,7 +66,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_converted_is_said(case, tmp_path, llama, capsys):
-    """In one line, with exit status 2, and nothing is written."""
     changes, names = REFUSED[case]
     path = write_gguf(tmp_path / "model.gguf", llama, tokens, **changes)
     assert main(["--gguf", str(path), "--out", str(tmp_path / "out")]) == 2
@@ -77,8 +75,6 @@ def test_what_cannot_be_converted_is_said(case, tmp_path, llama, capsys):
 
 
 def test_what_is_no_file_of_its_own(tmp_path, small, capsys):
-    """Names, other files, an output that is there; a run, `inspect` and `verify` say how a GGUF file is used."""
-
     def refused(path, names, *options):
         assert main(["--gguf", str(path), "--out", str(tmp_path / "out"), *options]) == 2
         assert not missing_names(capsys.readouterr().err, *names.split("|"))
@@ -141,7 +137,6 @@ def test_without_the_package(tmp_path, llama, small, monkeypatch, capsys):
 
 
 def all_checks(path: Path) -> None:
-    """All that is read of a file before something is written."""
     file = read_gguf(path)
     numbers = Numbers(file)
     arch = architecture_of(file, numbers)

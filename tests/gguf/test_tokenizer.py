@@ -136,7 +136,6 @@ def test_a_sentencepiece_tokenizer(prefix, tmp_path, llama):
 
 
 def test_a_tokenizer_of_one_s_own(tmp_path, llama, small, capsys):
-    """In place of one that is not known; its tokens must be the file's."""
     path = write_gguf(tmp_path / "a.gguf", llama, partial(with_tokenizer, pre="another-one"))
     assert main(["--gguf", str(path), "--out", str(tmp_path / "a")]) == 2
     assert "'another-one'" in capsys.readouterr().err

@@ -69,7 +69,6 @@ def test_a_reward_model_whose_template_ends_otherwise_is_said(role):
 
 
 def test_conversations_for_a_reward_model_without_a_template_are_refused_before_a_run(role):
-    """One that reads the actor's ids needs no template."""
     record = {"prompt": [{"role": "user", "content": "a"}]}
 
     def cfg(name: str, template: str | None, retokenizes: bool) -> Any:

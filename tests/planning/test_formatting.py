@@ -29,12 +29,10 @@ RULE = [{"kind": "rule", "rule": "exact_match"}]
 
 @pytest.fixture
 def run(tmp_path):
-    """The function that makes the configuration of a command on a model and some rows."""
     for name, row in ROWS.items():
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
 
     def make(command, model, train, reward_model=None, critic=None, reference=None, rewards=RULE, **data):
-        """reward_model, critic, reference: models of their own"""
         role = {"model": {"path": model}}
         tree = {"run": {"dir": tmp_path / "run"}, "data": {"train": tmp_path / f"{train}.jsonl", **data}}
         tree["reward_model" if command == "rm" else "actor"] = role
@@ -193,8 +191,6 @@ def test_what_was_known_goes_through_raw_texts_and_is_not_asked_of_others(traine
 
 
 def test_what_is_typed_is_written_as_it_was_learnt(trained, tmp_path):
-    """`generate --prompt` on a model that knows conversations, and on one that knows texts."""
-
     def ask(model, **data):
         tree = {"run": {"dir": tmp_path / "run"}, "actor": {"model": {"path": model}}, "data": data}
         return AskConfig.model_validate(tree)

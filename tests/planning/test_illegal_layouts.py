@@ -31,7 +31,6 @@ class Joined(Exception):
 
 
 def trees(root: Path) -> dict[str, dict[str, Any]]:
-    """A legal configuration of each command."""
     made = {"model": {"path": "MODEL:model", "random_init": True}}
     tree = {
         "run": {"dir": str(root / "run")}, "actor": made,
@@ -60,8 +59,6 @@ def merged(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[[Case], Path]:
-    """The configuration of a case, with its models."""
-
     def models_in(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: models_in(each) for key, each in value.items()}
@@ -82,8 +79,6 @@ def write(tmp_path: Path) -> Callable[[Case], Path]:
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch, write: Callable[[Case], Path]) -> Callable[[Case, int], int]:
-    """Start a rank of a case, as torchrun or srun do; returns its exit status."""
-
     def no_group(*args: Any, **kwargs: Any) -> None:
         raise Joined
 

@@ -29,7 +29,6 @@ def rl_from(path, directory, **others):
 
 
 def checkpoint_of(cfg, command="rl"):
-    """The directory of a run that has written a checkpoint of its actor."""
     begin(cfg, command)
     actor = cfg.run.dir / "checkpoints" / "step_000001" / "actor"
     actor.mkdir(parents=True)
@@ -106,7 +105,6 @@ def test_a_copy_is_recognised_by_what_it_carries(tmp_path):
 
 
 def test_what_sft_has_trained_is_a_reference_as_it_stands(tmp_path):
-    """Also where the files still lie in the folders of a run."""
     first = checkpoint_of(rl_from("/models/sft", tmp_path / "first"))
     (first / FILE).write_text(replace(STATED, command="sft", reference=None).to_json())
     assert check_anchor(rl_from(first, "new")) == []

@@ -76,7 +76,6 @@ def test_context_parallel_ranks_are_said(paths):
 
 
 def test_uneven_stages_that_add_up_are_legal(paths):
-    """The stages in the middle may differ too."""
     for layers in ([1, 2, 2, 1], [1, 3, 1, 1]):
         assert preflight("sft", sft(paths, parallel={"pp": 4, "layers_per_stage": layers}), 4).numbers
 

@@ -26,8 +26,6 @@ def adapter(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 def dry_run(
     tmp_path: Path, models: dict[str, Path], data: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str]]:
-    """Exit status and output of a dry run, or its error."""
-
     def run(command: str, *overrides: str) -> tuple[int, str]:
         tree: dict[str, Any] = {
             "run": {"dir": str(tmp_path / "run"), "nproc": 1},
@@ -120,7 +118,6 @@ def test_a_list_without_a_value_is_as_if_left_out(dry_run: Callable[..., tuple[i
 
 
 def stated(adapter: Path, into: Path, **config: object) -> Path:
-    """A copy of the adapter that says otherwise."""
     into.mkdir()
     (into / "adapter_model.safetensors").write_bytes((adapter / "adapter_model.safetensors").read_bytes())
     known = json.loads((adapter / "adapter_config.json").read_text())
@@ -181,7 +178,6 @@ def test_an_adapter_is_no_model(adapter: Path, dry_run: Callable[..., tuple[int,
 def test_what_is_no_mistake_is_said(
     adapter: Path, dry_run: Callable[..., tuple[int, str]], models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """An adapter of another model; a new adapter where nothing is trained; two models where one would do."""
     other = stated(adapter, tmp_path / "adapter", base_model_name_or_path="org/other", lora_dropout=0.1)
     status, notes = dry_run("sft", f"actor.lora={{path: {other}}}")
     names = ("org/other", f"actor.model.path is {models['plain']}", "dropout 0.1", "actor: trains 5,120")

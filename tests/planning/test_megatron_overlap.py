@@ -57,7 +57,6 @@ def test_parts_that_share_no_document_are_taken(folder, train, validation, test)
     (["rows.jsonl"], ["rows.jsonl", "a"], "rows.jsonl|held-out data"),
 ])  # fmt: skip
 def test_documents_that_both_would_read_are_refused(folder, train, validation, names):
-    """Alone, in a list, whole or in part, under another name; and records beside them."""
     with refuses(*names.split("|")):
         checked(folder, train, validation)
 

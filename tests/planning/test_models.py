@@ -34,7 +34,6 @@ from tools.demo.make_data import train_tokenizer
 
 
 def with_pieces(change):
-    """The demo's tokenizer after `change(proto)`."""
     from sentencepiece import sentencepiece_model_pb2
 
     proto = sentencepiece_model_pb2.ModelProto()
@@ -48,8 +47,6 @@ ROLES = ("critic", "reward_model")
 
 @pytest.fixture
 def model(tmp_path):
-    """Writes a role's model directory: configuration, tokenizer, and weights with the head that is asked for."""
-
     def write(name, *, tokenizer=None, head="lm", score=0.0, **changes):
         directory = tmp_path / name
         directory.mkdir()

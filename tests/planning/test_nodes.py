@@ -26,7 +26,6 @@ GB = 10**9
 
 
 def facts(rank: int, **changes: Any) -> RankFacts:
-    """A rank of a job with eight of them on each node."""
     versions = {"torch": "2.13.0", "driver": "570"}
     plain = RankFacts(node=f"n{rank // 8 + 1}", rank=rank, versions=versions, open_files=65536)
     return replace(plain, **changes)
@@ -45,7 +44,6 @@ def test_equal_nodes_have_no_problem() -> None:
 
 
 def test_each_problem_names_node_rank_and_values() -> None:
-    """All of them at once, each in a sentence of its own."""
     found = problems(job(
         rank_9={"versions": {"torch": "2.12.0"}}, rank_3={"open_files": 256}, rank_12={"gpu": "GPU-13"},
         rank_5={"gpu_used": 30 * GB}, rank_15={"skew": -90.0, "directory": ("cannot write",)},

@@ -109,7 +109,6 @@ def test_a_name_of_the_hub_is_left_to_the_loader_and_said(paths, monkeypatch):
 
 
 def test_another_config_beside_a_hugging_face_directory_is_refused(paths):
-    """The directory itself is the same thing said twice."""
     other = paths["make"]("other")
     actor = role(paths)
     actor["model"]["hf"] = other
@@ -183,8 +182,6 @@ def test_a_tokenizer_larger_than_a_role_s_vocabulary_is_refused(paths):
 
 
 def test_that_there_is_no_accuracy_is_said_where_there_is_held_out_data(paths):
-    """And a misspelt name is refused; keys that nothing reads are said."""
-
     def said(**others):
         return [note for note in preflight("rl", rl(paths, **others), 1).notes if "eval" in note or "samples." in note]
 

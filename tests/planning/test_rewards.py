@@ -28,7 +28,6 @@ VERL = {"prompt": "1+1=", "data_source": "a", "reward_model": {"ground_truth": "
 
 
 def tried(paths, reward, *records):
-    """Notes of a start with the reward, on these records."""
     if isinstance(reward, str):
         reward = {"rule": OURS + reward}
     paths["train"].write_text("".join(json.dumps(record) + "\n" for record in records or (PLAIN,) * 24))
@@ -99,7 +98,6 @@ def test_columns_of_prompts_that_no_reward_reads(paths, beside):
 
 
 def test_an_answer_that_is_missing_in_a_later_record():
-    """Of a function that takes ground_truth: told before the start, with its line."""
     check = field_check(OURS + "verl")
     check({"answer": "2"})
     with refuses("reads ground_truth", "none of"):
@@ -119,7 +117,6 @@ def test_another_records_answer_is_the_wrong_one(paths):
 
 
 def test_a_reward_of_some_records_is_called_on_one_of_them(paths):
-    """And nothing is lost where it applies to none that was read."""
     other, code = {**PLAIN, "task": "maths"}, {"prompt": "1+1=", "task": "code", "answer": "print(2)"}
     assert tried(paths, "trl_of_code", other, code) == []
     (note,) = tried(paths, "trl_of_code", other, other)
@@ -136,7 +133,6 @@ def test_what_is_not_compared_is_said(paths):
 
 
 def test_a_mistake_in_rewards_is_said_before_models_and_data_are_read(paths):
-    """And is not blamed on a line of the data."""
     for rule, names in (("exactmatch", ("'exactmatch'",)), (OURS + "mixture", (f"'{OURS}mixture'", "parameters"))):
         cfg = rl(paths, rewards=[{"kind": "rule", "rule": rule}], data={"train": paths["root"] / "none"})
         with refuses(*names) as error:
@@ -202,14 +198,12 @@ def test_published_functions_that_are_stopped(paths, calls, name, names):
 
 
 def test_a_confirmed_reward_is_called_once(paths, calls):
-    """With one pair."""
     assert tried(paths, {"rule": PUBLISHED + "too_long", "check": "call"}) == []
     assert calls == [2]
 
 
 @pytest.mark.parametrize("answer", [SOLUTION, SOLUTION.replace("\n", " ")])
 def test_whole_solutions_as_answers(paths, calls, answer):
-    """As in GSM8K's column `answer`."""
     record = {"prompt": "q", "answer": answer}
     for rule in ("numeric_match", "math_verify"):
         assert tried(paths, {"rule": rule}, record) == []

@@ -12,7 +12,6 @@ from tests.refuses import refuses
 
 
 def anchored(paths, **parallel):
-    """PPO with this layout of the reference."""
     model = role(paths, **parallel)
     return rl(paths, reference=model, algo={"kl": {"coef": 0.1}}, train={"mini_batch_samples": 24})
 

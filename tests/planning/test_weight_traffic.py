@@ -72,7 +72,6 @@ def test_llama_3_70b(capsys, options, need, least, largest, all_gather):
 
 
 def test_the_dtype_is_config_json_s_unless_one_is_given():
-    """There are no weights to look at."""
     for overrides, size in (((), 2), (("actor.model.dtype=fp32",), 4)):
         cfg = load_config(RLConfig, "configs/plan/llama-3-70b.yaml", overrides)
         setup = transfer_setup(cfg, links=Links(rank_gbps=1.0, node_gbps=1.0), order="engine", ranks_per_node=8)
@@ -159,13 +158,11 @@ def test_qwen3_30b_a3b_in_both_tiers(options):
 
 
 def as_a_user(*options):
-    """What the command prints in a process of its own."""
     command = [sys.executable, "-m", "megarlhf", "plan", "-c", "configs/plan/llama-3-70b.yaml", *options]
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout
 
 
 def words_and_rows(printed):
-    """The words, and the tables' rows by their first cell, the first of a name."""
     rows: dict[str, list[str]] = {}
     for line in printed.splitlines():
         if "│" in line:
@@ -175,7 +172,6 @@ def words_and_rows(printed):
 
 
 def test_the_command_prints_tables_and_ranks():
-    """Other node sizes and link speeds change the estimate; 11 MB are said with three digits."""
     options = ["actor.parallel.pp=1", "--world-size=16", "--ranks-per-node=4", "--node-gbps=400", "--per-rank"]
     words, rows = words_and_rows(as_a_user(*options))
     assert rows["trainer"] == ["tp 8 x pp 1 x dp 2 (vpp 1, ep 1) = 16 ranks"]
@@ -221,7 +217,6 @@ def test_what_does_not_fit_is_said(capsys, options, names):
 @pytest.mark.parametrize("kind", ["gbps", "size"])
 @pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "abc", "", "1.5"])
 def test_options_that_are_no_sizes(capsys, text, kind):
-    """The option and what it got are named, and nothing that is called so in the source only."""
     if (text, kind) == ("1.5", "gbps"):
         return
     options = {"gbps": ["--node-gbps", "--rank-gbps"], "size": ["--ranks-per-node", "--engine-tp", "--ep", "--vpp"]}

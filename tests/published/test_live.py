@@ -65,7 +65,6 @@ def truth_of(name: str) -> tuple[FastTokenizer, list[str], list[list[int]]]:
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_ids_begin_and_end_are_the_file_s_beside_each_family(name, tmp_path):
-    """3,000 texts and the special tokens within texts; what is lossless comes back."""
     families, begin, end = TOKENIZERS[name]
     file, texts, expected = truth_of(name)
     for model_type in families.split():
@@ -84,7 +83,6 @@ def test_ids_begin_and_end_are_the_file_s_beside_each_family(name, tmp_path):
 
 @pytest.mark.parametrize("name", [name for name in TOKENIZERS if name not in ("deepseek", "gptoss", "llama2")])
 def test_its_own_template_writes_one_begin_and_ids_of_the_file(name, tmp_path):
-    """Rendered text is read by the file; nothing is put before it."""
     directory = write_directory(name, tmp_path, "llama")
     file, tokenizer = FastTokenizer.from_file(str(directory / "tokenizer.json")), load_tokenizer(directory)
     template = chat_template(tokenizer)

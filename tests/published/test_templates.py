@@ -61,7 +61,6 @@ def test_all_parts_of_random_conversations_are_written_and_learnt_or_refused(nam
 
 @pytest.mark.parametrize("name", MOST_REFUSED)
 def test_ids_of_a_beginning_are_those_of_the_whole_up_to_a_mark(name, tmp_path):
-    """And anew behind it; wherever a text is cut."""
     tokenizer = load_tokenizer(write_directory(name, tmp_path, "llama"))
     template, draw, compared = chat_template(tokenizer), random.Random(1), 0
     for seed in range(100):

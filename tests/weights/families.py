@@ -63,5 +63,4 @@ def config(name: str, **changes: Any) -> Any:
 
 
 def architecture(name: str, **changes: Any) -> Architecture:
-    """Read from what transformers would write."""
     return architecture_from_hf(config(name, **changes).to_dict())

@@ -99,7 +99,6 @@ def megatron_layer(
     arch: Architecture, logical: Tensors, layer: int, *, tp: int, tp_rank: int, ep: int = 1, ep_rank: int = 0,
     spec: str = "local", experts: str = "each"
 ) -> Tensors:  # fmt: skip
-    """All storages of one layer on one rank, by names relative to the layer."""
     te = spec == "te"
     qkv, output, out = attention(arch, logical, layer)
     out = {"self_attention." + name: value for name, value in out.items()}

@@ -17,7 +17,6 @@ from tests.weights.families import architecture
 
 
 def shapes_of(cases: list[tuple[str, dict[str, Any]]]) -> list[list[dict[str, tuple[int, ...]]]]:
-    """{name: shape} of each rank of a model in a layout."""
     from megarlhf.parallel.megatron_cpu import megatron_device
 
     with megatron_device(torch.device("cpu")):

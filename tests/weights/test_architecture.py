@@ -23,7 +23,6 @@ EXPECTED_ROPE = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0
 
 
 def test_a_directory_written_by_transformers(tmp_path):
-    """Every field against what was asked of transformers."""
     transformers_config(
         head_dim=24, rms_norm_eps=1e-5, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
     ).save_pretrained(tmp_path)
@@ -109,7 +108,6 @@ REFUSED = [
 
 @pytest.mark.parametrize("name, changes, names", REFUSED)
 def test_what_a_family_does_not_support_is_refused(name, changes, names):
-    """The same file without the change is read."""
     stated = config(name).to_dict()
     assert architecture_from_hf(stated) == architecture(name)
     with refuses(*names.split("|")):
@@ -143,7 +141,6 @@ def test_a_gpt2_file():
 
 
 def test_switches_of_the_families():
-    """The facts that tell the relatives apart."""
     opt = architecture("opt")
     assert (opt.position_offset, opt.norm, opt.norm_eps, opt.activation, opt.tied_embeddings) == (
         2, "layer", 1e-5, "relu", True,

@@ -35,7 +35,6 @@ def gate_and_up_swapped(dst, old):
 
 
 def q_and_k_exchanged(dst, old):
-    """One head of each."""
     qkv, head = dst[LAYER + "self_attn.qkv_proj.weight"], 16
     first_k = qkv.shape[0] // 2  # 2 query heads, 1 key head, 1 value head on each rank
     kept = qkv[:head].clone()

@@ -41,7 +41,6 @@ def models(tmp_path_factory):
 
 
 def write(models, out, family, form, monkeypatch, drop=(), **changes):
-    """A checkpoint whose args were changed before they were written."""
     import megarlhf.weights.checkpoint.conversion as module
 
     def changed(*given):
@@ -140,7 +139,6 @@ def test_megatrons_defaults_and_what_is_not_stated():
 
 
 def test_a_key_of_ours_that_is_contradicted_or_unreadable_says_nothing():
-    """The arguments beside it still do."""
     arch = architecture("llama")
     six = replace(arch, num_layers=6)
     assert contradictions(six, args_for(arch, own=True, num_layers=6)) == []

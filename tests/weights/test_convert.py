@@ -90,7 +90,6 @@ def test_nine_heads_at_tp3(tmp_path):
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))
 def test_there_and_back_at_every_layout(models, tmp_path, family):
-    """Bit for bit, config and tokenizer kept; the copy is what transformers loads."""
     source = open_checkpoint(models(family))
     layouts = LAYOUTS | (EXPERT_LAYOUTS if source.arch.num_experts else {})
     for number, (name, target) in enumerate(layouts.items()):
@@ -139,7 +138,6 @@ def test_a_chain_of_five_layouts_ends_where_it_began(models, tmp_path, family):
 
 
 def assert_same_tree(actual: Path, expected: Path) -> None:
-    """Same files; same tensors in every mp_rank file."""
     names = {path.relative_to(expected) for path in expected.rglob("*") if path.is_file()}
     assert {path.relative_to(actual) for path in actual.rglob("*") if path.is_file()} == names
     compared = 0
@@ -156,7 +154,6 @@ def assert_same_tree(actual: Path, expected: Path) -> None:
 
 
 def test_tied_models_and_scalar_heads(tmp_path):
-    """A tied model keeps no second embedding; a reward model's score comes back under its own name."""
     tied = write_model("qwen2_tied", tmp_path / "tied")
     scored = write_model("llama", tmp_path / "scored", scalar=True)
     for directory in (tied, scored):
@@ -187,7 +184,6 @@ def test_without_a_companion_the_arguments_say_what_the_model_is(models, tmp_pat
 
 
 def test_dtypes(models, tmp_path):
-    """bf16 to fp32 and back is exact; a source of two dtypes is not guessed at."""
     source = open_checkpoint(models("llama"))
     convert(source, tmp_path / "wide", MegatronTarget(tp=2, format="mp_rank"), dtype=torch.float32)
     wide = open_checkpoint(tmp_path / "wide")
@@ -203,7 +199,6 @@ def test_dtypes(models, tmp_path):
 
 
 def test_verify_names_the_first_difference(models, tmp_path):
-    """One bit of one element, in another format and layout."""
     source = open_checkpoint(models("llama"))
     convert(source, tmp_path / "a", LAYOUTS["tp2 pp2 mp_rank local"])
     changed = tensors_of(models("llama"))

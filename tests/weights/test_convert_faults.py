@@ -28,7 +28,6 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """The same model in every kind of input."""
     root = tmp_path_factory.mktemp("inputs")
     hf = write_model("llama", root / "safetensors", dtype=torch.bfloat16, max_shard_size="100KB")
     convert(open_checkpoint(hf), root / "torch_dist", MegatronTarget(tp=2))

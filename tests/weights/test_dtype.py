@@ -22,14 +22,12 @@ def resolved(path, head="lm", **model):
 
 
 def say(path, **changes):
-    """Changes config.json."""
     file = path / "config.json"
     config = json.loads(file.read_text()) | changes
     file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 
 
 def cast(path, *names, to):
-    """Stores some tensors in another dtype."""
     tensors = load_file(path / "model.safetensors")
     assert set(names) <= tensors.keys()
     save_file({name: t.to(to) if name in names else t for name, t in tensors.items()}, path / "model.safetensors")
@@ -81,7 +79,6 @@ def test_a_head_that_the_role_does_not_use_has_no_say(tmp_path):
     ({"dtype": None}, ("fp32", "by default")),
 ])  # fmt: skip
 def test_without_weights_config_json_decides(tmp_path, dtypes, expected):
-    """Random weights, and a directory for a plan, which has none; the files of the first are not looked at."""
     path = write_model("llama", tmp_path / "m", dtype=torch.float16)
     say(path, **dtypes)
     assert resolved(path, random_init=True) == expected

@@ -63,7 +63,6 @@ def test_logical_tensors_are_what_transformers_writes(name, head, tmp_path):
 @pytest.mark.parametrize("head", ["lm", "scalar"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_written_config_says_the_same(name, head, tmp_path):
-    """To us, and to transformers: every key that the architecture is read from survives AutoConfig."""
     from transformers import AutoConfig
 
     arch = architecture(name)
@@ -88,7 +87,6 @@ def test_an_architecture_that_a_config_cannot_state_is_refused():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_names_of_trunks_and_of_old_files(name):
-    """Without the prefix, with buffers that are not parameters; what is unknown stays visible."""
     arch = architecture(name)
     prefix = FAMILIES[arch.model_type].table.hf_prefix
     logical = logical_tensors(arch)
@@ -304,7 +302,6 @@ def test_inits(name):
 
 
 def test_the_example_in_the_docs_is_the_code():
-    """Each block that names a file is in that file; the one of Mixtral is the whole of it."""
     root = Path(__file__).parents[2]
     blocks = re.findall(r"```python\n# (\S+)\n(.*?)```", (root / "docs/new-architecture.md").read_text(), re.DOTALL)
     assert [name.rsplit("/", 1)[1] for name, _ in blocks] == ["mixtral.py", "__init__.py"]

@@ -138,7 +138,6 @@ def test_memory_does_not_grow_with_the_model(monkeypatch):
 
 
 def test_an_error_in_a_thread_stops_the_transfer(tmp_path):
-    """A source that lost its end after it was opened: named, and no thread is left."""
     arch = tiny()
     _, hf = fp32_files(tmp_path, arch)
     path = tmp_path / "model.safetensors"

@@ -72,7 +72,6 @@ def write_only(directory, **values):
 
 
 def test_a_writer_that_fails_leaves_nothing(tmp_path):
-    """Neither the directory nor the temporary one; then the same place can be written, once."""
     with pytest.raises(OSError, match="no space left"):
         write_and_fail(tmp_path / "m")
     assert not list(tmp_path.iterdir())
@@ -169,7 +168,6 @@ def test_an_index_that_forgets_a_tensor(tmp_path):
 
 
 def test_a_classifier_of_two_labels_is_no_reward_model(tmp_path):
-    """Which is said of the head, and not of files that do not belong together."""
     write_classifier(tmp_path, labels=("bad", "good"))
     with refuses("classifier", "2 labels", "score.weight"):
         open_checkpoint(tmp_path, head="scalar")

@@ -37,7 +37,6 @@ def digest(ranks, live, dtype=BF16):
 @pytest.mark.parametrize("block", [1 << 20, 1000])
 @pytest.mark.parametrize("head", ["lm", "scalar"])
 def test_random_weights_are_the_same_at_every_layout(head, block, monkeypatch):
-    """Also when a tensor is drawn in many blocks; padding is zero."""
     monkeypatch.setattr(random_init, "_BLOCK_ELEMENTS", block)
     arch = tiny(attention_bias=True)
     hf = hf_placements(arch, head)

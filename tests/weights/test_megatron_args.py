@@ -48,7 +48,6 @@ LLAMA_3_1_8B = Architecture(
 
 
 def register(monkeypatch, families: dict[str, Family]) -> None:
-    """These families, in this order, in place of all."""
     for module in ("architectures.families", "weights.checkpoint.formats.megatron.infer"):
         monkeypatch.setattr(f"megarlhf.{module}.FAMILIES", families)
 
@@ -68,7 +67,6 @@ def test_without_our_key_the_switches_are_enough(family):
 
 
 def test_what_megatron_cannot_say_is_warned_of(caplog):
-    """By value, for the models concerned; silent for the others."""
     lost = {
         "opt": "max_positions = 48, activation = 'relu', position_offset = 2",
         "qwen3_biases": "output_bias = True",
@@ -196,7 +194,6 @@ def test_every_field_that_differs_is_told_as_arguments(monkeypatch):
 
 
 def test_a_contradicted_key_of_ours_is_ignored(caplog):
-    """Somebody changed an argument, or continued with another model."""
     args = args_of(architecture("llama"), LAYOUT, torch.bfloat16)
     assert arch_of({**args, "window_size": None, "extra": 1}) == architecture("llama")
     assert not caplog.records
@@ -218,7 +215,6 @@ def test_a_contradicted_key_of_ours_is_ignored(caplog):
     {"moe_apply_probs_on_input": True},
 ])  # fmt: skip
 def test_other_mathematics_is_refused(arguments):
-    """With our own key beside it too."""
     ((key, value),) = arguments.items()
     for args in (LLAMA_BY_HAND, args_of(architecture("llama"), LAYOUT, torch.bfloat16)):
         with refuses("no known family", f"{key} = {value!r}"):

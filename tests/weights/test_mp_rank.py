@@ -47,7 +47,6 @@ def layout_of(arch: Architecture, **settings: Any) -> MegatronLayout:
 def state_dicts(
     arch: Architecture, layout: MegatronLayout, head: str = "lm"
 ) -> dict[ModelRank, dict[str, torch.Tensor]]:
-    """What every rank's parameters would be, filled from distinct values."""
     logical, storages_by_rank = random_logical(arch, head), {}
     for at, part in zip(layout.ranks(), layout.parts(arch, head), strict=True):
         live = {name: torch.full(shape, -1.0, dtype=torch.float64) for name, shape in part.storages.items()}
@@ -57,7 +56,6 @@ def state_dicts(
 
 
 def junk(arch: Architecture, layout: MegatronLayout) -> dict[str, Any]:
-    """What else Megatron-LM keeps in a file."""
     more = {"rank": 3, "save": "/somewhere", "lr": 1e-4, "data_path": ["1.0", "text"], "timeout": None}
     args = Namespace(**args_of(arch, layout, torch.bfloat16), **more, activation=torch.nn.functional.gelu)
     steps = {"step": torch.tensor(3.0), "exp_avg": torch.randn(7), "exp_avg_sq": torch.randn(7)}
@@ -97,7 +95,6 @@ def save_tree(
 
 
 def same_tensors(read: MegatronWeights, ranks: dict[ModelRank, dict[str, torch.Tensor]]) -> int:
-    """Compares each extent's values with the storage; returns how many were compared."""
     maps, compared = MappedFiles(), 0
     for at, part, extents in zip(read.layout.ranks(), read.parts, read.extents, strict=True):
         assert list(extents) == list(part.storages)
@@ -152,7 +149,6 @@ def test_every_family_and_layout_is_read_by_value_and_written_for_torch(family, 
 
 
 def test_directory_forms(tmp_path):
-    """A root with a tracker, an iteration, a release; model_rng.pt beside optimizer folders of 2022."""
     arch = architecture("llama")
     layout = layout_of(arch, tp=2, pp=2)
     ranks = state_dicts(arch, layout)
@@ -175,7 +171,6 @@ def test_directory_forms(tmp_path):
 
 
 def test_chunks_of_different_lengths(tmp_path):
-    """Six layers as 1, 2, 2, 1 on two ranks."""
     arch = architecture("llama", num_hidden_layers=6)
     layout = layout_of(arch, pp=2, vpp=2, layers_per_stage=(1, 2, 2, 1))
     ranks = state_dicts(arch, layout)

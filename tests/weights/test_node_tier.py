@@ -20,7 +20,6 @@ from tests.weights.transfers import FAMILIES, Masks, Transfer, draw_transfer, fi
 
 
 def check(case: Transfer, node_of) -> int:
-    """Runs both tiers and returns the elements that crossed between nodes."""
     logical = logical_of(case)
     tiers = make_tiers(case.sources, case.destinations, node_of)
     live = empty(case.destinations)

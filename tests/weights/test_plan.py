@@ -30,7 +30,6 @@ layouts = st.tuples(st.sampled_from(["megatron", "vllm", "hf"]), st.randoms(use_
 
 
 def draw_ranks(arch, kind, random):
-    """A random layout of a system, on shuffled ranks."""
     if kind == "hf":
         return [hf_placements(arch, rank=random.randrange(4))]
     if kind == "vllm":
@@ -126,7 +125,6 @@ def test_least_traffic_of_a_70b_model(tp, pp, dp, engine_tp, average, largest):
 
 
 def test_one_ranks_view_is_the_plan():
-    """`only_rank` keeps exactly that rank's copies, in the same order, and the whole traffic."""
     arch = tiny()
     sources, destinations = megatron_ranks(arch, 2, [[0], [1, 2]], 2), vllm_ranks(arch, 4, 2)
     plan = make_plan(sources, destinations)

@@ -82,7 +82,6 @@ main(sys.argv[1:])
 
 
 def test_relayout_in_place_killed_between_its_renames(model, tmp_path, capsys):
-    """The old checkpoint has only its hidden name; every reader says so, and the same command finishes."""
     where = tmp_path / "m"
     assert run("hf-to-megatron", "--hf", model, "--out", where) == 0
     command = ["relayout", "--megatron", str(where), "--out", str(where), "--tp", "2", "--force"]

@@ -14,7 +14,6 @@ from tests.weights.models import write_model
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Two ranks each: tensor-parallel Llama, expert-parallel Mixtral."""
     root = tmp_path_factory.mktemp("replicas")
     targets = {"llama": MegatronTarget(tp=2, format="mp_rank"), "mixtral": MegatronTarget(ep=2, format="mp_rank")}
     for family, target in targets.items():
@@ -24,7 +23,6 @@ def checkpoints(tmp_path_factory):
 
 
 def flip(extent, element):
-    """One bit of one element, in the file."""
     with extent.path.open("r+b") as file:
         file.seek(extent.offset + element * extent.dtype.itemsize)
         byte = file.read(1)
@@ -62,7 +60,6 @@ def test_one_bit_of_one_replica(checkpoints, tmp_path, family):
 
 
 def test_on_threads(checkpoints, monkeypatch):
-    """As the comparison of a large model runs."""
     monkeypatch.setattr(copies, "_WORTH_THREADS", 0)
     stored = open_checkpoint(checkpoints / "mixtral").weights
     require_equal_replicas(stored)
@@ -74,7 +71,6 @@ def test_on_threads(checkpoints, monkeypatch):
 
 
 def test_every_command_that_reads_a_whole_model_refuses(checkpoints, tmp_path, capsys):
-    """Conversion, relayout, verify and inspect --check; nothing is left behind."""
     source = checkpoints / "mixtral"
     stored = open_checkpoint(source).weights
     flip(stored.extents[1]["embedding.word_embeddings.weight"], 7)

@@ -93,7 +93,6 @@ def _failing(runtime):
 
 
 def _short_of_memory(runtime):
-    """Nothing has been written when it is told; the next run, with memory, is whole."""
     rank = runtime.rank
     plan, src, dst, expected = model(rank, 2, 5)
 
@@ -124,7 +123,6 @@ def test_a_rank_without_memory_is_told_of_before_anything_is_written(ranks: Rank
 
 
 def test_a_rank_that_fails_stops_all_with_its_reason(ranks: RankPool):
-    """At the first direct message, or in a round; nobody hangs, and the next run is whole."""
     ranks.run(4, _failing)
 
 
@@ -151,5 +149,4 @@ def _memory(runtime):
 
 
 def test_buckets_keep_to_their_size_and_to_the_free_memory(ranks: RankPool):
-    """Both together: two buckets; where memory is short, half of what is free on the poorest rank."""
     ranks.run(4, _memory)

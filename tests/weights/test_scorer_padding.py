@@ -20,7 +20,6 @@ TEXTS = ["1+1=2</s>", "12+34=46</s>", "7</s>", "98+1=99</s>"]
 
 
 def scores(directory: Path, batch: int, side: str = "right") -> list[float]:
-    """Of the texts, as a user of transformers asks for them."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
@@ -36,7 +35,6 @@ def scores(directory: Path, batch: int, side: str = "right") -> list[float]:
 
 @pytest.fixture
 def scorer(tmp_path: Path) -> Path:
-    """Its padding is its end of sequence, as config.json and tokenizer say."""
     return write_classifier(tmp_path / "scorer", pad_token_id=2, eos_token_id=2, tokenizer={"pad_token": "</s>"})
 
 

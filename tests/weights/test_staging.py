@@ -89,7 +89,6 @@ def test_a_killed_writer_is_taken_over_and_a_living_one_is_not(tmp_path):
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_killed_between_its_two_renames(tmp_path, moment):
-    """The old directory waits under another name: it comes back, or goes when the new one is in place."""
     out = tmp_path / "out"
     write(out, "old")
     os.rename(out, tmp_path / ".out.megarlhf-replaced")

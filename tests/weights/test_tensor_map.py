@@ -86,7 +86,6 @@ def test_padded_vocab(vocab, tp, expected):
 
 
 def test_megatron_names_and_shapes():
-    """Uneven stages, local layer numbers, biases; the te spec renames the norms only."""
     arch = tiny(attention_bias=True, mlp_bias=True)
     args = {"tp": 2, "tp_rank": 0, "layers": [2], "last_stage": True, "padded_vocab": 256, "rank": 5}
     part = megatron_placements(arch, first_stage=False, **args)
@@ -124,7 +123,6 @@ def test_tied_and_scalar_heads():
 
 
 def test_hf_table_is_what_transformers_has():
-    """Names and shapes of every parameter, with and without biases, tying and a score head."""
     from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
     from tests.weights.cases import transformers_config
@@ -215,7 +213,6 @@ def vllm_by_hand(arch, logical, tp, rank):
 
 
 def test_virtual_stages_of_one_rank_merge():
-    """Layers 0 and 2 on rank 0 as two chunks; unprefixed names collide and are refused."""
     arch = tiny()
     args = {"tp": 1, "tp_rank": 0, "padded_vocab": 128, "rank": 0}
     chunks = [

@@ -87,7 +87,6 @@ def test_paths_outside_the_directory_are_refused(written):
 
 
 def test_blobs_of_other_writers_are_read_one_by_one(written, monkeypatch):
-    """A blob whose header differs from its kin's is read in full; a damaged one is found."""
     arch, logical, directory = written
     tensors = read_tensors(directory)
     first, second = (shard.blob for shard in tensors["decoder.layers.mlp.linear_fc2.weight"].shards[:2])

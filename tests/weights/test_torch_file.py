@@ -50,7 +50,6 @@ def same(read: Any, saved: Any) -> int:
 
 
 def tensors() -> OrderedDict[str, Any]:
-    """Every way in which a checkpoint's tensors lie in their storages."""
     base = torch.arange(60, dtype=torch.float32).view(5, 12)
     buffer = torch.arange(1000, dtype=torch.bfloat16)
     named = OrderedDict(
@@ -67,7 +66,6 @@ def tensors() -> OrderedDict[str, Any]:
 
 
 def test_every_kind_of_view_is_read_at_its_place(tmp_path):
-    """Offsets and strides by value: tied, transposed, sliced, in one buffer, with attributes."""
     saved = {"model": tensors(), "list": [torch.ones(2), (torch.zeros(1), "text")], "n": 3}
     marked = torch.nn.Parameter(torch.randn(2, 2))
     marked.tensor_model_parallel = True
@@ -108,7 +106,6 @@ def test_several_archives_in_one_file(tmp_path):
 
 
 def test_what_megatron_pickles_beside_tensors(tmp_path):
-    """Values come back as plain data; no class of theirs is needed."""
     generator = np.random.RandomState(3)
     saved = {
         "args": Namespace(a=1, dtype=torch.bfloat16, path=pathlib.PosixPath("/x/y"), timeout=timedelta(minutes=3)),
@@ -224,7 +221,6 @@ def fill(extents: Any, obj: Any) -> None:
 
 
 def test_a_filled_skeleton_is_what_torch_loads(tmp_path):
-    """weights_only, mmap, our own reader, Python's zipfile; before and after `seal`."""
     saved = {"args": Namespace(x=1, dtype=torch.bfloat16), "model": tensors(), "list": [torch.randn(3), (5,)]}
     path = tmp_path / "model_optim_rng.pt"
     extents, end = write_skeleton(path, specs_of(saved))
