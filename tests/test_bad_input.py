@@ -1,8 +1,6 @@
-"""What is typed wrong, one case a row: what is said, once, before a rank starts or a file is written.
-
-Each case is a dry run of a command that would run but for the one mistake. Not covered: what only ranks can see (a
-GPU's memory, nodes that differ: tests/planning/test_nodes.py), and layouts (tests/planning/test_illegal_layouts.py).
-"""
+"""What is typed wrong, one case a row: what is said, once, before a rank starts or a file is written. Each case is a
+dry run of a command that would run but for the one mistake. Not covered: what only ranks can see (a GPU's memory, nodes
+that differ: tests/planning/test_nodes.py), and layouts (tests/planning/test_illegal_layouts.py)."""
 
 from __future__ import annotations
 

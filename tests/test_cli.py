@@ -1,7 +1,5 @@
-"""The commands as a user types them: dry runs, mistakes that start nothing, and data that turns out to be bad.
-
-Not covered: what torchrun and srun say of a rank that has ended, and runs to their end at length (tests/distributed).
-"""
+"""The commands as a user types them: dry runs, mistakes that start nothing, and data that turns out to be bad. Not
+covered: what torchrun and srun say of a rank that has ended, and runs to their end at length (tests/distributed)."""
 
 import json
 import os

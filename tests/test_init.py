@@ -1,8 +1,6 @@
-"""`megarlhf init`: what it writes passes `--dry-run` as it stands, for data of every kind, and says what is open.
-
-Not covered: shapes of other frameworks (test_init_shapes.py), a GPU (its layouts are chosen by config.json alone),
-names of the hub.
-"""
+"""`megarlhf init`: what it writes passes `--dry-run` as it stands, for data of every kind, and says what is open. Not
+covered: shapes of other frameworks (test_init_shapes.py), a GPU (its layouts are chosen by config.json alone), names of
+the hub."""
 
 from __future__ import annotations
 

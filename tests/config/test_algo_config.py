@@ -1,7 +1,5 @@
-"""Names that stand for several keys of `algo`, and settings of it that contradict each other.
-
-Not covered: what is set and not read (tests/planning/test_unused_keys.py), the arithmetic (tests/algo).
-"""
+"""Names that stand for several keys of `algo`, and settings of it that contradict each other. Not covered: what is set
+and not read (tests/planning/test_unused_keys.py), the arithmetic (tests/algo)."""
 
 import pytest
 from pydantic import ValidationError

@@ -1,7 +1,5 @@
-"""What `megarlhf eval` is told to do by what its file has, and what is refused.
-
-Not covered: what the data has to hold (tests/distributed/test_eval.py, tests/data).
-"""
+"""What `megarlhf eval` is told to do by what its file has, and what is refused. Not covered: what the data has to hold
+(tests/distributed/test_eval.py, tests/data)."""
 
 from __future__ import annotations
 

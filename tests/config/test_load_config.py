@@ -1,7 +1,5 @@
-"""Reading configuration files and overrides: what arrives, and which files and overrides are refused.
-
-Not covered: that the documented defaults are good ones; what their keys may say (test_refusals.py).
-"""
+"""Reading configuration files and overrides: what arrives, and which files and overrides are refused. Not covered: that
+the documented defaults are good ones; what their keys may say (test_refusals.py)."""
 
 from pathlib import Path
 

@@ -1,7 +1,5 @@
-"""The configurations for real clusters: each is what its name says, and passes the check of a dry run.
-
-Not covered: whether they fit (`make bench-fits`), heads of checkpoints, of which there are none, and anything on a GPU.
-"""
+"""The configurations for real clusters: each is what its name says, and passes the check of a dry run. Not covered:
+whether they fit (`make bench-fits`), heads of checkpoints, of which there are none, and anything on a GPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Refusals of a configuration, key by key and across keys: each names the key, the value and the remedy.
-
-Not covered: arithmetic over ranks (tests/planning).
-"""
+"""Refusals of a configuration, key by key and across keys: each names the key, the value and the remedy. Not covered:
+arithmetic over ranks (tests/planning)."""
 
 from typing import get_args
 

@@ -1,7 +1,5 @@
-"""Adapters: rows of well-known sets become records; and JSON arrays of any length are read a piece at a time.
-
-Not covered: what a command makes of the records (test_strangers.py, test_bad_data.py).
-"""
+"""Adapters: rows of well-known sets become records; and JSON arrays of any length are read a piece at a time. Not
+covered: what a command makes of the records (test_strangers.py, test_bad_data.py)."""
 
 import io
 import json

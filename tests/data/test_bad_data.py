@@ -1,8 +1,6 @@
 """Data that is not what was meant, and what each mistake is told: all of it before ranks start, by the check that
-`--dry-run` makes too, unless it stands behind the first rows.
-
-Not covered: mistakes in conversations, and those of values that a command reads (test_samples.py).
-"""
+`--dry-run` makes too, unless it stands behind the first rows. Not covered: mistakes in conversations, and those of
+values that a command reads (test_samples.py)."""
 
 import bz2
 import gzip

@@ -1,8 +1,5 @@
 """Samples in mapped files: what comes back is what was written, and what is asked of all at once equals what each
-sample says.
-
-Not covered: who writes them (test_token_cache.py).
-"""
+sample says. Not covered: who writes them (test_token_cache.py)."""
 
 import datetime
 import decimal

@@ -211,9 +211,8 @@ def test_a_margin_that_is_no_number_names_its_record(margin):
 
 
 def test_encoders_travel_to_other_processes(tmp_path):
-    """Pickled and opened there they make the same samples; a key tells options and tokenizers apart.
-
-    Not covered: that the processes are others."""
+    """Pickled and opened there they make the same samples; a key tells options and tokenizers apart. Not covered: that
+    the processes are others."""
     directory = write_tokenizer(tmp_path / "one", letters="12+=")
     record = {"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "1"}
     limits = {"max_prompt_tokens": 9, "max_response_tokens": 9}

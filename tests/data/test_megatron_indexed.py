@@ -1,7 +1,5 @@
-"""Megatron's indexed data: what Megatron writes is read, and its GPTDataset cuts the same samples.
-
-Not covered: several epochs, for which Megatron draws the order of the documents anew.
-"""
+"""Megatron's indexed data: what Megatron writes is read, and its GPTDataset cuts the same samples. Not covered: several
+epochs, for which Megatron draws the order of the documents anew."""
 
 import struct
 

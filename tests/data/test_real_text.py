@@ -1,9 +1,7 @@
 """What real text and a byte-level tokenizer have that sums of two digits have not: characters of several tokens, cut
-characters, answers that merge with the template, answers that were cut, text that is none.
-
-The tokenizer is trained here and cuts bytes as SmolLM2's does. Empty answers: tests/trainers/test_best_of.py. Whole
-runs: tests/test_demo_chat.py.
-"""
+characters, answers that merge with the template, answers that were cut, text that is none. The tokenizer is trained
+here and cuts bytes as SmolLM2's does. Empty answers: tests/trainers/test_best_of.py. Whole runs:
+tests/test_demo_chat.py."""
 
 import json
 

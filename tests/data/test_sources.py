@@ -1,7 +1,5 @@
-"""Sources: the same records from every format, and what each kind of bad input says.
-
-Not covered: a successful load from the hub (no network here), only its failure.
-"""
+"""Sources: the same records from every format, and what each kind of bad input says. Not covered: a successful load
+from the hub (no network here), only its failure."""
 
 import json
 import os

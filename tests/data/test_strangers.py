@@ -1,8 +1,6 @@
 """Data as others have written it, through the configurations of `sft`, `rm` and `rl` alone: the same samples each time,
-after the check that a start makes.
-
-Not covered: conversations (test_conversations.py); names of the hub, which need a network.
-"""
+after the check that a start makes. Not covered: conversations (test_conversations.py); names of the hub, which need a
+network."""
 
 import json
 

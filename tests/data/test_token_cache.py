@@ -1,8 +1,6 @@
 """The cache of tokenized data: made once, whoever asks and however often; whole or not there; another key for whatever
-makes other samples.
-
-Not covered: file systems of several machines, on which `rename` and exclusive creation are taken to be atomic.
-"""
+makes other samples. Not covered: file systems of several machines, on which `rename` and exclusive creation are taken
+to be atomic."""
 
 import json
 import os

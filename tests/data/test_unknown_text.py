@@ -1,7 +1,5 @@
 """Text that a tokenizer has no piece for is counted; and which names of special tokens in a text become those tokens.
-
-Not covered: tokenizers that write every text byte by byte, which have no unknown token.
-"""
+Not covered: tokenizers that write every text byte by byte, which have no unknown token."""
 
 import json
 

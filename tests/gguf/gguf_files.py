@@ -1,7 +1,5 @@
-"""GGUF files made of transformers' models and tokenizers, as llama.cpp's converter makes them.
-
-By gguf's own writer, its table of names and its quantization.
-"""
+"""GGUF files made of transformers' models and tokenizers, as llama.cpp's converter makes them. By gguf's own writer,
+its table of names and its quantization."""
 
 from __future__ import annotations
 

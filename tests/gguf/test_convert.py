@@ -1,8 +1,6 @@
 """GGUF files that gguf's own writer has made of transformers' models become directories that transformers loads as the
-same model: tensors bit for bit, logits, what the metadata says.
-
-Not covered: files of llama.cpp's own making, of which `make pretrained` converts one.
-"""
+same model: tensors bit for bit, logits, what the metadata says. Not covered: files of llama.cpp's own making, of which
+`make pretrained` converts one."""
 
 import json
 

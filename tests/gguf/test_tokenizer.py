@@ -1,8 +1,6 @@
 """The tokenizer of a GGUF file becomes files from which transformers and our code read the same tokens, chat template
-and end tokens: against the tokenizers that it was made of, and SentencePiece.
-
-Not covered: tokenizers of llama.cpp's own making; white space that a model's own tokenizer drops beside special tokens.
-"""
+and end tokens: against the tokenizers that it was made of, and SentencePiece. Not covered: tokenizers of llama.cpp's
+own making; white space that a model's own tokenizer drops beside special tokens."""
 
 import io
 import json

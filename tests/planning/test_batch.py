@@ -1,7 +1,5 @@
 """How many samples, micro-batches and steps a configuration means on so many ranks; what does not divide is refused.
-
-Not covered: memory and time (no such plan yet).
-"""
+Not covered: memory and time (no such plan yet)."""
 
 import pytest
 

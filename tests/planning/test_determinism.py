@@ -1,8 +1,6 @@
-"""`run.deterministic`: what is set, for whom and when, and what is refused.
-
-Not covered: GPUs, on which it matters. What is stated about vLLM is compared with its sources; what is stated about
-others is in docs/determinism.md with its sources.
-"""
+"""`run.deterministic`: what is set, for whom and when, and what is refused. Not covered: GPUs, on which it matters.
+What is stated about vLLM is compared with its sources; what is stated about others is in docs/determinism.md with its
+sources."""
 
 from __future__ import annotations
 

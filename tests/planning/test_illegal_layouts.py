@@ -1,8 +1,6 @@
 """Every illegal layout, role on ranks and policy of memory: refused before a process group exists, each as a start
-under a launcher meets it on a rank. What is only without effect is said, and refuses nothing.
-
-Not covered: what a machine with a GPU refuses by its own kernels.
-"""
+under a launcher meets it on a rank. What is only without effect is said, and refuses nothing. Not covered: what a
+machine with a GPU refuses by its own kernels."""
 
 from __future__ import annotations
 

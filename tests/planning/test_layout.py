@@ -1,7 +1,5 @@
-"""Legal layouts of a model, and what follows from them. Illegal ones: test_illegal_layouts.py.
-
-Not covered: that a legal layout trains (tests/distributed).
-"""
+"""Legal layouts of a model, and what follows from them. Illegal ones: test_illegal_layouts.py. Not covered: that a
+legal layout trains (tests/distributed)."""
 
 import math
 

@@ -1,7 +1,5 @@
-"""What is held out of Megatron's indexed data is not trained on: by documents, whatever the splits are called.
-
-Not covered: what a run reads of a split (tests/data/test_megatron_indexed.py).
-"""
+"""What is held out of Megatron's indexed data is not trained on: by documents, whatever the splits are called. Not
+covered: what a run reads of a split (tests/data/test_megatron_indexed.py)."""
 
 import os
 

@@ -1,8 +1,6 @@
-"""Models that do not belong together, or lack the head that their role needs, are refused before a rank starts.
-
-Not covered: Megatron checkpoints (tests/weights opens them), and tokenizers that differ only in how they cut text into
-tokens: the actor's alone does that.
-"""
+"""Models that do not belong together, or lack the head that their role needs, are refused before a rank starts. Not
+covered: Megatron checkpoints (tests/weights opens them), and tokenizers that differ only in how they cut text into
+tokens: the actor's alone does that."""
 
 import io
 import json

@@ -1,7 +1,5 @@
-"""Machines that do not fit are named before anything is built, and nothing is left behind.
-
-Not covered: several machines, NCCL, and a network file system that shows files late.
-"""
+"""Machines that do not fit are named before anything is built, and nothing is left behind. Not covered: several
+machines, NCCL, and a network file system that shows files late."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """What is refused or noted about a run before it starts, apart from arithmetic and layouts: data that is missing or
-trained on twice, limits of tokens, tokenizers, what vLLM cannot hold, outputs that cannot be written.
-
-Not covered: data of a format that cannot be read (it shows at load).
-"""
+trained on twice, limits of tokens, tokenizers, what vLLM cannot hold, outputs that cannot be written. Not covered: data
+of a format that cannot be read (it shows at load)."""
 
 import sys
 from pathlib import Path

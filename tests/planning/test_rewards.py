@@ -1,8 +1,6 @@
 """Rewards are called on a real record before a run: what tells nothing apart, fails or cannot be called is refused.
-
 Published functions are called in this process, to be quick. Not covered: classifiers and servers, which are not asked;
-how functions of each form are called (tests/rollout/test_reward_forms.py).
-"""
+how functions of each form are called (tests/rollout/test_reward_forms.py)."""
 
 import json
 

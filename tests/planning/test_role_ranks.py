@@ -1,7 +1,5 @@
-"""Which ranks a role may be on, and what is told where it may not. All of it before a process group exists.
-
-Not covered: that such a run trains (tests/distributed/test_role_ranks.py).
-"""
+"""Which ranks a role may be on, and what is told where it may not. All of it before a process group exists. Not
+covered: that such a run trains (tests/distributed/test_role_ranks.py)."""
 
 import pytest
 

@@ -1,9 +1,6 @@
-"""`megarlhf plan`: the figures of the published layouts, and what the command says.
-
-Figures: gigabytes (1e9) of bf16, computed apart from this code for Llama-3-70B (need, least receive, all-gather).
-The formula against random models and layouts: tests/weights/test_formula.py. Not covered: that a transfer takes the
-estimated time.
-"""
+"""`megarlhf plan`: the figures of the published layouts, and what the command says. Figures: gigabytes (1e9) of bf16,
+computed apart from this code for Llama-3-70B (need, least receive, all-gather). The formula against random models and
+layouts: tests/weights/test_formula.py. Not covered: that a transfer takes the estimated time."""
 
 import json
 import subprocess
@@ -49,9 +46,7 @@ def mean_gb(report, key):
 ])  # fmt: skip
 def test_llama_3_70b(capsys, options, need, least, largest, all_gather):
     """Received, counted least and formula are the same bytes rank by rank, within 0.1% of the published figures.
-
-    Published for pp 1 is 0.01, vocabulary rows only: 96 v rows of two matrices 8192 wide on rank v, 336 on average.
-    """
+    Published for pp 1 is 0.01, vocabulary rows only: 96 v rows of two matrices 8192 wide on rank v, 336 on average."""
     report = figures(capsys, "llama-3-70b", *options)
     assert report["model"] / 1e9 == pytest.approx(141.1, abs=0.05)
     assert report["received"] == report["least"] == report["formula"]

@@ -1,7 +1,5 @@
-"""Small tokenizers that are read as published ones have to be, each with the fault that was found with those.
-
-Found by `make test-published` and in reports of others; the tokenizers are trained here.
-"""
+"""Small tokenizers that are read as published ones have to be, each with the fault that was found with those. Found by
+`make test-published` and in reports of others; the tokenizers are trained here."""
 
 import io
 import json

@@ -1,7 +1,5 @@
-"""Published tokenizers beside the config.json of each family: `make test-published`.
-
-Not covered: tokenizers that no package has, such as OPT's and Phi-3's.
-"""
+"""Published tokenizers beside the config.json of each family: `make test-published`. Not covered: tokenizers that no
+package has, such as OPT's and Phi-3's."""
 
 import json
 import shutil

@@ -1,8 +1,6 @@
-"""Published chat templates: every part of random conversations is written and learnt, or the record is refused.
-
-By search alone, with texts that stand nowhere else: `tests/data/test_written.py` has the same for templates of our own,
-and texts that are equal.
-"""
+"""Published chat templates: every part of random conversations is written and learnt, or the record is refused. By
+search alone, with texts that stand nowhere else: `tests/data/test_written.py` has the same for templates of our own,
+and texts that are equal."""
 
 import random
 

@@ -1,7 +1,5 @@
-"""What Megatron-Core holds of a model, by plain torch: the reference that the tables are compared with.
-
-Only values of logical tensors are used, sliced, transposed and concatenated whole, then chunked over ranks.
-"""
+"""What Megatron-Core holds of a model, by plain torch: the reference that the tables are compared with. Only values of
+logical tensors are used, sliced, transposed and concatenated whole, then chunked over ranks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Names and shapes of Megatron-Core's own models, any rank of any layout in one process.
-
-Process groups are torch's fake ones: nothing communicates, but each rank's modules have their true sizes. To be called
-in a process of its own, since it initialises Megatron-Core's global state.
-"""
+"""Names and shapes of Megatron-Core's own models, any rank of any layout in one process. Process groups are torch's
+fake ones: nothing communicates, but each rank's modules have their true sizes. To be called in a process of its own,
+since it initialises Megatron-Core's global state."""
 
 from __future__ import annotations
 

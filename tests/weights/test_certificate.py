@@ -1,9 +1,6 @@
-"""The certificate over a gloo group of four: what is proven, five faults in memory, each named with rank and box, and
-a rank that fails on the way.
-
-Trainer TP2 x PP2, tied; two engines of two ranks. Not covered: NCCL; a table that is wrong on both sides (the
-comparison with vLLM's loader sees it).
-"""
+"""The certificate over a gloo group of four: what is proven, five faults in memory, each named with rank and box, and a
+rank that fails on the way. Trainer TP2 x PP2, tied; two engines of two ranks. Not covered: NCCL; a table that is wrong
+on both sides (the comparison with vLLM's loader sees it)."""
 
 import pytest
 import torch

@@ -1,7 +1,5 @@
-"""A config.json beside a Megatron checkpoint that describes another model than the checkpoint's own arguments.
-
-Not covered: arguments of real Megatron-LM runs (those here are what we write, with and without our own key).
-"""
+"""A config.json beside a Megatron checkpoint that describes another model than the checkpoint's own arguments. Not
+covered: arguments of real Megatron-LM runs (those here are what we write, with and without our own key)."""
 
 import json
 from dataclasses import replace

@@ -1,8 +1,6 @@
-"""Every family through a spread of layouts, formats and specs: the bits that went in come out.
-
-Models are made and written by transformers. Not covered: hidden sizes at which a piece is one row (test_transfer has
-small pieces), files above 4 GiB (sparse ones in test_torch_file).
-"""
+"""Every family through a spread of layouts, formats and specs: the bits that went in come out. Models are made and
+written by transformers. Not covered: hidden sizes at which a piece is one row (test_transfer has small pieces), files
+above 4 GiB (sparse ones in test_torch_file)."""
 
 import json
 import shutil

@@ -1,8 +1,6 @@
-"""What a conversion does when its inputs are damaged, the disk is full, or it is killed.
-
-Found (an error that names the file) or survived (a whole result); never half a result that looks whole. A flipped
-bit inside a number of safetensors cannot be known from the file: the format has no checksums. `verify` sees it.
-"""
+"""What a conversion does when its inputs are damaged, the disk is full, or it is killed. Found (an error that names the
+file) or survived (a whole result); never half a result that looks whole. A flipped bit inside a number of safetensors
+cannot be known from the file: the format has no checksums. `verify` sees it."""
 
 import os
 import random

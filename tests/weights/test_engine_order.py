@@ -1,9 +1,7 @@
-"""The order of ranks that the engines want: by literals, by invariants, by the bytes that plans then move.
-
-How near it is to the best order is tested by the overlap of shares, stages taken as equal. Not covered: by how much
-stages of unequal weight miss the fewest bytes;
-that training under an order gives the same numbers (tests/distributed/test_sft_layouts.py).
-"""
+"""The order of ranks that the engines want: by literals, by invariants, by the bytes that plans then move. How near it
+is to the best order is tested by the overlap of shares, stages taken as equal. Not covered: by how much stages of
+unequal weight miss the fewest bytes; that training under an order gives the same numbers
+(tests/distributed/test_sft_layouts.py)."""
 
 import math
 from itertools import permutations

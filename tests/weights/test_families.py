@@ -1,8 +1,6 @@
-"""Every family's table, against what transformers writes, Megatron-Core builds and plain torch makes.
-
-Not covered here: names under the transformer-engine spec against the library itself, which needs a GPU; they are
-compared with the specs in Megatron-Core's source as written out in `megatron_reference.py`.
-"""
+"""Every family's table, against what transformers writes, Megatron-Core builds and plain torch makes. Not covered here:
+names under the transformer-engine spec against the library itself, which needs a GPU; they are compared with the specs
+in Megatron-Core's source as written out in `megatron_reference.py`."""
 
 import json
 import re
@@ -154,9 +152,7 @@ ROUND_TRIPS += [(name, LAYOUTS[2], "scalar") for name in CONFIGS]
 @pytest.mark.parametrize(("name", "settings", "head"), ROUND_TRIPS)
 def test_to_megatron_and_back(name, settings, head):
     """Every storage of every rank equals the one made by hand, its padding untouched; back again nothing has changed.
-
-    Each element of the model is a number of its own, so a misplaced one shows.
-    """
+    Each element of the model is a number of its own, so a misplaced one shows."""
     arch = architecture(name)
     logical = random_logical(arch, head)
     layout = megatron_layout(settings)

@@ -1,7 +1,5 @@
 """The formula for the least to receive: by hand, and against the count from placements over random models and layouts.
-
-Not covered: a wrong table, by which both go (the tests of families hold it against others' code).
-"""
+Not covered: a wrong table, by which both go (the tests of families hold it against others' code)."""
 
 from collections import Counter
 from dataclasses import replace
@@ -67,9 +65,7 @@ SHARES = (1, 2, 3, 4, 6, 8, 12)
 @st.composite
 def cases(draw, family: str) -> Transfer:
     """The family with 24 query heads of any size; TP and engines of up to 12, uneven and virtual stages, EP, orders.
-
-    Vocabularies are such that vLLM's padding, to a multiple of 64, divides by three too.
-    """
+    Vocabularies are such that vLLM's padding, to a multiple of 64, divides by three too."""
     base = architecture(family)
     num_kv_heads = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24]))
     engine_sizes = [n for n in SHARES if num_kv_heads % n == 0 or n % num_kv_heads == 0]

@@ -1,7 +1,5 @@
-"""A loader and a table are compared: a loader that follows the right table against right and wrong ones.
-
-Not covered: real loaders (tests/distributed/test_vllm_families.py), devices other than a CPU.
-"""
+"""A loader and a table are compared: a loader that follows the right table against right and wrong ones. Not covered:
+real loaders (tests/distributed/test_vllm_families.py), devices other than a CPU."""
 
 from dataclasses import replace
 

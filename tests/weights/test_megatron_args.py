@@ -1,7 +1,5 @@
-"""Megatron-LM's arguments of every family, and back.
-
-Not covered: arguments as Megatron-LM itself would parse and check them (it is not installed).
-"""
+"""Megatron-LM's arguments of every family, and back. Not covered: arguments as Megatron-LM itself would parse and check
+them (it is not installed)."""
 
 from __future__ import annotations
 

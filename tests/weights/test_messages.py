@@ -1,7 +1,5 @@
-"""Strided copies: the same elements as the copies they are made of, in fewer and longer ranges.
-
-Not covered: messages over a group (`test_reshard.py`).
-"""
+"""Strided copies: the same elements as the copies they are made of, in fewer and longer ranges. Not covered: messages
+over a group (`test_reshard.py`)."""
 
 import itertools
 import math

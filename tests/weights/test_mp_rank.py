@@ -1,8 +1,5 @@
-"""Megatron-LM's `mp_rank` trees: read as it leaves them, written so that it reads them.
-
-Not covered: files written by Megatron-LM itself (none are at hand; the trees here are made by hand from its
-names).
-"""
+"""Megatron-LM's `mp_rank` trees: read as it leaves them, written so that it reads them. Not covered: files written by
+Megatron-LM itself (none are at hand; the trees here are made by hand from its names)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Plans in two tiers, executed in memory: what enters a node is the least, and everything arrives.
-
-Not covered: the tiers over a network of several nodes.
-"""
+"""Plans in two tiers, executed in memory: what enters a node is the least, and everything arrives. Not covered: the
+tiers over a network of several nodes."""
 
 import random
 
@@ -85,11 +83,9 @@ def test_one_ranks_tiers_are_those_of_the_whole():
 
 
 def test_wire_time_is_that_of_the_busiest_link():
-    """Rank 0 sends 4 x 32 elements of 2 bytes: 256 bytes = 2048 bits, all of them out of node 0.
-
-    What crosses is charged to nodes alone, what stays inside to ranks alone: on nodes of ranks 0, 1, 2 and 3, 4,
-    each gets half of it, 1024 bits.
-    """
+    """Rank 0 sends 4 x 32 elements of 2 bytes: 256 bytes = 2048 bits, all of them out of node 0. What crosses is
+    charged to nodes alone, what stays inside to ranks alone: on nodes of ranks 0, 1, 2 and 3, 4, each gets half of it,
+    1024 bits."""
     part = identity_placements({"w": (8, 4)}, 0)
     plan = make_plan([part], [part.on_rank(rank) for rank in (1, 2, 3, 4)])
     node_of = [0, 1, 1, 1, 1]

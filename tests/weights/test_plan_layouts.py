@@ -1,7 +1,5 @@
-"""Plans between random meshes and engines: least bytes, each written once, senders balanced.
-
-Not covered: a table that is wrong about both sides (the tests of families hold it against others' code).
-"""
+"""Plans between random meshes and engines: least bytes, each written once, senders balanced. Not covered: a table that
+is wrong about both sides (the tests of families hold it against others' code)."""
 
 import random
 

@@ -1,7 +1,5 @@
-"""The resharder over a gloo group of four: values, what needs no bucket, memory, and a rank that fails half way.
-
-Not covered: NCCL; a process that dies (its launcher stops the others).
-"""
+"""The resharder over a gloo group of four: values, what needs no bucket, memory, and a rank that fails half way. Not
+covered: NCCL; a process that dies (its launcher stops the others)."""
 
 import torch
 import torch.distributed as dist

@@ -1,8 +1,6 @@
-"""A reward model's padding token, by transformers: the same scores alone and in a batch, padded on either side.
-
-The model and tokenizers are made here. Not covered: a whole run's export (tests/distributed/test_rm_options.py), TRL
-(tests/peers/test_live.py).
-"""
+"""A reward model's padding token, by transformers: the same scores alone and in a batch, padded on either side. The
+model and tokenizers are made here. Not covered: a whole run's export (tests/distributed/test_rm_options.py), TRL
+(tests/peers/test_live.py)."""
 
 import json
 from pathlib import Path

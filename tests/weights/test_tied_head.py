@@ -1,7 +1,5 @@
-"""A config that ties the head, and files that hold a head as well: what transformers, vLLM and we make of it.
-
-Not covered: Megatron checkpoints (test_convert), engines (tests/distributed/test_vllm.py).
-"""
+"""A config that ties the head, and files that hold a head as well: what transformers, vLLM and we make of it. Not
+covered: Megatron checkpoints (test_convert), engines (tests/distributed/test_vllm.py)."""
 
 import logging
 import os

@@ -1,8 +1,6 @@
-"""`torch_dist` checkpoints written by us and read by us, and what is found in damaged ones.
-
-What Megatron-Core makes of them, and we of its own, is in tests/distributed/test_dist_checkpointing.py.
-Not covered: shards over 4 GiB, metadata of torch before 2.13 (its module names are allowed, no file was at hand).
-"""
+"""`torch_dist` checkpoints written by us and read by us, and what is found in damaged ones. What Megatron-Core makes of
+them, and we of its own, is in tests/distributed/test_dist_checkpointing.py. Not covered: shards over 4 GiB, metadata of
+torch before 2.13 (its module names are allowed, no file was at hand)."""
 
 import pickle
 import time
@@ -44,10 +42,8 @@ def written(tmp_path):
 
 @pytest.mark.parametrize("family", ["llama_biases", "qwen3_tied", "gpt2", "opt", "mixtral", "qwen3_moe"])
 def test_what_was_written_is_read_at_every_layout(tmp_path, family):
-    """Shards of different ranks do not overlap, padding aside they are filled, and the bits come back.
-
-    Not covered: the other forms of keys, which Megatron alone writes (tests/distributed/test_dist_checkpointing.py).
-    """
+    """Shards of different ranks do not overlap, padding aside they are filled, and the bits come back. Not covered: the
+    other forms of keys, which Megatron alone writes (tests/distributed/test_dist_checkpointing.py)."""
     arch = architecture(family)
     logical = random_logical(arch)
     layouts = LAYOUTS | (EXPERT_LAYOUTS if arch.num_experts else {})

@@ -1,7 +1,5 @@
-"""Files of torch.save without torch.load: structure and extents, damage, skeletons.
-
-Not covered: big-endian machines (only their mark), torch versions other than the installed one.
-"""
+"""Files of torch.save without torch.load: structure and extents, damage, skeletons. Not covered: big-endian machines
+(only their mark), torch versions other than the installed one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Pickles that name other classes: refused, or read as records; nothing of theirs is run.
-
-Not covered: pickles that ask for more memory than there is.
-"""
+"""Pickles that name other classes: refused, or read as records; nothing of theirs is run. Not covered: pickles that ask
+for more memory than there is."""
 
 from __future__ import annotations
 

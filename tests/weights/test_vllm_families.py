@@ -1,8 +1,6 @@
 """vLLM's placements against plain torch, and against vLLM's own models, filled by its loaders from transformers' files.
-
 Not covered: what happens to weights after loading (on a CPU, vLLM repacks the linear layers and the experts; on a GPU,
-some kernels reorder the experts), and expert parallelism in vLLM.
-"""
+some kernels reorder the experts), and expert parallelism in vLLM."""
 
 from __future__ import annotations
 
