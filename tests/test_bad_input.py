@@ -22,6 +22,9 @@ from megarlhf.commands import cli, launch
 from tests.distributed.tiny import write_tiny_llama
 from tests.refuses import missing_names
 
+Runs = Callable[..., str]
+Capture = pytest.CaptureFixture[str]
+
 ROWS = [{"prompt": f"{n}+1=", "response": str(n + 1), "answer": str(n + 1)} for n in range(10, 42)]
 PAIRS = [{"prompt": row["prompt"], "chosen": row["response"], "rejected": "7"} for row in ROWS]
 TALK = [{"role": "user", "content": "37+1="}, {"role": "assistant", "content": "38"}]
@@ -111,9 +114,7 @@ def _write_bad_models(root: Path) -> None:
 
 
 @pytest.fixture
-def say(
-    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., str]:
+def say(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> Runs:
     """Runs a command that is good but for `changes`, dry; returns what it says, and has looked that it is one sentence
     of one line with status 2, that nothing has started, and that nothing was written."""
     started: list[str] = []
@@ -177,7 +178,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_a_bad_file(case: str, say: Callable[..., str]) -> None:
+def test_a_bad_file(case: str, say: Runs) -> None:
     text, names = FILES[case]
     assert not missing_names(say("sft", text=text), *names.split("|"))
 
@@ -272,14 +273,12 @@ CASES: list[tuple[str, str, list[str], str]] = [
 
 
 @pytest.mark.parametrize("command, changes, names", [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_a_bad_case(command: str, changes: list[str], names: str, say: Callable[..., str]) -> None:
+def test_a_bad_case(command: str, changes: list[str], names: str, say: Runs) -> None:
     assert not missing_names(say(command, *changes), *names.split("|"))
 
 
 @pytest.fixture
-def runs_dry(
-    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., str]:
+def runs_dry(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> Runs:
     monkeypatch.chdir(work)
 
     def run(command: str, *changes: str) -> str:
@@ -293,19 +292,17 @@ def runs_dry(
 
 
 @pytest.mark.parametrize("command", sorted({command for _, command, _, _ in CASES}))
-def test_each_command_runs_without_the_mistake(command: str, runs_dry: Callable[..., str]) -> None:
+def test_each_command_runs_without_the_mistake(command: str, runs_dry: Runs) -> None:
     """Or the cases above would say nothing about the mistake."""
     runs_dry(command)
 
 
 @pytest.mark.parametrize("name", ["rows.csv", "rows.json", "rows.jsonl.gz", "rows.arrow", "saved", "sft.jsonl"])
-def test_as_many_samples_as_there_are_records_pass(name: str, runs_dry: Callable[..., str]) -> None:
+def test_as_many_samples_as_there_are_records_pass(name: str, runs_dry: Runs) -> None:
     runs_dry("sft", f"data.train={name}", "train.mini_batch_samples=32")
 
 
-def test_first_records_that_cannot_be_used_are_said_where_others_follow(
-    runs_dry: Callable[..., str], tmp_path: Path
-) -> None:
+def test_first_records_that_cannot_be_used_are_said_where_others_follow(runs_dry: Runs, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     write_lines(rows, [{"prompt": "1" * 50, "response": "2"}] * 64 + ROWS)
     out = runs_dry("sft", f"data.train={rows}", "data.max_skipped=0.9")

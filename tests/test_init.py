@@ -20,10 +20,11 @@ from tests.weights.cases import LLAMA_70B, TINY
 from tools.demo.make_data import base_files
 
 Rows = list[dict[str, Any]]
+Capture = pytest.CaptureFixture[str]
 SUMS = [(n, str(n + 1)) for n in range(10, 70)]
 
 
-def said(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+def said(capsys: Capture, *argv: object) -> tuple[int, str, str]:
     try:
         status = cli.main([str(word) for word in argv])
     except SystemExit as end:
@@ -32,13 +33,13 @@ def said(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, s
     return status, captured.out, captured.err
 
 
-def passes(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+def passes(capsys: Capture, *argv: object) -> str:
     status, out, err = said(capsys, *argv)
     assert (status, err) == (0, "")
     return out
 
 
-def dry_run(capsys: pytest.CaptureFixture[str], command: str, file: object = None) -> tuple[dict[str, Any], str]:
+def dry_run(capsys: Capture, command: str, file: object = None) -> tuple[dict[str, Any], str]:
     file = file or f"{command}.yaml"
     return yaml.safe_load(Path(str(file)).read_text()), passes(capsys, command, "-c", file, "--dry-run")
 
@@ -70,9 +71,7 @@ KINDS: dict[str, tuple[Rows, list[str], str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_it_writes_passes_a_dry_run(
-    kind: str, one_layer: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_it_writes_passes_a_dry_run(kind: str, one_layer: dict[str, Path], capsys: Capture) -> None:
     rows, options, command, train = KINDS[kind]
     write(rows)
     out = passes(capsys, "init", "--model", one_layer["plain"], "--data", "data.jsonl", *options)
@@ -88,9 +87,7 @@ def test_what_it_writes_passes_a_dry_run(
     assert "all 60 records: prompts of 6 tokens" in " ".join(text.replace("#", " ").split())
 
 
-def test_few_rows_of_a_kind_of_file_that_does_not_say_how_many(
-    one_layer: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_few_rows_of_a_kind_of_file_that_does_not_say_how_many(one_layer: dict[str, Path], capsys: Capture) -> None:
     Path("data.csv").write_text("prompt,response\n" + "".join(f"{n}+1=,{a}\n" for n, a in SUMS[:40]))
     assert "was not counted" not in passes(capsys, "init", "--model", one_layer["plain"], "--data", "data.csv")
     tree, _ = dry_run(capsys, "sft")
@@ -119,7 +116,7 @@ CONVERSATIONS: dict[str, tuple[Rows, str, str]] = {
 
 
 @pytest.mark.parametrize("kind", CONVERSATIONS)
-def test_conversations(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_conversations(kind: str, capsys: Capture) -> None:
     """By the tokenizer's template, whose marks count. A model with heads of 16, which vLLM does not run on a CPU: the
     other engine, and that is said."""
     rows, command, read = CONVERSATIONS[kind]
@@ -142,7 +139,7 @@ def chat_model(template: str = CHATML) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("earlier", [False, True])
-def test_texts_for_a_chat_model(earlier: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts_for_a_chat_model(earlier: bool, capsys: Capture) -> None:
     """They are written with its template, and measured so: `<|im_start|>user`, a line break, `69+1=`, `<|im_end|>`, a
     line break, `<|im_start|>assistant` and a line break are 24 tokens. Not where an earlier run has trained it on
     texts as they stand."""
@@ -158,14 +155,14 @@ def test_texts_for_a_chat_model(earlier: bool, capsys: pytest.CaptureFixture[str
     assert ("data.template = plain" in out) != earlier
 
 
-def test_a_template_that_refuses_the_texts_is_not_recommended(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_template_that_refuses_the_texts_is_not_recommended(capsys: Capture) -> None:
     write(KINDS["as we call them"][0])
     out = passes(capsys, "init", *chat_model("{{ raise_exception('a system message is needed') }}"))
     assert not missing_names(out, "chat template", "a system message is needed")
     assert "template" not in yaml.safe_load(Path("sft.yaml").read_text())["data"]
 
 
-def test_a_share_for_validation_and_for_what_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_share_for_validation_and_for_what_is_skipped(capsys: Capture) -> None:
     """Of 200 records and more. What is written allows what was seen to be skipped, and says so."""
     rows = [{"prompt": f"{n}+1=", "response": "" if n % 5 == 0 else str(n + 1)} for n in range(400)]
     write(rows)
@@ -176,7 +173,7 @@ def test_a_share_for_validation_and_for_what_is_skipped(capsys: pytest.CaptureFi
     assert not missing_names(out, "data.validation_share = 0.05", "16 samples")
 
 
-def test_a_learned_reward(one_layer: dict[str, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_learned_reward(one_layer: dict[str, Path], capsys: Capture, tmp_path: Path) -> None:
     write([{"prompt": f"{n}+1="} for n, _ in SUMS], "prompts.jsonl")
     given = ("init", "--model", one_layer["plain"], "--data", "prompts.jsonl")
     status, _, err = said(capsys, *given)
@@ -189,7 +186,7 @@ def test_a_learned_reward(one_layer: dict[str, Path], capsys: pytest.CaptureFixt
     assert dry_run(capsys, "rl", "with/judge.yaml")[0]["rewards"] == [{"kind": "model"}]
 
 
-def test_nothing_is_overwritten(one_layer: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten(one_layer: dict[str, Path], capsys: Capture) -> None:
     write(KINDS["as we call them"][0])
     Path("sft.yaml").write_text("mine")
     (Path("runs") / "sft").mkdir(parents=True)
@@ -200,7 +197,7 @@ def test_nothing_is_overwritten(one_layer: dict[str, Path], capsys: pytest.Captu
     assert yaml.safe_load(Path("other.yaml").read_text())["run"]["dir"] == "runs/sft-2"
 
 
-def test_long_records_and_the_model_s_positions(one_layer: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_records_and_the_model_s_positions(one_layer: dict[str, Path], capsys: Capture) -> None:
     rows = [{"prompt": "1+" * (400 if n == 7 else 20) + "=", "response": "5"} for n in range(60)]
     write(rows)
     out = passes(capsys, "init", "--model", one_layer["plain"], "--data", "data.jsonl")
@@ -213,9 +210,7 @@ def test_long_records_and_the_model_s_positions(one_layer: dict[str, Path], caps
     (8, {"tp": 8, "pp": 1, "sequence_parallel": True}, {"nproc": 8}),
     (64, {"tp": 8, "pp": 2, "sequence_parallel": True}, {"nproc": 8, "world_size": 64}),
 ])  # fmt: skip
-def test_a_layout_for_gpus_that_are_told(
-    ranks: int, layout: dict[str, Any], run: dict[str, int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_layout_for_gpus_that_are_told(ranks: int, layout: dict[str, Any], run: Any, capsys: Capture) -> None:
     """70 B parameters: 18 bytes each on one rank; on 64 GPUs 6 + 12 / 4 at TP8 x PP2 are 37 GiB. On eight nothing fits,
     which is said, as are weights that are not there."""
     Path("big").mkdir()
@@ -234,7 +229,7 @@ def test_a_layout_for_gpus_that_are_told(
     assert "next: megarlhf sft -c sft.yaml --dry-run\nand: megarlhf rehearse sft -c sft.yaml" in out
 
 
-def test_what_it_cannot_use_is_told(one_layer: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_it_cannot_use_is_told(one_layer: dict[str, Path], capsys: Capture) -> None:
     model = one_layer["plain"]
     write(KINDS["as we call them"][0])
     write([{"x": 1, "y": "2"}], "strange.jsonl")
@@ -262,7 +257,7 @@ def test_what_it_cannot_use_is_told(one_layer: dict[str, Path], capsys: pytest.C
     assert yaml.safe_load(Path("sft.yaml").read_text())["data"]["train"] == {"path": "split", "split": "train"}
 
 
-def test_answers_that_are_whole_solutions(one_layer: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_that_are_whole_solutions(one_layer: dict[str, Path], capsys: Capture) -> None:
     """As in GSM8K: the rule reads what they end with, and the file says so."""
     rows = [{"question": f"{n}+1=", "answer": f"We add 1 to {n}.\n#### {a}"} for n, a in SUMS]
     write(rows)

@@ -148,8 +148,8 @@ def test_white_space_beside_marks_that_take_it_in_is_missed(tokenizer):
 
     from megarlhf.data.tokenizers.tokenizer import HuggingFaceTokenizer
 
-    letters = {letter: number for number, letter in enumerate("</s> \nab<|im_start|>use.", 0)}
-    base = Tokenizer(models.WordLevel({letter: n for n, letter in enumerate(dict.fromkeys(letters))}, unk_token="."))
+    letters = dict.fromkeys("</s> \nab<|im_start|>use.")
+    base = Tokenizer(models.WordLevel({letter: n for n, letter in enumerate(letters)}, unk_token="."))
     base.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     marks = [AddedToken(mark, rstrip=True, special=True) for mark in ("<|im_start|>", "<|im_end|>")]
     made = PreTrainedTokenizerFast(tokenizer_object=base, eos_token="</s>", additional_special_tokens=marks)
@@ -272,14 +272,11 @@ def test_calls_of_tools_are_written_in_the_form_that_the_template_reads(tokenize
         encoder(tokenizer, "deepseek")(0, {"messages": [said("user", "1+1"), beside]})
 
 
-def test_an_answer_outside_the_marks_of_the_template_is_refused(tokenizer):
+def test_marks_that_miss_the_answer_or_take_in_others_are_refused(tokenizer):
+    """Whatever is learnt of: with one mark around everything, the user's words would be."""
     template = STYLES["marked"].replace("{% generation %}{{ m.content }}", "{{ m.content }}{% generation %}")
     with refuses("message 2 ('assistant')", "outside the marks"):
         encoder(tokenizer, template)(0, AB)
-
-
-def test_marks_around_other_messages_are_refused(tokenizer):
-    """Whatever is learnt of: with one mark around everything, the user's words would be."""
     everyone = STYLES["chatml"].replace(
         "{{ m.content }}<|im_end|>", "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
     )

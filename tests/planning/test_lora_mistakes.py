@@ -16,16 +16,17 @@ from tests.distributed.lora import write_adapter
 from tests.distributed.tiny import write_family
 from tests.refuses import missing_names
 
+DryRun = Callable[..., tuple[int, str]]
+Models = dict[str, Path]
+
 
 @pytest.fixture(scope="module")
-def adapter(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapter(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_adapter(tmp_path_factory.mktemp("adapters") / "adapter", models["plain"], targets=("q_proj", "v_proj"))
 
 
 @pytest.fixture
-def dry_run(
-    tmp_path: Path, models: dict[str, Path], data: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
+def dry_run(tmp_path: Path, models: Models, data: Models, capsys: pytest.CaptureFixture[str]) -> DryRun:
     def run(command: str, *overrides: str) -> tuple[int, str]:
         tree: dict[str, Any] = {
             "run": {"dir": str(tmp_path / "run"), "nproc": 1},
@@ -90,15 +91,13 @@ MISTAKES: dict[str, tuple[str, list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_a_mistake_is_told_before_ranks_start(case: str, dry_run: Callable[..., tuple[int, str]]) -> None:
+def test_a_mistake_is_told_before_ranks_start(case: str, dry_run: DryRun) -> None:
     command, overrides, names = MISTAKES[case]
     status, error = dry_run(command, *overrides)
     assert (status, missing_names(error, *names.split("|"))) == (2, []), error
 
 
-def test_an_export_of_experts_that_peft_would_not_read_is_refused(
-    dry_run: Callable[..., tuple[int, str]], tmp_path: Path
-) -> None:
+def test_an_export_of_experts_that_peft_would_not_read_is_refused(dry_run: DryRun, tmp_path: Path) -> None:
     model = write_family(tmp_path / "model", "qwen3_moe", vocab_size=16, num_hidden_layers=2)
     experts, gate = f"actor.model.path={model}", "targets: [q_proj, gate_proj]"
     status, error = dry_run("sft", experts, f"actor.lora={{{gate}, export: both}}")
@@ -106,14 +105,12 @@ def test_an_export_of_experts_that_peft_would_not_read_is_refused(
     assert dry_run("sft", experts, f"actor.lora={{{gate}}}")[0] == 0
 
 
-def test_a_head_that_is_tied_is_said_to_be_the_embedding(
-    dry_run: Callable[..., tuple[int, str]], models: dict[str, Path]
-) -> None:
+def test_a_head_that_is_tied_is_said_to_be_the_embedding(dry_run: DryRun, models: Models) -> None:
     status, error = dry_run("sft", f"actor.model.path={models['tied']}", "actor.freeze=[lm_head]")
     assert (status, missing_names(error, "tied", "model.embed_tokens.weight")) == (2, [])
 
 
-def test_a_list_without_a_value_is_as_if_left_out(dry_run: Callable[..., tuple[int, str]]) -> None:
+def test_a_list_without_a_value_is_as_if_left_out(dry_run: DryRun) -> None:
     assert dry_run("sft", "actor.train_only=", "actor.freeze=[lm_head]")[0] == 0
 
 
@@ -160,9 +157,7 @@ WRONG: dict[str, tuple[Callable[[Path, Path], Path], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_an_adapter_that_does_not_fit_is_refused(
-    case: str, adapter: Path, dry_run: Callable[..., tuple[int, str]], tmp_path: Path
-) -> None:
+def test_an_adapter_that_does_not_fit_is_refused(case: str, adapter: Path, dry_run: DryRun, tmp_path: Path) -> None:
     make, names = WRONG[case]
     section = case.partition(": ")[2] or "{path: PATH}"
     path = make(adapter, tmp_path / "adapter")
@@ -170,14 +165,12 @@ def test_an_adapter_that_does_not_fit_is_refused(
     assert (status, missing_names(error, *names.split("|"))) == (2, []), error
 
 
-def test_an_adapter_is_no_model(adapter: Path, dry_run: Callable[..., tuple[int, str]]) -> None:
+def test_an_adapter_is_no_model(adapter: Path, dry_run: DryRun) -> None:
     status, error = dry_run("sft", f"actor.model.path={adapter}")
     assert (status, missing_names(error, "PEFT adapter", "model.path")) == (2, [])
 
 
-def test_what_is_no_mistake_is_said(
-    adapter: Path, dry_run: Callable[..., tuple[int, str]], models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_what_is_no_mistake_is_said(adapter: Path, dry_run: DryRun, models: Models, tmp_path: Path) -> None:
     other = stated(adapter, tmp_path / "adapter", base_model_name_or_path="org/other", lora_dropout=0.1)
     status, notes = dry_run("sft", f"actor.lora={{path: {other}}}")
     names = ("org/other", f"actor.model.path is {models['plain']}", "dropout 0.1", "actor: trains 5,120")

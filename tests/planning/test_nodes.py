@@ -21,6 +21,8 @@ from tests.ranks import RankPool
 from tests.refuses import missing_names, refuses
 
 GB = 10**9
+Models = dict[str, Path]
+Patch = pytest.MonkeyPatch
 
 
 def facts(rank: int, **changes: Any) -> RankFacts:
@@ -74,9 +76,7 @@ def test_many_nodes_are_counted() -> None:
 
 
 @pytest.mark.parametrize("gpus, sees, refused", [("8", False, True), ("8", True, False), ("0", False, False)])
-def test_a_node_whose_gpus_are_not_seen_is_named(
-    gpus: str, sees: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_whose_gpus_are_not_seen_is_named(gpus: str, sees: bool, refused: bool, monkeypatch: Patch) -> None:
     monkeypatch.setattr(nodes, "sees_gpus", lambda: sees)
     environ = {"SLURM_GPUS_ON_NODE": gpus, "SLURMD_NODENAME": "n7"}
     if not refused:
@@ -92,7 +92,7 @@ def config(model: Path, run_dir: Path) -> SFTConfig:
     return SFTConfig.model_validate(tree)
 
 
-def test_disk_space_for_two_resume_points_and_an_export(two_layers: dict[str, Path], tmp_path: Path) -> None:
+def test_disk_space_for_two_resume_points_and_an_export(two_layers: Models, tmp_path: Path) -> None:
     """fp32: 4 bytes a parameter in an export, 12 in a resume point (parameter and two moments)."""
     model = two_layers["plain"]
     parameters = 0
@@ -103,9 +103,7 @@ def test_disk_space_for_two_resume_points_and_an_export(two_layers: dict[str, Pa
     assert needed_bytes(config(model, tmp_path)) == parameters * (4 + 2 * 12)
 
 
-def test_a_full_disk_is_named_unless_resume_points_of_the_run_fill_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_named_unless_resume_points_of_the_run_fill_it(tmp_path: Path, monkeypatch: Patch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=5 * GB)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage)
     run_dir = tmp_path / "not" / "there"
@@ -178,7 +176,7 @@ def _wrong_sum(runtime: Runtime) -> None:
     (_other_directory, "n2 (rank 1)|run.dir"), (_late_clock, "n2 (rank 1)|100.0 s behind|rank 0"),
 ])  # fmt: skip
 def test_ranks_find_together_what_one_of_them_is_and_leave_nothing(
-    ranks: RankPool, two_layers: dict[str, Path], tmp_path: Path, deed: Any, names: str
+    ranks: RankPool, two_layers: Models, tmp_path: Path, deed: Any, names: str
 ) -> None:
     """Each rank counts as a node. Every rank gets the same message; the directory does not exist before or after."""
     run_dir = tmp_path / "deep" / "run"
@@ -190,24 +188,20 @@ def test_ranks_find_together_what_one_of_them_is_and_leave_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_is_in_use_is_left_as_it_was(
-    ranks: RankPool, two_layers: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_directory_that_is_in_use_is_left_as_it_was(ranks: RankPool, two_layers: Models, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("mine")
     assert ranks.run(2, _check, two_layers["plain"], tmp_path, None) == ["fine []"] * 2
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
-def test_a_path_that_cannot_be_a_directory_is_named(
-    ranks: RankPool, two_layers: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_path_that_cannot_be_a_directory_is_named(ranks: RankPool, two_layers: Models, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     said = ranks.run(2, _check, two_layers["plain"], tmp_path / "file" / "run", None)
     assert said[0] == said[1]
     assert not missing_names(said[0], "n1 (rank 0)", "run.dir", "cannot be written")
 
 
-def test_a_wrong_sum_is_named_where_it_is_found(ranks: RankPool, two_layers: dict[str, Path], tmp_path: Path) -> None:
+def test_a_wrong_sum_is_named_where_it_is_found(ranks: RankPool, two_layers: Models, tmp_path: Path) -> None:
     """A rank with a wrong result stops; the others would learn it from the end of the job."""
     said = ranks.run(2, _check_sum, tmp_path)
     assert said[0] == "fine"

@@ -155,9 +155,7 @@ def test_rl_that_would_outgrow_the_positions_of_any_role_is_refused(paths):
     short = paths["make"]("short", max_position_embeddings=48)
     with refuses("critic", f"{keys} = 40 + 24 = 64 tokens", "max_position_embeddings = 48", "by 16 tokens"):
         preflight("rl", rl(paths, critic=role(paths, model=short)), 1)
-
-
-def test_sft_may_have_limits_beyond_the_positions_because_its_data_may_be_shorter(paths):
+    # The data of SFT may be shorter than its limits.
     assert preflight("sft", sft(paths, max_prompt_tokens=500, max_response_tokens=500), 1).numbers
 
 

@@ -194,6 +194,10 @@ def test_dtypes(models, tmp_path):
     with refuses("bfloat16", "float32", "--dtype"):
         convert(mixed, tmp_path / "out", MegatronTarget())
     convert(mixed, tmp_path / "out", MegatronTarget(), dtype=torch.bfloat16)
+    state = {key: value.to(torch.int8) for key, value in tensors_of(models("llama")).items()}
+    integers = open_checkpoint(write_hf(tmp_path / "integers", state, models("llama")))
+    with refuses("int8", "quantized"):
+        convert(integers, tmp_path / "none", MegatronTarget(), dtype=torch.bfloat16)
 
 
 def test_verify_names_the_first_difference(models, tmp_path):
@@ -227,6 +231,7 @@ def test_layouts_that_do_not_fit(models, tmp_path, target, names):
 
 
 def test_force_replaces_checkpoints_only(models, tmp_path):
+    """A run's root holds more than the checkpoint that its tracker names."""
     source = open_checkpoint(models("llama"))
     convert(source, tmp_path / "out", MegatronTarget())
     with refuses(str(tmp_path / "out"), "exists already"):
@@ -238,16 +243,10 @@ def test_force_replaces_checkpoints_only(models, tmp_path):
     with refuses("--force", "checkpoints only"):
         convert(source, tmp_path / "home", MegatronTarget(), force=True)
     assert (tmp_path / "home" / "thesis.tex").read_text() == "42"
-
-
-def test_force_spares_other_iterations(models, tmp_path):
-    """A run's root holds more than the checkpoint that its tracker names."""
-    source = open_checkpoint(models("llama"))
-    convert(source, tmp_path / "run", MegatronTarget())
-    (tmp_path / "run" / "iter_0000100").mkdir()
-    with refuses("--force", str(tmp_path / "run"), "iter_0000100"):
-        convert(source, tmp_path / "run", MegatronTarget(tp=2), force=True)
-    assert (tmp_path / "run" / "iter_0000100").is_dir()
+    (tmp_path / "out" / "iter_0000100").mkdir()
+    with refuses("--force", str(tmp_path / "out"), "iter_0000100"):
+        convert(source, tmp_path / "out", MegatronTarget(tp=2), force=True)
+    assert (tmp_path / "out" / "iter_0000100").is_dir()
 
 
 def test_a_folder_hf_beside_a_checkpoint_is_somebody_else_s(models, tmp_path):
@@ -276,13 +275,6 @@ def test_a_transposed_bin_tensor_and_one_file_beside_a_stale_index(models, tmp_p
     assert digests(open_checkpoint(tmp_path / "out")) == digests(source) == digests(open_checkpoint(models("llama")))
     (tmp_path / "bin" / "pytorch_model.bin.index.json").write_text('{"weight_map": {"x": "gone.bin"}}')
     assert digests(open_checkpoint(tmp_path / "bin")) == digests(source)
-
-
-def test_integers_are_refused(models, tmp_path):
-    state = {key: value.to(torch.int8) for key, value in tensors_of(models("llama")).items()}
-    source = open_checkpoint(write_hf(tmp_path / "in", state, models("llama")))
-    with refuses("int8", "quantized"):
-        convert(source, tmp_path / "out", MegatronTarget(), dtype=torch.bfloat16)
 
 
 def test_a_tied_model_with_another_head_stored_is_not_tied(tmp_path):

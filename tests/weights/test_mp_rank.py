@@ -26,6 +26,7 @@ from tests.refuses import refuses
 from tests.weights.cases import fill_from_logical, random_logical
 from tests.weights.families import CONFIGS, architecture
 
+Storages = dict[ModelRank, dict[str, torch.Tensor]]
 LAYOUTS = {
     "tp1": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "tp2 pp2 te": {"tp": 2, "pp": 2, "spec": "te"},
     "uneven pp3": {"pp": 3, "layers_per_stage": (1, 2, 1)}, "vpp2": {"tp": 2, "pp": 2, "vpp": 2, "spec": "te"},
@@ -41,9 +42,7 @@ def layout_of(arch: Architecture, **settings: Any) -> MegatronLayout:
     return MegatronLayout(padded_vocab=128 * settings.get("tp", 1), **settings)
 
 
-def state_dicts(
-    arch: Architecture, layout: MegatronLayout, head: str = "lm"
-) -> dict[ModelRank, dict[str, torch.Tensor]]:
+def state_dicts(arch: Architecture, layout: MegatronLayout, head: str = "lm") -> Storages:
     logical, storages_by_rank = random_logical(arch, head), {}
     for at, part in zip(layout.ranks(), layout.parts(arch, head), strict=True):
         live = {name: torch.full(shape, -1.0, dtype=torch.float64) for name, shape in part.storages.items()}
@@ -71,7 +70,7 @@ def junk(arch: Architecture, layout: MegatronLayout) -> dict[str, Any]:
 
 
 def save_tree(
-    root: Path, arch: Architecture, layout: MegatronLayout, ranks: dict[ModelRank, dict[str, torch.Tensor]],
+    root: Path, arch: Architecture, layout: MegatronLayout, ranks: Storages,
     **changes: Any
 ) -> Path:  # fmt: skip
     """Writes the files with torch.save; returns iteration 123's directory."""
@@ -91,7 +90,15 @@ def save_tree(
     return folder
 
 
-def same_tensors(read: MegatronWeights, ranks: dict[ModelRank, dict[str, torch.Tensor]]) -> int:
+def saved(root: Path, family: str = "llama", changes: Any = None, **settings: Any) -> tuple[Any, Any, Any, Path]:
+    """Architecture, layout, storages by rank, and the directory of their iteration."""
+    arch = architecture(family)
+    layout = layout_of(arch, **settings)
+    ranks = state_dicts(arch, layout)
+    return arch, layout, ranks, save_tree(root, arch, layout, ranks, **(changes or {}))
+
+
+def same_tensors(read: MegatronWeights, ranks: Storages) -> int:
     maps, compared = MappedFiles(), 0
     for at, part, extents in zip(read.layout.ranks(), read.parts, read.extents, strict=True):
         assert list(extents) == list(part.storages)
@@ -146,10 +153,7 @@ def test_every_family_and_layout_is_read_by_value_and_written_for_torch(family, 
 
 
 def test_directory_forms(tmp_path):
-    arch = architecture("llama")
-    layout = layout_of(arch, tp=2, pp=2)
-    ranks = state_dicts(arch, layout)
-    folder = save_tree(tmp_path, arch, layout, ranks)
+    _, _, ranks, folder = saved(tmp_path, tp=2, pp=2)
     assert read_mp_rank(tmp_path).directory == read_mp_rank(folder).directory == folder
     shutil.copytree(folder, tmp_path / "release")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release\n")
@@ -167,14 +171,18 @@ def test_directory_forms(tmp_path):
         read_mp_rank(tmp_path / "nothing")
 
 
-def test_chunks_of_different_lengths(tmp_path):
-    arch = architecture("llama", num_hidden_layers=6)
-    layout = layout_of(arch, pp=2, vpp=2, layers_per_stage=(1, 2, 2, 1))
-    ranks = state_dicts(arch, layout)
+@pytest.mark.parametrize("layers, settings, head", [
+    (6, {"pp": 2, "vpp": 2, "layers_per_stage": (1, 2, 2, 1)}, "lm"), (4, {"tp": 2, "pp": 2}, "scalar"),
+])  # fmt: skip
+def test_chunks_of_different_lengths_and_a_scalar_head(layers, settings, head, tmp_path):
+    arch = architecture("llama", num_hidden_layers=layers)
+    layout = layout_of(arch, **settings)
+    ranks = state_dicts(arch, layout, head)
     save_tree(tmp_path, arch, layout, ranks)
     read = read_mp_rank(tmp_path)
-    assert (read.arch, read.layout) == (arch, layout)
-    assert same_tensors(read, ranks) == sum(map(len, ranks.values()))
+    assert (read.arch, read.layout, read.head) == (arch, layout, head)
+    assert list(read.parts) == layout.parts(arch, head)
+    assert same_tensors(read, ranks) == sum(map(len, ranks.values())) > 10
 
 
 def test_release_is_written(tmp_path):
@@ -186,26 +194,12 @@ def test_release_is_written(tmp_path):
     assert read_mp_rank(tmp_path).directory == tmp_path / "release"
 
 
-def test_a_scalar_head(tmp_path):
-    arch = architecture("llama")
-    layout = layout_of(arch, tp=2, pp=2)
-    ranks = state_dicts(arch, layout, "scalar")
-    save_tree(tmp_path, arch, layout, ranks)
-    read = read_mp_rank(tmp_path)
-    assert read.head == "scalar"
-    assert list(read.parts) == layout.parts(arch, "scalar")
-    assert same_tensors(read, ranks) > 10
-
-
 def test_two_numbers_are_resolved_by_contents_without_args(tmp_path):
     """mp_rank_TT_XXX: expert ranks all hold the embedding, stages do not."""
-    arch = architecture("mixtral")
     for settings in ({"ep": 2}, {"pp": 2}):
-        layout = layout_of(arch, **settings)
-        ranks = state_dicts(arch, layout)
         root = tmp_path / str(settings)
-        save_tree(root, arch, layout, ranks, args=None)
-        assert sorted(p.name for p in (root / "iter_0000123").iterdir()) == ["mp_rank_00_000", "mp_rank_00_001"]
+        arch, layout, ranks, folder = saved(root, "mixtral", {"args": None}, **settings)
+        assert sorted(p.name for p in folder.iterdir()) == ["mp_rank_00_000", "mp_rank_00_001"]
         read = read_mp_rank(root, arch)
         assert read.layout == layout
         assert same_tensors(read, ranks) > 10
@@ -268,9 +262,7 @@ def old_names(model: dict[str, Any]) -> dict[str, Any]:
 
 def test_missing_versions(tmp_path):
     """0 as in Megatron-LM for older names, today's for Megatron-Core's; grouped queries have no older order."""
-    arch = architecture("gpt2")
-    layout = layout_of(arch)
-    folder = save_tree(tmp_path, arch, layout, state_dicts(arch, layout))
+    arch, layout, _, folder = saved(tmp_path, "gpt2")
     path = folder / "mp_rank_00" / "model_optim_rng.pt"
     content = torch.load(path, weights_only=False)
     del content["checkpoint_version"]
@@ -284,8 +276,7 @@ def test_missing_versions(tmp_path):
     torch.save({**content, "checkpoint_version": 4.0}, path)
     with refuses("checkpoint_version 4.0", "0, 1.0, 2.0 or 3.0"):
         read_mp_rank(tmp_path)
-    grouped = architecture("llama")
-    save_tree(tmp_path / "g", grouped, layout, state_dicts(grouped, layout), checkpoint_version=1.0)
+    saved(tmp_path / "g", changes={"checkpoint_version": 1.0})
     with refuses("checkpoint_version 1.0", "2 for 4"):
         read_mp_rank(tmp_path / "g")
 
@@ -311,9 +302,7 @@ def test_every_wrong_tensor_is_listed(tmp_path):
 
 
 def test_missing_files_and_mixed_runs(tmp_path):
-    arch = architecture("llama")
-    layout = layout_of(arch, tp=2, pp=2)
-    folder = save_tree(tmp_path, arch, layout, state_dicts(arch, layout))
+    *_, folder = saved(tmp_path, tp=2, pp=2)
     shutil.move(folder / "mp_rank_01_001", tmp_path / "kept")
     with refuses("1 of 4 files", "mp_rank_01_001", "copy"):
         read_mp_rank(tmp_path)
@@ -347,9 +336,7 @@ def test_args_that_contradict_the_files(changes, names, tmp_path):
 
 
 def test_other_files_of_torch_are_refused(tmp_path):
-    arch = architecture("llama")
-    layout = layout_of(arch)
-    path = save_tree(tmp_path, arch, layout, state_dicts(arch, layout)) / "mp_rank_00" / "model_optim_rng.pt"
+    path = saved(tmp_path)[-1] / "mp_rank_00" / "model_optim_rng.pt"
     for content, names in (
         ([1], "a list|Megatron's dict"), ({"state_dict": {}}, "'model'|'model0'|state_dict"),
         ({"model": {"w": torch.ones(1)}}, "no embedding.word_embeddings.weight"),
