@@ -165,12 +165,6 @@ def _late_clock(runtime: Runtime) -> None:
         nodes.time = _LateClock()  # type: ignore[assignment]
 
 
-def _wrong_sum(runtime: Runtime) -> None:
-    real = nodes._require_equal
-    if runtime.rank == 1:
-        nodes._require_equal = lambda value, expected: real(value + 1, expected)
-
-
 @pytest.mark.parametrize("deed, names", [
     (None, "fine []"), (_other_software, "torch|2.0 on n1 (rank 0)|1.0 on n2 (rank 1)"),
     (_other_directory, "n2 (rank 1)|run.dir"), (_late_clock, "n2 (rank 1)|100.0 s behind|rank 0"),
@@ -209,9 +203,10 @@ def test_a_wrong_sum_is_named_where_it_is_found(ranks: RankPool, two_layers: Mod
 
 
 def _check_sum(runtime: Runtime, folder: Path) -> str:
-    saved = nodes._node, nodes._require_equal
+    saved = _, real = nodes._node, nodes._require_equal
     nodes._node = lambda environ: f"n{runtime.rank + 1}"
-    _wrong_sum(runtime)
+    if runtime.rank == 1:
+        nodes._require_equal = lambda value, expected: real(value + 1, expected)
     try:
         nodes._require_sum("all ranks", [0, 1], None, runtime)
         return "fine"

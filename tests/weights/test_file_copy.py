@@ -39,27 +39,32 @@ def fp32_files(directory, arch):
     return logical, HFFiles(directory).weights(arch, "lm")
 
 
-@pytest.mark.parametrize("family", sorted(CONFIGS))
-@pytest.mark.parametrize("item_bytes", [200, 1 << 20])
-def test_every_family_there_and_back(tmp_path, monkeypatch, family, item_bytes):
-    """fp32 files -> uneven PP2 x TP2 in raw files -> back: equal to the plan in memory, padding zero."""
-    monkeypatch.setattr(module, "ITEM_BYTES", item_bytes)
-    arch = architecture(family)
-    logical, hf = fp32_files(tmp_path, arch)
-    layout = MegatronLayout(tp=2, pp=2, layers_per_stage=(1, arch.num_layers - 1), padded_vocab=256)
+def carry(directory, arch, layout, progress=None):
+    """fp32 files into raw files of a layout, equal to the plan in memory, padding zero. Returns both sides and the
+    number of bytes compared."""
+    logical, hf = fp32_files(directory, arch)
     parts = [part.on_rank(1 + part.rank) for part in layout.parts(arch)]
-    extents = raw_files(parts, tmp_path, torch.float32)
+    extents = raw_files(parts, directory, torch.float32)
     plan = make_plan(hf.parts, parts)
-    reported_bytes = []
-    transfer(plan, hf.extents, extents, first_destination=1, workers=2, progress=reported_bytes.append)
-    expected = empty(parts, torch.float32, 0.0)
+    transfer(plan, hf.extents, extents, first_destination=1, workers=2, progress=progress)
+    expected, maps, compared = empty(parts, torch.float32, 0.0), MappedFiles(), 0
     copy_in_memory(plan, {0: logical}, expected)
-    maps = MappedFiles()
-    compared = 0
     for part, by_name in zip(parts, extents, strict=True):
         for name, extent in by_name.items():
             assert torch.equal(maps.tensor(extent), expected[part.rank][name]), name
             compared += extent.num_bytes
+    return logical, hf, parts, extents, compared
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+@pytest.mark.parametrize("item_bytes", [200, 1 << 20])
+def test_every_family_there_and_back(tmp_path, monkeypatch, family, item_bytes):
+    """fp32 files -> uneven PP2 x TP2 in raw files -> back."""
+    monkeypatch.setattr(module, "ITEM_BYTES", item_bytes)
+    arch = architecture(family)
+    layout = MegatronLayout(tp=2, pp=2, layers_per_stage=(1, arch.num_layers - 1), padded_vocab=256)
+    reported_bytes = []
+    logical, hf, parts, extents, compared = carry(tmp_path, arch, layout, reported_bytes.append)
     assert sum(reported_bytes) == compared > 4 * arch.num_layers * arch.hidden_size**2
     assert (len(reported_bytes) > 500) == (item_bytes == 200)
     back = [part.on_rank(5) for part in hf.parts]
@@ -67,7 +72,7 @@ def test_every_family_there_and_back(tmp_path, monkeypatch, family, item_bytes):
     sources = [part.on_rank(part.rank - 1) for part in parts]
     transfer(make_plan(sources, [back[0].on_rank(4)]), extents, returned, first_destination=4)
     for name, extent in returned[0].items():
-        assert torch.equal(maps.tensor(extent), logical[name]), name
+        assert torch.equal(MappedFiles().tensor(extent), logical[name]), name
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
@@ -77,19 +82,9 @@ def test_grouped_experts_in_small_pieces(tmp_path, monkeypatch, family, spec, it
     """Experts of a legacy grouped storage lie behind one another, whatever its shape says."""
     monkeypatch.setattr(module, "ITEM_BYTES", item_bytes)
     arch = architecture(family)
-    logical, hf = fp32_files(tmp_path, arch)
     layout = MegatronLayout(tp=2, ep=2, padded_vocab=128, spec=spec, experts="grouped")
-    parts = [part.on_rank(1 + part.rank) for part in layout.parts(arch)]
+    _, _, parts, _, _ = carry(tmp_path, arch, layout)
     assert any(name.endswith("experts.weight1") for name in parts[0].storages) == (spec == "local")
-    extents = raw_files(parts, tmp_path, torch.float32)
-    plan = make_plan(hf.parts, parts)
-    transfer(plan, hf.extents, extents, first_destination=1, workers=2)
-    expected = empty(parts, torch.float32, 0.0)
-    copy_in_memory(plan, {0: logical}, expected)
-    maps = MappedFiles()
-    for part, by_name in zip(parts, extents, strict=True):
-        for name, extent in by_name.items():
-            assert torch.equal(maps.tensor(extent), expected[part.rank][name]), name
 
 
 def test_the_cast_is_the_destination_s(tmp_path):
