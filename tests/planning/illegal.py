@@ -143,7 +143,7 @@ POLICIES = {
         {"rollout": {**VLLM, "parallel": {"tp": 4}}}, 6, "rollout.parallel.tp = 4|6 ranks", "rl", device="cuda"),
     "an engine whose heads do not divide": case(
         {"rollout": {**VLLM, "parallel": {"tp": 3}}}, 3,
-        "rollout.parallel.tp = 3|vLLM|heads|rollout.engine=megatron", "rl", device="cuda"),
+        "rollout.parallel.tp = 3|vLLM|128|rollout.engine=megatron", "rl", device="cuda"),
     "the megatron engine's own tp": case({"rollout": {"parallel": {"tp": 2}}}, 2, "parallel.tp|no effect", "rl"),
     "kernels of a GPU": case({"actor": {"kernels": {"logprobs": "triton"}}}, 1, "actor|triton|CPU|auto"),
     # Two roles of 444 thousand parameters whose dtype is not said: 1.7 MiB of weights a rank and 6.7 MiB of moments at

@@ -39,7 +39,7 @@ def fp32_files(directory, arch):
     return logical, HFFiles(directory).weights(arch, "lm")
 
 
-def carry(directory, arch, layout, progress=None):
+def carry(directory, arch, layout, progress=lambda num_bytes: None):
     """fp32 files into raw files of a layout, equal to the plan in memory, padding zero. Returns both sides and the
     number of bytes compared."""
     logical, hf = fp32_files(directory, arch)
