@@ -1,7 +1,5 @@
-"""The configurations for real clusters: each is what its name says, and passes the check of a dry run.
-
-Not covered: whether they fit (`make bench-fits`), heads of checkpoints, of which there are none, and anything on a GPU.
-"""
+"""The configurations for real clusters: each is what its name says, and passes the check of a dry run. Not covered:
+whether they fit (`make bench-fits`), heads of checkpoints, of which there are none, and anything on a GPU."""
 
 from __future__ import annotations
 
@@ -16,12 +14,9 @@ from megarlhf.rehearsal.fakes.inputs import stand_in
 ROOT = Path(__file__).parents[2]
 KINDS = {"sft": SFTConfig, "rm": RMConfig, "ppo": RLConfig, "grpo": RLConfig}
 SIZES = {
-    "llama-3-8b": (8,),
-    "llama-3-70b": (32, 64, 128, 512),
-    "qwen2.5-32b": (32,),
-    "qwen3-30b-a3b": (16, 64),
+    "llama-3-8b": (8,), "llama-3-70b": (32, 64, 128, 512), "qwen2.5-32b": (32,), "qwen3-30b-a3b": (16, 64),
     "llama-3.1-405b": (256, 1024),
-}
+}  # fmt: skip
 NAMES = [f"{model}/{kind}-{gpus}" for model, sizes in SIZES.items() for gpus in sizes for kind in KINDS]
 
 

@@ -24,7 +24,7 @@ def needed(kind: type[Any], name: str, world_size: int, *overrides: str) -> dict
 
 
 @pytest.fixture(autouse=True)
-def where_models_are_named_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
