@@ -86,13 +86,7 @@ def test_wrong_candidates_are_refused_and_not_timed(rehearsal):
 H200 = Ceilings(copy_bytes_per_s=4.3e12, matmul_flops_per_s=790e12)
 
 
-@pytest.mark.parametrize(
-    "vocab, parts, forward, both",
-    [
-        (128256, 1, 0.489, 1.466),
-        (151936, 8, 0.072, 0.217),
-    ],
-)
+@pytest.mark.parametrize("vocab, parts, forward, both", [(128256, 1, 0.489, 1.466), (151936, 8, 0.072, 0.217)])
 def test_floors_of_the_logits_kernel(vocab, parts, forward, both):
     """8192 tokens in bf16 at 4.3 TB/s: 8192 x 128256 x 2 bytes / 4.3e12 = 0.489 ms."""
     columns = Shape("logits", 8192, vocab, parts).columns
@@ -102,10 +96,7 @@ def test_floors_of_the_logits_kernel(vocab, parts, forward, both):
 
 @pytest.mark.parametrize(
     "vocab, hidden, whole, shard",
-    [
-        (128256, 4096, (10.9, 32.7, 43.6), (1.36, 4.09, 5.45)),
-        (151936, 8192, (25.8, 77.4, 103.0), (3.23, 9.68, 12.9)),
-    ],
+    [(128256, 4096, (10.9, 32.7, 43.6), (1.36, 4.09, 5.45)), (151936, 8192, (25.8, 77.4, 103.0), (3.23, 9.68, 12.9))],
 )
 def test_floors_of_the_linear_kernel(vocab, hidden, whole, shard):
     """8192 tokens at 790 TFLOP/s, to three digits: one product, three, four."""

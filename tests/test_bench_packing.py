@@ -32,10 +32,7 @@ def test_the_benchmark_runs(tmp_path, monkeypatch):
 def test_a_side_that_computes_something_else_is_found():
     """Only the gate: no child is started."""
     setting = bench.Setting(None, REHEARSAL, bench.SMALL, 1, 1, None)
-    rounds = {
-        "packed 64": [{"metrics": {"actor_grad_norm": 1.0}}],
-        "trl 4": [{"grad_norms": [1.01]}],
-    }
+    rounds = {"packed 64": [{"metrics": {"actor_grad_norm": 1.0}}], "trl 4": [{"grad_norms": [1.01]}]}
     with pytest.raises(AssertionError, match="not the same computation"):
         bench.check(bench.COMPARISONS["one_update_equal"], rounds, 0, setting)
     # In mini-batches of another order it cannot agree, and is not asked to.

@@ -9,16 +9,7 @@ import math
 import pytest
 import torch
 
-from megarlhf.algo.intervals import (
-    mean_of,
-    pass_at_k,
-    pass_at_k_of,
-    ratio_of,
-    share_of,
-    t_95,
-    ties_of,
-    wins_of,
-)
+from megarlhf.algo.intervals import mean_of, pass_at_k, pass_at_k_of, ratio_of, share_of, t_95, ties_of, wins_of
 
 NAN = math.nan
 

@@ -104,8 +104,7 @@ DEFAULT = ("sliding window", "norms of queries and keys", "scaled cosines", "a p
 
 
 @pytest.mark.parametrize(
-    "what",
-    [pytest.param(what, marks=() if what in DEFAULT else pytest.mark.slow) for what in FAMILIES],
+    "what", [pytest.param(what, marks=() if what in DEFAULT else pytest.mark.slow) for what in FAMILIES]
 )
 def test_families_equal_one_process(what: str, ranks: RankPool, tmp_path: Path, ragged: dict[str, Path]) -> None:
     """A step of SFT on packed and on padded rows, against one process. A key's bias has nearly no gradient; what there

@@ -32,15 +32,7 @@ from tests.distributed.interrupted_jobs import (
     points_at_updates,
     stopped_rollout,
 )
-from tests.distributed.test_resume import (
-    BORDER,
-    TRAIN,
-    Case,
-    command_line,
-    rows,
-    tree,
-    uncalled_before_the_start,
-)
+from tests.distributed.test_resume import BORDER, TRAIN, Case, command_line, rows, tree, uncalled_before_the_start
 from tests.ranks import RankPool
 
 RARELY = {"every_minutes": 1000}

@@ -70,13 +70,7 @@ def whole(directory: Path) -> dict[str, Tensor]:
     ],
 )
 def test_state_is_bit_equal_at_every_layout(
-    ranks: RankPool,
-    models: dict[str, Path],
-    tmp_path: Path,
-    dtype: str,
-    head: str,
-    model: str,
-    chain: Chain,
+    ranks: RankPool, models: dict[str, Path], tmp_path: Path, dtype: str, head: str, model: str, chain: Chain
 ) -> None:
     """Trained at the first layout and carried on through the others: every tensor, moments and fp32 copies included."""
     path = write_family(tmp_path / "experts", "qwen3_moe") if model == "experts" else models[model]

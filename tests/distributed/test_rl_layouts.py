@@ -54,10 +54,7 @@ def config(
 in_pairs = partial(config, micro_batch_samples=2)
 """In many micro-batches, as they are cut over layouts."""
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "dp2": (2, {}),
-    "tp2pp2": (4, {"tp": 2, "pp": 2}),
-}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {"dp2": (2, {}), "tp2pp2": (4, {"tp": 2, "pp": 2})}
 
 
 @pytest.fixture(scope="module")

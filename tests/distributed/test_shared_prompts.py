@@ -78,12 +78,7 @@ def of_rl(**algo: Any) -> Callable[..., tuple[str, dict[str, Any], tuple[Any, ..
     return configured
 
 
-JOBS = {
-    "rm": of_rm("last_token"),
-    "rm, aligned span": of_rm("aligned_span"),
-    "ppo": of_rl(),
-    "grpo": of_rl(**GRPO),
-}
+JOBS = {"rm": of_rm("last_token"), "rm, aligned span": of_rm("aligned_span"), "ppo": of_rl(), "grpo": of_rl(**GRPO)}
 
 
 def assert_same(shared: dict[str, Any], apart: dict[str, Any]) -> None:

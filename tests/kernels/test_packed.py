@@ -10,12 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarlhf.kernels import (
-    packed_gae,
-    packed_moments,
-    packed_sums,
-    packed_whiten,
-)
+from megarlhf.kernels import packed_gae, packed_moments, packed_sums, packed_whiten
 from tests.kernels.cases import INTERPRETING
 from tests.kernels.packed_cases import (
     BACKENDS,

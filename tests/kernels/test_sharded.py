@@ -9,16 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megarlhf.kernels import linear_token_logprobs, token_logprobs
-from tests.kernels.cases import (
-    IGNORE,
-    INTERPRETING,
-    OUTPUTS,
-    UPSTREAM,
-    Recorded,
-    made,
-    made_linear,
-    run_backend,
-)
+from tests.kernels.cases import IGNORE, INTERPRETING, OUTPUTS, UPSTREAM, Recorded, made, made_linear, run_backend
 from tests.ranks import RankPool
 
 CASES = [

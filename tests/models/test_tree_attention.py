@@ -17,13 +17,7 @@ from megarlhf.kernels.backends import log_once
 from megarlhf.models.attention import tree as module
 from megarlhf.models.attention.layers import with_packed_rows
 from megarlhf.models.attention.packed import packed_attention
-from megarlhf.models.attention.tree import (
-    CpuFlash,
-    Varlen,
-    kernel_for,
-    merged_attention,
-    plain_attention,
-)
+from megarlhf.models.attention.tree import CpuFlash, Varlen, kernel_for, merged_attention, plain_attention
 from megarlhf.parallel.packing.rows import packed_row
 from tests.models.test_packed_attention import with_gradients
 from tests.models.trees import CPU, ROWS, alone, close, inputs

@@ -14,12 +14,7 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 
 from megarlhf.models.attention import tree as module
-from megarlhf.models.attention.tree import (
-    Varlen,
-    _varlen_kernels,
-    kernel_for,
-    merged_attention,
-)
+from megarlhf.models.attention.tree import Varlen, _varlen_kernels, kernel_for, merged_attention
 from megarlhf.parallel.packing.rows import packed_row
 from tests.models.test_packed_attention import with_gradients
 from tests.models.trees import CPU, ROWS, alone, attention, close, inputs

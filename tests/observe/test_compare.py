@@ -92,10 +92,7 @@ def test_the_page_of_runs_of_different_commands(
     ]
     assert "A <title>" in parsed.texts
     names = [[trace["name"] for trace in drawn["data"]] for drawn in figures_of(page)]
-    assert names == [
-        ["run (1) · eval_loss", "run (2) · eval_loss"],
-        ["run (1) · loss", "run (2) · loss", "rm · loss"],
-    ]
+    assert names == [["run (1) · eval_loss", "run (2) · eval_loss"], ["run (1) · loss", "run (2) · loss", "rm · loss"]]
     for word in ("eval_loss", "2 [1.9, 2.1]", "actor.optim.lr", f"wrote {out}"):
         assert word in printed
     write_comparison(runs[:2], out, title="again")

@@ -94,10 +94,7 @@ def test_a_new_record_never_touches_an_earlier_one(tmp_path):
 
 def test_after_a_resume_steps_continue_behind_it(tmp_path):
     write_steps(tmp_path, [1, 2])
-    with (
-        MetricsWriter(tmp_path, tensorboard=False, resume_step=2) as writer,
-        refuses("step 2", "resume_step"),
-    ):
+    with MetricsWriter(tmp_path, tensorboard=False, resume_step=2) as writer, refuses("step 2", "resume_step"):
         writer.log(2, {"loss": 1.0})
 
 

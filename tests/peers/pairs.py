@@ -172,10 +172,7 @@ def trl_kto(inputs: Inputs, *, importable: Callable[[str], Any], **weights: floa
     def loss_of(logprobs_NT: Tensor) -> Tensor:
         reference = {1: inputs.ref_logprobs_NT, 2: inputs.rollout_logprobs_NT}
         fake = _stand_in(
-            calculate_KL=True,
-            loss_type="kto",
-            ref_model=_fake_model(reference, inputs.mask_NT),
-            **weights,
+            calculate_KL=True, loss_type="kto", ref_model=_fake_model(reference, inputs.mask_NT), **weights
         )
         fake._compute_kl_logps = lambda model, batch: module.KTOTrainer._compute_kl_logps(fake, model, batch)
         model = _fake_model({1: logprobs_NT, 2: inputs.old_logprobs_NT}, inputs.mask_NT)

@@ -53,11 +53,7 @@ def verl_policy(
 ) -> list[float]:
     """A registered policy loss with clip .2 and .3 and its default dual clip of 3."""
     config = importable("verl.workers.config").ActorConfig(
-        strategy="fsdp",
-        rollout_n=1,
-        ppo_micro_batch_size_per_gpu=1,
-        clip_ratio_low=0.2,
-        clip_ratio_high=0.3,
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_low=0.2, clip_ratio_high=0.3
     )
     config.global_batch_info.update({"loss_scale_factor": CONSTANT})
     weights_NT = None

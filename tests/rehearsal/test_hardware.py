@@ -31,10 +31,7 @@ def tree() -> dict[str, Any]:
         "memory_bandwidth": figure(1e10),
         "launch": figure(1e-6),
         "efficiency": {
-            "products": {
-                "points": [{"flops": 1e6, "value": 0.25}, {"flops": 1e8, "value": 1.0}],
-                "source": "by hand",
-            },
+            "products": {"points": [{"flops": 1e6, "value": 0.25}, {"flops": 1e8, "value": 1.0}], "source": "by hand"},
             "attention": figure(0.5),
             "memory": figure(0.5),
         },

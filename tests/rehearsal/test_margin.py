@@ -118,16 +118,7 @@ def test_attention_without_shared_heads_and_without_transformer_engine():
 
 def test_buckets_of_tokens():
     found = {tokens: token_bucket(tokens) for tokens in (1, 1024, 1025, 5000, 8192, 32768, 32769, 70000)}
-    assert found == {
-        1: 1024,
-        1024: 1024,
-        1025: 2048,
-        5000: 8192,
-        8192: 8192,
-        32768: 32768,
-        32769: 65536,
-        70000: 98304,
-    }
+    assert found == {1: 1024, 1024: 1024, 1025: 2048, 5000: 8192, 8192: 8192, 32768: 32768, 32769: 65536, 70000: 98304}
 
 
 def test_what_vllm_takes_from_its_own_share():

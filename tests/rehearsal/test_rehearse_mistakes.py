@@ -64,10 +64,7 @@ OPTIONS: dict[str, tuple[Callable[[Path], tuple[str, ...]], tuple[str, ...]]] = 
         ("memory_bandwith", "memory_bandwidth"),
     ),
     "no hardware file": (lambda folder: ("--hardware", str(folder / "none.yaml")), ("none.yaml",)),
-    "an unknown key in a margin file": (
-        lambda folder: ("--margin", sft(folder)),
-        ("unknown key", "run"),
-    ),
+    "an unknown key in a margin file": (lambda folder: ("--margin", sft(folder)), ("unknown key", "run")),
     "a margin for a CPU": (
         lambda folder: ("--margin", sft(folder), "--hardware", hardware_with(folder, **CPU)),
         ("--margin", "GPU", "CPU"),
@@ -76,10 +73,7 @@ OPTIONS: dict[str, tuple[Callable[[Path], tuple[str, ...]], tuple[str, ...]]] = 
         lambda folder: ("--layers", "te", "--hardware", hardware_with(folder, **CPU)),
         ("--layers te", "GPU", "CPU"),
     ),
-    "a world that does not divide": (
-        lambda folder: ("--world-size", "5"),
-        ("5", "tp x cp x pp", "1 x 1 x 2"),
-    ),
+    "a world that does not divide": (lambda folder: ("--world-size", "5"), ("5", "tp x cp x pp", "1 x 1 x 2")),
     "ranks beyond the world": (lambda folder: ("--ranks", "0,4"), ("--ranks 4", "0 to 3")),
     "ranks that are no numbers": (lambda folder: ("--ranks", "0,first"), ("0,first", "all")),
     "uneven nodes": (lambda folder: ("--ranks-per-node", "3"), ("--ranks-per-node 3", "4 ranks", "divides 4")),
@@ -126,10 +120,7 @@ OPTIONS: dict[str, tuple[Callable[[Path], tuple[str, ...]], tuple[str, ...]]] = 
     ),
     "more memory than there is": (lambda folder: ("--gpu-memory-gib", "1e300"), ("1e300", "1,000,000")),
     "no folder": (lambda folder: ("--out", ""), ("--out",)),
-    "a folder into which nothing can be written": (
-        lambda folder: ("--out", "/proc/answer"),
-        ("--out", "/proc"),
-    ),
+    "a folder into which nothing can be written": (lambda folder: ("--out", "/proc/answer"), ("--out", "/proc")),
     "a sweep of which nothing divides": (
         lambda folder: ("--sweep", "actor.parallel.pp=3,5"),
         ("--sweep", "none of 2", "actor.parallel.pp=3"),
@@ -149,10 +140,7 @@ OPTIONS: dict[str, tuple[Callable[[Path], tuple[str, ...]], tuple[str, ...]]] = 
         ("--rollout-tokens-per-second", "sft", "leave it out"),
     ),
     "an option twice": (lambda folder: ("--margin", "a", "--margin", "b"), ("--margin", "twice")),
-    "an override of a misspelt key": (
-        lambda folder: ("train.num_step=3",),
-        ("train.num_step", "num_steps"),
-    ),
+    "an override of a misspelt key": (lambda folder: ("train.num_step=3",), ("train.num_step", "num_steps")),
     "a sweep over a misspelt key": (
         lambda folder: ("--sweep", "actor.parallel.pp=1,2", "train.mini_batch_sample=4,8"),
         ("--sweep train.mini_batch_sample", "unknown key"),

@@ -39,13 +39,7 @@ CASES: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
     "dpo, experts again": ("dpo", "experts", 2, 1, {"steps": 1, "recompute": "full"}),
     "sft, some layers again": ("sft", "dense", 2, 0, {"steps": 1, "recompute": "layers", "recompute_layers": FEWEST}),
     "sft, virtual stages": ("sft", "dense", 2, 0, {"layers": "local", "steps": 1, "vpp": 2}),
-    "sft, a bucket for each matrix, layers again": (
-        "sft",
-        "dense",
-        1,
-        0,
-        {"steps": 2, "recompute": "full", "dp": 2},
-    ),
+    "sft, a bucket for each matrix, layers again": ("sft", "dense", 1, 0, {"steps": 2, "recompute": "full", "dp": 2}),
     "sft, attention again": ("sft", "dense", 2, 0, {"steps": 1, "recompute": "core_attention"}),
 }
 """Command, model, stages, the one that is looked at (before the last: several micro-batches at a time), options."""

@@ -48,12 +48,7 @@ def in_blocks(nbytes):
 def by_table(case, arch, expert_rows=()):
     """Bytes that the ledger shows for one layer."""
     tensors = saved_tensors(
-        TABLES[case.layers],
-        arch,
-        TOKENS,
-        tp=case.tp,
-        sequence_parallel=case.sequence_parallel,
-        expert_rows=expert_rows,
+        TABLES[case.layers], arch, TOKENS, tp=case.tp, sequence_parallel=case.sequence_parallel, expert_rows=expert_rows
     )
     return sum(in_blocks(nbytes) for _, nbytes in tensors)
 

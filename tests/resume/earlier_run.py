@@ -55,10 +55,7 @@ def leave_a_run(cfg: Config, command: str = "sft") -> set[str]:
 def content(directory: Path) -> dict[str, tuple[bytes, int]]:
     """Every file and link by its path: what is in it, and when it was written."""
     return {
-        path.relative_to(directory).as_posix(): (
-            path.read_bytes() if path.is_file() else b"",
-            path.lstat().st_mtime_ns,
-        )
+        path.relative_to(directory).as_posix(): (path.read_bytes() if path.is_file() else b"", path.lstat().st_mtime_ns)
         for path in directory.rglob("*")
         if path.is_file() or path.is_symlink()
     }

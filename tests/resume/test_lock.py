@@ -105,8 +105,7 @@ def test_a_later_process_of_the_same_number_is_no_holder(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "theirs, restart, held",
-    [("/7", 0, False), ("/7", 2, True), ("/8", 0, None), ("other/7", 0, None)],
+    "theirs, restart, held", [("/7", 0, False), ("/7", 2, True), ("/8", 0, None), ("other/7", 0, None)]
 )
 def test_an_earlier_attempt_of_this_slurm_job_is_over(
     theirs: str, restart: int, held: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
