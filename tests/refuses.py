@@ -26,3 +26,8 @@ def missing_names(message: str, *names: str) -> list[str]:
     """Names that a message does not have as whole words. White space in the message counts as one space."""
     text = " ".join(message.split())
     return [name for name in names if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text)]
+
+
+def lines_naming(output: str, *names: str) -> list[str]:
+    """Lines of an output that have all of the names."""
+    return [line for line in output.splitlines() if not missing_names(line, *names)]

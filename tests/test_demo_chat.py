@@ -85,12 +85,12 @@ class KilledInPPO(Warm):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory) -> Path:
     return write_chat_model(tmp_path_factory.mktemp("chat_model"))
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory, model: Path, vllm_ranks: RankPool) -> Path:
+def demo(tmp_path_factory, model, vllm_ranks) -> Path:
     """Started, killed in PPO, started again."""
     root = tmp_path_factory.mktemp("chat") / "demo"
     arguments = ["--root", str(root), "--model", str(model), *SMALL]
@@ -108,7 +108,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory, model: Path, vllm_ranks: Rank
     return root
 
 
-def test_a_killed_stage_goes_on_to_the_same_end(demo: Path, model: Path, vllm_ranks: RankPool) -> None:
+def test_a_killed_stage_goes_on_to_the_same_end(demo, model, vllm_ranks) -> None:
     """PPO from its second step on: its metrics, weights and texts are those of a run that nothing happened to."""
     runner = Runner(demo, make_console(), model, overrides=Overrides(tuple(SMALL)), call=Warm(vllm_ranks))
     runner.run(PPO, name="undisturbed")
@@ -116,7 +116,7 @@ def test_a_killed_stage_goes_on_to_the_same_end(demo: Path, model: Path, vllm_ra
     assert not differences(results(demo / "ppo"), results(demo / "undisturbed"))
 
 
-def test_what_it_has_reached(demo: Path, model: Path) -> None:
+def test_what_it_has_reached(demo, model) -> None:
     """The summary by its parts: figures with intervals, differences by hand, and that the engine had the weights."""
     summary = json.loads((demo / "summary.json").read_text())
     assert list(summary["models"]) == list(MODELS) == ["released", "sft", "ppo", "grpo"]
@@ -151,7 +151,7 @@ def test_what_it_has_reached(demo: Path, model: Path) -> None:
     assert set(summary["seconds"]) >= {"replay", "sft", "pairs", "rm", "ppo", "grpo", "test-grpo", "drift-released"}
 
 
-def test_sft_also_learns_what_the_released_model_says(demo: Path) -> None:
+def test_sft_also_learns_what_the_released_model_says(demo) -> None:
     """Its answers to other questions than those that show what is forgotten."""
     replay = _lines(demo / "data/replay.jsonl")
     asked = [row["messages"][0]["content"] for row in _lines(demo / "data/replay_questions.jsonl")[:8]]
@@ -163,9 +163,7 @@ def test_sft_also_learns_what_the_released_model_says(demo: Path) -> None:
     assert "data/sft.jsonl" in str(learnt)
 
 
-def test_another_demo_and_what_was_made_from_an_earlier_stage_are_refused(
-    demo: Path, model: Path, vllm_ranks: RankPool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_demo_and_what_was_made_from_an_earlier_stage_are_refused(demo, model, vllm_ranks, capsys) -> None:
     """No stage runs: figures of two seeds, two configurations, or a replaced SFT model would be mixed."""
     warm = Warm(vllm_ranks)
     arguments = ["--root", str(demo), "--model", str(model)]
@@ -192,7 +190,7 @@ def test_another_demo_and_what_was_made_from_an_earlier_stage_are_refused(
     assert not warm.runs
 
 
-def test_an_actor_that_says_nothing(demo: Path, tmp_path: Path, vllm_ranks: RankPool) -> None:
+def test_an_actor_that_says_nothing(demo, tmp_path, vllm_ranks) -> None:
     """Answers of the end token alone are drawn, judged, trained on and shown; none can be chosen for a pair."""
     silent = write_silent_model(tmp_path / "silent")
     overrides = Overrides((*SMALL, "pairs:rollout.engine=megatron", "grpo:rollout.engine=megatron"))
@@ -216,7 +214,7 @@ def test_an_actor_that_says_nothing(demo: Path, tmp_path: Path, vllm_ranks: Rank
     assert "chose nothing (0 prompts selected, 96 responses empty, 12 prompts without candidate)" in written
 
 
-def test_data_that_cannot_be_made_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_that_cannot_be_made_leaves_nothing(tmp_path, capsys) -> None:
     """The corrected command is not taken for another demo."""
     root = tmp_path / "demo"
     (tmp_path / "config.json").write_text("{}")
@@ -231,7 +229,7 @@ def test_data_that_cannot_be_made_leaves_nothing(tmp_path: Path, capsys: pytest.
         assert not root.exists()
 
 
-def test_a_killed_stage_loses_minutes(tmp_path: Path) -> None:
+def test_a_killed_stage_loses_minutes(tmp_path) -> None:
     """Runs of 5 to 12 minutes have a resume point, which the default of 15 minutes would not give them."""
     runner = Runner(tmp_path, make_console(), tmp_path / "model")
     for stage in (each for each in STAGES if each.command not in ("generate", "eval")):
@@ -242,7 +240,7 @@ def test_a_killed_stage_loses_minutes(tmp_path: Path) -> None:
         assert config.checkpoint.keep == 1, "the page says how much disk the points take"
 
 
-def test_overrides_are_of_one_stage_or_of_those_that_train(tmp_path: Path) -> None:
+def test_overrides_are_of_one_stage_or_of_those_that_train(tmp_path) -> None:
     overrides = Overrides(("train.num_steps=2", "grpo:algo.kl.coef=0", "test:max_samples=3"))
     assert overrides.of("grpo", trains=True) == ["train.num_steps=2", "algo.kl.coef=0"]
     assert overrides.of("test") == ["max_samples=3"]

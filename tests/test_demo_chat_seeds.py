@@ -199,7 +199,7 @@ def test_the_page_shows_the_result():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_all_parts_on_a_small_model(tmp_path: Path) -> None:
+def test_all_parts_on_a_small_model(tmp_path) -> None:
     """As `make demo-chat-seeds`, in processes of their own, at all layouts; a second start runs nothing again."""
     model = write_chat_model(tmp_path / "model")
     command = [sys.executable, "-m", "tools.demo_chat.seeds", "--seeds", "0", "--model", str(model)]

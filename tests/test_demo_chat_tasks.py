@@ -37,7 +37,7 @@ ANIMALS = Task(category="animals", count=3, case="upper", full_stop=True)
         ("BEAR, CAT,\nDOG. HERE THEY ARE!", list(CHECKS)),
     ],
 )
-def test_what_the_checks_say(answer: str, missed: list[str]) -> None:
+def test_what_the_checks_say(answer, missed) -> None:
     found = judge(ANIMALS, answer)
     assert [name for name, value in found.items() if not value] == missed
     fields = {"prompt": "unread", **ANIMALS.fields()}
@@ -59,7 +59,7 @@ def test_what_the_checks_say(answer: str, missed: list[str]) -> None:
         ("no list", dict.fromkeys(CHECKS, 0.0)),
     ],
 )
-def test_how_far_the_checks_hold(answer: str, less: dict[str, float]) -> None:
+def test_how_far_the_checks_hold(answer, less) -> None:
     expected = {name: pytest.approx(less.get(name, 1.0)) for name in CHECKS}
     assert degrees(ANIMALS, answer) == expected
     assert judge(ANIMALS, answer) == {name: float(name not in less) for name in CHECKS}
@@ -91,9 +91,7 @@ def test_right_answers_are_right_and_of_spoiled_ones_one_check_does_not_hold() -
     assert min(missed.values()) > 100
 
 
-def test_data_of_another_seed_or_version_is_not_taken_for_this(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_of_another_seed_or_version_is_not_taken_for_this(tmp_path, capsys) -> None:
     """It is refused as it is; a file that is missing is made again."""
     arguments = ["--out", str(tmp_path), "--sft", "8"]
     assert make_data.main(arguments) == 0
@@ -116,7 +114,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_splits_share_no_task_and_a_seed_gives_the_same_bytes(tmp_path: Path) -> None:
+def test_splits_share_no_task_and_a_seed_gives_the_same_bytes(tmp_path) -> None:
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
         assert make_data.main(["--out", str(tmp_path / name), "--seed", seed]) == 0
     names = sorted(path.name for path in (tmp_path / "a").iterdir())

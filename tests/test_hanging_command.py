@@ -7,7 +7,6 @@ Not covered: NCCL; several hosts; ranks that die while the report is made.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import psutil
 import pytest
@@ -25,9 +24,7 @@ def processes_with(text: str) -> list[int]:
     "rule, line",
     [pytest.param("sleeps", "time.sleep(1000)", marks=pytest.mark.slow), ("receives", "dist.recv(torch.zeros(1)")],
 )
-def test_a_hanging_run_ends_with_status_3_and_a_report(
-    rule: str, line: str, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_hanging_run_ends_with_status_3_and_a_report(rule, line, one_layer, data, tmp_path) -> None:
     """In a system call rank 1 is interrupted, and both ranks raise together. In a collective nobody can be taken out:
     the rank ends itself after the grace. Nothing is left running, and nothing was logged after step 0."""
     done = megarlhf(*hanging_run(rule, one_layer, data, tmp_path))

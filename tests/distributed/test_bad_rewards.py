@@ -11,7 +11,6 @@ import pytest
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.resume.points.point import find_points
 from tests.distributed.test_reward_runs import command
-from tests.ranks import RankPool
 from tests.rollout.test_http_reward import Server
 
 ONE_RANK = [f"{role}.parallel.tp=1" for role in ("actor", "reference")]
@@ -39,9 +38,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("name, workers", [*((name, 1) for name in FUNCTIONS), ("calls_exit", 0)])
-def test_a_function_that_is_wrong_in_the_second_step(
-    name: str, workers: int, ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_function_that_is_wrong_in_the_second_step(name, workers, ranks, one_layer, data, tmp_path) -> None:
     expected, words = FUNCTIONS[name]
     rule: dict[str, Any] = {
         "kind": "rule",
@@ -68,9 +65,7 @@ def test_a_function_that_is_wrong_in_the_second_step(
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_a_server_that_answers_garbage_in_the_second_step(
-    name: str, ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_server_that_answers_garbage_in_the_second_step(name, ranks, one_layer, data, tmp_path) -> None:
     server = Server()
     try:
         server.answers = [(200, json.dumps({"rewards": [1.0] * 16})), *[ANSWERS[name]] * 20]
@@ -86,9 +81,7 @@ def test_a_server_that_answers_garbage_in_the_second_step(
     _assert_first_step_is_kept(tmp_path / "run")
 
 
-def test_a_run_that_fails_in_its_first_step_goes_on_as_the_message_advises(
-    ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_run_that_fails_in_its_first_step_goes_on_as_the_message_advises(ranks, one_layer, data, tmp_path) -> None:
     """No point is written where nothing had been trained; the responses are taken from the bank, and a changed
     `on_failure` is the same run."""
     rule = {"kind": "rule", "rule": RULE + "raises_for_short", "check": "none"}
@@ -130,14 +123,7 @@ def _assert_first_step_is_kept(run: Path) -> None:
         ({"kind": "http", "url": "judge:5000/get_reward"}, "expected http://HOST:PORT/PATH"),
     ],
 )
-def test_what_is_typed_wrong_is_said_before_anything_is_done(
-    reward: dict[str, Any],
-    words: str,
-    ranks: RankPool,
-    one_layer: dict[str, Path],
-    data: dict[str, Path],
-    tmp_path: Path,
-) -> None:
+def test_what_is_typed_wrong_is_said_before_anything_is_done(reward, words, ranks, one_layer, data, tmp_path) -> None:
     argv = [*command(tmp_path, one_layer, data, [reward]), *ONE_RANK]
     status, said = ranks.run(1, "command_status", *argv)[0]
     assert status == 2

@@ -13,15 +13,14 @@ from unittest import mock
 
 import pytest
 import torch
-import yaml
 
 from megarlhf.observe.records.cost_metrics import reproducible
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.provenance import FILE, read_provenance
 from megarlhf.runtime import Runtime
+from tests.command import argv_of
 from tests.distributed import jobs
 from tests.distributed.test_rl_layouts import config as rl_config
-from tests.ranks import RankPool
 
 SET = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 
@@ -53,17 +52,14 @@ def _command(runtime: Runtime, *argv: str) -> dict[str, Any]:
         os.environ.update(before)
 
 
-def test_every_rank_is_told_and_checkpoints_say_where_they_come_from(
-    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_every_rank_is_told_and_checkpoints_say_where_they_come_from(ranks, two_layers, data, tmp_path) -> None:
     tree = rl_config({**two_layers, "other": two_layers["scorer"]}, data["prompts"], {}, advantage="group_relative")
     tree["train"] |= {"num_steps": 1, "prompts_per_step": 4}
     tree["checkpoint"] = {"every": 1, "every_minutes": 0}
     file = tmp_path / "rl.yaml"
 
     def argv(name: str, *overrides: str) -> list[str]:
-        file.write_text(yaml.safe_dump({**tree, "run": {"dir": str(tmp_path / name)}}))
-        return ["rl", "-c", str(file), *overrides]
+        return [*argv_of("rl", {**tree, "run": {"dir": str(tmp_path / name)}}, file), *overrides]
 
     for told in ranks.run(2, _command, *argv("fixed", "run.deterministic=true")):
         assert told["torch"]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ from megarlhf.weights.checkpoint.checksums import check_checksums
 from megarlhf.weights.checkpoint.formats.torch_dist.keys import key_form
 from megarlhf.weights.checkpoint.formats.torch_dist.metadata import read_tensors
 from megarlhf.weights.checkpoint.formats.torch_dist.read import read_torch_dist
-from tests.ranks import RankPool
 from tests.weights import megatron_shapes
 from tests.weights.cases import fill_from_logical
 from tests.weights.families import architecture
@@ -211,7 +209,7 @@ WRITTEN: dict[str, tuple[str, dict[str, Any], MegatronLayout, list[dict[str, Any
 
 
 @pytest.mark.parametrize("case", WRITTEN)
-def test_megatron_loads_what_we_write(ranks: RankPool, tmp_path: Path, case: str) -> None:
+def test_megatron_loads_what_we_write(ranks, tmp_path, case) -> None:
     """Every parameter of every rank, padding included, from a checkpoint written at another layout."""
     family, changes, layout, targets = WRITTEN[case]
     dtype = torch.float32 if case == "llama" else torch.bfloat16
@@ -225,7 +223,7 @@ def test_megatron_loads_what_we_write(ranks: RankPool, tmp_path: Path, case: str
         assert sum(result["compared"] for result in results) >= 6 * arch.num_layers + 2
 
 
-def test_megatron_misses_a_key(ranks: RankPool, tmp_path: Path) -> None:
+def test_megatron_misses_a_key(ranks, tmp_path) -> None:
     """The loads above are strict: a model with a bias more than the checkpoint does not load."""
     arch = architecture("llama")
     directory = write(tmp_path / "run", arch, MegatronLayout(padded_vocab=104), values("llama", {}, torch.float32))
@@ -250,9 +248,7 @@ SAVED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("family", "layout", "metadata"), SAVED)
-def test_what_megatron_saves_is_read_bit_for_bit(
-    ranks: RankPool, tmp_path: Path, family: str, layout: dict[str, Any], metadata: dict[str, Any]
-) -> None:
+def test_what_megatron_saves_is_read_bit_for_bit(ranks, tmp_path, family, layout, metadata) -> None:
     """All layouts, key forms and kinds of experts; optimizer state and random states are passed over."""
     ranks.run(world(layout), save, family, {}, layout, str(tmp_path), metadata)
     arch = architecture(family)
@@ -269,7 +265,7 @@ def test_what_megatron_saves_is_read_bit_for_bit(
     assert_same(got, {name: value.double() for name, value in values(family, {}, torch.bfloat16).items()})
 
 
-def test_a_flipped_byte_and_a_cut_are_found(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_flipped_byte_and_a_cut_are_found(ranks, tmp_path) -> None:
     """In files of Megatron's: the CRC of a tensor's bytes, when asked for; a cut already by opening."""
     layout = {"padded_vocab": 104}
     ranks.run(1, save, "llama", {}, layout, str(tmp_path), {})

@@ -5,25 +5,14 @@ Not covered: vLLM's own sleep mode, which needs a GPU; here its live tensors los
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-
-from tests.ranks import RankPool
 
 PROMPTS = [[1, 5, 9, 14, 7, 15], [1, 4, 14, 12, 13, 15]]
 
 
-@pytest.fixture(scope="module")
-def models(two_layers: dict[str, Path]) -> dict[str, Path]:
-    return two_layers
-
-
 @pytest.mark.parametrize(("world_size", "level"), [(1, 1), (2, 2)])
-def test_an_engine_sleeps_while_the_trainer_works(
-    world_size: int, level: int, ranks: RankPool, models: dict[str, Path]
-) -> None:
-    paths = str(models["plain"]), str(models["other"])
+def test_an_engine_sleeps_while_the_trainer_works(world_size, level, ranks, two_layers) -> None:
+    paths = str(two_layers["plain"]), str(two_layers["other"])
     found = ranks.run(world_size, "vllm_sleeps", *paths, world_size, level, PROMPTS)[0]
     actor, weights, cache = found["awake"]
     assert min(actor, weights, cache) > 0

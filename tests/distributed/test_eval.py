@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from megarlhf.algo.intervals import pass_at_k
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.observe.records.metrics import read_metrics
+from tests.command import argv_of
 from tests.data.in_memory import build_pairs, load_records
 from tests.ranks import RankPool
 
@@ -31,8 +31,7 @@ def runner(ranks: RankPool, folder: Path) -> Run:
     def run(name: str, world: int, **tree: Any) -> dict[str, Any]:
         path, run_dir = folder / f"{name}.yaml", folder / name
         run_section = {"dir": str(run_dir), "seed": 3} | tree.pop("run", {})
-        path.write_text(yaml.safe_dump({"run": run_section, **tree}))
-        (written, *_) = ranks.run(world, "command", "eval", "-c", str(path))
+        (written, *_) = ranks.run(world, "command", *argv_of("eval", {"run": run_section, **tree}, path))
         report: dict[str, Any] = json.loads((run_dir / "eval.json").read_text())
         (row,) = read_metrics(run_dir)
         for figure, each in report["figures"].items():
@@ -44,7 +43,7 @@ def runner(ranks: RankPool, folder: Path) -> Run:
 
 
 @pytest.fixture
-def run(ranks: RankPool, tmp_path: Path) -> Run:
+def run(ranks, tmp_path) -> Run:
     return runner(ranks, tmp_path)
 
 
@@ -69,9 +68,7 @@ def nll_by_hugging_face(path: Path, rows: list[tuple[list[int], int]]) -> list[t
     return found
 
 
-def test_perplexity_is_hugging_faces_at_every_layout(
-    run: Run, two_layers: dict[str, Path], data: dict[str, Path]
-) -> None:
+def test_perplexity_is_hugging_faces_at_every_layout(run, two_layers, data) -> None:
     """Weighted by tokens: responses have one to four, and the mean of their means is another number."""
     directory, tokenizer, rows = two_layers["plain"], load_tokenizer(two_layers["plain"]), []
     for record in load_records(data["sft"], fields=("prompt", "response")):
@@ -98,7 +95,7 @@ def test_perplexity_is_hugging_faces_at_every_layout(
         assert other["data"] == single["data"]
 
 
-def test_perplexity_of_plain_text_in_pieces(run: Run, two_layers: dict[str, Path], tmp_path: Path) -> None:
+def test_perplexity_of_plain_text_in_pieces(run, two_layers, tmp_path) -> None:
     texts = ["1+2=3", "37+48=85 " * 4]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     directory = two_layers["plain"]
@@ -120,9 +117,7 @@ def test_perplexity_of_plain_text_in_pieces(run: Run, two_layers: dict[str, Path
     assert value(report, "eval_loss") == pytest.approx(total / count, abs=2e-6)
 
 
-def test_a_reward_model_on_pairs_is_that_of_hugging_face_at_every_layout(
-    run: Run, two_layers: dict[str, Path], data: dict[str, Path]
-) -> None:
+def test_a_reward_model_on_pairs_is_that_of_hugging_face_at_every_layout(run, two_layers, data) -> None:
     from transformers import LlamaForSequenceClassification
 
     reward_model = two_layers["scorer"]
@@ -167,9 +162,7 @@ def generation(data: dict[str, Path]) -> dict[str, Any]:
 BRIEF = {"kind": "rule", "rule": "tests.distributed.user_rewards:brief", "name": "brief", "workers": 0}
 
 
-def test_pass_at_k_by_hand_of_what_generate_wrote(
-    run: Run, ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_pass_at_k_by_hand_of_what_generate_wrote(run, ranks, two_layers, data, tmp_path) -> None:
     """The same seeds draw the same samples."""
     tree = {"actor": model(two_layers["plain"]), "rewards": [BRIEF], **generation(data)}
     tree["rollout"] |= {"top_p": 0.95, "stop": ["=9"]}
@@ -187,8 +180,11 @@ def test_pass_at_k_by_hand_of_what_generate_wrote(
         "engine": "megatron",
         "dtype": None,
     }
-    (tmp_path / "g.yaml").write_text(yaml.safe_dump({"run": {"dir": str(tmp_path / "g"), "seed": 3}, **tree}))
-    ranks.run(1, "command", "generate", "-c", str(tmp_path / "g.yaml"))
+    ranks.run(
+        1,
+        "command",
+        *argv_of("generate", {"run": {"dir": str(tmp_path / "g"), "seed": 3}, **tree}, tmp_path / "g.yaml"),
+    )
     lines = [json.loads(line) for line in (tmp_path / "g" / "responses.jsonl").read_text().splitlines()]
     kept = (tmp_path / "eval" / "responses.jsonl").read_text()
     assert [json.loads(line) for line in kept.splitlines()] == lines
@@ -205,9 +201,7 @@ def test_pass_at_k_by_hand_of_what_generate_wrote(
     assert value(report, "eval_average_at_4") == value(report, "eval_pass_at_1") == sum(right) / len(right)
 
 
-def test_a_model_against_itself_wins_half_and_another_layout_says_the_same(
-    run: Run, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_model_against_itself_wins_half_and_another_layout_says_the_same(run, two_layers, data, tmp_path) -> None:
     """Scored by our reward model. Sampled: the two draw other samples, and one half is within the interval, as 95 of
     100 seeds have it. Greedy: all are ties."""
     tree: dict[str, Any] = generation(data) | {"rewards": [{"kind": "model"}], "max_samples": 24}
@@ -240,9 +234,7 @@ def test_a_model_against_itself_wins_half_and_another_layout_says_the_same(
         assert (said[0] == said[1]) is same
 
 
-def test_two_models_by_vllm_one_after_the_other(
-    vllm_ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_two_models_by_vllm_one_after_the_other(vllm_ranks, one_layer, data, tmp_path) -> None:
     """Of other weights and layouts, at greedy the same responses as by the actor's own forward."""
     run = runner(vllm_ranks, tmp_path)
     tree = generation(data) | {"greedy": True, "rewards": [BRIEF]}

@@ -20,7 +20,6 @@ from megarlhf.models.positions import PositionTable
 from tests.data.in_memory import build_sft, load_records
 from tests.distributed.compare import assert_gradients_equal
 from tests.distributed.tiny import FAMILIES, write_family
-from tests.ranks import RankPool
 
 TOLERANCE = 2e-5
 """Measured: 2e-6. The wrong kind of GELU shows at 3e-4."""
@@ -45,19 +44,19 @@ def rows() -> list[list[int]]:
 
 
 @pytest.fixture(scope="session", params=["lm", "scalar"])
-def head(request: pytest.FixtureRequest) -> str:
+def head(request) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="session")
-def written(head: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def written(head, tmp_path_factory) -> dict[str, Path]:
     """A directory of each family with this head."""
     root = tmp_path_factory.mktemp(head)
     return {name: write_family(root / name, name, scalar=head == "scalar") for name in FAMILIES}
 
 
 @pytest.fixture(scope="session")
-def hugging_face(head: str, written: dict[str, Path]) -> dict[str, tuple[list[np.ndarray], list[list[int]]]]:
+def hugging_face(head, written) -> dict[str, tuple[list[np.ndarray], list[list[int]]]]:
     """Of each family: the output at every position of each row by itself, and the greedy continuations."""
     return {name: _ask_hugging_face(path, head) for name, path in written.items()}
 
@@ -93,9 +92,7 @@ SOME: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_outputs_equal_hugging_face(
-    layout: str, head: str, ranks: RankPool, written: dict[str, Path], hugging_face: dict[str, Any]
-) -> None:
+def test_outputs_equal_hugging_face(layout, head, ranks, written, hugging_face) -> None:
     """Logits or scores of every family, and the same greedy tokens from the engine that grows its rows."""
     world_size, parallel = LAYOUTS[layout]
     names = SOME.get(layout, tuple(FAMILIES))
@@ -118,7 +115,7 @@ OTHER_ROPES = {
 }
 
 
-def test_other_rotary_scalings_equal_hugging_face(ranks: RankPool, tmp_path: Path) -> None:
+def test_other_rotary_scalings_equal_hugging_face(ranks, tmp_path) -> None:
     """On one rank: what the layouts do with angles does not depend on how they were made."""
     paths = [write_family(tmp_path / name, "llama", rope_parameters=rope) for name, rope in OTHER_ROPES.items()]
     (answers,) = ranks.run(1, "outputs_and_greedy", [str(path) for path in paths], {}, "lm", rows(), NEW_TOKENS)
@@ -138,7 +135,7 @@ def _assert_equal(what: str, actual: tuple[np.ndarray, list[list[int]]], expecte
     assert continuations == expected[1], f"{what}: other tokens than Hugging Face's"
 
 
-def test_bf16_is_near_fp32(head: str, ranks: RankPool, written: dict[str, Path], hugging_face: dict[str, Any]) -> None:
+def test_bf16_is_near_fp32(head, ranks, written, hugging_face) -> None:
     """Every parameter is bf16, also those that Megatron-Core would leave in fp32. A near choice of experts may turn out
     otherwise, so the mean is compared; it is coarse, and would miss a small mistake."""
     models = [str(path) for path in written.values()]
@@ -153,15 +150,13 @@ def test_bf16_is_near_fp32(head: str, ranks: RankPool, written: dict[str, Path],
 
 
 @pytest.fixture(scope="session")
-def language_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def language_models(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("trained")
     return {name: write_family(root / name, name) for name in TRAINED}
 
 
 @pytest.fixture(scope="session")
-def first_steps(
-    ranks: RankPool, language_models: dict[str, Path], data: dict[str, Path]
-) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+def first_steps(ranks, language_models, data) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Of each family: the first step by Hugging Face, and ours on one rank."""
     return {
         name: (_step_of_hugging_face(path, data["sft"]), ranks.run(1, "sft_steps", sft(path, data["sft"], {}), 1)[0])
@@ -229,14 +224,7 @@ def _step_of_hugging_face(path: Path, data: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name, layout", [(name, layout) for name, layouts in TRAINED.items() for layout in layouts])
-def test_the_first_step_is_the_same_at_every_layout(
-    name: str,
-    layout: str,
-    ranks: RankPool,
-    language_models: dict[str, Path],
-    data: dict[str, Path],
-    first_steps: dict[str, Any],
-) -> None:
+def test_the_first_step_is_the_same_at_every_layout(name, layout, ranks, language_models, data, first_steps) -> None:
     """Loss and gradient norm are Hugging Face's, and each gradient is that of one rank."""
     reference, alone = first_steps[name]
     world_size, parallel = TRAINING_LAYOUTS[layout]
@@ -259,7 +247,7 @@ def _compared(gradients: dict[str, np.ndarray], norm: float) -> dict[str, np.nda
     return {name: gradient for name, gradient in gradients.items() if name not in idle | rounding}
 
 
-def test_stages_of_any_sizes(ranks: RankPool, data: dict[str, Path], tmp_path: Path) -> None:
+def test_stages_of_any_sizes(ranks, data, tmp_path) -> None:
     """Megatron-Core states the first and the last stage only; here the two between them differ as well."""
     path = write_family(tmp_path / "model", "qwen2", num_hidden_layers=5)
     expected = _step_of_hugging_face(path, data["sft"])

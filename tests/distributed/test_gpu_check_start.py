@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from tools.gpu_check import start
 from tools.gpu_check.cases import Launch
 
 
-def test_ranks_that_hang_are_ended_and_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ranks_that_hang_are_ended_and_named(monkeypatch, tmp_path) -> None:
     script = "import os, signal, sys, time; print(os.getpid(), flush=True); time.sleep(60)"
     monkeypatch.setattr(start, "PROGRAM", ("-c", script))
     launch = Launch(check="sft", case="tp1", ranks=1, seconds=1.0)
@@ -27,9 +26,7 @@ def test_ranks_that_hang_are_ended_and_named(monkeypatch: pytest.MonkeyPatch, tm
         os.kill(pid, 0)
 
 
-def test_ranks_start_through_srun_with_their_places_and_a_port_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ranks_start_through_srun_with_their_places_and_a_port_of_their_own(monkeypatch, tmp_path) -> None:
     """A stand-in for srun writes down its arguments."""
     srun = tmp_path / "srun"
     srun.write_text('#!/bin/sh\necho "$@"\necho "$MASTER_PORT $NVIDIA_TF32_OVERRIDE"\nexit 3\n')

@@ -39,7 +39,7 @@ def test_parts_of_a_gradient_make_a_whole() -> None:
     ],
     ids=["missing", "twice", "other bits"],
 )
-def test_a_gradient_that_is_not_whole_is_refused(values: tuple[list[float], ...], what: str) -> None:
+def test_a_gradient_that_is_not_whole_is_refused(values, what) -> None:
     with pytest.raises(AssertionError, match=what):
         gradients_of(four_ranks(*values))
 

@@ -6,7 +6,6 @@ finds, which other tests hold against Hugging Face. Not covered: a scalar head.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from tests.distributed.compare import assert_gradients_equal
 from tests.distributed.lora import ALPHA, RANK
 from tests.distributed.tiny import write_family
 from tests.distributed.written_out import config
-from tests.ranks import RankPool
 
 CASES: dict[str, tuple[str, tuple[int, dict[str, Any]]]] = {
     "gpt2": ("gpt2", (1, {})),
@@ -33,9 +31,7 @@ CASES: dict[str, tuple[str, tuple[int, dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_follow_from_those_of_the_merged_weights(
-    case: str, ranks: RankPool, data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_gradients_follow_from_those_of_the_merged_weights(case, ranks, data, tmp_path) -> None:
     """Also that every linear layer has an adapter, and that the gradient norm is that of all of them."""
     family, (world_size, parallel) = CASES[case]
     model = write_family(tmp_path / "model", family, vocab_size=16, num_hidden_layers=2)

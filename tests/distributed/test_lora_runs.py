@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
+from tests.command import argv_of
 from tests.distributed.lora import read_adapter, write_adapter
 from tests.distributed.test_resume import command_line, rows, weights
 from tests.distributed.test_resume_elsewhere import CP, DP, TP, VPP, sft, started
 from tests.distributed.test_rl_layouts import config
-from tests.ranks import RankPool
 
 LIMIT = 1e-4
 """Nats by which trainer and vLLM may differ on a token in fp32."""
@@ -40,9 +39,7 @@ def merged_by_hand(model: Path, adapter: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("how", ["merged", pytest.param("adapter", marks=pytest.mark.slow)])
-def test_rl_samples_with_the_adapter_and_measures_the_kl_to_its_base(
-    how: str, vllm_ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_rl_samples_with_the_adapter_and_measures_the_kl_to_its_base(how, vllm_ranks, models, data, tmp_path) -> None:
     """TP2 x PP2 into two engines of TP2. vLLM has what is trained: the gap stays within rounding in every step, and the
     weights of the start would not pass. No second model is built; the export is the base with the adapter."""
     scored = {**models, "other": models["scorer"]}
@@ -54,8 +51,7 @@ def test_rl_samples_with_the_adapter_and_measures_the_kl_to_its_base(
     cfg["train"] |= {"num_steps": 3, "epochs_per_step": 1}
     cfg["rollout"] |= {"engine": "vllm", "parallel": {"tp": 2}, "verify_weights_every": 1, "lora": how}
     cfg["rollout"]["sleep_level"] = 2 if how == "adapter" else 0
-    (tmp_path / "cfg.yaml").write_text(yaml.safe_dump(cfg))
-    written = "".join(vllm_ranks.run(4, "command", "rl", "-c", str(tmp_path / "cfg.yaml")))
+    written = "".join(vllm_ranks.run(4, "command", *argv_of("rl", cfg, tmp_path / "cfg.yaml")))
 
     assert "reference: the actor without its adapter; no second model is built" in written
     assert "actor: trains 12,800 of " in written
@@ -85,9 +81,7 @@ def test_rl_samples_with_the_adapter_and_measures_the_kl_to_its_base(
     assert changed == {"q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-def test_a_killed_run_goes_on_at_other_layouts(
-    ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_killed_run_goes_on_at_other_layouts(ranks, models, data, tmp_path) -> None:
     """A step at each of four layouts: metrics are those of a run that stays at one, up to the rounding of its sums. A
     point holds the adapter and no base."""
     case = sft(models, data)
@@ -110,9 +104,7 @@ def test_a_killed_run_goes_on_at_other_layouts(
     assert sum("grad_norm" in row for row in rows(run)) == 4
 
 
-def test_a_killed_run_goes_on_bit_for_bit(
-    ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_killed_run_goes_on_bit_for_bit(ranks, models, data, tmp_path) -> None:
     """A new adapter, whose A follows from the seed. A run whose base has changed since is refused, and so is its
     exported adapter on another base of the same shapes; on its own it is where the run has ended."""
     case, whole, run = sft(models, data), tmp_path / "whole", tmp_path / "run"
@@ -145,9 +137,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert rows(tmp_path / "then")[0]["eval_loss"] == pytest.approx(rows(run)[-1]["eval_loss"], rel=1e-6)
 
 
-def test_an_exported_reward_models_adapter_is_that_reward_model(
-    ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_an_exported_reward_models_adapter_is_that_reward_model(ranks, one_layer, data, tmp_path) -> None:
     """Trained on a language model, with its scalar head: on that language model it ranks pairs as the merged export
     does, in `eval` as at the start of another run. On another base it is refused."""
     base, tree = str(one_layer["plain"]), {"data": {"train": str(data["pairs"])}}
@@ -156,8 +146,7 @@ def test_an_exported_reward_models_adapter_is_that_reward_model(
 
     def run(command: str, name: str, role: dict[str, Any], **more: Any) -> tuple[int, str]:
         config = {"run": {"dir": str(tmp_path / name)}, "reward_model": role, **tree, **more}
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(config))
-        status, said = ranks.run(1, "command_status", command, "-c", str(tmp_path / f"{name}.yaml"))[0]
+        status, said = ranks.run(1, "command_status", *argv_of(command, config, tmp_path / f"{name}.yaml"))[0]
         return status, " ".join(said.split())
 
     assert run("rm", "rm", section, train=limits)[0] == 0

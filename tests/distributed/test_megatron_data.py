@@ -12,19 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from megarlhf.config import RMConfig, SFTConfig
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.planning.preflight import preflight
+from tests.command import argv_of
 from tests.data.in_memory import open_indexed
 from tests.data.test_megatron_indexed import documents, write
 from tests.distributed.test_rl_layouts import config
-from tests.ranks import RankPool
 
 
 @pytest.fixture(scope="module")
-def indexed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def indexed(tmp_path_factory) -> Path:
     """Two sets, in the 16 tokens of the tiny models, whose end of sequence is 2."""
     folder = tmp_path_factory.mktemp("indexed")
     write(folder / "a_text", documents(60, seed=1, vocab=16), np.uint16)
@@ -42,17 +41,14 @@ def sft(model: Path, folder: Path, **data: Any) -> dict[str, Any]:
     }
 
 
-def test_sft_on_a_blend_with_megatron_s_split(
-    ranks: RankPool, one_layer: dict[str, Path], indexed: Path, tmp_path: Path
-) -> None:
+def test_sft_on_a_blend_with_megatron_s_split(ranks, one_layer, indexed, tmp_path) -> None:
     """Two ranks; the held-out loss is the model's own mean over all tokens but the first of each sample."""
     from transformers import AutoModelForCausalLM
 
     blend = {"path": f"30 {indexed}/a_text 70 {indexed}/b_text", "kind": "megatron", "split": "8,2"}
     held = {"path": f"{indexed}/a_text", "kind": "megatron", "split": "8,2"}
     tree = sft(one_layer["plain"], tmp_path, train=blend, validation=held)
-    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(tree))
-    ranks.run(2, "command", "sft", "-c", str(tmp_path / "sft.yaml"))
+    ranks.run(2, "command", *argv_of("sft", tree, tmp_path / "sft.yaml"))
     rows = read_metrics(tmp_path / "run")
     assert [row["tokens"] for row in rows[1:]] == [8 * 16] * 2
     samples = open_indexed(indexed / "a_text", "8,2", 15, seed=3, part="validation")
@@ -63,9 +59,7 @@ def test_sft_on_a_blend_with_megatron_s_split(
     assert rows[0]["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_rl_with_a_pretraining_mix_of_indexed_data(
-    ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], indexed: Path, tmp_path: Path
-) -> None:
+def test_rl_with_a_pretraining_mix_of_indexed_data(ranks, one_layer, data, indexed, tmp_path) -> None:
     tree = config(one_layer, data["prompts"], {}, advantage="leave_one_out")
     tree["rewards"] = [{"kind": "rule", "rule": "exact_match"}]
     del tree["critic"], tree["reward_model"]
@@ -74,13 +68,12 @@ def test_rl_with_a_pretraining_mix_of_indexed_data(
     mix = {"path": f"{indexed}/a_text", "kind": "megatron"}
     tree["ptx"] = {"data": mix, "mini_batch_samples": 4, "max_tokens": 16}
     tree["checkpoint"] = {"every_minutes": 0}
-    (tmp_path / "rl.yaml").write_text(yaml.safe_dump(tree))
-    ranks.run(1, "command", "rl", "-c", str(tmp_path / "rl.yaml"))
+    ranks.run(1, "command", *argv_of("rl", tree, tmp_path / "rl.yaml"))
     row = read_metrics(tmp_path / "run")[-1]
     assert row["ptx_loss"] > 1.0
 
 
-def test_what_does_not_fit_is_found_before_a_run(one_layer: dict[str, Path], indexed: Path, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_found_before_a_run(one_layer, indexed, tmp_path) -> None:
     """Other tokens than the model's, other ends than the tokenizer's, another command, a length of nothing."""
 
     def look(folder: Path, length: int = 15, **source: Any) -> str:

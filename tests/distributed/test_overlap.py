@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ import pytest
 from megarlhf.runtime import Runtime
 from tests.distributed.jobs import sft_steps
 from tests.distributed.tiny import write_family
-from tests.ranks import RankPool
 
 STEPS = 3
 OPTIM = {"lr": 1e-3, "clip_grad": 0.0}
@@ -82,7 +80,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_overlap_changes_no_bit(layout: str, ranks: RankPool, data: dict[str, Path], tmp_path: Path) -> None:
+def test_overlap_changes_no_bit(layout, ranks, data, tmp_path) -> None:
     family, world_size, parallel = LAYOUTS[layout]
     model = write_family(tmp_path / family, family)
 

@@ -17,7 +17,6 @@ from megarlhf.observe.records.cost_metrics import reproducible
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.observe.watch.profile import CURVE
 from tests.distributed.test_rl_layouts import config as rl_config
-from tests.ranks import RankPool
 
 SFT = Counter({"train/actor": 1, "optimizer/actor": 1, "eval": 1})
 RL = Counter(
@@ -50,15 +49,7 @@ def inside(trace: dict[str, Any], name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("command, memory, phases", [("sft", 2, SFT), ("rl", 1, RL)])
-def test_a_profiled_step(
-    command: str,
-    memory: int,
-    phases: Counter[str],
-    ranks: RankPool,
-    two_layers: dict[str, Path],
-    data: dict[str, Path],
-    tmp_path: Path,
-) -> None:
+def test_a_profiled_step(command, memory, phases, ranks, two_layers, data, tmp_path) -> None:
     """Memory is of the same step (sft), and of another one (rl)."""
     made = config(command, two_layers, data)
     recorded = {"profile": {"steps": [2], "memory_snapshot": memory}}

@@ -26,7 +26,6 @@ from tests.apart import run_module
 from tests.distributed import jobs
 from tests.distributed.test_bad_steps import config as sft_config
 from tests.distributed.test_rl_layouts import config as rl_config
-from tests.ranks import RankPool
 
 NORM = "decoder.layers.1.input_layernorm"
 
@@ -75,9 +74,7 @@ def overflowing(model: Path, directory: Path) -> Path:
     return directory
 
 
-def test_the_tensor_that_overflows_is_named_on_any_layout(
-    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_tensor_that_overflows_is_named_on_any_layout(ranks, two_layers, data, tmp_path) -> None:
     """Two steps are skipped at tp 1. The real command repeats the second, on one rank; at pp 2 the layer is the second
     stage's first."""
     models = {"plain": overflowing(two_layers["plain"], tmp_path / "model")}
@@ -108,7 +105,7 @@ def test_the_tensor_that_overflows_is_named_on_any_layout(
 
 @pytest.mark.parametrize("command", ["sft", "rm", "dpo"])
 def test_a_spike_is_repeated_bit_for_bit_and_elsewhere_up_to_rounding(
-    command: str, ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+    command, ranks, two_layers, data, tmp_path
 ) -> None:
     """Two ranks make one step and skip the next, which is repeated there and on another layout. rm in bf16, on packed
     rows; dpo with kto's reference point, which is kept too."""
@@ -153,9 +150,7 @@ def test_a_spike_is_repeated_bit_for_bit_and_elsewhere_up_to_rounding(
     assert largest_gradients(said) == pytest.approx(largest, rel=tolerance)
 
 
-def test_actor_and_critic_are_repeated(
-    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_actor_and_critic_are_repeated(ranks, two_layers, data, tmp_path) -> None:
     """The last of four updates of a step of rl, all of them skipped. Then the critic's batch gets NaN in its returns,
     of which weights and outputs show nothing."""
     tree = rl_config(two_layers, data["prompts"], {})
@@ -180,7 +175,7 @@ def test_actor_and_critic_are_repeated(
 
 
 def test_weights_that_are_not_there_are_taken_from_a_resume_point_of_that_very_moment(
-    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+    ranks, two_layers, data, tmp_path
 ) -> None:
     """The disk is full at the first of two skipped steps; of the second a file is damaged. A point after another number
     of optimizer steps does not serve."""

@@ -43,9 +43,7 @@ def started(ranks: RankPool, argv: list[str], parallel: dict[str, int], *, cut_a
 
 
 @pytest.mark.parametrize("parallel", [VPP, CP], ids=["pp2 vpp2", "cp2"])
-def test_stages_and_contexts_go_on_bit_for_bit(
-    parallel: dict[str, int], ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_stages_and_contexts_go_on_bit_for_bit(parallel, ranks, models, data, tmp_path) -> None:
     case, whole, run = sft(models, data), tmp_path / "whole", tmp_path / "run"
     started(ranks, command_line(case, whole), parallel)
     argv = command_line(case, run)
@@ -56,9 +54,7 @@ def test_stages_and_contexts_go_on_bit_for_bit(
     assert len(weights(run)) == 1
 
 
-def test_a_run_wanders_over_layouts(
-    ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_run_wanders_over_layouts(ranks, models, data, tmp_path) -> None:
     """A step at each of four: metrics are those of a run that stays at the last, up to the rounding of its sums."""
     case, whole, run = sft(models, data), tmp_path / "whole", tmp_path / "run"
     started(ranks, command_line(case, whole), DP)
@@ -77,14 +73,7 @@ def test_a_run_wanders_over_layouts(
 
 
 @pytest.mark.parametrize(("first", "then"), [(AWAY, HERE), (HERE, AWAY)], ids=["away, then there", "there, then away"])
-def test_policies_of_memory_change_bit_for_bit(
-    first: list[str],
-    then: list[str],
-    ranks: RankPool,
-    one_layer: dict[str, Path],
-    data: dict[str, Path],
-    tmp_path: Path,
-) -> None:
+def test_policies_of_memory_change_bit_for_bit(first, then, ranks, one_layer, data, tmp_path) -> None:
     """PPO whose point is written with weights in host memory, streamed optimizers and recomputed layers goes on with
     everything on the device, and the other way round. Cut off in the second step, at the actor's second update."""
     made: dict[str, Any] = tree("ppo", one_layer, data)

@@ -24,7 +24,6 @@ from tests.distributed.resume_jobs import (
     save_without_model,
 )
 from tests.distributed.tiny import write_family
-from tests.ranks import RankPool
 
 Chain = tuple[tuple[str, int, dict[str, Any]], ...]
 """Directory, ranks, and the layout; with `distributed` that of the optimizer."""
@@ -69,9 +68,7 @@ def whole(directory: Path) -> dict[str, Tensor]:
         ("bf16", "lm", "experts", EXPERT_CHAIN),
     ],
 )
-def test_state_is_bit_equal_at_every_layout(
-    ranks: RankPool, models: dict[str, Path], tmp_path: Path, dtype: str, head: str, model: str, chain: Chain
-) -> None:
+def test_state_is_bit_equal_at_every_layout(ranks, models, tmp_path, dtype, head, model, chain) -> None:
     """Trained at the first layout and carried on through the others: every tensor, moments and fp32 copies included."""
     path = write_family(tmp_path / "experts", "qwen3_moe") if model == "experts" else models[model]
     source, states = None, []
@@ -100,9 +97,7 @@ def test_state_is_bit_equal_at_every_layout(
     assert described.config.get("num_labels") == (1 if head == "scalar" else None)
 
 
-def test_streamed_state_is_never_on_the_device_as_a_whole(
-    ranks: RankPool, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_streamed_state_is_never_on_the_device_as_a_whole(ranks, models, tmp_path) -> None:
     """It is written where it lies, and a fresh role is filled there: its moments are made one piece at a time."""
     (found,) = ranks.run(1, save_and_load_streamed, str(models["plain"]), str(tmp_path / "point"))
     assert found["pieces"] > 5
@@ -111,7 +106,7 @@ def test_streamed_state_is_never_on_the_device_as_a_whole(
     assert found["equal"]
 
 
-def test_a_role_of_a_point_is_an_ordinary_checkpoint(ranks: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_role_of_a_point_is_an_ordinary_checkpoint(ranks, models, tmp_path) -> None:
     """Megatron-Core's own description of the model finds every tensor that it asks for; our reader, and with it
     `convert` and `model.path`, takes the same weights out of it as the role exports."""
     point, exported = tmp_path / "point", tmp_path / "exported"
@@ -137,9 +132,7 @@ def test_a_role_of_a_point_is_an_ordinary_checkpoint(ranks: RankPool, models: di
     assert all(torch.equal(ours[name], tensor) for name, tensor in role.items())
 
 
-def test_the_model_directory_may_go_during_the_run(
-    ranks: RankPool, two_layers: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_model_directory_may_go_during_the_run(ranks, two_layers, tmp_path) -> None:
     """What cannot be read at the start is refused there, on every rank; later nothing is read any more."""
     model = Path(shutil.copytree(two_layers["plain"], tmp_path / "model"))
     for refused in ranks.run(2, save_without_model, str(model), str(tmp_path / "run")):

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from megarlhf.observe.records.metrics import read_metrics
+from tests.command import argv_of
 from tests.distributed.test_rl_layouts import config
-from tests.ranks import RankPool
 from tests.rollout.test_classifier import write_tokenizer
 from tests.rollout.test_http_reward import Server
 
@@ -30,13 +29,10 @@ def command(folder: Path, models: dict[str, Path], data: dict[str, Path], reward
     del cfg["critic"]
     cfg["run"], cfg["rewards"] = {"dir": str(folder / "run")}, rewards
     cfg["train"] |= {"num_steps": 2, "epochs_per_step": 1}
-    (folder / "cfg.yaml").write_text(yaml.safe_dump(cfg))
-    return ["rl", "-c", str(folder / "cfg.yaml")]
+    return argv_of("rl", cfg, folder / "cfg.yaml")
 
 
-def test_several_rewards_to_the_end_at_tp2(
-    ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path, server: Any
-) -> None:
+def test_several_rewards_to_the_end_at_tp2(ranks, one_layer, data, tmp_path, server) -> None:
     """The reward is the weighted sum of what each says; the server's failures are tried again and nothing is lost."""
     server.answers = [(503, "busy"), (200, "garbage")]
     shutil.copytree(one_layer["scorer"], tmp_path / "classifier")
@@ -70,7 +66,7 @@ def test_several_rewards_to_the_end_at_tp2(
 
 
 def test_a_server_that_is_down_ends_the_run_with_status_3_or_samples_are_dropped(
-    ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path, server: Any
+    ranks, one_layer, data, tmp_path, server
 ) -> None:
     """All ranks alike; what was trained before is saved."""
     server.answers = [(200, json.dumps({"rewards": [1.0] * 8}))] * 2 + [(500, "down")] * 100
@@ -98,9 +94,7 @@ def test_a_server_that_is_down_ends_the_run_with_status_3_or_samples_are_dropped
         assert row[name] == pytest.approx(whole[name], rel=1e-2, abs=1e-7), name
 
 
-def test_generated_tasks_with_their_verifier_to_the_end_at_tp2(
-    ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_generated_tasks_with_their_verifier_to_the_end_at_tp2(ranks, one_layer, data, tmp_path) -> None:
     """Data and reward are one line each; beside them the answer as mathematics, and the accuracy by the verifier."""
     pytest.importorskip("reasoning_gym")
     pytest.importorskip("math_verify")

@@ -16,11 +16,10 @@ import yaml
 
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.runtime import Runtime
-from tests.command import python
+from tests.command import argv_of, python
 from tests.distributed.interrupted_jobs import at_call
 from tests.distributed.jobs import command_status
 from tests.distributed.test_rl_layouts import config
-from tests.ranks import RankPool
 
 FAULTY = """
 import os, sys, time
@@ -83,12 +82,11 @@ def broken_transfer(runtime: Runtime, *argv: str) -> tuple[str, bool]:
     raise AssertionError("the command came to its end")
 
 
-def test_every_rank_ends_with_the_reason(
-    two_layers: dict[str, Path], data: dict[str, Path], fresh_ranks: RankPool, tmp_path: Path
-) -> None:
+def test_every_rank_ends_with_the_reason(two_layers, data, fresh_ranks, tmp_path) -> None:
     """The transfer after the first step breaks on rank 1; nothing is exported, and the step is not logged."""
-    (tmp_path / "cfg.yaml").write_text(yaml.safe_dump(configured("rl", two_layers, data, tmp_path)))
-    first, second = fresh_ranks.run(2, broken_transfer, "rl", "-c", str(tmp_path / "cfg.yaml"))
+    first, second = fresh_ranks.run(
+        2, broken_transfer, *argv_of("rl", configured("rl", two_layers, data, tmp_path), tmp_path / "cfg.yaml")
+    )
     assert first == second == ("rank 1: IndexError: list index out of range", False)
     assert not (tmp_path / "run/checkpoints").exists()
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0]
@@ -96,9 +94,7 @@ def test_every_rank_ends_with_the_reason(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_the_command_ends_at_once_with_the_reason(
-    case: str, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_command_ends_at_once_with_the_reason(case, two_layers, data, tmp_path) -> None:
     """A step's transfer breaks on rank 1 in rl, its certificate in generate: rank 0 says so last and nothing else, the
     command fails within seconds of the fault, and leaves neither a checkpoint nor responses."""
     command, fault, reason = CASES[case]

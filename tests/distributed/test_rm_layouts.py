@@ -15,7 +15,6 @@ from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from tests.data.in_memory import build_pairs, load_records
 from tests.distributed.compare import assert_gradients_equal, assert_weights_equal
 from tests.distributed.tiny import write_reward_model
-from tests.ranks import RankPool
 
 LR, STEPS, MINI_BATCH = 3e-4, 2, 8
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -26,7 +25,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="session")
-def classifier(two_layers: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def classifier(two_layers, tmp_path_factory) -> Path:
     return write_reward_model(tmp_path_factory.mktemp("classifier"), two_layers["plain"], seed=7, std=0.2)
 
 
@@ -60,7 +59,7 @@ def _loss_by_hand(model: Any, pair: PairSample, kind: str) -> torch.Tensor:
 
 
 @pytest.fixture(scope="session", params=["last_token", "aligned_span"])
-def expected(request: pytest.FixtureRequest, classifier: Path, data: dict[str, Path]) -> dict[str, Any]:
+def expected(request, classifier, data) -> dict[str, Any]:
     from transformers import LlamaForSequenceClassification
 
     pairs, _ = build_pairs(
@@ -88,9 +87,7 @@ def expected(request: pytest.FixtureRequest, classifier: Path, data: dict[str, P
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_both_losses_equal_hugging_face_at_every_layout(
-    layout: str, expected: dict[str, Any], classifier: Path, ranks: RankPool, data: dict[str, Path]
-) -> None:
+def test_both_losses_equal_hugging_face_at_every_layout(layout, expected, classifier, ranks, data) -> None:
     """Losses, gradient norms, each gradient of the first step, weights; evaluation over an odd number of pairs."""
     world_size, parallel = LAYOUTS[layout]
     cfg = config(classifier, data["pairs"], parallel, expected["kind"])

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from megarlhf.config import WatchdogConfig
 from megarlhf.observe.watch.watchdog import watched_phases
 from megarlhf.runtime import Runtime
-from tests.ranks import RankPool
 
 
 def steps(runtime: Runtime, folder: str) -> tuple[list[str], list[dict[str, float]]]:
@@ -33,7 +32,7 @@ def steps(runtime: Runtime, folder: str) -> tuple[list[str], list[dict[str, floa
     return said, laps
 
 
-def test_the_slow_rank_is_named_though_both_take_equally_long(ranks: RankPool, tmp_path: Path) -> None:
+def test_the_slow_rank_is_named_though_both_take_equally_long(ranks, tmp_path) -> None:
     (said, laps), (silent, _) = ranks.run(2, steps, str(tmp_path))
     assert silent == [], "rank 0 speaks for all"
     rewards = [sentence for sentence in said if "reward" in sentence]

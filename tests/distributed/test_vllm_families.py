@@ -15,7 +15,6 @@ import torch
 from tests.distributed.test_rl_layouts import config
 from tests.distributed.tiny import LONGROPE, write_family
 from tests.distributed.vllm_jobs import EOS, FAULTS, MAX_LENGTH, NEW_TOKENS
-from tests.ranks import RankPool
 
 # vLLM's attention on a CPU has heads of 32; four of them and two of keys: at tp = 4 two ranks hold each of these.
 WIDE: dict[str, Any] = {"hidden_size": 128}
@@ -59,17 +58,12 @@ TRAINER: dict[int, dict[str, Any]] = {1: {}, 2: {"pp": 2}, 4: {"tp": 2, "pp": 2}
 TRAINER_OF_EXPERTS: dict[int, dict[str, Any]] = {1: {}, 2: {"ep": 2}, 4: {"tp": 2, "ep": 2}}
 
 
-@pytest.fixture(scope="module")
-def models(two_layers: dict[str, Path]) -> dict[str, Path]:
-    return two_layers
-
-
 # The last is three times the window of the tiny Mistral.
 PROMPTS = [[5, 6, 7, 8], [9, 10, 50, 60, 70], [20 + 7 * n % 79 for n in range(24)]]
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def written(tmp_path_factory) -> Any:
     """(first, second): two sets of weights of a model."""
     root = tmp_path_factory.mktemp("vllm")
 
@@ -105,7 +99,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("name, tp", CASES)
-def test_an_engine_says_what_hugging_face_says(name: str, tp: int, vllm_ranks: RankPool, written: Any) -> None:
+def test_an_engine_says_what_hugging_face_says(name, tp, vllm_ranks, written) -> None:
     """Greedy tokens after each of two updates; and each live parameter, padding included, holds bit for bit what
     vLLM's own `reload_weights` (of the first set) and `load_weights` (of the second) put there from the files."""
     paths = written(name)
@@ -120,7 +114,7 @@ def test_an_engine_says_what_hugging_face_says(name: str, tp: int, vllm_ranks: R
 
 
 @pytest.mark.slow
-def test_weights_in_bf16_are_vllm_s_own(vllm_ranks: RankPool, written: Any) -> None:
+def test_weights_in_bf16_are_vllm_s_own(vllm_ranks, written) -> None:
     """Bit for bit, experts too; the comparison with the loader needs two digits here. What it says is not compared:
     a near choice may turn out otherwise."""
     first, second = written("mixtral")
@@ -136,11 +130,9 @@ two for which the trainer's ranks stand in another order."""
 
 
 @pytest.mark.parametrize("parallel, tp", [LAYOUTS[0], *(pytest.param(*p, marks=pytest.mark.slow) for p in LAYOUTS[1:])])
-def test_a_step_of_rl_samples_with_the_actor_s_weights(
-    parallel: dict[str, Any], tp: int, vllm_ranks: RankPool, models: dict[str, Path], data: dict[str, Path]
-) -> None:
+def test_a_step_of_rl_samples_with_the_actor_s_weights(parallel, tp, vllm_ranks, two_layers, data) -> None:
     """The trainer's log-probs of vLLM's samples are vLLM's, whatever the two layouts; the samples are trained on."""
-    cfg = config(models, data["prompts"], parallel)
+    cfg = config(two_layers, data["prompts"], parallel)
     cfg["rollout"] |= {"engine": "vllm", "parallel": {"tp": tp}}
     for step in vllm_ranks.run(4, "rl_step", cfg):
         assert 0 < step["metrics"]["rollout_logprob_gap_max"] < 1e-4
@@ -150,9 +142,9 @@ def test_a_step_of_rl_samples_with_the_actor_s_weights(
         assert step["orders"] == dict.fromkeys(("actor", "reference", "critic", "reward_model"), order)
 
 
-def test_in_bf16_weights_stay_bf16_and_logits_are_fp32(vllm_ranks: RankPool, models: dict[str, Path]) -> None:
+def test_in_bf16_weights_stay_bf16_and_logits_are_fp32(vllm_ranks, two_layers) -> None:
     """Tied embeddings, after an update whose weights are certified. Not covered: a GPU, whose product is another."""
-    (head,) = vllm_ranks.run(1, "vllm_head", str(models["tied"]), "bf16")
+    (head,) = vllm_ranks.run(1, "vllm_head", str(two_layers["tied"]), "bf16")
     assert head["weights"] == {torch.bfloat16}
     assert head["logits"].dtype == torch.float32
     torch.testing.assert_close(head["logits"], head["exact"].float(), atol=1e-6, rtol=1e-6)
@@ -190,7 +182,7 @@ NAMED = {
 """What the error says of each fault; `gate and up` is planted in the middle layer, `q and k` in the first."""
 
 
-def test_a_fault_in_the_table_is_named_before_the_first_write(vllm_ranks: RankPool, written: Any) -> None:
+def test_a_fault_in_the_table_is_named_before_the_first_write(vllm_ranks, written) -> None:
     """On all ranks, though one rank's table has it; nothing is generated. The same engine then takes the right table,
     and what it has loaded for the comparison is gone. Not covered: a fault in layers other than first, middle, last."""
     import re
@@ -207,7 +199,7 @@ def test_a_fault_in_the_table_is_named_before_the_first_write(vllm_ranks: RankPo
             assert len(lines) == 1 or name == "stale rank", error
 
 
-def test_a_step_that_fails_on_one_rank_stops_all_with_its_reason(vllm_ranks: RankPool, written: Any) -> None:
+def test_a_step_that_fails_on_one_rank_stops_all_with_its_reason(vllm_ranks, written) -> None:
     """Out of memory on rank 1 in every local step of an update and of a certificate: the same error on both ranks,
     and nothing is generated. Padding that somebody wrote to is such a failure too. Not covered: the same among vLLM's
     own collectives (while the engine is built, or generates)."""
@@ -239,7 +231,7 @@ def test_a_step_that_fails_on_one_rank_stops_all_with_its_reason(vllm_ranks: Ran
         assert refused in then, (name, then)
 
 
-def test_a_failed_update_stops_the_engine_until_one_succeeds(vllm_ranks: RankPool, written: Any) -> None:
+def test_a_failed_update_stops_the_engine_until_one_succeeds(vllm_ranks, written) -> None:
     """A transfer that breaks on one rank, and a copy that the plan lacks, found by poison: on both ranks an error with
     the reason, the version stays, nothing is generated. Poison changes nothing else, nor do buckets of 1 MiB."""
     first, second = written("llama")

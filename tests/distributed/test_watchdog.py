@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import re
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.distributed.hanging_run import RULES, hanging_run, line_of
-from tests.ranks import RankPool
 
 
 @pytest.mark.parametrize(
@@ -23,9 +21,7 @@ from tests.ranks import RankPool
         ("slow", "a phase passed its limit on rank 0, 1 and then ended"),
     ],
 )
-def test_all_ranks_raise_together(
-    rule: str, words: str, ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_all_ranks_raise_together(rule, words, ranks, one_layer, data, tmp_path) -> None:
     """In a regular expression no thread runs, and a timer of processor time brings the interrupt. What ends by itself
     ends the run at the end of the step. The ranks are well afterwards: they go on with the next test."""
     began = time.monotonic()

@@ -30,7 +30,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_frequencies_are_those_of_transformers(name: str) -> None:
+def test_frequencies_are_those_of_transformers(name) -> None:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -206,7 +206,7 @@ def test_a_row_in_another_order_is_refused(parents, names):
 
 
 @pytest.mark.parametrize("turned", [True, False])
-def test_a_part_of_a_projection_does_not_keep_all_of_it(turned: bool) -> None:
+def test_a_part_of_a_projection_does_not_keep_all_of_it(turned) -> None:
     """Where queries and keys are turned, they, values, output and statistics are kept; otherwise the projection, of
     which all three are parts, and the last two."""
     tokens, heads, width = 12, 4, 16

@@ -77,7 +77,7 @@ def ranges(trace: dict[str, Any]) -> dict[str, set[str]]:
     }
 
 
-def test_a_trace_is_of_its_step_and_phases_stand_inside_each_other(phases: Phases, tmp_path: Path) -> None:
+def test_a_trace_is_of_its_step_and_phases_stand_inside_each_other(phases, tmp_path) -> None:
     told, made = phases.observer, recorder(phases, tmp_path, steps=[2], memory_snapshot=2)
     with phases("build"):
         torch.ones(3).tan()
@@ -111,7 +111,7 @@ def test_a_trace_is_of_its_step_and_phases_stand_inside_each_other(phases: Phase
     ]
 
 
-def test_a_step_that_is_left_by_an_error_is_not_written(phases: Phases, tmp_path: Path, caplog) -> None:
+def test_a_step_that_is_left_by_an_error_is_not_written(phases, tmp_path, caplog) -> None:
     """And torch's profiler is free for the next run in this process."""
     made = recorder(phases, tmp_path, steps=[1, 7])
     phases.begin_step(1)
@@ -127,7 +127,7 @@ def test_a_step_that_is_left_by_an_error_is_not_written(phases: Phases, tmp_path
     assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["step_000001_rank_00000.memory.json"]
 
 
-def test_a_folder_that_cannot_be_written_ends_no_run(phases: Phases, tmp_path: Path, caplog) -> None:
+def test_a_folder_that_cannot_be_written_ends_no_run(phases, tmp_path, caplog) -> None:
     (tmp_path / FOLDER).write_text("a file")
     recorder(phases, tmp_path, steps=[1])
     with caplog.at_level(logging.WARNING):
@@ -136,7 +136,7 @@ def test_a_folder_that_cannot_be_written_ends_no_run(phases: Phases, tmp_path: P
     assert (tmp_path / FOLDER).read_text() == "a file"
 
 
-def test_a_gpu_s_snapshot_is_of_its_step(phases: Phases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_s_snapshot_is_of_its_step(phases, tmp_path, monkeypatch) -> None:
     """With a pretended GPU: the allocator records from the step's first phase to its end. torch's functions, private
     ones, still take what they are given."""
     seen: list[str] = []

@@ -17,7 +17,6 @@ from megarlhf.parallel.micro_batch import MicroBatchLayout
 from megarlhf.parallel.vocab import Vocabulary, logits_at, next_token_logprobs
 from tests.models.test_context_attention import group
 from tests.parallel.test_batching import CPU, batching
-from tests.ranks import RankPool
 
 LENGTHS = (12, 24, 12)
 TOKENS = sum(LENGTHS)
@@ -73,7 +72,7 @@ def gathers(runtime, packed):
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("cp", [2, 3])
-def test_the_whole_is_put_together_in_order(ranks: RankPool, cp: int, packed: bool):
+def test_the_whole_is_put_together_in_order(ranks, cp, packed):
     """Forward on every rank; the gradient of a gathered sequence is the sum over ranks, of gathered outputs a slice."""
     owned = ranks.run(cp, gathers, packed)
     assert sorted(itertools.chain.from_iterable(owned)) == list(range(TOKENS))
@@ -106,5 +105,5 @@ def log_probs_and_logits(runtime, sequence_parallel):
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_log_probs_and_logits_are_of_whole_rows(ranks: RankPool, sequence_parallel: bool):
+def test_log_probs_and_logits_are_of_whole_rows(ranks, sequence_parallel):
     assert min(ranks.run(4, log_probs_and_logits, sequence_parallel)) > 20

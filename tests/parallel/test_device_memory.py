@@ -5,7 +5,6 @@ Not covered here: whole steps under each policy (tests/distributed/test_memory_b
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from megarlhf.config import OffloadConfig
@@ -48,7 +47,7 @@ def test_what_is_not_copied_takes_no_host_memory() -> None:
     assert (gradients.untyped_storage().nbytes(), host.nbytes) == (4000, 0)
 
 
-def test_what_is_constant_is_copied_to_the_host_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_constant_is_copied_to_the_host_once(monkeypatch) -> None:
     weights, host = torch.ones(10), HostMemory(CPU)
     fills = []
     fill = host.fill

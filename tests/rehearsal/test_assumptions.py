@@ -85,7 +85,7 @@ def test_the_first_site_that_fits_answers_from_the_innermost_frame() -> None:
 
 
 @pytest.mark.parametrize("site", SITES, ids=lambda site: f"{site.file}:{site.function}")
-def test_every_site_is_a_place_that_is_there(site: Site) -> None:
+def test_every_site_is_a_place_that_is_there(site) -> None:
     """A function that was renamed would end every rehearsal; one that is gone would hide that nothing is assumed."""
     if site.file.startswith("megatron/"):
         import megatron.core

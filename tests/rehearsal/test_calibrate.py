@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from megarlhf.rehearsal.calibrate.work import RING, RING_BYTES, copies_of, in_tu
 from megarlhf.rehearsal.cost_model.hardware import Hardware, load_hardware
 from megarlhf.rehearsal.cost_model.pricing import Pricing
 from megarlhf.runtime import Runtime
-from tests.ranks import RankPool
 from tests.refuses import refuses
 from tests.rehearsal.test_hardware import tree
 
@@ -27,7 +25,7 @@ def calibrated(runtime: Runtime) -> Hardware | None:
     return calibrate(runtime, quick=True)
 
 
-def test_two_ranks_measure_a_file_that_loads_and_prices(ranks: RankPool, tmp_path: Path):
+def test_two_ranks_measure_a_file_that_loads_and_prices(ranks, tmp_path):
     """Every table has rows of what it is about, a measured point is met, and nothing is free."""
     hardware, nothing = ranks.run(2, calibrated)
     assert nothing is None, "only the first rank has it"
@@ -90,9 +88,7 @@ def test_the_clock_runs_while_the_thread_works():
     assert 0 < undisturbed_clock() - began < 60
 
 
-def test_where_a_file_cannot_be_is_said_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_where_a_file_cannot_be_is_said_before_anything_is_measured(tmp_path, monkeypatch, capsys):
     """A rank is never started: the measurement would take longer than the test may."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", MARK):
         monkeypatch.delenv(name, raising=False)
@@ -108,7 +104,7 @@ def test_where_a_file_cannot_be_is_said_before_anything_is_measured(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_is_replaced_whole_or_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_is_replaced_whole_or_stays(tmp_path, monkeypatch):
     path = tmp_path / "x.yaml"
     path.write_text("before")
     require_writable(path)

@@ -49,7 +49,7 @@ def write(directory: Path, **changes: object) -> Path:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_files_load_and_every_figure_has_a_source(path: Path):
+def test_shipped_files_load_and_every_figure_has_a_source(path):
     """Efficiencies are at most 1, bf16 is faster than fp32, and a node's own link is faster than the network."""
     hardware = load_hardware(path)
     assert hardware.kind == "gpu"
@@ -72,7 +72,7 @@ def test_figures_of_the_h100_are_those_of_its_datasheet():
     assert hardware.inside.bandwidth.value == 0.8 * 450e9
 
 
-def test_a_file_of_ones_own(tmp_path: Path):
+def test_a_file_of_ones_own(tmp_path):
     hardware = load_hardware(write(tmp_path))
     assert hardware == Hardware.model_validate(tree())
     assert hardware.sources["efficiency.products"] == "by hand"
@@ -111,12 +111,12 @@ def test_a_file_of_ones_own(tmp_path: Path):
         ),
     ],
 )
-def test_a_mistake_is_refused_with_its_key(tmp_path: Path, changes: dict[str, object], names: tuple[str, ...]):
+def test_a_mistake_is_refused_with_its_key(tmp_path, changes, names):
     with refuses(str(tmp_path / "machine.yaml"), *names):
         load_hardware(write(tmp_path, **changes))
 
 
-def test_no_file_and_no_yaml(tmp_path: Path):
+def test_no_file_and_no_yaml(tmp_path):
     path = write(tmp_path)
     with refuses("machin.yaml", "machine.yaml"):
         load_hardware(path.with_name("machin.yaml"))

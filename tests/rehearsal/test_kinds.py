@@ -175,7 +175,7 @@ def test_padding_is_no_work() -> None:
 
 
 @pytest.mark.parametrize("own", [[RewardResult(value=3.0), RewardResult(value=4.0)], []])
-def test_outcomes_of_other_ranks(own: list[RewardResult]) -> None:
+def test_outcomes_of_other_ranks(own) -> None:
     """Seven samples on three ranks: 3, 2 and 2, each with what this rank says, or anything where it has none."""
     said = gathered((own, len(own)), 7, 3)
     assert said is not None
@@ -190,7 +190,7 @@ def test_outcomes_of_other_ranks(own: list[RewardResult]) -> None:
 @pytest.mark.parametrize(
     "mine", [None, 3, ("a", 1), ([1], 1), ([RewardResult(value=1.0)], 2), [RewardResult(value=1.0)]]
 )
-def test_whatever_else_is_said_alike(mine: Any) -> None:
+def test_whatever_else_is_said_alike(mine) -> None:
     assert gathered(mine, 7, 3) is None
 
 

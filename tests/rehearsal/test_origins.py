@@ -22,7 +22,7 @@ def made_in(file: str, function: str, line: int) -> object:
 
 
 @pytest.mark.parametrize("scope", [False, True])
-def test_the_line_of_the_program_and_the_kind_of_its_place(scope: bool) -> None:
+def test_the_line_of_the_program_and_the_kind_of_its_place(scope) -> None:
     """Also inside the scope in which Megatron-Core runs without CUDA, through which all calls of torch go."""
     make = made_in(megarlhf.algo.losses.__file__ or "", "token_nll", 40)
     with a_device() as device:
@@ -48,7 +48,7 @@ def test_what_nothing_of_ours_makes_is_of_the_phase() -> None:
 
 
 @pytest.mark.parametrize("entry", [entry for entry in KINDS if entry[0].startswith("megarlhf/")])
-def test_places_of_kinds_are_there(entry: tuple[str, str, str]) -> None:
+def test_places_of_kinds_are_there(entry) -> None:
     """A file or function that was renamed would count as something else."""
     part, function, kind = entry
     place = Path(PACKAGE).parent / part

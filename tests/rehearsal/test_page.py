@@ -6,7 +6,6 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
-from pathlib import Path
 
 import plotly.graph_objects as go
 import pytest
@@ -134,7 +133,7 @@ OTHER_RESULTS = {
 
 
 @pytest.mark.parametrize("name", OTHER_RESULTS)
-def test_results_of_other_kinds(name: str):
+def test_results_of_other_kinds(name):
     result, expected, absent = OTHER_RESULTS[name]
     page = render(result)
     assert ('class="panel alarm"' in page) == (name == "refused")
@@ -244,7 +243,7 @@ def test_many_ranks_make_no_larger_page():
 
 
 @pytest.mark.parametrize(("name", "kind"), [("rehearsal.html", "page"), ("rehearsal.json", "file")])
-def test_only_what_is_ours_is_replaced(name: str, kind: str, tmp_path: Path):
+def test_only_what_is_ours_is_replaced(name, kind, tmp_path):
     (tmp_path / name).write_text("mine")
     with refuses(name, kind, "megarlhf rehearse", "nothing is replaced", "-o"):
         write(a_result(points=1), tmp_path)
@@ -252,7 +251,7 @@ def test_only_what_is_ours_is_replaced(name: str, kind: str, tmp_path: Path):
     assert (tmp_path / name).read_text() == "mine"
 
 
-def test_an_earlier_answer_is_replaced(tmp_path: Path):
+def test_an_earlier_answer_is_replaced(tmp_path):
     result = a_result(points=1)
     for command in ("sft", "rl"):
         file, page = write(replace(result, command=command), tmp_path / "deep")

@@ -18,7 +18,7 @@ Change = Callable[[Path], list[str]]
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_is_rehearsed(monkeypatch) -> None:
     """A mistake must be found before."""
 
     def run_ranks(*args: Any, **kwargs: Any) -> None:
@@ -158,7 +158,7 @@ OPTIONS: dict[str, tuple[Callable[[Path], tuple[str, ...]], tuple[str, ...]]] = 
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_an_option_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_is_refused(name, tmp_path, capsys) -> None:
     options, names = OPTIONS[name]
     out = tmp_path / "out"
     given = options(tmp_path)
@@ -168,7 +168,7 @@ def test_an_option_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("sweep", [(), ("--sweep", "actor.parallel.pp=1,2")], ids=["", "sweep"])
-def test_a_file_that_is_missing(sweep: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_missing(sweep, tmp_path, capsys) -> None:
     """The nearest one is named."""
     sft(tmp_path)
     message = refusal(capsys, "sft", "-c", str(tmp_path / "stf.yaml"), "-o", str(tmp_path / "out"), *sweep)
@@ -176,7 +176,7 @@ def test_a_file_that_is_missing(sweep: tuple[str, ...], tmp_path: Path, capsys: 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_without_its_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_its_config(tmp_path, capsys) -> None:
     file = sft(tmp_path)
     (tmp_path / "dense" / "config.json").unlink()
     message = refusal(capsys, "sft", "-c", file, "-o", str(tmp_path / "out"))
@@ -186,7 +186,7 @@ def test_a_model_without_its_config(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("name", ["file", "file/folder"])
-def test_an_answer_where_a_file_is(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_where_a_file_is(name, tmp_path, capsys) -> None:
     (tmp_path / "file").write_text("mine")
     message = refusal(capsys, "sft", "-c", sft(tmp_path), "-o", str(tmp_path / name))
     assert f"--out {tmp_path / name}: {tmp_path / 'file'} is a file" in message
@@ -202,13 +202,7 @@ def test_an_answer_where_a_file_is(name: str, tmp_path: Path, capsys: pytest.Cap
         ("best.yaml", ("--sweep", "train.max_tokens_per_micro_batch=192,256")),
     ],
 )
-def test_files_of_the_user_are_not_replaced(
-    name: str,
-    sweep: tuple[str, ...],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_files_of_the_user_are_not_replaced(name, sweep, tmp_path, capsys, monkeypatch) -> None:
     """Which is said before a rank is rehearsed."""
     monkeypatch.setattr(rehearse, "run_ranks", None)
     (tmp_path / "out").mkdir()
@@ -237,7 +231,7 @@ ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_a_layout_does_not_fit(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layout_does_not_fit(name, tmp_path, capsys) -> None:
     """Refused before a rank starts."""
     changes, names = ENGINES[name]
     tree = job_tree("rl", tmp_path)

@@ -53,7 +53,7 @@ def record_of(folder: Path, **how: Any) -> RankRecord:
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_operations_are_those_of_the_formula(share: bool, tmp_path: Path) -> None:
+def test_operations_are_those_of_the_formula(share, tmp_path) -> None:
     """Twice a weight for each token of a tree, four times a channel for each pair that is attended to, the vocabulary
     on rows of responses; in training three times as much. What is computed again is not counted."""
     record = record_of(tmp_path, share=share, recompute="full" if share else "none")
@@ -72,7 +72,7 @@ def test_operations_are_those_of_the_formula(share: bool, tmp_path: Path) -> Non
     assert (record.recomputed_seconds.get((1, "train/actor"), 0.0) > 0) == share
 
 
-def test_ragged_trees_and_their_share_of_the_work(tmp_path: Path) -> None:
+def test_ragged_trees_and_their_share_of_the_work(tmp_path) -> None:
     """The cost by which ranks are chosen is what is counted, but for the vocabulary."""
     shared, apart = (record_of(tmp_path / str(each), share=each, ragged=True) for each in (True, False))
     labels = set()
@@ -132,7 +132,7 @@ def reads_and_copies(folder: Path, share: bool) -> tuple[int, Counter[str], Coun
     return record.loads["train/actor"][0].micro_batches, reads, copies
 
 
-def test_trees_let_the_host_read_nothing_more(tmp_path: Path) -> None:
+def test_trees_let_the_host_read_nothing_more(tmp_path) -> None:
     """Where segments begin, twice, and who predicts whom are copied to the device for each micro-batch with trees."""
     (micro, reads, copies), (more, reads_apart, copies_apart) = (
         apart(reads_and_copies, tmp_path / str(share), share) for share in (True, False)

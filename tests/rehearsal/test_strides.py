@@ -64,7 +64,7 @@ INPUTS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("given", INPUTS)
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_strides_and_shapes_are_those_of_torch(name: str, given: str) -> None:
+def test_strides_and_shapes_are_those_of_torch(name, given) -> None:
     """The second time the device remembers them."""
     shape, stride = INPUTS[given]
     operation = OPERATIONS[name]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,7 +44,7 @@ def loaded(name: str, *overrides: str) -> Any:
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_every_key_is_classified(name: str) -> None:
+def test_every_key_is_classified(name) -> None:
     cfg = loaded(name)
     unclassified = []
     for key in keys_of(type(cfg)):
@@ -117,9 +116,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("name, both, changed, neutral, mathematics", CASES)
-def test_changes_are_told(
-    name: str, both: list[str], changed: list[str], neutral: list[str], mathematics: list[str]
-) -> None:
+def test_changes_are_told(name, both, changed, neutral, mathematics) -> None:
     """The start of each line in words; the order is that of the sections."""
     changes = compare(loaded(name, *both), loaded(name, *both, *changed))
     for found, expected in ((changes.neutral, neutral), (changes.mathematics, mathematics)):
@@ -177,7 +174,7 @@ def test_another_rule_of_the_best_is_no_matter_of_rounding() -> None:
 
 
 @pytest.mark.parametrize("old, now", [(True, "samples"), (False, "none")])
-def test_a_run_that_was_begun_when_shuffle_was_a_switch_goes_on(tmp_path: Path, old: bool, now: str) -> None:
+def test_a_run_that_was_begun_when_shuffle_was_a_switch_goes_on(tmp_path, old, now) -> None:
     """What it has written says true or false; its mini-batches are those of the word that stands for it now."""
     before = loaded("rl", f"run.dir={tmp_path}", f"train.shuffle={now}")
     written = before.model_dump(mode="json")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from megarlhf.config import CheckpointConfig
 from megarlhf.resume.points import point
 from megarlhf.resume.points.cadence import Cadence
@@ -18,7 +16,7 @@ def points(run: Path, *positions: Position) -> list[str]:
     return [found.path.name for found in find_points(run)]
 
 
-def test_later_points_than_that_which_a_run_goes_on_from_count_no_more(tmp_path: Path) -> None:
+def test_later_points_than_that_which_a_run_goes_on_from_count_no_more(tmp_path) -> None:
     """They would fill the places of `checkpoint.keep`, and could be taken later for what comes after other steps."""
     points(tmp_path, Position(4), Position(8), Position(8, 2), Position(12))
     point.set_aside(tmp_path, Position(8))
@@ -36,7 +34,7 @@ def test_later_points_than_that_which_a_run_goes_on_from_count_no_more(tmp_path:
     assert [path.name for path in (tmp_path / "resume").iterdir()] == ["step_000004"]
 
 
-def test_the_first_point_from_each_multiple_on_is_kept(tmp_path: Path) -> None:
+def test_the_first_point_from_each_multiple_on_is_kept(tmp_path) -> None:
     """Whatever the cadence: points by time lie at any step, those by updates inside of steps."""
     at = [(2, 0), (4, 1), (5, 0), (7, 0), (11, 2), (12, 0), (13, 0)]
     points(tmp_path, *(Position(*each) for each in at))
@@ -47,7 +45,7 @@ def test_the_first_point_from_each_multiple_on_is_kept(tmp_path: Path) -> None:
         assert [each.position for each in found if each not in gone] == [Position(*each) for each in expected]
 
 
-def test_an_old_point_gives_way_where_there_is_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_point_gives_way_where_there_is_no_room(tmp_path, monkeypatch) -> None:
     """The newest never does, nor one that is kept for good; none does while there is room."""
     names = points(tmp_path, Position(2), Position(4), Position(5), Position(6))
     usage = type("usage", (), {"free": property(lambda self: 10 * (5 - len(find_points(tmp_path))))})

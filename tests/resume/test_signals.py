@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1, Signals
 from typing import Any
 
@@ -21,7 +20,6 @@ from megarlhf.resume import signals
 from megarlhf.resume.signals import Repeats, StopRequest, StopRun, held_back, seconds_of, time_left
 from megarlhf.runtime import Runtime
 from tests.command import ROOT
-from tests.ranks import RankPool
 
 TOY = """
 import ctypes, os, signal, sys, time
@@ -61,7 +59,7 @@ def start(what: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("number", [SIGTERM, SIGUSR1, SIGHUP, SIGINT])
 @pytest.mark.parametrize("what", ["speaks", "silent"])
-def test_the_first_signal_is_noted_and_said_once(what: str, number: Signals) -> None:
+def test_the_first_signal_is_noted_and_said_once(what, number) -> None:
     """And its echo within the second is no second one."""
     process = start(what)
     process.send_signal(number)
@@ -88,7 +86,7 @@ open(sys.argv[1], "w").write(stop.requested().name)
 """
 
 
-def test_a_terminal_that_is_closed_asks_to_save_and_what_is_written_goes_nowhere(tmp_path: Path) -> None:
+def test_a_terminal_that_is_closed_asks_to_save_and_what_is_written_goes_nowhere(tmp_path) -> None:
     """The kernel sends SIGHUP itself; on the terminal that is gone each further line would be an OSError."""
     child, terminal = pty.fork()
     if not child:
@@ -107,7 +105,7 @@ def test_a_terminal_that_is_closed_asks_to_save_and_what_is_written_goes_nowhere
 @pytest.mark.parametrize(
     "first, second, status", [(SIGTERM, SIGTERM, 143), (SIGINT, SIGINT, 130), (SIGINT, SIGTERM, 143)]
 )
-def test_the_second_signal_ends_the_process(what: str, first: Signals, second: Signals, status: int) -> None:
+def test_the_second_signal_ends_the_process(what, first, second, status) -> None:
     """In Python's sleep, which KeyboardInterrupt ends, and in a call of C that no signal ends."""
     process = start(what)
     process.send_signal(first)
@@ -136,7 +134,7 @@ def test_sigterm_after_sigusr1_is_the_first() -> None:
     ]
 
 
-def test_signals_in_this_process_and_handlers_afterwards(capfd: pytest.CaptureFixture[str]) -> None:
+def test_signals_in_this_process_and_handlers_afterwards(capfd) -> None:
     """The more urgent counts; a forked child's own signals do not, and end it as ever."""
     before = {number: signal.getsignal(number) for number in signals.STOP_SIGNALS}
     with StopRequest(speaks=False) as stop:
@@ -172,7 +170,7 @@ def _agree(runtime: Runtime) -> list[str | None]:
     return [None if answer is None else answer.name for answer in answers]
 
 
-def test_all_ranks_get_the_same_answer(ranks: RankPool) -> None:
+def test_all_ranks_get_the_same_answer(ranks) -> None:
     assert ranks.run(2, _agree) == [[None, "SIGTERM"]] * 2
 
 
@@ -193,11 +191,11 @@ def test_the_status_of_a_run_that_has_saved() -> None:
         ("x-1:00", None),
     ],
 )
-def test_how_slurm_writes_a_time(text: str, seconds: float | None) -> None:
+def test_how_slurm_writes_a_time(text, seconds) -> None:
     assert seconds_of(text) == seconds
 
 
-def test_the_time_left_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_left_is_asked_for_once(tmp_path, monkeypatch) -> None:
     for name in ("SLURM_JOB_ID", "SLURM_JOB_END_TIME"):
         monkeypatch.delenv(name, raising=False)
     assert time_left() is None

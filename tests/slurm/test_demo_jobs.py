@@ -72,7 +72,7 @@ launcher=(python -m)
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(tmp_path_factory) -> Iterator[Site]:
     root = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "tools.demo.make_data", "--out", str(root / "data"), "--seed", "0"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
@@ -81,7 +81,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(site: Site) -> list[dict[str, Any]]:
+def uninterrupted(site) -> list[dict[str, Any]]:
     """The metrics of a run on two nodes, from its first step to its last."""
     job = site.train("whole")
     assert site.cluster.wait(job, ENDED, 400) == "COMPLETED", site.save_failure(job)
@@ -89,7 +89,7 @@ def uninterrupted(site: Site) -> list[dict[str, Any]]:
     return site.metrics("whole")
 
 
-def test_two_nodes_train_to_the_end(site: Site, uninterrupted: list[dict[str, Any]]) -> None:
+def test_two_nodes_train_to_the_end(site, uninterrupted) -> None:
     """The loss falls, the model is exported, and the job leaves nothing but its output and its run."""
     assert [row["step"] for row in uninterrupted] == list(range(NUM_STEPS + 1))
     assert uninterrupted[-1]["eval_loss"] < 0.6 * uninterrupted[0]["eval_loss"]
@@ -99,9 +99,7 @@ def test_two_nodes_train_to_the_end(site: Site, uninterrupted: list[dict[str, An
     assert list((site.root / "whole").glob(".preflight*")) == []
 
 
-def test_a_time_limit_saves_and_the_job_goes_on_to_the_same_numbers(
-    site: Site, uninterrupted: list[dict[str, Any]]
-) -> None:
+def test_a_time_limit_saves_and_the_job_goes_on_to_the_same_numbers(site, uninterrupted) -> None:
     """Slurm sends the signal because of the time limit; the run saves, the script queues its job again, and every
     metric of every step is that of the run without a limit, bit for bit."""
     job = site.train("cut", options=("--time=30",))
@@ -125,7 +123,7 @@ def test_a_time_limit_saves_and_the_job_goes_on_to_the_same_numbers(
     assert site.metrics("cut") == uninterrupted
 
 
-def test_a_node_that_does_not_fit_is_named_and_nothing_is_touched(site: Site) -> None:
+def test_a_node_that_does_not_fit_is_named_and_nothing_is_touched(site) -> None:
     """Node 2 has too few open files: status 2, not queued again, no run directory, and the message once."""
     two = site.cluster.nodes[1]
     limit = f"launcher=({site.root}/limited)\n"
@@ -142,7 +140,7 @@ def test_a_node_that_does_not_fit_is_named_and_nothing_is_touched(site: Site) ->
     assert not (site.root / "refused").exists()
 
 
-def test_a_killed_rank_is_survived(site: Site, uninterrupted: list[dict[str, Any]]) -> None:
+def test_a_killed_rank_is_survived(site, uninterrupted) -> None:
     """SIGKILL to rank 1: rank 0 is ended, the job queued again, and the numbers are those of the uninterrupted run."""
     job = site.train("killed", "checkpoint.every=20", site="srun_args+=(--wait=5)\n")
     deadline = time.monotonic() + 120
@@ -158,7 +156,7 @@ def test_a_killed_rank_is_survived(site: Site, uninterrupted: list[dict[str, Any
     assert site.metrics("killed") == uninterrupted
 
 
-def test_three_stages_train_one_after_the_other(site: Site) -> None:
+def test_three_stages_train_one_after_the_other(site) -> None:
     """SFT, reward model and PPO with vLLM, by slurm/pipeline.sh, a few steps of each on one node."""
     steps = {"sft": 20, "rm": 10, "ppo": 2}
     for name, num_steps in steps.items():

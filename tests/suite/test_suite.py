@@ -33,7 +33,7 @@ def test_passes():
 
 
 @pytest.mark.parametrize("body, status", [(ORPHAN, 1), (WAITED_FOR, 0)])
-def test_a_session_that_leaves_a_process_fails_and_names_it(body: str, status: int, tmp_path: Path) -> None:
+def test_a_session_that_leaves_a_process_fails_and_names_it(body, status, tmp_path) -> None:
     """An orphan in a session of its own, whose parent has ended. It does not live on. A file above its share is named,
     and fails no session."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
