@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -31,3 +32,10 @@ def missing_names(message: str, *names: str) -> list[str]:
 def lines_naming(output: str, *names: str) -> list[str]:
     """Lines of an output that have all of the names."""
     return [line for line in output.splitlines() if not missing_names(line, *names)]
+
+
+def command_refuses(ranks: Any, argv: Sequence[str], *names: str, world: int = 1, status: int = 2) -> str:
+    """Run a command on ranks of a pool; it ends with this status and names all of those. Returns what it wrote."""
+    (ended, output), *_ = ranks.run(world, "command_status", *argv)
+    assert (ended, missing_names(output, *names)) == (status, []), output
+    return output

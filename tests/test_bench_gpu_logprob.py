@@ -140,12 +140,10 @@ def timed_row(gives, ms, **more):
 def test_a_peer_counts_where_it_gives_as_much():
     """2 ms with the entropy, 1 ms without: the loss alone is no peer of the first."""
     rows = {
-        "megarlhf": timed_row("logprob+entropy", 2.0),
-        "megarlhf, log-prob only": timed_row("logprob", 1.0),
-        "with": timed_row("logprob+entropy", 3.0),
-        "without": timed_row("logprob", 1.5),
+        "megarlhf": timed_row("logprob+entropy", 2.0), "megarlhf, log-prob only": timed_row("logprob", 1.0),
+        "with": timed_row("logprob+entropy", 3.0), "without": timed_row("logprob", 1.5),
         "refused": {"status": "refused", "gives": "logprob"},
-    }
+    }  # fmt: skip
     assert best_peers(rows) == {
         "megarlhf": {"peer": "with", "peer_over_ours": 1.5},
         "megarlhf, log-prob only": {"peer": "without", "peer_over_ours": 1.5},
@@ -158,7 +156,5 @@ def test_goals_by_hand():
     rows = {"megarlhf": ours, "torch": timed_row("logprob", 0.9)}
     shape = {"kind": "logits", "name": "V=8/8", "parts": 8, "tokens": 4, "columns": 1, "modes": {"forward": rows}}
     assert [(goal["goal"], goal["wanted"], goal["met"]) for goal in goals([shape])] == [
-        ("share of the floor", 0.75, True),
-        ("extra MB, at most", 100.0, True),
-        ("torch over ours", 1.0, False),
-    ]
+        ("share of the floor", 0.75, True), ("extra MB, at most", 100.0, True), ("torch over ours", 1.0, False),
+    ]  # fmt: skip

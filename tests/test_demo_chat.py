@@ -38,9 +38,7 @@ SMALL = [
     *("sft:train.num_steps=40", "sft:train.mini_batch_samples=16", "sft:actor.optim.lr=1.0e-2", "sft:eval.every=20"),
     *("pairs:rollout.num_samples_per_prompt=8", "pairs:rollout.max_response_tokens=32"),
     *(
-        "rm:train.num_steps=3",
-        "rm:train.mini_batch_samples=4",
-        "rm:reward_model.optim.warmup_steps=1",
+        "rm:train.num_steps=3", "rm:train.mini_batch_samples=4", "rm:reward_model.optim.warmup_steps=1",
         "rm:eval.every=3",
     ),
     *(f"{stage}:actor.optim.warmup_steps=1" for stage in ("ppo", "grpo")),
@@ -54,7 +52,7 @@ SMALL = [
     *(f"{stage}:data.max_skipped=1" for stage in ("sft", "rm", "ppo", "grpo")),
     # The engine that vLLM is compared with: nothing is built for so few tokens.
     *(f"{stage}:rollout.engine=megatron" for stage in ("replay", "answers", "test", "drift")),
-]
+]  # fmt: skip
 
 
 class Warm:

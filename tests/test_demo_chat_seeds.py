@@ -85,11 +85,9 @@ def test_a_result_is_added_to_what_other_machines_have_found(tmp_path):
         }
         names = [*(f"seed {seed}" for seed in seeds), *parts]
         return {
-            "settings": settings(model, (), {}),
-            "about": {name: {"commit": commit} for name in names},
-            **{part: {"of": commit} for part in parts},
-            **({"seeds": found} if found else {}),
-        }
+            "settings": settings(model, (), {}), "about": {name: {"commit": commit} for name in names},
+            **{part: {"of": commit} for part in parts}, **({"seeds": found} if found else {}),
+        }  # fmt: skip
 
     path = tmp_path / "result.json"
     assert earlier(path, settings(model, (), {})) == {}
@@ -145,11 +143,8 @@ def test_a_result_is_not_replaced_unasked(asked, said, tmp_path, capsys):
     model.mkdir()
     out = tmp_path / "result.json"
     has = {
-        "settings": settings(model, seeds.PRECISE, VARIANTS),
-        "seeds": {"5": {}, "6": {}},
-        "layouts": {},
-        "killed": {},
-    }
+        "settings": settings(model, seeds.PRECISE, VARIANTS), "seeds": {"5": {}, "6": {}}, "layouts": {}, "killed": {},
+    }  # fmt: skip
     out.write_text(json.dumps(has))
     command = [*asked, "--root", str(tmp_path / "runs"), "--out", str(out), "--model", str(model)]
     assert seeds.main(command, call=lambda _: pytest.fail("a stage was started")) == 2

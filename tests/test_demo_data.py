@@ -107,17 +107,8 @@ def test_the_same_seed_gives_the_same_bytes(made, tmp_path):
     """Also from another process with another hash seed; and another seed gives other rows, the same model."""
     command = [sys.executable, "-m", "tools.demo.make_data", "--out", str(tmp_path / "again"), "--seed", "0"]
     command += [
-        "--validation",
-        "20",
-        "--test",
-        "40",
-        "--sft-train",
-        "101",
-        "--pairs-train",
-        "300",
-        "--prompts-train",
-        "50",
-    ]
+        "--validation", "20", "--test", "40", "--sft-train", "101", "--pairs-train", "300", "--prompts-train", "50",
+    ]  # fmt: skip
     root = Path(__file__).parents[1]
     environment = os.environ | {"PYTHONHASHSEED": "7"}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)

@@ -21,6 +21,7 @@ from megarlhf.config import load_config
 from megarlhf.config.ask import AskConfig
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.generation.chat import run
+from tests.refuses import missing_names
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_lines_are_answered_until_their_end(file, ranks, tmp_path) -> None:
     (out, said), second = ranks.run(2, typed, str(file), lines)
     assert len(out.splitlines()) == 2
     assert len(set(out.splitlines())) == 1, "greedy"
-    assert "prompt longer than 20 tokens; the limit is data.max_prompt_tokens = 20" in said
+    assert not missing_names(said, "prompt longer than 20 tokens", "data.max_prompt_tokens = 20")
     assert second == ("", "")
     assert not (tmp_path / "run").exists()
 
@@ -101,7 +102,7 @@ def test_what_cannot_be_asked_is_refused(options, words, file, capsys, ranks) ->
 def test_what_is_typed_does_not_reach_ranks_of_a_launcher(file, ranks) -> None:
     for status, said in ranks.run(2, "command_status", "generate", "-c", str(file), "--interactive"):
         assert status == 2
-        assert "give --prompt TEXT, or start megarlhf itself" in said or not said
+        assert "give --prompt TEXT" in said or not said
 
 
 def test_a_terminal_is_asked_where_the_file_names_no_data(file, monkeypatch) -> None:

@@ -63,12 +63,9 @@ def run(ranks, two_layers, ragged) -> Any:
 
 
 SPREAD = {
-    ("sft", "packed", "tp2cp2_sequence_parallel"),
-    ("sft", "padded", "cp2pp2"),
-    ("sft_tied", "packed", "cp4"),
-    ("rm", "packed", "cp2pp2"),
-    ("grpo", "packed", "cp2dp2"),
-}
+    ("sft", "packed", "tp2cp2_sequence_parallel"), ("sft", "padded", "cp2pp2"), ("sft_tied", "packed", "cp4"),
+    ("rm", "packed", "cp2pp2"), ("grpo", "packed", "cp2dp2"),
+}  # fmt: skip
 """Run by `make test`; all others by `make test-slow`. Two ranks alone: tests/distributed/test_invariance.py."""
 CASES = [
     pytest.param(*case, marks=() if case in SPREAD else pytest.mark.slow, id="-".join(case))

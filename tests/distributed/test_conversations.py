@@ -22,6 +22,7 @@ from tests.command import argv_of
 from tests.data.chat_styles import CHATML, said, write_chat_tokenizer
 from tests.distributed.tiny import write_tiny_llama
 from tests.ranks import RankPool
+from tests.refuses import missing_names, refuses
 
 
 @pytest.fixture(scope="module")
@@ -141,16 +142,15 @@ def test_a_bad_conversation_is_found_before_ranks_start(base, tmp_path) -> None:
     }
     talks.write_text(json.dumps({"messages": [said("user", "hi"), said("assistant", "ho")]}) + "\n")
     notes = "\n".join(preflight("sft", SFTConfig.model_validate(tree), 1, device_type="cpu").notes)
-    assert "talks.jsonl: conversations, written by the chat template of data.chat_template; learnt: the last" in notes
-    assert "the chat template ends an answer with token" in notes
-    assert "(<|im_end|>), which is none of 2 (</s>)" in notes
+    assert not missing_names(notes, "talks.jsonl", "chat template of data.chat_template", "learnt: the last")
+    assert not missing_names(notes, "ends an answer with token", "(<|im_end|>)", "2 (</s>)")
     with talks.open("a") as out:
         out.write(json.dumps({"messages": [said("user", "hi"), said("asistant", "ho")]}) + "\n")
-    with pytest.raises(ValueError, match=r"talks\.jsonl, line 2: fine-tuning on messages expects answers of"):
+    with refuses("talks.jsonl, line 2", "messages"):
         preflight("sft", SFTConfig.model_validate(tree), 1, device_type="cpu")
     missing = {**tree, "data": {"train": str(talks), "chat_template": str(tmp_path / "none.jinja")}}
-    with pytest.raises(ValueError, match=r"data\.chat_template = .*none\.jinja is no file"):
+    with refuses("data.chat_template", str(tmp_path / "none.jinja")):
         preflight("sft", SFTConfig.model_validate(missing), 1, device_type="cpu")
     unread = {**tree, "data": {"train": str(talks), "chat_template": CHATML, "template": "plain"}}
-    with pytest.raises(ValueError, match="chat_template is given, and template = plain reads no template"):
+    with refuses("chat_template", "template = plain"):
         SFTConfig.model_validate(unread)

@@ -15,6 +15,7 @@ import torch
 
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from tests.command import argv_of
+from tests.refuses import command_refuses
 
 STEPS = 8
 SUFFICIENT = {"dpo": 0.55, "simpo": 0.5, "orpo": 2.4, "ipo": 15.0, "kto": 0.47}
@@ -89,21 +90,18 @@ def _mean_logprob(model: Path, records: list[dict[str, str]], side: str) -> floa
 
 
 @pytest.mark.parametrize(
-    "overrides, words",
+    "override, names",
     [
-        (["train.max_tokens_per_micro_batch=19"], ["the longest prompt twice, with the responses of another pair"]),
-        (["data.validation={one}"], ["has one usable pair, and loss = 'kto' measures its reference point"]),
+        ("train.max_tokens_per_micro_batch=19", ["train.max_tokens_per_micro_batch = 19", "longest prompt"]),
+        ("data.validation={one}", ["data.validation", "one usable pair", "loss = 'kto'"]),
     ],
 )
-def test_what_kto_cannot_measure_is_refused(overrides, words, tree, ranks, tmp_path) -> None:
+def test_what_kto_cannot_measure_is_refused(override, names, tree, ranks, tmp_path) -> None:
     """Pairs of 18 and 16 tokens fit, a longer prompt with its responses does not."""
     lines = [{"prompt": "12+34=", "chosen": "4", "rejected": "5"}, {"prompt": "1+1=", "chosen": "222", "rejected": "3"}]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     one = write_pairs(tmp_path / "one.jsonl", range(1))
     tree["data"].pop("validation")
     tree["train"]["mini_batch_samples"] = 2
-    given = [each.format(one=one) for each in overrides]
-    status, said = ranks.run(1, "command_status", *command(tree, "loss=kto", "actor.parallel.tp=1", *given))[0]
-    assert status == 2
-    assert [each for each in words if each not in said] == [], said
+    command_refuses(ranks, command(tree, "loss=kto", "actor.parallel.tp=1", override.format(one=one)), *names)
     assert not (Path(tree["run"]["dir"]) / "metrics.jsonl").exists()

@@ -18,7 +18,8 @@ from megarlhf.algo.intervals import pass_at_k
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.observe.records.metrics import read_metrics
 from tests.command import argv_of
-from tests.data.in_memory import build_pairs, load_records
+from tests.data.in_memory import load_records
+from tests.distributed.samples import pair_samples
 from tests.ranks import RankPool
 
 LAYOUTS = {"tp2": {"tp": 2}, "pp2": {"pp": 2}}
@@ -105,13 +106,8 @@ def test_perplexity_of_plain_text_in_pieces(run, two_layers, tmp_path) -> None:
         rows += [([tokenizer.bos_id, *tokens[start : start + 15]], 1) for start in range(0, len(tokens), 15)]
     total, count = map(sum, zip(*nll_by_hugging_face(directory, rows), strict=True))
     limits = {"max_prompt_tokens": 8, "max_response_tokens": 8}
-    report = run(
-        "text",
-        1,
-        actor=model(directory),
-        data={"train": str(tmp_path / "texts.jsonl"), **limits},
-        eval={"perplexity_of": "text"},
-    )
+    texts_only = {"data": {"train": str(tmp_path / "texts.jsonl"), **limits}, "eval": {"perplexity_of": "text"}}
+    report = run("text", 1, actor=model(directory), **texts_only)
     assert len(rows) > len(texts)
     assert (value(report, "num_tokens"), report["figures"]["eval_loss"]["over"]) == (count, f"{len(rows)} pieces")
     assert value(report, "eval_loss") == pytest.approx(total / count, abs=2e-6)
@@ -122,12 +118,7 @@ def test_a_reward_model_on_pairs_is_that_of_hugging_face_at_every_layout(run, tw
 
     reward_model = two_layers["scorer"]
     hf = LlamaForSequenceClassification.from_pretrained(reward_model, dtype=torch.float64).eval()
-    pairs, _ = build_pairs(
-        load_records(data["pairs"], fields=("prompt", "chosen", "rejected")),
-        load_tokenizer(reward_model),
-        max_prompt_tokens=99,
-        max_response_tokens=99,
-    )
+    pairs = pair_samples(data["pairs"], reward_model)
     with torch.no_grad():
         rows = [[p.prompt_tokens + side for side in (p.chosen_tokens, p.rejected_tokens)] for p in pairs]
         hf.config.pad_token_id = 999
@@ -168,18 +159,9 @@ def test_pass_at_k_by_hand_of_what_generate_wrote(run, ranks, two_layers, data, 
     tree["rollout"] |= {"top_p": 0.95, "stop": ["=9"]}
     report = run("eval", 1, **tree, eval={"accuracy": "brief", "pass_at": [1, 2, 4]})
     assert report["sampling"] == {
-        "greedy": False,
-        "temperature": 1.0,
-        "top_p": 0.95,
-        "top_k": 0,
-        "min_p": 0.0,
-        "num_samples_per_prompt": 4,
-        "max_response_tokens": 5,
-        "stop": ["=9"],
-        "stop_token_ids": [],
-        "engine": "megatron",
-        "dtype": None,
-    }
+        "greedy": False, "temperature": 1.0, "top_p": 0.95, "top_k": 0, "min_p": 0.0, "num_samples_per_prompt": 4,
+        "max_response_tokens": 5, "stop": ["=9"], "stop_token_ids": [], "engine": "megatron", "dtype": None,
+    }  # fmt: skip
     ranks.run(
         1,
         "command",

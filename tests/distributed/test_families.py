@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.models.attention.layers import causal_band
 from megarlhf.models.positions import PositionTable
-from tests.data.in_memory import build_sft, load_records
 from tests.distributed.compare import assert_gradients_equal
+from tests.distributed.samples import sft_samples
 from tests.distributed.tiny import FAMILIES, write_family
+from tests.refuses import refuses
 
 TOLERANCE = 2e-5
 """Measured: 2e-6. The wrong kind of GELU shows at 3e-4."""
@@ -142,10 +142,8 @@ def test_bf16_is_near_fp32(head, ranks, written, hugging_face) -> None:
     parallel = {"tp": 2, "sequence_parallel": True}
     answers = ranks.run(2, "outputs_and_greedy", models, parallel, head, rows(), 0, "bf16")[0]
     for name, answer in zip(written, answers, strict=True):
-        errors = [
-            np.abs(answer[0][row, : len(wanted_SV)] - wanted_SV).mean()
-            for row, wanted_SV in enumerate(hugging_face[name][0])
-        ]
+        wanted = enumerate(hugging_face[name][0])
+        errors = [np.abs(answer[0][row, : len(wanted_SV)] - wanted_SV).mean() for row, wanted_SV in wanted]
         assert 1e-5 < max(errors) < 0.03, f"{name}: mean differences {errors}"
 
 
@@ -203,13 +201,7 @@ def _step_of_hugging_face(path: Path, data: Path) -> dict[str, Any]:
     """Loss and gradient norm of the first mini-batch, one sequence at a time: no padding, nothing of ours."""
     from transformers import AutoModelForCausalLM
 
-    samples, _ = build_sft(
-        load_records(data, fields=("prompt", "response")),
-        load_tokenizer(path),
-        max_prompt_tokens=64,
-        max_response_tokens=64,
-    )
-    batch = samples[:MINI_BATCH]
+    batch = sft_samples(data, path)[:MINI_BATCH]
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     denominator = sum(len(sample.tokens) - sample.prompt_length for sample in batch)
     total = 0.0
@@ -266,12 +258,10 @@ def test_the_window_counts_the_token_itself() -> None:
 def test_positions_start_at_the_offset_and_padding_may_lie_beyond_the_table() -> None:
     """Five positions behind two rows of offset, on a grid rounded up to a multiple of tp = 2; not one of eight."""
     arch = SimpleNamespace(position_offset=2, max_positions=5)
-    config = SimpleNamespace(
-        tensor_model_parallel_size=2, hidden_size=1, params_dtype=torch.float32, deterministic_mode=False
-    )
-    config.context_parallel_size = 1
+    sizes = {"tensor_model_parallel_size": 2, "context_parallel_size": 1, "hidden_size": 1}
+    config = SimpleNamespace(**sizes, params_dtype=torch.float32, deterministic_mode=False)
     table = PositionTable(config, arch)  # type: ignore[arg-type]
     table.weight.data = torch.arange(7.0)[:, None]
     assert table(torch.arange(6)[None])[0, :, 0].tolist() == [2, 3, 4, 5, 6, 6]
-    with pytest.raises(AssertionError, match="8 positions, the table has 5"):
+    with refuses("8 positions", "5", error=AssertionError):
         table(torch.arange(8)[None])

@@ -41,7 +41,7 @@ def test_a_step_with_shared_prompts_is_the_step_without(ranks, tmp_path) -> None
     planted[0]["metrics"][-1]["prompts_saved"] = 0
     off, nothing = checks.prompts(launch, planted)
     assert (off.status, off.figure) == ("FAILED", "kl")
-    assert (nothing.status, nothing.note) == ("FAILED", "0 prompts were shared")
+    assert (nothing.status, nothing.note.split()[:2]) == ("FAILED", ["0", "prompts"])
     (alone,) = checks.prompts(launch, [planted[0]])
     assert alone.status == "FAILED"
 
@@ -82,7 +82,7 @@ def test_what_crosses_is_found(monkeypatch) -> None:
         prompts, "packed_attention", lambda q, k, v, *more, **how: plain(q, k, v, *more, **how) + v.mean()
     )
     said = prompts._nothing_crosses(CPU, row, HEADS, torch.float32)
-    assert said == f"{sum(row.lengths) - row.lengths[7]} tokens of other sequences have changed"
+    assert f"{sum(row.lengths) - row.lengths[7]} tokens" in said
 
 
 def test_sequences_of_a_row_by_hand() -> None:

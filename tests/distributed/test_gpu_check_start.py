@@ -19,7 +19,7 @@ def test_ranks_that_hang_are_ended_and_named(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(start, "PROGRAM", ("-c", script))
     launch = Launch(check="sft", case="tp1", ranks=1, seconds=1.0)
     began = time.monotonic()
-    assert start.Processes()(launch, launch.dump(tmp_path)) == "did not end in 1 s"
+    assert "1 s" in start.Processes()(launch, launch.dump(tmp_path))
     assert time.monotonic() - began < 50
     pid = int((tmp_path / launch.name / "output.log").read_text())
     with pytest.raises(ProcessLookupError):
@@ -37,7 +37,7 @@ def test_ranks_start_through_srun_with_their_places_and_a_port_of_their_own(monk
     launch = Launch(check="sft", case="tp2pp2 over 2 nodes", ranks=4, nodes=2)
     path = launch.dump(tmp_path)
     for port in ("20000", "20001"):
-        assert processes(launch, path) == "ended with exit status 3"
+        assert "status 3" in processes(launch, path)
         words, environment = start.log_of(path).read_text().splitlines()
         assert words == (
             "--nodes=2 --ntasks=4 --ntasks-per-node=2 --relative=0 --label apptainer exec "
@@ -53,4 +53,4 @@ def test_make_says_it_and_ends_with_two() -> None:
     asked = ["make", "--no-print-directory", "test-gpu", f"PY={sys.executable}"]
     done = subprocess.run(asked, cwd=start.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "torch sees no GPU on this machine" in done.stderr
+    assert "torch sees no GPU" in done.stderr

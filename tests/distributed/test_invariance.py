@@ -39,33 +39,19 @@ from tests.distributed.test_packed_layouts import write_ragged
 from tests.distributed.tiny import write_family
 
 SPREAD = {
-    Cell("sft", "TP4", "packed"),
-    Cell("sft", "PP4", "tied"),
-    Cell("sft", "DP4", "no overlap"),
-    Cell("sft", "VPP2", "packed"),
-    Cell("sft", "TP2 x CP2", "padded"),
-    Cell("ppo", "CP2", "packed"),
-    Cell("ppo", "TP2", NO_BONUS),
-    Cell("rm", "TP2 x PP2, VPP2", "padded"),
-    Cell("sft", "SP", "core_attention"),
-    Cell("sft", "TP2", "optimizer distributed"),
-    Cell("sft", "EP2", "optimizer not distributed"),
-    Cell("rm", "PP2", "layers"),
-    Cell("rm", "DP2", "streamed"),
-    Cell("rm", "experts, TP2 with SP", "packed"),
-    Cell("rm", "TP2 x DP2", "optimizer not distributed"),
-    Cell("ppo", "PP2 x DP2", "offloaded"),
-    Cell("ppo", "DP2", "all of it"),
-    Cell("grpo", "TP2 x PP2", "full"),
-    Cell("grpo", "EP2 x TP2", "padded"),
-}
+    Cell("sft", "TP4", "packed"), Cell("sft", "PP4", "tied"), Cell("sft", "DP4", "no overlap"),
+    Cell("sft", "VPP2", "packed"), Cell("sft", "TP2 x CP2", "padded"), Cell("ppo", "CP2", "packed"),
+    Cell("ppo", "TP2", NO_BONUS), Cell("rm", "TP2 x PP2, VPP2", "padded"), Cell("sft", "SP", "core_attention"),
+    Cell("sft", "TP2", "optimizer distributed"), Cell("sft", "EP2", "optimizer not distributed"),
+    Cell("rm", "PP2", "layers"), Cell("rm", "DP2", "streamed"), Cell("rm", "experts, TP2 with SP", "packed"),
+    Cell("rm", "TP2 x DP2", "optimizer not distributed"), Cell("ppo", "PP2 x DP2", "offloaded"),
+    Cell("ppo", "DP2", "all of it"), Cell("grpo", "TP2 x PP2", "full"), Cell("grpo", "EP2 x TP2", "padded"),
+}  # fmt: skip
 """Each layout, each algorithm and each variant at least once."""
 BF16_SPREAD = {
-    Cell("sft", "TP2 x PP2, VPP2", dtype="bf16"),
-    Cell("rm", "EP2", dtype="bf16"),
-    Cell("ppo", "DP2", dtype="bf16"),
+    Cell("sft", "TP2 x PP2, VPP2", dtype="bf16"), Cell("rm", "EP2", dtype="bf16"), Cell("ppo", "DP2", dtype="bf16"),
     Cell("grpo", "PP2", dtype="bf16"),
-}
+}  # fmt: skip
 
 
 def with_marks(all_cells: Iterable[Cell], spread: set[Cell]) -> list[Any]:

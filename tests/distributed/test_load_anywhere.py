@@ -11,6 +11,7 @@ import pytest
 from megarlhf.weights.checkpoint.conversion import MegatronTarget, convert
 from megarlhf.weights.checkpoint.open_checkpoint import detect_format, open_checkpoint
 from tests.distributed.test_sft_layouts import config
+from tests.refuses import refuses
 
 LIVE: dict[str, tuple[int, dict[str, Any]]] = {
     "tp1": (1, {}),
@@ -51,7 +52,7 @@ def test_a_checkpoint_without_config_or_tokenizer_takes_them_from_model_hf(
     shutil.copytree(stored["mp_rank"], bare)
     shutil.rmtree(bare / "hf")
     section = config(bare, data["sft"], {})
-    with pytest.raises(AssertionError, match=r"has no config.json; .* set model.hf to a directory"):
+    with refuses(str(bare), "config.json", "set model.hf", error=AssertionError):
         ranks.run(1, "sft_steps", section, 1)
     section["actor"]["model"]["hf"] = str(models["plain"])
     loss = ranks.run(1, "sft_steps", section, 1)[0]["loss"][0]

@@ -20,6 +20,7 @@ from tests.command import argv_of
 from tests.data.in_memory import open_indexed
 from tests.data.test_megatron_indexed import documents, write
 from tests.distributed.test_rl_layouts import config
+from tests.refuses import missing_names, refuses
 
 
 @pytest.fixture(scope="module")
@@ -83,26 +84,24 @@ def test_what_does_not_fit_is_found_before_a_run(one_layer, indexed, tmp_path) -
 
     assert "end of sequence" not in look(tmp_path, path=f"{indexed}/a_text")
     large = write(tmp_path / "large", [[5, 40, 2]] * 80)
-    with pytest.raises(ValueError, match=r"token 40 is not below the model's vocab_size = 16; was the data written"):
+    with refuses("token 40", "vocab_size = 16"):
         look(tmp_path, path=str(large))
     endless = write(tmp_path / "endless", [[5, 6, 7]] * 2000)
-    assert "documents end with token 7, and the tokenizer's end of sequence is 2" in look(tmp_path, path=str(endless))
-    with pytest.raises(ValueError, match=r"data\.train: .*nowhere: no nowhere\.bin and no nowhere\.idx"):
+    assert not missing_names(look(tmp_path, path=str(endless)), "end with token 7", "end of sequence is 2")
+    with refuses("data.train", str(tmp_path / "nowhere"), "nowhere.bin", "nowhere.idx"):
         look(tmp_path, path=str(tmp_path / "nowhere"))
-    with pytest.raises(
-        ValueError, match=r"has 513 tokens, and .* takes 512 .*lower data\.sequence_length by 1 or more"
-    ):
+    with refuses("513 tokens", "512", "lower data.sequence_length by 1"):
         look(tmp_path, path=str(endless), length=512)
-    with pytest.raises(ValueError, match=r"has 101 tokens, and train\.max_tokens_per_micro_batch = 64; lower"):
+    with refuses("101 tokens", "train.max_tokens_per_micro_batch = 64"):
         look(tmp_path, path=str(endless), length=100)
-    with pytest.raises(ValueError, match=r"leave out what is set for .* of subset, columns and adapter"):
+    with refuses("subset", "columns", "adapter", "leave out"):
         look(tmp_path, path=str(large), columns={"a": "b"})
     records = tmp_path / "records.jsonl"
     records.write_text(json.dumps({"prompt": "1", "response": "2"}))
-    with pytest.raises(ValueError, match="sequence_length = 15 is for sets with kind = megatron, and there is none"):
+    with refuses("sequence_length = 15", "kind = megatron"):
         SFTConfig.model_validate(sft(one_layer["plain"], tmp_path, train=str(records)))
     rm = sft(one_layer["plain"], tmp_path, train={"path": str(large), "kind": "megatron"})
     rm["reward_model"] = rm.pop("actor")
     del rm["data"]["sequence_length"]
-    with pytest.raises(ValueError, match="kind = megatron has token ids without prompts and responses"):
+    with refuses("kind = megatron", "token ids", "prompts", "responses"):
         RMConfig.model_validate(rm)

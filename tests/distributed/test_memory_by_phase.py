@@ -35,17 +35,13 @@ def ppo(
     return cfg
 
 
+TP2_PP2 = {"tp": 2, "pp": 2, "sequence_parallel": True}
 CASES: dict[str, tuple[int, dict[str, Any], str, dict[str, Any]]] = {
     "away, bf16": (1, {}, "bf16", {"offload": AWAY}),
     "streamed, bf16": (1, {}, "bf16", {"offload": STREAMED}),
     "away, DP2, bf16": (2, {}, "bf16", {"offload": AWAY}),
     "streamed, DP2, bf16": (2, {}, "bf16", {"offload": STREAMED}),
-    "streamed, recomputed, TP2 PP2": (
-        4,
-        {"tp": 2, "pp": 2, "sequence_parallel": True},
-        "fp32",
-        {"offload": STREAMED, "recompute": "full"},
-    ),
+    "streamed, recomputed, TP2 PP2": (4, TP2_PP2, "fp32", {"offload": STREAMED, "recompute": "full"}),
     "core attention, TP2": (2, {"tp": 2}, "bf16", {"recompute": "core_attention"}),
     "all layers, PP2": (2, {"pp": 2}, "bf16", {"recompute": "full"}),
 }

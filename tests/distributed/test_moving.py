@@ -15,6 +15,7 @@ from megarlhf.observe.records.metrics import read_metrics
 from tests.command import argv_of
 from tests.distributed.interrupted_jobs import command_until
 from tests.distributed.test_rl_layouts import config
+from tests.refuses import command_refuses
 
 DECAY = 0.75
 
@@ -49,9 +50,7 @@ def test_average_and_moved_reference_are_exact_over_a_resume(configured, ranks, 
     killed = ranks.run(2, command_until, 3, "megarlhf.parallel.step:Trainer", "step", *argv, f"run.dir={parts}")
     assert [outcome for outcome, _ in killed] == ["killed"] * 2
     without = [*configured(ema={"decay": DECAY}), f"run.dir={parts}", "run.allow_changes=true"]
-    status, said = ranks.run(2, "command_status", *without)[0]
-    assert status == 2
-    assert "it holds a reference that has moved, and this configuration has no reference_update" in said
+    command_refuses(ranks, without, "reference", "moved", "reference_update", world=2)
     configured(ema={"decay": DECAY}, reference_update={"every": 1})
     ranks.run(2, "command", *argv, f"run.dir={parts}")
     average = load_file(two_layers["plain"] / "model.safetensors")

@@ -33,11 +33,8 @@ def counting(counts: dict[str, int]) -> Iterator[None]:
     from megarlhf.parallel import step
 
     made, start, finish, gathered = (
-        step.DistributedDataParallelConfig,
-        Group.start_grad_sync,
-        Group.finish_grad_sync,
-        Group.finish_param_sync,
-    )
+        step.DistributedDataParallelConfig, Group.start_grad_sync, Group.finish_grad_sync, Group.finish_param_sync,
+    )  # fmt: skip
     finishing = []
 
     def started(self: Any, *args: Any, **named: Any) -> None:
@@ -92,11 +89,9 @@ def test_overlap_changes_no_bit(layout, ranks, data, tmp_path) -> None:
             "actor": role,
             "data": {"train": str(data["sft"])},
             "train": {
-                "num_steps": STEPS,
-                "mini_batch_samples": 8,
-                "micro_batch_samples": 4 if "vpp" in parallel else 2,
+                "num_steps": STEPS, "mini_batch_samples": 8, "micro_batch_samples": 4 if "vpp" in parallel else 2,
             },
-        }
+        }  # fmt: skip
         by_rank = ranks.run(world_size, steps_counted, config)
         return by_rank[0][0], [counts for _, counts in by_rank]
 

@@ -102,14 +102,9 @@ GSPO = {
     "rollout_correction": {"kind": "truncate", "level": "sequence", "high": 1.0},
 }
 CISPO = {
-    "advantage": "reinforce++",
-    "whiten_over": "mini_batch",
-    "policy_loss": "cispo",
-    "ratio": "sequence",
-    "loss_average": "constant",
-    "loss_constant": 3,
-    "kl": {"coef": 0.1, "estimator": "k3", "clamp": 0.01},
-}
+    "advantage": "reinforce++", "whiten_over": "mini_batch", "policy_loss": "cispo", "ratio": "sequence",
+    "loss_average": "constant", "loss_constant": 3, "kl": {"coef": 0.1, "estimator": "k3", "clamp": 0.01},
+}  # fmt: skip
 JOBS = {
     "sft": ("sft_steps", lambda m, d, *how: supervised("actor", m["plain"], d["sft"], *how), (1,)),
     "rm": ("rm_steps", lambda m, d, *how: supervised("reward_model", m["other"], d["pairs"], *how), (1,)),

@@ -14,6 +14,7 @@ from megarlhf.layout import MeshLayout
 from megarlhf.parallel.mesh import GroupCache, build_mesh
 from megarlhf.runtime import Runtime
 from tests.distributed.tiny import write_family
+from tests.refuses import missing_names
 
 
 def test_megatron_core_still_names_cuda(ranks, models) -> None:
@@ -142,14 +143,13 @@ def test_vllm_still_packs_experts_at_unchanged_shape(fresh_ranks, tmp_path) -> N
     refuses it by name. Packed, their shape says nothing: the widths here are multiples of 32."""
     model = write_family(tmp_path / "model", "mixtral", hidden_size=128)
     message = fresh_ranks.run(1, "vllm_packed_experts", str(model))[0]
-    assert message.startswith("RuntimeError: vLLM's parameters cannot be filled by a copy plan:"), message
+    assert not missing_names(message, "RuntimeError", "copy plan", "moe_backend 'triton'"), message
     named = [line.removeprefix("  rank 0: ") for line in message.splitlines() if line.startswith("  rank")]
     experts = "model.layers.{}.block_sparse_moe.experts.routed_experts."
-    changed = "was changed in memory after loading"
-    w13 = [f"{experts.format(layer)}w13_weight [4, 192, 128] {changed}" for layer in range(4)]
-    w2 = [f"{experts.format(layer)}w2_weight [4, 128, 96] {changed}" for layer in range(4)]
-    assert sorted(named) == sorted(w13 + w2)
-    assert "moe_backend 'triton' on a GPU" in message
+    w13 = [f"{experts.format(layer)}w13_weight [4, 192, 128]" for layer in range(4)]
+    w2 = [f"{experts.format(layer)}w2_weight [4, 128, 96]" for layer in range(4)]
+    assert sorted(line.partition("]")[0] + "]" for line in named) == sorted(w13 + w2)
+    assert all("changed in memory" in line for line in named)
 
 
 def test_vllm_still_destroys_the_default_process_group() -> None:

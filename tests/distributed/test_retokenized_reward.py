@@ -21,6 +21,7 @@ from megarlhf.runtime import Runtime
 from tests.classifiers import CHAT_TEMPLATE, LETTERS, write_classifier, write_tokenizer
 from tests.command import argv_of
 from tests.distributed.test_rl_layouts import config
+from tests.refuses import command_refuses, lines_naming, refuses
 
 TEXTS = (("1+2=", "3", True), ("hello ", "world and you", False), ("12+34=", "46", True), ("x", "", True))
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
@@ -129,7 +130,7 @@ def test_texts_over_the_limit_are_refused_by_name_or_cut_and_counted(ranks, mode
     found = ranks.run(2, scores_cut_at_12, models, "other", {"tp": 2}, {"max_tokens_per_micro_batch": 32})
     assert found[0]["lengths"] == [7, 12, 10, 3]
     assert found[0]["cut"] == found[1]["cut"] == 1
-    with pytest.raises(AssertionError, match=r"reward 'judge' on sample 1 \(prompt 'hello '.*20 tokens .* may read 12"):
+    with refuses("reward 'judge'", "sample 1", "prompt 'hello '", "20 tokens", "12", error=AssertionError):
         ranks.run(2, scores, models, "other", {"tp": 2}, packed)
 
 
@@ -148,7 +149,7 @@ def test_a_run_at_tp2_with_another_tokenizer_and_a_classifier_of_the_same_weight
     cfg["rewards"] = [{"kind": "model", "retokenize": True}, judge]
     argv = argv_of("rl", cfg, tmp_path / "cfg.yaml")
     said = ranks.run(2, "command", *argv)[0]
-    assert "reward_model: reads text, by the tokenizer of" in said
+    assert lines_naming(said, "reward_model", "text", "tokenizer")
     rows = [row for row in read_metrics(tmp_path / "run") if row["step"]]
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
@@ -156,7 +157,5 @@ def test_a_run_at_tp2_with_another_tokenizer_and_a_classifier_of_the_same_weight
         assert row["reward/model_std"] == pytest.approx(row["reward/judge_std"], abs=1e-5)
         assert row["reward/model_std"] > 1e-3
         assert "reward/model_truncated" not in row
-    refused = ranks.run(2, "command_status", *argv, "rewards=[{kind: model}]", f"run.dir={tmp_path / 'x'}")[0]
-    assert refused[0] == 2
-    assert "whose token ids it would read: token 0 is '<unk>' in the first, '<s>' in the second" in refused[1]
-    assert "retokenize: true" in refused[1]
+    without = [*argv, "rewards=[{kind: model}]", f"run.dir={tmp_path / 'x'}"]
+    command_refuses(ranks, without, "token 0", "'<unk>'", "'<s>'", "retokenize: true", world=2)

@@ -34,15 +34,12 @@ def config(
         "rewards": [{"kind": "model", "shift": 0.5}, {"kind": "rule", "rule": "exact_match", "weight": 2.0}],
         "data": {"train": str(data), "max_prompt_tokens": 16},
         "train": {
-            "num_steps": 1,
-            "prompts_per_step": 4,
-            "mini_batch_samples": 8,
-            "micro_batch_samples": micro_batch_samples,
+            "num_steps": 1, "prompts_per_step": 4, "mini_batch_samples": 8, "micro_batch_samples": micro_batch_samples,
             "epochs_per_step": 2,
         },
         "rollout": {"engine": "megatron", "num_samples_per_prompt": 4, "max_response_tokens": 6, "temperature": 0.9},
         "algo": {"entropy_coef": 0.01, "kl": {"coef": 0.1}} | algo,
-    }
+    }  # fmt: skip
 
 
 in_pairs = partial(config, micro_batch_samples=2)

@@ -21,12 +21,9 @@ LIMIT = 1e-4
 CERTIFIED = re.compile(r"weights of version (\d+) certified: digest (\w+)")
 
 LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
-    "tp2pp2_to_tp2": ({"tp": 2, "pp": 2}, 2),
-    "tp2cp2_to_tp2": ({"tp": 2, "cp": 2}, 2),
-    "pp2vpp2_to_tp2": ({"pp": 2, "vpp": 2}, 2),
-    "dp4_to_tp1": ({}, 1),
-    "dp4_to_tp4": ({}, 4),
-}
+    "tp2pp2_to_tp2": ({"tp": 2, "pp": 2}, 2), "tp2cp2_to_tp2": ({"tp": 2, "cp": 2}, 2),
+    "pp2vpp2_to_tp2": ({"pp": 2, "vpp": 2}, 2), "dp4_to_tp1": ({}, 1), "dp4_to_tp4": ({}, 4),
+}  # fmt: skip
 """The trainer's layout and vLLM's tp: two engines, twice; four; one, whose ranks hold two to a key-value head."""
 
 

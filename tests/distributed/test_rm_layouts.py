@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from megarlhf.data.samples.encoders import PairSample
-from megarlhf.data.tokenizers.tokenizer import load_tokenizer
-from tests.data.in_memory import build_pairs, load_records
 from tests.distributed.compare import assert_gradients_equal, assert_weights_equal
+from tests.distributed.samples import pair_samples
 from tests.distributed.tiny import write_reward_model
 
 LR, STEPS, MINI_BATCH = 3e-4, 2, 8
@@ -62,12 +61,7 @@ def _loss_by_hand(model: Any, pair: PairSample, kind: str) -> torch.Tensor:
 def expected(request, classifier, data) -> dict[str, Any]:
     from transformers import LlamaForSequenceClassification
 
-    pairs, _ = build_pairs(
-        load_records(data["pairs"], fields=("prompt", "chosen", "rejected")),
-        load_tokenizer(classifier),
-        max_prompt_tokens=64,
-        max_response_tokens=64,
-    )
+    pairs = pair_samples(data["pairs"], classifier)
     model = LlamaForSequenceClassification.from_pretrained(classifier, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     trace: dict[str, Any] = {"kind": request.param, "loss": [], "grad_norm": [], "gradients": []}

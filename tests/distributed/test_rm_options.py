@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from megarlhf.commands import cli
-from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.observe.records.cost_metrics import reproducible
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.rollout.rewards.classifier import Classifier
 from tests.classifiers import write_tokenizer
 from tests.command import argv_of
-from tests.data.in_memory import build_pairs, load_records
+from tests.data.in_memory import load_records
+from tests.distributed.samples import pair_samples
+from tests.refuses import refuses
 
 
 @pytest.fixture
@@ -48,14 +49,8 @@ def scores(directory: Path, pairs: Path) -> torch.Tensor:
 
     model = LlamaForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
     model.config.pad_token_id = 999
-    tokenizer = load_tokenizer(directory)
-    found, _ = build_pairs(
-        load_records(pairs, fields=("prompt", "chosen", "rejected")),
-        tokenizer,
-        max_prompt_tokens=1024,
-        max_response_tokens=1024,
-    )
-    rows = [[pair.prompt_tokens + part for part in (pair.chosen_tokens, pair.rejected_tokens)] for pair in found[:12]]
+    found = pair_samples(pairs, directory, 1024)[:12]
+    rows = [[pair.prompt_tokens + part for part in (pair.chosen_tokens, pair.rejected_tokens)] for pair in found]
     with torch.no_grad():
         return torch.tensor([[float(model(torch.tensor([row])).logits) for row in pair] for pair in rows])
 
@@ -143,8 +138,7 @@ def mean_scores(directory: Path, pairs: Path) -> torch.Tensor:
     from transformers import LlamaForSequenceClassification
 
     model = LlamaForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
-    records = load_records(pairs, fields=("prompt", "chosen", "rejected"))
-    found, _ = build_pairs(records, load_tokenizer(directory), max_prompt_tokens=1024, max_response_tokens=1024)
+    found = pair_samples(pairs, directory, 1024)
 
     def mean(prompt: list[int], response: list[int]) -> float:
         hidden_1TH = model.model(torch.tensor([prompt + response])).last_hidden_state
@@ -189,7 +183,7 @@ def test_an_export_says_how_it_scores(run, tmp_path) -> None:
     assert cli.main(["convert", "hf-to-megatron", f"--hf={export}", f"--out={tmp_path / 'megatron'}", "--tp=2"]) == 0
     stated = json.loads(next((tmp_path / "megatron").rglob("config.json")).read_text())
     assert stated["megarlhf_score_of"] == "response_mean"
-    with pytest.raises(ValueError, match="scores by the mean over the response"):
+    with refuses(str(export), "mean over the response"):
         Classifier(export, torch.device("cpu"))
     run("again", 1, {}, reward_model={"model": {"path": str(export)}, "optim": {"lr": 1e-2}})
     again = tmp_path / "again/checkpoints/latest/reward_model"

@@ -15,6 +15,7 @@ import yaml
 from megarlhf.observe.records.metrics import read_metrics
 from tests.command import argv_of
 from tests.distributed.test_rl_layouts import config as rl_config
+from tests.refuses import missing_names
 
 ENGINES = ("vllm", "megatron")
 Lines = list[dict[str, Any]]
@@ -112,14 +113,13 @@ def test_responses_outlast_a_reward_that_fails(generated, vllm_ranks, tmp_path, 
         return said, folder
 
     said, folder = refused("broken", "always_raises", ", check: none")
-    assert "always_raises' on sample 0" in said
-    assert f"the responses are kept, without rewards, in {folder}/responses_without_rewards.jsonl" in said
+    assert not missing_names(said, "always_raises", "sample 0", f"{folder}/responses_without_rewards.jsonl")
     kept = [json.loads(line) for line in (folder / "responses_without_rewards.jsonl").read_text().splitlines()]
     assert responses(kept) == responses(plain)
     assert all(line["rewards"] == {} for line in kept)
     assert not (folder / "responses.jsonl").exists()
     said, folder = refused("generator", "yields")
-    assert "it is a generator" in said
+    assert not missing_names(said, "yields", "generator")
     assert not list(folder.glob("responses*")), "before anything is drawn"
 
 

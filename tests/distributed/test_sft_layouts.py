@@ -3,6 +3,7 @@ parallelism meet. That every layout equals one rank: tests/distributed/test_inva
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -40,29 +41,20 @@ def _train_hugging_face(model_path: Path, data: Path) -> dict[str, Any]:
     return sft_written_out(model, parameters, tokenizer=model_path, data=data, weight_decay=WEIGHT_DECAY)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_equals_hugging_face(layout, ranks, models, data, hugging_face) -> None:
-    """Losses 1e-5, gradient norms 1e-5, each gradient, and weights 1e-4 after three steps. fp32, no dropout."""
+CASES = [*(("plain", layout) for layout in LAYOUTS), *itertools.product(("tied", "rope"), ("tp1", "tp2pp2"))]
+
+
+@pytest.mark.parametrize("model, layout", CASES)
+def test_every_layout_equals_hugging_face(model, layout, ranks, models, data, hugging_face) -> None:
+    """Losses 1e-5, gradient norms 1e-5, each gradient, and weights 1e-4 after three steps. fp32, no dropout.
+
+    Tied, with pp = 2 the last stage holds a copy of the embedding; both must get the summed gradient. All four numbers
+    of Llama 3's scaling of positions count; without it the first loss is another one.
+    """
     world_size, parallel = LAYOUTS[layout]
-    by_rank = ranks.run(world_size, "sft_steps", config(models["plain"], data["sft"], parallel), STEPS)
-    assert_same_training(by_rank[0], hugging_face["plain"])
+    by_rank = ranks.run(world_size, "sft_steps", config(models[model], data["sft"], parallel), STEPS)
+    assert_same_training(by_rank[0], hugging_face[model])
     assert all(rank["loss"] == by_rank[0]["loss"] and rank["grad_norm"] == by_rank[0]["grad_norm"] for rank in by_rank)
-
-
-@pytest.mark.parametrize("layout", ["tp1", "tp2pp2"])
-def test_tied_embeddings_equal_hugging_face(layout, ranks, models, data, hugging_face) -> None:
-    """With pp = 2 the last stage holds a copy of the embedding; both must get the summed gradient."""
-    world_size, parallel = LAYOUTS[layout]
-    by_rank = ranks.run(world_size, "sft_steps", config(models["tied"], data["sft"], parallel), STEPS)
-    assert_same_training(by_rank[0], hugging_face["tied"])
-
-
-@pytest.mark.parametrize("layout", ["tp1", "tp2pp2"])
-def test_llama3_rope_scaling_equals_hugging_face(layout, ranks, models, data, hugging_face) -> None:
-    """All four numbers of the scaling count; without it the first loss is another one."""
-    world_size, parallel = LAYOUTS[layout]
-    by_rank = ranks.run(world_size, "sft_steps", config(models["rope"], data["sft"], parallel), STEPS)
-    assert_same_training(by_rank[0], hugging_face["rope"])
 
 
 def test_the_split_into_micro_batches_changes_nothing(ranks, models, data, hugging_face) -> None:

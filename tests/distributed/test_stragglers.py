@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from pathlib import Path
 
@@ -37,8 +38,7 @@ def test_the_slow_rank_is_named_though_both_take_equally_long(ranks, tmp_path) -
     assert silent == [], "rank 0 speaks for all"
     rewards = [sentence for sentence in said if "reward" in sentence]
     assert len(rewards) == 1, said
-    assert rewards[0].startswith("rank 1 on ")
-    assert "its own part of phase 'reward' took 0.2" in rewards[0]
+    assert re.search(r"rank 1 .*phase 'reward' .*0\.2", rewards[0])
     # Of a step in which rank 0 came later to the phase than rank 1, it waits less: such steps are rare.
     assert max(lap["reward"] for lap in laps) > 0.19, "what the phase takes says nothing: rank 0 has waited"
     assert not (tmp_path / "failures").exists()

@@ -121,10 +121,8 @@ def test_operations_are_those_of_the_formula(shares, recompute, ranks, two_layer
     products = (3 + again_layers) * 2 * tokens * weights + 3 * 2 * labels * hidden * arch.vocab_size
     of_attention = 4 * pairs * arch.num_layers * channels
     assert flops == {
-        "products": products,
-        "forward": (1 + again_attention) * of_attention,
-        "backward": of_attention * 5 // 2,
-    }
+        "products": products, "forward": (1 + again_attention) * of_attention, "backward": of_attention * 5 // 2,
+    }  # fmt: skip
     # By what micro-batches are balanced: the same of the layers' forward.
     cost = forward_cost(arch)
     whole = (

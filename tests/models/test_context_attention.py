@@ -26,13 +26,9 @@ def group(cp, rank):
 
 
 ROWS = {
-    (2, "one sequence"): (4,),
-    (2, "in no order"): (12, 4, 4, 40, 8),
-    (2, "long"): (320, 4, 140, 140),
-    (3, "in no order"): (12, 6, 42, 6, 300),
-    (4, "equal lengths"): (16, 16, 16),
-    (4, "long"): (560, 8),
-}
+    (2, "one sequence"): (4,), (2, "in no order"): (12, 4, 4, 40, 8), (2, "long"): (320, 4, 140, 140),
+    (3, "in no order"): (12, 6, 42, 6, 300), (4, "equal lengths"): (16, 16, 16), (4, "long"): (560, 8),
+}  # fmt: skip
 
 
 def test_the_zigzag_by_hand():

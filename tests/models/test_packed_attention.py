@@ -30,14 +30,10 @@ CPU = torch.device("cpu")
 D = 8
 
 ROWS: dict[str, tuple[int, ...]] = {
-    "one token": (1,),
-    "one sequence": (13,),
-    "equal lengths": (6, 6, 6, 6),
-    "in order of length": (40, 40, 17, 16, 15, 15, 3, 1, 1),
-    "in no order": (3, 17, 1, 40, 15, 2, 17, 1, 6, 40, 5),
-    "many": tuple(1 + 7 * n % 23 for n in range(60)),
-    "long": (300, 2, 190, 129, 128, 1),
-}
+    "one token": (1,), "one sequence": (13,), "equal lengths": (6, 6, 6, 6),
+    "in order of length": (40, 40, 17, 16, 15, 15, 3, 1, 1), "in no order": (3, 17, 1, 40, 15, 2, 17, 1, 6, 40, 5),
+    "many": tuple(1 + 7 * n % 23 for n in range(60)), "long": (300, 2, 190, 129, 128, 1),
+}  # fmt: skip
 
 
 def inputs(num_tokens: int, heads: int, groups: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:

@@ -57,11 +57,9 @@ def test_intervals_are_those_that_the_run_has_written(runs) -> None:
 
 def test_the_keys_that_differ(runs) -> None:
     assert differing_keys([run.config for run in read_runs(runs)]) == {
-        "run.seed": ["0", "1", "-"],
-        "actor.optim.lr": ["0.1", "0.1", "-"],
-        "rewards": ["[]", "-", "-"],
+        "run.seed": ["0", "1", "-"], "actor.optim.lr": ["0.1", "0.1", "-"], "rewards": ["[]", "-", "-"],
         "loss": ["-", "<b>", "-"],
-    }
+    }  # fmt: skip
     assert differing_keys(["run: {dir: a}", "run: {dir: b}"]) == {}
     sft, rm = "# megarlhf sft: the\nrun: {seed: 0}\nactor: 1\n", "# megarlhf rm: the\nrun: {seed: 1}\nreward_model: 1\n"
     assert differing_keys([sft, rm, None]) == {"run.seed": ["0", "1", "-"]}, "of different commands"
@@ -78,15 +76,11 @@ def test_the_page_of_runs_of_different_commands(runs, tmp_path, capsys) -> None:
     page, printed = out.read_text(), capsys.readouterr().out
     parsed = shown(page)
     assert parsed.rows == [
-        ["metric", "run (1)", "run (2)", "rm"],
-        ["eval_loss", "3 step 1", "2 [1.9, 2.1] step 3", "-"],
-        ["loss", "1.5 step 2", "1.25 step 3", "0.5 step 1"],
-        ["key", "run (1)", "run (2)", "rm"],
-        ["run.seed", "0", "1", "-"],
-        ["actor.optim.lr", "0.1", "0.1", "-"],
-        ["rewards", "[]", "-", "-"],
+        ["metric", "run (1)", "run (2)", "rm"], ["eval_loss", "3 step 1", "2 [1.9, 2.1] step 3", "-"],
+        ["loss", "1.5 step 2", "1.25 step 3", "0.5 step 1"], ["key", "run (1)", "run (2)", "rm"],
+        ["run.seed", "0", "1", "-"], ["actor.optim.lr", "0.1", "0.1", "-"], ["rewards", "[]", "-", "-"],
         ["loss", "-", "<b>", "-"],
-    ]
+    ]  # fmt: skip
     assert "A <title>" in parsed.texts
     names = [[trace["name"] for trace in drawn["data"]] for drawn in figures_of(page)]
     assert names == [["run (1) · eval_loss", "run (2) · eval_loss"], ["run (1) · loss", "run (2) · loss", "rm · loss"]]

@@ -16,16 +16,9 @@ from megarlhf.commands.doctor import apex_kind, examine, report, transformer_eng
 ROOT = Path(__file__).parents[2]
 
 CPU_VERSIONS = {
-    "torch": "2.13.0+cpu",
-    "megatron-core": "0.16.1",
-    "vllm": "0.32.0",
-    "triton": "3.9.0",
-    "transformer-engine": None,
-    "apex": None,
-    "transformers": "5.19.0",
-    "datasets": "5.2.0",
-    "sentencepiece": "0.2.3",
-}
+    "torch": "2.13.0+cpu", "megatron-core": "0.16.1", "vllm": "0.32.0", "triton": "3.9.0", "transformer-engine": None,
+    "apex": None, "transformers": "5.19.0", "datasets": "5.2.0", "sentencepiece": "0.2.3",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,11 +80,8 @@ def test_the_old_metrics_are_sums_and_absent_where_nothing_was_done():
     seconds = {"rollout": 1.0, "reward": 2.0, "score/actor": 4.0, "score/critic": 8.0, "advantages": 16.0}
     seconds |= {"train/actor": 32.0, "optimizer/actor": 64.0, "optimizer/critic": 128.0, "reshard": 256.0, "eval": 0.5}
     assert seconds_of(seconds) == {
-        "seconds_rollout": 1.0,
-        "seconds_experience": 30.0,
-        "seconds_train": 224.0,
-        "seconds_reshard": 256.0,
-    }
+        "seconds_rollout": 1.0, "seconds_experience": 30.0, "seconds_train": 224.0, "seconds_reshard": 256.0,
+    }  # fmt: skip
 
 
 def test_own_seconds_are_told_at_the_end_of_a_step_by_phase_and_then_forgotten(clock):

@@ -44,11 +44,8 @@ def test_deal_fills_short_shares_up():
     """Ten samples on four ranks are 3, 3, 2, 2; micro-batches of two make two of them everywhere."""
     samples = list(range(10, 20))
     assert split_padded(samples, 4, 2) == [
-        [[10, 11], [12, FILLER]],
-        [[13, 14], [15, FILLER]],
-        [[16, 17], [FILLER, FILLER]],
-        [[18, 19], [FILLER, FILLER]],
-    ]
+        [[10, 11], [12, FILLER]], [[13, 14], [15, FILLER]], [[16, 17], [FILLER, FILLER]], [[18, 19], [FILLER, FILLER]],
+    ]  # fmt: skip
 
 
 def test_ranks_of_one_model_replica_get_the_same_samples():
@@ -218,16 +215,10 @@ def test_what_is_laid_out_is_picked_up_again(lengths, dp, tp, packed):
 def tree_layout(**changes):
     """Prompts of three and of two tokens; sequence 5 is its prompt and nothing more; sequence 3 stands alone."""
     given = {
-        "sequences": (4, 2, 0, 3, 1, 5),
-        "lengths": (5, 4, 3, 4, 4, 2),
-        "starts": (9, 11, 0, 5, 12, 3),
-        "rows": 1,
-        "columns": 16,
-        "packed": True,
-        "segments": (3, 2, 4, 2, 1, 2),
-        "parents": (ROOT, ROOT, ROOT, 0, 0, 1),
+        "sequences": (4, 2, 0, 3, 1, 5), "lengths": (5, 4, 3, 4, 4, 2), "starts": (9, 11, 0, 5, 12, 3), "rows": 1,
+        "columns": 16, "packed": True, "segments": (3, 2, 4, 2, 1, 2), "parents": (ROOT, ROOT, ROOT, 0, 0, 1),
         "last_segments": (3, 4, 0, 2, 5, 1),
-    }
+    }  # fmt: skip
     return MicroBatchLayout(**{**given, **changes})
 
 

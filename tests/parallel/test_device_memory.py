@@ -117,10 +117,8 @@ def test_state_is_read_and_filled_in_place() -> None:
     view_of = parts.to_read()
     assert view_of(weights) is weights
     assert (there([weights, moments]), view_of(moments).tolist(), view_of(view).tolist()) == (
-        [True, False],
-        [2.0] * 4,
-        [2.0] * 2,
-    )
+        [True, False], [2.0] * 4, [2.0] * 2,
+    )  # fmt: skip
     view_of(view).fill_(7.0)
     assert there([weights, moments]) == [True, False]
     parts.to_update()

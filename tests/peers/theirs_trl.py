@@ -73,10 +73,8 @@ def _trl_loss(
     fake.accelerator.num_processes = 1
     fake.accelerator.gather = lambda x: x
     fake._get_per_token_logps_and_entropies.return_value = (
-        logprobs_NT[part],
-        torch.zeros_like(logprobs_NT[part]),
-        None,
-    )
+        logprobs_NT[part], torch.zeros_like(logprobs_NT[part]), None,
+    )  # fmt: skip
     log_ratio_NT = inputs.old_logprobs_NT - inputs.rollout_logprobs_NT
     ids = torch.zeros_like(inputs.mask_NT[part], dtype=torch.int64)
     mask_NT = inputs.mask_NT

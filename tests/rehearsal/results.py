@@ -36,12 +36,9 @@ def kinds_at(step, phase, rank):
     """Bytes by kind at the peak of a phase, in GiB: the state of an optimizer appears in its first update."""
     number = rank % 4
     gib = {
-        "parameters": 8.15 + 0.4 * (number in (0, 3)),
-        "gradients": 8.15,
-        "main parameters": 4.08,
-        "optimizer state": 8.16 if step == 2 else 0.0,
-        "experience": 0.12 if step else 0.0,
-    }
+        "parameters": 8.15 + 0.4 * (number in (0, 3)), "gradients": 8.15, "main parameters": 4.08,
+        "optimizer state": 8.16 if step == 2 else 0.0, "experience": 0.12 if step else 0.0,
+    }  # fmt: skip
     if step == 1 and phase.startswith("optimizer"):
         gib["optimizer state"] = 4.08 if phase.endswith("actor") else 8.16
     name = phase.partition("/")[0]

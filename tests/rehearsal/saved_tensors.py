@@ -207,23 +207,13 @@ def saved_tensors(
 # --- the page
 
 WORDS = {
-    "rms": "RMSNorm",
-    "layer_norm": "LayerNorm",
-    "turned": "q, k turned or copied",
-    "interleaved": "q, k as the product leaves them",
-    "qk_norm": "norms of q, k",
-    "dense": "dense",
-    "experts": "experts",
-    "gated": "gated",
-    "gelu": "GELU",
-}
+    "rms": "RMSNorm", "layer_norm": "LayerNorm", "turned": "q, k turned or copied",
+    "interleaved": "q, k as the product leaves them", "qk_norm": "norms of q, k", "dense": "dense",
+    "experts": "experts", "gated": "gated", "gelu": "GELU",
+}  # fmt: skip
 EXAMPLES = (
-    ("llama-3-70b", 8, True),
-    ("llama-3-70b", 8, False),
-    ("qwen3-8b", 2, True),
-    ("gpt2-xl", 1, False),
-    ("opt", 2, True),
-)
+    ("llama-3-70b", 8, True), ("llama-3-70b", 8, False), ("qwen3-8b", 2, True), ("gpt2-xl", 1, False), ("opt", 2, True),
+)  # fmt: skip
 
 
 def rows(table: Iterable[Saved]) -> Iterator[str]:

@@ -36,23 +36,12 @@ def test_two_ranks_measure_a_file_that_loads_and_prices(ranks, tmp_path):
     measured = hardware.measured
     assert {row.dtype for row in measured.products} == {"float32", "bfloat16"}
     assert {row.kind for row in measured.memory} == {
-        "copy",
-        "cast",
-        "math",
-        "norm",
-        "largest",
-        "reduce",
-        "index",
-        "fill",
-    }
+        "copy", "cast", "math", "norm", "largest", "reduce", "index", "fill",
+    }  # fmt: skip
     assert {row.direction for row in measured.attention} == {"forward", "backward"}
     assert {(row.operation, row.ranks, row.nodes) for row in measured.collectives} >= {
-        ("all_reduce", 2, 1),
-        ("all_gather", 2, 1),
-        ("reduce_scatter", 2, 1),
-        ("all_to_all", 2, 1),
-        ("send", 2, 1),
-    }
+        ("all_reduce", 2, 1), ("all_gather", 2, 1), ("reduce_scatter", 2, 1), ("all_to_all", 2, 1), ("send", 2, 1),
+    }  # fmt: skip
     assert 1e-7 < hardware.launch.value < 1e-3
     price, row = Pricing(hardware, 2), measured.products[0]
     asked = ("matmul", 1.0, 8, row.dtype, (row.batch, row.m, row.k, row.n))

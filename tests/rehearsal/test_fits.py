@@ -51,10 +51,8 @@ def test_prices_are_those_of_the_phases() -> None:
 
     phases = [phase("train/actor", again=3.0), phase("offload", offload=2.0), phase("optimizer/actor", offload=1.5)]
     assert fits.prices({"phases": phases}) == {
-        "recomputation": 3.0,
-        "roles and engine come and go": 2.0,
-        "optimizer state is streamed": 1.5,
-    }
+        "recomputation": 3.0, "roles and engine come and go": 2.0, "optimizer state is streamed": 1.5,
+    }  # fmt: skip
 
 
 def test_every_role_of_a_file_is_made_resident() -> None:

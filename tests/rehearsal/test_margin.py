@@ -56,17 +56,11 @@ def test_a_rank_of_70b_by_hand():
     """
     items = {name: item.nbytes for name, item in by_name(LLAMA_3_70B).items()}
     assert items == {
-        "CUDA context": 600 * MIB,
-        "NCCL: collectives": 4 * 576 * MIB,
-        "NCCL: sends and receives in a node": 0,
-        "NCCL: sends and receives between nodes": 512 * MIB,
-        "NCCL: communicators without a message": 36 * 4 * MIB,
-        "cuBLAS workspaces": 64 * MIB,
-        "attention's backward": 8192 * (3 * 8 * 128 + 8) * 4,
-        "norms' backward": 132 * 8192 * 4,
-        "temporaries inside other kernels": 128 * MIB,
-        "fragmentation": 2 * 2**30,
-    }
+        "CUDA context": 600 * MIB, "NCCL: collectives": 4 * 576 * MIB, "NCCL: sends and receives in a node": 0,
+        "NCCL: sends and receives between nodes": 512 * MIB, "NCCL: communicators without a message": 36 * 4 * MIB,
+        "cuBLAS workspaces": 64 * MIB, "attention's backward": 8192 * (3 * 8 * 128 + 8) * 4,
+        "norms' backward": 132 * 8192 * 4, "temporaries inside other kernels": 128 * MIB, "fragmentation": 2 * 2**30,
+    }  # fmt: skip
     items = margin(MarginConfig(), LLAMA_3_70B)
     assert total_bytes(items) == sum(item.nbytes for item in items)
     assert total_bytes(items, before_tensors=True) == (600 + 4 * 576 + 512 + 144) * MIB

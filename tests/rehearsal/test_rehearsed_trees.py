@@ -18,11 +18,11 @@ from megarlhf.rehearsal.fake_device.origins import callers
 from megarlhf.rehearsal.fake_device.torch_patches import FakeTensor
 from megarlhf.rehearsal.fakes.inputs import stand_in
 from megarlhf.rehearsal.fakes.lengths import Constant, Uniform
-from megarlhf.rehearsal.job import Job, RankRecord
+from megarlhf.rehearsal.job import RankRecord
 from megarlhf.rehearsal.program import Rank
 from megarlhf.rehearsal.request import Request
 from tests.apart import apart
-from tests.rehearsal.jobs import DENSE, job_tree, records_of, request_of
+from tests.rehearsal.jobs import DENSE, job_of, job_tree, records_of, request_of
 
 PROMPT, RESPONSE, SAMPLES, GROUPS = 24, 40, 4, 4
 LAYERS, HIDDEN = DENSE["num_hidden_layers"], DENSE["hidden_size"]
@@ -117,18 +117,7 @@ def reads_and_copies(folder: Path, share: bool) -> tuple[int, Counter[str], Coun
     lengths = {"prompt_lengths": asked.prompt_lengths, "response_lengths": asked.response_lengths}
     stood = stand_in(asked.cfg, folder / "standing_in", steps=1, **lengths)
     assert asked.response_lengths is not None
-    job = Job(
-        command="rl",
-        cfg=stood.cfg,
-        rank=0,
-        world_size=1,
-        ranks_per_node=8,
-        kind="gpu",
-        num_steps=1,
-        response_lengths=asked.response_lengths,
-        device_bytes=asked.device_bytes,
-    )
-    record = Rank(job, Pricing(asked.hardware, 8)).run()
+    record = Rank(job_of(asked, stood.cfg), Pricing(asked.hardware, 8)).run()
     return record.loads["train/actor"][0].micro_batches, reads, copies
 
 

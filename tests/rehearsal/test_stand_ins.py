@@ -18,17 +18,10 @@ from megarlhf.trainers.supervised.sft import SupervisedFineTuning
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
 
 CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 1000,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
+    "model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
     "hidden_act": "silu",
-}
+}  # fmt: skip
 
 
 def tree(directory: Path, role: str) -> dict[str, Any]:

@@ -54,12 +54,10 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "embedding": lambda x: nn.functional.embedding(torch.tensor([[1, 0]]).to(x.device), x[:, 0]),
 }
 INPUTS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    "contiguous": ((6, 3, 8), (24, 8, 1)),
-    "rows beside each other": ((6, 3, 8), (8, 48, 1)),
-    "one row": ((6, 1, 8), (8, 48, 1)),
-    "one position": ((1, 3, 8), (8, 8, 1)),
+    "contiguous": ((6, 3, 8), (24, 8, 1)), "rows beside each other": ((6, 3, 8), (8, 48, 1)),
+    "one row": ((6, 1, 8), (8, 48, 1)), "one position": ((1, 3, 8), (8, 8, 1)),
     "columns first": ((6, 3, 8), (1, 6, 18)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("given", INPUTS)

@@ -49,11 +49,8 @@ def test_private_interfaces_are_where_they_were() -> None:
     assert torch_patches.tree_flatten([{"a": (1, 2)}])[0] == [1, 2]
     assert callable(dist.Work.boxed)
     assert parameters(dist.broadcast_object_list)[:2] == ["object_list", "src"]
-    assert parameters(dist.scatter_object_list)[:3] == [
-        "scatter_object_output_list",
-        "scatter_object_input_list",
-        "src",
-    ]
+    lists = ["scatter_object_output_list", "scatter_object_input_list"]
+    assert parameters(dist.scatter_object_list)[:3] == [*lists, "src"]
     assert parameters(dist.all_reduce)[:2] == ["tensor", "op"]
     module = nn.Linear(2, 2)
     assert set(module._parameters) == {"weight", "bias"}

@@ -132,10 +132,8 @@ def test_a_place_is_told_apart_from_what_is_computed() -> None:
     changes = compare(loaded("rl", "algo.kl.log=true"), loaded("rl", "algo.kl.log=true", *places))
     assert changes.neutral == changes.mathematics == []
     assert sorted(str(change).partition(":")[0] for change in changes.places) == [
-        "data.train",
-        "data.validation",
-        "reference.model.path",
-    ]
+        "data.train", "data.validation", "reference.model.path",
+    ]  # fmt: skip
 
 
 def test_what_the_bank_holds_is_used_at_another_layout_with_another_engine_size() -> None:
