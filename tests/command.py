@@ -1,7 +1,5 @@
 """The real commands, started as a user starts them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Rank processes and tiny models for all tests, and what is asked of the suite as a whole."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Assertions on refusals by what they name, so that their sentences can be improved freely."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The tables that `python -m benchmarks.faults --markdown` makes. A trial itself: tests/test_resume_killed.py."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Not covered: CUDA events, the kernels of a GPU, its memory, and what the figures are.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

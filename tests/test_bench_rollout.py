@@ -1,8 +1,6 @@
 """A smoke test of `make bench-rollout`: a tiny model, one round, on ranks that are there already; not covered: that it
 starts processes of its own."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import rollout

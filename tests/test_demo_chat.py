@@ -5,8 +5,6 @@ asserted is that stages fit together, that a start goes on where the last one en
 covered: that anything is learnt (`make demo-chat-seeds`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The chat demo's seeds, variants and layouts: configurations, arithmetic, the page. Not covered: what is learnt."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

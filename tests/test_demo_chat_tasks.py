@@ -1,7 +1,5 @@
 """The chat demo's task and its data: what the checks say of answers, by hand, and what its files hold."""
 
-from __future__ import annotations
-
 import collections
 import json
 import random

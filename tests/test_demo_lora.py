@@ -1,7 +1,5 @@
 """The demo's task with an adapter, on two processes: `make demo-lora` in less."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 

@@ -4,8 +4,6 @@ In processes of its own, as a user starts it; on ranks that are there already: t
 Not covered: NCCL; several hosts; ranks that die while the report is made.
 """
 
-from __future__ import annotations
-
 import re
 
 import psutil

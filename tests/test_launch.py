@@ -3,8 +3,6 @@
 Not covered: Ctrl-C in a real terminal (here SIGINT reaches the command alone: its ranks have sessions of their own).
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,8 +1,6 @@
 """A real run of PPO, started as a user starts it, is killed by SIGKILL twice at moments that nothing prepares it for,
 and goes on to the same end. The harness is that of `make test-faults`, which does it a hundred times; sft too."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What ranks do in tests of `megarlhf dpo`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megarlhf.config import DPOConfig

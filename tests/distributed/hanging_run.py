@@ -1,7 +1,5 @@
 """A run of two ranks whose reward function does not come back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.command import argv_of

@@ -5,8 +5,6 @@ it is compared with is the plain run (padded rows, everything resident, nothing 
 process. In `rl` every run trains on the responses which that one drew.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A whole run of a command on the ranks of a pool, with the eyes of a test: what each update saw and did."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What the rank processes do. Each job is called on every rank and returns something that pickles."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

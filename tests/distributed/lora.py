@@ -1,8 +1,6 @@
 """Adapters of tiny models, and what they compute, written out on transformers' models: a wrapper around nn.Linear, with
 nothing of ours. That PEFT computes the same: tests/peers/test_peft.py."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What ranks do in the tests of resume points."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Callable, Sequence

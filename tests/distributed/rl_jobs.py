@@ -1,7 +1,5 @@
 """One step of rl on ranks, for tests that compare steps."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from functools import partial

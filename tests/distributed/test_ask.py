@@ -3,8 +3,6 @@
 Not covered: a terminal's own behaviour (lines come from a stream here).
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Whatever a reward does wrong, the command ends with a sentence that says so, and keeps what was trained before."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

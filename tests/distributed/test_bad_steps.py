@@ -3,8 +3,6 @@
 Not covered: NCCL, bf16.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

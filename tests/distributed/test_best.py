@@ -3,8 +3,6 @@
 Not covered: which step is the best (tests/trainers/test_best_checkpoint.py).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

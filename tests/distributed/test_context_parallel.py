@@ -4,8 +4,6 @@ Three optimizer steps each, fp32. Not covered: kernels of a GPU, and Transformer
 shares (tests/models/test_context_attention.py says what it is called with).
 """
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Not covered: vLLM, which is asked to end at the same tokens (tests/rollout/test_end_tokens.py).
 """
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

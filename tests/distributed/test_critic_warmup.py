@@ -1,7 +1,5 @@
 """The first steps of rl may be the critic's alone; what it has learnt is exported and can be another run's critic."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Not covered: GPUs. On a CPU the numbers are the same with and without, up to the order of sums.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

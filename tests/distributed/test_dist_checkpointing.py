@@ -6,8 +6,6 @@ Not covered: transformer-engine's layers (a GPU), saving by Megatron-LM's own sc
 passed over.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 from collections.abc import Iterator

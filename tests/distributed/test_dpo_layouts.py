@@ -5,8 +5,6 @@ Reference and actor are different models, in some cases at different layouts. No
 (tests/algo/test_preference.py) and other projects' (tests/peers).
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

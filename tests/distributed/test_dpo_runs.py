@@ -4,8 +4,6 @@ Every chosen response has two digits and every rejected one three, so that there
 Not covered: killed and resumed runs (test_resume.py), skipped steps (test_replay.py).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

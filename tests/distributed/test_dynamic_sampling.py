@@ -1,7 +1,5 @@
 """A run that drops groups of equal rewards, draws others in their place, and shapes rewards by length."""
 
-from __future__ import annotations
-
 from megarlhf.observe.records.metrics import read_metrics
 from tests.command import argv_of
 from tests.distributed.test_rl_layouts import config

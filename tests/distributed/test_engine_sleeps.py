@@ -3,8 +3,6 @@
 Not covered: vLLM's own sleep mode, which needs a GPU; here its live tensors lose their memory and get it again.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.refuses import missing_names

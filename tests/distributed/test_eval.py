@@ -3,8 +3,6 @@
 Not covered: intervals (tests/algo/test_intervals.py), what is refused (tests/config/test_eval_config.py).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What layers of experts still hold when a step is over. Not covered: how much that is on a GPU (the rehearsal)."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -4,8 +4,6 @@ fp32 but for one test, random weights. Not covered: transformer-engine's layer s
 several ranks (ep), training of experts in bf16.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

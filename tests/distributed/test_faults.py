@@ -4,8 +4,6 @@ Each is brought about in ranks that are there already. A real kill of processes,
 `make test-faults`. Not covered: GPUs.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import signal

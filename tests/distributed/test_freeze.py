@@ -1,7 +1,5 @@
 """Freezing by pattern: what is frozen stays to the bit, what is not is trained as if by itself, at every layout."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from typing import Any

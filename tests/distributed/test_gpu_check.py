@@ -3,8 +3,6 @@
 Not covered: GPUs, NCCL, Triton's kernels outside its interpreter, srun. The check with vLLM: test_gpu_check_engine.py.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

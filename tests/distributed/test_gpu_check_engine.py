@@ -3,8 +3,6 @@
 Not covered: TP2 x PP2 into TP2, which needs four ranks (test_rl_vllm.py), GPUs.
 """
 
-from __future__ import annotations
-
 from tests.distributed.gpu_check_jobs import PoolStart
 from tools.gpu_check import __main__ as command
 from tools.gpu_check import checks

@@ -3,8 +3,6 @@
 Not covered: the kernels of a GPU.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

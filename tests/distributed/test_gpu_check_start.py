@@ -1,7 +1,5 @@
 """How `make test-gpu` starts its ranks: on this machine and through srun. Not covered: a real srun."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

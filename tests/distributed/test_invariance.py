@@ -4,8 +4,6 @@ A spread of it is in the default tests, all of it in `make test-matrix`, which a
 Not covered: NCCL, TransformerEngine's kernels and fusions, which need a GPU (docs/invariance.md).
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """A role starts from a Hugging Face directory, torch_dist or mp_rank of any layout: the first loss is the same."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the invariance matrix compares is whole: nothing missing, nothing counted twice, no replica with other bits."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -4,8 +4,6 @@ With W' = W + s B A the chain rule says dB = s dW' A^T and dA = s B^T dW'. dW' i
 finds, which other tests hold against Hugging Face. Not covered: a scalar head.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -3,8 +3,6 @@
 Not covered: bf16; dropout, which is refused.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Not covered: GPUs; a mixture of experts in vLLM, whose weights travel as those of any other model.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

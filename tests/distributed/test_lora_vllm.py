@@ -4,8 +4,6 @@ trainer's; and the certificate finds a wrong adapter either way.
 Not covered: GPUs, where vLLM's LoRA layers are other kernels.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

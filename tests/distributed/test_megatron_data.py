@@ -3,8 +3,6 @@
 Not covered: which samples they are (tests/data/test_megatron_indexed.py).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Not covered here: the rollout engine (tests/distributed/test_engine_sleeps.py), 
 (tests/distributed/test_resume.py), other commands and layouts (tests/distributed/test_invariance.py).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

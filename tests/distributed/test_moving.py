@@ -1,8 +1,6 @@
 """What follows the actor over a run of rl: the average of its weights, and a reference that moves; at TP2, and exactly
 the same over a resume. And passes over a step's samples that end on the KL."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

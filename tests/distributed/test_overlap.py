@@ -3,8 +3,6 @@
 With gloo, whose messages run in threads of their own. Not covered: NCCL's streams.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -4,8 +4,6 @@ Each layout's packed run is compared with its own padded run and with the padded
 tests/distributed/test_invariance.py. Not covered: kernels of a GPU; TransformerEngine's `thd`.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Mapping

@@ -1,8 +1,6 @@
 """Each substitution in other projects' code, and each part of ours that stands for a broken one of theirs, is still
 needed. A failure here is good news: remove it."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

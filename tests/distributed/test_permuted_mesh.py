@@ -4,8 +4,6 @@ TP4 with engines of two, (0, 2, 1, 3), and TP2 with engines of four, which is th
 Not covered: vLLM under a permuted mesh (test_vllm_families.py), NCCL.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ranks start with what they need: the server that forks them goes on without a word when an import fails."""
 
-from __future__ import annotations
-
 import sys
 
 from megarlhf.runtime import Runtime

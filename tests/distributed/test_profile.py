@@ -3,8 +3,6 @@
 Not covered: GPUs.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -3,8 +3,6 @@
 Not covered: pieces and order of texts (tests/trainers/test_pretraining_mix.py).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

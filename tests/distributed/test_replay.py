@@ -4,8 +4,6 @@ rounding of sums; a fault that lies in weights or batch shows again, and its fir
 Not covered: NCCL, and faults of a device, which no repeat shows again.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -5,8 +5,6 @@ own, in tests/test_resume_killed.py and `make test-faults`. Equal means: every m
 bit, and every byte of the exported weights. Not covered: GPUs, whose kernels need `run.deterministic`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

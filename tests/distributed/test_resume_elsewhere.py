@@ -4,8 +4,6 @@ Runs are cut off by an exception at a chosen call, as in tests/distributed/test_
 over ranks, whose state tests/distributed/test_resume_state.py carries from layout to layout bit for bit.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 Not covered here: transformer-engine's layers and fused optimizers (a GPU).
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

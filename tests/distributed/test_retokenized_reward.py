@@ -4,8 +4,6 @@ Two reward models compute the same of the same text: the second's tokenizer has 
 of the embedding stand in that order.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

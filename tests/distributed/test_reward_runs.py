@@ -1,8 +1,6 @@
 """Runs with several rewards: a model, functions in worker processes of which one does not always apply, and a server
 whose answers fail now and then."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

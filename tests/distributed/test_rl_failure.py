@@ -3,8 +3,6 @@
 Not covered: GPUs; a failure inside vLLM's own collectives.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from pathlib import Path

@@ -4,8 +4,6 @@ The other RL tests compare layouts with each other; this one says that what they
 value, a score and a log-prob stand at, the KL in the reward, GAE, whitening, both clips, every gradient.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

@@ -3,8 +3,6 @@
 The training at all layouts: tests/distributed/test_invariance.py.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Not covered: GPUs, an actor in bf16, families other than Llama (test_vllm_famili
 stand in another order (the same).
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The reward model's first steps, both losses, against Hugging Face's sequence classifier and where pairs and
 evaluations are cut over ranks. All layouts: tests/distributed/test_invariance.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The reward model's options in whole runs, at TP2 or with stages: margins, scores, exports of unit variance."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Not covered: NCCL.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

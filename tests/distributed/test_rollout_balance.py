@@ -3,8 +3,6 @@
 Not covered: GPUs, where a token's bits may depend on what else is in the batch.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.distributed import rollout_jobs

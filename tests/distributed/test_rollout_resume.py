@@ -4,8 +4,6 @@ Bit for bit, on a CPU. Not covered: GPUs, where the bits depend on which request
 fails between two collectives of an engine of several ranks, which leaves the others waiting in it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

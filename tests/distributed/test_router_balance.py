@@ -3,8 +3,6 @@
 Not covered: transformer-engine's layers, NCCL.
 """
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Not covered: the filters by hand (tests/algo/test_sampling.py), the choice among responses (tests/trainers).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """The first SFT steps are equal to Hugging Face trained by plain torch, on one rank and where several kinds of
 parallelism meet. That every layout equals one rank: tests/distributed/test_invariance.py."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Every packed run of the other tests shares prompts too, and is compared there wi
 Not covered: kernels of a GPU.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable

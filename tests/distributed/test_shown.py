@@ -2,8 +2,6 @@
 took; and the accuracy that the configured rule says. Not covered: the server of Weights & Biases.
 """
 
-from __future__ import annotations
-
 import html
 import itertools
 import json

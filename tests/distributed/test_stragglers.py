@@ -1,7 +1,5 @@
 """Two ranks in lockstep, one of which does more of its own: the first rank's log names it. Not covered: NCCL."""
 
-from __future__ import annotations
-
 import logging
 import re
 import time

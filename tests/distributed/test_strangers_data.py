@@ -4,8 +4,6 @@ a validation share, a saved dictionary, and a compressed file, in one cache.
 Not covered: which samples they are (tests/data/test_strangers.py).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Counted are the operations that torch runs, by the shapes that they are called w
 covered: a GPU, whose operations are rehearsed (tests/rehearsal/test_rehearsed_trees.py).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -5,8 +5,6 @@ test_resume_state.py, memory, messages and time of a rehearsal in tests/rehearsa
 must outlive its tensor too.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """vLLM receives the actor's weights and says what Hugging Face says, at TP1 and TP2, tied and untied."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Random weights, in fp32 but for one test. Not covered: GPUs (kernels that repack
 weights, expert parallelism inside vLLM.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ the way of the head's own gradient too: through autograd, or straight into Megat
 several slices on each rank, the last one narrower, and padding. Not covered: `triton`, which needs a GPU.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 In processes of their own: tests/test_hanging_command.py. Not covered: NCCL; several hosts.
 """
 
-from __future__ import annotations
-
 import re
 import time
 

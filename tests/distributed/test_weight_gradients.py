@@ -4,8 +4,6 @@ dtype micro-batches are summed.
 Not covered: TransformerEngine itself, which needs a GPU; a stand-in keeps to its protocol.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

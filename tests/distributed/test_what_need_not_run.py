@@ -3,8 +3,6 @@
 Not covered here: a whole run with and without them (tests/test_pipeline.py), and what it saves (make bench-packing).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

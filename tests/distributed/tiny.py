@@ -1,7 +1,5 @@
 """Tiny models as Hugging Face writes them, with the demo's tokenizer, and a little data."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the rank processes do with vLLM's engine and weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """SFT written out in plain torch on a model of transformers: what runs of ours are held against."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

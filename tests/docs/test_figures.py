@@ -1,7 +1,5 @@
 """Tables of figures on pages are those of benchmarks/results/. Not covered: figures in sentences."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What the pages name exists: files, functions, words of the code, commands; what they quote is said; examples run."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import re

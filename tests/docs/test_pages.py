@@ -3,8 +3,6 @@
 Not covered: the build itself (`make docs`, strict, which CI runs).
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The configuration reference has every key of every command, and pages name no key that there is not."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Not covered: the messages between ranks (tests/parallel/test_context.py), and va
 here is what it is called with.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -4,8 +4,6 @@ Not covered: varlen_attn's kernel and transformer-engine's own attention (both n
 with), several ranks (tests/distributed).
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from types import SimpleNamespace

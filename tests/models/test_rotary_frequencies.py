@@ -3,8 +3,6 @@
 Not covered: logits (tests/distributed/test_families.py) and vLLM (tests/distributed/test_vllm_families.py).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ Not covered: the calls of varlen_attn's kernels, which test_tree_varlen.py has; 
 (tests/rehearsal/test_meter.py).
 """
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 

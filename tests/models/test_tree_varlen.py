@@ -4,8 +4,6 @@ the source of torch 2.11 and 2.13 says they do.
 Not covered: the kernels, which need a GPU (`make test-gpu`, its check `prompts`).
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 

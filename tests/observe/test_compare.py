@@ -3,8 +3,6 @@
 Not covered: how it looks.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

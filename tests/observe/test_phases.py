@@ -1,7 +1,5 @@
 """Seconds by phase, on a clock that the test turns."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

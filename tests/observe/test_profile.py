@@ -3,8 +3,6 @@
 Not covered: what torch itself writes on a GPU; a whole run (tests/distributed/test_profile.py).
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging
@@ -144,11 +142,9 @@ def test_a_gpu_s_snapshot_is_of_its_step(phases, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(recording, "record_allocations", lambda device: seen.append("record"))
     monkeypatch.setattr(recording, "write_allocations", lambda device, path: seen.append("write") or path.touch())
     made = ProfileRecorder(
-        ProfileConfig(memory_snapshot=2),
-        phases,
-        tmp_path / FOLDER,
+        ProfileConfig(memory_snapshot=2), phases, tmp_path / FOLDER,
         Runtime(device=torch.device("cuda"), backend="nccl"),
-    )
+    )  # fmt: skip
     phases.observer = phases.sharing = made
     for step, said in ((1, []), (2, ["wait", "record", "wait", "write"]), (3, [])):
         make_step(phases, step)

@@ -1,7 +1,5 @@
 """Tables of samples as files and as Markdown. In a report: test_report.py. A run's: distributed/test_shown.py."""
 
-from __future__ import annotations
-
 import errno
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 Not covered: a run that is killed (tests/distributed/test_shown.py); metrics and tables (files of their own).
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

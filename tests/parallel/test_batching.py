@@ -248,14 +248,9 @@ def test_one_token_predicts_the_first_of_every_continuation():
     assert predictors[[1, 2, 4, 6, 7, 8]].tolist() == [0, 1, 3, 5, 6, 7], "inside of segments the one to the left"
     assert predictors[[9, 11, 12]].tolist() == [2, 2, 4]
     deep = tree_layout(
-        sequences=(0, 1),
-        lengths=(5, 3),
-        starts=(5, 3),
-        segments=(1, 2, 2, 2),
-        parents=(ROOT, 0, 0, 1),
-        columns=8,
+        sequences=(0, 1), lengths=(5, 3), starts=(5, 3), segments=(1, 2, 2, 2), parents=(ROOT, 0, 0, 1), columns=8,
         last_segments=(3, 2),
-    )
+    )  # fmt: skip
     assert [each.tolist() for each in deep.tokens_R.split(deep.lengths)] == [[0, 1, 2, 5, 6], [0, 3, 4]]
     assert deep.predictors_S[[1, 3, 5]].tolist() == [0, 0, 2]
     assert deep.packed_row(CPU).positions_T.tolist() == [0, 1, 2, 1, 2, 3, 4, 0]

@@ -3,8 +3,6 @@
 Not covered: a model (tests/distributed/test_context_parallel.py).
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -3,8 +3,6 @@
 Not covered here: whole steps under each policy (tests/distributed/test_memory_by_phase.py), pinned memory and streams.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megarlhf.config import OffloadConfig

@@ -3,8 +3,6 @@
 What the default tests hold against a wrapper written out (tests/distributed/lora.py) is held against PEFT itself here.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

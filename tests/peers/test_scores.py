@@ -1,7 +1,5 @@
 """Rewards as TRL's GRPO has them: a reward model of ours, alone and in a batch, and what a function is given."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

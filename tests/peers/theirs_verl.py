@@ -3,8 +3,6 @@
 A method is called on a stand-in for its object, which has the settings that the method reads.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -65,14 +63,9 @@ def verl_policy(
 
     def loss_of(logprobs_NT: Tensor) -> Tensor:
         return _verl().get_policy_loss_fn(name)(
-            old_log_prob=inputs.old_logprobs_NT,
-            log_prob=logprobs_NT,
-            advantages=advantages_NT,
-            response_mask=inputs.mask_NT,
-            loss_agg_mode=average,
-            config=config,
-            rollout_is_weights=weights_NT,
-        )[0]
+            old_log_prob=inputs.old_logprobs_NT, log_prob=logprobs_NT, advantages=advantages_NT,
+            response_mask=inputs.mask_NT, loss_agg_mode=average, config=config, rollout_is_weights=weights_NT,
+        )[0]  # fmt: skip
 
     return gradient(inputs, loss_of, inputs.logprobs_NT)
 
@@ -80,12 +73,9 @@ def verl_policy(
 def verl_value(inputs: Inputs) -> list[float]:
     def loss_of(values_NT: Tensor) -> Tensor:
         return _verl().compute_value_loss(
-            vpreds=values_NT,
-            returns=inputs.returns_NT,
-            values=inputs.old_values_NT,
-            response_mask=inputs.mask_NT,
+            vpreds=values_NT, returns=inputs.returns_NT, values=inputs.old_values_NT, response_mask=inputs.mask_NT,
             cliprange_value=0.2,
-        )[0]
+        )[0]  # fmt: skip
 
     return gradient(inputs, loss_of, inputs.values_NT)
 

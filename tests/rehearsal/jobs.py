@@ -1,7 +1,5 @@
 """Small jobs for `megarlhf rehearse`: models that are a config.json, and configurations in YAML."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 python -m tests.rehearsal.layer_cases NAME ...
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys
@@ -129,14 +127,9 @@ def rehearse(case: Case) -> dict[str, Any]:
         torch_patches.join(0, world, "gpu")
         stack.callback(dist.destroy_process_group)
         runtime = Runtime(
-            rank=0,
-            local_rank=0,
-            world_size=world,
-            local_world_size=world,
-            ranks_per_block=world,
-            device=rank.device,
+            rank=0, local_rank=0, world_size=world, local_world_size=world, ranks_per_block=world, device=rank.device,
             backend=torch_patches.BACKENDS["gpu"],
-        )
+        )  # fmt: skip
         stack.enter_context(torch_patches.patched(rank._hooks()))
         stack.enter_context(rank.mode)
         batch = MicroBatch(batch.tokens_BS.to(rank.device), {}, batch.layout)
@@ -152,16 +145,9 @@ def _rank(case: Case, folder: Path) -> Rank:
         "train": {"num_steps": 1, "mini_batch_samples": 8, "max_tokens_per_micro_batch": TOKENS},
     }
     job = Job(
-        command="sft",
-        cfg=SFTConfig.model_validate(tree),
-        rank=0,
-        world_size=case.tp * case.cp,
-        ranks_per_node=8,
-        kind="gpu",
-        layers=case.layers,
-        num_steps=1,
-        response_lengths=Constant(8),
-    )
+        command="sft", cfg=SFTConfig.model_validate(tree), rank=0, world_size=case.tp * case.cp, ranks_per_node=8,
+        kind="gpu", layers=case.layers, num_steps=1, response_lengths=Constant(8),
+    )  # fmt: skip
     return Rank(job, _Free())
 
 

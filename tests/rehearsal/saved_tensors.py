@@ -8,8 +8,6 @@ parallelism, otherwise T), H hidden, N query heads, G key-value groups, D head d
 expert K rows that are routed to it and E its width.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Numbers that a rehearsal cannot know are answered from a list, counted with their line, or end it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -42,7 +40,7 @@ def test_a_listed_read_is_answered_and_counted() -> None:
     ((assumption, count),) = device.assumptions.counts.items()
     assert count == 2
     assert assumption.where == "megarlhf/trainers/rl/kl_controller.py:2 in read"
-    assert (assumption.answer, assumption.reason) == ("0.0", "metrics of the KL, which steer no shape")
+    assert (assumption.answer, "KL" in assumption.reason) == ("0.0", True)
 
 
 def test_what_a_listed_function_calls_elsewhere_is_not_listed() -> None:

@@ -1,8 +1,6 @@
 """`megarlhf calibrate`: what it writes loads and prices. Not covered: whether its figures are right
 (`benchmarks/rehearsal/time.py`), NCCL, and several nodes."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -17,7 +15,7 @@ from megarlhf.rehearsal.calibrate.work import RING, RING_BYTES, copies_of, in_tu
 from megarlhf.rehearsal.cost_model.hardware import Hardware, load_hardware
 from megarlhf.rehearsal.cost_model.pricing import Pricing
 from megarlhf.runtime import Runtime
-from tests.refuses import refuses
+from tests.refuses import missing_names, refuses
 from tests.rehearsal.test_hardware import tree
 
 
@@ -48,7 +46,7 @@ def test_two_ranks_measure_a_file_that_loads_and_prices(ranks, tmp_path):
     assert price.operation_seconds(*asked) == pytest.approx(hardware.launch.value + row.seconds)
     said = next(each for each in measured.collectives if each.operation == "all_reduce" and each.nbytes > 4)
     assert price.collective_seconds("all_reduce", (0, 1), said.nbytes, host=False) == pytest.approx(said.seconds)
-    assert "measured by megarlhf calibrate on" in hardware.sources["measured"]
+    assert "megarlhf calibrate" in hardware.sources["measured"]
 
 
 def test_groups_inside_and_between_nodes():
@@ -82,14 +80,14 @@ def test_where_a_file_cannot_be_is_said_before_anything_is_measured(tmp_path, mo
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", MARK):
         monkeypatch.delenv(name, raising=False)
     assert main(["calibrate", "-o", str(tmp_path / "none" / "x.yaml")]) == 2
-    assert f"there is no directory {tmp_path / 'none'}; make it first" in capsys.readouterr().err
+    assert f"no directory {tmp_path / 'none'}" in capsys.readouterr().err
     assert main(["calibrate", "-o", str(tmp_path)]) == 2
-    assert "is a directory; name a file in it" in capsys.readouterr().err
+    assert not missing_names(capsys.readouterr().err, str(tmp_path), "is a directory", "name a file")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert main(["calibrate", "-o", str(tmp_path / "x.yaml"), "--nproc", "3"]) == 2
-    assert "--nproc 3 under a launcher that has started 2 rank(s)" in capsys.readouterr().err
+    assert not missing_names(capsys.readouterr().err, "--nproc 3", "launcher", "2 rank")
     assert not list(tmp_path.iterdir())
 
 

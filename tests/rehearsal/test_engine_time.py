@@ -1,8 +1,6 @@
 """Seconds of a step's rollout from what the engines have to generate: by hand. How long one engine takes by the
 roofline is not here (`test_pricing.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,16 +15,9 @@ from tests.rehearsal.jobs import DENSE, EXPERTS, write_model
 
 ENGINES = RolloutWork([Sequences([4, 4], [10, 30]), Sequences([4], [20]), Sequences([], [])])
 SHAPE = EngineShape(
-    ranks=(0,),
-    weight_bytes=1,
-    flops_per_token=1.0,
-    cache_bytes_per_token=1,
-    num_layers=1,
-    hidden_size=1,
-    query_size=1,
-    dtype="bfloat16",
-    itemsize=2,
-)
+    ranks=(0,), weight_bytes=1, flops_per_token=1.0, cache_bytes_per_token=1, num_layers=1, hidden_size=1, query_size=1,
+    dtype="bfloat16", itemsize=2,
+)  # fmt: skip
 
 
 class ATokenASecond:

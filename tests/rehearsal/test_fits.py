@@ -3,8 +3,6 @@
 Not covered: the large ones, which take minutes each.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

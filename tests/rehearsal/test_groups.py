@@ -3,8 +3,6 @@
 Not covered: groups of vLLM's; the time that a communicator takes.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from unittest import mock
 

@@ -1,8 +1,6 @@
 """Hardware files: those that are shipped load, and what is wrong in one is said. Not covered: whether a datasheet is
 right."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +89,7 @@ def test_a_file_of_ones_own(tmp_path):
         ({"memory": figure(float("nan"))}, ("memory.value",)),
         ({"memory": figure(float("inf"))}, ("memory.value", "finite number")),
         ({"kind": "tpu"}, ("kind", "'gpu' or 'cpu'", "tpu")),
-        (
-            {"measured": {"source": "x", "products": [["float32", 1, 2, 2, 2, -1.0]]}},
-            ("measured.products.0.5", "greater than 0"),
-        ),
+        ({"measured": {"source": "x", "products": [["float32", 1, 2, 2, 2, -1.0]]}}, ("measured.products.0.5",)),
         ({"measured": {"source": "x", "memory": [["coppy", "float32", 8, 1.0]]}}, ("coppy", "copy")),
         ({"efficiency": {**tree()["efficiency"], "memory": figure(1.5)}}, ("efficiency.memory.value", "equal to 1")),
         (

@@ -1,7 +1,5 @@
 """Numbers of device tensors that follow from known ones: alone, and in a world in which all ranks say the same."""
 
-from __future__ import annotations
-
 import gc
 import pickle
 

@@ -3,8 +3,6 @@
 Not covered: whether the numbers are right, which takes a GPU (`make test-gpu` compares whole phases there).
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -24,20 +22,9 @@ from megarlhf.rehearsal.timeline.messages import Reached
 
 MIB = 2**20
 LLAMA_3_70B = Facts(
-    memberships=40,
-    groups=4,
-    near_peers=0,
-    far_groups=1,
-    passing_bytes=20 * 2**30,
-    tokens=8192,
-    heads=8,
-    kv_heads=1,
-    head_dim=128,
-    hidden=8192,
-    layer_norm=False,
-    layers="te",
-    engine_tp=8,
-)
+    memberships=40, groups=4, near_peers=0, far_groups=1, passing_bytes=20 * 2**30, tokens=8192, heads=8, kv_heads=1,
+    head_dim=128, hidden=8192, layer_norm=False, layers="te", engine_tp=8,
+)  # fmt: skip
 
 
 def by_name(facts, cfg=None):

@@ -1,7 +1,5 @@
 """What an operation touches, by hand, and how estimates are held against runs. Not covered: all other operations."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where memory is made: the program's line, and what kind it is."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Not covered: the layouts that are not here, which the benchmark itself runs.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -4,8 +4,6 @@ One job is rehearsed once for most of what is asserted. Not covered: whether fig
 what the page looks like (`test_page.py`).
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

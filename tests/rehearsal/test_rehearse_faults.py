@@ -3,8 +3,6 @@
 Not covered: what else a replay finds (`test_replay_faults.py`).
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """What a user gets wrong is told in a sentence, with exit status 2, before anything is rehearsed or written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

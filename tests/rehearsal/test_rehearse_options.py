@@ -1,7 +1,5 @@
 """Each option of `megarlhf rehearse` changes what it says it changes, and is refused where it could change nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -99,8 +97,9 @@ def test_layers(sft) -> None:
     """TransformerEngine's layers keep other tensors than ours."""
     te, local = sft(), sft("--layers", "local")
     assert peak(te, "activations") != peak(local, "activations") > 0
-    assert [note for note in local["notes"] if note.startswith("Layers are the local ones")]
-    assert [note for note in te["notes"] if note.startswith("Layers are those of TransformerEngine")]
+    ours, theirs = (next(note for note in said["notes"] if "Layers" in note) for said in (local, te))
+    assert "local" in ours
+    assert "TransformerEngine" in theirs
     items = [{item["name"] for item in said["ranks"][0]["margin"]} for said in (te, local)]
     assert items[0] - items[1] == {"norms' backward"}
 
@@ -123,7 +122,7 @@ def test_the_margin_is_of_the_trained_role_that_takes_most(tmp_path) -> None:
     (item,) = (item for item in done.json()["ranks"][0]["margin"] if item["name"] == "attention's backward")
     assert " x 4 heads x 16 " in item["scaling"]
     # Of the critic's two stages one is here: what it waits for is not.
-    assert [note for note in done.json()["notes"] if note.startswith("Pipelines of critic have another layout")]
+    assert [note for note in done.json()["notes"] if "critic" in note and "another layout" in note]
 
 
 def test_memory_of_a_device(grpo) -> None:
@@ -150,7 +149,7 @@ def test_lengths_of_responses(grpo) -> None:
     """8 samples of 5 tokens."""
     said = grpo("--response-lengths", "constant:5")
     assert said["rollouts"][0]["tokens"] == 8 * 5
-    assert any("always 5 tokens, at most 64." in note for note in said["notes"])
+    assert any("5 tokens" in note and "at most 64" in note for note in said["notes"])
 
 
 def test_lengths_of_prompts(sft) -> None:
@@ -176,8 +175,7 @@ def test_skew_of_the_routing_on_hardware_of_the_user(tmp_path) -> None:
     even, skewed = (said["times"][0]["seconds"] for said in found)
     assert even < skewed
     notes = [next(note for note in said["notes"] if note.startswith("Routing")) for said in found]
-    assert "equally many tokens" in notes[0]
-    assert "expert 0 of each layer gets 2 times the mean" in notes[1]
+    assert ["2 times" in note for note in notes] == [False, True]
 
 
 def test_ranks_per_node(tmp_path) -> None:
@@ -202,7 +200,7 @@ def test_ranks_of_no_whole_pipeline_have_no_times(tmp_path) -> None:
     said = done.json()
     assert (done.status, said["times"], said["faults"]) == (0, [], [])
     assert [(rank["rank"], rank["why"]) for rank in said["ranks"]] == [(0, "asked for"), (3, "asked for")]
-    assert [note for note in said["notes"] if note.startswith("There are no times")]
+    assert [note for note in said["notes"] if "no times" in note]
 
 
 def test_a_model_is_named_as_the_user_names_it(tmp_path, capsys) -> None:

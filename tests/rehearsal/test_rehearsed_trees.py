@@ -4,8 +4,6 @@ for it no more often than without them.
 The same of a CPU that computes is in tests/distributed/test_tree_flops.py. Not covered: seconds.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ against a run that writes one.
 Not covered: what rank 0 writes besides tensors; the path of a GPU, where a copy in host memory is written from.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ experts and digests.
 Not covered: whether either is faster.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path

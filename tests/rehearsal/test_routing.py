@@ -1,7 +1,5 @@
 """The stated routing of a mixture of experts. What real and rehearsed routers make of it: `test_truth.py`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Memory that kernels of a CPU take for themselves, against the profiler. That of gloo: `test_truth.py`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

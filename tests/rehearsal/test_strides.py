@@ -3,8 +3,6 @@
 Not covered: every operation; those here are what layers, losses and packing are made of.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -3,8 +3,6 @@
 Not covered: that the best of a sweep is the best on a cluster.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +17,7 @@ from megarlhf.rehearsal.processes import RankFailed
 from megarlhf.rehearsal.request import Request
 from megarlhf.rehearsal.result import Result
 from megarlhf.rehearsal.sweep import Axis, Variant, best_first, least_bytes, parse_axes
-from tests.refuses import refuses
+from tests.refuses import missing_names, refuses
 from tests.rehearsal.jobs import DENSE, MODELS, job_tree, records_of, request_of, run_command, write_job, write_model
 from tests.rehearsal.results import a_result, too_small
 
@@ -34,11 +32,8 @@ def test_a_sweep(tmp_path, capsys) -> None:
     assert done.status == 0
     said = json.loads((done.out / "sweep.json").read_text())
     illegal = {tuple(each["overrides"]): each["why"] for each in said["illegal"]}
-    assert set(illegal) == {
-        ("actor.parallel.pp=3", "train.mini_batch_samples=4"),
-        ("actor.parallel.pp=3", "train.mini_batch_samples=8"),
-    }
-    assert "world size 2 is not a multiple" in illegal["actor.parallel.pp=3", "train.mini_batch_samples=8"]
+    assert set(illegal) == {("actor.parallel.pp=3", f"train.mini_batch_samples={size}") for size in (4, 8)}
+    assert "world size 2" in illegal["actor.parallel.pp=3", "train.mini_batch_samples=8"]
     assert (said["too_large"], said["failed"]) == ([], [])
     trained = [each["tokens/s"] for each in said["done"]]
     assert trained == sorted(trained, reverse=True)
@@ -46,7 +41,7 @@ def test_a_sweep(tmp_path, capsys) -> None:
     best = [*said["done"][0]["overrides"], "run.world_size=2"]
     assert load_config(SFTConfig, done.out / "best.yaml") == load_config(SFTConfig, file, best)
     assert sorted(path.name for path in done.out.iterdir()) == ["best.yaml", "sweep.json"]
-    assert "2 cannot run, such as actor.parallel.pp=3" in " ".join(capsys.readouterr().out.split())
+    assert not missing_names(capsys.readouterr().out, "2 cannot run", "actor.parallel.pp=3")
 
 
 Answer = Callable[[Request], Result]

@@ -4,8 +4,6 @@ A failure here means: torch has moved something; look at `megarlhf/rehearsal/fak
 `TESTED` is changed.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import re

@@ -3,8 +3,6 @@
 Not covered: TransformerEngine itself, which needs a GPU; padded rows of the local layers; experts under a real routing.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

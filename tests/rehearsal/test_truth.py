@@ -4,8 +4,6 @@ Not covered: the path of a GPU, whose kernels and process groups are not here; e
 a mixture of experts.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

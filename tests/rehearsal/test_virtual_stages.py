@@ -3,8 +3,6 @@
 Not covered: messages that take long, memory (test_truth.py), layers that are played (test_reuse.py).
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.rehearsal.jobs import DENSE, job_tree, run_command, write_job, write_model

@@ -1,7 +1,5 @@
 """A run that has begun in its directory, and was stopped; and what a start is asked there."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Not covered: that what is called neutral leaves the numbers alone, which the tests of the layouts show.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
@@ -19,6 +17,7 @@ from megarlhf.resume.claim.config_changes import CONDITIONAL, KINDS, ROLES, comp
 from megarlhf.resume.claim.identity import History
 from megarlhf.resume.points.restore import Identity
 from tests.config.examples import KINDS as EXAMPLES
+from tests.refuses import missing_names, refuses
 
 TRAINING = {name: EXAMPLES[name] for name in ("sft", "rm", "dpo", "rl")}
 
@@ -158,7 +157,7 @@ def test_a_step_in_progress_is_completed_only_with_its_own_mini_batches() -> Non
 
     assert splits("rl") == splits("rl", "rollout.temperature=0.5") == splits("sft", "train.mini_batch_samples=1") == []
     (reason,) = splits("rl", "train.epochs_per_step=7")
-    assert reason.startswith("it lies inside a step, and train.epochs_per_step ")
+    assert not missing_names(reason, "inside a step", "train.epochs_per_step")
 
 
 def test_another_rule_of_the_best_is_no_matter_of_rounding() -> None:
@@ -180,7 +179,7 @@ def test_a_run_that_was_begun_when_shuffle_was_a_switch_goes_on(tmp_path, old, n
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(written))
     assert load_config(RLConfig, tmp_path / "config.yaml", of_a_run=True) == before
     assert convert_old_shuffle(written) == before.model_dump(mode="json")
-    with pytest.raises(ValueError, match=f"train.shuffle: {str(old).lower()} is no longer read.*: write {now} "):
+    with refuses(f"train.shuffle: {str(old).lower()}", f"write {now}"):
         load_config(RLConfig, tmp_path / "config.yaml")
     other = loaded("rl", f"run.dir={tmp_path}", "train.shuffle=groups")
     (change,) = compare(load_config(RLConfig, tmp_path / "config.yaml", of_a_run=True), other).mathematics

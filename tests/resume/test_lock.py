@@ -4,8 +4,6 @@ Other hosts are played by a changed host name. Not covered: a network file syste
 watched (only the monotonic one is read).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import json
@@ -25,7 +23,7 @@ from megarlhf.lease import Holder, Lease
 from megarlhf.resume.claim import lock as module
 from megarlhf.resume.claim.lock import Lock, LockError
 from tests.command import ROOT
-from tests.refuses import refuses
+from tests.refuses import missing_names, refuses
 
 
 @pytest.fixture(autouse=True)
@@ -88,8 +86,7 @@ def test_a_running_holder_is_named_and_a_killed_one_followed_at_once(tmp_path) -
     started = time.monotonic()
     with Lock.take(tmp_path) as lock:
         assert time.monotonic() - started < module.WATCH_SECONDS / 2
-        assert f"pid {process.pid} on" in lock.note
-        assert "that process has ended" in lock.note
+        assert not missing_names(lock.note, f"pid {process.pid}", "ended")
     assert list(tmp_path.iterdir()) == []
     process.communicate()
 
@@ -137,7 +134,7 @@ def test_a_holder_on_another_host_is_watched(tmp_path) -> None:
     started = time.monotonic()
     with Lock.take(tmp_path) as lock:
         assert time.monotonic() - started >= module.WATCH_SECONDS
-        assert lock.note.endswith(f"by {holder}; taken over, because it has not refreshed its lock for 1 s")
+        assert not missing_names(lock.note, str(holder), "taken over", "1 s")
 
 
 def test_a_holder_refreshes_its_lock(tmp_path) -> None:
@@ -183,7 +180,7 @@ def test_of_many_newcomers_one_holds_the_lock(tmp_path) -> None:
         said, beside = process.communicate(timeout=120)
         assert said == "held 10\n", beside
         # On a busy machine a newcomer may find a holder that has no time to show that it lives.
-        assert all("watching for up to" in line for line in beside.splitlines()), beside
+        assert all("watching" in line for line in beside.splitlines()), beside
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 

@@ -1,7 +1,5 @@
 """Which resume points count, and which give way. What is in them: tests/distributed/test_resume*.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megarlhf.config import CheckpointConfig
@@ -55,12 +53,12 @@ def test_an_old_point_gives_way_where_there_is_no_room(tmp_path, monkeypatch) ->
     partial = point.partial_path(tmp_path, Position(7))
     assert point.make_room(partial, 10, spare) is None
     assert points(tmp_path) == names
-    assert "it takes 0.000 GB" in str(point.make_room(partial, 40, spare))
+    assert "0.000 GB" in str(point.make_room(partial, 40, spare))
     assert points(tmp_path) == names, "none goes where all of them would not be enough"
     assert point.make_room(partial, 20, spare) is None
     assert points(tmp_path) == ["step_000004", "step_000005", "step_000006"]
     spare = superfluous(find_points(tmp_path), keep=1, keep_every=4)
-    assert "are free" in str(point.make_room(partial, 50, spare))
+    assert "free" in str(point.make_room(partial, 50, spare))
     assert points(tmp_path) == ["step_000004", "step_000005", "step_000006"]
 
 

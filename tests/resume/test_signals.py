@@ -3,8 +3,6 @@
 Each process that gets a signal is a small one. Not covered: what a run saves; NCCL.
 """
 
-from __future__ import annotations
-
 import os
 import pty
 import signal
@@ -67,8 +65,9 @@ def test_the_first_signal_is_noted_and_said_once(what, number) -> None:
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out) == (0, f"{number.name}\nleft\n"), err
-    said = "saving at the next moment between two updates, then this run ends. Again: at once"
-    assert err == (f"\nmegarlhf: {number.name}: {said}\n" if what == "speaks" else "")
+    lines = err.split()
+    assert lines[:2] == (["megarlhf:", f"{number.name}:"] if what == "speaks" else [])
+    assert err.count(number.name) == (what == "speaks")
 
 
 IN_A_TERMINAL = """
@@ -118,7 +117,7 @@ def test_the_second_signal_ends_the_process(what, first, second, status) -> None
     interrupted = (first, second, what) == (SIGINT, SIGINT, "waits")  # an uncaught KeyboardInterrupt, as everywhere
     assert process.returncode == (-SIGINT if interrupted else status), err
     assert ("KeyboardInterrupt" in err) == interrupted
-    assert ("SIGTERM again: stopped at once" in err) == (second == SIGTERM)
+    assert ("SIGTERM again" in err) == (second == SIGTERM)
     assert "left" not in out
 
 
@@ -177,20 +176,10 @@ def test_the_status_of_a_run_that_has_saved() -> None:
     assert str(StopRun("saved in x", SIGTERM)) == "saved in x"
 
 
-@pytest.mark.parametrize(
-    "text, seconds",
-    [
-        ("1-02:03:04", 93784.0),
-        ("2:00:00", 7200.0),
-        ("4:05", 245.0),
-        ("UNLIMITED", None),
-        ("NOT_SET", None),
-        ("", None),
-        ("x-1:00", None),
-    ],
-)
-def test_how_slurm_writes_a_time(text, seconds) -> None:
-    assert seconds_of(text) == seconds
+def test_how_slurm_writes_a_time() -> None:
+    times = {"1-02:03:04": 93784.0, "2:00:00": 7200.0, "4:05": 245.0}
+    assert {text: seconds_of(text) for text in times} == times
+    assert [seconds_of(text) for text in ("UNLIMITED", "NOT_SET", "", "x-1:00")] == [None] * 4
 
 
 def test_the_time_left_is_asked_for_once(tmp_path, monkeypatch) -> None:
@@ -202,17 +191,11 @@ def test_the_time_left_is_asked_for_once(tmp_path, monkeypatch) -> None:
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-    first = time_left()
-    assert first is not None
-    assert 50 < first <= 60
-    second = time_left()
-    assert second is not None
-    assert 50 < second <= first
+    first, second = time_left(), time_left()
+    assert 50 < second <= first <= 60
     assert (tmp_path / "asked").read_text() == "-h -j 77 -o %L\n"
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 500))
-    told = time_left()
-    assert told is not None
-    assert 490 < told <= 500
+    assert 490 < time_left() <= 500
     monkeypatch.delenv("SLURM_JOB_END_TIME")
     monkeypatch.setenv("SLURM_JOB_ID", "78")
     squeue.write_text("#!/bin/sh\nexit 1\n")

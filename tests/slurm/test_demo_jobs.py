@@ -3,8 +3,6 @@
 Not covered: GPUs, and nodes that are different machines.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -4,8 +4,6 @@ not, and where.
 Not covered: a Slurm with control groups or accounting, and containers.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator

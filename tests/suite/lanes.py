@@ -5,8 +5,6 @@ vLLM are apart, so files that use them run one after the other in one worker, be
 ranks. What takes longest comes first, and a worker that is through helps the others, so that none waits at the end.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any
