@@ -22,6 +22,7 @@ from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.observe.terminal.progress import make_console
 from tests.chat_model import write_chat_model, write_silent_model
 from tests.ranks import RankPool
+from tests.refuses import missing_names
 from tools.demo_chat.figures import responses
 from tools.demo_chat.killed import call_and_kill
 from tools.demo_chat.page import side_by_side
@@ -163,13 +164,13 @@ def test_another_demo_and_what_was_made_from_an_earlier_stage_are_refused(demo, 
     """No stage runs: figures of two seeds, two configurations, or a replaced SFT model would be mixed."""
     warm = Warm(vllm_ranks)
     arguments = ["--root", str(demo), "--model", str(model)]
-    for change, words in (
-        (["--seed", "1", *SMALL], "holds another demo (seed 5; now 1); name another --root"),
-        ([*SMALL, "grpo:train.num_steps=9"], "holds another demo (overrides ["),
-        (["grop:train.num_steps=9"], f"no stage 'grop'; name one of {', '.join(NAMES)}"),
+    for change, names in (
+        (["--seed", "1", *SMALL], ["another demo", "seed 5", "now 1", "--root"]),
+        ([*SMALL, "grpo:train.num_steps=9"], ["another demo", "overrides"]),
+        (["grop:train.num_steps=9"], ["'grop'", ", ".join(NAMES)]),
     ):
         assert main([*arguments, *change], warm) == 2
-        assert words in capsys.readouterr().err
+        assert not missing_names(capsys.readouterr().err, *names)
     finished = demo / "sft/FINISHED"
     before = finished.stat()
     try:
@@ -178,10 +179,9 @@ def test_another_demo_and_what_was_made_from_an_earlier_stage_are_refused(demo, 
     finally:
         os.utime(finished, ns=(before.st_atime_ns, before.st_mtime_ns))
     message = capsys.readouterr().err
-    assert "pairs was made from another sft; rm was made from another sft; ppo was made from another sft; " in message
     of_sft = [run for name in MODELS[1:] for run in (f"test-{name}", f"drift-{name}")]
     runs = [demo / run for run in ("pairs", "rm", "ppo", "grpo", *of_sft)]
-    assert message.endswith(f"To make it again, remove {' '.join(map(str, runs))}\n")
+    assert not missing_names(message, "pairs", "rm", "ppo", "another sft", f"remove {' '.join(map(str, runs))}")
     assert main([*arguments, *SMALL], warm) == 0
     assert not warm.runs
 
@@ -207,21 +207,21 @@ def test_an_actor_that_says_nothing(demo, tmp_path, vllm_ranks) -> None:
     command = runner.command(PAIRS, [*changes, f"out={tmp_path / 'pairs.jsonl'}"], "pairs")
     ((status, written),) = vllm_ranks.run(1, "command_status", *command[3:])
     assert status == 2
-    assert "chose nothing (0 prompts selected, 96 responses empty, 12 prompts without candidate)" in written
+    assert not missing_names(written, "0 prompts selected", "96 responses empty", "12 prompts without candidate")
 
 
 def test_data_that_cannot_be_made_leaves_nothing(tmp_path, capsys) -> None:
     """The corrected command is not taken for another demo."""
     root = tmp_path / "demo"
     (tmp_path / "config.json").write_text("{}")
-    for wrong, words in (
-        ("data:test=5000", "of which some must be left to train on"),
-        ("data:tset=4", "NAME one of"),
-        ("ppo:algo.clip_hihg=0.3", "unknown key 'algo.clip_hihg'; did you mean 'clip_high'?"),
-        ("--model=nowhere", "nowhere is no model directory: it has no config.json"),
+    for wrong, names in (
+        ("data:test=5000", ["left to train on"]),
+        ("data:tset=4", ["data:tset=4"]),
+        ("ppo:algo.clip_hihg=0.3", ["'algo.clip_hihg'", "'clip_high'"]),
+        ("--model=nowhere", ["nowhere", "config.json"]),
     ):
         assert main(["--root", str(root), "--model", str(tmp_path), wrong], lambda command: 1) == 2
-        assert words in capsys.readouterr().err
+        assert not missing_names(capsys.readouterr().err, *names)
         assert not root.exists()
 
 

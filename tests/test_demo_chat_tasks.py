@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.refuses import missing_names, refuses
 from tools.demo_chat import make_data, words
 from tools.demo_chat.tasks import CHECKS, Task, all_tasks, checks, degrees, graded, judge, right, task_of
 from tools.demo_chat.words import name_of
@@ -96,15 +97,15 @@ def test_data_of_another_seed_or_version_is_not_taken_for_this(tmp_path, capsys)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     for change in (["--seed", "1"], ["--pairs", "3"]):
         assert make_data.main([*arguments, *change]) == 2
-        assert "holds other records than seed" in capsys.readouterr().err
+        assert not missing_names(capsys.readouterr().err, str(tmp_path), "other records", "seed")
     (tmp_path / "test.jsonl").unlink()
     assert make_data.main(arguments) == 0
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert make_data.main(["--out", str(tmp_path / "none"), "--test", "5000"]) == 2
-    assert "validation and test are of 5064 tasks, and there are" in capsys.readouterr().err
+    assert "5064 tasks" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
     for wrong in ("tset=3", "test", "test=0", "test=many"):
-        with pytest.raises(ValueError, match=f"data:{wrong}: expected NAME=NUMBER, NAME one of sft, spoiled"):
+        with refuses(f"data:{wrong}", "NAME=NUMBER", "sft, spoiled"):
             make_data.sizes_with([wrong])
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from tests.command import ROOT, is_running
 from tests.launched import Command
+from tests.refuses import missing_names
 
 
 def test_a_stop_signal_reaches_the_ranks(tmp_path) -> None:
@@ -126,28 +127,24 @@ def test_the_port_of_a_run_is_taken_before_its_ranks_start(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    "what, status, message",
+    "what, status, names",
     [
-        ("all", 2, "megarlhf all: the file is empty\n"),
-        ("one", 4, "megarlhf one (rank 1): line 3 is bad\n"),
-        ("killed", 137, "megarlhf killed: rank 1 was killed by SIGKILL, as the system does when memory runs out. All"),
-        (
-            "crash",
-            1,
-            "RuntimeError: the cause\nmegarlhf crash: rank 1 ended with exit status 1; its error stands above",
-        ),
-        ("nothing", 0, ""),
+        ("all", 2, ["megarlhf all: the file is empty"]),
+        ("one", 4, ["megarlhf one (rank 1): line 3 is bad"]),
+        ("killed", 137, ["megarlhf killed", "rank 1", "SIGKILL", "memory"]),
+        ("crash", 1, ["RuntimeError: the cause", "megarlhf crash", "rank 1", "exit status 1"]),
+        ("nothing", 0, []),
     ],
 )
-def test_what_ranks_find_is_said_once_with_its_status(tmp_path, what, status, message, monkeypatch) -> None:
+def test_what_ranks_find_is_said_once_with_its_status(tmp_path, what, status, names, monkeypatch) -> None:
     """A mistake of all ranks has no rank's name; one rank's has, and the other does not run on. Nothing is left."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     started = time.monotonic()
     process = start(tmp_path, what)
     stderr = process.stderr(timeout=60)
     assert process.returncode == status, stderr
-    assert message in stderr
-    assert stderr.count("megarlhf ") == bool(message), stderr
+    assert not missing_names(stderr, *names), stderr
+    assert stderr.count("megarlhf ") == bool(names), stderr
     assert ("Traceback" in stderr) == (what == "crash"), stderr
     assert time.monotonic() - started < 50, "the other rank slept on"
     assert list(tmp_path.glob("megarlhf-ranks-*")) == []
@@ -183,7 +180,8 @@ def test_what_stops_the_command_stops_its_ranks_and_theirs_in_one_line(tmp_path,
     process.send_signal(number)
     stderr = process.stderr(timeout=30)
     assert process.returncode == 128 + number
-    assert stderr == f"\nmegarlhf sleep: stopped ({number.name}); all ranks have ended\n"
+    (line,) = stderr.split("\n")[1:-1]
+    assert not missing_names(line, "megarlhf sleep", f"stopped ({number.name})", "all ranks")
     assert running(pids) == []
 
 
@@ -198,10 +196,9 @@ def test_the_first_signal_lets_the_ranks_save(tmp_path, number, status) -> None:
     process.send_signal(number)
     stderr = process.stderr(timeout=30)
     assert process.returncode == status, stderr
-    said = (
-        f"\nmegarlhf: {number.name}: saving at the next moment between two updates, then this run ends. Again: at once"
-    )
-    assert stderr == f"{said}\nmegarlhf saves: saved at step 3; the same command goes on\n"
+    first, second = stderr.split("\n")[1:-1]
+    assert not missing_names(first, "megarlhf", number.name, "saving")
+    assert second == "megarlhf saves: saved at step 3; the same command goes on"
     assert not any(map(is_running, pids))
 
 
@@ -246,9 +243,8 @@ def test_a_rank_that_fails_while_others_save_is_the_status(tmp_path) -> None:
     process.send_signal(signal.SIGTERM)
     stderr = process.stderr(timeout=30)
     assert process.returncode == 1
-    assert "RuntimeError: the disk is full" in stderr
-    assert "megarlhf saves-badly (rank 0): saved at step 3" in stderr
-    assert stderr.endswith("rank 1 ended with exit status 1; its error stands above. All ranks have been ended\n")
+    assert not missing_names(stderr, "RuntimeError: the disk is full", "megarlhf saves-badly (rank 0): saved at step 3")
+    assert not missing_names(stderr.splitlines()[-1], "rank 1", "exit status 1", "All ranks")
 
 
 @pytest.mark.parametrize("first, second", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGTERM)])
@@ -262,7 +258,7 @@ def test_the_second_signal_stops_ranks_that_do_not_come_to_save(tmp_path, first,
     process.send_signal(second)
     stderr = process.stderr(timeout=30)
     assert process.returncode == 128 + second
-    assert stderr.endswith(f"\nmegarlhf hangs: stopped ({second.name}); all ranks have ended\n")
+    assert not missing_names(stderr.splitlines()[-1], "megarlhf hangs", f"stopped ({second.name})", "all ranks")
     assert not any(map(is_running, pids))
 
 
@@ -275,7 +271,7 @@ def test_hanging_up_does_not_stop_a_command_under_nohup(tmp_path) -> None:
     process.send_signal(signal.SIGUSR1)
     stderr = process.stderr(timeout=30)
     assert process.returncode == 75
-    assert "SIGUSR1: saving at" in stderr
+    assert "SIGUSR1" in stderr
 
 
 @pytest.mark.parametrize("launcher", ["plain", "torchrun"])
@@ -312,7 +308,7 @@ def test_what_a_killed_rank_has_started_ends_with_it(tmp_path) -> None:
     os.kill(int(trees[0][0]), signal.SIGKILL)
     assert running(trees[0]) == []
     stderr = process.stderr(timeout=30)
-    assert (process.returncode, stderr.count("was killed by SIGKILL")) == (137, 1)
+    assert (process.returncode, stderr.count("SIGKILL")) == (137, 1)
     assert running(trees[1]) == []
 
 

@@ -19,6 +19,7 @@ from megarlhf.observe.records.sample_tables import (
     spread,
     steps_of,
 )
+from tests.refuses import refuses
 
 NASTY = '</pre><script>alert("x")</script>\n# no heading & no *emphasis*'
 
@@ -47,7 +48,7 @@ def test_a_table_is_strict_json_lines_and_read_back(tmp_path) -> None:
     assert read_table(tmp_path, "eval", 5) == rows
     assert (steps_of(tmp_path, "eval"), steps_of(tmp_path, "train")) == ([5], [])
     (tmp_path / "samples/eval_step_000005.jsonl").write_text("{")
-    with pytest.raises(ValueError, match=r"eval_step_000005\.jsonl is no table of samples"):
+    with refuses("eval_step_000005.jsonl", "table of samples"):
         read_shown(tmp_path)
 
 
@@ -83,7 +84,7 @@ def test_what_a_full_disk_does_not_take_is_written_later(tmp_path, monkeypatch, 
         tables.write("train", 1, [row(1)])
         tables.write("train", 2, [row(2)])
     assert steps_of(tmp_path, "train") == []
-    assert "2 tables of samples could not be written yet" in caplog.records[-1].getMessage()
+    assert "2 tables" in caplog.records[-1].getMessage()
     tables.flush()
     assert names(tmp_path) == ["step_000001.jsonl", "step_000002.jsonl"]
 

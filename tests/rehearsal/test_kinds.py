@@ -32,10 +32,9 @@ def test_the_most_the_least_and_the_largest() -> None:
     loads = {"train/actor": [load(5, longest=99), load(7), load(3)]}
     kinds = choose_ranks({"actor": ACTOR}, "actor", loads)
     assert first_rank({"actor": ACTOR}, "actor") == 0
-    assert [(kind.rank, kind.why.removeprefix("the data-parallel rank with the ")) for kind in kinds] == [
-        (0, "largest micro-batch"), (2, "most work"), (4, "least work"), (6, "largest micro-batch"), (8, "most work"),
-        (10, "least work"),
-    ]  # fmt: skip
+    whys = [next(why for why in ("largest", "most work", "least work") if why in kind.why) for kind in kinds]
+    assert [kind.rank for kind in kinds] == [0, 2, 4, 6, 8, 10]
+    assert whys == ["largest", "most work", "least work"] * 2
     assert {kind.stages for kind in kinds} == {(("actor", 0),), (("actor", 1),)}
     assert {kind.stands_for for kind in kinds} == {6}
     assert complete_pipelines([kind.rank for kind in kinds], ACTOR) == [0, 2, 4, 6, 8, 10]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.refuses import missing_names
 from tests.slurm.cluster import CPU, ENDED, KILL_WAIT, Cluster, missing, output, running_cluster
 
 ROOT = Path(__file__).parents[2]
@@ -121,9 +122,7 @@ def test_a_crash_loop_is_stopped_and_progress_is_not(cluster, work) -> None:
     assert cluster.wait(job, ("FAILED",), 90) == "FAILED", output(work, job)
     facts = cluster.job(job)
     assert (facts["Restarts"], facts["ExitCode"]) == ("2", "1:0")
-    assert "2 attempts in a row ended without a newer resume point or response (newest: step_000001)" in output(
-        work, job
-    )
+    assert not missing_names(output(work, job), "2 attempts in a row", "newest: step_000001")
 
 
 def test_a_job_that_advances_is_never_stopped(cluster, work) -> None:
@@ -188,7 +187,7 @@ def test_a_stage_does_not_start_from_a_run_that_has_not_finished(cluster, work) 
     job = submit(cluster, work, "steps=1", script="rl", MEGARLHF_AFTER=f"{work}/other")
     assert cluster.wait(job, ENDED, 60) == "FAILED"
     assert cluster.job(job)["ExitCode"] == "2:0"
-    assert "other/FINISHED is not there" in output(work, job)
+    assert "other/FINISHED" in output(work, job)
     assert not (work / "run").exists()
 
 
