@@ -298,10 +298,8 @@ def test_a_packed_row_is_turned_as_padded_rows_are():
 def test_a_packed_row_may_be_longer_than_the_position_table():
     """Its positions may not: five of them, behind two rows of offset."""
     arch = SimpleNamespace(position_offset=2, max_positions=5)
-    config = SimpleNamespace(
-        tensor_model_parallel_size=1, hidden_size=1, params_dtype=torch.float32, deterministic_mode=False
-    )
-    config.context_parallel_size = 1
+    sizes = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "hidden_size": 1}
+    config = SimpleNamespace(**sizes, params_dtype=torch.float32, deterministic_mode=False)
     table = PositionTable(config, arch)
     table.weight.data = torch.arange(7.0)[:, None]
     positions_1T = packed_row((5, 1, 5), CPU).positions_T[None]

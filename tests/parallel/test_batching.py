@@ -179,13 +179,10 @@ def test_a_response_of_no_tokens_takes_no_place():
     assert {n: row.tolist() for n, row in row_of.items()} == {2: [1, 2], 0: []}
 
 
-def test_an_empty_prompt_is_our_mistake():
+def test_an_empty_prompt_and_rows_of_another_length_are_our_mistakes():
     with refuses("span 1", error=AssertionError):
         TokenSpans.responses(torch.tensor([1, 0]), torch.tensor([2, 2]))
-
-
-def test_rows_that_are_not_as_long_as_their_spans_are_our_mistake():
-    with pytest.raises(AssertionError, match="differ in length"):
+    with refuses("differ in length", error=AssertionError):
         scatter_to_micro_batch(PACKED, ragged([7, 8], range(9), [4, 5]), TokenSpans.whole(LENGTHS))
 
 
