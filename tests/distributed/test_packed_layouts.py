@@ -227,7 +227,7 @@ def test_a_rank_without_a_sample_in_rl_and_without_a_pair(kind, micro, ranks, tw
     assert_same_training(results[1], results[0])
 
 
-@pytest.mark.parametrize("seed", [11, 12])
+@pytest.mark.parametrize("seed", [11, pytest.param(12, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["sft", "rm", "ppo"])
 def test_other_draws(kind, seed, ranks, two_layers, tmp_path) -> None:
     """Other lengths and texts; in PPO the mean over tokens, where the others have the mean over sequences."""

@@ -101,8 +101,15 @@ def run(ranks, two_layers, ragged) -> Any:
     return call
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", JOBS)
+SPREAD = {*((kind, "tp1") for kind in JOBS), *(("grpo", layout) for layout in LAYOUTS)}
+SPREAD |= {("rm", "pp2"), ("rm, aligned span", "tp2pp2"), ("ppo", "dp2"), ("ppo", "tp2 with sequence parallelism")}
+"""Each kind and each layout; all others by `make test-slow`. Packed runs of test_packed_layouts.py share prompts too."""
+CASES = [
+    pytest.param(*case, marks=() if case in SPREAD else pytest.mark.slow) for case in itertools.product(JOBS, LAYOUTS)
+]
+
+
+@pytest.mark.parametrize("kind, layout", CASES)
 def test_shared_prompts_are_the_same_training(kind, layout, run) -> None:
     shared, apart = run(kind, layout, True), run(kind, "tp1", False)
     assert_same(shared, apart)

@@ -207,7 +207,6 @@ def test_independent_faults_are_all_found_in_order():
     ],
 )
 def test_what_is_no_trace_is_refused(events, names):
-    """With the rank and the event."""
     with refuses(f"rank 0, event {len(events) - 1}", *names):
         replay({0: events, 1: [], 2: []}, Prices())
 

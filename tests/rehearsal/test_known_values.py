@@ -73,7 +73,6 @@ def test_a_freed_storage_is_forgotten() -> None:
 
 
 def test_sums_and_maxima_of_ranks_that_say_the_same() -> None:
-    """Four ranks."""
     with a_rank(1, 4) as device:
         counts = torch.tensor([3, 5]).to(HERE)
         dist.all_reduce(counts)

@@ -197,7 +197,6 @@ SWEEP = ("--sweep", "train.max_tokens_per_micro_batch=192,256")
     ("name", "sweep"), [("rehearsal.json", ()), ("rehearsal.html", ()), ("sweep.json", SWEEP), ("best.yaml", SWEEP)]
 )
 def test_files_of_the_user_are_not_replaced(name, sweep, tmp_path, capsys, monkeypatch) -> None:
-    """Which is said before a rank is rehearsed."""
     monkeypatch.setattr(rehearse, "run_ranks", None)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_text("mine")
@@ -226,7 +225,6 @@ ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_layout_does_not_fit(name, tmp_path, capsys) -> None:
-    """Refused before a rank starts."""
     changes, names = ENGINES[name]
     tree = job_tree("rl", tmp_path)
     tree["reward_model"]["parallel"] = {}

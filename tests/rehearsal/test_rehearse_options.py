@@ -179,7 +179,6 @@ def test_skew_of_the_routing_on_hardware_of_the_user(tmp_path) -> None:
 
 
 def test_ranks_per_node(tmp_path) -> None:
-    """Two stages on one node, and on two."""
     file = write_job("sft", tmp_path, job_tree("sft", tmp_path, pp=2))
     ways = []
     for number in ("1", "2"):
@@ -193,7 +192,6 @@ def test_ranks_per_node(tmp_path) -> None:
 
 
 def test_ranks_of_no_whole_pipeline_have_no_times(tmp_path) -> None:
-    """Which is said."""
     file = write_job("sft", tmp_path, job_tree("sft", tmp_path, pp=2))
     options = ("--world-size", "4", "--steps", "1", "--ranks", "0,3")
     done = run_command("sft", file, tmp_path / "out", *options)

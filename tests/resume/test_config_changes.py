@@ -135,7 +135,6 @@ def test_a_place_is_told_apart_from_what_is_computed() -> None:
 
 
 def test_what_the_bank_holds_is_used_at_another_layout_with_another_engine_size() -> None:
-    """And not when something else is computed."""
     at_home = loaded("rl")
     elsewhere = loaded("rl", "actor.parallel.tp=2", "rollout.parallel.tp=2", "run.nproc=4")
     fingerprints = [
