@@ -103,7 +103,7 @@ def run(ranks, two_layers, ragged) -> Any:
 
 SPREAD = {*((kind, "tp1") for kind in JOBS), *(("grpo", layout) for layout in LAYOUTS)}
 SPREAD |= {("rm", "pp2"), ("rm, aligned span", "tp2pp2"), ("ppo", "dp2"), ("ppo", "tp2 with sequence parallelism")}
-"""Each kind and each layout; all others by `make test-slow`. Packed runs of test_packed_layouts.py share prompts too."""
+"""Each kind and each layout; all others by `make test-slow`. Packed runs (test_packed_layouts.py) share prompts too."""
 ALL = itertools.product(JOBS, LAYOUTS)
 CASES = [pytest.param(*case, marks=() if case in SPREAD else pytest.mark.slow) for case in ALL]
 
