@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarlhf.config import RLConfig, RMConfig, SFTConfig, load_config, roles_of
+from megarlhf.config import RLConfig, RMConfig, SFTConfig, load_config
 from megarlhf.planning.preflight import preflight
 from megarlhf.rehearsal.fakes.inputs import stand_in
 
@@ -55,6 +55,6 @@ def test_one_of_a_size_was_chosen_and_the_others_follow(name: str) -> None:
     (chosen,) = [kind for kind, text in texts.items() if "which says why" not in text]
     mine, other = stem.split("-")[0], load_config(KINDS[chosen], folder / f"{chosen}-{gpus}.yaml", ())
     assert chosen == mine or f"Its layout is that of {chosen}-{gpus}.yaml" in texts[mine]
-    expected = next(iter(roles_of(other).values())).parallel
+    expected = next(iter(other.roles().values())).parallel
     cfg = load_config(KINDS[mine], folder / f"{stem}.yaml", ())
-    assert all(role.parallel == expected for role in roles_of(cfg).values())
+    assert all(role.parallel == expected for role in cfg.roles().values())

@@ -3,14 +3,14 @@
 import pytest
 
 from megarlhf.config import LogprobGapConfig, RLConfig, RolloutConfig
-from megarlhf.config.rollout import RESERVED_ENGINE_ARGS
+from megarlhf.config.rollout import RESERVED_ARGS
 from megarlhf.rollout.vllm.arguments import known_arguments, unknown_arguments
 
 
 def test_engine_arguments_come_from_file_and_command_line(load):
-    cfg = load("generate", "rollout.engine_args.max_num_seqs=64", "rollout.engine_args.compilation_config={mode: 0}")
-    assert cfg.rollout.engine_args == {"max_num_seqs": 64, "compilation_config": {"mode": 0}}
-    assert RolloutConfig().engine_args == {}
+    cfg = load("generate", "rollout.vllm.args.max_num_seqs=64", "rollout.vllm.args.compilation_config={mode: 0}")
+    assert cfg.rollout.vllm.args == {"max_num_seqs": 64, "compilation_config": {"mode": 0}}
+    assert RolloutConfig().vllm.args == {}
 
 
 @pytest.mark.parametrize(
@@ -26,8 +26,8 @@ def test_engine_arguments_come_from_file_and_command_line(load):
     ],
 )
 def test_arguments_that_megarlhf_sets_are_refused_with_the_reason(refusal, name, reason):
-    message = refusal("generate", f"rollout.engine_args.{name}=1", "rollout.engine_args.max_num_seqs=8")
-    assert "rollout.engine_args: megarlhf sets these itself" in message
+    message = refusal("generate", f"rollout.vllm.args.{name}=1", "rollout.vllm.args.max_num_seqs=8")
+    assert "rollout.vllm.args: megarlhf sets these itself" in message
     assert f"{name}: " in message
     assert reason in message
     assert "max_num_seqs" not in message
@@ -37,8 +37,8 @@ def test_every_reserved_argument_is_one_of_vllm_and_so_are_those_that_the_engine
     """A name that vLLM has dropped would protect nothing."""
     known = known_arguments()
     assert len(known) > 100
-    assert RESERVED_ENGINE_ARGS.keys() - known == set()
-    assert {"max_num_seqs", "enforce_eager", "disable_custom_all_reduce"} <= known - RESERVED_ENGINE_ARGS.keys()
+    assert RESERVED_ARGS.keys() - known == set()
+    assert {"max_num_seqs", "enforce_eager", "disable_custom_all_reduce"} <= known - RESERVED_ARGS.keys()
 
 
 def test_an_argument_that_vllm_does_not_know_is_told_with_the_nearest():
@@ -94,4 +94,4 @@ def test_the_actor_s_learning_rate_counts_the_steps_in_which_it_is_trained(advan
 
 
 def test_a_word_that_was_a_boolean_in_yaml_1_1_does_not_reach_vllm_as_a_text(refusal):
-    assert "enforce_eager: write true or false" in refusal("generate", "rollout.engine_args={enforce_eager: off}")
+    assert "enforce_eager: write true or false" in refusal("generate", "rollout.vllm.args={enforce_eager: off}")

@@ -23,4 +23,4 @@ def test_an_engine_sleeps_while_the_trainer_works(world_size, level, ranks, two_
     assert first == again != second == last
     assert found["updates"] == (1 if level == 1 else 2), "weights that are dropped are copied again"
     assert found["host"] == actor + (weights if level == 1 else 0)
-    assert not missing_names(found["no room"], "vLLM's weights", "rank 0", "rollout.gpu_memory_utilization")
+    assert not missing_names(found["no room"], "vLLM's weights", "rank 0", "rollout.vllm.gpu_memory_utilization")

@@ -49,7 +49,7 @@ def test_rl_samples_with_the_adapter_and_measures_the_kl_to_its_base(how, vllm_r
     cfg["run"] = {"dir": str(tmp_path / "run"), "nproc": 4}
     cfg["train"] |= {"num_steps": 3, "epochs_per_step": 1}
     cfg["rollout"] |= {"engine": "vllm", "parallel": {"tp": 2}, "verify_weights_every": 1, "lora": how}
-    cfg["rollout"]["sleep_level"] = 2 if how == "adapter" else 0
+    cfg["rollout"]["vllm"] = {"sleep_level": 2 if how == "adapter" else 0}
     written = "".join(vllm_ranks.run(4, "command", *argv_of("rl", cfg, tmp_path / "cfg.yaml")))
 
     assert lines_naming(written, "reference", "actor without its adapter")

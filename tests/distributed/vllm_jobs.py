@@ -36,7 +36,7 @@ class _Session:
         from megarlhf.rollout.vllm.engine import VllmEngine
 
         self.runtime = runtime
-        offload = {"parameters": bool(rollout.get("sleep_level"))}
+        offload = {"parameters": bool(rollout.get("vllm", {}).get("sleep_level"))}
         self.section = RoleConfig.model_validate(
             {"model": {"path": model, "dtype": dtype}, "parallel": parallel, "offload": offload}
         )
@@ -123,7 +123,7 @@ def vllm_long_prompts(
         taken_back.append(len(find(runner)))
         return find(runner)
 
-    session = _Session(runtime, model, 1, {}, engine_args={"max_num_batched_tokens": 100, "max_num_seqs": 8})
+    session = _Session(runtime, model, 1, {}, vllm={"args": {"max_num_batched_tokens": 100, "max_num_seqs": 8}})
     session.update(model, 0)
     sampling, seeds = Sampling(max_tokens=NEW_TOKENS, end_ids=(EOS,)), list(range(len(prompts)))
     rows = [torch.tensor(prompt) for prompt in prompts]
@@ -140,7 +140,7 @@ def vllm_sleeps(
     """An engine that gives its memory back while the trainer works: what it holds then, and what it says after."""
     from megarlhf.rollout.vllm import sleep
 
-    session = _Session(runtime, first, tp, {"tp": tp}, sleep_level=level)
+    session = _Session(runtime, first, tp, {"tp": tp}, vllm={"sleep_level": level})
     actor, engine = session.actor.parts, session.engine
 
     def there() -> list[int]:

@@ -196,13 +196,13 @@ POLICIES = {
     ),
     "no such offload": case({"actor": {"offload": {"optimizer": "disk"}}}, 1, "actor.offload.optimizer", "got 'disk'"),
     "weights cannot be streamed": case({"actor": {"offload": {"parameters": "stream"}}}, 1, "got 'stream'"),
-    "no such sleep_level": case({"rollout": {"sleep_level": 3}}, 1, "'auto', 0, 1 or 2, got 3", command="rl"),
+    "no such sleep_level": case({"rollout": {"vllm": {"sleep_level": 3}}}, 1, "'auto', 0, 1 or 2, got 3", command="rl"),
     "an engine that cannot sleep": case(
-        {"rollout": {"sleep_level": 2}},
+        {"rollout": {"vllm": {"sleep_level": 2}}},
         1,
         "sleep_level would have no effect: engine = 'megatron'",
         "leave that out",
-        "rollout.sleep_level=auto",
+        "rollout.vllm.sleep_level=auto",
         command="rl",
     ),
     "an engine of more ranks than there are": case(
@@ -250,11 +250,11 @@ POLICIES = {
         {}, 1, "actor.offload.parameters", "critic.offload.optimizer", command="rl", device="cuda", available=8 * MIB
     ),
     "host memory of an engine that sleeps lightly": case(
-        {"rollout": {**VLLM, "sleep_level": 1}, **{name: {"offload": {"parameters": False, "optimizer": False}} for name
-         in ("actor", "critic")}},
+        {"rollout": {**VLLM, "vllm": {"sleep_level": 1}},
+         **{name: {"offload": {"parameters": False, "optimizer": False}} for name in ("actor", "critic")}},
         2,
-        "rollout.sleep_level",
-        "rollout.sleep_level to 2",
+        "rollout.vllm.sleep_level",
+        "rollout.vllm.sleep_level to 2",
         command="rl",
         device="cuda",
         available=MIB,

@@ -22,12 +22,11 @@ from megarlhf.commands import cli, launch
 from megarlhf.planning import preflight
 from megarlhf.planning.machine import determinism
 from megarlhf.planning.machine.determinism import (
-    ENGINE_NCCL,
-    INVARIANT_ATTENTION,
     DeviceTraits,
     device_problems,
     environment,
 )
+from megarlhf.rollout.vllm.spec import ENGINE_NCCL, INVARIANT_ATTENTION
 from megarlhf.runtime import RankInfo, Runtime, without_torch_determinism
 from tests.config.examples import KINDS
 from tests.refuses import missing_names, refuses
@@ -88,10 +87,10 @@ def test_what_the_user_has_set_stays_where_it_is_deterministic_and_is_refused_ot
     "given", [{"attention_backend": "FLASHINFER"}, {"attention_config": {"backend": "FLASHINFER"}}]
 )
 def test_an_attention_backend_without_batch_invariance_is_refused(given: dict[str, Any]) -> None:
-    with refuses("rollout.engine_args", "FLASHINFER", "FLASH_ATTN, TRITON_ATTN, FLEX_ATTENTION"):
-        environment(config("rl", {"engine_args": given}), {}, on_gpu=True)
+    with refuses("rollout.vllm.args", "FLASHINFER", "FLASH_ATTN, TRITON_ATTN, FLEX_ATTENTION"):
+        environment(config("rl", {"vllm": {"args": given}}), {}, on_gpu=True)
     for accepted in INVARIANT_ATTENTION:
-        assert environment(config("rl", {"engine_args": {"attention_backend": accepted.lower()}}), {}, on_gpu=True)
+        assert environment(config("rl", {"vllm": {"args": {"attention_backend": accepted.lower()}}}), {}, on_gpu=True)
 
 
 def test_the_refused_backends_are_those_of_the_installed_vllm() -> None:

@@ -166,13 +166,13 @@ UNREAD = {
     ),
     "memory of another engine": (
         "rl",
-        {"rollout": {"gpu_memory_utilization": 0.6, "max_engine_rebuilds": 1, "cpu_cache_gib": 2}},
-        {"rollout.gpu_memory_utilization", "rollout.max_engine_rebuilds", "rollout.cpu_cache_gib"},
+        {"rollout": {"vllm": {"gpu_memory_utilization": 0.6}, "max_engine_rebuilds": 1}},
+        {"rollout.vllm", "rollout.max_engine_rebuilds"},
     ),
     "memory of another device": (
         "rl",
-        {"rollout": {**VLLM, "cpu_cache_gib": 2, "gpu_memory_utilization": 0.6}},
-        {"rollout.cpu_cache_gib"},
+        {"rollout": {**VLLM, "vllm": {"cpu_cache_gib": 2, "gpu_memory_utilization": 0.6}}},
+        {"rollout.vllm.cpu_cache_gib"},
     ),
     "logits that are kept anyway": (
         "sft",

@@ -37,8 +37,8 @@ def test_ranks_to_profile_are_those_of_the_run(paths):
 
 
 def test_an_argument_that_vllm_does_not_know_is_refused_before_anything_starts(paths):
-    with refuses("rollout.engine_args", "'max_num_seq'", "'max_num_seqs'"):
-        preflight("rl", rl(paths, rollout={"engine_args": {"max_num_seq": 8}, "engine": "vllm"}), 1)
+    with refuses("rollout.vllm.args", "'max_num_seq'", "'max_num_seqs'"):
+        preflight("rl", rl(paths, rollout={"vllm": {"args": {"max_num_seq": 8}}, "engine": "vllm"}), 1)
 
 
 @pytest.mark.parametrize("key", ["train", "validation"])

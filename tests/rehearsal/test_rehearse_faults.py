@@ -114,7 +114,7 @@ def test_memory_runs_out_in_the_second_step_only(tmp_path, capsys) -> None:
 def rl_with(folder: Path, utilisation: float, *options: str) -> Rehearsed:
     """One rank of an rl job whose engine has this share of a device."""
     tree = job_tree("rl", folder)
-    tree["rollout"]["gpu_memory_utilization"] = utilisation
+    tree["rollout"]["vllm"] = {"gpu_memory_utilization": utilisation}
     del tree["critic"], tree["reward_model"]
     tree |= {"rewards": [{"kind": "rule", "rule": "exact_match"}], "algo": {"advantage": "group_relative"}}
     file = write_job("rl", folder, tree)
@@ -126,7 +126,7 @@ def test_an_engine_without_room(tmp_path) -> None:
     done = rl_with(tmp_path, 0.01)
     (sentence,) = done.json()["refusals"]
     assert (done.status, done.json()["fits"]) == (1, False)
-    assert not missing_names(sentence, "vLLM", "rollout.gpu_memory_utilization = 0.01", "96 tokens")
+    assert not missing_names(sentence, "vLLM", "rollout.vllm.gpu_memory_utilization = 0.01", "96 tokens")
     done = rl_with(tmp_path, 0.97, "--gpu-memory-gib", "16")
     assert done.status == 1
     assert any(not missing_names(each, "free", "roles") for each in done.json()["refusals"])

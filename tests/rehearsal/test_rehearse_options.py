@@ -126,7 +126,7 @@ def test_the_margin_is_of_the_trained_role_that_takes_most(tmp_path) -> None:
 
 
 def test_memory_of_a_device(grpo) -> None:
-    """A larger device leaves more, and vLLM takes its share of it (`rollout.gpu_memory_utilization`, 0.4)."""
+    """A larger device leaves more, and vLLM takes its share of it (`rollout.vllm.gpu_memory_utilization`, 0.4)."""
     small, large = grpo("--gpu-memory-gib", "40"), grpo()
     assert small["capacity"] == 40 * GIB
     more = large["capacity"] - small["capacity"]

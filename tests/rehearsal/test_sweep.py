@@ -156,7 +156,7 @@ def test_nothing_needs_less(name, tmp_path) -> None:
             tree[role] = {**tree[role], "model": tree[role]["model"] | dtype}
     if command == "rl":
         tree["reward_model"]["parallel"] = {"sequence_parallel": True, "tp": 4} if model == "experts" else {"tp": 4}
-        tree["rollout"]["gpu_memory_utilization"] = 0.01
+        tree["rollout"]["vllm"] = {"gpu_memory_utilization": 0.01}
     request = request_of(command, tree, tmp_path, world_size=world, steps=1, device_bytes=2**30)
     ranks = range(0, world, 2 if parallel.get("tp") else 1) if "pp" in parallel else (0,)
     records = records_of(request, tmp_path / "standing_in", *ranks)

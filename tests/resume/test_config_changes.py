@@ -11,9 +11,9 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from megarlhf.config import DPOConfig, RLConfig, RMConfig, SFTConfig, convert_old_shuffle, load_config
+from megarlhf.config import ROLES, DPOConfig, RLConfig, RMConfig, SFTConfig, load_config, translate
 from megarlhf.config.load import _apply_override, _model_in
-from megarlhf.resume.claim.config_changes import CONDITIONAL, KINDS, ROLES, compare, kind_of, mathematics_of
+from megarlhf.resume.claim.config_changes import CONDITIONAL, KINDS, compare, kind_of, mathematics_of
 from megarlhf.resume.claim.identity import History
 from megarlhf.resume.points.restore import Identity
 from tests.config.examples import KINDS as EXAMPLES
@@ -58,7 +58,7 @@ def test_no_entry_is_about_a_key_that_there_is_not() -> None:
     """But vLLM's own arguments, which are free."""
     keys = {key for kind in (SFTConfig, RMConfig, DPOConfig, RLConfig) for key in keys_of(kind)}
     general = {f"ROLE.{key.partition('.')[2]}" if key.partition(".")[0] in ROLES else key for key in keys}
-    free = {"rollout.engine_args.*", "rollout.engine_args.kv_cache_dtype"}
+    free = {"rollout.vllm.args.*", "rollout.vllm.args.kv_cache_dtype"}
     for entry in {*KINDS, *CONDITIONAL} - free:
         section = entry.removesuffix("*")
         assert any(key == entry or (section != entry and key.startswith(section)) for key in general), entry
@@ -100,9 +100,9 @@ CASES = [
     ("rl", ["algo.entropy_coef_end=0.1"], ["train.num_steps=9"], [], ["train.num_steps"]),
     ("rl", ["algo.entropy_coef=0.1", "algo.entropy_coef_end=0.1"], ["train.num_steps=9"], ["train.num_steps"], []),
     ("rl", ["reward_model.optim.schedule=linear"], ["train.num_steps=9"], ["train.num_steps"], []),
-    ("rl", [], ["rollout.engine_args={max_num_seqs: 4}"], ["rollout.engine_args.max_num_seqs: not set -> 4"], []),
+    ("rl", [], ["rollout.vllm.args={max_num_seqs: 4}"], ["rollout.vllm.args.max_num_seqs: not set -> 4"], []),
     ("rl", ["rollout.parallel.tp=1"], ["rollout.parallel.tp=2"], ["rollout.parallel.tp: 1 -> 2"], []),
-    ("rl", [], ["rollout.engine_args={kv_cache_dtype: fp8}"], [], ["rollout.engine_args.kv_cache_dtype"]),
+    ("rl", [], ["rollout.vllm.args={kv_cache_dtype: fp8}"], [], ["rollout.vllm.args.kv_cache_dtype"]),
     ("rl", [], ["rollout.temperature=0.5", "algo.kl.coef=0.1"], [], ["rollout.temperature", "algo.kl.coef"]),
     ("rl", [], ["algo.kl.log=true"], ["algo.kl.log: False -> True"], []),
     ("rl", [], ["actor.recompute=full", "actor.offload.optimizer=stream"], ["actor.recompute", "actor.offload"], []),
@@ -176,7 +176,7 @@ def test_a_run_that_was_begun_when_shuffle_was_a_switch_goes_on(tmp_path, old, n
     written["train"]["shuffle"] = old
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(written))
     assert load_config(RLConfig, tmp_path / "config.yaml", of_a_run=True) == before
-    assert convert_old_shuffle(written) == before.model_dump(mode="json")
+    assert translate(written) == before.model_dump(mode="json")
     with refuses(f"train.shuffle: {str(old).lower()}", f"write {now}"):
         load_config(RLConfig, tmp_path / "config.yaml")
     other = loaded("rl", f"run.dir={tmp_path}", "train.shuffle=groups")
@@ -184,7 +184,20 @@ def test_a_run_that_was_begun_when_shuffle_was_a_switch_goes_on(tmp_path, old, n
     assert str(change) == f"train.shuffle: {now} -> groups"
 
 
+def test_a_run_with_the_old_keys_of_vllm_goes_on_and_a_new_start_is_told_the_new_ones(tmp_path):
+    settings = {"gpu_memory_utilization": 0.5, "cpu_cache_gib": 2, "sleep_level": 1, "args": {"max_num_seqs": 4}}
+    before = loaded("rl", f"run.dir={tmp_path}", f"rollout={{engine: vllm, vllm: {settings}}}")
+    written = before.model_dump(mode="json")
+    vllm = written["rollout"].pop("vllm")
+    written["rollout"] |= {"engine_args": vllm.pop("args"), **vllm}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(written))
+    assert load_config(RLConfig, tmp_path / "config.yaml", of_a_run=True) == before
+    assert translate(written) == before.model_dump(mode="json")
+    with refuses("rollout.engine_args is now rollout.vllm.args", "sleep_level: 1", "args: {'max_num_seqs': 4}"):
+        load_config(RLConfig, tmp_path / "config.yaml")
+
+
 def test_what_has_no_switch_is_left_as_it_is() -> None:
     """Other commands, what is no section, and today's words."""
     for config in ({}, {"train": None}, {"train": {"num_steps": 3}}, {"train": {"shuffle": "groups"}}):
-        assert convert_old_shuffle(config) == config
+        assert translate(config) == config
