@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarlhf.layout import AXES, Coordinates, MeshLayout, split_chunks, split_evenly
+from tests.refuses import refuses
 
 CUBE = MeshLayout(tp=2, dp=2, pp=2)
 
@@ -54,7 +55,7 @@ def test_an_order_permutes_each_block_alike():
 
 @pytest.mark.parametrize("order", [(), (0, 0), (1, 2), (0, 1, 2), (-1, 0)])
 def test_an_order_that_is_no_permutation_of_a_block_is_refused(order):
-    with pytest.raises(ValueError, match=r"order = .* must hold each of 0\.\..* divide the 8 ranks"):
+    with refuses("order", "8 ranks"):
         MeshLayout(tp=2, dp=2, pp=2, order=order)
 
 
@@ -77,7 +78,7 @@ def test_coordinates_by_hand():
 
 @pytest.mark.parametrize("rank", [-1, 8])
 def test_a_rank_outside_the_world_is_refused(rank):
-    with pytest.raises(ValueError, match=rf"rank {rank} is outside \[0, 8\)"):
+    with refuses(f"rank {rank}", "[0, 8)"):
         CUBE.coordinates(rank)
 
 
@@ -125,7 +126,7 @@ def test_virtual_stages_go_round_the_ranks():
 
 
 @pytest.mark.parametrize(
-    "arguments, words",
+    "arguments, names",
     [
         ((7, 2), ["7 layers", "pp = 2", "layers_per_stage", "add up to 7"]),
         ((2, 4), ["2 layers", "pp = 4"]),
@@ -137,10 +138,9 @@ def test_virtual_stages_go_round_the_ranks():
         ((6, 1, 2), ["vpp = 2 needs pp > 1", "got pp = 1"]),
     ],
 )
-def test_layers_that_do_not_fit_say_the_numbers_and_a_way_out(arguments, words):
-    with pytest.raises(ValueError, match=r"layers|vpp") as raised:
+def test_layers_that_do_not_fit_say_the_numbers_and_a_way_out(arguments, names):
+    with refuses(*names):
         split_chunks(*arguments)
-    assert [word for word in words if word not in str(raised.value)] == []
 
 
 def test_split_evenly_by_hand():

@@ -1,7 +1,5 @@
 """What the rank processes do with an engine of vLLM's that an actor feeds more than once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock
