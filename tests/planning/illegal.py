@@ -136,7 +136,7 @@ POLICIES = {
         {"actor": {"offload": {"parameters": "stream"}}}, 1, "actor.offload.parameters|'stream'"),
     "no such sleep_level": case({"rollout": {"vllm": {"sleep_level": 3}}}, 1, "'auto', 0, 1 or 2|got 3", "rl"),
     "an engine that cannot sleep": case(
-        {"rollout": {"vllm": {"sleep_level": 2}}}, 1, "sleep_level|engine = 'megatron'|rollout.vllm.sleep_level=auto", "rl"),
+        {"rollout": {"vllm": {"sleep_level": 2}}}, 1, "engine = 'megatron'|rollout.vllm.sleep_level=auto", "rl"),
     "an engine of more ranks than there are": case(
         {"rollout": {**VLLM, "parallel": {"tp": 4}}}, 2, "rollout.parallel.tp = 4|2 ranks", "rl", device="cuda"),
     "engines that leave ranks over": case(

@@ -144,7 +144,8 @@ UNREAD = {
     "memory of another engine": ("rl",
      {"rollout": {"vllm": {"gpu_memory_utilization": 0.6}, "max_engine_rebuilds": 1}},
      {"rollout.vllm", "rollout.max_engine_rebuilds"}),
-    "memory of another device": ("rl", {"rollout": {**VLLM, "vllm": {"cpu_cache_gib": 2, "gpu_memory_utilization": 0.6}}},
+    "memory of another device": (
+     "rl", {"rollout": {**VLLM, "vllm": {"cpu_cache_gib": 2, "gpu_memory_utilization": 0.6}}},
      {"rollout.vllm.cpu_cache_gib"}),
     "logits that are kept anyway": ("sft", {"actor": {"kernels": {"logprobs": "reference", "save_mib": 1}}},
      {"actor.kernels.save_mib"}),
