@@ -92,7 +92,7 @@ class Engines:
         self.load, rng = load, random.Random(1)
         section = RoleConfig.model_validate({"model": {"path": str(model), "dtype": "fp32"}})
         actor = build_role("actor", section, "lm", GroupCache(runtime), seed=0)
-        options = {"max_response_tokens": load.longest, "engine_args": {"max_num_seqs": load.at_once}}
+        options = {"max_response_tokens": load.longest, "vllm": {"args": {"max_num_seqs": load.at_once}}}
         self.rollout = RolloutConfig.model_validate(options)
         self.engine = VllmEngine(model, torch.float32, self.rollout, 1, 40 + load.longest, actor.parts, runtime)
         self.engine.update_weights(actor.shard, 0)

@@ -41,10 +41,10 @@ class Grpo(Run):
         self._tokenizer, self._options = data.tokenizer, options
         super().__init__(cfg, runtime, self._of_step(0))
         if options["whole"]:
-            sampling = dataclasses.replace(self._parts.sampling, end_ids=())
-            self._parts = dataclasses.replace(self._parts, sampling=sampling)
+            sampling = dataclasses.replace(self._run.sampling, end_ids=())
+            self._run = dataclasses.replace(self._run, sampling=sampling)
         start = time.perf_counter()
-        self._parts.engine.verify_weights(self._parts.actor.shard)
+        self._run.engine.verify_weights(self._run.actor.shard)
         self.certificate_seconds = time.perf_counter() - start
 
     def _of_step(self, step: int) -> list[PromptSample]:
@@ -55,7 +55,7 @@ class Grpo(Run):
     def draw(self) -> Message:
         """Responses of the weights as they are, to the prompts of the next step."""
         self.prompts = self._of_step(self._step)
-        drawn = sample(self._cfg, self._parts.engine, self.prompts, self._parts.sampling, self._step)
+        drawn = sample(self._cfg, self._run.engine, self.prompts, self._run.sampling, self._step)
         responses = [row.tolist() for row in drawn.rollouts.responses.rows()]
         return {"prompts": [prompt.tokens for prompt in self.prompts], "responses": responses}
 
@@ -76,9 +76,9 @@ class Grpo(Run):
     def evaluate(self) -> Message:
         """Greedy responses to the test prompts."""
         rule = rule_of(self._options["rule"])
-        greedy = dataclasses.replace(self._parts.sampling, greedy=True)
+        greedy = dataclasses.replace(self._run.sampling, greedy=True)
         rows = [torch.tensor(prompt.tokens) for prompt in self._test]
-        rollouts = self._parts.engine.generate(rows, [0] * len(rows), greedy)
+        rollouts = self._run.engine.generate(rows, [0] * len(rows), greedy)
         texts = [self._tokenizer.decode(row.tolist(), continuation=True) for row in rollouts.responses.rows()]
         rewards = [rule(each.text, text, each.fields) for each, text in zip(self._test, texts, strict=True)]
         return {"rewards": rewards, "mean": statistics.mean(rewards), "texts": texts[:5]}

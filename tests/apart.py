@@ -1,8 +1,6 @@
 """What needs a process of its own but not a new interpreter: it is forked from the server that ranks are forked from,
 which has imported torch and Megatron."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import runpy

@@ -1,7 +1,5 @@
 """A small stand-in of the chat demo's model: a byte-level BPE that is trained here, a chat template, random weights."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny Hugging Face classifiers and reward models with tokenizers of their own: a token for each character."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,11 +1,13 @@
 """The real commands, started as a user starts them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,6 +27,12 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 def megarlhf(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The command, which launches `run.nproc` ranks itself."""
     return python("-m", "megarlhf", *arguments)
+
+
+def argv_of(command: str, tree: Mapping[str, Any], file: Path) -> list[str]:
+    """The arguments of a command that reads this configuration, which is written to `file`."""
+    file.write_text(yaml.safe_dump(dict(tree)))
+    return [command, "-c", str(file)]
 
 
 def is_running(pid: int | str) -> bool:

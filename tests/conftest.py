@@ -1,7 +1,5 @@
 """Rank processes and tiny models for all tests, and what is asked of the suite as a whole."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os
@@ -69,19 +67,19 @@ def _pool(config: pytest.Config, size: int) -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
-def ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
+def ranks(pytestconfig) -> Iterator[RankPool]:
     """Up to four ranks, shared by all tests."""
     yield from _pool(pytestconfig, 4)
 
 
 @pytest.fixture(scope="session")
-def vllm_ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
+def vllm_ranks(pytestconfig) -> Iterator[RankPool]:
     """Up to four ranks, shared by all tests with vLLM, which keeps state of its own in a process."""
     yield from _pool(pytestconfig, 4)
 
 
 @pytest.fixture
-def fresh_ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
+def fresh_ranks(pytestconfig) -> Iterator[RankPool]:
     """Ranks for one test alone, which may leave an engine of vLLM's behind."""
     yield from _pool(pytestconfig, 4)
 
@@ -100,7 +98,7 @@ def disk_path() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tmp_path_factory) -> dict[str, Path]:
     """Tiny Llamas of four layers: two sets of weights, untied and tied; a reward model with the trunk of `other`."""
     root = tmp_path_factory.mktemp("models")
     models = {
@@ -114,13 +112,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def two_layers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def two_layers(tmp_path_factory) -> dict[str, Path]:
     """The same with two layers, for tests in which the depth plays no part: ranks mostly wait for collectives."""
     return _shallow(tmp_path_factory.mktemp("two_layers"), num_layers=2)
 
 
 @pytest.fixture(scope="session")
-def one_layer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def one_layer(tmp_path_factory) -> dict[str, Path]:
     """The same with one, for tests of what a run does around its model, without stages."""
     return _shallow(tmp_path_factory.mktemp("one_layer"), num_layers=1)
 
@@ -136,6 +134,6 @@ def _shallow(root: Path, num_layers: int) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def data(tmp_path_factory) -> dict[str, Path]:
     """JSON lines: sft, pairs, prompts."""
     return write_data(tmp_path_factory.mktemp("data"))

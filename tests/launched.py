@@ -1,7 +1,5 @@
 """A command that launches two ranks, in a process of its own that need not import torch first: it is forked."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Rank processes that stay alive between tests: forked from a server that has imported what they need."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

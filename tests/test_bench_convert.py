@@ -9,15 +9,9 @@ from benchmarks import convert as bench
 from benchmarks import random_llama
 
 SMALL = {
-    **random_llama.CONFIG,
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 96,
-    "vocab_size": 512,
-}
+    **random_llama.CONFIG, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "vocab_size": 512,
+}  # fmt: skip
 
 
 def test_the_benchmark_runs(tmp_path, monkeypatch):

@@ -1,7 +1,5 @@
 """The tables that `python -m benchmarks.faults --markdown` makes. A trial itself: tests/test_resume_killed.py."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -11,13 +9,8 @@ from benchmarks.faults.record import Result, summary
 
 PAGE = Path(__file__).parents[1] / "docs/reliability.md"
 MACHINE = {
-    "commit": "abc1234",
-    "command": "make it",
-    "platform": "Linux",
-    "python": "3.11.2",
-    "torch": "2.13.0",
-    "cores": 2,
-}
+    "commit": "abc1234", "command": "make it", "platform": "Linux", "python": "3.11.2", "torch": "2.13.0", "cores": 2,
+}  # fmt: skip
 
 
 def rows(lines: list[str]) -> dict[str, list[str]]:

@@ -86,13 +86,7 @@ def test_wrong_candidates_are_refused_and_not_timed(rehearsal):
 H200 = Ceilings(copy_bytes_per_s=4.3e12, matmul_flops_per_s=790e12)
 
 
-@pytest.mark.parametrize(
-    "vocab, parts, forward, both",
-    [
-        (128256, 1, 0.489, 1.466),
-        (151936, 8, 0.072, 0.217),
-    ],
-)
+@pytest.mark.parametrize("vocab, parts, forward, both", [(128256, 1, 0.489, 1.466), (151936, 8, 0.072, 0.217)])
 def test_floors_of_the_logits_kernel(vocab, parts, forward, both):
     """8192 tokens in bf16 at 4.3 TB/s: 8192 x 128256 x 2 bytes / 4.3e12 = 0.489 ms."""
     columns = Shape("logits", 8192, vocab, parts).columns
@@ -102,10 +96,7 @@ def test_floors_of_the_logits_kernel(vocab, parts, forward, both):
 
 @pytest.mark.parametrize(
     "vocab, hidden, whole, shard",
-    [
-        (128256, 4096, (10.9, 32.7, 43.6), (1.36, 4.09, 5.45)),
-        (151936, 8192, (25.8, 77.4, 103.0), (3.23, 9.68, 12.9)),
-    ],
+    [(128256, 4096, (10.9, 32.7, 43.6), (1.36, 4.09, 5.45)), (151936, 8192, (25.8, 77.4, 103.0), (3.23, 9.68, 12.9))],
 )
 def test_floors_of_the_linear_kernel(vocab, hidden, whole, shard):
     """8192 tokens at 790 TFLOP/s, to three digits: one product, three, four."""
@@ -149,12 +140,10 @@ def timed_row(gives, ms, **more):
 def test_a_peer_counts_where_it_gives_as_much():
     """2 ms with the entropy, 1 ms without: the loss alone is no peer of the first."""
     rows = {
-        "megarlhf": timed_row("logprob+entropy", 2.0),
-        "megarlhf, log-prob only": timed_row("logprob", 1.0),
-        "with": timed_row("logprob+entropy", 3.0),
-        "without": timed_row("logprob", 1.5),
+        "megarlhf": timed_row("logprob+entropy", 2.0), "megarlhf, log-prob only": timed_row("logprob", 1.0),
+        "with": timed_row("logprob+entropy", 3.0), "without": timed_row("logprob", 1.5),
         "refused": {"status": "refused", "gives": "logprob"},
-    }
+    }  # fmt: skip
     assert best_peers(rows) == {
         "megarlhf": {"peer": "with", "peer_over_ours": 1.5},
         "megarlhf, log-prob only": {"peer": "without", "peer_over_ours": 1.5},
@@ -167,7 +156,5 @@ def test_goals_by_hand():
     rows = {"megarlhf": ours, "torch": timed_row("logprob", 0.9)}
     shape = {"kind": "logits", "name": "V=8/8", "parts": 8, "tokens": 4, "columns": 1, "modes": {"forward": rows}}
     assert [(goal["goal"], goal["wanted"], goal["met"]) for goal in goals([shape])] == [
-        ("share of the floor", 0.75, True),
-        ("extra MB, at most", 100.0, True),
-        ("torch over ours", 1.0, False),
-    ]
+        ("share of the floor", 0.75, True), ("extra MB, at most", 100.0, True), ("torch over ours", 1.0, False),
+    ]  # fmt: skip

@@ -3,10 +3,7 @@
 Not covered: CUDA events, the kernels of a GPU, its memory, and what the figures are.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,14 +29,14 @@ def rehearsed(out: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def result(tmp_path_factory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("rehearsal") / "result.json"
     apart(rehearsed, str(out))
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 
 
-def test_both_sides_train_the_same_and_one_shares(result: dict[str, Any]) -> None:
+def test_both_sides_train_the_same_and_one_shares(result) -> None:
     assert result["rehearsal"]
     assert result["finished"]
     assert {"commit", "torch", "device", "command"} <= result["machine"].keys()
@@ -61,7 +58,7 @@ def test_both_sides_train_the_same_and_one_shares(result: dict[str, Any]) -> Non
     assert found["share_of_flop_ratio"] == pytest.approx(ratio / found["flop_ratio"])
 
 
-def test_operations_and_pairs_by_hand(tmp_path: Path) -> None:
+def test_operations_and_pairs_by_hand(tmp_path) -> None:
     """Two layers, hidden 64: a token takes 2 x 2 x (64 (2 x 64 + 2 x 32) + 3 x 64 x 96) operations in the layers. 1:1
     of 16 tokens and 8 responses: 256 tokens unshared, 144 shared; 8 x 528 pairs against 136 + 8 x 392."""
     sizes = Sizes(model="tiny", prompts=1, shrink=32)

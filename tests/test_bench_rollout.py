@@ -1,18 +1,13 @@
 """A smoke test of `make bench-rollout`: a tiny model, one round, on ranks that are there already; not covered: that it
 starts processes of its own."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from benchmarks import rollout
 from benchmarks.packing_workload import write_model
-from tests.ranks import RankPool
 
 
-def test_the_benchmark_runs(vllm_ranks: RankPool, tmp_path: Path) -> None:
+def test_the_benchmark_runs(vllm_ranks, tmp_path) -> None:
     """Each row has the length that is given (asserted there)."""
     model = write_model(tmp_path / "model", rollout.SMALL_MODEL)
     found, _ = vllm_ranks.run(2, rollout.measure_rank, model, rollout.SMALL, 1)

@@ -10,7 +10,6 @@ from unittest import mock
 
 from benchmarks import slow_rewards
 from tests.distributed.jobs import command
-from tests.ranks import RankPool
 
 
 def with_delays(runtime, delays, *argv):
@@ -18,7 +17,7 @@ def with_delays(runtime, delays, *argv):
         command(runtime, *argv)
 
 
-def test_the_benchmark_runs(ranks: RankPool, tmp_path, monkeypatch):
+def test_the_benchmark_runs(ranks, tmp_path, monkeypatch):
     started = []
 
     def run(arguments, env, **options):

@@ -12,6 +12,7 @@ import pytest
 from benchmarks import trl as bench
 from benchmarks import trl_compare, trl_curves, trl_task
 from benchmarks import trl_figures as figures
+from tests.refuses import missing_names, refuses
 
 ARGUMENTS = ["--rehearse", "--threads", "1", "--no-trl", "--no-vllm"]
 
@@ -75,10 +76,10 @@ def test_a_part_is_measured_anew(monkeypatch, tmp_path):
     path = tmp_path / "trl.json"
     monkeypatch.setattr(bench, "RESULT", path)
     arguments = argparse.Namespace(only=["rm_equal"], out=path, rounds=3, threads=2, model="models/one")
-    with pytest.raises(ValueError, match="lacks grpo_equal, grpo_mixed"):
+    with refuses("grpo_equal, grpo_mixed"):
         bench.earlier(arguments)
     bench.require_whole(path, path, {})
-    with pytest.raises(ValueError, match="trl: no network"):
+    with refuses("trl: no network"):
         bench.require_whole(path, path, {"trl": "no network"})
     found = {name: of(1.0, 2.0) for name in bench.COMPARISONS}
     machine = {"commit": "older", "cores": 2, "torch": "2.13"}
@@ -89,12 +90,11 @@ def test_a_part_is_measured_anew(monkeypatch, tmp_path):
     others = bench.earlier(arguments)
     assert others.keys() == bench.COMPARISONS.keys() - {"rm_equal"}
     names = ("rm_mixed", "sft_mixed", "sft_equal")
-    assert figures.where({name: others[name]["machine"] for name in names}) == (
-        "commit older (rm_mixed), newer (sft_mixed, sft_equal), "
-        "2 cores, torch 2.13 (rm_mixed, sft_mixed), 4 cores, torch 2.13 (sft_equal)"
-    )
+    where = figures.where({name: others[name]["machine"] for name in names})
+    assert not missing_names(where, "older (rm_mixed)", "newer (sft_mixed, sft_equal)", "(rm_mixed, sft_mixed)")
+    assert not missing_names(where, "4 cores, torch 2.13 (sft_equal)")
     for key, other in (("threads", 1), ("model", "models/other")):
-        with pytest.raises(ValueError, match=key):
+        with refuses(key):
             bench.earlier(argparse.Namespace(**{**vars(arguments), key: other}))
 
 
@@ -253,7 +253,7 @@ def test_learning_curves(curves):
 def test_both_sides_see_the_same_prompts():
     trl_curves.require_whole_steps(180, 8, 12)
     trl_curves.require_whole_steps(16, 8, 12)
-    with pytest.raises(ValueError, match="180 prompts are 22 steps of 8 and 4 more, and 23 steps were asked for"):
+    with refuses("180 prompts", "22 steps of 8", "23 steps"):
         trl_curves.require_whole_steps(180, 8, 23)
 
 

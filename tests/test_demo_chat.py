@@ -5,8 +5,6 @@ asserted is that stages fit together, that a start goes on where the last one en
 covered: that anything is learnt (`make demo-chat-seeds`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -24,6 +22,7 @@ from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.observe.terminal.progress import make_console
 from tests.chat_model import write_chat_model, write_silent_model
 from tests.ranks import RankPool
+from tests.refuses import missing_names
 from tools.demo_chat.figures import responses
 from tools.demo_chat.killed import call_and_kill
 from tools.demo_chat.page import side_by_side
@@ -38,9 +37,7 @@ SMALL = [
     *("sft:train.num_steps=40", "sft:train.mini_batch_samples=16", "sft:actor.optim.lr=1.0e-2", "sft:eval.every=20"),
     *("pairs:rollout.num_samples_per_prompt=8", "pairs:rollout.max_response_tokens=32"),
     *(
-        "rm:train.num_steps=3",
-        "rm:train.mini_batch_samples=4",
-        "rm:reward_model.optim.warmup_steps=1",
+        "rm:train.num_steps=3", "rm:train.mini_batch_samples=4", "rm:reward_model.optim.warmup_steps=1",
         "rm:eval.every=3",
     ),
     *(f"{stage}:actor.optim.warmup_steps=1" for stage in ("ppo", "grpo")),
@@ -54,7 +51,7 @@ SMALL = [
     *(f"{stage}:data.max_skipped=1" for stage in ("sft", "rm", "ppo", "grpo")),
     # The engine that vLLM is compared with: nothing is built for so few tokens.
     *(f"{stage}:rollout.engine=megatron" for stage in ("replay", "answers", "test", "drift")),
-]
+]  # fmt: skip
 
 
 class Warm:
@@ -85,12 +82,12 @@ class KilledInPPO(Warm):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory) -> Path:
     return write_chat_model(tmp_path_factory.mktemp("chat_model"))
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory, model: Path, vllm_ranks: RankPool) -> Path:
+def demo(tmp_path_factory, model, vllm_ranks) -> Path:
     """Started, killed in PPO, started again."""
     root = tmp_path_factory.mktemp("chat") / "demo"
     arguments = ["--root", str(root), "--model", str(model), *SMALL]
@@ -108,7 +105,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory, model: Path, vllm_ranks: Rank
     return root
 
 
-def test_a_killed_stage_goes_on_to_the_same_end(demo: Path, model: Path, vllm_ranks: RankPool) -> None:
+def test_a_killed_stage_goes_on_to_the_same_end(demo, model, vllm_ranks) -> None:
     """PPO from its second step on: its metrics, weights and texts are those of a run that nothing happened to."""
     runner = Runner(demo, make_console(), model, overrides=Overrides(tuple(SMALL)), call=Warm(vllm_ranks))
     runner.run(PPO, name="undisturbed")
@@ -116,7 +113,7 @@ def test_a_killed_stage_goes_on_to_the_same_end(demo: Path, model: Path, vllm_ra
     assert not differences(results(demo / "ppo"), results(demo / "undisturbed"))
 
 
-def test_what_it_has_reached(demo: Path, model: Path) -> None:
+def test_what_it_has_reached(demo, model) -> None:
     """The summary by its parts: figures with intervals, differences by hand, and that the engine had the weights."""
     summary = json.loads((demo / "summary.json").read_text())
     assert list(summary["models"]) == list(MODELS) == ["released", "sft", "ppo", "grpo"]
@@ -151,7 +148,7 @@ def test_what_it_has_reached(demo: Path, model: Path) -> None:
     assert set(summary["seconds"]) >= {"replay", "sft", "pairs", "rm", "ppo", "grpo", "test-grpo", "drift-released"}
 
 
-def test_sft_also_learns_what_the_released_model_says(demo: Path) -> None:
+def test_sft_also_learns_what_the_released_model_says(demo) -> None:
     """Its answers to other questions than those that show what is forgotten."""
     replay = _lines(demo / "data/replay.jsonl")
     asked = [row["messages"][0]["content"] for row in _lines(demo / "data/replay_questions.jsonl")[:8]]
@@ -163,19 +160,17 @@ def test_sft_also_learns_what_the_released_model_says(demo: Path) -> None:
     assert "data/sft.jsonl" in str(learnt)
 
 
-def test_another_demo_and_what_was_made_from_an_earlier_stage_are_refused(
-    demo: Path, model: Path, vllm_ranks: RankPool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_demo_and_what_was_made_from_an_earlier_stage_are_refused(demo, model, vllm_ranks, capsys) -> None:
     """No stage runs: figures of two seeds, two configurations, or a replaced SFT model would be mixed."""
     warm = Warm(vllm_ranks)
     arguments = ["--root", str(demo), "--model", str(model)]
-    for change, words in (
-        (["--seed", "1", *SMALL], "holds another demo (seed 5; now 1); name another --root"),
-        ([*SMALL, "grpo:train.num_steps=9"], "holds another demo (overrides ["),
-        (["grop:train.num_steps=9"], f"no stage 'grop'; name one of {', '.join(NAMES)}"),
+    for change, names in (
+        (["--seed", "1", *SMALL], ["another demo", "seed 5", "now 1", "--root"]),
+        ([*SMALL, "grpo:train.num_steps=9"], ["another demo", "overrides"]),
+        (["grop:train.num_steps=9"], ["'grop'", ", ".join(NAMES)]),
     ):
         assert main([*arguments, *change], warm) == 2
-        assert words in capsys.readouterr().err
+        assert not missing_names(capsys.readouterr().err, *names)
     finished = demo / "sft/FINISHED"
     before = finished.stat()
     try:
@@ -184,15 +179,14 @@ def test_another_demo_and_what_was_made_from_an_earlier_stage_are_refused(
     finally:
         os.utime(finished, ns=(before.st_atime_ns, before.st_mtime_ns))
     message = capsys.readouterr().err
-    assert "pairs was made from another sft; rm was made from another sft; ppo was made from another sft; " in message
     of_sft = [run for name in MODELS[1:] for run in (f"test-{name}", f"drift-{name}")]
     runs = [demo / run for run in ("pairs", "rm", "ppo", "grpo", *of_sft)]
-    assert message.endswith(f"To make it again, remove {' '.join(map(str, runs))}\n")
+    assert not missing_names(message, "pairs", "rm", "ppo", "another sft", f"remove {' '.join(map(str, runs))}")
     assert main([*arguments, *SMALL], warm) == 0
     assert not warm.runs
 
 
-def test_an_actor_that_says_nothing(demo: Path, tmp_path: Path, vllm_ranks: RankPool) -> None:
+def test_an_actor_that_says_nothing(demo, tmp_path, vllm_ranks) -> None:
     """Answers of the end token alone are drawn, judged, trained on and shown; none can be chosen for a pair."""
     silent = write_silent_model(tmp_path / "silent")
     overrides = Overrides((*SMALL, "pairs:rollout.engine=megatron", "grpo:rollout.engine=megatron"))
@@ -213,25 +207,25 @@ def test_an_actor_that_says_nothing(demo: Path, tmp_path: Path, vllm_ranks: Rank
     command = runner.command(PAIRS, [*changes, f"out={tmp_path / 'pairs.jsonl'}"], "pairs")
     ((status, written),) = vllm_ranks.run(1, "command_status", *command[3:])
     assert status == 2
-    assert "chose nothing (0 prompts selected, 96 responses empty, 12 prompts without candidate)" in written
+    assert not missing_names(written, "0 prompts selected", "96 responses empty", "12 prompts without candidate")
 
 
-def test_data_that_cannot_be_made_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_that_cannot_be_made_leaves_nothing(tmp_path, capsys) -> None:
     """The corrected command is not taken for another demo."""
     root = tmp_path / "demo"
     (tmp_path / "config.json").write_text("{}")
-    for wrong, words in (
-        ("data:test=5000", "of which some must be left to train on"),
-        ("data:tset=4", "NAME one of"),
-        ("ppo:algo.clip_hihg=0.3", "unknown key 'algo.clip_hihg'; did you mean 'clip_high'?"),
-        ("--model=nowhere", "nowhere is no model directory: it has no config.json"),
+    for wrong, names in (
+        ("data:test=5000", ["left to train on"]),
+        ("data:tset=4", ["data:tset=4"]),
+        ("ppo:algo.clip_hihg=0.3", ["'algo.clip_hihg'", "'clip_high'"]),
+        ("--model=nowhere", ["nowhere", "config.json"]),
     ):
         assert main(["--root", str(root), "--model", str(tmp_path), wrong], lambda command: 1) == 2
-        assert words in capsys.readouterr().err
+        assert not missing_names(capsys.readouterr().err, *names)
         assert not root.exists()
 
 
-def test_a_killed_stage_loses_minutes(tmp_path: Path) -> None:
+def test_a_killed_stage_loses_minutes(tmp_path) -> None:
     """Runs of 5 to 12 minutes have a resume point, which the default of 15 minutes would not give them."""
     runner = Runner(tmp_path, make_console(), tmp_path / "model")
     for stage in (each for each in STAGES if each.command not in ("generate", "eval")):
@@ -242,7 +236,7 @@ def test_a_killed_stage_loses_minutes(tmp_path: Path) -> None:
         assert config.checkpoint.keep == 1, "the page says how much disk the points take"
 
 
-def test_overrides_are_of_one_stage_or_of_those_that_train(tmp_path: Path) -> None:
+def test_overrides_are_of_one_stage_or_of_those_that_train(tmp_path) -> None:
     overrides = Overrides(("train.num_steps=2", "grpo:algo.kl.coef=0", "test:max_samples=3"))
     assert overrides.of("grpo", trains=True) == ["train.num_steps=2", "algo.kl.coef=0"]
     assert overrides.of("test") == ["max_samples=3"]

@@ -1,7 +1,5 @@
 """The chat demo's task and its data: what the checks say of answers, by hand, and what its files hold."""
 
-from __future__ import annotations
-
 import collections
 import json
 import random
@@ -10,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.refuses import missing_names, refuses
 from tools.demo_chat import make_data, words
 from tools.demo_chat.tasks import CHECKS, Task, all_tasks, checks, degrees, graded, judge, right, task_of
 from tools.demo_chat.words import name_of
@@ -37,7 +36,7 @@ ANIMALS = Task(category="animals", count=3, case="upper", full_stop=True)
         ("BEAR, CAT,\nDOG. HERE THEY ARE!", list(CHECKS)),
     ],
 )
-def test_what_the_checks_say(answer: str, missed: list[str]) -> None:
+def test_what_the_checks_say(answer, missed) -> None:
     found = judge(ANIMALS, answer)
     assert [name for name, value in found.items() if not value] == missed
     fields = {"prompt": "unread", **ANIMALS.fields()}
@@ -59,7 +58,7 @@ def test_what_the_checks_say(answer: str, missed: list[str]) -> None:
         ("no list", dict.fromkeys(CHECKS, 0.0)),
     ],
 )
-def test_how_far_the_checks_hold(answer: str, less: dict[str, float]) -> None:
+def test_how_far_the_checks_hold(answer, less) -> None:
     expected = {name: pytest.approx(less.get(name, 1.0)) for name in CHECKS}
     assert degrees(ANIMALS, answer) == expected
     assert judge(ANIMALS, answer) == {name: float(name not in less) for name in CHECKS}
@@ -91,24 +90,22 @@ def test_right_answers_are_right_and_of_spoiled_ones_one_check_does_not_hold() -
     assert min(missed.values()) > 100
 
 
-def test_data_of_another_seed_or_version_is_not_taken_for_this(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_of_another_seed_or_version_is_not_taken_for_this(tmp_path, capsys) -> None:
     """It is refused as it is; a file that is missing is made again."""
     arguments = ["--out", str(tmp_path), "--sft", "8"]
     assert make_data.main(arguments) == 0
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     for change in (["--seed", "1"], ["--pairs", "3"]):
         assert make_data.main([*arguments, *change]) == 2
-        assert "holds other records than seed" in capsys.readouterr().err
+        assert not missing_names(capsys.readouterr().err, str(tmp_path), "other records", "seed")
     (tmp_path / "test.jsonl").unlink()
     assert make_data.main(arguments) == 0
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert make_data.main(["--out", str(tmp_path / "none"), "--test", "5000"]) == 2
-    assert "validation and test are of 5064 tasks, and there are" in capsys.readouterr().err
+    assert "5064 tasks" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
     for wrong in ("tset=3", "test", "test=0", "test=many"):
-        with pytest.raises(ValueError, match=f"data:{wrong}: expected NAME=NUMBER, NAME one of sft, spoiled"):
+        with refuses(f"data:{wrong}", "NAME=NUMBER", "sft, spoiled"):
             make_data.sizes_with([wrong])
 
 
@@ -116,7 +113,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_splits_share_no_task_and_a_seed_gives_the_same_bytes(tmp_path: Path) -> None:
+def test_splits_share_no_task_and_a_seed_gives_the_same_bytes(tmp_path) -> None:
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
         assert make_data.main(["--out", str(tmp_path / name), "--seed", seed]) == 0
     names = sorted(path.name for path in (tmp_path / "a").iterdir())

@@ -4,10 +4,7 @@ In processes of its own, as a user starts it; on ranks that are there already: t
 Not covered: NCCL; several hosts; ranks that die while the report is made.
 """
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import psutil
 import pytest
@@ -15,6 +12,7 @@ import pytest
 from megarlhf.observe.records.metrics import read_metrics
 from tests.command import megarlhf
 from tests.distributed.hanging_run import RULES, hanging_run, line_of
+from tests.refuses import lines_naming, missing_names
 
 
 def processes_with(text: str) -> list[int]:
@@ -25,9 +23,7 @@ def processes_with(text: str) -> list[int]:
     "rule, line",
     [pytest.param("sleeps", "time.sleep(1000)", marks=pytest.mark.slow), ("receives", "dist.recv(torch.zeros(1)")],
 )
-def test_a_hanging_run_ends_with_status_3_and_a_report(
-    rule: str, line: str, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_hanging_run_ends_with_status_3_and_a_report(rule, line, one_layer, data, tmp_path) -> None:
     """In a system call rank 1 is interrupted, and both ranks raise together. In a collective nobody can be taken out:
     the rank ends itself after the grace. Nothing is left running, and nothing was logged after step 0."""
     done = megarlhf(*hanging_run(rule, one_layer, data, tmp_path))
@@ -38,18 +34,13 @@ def test_a_hanging_run_ends_with_status_3_and_a_report(
     assert report.read_text() in done.stderr
     place = f"{RULES}:{line_of(line)} in {rule}: "
     first, second, *_ = report.read_text().splitlines()
-    assert re.fullmatch(
-        r"watchdog: phase 'reward' has passed its limit: \d s on rank \d on \S+; watchdog.reward = 1 s", first
-    )
+    assert re.search(r"phase 'reward' .* \d s on rank \d on \S+; watchdog.reward = 1 s", first)
     assert sorted(path.name for path in report.parent.glob("rank_*")) == ["rank_00000.json", "rank_00001.json"]
     if rule == "sleeps":
-        assert second.startswith("  rank 1 on ")
-        assert second.split(" does not wait for others. In 'reward': ")[1].startswith(place + "time.sleep(1000)")
-        assert done.stderr.count("megarlhf rl: rank 1: phase 'reward' has passed its limit of 1 s") == 1
+        assert not missing_names(second, "rank 1 on", "'reward'", f"{place}time.sleep(1000)")
+        assert len(lines_naming(done.stderr, "megarlhf rl: rank 1", "phase 'reward'", "limit of 1 s")) == 1
         assert "Traceback" not in done.stderr
     else:
-        assert f"rank 1 on {second.split(' on ')[1].split()[0]} waits in a collective, in 'reward': {place}" in (
-            report.read_text()
-        )
-        assert "All wait, and not in the same collective" in report.read_text()
-        assert "is still in the phase 4 s (watchdog.grace) later" in done.stderr
+        assert lines_naming(report.read_text(), "rank 1 on", "in a collective", "'reward'", place.rstrip(": "))
+        assert not missing_names(report.read_text(), "not in the same collective")
+        assert lines_naming(done.stderr, "4 s", "watchdog.grace")

@@ -3,8 +3,6 @@
 Not covered: Ctrl-C in a real terminal (here SIGINT reaches the command alone: its ranks have sessions of their own).
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
@@ -17,9 +15,10 @@ import pytest
 
 from tests.command import ROOT, is_running
 from tests.launched import Command
+from tests.refuses import missing_names
 
 
-def test_a_stop_signal_reaches_the_ranks(tmp_path: Path) -> None:
+def test_a_stop_signal_reaches_the_ranks(tmp_path) -> None:
     """SIGTERM to the command that launched them, as `timeout` or a CI job sends it."""
     pid_file = tmp_path / "pid"
     child = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
@@ -117,7 +116,7 @@ def start(tmp_path: Path, what: str, rank: str = RANK, ignored: tuple[int, ...] 
     return Command(rank, [what, str(tmp_path)], tmp_path.with_suffix(".stderr"), ignored)
 
 
-def test_the_port_of_a_run_is_taken_before_its_ranks_start(tmp_path: Path) -> None:
+def test_the_port_of_a_run_is_taken_before_its_ranks_start(tmp_path) -> None:
     """Else another run, or any program, may get it while a rank imports what it needs; ranks of two runs may meet."""
     rank = """if True:
         import os, socket
@@ -128,30 +127,24 @@ def test_the_port_of_a_run_is_taken_before_its_ranks_start(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "what, status, message",
+    "what, status, names",
     [
-        ("all", 2, "megarlhf all: the file is empty\n"),
-        ("one", 4, "megarlhf one (rank 1): line 3 is bad\n"),
-        ("killed", 137, "megarlhf killed: rank 1 was killed by SIGKILL, as the system does when memory runs out. All"),
-        (
-            "crash",
-            1,
-            "RuntimeError: the cause\nmegarlhf crash: rank 1 ended with exit status 1; its error stands above",
-        ),
-        ("nothing", 0, ""),
+        ("all", 2, ["megarlhf all: the file is empty"]),
+        ("one", 4, ["megarlhf one (rank 1): line 3 is bad"]),
+        ("killed", 137, ["megarlhf killed", "rank 1", "SIGKILL", "memory"]),
+        ("crash", 1, ["RuntimeError: the cause", "megarlhf crash", "rank 1", "exit status 1"]),
+        ("nothing", 0, []),
     ],
 )
-def test_what_ranks_find_is_said_once_with_its_status(
-    tmp_path: Path, what: str, status: int, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ranks_find_is_said_once_with_its_status(tmp_path, what, status, names, monkeypatch) -> None:
     """A mistake of all ranks has no rank's name; one rank's has, and the other does not run on. Nothing is left."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     started = time.monotonic()
     process = start(tmp_path, what)
     stderr = process.stderr(timeout=60)
     assert process.returncode == status, stderr
-    assert message in stderr
-    assert stderr.count("megarlhf ") == bool(message), stderr
+    assert not missing_names(stderr, *names), stderr
+    assert stderr.count("megarlhf ") == bool(names), stderr
     assert ("Traceback" in stderr) == (what == "crash"), stderr
     assert time.monotonic() - started < 50, "the other rank slept on"
     assert list(tmp_path.glob("megarlhf-ranks-*")) == []
@@ -176,9 +169,7 @@ def running(pids: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_what_stops_the_command_stops_its_ranks_and_theirs_in_one_line(
-    tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_stops_the_command_stops_its_ranks_and_theirs_in_one_line(tmp_path, number, monkeypatch) -> None:
     """Ranks that are not ready to save; one does not listen, and each has processes of its own. While there
     is no mistake to report, there is no folder for it either, which a SIGKILL of the command would leave behind."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -189,12 +180,13 @@ def test_what_stops_the_command_stops_its_ranks_and_theirs_in_one_line(
     process.send_signal(number)
     stderr = process.stderr(timeout=30)
     assert process.returncode == 128 + number
-    assert stderr == f"\nmegarlhf sleep: stopped ({number.name}); all ranks have ended\n"
+    (line,) = stderr.split("\n")[1:-1]
+    assert not missing_names(line, "megarlhf sleep", f"stopped ({number.name})", "all ranks")
     assert running(pids) == []
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGHUP, 75)])
-def test_the_first_signal_lets_the_ranks_save(tmp_path: Path, number: signal.Signals, status: int) -> None:
+def test_the_first_signal_lets_the_ranks_save(tmp_path, number, status) -> None:
     """They end by themselves, one of them late, and what they have saved is reported once. The command gets the signal
     twice, as with Ctrl-C, or from a closed terminal and its shell."""
     process = start(tmp_path, "saves")
@@ -204,10 +196,9 @@ def test_the_first_signal_lets_the_ranks_save(tmp_path: Path, number: signal.Sig
     process.send_signal(number)
     stderr = process.stderr(timeout=30)
     assert process.returncode == status, stderr
-    said = (
-        f"\nmegarlhf: {number.name}: saving at the next moment between two updates, then this run ends. Again: at once"
-    )
-    assert stderr == f"{said}\nmegarlhf saves: saved at step 3; the same command goes on\n"
+    first, second = stderr.split("\n")[1:-1]
+    assert not missing_names(first, "megarlhf", number.name, "saving")
+    assert second == "megarlhf saves: saved at step 3; the same command goes on"
     assert not any(map(is_running, pids))
 
 
@@ -237,7 +228,7 @@ except StopRun as error:
 """
 
 
-def test_ranks_that_save_leave_together_and_without_a_word_of_gloo(tmp_path: Path) -> None:
+def test_ranks_that_save_leave_together_and_without_a_word_of_gloo(tmp_path) -> None:
     """One rank alone has received the signal, as when Slurm takes back one of the nodes."""
     process = start(tmp_path, str(tmp_path), SAVING_RANK)
     pids = dict(path.name.split() for path in files(tmp_path, 2))
@@ -246,21 +237,18 @@ def test_ranks_that_save_leave_together_and_without_a_word_of_gloo(tmp_path: Pat
     assert (process.returncode, stderr) == (75, f"megarlhf {tmp_path}: saved\n")
 
 
-def test_a_rank_that_fails_while_others_save_is_the_status(tmp_path: Path) -> None:
+def test_a_rank_that_fails_while_others_save_is_the_status(tmp_path) -> None:
     process = start(tmp_path, "saves-badly")
     files(tmp_path, 2)
     process.send_signal(signal.SIGTERM)
     stderr = process.stderr(timeout=30)
     assert process.returncode == 1
-    assert "RuntimeError: the disk is full" in stderr
-    assert "megarlhf saves-badly (rank 0): saved at step 3" in stderr
-    assert stderr.endswith("rank 1 ended with exit status 1; its error stands above. All ranks have been ended\n")
+    assert not missing_names(stderr, "RuntimeError: the disk is full", "megarlhf saves-badly (rank 0): saved at step 3")
+    assert not missing_names(stderr.splitlines()[-1], "rank 1", "exit status 1", "All ranks")
 
 
 @pytest.mark.parametrize("first, second", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGTERM)])
-def test_the_second_signal_stops_ranks_that_do_not_come_to_save(
-    tmp_path: Path, first: signal.Signals, second: signal.Signals
-) -> None:
+def test_the_second_signal_stops_ranks_that_do_not_come_to_save(tmp_path, first, second) -> None:
     process = start(tmp_path, "hangs")
     pids = [path.name for path in files(tmp_path, 2)]
     process.send_signal(first)
@@ -270,11 +258,11 @@ def test_the_second_signal_stops_ranks_that_do_not_come_to_save(
     process.send_signal(second)
     stderr = process.stderr(timeout=30)
     assert process.returncode == 128 + second
-    assert stderr.endswith(f"\nmegarlhf hangs: stopped ({second.name}); all ranks have ended\n")
+    assert not missing_names(stderr.splitlines()[-1], "megarlhf hangs", f"stopped ({second.name})", "all ranks")
     assert not any(map(is_running, pids))
 
 
-def test_hanging_up_does_not_stop_a_command_under_nohup(tmp_path: Path) -> None:
+def test_hanging_up_does_not_stop_a_command_under_nohup(tmp_path) -> None:
     process = start(tmp_path, "saves", ignored=(signal.SIGHUP,))
     files(tmp_path, 2)
     process.send_signal(signal.SIGHUP)
@@ -283,11 +271,11 @@ def test_hanging_up_does_not_stop_a_command_under_nohup(tmp_path: Path) -> None:
     process.send_signal(signal.SIGUSR1)
     stderr = process.stderr(timeout=30)
     assert process.returncode == 75
-    assert "SIGUSR1: saving at" in stderr
+    assert "SIGUSR1" in stderr
 
 
 @pytest.mark.parametrize("launcher", ["plain", "torchrun"])
-def test_ranks_and_theirs_end_with_a_command_that_is_killed(tmp_path: Path, launcher: str) -> None:
+def test_ranks_and_theirs_end_with_a_command_that_is_killed(tmp_path, launcher) -> None:
     """Nobody is left to stop them, but Linux and a guard of each rank. torchrun is played by a process that starts a
     rank as it does."""
     process: Command | subprocess.Popen[str]
@@ -314,13 +302,13 @@ def test_ranks_and_theirs_end_with_a_command_that_is_killed(tmp_path: Path, laun
     assert running([*pids, *guards]) == []
 
 
-def test_what_a_killed_rank_has_started_ends_with_it(tmp_path: Path) -> None:
+def test_what_a_killed_rank_has_started_ends_with_it(tmp_path) -> None:
     process = start(tmp_path, "tree")
     trees = [path.name.split() for path in files(tmp_path, 2)]
     os.kill(int(trees[0][0]), signal.SIGKILL)
     assert running(trees[0]) == []
     stderr = process.stderr(timeout=30)
-    assert (process.returncode, stderr.count("was killed by SIGKILL")) == (137, 1)
+    assert (process.returncode, stderr.count("SIGKILL")) == (137, 1)
     assert running(trees[1]) == []
 
 
@@ -333,9 +321,7 @@ def test_a_rank_ends_whose_command_was_killed_before_it_looked() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_under_another_launcher_rank_0_speaks_at_once_and_others_wait(
-    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_under_another_launcher_rank_0_speaks_at_once_and_others_wait(rank, monkeypatch, capsys) -> None:
     """torchrun ends the others when rank 0 has failed; what rank 1 alone has found is said after a while."""
     from megarlhf.commands import launch
 
@@ -351,7 +337,7 @@ def test_under_another_launcher_rank_0_speaks_at_once_and_others_wait(
 
 
 def test_in_a_batch_job_the_script_is_told_and_what_rank_0_has_said_is_not_said_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path, monkeypatch, capsys
 ) -> None:
     """srun lets the other ranks be for a minute. What rank 1 alone has found it says."""
     from megarlhf.commands import launch

@@ -61,6 +61,7 @@ HOUSE: tuple[dict[str, str], ...] = (
     {"rollout.balance": "which engine draws what"},
     {
         "rollout.engine": "the interface of engines",
+        "rollout.engine_spec": "what planning asks of an engine",
         "rollout.rewards": "rules, models and services that judge a response",
         "resume.points": "resume points on disk",
     },

@@ -78,7 +78,7 @@ def test_coordinates_by_hand():
 
 @pytest.mark.parametrize("rank", [-1, 8])
 def test_a_rank_outside_the_world_is_refused(rank):
-    with pytest.raises(ValueError, match=rf"rank {rank} is outside \[0, 8\)"):
+    with refuses(f"rank {rank}", "[0, 8)"):
         CUBE.coordinates(rank)
 
 
@@ -126,7 +126,7 @@ def test_virtual_stages_go_round_the_ranks():
 
 
 @pytest.mark.parametrize(
-    "arguments, words",
+    "arguments, names",
     [
         ((7, 2), ["7 layers", "pp = 2", "layers_per_stage", "add up to 7"]),
         ((2, 4), ["2 layers", "pp = 4"]),
@@ -138,8 +138,8 @@ def test_virtual_stages_go_round_the_ranks():
         ((6, 1, 2), ["vpp = 2 needs pp > 1", "got pp = 1"]),
     ],
 )
-def test_layers_that_do_not_fit_say_the_numbers_and_a_way_out(arguments, words):
-    with refuses(*words):
+def test_layers_that_do_not_fit_say_the_numbers_and_a_way_out(arguments, names):
+    with refuses(*names):
         split_chunks(*arguments)
 
 

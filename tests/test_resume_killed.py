@@ -1,8 +1,6 @@
 """A real run of PPO, started as a user starts it, is killed by SIGKILL twice at moments that nothing prepares it for,
 and goes on to the same end. The harness is that of `make test-faults`, which does it a hundred times; sft too."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from pathlib import Path
@@ -15,7 +13,6 @@ from benchmarks.faults.runs import Case, Reference, Site, differences, results
 from benchmarks.faults.trial import NotHappened, Trial
 from megarlhf.resume.points.point import find_points
 from tests.distributed.test_rl_layouts import config as rl_config
-from tests.ranks import RankPool
 
 
 class Known(Site):
@@ -34,9 +31,7 @@ def ppo(models: dict[str, Path], data: dict[str, Path]) -> Case:
     return Case("ppo", "rl", 1, tree)
 
 
-def test_a_run_that_is_killed_twice_ends_as_if_it_had_not_been(
-    ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_run_that_is_killed_twice_ends_as_if_it_had_not_been(ranks, one_layer, data, tmp_path) -> None:
     """First at any moment of its second or third step, then while a resume point is being written."""
     case = ppo(one_layer, data)
     ranks.run(1, "command", *case.argv(tmp_path / "whole", tmp_path / "whole.yaml"))
@@ -71,9 +66,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_are_killed_too(
-    layout: str, ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_layouts_are_killed_too(layout, ranks, models, data, tmp_path) -> None:
     """One rank, or all processes, by SIGKILL between the second and the fourth of six steps; two ranks."""
     tree = {
         "actor": {"model": {"path": str(models["plain"])}, "optim": {"lr": 1e-3}, **LAYOUTS[layout]},

@@ -29,7 +29,12 @@ from tools.message_texts import PACKAGE, Sources, Text, names_in, words_in
 ROOT = Path(__file__).parents[1]
 GONE = ROOT / "tools" / "refusals_gone.txt"
 """Lines `WORD WORD: reason`. A text is meant to be gone where each word is its file or stands in the text."""
-RENAMED: Mapping[str, str] = {}
+RENAMED: Mapping[str, str] = {
+    "rollout.gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
+    "rollout.cpu_cache_gib": "rollout.vllm.cpu_cache_gib",
+    "rollout.sleep_level": "rollout.vllm.sleep_level",
+    "rollout.engine_args": "rollout.vllm.args",
+}
 """Keys, commands and fields with another name since, `old: new`: applied to the texts of OLD."""
 _ENOUGH, _ENOUGH_IN_PLACE, _NEARLY_ALL = 0.5, 0.25, 0.8
 """Share of a text's words, each with its weight, that another one must have: anywhere; with the same names; and to hold

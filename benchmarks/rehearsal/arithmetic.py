@@ -46,7 +46,8 @@ def rows_of(found: dict[str, Any]) -> list[Row]:
     engine = _parameters(model, tp, layers=model["num_hidden_layers"], vocabularies=2)
     tokens = cfg["train"]["max_tokens_per_micro_batch"]
     layers = model["num_hidden_layers"]
-    share = cfg["rollout"]["gpu_memory_utilization"] * found["capacity"]
+    utilization = cfg["rollout"]["vllm"]["gpu_memory_utilization"]
+    share = utilization * found["capacity"]
     words = f"{stage / 1e9:.3f}e9 parameters"
     return [
         Row("parameters of four roles", f"4 x 2 B x {words}", 8 * stage, kinds["parameters"]),
@@ -56,7 +57,7 @@ def rows_of(found: dict[str, Any]) -> list[Row]:
         Row("vLLM's weights", f"2 B x {engine / 1e9:.3f}e9 parameters", 2 * engine, kinds["engine's weights"]),
         Row(
             "vLLM's cache",
-            f"{cfg['rollout']['gpu_memory_utilization']:g} of {found['capacity'] / GIB:.2f} GiB, less the weights",
+            f"{utilization:g} of {found['capacity'] / GIB:.2f} GiB, less the weights",
             share - 2 * engine,
             kinds["engine's cache"],
         ),

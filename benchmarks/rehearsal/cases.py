@@ -179,7 +179,9 @@ def job_of(
             **micro,
         }
         tree["rollout"] |= {"max_response_tokens": LONGEST - 64, "engine": "vllm"}
-        tree["rollout"] |= {"parallel": {"tp": case.engine_tp}, "cpu_cache_gib": CACHE >> 30} if case.engine_tp else {}
+        tree["rollout"] |= (
+            {"parallel": {"tp": case.engine_tp}, "vllm": {"cpu_cache_gib": CACHE >> 30}} if case.engine_tp else {}
+        )
         tree["rewards"] = [{"kind": "rule", "rule": "exact_match"}]
         tree["algo"] = {"advantage": case.advantage, "kl": {"coef": 0.05}}
         if case.advantage == "gae":

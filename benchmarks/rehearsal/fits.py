@@ -120,7 +120,7 @@ def everything_resident(config: str) -> list[str]:
     parts = [f"{role}.offload.parameters=false" for role in roles]
     parts += [f"{role}.offload.{part}=false" for role in trained for part in ("gradients", "optimizer")]
     again = [f"{role}.{key}" for role in trained for key in ("recompute=none", "recompute_layers=")]
-    return ["rollout.sleep_level=0", *parts, *again]
+    return ["rollout.vllm.sleep_level=0", *parts, *again]
 
 
 def prices(step: dict[str, Any]) -> dict[str, float]:

@@ -80,7 +80,7 @@ def _memory(process: psutil.Process) -> int:
 def resident(name: str) -> list[str]:
     """What keeps everything on the device, as these figures have it."""
     parts = ("parameters", "gradients", "optimizer")
-    return ["rollout.sleep_level=0", *(f"{role}.offload.{part}=false" for role in ROLES[name] for part in parts)]
+    return ["rollout.vllm.sleep_level=0", *(f"{role}.offload.{part}=false" for role in ROLES[name] for part in parts)]
 
 
 def measure(names: Iterable[str] = CONFIGURATIONS, *extra: str) -> dict[str, dict[str, Any]]:

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from megarlhf.config import load_config, roles_of
+from megarlhf.config import load_config
 from megarlhf.config.ask import AskConfig
 from megarlhf.config.load import names_section
 
@@ -39,7 +39,7 @@ def ask(arguments: argparse.Namespace, argv: list[str]) -> int:
     if arguments.prompt and arguments.interactive:
         raise ValueError("--prompt and --interactive: give one of the two")
     cfg = with_room(load_config(AskConfig, arguments.config, arguments.overrides))
-    os.environ.update(environment(cfg) | gpu_environment(roles_of(cfg)))
+    os.environ.update(environment(cfg) | gpu_environment(cfg.roles()))
     info = detect_rank(os.environ)
     launched = info is not None and launch.MARK not in os.environ
     if launched and not arguments.prompt:

@@ -31,7 +31,6 @@ from megarlhf.config import (
     RunConfig,
     SFTConfig,
     load_config,
-    roles_of,
 )
 from megarlhf.config.load import repeated_overrides
 from megarlhf.config.serve import ServeRewardConfig
@@ -309,7 +308,7 @@ def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], cfg: Any) -> i
     from megarlhf.runtime import RankInfo, detect_rank
 
     # Before the check, which may import libraries that read these variables.
-    os.environ.update(environment(cfg) | gpu_environment(roles_of(cfg)))
+    os.environ.update(environment(cfg) | gpu_environment(cfg.roles()))
     info = detect_rank(os.environ)
     planned, starts = cfg.run.planned_ranks, info.world_size if info else cfg.run.nproc
 

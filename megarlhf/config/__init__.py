@@ -2,7 +2,6 @@
 
 from megarlhf.config.algo import AlgoConfig, KLConfig, RolloutCorrectionConfig
 from megarlhf.config.auxiliary import EMAConfig, PTXConfig, ReferenceUpdateConfig
-from megarlhf.config.built_roles import roles_of
 from megarlhf.config.choices import StopConfig
 from megarlhf.config.commands import (
     EvalConfig,
@@ -21,9 +20,11 @@ from megarlhf.config.frozen import FrozenModel
 from megarlhf.config.generate import GenerateConfig
 from megarlhf.config.load import dump_config, load_config
 from megarlhf.config.lora import LoraConfig
+from megarlhf.config.old_keys import translate
 from megarlhf.config.preference import DPOConfig
 from megarlhf.config.profile import ProfileConfig
 from megarlhf.config.rewards import RewardConfig
+from megarlhf.config.role_table import ROLES, trained_roles
 from megarlhf.config.roles import (
     KernelsConfig,
     ModelConfig,
@@ -32,10 +33,10 @@ from megarlhf.config.roles import (
     ParallelConfig,
     RoleConfig,
 )
-from megarlhf.config.rollout import Dtype, LogprobGapConfig, RolloutConfig, RolloutParallelConfig
+from megarlhf.config.rollout import Dtype, LogprobGapConfig, RolloutConfig, RolloutParallelConfig, VllmConfig
 from megarlhf.config.run import CheckpointConfig, RunConfig
 from megarlhf.config.selection import DynamicSamplingConfig, OverlongConfig
-from megarlhf.config.shuffle import Shuffle, convert_old_shuffle
+from megarlhf.config.shuffle import Shuffle
 from megarlhf.config.skip import SkipConfig
 from megarlhf.config.tracking import AccuracyConfig, SamplesConfig, WandbConfig
 from megarlhf.config.watchdog import StragglersConfig, WatchdogConfig

@@ -6,7 +6,7 @@ in every command (`roles.py`). Derived numbers are in `planning/`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -16,10 +16,11 @@ from megarlhf.config.choices import DEFAULT, PatienceConfig, StopConfig, check_c
 from megarlhf.config.data import DataConfig, PromptDataConfig, SFTDataConfig
 from megarlhf.config.profile import ProfileConfig, check_profile_steps
 from megarlhf.config.rewards import RewardConfig
+from megarlhf.config.role_table import roles_of_rl, trained_roles
 from megarlhf.config.roles import FrozenModel, NonNegative, Positive, RoleConfig, require_all_ranks
 from megarlhf.config.rollout import RolloutConfig
 from megarlhf.config.run import CheckpointConfig, RunConfig
-from megarlhf.config.shared_base import is_base_of, reference_section
+from megarlhf.config.shared_base import is_base_of
 from megarlhf.config.shuffle import Shuffle
 from megarlhf.config.skip import SkipConfig
 from megarlhf.config.tracking import AccuracyConfig, SamplesConfig
@@ -100,6 +101,8 @@ class RLTrainConfig(MicroBatchConfig, SkipConfig):
 
 
 class SFTConfig(FrozenModel):
+    command: ClassVar[str] = "sft"
+
     run: RunConfig
     actor: RoleConfig
     data: SFTDataConfig
@@ -111,6 +114,10 @@ class SFTConfig(FrozenModel):
 
     _profiled = model_validator(mode="after")(check_profile_steps)
 
+    def roles(self) -> dict[str, RoleConfig]:
+        """The role that this run builds."""
+        return {"actor": self.actor}
+
     @model_validator(mode="after")
     def _check(self) -> SFTConfig:
         require_all_ranks({"actor": self.actor})
@@ -119,6 +126,8 @@ class SFTConfig(FrozenModel):
 
 
 class RMConfig(FrozenModel):
+    command: ClassVar[str] = "rm"
+
     run: RunConfig
     reward_model: RoleConfig
     """A language model whose head is replaced by a scalar one."""
@@ -143,6 +152,10 @@ class RMConfig(FrozenModel):
     profile: ProfileConfig = ProfileConfig()
 
     _profiled = model_validator(mode="after")(check_profile_steps)
+
+    def roles(self) -> dict[str, RoleConfig]:
+        """The role that this run builds."""
+        return {"reward_model": self.reward_model}
 
     @model_validator(mode="after")
     def _check(self) -> RMConfig:
@@ -173,6 +186,8 @@ class RMConfig(FrozenModel):
 
 
 class RLConfig(FrozenModel):
+    command: ClassVar[str] = "rl"
+
     run: RunConfig
     actor: RoleConfig
     reference: RoleConfig | None = None
@@ -248,16 +263,7 @@ class RLConfig(FrozenModel):
 
     def roles(self) -> dict[str, RoleConfig]:
         """The roles that this run builds."""
-        roles: dict[str, RoleConfig] = {"actor": self.actor}
-        if self.needs_reference:
-            stays = self.reference_update is None
-            given = self.reference or self.actor
-            roles["reference"] = reference_section(self.actor, self.reference) if stays else given
-        if self.algo.needs_critic and self.critic is not None:
-            roles["critic"] = self.critic
-        if self.uses_reward_model and self.reward_model is not None:
-            roles["reward_model"] = self.reward_model
-        return roles
+        return roles_of_rl(self)
 
     @model_validator(mode="after")
     def _check(self) -> RLConfig:
@@ -288,7 +294,8 @@ class RLConfig(FrozenModel):
                 "distribution, and their ratios to a restricted distribution would be wrong from the first step on. "
                 "Leave it out; generate and eval take it"
             )
-        require_all_ranks({name: role for name, role in self.roles().items() if name in ("actor", "critic")})
+        trained = trained_roles(self)
+        require_all_ranks({name: role for name, role in self.roles().items() if name in trained})
         for name, role in self.roles().items():
             if name != "critic" and role.model.fresh_head:
                 raise ValueError(

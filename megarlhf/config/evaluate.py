@@ -50,6 +50,7 @@ class EvalTasksConfig(AccuracyConfig):
 class EvaluateConfig(FrozenModel):
     """`megarlhf eval`: figures of a model, each with an interval where it has one."""
 
+    command: ClassVar[str] = "eval"
     refused: ClassVar[frozenset[str]] = OF_TRAINING
 
     run: RunConfig

@@ -19,6 +19,7 @@ from megarlhf.config.watchdog import WatchdogConfig
 class GenerateConfig(FrozenModel):
     """`megarlhf generate`: sample responses from a model, and score them."""
 
+    command: ClassVar[str] = "generate"
     refused: ClassVar[frozenset[str]] = OF_TRAINING
 
     run: RunConfig
@@ -44,6 +45,10 @@ class GenerateConfig(FrozenModel):
     next worst, and so on while their rewards differ. No response is in two pairs."""
     min_reward: float | None = None
     """With `select`: leave out prompts whose best response has a lower reward."""
+
+    def roles(self) -> dict[str, RoleConfig]:
+        """The role that this run builds."""
+        return {"actor": self.actor}
 
     @model_validator(mode="after")
     def _check(self) -> GenerateConfig:

@@ -12,8 +12,8 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from megarlhf.config.old_keys import translate
 from megarlhf.config.roles import FrozenModel
-from megarlhf.config.shuffle import convert_old_shuffle
 
 ConfigT = TypeVar("ConfigT", bound=FrozenModel)
 
@@ -101,7 +101,7 @@ def load_config(
         raise ValueError(f"{path} is not valid YAML: {_in_a_line(error)}") from error
     if not isinstance(tree, dict):
         raise ValueError(f"{path} must be a mapping of sections, got {type(tree).__name__}")
-    tree = convert_old_shuffle(_unshared(tree)) if of_a_run else _unshared(tree)
+    tree = translate(_unshared(tree)) if of_a_run else _unshared(tree)
     _require_order(overrides)
     for override in overrides:
         _apply_override(tree, override, kind)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -30,6 +30,8 @@ _READ_BY = {
 
 
 class DPOConfig(FrozenModel):
+    command: ClassVar[str] = "dpo"
+
     run: RunConfig
     actor: RoleConfig
     reference: RoleConfig | None = None

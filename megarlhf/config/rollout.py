@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
+from megarlhf.config.old_keys import refuse_moved_keys
 from megarlhf.config.roles import Fraction, FrozenModel, Positive, RoleConfig
 
 Dtype = Literal["fp32", "bf16"]
@@ -30,7 +31,7 @@ _SET_BY_US = {
         "cpu_offload_gb cpu_offload_params offload_backend offload_group_size offload_num_in_group offload_params "
         "offload_prefetch_step"
     ),
-    "rollout.sleep_level sets it": "enable_sleep_mode",
+    "rollout.vllm.sleep_level sets it": "enable_sleep_mode",
     "other kernels of experts reorder the weights in memory, and an update would write to the wrong place": (
         "moe_backend kernel_config linear_backend"
     ),
@@ -42,7 +43,7 @@ _SET_BY_US = {
         "speculative_config spec_model spec_method spec_tokens"
     ),
     "rollout.parallel.tp sets it": "tensor_parallel_size",
-    "rollout.gpu_memory_utilization sets it": "gpu_memory_utilization",
+    "rollout.vllm.gpu_memory_utilization sets it": "gpu_memory_utilization",
     "it follows from data.max_prompt_tokens + rollout.max_response_tokens": "max_model_len",
     "vLLM runs in the trainer's processes, on their devices": (
         "distributed_executor_backend worker_cls worker_extension_cls device_ids"
@@ -63,8 +64,8 @@ _SET_BY_US = {
         "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init"
     ),
 }
-RESERVED_ENGINE_ARGS = {name: reason for reason, names in _SET_BY_US.items() for name in names.split()}
-"""Arguments of vLLM that `rollout.engine_args` may not set, with the reason."""
+RESERVED_ARGS = {name: reason for reason, names in _SET_BY_US.items() for name in names.split()}
+"""Arguments of vLLM that `rollout.vllm.args` may not set, with the reason."""
 
 
 class RolloutParallelConfig(FrozenModel):
@@ -99,18 +100,43 @@ class LogprobGapConfig(FrozenModel):
         return {"mean": self.mean or mean, "p999": self.p999 or p999}
 
 
+class VllmConfig(FrozenModel):
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.4
+    """Share of GPU memory for vLLM's weights and cache. On a CPU `cpu_cache_gib` sets the cache."""
+    cpu_cache_gib: PositiveInt = 1
+    """Memory of vLLM's cache on each rank when it runs on a CPU."""
+    sleep_level: Literal["auto", 0, 1, 2] = "auto"
+    """Memory that vLLM frees while the trainer works. 0: none. 1: the cache, and its weights are moved to host memory.
+    2: cache and weights; the actor's weights are copied again when it wakes, which a step does anyway. `auto`: 2 on a
+    GPU in `rl`, otherwise 0. Other engines refuse 1 and 2."""
+    args: Mapping[str, Any] = {}
+    """Further arguments of vLLM's `LLM`, by vLLM's names, such as `{max_num_seqs: 64, enable_prefix_caching: false}`.
+    Names that vLLM does not know are refused. So are those that this project sets itself, with the reason."""
+
+    @field_validator("args")
+    @classmethod
+    def _refuse_reserved(cls, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Refuse reserved names. A preflight checks whether vLLM knows the others."""
+        refused = [f"{name}: {RESERVED_ARGS[name]}" for name in arguments if name in RESERVED_ARGS]
+        if refused:
+            raise ValueError(f"megarlhf sets these itself, remove them: {'; '.join(refused)}")
+        if switches := [name for name, value in arguments.items() if str(value).lower() in ("yes", "no", "on", "off")]:
+            raise ValueError(f"{', '.join(switches)}: write true or false; vLLM would get a text, which counts as true")
+        return arguments
+
+
 class RolloutConfig(FrozenModel):
     engine: Literal["vllm", "megatron"] = "vllm"
     """Engine that generates responses. `megatron` uses the actor itself: slow, the oracle in tests."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Dtype of vLLM's weights and computation; `auto`: the actor's. bf16 with an actor in fp32 halves the engine's
-    memory; log-probs then differ by rounding to bf16, which `algo.rollout_correction` corrects. Read for the engine
-    `vllm`."""
+    """Dtype of the engine's weights and computation; `auto`: the actor's. bf16 with an actor in fp32 halves the
+    engine's memory; log-probs then differ by rounding to bf16, which `algo.rollout_correction` corrects. `megatron` has
+    no dtype of its own."""
     parallel: RolloutParallelConfig = RolloutParallelConfig()
     lora: Literal["merged", "adapter"] = "merged"
-    """Transfer of an actor with an adapter to vLLM. `merged`: add the adapter to the weights that are sent. `adapter`:
-    send the base once, then in every step only the adapter, into vLLM's own LoRA layers: far fewer bytes, and slower
-    sampling. For Llama, Mistral, Qwen2 and Qwen3."""
+    """Transfer of an actor with an adapter to the engine. `merged`: add the adapter to the weights that are sent.
+    `adapter`: send the base once, then in every step only the adapter, into vLLM's own LoRA layers: far fewer bytes,
+    and slower sampling. For Llama, Mistral, Qwen2 and Qwen3."""
     num_samples_per_prompt: PositiveInt = 1
     """Responses drawn for each prompt of a step."""
     max_response_tokens: PositiveInt = 1024
@@ -129,38 +155,27 @@ class RolloutConfig(FrozenModel):
     including any text after the stop text."""
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Further tokens that end a response, besides the tokenizer's and those of generation_config.json."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.4
-    """Share of GPU memory for vLLM's weights and cache. On a CPU `cpu_cache_gib` sets the cache."""
-    cpu_cache_gib: PositiveInt = 1
-    """Memory of vLLM's cache on each rank when it runs on a CPU."""
     verify_weights_every: Annotated[int, Field(ge=0)] = 10
-    """Steps between checks, by digests, that vLLM holds the actor's weights. The check also runs at the start and after
-    the first step; 0: only then."""
+    """Steps between checks, by digests, that the engine holds the actor's weights. The check also runs at the start and
+    after the first step; 0: only then."""
     reshard_bucket_mib: PositiveInt = 256
     """Memory of a rank for weights that it gathers to send, and the same again for weights that it receives; less if
     less is free."""
     poison_weights: bool = False
-    """Debug: fill vLLM's weights with NaN before each update, and name the tensors that the update did not
+    """Debug: fill the engine's weights with NaN before each update, and name the tensors that the update did not
     overwrite."""
-    sleep_level: Literal["auto", 0, 1, 2] = "auto"
-    """Memory that vLLM frees while the trainer works. 0: none. 1: the cache, and its weights are moved to host memory.
-    2: cache and weights; the actor's weights are copied again when it wakes, which a step does anyway. `auto`: 2 on a
-    GPU in `rl`, otherwise 0. Other engines than `vllm` refuse 1 and 2."""
     max_engine_rebuilds: Annotated[int, Field(ge=0)] = 2
-    """Number of times that vLLM may be rebuilt after a failure in one rollout. It gets the actor's weights again, they
-    are verified, and the missing responses are drawn. One more failure ends the run. Read for the engine `vllm`."""
+    """Number of times that the engine may be rebuilt after a failure in one rollout. It gets the actor's weights again,
+    they are verified, and the missing responses are drawn. One more failure ends the run."""
     balance: Balance = "on_demand"
     """Distribution of samples to several engines, which all wait for the slowest. A prompt's samples stay together.
     `on_demand`: each engine starts with a part, and takes more when its batch has room. `length`: everything at the
     start, with equal expected work: prompts and responses as long as they were last time, or on average in the last
-    step. `fixed`: equal numbers. The choice does not change any sample. Read for the engine `vllm`, if there are
-    several."""
+    step. `fixed`: equal numbers. The choice does not change any sample."""
     logprob_gap: LogprobGapConfig = LogprobGapConfig()
     """Limits of the difference between rollout and trainer that end the run."""
-    engine_args: Mapping[str, Any] = {}
-    """Further arguments of vLLM's `LLM`, by vLLM's names, such as `{max_num_seqs: 64, enable_prefix_caching: false}`.
-    Names that vLLM does not know are refused. So are those that this project sets itself, with the reason. Read for the
-    engine `vllm`."""
+    vllm: VllmConfig = VllmConfig()
+    """Settings of the engine `vllm`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -171,29 +186,18 @@ class RolloutConfig(FrozenModel):
                 "millions of tokens. Write logprob_gap: {mean: ..., p999: ...} (limits in nats; left out, they follow "
                 "from the actor's dtype); the largest gap is the metric rollout_logprob_gap_max"
             )
-        return data
-
-    @field_validator("engine_args")
-    @classmethod
-    def _refuse_reserved(cls, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Refuse reserved names. `planning/preflight.py` checks whether vLLM knows the others."""
-        refused = [f"{name}: {RESERVED_ENGINE_ARGS[name]}" for name in arguments if name in RESERVED_ENGINE_ARGS]
-        if refused:
-            raise ValueError(f"megarlhf sets these itself, remove them: {'; '.join(refused)}")
-        if switches := [name for name, value in arguments.items() if str(value).lower() in ("yes", "no", "on", "off")]:
-            raise ValueError(f"{', '.join(switches)}: write true or false; vLLM would get a text, which counts as true")
-        return arguments
+        return refuse_moved_keys(data)
 
     @model_validator(mode="after")
     def _check_engine_keys(self) -> RolloutConfig:
         dtype = None if self.dtype == "auto" else self.dtype
-        given = [("engine_args", self.engine_args), ("parallel.tp", self.parallel.tp), ("dtype", dtype)]
-        given += [("sleep_level", self.sleep_level not in ("auto", 0))]
+        given = [("vllm.args", self.vllm.args), ("parallel.tp", self.parallel.tp), ("dtype", dtype)]
+        given += [("vllm.sleep_level", self.vllm.sleep_level not in ("auto", 0))]
         if self.engine == "megatron" and (unread := [key for key, value in given if value]):
             raise ValueError(
                 f"{' and '.join(unread)} would have no effect: engine = 'megatron' samples with the actor itself, in "
                 "its layout and dtype, and has nothing of its own that could sleep; leave that out (on the command "
-                "line: rollout.parallel.tp= rollout.engine_args={} rollout.dtype=auto rollout.sleep_level=auto)"
+                "line: rollout.parallel.tp= rollout.vllm.args={} rollout.dtype=auto rollout.vllm.sleep_level=auto)"
             )
         return self
 

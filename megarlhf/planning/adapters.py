@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.trained import count_trained, in_words
-from megarlhf.architectures.vllm_adapters import MAX_RANK, MODEL_TYPES
-from megarlhf.config import DPOConfig, GenerateConfig, RLConfig, RoleConfig
+from megarlhf.config import ROLES, DPOConfig, GenerateConfig, RLConfig, RoleConfig, trained_roles
 from megarlhf.config.shared_base import separate_reference_reason
-from megarlhf.planning.machine.capabilities import AnyConfig, head_of, trained_roles, trained_tensors_of
+from megarlhf.planning.machine.capabilities import AnyConfig, trained_tensors_of
+from megarlhf.rollout.engines import engine_of
 from megarlhf.weights.checkpoint.peft import notes_of, require_readable_by_peft
 
 
@@ -22,7 +22,7 @@ def check_trained(
     """
     notes = []
     for name, section in roles.items():
-        arch, is_trained = architectures[name], name in trained_roles(cfg, roles)
+        arch, is_trained = architectures[name], name in trained_roles(cfg)
         if section.lora is not None:
             notes += notes_of(name, section.lora, section.model.path)
             export = f"{name}.lora.export = {section.lora.export}"
@@ -37,10 +37,12 @@ def check_trained(
                 except ValueError as error:
                     raise ValueError(f"{export}: {error}") from None
         if is_trained and (section.lora or section.freeze or section.train_only):
-            counts = count_trained(arch, head_of(name), trained_tensors_of(arch, name, section))
+            counts = count_trained(arch, ROLES[name].head, trained_tensors_of(arch, name, section))
             notes.append(f"{name}: {in_words(*counts)}{_adapter_note(arch)}")
     if isinstance(cfg, RLConfig | GenerateConfig) and cfg.rollout.lora == "adapter":
-        _check_engine(cfg, architectures["actor"])
+        if cfg.actor.lora is None or architectures["actor"].adapter is None:
+            raise ValueError("rollout.lora = adapter, but the actor has no adapter: give actor.lora, or leave it out")
+        engine_of(cfg.rollout).check_adapter(cfg.rollout, architectures["actor"])
     if isinstance(cfg, RLConfig | DPOConfig) and "reference" in roles and cfg.actor.lora is not None:
         if cfg.reference_is_base:
             notes.append("reference: the actor without its adapter; no second model is built")
@@ -49,24 +51,6 @@ def check_trained(
             why = "it is moved" if moves else separate_reference_reason(cfg.actor, cfg.reference)
             notes.append(f"reference: a model of its own beside the actor's base: {why}")
     return notes
-
-
-def _check_engine(cfg: RLConfig | GenerateConfig, arch: Architecture) -> None:
-    """Raises: ValueError if vLLM cannot load the actor's adapter as one of its own."""
-    if cfg.actor.lora is None or arch.adapter is None:
-        raise ValueError("rollout.lora = adapter, but the actor has no adapter: give actor.lora, or leave it out")
-    if cfg.rollout.engine != "vllm":
-        raise ValueError(f"rollout.lora = adapter is for the engine vllm, and rollout.engine = {cfg.rollout.engine}")
-    if arch.model_type not in MODEL_TYPES:
-        raise ValueError(
-            f"rollout.lora = adapter: vLLM's layers of {arch.model_type} do not support an adapter for each linear "
-            f"layer ({', '.join(MODEL_TYPES)} do); set rollout.lora to merged"
-        )
-    if arch.adapter.rank > MAX_RANK:
-        raise ValueError(
-            f"rollout.lora = adapter: vLLM supports adapters up to rank {MAX_RANK}, and actor.lora has rank "
-            f"{arch.adapter.rank}; set rollout.lora to merged"
-        )
 
 
 def _adapter_note(arch: Architecture) -> str:

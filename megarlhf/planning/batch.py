@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarlhf.config import DPOConfig, RLConfig, RLTrainConfig, RMConfig, SFTConfig, TrainConfig, roles_of
+from megarlhf.config import DPOConfig, RLConfig, RLTrainConfig, RMConfig, SFTConfig, TrainConfig, trained_roles
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,7 @@ def rl_batch_numbers(cfg: RLConfig, world_size: int) -> list[BatchNumber]:
 def schedule_notes(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig) -> list[str]:
     """Notes on surprising schedules, in sentences. Raises: ValueError for a warm-up that is longer than the run."""
     notes = []
-    names = ("reward_model",) if isinstance(cfg, RMConfig) else ("actor", "critic")
-    roles = {role: section for role, section in roles_of(cfg).items() if role in names}
+    roles = {role: section for role, section in cfg.roles().items() if role in trained_roles(cfg)}
     if isinstance(cfg, RLConfig) and "critic" in roles and 0 < cfg.train.num_steps <= cfg.train.critic_warmup_steps:
         notes.append(
             f"actor: never trained, as train.critic_warmup_steps = {cfg.train.critic_warmup_steps} of train.num_steps "

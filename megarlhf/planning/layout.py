@@ -5,9 +5,8 @@ from __future__ import annotations
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.hf_config import architecture_from_hf, read_config, router_aux_loss_of_config
 from megarlhf.architectures.trained import trained_tensors
-from megarlhf.config import ParallelConfig, RoleConfig
+from megarlhf.config import ROLES, ParallelConfig, RoleConfig
 from megarlhf.layout import MeshLayout
-from megarlhf.planning.machine.capabilities import head_of
 from megarlhf.weights.checkpoint.peft import adapted
 
 
@@ -35,7 +34,7 @@ def _with_trained(arch: Architecture, role: str, section: RoleConfig) -> Archite
     """The architecture with the role's adapter, if any. Raises: ValueError for targets or patterns without a match."""
     arch = adapted(arch, section.lora, role)
     try:
-        trained_tensors(arch, head_of(role), freeze=section.freeze, train_only=section.train_only)
+        trained_tensors(arch, ROLES[role].head, freeze=section.freeze, train_only=section.train_only)
     except ValueError as error:
         raise ValueError(f"{role}.{error}") from None
     return arch

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megarlhf.architectures.hf_config import architecture_from_hf, read_config, score_of_config
 from megarlhf.architectures.placements import head_name, identity_placements, logical_tensors
-from megarlhf.config import ModelConfig, RoleConfig
+from megarlhf.config import ROLES, ModelConfig, RoleConfig
 from megarlhf.data.text.templates import Template, chat_template
 from megarlhf.data.tokenizers.comparison import text_not_kept, transformers_difference
 from megarlhf.data.tokenizers.files import has_tokenizer
@@ -88,7 +88,7 @@ def _refuse_tokenizer(role: str, directory: Path, expected: str, difference: str
             f"the token ids of both models' responses, and can have the tokenizer of one only; {retokenize}, or "
             "compare models with one tokenizer"
         )
-    remedy = f", or {retokenize}" if role == "reward_model" else ""
+    remedy = f", or {retokenize}" if ROLES[role].may_retokenize else ""
     raise ValueError(
         f"{role}: the tokenizer of {directory} is not that of {expected}, whose token ids it would read: {difference}. "
         f"Give a {role} with the same tokenizer{remedy}"
@@ -160,7 +160,7 @@ def check_heads(roles: Mapping[str, RoleConfig], *, trains_reward_model: bool) -
             if role == "critic":
                 notes.append(f"critic: all weights start at random, in the shape of {model.path}")
             continue
-        if role in ("critic", "reward_model"):
+        if ROLES[role].head == "scalar":
             notes.append(f"{role}: {_scalar_head_note(role, section, trains_reward_model=trains_reward_model)}")
             continue
         if model.fresh_head:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarlhf.architectures.architecture import Architecture
-from megarlhf.architectures.placements import vllm_placements
 from megarlhf.config import (
+    ROLES,
     DPOConfig,
     EvaluateConfig,
     GenerateConfig,
@@ -16,7 +16,6 @@ from megarlhf.config import (
     RoleConfig,
     SFTConfig,
     dump_config,
-    roles_of,
 )
 from megarlhf.config.ask import AskConfig
 from megarlhf.layout import MeshLayout
@@ -45,14 +44,13 @@ from megarlhf.planning.machine.capabilities import (
     check_host_memory,
     check_kernels,
     draws,
-    head_of,
     host_bytes,
 )
 from megarlhf.planning.models import check_heads, check_retokenized, check_vocabularies
 from megarlhf.planning.unused_keys import changed_meanings, rarely_meant, without_effect
 from megarlhf.resume.claim.on_existing import require_usable, require_writable, strangers_in
+from megarlhf.rollout.engines import engine_of
 from megarlhf.rollout.rewards.accuracy import find_accuracy
-from megarlhf.rollout.vllm.arguments import cpu_experts_multiple, cpu_head_sizes, unknown_arguments
 from megarlhf.runtime import capabilities
 from megarlhf.weights.checkpoint.dtype import has_weights, resolve_dtype
 
@@ -104,7 +102,7 @@ def preflight(
         check_rules(cfg.rewards)
     device_type = device_type or capabilities().device_type
     on_cpu = device_type == "cpu"
-    roles, retokenized = roles_of(cfg), _retokenized(cfg)
+    roles, retokenized = cfg.roles(), _retokenized(cfg)
     stored = {name: section for name, section in roles.items() if weights or has_weights(section.model)}
     checked = check_layouts(cfg, world_size, local_ranks=local_ranks, device_type=device_type)
     notes = without_effect(cfg, world_size, on_cpu=on_cpu)
@@ -114,7 +112,7 @@ def preflight(
     described = []
     for name, section in roles.items():
         arch, layout = checked[name]
-        dtype = resolve_dtype(name, section.model, head_of(name))
+        dtype = resolve_dtype(name, section.model, ROLES[name].head)
         if draws(cfg) and name not in retokenized:  # texts of those are measured one by one
             _check_positions(cfg, name, section, arch)
         size = f"{arch.num_layers} layers of {arch.hidden_size}"
@@ -152,11 +150,12 @@ def check_layouts(
     Raises: ValueError that names the mistake and the remedy.
     """
     device_type = device_type or capabilities().device_type
-    roles = roles_of(cfg)
+    roles = cfg.roles()
     checked = {name: check_role(name, section, world_size) for name, section in roles.items()}
     if draws(cfg):
         for name in {"actor", "against"} & checked.keys():
-            _check_engine(cfg, roles[name], checked[name][0], world_size, on_cpu=device_type == "cpu")
+            arch, on_cpu = checked[name][0], device_type == "cpu"
+            engine_of(cfg.rollout).check(cfg.rollout, roles[name], arch, world_size, on_cpu=on_cpu)
     check_kernels(roles, device_type)
     _numbers(cfg, world_size)
     if not isinstance(cfg, GenerateConfig | EvaluateConfig):
@@ -175,7 +174,7 @@ def _numbers(cfg: AnyConfig, world_size: int) -> list[BatchNumber]:
         return rl_batch_numbers(cfg, world_size)
     if isinstance(cfg, GenerateConfig | EvaluateConfig):
         return []
-    ((role, section),) = roles_of(cfg).items()
+    ((role, section),) = cfg.roles().items()
     sample = "sequences" if isinstance(cfg, SFTConfig) else "preference pairs (two sequences each)"
     return supervised_batch_numbers(cfg.train, section.parallel.layout(world_size, role).dp, role, sample)
 
@@ -229,43 +228,6 @@ def _check_outputs(command: str, cfg: AnyConfig) -> list[str]:
     if usable.removed:
         notes.append(f"run.dir = {cfg.run.dir}: the earlier run's {len(usable.removed)} files and folders are removed")
     return notes + usable.notes
-
-
-def _check_engine(
-    cfg: RLConfig | GenerateConfig | EvaluateConfig,
-    section: RoleConfig,
-    arch: Architecture,
-    world_size: int,
-    *,
-    on_cpu: bool,
-) -> None:
-    """Check that vLLM's engines fit the ranks, the model and the device. Raises: ValueError."""
-    if cfg.rollout.engine != "vllm":
-        return
-    tp = cfg.rollout.tp(section)
-    if world_size % tp:
-        raise ValueError(f"rollout.parallel.tp = {tp} does not divide the {world_size} ranks of the run")
-    unknown = unknown_arguments(cfg.rollout.engine_args)
-    if unknown:
-        raise ValueError(f"rollout.engine_args: {'; '.join(unknown)}")
-    try:
-        vllm_placements(arch, tp=tp, tp_rank=0, rank=0)
-    except ValueError as error:
-        raise ValueError(
-            f"rollout.parallel.tp = {tp} of vLLM and {section.model.path}: {error}; or use rollout.engine=megatron"
-        ) from None
-    sizes = cpu_head_sizes() if on_cpu else ()
-    if sizes and arch.head_dim not in sizes:
-        raise ValueError(
-            f"{section.model.path} has heads of {arch.head_dim} (head_dim), and vLLM's attention on a CPU supports "
-            f"only {', '.join(map(str, sizes))}; use another model, a GPU, or rollout.engine=megatron"
-        )
-    multiple = cpu_experts_multiple() if on_cpu and arch.num_experts else 1
-    if arch.hidden_size % multiple:
-        raise ValueError(
-            f"{section.model.path} has experts and hidden_size = {arch.hidden_size}, and vLLM's experts on a CPU "
-            f"support only multiples of {multiple}; use another model, a GPU, or rollout.engine=megatron"
-        )
 
 
 def _check_positions(

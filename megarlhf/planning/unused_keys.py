@@ -15,16 +15,14 @@ from megarlhf.config import (
     RLConfig,
     RMConfig,
     SFTConfig,
-    roles_of,
+    trained_roles,
 )
 from megarlhf.config.algo import DISCOUNTED, GROUPED
-from megarlhf.planning.machine.capabilities import AnyConfig, draws, trained_roles, works_in_turns
+from megarlhf.planning.machine.capabilities import AnyConfig, draws, works_in_turns
+from megarlhf.rollout.engines import engine_of
 
 _Rule = tuple[str, bool, str]
 """Keys, whether nothing reads them, and why."""
-_VLLM_ONLY = (
-    "gpu_memory_utilization cpu_cache_gib reshard_bucket_mib poison_weights sleep_level balance max_engine_rebuilds"
-)
 _TRAINING_ONLY = (
     "optim recompute recompute_layers router_aux_loss_coef offload.gradients offload.optimizer freeze train_only "
     "lora.export"
@@ -48,14 +46,10 @@ def without_effect(cfg: AnyConfig, world_size: int | None = None, *, on_cpu: boo
     if isinstance(cfg, RLConfig):
         rules += _rl_rules(cfg) + _advantage_rules(cfg) + _loss_rules(cfg)
     if draws(cfg):
-        is_vllm = cfg.rollout.engine == "vllm"
-        one_engine = is_vllm and cfg.actor is not None and cfg.rollout.tp(cfg.actor) == world_size
-        rules += [
-            (_keys("rollout", _VLLM_ONLY), not is_vllm, "of the engine vllm only"),
-            ("rollout.gpu_memory_utilization", is_vllm and on_cpu is True, "on a CPU it is rollout.cpu_cache_gib"),
-            ("rollout.cpu_cache_gib", is_vllm and on_cpu is False, "on a GPU it is rollout.gpu_memory_utilization"),
-            ("rollout.balance", one_engine, f"rollout.parallel.tp = {world_size} makes one engine of all ranks"),
-        ]
+        engine = engine_of(cfg.rollout)
+        is_one = engine.has_own_weights and cfg.actor is not None and cfg.rollout.tp(cfg.actor) == world_size
+        rules += [(f"rollout.{key}", True, why) for key, why in engine.unread_keys(on_cpu=on_cpu).items()]
+        rules.append(("rollout.balance", is_one, f"rollout.parallel.tp = {world_size} makes one engine of all ranks"))
     unread = dict.fromkeys((key, why) for keys, is_unread, why in rules if is_unread for key in keys.split())
     return [f"set, but without effect here: {key} ({why})" for key, why in unread if _is_set(cfg, key)]
 
@@ -92,8 +86,8 @@ def _keys(section: str, names: str) -> str:
 
 
 def _role_rules(cfg: AnyConfig, world_size: int | None) -> list[_Rule]:
-    roles, rules = roles_of(cfg), list[_Rule]()
-    is_alone, trained = not works_in_turns(cfg, roles), trained_roles(cfg, roles)
+    roles, rules = cfg.roles(), list[_Rule]()
+    is_alone, trained = not works_in_turns(cfg, roles), trained_roles(cfg)
     for name, section in roles.items():
         is_trained, new_adapter = name in trained, section.lora is not None and section.lora.path is None
         layout = None if world_size is None else section.parallel.layout(world_size, name)
@@ -132,7 +126,7 @@ def shares_nothing(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig) -> str:
         return "rollout.num_samples_per_prompt = 1"
     if cfg.train.max_tokens_per_micro_batch is None:
         return "padded rows hold one sequence each"
-    if all(section.parallel.cp > 1 for section in roles_of(cfg).values()):
+    if all(section.parallel.cp > 1 for section in cfg.roles().values()):
         return "context parallelism cuts whole sequences"
     return ""
 
@@ -152,7 +146,6 @@ def _rl_rules(cfg: RLConfig) -> list[_Rule]:
         ("reference", no_kl, no_reader),
         ("algo.kl.estimator algo.kl.clamp", no_kl, "no KL is measured"),
         ("algo.kl.log", is_measured, "the KL is measured anyway, for algo.kl.coef or train.stop.max_kl"),
-        ("rollout.verify_weights_every", cfg.rollout.engine != "vllm", "of the engine vllm only"),
         ("reward_model", not scores, "no entry of rewards has kind: model"),
         (_keys("reward_model", _TRAINING_ONLY), scores, "rl does not train the reward model"),
         ("critic.kernels", cfg.algo.needs_critic, _NO_LOGPROBS),
@@ -207,13 +200,13 @@ def _generation_rules(cfg: GenerateConfig) -> list[_Rule]:
         ("rollout.temperature", cfg.greedy, "greedy = true takes the likeliest token"),
         ("rollout.logprob_gap rollout.verify_weights_every", True, "no step follows the first samples"),
         (_keys("actor", f"{_TRAINING_ONLY} kernels"), True, "nothing is trained"),
-        ("rollout.sleep_level", cfg.rollout.engine == "vllm", "nobody else works on the device"),
+        ("rollout.vllm.sleep_level", engine_of(cfg.rollout).has_own_weights, "nobody else works on the device"),
     ]
 
 
 def _evaluation_rules(cfg: EvaluateConfig) -> list[_Rule]:
     tasks, rollout = ", ".join(cfg.tasks()), " ".join(type(cfg.rollout).model_fields)
-    has_forwards = not cfg.generates or cfg.rollout.engine == "megatron" or cfg.uses_reward_model
+    has_forwards = not cfg.generates or not engine_of(cfg.rollout).has_own_weights or cfg.uses_reward_model
     micro_batch = _keys("forward", "micro_batch_samples max_tokens_per_micro_batch share_prompts")
     reads_responses, has_perplexity = bool({"perplexity", "pairs"} & set(cfg.tasks())), "perplexity" in cfg.tasks()
     rules: list[_Rule] = [

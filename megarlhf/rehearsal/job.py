@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megarlhf.config import FrozenModel, RLConfig, roles_of
+from megarlhf.config import FrozenModel, RLConfig
 from megarlhf.layout import MeshLayout
 from megarlhf.rehearsal.cost_model.margin import MarginConfig
 from megarlhf.rehearsal.fake_device import torch_patches
@@ -96,7 +96,7 @@ class RankRecord:
 
 def layouts_of(cfg: Any, runtime: Runtime) -> dict[str, MeshLayout]:
     """Layout of each role, with the order of ranks that the run chooses."""
-    roles = roles_of(cfg)
+    roles = cfg.roles()
     orders = mesh_orders(cfg.rollout, roles, runtime) if isinstance(cfg, RLConfig) else {}
     return {
         name: replace(section.parallel.layout(runtime.world_size, name), order=orders.get(name))

@@ -44,13 +44,14 @@ from megarlhf.rehearsal.timeline.trace import StepMark
 from megarlhf.rehearsal.transformer_engine.optimizer import KERNELS
 from megarlhf.rehearsal.transformer_engine.replace import Shared, replace_layers
 from megarlhf.rollout.engine import RolloutEngine
+from megarlhf.rollout.engines import engine_of
 from megarlhf.rollout.factory import engine_dtype
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.entries import import_entry
 from megarlhf.trainers.run.factories import RunFactories
 
 MAX_NUM_SEQS = 1024
-"""Sequences that vLLM runs at once unless `rollout.engine_args` sets it: its default on a GPU of 70 GiB or more
+"""Sequences that vLLM runs at once unless `rollout.vllm.args` sets it: its default on a GPU of 70 GiB or more
 (vllm/engine/arg_utils.py)."""
 
 
@@ -165,7 +166,7 @@ class Rank:
         self, rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, micro_batch_samples: int
     ) -> RolloutEngine:
         job, runtime = self.job, actor.mesh.runtime
-        if job.bare_engine or rollout.engine == "megatron":
+        if job.bare_engine or not engine_of(rollout).has_own_weights:
             return GivenResponses(actor.parts, runtime, job.response_lengths, self._set_num_samples)
         return RehearsedEngine(
             actor.section.model.hf_directory(),
@@ -216,7 +217,7 @@ class Rank:
             cache_bytes,
             self._price,
             tokens_per_second=job.rollout_tokens_per_second,
-            max_running=int(rollout.engine_args.get("max_num_seqs", MAX_NUM_SEQS)),
+            max_running=int(rollout.vllm.args.get("max_num_seqs", MAX_NUM_SEQS)),
             samples_per_prompt=rollout.num_samples_per_prompt,
         )
         self._rollouts.append(rollout_row)

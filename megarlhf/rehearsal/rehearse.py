@@ -13,7 +13,7 @@ from typing import Any
 
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import Head
-from megarlhf.config import RLConfig, roles_of
+from megarlhf.config import RLConfig
 from megarlhf.planning.preflight import preflight
 from megarlhf.planning.weight_traffic import plan_transfer, transfer_setup
 from megarlhf.rehearsal.cost_model.margin import Facts, engine_items, facts_of, margin, total_bytes
@@ -40,6 +40,7 @@ from megarlhf.rehearsal.result import (
 )
 from megarlhf.rehearsal.timeline.messages import labels_of
 from megarlhf.rehearsal.times import times_of
+from megarlhf.rollout.engines import engine_of
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
 from megarlhf.weights.plan.traffic import Links
 
@@ -134,7 +135,7 @@ class _Rehearsal:
 
     def result(self, records: Mapping[int, RankRecord], seconds: float) -> Result:
         """Result of the rehearsal, from the records of its ranks."""
-        request, sections = self.request, roles_of(self.cfg)
+        request, sections = self.request, self.cfg.roles()
         ranks = [self._rank(kind, records[kind.rank]) for kind in self.kinds]
         tightest = max(ranks, key=lambda rank: rank.need)
         refusals = list(dict.fromkeys(problem for record in records.values() for problem in record.refusals))
@@ -222,8 +223,8 @@ class _Rehearsal:
         return names or [self.main]
 
     def _facts(self, record: RankRecord, peak: PhaseMemory, role: str) -> Facts:
-        section = roles_of(self.cfg)[role]
-        has_engine = isinstance(self.cfg, RLConfig) and self.cfg.rollout.engine == "vllm"
+        section = self.cfg.roles()[role]
+        has_engine = isinstance(self.cfg, RLConfig) and engine_of(self.cfg.rollout).has_own_weights
         return facts_of(
             record.reached,
             record.memberships,
@@ -232,12 +233,12 @@ class _Rehearsal:
             tp=self.layouts[role].tp,
             tokens=max((load.longest for load in record.loads.get(f"train/{role}", ())), default=0),
             layers=self.request.layers,
-            engine_tp=self.cfg.rollout.tp(roles_of(self.cfg)[self.main]) if has_engine else 0,
+            engine_tp=self.cfg.rollout.tp(self.cfg.roles()[self.main]) if has_engine else 0,
         )
 
     def _reshard(self) -> Reshard | None:
         request, cfg = self.request, self.cfg
-        if not (isinstance(cfg, RLConfig) and cfg.rollout.engine == "vllm" and request.reshard_plan):
+        if not (isinstance(cfg, RLConfig) and engine_of(cfg.rollout).has_own_weights and request.reshard_plan):
             return None
         links = Links(rank_gbps=3600.0, node_gbps=3200.0)  # of times, which are not read here
         report = plan_transfer(
@@ -264,7 +265,7 @@ class _Rehearsal:
             most = self.cfg.rollout.max_response_tokens
             how = "" if request.response_lengths else " (assumed: give --response-lengths)"
             notes.append(f"Lengths of responses: {self.responses.description}, at most {most}{how}.")
-            if self.cfg.rollout.engine == "megatron":
+            if not engine_of(self.cfg.rollout).has_own_weights:
                 notes.append("The engine megatron generates nothing: its time and memory are not included.")
         if request.hardware.kind == "gpu":
             notes.append(
@@ -274,7 +275,7 @@ class _Rehearsal:
             )
         else:
             notes.append("The hardware file describes a CPU: layers are the local ones, and there is no margin.")
-        if any(architecture_from_hf(role.model.hf_directory()).num_experts for role in roles_of(self.cfg).values()):
+        if any(architecture_from_hf(role.model.hf_directory()).num_experts for role in self.cfg.roles().values()):
             notes.append(f"Routing of experts is stated: {request.routing.description}.")
         return notes
 
@@ -303,7 +304,7 @@ class _Rehearsal:
 
     def _is_bf16(self) -> bool:
         head: Head = "lm" if self.main == "actor" else "scalar"
-        return resolve_dtype(self.main, roles_of(self.cfg)[self.main].model, head).name == "bf16"
+        return resolve_dtype(self.main, self.cfg.roles()[self.main].model, head).name == "bf16"
 
 
 def default_responses(cfg: Any) -> Lengths:
@@ -330,7 +331,7 @@ def _host(rank: RankResult) -> list[HostRow]:
         HostRow(
             name="what is offloaded from the device",
             nbytes=rank.offloaded,
-            source="counted: parts of roles and of the engine (ROLE.offload, rollout.sleep_level), pinned",
+            source="counted: parts of roles and of the engine (ROLE.offload, rollout.vllm.sleep_level), pinned",
         ),
         HostRow(
             name="a resume point's copy of the state",

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarlhf.architectures.hf_config import architecture_from_hf
-from megarlhf.config import RLConfig, roles_of
+from megarlhf.config import RLConfig
 from megarlhf.rehearsal.cost_model.hardware import Hardware
 from megarlhf.rehearsal.cost_model.margin import MarginConfig
 from megarlhf.rehearsal.fake_device.routing import Routing
 from megarlhf.rehearsal.fakes.lengths import Lengths
 from megarlhf.rehearsal.transformer_engine.replace import Layers
+from megarlhf.rollout.engines import engine_of
 
 DEFAULT_STEPS = 2
 """Number of steps: what is made lazily, such as the optimizer's state, exists from the second step on."""
@@ -61,7 +62,7 @@ def check_request(request: Request) -> None:
         )
     if request.steps > cfg.train.num_steps:
         raise ValueError(f"--steps {request.steps}: the job has only {cfg.train.num_steps} steps (train.num_steps)")
-    has_engine = isinstance(cfg, RLConfig) and cfg.rollout.engine == "vllm"
+    has_engine = isinstance(cfg, RLConfig) and engine_of(cfg.rollout).has_own_weights
     if request.rollout_tokens_per_second is not None and not has_engine:
         why = f"rollout.engine = {cfg.rollout.engine}" if isinstance(cfg, RLConfig) else f"{request.command} has none"
         raise ValueError(f"--rollout-tokens-per-second is for engines of vLLM, but {why}; leave it out")
@@ -76,5 +77,5 @@ def check_request(request: Request) -> None:
 
 def _experts_of(cfg: Any) -> list[float]:
     """For each model with experts, the largest load of one expert as a multiple of the mean."""
-    archs = [architecture_from_hf(section.model.hf_directory()) for section in roles_of(cfg).values()]
+    archs = [architecture_from_hf(section.model.hf_directory()) for section in cfg.roles().values()]
     return [arch.num_experts / arch.experts_per_token for arch in archs if arch.num_experts]

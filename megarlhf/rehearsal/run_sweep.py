@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from megarlhf.config import dump_config, roles_of
+from megarlhf.config import dump_config
 from megarlhf.observe.report.html_page import check_replaceable, write_whole
 from megarlhf.observe.terminal.progress import table
 from megarlhf.planning.batch import dpo_batch_numbers, rl_batch_numbers, supervised_batch_numbers
@@ -20,6 +20,7 @@ from megarlhf.rehearsal.rehearse import rehearse
 from megarlhf.rehearsal.request import Request
 from megarlhf.rehearsal.result import Result
 from megarlhf.rehearsal.sweep import Axis, Sweep, Variant, best_first, least_bytes, variants
+from megarlhf.rollout.engines import engine_of
 
 GIB = 2**30
 
@@ -67,16 +68,16 @@ def run_sweep(
 def _check(request: Request) -> None:
     """Refuse a layout that does not divide, without a rehearsal. Raises: ValueError."""
     cfg, world_size = request.cfg, request.world_size
-    layouts = {name: check_role(name, section, world_size)[1] for name, section in roles_of(cfg).items()}
+    layouts = {name: check_role(name, section, world_size)[1] for name, section in cfg.roles().items()}
     if request.command == "rl":
         rl_batch_numbers(cfg, world_size)
         engine = cfg.rollout.tp(cfg.actor)
-        if cfg.rollout.engine == "vllm" and world_size % engine:
+        if engine_of(cfg.rollout).has_own_weights and world_size % engine:
             raise ValueError(f"rollout.parallel.tp = {engine} does not divide {world_size} ranks")
     elif request.command == "dpo":
         dpo_batch_numbers(cfg, world_size)
     else:
-        role = "actor" if request.command == "sft" else "reward_model"
+        (role,) = layouts
         supervised_batch_numbers(cfg.train, layouts[role].dp, role, "sequences")
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import count_elements
-from megarlhf.config import DPOConfig, RLConfig, roles_of
-from megarlhf.planning.machine.capabilities import head_of
+from megarlhf.config import ROLES, DPOConfig, RLConfig, trained_roles
 from megarlhf.rehearsal.result import Result
+from megarlhf.rollout.engines import engine_of
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
 
 BYTES = {"fp32": 4, "bf16": 2}
@@ -147,13 +147,13 @@ def least_bytes(cfg: Any, world_size: int, *, gpu: bool = True) -> int:
 
     gpu: whether the hardware is a GPU, which decides what `auto` means.
     """
-    trained = {"sft": ("actor",), "rm": ("reward_model",)}.get(command_of(cfg), ("actor", "critic"))
+    trained = trained_roles(cfg)
     auto = gpu and isinstance(cfg, RLConfig | DPOConfig)
     stays, turns = 0.0, [0.0]
-    for name, section in roles_of(cfg).items():
+    for name, section in cfg.roles().items():
         arch = architecture_from_hf(section.model.hf_directory())
         layout = section.parallel.layout(world_size, name)
-        dtype = resolve_dtype(name, section.model, head_of(name)).name
+        dtype = resolve_dtype(name, section.model, ROLES[name].head).name
         # An equal share of the layers, than which the fullest stage has no less. Embedding and head may be on others.
         embeddings = arch.vocab_size * arch.hidden_size * (1 if arch.tied_embeddings else 2)
         others, experts = count_elements(arch)
@@ -169,20 +169,15 @@ def least_bytes(cfg: Any, world_size: int, *, gpu: bool = True) -> int:
         stays += sum(nbytes for (nbytes, _), offloaded in zip(parts, leaves, strict=True) if not offloaded)
         # A streamed optimizer is never there as a whole.
         turns.append(sum(n for (n, policy), away in zip(parts, leaves, strict=True) if away and policy != "stream"))
-    if isinstance(cfg, RLConfig) and cfg.rollout.engine == "vllm":
+    if isinstance(cfg, RLConfig) and engine_of(cfg.rollout).has_own_weights:
         arch = architecture_from_hf(cfg.actor.model.hf_directory())
         dtype = cfg.rollout.dtype if cfg.rollout.dtype != "auto" else resolve_dtype("actor", cfg.actor.model, "lm").name
         weights = sum(count_elements(arch)) / cfg.rollout.tp(cfg.actor) * BYTES[dtype]
-        level = cfg.rollout.sleep_level
+        level = cfg.rollout.vllm.sleep_level
         sleeps = auto if level == "auto" else level > 0
         stays += 0.0 if sleeps else weights
         turns.append(weights if sleeps else 0.0)
     return int(stays + max(turns))
-
-
-def command_of(cfg: Any) -> str:
-    """The command of a configuration."""
-    return type(cfg).__name__.removesuffix("Config").lower()
 
 
 def best_first(done: Sequence[tuple[Variant, Result]]) -> list[tuple[Variant, Result]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,15 +16,16 @@ from megarlhf.model_directory import end_tokens
 from megarlhf.models.role import Role
 from megarlhf.models.settings import DTYPES
 from megarlhf.rollout.engine import RolloutEngine, Sampling, StopStrings
+from megarlhf.rollout.engines import engine_of
 from megarlhf.runtime import Runtime
 
 
 def actor_order(rollout: RolloutConfig, actor: RoleConfig, runtime: Runtime) -> tuple[int, ...] | None:
-    """Order of ranks in the actor's mesh by which few bytes move into vLLM's engines; the same on all ranks.
+    """Order of ranks in the actor's mesh by which few bytes move into the engines; the same on all ranks.
 
     Ranks change places inside their machine only, and where machines differ in size inside blocks that fit into each.
     """
-    if rollout.engine != "vllm":
+    if not engine_of(rollout).has_own_weights:
         return None
     return engine_order(actor.parallel.layout(runtime.world_size), rollout.tp(actor), runtime.ranks_per_block)
 
@@ -41,10 +42,18 @@ def mesh_orders(
 
 def make_engine(rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, micro_batch_samples: int) -> RolloutEngine:
     """The configured engine, still without weights."""
-    if rollout.engine == "megatron":
-        from megarlhf.rollout.megatron_engine import MegatronEngine
+    return _MAKE[rollout.engine](rollout, actor, max_prompt_tokens, micro_batch_samples)
 
-        return MegatronEngine(actor.shard, micro_batch_samples, actor.parts)
+
+def _make_megatron(
+    rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, micro_batch_samples: int
+) -> RolloutEngine:
+    from megarlhf.rollout.megatron_engine import MegatronEngine
+
+    return MegatronEngine(actor.shard, micro_batch_samples, actor.parts)
+
+
+def _make_vllm(rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, micro_batch_samples: int) -> RolloutEngine:
     from megarlhf.rollout.restarting import RestartingEngine
     from megarlhf.rollout.vllm.engine import VllmEngine
 
@@ -64,6 +73,13 @@ def make_engine(rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, mic
         actor.mesh.runtime,
     )
     return RestartingEngine(build, rollout.max_engine_rebuilds)
+
+
+_MAKE: Mapping[str, Callable[[RolloutConfig, Role, int, int], RolloutEngine]] = {
+    "vllm": _make_vllm,
+    "megatron": _make_megatron,
+}
+"""By name, as `engines.ENGINES`. An engine is imported where it is made: vLLM takes seconds."""
 
 
 def engine_dtype(rollout: RolloutConfig, actor: Role) -> torch.dtype:

@@ -1,8 +1,6 @@
 """The load-balancing loss of experts, against its equation and against transformers. Not covered: ranks and layers,
 which are in tests/distributed/test_router_balance.py."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func

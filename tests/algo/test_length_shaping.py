@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megarlhf.algo.length_shaping import missing_end_penalty, overlong_penalty
+from tests.refuses import refuses
 
 
 def test_the_penalty_falls_in_a_straight_line_over_the_buffer():
@@ -19,7 +20,7 @@ def test_a_buffer_may_be_all_of_the_length():
 
 @pytest.mark.parametrize("buffer", [0, 21])
 def test_a_buffer_that_is_none_is_refused(buffer):
-    with pytest.raises(ValueError, match=rf"buffer = {buffer} tokens of at most 20; give 1 to 20"):
+    with refuses(f"buffer = {buffer}", "1 to 20"):
         overlong_penalty(torch.tensor([1]), longest=20, buffer=buffer, penalty=1.0)
 
 

@@ -9,13 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from megarlhf.algo.losses import (
-    centering,
-    clipped_value_loss,
-    pairwise_aligned_span,
-    pairwise_ranking,
-    token_nll,
-)
+from megarlhf.algo.losses import centering, clipped_value_loss, pairwise_aligned_span, pairwise_ranking, token_nll
 
 NAN = math.nan
 MASK_BT = torch.tensor([[True, True, True], [True, False, False]])

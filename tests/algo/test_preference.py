@@ -4,8 +4,6 @@ log-odds of ln 3 are a sigmoid of 3/4: -log of it is ln(4/3) = .287682. Not cove
 (tests/peers); how log-probs are made (tests/distributed/test_dpo_layouts.py).
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

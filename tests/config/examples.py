@@ -12,19 +12,14 @@ SFT = {
 RM = {"reward_model" if key == "actor" else key: value for key, value in SFT.items()}
 DPO = {**SFT, "data": {"train": "data/pairs.jsonl", "validation": "data/validation.jsonl"}}
 RL = {
-    "run": {"dir": "runs/x"},
-    "actor": {"model": {"path": "models/sft"}},
-    "critic": {"model": {"path": "models/sft"}},
+    "run": {"dir": "runs/x"}, "actor": {"model": {"path": "models/sft"}}, "critic": {"model": {"path": "models/sft"}},
     "reward_model": {"model": {"path": "models/rm"}},
     "rewards": [{"kind": "model", "shift": 0.5}, {"kind": "rule", "rule": "exact_match", "weight": 2}],
     "data": {"train": "data/prompts.jsonl", "validation": "data/validation.jsonl"},
     "train": {"num_steps": 3, "prompts_per_step": 8, "mini_batch_samples": 8, "micro_batch_samples": 2},
-}
+}  # fmt: skip
 GENERATE = {"run": RL["run"], "actor": RL["actor"], "data": {"train": "data/prompts.jsonl"}}
 KINDS = {
-    "sft": (SFTConfig, SFT),
-    "rm": (RMConfig, RM),
-    "dpo": (DPOConfig, DPO),
-    "rl": (RLConfig, RL),
+    "sft": (SFTConfig, SFT), "rm": (RMConfig, RM), "dpo": (DPOConfig, DPO), "rl": (RLConfig, RL),
     "generate": (GenerateConfig, GENERATE),
-}
+}  # fmt: skip

@@ -1,38 +1,32 @@
-"""Names that stand for several keys of `algo`, and settings of it that contradict each other.
-
-Not covered: what is set and not read (tests/planning/test_unused_keys.py), the arithmetic (tests/algo).
-"""
+"""Names that stand for several keys of `algo`, and settings of it that contradict each other. Not covered: what is set
+and not read (tests/planning/test_unused_keys.py), the arithmetic (tests/algo)."""
 
 import pytest
 from pydantic import ValidationError
 
 from megarlhf.config import AlgoConfig, dump_config
+from tests.refuses import refuses
 
 
 def algo(**keys):
     return AlgoConfig.model_validate(keys)
 
 
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
-        ({"advantage": "grpo"}, {"advantage": "group_relative", "scale_by_group_std": True}),
-        ({"advantage": "dr_grpo"}, {"advantage": "group_relative", "scale_by_group_std": False}),
-        ({"advantage": "rloo"}, {"advantage": "leave_one_out"}),
-        ({"advantage": "reinforce++"}, {"advantage": "reinforce_plus_plus", "whitens": True}),
-        ({"advantage": "reinforce++_baseline"}, {"advantage": "reinforce_plus_plus_baseline", "whitens": True}),
-        ({"advantage": "reinforce"}, {"whitens": False}),
-        ({"advantage": "reinforce", "whiten_advantages": True}, {"whitens": True}),
-        ({"advantage": "gae", "whiten_advantages": False}, {"whitens": False}),
-        (
-            {"policy_loss": "gspo"},
-            {"policy_loss": "clip", "ratio": "geometric", "loss_average": "sequence", "clip_low": 3e-4},
-        ),
-        ({"policy_loss": "gspo", "clip_low": 0.1, "loss_average": "token"}, {"clip_low": 0.1, "loss_average": "token"}),
-        ({"policy_loss": "cispo"}, {"policy_loss": "cispo", "clip_low": None, "clip_high": 4.0}),
-        ({"policy_loss": "cispo", "clip_high": 1.0}, {"clip_low": None, "clip_high": 1.0}),
-    ],
-)
+@pytest.mark.parametrize("keys, expected", [
+    ({"advantage": "grpo"}, {"advantage": "group_relative", "scale_by_group_std": True}),
+    ({"advantage": "dr_grpo"}, {"advantage": "group_relative", "scale_by_group_std": False}),
+    ({"advantage": "rloo"}, {"advantage": "leave_one_out"}),
+    ({"advantage": "reinforce++"}, {"advantage": "reinforce_plus_plus", "whitens": True}),
+    ({"advantage": "reinforce++_baseline"}, {"advantage": "reinforce_plus_plus_baseline", "whitens": True}),
+    ({"advantage": "reinforce"}, {"whitens": False}),
+    ({"advantage": "reinforce", "whiten_advantages": True}, {"whitens": True}),
+    ({"advantage": "gae", "whiten_advantages": False}, {"whitens": False}),
+    ({"policy_loss": "gspo"},
+     {"policy_loss": "clip", "ratio": "geometric", "loss_average": "sequence", "clip_low": 3e-4}),
+    ({"policy_loss": "gspo", "clip_low": 0.1, "loss_average": "token"}, {"clip_low": 0.1, "loss_average": "token"}),
+    ({"policy_loss": "cispo"}, {"policy_loss": "cispo", "clip_low": None, "clip_high": 4.0}),
+    ({"policy_loss": "cispo", "clip_high": 1.0}, {"clip_low": None, "clip_high": 1.0}),
+])  # fmt: skip
 def test_names_that_stand_for_several_keys(keys, expected):
     """What stands beside the name wins; the resolved file says the keys and is read as the same."""
     made = algo(**keys)
@@ -41,39 +35,28 @@ def test_names_that_stand_for_several_keys(keys, expected):
     assert "gspo" not in dump_config(made)
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"advantage": "grop"}, r"advantage = 'grop' is not known; did you mean 'grpo'\? The known ones are gae, "),
-        (
-            {"policy_loss": "gsop"},
-            r"policy_loss = 'gsop' is not known; did you mean 'gspo'\? The known ones are clip, ",
-        ),
-        ({"policy_loss": "dpo "}, "is not known"),
-        ({"advantage": "dr_grpo", "scale_by_group_std": True}, "means scale_by_group_std = False; got .* = True: drop"),
-        ({"policy_loss": "gspo", "ratio": "token"}, "'gspo' means ratio = geometric; got ratio = token: drop one"),
-        ({"clip_low": 1.5}, "clip_low = 1.5 puts the bound at -0.5, below every ratio"),
-        ({"clip_delta": 1.1}, "clip_delta = 1.1 is inside the clip, which ends at 1 \\+ clip_high = 1.2"),
-        ({"clip_dual": 1.0}, "greater than 1"),
-        ({"kl": {"coef": 0.1, "placement": "loss", "estimator": "abs"}}, "abs in the loss has the gradient of no div"),
-        ({"kl": {"controller": "adaptive", "target": 0.1}}, "got target = 0.1 and coef = 0.0; .* give both, above 0"),
-        ({"kl": {"controller": "adaptive", "coef": 0.1}}, "got target = None and coef = 0.1"),
-        ({"kl": {"coef": 0.1, "target": 0.1}}, "target = 0.1 has no effect with controller 'fixed'"),
-        ({"kl": {"coef": 0.1, "ratio_weighted": True}}, "got placement = 'reward', coef = 0.1: set placement: loss"),
-        (
-            {"kl": {"coef": 0.1, "placement": "loss", "estimator": "abs", "ratio_weighted": True}},
-            "abs in the loss has the gradient of no div",
-        ),
-        (
-            {"kl": {"coef": 0.1, "placement": "loss", "estimator": "k2", "ratio_weighted": True}},
-            "k2 weighted by the ratio has the gradient of no divergence",
-        ),
-        ({"rollout_correction": {"kind": "truncate", "high": 0.1}}, "high = 0.1 truncates ratios of 1"),
-        ({"rollout_correction": {"kind": "mask", "low": 1.5}}, "low = 1.5 and high = 2.0 leave out ratios of 1"),
-    ],
-)
-def test_what_contradicts_itself_is_refused(keys, message):
-    with pytest.raises(ValidationError, match=message):
+@pytest.mark.parametrize("keys, names", [
+    ({"advantage": "grop"}, "advantage = 'grop'|'grpo'|gae"),
+    ({"policy_loss": "gsop"}, "policy_loss = 'gsop'|'gspo'|clip"),
+    ({"policy_loss": "dpo "}, "policy_loss = 'dpo '"),
+    ({"advantage": "dr_grpo", "scale_by_group_std": True}, "scale_by_group_std = False|scale_by_group_std = True"),
+    ({"policy_loss": "gspo", "ratio": "token"}, "'gspo'|ratio = geometric|ratio = token"),
+    ({"clip_low": 1.5}, "clip_low = 1.5|-0.5"), ({"clip_delta": 1.1}, "clip_delta = 1.1|clip_high = 1.2"),
+    ({"clip_dual": 1.0}, "clip_dual|greater than 1"),
+    ({"kl": {"coef": 0.1, "placement": "loss", "estimator": "abs"}}, "abs in the loss|no divergence"),
+    ({"kl": {"controller": "adaptive", "target": 0.1}}, "target = 0.1|coef = 0.0|above 0"),
+    ({"kl": {"controller": "adaptive", "coef": 0.1}}, "target = None|coef = 0.1"),
+    ({"kl": {"coef": 0.1, "target": 0.1}}, "target = 0.1|controller 'fixed'"),
+    ({"kl": {"coef": 0.1, "ratio_weighted": True}}, "placement = 'reward'|coef = 0.1|placement: loss"),
+    ({"kl": {"coef": 0.1, "placement": "loss", "estimator": "abs", "ratio_weighted": True}},
+     "abs in the loss|no divergence"),
+    ({"kl": {"coef": 0.1, "placement": "loss", "estimator": "k2", "ratio_weighted": True}},
+     "k2 weighted|no divergence"),
+    ({"rollout_correction": {"kind": "truncate", "high": 0.1}}, "high = 0.1|truncates"),
+    ({"rollout_correction": {"kind": "mask", "low": 1.5}}, "low = 1.5|high = 2.0"),
+])  # fmt: skip
+def test_what_contradicts_itself_is_refused(keys, names):
+    with refuses(*names.split("|"), error=ValidationError):
         algo(**keys)
 
 

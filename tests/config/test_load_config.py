@@ -1,9 +1,6 @@
-"""Reading configuration files and overrides: what arrives, and which files and overrides are refused.
+"""Reading configuration files and overrides: what arrives, and which files and overrides are refused. Not covered: that
+the documented defaults are good ones; what their keys may say (test_refusals.py)."""
 
-Not covered: that the documented defaults are good ones; what their keys may say (test_refusals.py).
-"""
-
-import re
 from pathlib import Path
 
 import pydantic
@@ -13,7 +10,7 @@ import yaml
 from megarlhf.config import RLConfig, SFTConfig, describe_sources, dump_config, load_config
 from megarlhf.config.load import repeated_overrides
 from tests.config.examples import KINDS, RL, SFT
-from tests.refuses import missing_names
+from tests.refuses import missing_names, refuses
 
 
 @pytest.mark.parametrize("command", KINDS)
@@ -30,9 +27,8 @@ def test_values_arrive_with_their_types(load):
     cfg = load("rl")
     assert cfg.run.dir == Path("runs/x")
     assert [(r.kind, r.rule, r.weight, r.shift) for r in cfg.rewards] == [
-        ("model", None, 1.0, 0.5),
-        ("rule", "exact_match", 2.0, 0.0),
-    ]
+        ("model", None, 1.0, 0.5), ("rule", "exact_match", 2.0, 0.0),
+    ]  # fmt: skip
     assert list(cfg.roles()) == ["actor", "critic", "reward_model"]
     for key in ("algo.kl.coef=0.1", "algo.kl.log=true", "train.stop.max_kl=1.0"):
         assert load("rl", key).roles()["reference"] == cfg.actor, key
@@ -45,31 +41,27 @@ def test_roles_that_nothing_needs_are_not_built(load):
     assert list(cfg.roles()) == ["actor"]
 
 
-@pytest.mark.parametrize(
-    "override, read, expected",
-    [
-        ("actor.optim.lr=2e-3", lambda c: c.actor.optim.lr, 0.002),
-        ("actor.optim.lr=.5E+2", lambda c: c.actor.optim.lr, 50.0),
-        ("train.num_steps=1e3", lambda c: c.train.num_steps, 1000),
-        ("train.num_steps=12", lambda c: c.train.num_steps, 12),
-        ("actor.model.random_init=false", lambda c: c.actor.model.random_init, False),
-        ("actor.parallel={tp: 2, sequence_parallel: true}", lambda c: c.actor.parallel.sequence_parallel, True),
-        ("actor.parallel={pp: 2, layers_per_stage: [3, 1]}", lambda c: c.actor.parallel.layers_per_stage, (3, 1)),
-        ("eval.every=5", lambda c: c.eval.every, 5),
-        ("checkpoint.export_keep=", lambda c: c.checkpoint.export_keep, None),
-        ("data.validation=a=b.jsonl", lambda c: describe_sources(c.data.validation or ()), "a=b.jsonl"),
-        ("run.dir=nan", lambda c: c.run.dir, Path("nan")),
-        ("run.dir=2026-01-31", lambda c: c.run.dir, Path("2026-01-31")),
-        ("run.dir=no", lambda c: c.run.dir, Path("no")),
-        ("run.dir=~/x", lambda c: c.run.dir, Path.home() / "x"),
-        ("actor.model.path=~/x", lambda c: c.actor.model.path, Path.home() / "x"),
-        ("data.validation=~/x", lambda c: describe_sources(c.data.validation or ()), str(Path.home() / "x")),
-        ("train.num_steps=010", lambda c: c.train.num_steps, 10),
-        ("train.num_steps=0x10", lambda c: c.train.num_steps, 16),
-        ("actor.model.fresh_head=yes", lambda c: c.actor.model.fresh_head, True),
-        ("actor.optim.schedule=cosine", lambda c: c.actor.optim.schedule, "cosine"),
-    ],
-)
+@pytest.mark.parametrize("override, read, expected", [
+    ("actor.optim.lr=2e-3", lambda c: c.actor.optim.lr, 0.002),
+    ("actor.optim.lr=.5E+2", lambda c: c.actor.optim.lr, 50.0),
+    ("train.num_steps=1e3", lambda c: c.train.num_steps, 1000),
+    ("train.num_steps=12", lambda c: c.train.num_steps, 12),
+    ("actor.model.random_init=false", lambda c: c.actor.model.random_init, False),
+    ("actor.parallel={tp: 2, sequence_parallel: true}", lambda c: c.actor.parallel.sequence_parallel, True),
+    ("actor.parallel={pp: 2, layers_per_stage: [3, 1]}", lambda c: c.actor.parallel.layers_per_stage, (3, 1)),
+    ("eval.every=5", lambda c: c.eval.every, 5),
+    ("checkpoint.export_keep=", lambda c: c.checkpoint.export_keep, None),
+    ("data.validation=a=b.jsonl", lambda c: describe_sources(c.data.validation or ()), "a=b.jsonl"),
+    ("run.dir=nan", lambda c: c.run.dir, Path("nan")),
+    ("run.dir=2026-01-31", lambda c: c.run.dir, Path("2026-01-31")),
+    ("run.dir=no", lambda c: c.run.dir, Path("no")), ("run.dir=~/x", lambda c: c.run.dir, Path.home() / "x"),
+    ("actor.model.path=~/x", lambda c: c.actor.model.path, Path.home() / "x"),
+    ("data.validation=~/x", lambda c: describe_sources(c.data.validation or ()), str(Path.home() / "x")),
+    ("train.num_steps=010", lambda c: c.train.num_steps, 10),
+    ("train.num_steps=0x10", lambda c: c.train.num_steps, 16),
+    ("actor.model.fresh_head=yes", lambda c: c.actor.model.fresh_head, True),
+    ("actor.optim.schedule=cosine", lambda c: c.actor.optim.schedule, "cosine"),
+])  # fmt: skip
 def test_an_override_wins_over_the_file(load, override, read, expected):
     """`eval` is absent in the file; YAML 1.1 alone reads 2e-3 as a string."""
     actual = read(load("sft", override))
@@ -117,14 +109,14 @@ def test_a_key_that_stands_twice_is_refused_with_both_lines(tmp_path, refusal):
     path.write_text(roles + "reward_model: *base\n" + good)
     cfg = load_config(RLConfig, path)
     assert (cfg.critic.model.path, cfg.critic.optim.lr, cfg.critic.optim.eps) == (Path("m"), 0.25, 1.0)
-    for text, words in (
-        (roles + "actor:\n  model: {path: n}\n" + good, "the key 'actor' is in line 1 and again in line 7"),
-        (roles.replace("eps: 1.0", "eps: 1.0, eps: 2.0") + good, "the key 'eps' is in line 6 and again in line 6"),
+    for text, names in (
+        (roles + "actor:\n  model: {path: n}\n" + good, ("'actor'", "line 1", "line 7")),
+        (roles.replace("eps: 1.0", "eps: 1.0, eps: 2.0") + good, ("'eps'", "line 6")),
     ):
         path.write_text(text)
-        with pytest.raises(ValueError, match=re.escape(f"{path}: {words}, and only one of them would count")):
+        with refuses(str(path), *names):
             load_config(RLConfig, path)
-    assert "the key 'tp' is in line 1 and again in line 1" in refusal("sft", "actor.parallel={tp: 1, tp: 2}")
+    assert not missing_names(refusal("sft", "actor.parallel={tp: 1, tp: 2}"), "'tp'", "line 1")
 
 
 def test_an_override_fills_a_section_that_stands_empty_in_the_file(load):
@@ -139,27 +131,19 @@ def test_an_override_of_one_role_leaves_a_role_with_the_same_anchor_alone(tmp_pa
     assert (cfg.actor.optim.lr, cfg.critic.optim.lr) == (0.25, 0.5)
 
 
-@pytest.mark.parametrize(
-    "override, words",
-    [
-        ("train.num_steps", "'train.num_steps' is not of the form section.key=value"),
-        ("=3", "'=3' is not of the form section.key=value"),
-        ("run.dir.name=3", "dir is a value ('runs/x'), not a section"),
-        ("actor.optim=[1, 2", "'[1, 2' is not valid YAML"),
-    ],
-)
-def test_an_override_of_another_form_is_refused(refusal, override, words):
-    assert words in refusal("sft", override)
+@pytest.mark.parametrize("override, names", [
+    ("train.num_steps", "'train.num_steps'|section.key=value"), ("=3", "'=3'|section.key=value"),
+    ("run.dir.name=3", "dir is a value|'runs/x'"), ("actor.optim=[1, 2", "'[1, 2'|not valid YAML"),
+])  # fmt: skip
+def test_an_override_of_another_form_is_refused(refusal, override, names):
+    assert not missing_names(refusal("sft", override), *names.split("|"))
 
 
 def test_loaded_objects_are_frozen(load):
     cfg = load("rl")
     for section, name in (
-        (cfg, "run"),
-        (cfg.actor.optim, "lr"),
-        (cfg.rewards[0], "weight"),
-        (cfg.train.stop, "max_kl"),
-    ):
+        (cfg, "run"), (cfg.actor.optim, "lr"), (cfg.rewards[0], "weight"), (cfg.train.stop, "max_kl"),
+    ):  # fmt: skip
         before = getattr(section, name)
         with pytest.raises(pydantic.ValidationError, match="frozen"):
             setattr(section, name, 1)
@@ -168,42 +152,25 @@ def test_loaded_objects_are_frozen(load):
 
 def test_a_file_that_does_not_exist_names_its_neighbour(tmp_path):
     (tmp_path / "ppo_70b.yaml").write_text("run: {}")
-    with pytest.raises(ValueError, match=r"no configuration file .*ppo_7b\.yaml; did you mean .*ppo_70b\.yaml\?"):
+    with refuses("ppo_7b.yaml", "did you mean", "ppo_70b.yaml"):
         load_config(SFTConfig, tmp_path / "ppo_7b.yaml")
-    with pytest.raises(ValueError, match=r"no configuration file .*absent/ppo\.yaml$"):
+    with refuses("no configuration file", "absent/ppo.yaml") as error:
         load_config(SFTConfig, tmp_path / "absent" / "ppo.yaml")
+    assert "did you mean" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ("run: [1, 2\ntrain: 3", "is not valid YAML: .*line 2"),
-        ("run: !!python/object/apply:os.getcwd []", "is not valid YAML: "),
-        ("- run", "must be a mapping of sections, got list"),
-        ("just words", "must be a mapping of sections, got str"),
-    ],
-)
-def test_a_file_that_is_no_mapping_of_sections(tmp_path, text, words):
+@pytest.mark.parametrize("content, names", [
+    (b"run: [1, 2\ntrain: 3", "not valid YAML|line 2"), (b"- run", "mapping|list"), (b"just words", "mapping|str"),
+    (b"run: !!python/object/apply:os.getcwd []", "not valid YAML|python/object/apply"),
+    (b"PK\x03\x04 a checkpoint \x80\x02", "UTF-8|byte 18|0x80|YAML"),
+    ("run: {dir: Köln}".encode("latin-1"), "UTF-8|byte 12|0xf6"), ("run: 1".encode("utf-16"), "UTF-8|byte 0|0xff"),
+    (b"run: \x00", "not valid YAML"),
+])  # fmt: skip
+def test_a_file_that_is_no_mapping_of_sections_or_no_text(tmp_path, content, names):
     """The safe loader: a tag that would call Python is refused."""
     path = tmp_path / "config.yaml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=rf"(?s)config\.yaml {words}"):
-        load_config(SFTConfig, path)
-
-
-@pytest.mark.parametrize(
-    "content, words",
-    [
-        (b"PK\x03\x04 a checkpoint \x80\x02", "is not text in UTF-8 (byte 18 is 0x80); a configuration is a YAML file"),
-        ("run: {dir: Köln}".encode("latin-1"), "is not text in UTF-8 (byte 12 is 0xf6)"),
-        ("run: 1".encode("utf-16"), "is not text in UTF-8 (byte 0 is 0xff)"),
-        (b"run: \x00", "is not valid YAML: "),
-    ],
-)
-def test_a_file_that_is_no_text(tmp_path, content, words):
-    path = tmp_path / "config.yaml"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=re.escape(f"{path} {words}")):
+    with refuses(str(path), *names.split("|")):
         load_config(SFTConfig, path)
 
 
@@ -226,6 +193,6 @@ def test_a_file_is_read_as_utf_8_whatever_the_locale(tmp_path, monkeypatch):
 def test_an_empty_file_lacks_every_section(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("")
-    with pytest.raises(ValueError, match="missing key 'run'") as raised:
+    with refuses("missing key 'run'") as raised:
         load_config(SFTConfig, path)
     assert str(raised.value).count("missing key") == 4

@@ -1,7 +1,5 @@
-"""The configurations for real clusters: each is what its name says, and passes the check of a dry run.
-
-Not covered: whether they fit (`make bench-fits`), heads of checkpoints, of which there are none, and anything on a GPU.
-"""
+"""The configurations for real clusters: each is what its name says, and passes the check of a dry run. Not covered:
+whether they fit (`make bench-fits`), heads of checkpoints, of which there are none, and anything on a GPU."""
 
 from __future__ import annotations
 
@@ -9,19 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from megarlhf.config import RLConfig, RMConfig, SFTConfig, load_config, roles_of
+from megarlhf.config import RLConfig, RMConfig, SFTConfig, load_config
 from megarlhf.planning.preflight import preflight
 from megarlhf.rehearsal.fakes.inputs import stand_in
 
 ROOT = Path(__file__).parents[2]
 KINDS = {"sft": SFTConfig, "rm": RMConfig, "ppo": RLConfig, "grpo": RLConfig}
 SIZES = {
-    "llama-3-8b": (8,),
-    "llama-3-70b": (32, 64, 128, 512),
-    "qwen2.5-32b": (32,),
-    "qwen3-30b-a3b": (16, 64),
+    "llama-3-8b": (8,), "llama-3-70b": (32, 64, 128, 512), "qwen2.5-32b": (32,), "qwen3-30b-a3b": (16, 64),
     "llama-3.1-405b": (256, 1024),
-}
+}  # fmt: skip
 NAMES = [f"{model}/{kind}-{gpus}" for model, sizes in SIZES.items() for gpus in sizes for kind in KINDS]
 
 
@@ -55,6 +50,6 @@ def test_one_of_a_size_was_chosen_and_the_others_follow(name: str) -> None:
     (chosen,) = [kind for kind, text in texts.items() if "which says why" not in text]
     mine, other = stem.split("-")[0], load_config(KINDS[chosen], folder / f"{chosen}-{gpus}.yaml", ())
     assert chosen == mine or f"Its layout is that of {chosen}-{gpus}.yaml" in texts[mine]
-    expected = next(iter(roles_of(other).values())).parallel
+    expected = next(iter(other.roles().values())).parallel
     cfg = load_config(KINDS[mine], folder / f"{stem}.yaml", ())
-    assert all(role.parallel == expected for role in roles_of(cfg).values())
+    assert all(role.parallel == expected for role in cfg.roles().values())

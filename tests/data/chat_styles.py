@@ -93,19 +93,10 @@ GEMMA = (
     "{{ m.content | trim }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
 )
 STYLES = {
-    "chatml": CHATML,
-    "llama_3": LLAMA_3,
-    "mistral": MISTRAL,
-    "marked": MARKED,
-    "thinking": THINKING,
-    "tools": TOOLS,
-    "two_roles": TWO_ROLES,
-    "reasoning": REASONING,
-    "stripping": STRIPPING,
-    "qwen_3": QWEN_3,
-    "deepseek": DEEPSEEK,
+    "chatml": CHATML, "llama_3": LLAMA_3, "mistral": MISTRAL, "marked": MARKED, "thinking": THINKING, "tools": TOOLS,
+    "two_roles": TWO_ROLES, "reasoning": REASONING, "stripping": STRIPPING, "qwen_3": QWEN_3, "deepseek": DEEPSEEK,
     "gemma": GEMMA,
-}
+}  # fmt: skip
 MARKS = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 LETTERS = "0123456789+=abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ[]<>|/_:,.!?{}\"' \n\\-#"
 
@@ -119,12 +110,10 @@ def write_chat_tokenizer(directory: Path, template: str | None) -> Path:
 
 
 def chat_tokenizer(directory: Path, template: str | None) -> HuggingFaceTokenizer:
-    """Loaded."""
     tokenizer = load_tokenizer(write_chat_tokenizer(directory, template))
     assert isinstance(tokenizer, HuggingFaceTokenizer)
     return tokenizer
 
 
 def said(role: str, content: str, **others: object) -> dict[str, object]:
-    """A message."""
     return {"role": role, "content": content, **others}

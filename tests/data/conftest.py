@@ -7,6 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from tests.data.chat_styles import CHATML, chat_tokenizer
 from tests.data.counting import ROWS, write
 
 CORPUS = ["the answer is 85", "what is 37+48= and so on", "0123456789 abc"] * 5
@@ -43,3 +44,9 @@ def place(tmp_path):
     file = write(tmp_path / "rows.jsonl", [*ROWS, {"prompt": "x", "response": ""}])
     os.utime(file, (time.time() - 60,) * 2)
     return {"train": file, "cache": str(tmp_path / "cache")}
+
+
+@pytest.fixture(scope="package")
+def chatml(tmp_path_factory):
+    """A tokenizer of one id a character with ChatML's template."""
+    return chat_tokenizer(tmp_path_factory.mktemp("chatml"), CHATML)

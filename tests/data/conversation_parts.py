@@ -22,7 +22,6 @@ def text(draw: random.Random, numbers: Iterator[int], *, plain: bool = False) ->
 
 
 def value(draw: random.Random, numbers: Iterator[int]) -> Any:
-    """An argument of a call."""
     kind = draw.randrange(5)
     if kind == 0:
         return 10_000 + next(numbers)
@@ -46,16 +45,11 @@ def answer(draw: random.Random, numbers: Iterator[int], *, calls: bool) -> dict[
         message["content"] = draw.choice([None, "", message["content"]])
         arguments = {name: value(draw, numbers) for name in draw.sample(WORDS, draw.randint(1, 3))}
         message["tool_calls"] = [
-            {
-                "id": "abcdefghi",
-                "type": "function",
-                "function": {
-                    "name": f"{draw.choice(WORDS)}_{next(numbers)}",
-                    "arguments": draw.choice([arguments, json.dumps(arguments)]),
-                },
-            }
+            {"id": "abcdefghi", "type": "function", "function": {
+                "name": f"{draw.choice(WORDS)}_{next(numbers)}",
+                "arguments": draw.choice([arguments, json.dumps(arguments)])}}
             for _ in range(draw.randint(1, 2))
-        ]
+        ]  # fmt: skip
     return message
 
 
@@ -92,7 +86,6 @@ def parts(message: Mapping[str, Any]) -> list[str]:
 
 
 def leaves(value: Any) -> list[str]:
-    """Texts and numbers of an argument."""
     if isinstance(value, Mapping):
         return [leaf for part in value.values() for leaf in leaves(part)]
     if isinstance(value, list):
@@ -101,5 +94,4 @@ def leaves(value: Any) -> list[str]:
 
 
 def stands_in(part: str, text: str) -> bool:
-    """As it is, or as JSON writes it."""
     return any(each in text for each in (part, json.dumps(part, ensure_ascii=False)[1:-1]))

@@ -54,12 +54,10 @@ class Counting:
 
 
 def loader(data, encoder, run_dir=None):
-    """`data`: as a file says it."""
     return SetLoader(DataConfig.model_validate(data), encoder, SFTSample, ("prompt", "response"), run_dir)
 
 
 def digest_of(data, encoder):
-    """Loads a set in this process."""
     return loader(data, encoder).train_and_validation("sft")[0].digest()
 
 
@@ -69,5 +67,4 @@ def write(path, rows):
 
 
 def entries(place):
-    """Of the cache: those that are whole."""
     return [path.parent for path in Path(place["cache"]).glob("*/MANIFEST.json")]

@@ -31,7 +31,6 @@ def source_of(source: Source, split: str | None = None) -> SourceConfig:
 
 
 def load_records(source: Source, *, fields: Sequence[str] = (), split: str | None = None) -> list[Record]:
-    """All records, in the order of the files."""
     source = source_of(source, split)
     reader, records = Reader(source, fields), list[Record]()
     for chunk in find(source).chunks():

@@ -117,10 +117,8 @@ def hub_without_readme(folder):
     (folder / "hub" / "data").mkdir(parents=True)
     (folder / "hub" / "README.md").write_text("# Sums, without front matter")
     for name, rows in (
-        ("train-00000-of-00002", THEIRS[:9]),
-        ("train-00001-of-00002", THEIRS[9:]),
-        ("test-00000-of-00001", []),
-    ):
+        ("train-00000-of-00002", THEIRS[:9]), ("train-00001-of-00002", THEIRS[9:]), ("test-00000-of-00001", []),
+    ):  # fmt: skip
         table = datasets.Dataset.from_list(rows or THEIRS[:1])
         table.to_parquet(folder / "hub" / "data" / f"{name}.parquet")
     return {"path": folder / "hub", "split": "train", "columns": COLUMNS}
@@ -147,7 +145,6 @@ STRANGERS = {
 
 
 def written(name: str, folder: Path):
-    """What `data.train` is then, as a file of the configuration says it."""
     folder.mkdir(parents=True, exist_ok=True)
     made = STRANGERS[name](folder)
     several = made if isinstance(made, list) else [made]

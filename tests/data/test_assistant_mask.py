@@ -6,10 +6,14 @@ from megarlhf.data.samples.encoders import PairEncoder, PromptEncoder, SFTEncode
 from megarlhf.data.samples.truncation import CuttingEncoder
 from megarlhf.data.text.assistant_mask import Inexact, Whole, answered
 from megarlhf.data.text.templates import Conversation, chat_template
+from megarlhf.data.tokenizers.tokenizer import HuggingFaceTokenizer
 from tests.data.chat_styles import STYLES, chat_tokenizer, said
 from tests.refuses import refuses
 
 TALK = [said("user", "1+1"), said("assistant", "2"), said("user", "2+2"), said("assistant", "4")]
+LONG = [*TALK, said("user", "3+3"), said("assistant", "6"), said("user", "4+4"), said("assistant", "8")]
+ASK = {"tokenizer": None, "max_prompt_tokens": 500}
+LIMITS = {**ASK, "max_response_tokens": 500}
 
 
 @pytest.fixture(scope="module")
@@ -27,15 +31,12 @@ def learnt_texts(tokenizer, sample):
     return ["".join(names[token] for token in sample.tokens[first:end]) for first, end in pairs]
 
 
-@pytest.mark.parametrize(
-    "style, last, everything",
-    [
-        ("chatml", ["4<|im_end|>"], ["2<|im_end|>", "4<|im_end|>"]),
-        ("llama_3", ["4<|eot_id|>"], ["2<|eot_id|>", "4<|eot_id|>"]),
-        ("mistral", ["4</s>"], ["2</s>", "4</s>"]),
-        ("marked", ["4<|im_end|>"], ["2<|im_end|>", "4<|im_end|>"]),
-    ],
-)
+@pytest.mark.parametrize("style, last, everything", [
+    ("chatml", ["4<|im_end|>"], ["2<|im_end|>", "4<|im_end|>"]),
+    ("llama_3", ["4<|eot_id|>"], ["2<|eot_id|>", "4<|eot_id|>"]),
+    ("mistral", ["4</s>"], ["2</s>", "4</s>"]),
+    ("marked", ["4<|im_end|>"], ["2<|im_end|>", "4<|im_end|>"]),
+])  # fmt: skip
 def test_answers_and_their_ends_are_learnt_and_nothing_else(tokenizers, style, last, everything):
     """Every token is one character or one mark. All tokens up to the last answer's end are transformers' own; behind
     it stands white space only."""
@@ -48,9 +49,6 @@ def test_answers_and_their_ends_are_learnt_and_nothing_else(tokenizers, style, l
         assert found.tokens == theirs[: len(found.tokens)]
         assert not tokenizer.decode(theirs[len(found.tokens) :]).strip()
     assert found.tokens[-1] == template.end
-
-
-LONG = [*TALK, said("user", "3+3"), said("assistant", "6"), said("user", "4+4"), said("assistant", "8")]
 
 
 @pytest.mark.parametrize("style", ["chatml", "marked", "llama_3"])
@@ -67,8 +65,7 @@ def test_an_answer_of_weight_0_is_not_learnt(tokenizers, style, source):
         turns = [{"from": names[m["role"]], "value": m["content"], "weight": m.get("weight")} for m in talk]
         return {"conversations": turns}
 
-    options = {"tokenizer": None, "max_prompt_tokens": 400, "max_response_tokens": 400}
-    every, last = (SFTEncoder(**options, loss_on=on).by(tokenizers[style]) for on in ("all", "last"))
+    every, last = (SFTEncoder(**LIMITS, loss_on=on).by(tokenizers[style]) for on in ("all", "last"))
     whole = every(0, {"messages": LONG})
     found = every(0, weighed(0, 1, 0.0, 0))
     texts = learnt_texts(tokenizers[style], whole)
@@ -78,9 +75,9 @@ def test_an_answer_of_weight_0_is_not_learnt(tokenizers, style, source):
     assert every(0, weighed(1, None, 1, True)) == whole
     assert learnt_texts(tokenizers[style], every(0, weighed(1, 0, 1, 0))) == [texts[0], texts[2]]
     assert last(0, weighed(0, 0, 0, 1)) == last(0, {"messages": LONG})
-    with pytest.raises(Unusable, match="every answer is not to be learnt"):
+    with refuses("every answer", error=Unusable):
         every(0, weighed(0, 0, 0, 0))
-    with pytest.raises(Unusable, match="the last answer is not to be learnt"):
+    with refuses("the last answer", error=Unusable):
         last(0, weighed(1, 1, 1, 0))
     with refuses("message 2", "weight = float 0.5", "1 or true"):
         every(0, weighed(0.5, 1, 1, 1))
@@ -91,22 +88,21 @@ def test_a_conversation_is_cut_where_it_would_be_skipped(tokenizers):
     before that is skipped."""
     tokenizer, limits = tokenizers["chatml"], {"tokenizer": None, "loss_on": "all"}
     record = {"messages": LONG}
-    whole = SFTEncoder(**limits, max_prompt_tokens=400, max_response_tokens=400).by(tokenizer)(0, record)
+    whole = SFTEncoder(**LIMITS, loss_on="all").by(tokenizer)(0, record)
     size = len(whole.tokens)
     for most in range(1, size + 2):
         options = {**limits, "max_prompt_tokens": most // 3 or 1, "max_response_tokens": most - (most // 3 or 1) or 1}
         most = options["max_prompt_tokens"] + options["max_response_tokens"]
         encoder = SFTEncoder(**options)
         cut = CuttingEncoder(encoder).by(tokenizer)
-        words = f"conversation longer than {most} tokens"
         if most >= size:
             assert cut(0, record) == encoder.by(tokenizer)(0, record) == whole
             continue
-        with pytest.raises(Unusable, match=words):
+        with refuses(f"longer than {most} tokens", error=Unusable):
             encoder.by(tokenizer)(0, record)
         learnt = [n for n, is_learnt in enumerate(whole.learnt()[:most]) if is_learnt]
         if not learnt:
-            with pytest.raises(Unusable, match=words):
+            with refuses(f"longer than {most} tokens", error=Unusable):
                 cut(0, record)
             continue
         made = cut(0, record)
@@ -116,36 +112,33 @@ def test_a_conversation_is_cut_where_it_would_be_skipped(tokenizers):
 
 
 def test_weights_where_nobody_can_tell_what_is_marked(tokenizers):
-    """Two stretches of one answer."""
     twice = STYLES["marked"].replace(
-        "{% generation %}",
-        "{% generation %}<|im_end|>{% endgeneration %};{% generation %}",
+        "{% generation %}", "{% generation %}<|im_end|>{% endgeneration %};{% generation %}"
     )
     template = chat_template(tokenizers["none"], twice)
     assert len(answered(template, Conversation(TALK), "all").stretches) == 8
-    with pytest.raises(Inexact, match=r"does not mark message 2 \('assistant'\) as one stretch"):
+    with refuses("message 2 ('assistant')", "one stretch", error=Inexact):
         answered(template, Conversation(TALK, unlearnt=frozenset({1})), "all")
 
 
 def test_pairs_of_weight_0_are_skipped_and_other_weights_do_not_matter(tokenizers):
     """Nor are they a difference of the two sides; prompts have none."""
-    options = {"tokenizer": None, "max_prompt_tokens": 200}
-    encode = PairEncoder(**options, max_response_tokens=99).by(tokenizers["chatml"])
+    encode = PairEncoder(**LIMITS).by(tokenizers["chatml"])
     sides = [[*TALK[:2], TALK[2], said("assistant", answer, weight=1)] for answer in "45"]
     plain = encode(0, {"chosen": sides[0], "rejected": sides[1]})
     other = [*TALK[:1], {**TALK[1], "weight": 0}, *sides[1][2:]]
     assert encode(0, {"chosen": sides[0], "rejected": other}) == plain
-    with pytest.raises(Unusable, match="the answer is not to be learnt"):
+    with refuses("not to be learnt", error=Unusable):
         encode(0, {"chosen": sides[0], "rejected": [*TALK[:3], said("assistant", "5", weight=0)]})
-    with pytest.raises(Unusable, match="chosen equals rejected"):
+    with refuses("chosen equals rejected", error=Unusable):
         encode(0, {"chosen": sides[0], "rejected": TALK})
-    prompt = PromptEncoder(**options).by(tokenizers["chatml"])(0, {"messages": other[:3]})
+    prompt = PromptEncoder(**ASK).by(tokenizers["chatml"])(0, {"messages": other[:3]})
     assert prompt.messages == TALK[:3]
 
 
 def test_a_mask_by_hand(tokenizers):
     """ChatML: marks are one id each, every other character too."""
-    encode = SFTEncoder(tokenizer=None, max_prompt_tokens=200, max_response_tokens=200, loss_on="all")
+    encode = SFTEncoder(**LIMITS, loss_on="all")
     sample = encode.by(tokenizers["chatml"])(0, {"messages": TALK[:2]})
     start, end = (tokenizers["chatml"].tokens().index(name) for name in ("<|im_start|>", "<|im_end|>"))
     spell = tokenizers["chatml"].encode
@@ -154,63 +147,50 @@ def test_a_mask_by_hand(tokenizers):
     assert sample.learnt() == [False] * len(asked) + [True, True]
 
 
-def test_prompts_are_what_transformers_asks_with(tokenizers):
-    """In every style, with the begin-of-sequence that the template writes, and none that it does not."""
+def test_prompts_are_what_transformers_asks_with_and_what_is_learnt_behind(tokenizers):
+    """In every style, with the begin-of-sequence that the template writes, and none that it does not. The prompt of
+    `rl` is the beginning of the sample of `sft`."""
     for style in ("chatml", "llama_3", "mistral", "marked"):
-        encode = PromptEncoder(tokenizer=None, max_prompt_tokens=200).by(tokenizers[style])
-        prompt = encode(0, {"messages": TALK[:3]})
+        prompt = PromptEncoder(**ASK).by(tokenizers[style])(0, {"messages": TALK[:3]})
         theirs = tokenizers[style].of_transformers
         options = {"add_generation_prompt": True, "return_dict": False}
         assert prompt.tokens == theirs.apply_chat_template(TALK[:3], tokenize=True, **options)
         assert prompt.text == theirs.apply_chat_template(TALK[:3], tokenize=False, add_generation_prompt=True)
         assert prompt.messages == TALK[:3]
-
-
-def test_what_is_asked_is_what_is_learnt_behind(tokenizers):
-    """The prompt of `rl` is the beginning of the sample of `sft`, token by token."""
-    for style in ("chatml", "llama_3", "mistral"):
-        asked = PromptEncoder(tokenizer=None, max_prompt_tokens=200).by(tokenizers[style])(0, {"messages": TALK[:3]})
-        options = {"tokenizer": None, "max_prompt_tokens": 200, "max_response_tokens": 200}
-        sample = SFTEncoder(**options).by(tokenizers[style])(0, {"messages": TALK})
-        assert sample.tokens[: sample.prompt_length] == asked.tokens
+        if style != "marked":
+            sample = SFTEncoder(**LIMITS).by(tokenizers[style])(0, {"messages": TALK})
+            assert sample.tokens[: sample.prompt_length] == prompt.tokens
 
 
 REFUSED = [
     ("marked", STYLES["marked"].replace("{% generation %}", "").replace("{% endgeneration %}", ""), "last", TALK,
-     r"where message 4 \('assistant'\) is asked for.*'<think>'.*'4<.*data\.chat_template.*inexact: skip"),
+     "message 4 ('assistant')|data.chat_template|inexact: skip"),
     ("changing",
      STYLES["chatml"].replace("<|im_end|>", "{{ '!' if loop.last and m.role == 'assistant' }}<|im_end|>"), "all", TALK,
-     r"message 2 \('assistant'\) is written differently when others follow.*loss_on to last"),
-    ("no mark", STYLES["marked"].replace("m.role == 'assistant'", "m.role == 'nobody'"), "all", TALK,
-     r"marks nothing of this conversation"),
+     "message 2 ('assistant')|differently|loss_on to last"),
+    ("no mark", STYLES["marked"].replace("m.role == 'assistant'", "m.role == 'nobody'"), "all", TALK, "marks nothing"),
     ("mark without the end", STYLES["marked"].replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"),
-     "all", TALK, r"the mark \{% generation %\} ends with '2', before token \d+ that ends a turn"),
-    ("no end of a turn", STYLES["mistral"].replace("{{ eos_token }}", ""), "all", TALK,
-     r"writes no token that ends a turn.*loss_on to last"),
-    ("begins with the answer", STYLES["chatml"], "all", TALK[1:],
-     r"message 1 is the assistant's"),
+     "all", TALK, "{% generation %}|'2'|ends a turn"),
+    ("no end of a turn", STYLES["mistral"].replace("{{ eos_token }}", ""), "all", TALK, "no token|loss_on to last"),
+    ("begins with the answer", STYLES["chatml"], "all", TALK[1:], "message 1|assistant"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name, template, loss_on, talk, words", REFUSED, ids=[case[0] for case in REFUSED])
-def test_what_is_not_exact_is_refused(tokenizers, name, template, loss_on, talk, words):
+@pytest.mark.parametrize("name, template, loss_on, talk, names", REFUSED, ids=[case[0] for case in REFUSED])
+def test_what_is_not_exact_is_refused(tokenizers, name, template, loss_on, talk, names):
     """With the message that is meant and what to do; or counted, where that was asked for."""
-    tokenizer = tokenizers[name if template is None else "none"]
-    with pytest.raises(Inexact, match=words) as raised:
-        answered(chat_template(tokenizer, template), Conversation(talk), loss_on)
+    with refuses(*names.split("|"), error=Inexact) as raised:
+        answered(chat_template(tokenizers["none"], template), Conversation(talk), loss_on)
     assert "\n" not in str(raised.value)
     if name != "begins with the answer":
-        options = {"tokenizer": None, "max_prompt_tokens": 200, "max_response_tokens": 200, "template": "chat"}
-        encoder = SFTEncoder(**options, chat_template=template, loss_on=loss_on, inexact="skip")
-        with pytest.raises(Unusable, match="cannot be told from the rest"):
-            encoder.by(tokenizer)(0, {"messages": talk})
+        options = {**LIMITS, "template": "chat", "chat_template": template, "loss_on": loss_on}
+        with refuses("cannot be told", error=Unusable):
+            SFTEncoder(**options, inexact="skip").by(tokenizers["none"])(0, {"messages": talk})
 
 
 def test_an_answer_that_would_merge_with_the_text_before_it_stands_behind_it(fast_tokenizer):
     """The tokenizer of conftest.py has a token for "37"; a model that is asked with "3" answers "7", a token of its
     own. Of an answer that others follow, the ids of the whole conversation are another model's input: refused."""
-    from megarlhf.data.tokenizers.tokenizer import HuggingFaceTokenizer
-
     tokenizer = HuggingFaceTokenizer(fast_tokenizer(prefix=False, eos_token="</s>"), "here")
     assert len(tokenizer.encode("37")) == 1
     glued = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -222,7 +202,7 @@ def test_an_answer_that_would_merge_with_the_text_before_it_stands_behind_it(fas
     assert found.stretches == [1, 3]
     talk = [said("user", "3"), said("assistant", "7"), said("user", "3"), said("assistant", "7")]
     turns = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
-    with pytest.raises(Inexact, match=r"message 2 \('assistant'\) begins with characters that the tokenizer merges"):
+    with refuses("message 2 ('assistant')", "merges", error=Inexact):
         answered(chat_template(tokenizer, turns), Conversation(talk), "all")
     only = answered(chat_template(tokenizer, turns), Conversation(talk), "last")
     assert only.tokens == [*tokenizer.encode("37</s>3"), *tokenizer.encode("7</s>")]
@@ -241,7 +221,7 @@ def test_a_conversation_that_ends_otherwise_than_a_turn(tokenizers):
 
 def test_what_stands_behind_the_last_answer_is_counted_and_not_learnt(tokenizers):
     """As in ShareGPT's conversations, which end where the user stopped."""
-    options = {"tokenizer": None, "max_prompt_tokens": 500, "max_response_tokens": 500, "template": "chat"}
+    options = {**LIMITS, "template": "chat"}
     for loss_on in ("last", "all"):
         encode = SFTEncoder(**options, loss_on=loss_on).by(tokenizers["chatml"])
         made = encode(0, {"messages": [*TALK, said("user", "thanks"), said("tool", "4")]})
@@ -257,8 +237,7 @@ def test_an_answer_that_ends_with_one_of_its_calls_is_refused(tokenizers):
     )
     for written, one_is_fine in ((calls, False), (calls.replace("not loop.first", "loop.last"), True)):
         template = STYLES["chatml"].replace(
-            "{{ m.content }}<|im_end|>",
-            "{{ m.content }}" + written + "{% if not m.tool_calls %}<|im_end|>{% endif %}",
+            "{{ m.content }}<|im_end|>", "{{ m.content }}" + written + "{% if not m.tool_calls %}<|im_end|>{% endif %}"
         )
         made, tokenizer = chat_template(tokenizers["none"], template), tokenizers["none"]
         call = {"type": "function", "function": {"name": "f", "arguments": {}}}
@@ -269,7 +248,7 @@ def test_an_answer_that_ends_with_one_of_its_calls_is_refused(tokenizers):
             (learnt,) = learnt_texts(tokenizer, answered(made, Conversation(one), "last"))
             assert learnt == "<|start_header_id|>f{}<|end_header_id|><|im_end|>"
         else:
-            with pytest.raises(Inexact, match=r"message 2 \('assistant'\) does not end with token"):
+            with refuses("message 2 ('assistant')", "does not end with token", error=Inexact):
                 answered(made, Conversation(one), "last")
 
 
@@ -277,8 +256,6 @@ def test_an_answer_that_ends_with_one_of_its_calls_is_refused(tokenizers):
 def test_ids_of_a_beginning_are_those_of_the_whole_up_to_a_mark(fast_tokenizer, style):
     """What is made anew behind the last mark equals what is made of the text alone; also where the text goes on
     otherwise, and where a user writes a mark."""
-    from megarlhf.data.tokenizers.tokenizer import HuggingFaceTokenizer
-
     fast = fast_tokenizer(prefix=False, eos_token="</s>", additional_special_tokens=["<|im_start|>", "<|im_end|>"])
     tokenizer = HuggingFaceTokenizer(fast, "here")
     bare = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
@@ -311,13 +288,12 @@ def test_calls_of_tools_are_learnt_as_the_template_writes_them(tokenizers):
         said("user", "1+1"), {"role": "assistant", "content": None, "tool_calls": [call]}, said("tool", "2"),
         said("assistant", "2"),
     ]  # fmt: skip
-    options = {"tokenizer": None, "max_prompt_tokens": 200, "max_response_tokens": 200}
     tokenizer = tokenizers["tools"]
-    sample = SFTEncoder(**options, loss_on="all").by(tokenizer)(0, {"messages": messages, "tools": tools})
+    sample = SFTEncoder(**LIMITS, loss_on="all").by(tokenizer)(0, {"messages": messages, "tools": tools})
     assert learnt_texts(tokenizer, sample) == ['<call>add{"a": 1}</call><|im_end|>', "2<|im_end|>"]
     text = "".join(tokenizer.tokens()[token] for token in sample.tokens)
     assert text.startswith('<|im_start|>system\n{"type": "function", "function": {"name": "add"}}\n<|im_end|>\n')
-    encode = SFTEncoder(**options).by(tokenizers["chatml"])
+    encode = SFTEncoder(**LIMITS).by(tokenizers["chatml"])
     with refuses("tools", "name 'add'"):
         encode(0, {"messages": TALK, "tools": tools})
     with refuses("message 2 ('assistant')", "name 'add'"):
@@ -334,8 +310,7 @@ PAIRS = {
         "rejected": [said("user", "1+1"), said("assistant", "3")],
     },
     "conversations beside their prompt": {
-        "prompt": "1+1",
-        "chosen": [said("user", "1+1"), said("assistant", "2")],
+        "prompt": "1+1", "chosen": [said("user", "1+1"), said("assistant", "2")],
         "rejected": [said("user", "1+1"), said("assistant", "3")],
         "messages": [said("user", "1+1"), said("assistant", "2")],
     },
@@ -349,45 +324,40 @@ PAIRS = {
 @pytest.mark.parametrize("form", PAIRS)
 def test_pairs_in_every_form_are_one_sample(tokenizers, form):
     """Their common beginning is the prompt, and both end with the token that ends a turn."""
-    options = {"tokenizer": None, "max_prompt_tokens": 200, "max_response_tokens": 200}
     template = "chat" if form == "texts" else "auto"
-    pair = PairEncoder(**options, template=template).by(tokenizers["chatml"])(0, PAIRS[form])
+    pair = PairEncoder(**LIMITS, template=template).by(tokenizers["chatml"])(0, PAIRS[form])
     end, spell = tokenizers["chatml"].tokens().index("<|im_end|>"), tokenizers["chatml"].encode
     assert pair.chosen_tokens == [*spell("2"), end]
     assert pair.rejected_tokens == [*spell("3"), end]
-    asked = PromptEncoder(tokenizer=None, max_prompt_tokens=200).by(tokenizers["chatml"])
+    asked = PromptEncoder(**ASK).by(tokenizers["chatml"])
     assert pair.prompt_tokens == asked(0, {"messages": [said("user", "1+1")]}).tokens
 
 
 def test_a_misspelt_role_is_refused_where_the_template_would_write_it(tokenizers):
     """ChatML writes any role. One that a template names in its text is its own."""
-    encode = PromptEncoder(tokenizer=None, max_prompt_tokens=200).by(tokenizers["chatml"])
+    encode = PromptEncoder(**ASK).by(tokenizers["chatml"])
     with refuses("message 2", "'asistant'", "did you mean 'assistant'"):
         encode(0, {"messages": [said("user", "1"), said("asistant", "2"), said("user", "3")]})
     named = STYLES["chatml"] + "{% if messages[0].role == 'context' %}{% endif %}"
-    own = PromptEncoder(tokenizer=None, max_prompt_tokens=200, chat_template=named).by(tokenizers["none"])
+    own = PromptEncoder(**ASK, chat_template=named).by(tokenizers["none"])
     assert own(0, {"messages": [said("context", "1"), said("user", "2")]}).text.startswith("<|im_start|>context\n1")
 
 
 def test_variables_of_the_template_are_the_configuration_s(tokenizers):
-    """`data.template_args`, as transformers hands them on."""
     template = STYLES["chatml"] + "{{ 'think' if thinking else '' }}"
-    options = {"tokenizer": None, "max_prompt_tokens": 200, "chat_template": template}
-    texts = [
-        PromptEncoder(**options, template_args=args).by(tokenizers["none"])(0, {"messages": TALK[:1]}).text
+    with_it, without = (
+        PromptEncoder(**ASK, chat_template=template, template_args=args)
+        .by(tokenizers["none"])(0, {"messages": TALK[:1]}).text
         for args in ({"thinking": True}, {})
-    ]
-    assert texts[0] == texts[1] + "think"
+    )  # fmt: skip
+    assert with_it == without + "think"
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [("m.content | upper", "changes or cuts the text"), ("m.content[:3]", "changes or cuts the text"),
-     ("m.role", "writes nothing")],
-)  # fmt: skip
-def test_a_template_that_does_not_write_the_answer_says_what_it_does(tokenizers, change, words):
+@pytest.mark.parametrize("change, fault", [
+    ("m.content | upper", "changes or cuts"), ("m.content[:3]", "changes or cuts"), ("m.role", "writes nothing"),
+])  # fmt: skip
+def test_a_template_that_does_not_write_the_answer_says_what_it_does(tokenizers, change, fault):
     template = STYLES["chatml"].replace("m.content", change)
     assert template != STYLES["chatml"]
-    options = {"tokenizer": None, "max_prompt_tokens": 99, "max_response_tokens": 99, "chat_template": template}
-    with pytest.raises(ValueError, match=f"the chat template {words} of an assistant's message: it writes 'zqxjkv' as"):
-        SFTEncoder(**options, loss_on="all").by(tokenizers["none"])(0, {"messages": TALK})
+    with refuses("chat template", fault, "assistant's message", "'zqxjkv'"):
+        SFTEncoder(**LIMITS, chat_template=template, loss_on="all").by(tokenizers["none"])(0, {"messages": TALK})

@@ -54,31 +54,23 @@ def test_a_prompt_that_is_a_text_has_nothing_beside_it_that_a_template_writes(na
         assert prompt_of({**record, name: value}, template) != prompt_of(record, template)
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("system_prompt", "x"), ("history", [["a", "b"]]), ("documents", [{"text": "a"}]), ("images", ["a.png"]),
-        ("audio", {"path": "a.wav"}), ("enable_thinking", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name, value", [
+    ("system_prompt", "x"), ("history", [["a", "b"]]), ("documents", [{"text": "a"}]), ("images", ["a.png"]),
+    ("audio", {"path": "a.wav"}), ("enable_thinking", False),
+])  # fmt: skip
 def test_a_column_that_can_only_belong_to_the_prompt_is_no_field_for_rewards(name, value):
     for record, template in (
-        ({"prompt": "1+1"}, "plain"),
-        ({"prompt": "1+1"}, "chat"),
-        ({"messages": [ASKED]}, "auto"),
-    ):
+        ({"prompt": "1+1"}, "plain"), ({"prompt": "1+1"}, "chat"), ({"messages": [ASKED]}, "auto"),
+    ):  # fmt: skip
         with refuses(f"'{name}'", f"columns: {{not_read: {name}}}"):
             prompt_of({**record, name: value}, template)
         assert prompt_of({**record, name: None, "not_read": value}, template) == prompt_of(record, template)
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("documents", [{"text": "a"}]), ("enable_thinking", True), ("thinking", False), ("context", "A sum."),
-        ("response", "4"), ("completion", "4"), ("instruction", "add"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name, value", [
+    ("documents", [{"text": "a"}]), ("enable_thinking", True), ("thinking", False), ("context", "A sum."),
+    ("response", "4"), ("completion", "4"), ("instruction", "add"),
+])  # fmt: skip
 def test_what_stands_beside_messages_and_in_none_of_them_is_refused(name, value):
     for template in ("auto", "chat"):
         with refuses(f"'{name}'", f"columns: {{not_read: {name}}}"):
@@ -101,9 +93,8 @@ def test_a_thought_beside_texts_is_refused(name, template):
 
 
 def test_a_prompt_beside_messages_that_are_to_be_answered():
-    """Is refused where it stands in none of them, as in `sft`."""
     record = {"messages": [ASKED], "prompt": "Translate 10"}
-    with pytest.raises(ValueError, match="'prompt' = 'Translate 10', which is not read"):
+    with refuses("'prompt' = 'Translate 10'"):
         prompt_of(record, "chat")
     assert prompt_of({**record, "prompt": ASKED["content"]}, "chat") == Conversation([ASKED])
 
@@ -116,7 +107,7 @@ def test_an_instruction_that_is_the_question_of_a_pair():
         "chat_template_kwargs": {"custom_instructions": "", "python_tools": None},
     }
     assert pair_of({**sides, **beside}, "auto") == pair_of(sides, "auto")
-    with pytest.raises(ValueError, match="'instruction' = 'Be brief'"):
+    with refuses("'instruction' = 'Be brief'"):
         pair_of({**sides, "instruction": "Be brief"}, "auto")
 
 
@@ -143,11 +134,10 @@ def test_sharegpt_calls_and_nulls_of_parquet():
         "conversations": [
             {"from": "Human", "value": "1+1", "weight": None},
             {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
-            {"from": "observation", "value": "2"},
-            {"from": "gpt", "value": "2"},
+            {"from": "observation", "value": "2"}, {"from": "gpt", "value": "2"},
         ],
         "tools": '[{"name": "add", "strict": null}]',
-    }
+    }  # fmt: skip
     found = example_of(record, "auto")
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     roles = [ASKED, said("assistant", "", tool_calls=[call]), said("tool", "2"), ANSWER]
@@ -160,17 +150,17 @@ SKIPPED = [
     (example_of, {"prompt": " ", "response": "2"}, "chat", "empty prompt"),
     (example_of, {"messages": [ASKED, said("assistant", " \n")]}, "auto", "empty response"),
     (example_of, {"messages": [said("user", ""), ANSWER]}, "auto", "empty message of the user"),
-    (example_of, {"messages": []}, "auto", "a conversation without messages"),
+    (example_of, {"messages": []}, "auto", "without messages"),
     (example_of, {"messages": [ASKED]}, "auto", "no message of the assistant"),
     (pair_of, {"chosen": TALK, "rejected": TALK}, "auto", "chosen equals rejected"),
     (pair_of, {"chosen": [*TALK, said("user", "a"), ANSWER], "rejected": [*TALK, said("user", "b"), ANSWER]}, "auto",
-     "chosen and rejected differ before their last message"),
+     "differ before their last message"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("read, record, template, reason", SKIPPED, ids=[case[3] for case in SKIPPED])
 def test_records_that_say_nothing_are_skipped_with_the_reason(read, record, template, reason):
-    with pytest.raises(EmptyText, match=f"^{reason}$"):
+    with refuses(reason, error=EmptyText):
         read(record, template)
 
 
@@ -180,72 +170,61 @@ def talk(*roles, column="messages"):
 
 REFUSED = [
     ("both forms", example_of, {"messages": TALK, "prompt": "1", "response": "2"}, "auto",
-     "has both 'messages' and 'prompt' and 'response'; say which is meant: data.template = chat reads 'messages'"),
-    ("both forms of a prompt", prompt_of, {"messages": [ASKED], "prompt": "1"}, "auto",
-     "has both 'messages' and 'prompt'"),
+     "'messages'|'prompt'|'response'|data.template = chat"),
+    ("both forms of a prompt", prompt_of, {"messages": [ASKED], "prompt": "1"}, "auto", "both 'messages' and 'prompt'"),
     ("two conversations", example_of, {"messages": TALK, "conversations": SHAREGPT}, "chat",
-     "has both 'messages' and 'conversations'; leave one of them out"),
-    ("ends with the answer", prompt_of, {"messages": TALK}, "auto",
-     "ends with a message of 'assistant'.*drop the last"),
+     "both 'messages' and 'conversations'"),
+    ("ends with the answer", prompt_of, {"messages": TALK}, "auto", "ends|'assistant'|drop the last"),
     ("a misspelt role", example_of, {"messages": [ASKED, said("asistant", "2")]}, "auto",
-     "expects answers of 'assistant', got none, and messages of 'asistant'"),
-    ("no response", example_of, {"prompt": "1"}, "auto", "no field 'response', found 'prompt'"),
-    ("a misspelt column", example_of, {"prompt": "1", "respones": "2"}, "auto",
-     "no field 'response'.*is it 'respones'"),
-    ("a null", example_of, {"prompt": "1", "response": None}, "auto", "field 'response' is null, expected a string"),
-    ("a number", example_of, {"prompt": "1", "response": 2}, "auto", "field 'response' is int 2, expected a string"),
-    ("a prompt that is a number", prompt_of, {"prompt": 3}, "chat", "field 'prompt' is int 3, expected a string"),
-    ("messages read as texts", example_of, {"messages": TALK}, "plain", "no field 'prompt'.*these rows look like conv"),
-    ("a text for messages", prompt_of, {"messages": "hello"}, "auto",
-     "field 'messages' is str 'hello', expected a list"),
-    ("a text for a message", example_of, {"messages": ["hello"]}, "auto",
-     "message 1 is str 'hello', expected an object"),
-    ("no role", example_of, {"messages": [{"content": "1"}]}, "auto", "message 1 has the role None.*keys 'content'"),
-    ("a role that is no text", example_of, {"messages": [said(3, "1")]}, "auto", "message 1 has the role 3"),
-    ("no content", example_of, {"messages": [{"role": "user"}]}, "auto", "content is NoneType None, expected a text"),
+     "'assistant'|none|'asistant'"),
+    ("no response", example_of, {"prompt": "1"}, "auto", "no field 'response'|found 'prompt'"),
+    ("a misspelt column", example_of, {"prompt": "1", "respones": "2"}, "auto", "no field 'response'|is it 'respones'"),
+    ("a null", example_of, {"prompt": "1", "response": None}, "auto", "field 'response'|null|string"),
+    ("a number", example_of, {"prompt": "1", "response": 2}, "auto", "field 'response'|int 2|string"),
+    ("a prompt that is a number", prompt_of, {"prompt": 3}, "chat", "field 'prompt'|int 3|string"),
+    ("messages read as texts", example_of, {"messages": TALK}, "plain", "no field 'prompt'|conversations"),
+    ("a text for messages", prompt_of, {"messages": "hello"}, "auto", "field 'messages'|str 'hello'|list"),
+    ("a text for a message", example_of, {"messages": ["hello"]}, "auto", "message 1|str 'hello'|object"),
+    ("no role", example_of, {"messages": [{"content": "1"}]}, "auto", "message 1|role None|'content'"),
+    ("a role that is no text", example_of, {"messages": [said(3, "1")]}, "auto", "message 1|role 3"),
+    ("no content", example_of, {"messages": [{"role": "user"}]}, "auto", "content|NoneType None|text"),
     ("a picture", example_of, {"messages": [said("user", [{"type": "image", "url": "1"}]), ANSWER]}, "auto",
-     r"message 1 \('user'\): a part of its content is dict \{'type': 'image'.*models of text alone are trained"),
-    ("a number as content", example_of, {"messages": [said("user", 1), ANSWER]}, "auto", "content is int 1, expected"),
+     "message 1 ('user')|dict {'type': 'image'|text alone"),
+    ("a number as content", example_of, {"messages": [said("user", 1), ANSWER]}, "auto", "content|int 1"),
     ("an unknown speaker", example_of, {"conversations": [{"from": "humen", "value": "1"}]}, "auto",
-     "message 1 is from 'humen'; the known ones are human, user, gpt"),
+     "message 1|'humen'|human, user, gpt"),
     ("a value that is no text", example_of, {"conversations": [{"from": "human", "value": 1}]}, "auto",
-     "value is int 1, expected a text"),
+     "value|int 1|text"),
     ("a call that is no JSON", example_of, {"conversations": [{"from": "function_call", "value": "add"}]}, "auto",
-     "from 'function_call'.*expected JSON"),
-    ("answers in a row", example_of, talk("user", "assistant", "assistant"), "auto",
-     "message 3 of 'assistant' follows another"),
+     "'function_call'|JSON"),
+    ("answers in a row", example_of, talk("user", "assistant", "assistant"), "auto", "message 3|'assistant'|follows"),
     ("begins with the answer", example_of, talk("system", "assistant"), "auto",
-     "message 2 of 'assistant' answers nothing.*leave such records out, as the adapter sharegpt does"),
-    ("a tool without a call", prompt_of, talk("user", "tool"), "auto",
-     "message 2 of 'tool' is a tool's answer, and no"),
+     "message 2|'assistant'|answers nothing|sharegpt"),
+    ("a tool without a call", prompt_of, talk("user", "tool"), "auto", "message 2|'tool'|tool's answer"),
     ("two system messages", example_of, {**talk("system", "user", "assistant"), "system": "x"}, "auto",
-     "a column 'system', and its conversation begins with a system message"),
+     "column 'system'|system message"),
     ("a system message beside texts", example_of, {"prompt": "1", "response": "2", "system": "x"}, "auto",
-     "has 'system' beside its texts, which only a chat template writes"),
-    ("tools that are no JSON", example_of, {"messages": TALK, "tools": "add"}, "auto",
-     "field 'tools' is a text that is no"),
-    ("tools that are no objects", example_of, {"messages": TALK, "tools": ["add"]}, "auto",
-     "expected a list of objects"),
+     "'system'|texts|chat template"),
+    ("tools that are no JSON", example_of, {"messages": TALK, "tools": "add"}, "auto", "field 'tools'|text"),
+    ("tools that are no objects", example_of, {"messages": TALK, "tools": ["add"]}, "auto", "'tools'|list of objects"),
     ("arguments that are no JSON", example_of,
      {"messages": [ASKED, said("assistant", "", tool_calls=[{"function": {"name": "f", "arguments": "{"}}])]}, "auto",
-     "the arguments of a call are str '{', expected an object, or its JSON"),
-    ("one side a text", pair_of, {"prompt": "1", "chosen": "2", "rejected": [ANSWER]}, "auto",
-     "expected two texts or two"),
+     "arguments of a call|str '{'|JSON"),
+    ("one side a text", pair_of, {"prompt": "1", "chosen": "2", "rejected": [ANSWER]}, "auto", "two texts"),
     ("no rejected", pair_of, {"prompt": "1", "chosen": "2"}, "auto", "no field 'rejected'"),
     ("answers to nothing", pair_of, {"chosen": [ANSWER], "rejected": [said("assistant", "3")]}, "auto",
-     "begin with the answer, and there is no 'prompt'"),
+     "begin with the answer|no 'prompt'"),
     ("another prompt", pair_of, {"prompt": "9", "chosen": TALK, "rejected": [ASKED, said("assistant", "3")]}, "auto",
-     "whole conversations that do not begin with 'prompt'"),
+     "whole conversations|do not begin with 'prompt'"),
     ("a side that ends with the question", pair_of, {"chosen": TALK, "rejected": [ASKED]}, "auto",
-     "'rejected' ends with a message of 'user'"),
+     "'rejected' ends|'user'"),
     ("messages of pairs read as texts", pair_of, {"prompt": "1", "chosen": [ANSWER], "rejected": [ANSWER]}, "plain",
-     "are lists of messages, and data.template = plain reads texts"),
+     "lists of messages|data.template = plain"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name, read, record, template, words", REFUSED, ids=[case[0] for case in REFUSED])
-def test_what_is_not_meant_is_refused(name, read, record, template, words):
-    """In one line that says what was found and what to do; the file and line are said by who reads the records."""
-    with pytest.raises(ValueError, match=words) as raised:
+@pytest.mark.parametrize("name, read, record, template, names", REFUSED, ids=[case[0] for case in REFUSED])
+def test_what_is_not_meant_is_refused(name, read, record, template, names):
+    with refuses(*names.split("|")) as raised:
         read(record, template)
     assert "\n" not in str(raised.value)

@@ -1,8 +1,5 @@
 """Samples in mapped files: what comes back is what was written, and what is asked of all at once equals what each
-sample says.
-
-Not covered: who writes them (test_token_cache.py).
-"""
+sample says. Not covered: who writes them (test_token_cache.py)."""
 
 import datetime
 import decimal
@@ -25,18 +22,14 @@ from megarlhf.data.samples.dataset import (
 )
 from megarlhf.data.samples.encoders import PairSample, PromptSample, SFTSample
 from megarlhf.resume.claim.identity import digest_of_samples
+from tests.refuses import refuses
 
 FIELDS = {
-    "answer": "é\u2028 \U0001f600",
-    "number": 1.5,
-    "nothing": None,
-    "list": [1, {"a": True}],
+    "answer": "é\u2028 \U0001f600", "number": 1.5, "nothing": None, "list": [1, {"a": True}],
     "day": datetime.date(2024, 1, 2),
     "moment": datetime.datetime(2024, 1, 2, 3, 4, 5, tzinfo=datetime.UTC),
-    "time": datetime.time(1, 2),
-    "price": decimal.Decimal("1.10"),
-    "raw": b"\x00\xff",
-}
+    "time": datetime.time(1, 2), "price": decimal.Decimal("1.10"), "raw": b"\x00\xff",
+}  # fmt: skip
 PROMPTS = [
     PromptSample([1, 2, 3], "one", FIELDS, 0, [{"role": "user", "content": "one"}]),
     PromptSample([4], "lone \ud800", {}, 2),
@@ -56,14 +49,11 @@ def stored(directory, samples, records, total, **changes):
     return Stored(directory, type(samples[0]))
 
 
-@pytest.mark.parametrize(
-    "samples",
-    [
-        PROMPTS,
-        [PairSample([1], [2, 3], [4], 0.25), PairSample([5, 6], [7], [2**31 - 1, 0])],
-        [SFTSample.of_response([1, 2, 3], 1), SFTSample([1, 2, 3, 4, 5], [1, 2, 4, 5]), SFTSample([9], [1, 1])],
-    ],
-)
+@pytest.mark.parametrize("samples", [
+    PROMPTS,
+    [PairSample([1], [2, 3], [4], 0.25), PairSample([5, 6], [7], [2**31 - 1, 0])],
+    [SFTSample.of_response([1, 2, 3], 1), SFTSample([1, 2, 3, 4, 5], [1, 2, 4, 5]), SFTSample([9], [1, 1])],
+])  # fmt: skip
 def test_what_is_read_is_what_was_written(tmp_path, samples):
     read = stored(tmp_path / "a", samples, [2 * n for n in range(len(samples))], 12)
     assert list(read) == samples
@@ -92,15 +82,10 @@ def test_digests_tell_samples_and_their_order_apart(tmp_path):
     other = stored(tmp_path / "c", [*PROMPTS[:3], replace(PROMPTS[3], text="x")], [0, 2, 3, 5], 6)
     assert base.digest() == again.digest() == digest_of_samples(again)
     parts = [
-        base,
-        other,
-        Selected(base, np.array([0, 1])),
-        Selected(base, np.array([1, 0])),
-        Joined([base, other], [6, 6]),
-        Joined([other, base], [6, 6]),
-        Joined([base, other], [6, 6], [1.0, 2.0]),
+        base, other, Selected(base, np.array([0, 1])), Selected(base, np.array([1, 0])), Joined([base, other], [6, 6]),
+        Joined([other, base], [6, 6]), Joined([base, other], [6, 6], [1.0, 2.0]),
         Joined([base, other], [6, 6], [2.0, 1.0]),
-    ]
+    ]  # fmt: skip
     assert len({digest_of_samples(each) for each in parts}) == len(parts)
     assert Joined([base, other], [6, 6], [2.0, 4.0]).digest() == parts[-2].digest(), "the same shares"
 
@@ -119,7 +104,7 @@ def test_records_of_joined_sets_follow_each_other(tmp_path):
     assert by_record(PROMPTS)(3) == PROMPTS[2]
     assert record_numbers(PROMPTS).tolist() == [0, 2, 3, 5]
     for missing in (1, 12):
-        with pytest.raises(KeyError, match=f"no sample of record {missing}"):
+        with refuses(f"record {missing}", error=KeyError):
             find(missing)
 
 
@@ -135,7 +120,6 @@ def test_shared_prompts_are_found_by_their_tokens(tmp_path):
 
 
 def test_a_column_that_cannot_be_kept_is_said():
-    """Nothing is turned into its text in silence."""
-    with pytest.raises(ValueError, match="a column holds a complex, which is not kept; leave the column out"):
+    with refuses("a column", "complex"):
         pack([PromptSample([1], "a", {"x": 1j}, 0)], [0], {"fields": "json"})
     assert json.loads(pack([PromptSample([1], "a", {"x": 1}, 0)], [0], {"fields": "json"}).values["fields"]) == {"x": 1}

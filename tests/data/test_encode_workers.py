@@ -48,7 +48,7 @@ def test_any_number_of_processes_makes_the_same_files(place, tmp_path, workers_a
     assert len(by_process) == 2
     assert sum(by_process.values()) == 41
     write(place["train"], [*ROWS[:20], *[{"prompt": "x", "response": "refused"}] * 20])
-    with pytest.raises(ValueError, match=r"rows\.jsonl, line 21: this one is refused"):
+    with refuses("rows.jsonl, line 21", "refused"):
         loader(second, encoder).train_and_validation("sft")
 
 
@@ -58,7 +58,7 @@ def test_the_first_error_of_a_file_is_said(place, tmp_path, workers_at_once, wor
     lines = ["prompt,response", *(f"{n},{n}" for n in range(12)), "x,refused", *["1,2"] * 10, "1,2,3"]
     (tmp_path / "rows.csv").write_text("\n".join(lines) + "\n")
     data = {"train": tmp_path / "rows.csv", "cache": place["cache"], "workers": workers}
-    with pytest.raises(ValueError, match=r"rows\.csv, line 14: this one is refused"):
+    with refuses("rows.csv, line 14", "refused"):
         loader(data, Counting(tmp_path / "log")).train_and_validation("sft")
     lines[13] = "1,2"
     (tmp_path / "rows.csv").write_text("\n".join(lines) + "\n")
@@ -80,8 +80,7 @@ def test_a_worker_that_is_killed_is_said(place, tmp_path, workers_at_once, monke
 
     with ThreadPoolExecutor(1) as thread:
         killing = thread.submit(kill)
-        words = r"a process that tokenizes has ended \(status -9\), at .*rows\.jsonl, line 11 to 15"
-        with pytest.raises(RuntimeError, match=words):
+        with refuses("status -9", "rows.jsonl, line 11 to 15", error=RuntimeError):
             loader({**place, "workers": 3}, encoder).train_and_validation("sft")  # two beside this one
         killing.result()
     assert entries(place) == []

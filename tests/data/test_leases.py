@@ -1,8 +1,5 @@
-"""Leases of the cache: a process that waits says for whom, and takes over what nobody refreshes.
-
-Not covered: the lease itself, which resume/test_lock.py has, and what becomes of the entry, which test_token_cache.py
-has.
-"""
+"""Leases of the cache: a process that waits says for whom, and takes over what nobody refreshes. Not covered: the lease
+itself, which resume/test_lock.py has, and what becomes of the entry, which test_token_cache.py has."""
 
 import json
 

@@ -1,6 +1,5 @@
 """The order of batches: permutations, the same from any start, different by seed and epoch."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,10 +34,7 @@ def test_resume_needs_the_step_only(sizes, seed, steps):
 def test_another_batch_size_goes_on_where_the_first_one_stopped(sizes, other, steps, seed):
     """No sample is left out and none comes twice in an epoch; with the same size the order is as if nothing was."""
     num_samples, size = sizes
-    first, second = (
-        ShuffledBatches(num_samples, size, seed),
-        ShuffledBatches(num_samples, min(other, num_samples), seed),
-    )
+    first, second = (ShuffledBatches(num_samples, n, seed) for n in (size, min(other, num_samples)))
     drawn = [n for step in range(steps) for n in first.take(step)]
     second.load_state_dict(first.state_dict())
     drawn += [n for step in range(steps, steps + 2 * num_samples) for n in second.indices(step)]
@@ -65,12 +61,11 @@ def test_seeds_and_epochs_differ():
 def test_impossible_sizes():
     with refuses("train.x = 6", "5 samples", "data.train", "at most 5"):
         ShuffledBatches(5, 6, seed=0, key="train.x")
-    with pytest.raises(ValueError, match="at least one"):
+    with refuses("at least one"):
         ShuffledBatches(0, 0, seed=0)
 
 
 def counts_of(indices, sizes):
-    """Samples of each set."""
     ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
     return [sum(end - size <= index < end for index in indices) for size, end in zip(sizes, ends, strict=True)]
 
@@ -86,9 +81,8 @@ def test_each_set_gives_its_share_after_any_number_of_samples():
     for size in (3, 16):
         larger = MixedBatches(sizes, weights, size, seed=3)
         assert [index for step in range(20) for index in larger.indices(step)] == drawn[: 20 * size]
-    assert (
-        MixedBatches(sizes, weights, 1, seed=4).indices(0) + MixedBatches(sizes, weights, 9, 4).indices(0) != drawn[:10]
-    )
+    begun = MixedBatches(sizes, weights, 1, seed=4).indices(0) + MixedBatches(sizes, weights, 9, 4).indices(0)
+    assert begun != drawn[:10]
 
 
 def test_a_set_that_is_exhausted_begins_again_in_another_order():
@@ -119,7 +113,6 @@ def test_a_mixture_goes_on_where_it_was_also_with_another_batch_size():
 
 
 def test_a_batch_that_would_hold_a_sample_of_a_set_twice_is_refused():
-    words = r"train.x = 8: set 2 of data.train gives 6 samples of a batch by its weight, and has 5"
-    with pytest.raises(ValueError, match=words):
+    with refuses("train.x = 8", "set 2", "data.train", "6 samples", "has 5"):
         MixedBatches([50, 5], [1.0, 3.0], 8, 0, "train.x")
     MixedBatches([50, 6], [1.0, 3.0], 8, 0, "train.x")

@@ -1,9 +1,7 @@
 """What real text and a byte-level tokenizer have that sums of two digits have not: characters of several tokens, cut
-characters, answers that merge with the template, answers that were cut, text that is none.
-
-The tokenizer is trained here and cuts bytes as SmolLM2's does. Empty answers: tests/trainers/test_best_of.py. Whole
-runs: tests/test_demo_chat.py.
-"""
+characters, answers that merge with the template, answers that were cut, text that is none. The tokenizer is trained
+here and cuts bytes as SmolLM2's does. Empty answers: tests/trainers/test_best_of.py. Whole runs:
+tests/test_demo_chat.py."""
 
 import json
 
@@ -19,11 +17,13 @@ from megarlhf.observe.report.page import report_page
 from megarlhf.observe.report.recorded_run import RecordedRun
 from megarlhf.rollout.rewards.score import response_texts
 from tests.chat_model import write_chat_tokenizer
+from tests.data.chat_styles import said
 from tests.data.in_memory import build_sft, load_records
 from tests.refuses import refuses
 from tests.tables import make_rollouts
 
 LIMITS = {"max_prompt_tokens": 100, "max_response_tokens": 100}
+ASKED = [said("user", "Hi")]
 START, END = 1, 2
 
 
@@ -39,34 +39,22 @@ def tokenizer(directory):
     return load_tokenizer(directory)
 
 
-def asked(content="Hi"):
-    return [{"role": "user", "content": content}]
-
-
-def talk(answer, question="Hi"):
-    return {"messages": [*asked(question), {"role": "assistant", "content": answer}]}
+def talk(answer):
+    return {"messages": [*ASKED, said("assistant", answer)]}
 
 
 ANSWERS = {
-    "plain": "Paris",
-    "emoji": "Paris 🙂👩\u200d👩\u200d👧",
-    "combining": "cafe\u0301",
-    "another script": "日本語",
-    "no text": "\x00\ufffd\u2028",
-    "repeated": "no " * 20 + "aaaa" * 10,
-    "digits": "1234567890",
-    "space first": " Paris",
-    "line break first": "\nParis",
-    "line breaks first": "\n\nParis",
-    "white space behind": "Paris \n",
-    "markup": "[/INST] [bold]<b>x</b>[/]",
-}
+    "plain": "Paris", "emoji": "Paris 🙂👩\u200d👩\u200d👧", "combining": "cafe\u0301", "another script": "日本語",
+    "no text": "\x00\ufffd\u2028", "repeated": "no " * 20 + "aaaa" * 10, "digits": "1234567890",
+    "space first": " Paris", "line break first": "\nParis", "line breaks first": "\n\nParis",
+    "white space behind": "Paris \n", "markup": "[/INST] [bold]<b>x</b>[/]",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
 def test_what_is_asked_is_what_is_learnt_behind(directory, tokenizer, answer):
     """The prompt's ids as `rl` asks with them, then the answer's, then the end of the turn; and back to the text."""
-    prompt = PromptEncoder(tokenizer=directory, max_prompt_tokens=100).open()(0, {"messages": asked()})
+    prompt = PromptEncoder(tokenizer=directory, max_prompt_tokens=100).open()(0, {"messages": ASKED})
     sample = SFTEncoder(tokenizer=directory, **LIMITS).open()(0, talk(answer))
     assert prompt.text.endswith("<|im_end|>\n<|im_start|>assistant\n")
     assert sample.tokens[: sample.prompt_length] == prompt.tokens
@@ -74,7 +62,7 @@ def test_what_is_asked_is_what_is_learnt_behind(directory, tokenizer, answer):
     assert response[-1] == END == tokenizer.eos_id
     assert response.count(END) == 1
     assert tokenizer.decode(response, continuation=True) == answer
-    pair = PairEncoder(tokenizer=directory, **LIMITS).open()(0, {"prompt": asked(), "chosen": answer, "rejected": "No"})
+    pair = PairEncoder(tokenizer=directory, **LIMITS).open()(0, {"prompt": ASKED, "chosen": answer, "rejected": "No"})
     assert (pair.prompt_tokens, pair.chosen_tokens) == (prompt.tokens, response)
 
 
@@ -115,7 +103,6 @@ def test_half_of_a_surrogate_pair_is_said_with_its_place(directory, tmp_path):
 
 
 def test_tables_and_pages_hold_any_text(tmp_path):
-    """Each answer comes back from a table of samples, a line a row, and stands in a page as text."""
     rows = [{"step": 1, "sample": n, "response": text} for n, text in enumerate(ANSWERS.values())]
     SampleTables(tmp_path).write("train", 1, rows)
     assert read_table(tmp_path, "train", 1) == rows
@@ -128,10 +115,8 @@ def test_tables_and_pages_hold_any_text(tmp_path):
 
 
 def test_a_cut_text_is_read_by_another_tokenizer_without_an_end(tokenizer):
-    """As a reward model with a tokenizer of its own reads it."""
     write = Retokenizer(tokenizer, max_tokens=100)
-    prompt, messages = "asked", asked()
-    whole = write(prompt, messages, "No", finished=True).tokens
-    assert write(prompt, messages, "No", finished=False).tokens == whole[:-1]
+    whole = write("asked", ASKED, "No", finished=True).tokens
+    assert write("asked", ASKED, "No", finished=False).tokens == whole[:-1]
     assert whole[-1] == END
-    assert write(prompt, messages, "", finished=True).tokens[-2:] == [*tokenizer.encode("\n")[-1:], END]
+    assert write("asked", ASKED, "", finished=True).tokens[-2:] == [*tokenizer.encode("\n")[-1:], END]

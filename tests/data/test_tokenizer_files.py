@@ -11,13 +11,12 @@ from megarlhf.data.tokenizers.tokenizer import SentencePieceTokenizer, load_toke
 from megarlhf.weights.checkpoint.formats.megatron.tokenizers import tokenizer_in_words, tokenizer_place
 from tests.data.chat_styles import CHATML, MISTRAL, said
 from tests.data.test_tokenizer import sentencepiece_model
-from tests.refuses import refuses
+from tests.refuses import missing_names, refuses
 
 TEXTS = ["the answer is 85", " what is 37+48=\n\nand so on", "naïve 日本 🙂", "<|endoftext|>the"]
 
 
 def write_gpt2(directory: Path, *, prefix: str = "", end: bool = True) -> Path:
-    """Byte pairs that are trained here, as GPT-2's two files."""
     from tokenizers import ByteLevelBPETokenizer
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -53,7 +52,7 @@ def test_gpt_2_s_two_files_are_its_tokenizer(tmp_path, prefix):
 
 
 def test_what_is_wrong_with_gpt_2_s_files_is_said(tmp_path):
-    with pytest.raises(ValueError, match="no end-of-sequence token"):
+    with refuses("no end-of-sequence token"):
         load_tokenizer(write_gpt2(tmp_path / "no_end", end=False))
     several = write_gpt2(write_gpt2(tmp_path / "several"), prefix="gpt2")
     with refuses("several", "gpt2-vocab.json, vocab.json"):
@@ -69,7 +68,6 @@ def test_what_is_wrong_with_gpt_2_s_files_is_said(tmp_path):
 
 @pytest.fixture(scope="module")
 def pieces(tmp_path_factory):
-    """A SentencePiece model with ChatML's marks as pieces of the user's."""
     directory = tmp_path_factory.mktemp("pieces")
     marks = ["<|im_start|>", "<|im_end|>"]
     model = sentencepiece_model(add_dummy_prefix=True, user_defined_symbols=marks, normalization_rule_name="identity")
@@ -100,7 +98,6 @@ def test_a_sentencepiece_model_writes_conversations_by_a_template_of_the_configu
 
 
 def test_a_sentencepiece_model_without_a_template_says_what_to_do(pieces, tmp_path):
-    """Or takes the file that an export of ours has beside it."""
     with refuses("SentencePiece", "data.chat_template", "plain"):
         SFTEncoder(tokenizer=pieces, max_prompt_tokens=9, max_response_tokens=9, template="chat").open()
     encode = PromptEncoder(tokenizer=pieces, max_prompt_tokens=99).open()
@@ -130,23 +127,20 @@ def test_a_template_that_writes_the_date_makes_another_key_each_day(pieces, tmp_
 
 STATED = [
     ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "/d/gpt2-vocab.json", "merge_file": "/d/gpt2-merges.txt"},
-     "/d", "--tokenizer-type GPT2BPETokenizer --vocab-file /d/gpt2-vocab.json --merge.*set model.tokenizer to /d,"),
+     "/d", "--tokenizer-type GPT2BPETokenizer|--vocab-file /d/gpt2-vocab.json|--merge-file|model.tokenizer to /d,"),
     ({"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": "/d/tokenizer.model"}, "/d/tokenizer.model",
-     "set model.tokenizer to /d/tokenizer.model"),
+     "model.tokenizer to /d/tokenizer.model"),
     ({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "/d/llama"}, "/d/llama",
-     "set model.tokenizer to /d/llama"),
-    ({"tokenizer_type": "Llama3Tokenizer", "tokenizer_model": "/d/tokenizer.model"}, None,
-     "as a tokenizer.json of Hugging"),
+     "model.tokenizer to /d/llama"),
+    ({"tokenizer_type": "Llama3Tokenizer", "tokenizer_model": "/d/tokenizer.model"}, None, "tokenizer.json"),
     ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "/a/vocab.json", "merge_file": "/b/merges.txt"}, None,
-     "put these files into one directory"),
-    ({"tokenizer_type": "NullTokenizer"}, None, "and names no file"),
+     "one directory"),
+    ({"tokenizer_type": "NullTokenizer"}, None, "NullTokenizer|no file"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("args, place, words", STATED, ids=[case[0]["tokenizer_type"] for case in STATED])
-def test_megatron_s_names_of_tokenizers_are_files(args, place, words):
-    import re
-
+@pytest.mark.parametrize("args, place, names", STATED, ids=[case[0]["tokenizer_type"] for case in STATED])
+def test_megatron_s_names_of_tokenizers_are_files(args, place, names):
     assert tokenizer_place(args) == (None if place is None else Path(place))
-    assert re.search(words, tokenizer_in_words(args))
+    assert not missing_names(tokenizer_in_words(args), *names.split("|"))
     assert tokenizer_in_words({}) == ""

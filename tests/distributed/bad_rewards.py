@@ -1,8 +1,6 @@
 """Rewards that are right in the first step of a run and wrong in the second, each in its own way: a run names them as
 `tests.distributed.bad_rewards:NAME`. A run has one rank and 16 responses a step."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import sys

@@ -1,7 +1,5 @@
 """What "the same gradient" means in these tests."""
 
-from __future__ import annotations
-
 import numpy as np
 
 Arrays = dict[str, np.ndarray]

@@ -1,29 +1,20 @@
 """What ranks do in tests of `megarlhf dpo`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megarlhf.config import DPOConfig
 from megarlhf.data.samples.encoders import PairSample
-from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.models.role import build_role
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.runtime import Runtime
-from tests.data.in_memory import build_pairs, load_records
 from tests.distributed.gathered import record_gradients, weights_of
 from tests.distributed.jobs import train_once
 from tests.distributed.logical import Arrays
+from tests.distributed.samples import pair_samples
 
 
 def pairs_of(cfg: DPOConfig) -> list[PairSample]:
-    pairs, _ = build_pairs(
-        load_records(cfg.data.train, fields=("prompt", "chosen", "rejected")),
-        load_tokenizer(cfg.actor.model.hf_directory()),
-        max_prompt_tokens=64,
-        max_response_tokens=64,
-    )
-    return pairs
+    return pair_samples(cfg.data.train, cfg.actor.model.hf_directory())
 
 
 def dpo_steps(
@@ -46,10 +37,7 @@ def dpo_steps(
         size = cfg.train.mini_batch_samples
         steps = [train_once(objective, actor, pairs[n * size : (n + 1) * size]) for n in range(num_steps)]
         made[name] = {
-            "frozen": [(role.name, role.trainer) for role in frozen],
-            "evaluation": before,
-            "steps": steps,
-            "gradients": gradients,
-            "weights": weights_of(actor),
-        }
+            "frozen": [(role.name, role.trainer) for role in frozen], "evaluation": before, "steps": steps,
+            "gradients": gradients, "weights": weights_of(actor),
+        }  # fmt: skip
     return made

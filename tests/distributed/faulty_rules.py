@@ -1,7 +1,5 @@
 """Rule rewards that hang on rank 1, each in its own way: a run names them as `tests.distributed.faulty_rules:NAME`."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Mapping

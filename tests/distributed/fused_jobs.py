@@ -1,7 +1,5 @@
 """Weight gradients that a layer adds to `main_grad` by itself, as TransformerEngine's layers and apex's kernel do."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from types import MethodType, SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What ranks hold of a role, gathered as logical tensors on rank 0."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """What the ranks of the tests of `make test-gpu` do, and how such a test starts them."""
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Sequence

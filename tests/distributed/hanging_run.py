@@ -1,11 +1,8 @@
 """A run of two ranks whose reward function does not come back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
-import yaml
-
+from tests.command import argv_of
 from tests.distributed.test_rl_layouts import config
 
 RULES = Path(__file__).with_name("faulty_rules.py")
@@ -24,5 +21,4 @@ def hanging_run(rule: str, models: dict[str, Path], data: dict[str, Path], folde
     cfg["run"] = {"dir": str(folder / "run"), "nproc": 2}
     cfg["rewards"] = [{"kind": "rule", "rule": f"tests.distributed.faulty_rules:{rule}", "workers": 0, "check": "none"}]
     cfg["watchdog"] = {"reward": 1.0, "grace": 4.0}
-    (folder / "cfg.yaml").write_text(yaml.safe_dump(cfg))
-    return ["rl", "-c", str(folder / "cfg.yaml")]
+    return argv_of("rl", cfg, folder / "cfg.yaml")

@@ -1,7 +1,5 @@
 """Commands that ranks run and that are cut off, receive a signal, hang, or find no room on the disk."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import importlib

@@ -5,8 +5,6 @@ it is compared with is the plain run (padded rows, everything resident, nothing 
 process. In `rl` every run trains on the responses which that one drew.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,15 +25,11 @@ OTHER_CHOICES, OTHER_CHOICES_BF16 = 0.0, 0.054
 """Largest share of the decisions of routers that are not those of one process in fp32."""
 SMALL_LOSS_BF16 = 0.1
 BANDS: dict[tuple[str, str], dict[str, float]] = {
-    ("dense", "grpo"): {"loss": 0.095, "weights": 0.0068},
-    ("dense", "ppo"): {"loss": 0.28, "weights": 0.0067},
-    ("dense", "rm"): {"loss": 0.015, "weights": 0.0063},
-    ("dense", "sft"): {"loss": 0.0025, "weights": 0.0056},
-    ("experts", "grpo"): {"loss": 0.14, "weights": 0.0094},
-    ("experts", "ppo"): {"loss": 0.47, "weights": 0.012},
-    ("experts", "rm"): {"loss": 0.041, "weights": 0.0077},
-    ("experts", "sft"): {"loss": 0.0058, "weights": 0.0071},
-}
+    ("dense", "grpo"): {"loss": 0.095, "weights": 0.0068}, ("dense", "ppo"): {"loss": 0.28, "weights": 0.0067},
+    ("dense", "rm"): {"loss": 0.015, "weights": 0.0063}, ("dense", "sft"): {"loss": 0.0025, "weights": 0.0056},
+    ("experts", "grpo"): {"loss": 0.14, "weights": 0.0094}, ("experts", "ppo"): {"loss": 0.47, "weights": 0.012},
+    ("experts", "rm"): {"loss": 0.041, "weights": 0.0077}, ("experts", "sft"): {"loss": 0.0058, "weights": 0.0071},
+}  # fmt: skip
 """Largest deviations of bf16 from fp32, by model and algorithm: of a loss, relative (below 0.1 over 0.1); of all
 weights of a model after the last update, relative, in the Euclidean norm. Twice what was measured."""
 UPDATES = 3
@@ -104,13 +98,10 @@ class Variant:
         distributed = optim.get("distributed", several)
         overlap = several and optim.get("overlap_grad_reduce", True)
         return {
-            "sizes": sizes | {"dp": layout.copies // sizes["cp"]},
-            "packed": {self.packed},
-            "recomputed": "recompute" in (self.role or {}),
-            "distributed": distributed,
-            "overlap": (overlap, overlap and distributed),
-            "several_buckets": overlap,
-        }
+            "sizes": sizes | {"dp": layout.copies // sizes["cp"]}, "packed": {self.packed},
+            "recomputed": "recompute" in (self.role or {}), "distributed": distributed,
+            "overlap": (overlap, overlap and distributed), "several_buckets": overlap,
+        }  # fmt: skip
 
     def applies(self, algorithm: str, layout: Layout) -> bool:
         """By itself the optimizer is distributed where several ranks hold the same weights, and not on one, where
@@ -155,17 +146,8 @@ class Cell(NamedTuple):
 def bf16_cells() -> Iterator[Cell]:
     """Of these a band is measured."""
     layouts = (
-        ONE,
-        "TP2",
-        "PP2",
-        "DP2",
-        "SP",
-        "CP2",
-        "TP2 x PP2, VPP2",
-        ONE_WITH_EXPERTS,
-        "EP2",
-        "experts, TP2 with SP",
-    )
+        ONE, "TP2", "PP2", "DP2", "SP", "CP2", "TP2 x PP2, VPP2", ONE_WITH_EXPERTS, "EP2", "experts, TP2 with SP",
+    )  # fmt: skip
     for algorithm, layout, seed in itertools.product(ALGORITHMS, layouts, range(3)):
         yield Cell(algorithm, layout, dtype="bf16", seed=seed)
 

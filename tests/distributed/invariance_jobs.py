@@ -1,7 +1,5 @@
 """A whole run of a command on the ranks of a pool, with the eyes of a test: what each update saw and did."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -32,10 +30,8 @@ from tests.distributed.invariance_routing import Routing
 from tests.distributed.logical import Held
 
 COMMANDS: dict[str, tuple[Any, Callable[..., None]]] = {
-    "sft": (SFTConfig, sft.run),
-    "rm": (RMConfig, rm.run),
-    "rl": (RLConfig, rl.run),
-}
+    "sft": (SFTConfig, sft.run), "rm": (RMConfig, rm.run), "rl": (RLConfig, rl.run),
+}  # fmt: skip
 PIECE_BYTES, BUCKET = 4096, 20_000
 """Of streamed optimizer state, and elements of a gradient bucket: so that the tiny models have several of each.
 Megatron-Core has several buckets only where it overlaps."""
@@ -124,12 +120,9 @@ def train(runtime: Runtime, command: str, config: Mapping[str, Any], given: Give
         each.role.parts.to_compute()
         live = {key: flat(value) for key, value in each.role.shard.parameters().items()}
         result["roles"][name] = {
-            "losses": each.losses,
-            "norms": each.norms,
-            "gradients": each.gradients,
-            "weights": held(each.role, live),
+            "losses": each.losses, "norms": each.norms, "gradients": each.gradients, "weights": held(each.role, live),
             "how": how(each),
-        }
+        }  # fmt: skip
     return result
 
 

@@ -1,7 +1,5 @@
 """What `make test-matrix` has measured, as JSON; `python -m benchmarks.invariance` makes tables of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

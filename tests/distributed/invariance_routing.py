@@ -6,8 +6,6 @@ sequences stand in its grid, padding has no key.
 Legend: B rows of a micro-batch, S columns, S' those of this rank, T = S' x B, E experts.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What the rank processes do. Each job is called on every rank and returns something that pickles."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging
@@ -16,7 +14,6 @@ from torch import Tensor
 
 from megarlhf.architectures.placements import Head
 from megarlhf.config import RoleConfig, SFTConfig
-from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.models.role import Role, build_role
 from megarlhf.models.settings import DTYPES
 from megarlhf.models.weights import load_weights
@@ -28,13 +25,13 @@ from megarlhf.parallel.vocab import logits_at
 from megarlhf.rollout.engine import Sampling
 from megarlhf.rollout.megatron_engine import MegatronEngine
 from megarlhf.runtime import Runtime
-from tests.data.in_memory import build_pairs, build_sft, load_records
 from tests.distributed.fused_jobs import apex_gradients, fused_gradients  # noqa: F401
 from tests.distributed.gathered import record_gradients, weights_of
 from tests.distributed.kernel_jobs import largest_tensor, with_calls_of_the_reference  # noqa: F401
 from tests.distributed.logical import Arrays
 from tests.distributed.lora_jobs import lora_exports, lora_gradients, trained_bytes, vllm_with_adapter  # noqa: F401
 from tests.distributed.rl_jobs import rl_step  # noqa: F401
+from tests.distributed.samples import pair_samples, sft_samples
 from tests.distributed.vllm_jobs import (  # noqa: F401
     vllm_broken,
     vllm_failing_steps,
@@ -108,13 +105,7 @@ def sft_steps(
 
 
 def _sft_samples(cfg: SFTConfig) -> list[Any]:
-    samples, _ = build_sft(
-        load_records(cfg.data.train, fields=("prompt", "response")),
-        load_tokenizer(cfg.actor.model.hf_directory()),
-        max_prompt_tokens=64,
-        max_response_tokens=64,
-    )
-    return samples
+    return list(sft_samples(cfg.data.train, cfg.actor.model.hf_directory()))
 
 
 def saved_roles(runtime: Runtime, config: dict[str, Any], root: str, order: tuple[int, ...] | None) -> None:
@@ -186,12 +177,7 @@ def rm_steps(runtime: Runtime, config: dict[str, Any], num_steps: int) -> dict[s
 
     cfg = RMConfig.model_validate(config)
     objective = RewardModelling(cfg)
-    pairs, _ = build_pairs(
-        load_records(cfg.data.train, fields=("prompt", "chosen", "rejected")),
-        load_tokenizer(cfg.reward_model.model.hf_directory()),
-        max_prompt_tokens=64,
-        max_response_tokens=64,
-    )
+    pairs = pair_samples(cfg.data.train, cfg.reward_model.model.hf_directory())
     cache = GroupCache(runtime)
     model = build_role(
         "reward_model", cfg.reward_model, "scalar", cache, seed=0, num_optimizer_steps=num_steps, new_head=True

@@ -1,7 +1,5 @@
 """What the rank processes do to show how log-probs are made: with which code, and with which memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Logical tensors out of what ranks hold of them, in the process of the tests: by placements, without a message."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 """Adapters of tiny models, and what they compute, written out on transformers' models: a wrapper around nn.Linear, with
 nothing of ours. That PEFT computes the same: tests/peers/test_peft.py."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -51,15 +49,9 @@ def write_adapter(
     directory.mkdir(parents=True)
     save_file(tensors, directory / "adapter_model.safetensors", {"format": "pt"})
     stated = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(model),
-        "r": rank,
-        "lora_alpha": ALPHA,
-        "lora_dropout": 0.0,
-        "target_modules": list(targets),
-        "bias": "none",
-    }
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(model), "r": rank,
+        "lora_alpha": ALPHA, "lora_dropout": 0.0, "target_modules": list(targets), "bias": "none",
+    }  # fmt: skip
     (directory / "adapter_config.json").write_text(json.dumps({**stated, **config}))
     return directory
 

@@ -1,7 +1,5 @@
 """What the rank processes do with adapters."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

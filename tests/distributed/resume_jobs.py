@@ -1,7 +1,5 @@
 """What ranks do in the tests of resume points."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Callable, Sequence
@@ -73,13 +71,7 @@ def write(writer: PointWriter, directory: Path, role: Role, **files: Any) -> Wri
 
 
 def save_and_load(
-    runtime: Runtime,
-    model: str,
-    parallel: dict[str, Any],
-    dtype: str,
-    head: Head,
-    source: str | None,
-    target: str,
+    runtime: Runtime, model: str, parallel: dict[str, Any], dtype: str, head: Head, source: str | None, target: str
 ) -> dict[str, Any]:
     """Start from `source` or train three steps, and write `target`; returns counters and the learning rate."""
     role = build(runtime, model, parallel, dtype, head)

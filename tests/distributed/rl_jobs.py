@@ -1,7 +1,5 @@
 """One step of rl on ranks, for tests that compare steps."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from functools import partial
@@ -17,9 +15,9 @@ from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel import step
 from megarlhf.parallel.device_memory import RoleParts
 from megarlhf.runtime import Runtime
-from tests.data.in_memory import build_prompts, load_records
 from tests.distributed.gathered import record_gradients, weights_of
 from tests.distributed.logical import Arrays
+from tests.distributed.samples import prompt_samples
 
 
 def rl_step(
@@ -48,7 +46,8 @@ def rl_step(
 
     cfg = RLConfig.model_validate(config)
     tokenizer = load_tokenizer(cfg.actor.model.hf_directory())
-    prompts = _prompts(cfg, tokenizer)[: cfg.train.prompts_per_step]
+    prompts = prompt_samples(cfg.data.train, cfg.actor.model.hf_directory(), cfg.data.max_prompt_tokens)
+    prompts = prompts[: cfg.train.prompts_per_step]
     actor_order = {"return_value": order} if order else {"wraps": asked.actor_order}
     with (
         mock.patch.object(asked, "actor_order", **actor_order),
@@ -133,9 +132,3 @@ def bytes_there(parts: RoleParts) -> dict[str, int]:
         found[kind] = sum(nbytes for key, nbytes in storages.items() if key not in seen)
         seen |= storages.keys()
     return found
-
-
-def _prompts(cfg: RLConfig, tokenizer: Any) -> list[Any]:
-
-    records = load_records(cfg.data.train, fields=("prompt",))
-    return build_prompts(records, tokenizer, max_prompt_tokens=cfg.data.max_prompt_tokens)[0]

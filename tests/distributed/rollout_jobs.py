@@ -259,7 +259,7 @@ def engine_failures(
 def balanced(runtime: Runtime, model: str, tp: int, dtype: str) -> dict[str, Any]:
     """Two samples of each prompt, drawn in each way of sharing them, two at a time in an engine; and once more with a
     queue where the second of two engines begins with the longest responses."""
-    session = _Session(runtime, model, "vllm", tp, {"tp": 2}, dtype, engine_args={"max_num_seqs": 2})
+    session = _Session(runtime, model, "vllm", tp, {"tp": 2}, dtype, vllm={"args": {"max_num_seqs": 2}})
     prompts = [prompt for prompt in PAIRED for _ in range(2)]
     seeds = [sample_seed(0, STEP, n) for n in range(len(prompts))]
     seen: dict[str, Any] = {"rows": {}, "held": {}, "idle": {}}

@@ -3,8 +3,6 @@
 Not covered: a terminal's own behaviour (lines come from a stream here).
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -21,11 +19,11 @@ from megarlhf.config import load_config
 from megarlhf.config.ask import AskConfig
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.generation.chat import run
-from tests.ranks import RankPool
+from tests.refuses import missing_names
 
 
 @pytest.fixture
-def file(one_layer: dict[str, Path], tmp_path: Path) -> Path:
+def file(one_layer, tmp_path) -> Path:
     tree = {
         "run": {"dir": str(tmp_path / "run"), "seed": 3},
         "actor": {"model": {"path": str(one_layer["plain"])}},
@@ -35,7 +33,7 @@ def file(one_layer: dict[str, Path], tmp_path: Path) -> Path:
     return tmp_path / "ask.yaml"
 
 
-def test_prompts_of_the_command_line_get_what_a_file_of_them_gets(file: Path, ranks: RankPool, tmp_path: Path) -> None:
+def test_prompts_of_the_command_line_get_what_a_file_of_them_gets(file, ranks, tmp_path) -> None:
     """On two ranks, one says it. The file's data, rewards and `out` play no part."""
     prompts = ["1+2=", "37+48="]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
@@ -64,13 +62,13 @@ def typed(runtime: Runtime, file: str, lines: str) -> tuple[str, str]:
     return out.getvalue(), said.getvalue()
 
 
-def test_lines_are_answered_until_their_end(file: Path, ranks: RankPool, tmp_path: Path) -> None:
+def test_lines_are_answered_until_their_end(file, ranks, tmp_path) -> None:
     """On two ranks. A blank line is passed over; of one that is too long it is said, and the next one is answered."""
     lines = f"1+2=\n\n{'1+' * 40}\n1+2=\n"
     (out, said), second = ranks.run(2, typed, str(file), lines)
     assert len(out.splitlines()) == 2
     assert len(set(out.splitlines())) == 1, "greedy"
-    assert "prompt longer than 20 tokens; the limit is data.max_prompt_tokens = 20" in said
+    assert not missing_names(said, "prompt longer than 20 tokens", "data.max_prompt_tokens = 20")
     assert second == ("", "")
     assert not (tmp_path / "run").exists()
 
@@ -86,9 +84,7 @@ def test_lines_are_answered_until_their_end(file: Path, ranks: RankPool, tmp_pat
         (["--prompt", "1", "--promt", "2"], ""),
     ],
 )
-def test_what_cannot_be_asked_is_refused(
-    options: list[str], words: str, file: Path, capsys: pytest.CaptureFixture[str], ranks: RankPool
-) -> None:
+def test_what_cannot_be_asked_is_refused(options, words, file, capsys, ranks) -> None:
     if "--promt" in options:
         with pytest.raises(SystemExit) as ended:
             cli.main(["generate", "-c", str(file), *options])
@@ -101,13 +97,13 @@ def test_what_cannot_be_asked_is_refused(
     assert "Traceback" not in said
 
 
-def test_what_is_typed_does_not_reach_ranks_of_a_launcher(file: Path, ranks: RankPool) -> None:
+def test_what_is_typed_does_not_reach_ranks_of_a_launcher(file, ranks) -> None:
     for status, said in ranks.run(2, "command_status", "generate", "-c", str(file), "--interactive"):
         assert status == 2
-        assert "give --prompt TEXT, or start megarlhf itself" in said or not said
+        assert "give --prompt TEXT" in said or not said
 
 
-def test_a_terminal_is_asked_where_the_file_names_no_data(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_is_asked_where_the_file_names_no_data(file, monkeypatch) -> None:
     def asked(*argv: str) -> bool:
         return ask.is_asked(cli.parse(["generate", "-c", str(file), *argv]))
 

@@ -3,8 +3,6 @@
 Not covered: NCCL, bf16.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path
@@ -12,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
 
 from megarlhf.config import SFTConfig
@@ -25,9 +22,10 @@ from megarlhf.runtime import Runtime
 from megarlhf.trainers.run.skipped_steps import Failures, StepGuard, Update
 from megarlhf.trainers.supervised.loop import train_on
 from megarlhf.trainers.supervised.sft import SupervisedFineTuning
+from tests.command import argv_of
 from tests.distributed import jobs
 from tests.distributed.test_rl_layouts import config as rl_config
-from tests.ranks import RankPool
+from tests.refuses import lines_naming
 
 
 def config(models: dict[str, Path], data: dict[str, Path], parallel: dict[str, Any]) -> dict[str, Any]:
@@ -113,9 +111,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_nan_on_one_rank_is_skipped_on_all(
-    layout: str, ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_nan_on_one_rank_is_skipped_on_all(layout, ranks, two_layers, data, tmp_path) -> None:
     world_size, parallel = LAYOUTS[layout]
     tree = config(two_layers, data, parallel)
     tree["run"]["dir"] = str(tmp_path)
@@ -180,9 +176,7 @@ FC1, PROJ = "decoder.layers.1.mlp.linear_fc1", "decoder.layers.0.self_attention.
         ("gradient", FC1, f"gradient of output of {FC1}: "),
     ],
 )
-def test_the_first_tensor_that_is_not_finite_is_named(
-    kind: str, where: str, expected: str | None, ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path]
-) -> None:
+def test_the_first_tensor_that_is_not_finite_is_named(kind, where, expected, ranks, two_layers, data) -> None:
     (found,) = ranks.run(1, find_first, config(two_layers, data, {}), kind, where)
     if expected is None:
         assert found is None
@@ -191,30 +185,26 @@ def test_the_first_tensor_that_is_not_finite_is_named(
         assert found.startswith(expected), found
 
 
-def test_a_run_whose_steps_are_all_skipped_ends_with_status_4(
-    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_run_whose_steps_are_all_skipped_ends_with_status_4(ranks, two_layers, data, tmp_path) -> None:
     """Two steps are logged with null, the third ends the run; nothing was saved."""
     tree = config(two_layers, data, {})
     tree["run"]["dir"] = str(tmp_path / "run")
     tree["train"] |= {"max_skipped_in_a_row": 3, "skip_grad_norm_above": 1e-9}
-    (tmp_path / "cfg.yaml").write_text(yaml.safe_dump(tree))
-    results = ranks.run(2, "command_status", "sft", "-c", str(tmp_path / "cfg.yaml"))
+    results = ranks.run(2, "command_status", *argv_of("sft", tree, tmp_path / "cfg.yaml"))
     assert [status for status, _ in results] == [4, 4], results
-    assert "3 optimizer step(s) in a row were skipped, and train.max_skipped_in_a_row = 3" in results[0][1]
+    assert lines_naming(results[0][1], "3 optimizer step", "train.max_skipped_in_a_row = 3")
     rows = read_metrics(tmp_path / "run")[1:]
     assert [(row["step"], row["loss"], row["grad_norm"], row["skipped_steps"]) for row in rows] == [
         (1, None, None, 1),
         (2, None, None, 1),
     ]
     assert not (tmp_path / "run/checkpoints").exists()
-    assert sorted(path.name for path in (tmp_path / "run/failures").iterdir()) == [
-        f"step_{n:06d}_actor" for n in (1, 2, 3)
-    ]
+    kept = sorted(path.name for path in (tmp_path / "run/failures").iterdir())
+    assert kept == [f"step_{n:06d}_actor" for n in (1, 2, 3)]
 
 
 def test_skipped_steps_of_actor_and_critic_are_counted_and_their_metrics_null(
-    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+    ranks, two_layers, data, tmp_path
 ) -> None:
     """Two passes over two mini-batches: eight optimizer steps, none of which is made."""
     tree = rl_config(two_layers, data["prompts"], {})

@@ -4,8 +4,6 @@ Three optimizer steps each, fp32. Not covered: kernels of a GPU, and Transformer
 shares (tests/models/test_context_attention.py says what it is called with).
 """
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,6 @@ from tests.distributed.test_packed_layouts import (
     write_ragged,
 )
 from tests.distributed.tiny import write_family
-from tests.ranks import RankPool
 
 STEPS = 3
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -51,12 +48,12 @@ JOBS = {
 
 
 @pytest.fixture(scope="module")
-def ragged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def ragged(tmp_path_factory) -> dict[str, Path]:
     return write_ragged(tmp_path_factory.mktemp("ragged"), seed=7)
 
 
 @pytest.fixture(scope="module")
-def run(ranks: RankPool, two_layers: dict[str, Path], ragged: dict[str, Path]) -> Any:
+def run(ranks, two_layers, ragged) -> Any:
     def more(job: str) -> dict[str, Any]:
         return {"mini_batch_samples": 8} | ({"epochs_per_step": STEPS} if job == "rl_step" else {})
 
@@ -64,12 +61,9 @@ def run(ranks: RankPool, two_layers: dict[str, Path], ragged: dict[str, Path]) -
 
 
 SPREAD = {
-    ("sft", "packed", "tp2cp2_sequence_parallel"),
-    ("sft", "padded", "cp2pp2"),
-    ("sft_tied", "packed", "cp4"),
-    ("rm", "packed", "cp2pp2"),
-    ("grpo", "packed", "cp2dp2"),
-}
+    ("sft", "packed", "tp2cp2_sequence_parallel"), ("sft", "padded", "cp2pp2"), ("sft_tied", "packed", "cp4"),
+    ("rm", "packed", "cp2pp2"), ("grpo", "packed", "cp2dp2"),
+}  # fmt: skip
 """Run by `make test`; all others by `make test-slow`. Two ranks alone: tests/distributed/test_invariance.py."""
 CASES = [
     pytest.param(*case, marks=() if case in SPREAD else pytest.mark.slow, id="-".join(case))
@@ -78,7 +72,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("kind, rows, layout", CASES)
-def test_equals_one_process(kind: str, rows: str, layout: str, run: Any) -> None:
+def test_equals_one_process(kind, rows, layout, run) -> None:
     """Loss and gradient norm of three steps, every gradient of the first, weights after them; what was sampled."""
     actual = run(kind, layout, packed=rows == "packed")
     assert_same_training(actual, run(kind, "one", packed=False))
@@ -104,10 +98,9 @@ DEFAULT = ("sliding window", "norms of queries and keys", "scaled cosines", "a p
 
 
 @pytest.mark.parametrize(
-    "what",
-    [pytest.param(what, marks=() if what in DEFAULT else pytest.mark.slow) for what in FAMILIES],
+    "what", [pytest.param(what, marks=() if what in DEFAULT else pytest.mark.slow) for what in FAMILIES]
 )
-def test_families_equal_one_process(what: str, ranks: RankPool, tmp_path: Path, ragged: dict[str, Path]) -> None:
+def test_families_equal_one_process(what, ranks, tmp_path, ragged) -> None:
     """A step of SFT on packed and on padded rows, against one process. A key's bias has nearly no gradient; what there
     is, is rounding: it is not compared."""
     family, world_size, parallel = FAMILIES[what]
@@ -126,7 +119,7 @@ def test_families_equal_one_process(what: str, ranks: RankPool, tmp_path: Path, 
 
 
 @pytest.mark.slow
-def test_on_a_mesh_whose_ranks_stand_in_another_order(run: Any, ranks: RankPool, two_layers: Any, ragged: Any) -> None:
+def test_on_a_mesh_whose_ranks_stand_in_another_order(run, ranks, two_layers, ragged) -> None:
     """As an engine of two ranks asks for at tp 4: neighbours in the context-parallel group are none by number."""
     cfg = supervised("actor", two_layers["plain"], ragged["sft"], {"tp": 2, "cp": 2}, PACKED)
     cfg["train"] |= {"mini_batch_samples": 8}
@@ -136,7 +129,7 @@ def test_on_a_mesh_whose_ranks_stand_in_another_order(run: Any, ranks: RankPool,
 
 
 @pytest.mark.parametrize("micro", [PACKED, PADDED], ids=["packed", "padded"])
-def test_a_rank_computes_its_share_only(micro: dict[str, int], ranks: RankPool, two_layers: dict[str, Path]) -> None:
+def test_a_rank_computes_its_share_only(micro, ranks, two_layers) -> None:
     """What goes through the first MLP of a micro-batch: half of its grid on each of two ranks."""
     for seen in ranks.run(2, tokens_of_each_forward, str(two_layers["plain"]), micro):
         assert len(seen) > 2

@@ -3,8 +3,6 @@
 Not covered: vLLM, which is asked to end at the same tokens (tests/rollout/test_end_tokens.py).
 """
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path
@@ -12,20 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from megarlhf.config import SFTConfig
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.model_directory import end_tokens
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.planning.preflight import preflight
+from tests.command import argv_of
 from tests.data.chat_styles import CHATML, said, write_chat_tokenizer
 from tests.distributed.tiny import write_tiny_llama
 from tests.ranks import RankPool
+from tests.refuses import missing_names, refuses
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory) -> Path:
     """A model whose tokenizer has the marks of ChatML and no template, and ends with `</s>`."""
     from transformers import LlamaForCausalLM
 
@@ -40,7 +39,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def talks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def talks(tmp_path_factory) -> dict[str, Path]:
     """Whatever is asked, the answer is "yes"."""
     root, draw = tmp_path_factory.mktemp("talks"), random.Random(0)
     files: dict[str, list[dict[str, Any]]] = {"sft": [], "pairs": [], "prompts": []}
@@ -60,13 +59,12 @@ def talks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def run(ranks: RankPool, command: str, folder: Path, tree: dict[str, Any]) -> Path:
     """In `folder/command`."""
     tree["run"] = {"dir": str(folder / command), "seed": 3}
-    (folder / f"{command}.yaml").write_text(yaml.safe_dump(tree))
-    ranks.run(1, "command", command, "-c", str(folder / f"{command}.yaml"))
+    ranks.run(1, "command", *argv_of(command, tree, folder / f"{command}.yaml"))
     return folder / command
 
 
 @pytest.fixture(scope="module")
-def taught(ranks: RankPool, base: Path, talks: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def taught(ranks, base, talks, tmp_path_factory) -> Path:
     """The export of `sft` on all answers, with a template from the configuration."""
     root = tmp_path_factory.mktemp("runs")
     (root / "chatml.jinja").write_text(CHATML)
@@ -80,9 +78,7 @@ def taught(ranks: RankPool, base: Path, talks: dict[str, Path], tmp_path_factory
     return run(ranks, "sft", root, tree) / "checkpoints" / "latest" / "actor"
 
 
-def test_what_sft_teaches_as_an_end_is_where_generate_ends(
-    ranks: RankPool, base: Path, taught: Path, talks: dict[str, Path], tmp_path: Path
-) -> None:
+def test_what_sft_teaches_as_an_end_is_where_generate_ends(ranks, base, taught, talks, tmp_path) -> None:
     """The export names template and end, so that the next stage needs neither; its other files are the base's."""
     tokenizer = load_tokenizer(taught)
     end = tokenizer.tokens().index("<|im_end|>")
@@ -105,9 +101,7 @@ def test_what_sft_teaches_as_an_end_is_where_generate_ends(
     assert metrics["response_length_mean"] == 4.0, "three letters and the end"
 
 
-def test_pairs_and_prompts_of_conversations_through_rm_and_rl(
-    ranks: RankPool, taught: Path, talks: dict[str, Path], tmp_path: Path
-) -> None:
+def test_pairs_and_prompts_of_conversations_through_rm_and_rl(ranks, taught, talks, tmp_path) -> None:
     """The reward model reads its score at the token that ends the answer, in `rm` as in `rl`."""
     model = {"model": {"path": str(taught)}, "optim": {"lr": 3e-3, "schedule": "constant"}}
     tree: dict[str, Any] = {
@@ -135,7 +129,7 @@ def test_pairs_and_prompts_of_conversations_through_rm_and_rl(
     assert row["finished_fraction"] == 1.0
 
 
-def test_a_bad_conversation_is_found_before_ranks_start(base: Path, tmp_path: Path) -> None:
+def test_a_bad_conversation_is_found_before_ranks_start(base, tmp_path) -> None:
     """With file and line, and the start says how records are read and where answers end."""
     talks = tmp_path / "talks.jsonl"
     tree = {
@@ -146,16 +140,15 @@ def test_a_bad_conversation_is_found_before_ranks_start(base: Path, tmp_path: Pa
     }
     talks.write_text(json.dumps({"messages": [said("user", "hi"), said("assistant", "ho")]}) + "\n")
     notes = "\n".join(preflight("sft", SFTConfig.model_validate(tree), 1, device_type="cpu").notes)
-    assert "talks.jsonl: conversations, written by the chat template of data.chat_template; learnt: the last" in notes
-    assert "the chat template ends an answer with token" in notes
-    assert "(<|im_end|>), which is none of 2 (</s>)" in notes
+    assert not missing_names(notes, "talks.jsonl", "chat template of data.chat_template", "learnt: the last")
+    assert not missing_names(notes, "ends an answer with token", "(<|im_end|>)", "2 (</s>)")
     with talks.open("a") as out:
         out.write(json.dumps({"messages": [said("user", "hi"), said("asistant", "ho")]}) + "\n")
-    with pytest.raises(ValueError, match=r"talks\.jsonl, line 2: fine-tuning on messages expects answers of"):
+    with refuses("talks.jsonl, line 2", "messages"):
         preflight("sft", SFTConfig.model_validate(tree), 1, device_type="cpu")
     missing = {**tree, "data": {"train": str(talks), "chat_template": str(tmp_path / "none.jinja")}}
-    with pytest.raises(ValueError, match=r"data\.chat_template = .*none\.jinja is no file"):
+    with refuses("data.chat_template", str(tmp_path / "none.jinja")):
         preflight("sft", SFTConfig.model_validate(missing), 1, device_type="cpu")
     unread = {**tree, "data": {"train": str(talks), "chat_template": CHATML, "template": "plain"}}
-    with pytest.raises(ValueError, match="chat_template is given, and template = plain reads no template"):
+    with refuses("chat_template", "template = plain"):
         SFTConfig.model_validate(unread)

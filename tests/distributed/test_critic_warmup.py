@@ -1,25 +1,22 @@
 """The first steps of rl may be the critic's alone; what it has learnt is exported and can be another run's critic."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from megarlhf.observe.records.metrics import read_metrics
+from tests.command import argv_of
 from tests.distributed.interrupted_jobs import command_until
 from tests.distributed.test_rl_layouts import config
-from tests.ranks import RankPool
 
 STEPS = 3
 
 
 @pytest.fixture
-def argv(one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path) -> list[str]:
+def argv(one_layer, data, tmp_path) -> list[str]:
     """PPO at TP2 with a critic that is made of the language model and a fresh head."""
     cfg: dict[str, Any] = config(
         {**one_layer, "other": one_layer["scorer"]}, data["prompts"], {"tp": 2}, critic_lam=1.0
@@ -28,8 +25,7 @@ def argv(one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path) -> l
     cfg["critic"]["optim"] = {"lr": 3e-3}
     cfg["train"] |= {"num_steps": STEPS, "epochs_per_step": 2}
     cfg["checkpoint"] = {"every": 1, "export_every": 1}
-    (tmp_path / "cfg.yaml").write_text(yaml.safe_dump(cfg))
-    return ["rl", "-c", str(tmp_path / "cfg.yaml")]
+    return argv_of("rl", cfg, tmp_path / "cfg.yaml")
 
 
 def weights(run: Path, step: int, role: str) -> dict[str, torch.Tensor]:
@@ -40,9 +36,7 @@ def is_moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) ->
     return any(not torch.equal(tensor, after[name]) for name, tensor in before.items() if name in after)
 
 
-def test_the_actor_waits_for_the_critic_also_over_a_resume(
-    argv: list[str], ranks: RankPool, one_layer: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_actor_waits_for_the_critic_also_over_a_resume(argv, ranks, one_layer, tmp_path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     warm = "train.critic_warmup_steps=2"
     ranks.run(2, "command", *argv, warm, f"run.dir={whole}")
@@ -62,7 +56,7 @@ def test_the_actor_waits_for_the_critic_also_over_a_resume(
         assert not is_moved(weights(whole, 3, role), weights(parts, 3, role)), role
 
 
-def test_a_critic_that_is_trained_alone_starts_another_run(argv: list[str], ranks: RankPool, tmp_path: Path) -> None:
+def test_a_critic_that_is_trained_alone_starts_another_run(argv, ranks, tmp_path) -> None:
     """The actor has not moved, so that both runs' first step has the same responses: the second knows their values."""
     alone, after = tmp_path / "alone", tmp_path / "after"
     ranks.run(2, "command", *argv, f"train.critic_warmup_steps={STEPS}", f"run.dir={alone}")

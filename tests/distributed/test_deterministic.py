@@ -3,8 +3,6 @@
 Not covered: GPUs. On a CPU the numbers are the same with and without, up to the order of sums.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -13,15 +11,15 @@ from unittest import mock
 
 import pytest
 import torch
-import yaml
 
 from megarlhf.observe.records.cost_metrics import reproducible
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.provenance import FILE, read_provenance
 from megarlhf.runtime import Runtime
+from tests.command import argv_of
 from tests.distributed import jobs
 from tests.distributed.test_rl_layouts import config as rl_config
-from tests.ranks import RankPool
+from tests.refuses import command_refuses, missing_names
 
 SET = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 
@@ -53,17 +51,14 @@ def _command(runtime: Runtime, *argv: str) -> dict[str, Any]:
         os.environ.update(before)
 
 
-def test_every_rank_is_told_and_checkpoints_say_where_they_come_from(
-    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_every_rank_is_told_and_checkpoints_say_where_they_come_from(ranks, two_layers, data, tmp_path) -> None:
     tree = rl_config({**two_layers, "other": two_layers["scorer"]}, data["prompts"], {}, advantage="group_relative")
     tree["train"] |= {"num_steps": 1, "prompts_per_step": 4}
     tree["checkpoint"] = {"every": 1, "every_minutes": 0}
     file = tmp_path / "rl.yaml"
 
     def argv(name: str, *overrides: str) -> list[str]:
-        file.write_text(yaml.safe_dump({**tree, "run": {"dir": str(tmp_path / name)}}))
-        return ["rl", "-c", str(file), *overrides]
+        return [*argv_of("rl", {**tree, "run": {"dir": str(tmp_path / name)}}, file), *overrides]
 
     for told in ranks.run(2, _command, *argv("fixed", "run.deterministic=true")):
         assert told["torch"]
@@ -90,16 +85,12 @@ def test_every_rank_is_told_and_checkpoints_say_where_they_come_from(
     assert stated.base.path == tree["actor"]["model"]["path"]
     assert stated.reference is not None
     assert stated.reference.digest == manifest["reference"]
-
     assert stated.base.digest == stated.reference.digest
 
     tree["reference"] = None
+    of_the_run = (f"rl run {tmp_path / 'fixed'}", "step 1", str(stated.reference.path), stated.reference.digest)
     for model in (f"actor.model.path={export}", f"actor.model.path={point / 'actor'}"):
-        ((status, written),) = ranks.run(1, jobs.command_status, *argv("by_hand", model, "--dry-run"))
-        assert status == 2, written
-        assert f"is a checkpoint of the rl run {tmp_path / 'fixed'}, step 1" in written
-        assert f"(that run's was {stated.reference.path}, digest {stated.reference.digest})" in written
+        command_refuses(ranks, argv("by_hand", model, "--dry-run"), *of_the_run)
     tree["reference"] = {"model": {"path": str(two_layers["other"])}}
     chosen = argv("by_hand", f"actor.model.path={point / 'actor'}", "train.num_steps=0")
-    written = " ".join(ranks.run(1, "command", *chosen)[0].split())
-    assert f"WARNING: the KL is measured to another model than in the run {tmp_path / 'fixed'}" in written
+    assert not missing_names(ranks.run(1, "command", *chosen)[0], "WARNING", "the KL", str(tmp_path / "fixed"))

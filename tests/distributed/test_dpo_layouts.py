@@ -5,8 +5,6 @@ Reference and actor are different models, in some cases at different layouts. No
 (tests/algo/test_preference.py) and other projects' (tests/peers).
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from megarlhf.config import DPOConfig
 from megarlhf.data.samples.encoders import PairSample
 from tests.distributed.compare import assert_gradients_equal, assert_weights_equal
 from tests.distributed.dpo_jobs import dpo_steps, pairs_of
-from tests.ranks import RankPool
 
 LR, STEPS, MINI_BATCH, HELDOUT = 3e-4, 2, 8, 33
 PADDED, PACKED = {"micro_batch_samples": 2}, {"max_tokens_per_micro_batch": 70}
@@ -127,7 +124,7 @@ class ByHand:
 
 
 @pytest.fixture(scope="module")
-def expected(two_layers: dict[str, Path], data: dict[str, Path]) -> dict[str, Any]:
+def expected(two_layers, data) -> dict[str, Any]:
     from transformers import LlamaForCausalLM
 
     cfg = DPOConfig.model_validate(config(two_layers, data["pairs"], {}, {}, PADDED))
@@ -157,9 +154,7 @@ def expected(two_layers: dict[str, Path], data: dict[str, Path]) -> dict[str, An
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_loss_equals_hugging_face_at_every_layout(
-    layout: str, expected: dict[str, Any], ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path]
-) -> None:
+def test_every_loss_equals_hugging_face_at_every_layout(layout, expected, ranks, two_layers, data) -> None:
     """Losses, gradient norms, each gradient of the first step, weights; KTO's reference point; evaluation over an odd
     number of pairs."""
     world_size, *how = LAYOUTS[layout]
@@ -183,7 +178,7 @@ def test_every_loss_equals_hugging_face_at_every_layout(
     assert eval_point > 0.1, "the point is measured, not held at zero"
 
 
-def test_metrics_agree_with_each_other(ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path]) -> None:
+def test_metrics_agree_with_each_other(ranks, two_layers, data) -> None:
     """Margins are differences; with a reference equal to the actor all rewards are 0 and the loss is ln 2."""
     tree = config(two_layers, data["pairs"], {"tp": 2}, {"tp": 2}, PACKED)
     losses = {"other": {}, "same": {"reference": None}}
@@ -199,9 +194,7 @@ def test_metrics_agree_with_each_other(ranks: RankPool, two_layers: dict[str, Pa
 
 
 @pytest.mark.parametrize("micro", [{"micro_batch_samples": 1}, PACKED])
-def test_a_rank_without_a_pair(
-    micro: dict[str, int], ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path]
-) -> None:
+def test_a_rank_without_a_pair(micro, ranks, two_layers, data) -> None:
     """One pair a step on two data-parallel ranks: one of them runs over fillers and adds nothing."""
     losses, found = {name: LOSSES[name] for name in ("dpo", "smoothed dpo with likelihood", "ipo of means")}, []
     for world_size, how in ((1, PADDED), (2, micro)):

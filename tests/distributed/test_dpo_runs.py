@@ -4,18 +4,16 @@ Every chosen response has two digits and every rejected one three, so that there
 Not covered: killed and resumed runs (test_resume.py), skipped steps (test_replay.py).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
-from tests.ranks import RankPool
+from tests.command import argv_of
+from tests.refuses import command_refuses
 
 STEPS = 8
 SUFFICIENT = {"dpo": 0.55, "simpo": 0.5, "orpo": 2.4, "ipo": 15.0, "kto": 0.47}
@@ -32,7 +30,7 @@ def write_pairs(path: Path, numbers: range) -> str:
 
 
 @pytest.fixture
-def tree(two_layers: dict[str, Path], tmp_path: Path) -> dict[str, Any]:
+def tree(two_layers, tmp_path) -> dict[str, Any]:
     return {
         "run": {"dir": str(tmp_path / "run")},
         "actor": {"model": {"path": str(two_layers["plain"])}, "parallel": {"tp": 2}, "optim": {"lr": 2e-3}},
@@ -46,12 +44,11 @@ def tree(two_layers: dict[str, Path], tmp_path: Path) -> dict[str, Any]:
 
 def command(tree: dict[str, Any], *overrides: str) -> list[str]:
     file = Path(tree["run"]["dir"]).with_suffix(".yaml")
-    file.write_text(yaml.safe_dump(tree))
-    return ["dpo", "-c", str(file), *overrides]
+    return [*argv_of("dpo", tree, file), *overrides]
 
 
 @pytest.mark.parametrize("loss", SUFFICIENT)
-def test_a_run_on_two_ranks_learns_to_prefer(loss: str, tree: dict[str, Any], ranks: RankPool) -> None:
+def test_a_run_on_two_ranks_learns_to_prefer(loss, tree, ranks) -> None:
     """Loss falls and held-out accuracy rises; the exported model prefers the chosen responses under Hugging Face."""
     ranks.run(2, "command", *command(tree, f"loss={loss}"))
     run = Path(tree["run"]["dir"])
@@ -91,23 +88,18 @@ def _mean_logprob(model: Path, records: list[dict[str, str]], side: str) -> floa
 
 
 @pytest.mark.parametrize(
-    "overrides, words",
+    "override, names",
     [
-        (["train.max_tokens_per_micro_batch=19"], ["the longest prompt twice, with the responses of another pair"]),
-        (["data.validation={one}"], ["has one usable pair, and loss = 'kto' measures its reference point"]),
+        ("train.max_tokens_per_micro_batch=19", ["train.max_tokens_per_micro_batch = 19", "longest prompt"]),
+        ("data.validation={one}", ["data.validation", "one usable pair", "loss = 'kto'"]),
     ],
 )
-def test_what_kto_cannot_measure_is_refused(
-    overrides: list[str], words: list[str], tree: dict[str, Any], ranks: RankPool, tmp_path: Path
-) -> None:
+def test_what_kto_cannot_measure_is_refused(override, names, tree, ranks, tmp_path) -> None:
     """Pairs of 18 and 16 tokens fit, a longer prompt with its responses does not."""
     lines = [{"prompt": "12+34=", "chosen": "4", "rejected": "5"}, {"prompt": "1+1=", "chosen": "222", "rejected": "3"}]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     one = write_pairs(tmp_path / "one.jsonl", range(1))
     tree["data"].pop("validation")
     tree["train"]["mini_batch_samples"] = 2
-    given = [each.format(one=one) for each in overrides]
-    status, said = ranks.run(1, "command_status", *command(tree, "loss=kto", "actor.parallel.tp=1", *given))[0]
-    assert status == 2
-    assert [each for each in words if each not in said] == [], said
+    command_refuses(ranks, command(tree, "loss=kto", "actor.parallel.tp=1", override.format(one=one)), *names)
     assert not (Path(tree["run"]["dir"]) / "metrics.jsonl").exists()

@@ -1,29 +1,20 @@
 """A run that drops groups of equal rewards, draws others in their place, and shapes rewards by length."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
-import yaml
-
 from megarlhf.observe.records.metrics import read_metrics
+from tests.command import argv_of
 from tests.distributed.test_rl_layouts import config
-from tests.ranks import RankPool
 
 REWARD = {"kind": "rule", "rule": "tests.distributed.user_rewards:lucky", "name": "lucky"}
 
 
-def test_dynamic_sampling_to_the_end_at_tp2(
-    ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_dynamic_sampling_to_the_end_at_tp2(ranks, one_layer, data, tmp_path) -> None:
     """Fewer groups without signal than without it, at the same number of samples; the same run on one rank."""
     cfg = config({**one_layer, "other": one_layer["scorer"]}, data["prompts"], {}, advantage="group_relative")
     del cfg["critic"], cfg["reward_model"]
     cfg["run"], cfg["rewards"] = {"dir": str(tmp_path / "tp2")}, [REWARD]
     cfg["train"] |= {"num_steps": 2, "epochs_per_step": 1}
     cfg["algo"] |= {"missing_end_penalty": 0.25, "overlong": {"buffer_tokens": 3, "mask": True}}
-    (tmp_path / "cfg.yaml").write_text(yaml.safe_dump(cfg))
-    argv = ["rl", "-c", str(tmp_path / "cfg.yaml"), "run.on_existing=overwrite"]
+    argv = [*argv_of("rl", cfg, tmp_path / "cfg.yaml"), "run.on_existing=overwrite"]
     dynamic = [*argv, "algo.dynamic_sampling.max_refills=2"]
     tp2 = ["actor.parallel.tp=2", "reference.parallel.tp=2"]
     ranks.run(2, "command", *dynamic, *tp2)

@@ -3,8 +3,6 @@
 Not covered: intervals (tests/algo/test_intervals.py), what is refused (tests/config/test_eval_config.py).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
@@ -13,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from megarlhf.algo.intervals import pass_at_k
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.observe.records.metrics import read_metrics
-from tests.data.in_memory import build_pairs, load_records
+from tests.command import argv_of
+from tests.data.in_memory import load_records
+from tests.distributed.samples import pair_samples
 from tests.ranks import RankPool
 
 LAYOUTS = {"tp2": {"tp": 2}, "pp2": {"pp": 2}}
@@ -31,8 +30,7 @@ def runner(ranks: RankPool, folder: Path) -> Run:
     def run(name: str, world: int, **tree: Any) -> dict[str, Any]:
         path, run_dir = folder / f"{name}.yaml", folder / name
         run_section = {"dir": str(run_dir), "seed": 3} | tree.pop("run", {})
-        path.write_text(yaml.safe_dump({"run": run_section, **tree}))
-        (written, *_) = ranks.run(world, "command", "eval", "-c", str(path))
+        (written, *_) = ranks.run(world, "command", *argv_of("eval", {"run": run_section, **tree}, path))
         report: dict[str, Any] = json.loads((run_dir / "eval.json").read_text())
         (row,) = read_metrics(run_dir)
         for figure, each in report["figures"].items():
@@ -44,7 +42,7 @@ def runner(ranks: RankPool, folder: Path) -> Run:
 
 
 @pytest.fixture
-def run(ranks: RankPool, tmp_path: Path) -> Run:
+def run(ranks, tmp_path) -> Run:
     return runner(ranks, tmp_path)
 
 
@@ -69,9 +67,7 @@ def nll_by_hugging_face(path: Path, rows: list[tuple[list[int], int]]) -> list[t
     return found
 
 
-def test_perplexity_is_hugging_faces_at_every_layout(
-    run: Run, two_layers: dict[str, Path], data: dict[str, Path]
-) -> None:
+def test_perplexity_is_hugging_faces_at_every_layout(run, two_layers, data) -> None:
     """Weighted by tokens: responses have one to four, and the mean of their means is another number."""
     directory, tokenizer, rows = two_layers["plain"], load_tokenizer(two_layers["plain"]), []
     for record in load_records(data["sft"], fields=("prompt", "response")):
@@ -98,7 +94,7 @@ def test_perplexity_is_hugging_faces_at_every_layout(
         assert other["data"] == single["data"]
 
 
-def test_perplexity_of_plain_text_in_pieces(run: Run, two_layers: dict[str, Path], tmp_path: Path) -> None:
+def test_perplexity_of_plain_text_in_pieces(run, two_layers, tmp_path) -> None:
     texts = ["1+2=3", "37+48=85 " * 4]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     directory = two_layers["plain"]
@@ -108,31 +104,19 @@ def test_perplexity_of_plain_text_in_pieces(run: Run, two_layers: dict[str, Path
         rows += [([tokenizer.bos_id, *tokens[start : start + 15]], 1) for start in range(0, len(tokens), 15)]
     total, count = map(sum, zip(*nll_by_hugging_face(directory, rows), strict=True))
     limits = {"max_prompt_tokens": 8, "max_response_tokens": 8}
-    report = run(
-        "text",
-        1,
-        actor=model(directory),
-        data={"train": str(tmp_path / "texts.jsonl"), **limits},
-        eval={"perplexity_of": "text"},
-    )
+    texts_only = {"data": {"train": str(tmp_path / "texts.jsonl"), **limits}, "eval": {"perplexity_of": "text"}}
+    report = run("text", 1, actor=model(directory), **texts_only)
     assert len(rows) > len(texts)
     assert (value(report, "num_tokens"), report["figures"]["eval_loss"]["over"]) == (count, f"{len(rows)} pieces")
     assert value(report, "eval_loss") == pytest.approx(total / count, abs=2e-6)
 
 
-def test_a_reward_model_on_pairs_is_that_of_hugging_face_at_every_layout(
-    run: Run, two_layers: dict[str, Path], data: dict[str, Path]
-) -> None:
+def test_a_reward_model_on_pairs_is_that_of_hugging_face_at_every_layout(run, two_layers, data) -> None:
     from transformers import LlamaForSequenceClassification
 
     reward_model = two_layers["scorer"]
     hf = LlamaForSequenceClassification.from_pretrained(reward_model, dtype=torch.float64).eval()
-    pairs, _ = build_pairs(
-        load_records(data["pairs"], fields=("prompt", "chosen", "rejected")),
-        load_tokenizer(reward_model),
-        max_prompt_tokens=99,
-        max_response_tokens=99,
-    )
+    pairs = pair_samples(data["pairs"], reward_model)
     with torch.no_grad():
         rows = [[p.prompt_tokens + side for side in (p.chosen_tokens, p.rejected_tokens)] for p in pairs]
         hf.config.pad_token_id = 999
@@ -167,28 +151,20 @@ def generation(data: dict[str, Path]) -> dict[str, Any]:
 BRIEF = {"kind": "rule", "rule": "tests.distributed.user_rewards:brief", "name": "brief", "workers": 0}
 
 
-def test_pass_at_k_by_hand_of_what_generate_wrote(
-    run: Run, ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_pass_at_k_by_hand_of_what_generate_wrote(run, ranks, two_layers, data, tmp_path) -> None:
     """The same seeds draw the same samples."""
     tree = {"actor": model(two_layers["plain"]), "rewards": [BRIEF], **generation(data)}
     tree["rollout"] |= {"top_p": 0.95, "stop": ["=9"]}
     report = run("eval", 1, **tree, eval={"accuracy": "brief", "pass_at": [1, 2, 4]})
     assert report["sampling"] == {
-        "greedy": False,
-        "temperature": 1.0,
-        "top_p": 0.95,
-        "top_k": 0,
-        "min_p": 0.0,
-        "num_samples_per_prompt": 4,
-        "max_response_tokens": 5,
-        "stop": ["=9"],
-        "stop_token_ids": [],
-        "engine": "megatron",
-        "dtype": None,
-    }
-    (tmp_path / "g.yaml").write_text(yaml.safe_dump({"run": {"dir": str(tmp_path / "g"), "seed": 3}, **tree}))
-    ranks.run(1, "command", "generate", "-c", str(tmp_path / "g.yaml"))
+        "greedy": False, "temperature": 1.0, "top_p": 0.95, "top_k": 0, "min_p": 0.0, "num_samples_per_prompt": 4,
+        "max_response_tokens": 5, "stop": ["=9"], "stop_token_ids": [], "engine": "megatron", "dtype": None,
+    }  # fmt: skip
+    ranks.run(
+        1,
+        "command",
+        *argv_of("generate", {"run": {"dir": str(tmp_path / "g"), "seed": 3}, **tree}, tmp_path / "g.yaml"),
+    )
     lines = [json.loads(line) for line in (tmp_path / "g" / "responses.jsonl").read_text().splitlines()]
     kept = (tmp_path / "eval" / "responses.jsonl").read_text()
     assert [json.loads(line) for line in kept.splitlines()] == lines
@@ -205,9 +181,7 @@ def test_pass_at_k_by_hand_of_what_generate_wrote(
     assert value(report, "eval_average_at_4") == value(report, "eval_pass_at_1") == sum(right) / len(right)
 
 
-def test_a_model_against_itself_wins_half_and_another_layout_says_the_same(
-    run: Run, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_model_against_itself_wins_half_and_another_layout_says_the_same(run, two_layers, data, tmp_path) -> None:
     """Scored by our reward model. Sampled: the two draw other samples, and one half is within the interval, as 95 of
     100 seeds have it. Greedy: all are ties."""
     tree: dict[str, Any] = generation(data) | {"rewards": [{"kind": "model"}], "max_samples": 24}
@@ -240,9 +214,7 @@ def test_a_model_against_itself_wins_half_and_another_layout_says_the_same(
         assert (said[0] == said[1]) is same
 
 
-def test_two_models_by_vllm_one_after_the_other(
-    vllm_ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_two_models_by_vllm_one_after_the_other(vllm_ranks, one_layer, data, tmp_path) -> None:
     """Of other weights and layouts, at greedy the same responses as by the actor's own forward."""
     run = runner(vllm_ranks, tmp_path)
     tree = generation(data) | {"greedy": True, "rewards": [BRIEF]}

@@ -1,9 +1,6 @@
 """What layers of experts still hold when a step is over. Not covered: how much that is on a GPU (the rehearsal)."""
 
-from __future__ import annotations
-
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +16,6 @@ from megarlhf.trainers.supervised.sft import SupervisedFineTuning
 from tests.distributed import jobs
 from tests.distributed.test_packed_layouts import write_ragged
 from tests.distributed.tiny import write_family
-from tests.ranks import RankPool
 
 
 def left_after_a_step(runtime: Runtime, tree: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +41,7 @@ def left_after_a_step(runtime: Runtime, tree: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_inputs_and_routing_are_gone(recompute: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_inputs_and_routing_are_gone(recompute, ranks, tmp_path) -> None:
     """Upstream's dispatcher keeps the weights of experts, and through their graph the input of a layer that is computed
     again and the input's gradient."""
     tree = {

@@ -4,8 +4,6 @@ fp32 but for one test, random weights. Not covered: transformer-engine's layer s
 several ranks (ep), training of experts in bf16.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.models.attention.layers import causal_band
 from megarlhf.models.positions import PositionTable
-from tests.data.in_memory import build_sft, load_records
 from tests.distributed.compare import assert_gradients_equal
+from tests.distributed.samples import sft_samples
 from tests.distributed.tiny import FAMILIES, write_family
-from tests.ranks import RankPool
+from tests.refuses import refuses
 
 TOLERANCE = 2e-5
 """Measured: 2e-6. The wrong kind of GELU shows at 3e-4."""
@@ -45,19 +42,19 @@ def rows() -> list[list[int]]:
 
 
 @pytest.fixture(scope="session", params=["lm", "scalar"])
-def head(request: pytest.FixtureRequest) -> str:
+def head(request) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="session")
-def written(head: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def written(head, tmp_path_factory) -> dict[str, Path]:
     """A directory of each family with this head."""
     root = tmp_path_factory.mktemp(head)
     return {name: write_family(root / name, name, scalar=head == "scalar") for name in FAMILIES}
 
 
 @pytest.fixture(scope="session")
-def hugging_face(head: str, written: dict[str, Path]) -> dict[str, tuple[list[np.ndarray], list[list[int]]]]:
+def hugging_face(head, written) -> dict[str, tuple[list[np.ndarray], list[list[int]]]]:
     """Of each family: the output at every position of each row by itself, and the greedy continuations."""
     return {name: _ask_hugging_face(path, head) for name, path in written.items()}
 
@@ -93,9 +90,7 @@ SOME: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_outputs_equal_hugging_face(
-    layout: str, head: str, ranks: RankPool, written: dict[str, Path], hugging_face: dict[str, Any]
-) -> None:
+def test_outputs_equal_hugging_face(layout, head, ranks, written, hugging_face) -> None:
     """Logits or scores of every family, and the same greedy tokens from the engine that grows its rows."""
     world_size, parallel = LAYOUTS[layout]
     names = SOME.get(layout, tuple(FAMILIES))
@@ -118,7 +113,7 @@ OTHER_ROPES = {
 }
 
 
-def test_other_rotary_scalings_equal_hugging_face(ranks: RankPool, tmp_path: Path) -> None:
+def test_other_rotary_scalings_equal_hugging_face(ranks, tmp_path) -> None:
     """On one rank: what the layouts do with angles does not depend on how they were made."""
     paths = [write_family(tmp_path / name, "llama", rope_parameters=rope) for name, rope in OTHER_ROPES.items()]
     (answers,) = ranks.run(1, "outputs_and_greedy", [str(path) for path in paths], {}, "lm", rows(), NEW_TOKENS)
@@ -138,30 +133,26 @@ def _assert_equal(what: str, actual: tuple[np.ndarray, list[list[int]]], expecte
     assert continuations == expected[1], f"{what}: other tokens than Hugging Face's"
 
 
-def test_bf16_is_near_fp32(head: str, ranks: RankPool, written: dict[str, Path], hugging_face: dict[str, Any]) -> None:
+def test_bf16_is_near_fp32(head, ranks, written, hugging_face) -> None:
     """Every parameter is bf16, also those that Megatron-Core would leave in fp32. A near choice of experts may turn out
     otherwise, so the mean is compared; it is coarse, and would miss a small mistake."""
     models = [str(path) for path in written.values()]
     parallel = {"tp": 2, "sequence_parallel": True}
     answers = ranks.run(2, "outputs_and_greedy", models, parallel, head, rows(), 0, "bf16")[0]
     for name, answer in zip(written, answers, strict=True):
-        errors = [
-            np.abs(answer[0][row, : len(wanted_SV)] - wanted_SV).mean()
-            for row, wanted_SV in enumerate(hugging_face[name][0])
-        ]
+        wanted = enumerate(hugging_face[name][0])
+        errors = [np.abs(answer[0][row, : len(wanted_SV)] - wanted_SV).mean() for row, wanted_SV in wanted]
         assert 1e-5 < max(errors) < 0.03, f"{name}: mean differences {errors}"
 
 
 @pytest.fixture(scope="session")
-def language_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def language_models(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("trained")
     return {name: write_family(root / name, name) for name in TRAINED}
 
 
 @pytest.fixture(scope="session")
-def first_steps(
-    ranks: RankPool, language_models: dict[str, Path], data: dict[str, Path]
-) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+def first_steps(ranks, language_models, data) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Of each family: the first step by Hugging Face, and ours on one rank."""
     return {
         name: (_step_of_hugging_face(path, data["sft"]), ranks.run(1, "sft_steps", sft(path, data["sft"], {}), 1)[0])
@@ -208,13 +199,7 @@ def _step_of_hugging_face(path: Path, data: Path) -> dict[str, Any]:
     """Loss and gradient norm of the first mini-batch, one sequence at a time: no padding, nothing of ours."""
     from transformers import AutoModelForCausalLM
 
-    samples, _ = build_sft(
-        load_records(data, fields=("prompt", "response")),
-        load_tokenizer(path),
-        max_prompt_tokens=64,
-        max_response_tokens=64,
-    )
-    batch = samples[:MINI_BATCH]
+    batch = sft_samples(data, path)[:MINI_BATCH]
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     denominator = sum(len(sample.tokens) - sample.prompt_length for sample in batch)
     total = 0.0
@@ -229,14 +214,7 @@ def _step_of_hugging_face(path: Path, data: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name, layout", [(name, layout) for name, layouts in TRAINED.items() for layout in layouts])
-def test_the_first_step_is_the_same_at_every_layout(
-    name: str,
-    layout: str,
-    ranks: RankPool,
-    language_models: dict[str, Path],
-    data: dict[str, Path],
-    first_steps: dict[str, Any],
-) -> None:
+def test_the_first_step_is_the_same_at_every_layout(name, layout, ranks, language_models, data, first_steps) -> None:
     """Loss and gradient norm are Hugging Face's, and each gradient is that of one rank."""
     reference, alone = first_steps[name]
     world_size, parallel = TRAINING_LAYOUTS[layout]
@@ -259,7 +237,7 @@ def _compared(gradients: dict[str, np.ndarray], norm: float) -> dict[str, np.nda
     return {name: gradient for name, gradient in gradients.items() if name not in idle | rounding}
 
 
-def test_stages_of_any_sizes(ranks: RankPool, data: dict[str, Path], tmp_path: Path) -> None:
+def test_stages_of_any_sizes(ranks, data, tmp_path) -> None:
     """Megatron-Core states the first and the last stage only; here the two between them differ as well."""
     path = write_family(tmp_path / "model", "qwen2", num_hidden_layers=5)
     expected = _step_of_hugging_face(path, data["sft"])
@@ -278,12 +256,10 @@ def test_the_window_counts_the_token_itself() -> None:
 def test_positions_start_at_the_offset_and_padding_may_lie_beyond_the_table() -> None:
     """Five positions behind two rows of offset, on a grid rounded up to a multiple of tp = 2; not one of eight."""
     arch = SimpleNamespace(position_offset=2, max_positions=5)
-    config = SimpleNamespace(
-        tensor_model_parallel_size=2, hidden_size=1, params_dtype=torch.float32, deterministic_mode=False
-    )
-    config.context_parallel_size = 1
+    sizes = {"tensor_model_parallel_size": 2, "context_parallel_size": 1, "hidden_size": 1}
+    config = SimpleNamespace(**sizes, params_dtype=torch.float32, deterministic_mode=False)
     table = PositionTable(config, arch)  # type: ignore[arg-type]
     table.weight.data = torch.arange(7.0)[:, None]
     assert table(torch.arange(6)[None])[0, :, 0].tolist() == [2, 3, 4, 5, 6, 6]
-    with pytest.raises(AssertionError, match="8 positions, the table has 5"):
+    with refuses("8 positions", "5", error=AssertionError):
         table(torch.arange(8)[None])

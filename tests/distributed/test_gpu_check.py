@@ -3,8 +3,6 @@
 Not covered: GPUs, NCCL, Triton's kernels outside its interpreter, srun. The check with vLLM: test_gpu_check_engine.py.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -16,9 +14,10 @@ import pytest
 from megarlhf.config import SFTConfig, describe_sources
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.runtime import capabilities
-from tests.data.in_memory import build_prompts, build_sft, load_records
+from tests.data.in_memory import build_prompts, build_sft
 from tests.distributed.gpu_check_jobs import PoolStart
-from tests.ranks import RankPool
+from tests.distributed.samples import records_of
+from tests.refuses import lines_naming, missing_names
 from tools.gpu_check import __main__ as command
 from tools.gpu_check import checks, start
 from tools.gpu_check.cases import (
@@ -46,7 +45,7 @@ WITHIN = {"rollout_logprob_gap_mean": 0.001, "rollout_logprob_gap_p999": 0.01}
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(tmp_path_factory) -> Path:
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
@@ -56,9 +55,7 @@ def expected() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def single(
-    ranks: RankPool, inputs: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Launch, list[dict[str, Any]]]:
+def single(ranks, inputs, tmp_path_factory) -> tuple[Launch, list[dict[str, Any]]]:
     """One job of each check on one rank: the launch and its results."""
     out = tmp_path_factory.mktemp("single")
     jobs = [sft_job(inputs, out, "experts", "fp32", {}), ppo_job(inputs, out, "dense", "fp32", {})]
@@ -71,9 +68,7 @@ def single(
 # --- parity ---------------------------------------------------------------------------------------
 
 
-def test_what_is_stored_is_what_this_version_computes(
-    single: tuple[Launch, list[dict[str, Any]]], expected: dict[str, Any]
-) -> None:
+def test_what_is_stored_is_what_this_version_computes(single, expected) -> None:
     """Two of the twelve jobs anew, within 1e-5: whoever changes what is computed has to make the file anew. Not
     covered: the jobs in bf16, whose rounding depends on the CPU."""
     _, results = single
@@ -91,9 +86,7 @@ def test_what_is_stored_is_what_this_version_computes(
     assert min(map(abs, (*figures["kl"], *figures["policy_loss"], *figures["value_loss"]))) > 1e-2
 
 
-def test_two_ranks_pass_and_a_changed_number_does_not(
-    ranks: RankPool, inputs: Path, tmp_path: Path, expected: dict[str, Any]
-) -> None:
+def test_two_ranks_pass_and_a_changed_number_does_not(ranks, inputs, tmp_path, expected) -> None:
     """Through the command's own functions, at TP2 for fine-tuning and PP2 for PPO; then with one stored number that is
     off by a thousandth: that figure alone is named."""
     for check, make, layout in (("sft", sft_job, "tp2"), ("ppo", ppo_job, "pp2")):
@@ -116,9 +109,7 @@ def test_two_ranks_pass_and_a_changed_number_does_not(
 
 
 @pytest.mark.parametrize("planted", ["missing", "nan", "shorter"])
-def test_a_number_that_is_not_there_fails(
-    planted: str, single: tuple[Launch, list[dict[str, Any]]], expected: dict[str, Any]
-) -> None:
+def test_a_number_that_is_not_there_fails(planted, single, expected) -> None:
     launch, results = single
     broken = json.loads(json.dumps(results))
     for row in broken[0]["metrics"]:
@@ -133,9 +124,7 @@ def test_a_number_that_is_not_there_fails(
     assert named == ({"loss", "grad_norm"} if planted == "shorter" else {"loss"})
 
 
-def test_a_job_that_fails_is_told_with_its_error_and_the_next_is_not_begun(
-    ranks: RankPool, inputs: Path, tmp_path: Path, expected: dict[str, Any]
-) -> None:
+def test_a_job_that_fails_is_told_with_its_error_and_the_next_is_not_begun(ranks, inputs, tmp_path, expected) -> None:
     """The second of three: TP2 on one rank."""
     jobs = [sft_job(inputs, tmp_path, "grouped", "fp32", parallel) for parallel in ({}, {"tp": 2}, {})]
     jobs[1] = replace(jobs[1], name="sft grouped too wide fp32")
@@ -143,14 +132,12 @@ def test_a_job_that_fails_is_told_with_its_error_and_the_next_is_not_begun(
     good, bad, after = command.run_launch(launch, tmp_path, PoolStart(ranks), expected, ON_A_CPU)
     assert good.status == "passed"
     assert (bad.status, bad.case) == ("FAILED", "tp1: sft grouped too wide fp32")
-    assert "ValueError: actor.parallel: world size 1 is not a multiple of tp x cp x pp = 2 x 1 x 1" in bad.note
-    assert bad.note.endswith(f"see {tmp_path / launch.name / 'output.log'}")
+    log = str(tmp_path / launch.name / "output.log")
+    assert not missing_names(bad.note, "ValueError", "actor.parallel", "world size 1", "2 x 1 x 1", log)
     assert (after.status, "not begun" in after.note) == ("FAILED", True)
 
 
-def test_a_run_that_goes_on_passes_and_one_without_its_resume_point_does_not(
-    ranks: RankPool, inputs: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_goes_on_passes_and_one_without_its_resume_point_does_not(ranks, inputs, tmp_path) -> None:
     """On one rank, to the bit. Then without a resume point, as runs on a GPU once were: the start that is to go on from
     it is refused."""
     launch = Launch(check="resume", case="tp1", ranks=1, jobs=resume_jobs(inputs, tmp_path / "runs", {}))
@@ -177,7 +164,7 @@ SEEN = {
 
 
 @pytest.mark.parametrize("name", SEEN)
-def test_the_rehearsal_of_a_measured_run(name: str, ranks: RankPool, inputs: Path, tmp_path: Path) -> None:
+def test_the_rehearsal_of_a_measured_run(name, ranks, inputs, tmp_path) -> None:
     """Two steps on one rank, with tensors counted as an allocator would; the rehearsal in its own process says the same
     within a thousandth, of fine-tuning by the lengths of its data. Not covered: more ranks (benchmarks of rehearsals),
     a GPU's allocator (benchmarks/results/gpu_memory.json)."""
@@ -222,18 +209,20 @@ def test_phases_are_compared_by_their_largest_stay_and_worst_rank() -> None:
     ("certificates", "step", "says"),
     [
         (CERTIFIED, WITHIN, {}),
-        (CERTIFIED, {**WITHIN, "rollout_logprob_gap_mean": 0.5}, {"rollout_logprob_gap_mean": "nats"}),
-        (CERTIFIED, {**WITHIN, "rollout_logprob_gap_p999": None}, {"rollout_logprob_gap_p999": "nats"}),
-        (CERTIFIED[:1], WITHIN, {"": "1 certificates, expected 2"}),
-        ([CERTIFIED[1], CERTIFIED[0]], WITHIN, {"": "certificate of the first weights: b, on a CPU a"}),
-        ([CERTIFIED[0], CERTIFIED[0]], WITHIN, {"": "the weights after the step are those before it: a"}),
+        (CERTIFIED, {**WITHIN, "rollout_logprob_gap_mean": 0.5}, {"rollout_logprob_gap_mean": ["nats"]}),
+        (CERTIFIED, {**WITHIN, "rollout_logprob_gap_p999": None}, {"rollout_logprob_gap_p999": ["nats"]}),
+        (CERTIFIED[:1], WITHIN, {"": ["1 certificates", "expected 2"]}),
+        ([CERTIFIED[1], CERTIFIED[0]], WITHIN, {"": ["first weights: b", "CPU a"]}),
+        ([CERTIFIED[0], CERTIFIED[0]], WITHIN, {"": ["after the step", ": a"]}),
     ],
 )
-def test_rows_of_an_engine(certificates: list[Any], step: dict[str, Any], says: dict[str, str]) -> None:
+def test_rows_of_an_engine(certificates, step, says) -> None:
     launch = Launch(check="engine", case="tp2pp2_to_tp2", ranks=4)
     result = {"job": "engine bf16", "metrics": [{"step": 1, **step}], "certificates": certificates}
     rows = checks.engine(launch, [result], {"engine bf16": "a"})
-    assert {row.figure: row.note for row in rows if row.status != "passed"} == says
+    failed = {row.figure: row.note for row in rows if row.status != "passed"}
+    assert failed.keys() == says.keys()
+    assert all(not missing_names(failed[figure], *names) for figure, names in says.items())
     assert len(rows) == 3
 
 
@@ -253,7 +242,7 @@ def test_rows_of_kernels() -> None:
 # --- what a machine allows ------------------------------------------------------------------------
 
 
-def test_a_machine_that_is_too_small_says_so_case_by_case(inputs: Path, tmp_path: Path) -> None:
+def test_a_machine_that_is_too_small_says_so_case_by_case(inputs, tmp_path) -> None:
     """One GPU: whatever needs more is a row with its reason. Eight: nothing is skipped. Two nodes: every even number of
     ranks up to a node's also over both. TransformerEngine: each job with our layers too."""
     one, skipped = launches(Machine(gpus_per_node=1), CHECKS, inputs, tmp_path)
@@ -273,7 +262,7 @@ def test_a_machine_that_is_too_small_says_so_case_by_case(inputs: Path, tmp_path
     ]
     odd, skipped = launches(Machine(gpus_per_node=3, nodes=3), ["sft"], inputs, tmp_path)
     assert (odd[-1].ranks, odd[-1].nodes) == (4, 2)
-    assert [row.note for row in skipped] == ["8 ranks do not divide over 3 nodes of 3 GPUs"]
+    assert [missing_names(row.note, "8 ranks", "3 nodes", "3 GPUs") for row in skipped] == [[]]
     (of_a_cpu,) = {row.note for row in launches(Machine(gpus_per_node=8, on_gpus=False), CHECKS, inputs, tmp_path)[1]}
     assert "CPU's allocator" in of_a_cpu
     small, _ = launches(Machine(gpus_per_node=4, nodes=2), ["ppo"], inputs, tmp_path)
@@ -284,23 +273,22 @@ def test_a_machine_that_is_too_small_says_so_case_by_case(inputs: Path, tmp_path
     assert Launch.load(path) == both[0]
 
 
-def test_without_a_gpu_the_command_says_so_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_without_a_gpu_the_command_says_so_and_writes_nothing(tmp_path, capsys) -> None:
     if capabilities().device_count:
         pytest.skip("this machine has a GPU")
     assert command.main(["--out", str(tmp_path / "out")]) == 2
     message = capsys.readouterr().err
-    assert message.startswith("make test-gpu: torch sees no GPU on this machine")
-    assert len(message.splitlines()) == 1
+    assert lines_naming(message, "make test-gpu", "torch sees no GPU") == message.splitlines()
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(SystemExit, match="2"):
         command.main(["--only", "kernel"])
 
 
-def test_a_folder_of_the_user_is_not_emptied(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_folder_of_the_user_is_not_emptied(tmp_path, capsys) -> None:
     """One of an earlier check is."""
     (tmp_path / "mine").write_text("mine")
     assert command.main(["--cpu", "1", "--only", "kernels", "--out", str(tmp_path)]) == 2
-    assert f"{tmp_path} is there and is no folder of an earlier check" in capsys.readouterr().err
+    assert not missing_names(capsys.readouterr().err, str(tmp_path), "no folder of an earlier check")
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
     command.empty(tmp_path / "out")
     (tmp_path / "out" / "left").touch()
@@ -308,7 +296,7 @@ def test_a_folder_of_the_user_is_not_emptied(tmp_path: Path, capsys: pytest.Capt
     assert [path.name for path in (tmp_path / "out").iterdir()] == [command.MARK]
 
 
-def test_the_table_and_the_exit_status(capsys: pytest.CaptureFixture) -> None:
+def test_the_table_and_the_exit_status(capsys) -> None:
     """Nothing but skipped rows is no success: nothing was shown."""
     passed, failed = judged("sft", "tp1", "loss", 1e-6, 1e-4), judged("sft", "tp2", "loss", float("nan"), 1e-4)
     skipped = Row(check="sft", case="tp2", status="skipped", note="needs 2 GPUs, there is 1")
@@ -324,7 +312,7 @@ def test_the_table_and_the_exit_status(capsys: pytest.CaptureFixture) -> None:
 # --- the jobs -------------------------------------------------------------------------------------
 
 
-def test_no_record_is_too_long_and_no_batch_larger_than_the_data(inputs: Path, tmp_path: Path) -> None:
+def test_no_record_is_too_long_and_no_batch_larger_than_the_data(inputs, tmp_path) -> None:
     """Of every job of a machine with eight GPUs."""
     planned, _ = launches(Machine(gpus_per_node=8), CHECKS, inputs, tmp_path)
     seen = set()
@@ -335,22 +323,17 @@ def test_no_record_is_too_long_and_no_batch_larger_than_the_data(inputs: Path, t
         if key in seen:
             continue
         seen.add(key)
-        records, tokenizer = load_records(data.train, fields=("prompt", "response")), load_tokenizer(directory)
+        records, tokenizer = records_of(data.train, "prompt", "response"), load_tokenizer(directory)
+        limits, build = {"max_prompt_tokens": data.max_prompt_tokens}, build_prompts
         if isinstance(cfg, SFTConfig):
-            built, skipped = build_sft(
-                records,
-                tokenizer,
-                max_prompt_tokens=data.max_prompt_tokens,
-                max_response_tokens=cfg.data.max_response_tokens,
-            )
-        else:
-            built, skipped = build_prompts(records, tokenizer, max_prompt_tokens=data.max_prompt_tokens)
+            limits["max_response_tokens"], build = cfg.data.max_response_tokens, build_sft
+        built, skipped = build(records, tokenizer, **limits)
         assert not skipped.reasons, (job.name, skipped)
         assert len(built) == (16 if "long" in describe_sources(data.train) else 64)
     assert len(seen) == 5
 
 
-def test_every_job_has_a_run_directory_of_its_own(inputs: Path, tmp_path: Path) -> None:
+def test_every_job_has_a_run_directory_of_its_own(inputs, tmp_path) -> None:
     """Of one kind of layers: the second kind overwrites the first, whose metrics have been read."""
     planned, _ = launches(Machine(gpus_per_node=8), CHECKS, inputs, tmp_path)
     jobs: list[Job] = [job for launch in planned for job in launch.jobs]

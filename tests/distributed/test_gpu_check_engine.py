@@ -3,19 +3,14 @@
 Not covered: TP2 x PP2 into TP2, which needs four ranks (test_rl_vllm.py), GPUs.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from tests.distributed.gpu_check_jobs import PoolStart
-from tests.ranks import RankPool
 from tools.gpu_check import __main__ as command
 from tools.gpu_check import checks
 from tools.gpu_check.cases import ENGINES, LAYOUTS, Launch, engine_job, write_inputs
 from tools.gpu_check.plan import Machine
 
 
-def test_the_gap_and_the_certificates_of_two_stages_into_two_shards(vllm_ranks: RankPool, tmp_path: Path) -> None:
+def test_the_gap_and_the_certificates_of_two_stages_into_two_shards(vllm_ranks, tmp_path) -> None:
     """PP2 into TP2 in bf16: the gap is within the limits, and the digest of the first weights is the stored one, which
     was made at TP1."""
     layout, tp = ENGINES["pp2_to_tp2"]

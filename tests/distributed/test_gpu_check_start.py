@@ -1,12 +1,9 @@
 """How `make test-gpu` starts its ranks: on this machine and through srun. Not covered: a real srun."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -15,21 +12,19 @@ from tools.gpu_check import start
 from tools.gpu_check.cases import Launch
 
 
-def test_ranks_that_hang_are_ended_and_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ranks_that_hang_are_ended_and_named(monkeypatch, tmp_path) -> None:
     script = "import os, signal, sys, time; print(os.getpid(), flush=True); time.sleep(60)"
     monkeypatch.setattr(start, "PROGRAM", ("-c", script))
     launch = Launch(check="sft", case="tp1", ranks=1, seconds=1.0)
     began = time.monotonic()
-    assert start.Processes()(launch, launch.dump(tmp_path)) == "did not end in 1 s"
+    assert "1 s" in start.Processes()(launch, launch.dump(tmp_path))
     assert time.monotonic() - began < 50
     pid = int((tmp_path / launch.name / "output.log").read_text())
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
 
-def test_ranks_start_through_srun_with_their_places_and_a_port_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ranks_start_through_srun_with_their_places_and_a_port_of_their_own(monkeypatch, tmp_path) -> None:
     """A stand-in for srun writes down its arguments."""
     srun = tmp_path / "srun"
     srun.write_text('#!/bin/sh\necho "$@"\necho "$MASTER_PORT $NVIDIA_TF32_OVERRIDE"\nexit 3\n')
@@ -40,7 +35,7 @@ def test_ranks_start_through_srun_with_their_places_and_a_port_of_their_own(
     launch = Launch(check="sft", case="tp2pp2 over 2 nodes", ranks=4, nodes=2)
     path = launch.dump(tmp_path)
     for port in ("20000", "20001"):
-        assert processes(launch, path) == "ended with exit status 3"
+        assert "status 3" in processes(launch, path)
         words, environment = start.log_of(path).read_text().splitlines()
         assert words == (
             "--nodes=2 --ntasks=4 --ntasks-per-node=2 --relative=0 --label apptainer exec "
@@ -56,4 +51,4 @@ def test_make_says_it_and_ends_with_two() -> None:
     asked = ["make", "--no-print-directory", "test-gpu", f"PY={sys.executable}"]
     done = subprocess.run(asked, cwd=start.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "torch sees no GPU on this machine" in done.stderr
+    assert "torch sees no GPU" in done.stderr

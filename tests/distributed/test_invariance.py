@@ -4,8 +4,6 @@ A spread of it is in the default tests, all of it in `make test-matrix`, which a
 Not covered: NCCL, TransformerEngine's kernels and fusions, which need a GPU (docs/invariance.md).
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Iterable, Iterator
@@ -37,36 +35,21 @@ from tests.distributed.invariance import (
 from tests.distributed.invariance_record import write_record
 from tests.distributed.test_packed_layouts import write_ragged
 from tests.distributed.tiny import write_family
-from tests.ranks import RankPool
 
 SPREAD = {
-    Cell("sft", "TP4", "packed"),
-    Cell("sft", "PP4", "tied"),
-    Cell("sft", "DP4", "no overlap"),
-    Cell("sft", "VPP2", "packed"),
-    Cell("sft", "TP2 x CP2", "padded"),
-    Cell("ppo", "CP2", "packed"),
-    Cell("ppo", "TP2", NO_BONUS),
-    Cell("rm", "TP2 x PP2, VPP2", "padded"),
-    Cell("sft", "SP", "core_attention"),
-    Cell("sft", "TP2", "optimizer distributed"),
-    Cell("sft", "EP2", "optimizer not distributed"),
-    Cell("rm", "PP2", "layers"),
-    Cell("rm", "DP2", "streamed"),
-    Cell("rm", "experts, TP2 with SP", "packed"),
-    Cell("rm", "TP2 x DP2", "optimizer not distributed"),
-    Cell("ppo", "PP2 x DP2", "offloaded"),
-    Cell("ppo", "DP2", "all of it"),
-    Cell("grpo", "TP2 x PP2", "full"),
-    Cell("grpo", "EP2 x TP2", "padded"),
-}
+    Cell("sft", "TP4", "packed"), Cell("sft", "PP4", "tied"), Cell("sft", "DP4", "no overlap"),
+    Cell("sft", "VPP2", "packed"), Cell("sft", "TP2 x CP2", "padded"), Cell("ppo", "CP2", "packed"),
+    Cell("ppo", "TP2", NO_BONUS), Cell("rm", "TP2 x PP2, VPP2", "padded"), Cell("sft", "SP", "core_attention"),
+    Cell("sft", "TP2", "optimizer distributed"), Cell("sft", "EP2", "optimizer not distributed"),
+    Cell("rm", "PP2", "layers"), Cell("rm", "DP2", "streamed"), Cell("rm", "experts, TP2 with SP", "packed"),
+    Cell("rm", "TP2 x DP2", "optimizer not distributed"), Cell("ppo", "PP2 x DP2", "offloaded"),
+    Cell("ppo", "DP2", "all of it"), Cell("grpo", "TP2 x PP2", "full"), Cell("grpo", "EP2 x TP2", "padded"),
+}  # fmt: skip
 """Each layout, each algorithm and each variant at least once."""
 BF16_SPREAD = {
-    Cell("sft", "TP2 x PP2, VPP2", dtype="bf16"),
-    Cell("rm", "EP2", dtype="bf16"),
-    Cell("ppo", "DP2", dtype="bf16"),
+    Cell("sft", "TP2 x PP2, VPP2", dtype="bf16"), Cell("rm", "EP2", dtype="bf16"), Cell("ppo", "DP2", dtype="bf16"),
     Cell("grpo", "PP2", dtype="bf16"),
-}
+}  # fmt: skip
 
 
 def with_marks(all_cells: Iterable[Cell], spread: set[Cell]) -> list[Any]:
@@ -76,7 +59,7 @@ def with_marks(all_cells: Iterable[Cell], spread: set[Cell]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def matrix(ranks: RankPool, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
+def matrix(ranks, models, tmp_path_factory) -> Iterator[Matrix]:
     root = tmp_path_factory.mktemp("invariance")
     known = {f"dense {name}": models[model] for name, model in DENSE.items()}
 
@@ -103,7 +86,7 @@ EXPERT_SEED = 4
 
 
 @pytest.mark.parametrize("cell", with_marks(cells(), SPREAD))
-def test_as_in_one_process(cell: Cell, matrix: Matrix) -> None:
+def test_as_in_one_process(cell, matrix) -> None:
     """Losses, norms, each gradient of the first update, each weight after three; to the bit where only memory or what
     is computed again differs from another run at the same layout."""
     layout, variant = LAYOUTS[cell.layout], VARIANTS[cell.variant]
@@ -125,7 +108,7 @@ def test_as_in_one_process(cell: Cell, matrix: Matrix) -> None:
 
 
 @pytest.mark.parametrize("cell", with_marks(bf16_cells(), BF16_SPREAD))
-def test_bf16_is_within_its_band(cell: Cell, matrix: Matrix) -> None:
+def test_bf16_is_within_its_band(cell, matrix) -> None:
     """Of fp32 in one process on the same data; and it is bf16."""
     found = matrix.measured[cell] = bf16_deviations(matrix.run(cell), matrix.reference(cell))
     band = BANDS[LAYOUTS[cell.layout].model, cell.algorithm]
@@ -133,7 +116,7 @@ def test_bf16_is_within_its_band(cell: Cell, matrix: Matrix) -> None:
     assert all(1e-5 < value <= band[kind] for kind, value in found.items()), f"{cell}: {found}, the band is {band}"
 
 
-def test_no_choice_of_experts_is_a_matter_of_rounding(matrix: Matrix) -> None:
+def test_no_choice_of_experts_is_a_matter_of_rounding(matrix) -> None:
     """An expert is chosen where its logit is among the largest. The nearest decision of all stands as it is by far more
     than layouts change it: ten times. Where a decision is nearer than rounding, layouts may choose differently."""
     compared = 0

@@ -1,7 +1,5 @@
 """A role starts from a Hugging Face directory, torch_dist or mp_rank of any layout: the first loss is the same."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ import pytest
 from megarlhf.weights.checkpoint.conversion import MegatronTarget, convert
 from megarlhf.weights.checkpoint.open_checkpoint import detect_format, open_checkpoint
 from tests.distributed.test_sft_layouts import config
-from tests.ranks import RankPool
+from tests.refuses import refuses
 
 LIVE: dict[str, tuple[int, dict[str, Any]]] = {
     "tp1": (1, {}),
@@ -20,7 +18,7 @@ LIVE: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def stored(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def stored(models, tmp_path_factory) -> dict[str, Path]:
     """The same model in all three formats, at layouts that no test runs."""
     root = tmp_path_factory.mktemp("stored")
     source = open_checkpoint(models["plain"])
@@ -30,7 +28,7 @@ def stored(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize("live", LIVE)
-def test_the_first_loss_is_the_same(ranks: RankPool, stored: dict[str, Path], data: dict[str, Path], live: str) -> None:
+def test_the_first_loss_is_the_same(ranks, stored, data, live) -> None:
     """To the last bit at one live layout, within 1e-6 of the loss of TP1 at the other. tp = 4 > 2 KV heads on disk."""
     world_size, parallel = LIVE[live]
     losses = {}
@@ -45,14 +43,14 @@ def test_the_first_loss_is_the_same(ranks: RankPool, stored: dict[str, Path], da
 
 
 def test_a_checkpoint_without_config_or_tokenizer_takes_them_from_model_hf(
-    ranks: RankPool, stored: dict[str, Path], models: dict[str, Path], data: dict[str, Path], tmp_path: Path
+    ranks, stored, models, data, tmp_path
 ) -> None:
     """As pre-training leaves it; without `model.hf` the error says what to set."""
     bare = tmp_path / "bare"
     shutil.copytree(stored["mp_rank"], bare)
     shutil.rmtree(bare / "hf")
     section = config(bare, data["sft"], {})
-    with pytest.raises(AssertionError, match=r"has no config.json; .* set model.hf to a directory"):
+    with refuses(str(bare), "config.json", "set model.hf", error=AssertionError):
         ranks.run(1, "sft_steps", section, 1)
     section["actor"]["model"]["hf"] = str(models["plain"])
     loss = ranks.run(1, "sft_steps", section, 1)[0]["loss"][0]

@@ -3,8 +3,6 @@
 Not covered: bf16; dropout, which is refused.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import pytest
 from megarlhf.architectures.adapters import is_adapter_tensor
 from tests.distributed.lora import wrapped, write_adapter
 from tests.distributed.written_out import STEPS, assert_same_training, config, sft_written_out
-from tests.ranks import RankPool
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp1": (1, {}),
@@ -36,12 +33,12 @@ ROLE: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def adapter(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapter(models, tmp_path_factory) -> Path:
     return write_adapter(tmp_path_factory.mktemp("adapters") / "all", models["plain"])
 
 
 @pytest.fixture(scope="module")
-def written_out(models: dict[str, Path], data: dict[str, Path], adapter: Path) -> dict[str, Any]:
+def written_out(models, data, adapter) -> dict[str, Any]:
     model, parameters = wrapped(models["plain"], adapter)
     return sft_written_out(model, parameters, tokenizer=models["plain"], data=data["sft"])
 
@@ -57,9 +54,7 @@ def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_equals_the_adapter_written_out(
-    layout: str, ranks: RankPool, models: dict[str, Path], data: dict[str, Path], adapter: Path, written_out: Any
-) -> None:
+def test_every_layout_equals_the_adapter_written_out(layout, ranks, models, data, adapter, written_out) -> None:
     """q, k and v are one layer of Megatron's, gate and up another: their adapters are seven all the same. The base
     stays as it was, to the bit."""
     world_size, parallel = LAYOUTS[layout]
@@ -74,9 +69,7 @@ def test_every_layout_equals_the_adapter_written_out(
         np.testing.assert_array_equal(array, expected, err_msg=name)
 
 
-def test_only_the_adapter_has_gradients_and_optimizer_state(
-    ranks: RankPool, models: dict[str, Path], data: dict[str, Path]
-) -> None:
+def test_only_the_adapter_has_gradients_and_optimizer_state(ranks, models, data) -> None:
     """In bf16, at TP2: of each element that is trained a gradient and an fp32 copy with two moments, 16 bytes; of the
     base nothing but its 2 bytes of weight. Full tuning has all of it for every element."""
     found = []

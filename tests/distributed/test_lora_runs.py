@@ -3,8 +3,6 @@
 Not covered: GPUs; a mixture of experts in vLLM, whose weights travel as those of any other model.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -12,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
+from tests.command import argv_of
 from tests.distributed.lora import read_adapter, write_adapter
 from tests.distributed.test_resume import command_line, rows, weights
-from tests.distributed.test_resume_elsewhere import CP, DP, TP, VPP, sft, started
+from tests.distributed.test_resume_elsewhere import TP, sft, started, wander
 from tests.distributed.test_rl_layouts import config
-from tests.ranks import RankPool
+from tests.refuses import command_refuses, lines_naming, missing_names, refuses
 
 LIMIT = 1e-4
 """Nats by which trainer and vLLM may differ on a token in fp32."""
@@ -40,9 +38,7 @@ def merged_by_hand(model: Path, adapter: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("how", ["merged", pytest.param("adapter", marks=pytest.mark.slow)])
-def test_rl_samples_with_the_adapter_and_measures_the_kl_to_its_base(
-    how: str, vllm_ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_rl_samples_with_the_adapter_and_measures_the_kl_to_its_base(how, vllm_ranks, models, data, tmp_path) -> None:
     """TP2 x PP2 into two engines of TP2. vLLM has what is trained: the gap stays within rounding in every step, and the
     weights of the start would not pass. No second model is built; the export is the base with the adapter."""
     scored = {**models, "other": models["scorer"]}
@@ -53,12 +49,11 @@ def test_rl_samples_with_the_adapter_and_measures_the_kl_to_its_base(
     cfg["run"] = {"dir": str(tmp_path / "run"), "nproc": 4}
     cfg["train"] |= {"num_steps": 3, "epochs_per_step": 1}
     cfg["rollout"] |= {"engine": "vllm", "parallel": {"tp": 2}, "verify_weights_every": 1, "lora": how}
-    cfg["rollout"]["sleep_level"] = 2 if how == "adapter" else 0
-    (tmp_path / "cfg.yaml").write_text(yaml.safe_dump(cfg))
-    written = "".join(vllm_ranks.run(4, "command", "rl", "-c", str(tmp_path / "cfg.yaml")))
+    cfg["rollout"]["vllm"] = {"sleep_level": 2 if how == "adapter" else 0}
+    written = "".join(vllm_ranks.run(4, "command", *argv_of("rl", cfg, tmp_path / "cfg.yaml")))
 
-    assert "reference: the actor without its adapter; no second model is built" in written
-    assert "actor: trains 12,800 of " in written
+    assert lines_naming(written, "reference", "actor without its adapter")
+    assert lines_naming(written, "actor", "12,800 of")
     steps = read_metrics(tmp_path / "run")[1:]
     assert [row["step"] for row in steps] == [1, 2, 3]
     for row in steps:
@@ -85,34 +80,21 @@ def test_rl_samples_with_the_adapter_and_measures_the_kl_to_its_base(
     assert changed == {"q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-def test_a_killed_run_goes_on_at_other_layouts(
-    ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_killed_run_goes_on_at_other_layouts(ranks, models, data, tmp_path) -> None:
     """A step at each of four layouts: metrics are those of a run that stays at one, up to the rounding of its sums. A
     point holds the adapter and no base."""
     case = sft(models, data)
     case.config["actor"]["lora"] = {"path": str(write_adapter(tmp_path / "adapter", models["plain"]))}
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    started(ranks, command_line(case, whole), DP)
-    argv = command_line(case, run)
-    started(ranks, argv, VPP, cut_at=2)
-    keys = set(FileSystemReader(run / "resume/step_000001/actor").read_metadata().state_dict_metadata)
-    names = set(read_adapter(tmp_path / "adapter"))
-    assert keys == names | {f"optimizer.state.{kind}.{name}" for kind in ("exp_avg", "exp_avg_sq") for name in names}
-    for number, (parallel, words) in enumerate(((TP, "tp 2 x pp 1"), (CP, "tp 1 x cp 2"), (DP, "tp 1 x pp 1")), 1):
-        said = started(ranks, argv, parallel, cut_at=0 if parallel is DP else 2)
-        assert f"from resume/step_{number:06d}" in said
-        assert f"goes on at {words}" in said
-    for found, expected in zip(rows(run), rows(whole), strict=True):
-        for metric in ("loss", "grad_norm"):
-            if metric in expected:
-                assert found[metric] == pytest.approx(expected[metric], rel=1e-5), (expected["step"], metric)
-    assert sum("grad_norm" in row for row in rows(run)) == 4
+
+    def look(point: Path) -> None:
+        keys, names = set(FileSystemReader(point / "actor").read_metadata().state_dict_metadata), set(adapter)
+        assert keys == names | {f"optimizer.state.{kind}.{n}" for kind in ("exp_avg", "exp_avg_sq") for n in names}
+
+    adapter = read_adapter(tmp_path / "adapter")
+    wander(ranks, case, tmp_path, look)
 
 
-def test_a_killed_run_goes_on_bit_for_bit(
-    ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_killed_run_goes_on_bit_for_bit(ranks, models, data, tmp_path) -> None:
     """A new adapter, whose A follows from the seed. A run whose base has changed since is refused, and so is its
     exported adapter on another base of the same shapes; on its own it is where the run has ended."""
     case, whole, run = sft(models, data), tmp_path / "whole", tmp_path / "run"
@@ -125,29 +107,24 @@ def test_a_killed_run_goes_on_bit_for_bit(
         0
     ]
     assert status == 2
-    assert "the model that the adapter of actor is on (actor.model.path): changed since" in said
+    assert lines_naming(said, "adapter of actor", "(actor.model.path)", "changed since")
     assert "from resume/step_000002" in started(ranks, argv, TP)
     assert rows(run) == rows(whole)
     assert weights(run) == weights(whole)
     assert len(weights(run)) == 2, "merged and by itself"
-    with pytest.raises(ValueError, match="resume point of an adapter, without the model"):
+    with refuses("resume point", "adapter", "without the model"):
         open_checkpoint(run / "resume/step_000004/actor")
     exported = run / "checkpoints/latest/actor_adapter"
     then = [
-        *command_line(case, tmp_path / "then"),
-        f"actor.lora={{path: {exported}, export: merged}}",
-        "train.num_steps=2",
-    ]
-    status, said = ranks.run(2, "command_status", *then, f"actor.model.path={models['other']}")[0]
-    assert status == 2
-    assert f"lora.path = {exported} is an adapter of another base: megarlhf.json beside it says that" in said
+        *command_line(case, tmp_path / "then"), f"actor.lora={{path: {exported}, export: merged}}", "train.num_steps=2",
+    ]  # fmt: skip
+    other = [*then, f"actor.model.path={models['other']}"]
+    command_refuses(ranks, other, f"lora.path = {exported}", "another base", "megarlhf.json", world=2)
     started(ranks, then, TP)
     assert rows(tmp_path / "then")[0]["eval_loss"] == pytest.approx(rows(run)[-1]["eval_loss"], rel=1e-6)
 
 
-def test_an_exported_reward_models_adapter_is_that_reward_model(
-    ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_an_exported_reward_models_adapter_is_that_reward_model(ranks, one_layer, data, tmp_path) -> None:
     """Trained on a language model, with its scalar head: on that language model it ranks pairs as the merged export
     does, in `eval` as at the start of another run. On another base it is refused."""
     base, tree = str(one_layer["plain"]), {"data": {"train": str(data["pairs"])}}
@@ -156,8 +133,7 @@ def test_an_exported_reward_models_adapter_is_that_reward_model(
 
     def run(command: str, name: str, role: dict[str, Any], **more: Any) -> tuple[int, str]:
         config = {"run": {"dir": str(tmp_path / name)}, "reward_model": role, **tree, **more}
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(config))
-        status, said = ranks.run(1, "command_status", command, "-c", str(tmp_path / f"{name}.yaml"))[0]
+        status, said = ranks.run(1, "command_status", *argv_of(command, config, tmp_path / f"{name}.yaml"))[0]
         return status, " ".join(said.split())
 
     assert run("rm", "rm", section, train=limits)[0] == 0
@@ -165,7 +141,7 @@ def test_an_exported_reward_models_adapter_is_that_reward_model(
     adapter = {"path": str(latest / "reward_model_adapter")}
     status, said = run("eval", "adapter", {"model": {"path": base}, "lora": adapter})
     assert status == 0, said
-    assert f"reward_model: the scalar head is loaded from {adapter['path']}" in said
+    assert not missing_names(said, "reward_model", f"scalar head is loaded from {adapter['path']}")
     assert run("eval", "merged", {"model": {"path": str(latest / "reward_model")}})[0] == 0
     found, expected = (json.loads((tmp_path / f"{n}/eval.json").read_text())["figures"] for n in ("adapter", "merged"))
     (stated,) = (json.loads((tmp_path / "adapter/eval.json").read_text())["models"]).values()
@@ -181,4 +157,4 @@ def test_an_exported_reward_models_adapter_is_that_reward_model(
     assert first["eval_loss"] == pytest.approx(expected["eval_loss"]["value"], rel=1e-4)
     status, said = run("eval", "other", {"model": {"path": str(one_layer["other"])}, "lora": adapter})
     assert status == 2
-    assert "is an adapter of another base: megarlhf.json beside it" in said
+    assert not missing_names(said, adapter["path"], "another base", "megarlhf.json")

@@ -4,24 +4,17 @@ trainer's; and the certificate finds a wrong adapter either way.
 Not covered: GPUs, where vLLM's LoRA layers are other kernels.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from tests.distributed.lora import write_adapter
-from tests.ranks import RankPool
 
 PROMPTS = [[1, 5, 6, 7], [1, 4, 9], [1, 11, 8, 4, 15, 6], [1, 13]]
 LIMIT = 1e-4
 
 
 @pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_merged_and_as_an_adapter_vllm_says_the_same(
-    tp: int, vllm_ranks: RankPool, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_merged_and_as_an_adapter_vllm_says_the_same(tp, vllm_ranks, models, tmp_path) -> None:
     """Two adapters one after the other, on some of q, k, v in one layer and none of them in another; the base of the
     actor and, with an adapter of its own, of the engine is the first one's still."""
     targets = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")

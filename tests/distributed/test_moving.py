@@ -1,27 +1,25 @@
 """What follows the actor over a run of rl: the average of its weights, and a reference that moves; at TP2, and exactly
 the same over a resume. And passes over a step's samples that end on the KL."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from megarlhf.observe.records.cost_metrics import reproducible
 from megarlhf.observe.records.metrics import read_metrics
+from tests.command import argv_of
 from tests.distributed.interrupted_jobs import command_until
 from tests.distributed.test_rl_layouts import config
-from tests.ranks import RankPool
+from tests.refuses import command_refuses
 
 DECAY = 0.75
 
 
 @pytest.fixture
-def configured(two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path) -> Any:
+def configured(two_layers, data, tmp_path) -> Any:
     """The command of a run of three steps with an update each: the actor at TP2, the reference at PP2."""
     cfg = config({**two_layers, "other": two_layers["scorer"]}, data["prompts"], {"tp": 2}, advantage="group_relative")
     del cfg["critic"]
@@ -30,8 +28,7 @@ def configured(two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Pat
     cfg["checkpoint"] = {"every": 1, "export_every": 1}
 
     def made(**keys: Any) -> list[str]:
-        (tmp_path / "cfg.yaml").write_text(yaml.safe_dump(cfg | keys))
-        return ["rl", "-c", str(tmp_path / "cfg.yaml")]
+        return argv_of("rl", cfg | keys, tmp_path / "cfg.yaml")
 
     return made
 
@@ -40,9 +37,7 @@ def weights(run: Path, step: int, role: str) -> dict[str, torch.Tensor]:
     return load_file(run / f"checkpoints/step_{step:06d}" / role / "model.safetensors")
 
 
-def test_average_and_moved_reference_are_exact_over_a_resume(
-    configured: Any, ranks: RankPool, two_layers: dict[str, Path], tmp_path: Path
-) -> None:
+def test_average_and_moved_reference_are_exact_over_a_resume(configured, ranks, two_layers, tmp_path) -> None:
     """The average by hand from the exports of the actor. The reference, of which rank 0 has nothing, is the actor of
     the step before, so that no step sees a KL; a run that is killed inside its third step goes on as if it had not
     been. Without `reference_update` it does not: the reference would be another one, unsaid."""
@@ -53,9 +48,7 @@ def test_average_and_moved_reference_are_exact_over_a_resume(
     killed = ranks.run(2, command_until, 3, "megarlhf.parallel.step:Trainer", "step", *argv, f"run.dir={parts}")
     assert [outcome for outcome, _ in killed] == ["killed"] * 2
     without = [*configured(ema={"decay": DECAY}), f"run.dir={parts}", "run.allow_changes=true"]
-    status, said = ranks.run(2, "command_status", *without)[0]
-    assert status == 2
-    assert "it holds a reference that has moved, and this configuration has no reference_update" in said
+    command_refuses(ranks, without, "reference", "moved", "reference_update", world=2)
     configured(ema={"decay": DECAY}, reference_update={"every": 1})
     ranks.run(2, "command", *argv, f"run.dir={parts}")
     average = load_file(two_layers["plain"] / "model.safetensors")
@@ -73,7 +66,7 @@ def test_average_and_moved_reference_are_exact_over_a_resume(
     assert [reproducible(row) for row in rows] == [reproducible(row) for row in again]
 
 
-def test_a_reference_moves_half_way_every_second_step(configured: Any, ranks: RankPool, tmp_path: Path) -> None:
+def test_a_reference_moves_half_way_every_second_step(configured, ranks, tmp_path) -> None:
     """The third step's KL is between that of a reference that stays and that of one that has become the actor."""
     still, half = tmp_path / "still", tmp_path / "half"
     ranks.run(2, "command", *configured(), f"run.dir={still}")
@@ -84,7 +77,7 @@ def test_a_reference_moves_half_way_every_second_step(configured: Any, ranks: Ra
     assert 0.05 * rows[2]["kl_k3"] < moved[2]["kl_k3"] < 0.6 * rows[2]["kl_k3"]
 
 
-def test_a_step_s_updates_end_on_the_kl_of_the_policy(configured: Any, ranks: RankPool, tmp_path: Path) -> None:
+def test_a_step_s_updates_end_on_the_kl_of_the_policy(configured, ranks, tmp_path) -> None:
     """Of four updates the first shows no KL, the second shows some; the other two are left out."""
     argv = configured()
     ranks.run(

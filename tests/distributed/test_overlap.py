@@ -3,12 +3,9 @@
 With gloo, whose messages run in threads of their own. Not covered: NCCL's streams.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +14,6 @@ import pytest
 from megarlhf.runtime import Runtime
 from tests.distributed.jobs import sft_steps
 from tests.distributed.tiny import write_family
-from tests.ranks import RankPool
 
 STEPS = 3
 OPTIM = {"lr": 1e-3, "clip_grad": 0.0}
@@ -35,11 +31,8 @@ def counting(counts: dict[str, int]) -> Iterator[None]:
     from megarlhf.parallel import step
 
     made, start, finish, gathered = (
-        step.DistributedDataParallelConfig,
-        Group.start_grad_sync,
-        Group.finish_grad_sync,
-        Group.finish_param_sync,
-    )
+        step.DistributedDataParallelConfig, Group.start_grad_sync, Group.finish_grad_sync, Group.finish_param_sync,
+    )  # fmt: skip
     finishing = []
 
     def started(self: Any, *args: Any, **named: Any) -> None:
@@ -82,7 +75,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_overlap_changes_no_bit(layout: str, ranks: RankPool, data: dict[str, Path], tmp_path: Path) -> None:
+def test_overlap_changes_no_bit(layout, ranks, data, tmp_path) -> None:
     family, world_size, parallel = LAYOUTS[layout]
     model = write_family(tmp_path / family, family)
 
@@ -94,11 +87,9 @@ def test_overlap_changes_no_bit(layout: str, ranks: RankPool, data: dict[str, Pa
             "actor": role,
             "data": {"train": str(data["sft"])},
             "train": {
-                "num_steps": STEPS,
-                "mini_batch_samples": 8,
-                "micro_batch_samples": 4 if "vpp" in parallel else 2,
+                "num_steps": STEPS, "mini_batch_samples": 8, "micro_batch_samples": 4 if "vpp" in parallel else 2,
             },
-        }
+        }  # fmt: skip
         by_rank = ranks.run(world_size, steps_counted, config)
         return by_rank[0][0], [counts for _, counts in by_rank]
 

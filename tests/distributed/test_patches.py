@@ -1,10 +1,7 @@
 """Each substitution in other projects' code, and each part of ours that stands for a broken one of theirs, is still
 needed. A failure here is good news: remove it."""
 
-from __future__ import annotations
-
 import inspect
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +12,10 @@ from megarlhf.layout import MeshLayout
 from megarlhf.parallel.mesh import GroupCache, build_mesh
 from megarlhf.runtime import Runtime
 from tests.distributed.tiny import write_family
-from tests.ranks import RankPool
+from tests.refuses import missing_names
 
 
-def test_megatron_core_still_names_cuda(ranks: RankPool, models: dict[str, Path]) -> None:
+def test_megatron_core_still_names_cuda(ranks, models) -> None:
     """Without the scope, Megatron's schedule asks for a CUDA device and fails; with it, it runs."""
     message = ranks.run(1, "forward_without_the_cpu_scope", str(models["plain"]))[0]
     assert "CUDA" in message or "cuda" in message
@@ -52,7 +49,7 @@ def norms_of_gradients(runtime: Runtime, gradients: list[torch.Tensor]) -> tuple
     return inside, float(torch.norm(torch.stack([torch.norm(gradient) for gradient in gradients])))
 
 
-def test_the_norm_of_gradients_is_that_in_fp64(ranks: RankPool) -> None:
+def test_the_norm_of_gradients_is_that_in_fp64(ranks) -> None:
     """Of an embedding as SmolLM2's at that: torch's sum in fp32 loses what is added to a large number."""
     torch.manual_seed(0)
     # Not a whole number of rows; one that has less than a row; one that is empty, as shards of an optimizer can be.
@@ -71,7 +68,7 @@ def threads_of_groups(runtime: Runtime) -> tuple[int, int]:
     return world, own
 
 
-def test_gloo_still_has_two_threads_for_a_group(ranks: RankPool) -> None:
+def test_gloo_still_has_two_threads_for_a_group(ranks) -> None:
     """`parallel/process_groups.py`: with two and two messages under way a process dies now and then, which no test of a
     few seconds can be sure to see; docs/log.md has how to."""
     assert ranks.run(2, threads_of_groups) == [(2, 1)] * 2
@@ -139,19 +136,18 @@ def test_vllm_still_names_shared_memory_alike_in_every_externally_launched_run()
     assert 'init_method.split(":")[-1]' in inspect.getsource(cpu_worker)
 
 
-def test_vllm_still_packs_experts_at_unchanged_shape(fresh_ranks: RankPool, tmp_path: Path) -> None:
+def test_vllm_still_packs_experts_at_unchanged_shape(fresh_ranks, tmp_path) -> None:
     """Without `_keep_experts` the engine finds, before the first write, that every expert tensor's memory changed, and
     refuses it by name. Packed, their shape says nothing: the widths here are multiples of 32."""
     model = write_family(tmp_path / "model", "mixtral", hidden_size=128)
     message = fresh_ranks.run(1, "vllm_packed_experts", str(model))[0]
-    assert message.startswith("RuntimeError: vLLM's parameters cannot be filled by a copy plan:"), message
+    assert not missing_names(message, "RuntimeError", "copy plan", "moe_backend 'triton'"), message
     named = [line.removeprefix("  rank 0: ") for line in message.splitlines() if line.startswith("  rank")]
     experts = "model.layers.{}.block_sparse_moe.experts.routed_experts."
-    changed = "was changed in memory after loading"
-    w13 = [f"{experts.format(layer)}w13_weight [4, 192, 128] {changed}" for layer in range(4)]
-    w2 = [f"{experts.format(layer)}w2_weight [4, 128, 96] {changed}" for layer in range(4)]
-    assert sorted(named) == sorted(w13 + w2)
-    assert "moe_backend 'triton' on a GPU" in message
+    w13 = [f"{experts.format(layer)}w13_weight [4, 192, 128]" for layer in range(4)]
+    w2 = [f"{experts.format(layer)}w2_weight [4, 128, 96]" for layer in range(4)]
+    assert sorted(line.partition("]")[0] + "]" for line in named) == sorted(w13 + w2)
+    assert all("changed in memory" in line for line in named)
 
 
 def test_vllm_still_destroys_the_default_process_group() -> None:
@@ -170,9 +166,7 @@ def test_vllm_still_multiplies_by_a_head_of_another_dtype_on_its_own() -> None:
     assert "return F.linear(" in inspect.getsource(LogitsProcessor._apply_head)
 
 
-def test_a_product_on_a_cpu_still_depends_on_the_number_of_rows_and_ours_does_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_product_on_a_cpu_still_depends_on_the_number_of_rows_and_ours_does_not(monkeypatch) -> None:
     """`vllm_patches.linear`, for as many rows as requests may be in a batch; the product as it is where it differs."""
     from megarlhf.rollout.vllm import patches as vllm_patches
     from megarlhf.rollout.vllm.patches import linear
@@ -198,7 +192,7 @@ def test_a_product_on_a_cpu_still_depends_on_the_number_of_rows_and_ours_does_no
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_our_product_takes_a_bias_and_no_rows_at_all(dtype: torch.dtype) -> None:
+def test_our_product_takes_a_bias_and_no_rows_at_all(dtype) -> None:
     from megarlhf.rollout.vllm.patches import linear
 
     weight_VH, bias_V = torch.randn(6, 4, dtype=dtype), torch.randn(6, dtype=dtype)

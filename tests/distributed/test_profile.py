@@ -3,21 +3,19 @@
 Not covered: GPUs.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from megarlhf.observe.records.cost_metrics import reproducible
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.observe.watch.profile import CURVE
+from tests.command import argv_of
 from tests.distributed.test_rl_layouts import config as rl_config
-from tests.ranks import RankPool
+from tests.refuses import lines_naming, missing_names
 
 SFT = Counter({"train/actor": 1, "optimizer/actor": 1, "eval": 1})
 RL = Counter(
@@ -50,26 +48,16 @@ def inside(trace: dict[str, Any], name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("command, memory, phases", [("sft", 2, SFT), ("rl", 1, RL)])
-def test_a_profiled_step(
-    command: str,
-    memory: int,
-    phases: Counter[str],
-    ranks: RankPool,
-    two_layers: dict[str, Path],
-    data: dict[str, Path],
-    tmp_path: Path,
-) -> None:
+def test_a_profiled_step(command, memory, phases, ranks, two_layers, data, tmp_path) -> None:
     """Memory is of the same step (sft), and of another one (rl)."""
     made = config(command, two_layers, data)
     recorded = {"profile": {"steps": [2], "memory_snapshot": memory}}
     for name, sections in (("plain", {}), ("profiled", recorded)):
-        (tmp_path / f"{name}.yaml").write_text(
-            yaml.safe_dump({**made, **sections, "run": {"dir": str(tmp_path / name)}})
-        )
-        said = ranks.run(2, "command", command, "-c", str(tmp_path / f"{name}.yaml"))[0]
+        tree = {**made, **sections, "run": {"dir": str(tmp_path / name)}}
+        said = ranks.run(2, "command", *argv_of(command, tree, tmp_path / f"{name}.yaml"))[0]
     steps = ", ".join(map(str, sorted({2, memory})))
-    assert f"profile: step {steps} is recorded by all 2 rank(s), and takes longer than others" in said
-    assert "a curve of the step's own allocations is written in place of a snapshot" in said
+    assert lines_naming(said, "profile", f"step {steps}", "2 rank")
+    assert not missing_names(said, "a curve", "allocations", "snapshot")
     plain, profiled = (read_metrics(tmp_path / name) for name in ("plain", "profiled"))
     assert [row["step"] for row in plain] == [0, 1, 2]
     assert [reproducible(row) for row in profiled] == [reproducible(row) for row in plain]

@@ -3,8 +3,6 @@
 Not covered: pieces and order of texts (tests/trainers/test_pretraining_mix.py).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -12,15 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from megarlhf.data.samples.texts import pieces
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.observe.records.metrics import read_metrics
+from tests.command import argv_of
 from tests.distributed.compare import assert_gradients_equal
 from tests.distributed.interrupted_jobs import command_until
 from tests.distributed.test_rl_layouts import config
-from tests.ranks import RankPool
 
 COEF = 3.0
 TEXTS = ["1+2=3", "a longer text of several words", "7", "2+2=4 and 3+3=6"]
@@ -57,14 +54,7 @@ def texts_alone(model_path: Path) -> tuple[float, dict[str, np.ndarray]]:
 
 
 @pytest.mark.parametrize(("world", "parallel"), [(1, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {})])
-def test_the_gradient_is_that_of_both_losses(
-    world: int,
-    parallel: dict[str, Any],
-    ranks: RankPool,
-    two_layers: dict[str, Path],
-    data: dict[str, Path],
-    tmp_path: Path,
-) -> None:
+def test_the_gradient_is_that_of_both_losses(world, parallel, ranks, two_layers, data, tmp_path) -> None:
     """All pieces are in the one update, so that no order plays a part."""
     cfg = configured(two_layers, data, tmp_path, parallel)
     loss, expected = texts_alone(two_layers["plain"])
@@ -80,15 +70,12 @@ def test_the_gradient_is_that_of_both_losses(
     assert_gradients_equal(added, {name: COEF * expected[name] for name in added}, relative=1e-4)
 
 
-def test_a_run_with_texts_to_the_end_at_tp2_goes_on_exactly_where_it_was(
-    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_run_with_texts_to_the_end_at_tp2_goes_on_exactly_where_it_was(ranks, two_layers, data, tmp_path) -> None:
     """Three steps of two updates in one go, and killed at the second update of the third: the same metrics."""
     cfg = configured({**two_layers, "other": two_layers["scorer"]}, data, tmp_path, {"tp": 2})
     cfg["train"] |= {"num_steps": 3, "mini_batch_samples": 8}
     cfg["checkpoint"] = {"every_updates": 1, "background": False}
-    (tmp_path / "cfg.yaml").write_text(yaml.safe_dump(cfg))
-    argv = ["rl", "-c", str(tmp_path / "cfg.yaml")]
+    argv = argv_of("rl", cfg, tmp_path / "cfg.yaml")
     ranks.run(2, "command", *argv, f"run.dir={tmp_path / 'whole'}")
     step, parts = ("megarlhf.parallel.step:Trainer", "step"), f"run.dir={tmp_path / 'parts'}"
     killed = ranks.run(2, command_until, 6, *step, *argv, parts)

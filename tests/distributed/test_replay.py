@@ -4,8 +4,6 @@ rounding of sums; a fault that lies in weights or batch shows again, and its fir
 Not covered: NCCL, and faults of a device, which no repeat shows again.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -26,7 +24,7 @@ from tests.apart import run_module
 from tests.distributed import jobs
 from tests.distributed.test_bad_steps import config as sft_config
 from tests.distributed.test_rl_layouts import config as rl_config
-from tests.ranks import RankPool
+from tests.refuses import command_refuses, lines_naming
 
 NORM = "decoder.layers.1.input_layernorm"
 
@@ -75,9 +73,7 @@ def overflowing(model: Path, directory: Path) -> Path:
     return directory
 
 
-def test_the_tensor_that_overflows_is_named_on_any_layout(
-    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_tensor_that_overflows_is_named_on_any_layout(ranks, two_layers, data, tmp_path) -> None:
     """Two steps are skipped at tp 1. The real command repeats the second, on one rank; at pp 2 the layer is the second
     stage's first."""
     models = {"plain": overflowing(two_layers["plain"], tmp_path / "model")}
@@ -91,24 +87,24 @@ def test_the_tensor_that_overflows_is_named_on_any_layout(
 
     done = run_module("megarlhf", "replay", str(kept))
     assert done.returncode == 0, done.stderr
-    assert "step 2 of actor was skipped because the loss is nan" in done.stdout
-    assert f"the first tensor that is not finite: output of {NORM}: 0 NaN and" in done.stdout
-    assert "on rank 0 (tp 0, cp 0, pp 0, dp 0), in the forward" in done.stdout
+    assert lines_naming(done.stdout, "step 2 of actor", "skipped", "loss is nan")
+    assert lines_naming(
+        done.stdout, "first", f"output of {NORM}", "0 NaN", "rank 0 (tp 0, cp 0, pp 0, dp 0)", "forward"
+    )
     assert "loss: nan then, nan now" in done.stdout
-    assert "the kept micro-batches, on tp 1 x pp 1 x dp 1" in done.stdout
+    assert lines_naming(done.stdout, "the kept micro-batches", "tp 1 x pp 1 x dp 1")
 
     for parallel, first in (({"tp": 2, "sequence_parallel": True}, 0), ({"pp": 2}, 1)):
         layout = f"actor.parallel={json.dumps(parallel)}"
         said = ranks.run(2, "command", "replay", str(kept), layout)[0]
-        assert f"the first tensor that is not finite: output of {NORM}: 0 NaN and" in said
-        assert f"on rank {first} (" in said.partition("the first tensor")[2]
-        assert "the kept mini-batch in other micro-batches, on tp" in said
+        assert lines_naming(said, "first", f"output of {NORM}", "0 NaN", f"rank {first}")
+        assert lines_naming(said, "kept mini-batch", "other micro-batches", f"tp {parallel.get('tp', 1)}")
     assert files_of(run) == before
 
 
 @pytest.mark.parametrize("command", ["sft", "rm", "dpo"])
 def test_a_spike_is_repeated_bit_for_bit_and_elsewhere_up_to_rounding(
-    command: str, ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+    command, ranks, two_layers, data, tmp_path
 ) -> None:
     """Two ranks make one step and skip the next, which is repeated there and on another layout. rm in bf16, on packed
     rows; dpo with kto's reference point, which is kept too."""
@@ -130,12 +126,12 @@ def test_a_spike_is_repeated_bit_for_bit_and_elsewhere_up_to_rounding(
     kept = run / f"failures/step_000002_{role}"
 
     said = ranks.run(2, "command", "replay", str(kept))[0]
-    assert "is above train.skip_grad_norm_above" in said
+    assert "train.skip_grad_norm_above" in said
     loss, norm = numbers(said, "loss"), numbers(said, "gradient norm")
     assert "(the same, bit for bit)" in said
     assert loss[0] == loss[1] > 0
     assert norm[0] == norm[1] > 0
-    assert "all finite: weights, inputs, outputs, loss and gradients" in said
+    assert "all finite" in said
     largest = largest_gradients(said)
     assert len(largest) == 5
     assert list(largest.values()) == sorted(largest.values(), reverse=True)
@@ -144,8 +140,7 @@ def test_a_spike_is_repeated_bit_for_bit_and_elsewhere_up_to_rounding(
     world_size, parallel = (1, {}) if command == "rm" else (4, {"tp": 2, "pp": 2})
     layout = f"{role}.parallel={json.dumps(parallel)}"
     said = ranks.run(world_size, "command", "replay", str(kept), layout)[0]
-    assert "in other micro-batches, on tp" in said
-    assert "(kept on tp 1 x pp 1 x dp 2)" in said
+    assert lines_naming(said, "other micro-batches", "kept on tp 1 x pp 1 x dp 2")
     tolerance = 2e-2 if command == "rm" else 1e-5
     for what in ("loss", "gradient norm"):
         then, now = numbers(said, what)
@@ -153,9 +148,7 @@ def test_a_spike_is_repeated_bit_for_bit_and_elsewhere_up_to_rounding(
     assert largest_gradients(said) == pytest.approx(largest, rel=tolerance)
 
 
-def test_actor_and_critic_are_repeated(
-    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_actor_and_critic_are_repeated(ranks, two_layers, data, tmp_path) -> None:
     """The last of four updates of a step of rl, all of them skipped. Then the critic's batch gets NaN in its returns,
     of which weights and outputs show nothing."""
     tree = rl_config(two_layers, data["prompts"], {})
@@ -166,7 +159,7 @@ def test_actor_and_critic_are_repeated(
     for role in ("actor", "critic"):
         kept = tmp_path / f"failures/step_000001_update_0003_{role}"
         said = ranks.run(1, "command", "replay", str(kept))[0]
-        assert f"step 1, update 3 of {role} was skipped because the gradient norm" in said
+        assert lines_naming(said, f"step 1, update 3 of {role}", "skipped", "gradient norm")
         assert "(the same, bit for bit)" in said
         assert "all finite" in said
 
@@ -175,12 +168,12 @@ def test_actor_and_critic_are_repeated(
     batches[1]["columns"]["returns"][tuple(mask_BS.nonzero()[0])] = torch.nan
     torch.save(batches, kept / "rank_00000.pt")
     said = ranks.run(1, "command", "replay", str(kept))[0]
-    assert "the first tensor that is not finite: column returns of micro-batch 1: 1 NaN and 0 infinite of" in said
+    assert lines_naming(said, "first", "column returns of micro-batch 1", "1 NaN", "0 infinite")
     assert math.isnan(numbers(said, "loss")[1])
 
 
 def test_weights_that_are_not_there_are_taken_from_a_resume_point_of_that_very_moment(
-    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
+    ranks, two_layers, data, tmp_path
 ) -> None:
     """The disk is full at the first of two skipped steps; of the second a file is damaged. A point after another number
     of optimizer steps does not serve."""
@@ -191,7 +184,7 @@ def test_weights_that_are_not_there_are_taken_from_a_resume_point_of_that_very_m
     ((status, said),) = ranks.run(1, command_on_a_full_disk, *argv)
     assert status == 4, said
     first, kept = run / "failures/step_000001_actor", run / "failures/step_000002_actor"
-    assert f"the weights before the skipped step could not be kept in {first}/point: no room" in said
+    assert lines_naming(said, "weights", f"{first}/point", "no room")
     assert not (first / "point").exists()
     shard = next((kept / "point/actor").glob("*.distcp"))
     content = bytearray(shard.read_bytes())
@@ -202,18 +195,12 @@ def test_weights_that_are_not_there_are_taken_from_a_resume_point_of_that_very_m
     assert saved.position.step == 1
     for directory in (first, kept):
         said = ranks.run(1, "command", "replay", str(directory))[0]
-        assert f"weights: {saved.path} (0 optimizer steps made)" in said
+        assert lines_naming(said, "weights", str(saved.path), "0 optimizer steps")
         assert "(the same, bit for bit)" in said
 
     failure = json.loads((kept / "failure.json").read_text())
     failure["counters"] = dict.fromkeys(failure["counters"], 1)
     (kept / "failure.json").write_text(json.dumps(failure))
-    ((status, said),) = ranks.run(1, "command_status", "replay", str(kept))
-    assert status == 2
-    for words in (
-        "the weights of actor before the step are not there",
-        f"{kept}/point: actor had made 0 optimizer step(s) there, not 1",
-        f"{saved.path}: actor had made 0 optimizer step(s) there, not 1",
-        "start the run again by the same command",
-    ):
-        assert words in said
+    said = command_refuses(ranks, ["replay", str(kept)], "weights of actor", "start the run again", "same command")
+    for point_path in (f"{kept}/point", str(saved.path)):
+        assert lines_naming(said, point_path, "actor", "0 optimizer step", "not 1")

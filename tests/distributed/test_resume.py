@@ -5,8 +5,6 @@ own, in tests/test_resume_killed.py and `make test-faults`. Equal means: every m
 bit, and every byte of the exported weights. Not covered: GPUs, whose kernels need `run.deterministic`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -17,20 +15,22 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from megarlhf.observe.records.cost_metrics import reproducible
 from megarlhf.provenance import Provenance, Weights
 from megarlhf.resume.points.point import find_points, read_manifest
+from tests.command import argv_of
 from tests.distributed.interrupted_jobs import command_on_a_tight_disk, command_until, command_with_signal
 from tests.distributed.test_rl_layouts import config as rl_config
 from tests.ranks import RankPool
+from tests.refuses import lines_naming
 
 STEPS = 5
 TRAIN = "megarlhf.parallel.step:Trainer"
 BORDER = "megarlhf.resume.points.checkpointer:Checkpointer"
 ENGINE = "megarlhf.rollout.megatron_engine:MegatronEngine"
 EXPORTS = "megarlhf.trainers.run.exports:Exports"
+BANK = "megarlhf.rollout.response_cache:StepBank"
 
 ROLES = ("actor", "reference", "critic", "reward_model")
 
@@ -77,11 +77,8 @@ def tree(name: str, models: dict[str, Path], data: dict[str, Path]) -> dict[str,
     kl = {"coef": 0.1, "controller": "adaptive", "target": 1e-3, "horizon": 100}  # whose coefficient is a metric
     algo = {} if name == "ppo" else {"advantage": "group_relative", "kl": kl}
     made = rl_config({**models, "other": models["scorer"]}, data["prompts"], {}, **algo)
-    made["train"] |= {
-        "num_steps": 3,
-        "micro_batch_samples": 4,
-        "stop": {"validation_reward_patience": 50, "max_kl": 100.0},
-    }
+    stop = {"validation_reward_patience": 50, "max_kl": 100.0}
+    made["train"] |= {"num_steps": 3, "micro_batch_samples": 4, "stop": stop}
     if name == "grpo":
         made["rewards"][0]["normalise"] = "running"  # over all steps so far: `reward_mean` shows it
     made["data"]["validation"], made["eval"] = str(data["prompts"]), {"every": 1, "max_samples": 6}
@@ -92,9 +89,23 @@ def tree(name: str, models: dict[str, Path], data: dict[str, Path]) -> dict[str,
 
 
 def command_line(case: Case, run: Path, *overrides: str) -> list[str]:
-    file = run.with_suffix(".yaml")
-    file.write_text(yaml.safe_dump({**case.config, "run": {"dir": str(run)}}))
-    return [case.command, "-c", str(file), *overrides]
+    return [*argv_of(case.command, {**case.config, "run": {"dir": str(run)}}, run.with_suffix(".yaml")), *overrides]
+
+
+def files(directory: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file by its path: what is in it, and when it was written."""
+    found = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
+
+
+def assert_refused(ranks: RankPool, run: Path, argv: list[str], *names: str) -> str:
+    """The command ends with status 2 and changes nothing in the run's directory; what it wrote has a line with all of
+    the names."""
+    before = files(run)
+    status, said = ranks.run(1, "command_status", *argv)[0]
+    assert (status, bool(lines_naming(said, *names))) == (2, True), said
+    assert files(run) == before
+    return said
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -109,13 +120,7 @@ def weights(run: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module", params=CUTS)
-def case(
-    request: pytest.FixtureRequest,
-    ranks: RankPool,
-    two_layers: dict[str, Path],
-    data: dict[str, Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Case:
+def case(request, ranks, two_layers, data, tmp_path_factory) -> Case:
     name = request.param
     made = Case("rl" if name in ("ppo", "grpo") else name, tree(name, two_layers, data), Path())
     made.reference = tmp_path_factory.mktemp(name) / "whole"
@@ -123,9 +128,7 @@ def case(
     return made
 
 
-def test_a_run_that_is_cut_off_goes_on_exactly(
-    case: Case, ranks: RankPool, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_run_that_is_cut_off_goes_on_exactly(case, ranks, tmp_path, request) -> None:
     name = request.node.callspec.params["case"]
     for number, cuts in enumerate(CUTS[name]):
         run = tmp_path / f"run{number}"
@@ -160,9 +163,7 @@ def as_an_earlier_version_wrote_it(run: Path) -> None:
         (each.path / "MANIFEST.json").write_text(json.dumps({"manifest": stated, "sha256": digest}))
 
 
-def test_another_layout_goes_on_with_the_same_state(
-    ranks: RankPool, two_layers: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_another_layout_goes_on_with_the_same_state(ranks, two_layers, data, tmp_path) -> None:
     """PPO cut off inside a step at tp 1, gone on with at tp 2 x pp 2 and at cp 2 x dp 2 on the same responses: the
     updates that are left agree up to the rounding of their sums, as tests/distributed/test_rl_layouts.py allows. The
     first of them goes on from what an earlier version has written."""
@@ -177,14 +178,12 @@ def test_another_layout_goes_on_with_the_same_state(
         if name == "same":
             as_an_earlier_version_wrote_it(run)
         argv = command_line(ppo, run, *overrides)
-        layout = [
-            f"{role}.parallel={json.dumps(parallel)}" for role in ("actor", "reference", "critic", "reward_model")
-        ]
+        layout = [f"{role}.parallel={json.dumps(parallel)}" for role in ROLES]
         said = ranks.run(world_size, "command", *argv, *layout)[0]
         assert "from resume/step_000000_update_0002" in said
         if name != "same":
             cp = " x cp 2" if "cp" in parallel else ""
-            assert f"goes on at tp {parallel.get('tp', 1)}{cp} x pp" in said
+            assert f"tp {parallel.get('tp', 1)}{cp} x pp" in said
         finals.append(rows(run)[-1])
     for final in finals[1:]:
         assert final["response_length_mean"] == finals[0]["response_length_mean"]
@@ -198,9 +197,7 @@ def flip_a_byte(path: Path) -> None:
     path.write_bytes(bytes(content))
 
 
-def test_damaged_points_are_passed_over_before_anything_is_touched(
-    ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_damaged_points_are_passed_over_before_anything_is_touched(ranks, one_layer, data, tmp_path) -> None:
     """The newest point has a flipped byte, the next one is cut short: the third is used, and the end is the same. When
     all are damaged the start is refused, and nothing has changed in the directory."""
     sft = Case("sft", tree("sft", one_layer, data), Path())
@@ -216,8 +213,8 @@ def test_damaged_points_are_passed_over_before_anything_is_touched(
     said = ranks.run(1, command_on_a_tight_disk, run, *argv)[0]
     assert "WARNING: no resume point" not in said, "what was passed over gives way"
     assert f"from resume/{points[-3].position.name}" in said
-    assert f"{points[-1].position.name} is passed over: actor/" in said
-    assert f"{points[-2].position.name} is passed over: state/random.pt has" in said
+    assert lines_naming(said, points[-1].position.name, "passed over", "actor")
+    assert lines_naming(said, points[-2].position.name, "passed over", "state/random.pt")
     assert rows(run) == rows(whole)
     assert [point.position.step for point in find_points(run)] == [2, 3, 4, 5], "what was passed over is gone"
     assert not list((run / "resume").glob("*.passed_over"))
@@ -227,17 +224,12 @@ def test_damaged_points_are_passed_over_before_anything_is_touched(
     ranks.run(1, command_until, 9, BORDER, "border", *argv)
     for point in find_points(other):
         flip_a_byte(point.path / "MANIFEST.json")
-    before = {path: path.stat().st_mtime_ns for path in other.rglob("*") if path.is_file()}
-    status, said = ranks.run(1, "command_status", *argv)[0]
-    assert status == 2
-    assert "no resume point in" in said
-    assert "is damaged" in said
-    assert before == {path: path.stat().st_mtime_ns for path in other.rglob("*") if path.is_file()}
+    said = assert_refused(ranks, other, argv, f"{other}/resume")
+    for point in find_points(other):
+        assert lines_naming(said, point.path.name, "damaged")
 
 
-def test_other_data_and_other_frozen_models_are_refused(
-    ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_other_data_and_other_frozen_models_are_refused(ranks, one_layer, data, tmp_path) -> None:
     """Under the same names: files whose content has changed since. `run.allow_changes` lets the run go on, and it is
     said. So is another source of a rule, which refuses nothing: it may have been corrected."""
     made = tree("grpo", one_layer, data)
@@ -252,43 +244,35 @@ def test_other_data_and_other_frozen_models_are_refused(
     run = tmp_path / "run"
     argv = command_line(grpo, run)
     ranks.run(1, command_until, 6, TRAIN, "step", *argv)
-    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
-    changes: list[tuple[Path, Callable[[Path], None], str]] = [
-        (prompts, swap_two_lines, "gives other samples"),
-        (tmp_path / "reference/model.safetensors", nudge_a_weight, "the reference has other weights"),
-        (
-            tmp_path / "reference/config.json",
-            divide_otherwise,
-            "config.json of reference.model.path: norm_eps 1e-06 -> 0.01",
-        ),
-        (tmp_path / "actor/config.json", divide_otherwise, "config.json of actor.model.path: norm_eps 1e-06 -> 0.01"),
-        (tmp_path / "actor/generation_config.json", end_earlier, "tokens that end a response: changed since"),
-        (validation, swap_two_lines, "data.validation (decides when the run ends): changed since"),
-        (tmp_path / "reward_model/model.safetensors", nudge_a_weight, "weights of the reward model: changed since"),
+    divided = ("norm_eps 1e-06 -> 0.01", "config.json")
+    changes: list[tuple[Path, Callable[[Path], None], tuple[str, ...]]] = [
+        (prompts, swap_two_lines, ("data.train", "other samples")),
+        (tmp_path / "reference/model.safetensors", nudge_a_weight, ("reference", "other weights", "KL")),
+        (tmp_path / "reference/config.json", divide_otherwise, ("reference.model.path", *divided)),
+        (tmp_path / "actor/config.json", divide_otherwise, ("actor.model.path", *divided)),
+        (tmp_path / "actor/generation_config.json", end_earlier, ("tokens that end a response", "changed since")),
+        (validation, swap_two_lines, ("data.validation", "changed since")),
+        (tmp_path / "reward_model/model.safetensors", nudge_a_weight, ("reward model", "weights", "changed since")),
     ]
-    for file, change, why in changes:
+    for file, change, names in changes:
         kept = file.read_bytes() if file.exists() else b"{}"
         change(file)
-        status, said = ranks.run(1, "command_status", *argv)[0]
-        assert (status, why in said) == (2, True), said
-        assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+        assert_refused(ranks, run, argv, *names)
         if file != changes[-1][0]:
             file.write_bytes(kept)
-    status, said = ranks.run(1, "command_status", *argv, "actor.model.dtype=bf16", "run.allow_changes=true")[0]
-    why_not = "actor was trained in float32 and is now built in bfloat16: give actor.model.dtype=fp32"
-    assert (status, why_not in said) == (2, True), said
+    in_bf16 = [*argv, "actor.model.dtype=bf16", "run.allow_changes=true"]
+    said = assert_refused(ranks, run, in_bf16, "actor", "float32", "bfloat16", "actor.model.dtype=fp32")
     assert "or go on with it by run.allow_changes" not in said
-    assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
     # Another place is none of what is computed. What the actor began with stays said, whatever lies at its path now.
     (tmp_path / "actor").rename(tmp_path / "moved")
     nudge_a_weight(tmp_path / "moved/model.safetensors")
     shutil.move(prompts, tmp_path / "staged.jsonl")
     moved = [f"actor.model.path={tmp_path}/moved", f"data.train={tmp_path}/staged.jsonl"]
     said = ranks.run(1, "command", *argv, *moved, "run.allow_changes=true")[0]
-    assert why in said
-    assert "gives other samples" not in said
-    assert f"digests say whether the content is the same: data.train: {prompts} -> " in said
-    assert f"actor.model.path = {tmp_path}/moved holds other weights than the run began with ({tmp_path}/actor" in said
+    assert lines_naming(said, *names)
+    assert "other samples" not in said
+    assert lines_naming(said, "data.train", f"{prompts} -> {tmp_path}/staged.jsonl")
+    assert lines_naming(said, "actor.model.path", f"{tmp_path}/moved", f"{tmp_path}/actor", "other weights")
     (point,) = find_points(run)[-1:]
     stated = read_manifest(point)["base"]["actor"]
     assert stated["path"] == str(tmp_path / "actor")
@@ -316,9 +300,7 @@ def nudge_a_weight(file: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def test_what_the_bank_holds_is_not_generated_again(
-    ranks: RankPool, one_layer: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_what_the_bank_holds_is_not_generated_again(ranks, one_layer, data, tmp_path) -> None:
     """Cut off while the second step's responses are drawn, and resumed from before the first: both steps' responses
     come out of the bank, where they are there, and the run is the same. A changed file of the bank is not used."""
     grpo = Case("rl", tree("grpo", one_layer, data), Path())
@@ -326,9 +308,7 @@ def test_what_the_bank_holds_is_not_generated_again(
     whole = tmp_path / "whole"
     ranks.run(1, "command", *command_line(grpo, whole))
     argv = command_line(grpo, tmp_path / "cut")
-    assert (
-        ranks.run(1, command_until, 16 + 6, "megarlhf.rollout.response_cache:StepBank", "add", *argv)[0][0] == "killed"
-    )
+    assert ranks.run(1, command_until, 16 + 6, BANK, "add", *argv)[0][0] == "killed"
     assert not find_points(tmp_path / "cut")
     for name, spoilt in (("kept", False), ("spoilt", True)):
         run = tmp_path / name
@@ -338,8 +318,8 @@ def test_what_the_bank_holds_is_not_generated_again(
             for file in sorted(run.glob("bank/step_*/*.jsonl")):
                 flip_a_byte(file)
         said = ranks.run(1, "command", *argv)[0]
-        assert ("step 1: 16 of 16 responses are in the rollout bank" in said) is not spoilt
-        assert ("step 2: 5 of 16 responses are in the rollout bank" in said) is not spoilt
+        for step, kept in ((1, 16), (2, 5)):
+            assert bool(lines_naming(said, f"step {step}", f"{kept} of 16 responses", "bank")) is not spoilt
         assert rows(run) == rows(whole)
         assert not list((run / "bank").glob("step_*")), "all steps are covered by the last resume point"
 
@@ -356,27 +336,14 @@ def uncalled_before_the_start(config: dict[str, Any]) -> None:
     [
         ("sft", TRAIN, "step", 3, "step_000002_update_0001"),
         ("sft", "megarlhf.models.role:Role", "forward", 3, "step_000001_update_0001"),
-        ("grpo", "megarlhf.rollout.response_cache:StepBank", "add", 17, "step_000001"),
-        (
-            "grpo",
-            "megarlhf.trainers.rl.evaluation",
-            "make_experience",
-            3,
-            "step_000000_update_0004",
-        ),  # two an evaluation
+        ("grpo", BANK, "add", 17, "step_000001"),
+        # Two an evaluation.
+        ("grpo", "megarlhf.trainers.rl.evaluation", "make_experience", 3, "step_000000_update_0004"),
         ("grpo", "megarlhf.rollout.rewards.score", "call_in_rank", 33, "step_000001"),
     ],
 )
 def test_a_signal_saves_and_ends_the_run(
-    name: str,
-    owner: str,
-    method: str,
-    calls: int,
-    position: str,
-    ranks: RankPool,
-    one_layer: dict[str, Path],
-    data: dict[str, Path],
-    tmp_path: Path,
+    name, owner, method, calls, position, ranks, one_layer, data, tmp_path
 ) -> None:
     """SIGTERM in the middle of an optimizer update, an evaluation, a rollout or a reward: status 75, a
     resume point of the last border, and the same run in the end."""

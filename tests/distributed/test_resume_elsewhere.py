@@ -4,9 +4,8 @@ Runs are cut off by an exception at a chosen call, as in tests/distributed/test_
 over ranks, whose state tests/distributed/test_resume_state.py carries from layout to layout bit for bit.
 """
 
-from __future__ import annotations
-
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 from tests.distributed.interrupted_jobs import command_until
 from tests.distributed.test_resume import TRAIN, Case, command_line, rows, tree, weights
 from tests.ranks import RankPool
+from tests.refuses import lines_naming
 
 VPP, TP, CP, DP = {"pp": 2, "vpp": 2}, {"tp": 2}, {"cp": 2}, dict[str, int]()
 AWAY = [
@@ -43,9 +43,7 @@ def started(ranks: RankPool, argv: list[str], parallel: dict[str, int], *, cut_a
 
 
 @pytest.mark.parametrize("parallel", [VPP, CP], ids=["pp2 vpp2", "cp2"])
-def test_stages_and_contexts_go_on_bit_for_bit(
-    parallel: dict[str, int], ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_stages_and_contexts_go_on_bit_for_bit(parallel, ranks, models, data, tmp_path) -> None:
     case, whole, run = sft(models, data), tmp_path / "whole", tmp_path / "run"
     started(ranks, command_line(case, whole), parallel)
     argv = command_line(case, run)
@@ -56,18 +54,22 @@ def test_stages_and_contexts_go_on_bit_for_bit(
     assert len(weights(run)) == 1
 
 
-def test_a_run_wanders_over_layouts(
-    ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_run_wanders_over_layouts(ranks, models, data, tmp_path) -> None:
     """A step at each of four: metrics are those of a run that stays at the last, up to the rounding of its sums."""
-    case, whole, run = sft(models, data), tmp_path / "whole", tmp_path / "run"
+    wander(ranks, sft(models, data), tmp_path)
+
+
+def wander(ranks: RankPool, case: Case, folder: Path, look: Callable[[Path], None] = lambda point: None) -> None:
+    """Starts at four layouts, each cut off after a step of its own but the last; `look` is shown the first point."""
+    whole, run = folder / "whole", folder / "run"
     started(ranks, command_line(case, whole), DP)
     argv = command_line(case, run)
     started(ranks, argv, VPP, cut_at=2)
+    look(run / "resume/step_000001")
     for number, (parallel, words) in enumerate(((TP, "tp 2 x pp 1"), (CP, "tp 1 x cp 2"), (DP, "tp 1 x pp 1")), 1):
         said = started(ranks, argv, parallel, cut_at=0 if parallel is DP else 2)
         assert f"from resume/step_{number:06d}" in said
-        assert f"goes on at {words}" in said
+        assert lines_naming(said, "actor", "goes on", words)
     for found, expected in zip(rows(run), rows(whole), strict=True):
         assert found.keys() == expected.keys()
         for metric in ("loss", "grad_norm"):
@@ -77,14 +79,7 @@ def test_a_run_wanders_over_layouts(
 
 
 @pytest.mark.parametrize(("first", "then"), [(AWAY, HERE), (HERE, AWAY)], ids=["away, then there", "there, then away"])
-def test_policies_of_memory_change_bit_for_bit(
-    first: list[str],
-    then: list[str],
-    ranks: RankPool,
-    one_layer: dict[str, Path],
-    data: dict[str, Path],
-    tmp_path: Path,
-) -> None:
+def test_policies_of_memory_change_bit_for_bit(first, then, ranks, one_layer, data, tmp_path) -> None:
     """PPO whose point is written with weights in host memory, streamed optimizers and recomputed layers goes on with
     everything on the device, and the other way round. Cut off in the second step, at the actor's second update."""
     made: dict[str, Any] = tree("ppo", one_layer, data)

@@ -3,8 +3,6 @@
 Not covered here: transformer-engine's layers and fused optimizers (a GPU).
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -24,20 +22,15 @@ from tests.distributed.resume_jobs import (
     save_without_model,
 )
 from tests.distributed.tiny import write_family
-from tests.ranks import RankPool
+from tests.refuses import missing_names
 
 Chain = tuple[tuple[str, int, dict[str, Any]], ...]
 """Directory, ranks, and the layout; with `distributed` that of the optimizer."""
 CHAIN: Chain = (
-    ("dp2", 2, {}),
-    ("cp2", 2, {"cp": 2}),
-    ("tp2_pp2_vpp2", 4, {"tp": 2, "pp": 2, "vpp": 2}),
-    ("tp2_cp2", 4, {"tp": 2, "cp": 2}),
-    ("tp1", 1, {}),
-    ("dp2_not_distributed", 2, {"distributed": False}),
-    ("dp4", 4, {}),
-    ("pp2_uneven", 2, {"pp": 2, "layers_per_stage": [3, 1]}),
-)
+    ("dp2", 2, {}), ("cp2", 2, {"cp": 2}), ("tp2_pp2_vpp2", 4, {"tp": 2, "pp": 2, "vpp": 2}),
+    ("tp2_cp2", 4, {"tp": 2, "cp": 2}), ("tp1", 1, {}), ("dp2_not_distributed", 2, {"distributed": False}),
+    ("dp4", 4, {}), ("pp2_uneven", 2, {"pp": 2, "layers_per_stage": [3, 1]}),
+)  # fmt: skip
 EXPERT_CHAIN: Chain = (
     ("ep2_of_dp4", 4, {"ep": 2}),
     ("tp2_ep2", 4, {"tp": 2, "ep": 2}),
@@ -60,24 +53,14 @@ def whole(directory: Path) -> dict[str, Tensor]:
     return {key: value for key, value in state.items() if isinstance(value, Tensor)}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "head", "model", "chain"),
-    [
-        ("fp32", "lm", "plain", CHAIN),
-        ("bf16", "lm", "tied", CHAIN),
-        ("fp32", "scalar", "plain", CHAIN),
-        ("bf16", "lm", "experts", EXPERT_CHAIN),
-    ],
-)
-def test_state_is_bit_equal_at_every_layout(
-    ranks: RankPool,
-    models: dict[str, Path],
-    tmp_path: Path,
-    dtype: str,
-    head: str,
-    model: str,
-    chain: Chain,
-) -> None:
+STATES = [
+    ("fp32", "lm", "plain", CHAIN), ("bf16", "lm", "tied", CHAIN),
+    ("fp32", "scalar", "plain", CHAIN), ("bf16", "lm", "experts", EXPERT_CHAIN),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "head", "model", "chain"), STATES)
+def test_state_is_bit_equal_at_every_layout(ranks, models, tmp_path, dtype, head, model, chain) -> None:
     """Trained at the first layout and carried on through the others: every tensor, moments and fp32 copies included."""
     path = write_family(tmp_path / "experts", "qwen3_moe") if model == "experts" else models[model]
     source, states = None, []
@@ -106,9 +89,7 @@ def test_state_is_bit_equal_at_every_layout(
     assert described.config.get("num_labels") == (1 if head == "scalar" else None)
 
 
-def test_streamed_state_is_never_on_the_device_as_a_whole(
-    ranks: RankPool, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_streamed_state_is_never_on_the_device_as_a_whole(ranks, models, tmp_path) -> None:
     """It is written where it lies, and a fresh role is filled there: its moments are made one piece at a time."""
     (found,) = ranks.run(1, save_and_load_streamed, str(models["plain"]), str(tmp_path / "point"))
     assert found["pieces"] > 5
@@ -117,7 +98,7 @@ def test_streamed_state_is_never_on_the_device_as_a_whole(
     assert found["equal"]
 
 
-def test_a_role_of_a_point_is_an_ordinary_checkpoint(ranks: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_role_of_a_point_is_an_ordinary_checkpoint(ranks, models, tmp_path) -> None:
     """Megatron-Core's own description of the model finds every tensor that it asks for; our reader, and with it
     `convert` and `model.path`, takes the same weights out of it as the role exports."""
     point, exported = tmp_path / "point", tmp_path / "exported"
@@ -143,13 +124,11 @@ def test_a_role_of_a_point_is_an_ordinary_checkpoint(ranks: RankPool, models: di
     assert all(torch.equal(ours[name], tensor) for name, tensor in role.items())
 
 
-def test_the_model_directory_may_go_during_the_run(
-    ranks: RankPool, two_layers: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_model_directory_may_go_during_the_run(ranks, two_layers, tmp_path) -> None:
     """What cannot be read at the start is refused there, on every rank; later nothing is read any more."""
     model = Path(shutil.copytree(two_layers["plain"], tmp_path / "model"))
     for refused in ranks.run(2, save_without_model, str(model), str(tmp_path / "run")):
-        assert f"go into every resume point: rank 0: ValueError: {model / 'merges.txt'} is a link to gone" in refused
+        assert not missing_names(refused, "resume point", "rank 0", str(model / "merges.txt"), "link to gone")
     assert not model.exists()
     (point,) = find_points(tmp_path / "run")
     manifest = read_manifest(point)

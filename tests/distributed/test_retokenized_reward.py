@@ -4,14 +4,11 @@ Two reward models compute the same of the same text: the second's tokenizer has 
 of the embedding stand in that order.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from megarlhf.config import MicroBatchConfig, RewardConfig, RoleConfig
 from megarlhf.data.samples.encoders import PromptSample
@@ -20,15 +17,16 @@ from megarlhf.experience import Experience, Ragged, Rollouts
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.runtime import Runtime
 from tests.classifiers import CHAT_TEMPLATE, LETTERS, write_classifier, write_tokenizer
+from tests.command import argv_of
 from tests.distributed.test_rl_layouts import config
-from tests.ranks import RankPool
+from tests.refuses import command_refuses, lines_naming, refuses
 
 TEXTS = (("1+2=", "3", True), ("hello ", "world and you", False), ("12+34=", "46", True), ("x", "", True))
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tmp_path_factory) -> dict[str, Path]:
     """`actor` writes in the tokens of `same`; `other` is `same` in other tokens."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
@@ -88,7 +86,7 @@ def scores_cut_at_12(runtime: Runtime, *args: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def expected(models: dict[str, Path]) -> list[float]:
+def expected(models) -> list[float]:
     """transformers' score of each text, by the tokens of `same`."""
     from transformers import LlamaForSequenceClassification
 
@@ -115,14 +113,7 @@ def expected(models: dict[str, Path]) -> list[float]:
     ],
     ids=["one", "tp2 packed", "pp2 packed", "dp2", "tp2pp2"],
 )
-def test_the_score_is_that_of_the_text_at_every_layout(
-    ranks: RankPool,
-    models: dict[str, Path],
-    expected: list[float],
-    world_size: int,
-    parallel: dict[str, int],
-    micro: dict[str, int],
-) -> None:
+def test_the_score_is_that_of_the_text_at_every_layout(ranks, models, expected, world_size, parallel, micro) -> None:
     """Of a reward model with other tokens; with the actor's own tokens it is what the actor's ids give."""
     for rank in ranks.run(world_size, scores, models, "other", parallel, micro):
         assert rank["by_text"] == pytest.approx(expected, abs=1e-5)
@@ -131,18 +122,18 @@ def test_the_score_is_that_of_the_text_at_every_layout(
     assert same["by_text"] == same["directly"] == pytest.approx(expected, abs=1e-5)
 
 
-def test_texts_over_the_limit_are_refused_by_name_or_cut_and_counted(ranks: RankPool, models: dict[str, Path]) -> None:
+def test_texts_over_the_limit_are_refused_by_name_or_cut_and_counted(ranks, models) -> None:
     """20 tokens of the second text; the packed micro-batch is a limit too."""
     packed = {"max_tokens_per_micro_batch": 12}
     found = ranks.run(2, scores_cut_at_12, models, "other", {"tp": 2}, {"max_tokens_per_micro_batch": 32})
     assert found[0]["lengths"] == [7, 12, 10, 3]
     assert found[0]["cut"] == found[1]["cut"] == 1
-    with pytest.raises(AssertionError, match=r"reward 'judge' on sample 1 \(prompt 'hello '.*20 tokens .* may read 12"):
+    with refuses("reward 'judge'", "sample 1", "prompt 'hello '", "20 tokens", "12", error=AssertionError):
         ranks.run(2, scores, models, "other", {"tp": 2}, packed)
 
 
 def test_a_run_at_tp2_with_another_tokenizer_and_a_classifier_of_the_same_weights(
-    ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
+    ranks, models, data, tmp_path
 ) -> None:
     """Megatron's score at TP2, packed, by the other tokenizer, and transformers' score on each rank agree. Without
     `retokenize` the tokenizer is refused."""
@@ -154,10 +145,9 @@ def test_a_run_at_tp2_with_another_tokenizer_and_a_classifier_of_the_same_weight
     cfg["train"] |= {"num_steps": 2, "epochs_per_step": 1, "max_tokens_per_micro_batch": 48}
     judge = {"kind": "classifier", "path": str(models["same"]), "append_eos": True, "name": "judge"}
     cfg["rewards"] = [{"kind": "model", "retokenize": True}, judge]
-    (tmp_path / "cfg.yaml").write_text(yaml.safe_dump(cfg))
-    argv = ["rl", "-c", str(tmp_path / "cfg.yaml")]
+    argv = argv_of("rl", cfg, tmp_path / "cfg.yaml")
     said = ranks.run(2, "command", *argv)[0]
-    assert "reward_model: reads text, by the tokenizer of" in said
+    assert lines_naming(said, "reward_model", "text", "tokenizer")
     rows = [row for row in read_metrics(tmp_path / "run") if row["step"]]
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
@@ -165,7 +155,5 @@ def test_a_run_at_tp2_with_another_tokenizer_and_a_classifier_of_the_same_weight
         assert row["reward/model_std"] == pytest.approx(row["reward/judge_std"], abs=1e-5)
         assert row["reward/model_std"] > 1e-3
         assert "reward/model_truncated" not in row
-    refused = ranks.run(2, "command_status", *argv, "rewards=[{kind: model}]", f"run.dir={tmp_path / 'x'}")[0]
-    assert refused[0] == 2
-    assert "whose token ids it would read: token 0 is '<unk>' in the first, '<s>' in the second" in refused[1]
-    assert "retokenize: true" in refused[1]
+    without = [*argv, "rewards=[{kind: model}]", f"run.dir={tmp_path / 'x'}"]
+    command_refuses(ranks, without, "token 0", "'<unk>'", "'<s>'", "retokenize: true", world=2)

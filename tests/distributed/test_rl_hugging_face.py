@@ -1,10 +1,8 @@
-"""One PPO step against plain Hugging Face models, one sequence at a time, by the papers' equations.
+"""One PPO step against plain Hugging Face two_layers, one sequence at a time, by the papers' equations.
 
 The other RL tests compare layouts with each other; this one says that what they agree on is right: which position a
 value, a score and a log-prob stand at, the KL in the reward, GAE, whitening, both clips, every gradient.
 """
-
-from __future__ import annotations
 
 import copy
 import json
@@ -20,21 +18,15 @@ from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from tests.distributed.compare import assert_gradients_equal
 from tests.distributed.test_rl_layouts import config
 from tests.distributed.tiny import write_reward_model
-from tests.ranks import RankPool
 
 GAMMA, LAM, TEMPERATURE, KL, VALUE_CLIP, CLIP, ENTROPY = 0.97, 0.9, 0.9, 0.1, 0.05, 0.2, 0.01
 PER_PROMPT = 4
 
 
 @pytest.fixture(scope="module")
-def models(two_layers: dict[str, Path]) -> dict[str, Path]:
-    return two_layers
-
-
-@pytest.fixture(scope="module")
-def scorer(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def scorer(two_layers, tmp_path_factory) -> Path:
     """A reward model with scores that differ from response to response."""
-    return write_reward_model(tmp_path_factory.mktemp("scorer"), models["other"], std=0.3)
+    return write_reward_model(tmp_path_factory.mktemp("scorer"), two_layers["other"], std=0.3)
 
 
 def _logprobs(model: Any, prompt: list[int], response: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,14 +49,11 @@ def _advantages(reward: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return advantages
 
 
+Columns = list[torch.Tensor]
+
+
 def _losses(
-    actor: Any,
-    critic: Any,
-    pairs: list[tuple[list[int], list[int]]],
-    old: list[torch.Tensor],
-    advantages: list[torch.Tensor],
-    values: list[torch.Tensor],
-    returns: list[torch.Tensor],
+    actor: Any, critic: Any, pairs: list[Any], old: Columns, advantages: Columns, values: Columns, returns: Columns
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Policy loss, entropy and value loss, each over the response tokens of the mini-batch."""
     num_tokens = sum(len(response) for _, response in pairs)
@@ -80,14 +69,12 @@ def _losses(
     return policy, entropy, value_loss
 
 
-def test_a_ppo_step_equals_the_equations(
-    ranks: RankPool, models: dict[str, Path], scorer: Path, data: dict[str, Path]
-) -> None:
+def test_a_ppo_step_equals_the_equations(ranks, two_layers, scorer, data) -> None:
     """Responses of up to four tokens, ended and truncated ones; a reference of other weights. One mini-batch."""
     from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
-    cfg = config({**models, "other": scorer}, data["prompts"], {}, value_clip=VALUE_CLIP, gamma=GAMMA, lam=LAM)
-    cfg["reference"]["model"]["path"] = str(models["tied"])
+    cfg = config({**two_layers, "other": scorer}, data["prompts"], {}, value_clip=VALUE_CLIP, gamma=GAMMA, lam=LAM)
+    cfg["reference"]["model"]["path"] = str(two_layers["tied"])
     cfg["train"] |= {"epochs_per_step": 1, "mini_batch_samples": 16}
     cfg["rollout"]["max_response_tokens"] = 4
     step = ranks.run(2, "rl_step", cfg)[0]
@@ -95,11 +82,11 @@ def test_a_ppo_step_equals_the_equations(
     assert len({len(response) for response in responses}) > 1, "all responses have one length"
     assert any(response[-1] != 2 for response in responses), "no response was truncated"
 
-    tokenizer = load_tokenizer(models["plain"])
+    tokenizer = load_tokenizer(two_layers["plain"])
     rows = [json.loads(line) for line in data["prompts"].read_text().splitlines()][: len(responses) // PER_PROMPT]
     prompts = [[1, *tokenizer.encode(rows[n // PER_PROMPT]["prompt"])] for n in range(len(responses))]
-    actor = LlamaForCausalLM.from_pretrained(models["plain"], dtype=torch.float32)
-    reference = LlamaForCausalLM.from_pretrained(models["tied"], dtype=torch.float32)
+    actor = LlamaForCausalLM.from_pretrained(two_layers["plain"], dtype=torch.float32)
+    reference = LlamaForCausalLM.from_pretrained(two_layers["tied"], dtype=torch.float32)
     reward_model = LlamaForSequenceClassification.from_pretrained(scorer, dtype=torch.float32)
     critic = copy.deepcopy(reward_model)
     pairs = list(zip(prompts, responses, strict=True))
@@ -120,14 +107,8 @@ def test_a_ppo_step_equals_the_equations(
     advantages = [(a - every.mean()) / (every.var(unbiased=False) + 1e-8).sqrt() for a in advantages]
 
     np.testing.assert_allclose(step["rewards"], rewards, atol=2e-5)
-    expected = {
-        "old_logprobs": old,
-        "ref_logprobs": ref,
-        "values": values,
-        "advantages": advantages,
-        "returns": returns,
-    }
-    for name, column in expected.items():
+    expected = {"old_logprobs": old, "ref_logprobs": ref, "values": values}
+    for name, column in (expected | {"advantages": advantages, "returns": returns}).items():
         np.testing.assert_allclose(step["columns"][name], torch.cat(column), atol=2e-5, err_msg=name)
 
     policy, entropy, value_loss = _losses(actor, critic, pairs, old, advantages, values, returns)
@@ -146,13 +127,7 @@ def test_a_ppo_step_equals_the_equations(
     ("parallel", "train"), [({}, {}), ({"tp": 2}, {"max_tokens_per_micro_batch": 64}), ({"pp": 2}, {})]
 )
 def test_a_reward_model_that_scores_by_the_mean_over_the_response(
-    ranks: RankPool,
-    models: dict[str, Path],
-    scorer: Path,
-    data: dict[str, Path],
-    tmp_path: Path,
-    parallel: dict[str, int],
-    train: dict[str, int],
+    ranks, two_layers, scorer, data, tmp_path, parallel, train
 ) -> None:
     """As its config.json says; the reward of each sample by Hugging Face's numbers of the response's tokens."""
     from transformers import LlamaForSequenceClassification
@@ -160,13 +135,13 @@ def test_a_reward_model_that_scores_by_the_mean_over_the_response(
     by_mean = shutil.copytree(scorer, tmp_path / "mean")
     stated = json.loads((by_mean / "config.json").read_text())
     (by_mean / "config.json").write_text(json.dumps({**stated, "megarlhf_score_of": "response_mean"}))
-    cfg = config({**models, "other": by_mean}, data["prompts"], parallel)
+    cfg = config({**two_layers, "other": by_mean}, data["prompts"], parallel)
     cfg["critic"]["model"]["path"] = str(scorer)
     cfg["rollout"]["max_response_tokens"] = 4
     if train:
         cfg["train"] = {key: value for key, value in cfg["train"].items() if key != "micro_batch_samples"} | train
     step = ranks.run(2, "rl_step", cfg)[0]
-    tokenizer = load_tokenizer(models["plain"])
+    tokenizer = load_tokenizer(two_layers["plain"])
     rows = [json.loads(line) for line in data["prompts"].read_text().splitlines()]
     reward_model = LlamaForSequenceClassification.from_pretrained(scorer, dtype=torch.float32)
     for n, (response, reward) in enumerate(zip(step["responses"], step["rewards"], strict=True)):

@@ -4,40 +4,31 @@ Not covered: GPUs, an actor in bf16, families other than Llama (test_vllm_famili
 stand in another order (the same).
 """
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from safetensors.torch import load_file
 
 from megarlhf.observe.records.metrics import read_metrics
+from tests.command import argv_of
 from tests.distributed.test_rl_layouts import config
-from tests.ranks import RankPool
 
 LIMIT = 1e-4
 """Nats by which trainer and vLLM may differ on a token in fp32."""
 CERTIFIED = re.compile(r"weights of version (\d+) certified: digest (\w+)")
 
 LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
-    "tp2pp2_to_tp2": ({"tp": 2, "pp": 2}, 2),
-    "tp2cp2_to_tp2": ({"tp": 2, "cp": 2}, 2),
-    "pp2vpp2_to_tp2": ({"pp": 2, "vpp": 2}, 2),
-    "dp4_to_tp1": ({}, 1),
-    "dp4_to_tp4": ({}, 4),
-}
+    "tp2pp2_to_tp2": ({"tp": 2, "pp": 2}, 2), "tp2cp2_to_tp2": ({"tp": 2, "cp": 2}, 2),
+    "pp2vpp2_to_tp2": ({"pp": 2, "vpp": 2}, 2), "dp4_to_tp1": ({}, 1), "dp4_to_tp4": ({}, 4),
+}  # fmt: skip
 """The trainer's layout and vLLM's tp: two engines, twice; four; one, whose ranks hold two to a key-value head."""
 
 
 @pytest.mark.parametrize(
     "layout", [name if "pp2" in name else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 )
-def test_rl_samples_with_what_it_has_trained(
-    layout: str, vllm_ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_rl_samples_with_what_it_has_trained(layout, vllm_ranks, models, data, tmp_path) -> None:
     """The gap stays within rounding in every step, and the weights of the start would not pass: from the second step
     on, the mean difference to them is above the limit. Certificates at the start, after the first step, every N."""
     parallel, tp = LAYOUTS[layout]
@@ -45,8 +36,7 @@ def test_rl_samples_with_what_it_has_trained(
     cfg["run"] = {"dir": str(tmp_path / "run"), "nproc": 4}
     cfg["train"] |= {"num_steps": 3, "epochs_per_step": 1}
     cfg["rollout"] |= {"engine": "vllm", "parallel": {"tp": tp}, "verify_weights_every": 3}
-    (tmp_path / "cfg.yaml").write_text(yaml.safe_dump(cfg))
-    written = vllm_ranks.run(4, "command", "rl", "-c", str(tmp_path / "cfg.yaml"))
+    written = vllm_ranks.run(4, "command", *argv_of("rl", cfg, tmp_path / "cfg.yaml"))
 
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
@@ -68,9 +58,7 @@ def test_rl_samples_with_what_it_has_trained(
         assert float((end[name] - tensor).abs().max()) > 1e-3, f"{name} was not trained"
 
 
-def test_an_engine_in_bf16_under_an_actor_in_fp32_is_corrected_for(
-    vllm_ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_an_engine_in_bf16_under_an_actor_in_fp32_is_corrected_for(vllm_ranks, models, data, tmp_path) -> None:
     """At TP2: the engine holds the actor's weights rounded to bf16, certified; the gap is that of bf16 and ends no run;
     truncated importance sampling cuts some ratios. Without correction the same samples give another gradient."""
     cfg = config({**models, "other": models["scorer"]}, data["prompts"], {"tp": 2}, advantage="grpo")
@@ -78,8 +66,7 @@ def test_an_engine_in_bf16_under_an_actor_in_fp32_is_corrected_for(
     cfg["run"], cfg["train"]["num_steps"] = {"dir": str(tmp_path / "tis")}, 2
     cfg["rollout"] |= {"engine": "vllm", "dtype": "bf16", "parallel": {"tp": 2}, "logprob_gap": {"steps": 1}}
     cfg["algo"]["rollout_correction"] = {"kind": "truncate", "high": 1.001}
-    (tmp_path / "cfg.yaml").write_text(yaml.safe_dump(cfg))
-    argv = ["rl", "-c", str(tmp_path / "cfg.yaml")]
+    argv = argv_of("rl", cfg, tmp_path / "cfg.yaml")
     said = vllm_ranks.run(2, "command", *argv)
     vllm_ranks.run(2, "command", *argv, f"run.dir={tmp_path / 'without'}", "algo.rollout_correction.kind=none")
     corrected, without = (read_metrics(tmp_path / name)[1:] for name in ("tis", "without"))

@@ -1,8 +1,6 @@
 """The reward model's first steps, both losses, against Hugging Face's sequence classifier and where pairs and
 evaluations are cut over ranks. All layouts: tests/distributed/test_invariance.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +9,9 @@ import pytest
 import torch
 
 from megarlhf.data.samples.encoders import PairSample
-from megarlhf.data.tokenizers.tokenizer import load_tokenizer
-from tests.data.in_memory import build_pairs, load_records
 from tests.distributed.compare import assert_gradients_equal, assert_weights_equal
+from tests.distributed.samples import pair_samples
 from tests.distributed.tiny import write_reward_model
-from tests.ranks import RankPool
 
 LR, STEPS, MINI_BATCH = 3e-4, 2, 8
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -26,7 +22,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="session")
-def classifier(two_layers: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def classifier(two_layers, tmp_path_factory) -> Path:
     return write_reward_model(tmp_path_factory.mktemp("classifier"), two_layers["plain"], seed=7, std=0.2)
 
 
@@ -60,15 +56,10 @@ def _loss_by_hand(model: Any, pair: PairSample, kind: str) -> torch.Tensor:
 
 
 @pytest.fixture(scope="session", params=["last_token", "aligned_span"])
-def expected(request: pytest.FixtureRequest, classifier: Path, data: dict[str, Path]) -> dict[str, Any]:
+def expected(request, classifier, data) -> dict[str, Any]:
     from transformers import LlamaForSequenceClassification
 
-    pairs, _ = build_pairs(
-        load_records(data["pairs"], fields=("prompt", "chosen", "rejected")),
-        load_tokenizer(classifier),
-        max_prompt_tokens=64,
-        max_response_tokens=64,
-    )
+    pairs = pair_samples(data["pairs"], classifier)
     model = LlamaForSequenceClassification.from_pretrained(classifier, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     trace: dict[str, Any] = {"kind": request.param, "loss": [], "grad_norm": [], "gradients": []}
@@ -88,9 +79,7 @@ def expected(request: pytest.FixtureRequest, classifier: Path, data: dict[str, P
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_both_losses_equal_hugging_face_at_every_layout(
-    layout: str, expected: dict[str, Any], classifier: Path, ranks: RankPool, data: dict[str, Path]
-) -> None:
+def test_both_losses_equal_hugging_face_at_every_layout(layout, expected, classifier, ranks, data) -> None:
     """Losses, gradient norms, each gradient of the first step, weights; evaluation over an odd number of pairs."""
     world_size, parallel = LAYOUTS[layout]
     cfg = config(classifier, data["pairs"], parallel, expected["kind"])

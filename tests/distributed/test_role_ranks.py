@@ -3,11 +3,6 @@
 Not covered: NCCL.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -16,14 +11,8 @@ from megarlhf.parallel.mesh import GroupCache, build_mesh
 from megarlhf.runtime import Runtime
 from tests.distributed.compare import assert_weights_equal
 from tests.distributed.test_rl_layouts import config
-from tests.ranks import RankPool
 
 GRPO = {"advantage": "group_relative", "kl": {"coef": 0.05, "placement": "loss", "estimator": "k3"}}
-
-
-@pytest.fixture(scope="module")
-def models(two_layers: dict[str, Path]) -> dict[str, Path]:
-    return two_layers
 
 
 def made_groups(runtime: Runtime, layouts: list[MeshLayout]) -> list[list[int]]:
@@ -44,7 +33,7 @@ def made_groups(runtime: Runtime, layouts: list[MeshLayout]) -> list[list[int]]:
     return found
 
 
-def test_groups_are_made_by_ranks_that_are_in_different_numbers_of_them(ranks: RankPool) -> None:
+def test_groups_are_made_by_ranks_that_are_in_different_numbers_of_them(ranks) -> None:
     """The first and the last of four stages have a group that the others have not, and so have the ranks of a part."""
     layouts = [MeshLayout(pp=4), MeshLayout(tp=2, first=1), MeshLayout(tp=2, dp=2), MeshLayout(tp=4)]
     found = ranks.run(4, made_groups, layouts)
@@ -62,19 +51,11 @@ def test_groups_are_made_by_ranks_that_are_in_different_numbers_of_them(ranks: R
     ],
     ids=["ppo_first_of_2", "grpo_second_of_2", "ppo_last_two_of_4_tp2"],
 )
-def test_a_step_is_that_with_every_role_on_all_ranks(
-    world_size: int,
-    layout: dict[str, Any],
-    alone: dict[str, Any],
-    algo: dict[str, Any],
-    ranks: RankPool,
-    models: dict[str, Path],
-    data: dict[str, Path],
-) -> None:
+def test_a_step_is_that_with_every_role_on_all_ranks(world_size, layout, alone, algo, ranks, two_layers, data) -> None:
     """Reward model and reference on a part of the ranks: samples, rewards, columns, losses and weights."""
-    everywhere = config(models, data["prompts"], layout, **algo)
+    everywhere = config(two_layers, data["prompts"], layout, **algo)
     expected = ranks.run(world_size, "rl_step", everywhere)
-    partly = config(models, data["prompts"], layout, **algo)
+    partly = config(two_layers, data["prompts"], layout, **algo)
     for role in ("reward_model", "reference"):
         partly[role] = {**partly[role], "parallel": alone}
     found = ranks.run(world_size, "rl_step", partly)

@@ -3,22 +3,15 @@
 Not covered: GPUs, where a token's bits may depend on what else is in the batch.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from tests.distributed import rollout_jobs
-from tests.ranks import RankPool
 
 NUM = 2 * len(rollout_jobs.PAIRED)
 
 
 @pytest.mark.parametrize(("tp", "dtype"), [(1, "fp32"), (2, "bf16")])
-def test_the_samples_are_the_same_whoever_draws_them(
-    tp: int, dtype: str, vllm_ranks: RankPool, two_layers: dict[str, Path]
-) -> None:
+def test_the_samples_are_the_same_whoever_draws_them(tp, dtype, vllm_ranks, two_layers) -> None:
     """Engines of one rank, and of two. In the last rollout one engine begins with the longest responses: the other
     takes more of the queue; each rank of an engine answers for its part."""
     world = 2 * tp

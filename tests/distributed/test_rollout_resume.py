@@ -4,15 +4,11 @@ Bit for bit, on a CPU. Not covered: GPUs, where the bits depend on which request
 fails between two collectives of an engine of several ranks, which leaves the others waiting in it.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed import rollout_jobs
-from tests.ranks import RankPool
 
 ALL = list(range(len(rollout_jobs.PROMPTS)))
 
@@ -39,9 +35,7 @@ def _check(ranks: list[dict[str, Any]], limits: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("tp", "dtype"), [(1, "fp32"), (2, "bf16")])
-def test_a_rollout_that_is_cut_off_goes_on_where_it_was(
-    tp: int, dtype: str, vllm_ranks: RankPool, two_layers: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_rollout_that_is_cut_off_goes_on_where_it_was(tp, dtype, vllm_ranks, two_layers, tmp_path) -> None:
     """Two engines of one rank, and one of two: cut off twice by rank 0 alone; no row is drawn twice, and tokens and
     log-probs are those of the whole rollout. Then one rank goes on with the bank of two."""
     model, folder, limits = str(two_layers["plain"]), str(tmp_path / "bank"), [1, 2]
@@ -57,16 +51,14 @@ def test_a_rollout_that_is_cut_off_goes_on_where_it_was(
         assert lost > 0
 
 
-def test_a_rollout_with_the_actor_itself_goes_on_where_it_was(
-    ranks: RankPool, two_layers: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_rollout_with_the_actor_itself_goes_on_where_it_was(ranks, two_layers, tmp_path) -> None:
     """The engine `megatron`, two data-parallel ranks of two stages."""
     model, folder = str(two_layers["plain"]), str(tmp_path / "bank")
     results = ranks.run(4, rollout_jobs.cut_off_and_continued, model, "megatron", 1, {"pp": 2}, "fp32", folder, [1, 1])
     _check(results, [1, 1])
 
 
-def test_rows_that_have_ended_are_run_no_further(ranks: RankPool, two_layers: dict[str, Path]) -> None:
+def test_rows_that_have_ended_are_run_no_further(ranks, two_layers) -> None:
     """A micro-batch of two goes on for as long as the longer of its responses."""
     ((lengths, forwards),) = ranks.run(1, rollout_jobs.forwards_of_a_rollout, str(two_layers["plain"]))
     pairs = list(zip(lengths[::2], lengths[1::2], strict=True))
@@ -81,9 +73,7 @@ FAULTS: dict[int, list[tuple[str, tuple[int, ...], int]]] = {
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_an_engine_that_fails_is_built_anew_and_nothing_finished_is_drawn_again(
-    tp: int, vllm_ranks: RankPool, two_layers: dict[str, Path]
-) -> None:
+def test_an_engine_that_fails_is_built_anew_and_nothing_finished_is_drawn_again(tp, vllm_ranks, two_layers) -> None:
     """Exceptions in vLLM's step and in the model's forward, on one rank or both: the results are the undisturbed ones,
     on all ranks, and the old engine's weights and cache are freed before the new one is made."""
     results = vllm_ranks.run(2, rollout_jobs.engine_failures, str(two_layers["plain"]), tp, {"tp": 2}, FAULTS[tp])

@@ -1,8 +1,7 @@
 """The first SFT steps are equal to Hugging Face trained by plain torch, on one rank and where several kinds of
 parallelism meet. That every layout equals one rank: tests/distributed/test_invariance.py."""
 
-from __future__ import annotations
-
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 
 from tests.distributed import written_out
 from tests.distributed.written_out import LR, STEPS, assert_same_training, sft_written_out
-from tests.ranks import RankPool
 
 WEIGHT_DECAY = 0.1
 
@@ -29,7 +27,7 @@ def config(model: Path, data: Path, parallel: dict[str, Any], micro_batch: int =
 
 
 @pytest.fixture(scope="session")
-def hugging_face(models: dict[str, Path], data: dict[str, Path]) -> dict[str, dict[str, Any]]:
+def hugging_face(models, data) -> dict[str, dict[str, Any]]:
     return {name: _train_hugging_face(models[name], data["sft"]) for name in ("plain", "tied", "rope")}
 
 
@@ -41,40 +39,23 @@ def _train_hugging_face(model_path: Path, data: Path) -> dict[str, Any]:
     return sft_written_out(model, parameters, tokenizer=model_path, data=data, weight_decay=WEIGHT_DECAY)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_equals_hugging_face(
-    layout: str, ranks: RankPool, models: dict[str, Path], data: dict[str, Path], hugging_face: dict[str, Any]
-) -> None:
-    """Losses 1e-5, gradient norms 1e-5, each gradient, and weights 1e-4 after three steps. fp32, no dropout."""
+CASES = [*(("plain", layout) for layout in LAYOUTS), *itertools.product(("tied", "rope"), ("tp1", "tp2pp2"))]
+
+
+@pytest.mark.parametrize("model, layout", CASES)
+def test_every_layout_equals_hugging_face(model, layout, ranks, models, data, hugging_face) -> None:
+    """Losses 1e-5, gradient norms 1e-5, each gradient, and weights 1e-4 after three steps. fp32, no dropout.
+
+    Tied, with pp = 2 the last stage holds a copy of the embedding; both must get the summed gradient. All four numbers
+    of Llama 3's scaling of positions count; without it the first loss is another one.
+    """
     world_size, parallel = LAYOUTS[layout]
-    by_rank = ranks.run(world_size, "sft_steps", config(models["plain"], data["sft"], parallel), STEPS)
-    assert_same_training(by_rank[0], hugging_face["plain"])
+    by_rank = ranks.run(world_size, "sft_steps", config(models[model], data["sft"], parallel), STEPS)
+    assert_same_training(by_rank[0], hugging_face[model])
     assert all(rank["loss"] == by_rank[0]["loss"] and rank["grad_norm"] == by_rank[0]["grad_norm"] for rank in by_rank)
 
 
-@pytest.mark.parametrize("layout", ["tp1", "tp2pp2"])
-def test_tied_embeddings_equal_hugging_face(
-    layout: str, ranks: RankPool, models: dict[str, Path], data: dict[str, Path], hugging_face: dict[str, Any]
-) -> None:
-    """With pp = 2 the last stage holds a copy of the embedding; both must get the summed gradient."""
-    world_size, parallel = LAYOUTS[layout]
-    by_rank = ranks.run(world_size, "sft_steps", config(models["tied"], data["sft"], parallel), STEPS)
-    assert_same_training(by_rank[0], hugging_face["tied"])
-
-
-@pytest.mark.parametrize("layout", ["tp1", "tp2pp2"])
-def test_llama3_rope_scaling_equals_hugging_face(
-    layout: str, ranks: RankPool, models: dict[str, Path], data: dict[str, Path], hugging_face: dict[str, Any]
-) -> None:
-    """All four numbers of the scaling count; without it the first loss is another one."""
-    world_size, parallel = LAYOUTS[layout]
-    by_rank = ranks.run(world_size, "sft_steps", config(models["rope"], data["sft"], parallel), STEPS)
-    assert_same_training(by_rank[0], hugging_face["rope"])
-
-
-def test_the_split_into_micro_batches_changes_nothing(
-    ranks: RankPool, models: dict[str, Path], data: dict[str, Path], hugging_face: dict[str, Any]
-) -> None:
+def test_the_split_into_micro_batches_changes_nothing(ranks, models, data, hugging_face) -> None:
     """The denominator is the mini-batch's: one micro-batch of eight, or eight of one."""
     for micro_batch in (1, 8):
         by_rank = ranks.run(1, "sft_steps", config(models["plain"], data["sft"], {}, micro_batch), STEPS)
@@ -84,14 +65,7 @@ def test_the_split_into_micro_batches_changes_nothing(
 @pytest.mark.parametrize(
     ("parallel", "order"), [({"tp": 2}, (0, 2, 1, 3)), ({"tp": 2, "pp": 2}, (3, 0, 1, 2)), ({"pp": 4}, (2, 0, 3, 1))]
 )
-def test_ranks_in_another_order_equal_hugging_face(
-    parallel: dict[str, Any],
-    order: tuple[int, ...],
-    ranks: RankPool,
-    models: dict[str, Path],
-    data: dict[str, Path],
-    hugging_face: dict[str, Any],
-) -> None:
+def test_ranks_in_another_order_equal_hugging_face(parallel, order, ranks, models, data, hugging_face) -> None:
     """A permuted mesh trains the same, tied embeddings too; a rank's place in its groups is its coordinate."""
     for model in ("plain", "tied"):
         by_rank = ranks.run(4, "sft_steps", config(models[model], data["sft"], parallel), STEPS, order)

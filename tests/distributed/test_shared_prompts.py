@@ -4,8 +4,6 @@ Every packed run of the other tests shares prompts too, and is compared there wi
 Not covered: kernels of a GPU.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable
@@ -27,7 +25,6 @@ from tests.distributed.dpo_jobs import dpo_steps
 from tests.distributed.test_dpo_layouts import config as dpo_config
 from tests.distributed.test_packed_layouts import GRPO, assert_same_training, rl, supervised, write_ragged
 from tests.distributed.tiny import write_family
-from tests.ranks import RankPool
 
 BUDGET = 150
 STEPS = 3
@@ -44,7 +41,7 @@ FAMILIES = ("mistral", "gpt2", "opt", "qwen3", "phi3", "mixtral")
 
 
 @pytest.fixture(scope="module")
-def ragged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def ragged(tmp_path_factory) -> dict[str, Path]:
     return write_ragged(tmp_path_factory.mktemp("ragged"), seed=5)
 
 
@@ -78,12 +75,7 @@ def of_rl(**algo: Any) -> Callable[..., tuple[str, dict[str, Any], tuple[Any, ..
     return configured
 
 
-JOBS = {
-    "rm": of_rm("last_token"),
-    "rm, aligned span": of_rm("aligned_span"),
-    "ppo": of_rl(),
-    "grpo": of_rl(**GRPO),
-}
+JOBS = {"rm": of_rm("last_token"), "rm, aligned span": of_rm("aligned_span"), "ppo": of_rl(), "grpo": of_rl(**GRPO)}
 
 
 def assert_same(shared: dict[str, Any], apart: dict[str, Any]) -> None:
@@ -96,7 +88,7 @@ def assert_same(shared: dict[str, Any], apart: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(ranks: RankPool, two_layers: dict[str, Path], ragged: dict[str, Path]) -> Any:
+def run(ranks, two_layers, ragged) -> Any:
     made: dict[tuple[str, str, bool], dict[str, Any]] = {}
 
     def call(kind: str, layout: str, share: bool) -> dict[str, Any]:
@@ -109,9 +101,15 @@ def run(ranks: RankPool, two_layers: dict[str, Path], ragged: dict[str, Path]) -
     return call
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", JOBS)
-def test_shared_prompts_are_the_same_training(kind: str, layout: str, run: Any) -> None:
+SPREAD = {*((kind, "tp1") for kind in JOBS), *(("grpo", layout) for layout in LAYOUTS)}
+SPREAD |= {("rm", "pp2"), ("rm, aligned span", "tp2pp2"), ("ppo", "dp2"), ("ppo", "tp2 with sequence parallelism")}
+"""Each kind and each layout; all others by `make test-slow`. Packed runs (test_packed_layouts.py) share prompts too."""
+ALL = itertools.product(JOBS, LAYOUTS)
+CASES = [pytest.param(*case, marks=() if case in SPREAD else pytest.mark.slow) for case in ALL]
+
+
+@pytest.mark.parametrize("kind, layout", CASES)
+def test_shared_prompts_are_the_same_training(kind, layout, run) -> None:
     shared, apart = run(kind, layout, True), run(kind, "tp1", False)
     assert_same(shared, apart)
     if "metrics" in shared:
@@ -122,7 +120,7 @@ def test_shared_prompts_are_the_same_training(kind: str, layout: str, run: Any) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families(family: str, ranks: RankPool, ragged: dict[str, Path], tmp_path: Path) -> None:
+def test_families(family, ranks, ragged, tmp_path) -> None:
     """Pairs, whose scores are of all that a layer computes. A key's bias has nearly no gradient: it is not compared."""
     scorer = write_family(tmp_path / family, family, max_position_embeddings=128)
     found = []
@@ -138,7 +136,7 @@ def test_families(family: str, ranks: RankPool, ragged: dict[str, Path], tmp_pat
 
 @pytest.mark.parametrize("parallel", [{"tp": 2}, {"ep": 2}])
 def test_the_load_balance_of_experts_counts_a_shared_token_for_every_sequence(
-    parallel: dict[str, Any], ranks: RankPool, two_layers: dict[str, Path], ragged: dict[str, Path], tmp_path: Path
+    parallel, ranks, two_layers, ragged, tmp_path
 ) -> None:
     model = write_family(
         tmp_path / "experts", "mixtral", vocab_size=16, num_hidden_layers=2, max_position_embeddings=128
@@ -170,9 +168,7 @@ def test_the_load_balance_of_experts_counts_a_shared_token_for_every_sequence(
         ("dp2", {"offload": {"parameters": True, "gradients": True, "optimizer": "stream"}}),
     ],
 )
-def test_recomputed_and_offloaded_with_the_same_bits(
-    layout: str, role: dict[str, Any], ranks: RankPool, two_layers: dict[str, Path], ragged: dict[str, Path], run: Any
-) -> None:
+def test_recomputed_and_offloaded_with_the_same_bits(layout, role, ranks, two_layers, ragged, run) -> None:
     world_size, parallel = LAYOUTS[layout]
     job, tree, more = JOBS["grpo"](two_layers, ragged, parallel, True)
     tree["actor"] |= role
@@ -183,7 +179,7 @@ def test_recomputed_and_offloaded_with_the_same_bits(
 
 
 @pytest.mark.parametrize("layout", ["tp1", "dp2", "tp2pp2"])
-def test_preferences(layout: str, ranks: RankPool, two_layers: dict[str, Path], ragged: dict[str, Path]) -> None:
+def test_preferences(layout, ranks, two_layers, ragged) -> None:
     """Losses of pairs by their log-probs, with the reference's; `kto` with responses to other prompts."""
     world_size, parallel = LAYOUTS[layout]
     losses = {"dpo": {"beta": 0.3}, "kto": {"loss": "kto", "beta": 0.5}, "orpo": {"loss": "orpo", "reference": None}}
@@ -217,9 +213,7 @@ def hidden_of_continuations(runtime: Runtime, model: str, parallel: dict[str, An
 
 
 @pytest.mark.parametrize("layout", ["tp1", "tp2 with sequence parallelism", "tp2pp2"])
-def test_nothing_crosses_from_one_continuation_to_another(
-    layout: str, ranks: RankPool, two_layers: dict[str, Path]
-) -> None:
+def test_nothing_crosses_from_one_continuation_to_another(layout, ranks, two_layers) -> None:
     """Other tokens in one continuation: the others, and the prompt, keep their bits."""
     world_size, parallel = LAYOUTS[layout]
     draw, prompt = random.Random(3), [5, 6, 7, 8, 9, 10, 11, 12]

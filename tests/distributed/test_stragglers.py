@@ -1,8 +1,7 @@
 """Two ranks in lockstep, one of which does more of its own: the first rank's log names it. Not covered: NCCL."""
 
-from __future__ import annotations
-
 import logging
+import re
 import time
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from megarlhf.config import WatchdogConfig
 from megarlhf.observe.watch.watchdog import watched_phases
 from megarlhf.runtime import Runtime
-from tests.ranks import RankPool
 
 
 def steps(runtime: Runtime, folder: str) -> tuple[list[str], list[dict[str, float]]]:
@@ -33,13 +31,12 @@ def steps(runtime: Runtime, folder: str) -> tuple[list[str], list[dict[str, floa
     return said, laps
 
 
-def test_the_slow_rank_is_named_though_both_take_equally_long(ranks: RankPool, tmp_path: Path) -> None:
+def test_the_slow_rank_is_named_though_both_take_equally_long(ranks, tmp_path) -> None:
     (said, laps), (silent, _) = ranks.run(2, steps, str(tmp_path))
     assert silent == [], "rank 0 speaks for all"
     rewards = [sentence for sentence in said if "reward" in sentence]
     assert len(rewards) == 1, said
-    assert rewards[0].startswith("rank 1 on ")
-    assert "its own part of phase 'reward' took 0.2" in rewards[0]
+    assert re.search(r"rank 1 .*phase 'reward' .*0\.2", rewards[0])
     # Of a step in which rank 0 came later to the phase than rank 1, it waits less: such steps are rare.
     assert max(lap["reward"] for lap in laps) > 0.19, "what the phase takes says nothing: rank 0 has waited"
     assert not (tmp_path / "failures").exists()

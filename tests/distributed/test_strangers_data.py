@@ -4,15 +4,13 @@ a validation share, a saved dictionary, and a compressed file, in one cache.
 Not covered: which samples they are (tests/data/test_strangers.py).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from megarlhf.observe.records.metrics import read_metrics
+from tests.command import argv_of
 from tests.data.strangers import written
 from tests.ranks import RankPool
 
@@ -23,18 +21,17 @@ def run(ranks: RankPool, command: str, folder: Path, tree: dict[str, Any]) -> tu
     """Rows of metrics, and what rank 0 said."""
     tree["run"] = {"dir": str(folder / command)}
     tree["data"] |= {"max_prompt_tokens": 16, "cache": str(folder / "cache")}
-    (folder / f"{command}.yaml").write_text(yaml.safe_dump(tree))
-    status, said = ranks.run(2, "command_status", command, "-c", str(folder / f"{command}.yaml"))[0]
+    status, said = ranks.run(2, "command_status", *argv_of(command, tree, folder / f"{command}.yaml"))[0]
     assert status == 0, said
     return read_metrics(folder / command), said
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def test_sft_rm_and_rl_by_configuration_alone(ranks: RankPool, one_layer: dict[str, Path], folder: Path) -> None:
+def test_sft_rm_and_rl_by_configuration_alone(ranks, one_layer, folder) -> None:
     actor = {"model": {"path": str(one_layer["plain"])}}
     first, second = (written(name, folder / name) for name in ("table", "parquet_zst"))
     mixed = [{**first, "weight": 3}, {**second, "weight": 1}]

@@ -4,10 +4,7 @@ Counted are the operations that torch runs, by the shapes that they are called w
 covered: a GPU, whose operations are rehearsed (tests/rehearsal/test_rehearsed_trees.py).
 """
 
-from __future__ import annotations
-
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +22,6 @@ from megarlhf.parallel.packing.partition import forward_cost
 from megarlhf.parallel.step import LossOutput
 from megarlhf.parallel.vocab import next_token_logprobs
 from megarlhf.runtime import Runtime
-from tests.ranks import RankPool
 
 GROUPS = ((9, (7, 12, 1, 5)), (4, (6, 6)), (3, (11,)))
 """Tokens of a prompt, and of its responses."""
@@ -103,9 +99,7 @@ def counted(runtime: Runtime, model: str, recompute: str, shares: bool) -> tuple
 
 @pytest.mark.parametrize("recompute", ["none", "full", "core_attention"])
 @pytest.mark.parametrize("shares", [True, False])
-def test_operations_are_those_of_the_formula(
-    shares: bool, recompute: str, ranks: RankPool, two_layers: dict[str, Path]
-) -> None:
+def test_operations_are_those_of_the_formula(shares, recompute, ranks, two_layers) -> None:
     """Twice a weight for each token of the tree, four times a channel for each pair, the vocabulary on rows of
     responses; each again where it is computed again; and in the backward."""
     flops, num_segments, columns = ranks.run(1, counted, str(two_layers["other"]), recompute, shares)[0]
@@ -125,10 +119,8 @@ def test_operations_are_those_of_the_formula(
     products = (3 + again_layers) * 2 * tokens * weights + 3 * 2 * labels * hidden * arch.vocab_size
     of_attention = 4 * pairs * arch.num_layers * channels
     assert flops == {
-        "products": products,
-        "forward": (1 + again_attention) * of_attention,
-        "backward": of_attention * 5 // 2,
-    }
+        "products": products, "forward": (1 + again_attention) * of_attention, "backward": of_attention * 5 // 2,
+    }  # fmt: skip
     # By what micro-batches are balanced: the same of the layers' forward.
     cost = forward_cost(arch)
     whole = (
@@ -138,7 +130,7 @@ def test_operations_are_those_of_the_formula(
     assert sum(whole) == 2 * tokens * weights + of_attention
 
 
-def test_what_sharing_saves_is_what_costs_differ_by(ranks: RankPool, two_layers: dict[str, Path]) -> None:
+def test_what_sharing_saves_is_what_costs_differ_by(ranks, two_layers) -> None:
     """Prompts that are not computed again, to the operation; the vocabulary is looked up as often."""
     shared, apart = (ranks.run(1, counted, str(two_layers["other"]), "none", each)[0][0] for each in (True, False))
     arch = architecture_from_hf(two_layers["other"])

@@ -5,8 +5,6 @@ test_resume_state.py, memory, messages and time of a rehearsal in tests/rehearsa
 must outlive its tensor too.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,7 +33,6 @@ from tests.distributed import jobs
 from tests.distributed.test_bad_steps import find_first
 from tests.distributed.test_packed_layouts import PACKED, PADDED, assert_same_training, rl, supervised, write_ragged
 from tests.distributed.tiny import write_family, write_tiny_llama
-from tests.ranks import RankPool
 
 STEPS, MINI_BATCH = 3, 8
 PP2, PP2_VPP2 = {"pp": 2}, {"pp": 2, "vpp": 2}
@@ -44,7 +41,7 @@ THREES, RAGGED = {"micro_batch_samples": 3}, {"max_tokens_per_micro_batch": 95}
 
 
 @pytest.fixture(scope="module")
-def ragged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def ragged(tmp_path_factory) -> dict[str, Path]:
     return write_ragged(tmp_path_factory.mktemp("ragged"), seed=7)
 
 
@@ -70,7 +67,7 @@ def sft(path: Path, data: dict[str, Path], parallel: dict[str, Any], micro: dict
 
 
 @pytest.fixture(scope="module")
-def single(ranks: RankPool, models: dict[str, Path], ragged: dict[str, Path]) -> Any:
+def single(ranks, models, ragged) -> Any:
     """Three steps of one process, on padded micro-batches; each model once."""
     made: dict[str, Any] = {}
 
@@ -97,9 +94,7 @@ CASES: dict[str, tuple[int, dict[str, Any], str, dict[str, int], list[int]]] = {
 @pytest.mark.parametrize(
     "case", [pytest.param(name, marks=pytest.mark.slow) if name == "padded, TP2" else name for name in CASES]
 )
-def test_sft_equals_one_process(
-    case: str, ranks: RankPool, models: dict[str, Path], ragged: dict[str, Path], single: Any
-) -> None:
+def test_sft_equals_one_process(case, ranks, models, ragged, single) -> None:
     """Losses and gradient norms 1e-5, each gradient of the first step, weights after three steps; any number of
     micro-batches, of any lengths."""
     world_size, parallel, model, micro, counts = CASES[case]
@@ -115,7 +110,7 @@ def test_sft_equals_one_process(
         assert any(len(set(of_step)) > 1 for of_step in shapes), "the micro-batches are of one length"
 
 
-def test_stages_of_several_sizes(ranks: RankPool, ragged: dict[str, Path], tmp_path: Path) -> None:
+def test_stages_of_several_sizes(ranks, ragged, tmp_path) -> None:
     """Six layers as 1, 2, 2, 1: the first rank has layers 0, 3 and 4, in chunks of one and of two."""
     model = write_tiny_llama(tmp_path / "six", num_layers=6)
     expected = ranks.run(1, "sft_steps", sft(model, ragged, {}, PACKED), 1)[0]
@@ -127,9 +122,7 @@ def test_stages_of_several_sizes(ranks: RankPool, ragged: dict[str, Path], tmp_p
     ("family", "world_size", "parallel"),
     [("qwen3_moe", 4, PP2_VPP2 | {"ep": 2}), pytest.param("gpt2", 2, PP2_VPP2, marks=pytest.mark.slow)],
 )
-def test_experts_and_learned_positions(
-    family: str, world_size: int, parallel: dict[str, Any], ranks: RankPool, ragged: dict[str, Path], tmp_path: Path
-) -> None:
+def test_experts_and_learned_positions(family, world_size, parallel, ranks, ragged, tmp_path) -> None:
     """Experts are on pairs of ranks, in both chunks; learned positions are in the first chunk alone."""
     layers = {"n_layer": 4} if family == "gpt2" else {"num_hidden_layers": 4}
     model = write_family(tmp_path / family, family, max_position_embeddings=128, **layers)
@@ -151,9 +144,7 @@ def test_experts_and_learned_positions(
 @pytest.mark.parametrize(
     ("world_size", "parallel"), [(2, PP2_VPP2), pytest.param(4, TP2_PP2_VPP2, marks=pytest.mark.slow)]
 )
-def test_ppo_equals_one_process(
-    world_size: int, parallel: dict[str, Any], ranks: RankPool, models: dict[str, Path], ragged: dict[str, Path]
-) -> None:
+def test_ppo_equals_one_process(world_size, parallel, ranks, models, ragged) -> None:
     """Actor, critic and reward model; the actor samples by itself."""
     expected = ranks.run(1, "rl_step", rl(models, ragged["prompts"], {}, PADDED))[0]
     actual = ranks.run(world_size, "rl_step", rl(models, ragged["prompts"], parallel, PACKED))[0]
@@ -162,9 +153,7 @@ def test_ppo_equals_one_process(
 
 
 @pytest.mark.parametrize("recompute", ["full", "layers"])
-def test_memory_by_phase_and_recomputation_change_no_bit(
-    recompute: str, ranks: RankPool, models: dict[str, Path], ragged: dict[str, Path]
-) -> None:
+def test_memory_by_phase_and_recomputation_change_no_bit(recompute, ranks, models, ragged) -> None:
     """In bf16, two steps: everything comes and goes, the optimizer in pieces, layers are computed again. And gradients
     of the first step are those of ordinary stages, bit for bit."""
     away = {"parameters": True, "gradients": True, "optimizer": "stream"}
@@ -220,13 +209,7 @@ def _logical(part: Any, storages: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("world_size", "parallel", "model"), [(2, PP2_VPP2, "tied"), (4, TP2_PP2_VPP2, "plain")])
 def test_exports_and_an_engine_s_weights_are_those_that_were_loaded(
-    world_size: int,
-    parallel: dict[str, Any],
-    model: str,
-    ranks: RankPool,
-    models: dict[str, Path],
-    ragged: dict[str, Path],
-    tmp_path: Path,
+    world_size, parallel, model, ranks, models, ragged, tmp_path
 ) -> None:
     """Bit for bit; and their digest, as certificates have it, is that of one process."""
     cfg = sft(models[model], ragged, parallel, PADDED)
@@ -268,9 +251,7 @@ def repeated(runtime: Runtime, config: dict[str, Any], spoiled: str) -> tuple[di
     return norms, str(first)
 
 
-def test_a_replay_names_parameters_and_tensors_as_in_the_whole_model(
-    ranks: RankPool, models: dict[str, Path], ragged: dict[str, Path]
-) -> None:
+def test_a_replay_names_parameters_and_tensors_as_in_the_whole_model(ranks, models, ragged) -> None:
     """Layer 3 is the only one in the last rank's second chunk. Of ranks whose first tensors are not finite the one that
     came first is told: the last rank's, not what the first rank gets back from it."""
     name = "decoder.layers.{}.mlp.linear_fc1.weight"
@@ -284,9 +265,7 @@ def test_a_replay_names_parameters_and_tensors_as_in_the_whole_model(
     assert two[1].startswith("weight weight of decoder.layers.3.mlp.linear_fc1: 1 NaN and 0 infinite of ")
 
 
-def test_a_tensor_that_is_not_finite_is_named_in_its_chunk(
-    ranks: RankPool, models: dict[str, Path], data: dict[str, Path]
-) -> None:
+def test_a_tensor_that_is_not_finite_is_named_in_its_chunk(ranks, models, data) -> None:
     """Of each rank the second chunk is spoiled; the last rank's comes behind the first's, and gets NaN from it."""
     cfg = sft(models["plain"], data, PP2_VPP2, PADDED)
     where = "model1.decoder.layers.0.mlp.linear_fc1"

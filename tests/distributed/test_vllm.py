@@ -1,15 +1,11 @@
 """vLLM receives the actor's weights and says what Hugging Face says, at TP1 and TP2, tied and untied."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-
-from tests.ranks import RankPool
 
 PROMPTS = [[1, 5, 9, 14, 7, 15], [1, 4, 14, 12, 13, 15], [1, 8, 8, 14, 6, 15], [1, 13, 14, 13, 15], [1, 6, 15]]
 # Longer than a block of vLLM's prefix cache (128 tokens on a CPU): stale blocks would show after an update.
@@ -51,11 +47,6 @@ def _check(session: dict[str, Any], first: Path, second: Path) -> None:
     assert session["cuda_untouched"], "the substitution for Megatron-Core leaked out of its scope"
 
 
-@pytest.fixture(scope="module")
-def models(two_layers: dict[str, Path]) -> dict[str, Path]:
-    return two_layers
-
-
 FAULTS = {
     "model.layers.1.mlp.gate_up_proj.weight": "model.layers.1.mlp.gate_proj.weight",
     "model.norm.weight": "model.norm.weight",
@@ -65,15 +56,16 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("kind", ["plain", "tied"])
-def test_greedy_output_after_an_update_equals_hugging_face(
-    kind: str, vllm_ranks: RankPool, models: dict[str, Path]
-) -> None:
+def test_greedy_output_after_an_update_equals_hugging_face(kind, vllm_ranks, two_layers) -> None:
     """Three updates, at TP1 and TP2: greedy tokens and sampled log-probs (processed, T = 0.7) are those of the new
     weights; equal seeds draw equal tokens at TP1 and TP2; a fault planted on one rank is named on all.
 
     Not covered: bf16, GPUs, KV heads that are replicated (tp > 2 here).
     """
-    first, second = models["plain" if kind == "plain" else "tied"], models["other" if kind == "plain" else "tied_other"]
+    first, second = (
+        two_layers["plain" if kind == "plain" else "tied"],
+        two_layers["other" if kind == "plain" else "tied_other"],
+    )
     single = vllm_ranks.run(1, "vllm_session", str(first), str(second), 1, PROMPTS)[0]
     _check(single, first, second)
     both = vllm_ranks.run(2, "vllm_session", str(first), str(second), 2, PROMPTS)
@@ -85,21 +77,19 @@ def test_greedy_output_after_an_update_equals_hugging_face(
             assert FAULTS[storage] in message, storage
 
 
-def test_prompts_that_exceed_a_batch_are_sampled_from_with_their_seeds(
-    models: dict[str, Path], vllm_ranks: RankPool
-) -> None:
+def test_prompts_that_exceed_a_batch_are_sampled_from_with_their_seeds(two_layers, vllm_ranks) -> None:
     """Six prompts of 45 tokens where a batch has 100: some are computed in parts, and sampled from too early."""
     prompts = [[1] + [4 + (7 * n * n + k) % 12 for n in range(44)] for k in range(6)]
-    together, alone, taken_back = vllm_ranks.run(1, "vllm_long_prompts", str(models["plain"]), prompts)[0]
+    together, alone, taken_back = vllm_ranks.run(1, "vllm_long_prompts", str(two_layers["plain"]), prompts)[0]
     assert together == alone
     assert len({tuple(row) for row in together}) > 1
     assert taken_back > 0
 
 
-def test_a_prompt_is_computed_once_for_its_samples(models: dict[str, Path], vllm_ranks: RankPool) -> None:
+def test_a_prompt_is_computed_once_for_its_samples(two_layers, vllm_ranks) -> None:
     """But for what is behind its last whole block, of 32 tokens; with the bits that it has without a prefix cache."""
     prompt = [1] + [4 + (7 * n * n) % 12 for n in range(70)]
-    shared, apart = vllm_ranks.run(1, "vllm_prompt_once", str(models["plain"]), prompt, 8)[0]
+    shared, apart = vllm_ranks.run(1, "vllm_prompt_once", str(two_layers["plain"]), prompt, 8)[0]
     assert shared["said"] == apart["said"]
     assert len({tuple(tokens) for tokens, _ in shared["said"]}) > 1
     assert apart["computed"] - shared["computed"] == 7 * 64

@@ -5,8 +5,6 @@ the way of the head's own gradient too: through autograd, or straight into Megat
 several slices on each rank, the last one narrower, and padding. Not covered: `triton`, which needs a GPU.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,7 @@ KEPT = {"untied": 0, "tied": 256}
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def wide(tmp_path_factory) -> dict[str, Path]:
     """Of 2500 tokens: three slices on one rank, two on each of two (1280 and 1220 columns)."""
     root = tmp_path_factory.mktemp("wide")
     return {
@@ -84,9 +82,7 @@ def head_of(kind: str) -> str:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KEPT)
-def test_sft_by_slices_equals_sft_by_whole_logits(
-    kind: str, layout: str, ranks: RankPool, wide: dict[str, Path], data: dict[str, Path]
-) -> None:
+def test_sft_by_slices_equals_sft_by_whole_logits(kind, layout, ranks, wide, data) -> None:
     """Losses, norms and each gradient of two steps of four micro-batches."""
     world_size, parallel = LAYOUTS[layout]
     cfg = sft_config(wide[kind], data["sft"], parallel)
@@ -97,7 +93,7 @@ def test_sft_by_slices_equals_sft_by_whole_logits(
 
 
 @pytest.mark.parametrize("kind", KEPT)
-def test_sft_in_bf16(kind: str, ranks: RankPool, wide: dict[str, Path], data: dict[str, Path]) -> None:
+def test_sft_in_bf16(kind, ranks, wide, data) -> None:
     """The first step. Both ways make fp32 logits of the same bf16 numbers, so losses agree as in fp32. The reference's
     gradients are rounded to bf16 before Megatron's fp32 buffer and before the sum over ranks, ours are not: measured
     9e-4 for a head of its own, and up to 8e-3 after two layers of backward in bf16."""
@@ -124,9 +120,7 @@ def ppo(wide: dict[str, Path], kind: str, data: Path, parallel: dict[str, Any]) 
 @pytest.mark.parametrize(
     "kind, layout", [("untied", "tp1"), ("tied", "tp2_sequence_parallel"), ("untied", "tp2"), ("tied", "pp2")]
 )
-def test_ppo_by_slices_equals_ppo_by_whole_logits(
-    kind: str, layout: str, ranks: RankPool, wide: dict[str, Path], data: dict[str, Path]
-) -> None:
+def test_ppo_by_slices_equals_ppo_by_whole_logits(kind, layout, ranks, wide, data) -> None:
     """Old and reference log-probs, entropy, losses and each gradient of the actor; the first ratio stays exactly 1,
     although the training forward asks for the entropy and keeps logits, and the old log-probs' forward does not."""
     world_size, parallel = LAYOUTS[layout]
@@ -148,16 +142,14 @@ COLUMNS = {"tp1": 12000, "tp2": 12000 - 6016}
 
 
 @pytest.fixture(scope="module")
-def large_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def large_vocabulary(tmp_path_factory) -> Path:
     """12000 tokens against 32 hidden: the logits of a micro-batch would be larger than the model."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 12000}
     return write_family(tmp_path_factory.mktemp("large"), "llama", **sizes)
 
 
 @pytest.mark.parametrize("layout", COLUMNS)
-def test_no_tensor_is_as_large_as_the_logits(
-    layout: str, ranks: RankPool, large_vocabulary: Path, data: dict[str, Path]
-) -> None:
+def test_no_tensor_is_as_large_as_the_logits(layout, ranks, large_vocabulary, data) -> None:
     """Over all forwards and backwards of an SFT step and of a PPO step (sampling with the actor, scoring, training),
     the largest tensor is less than half of the logits of its micro-batch's response tokens on this rank. The same
     steps by the reference make them, and are seen to."""

@@ -4,9 +4,6 @@ dtype micro-batches are summed.
 Not covered: TransformerEngine itself, which needs a GPU; a stand-in keeps to its protocol.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,12 +20,9 @@ from megarlhf.trainers.supervised.sft import SupervisedFineTuning
 from tests.distributed import jobs
 from tests.distributed.test_sft_layouts import config
 from tests.distributed.tiny import write_family
-from tests.ranks import RankPool
 
 
-def test_fused_weight_gradients_are_sums_in_fp32_counted_once(
-    ranks: RankPool, models: dict[str, Path], data: dict[str, Path]
-) -> None:
+def test_fused_weight_gradients_are_sums_in_fp32_counted_once(ranks, models, data) -> None:
     """Four micro-batches. Fused, `main_grad` is their sum in fp32 and what autograd got is not added; otherwise each is
     rounded to bf16 first, an error of up to half a step of 1 / 128."""
     cfg = config(models["plain"], data["sft"], {})
@@ -85,9 +79,7 @@ LARGE, MANY = 4096.0, 16
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt2"])
-def test_gradients_of_micro_batches_are_summed_in_fp32(
-    family: str, ranks: RankPool, data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_gradients_of_micro_batches_are_summed_in_fp32(family, ranks, data, tmp_path) -> None:
     """Every parameter of the local spec: linear layers, biases, experts, router, both kinds of norms, tied and untied
     embeddings and the vocabulary's kernel. Layers of TransformerEngine's kind are above; between ranks gradients are
     summed in the same buffers."""

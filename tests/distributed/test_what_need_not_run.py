@@ -3,8 +3,6 @@
 Not covered here: a whole run with and without them (tests/test_pipeline.py), and what it saves (make bench-packing).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +10,16 @@ import numpy as np
 import pytest
 
 from tests.distributed.test_rl_layouts import config
-from tests.ranks import RankPool
 
 GRPO = {"advantage": "group_relative", "entropy_coef": 0.01}
 IN_LOSS = {"coef": 0.05, "placement": "loss", "estimator": "k3"}
 
 
-@pytest.fixture(scope="module")
-def models(two_layers: dict[str, Path]) -> dict[str, Path]:
-    return two_layers
-
-
 def one_update(
-    models: dict[str, Path], data: dict[str, Path], parallel: dict[str, Any], *, packed: bool = False, **algo: Any
+    two_layers: dict[str, Path], data: dict[str, Path], parallel: dict[str, Any], *, packed: bool = False, **algo: Any
 ) -> dict[str, Any]:
     """One pass with one optimizer step."""
-    cfg = config(models, data["prompts"], parallel, micro_batch_samples=2, **({"kl": {}} | GRPO | algo))
+    cfg = config(two_layers, data["prompts"], parallel, micro_batch_samples=2, **({"kl": {}} | GRPO | algo))
     cfg["train"] |= {"mini_batch_samples": 16, "epochs_per_step": 1}
     if packed:
         cfg["train"] |= {"micro_batch_samples": None, "max_tokens_per_micro_batch": 48}
@@ -47,11 +39,9 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_without_old_logprobs_before_it_an_update_is_the_same_to_the_bit(
-    case: str, ranks: RankPool, models: dict[str, Path], data: dict[str, Path]
-) -> None:
+def test_without_old_logprobs_before_it_an_update_is_the_same_to_the_bit(case, ranks, two_layers, data) -> None:
     world_size, parallel, options = CASES[case]
-    cfg = one_update(models, data, parallel, **options)
+    cfg = one_update(two_layers, data, parallel, **options)
     expected = ranks.run(world_size, "rl_step", cfg, None, True)[0]
     actual = ranks.run(world_size, "rl_step", cfg)[0]
     assert actual["told"] == [actual["metrics"]["rollout_logprob_gap_max"]], "the gap is told once"
@@ -69,10 +59,8 @@ def test_without_old_logprobs_before_it_an_update_is_the_same_to_the_bit(
             np.testing.assert_array_equal(actual["gradients"][role][0][name], gradient, err_msg=f"{role} {name}")
 
 
-def test_the_gap_is_told_before_the_weights_change(
-    ranks: RankPool, models: dict[str, Path], data: dict[str, Path]
-) -> None:
-    cfg = one_update(models, data, {"pp": 2})
+def test_the_gap_is_told_before_the_weights_change(ranks, two_layers, data) -> None:
+    cfg = one_update(two_layers, data, {"pp": 2})
     stopped = ranks.run(2, "rl_step", cfg, None, False, True)[0]
     trained = ranks.run(2, "rl_step", cfg)[0]
     assert stopped["told"] == trained["told"]
@@ -85,25 +73,21 @@ def test_the_gap_is_told_before_the_weights_change(
     )
 
 
-def test_several_updates_and_a_kl_in_the_reward_make_old_logprobs_before(
-    ranks: RankPool, models: dict[str, Path], data: dict[str, Path]
-) -> None:
-    several = one_update(models, data, {})
+def test_several_updates_and_a_kl_in_the_reward_make_old_logprobs_before(ranks, two_layers, data) -> None:
+    several = one_update(two_layers, data, {})
     several["train"]["mini_batch_samples"] = 8
-    in_reward = one_update(models, data, {}, kl={"coef": 0.1})
+    in_reward = one_update(two_layers, data, {}, kl={"coef": 0.1})
     for cfg in (several, in_reward):
         step = ranks.run(1, "rl_step", cfg)[0]
         assert (step["told"], step["metrics"]["first_ratio_deviation"]) == ([], 0.0)
 
 
-def test_a_reference_is_built_where_something_reads_the_kl_and_only_there(
-    ranks: RankPool, models: dict[str, Path], data: dict[str, Path]
-) -> None:
-    without = ranks.run(1, "rl_step", one_update(models, data, {}))[0]
+def test_a_reference_is_built_where_something_reads_the_kl_and_only_there(ranks, two_layers, data) -> None:
+    without = ranks.run(1, "rl_step", one_update(two_layers, data, {}))[0]
     assert "reference" not in without["roles"]
     assert [without["metrics"][name] for name in ("kl", "kl_k1", "kl_k3")] == [None] * 3
-    logged = ranks.run(1, "rl_step", one_update(models, data, {}, kl={"log": True}))[0]
-    stopping = one_update(models, data, {})
+    logged = ranks.run(1, "rl_step", one_update(two_layers, data, {}, kl={"log": True}))[0]
+    stopping = one_update(two_layers, data, {})
     stopping["train"]["stop"] = {"max_kl": 10.0}
     for step in (logged, ranks.run(1, "rl_step", stopping)[0]):
         assert "reference" in step["roles"]

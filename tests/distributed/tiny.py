@@ -1,7 +1,5 @@
 """Tiny models as Hugging Face writes them, with the demo's tokenizer, and a little data."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -11,13 +9,9 @@ import torch
 from tools.demo.make_data import base_files
 
 LLAMA3_ROPE: dict[str, Any] = {
-    "rope_type": "llama3",
-    "rope_theta": 100.0,
-    "factor": 4.0,
-    "low_freq_factor": 2.0,
-    "high_freq_factor": 8.0,
+    "rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 2.0, "high_freq_factor": 8.0,
     "original_max_position_embeddings": 64,
-}
+}  # fmt: skip
 """Numbers that bite within ten positions, and none of them Llama 3.1's own."""
 
 
@@ -68,34 +62,20 @@ def write_reward_model(directory: Path, base: Path, *, seed: int = 9, std: float
 
 
 YARN_ROPE: dict[str, Any] = {
-    "rope_type": "yarn",
-    "rope_theta": 100.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "beta_fast": 4.0,
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0,
     "attention_factor": 1.3,
-}
+}  # fmt: skip
 """Of 16 channels some are divided, some kept, some between."""
 LONGROPE: dict[str, Any] = {
-    "rope_type": "longrope",
-    "rope_theta": 100.0,
-    "short_factor": [1.0, 1.5, 2.0, 3.0],
-    "long_factor": [2.0, 4.0, 6.0, 8.0],
-    "partial_rotary_factor": 0.5,
-}
+    "rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 1.5, 2.0, 3.0],
+    "long_factor": [2.0, 4.0, 6.0, 8.0], "partial_rotary_factor": 0.5,
+}  # fmt: skip
 """Half of a head of 16 is turned."""
 
 COMMON: dict[str, Any] = {
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.08,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 3,
-}
+    "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "initializer_range": 0.08, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3,
+}  # fmt: skip
 ROPE: dict[str, Any] = {**COMMON, "num_key_value_heads": 2, "intermediate_size": 96}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -114,11 +94,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": (
         "qwen3_moe",
         {
-            **ROPE,
-            "head_dim": 32,
-            "moe_intermediate_size": 48,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
+            **ROPE, "head_dim": 32, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2,
             "norm_topk_prob": False,
         },
     ),
@@ -128,7 +104,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3": ("phi3", {**ROPE, "sliding_window": 8}),
     "phi3_longrope": ("phi3", {**ROPE, "rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
-}
+}  # fmt: skip
 """(model_type, settings) of one tiny model for each thing that a family does in its own way."""
 
 

@@ -1,7 +1,5 @@
 """Rewards as a user writes them, which a run names as `tests.distributed.user_rewards:NAME`."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What the rank processes do with an engine of vLLM's that an actor feeds more than once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -57,7 +55,7 @@ def vllm_prompt_once(runtime: Runtime, model: str, prompt: list[int], copies: in
     load_weights(actor.shard, section.model, seed=0)
     sampling, found = Sampling(max_tokens=8, end_ids=(2,)), []
     for arguments in ({}, {"enable_prefix_caching": False}):
-        rollout = RolloutConfig.model_validate({"max_response_tokens": 8, "engine_args": arguments})
+        rollout = RolloutConfig.model_validate({"max_response_tokens": 8, "vllm": {"args": arguments}})
         engine = VllmEngine(Path(model), torch.float32, rollout, 1, 400, actor.parts, runtime)
         engine.update_weights(actor.shard, 0)
         scheduler, computed = engine._llm.llm_engine.engine_core.engine_core.scheduler, []

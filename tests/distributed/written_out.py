@@ -1,7 +1,5 @@
 """SFT written out in plain torch on a model of transformers: what runs of ours are held against."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,9 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarlhf.data.tokenizers.tokenizer import load_tokenizer
-from tests.data.in_memory import build_sft, load_records
 from tests.distributed.compare import assert_gradients_equal, assert_weights_equal
+from tests.distributed.samples import sft_samples
 
 LR, STEPS, MINI_BATCH = 1e-3, 3, 8
 
@@ -39,12 +36,7 @@ def sft_written_out(
     `parameters` are those that are trained, by the names of what is returned: losses and gradient norms of the steps,
     gradients before they are clipped, and weights at the end. Weight decay applies to matrices.
     """
-    samples, _ = build_sft(
-        load_records(data, fields=("prompt", "response")),
-        load_tokenizer(tokenizer),
-        max_prompt_tokens=64,
-        max_response_tokens=64,
-    )
+    samples = sft_samples(data, tokenizer)
     groups = [
         {"params": [p for p in parameters.values() if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters.values() if p.ndim == 1], "weight_decay": 0.0},

@@ -1,7 +1,5 @@
 """The pages of the documentation, and the repository that they speak of."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from functools import cache

@@ -1,10 +1,6 @@
 """Tables of figures on pages are those of benchmarks/results/. Not covered: figures in sentences."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -17,7 +13,7 @@ from tests.docs.repository import ROOT
 
 
 @pytest.mark.parametrize("table", figures.TABLES)
-def test_the_page_on_rehearsals_has_the_table(table: Callable[[dict[str, Any]], str]) -> None:
+def test_the_page_on_rehearsals_has_the_table(table) -> None:
     page = (ROOT / "docs" / "benchmarks" / "rehearsal.md").read_text(encoding="utf-8")
     assert table(figures.load()) in page, "python -m benchmarks.rehearsal.figures prints it"
 
@@ -39,7 +35,7 @@ def test_the_record_of_the_invariance_matrix_is_whole_and_within_its_bounds() ->
 
 
 @pytest.mark.parametrize("table", invariance.TABLES)
-def test_the_page_on_invariance_has_the_table(table: Callable[[dict[str, Any]], str]) -> None:
+def test_the_page_on_invariance_has_the_table(table) -> None:
     page = (ROOT / "docs" / "invariance.md").read_text(encoding="utf-8")
     assert table(invariance.load()) in page, "python -m benchmarks.invariance prints it"
 
@@ -55,7 +51,7 @@ def test_the_page_on_benchmarks_has_the_table_of_messages() -> None:
 
 
 @pytest.mark.parametrize("table", fits_figures.TABLES)
-def test_the_page_on_real_clusters_has_the_table(table: Callable[[dict[str, Any]], str]) -> None:
+def test_the_page_on_real_clusters_has_the_table(table) -> None:
     page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
     assert table(fits_figures.load()) in page, "python -m benchmarks.rehearsal.fits_figures prints it"
 

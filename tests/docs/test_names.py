@@ -1,7 +1,5 @@
 """What the pages name exists: files, functions, words of the code, commands; what they quote is said; examples run."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import re
@@ -16,45 +14,18 @@ from tests.docs.repository import PRESENT, ROOT, code, files, path_of, text
 
 _PATH = re.compile(r"(?<![\w./{*-])([\w./-]+(?:\.py|\.yaml|\.sbatch|\.md|/))(?:::([\w.]+))?(?![\w*{.])")
 NOT_OURS = {
-    "vllm/model_executor/models/",
-    "gpt_layer_specs.py",
-    "my_rules.py",
-    "tests/distributed/test_sum.py",
-    "sft.yaml",
-    "chat.yaml",
-    "config.yaml",
-    "best.yaml",
-    "perplexity.yaml",
-    "pairs.yaml",
-    "versus.yaml",
-    "hf/",
-    "runs/",
-    "data/",
-    "tensorboard/",
-    "checkpoints/",
-    "bank/",
-    "profile/",
-    "samples/",
-    "wandb/",
-    "failures/",
-    "config.1.yaml",
-    "config.2.yaml",
-    "release/",
-    "docs/benchmarks/gpu-logprob.md",
-}
+    "vllm/model_executor/models/", "gpt_layer_specs.py", "my_rules.py", "tests/distributed/test_sum.py", "sft.yaml",
+    "chat.yaml", "config.yaml", "best.yaml", "perplexity.yaml", "pairs.yaml", "versus.yaml", "hf/", "runs/", "data/",
+    "tensorboard/", "checkpoints/", "bank/", "profile/", "samples/", "wandb/", "failures/", "config.1.yaml",
+    "config.2.yaml", "release/", "docs/benchmarks/gpu-logprob.md",
+}  # fmt: skip
 """Other projects' sources, what a reader has or is shown how to write, and what a benchmark makes."""
 SOURCES_OF_KERNELS = {
-    "torch/nn/attention/varlen.py",
-    "tensor_parallel/layers.py",
-    "transformer/moe/moe_utils.py",
-    "pytorch/attention/dot_product_attention/utils.py",
-    "flash_attn_interface.py",
-    "v1/attention/backends/flash_attn.py",
-    "fa_utils.py",
-    "model_executor/determinism/batch_invariant.py",
-    "distributed/device_communicators/cuda_communicator.py",
-    "model_executor/layers/fused_moe/fused_moe.py",
-}
+    "torch/nn/attention/varlen.py", "tensor_parallel/layers.py", "transformer/moe/moe_utils.py",
+    "pytorch/attention/dot_product_attention/utils.py", "flash_attn_interface.py",
+    "v1/attention/backends/flash_attn.py", "fa_utils.py", "model_executor/determinism/batch_invariant.py",
+    "distributed/device_communicators/cuda_communicator.py", "model_executor/layers/fused_moe/fused_moe.py",
+}  # fmt: skip
 """Other projects' files, which docs/determinism.md cites."""
 
 

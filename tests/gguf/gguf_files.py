@@ -1,7 +1,5 @@
-"""GGUF files made of transformers' models and tokenizers, as llama.cpp's converter makes them.
-
-By gguf's own writer, its table of names and its quantization.
-"""
+"""GGUF files made of transformers' models and tokenizers, as llama.cpp's converter makes them. By gguf's own writer,
+its table of names and its quantization."""
 
 from __future__ import annotations
 
@@ -19,13 +17,12 @@ from tests.weights.models import make_model
 
 pytest.importorskip("gguf")  # what imports this file is skipped without it
 
-from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType, get_tensor_name_map
+from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType, TokenType, get_tensor_name_map
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH, MODEL_ARCH_NAMES
 from gguf.quants import dequantize, quantize
 
 ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
 """llama.cpp's word where it is another one."""
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 VOCAB = 352
@@ -90,7 +87,6 @@ def permuted(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def gguf_tensors(model: Any) -> Tensors:
-    """By llama.cpp's names."""
     config = model.config
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     number = next(n for n, name in MODEL_ARCH_NAMES.items() if name == architecture)
@@ -114,7 +110,6 @@ def gguf_tensors(model: Any) -> Tensors:
 
 
 def add_sizes(writer: GGUFWriter, config: Any) -> None:
-    """The metadata of the model, as llama.cpp's converter writes it."""
     heads = config.num_attention_heads
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -150,7 +145,6 @@ def add_sizes(writer: GGUFWriter, config: Any) -> None:
 
 
 def rope_tensors(config: Any) -> Tensors:
-    """The tensors that state a rotary scaling."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     if config.model_type == "gpt2":
@@ -166,26 +160,21 @@ def rope_tensors(config: Any) -> Tensors:
 
 
 def add_byte_level(
-    writer: GGUFWriter,
-    tokenizer: Any,
-    pre: str,
-    *,
-    eos: str = "<|im_end|>",
-    template: str | None = CHATML,
-    pad_to: int = 0,
-) -> None:
+    writer: GGUFWriter, tokenizer: Any, pre: str, *, eos: str = "<|im_end|>", template: str | None = CHATML,
+    pad_to: int = 0
+) -> None:  # fmt: skip
     """A byte-level tokenizer of tokenizers, whose added tokens are its marks."""
     import json
 
     model = json.loads(tokenizer.to_str())["model"]
     by_id = {number: token for token, number in tokenizer.get_vocab().items()}
     tokens = [by_id[number] for number in range(len(by_id))]
-    types = [CONTROL if token in MARKS else NORMAL for token in tokens]
+    types = [TokenType.CONTROL if token in MARKS else TokenType.NORMAL for token in tokens]
     tokens += [f"[PAD{n}]" for n in range(len(tokens), pad_to)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
-    writer.add_token_types(types + [UNUSED] * (len(tokens) - len(types)))
+    writer.add_token_types(types + [TokenType.UNUSED] * (len(tokens) - len(types)))
     writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
     writer.add_bos_token_id(tokens.index("<|im_start|>"))
     writer.add_eos_token_id(tokens.index(eos))
@@ -195,14 +184,9 @@ def add_byte_level(
 
 
 def write_gguf(
-    path: Path,
-    model: Any,
-    tokenizer: Callable[[GGUFWriter], None],
-    *,
-    kind: str = "F32",
-    change: Callable[[Tensors], None] = lambda tensors: None,
-    metadata: Mapping[str, Any] | None = None,
-) -> Path:
+    path: Path, model: Any, tokenizer: Callable[[GGUFWriter], None], *, kind: str = "F32",
+    change: Callable[[Tensors], None] = lambda tensors: None, metadata: Mapping[str, Any] | None = None
+) -> Path:  # fmt: skip
     """`metadata`: further whole numbers and texts, or others in place of what would stand there."""
     config = model.config
     writer = GGUFWriter(path, ARCHITECTURES.get(config.model_type, config.model_type))
@@ -233,15 +217,12 @@ def with_tokenizer(writer: GGUFWriter, **changes: Any) -> None:
 
 
 def tokens(writer: GGUFWriter) -> None:
-    """`with_tokenizer` without changes."""
     with_tokenizer(writer)
 
 
 def small_llama() -> Any:
-    """Two layers."""
     return make_model("llama", vocab_size=VOCAB, num_hidden_layers=2)
 
 
 def small_file(path: Path) -> Path:
-    """A sound file of `small_llama` in Q8_0."""
     return write_gguf(path, small_llama(), tokens, kind="Q8_0")

@@ -10,12 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarlhf.kernels import (
-    packed_gae,
-    packed_moments,
-    packed_sums,
-    packed_whiten,
-)
+from megarlhf.kernels import packed_gae, packed_moments, packed_sums, packed_whiten
 from tests.kernels.cases import INTERPRETING
 from tests.kernels.packed_cases import (
     BACKENDS,
@@ -92,17 +87,9 @@ def test_rewards_of_tokens_by_hand(backend):
     """Beside the scores 1 and -2, and in place of a KL: returns are what is still to come."""
     zeros_T, token_rewards_T = torch.zeros(4), tensor(0.5, -0.25, 0.0, 4.0)
     advantages_T, _ = gae_of(
-        backend,
-        zeros_T,
-        None,
-        zeros_T,
-        tensor(1.0, 5.0, -2.0),
-        tensor(0, 3, 3, 4),
-        gamma=1.0,
-        lam=1.0,
-        kl_coef=0.0,
+        backend, zeros_T, None, zeros_T, tensor(1.0, 5.0, -2.0), tensor(0, 3, 3, 4), gamma=1.0, lam=1.0, kl_coef=0.0,
         token_rewards_T=token_rewards_T,
-    )
+    )  # fmt: skip
     assert advantages_T.tolist() == [1.25, 0.75, 1.0, 2.0]
 
 

@@ -25,15 +25,11 @@ def gae(cu_seqlens=CU, *, logprobs_T=X_T, ref_T=X_T, values_T=X_T, scores_N=SCOR
 
 LAYOUT = "int32 or int64 [N + 1]"
 BORDERS = [
-    ([1, 2, 5], ("begins with 1", LAYOUT)),
-    ([0, 4, 2, 5], ("from 4 to 2", "sequence 1")),
-    ([0, 6, 5], ("from 6 to 5", "sequence 1")),
-    ([0, 2, 4], ("ends with 4", "5 tokens", "5 last")),
-    ([0, 2, 6], ("ends with 6", "5 tokens")),
-    ([0], ("ends with 0", "5 tokens")),
-    ([[0, 5]], ("torch.int64 [1, 2]", LAYOUT)),
-    ([0.0, 5.0], ("torch.float32 [2]", LAYOUT)),
-]
+    ([1, 2, 5], ("begins with 1", LAYOUT)), ([0, 4, 2, 5], ("from 4 to 2", "sequence 1")),
+    ([0, 6, 5], ("from 6 to 5", "sequence 1")), ([0, 2, 4], ("ends with 4", "5 tokens", "5 last")),
+    ([0, 2, 6], ("ends with 6", "5 tokens")), ([0], ("ends with 0", "5 tokens")),
+    ([[0, 5]], ("torch.int64 [1, 2]", LAYOUT)), ([0.0, 5.0], ("torch.float32 [2]", LAYOUT)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])

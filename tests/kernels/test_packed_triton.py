@@ -37,8 +37,4 @@ def test_packed_kernels_in_tritons_interpreter(tmp_path):
         ran = [case for case in cases if case.get("classname") == module and case.find("skipped") is None]
         assert len(ran) >= least, f"{name}: {len(ran)} tests"
     left_out = {case.get("name").partition("[")[0] for case in cases if case.find("skipped") is not None}
-    assert left_out <= {
-        "test_gae_equals_its_definition",
-        "test_nothing_is_added_by_index",
-        "test_fp64_stays_fp64",
-    }
+    assert left_out <= {"test_gae_equals_its_definition", "test_nothing_is_added_by_index", "test_fp64_stays_fp64"}

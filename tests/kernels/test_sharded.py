@@ -9,17 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megarlhf.kernels import linear_token_logprobs, token_logprobs
-from tests.kernels.cases import (
-    IGNORE,
-    INTERPRETING,
-    OUTPUTS,
-    UPSTREAM,
-    Recorded,
-    made,
-    made_linear,
-    run_backend,
-)
-from tests.ranks import RankPool
+from tests.kernels.cases import IGNORE, INTERPRETING, OUTPUTS, UPSTREAM, Recorded, made, made_linear, run_backend
 
 CASES = [
     # vocabulary, true vocabulary, temperature, offset; the last: at tp 4 rank 3 holds padding only. Offset None: the
@@ -74,7 +64,7 @@ def logits_on_a_rank(rank, tp, backend):
 
 
 @pytest.fixture(scope="module")
-def in_a_world(ranks: RankPool):
+def in_a_world(ranks):
     """What the ranks say of logits, of the linear kernel and of its collectives; asked once for all tests."""
     answers = {}
 

@@ -34,13 +34,9 @@ def test_kernels_in_tritons_interpreter(files, tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", f"--junitxml={report}"]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, *(str(HERE / name) for name in files)],
-        env=environment,
-        cwd=HERE.parents[1],
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+        [*command, *(str(HERE / name) for name in files)], env=environment, cwd=HERE.parents[1], capture_output=True,
+        text=True, timeout=280,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     cases = list(ElementTree.parse(report).iter("testcase"))
     for name in files:

@@ -38,10 +38,7 @@ def test_equal_to_plain_torch(dtype):
     """fp64 and fp32 to the last bits; bf16, whose plain form rounds after every operation, to two of its own."""
     tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
     x_TND, cos_T1D, sin_T1D = arguments(dtype)
-    for ours, plainly, others in (
-        (rotate, rotate_plainly, (cos_T1D, sin_T1D)),
-        (silu_gate, silu_gate_plainly, ()),
-    ):
+    for ours, plainly, others in ((rotate, rotate_plainly, (cos_T1D, sin_T1D)), (silu_gate, silu_gate_plainly, ())):
         results = []
         for function in (ours, plainly):
             leaf = x_TND.clone().requires_grad_()

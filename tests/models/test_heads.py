@@ -2,11 +2,11 @@
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from megarlhf.models.build import fuse_weight_gradients
 from megarlhf.models.heads import ScalarHead
+from tests.refuses import refuses
 
 
 def head(dtype, weight):
@@ -53,5 +53,5 @@ def test_weight_gradients_are_fused_where_a_layer_can():
     fuse_weight_gradients(torch.nn.Sequential(plain, torch.nn.Sequential(fused)))
     assert fused.fuse_wgrad_accumulation is True
     assert not hasattr(plain, "fuse_wgrad_accumulation")
-    with pytest.raises(RuntimeError, match=r"no layer .* install the transformer-engine of requirements/gpu.txt"):
+    with refuses("transformer-engine", "requirements/gpu.txt", error=RuntimeError):
         fuse_weight_gradients(plain)

@@ -3,8 +3,6 @@
 Not covered: logits (tests/distributed/test_families.py) and vLLM (tests/distributed/test_vllm_families.py).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -30,7 +28,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_frequencies_are_those_of_transformers(name: str) -> None:
+def test_frequencies_are_those_of_transformers(name) -> None:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -4,8 +4,6 @@ Not covered: the calls of varlen_attn's kernels, which test_tree_varlen.py has; 
 (tests/rehearsal/test_meter.py).
 """
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 
@@ -17,13 +15,7 @@ from megarlhf.kernels.backends import log_once
 from megarlhf.models.attention import tree as module
 from megarlhf.models.attention.layers import with_packed_rows
 from megarlhf.models.attention.packed import packed_attention
-from megarlhf.models.attention.tree import (
-    CpuFlash,
-    Varlen,
-    kernel_for,
-    merged_attention,
-    plain_attention,
-)
+from megarlhf.models.attention.tree import CpuFlash, Varlen, kernel_for, merged_attention, plain_attention
 from megarlhf.parallel.packing.rows import packed_row
 from tests.models.test_packed_attention import with_gradients
 from tests.models.trees import CPU, ROWS, alone, close, inputs
@@ -212,7 +204,7 @@ def test_a_row_in_another_order_is_refused(parents, names):
 
 
 @pytest.mark.parametrize("turned", [True, False])
-def test_a_part_of_a_projection_does_not_keep_all_of_it(turned: bool) -> None:
+def test_a_part_of_a_projection_does_not_keep_all_of_it(turned) -> None:
     """Where queries and keys are turned, they, values, output and statistics are kept; otherwise the projection, of
     which all three are parts, and the last two."""
     tokens, heads, width = 12, 4, 16

@@ -4,8 +4,6 @@ the source of torch 2.11 and 2.13 says they do.
 Not covered: the kernels, which need a GPU (`make test-gpu`, its check `prompts`).
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 
@@ -14,12 +12,7 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 
 from megarlhf.models.attention import tree as module
-from megarlhf.models.attention.tree import (
-    Varlen,
-    _varlen_kernels,
-    kernel_for,
-    merged_attention,
-)
+from megarlhf.models.attention.tree import Varlen, _varlen_kernels, kernel_for, merged_attention
 from megarlhf.parallel.packing.rows import packed_row
 from tests.models.test_packed_attention import with_gradients
 from tests.models.trees import CPU, ROWS, alone, attention, close, inputs

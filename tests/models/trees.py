@@ -1,7 +1,5 @@
 """Rows of trees, and each of their sequences attended to alone, as the reference in fp64."""
 
-from __future__ import annotations
-
 import math
 import random
 

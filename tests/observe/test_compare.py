@@ -3,11 +3,8 @@
 Not covered: how it looks.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +20,7 @@ RM = [{"step": 1, "loss": 0.5, "eval_pair_accuracy": 0.75, "wall_clock": 1.0}]
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> list[Path]:
+def runs(tmp_path) -> list[Path]:
     first = make_run_dir(
         tmp_path / "a" / "run", SFT, "run: {dir: a, seed: 0}\nactor: {optim: {lr: 0.1}}\nrewards: []\n"
     )
@@ -33,7 +30,7 @@ def runs(tmp_path: Path) -> list[Path]:
     return [first, other, make_run_dir(tmp_path / "rm", RM)]
 
 
-def test_final_figures_are_the_last_finite_values_of_common_metrics(runs: list[Path]) -> None:
+def test_final_figures_are_the_last_finite_values_of_common_metrics(runs) -> None:
     finals = final_figures(read_runs(runs), [{}, {"eval_loss": (1.9, 2.1)}, {}])
     assert list(finals) == ["eval_loss", "loss"], "what one run alone has is left out"
     assert finals["eval_loss"] == [Final(3.0, 1), Final(2.0, 3, (1.9, 2.1)), None]
@@ -41,7 +38,7 @@ def test_final_figures_are_the_last_finite_values_of_common_metrics(runs: list[P
     assert str(Final(2.0, 3, (1.9, 2.1))) == "2 [1.9, 2.1]"
 
 
-def test_intervals_are_those_that_the_run_has_written(runs: list[Path]) -> None:
+def test_intervals_are_those_that_the_run_has_written(runs) -> None:
     figures = {
         "eval_win_rate": {"value": 0.5, "low": 0.4, "high": 0.6},
         "num_prompts": {"value": 3, "low": None, "high": None},
@@ -56,13 +53,11 @@ def test_intervals_are_those_that_the_run_has_written(runs: list[Path]) -> None:
         intervals_of(runs[1])
 
 
-def test_the_keys_that_differ(runs: list[Path]) -> None:
+def test_the_keys_that_differ(runs) -> None:
     assert differing_keys([run.config for run in read_runs(runs)]) == {
-        "run.seed": ["0", "1", "-"],
-        "actor.optim.lr": ["0.1", "0.1", "-"],
-        "rewards": ["[]", "-", "-"],
+        "run.seed": ["0", "1", "-"], "actor.optim.lr": ["0.1", "0.1", "-"], "rewards": ["[]", "-", "-"],
         "loss": ["-", "<b>", "-"],
-    }
+    }  # fmt: skip
     assert differing_keys(["run: {dir: a}", "run: {dir: b}"]) == {}
     sft, rm = "# megarlhf sft: the\nrun: {seed: 0}\nactor: 1\n", "# megarlhf rm: the\nrun: {seed: 1}\nreward_model: 1\n"
     assert differing_keys([sft, rm, None]) == {"run.seed": ["0", "1", "-"]}, "of different commands"
@@ -72,30 +67,21 @@ def test_the_keys_that_differ(runs: list[Path]) -> None:
     assert list(differing_keys([sft, sft.replace("actor", "critic")])) == ["actor", "critic"]
 
 
-def test_the_page_of_runs_of_different_commands(
-    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_of_runs_of_different_commands(runs, tmp_path, capsys) -> None:
     out = tmp_path / "page.html"
     (runs[1] / "eval.json").write_text(json.dumps({"figures": {"eval_loss": {"low": 1.9, "high": 2.1}}}))
     assert cli.main(["compare", *map(str, runs), "-o", str(out), "--title", "A <title>"]) == 0
     page, printed = out.read_text(), capsys.readouterr().out
     parsed = shown(page)
     assert parsed.rows == [
-        ["metric", "run (1)", "run (2)", "rm"],
-        ["eval_loss", "3 step 1", "2 [1.9, 2.1] step 3", "-"],
-        ["loss", "1.5 step 2", "1.25 step 3", "0.5 step 1"],
-        ["key", "run (1)", "run (2)", "rm"],
-        ["run.seed", "0", "1", "-"],
-        ["actor.optim.lr", "0.1", "0.1", "-"],
-        ["rewards", "[]", "-", "-"],
+        ["metric", "run (1)", "run (2)", "rm"], ["eval_loss", "3 step 1", "2 [1.9, 2.1] step 3", "-"],
+        ["loss", "1.5 step 2", "1.25 step 3", "0.5 step 1"], ["key", "run (1)", "run (2)", "rm"],
+        ["run.seed", "0", "1", "-"], ["actor.optim.lr", "0.1", "0.1", "-"], ["rewards", "[]", "-", "-"],
         ["loss", "-", "<b>", "-"],
-    ]
+    ]  # fmt: skip
     assert "A <title>" in parsed.texts
     names = [[trace["name"] for trace in drawn["data"]] for drawn in figures_of(page)]
-    assert names == [
-        ["run (1) · eval_loss", "run (2) · eval_loss"],
-        ["run (1) · loss", "run (2) · loss", "rm · loss"],
-    ]
+    assert names == [["run (1) · eval_loss", "run (2) · eval_loss"], ["run (1) · loss", "run (2) · loss", "rm · loss"]]
     for word in ("eval_loss", "2 [1.9, 2.1]", "actor.optim.lr", f"wrote {out}"):
         assert word in printed
     write_comparison(runs[:2], out, title="again")
@@ -111,9 +97,7 @@ def test_the_page_of_runs_of_different_commands(
         (lambda runs, tmp: [make_run_dir(tmp / "c", [{"step": 1, "alone": 1.0}]), runs[0]], "metric"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(
-    change: Any, name: str, runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_compared_is_refused(change, name, runs, tmp_path, capsys) -> None:
     out = tmp_path / "page.html"
     assert cli.main(["compare", *map(str, change(runs, tmp_path)), "-o", str(out)]) == 2
     message = capsys.readouterr().err
@@ -122,7 +106,7 @@ def test_what_cannot_be_compared_is_refused(
     assert not out.exists()
 
 
-def test_a_file_of_the_users_is_not_replaced(runs: list[Path], tmp_path: Path) -> None:
+def test_a_file_of_the_users_is_not_replaced(runs, tmp_path) -> None:
     (tmp_path / "mine.html").write_text("mine")
     with refuses("mine.html", "comparison", "-o FILE"):
         write_comparison(runs, tmp_path / "mine.html", title="t")

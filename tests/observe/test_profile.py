@@ -3,8 +3,6 @@
 Not covered: what torch itself writes on a GPU; a whole run (tests/distributed/test_profile.py).
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging
@@ -77,7 +75,7 @@ def ranges(trace: dict[str, Any]) -> dict[str, set[str]]:
     }
 
 
-def test_a_trace_is_of_its_step_and_phases_stand_inside_each_other(phases: Phases, tmp_path: Path) -> None:
+def test_a_trace_is_of_its_step_and_phases_stand_inside_each_other(phases, tmp_path) -> None:
     told, made = phases.observer, recorder(phases, tmp_path, steps=[2], memory_snapshot=2)
     with phases("build"):
         torch.ones(3).tan()
@@ -111,7 +109,7 @@ def test_a_trace_is_of_its_step_and_phases_stand_inside_each_other(phases: Phase
     ]
 
 
-def test_a_step_that_is_left_by_an_error_is_not_written(phases: Phases, tmp_path: Path, caplog) -> None:
+def test_a_step_that_is_left_by_an_error_is_not_written(phases, tmp_path, caplog) -> None:
     """And torch's profiler is free for the next run in this process."""
     made = recorder(phases, tmp_path, steps=[1, 7])
     phases.begin_step(1)
@@ -127,7 +125,7 @@ def test_a_step_that_is_left_by_an_error_is_not_written(phases: Phases, tmp_path
     assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["step_000001_rank_00000.memory.json"]
 
 
-def test_a_folder_that_cannot_be_written_ends_no_run(phases: Phases, tmp_path: Path, caplog) -> None:
+def test_a_folder_that_cannot_be_written_ends_no_run(phases, tmp_path, caplog) -> None:
     (tmp_path / FOLDER).write_text("a file")
     recorder(phases, tmp_path, steps=[1])
     with caplog.at_level(logging.WARNING):
@@ -136,7 +134,7 @@ def test_a_folder_that_cannot_be_written_ends_no_run(phases: Phases, tmp_path: P
     assert (tmp_path / FOLDER).read_text() == "a file"
 
 
-def test_a_gpu_s_snapshot_is_of_its_step(phases: Phases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_s_snapshot_is_of_its_step(phases, tmp_path, monkeypatch) -> None:
     """With a pretended GPU: the allocator records from the step's first phase to its end. torch's functions, private
     ones, still take what they are given."""
     seen: list[str] = []
@@ -144,11 +142,9 @@ def test_a_gpu_s_snapshot_is_of_its_step(phases: Phases, tmp_path: Path, monkeyp
     monkeypatch.setattr(recording, "record_allocations", lambda device: seen.append("record"))
     monkeypatch.setattr(recording, "write_allocations", lambda device, path: seen.append("write") or path.touch())
     made = ProfileRecorder(
-        ProfileConfig(memory_snapshot=2),
-        phases,
-        tmp_path / FOLDER,
+        ProfileConfig(memory_snapshot=2), phases, tmp_path / FOLDER,
         Runtime(device=torch.device("cuda"), backend="nccl"),
-    )
+    )  # fmt: skip
     phases.observer = phases.sharing = made
     for step, said in ((1, []), (2, ["wait", "record", "wait", "write"]), (3, [])):
         make_step(phases, step)

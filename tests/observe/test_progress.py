@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from megarlhf.observe.terminal.progress import Progress, format_duration, format_number, table
+from tests.refuses import missing_names, refuses
 
 
 class Clock:
@@ -33,8 +34,8 @@ def test_without_a_terminal_one_line_every_interval_and_the_last():
             progress.step(step, {"loss": 1 / step})
     lines = printed(console).splitlines()
     assert [line.split()[1] for line in lines] == ["1/11", "4/11", "7/11", "10/11", "11/11"]
-    assert lines[0] == "sft 1/11 9%  elapsed 0:00:10  left 0:01:40  loss 1"
-    assert lines[-1] == "sft 11/11 100%  elapsed 0:01:50  left 0:00:00  loss 0.09091"
+    assert not missing_names(lines[0], "sft", "9%", "elapsed 0:00:10", "left 0:01:40", "loss 1")
+    assert not missing_names(lines[-1], "100%", "elapsed 0:01:50", "left 0:00:00", "loss 0.09091")
 
 
 def test_time_left_counts_the_steps_of_this_process_only():
@@ -43,7 +44,7 @@ def test_time_left_counts_the_steps_of_this_process_only():
     with Progress("rl", 110, start=100, console=console, clock=clock) as progress:
         clock.now += 20
         progress.step(102, {})
-    assert printed(console) == "rl 102/110 92%  elapsed 0:00:20  left 0:01:20\n"
+    assert not missing_names(printed(console), "rl 102/110", "elapsed 0:00:20", "left 0:01:20")
 
 
 def test_metrics_are_chosen_in_order_and_evaluations_stay():
@@ -96,25 +97,17 @@ def test_table_shows_every_cell():
 
 
 def test_table_refuses_a_row_of_another_length():
-    with pytest.raises(ValueError, match="has 1 cells, expected 2"):
+    with refuses("1 cells", "expected 2"):
         table("t", [("a",)], ("x", "y"))
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (None, "-"),
-        (float("nan"), "nan"),
-        (0, "0"),
-        (0.0, "0"),
-        (1234567, "1,234,567"),
-        (3.14159, "3.142"),
-        (1e-5, "1.00e-05"),
-        (-0.25, "-0.25"),
-        (54321.0, "54,321"),
-        (1e9, "1.00e+09"),
+        (None, "-"), (float("nan"), "nan"), (0, "0"), (0.0, "0"), (1234567, "1,234,567"), (3.14159, "3.142"),
+        (1e-5, "1.00e-05"), (-0.25, "-0.25"), (54321.0, "54,321"), (1e9, "1.00e+09"),
     ],
-)
+)  # fmt: skip
 def test_format_number(value, text):
     assert format_number(value) == text
 

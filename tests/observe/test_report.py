@@ -105,7 +105,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
 
     write_whole(out, "first")
     monkeypatch.setattr("os.replace", full)
-    with pytest.raises(OSError, match="no space left"):
+    with refuses("no space left", error=OSError):
         write_whole(out, "second")
     assert tried == ["second"]
     assert out.read_text() == "first"

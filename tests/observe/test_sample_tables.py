@@ -1,7 +1,5 @@
 """Tables of samples as files and as Markdown. In a report: test_report.py. A run's: distributed/test_shown.py."""
 
-from __future__ import annotations
-
 import errno
 import json
 from pathlib import Path
@@ -21,6 +19,7 @@ from megarlhf.observe.records.sample_tables import (
     spread,
     steps_of,
 )
+from tests.refuses import refuses
 
 NASTY = '</pre><script>alert("x")</script>\n# no heading & no *emphasis*'
 
@@ -38,22 +37,22 @@ def names(run: Path) -> list[str]:
     ("count", "total", "expected"),
     [(3, 16, [0, 5, 10]), (4, 4, [0, 1, 2, 3]), (9, 2, [0, 1]), (0, 5, []), (3, 0, []), (3, -1, [])],
 )
-def test_the_choice_is_even_and_always_the_same(count: int, total: int, expected: list[int]) -> None:
+def test_the_choice_is_even_and_always_the_same(count, total, expected) -> None:
     assert spread(count, total) == expected
 
 
-def test_a_table_is_strict_json_lines_and_read_back(tmp_path: Path) -> None:
+def test_a_table_is_strict_json_lines_and_read_back(tmp_path) -> None:
     rows = [row(5, 0, response=NASTY), row(5, 1, kl=0.25)]
     SampleTables(tmp_path).write("eval", 5, rows)
     assert names(tmp_path) == ["eval_step_000005.jsonl"]
     assert read_table(tmp_path, "eval", 5) == rows
     assert (steps_of(tmp_path, "eval"), steps_of(tmp_path, "train")) == ([5], [])
     (tmp_path / "samples/eval_step_000005.jsonl").write_text("{")
-    with pytest.raises(ValueError, match=r"eval_step_000005\.jsonl is no table of samples"):
+    with refuses("eval_step_000005.jsonl", "table of samples"):
         read_shown(tmp_path)
 
 
-def test_a_resume_removes_the_tables_of_later_steps_and_nothing_else(tmp_path: Path) -> None:
+def test_a_resume_removes_the_tables_of_later_steps_and_nothing_else(tmp_path) -> None:
     tables = SampleTables(tmp_path)
     for step in (0, 10, 20):
         tables.write("eval", step, [row(step)])
@@ -67,7 +66,7 @@ def test_a_resume_removes_the_tables_of_later_steps_and_nothing_else(tmp_path: P
     assert names(tmp_path) == ["notes.txt", "step_9.txt"]
 
 
-def test_overwrite_knows_them(tmp_path: Path) -> None:
+def test_overwrite_knows_them(tmp_path) -> None:
     tables = SampleTables(tmp_path)
     tables.write("eval", 0, [row(0)])
     tables.write("train", 1, [row(1)])
@@ -75,9 +74,7 @@ def test_overwrite_knows_them(tmp_path: Path) -> None:
     assert [path.name for path in files_of_a_run(tmp_path)] == ["step_000001.jsonl", "eval_step_000000.jsonl"]
 
 
-def test_what_a_full_disk_does_not_take_is_written_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_full_disk_does_not_take_is_written_later(tmp_path, monkeypatch, caplog) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -87,7 +84,7 @@ def test_what_a_full_disk_does_not_take_is_written_later(
         tables.write("train", 1, [row(1)])
         tables.write("train", 2, [row(2)])
     assert steps_of(tmp_path, "train") == []
-    assert "2 tables of samples could not be written yet" in caplog.records[-1].getMessage()
+    assert "2 tables" in caplog.records[-1].getMessage()
     tables.flush()
     assert names(tmp_path) == ["step_000001.jsonl", "step_000002.jsonl"]
 
@@ -108,7 +105,7 @@ def test_a_sample_in_words_as_markdown_and_as_a_flat_table() -> None:
     }
 
 
-def test_a_report_reads_the_first_evaluations_the_latest_and_two_between(tmp_path: Path) -> None:
+def test_a_report_reads_the_first_evaluations_the_latest_and_two_between(tmp_path) -> None:
     tables = SampleTables(tmp_path)
     for step in range(0, 100, 10):
         tables.write("eval", step, [row(step)])
@@ -118,7 +115,7 @@ def test_a_report_reads_the_first_evaluations_the_latest_and_two_between(tmp_pat
     assert read_shown(tmp_path / "absent") == ShownTables()
 
 
-def test_rows_are_one_object_a_line(tmp_path: Path) -> None:
+def test_rows_are_one_object_a_line(tmp_path) -> None:
     SampleTables(tmp_path).write("train", 1, [row(1, 0, response="a\nb\u2028c"), row(1, 1)])
     lines = (tmp_path / "samples/step_000001.jsonl").read_text(encoding="utf-8").split("\n")
     assert [json.loads(line)["sample"] for line in lines[:-1]] == [0, 1]

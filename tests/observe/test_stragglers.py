@@ -1,7 +1,5 @@
 """Which rank is named as slow, from seconds written out. What is measured: tests/distributed/test_stragglers.py."""
 
-from __future__ import annotations
-
 from statistics import median
 
 import torch

@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import types
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,15 +67,13 @@ class StandIn(types.ModuleType):
 
 
 @pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+def wandb(monkeypatch) -> StandIn:
     module = StandIn()
     monkeypatch.setitem(sys.modules, "wandb", module)
     return module
 
 
-def test_the_package_and_a_key_are_asked_for_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_package_and_a_key_are_asked_for_before_anything_is_written(tmp_path, monkeypatch) -> None:
     online, offline = WandbConfig(project="mine"), WandbConfig(project="mine", mode="offline")
     monkeypatch.setitem(sys.modules, "wandb", StandIn(logged_in=False))
     with refuses("project 'mine'", "key", "`wandb login`", "WANDB_API_KEY", "run.wandb.mode=offline"):
@@ -91,9 +88,7 @@ def test_the_package_and_a_key_are_asked_for_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_names_and_steps_are_those_of_metrics_jsonl_and_a_resume_continues_the_run(
-    tmp_path: Path, wandb: StandIn
-) -> None:
+def test_names_and_steps_are_those_of_metrics_jsonl_and_a_resume_continues_the_run(tmp_path, wandb) -> None:
     cfg = WandbConfig(project="mine", entity="us", group="seeds", tags=("a",), mode="offline", timeout_seconds=7)
     for resume_step, step in ((None, 1), (0, 1)):  # step 1 is repeated after a kill
         with MetricsWriter(
@@ -135,9 +130,7 @@ def table_of_rows() -> dict[str, Any]:
     return {"columns": columns, "data": data, "allow_mixed_types": True}
 
 
-def test_a_run_that_is_not_opened_is_refused_and_one_that_fails_later_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_that_is_not_opened_is_refused_and_one_that_fails_later_is_left(tmp_path, monkeypatch, caplog) -> None:
     cfg = WandbConfig(project="mine")
     monkeypatch.setitem(sys.modules, "wandb", StandIn(fails="init"))
     with refuses("no such entity", "project", "run.wandb.mode=offline"):
@@ -181,7 +174,7 @@ writer.close()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
-def test_the_real_package_offline_after_a_kill(tmp_path: Path) -> None:
+def test_the_real_package_offline_after_a_kill(tmp_path) -> None:
     """Killed by SIGKILL and resumed: two files with one id, and the second is whole."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     for resume, status in (("new", -9), ("1", 0)):

@@ -1,7 +1,5 @@
 """The watchdog of one rank on a clock that the test turns, and the report. Real ranks: tests/distributed/."""
 
-from __future__ import annotations
-
 import dataclasses
 import signal
 import sys
@@ -163,18 +161,9 @@ def test_a_rank_that_is_not_late_writes_what_it_does_when_another_has(make, tmp_
 
 
 STATE = RankState(
-    rank=0,
-    host="n0",
-    pid=7,
-    phase="reward",
-    seconds=31,
-    limit=30,
-    late=True,
-    waits=True,
-    place="rl.py:9 in f: x",
-    stack=["rl.py:9 in f: x"],
-    threads={},
-)
+    rank=0, host="n0", pid=7, phase="reward", seconds=31, limit=30, late=True, waits=True, place="rl.py:9 in f: x",
+    stack=["rl.py:9 in f: x"], threads={},
+)  # fmt: skip
 
 
 def test_the_report_names_first_who_does_not_wait_and_last_who_is_silent(tmp_path):

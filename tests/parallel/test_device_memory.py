@@ -3,9 +3,6 @@
 Not covered here: whole steps under each policy (tests/distributed/test_memory_by_phase.py), pinned memory and streams.
 """
 
-from __future__ import annotations
-
-import pytest
 import torch
 
 from megarlhf.config import OffloadConfig
@@ -48,7 +45,7 @@ def test_what_is_not_copied_takes_no_host_memory() -> None:
     assert (gradients.untyped_storage().nbytes(), host.nbytes) == (4000, 0)
 
 
-def test_what_is_constant_is_copied_to_the_host_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_constant_is_copied_to_the_host_once(monkeypatch) -> None:
     weights, host = torch.ones(10), HostMemory(CPU)
     fills = []
     fill = host.fill
@@ -118,10 +115,8 @@ def test_state_is_read_and_filled_in_place() -> None:
     view_of = parts.to_read()
     assert view_of(weights) is weights
     assert (there([weights, moments]), view_of(moments).tolist(), view_of(view).tolist()) == (
-        [True, False],
-        [2.0] * 4,
-        [2.0] * 2,
-    )
+        [True, False], [2.0] * 4, [2.0] * 2,
+    )  # fmt: skip
     view_of(view).fill_(7.0)
     assert there([weights, moments]) == [True, False]
     parts.to_update()

@@ -21,24 +21,11 @@ from tests.refuses import refuses
 LINEAR = ForwardCost(per_token=1.0, per_pair=0.0)
 PAIRS = ForwardCost(per_token=0.0, per_pair=1.0)
 LLAMA_3_8B = {
-    "model_type": "llama",
-    "num_layers": 32,
-    "hidden_size": 4096,
-    "num_heads": 32,
-    "num_kv_heads": 8,
-    "head_dim": 128,
-    "ffn_size": 14336,
-    "vocab_size": 128256,
-    "max_positions": 8192,
-    "norm_eps": 1e-5,
-    "rope_theta": 5e5,
-    "rope_scaling": None,
-    "tied_embeddings": False,
-    "qkv_bias": False,
-    "output_bias": False,
-    "mlp_bias": False,
+    "model_type": "llama", "num_layers": 32, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128,
+    "ffn_size": 14336, "vocab_size": 128256, "max_positions": 8192, "norm_eps": 1e-5, "rope_theta": 5e5,
+    "rope_scaling": None, "tied_embeddings": False, "qkv_bias": False, "output_bias": False, "mlp_bias": False,
     "activation": "silu",
-}
+}  # fmt: skip
 
 
 def singles(lengths):

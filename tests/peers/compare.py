@@ -3,8 +3,6 @@
 `python -m tests.peers.compare` writes values.json, where `make test-peers` has installed the other projects.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Advantages go the way of a run, through `add_advantages` and a configuration, so
 gets them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 The mismatched log-ratios of KTO's reference point come from the old and the engine's log-probs.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -113,11 +111,9 @@ def _fake_model(by_marker: dict[int, Tensor], mask_NT: Tensor) -> Any:
     def model(*, input_ids: Tensor, **_: Any) -> SimpleNamespace:
         some_NT = torch.zeros(N, T)
         return SimpleNamespace(
-            log_probs=by_marker[int(input_ids[0, 0])] * mask_NT,
-            entropy=some_NT,
-            mean_logits=some_NT,
+            log_probs=by_marker[int(input_ids[0, 0])] * mask_NT, entropy=some_NT, mean_logits=some_NT,
             is_top1=some_NT.bool(),
-        )
+        )  # fmt: skip
 
     return model
 
@@ -125,14 +121,9 @@ def _fake_model(by_marker: dict[int, Tensor], mask_NT: Tensor) -> Any:
 def _stand_in(**settings: Any) -> MagicMock:
     fake = MagicMock()
     fake.configure_mock(
-        aux_loss_enabled=False,
-        precompute_ref_logps=False,
-        beta=BETA,
-        _metrics=defaultdict(lambda: defaultdict(list)),
-        _total_train_tokens=0,
-        _tp_size=1,
-        **settings,
-    )
+        aux_loss_enabled=False, precompute_ref_logps=False, beta=BETA, _metrics=defaultdict(lambda: defaultdict(list)),
+        _total_train_tokens=0, _tp_size=1, **settings,
+    )  # fmt: skip
     fake.accelerator.configure_mock(device=torch.device("cpu"), gather_for_metrics=lambda x: x, gather=lambda x: x)
     fake.args.configure_mock(gradient_checkpointing=False, gradient_checkpointing_kwargs=None)
     fake.model.training = True
@@ -172,10 +163,7 @@ def trl_kto(inputs: Inputs, *, importable: Callable[[str], Any], **weights: floa
     def loss_of(logprobs_NT: Tensor) -> Tensor:
         reference = {1: inputs.ref_logprobs_NT, 2: inputs.rollout_logprobs_NT}
         fake = _stand_in(
-            calculate_KL=True,
-            loss_type="kto",
-            ref_model=_fake_model(reference, inputs.mask_NT),
-            **weights,
+            calculate_KL=True, loss_type="kto", ref_model=_fake_model(reference, inputs.mask_NT), **weights
         )
         fake._compute_kl_logps = lambda model, batch: module.KTOTrainer._compute_kl_logps(fake, model, batch)
         model = _fake_model({1: logprobs_NT, 2: inputs.old_logprobs_NT}, inputs.mask_NT)

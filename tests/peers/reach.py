@@ -3,8 +3,6 @@
 What stands in for packages that need a GPU is in `importable`; none of the functions that are called reaches it.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 What the default tests hold against a wrapper written out (tests/distributed/lora.py) is held against PEFT itself here.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from tests.distributed.lora import write_adapter
 from tests.distributed.test_lora_layouts import assert_same
 from tests.distributed.tiny import write_family
 from tests.distributed.written_out import STEPS, config, sft_written_out
-from tests.ranks import RankPool
 
 pytestmark = pytest.mark.peers
 
@@ -41,9 +38,7 @@ def name_of(parameter: str) -> str:
 
 
 @pytest.mark.parametrize("rslora", [False, True])
-def test_training_equals_peft(
-    rslora: bool, ranks: RankPool, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_training_equals_peft(rslora, ranks, models, data, tmp_path) -> None:
     """Losses, gradients and the adapter after three steps, at TP2 x PP2. fp32."""
     adapter = write_adapter(tmp_path / "adapter", models["plain"], use_rslora=rslora)
     model = on_base(models["plain"], adapter, trainable=True)
@@ -70,7 +65,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_exported_is_peft_s(family: str, ranks: RankPool, data: dict[str, Path], tmp_path: Path) -> None:
+def test_what_is_exported_is_peft_s(family, ranks, data, tmp_path) -> None:
     """The adapter loads in PEFT, adds what the merged export has in its weights, and PEFT's own save of it is one to
     start from. At TP2."""
     from transformers import AutoModelForCausalLM
@@ -100,7 +95,7 @@ def test_what_is_exported_is_peft_s(family: str, ranks: RankPool, data: dict[str
 
 
 @pytest.mark.parametrize("case", MIXTURES)
-def test_experts_arrive_in_peft(case: str, ranks: RankPool, data: dict[str, Path], tmp_path: Path) -> None:
+def test_experts_arrive_in_peft(case, ranks, data, tmp_path) -> None:
     """PEFT converts an adapter of experts by what adapter_config.json names, and leaves out without a word what it does
     not find there. At EP2; it is also one to start from."""
     from safetensors.torch import load_file, save_file

@@ -1,7 +1,5 @@
 """Rewards as TRL's GRPO has them: a reward model of ours, alone and in a batch, and what a function is given."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,7 +71,7 @@ def test_a_function_gets_what_trl_gives_it() -> None:
     assert {name: value for name, value in theirs.items() if name not in NOT_GIVEN} == ours
 
 
-def test_the_scores_are_those_of_each_text_alone(tmp_path: Path) -> None:
+def test_the_scores_are_those_of_each_text_alone(tmp_path) -> None:
     """Of an export of a model that pads with its end of sequence; of that model they would be of other tokens."""
     from transformers import AutoTokenizer, LlamaForSequenceClassification
 

@@ -3,8 +3,6 @@
 Runs where `make test-peers` has installed them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 
@@ -76,10 +74,7 @@ THEIRS: dict[str, Callable[[Inputs], list[float]]] = {
     "openrlhf: dr_grpo with kl": partial(openrlhf_advantages, estimator="dr_grpo", kl_coef=0.1),
     "openrlhf: overlong": openrlhf_overlong,
     "openrlhf: seq-mask-tis": partial(
-        openrlhf_policy,
-        correct=True,
-        is_correction_level="seq",
-        is_correction_mode="mask",
+        openrlhf_policy, correct=True, is_correction_level="seq", is_correction_mode="mask",
         is_correction_threshold=[0.8, 1.2],
     ),
     "openrlhf: ppo": openrlhf_policy,
@@ -87,10 +82,7 @@ THEIRS: dict[str, Callable[[Inputs], list[float]]] = {
     "openrlhf: dual clip": partial(openrlhf_policy, dual_clip=3.0),
     "openrlhf: gspo": partial(openrlhf_policy, policy_loss_type="gspo", per_response=True),
     "openrlhf: icepop": partial(
-        openrlhf_policy,
-        correct=True,
-        is_correction_level="token",
-        is_correction_mode="mask",
+        openrlhf_policy, correct=True, is_correction_level="token", is_correction_mode="mask",
         is_correction_threshold=[0.7, 1.4],
     ),
     "openrlhf: value": partial(openrlhf_value, clip=0.2),
@@ -132,4 +124,4 @@ THEIRS: dict[str, Callable[[Inputs], list[float]]] = {
     "trl: reward model, margin and centering": partial(
         pairs.trl_reward, importable=importable, margin=True, center=0.01
     ),
-}
+}  # fmt: skip

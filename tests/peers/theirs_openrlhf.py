@@ -3,8 +3,6 @@
 A method is called on a stand-in for its object, which has the settings that the method reads.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from typing import Any

@@ -3,8 +3,6 @@
 A method is called on a stand-in for its object, which has the settings that the method reads.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -53,30 +51,18 @@ def _trl_loss(
     )
     fake = MagicMock()
     fake.configure_mock(
-        aux_loss_enabled=False,
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
-        importance_sampling_level=level,
-        beta=beta,
-        args=settings,
-        loss_type=loss_type,
-        epsilon_low=0.2,
-        epsilon_high=high,
-        use_vllm=correct,
-        vllm_importance_sampling_correction=correct,
-        current_gradient_accumulation_steps=forwards,
-        max_completion_length=CONSTANT,
-        _entropy_bonus_enabled=False,
+        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None,
+        importance_sampling_level=level, beta=beta, args=settings, loss_type=loss_type, epsilon_low=0.2,
+        epsilon_high=high, use_vllm=correct, vllm_importance_sampling_correction=correct,
+        current_gradient_accumulation_steps=forwards, max_completion_length=CONSTANT, _entropy_bonus_enabled=False,
         _metrics=defaultdict(lambda: defaultdict(list)),
-    )
+    )  # fmt: skip
     fake.model.training = True
     fake.accelerator.num_processes = 1
     fake.accelerator.gather = lambda x: x
     fake._get_per_token_logps_and_entropies.return_value = (
-        logprobs_NT[part],
-        torch.zeros_like(logprobs_NT[part]),
-        None,
-    )
+        logprobs_NT[part], torch.zeros_like(logprobs_NT[part]), None,
+    )  # fmt: skip
     log_ratio_NT = inputs.old_logprobs_NT - inputs.rollout_logprobs_NT
     ids = torch.zeros_like(inputs.mask_NT[part], dtype=torch.int64)
     mask_NT = inputs.mask_NT

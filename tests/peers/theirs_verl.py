@@ -3,8 +3,6 @@
 A method is called on a stand-in for its object, which has the settings that the method reads.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -53,11 +51,7 @@ def verl_policy(
 ) -> list[float]:
     """A registered policy loss with clip .2 and .3 and its default dual clip of 3."""
     config = importable("verl.workers.config").ActorConfig(
-        strategy="fsdp",
-        rollout_n=1,
-        ppo_micro_batch_size_per_gpu=1,
-        clip_ratio_low=0.2,
-        clip_ratio_high=0.3,
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_low=0.2, clip_ratio_high=0.3
     )
     config.global_batch_info.update({"loss_scale_factor": CONSTANT})
     weights_NT = None
@@ -69,14 +63,9 @@ def verl_policy(
 
     def loss_of(logprobs_NT: Tensor) -> Tensor:
         return _verl().get_policy_loss_fn(name)(
-            old_log_prob=inputs.old_logprobs_NT,
-            log_prob=logprobs_NT,
-            advantages=advantages_NT,
-            response_mask=inputs.mask_NT,
-            loss_agg_mode=average,
-            config=config,
-            rollout_is_weights=weights_NT,
-        )[0]
+            old_log_prob=inputs.old_logprobs_NT, log_prob=logprobs_NT, advantages=advantages_NT,
+            response_mask=inputs.mask_NT, loss_agg_mode=average, config=config, rollout_is_weights=weights_NT,
+        )[0]  # fmt: skip
 
     return gradient(inputs, loss_of, inputs.logprobs_NT)
 
@@ -84,12 +73,9 @@ def verl_policy(
 def verl_value(inputs: Inputs) -> list[float]:
     def loss_of(values_NT: Tensor) -> Tensor:
         return _verl().compute_value_loss(
-            vpreds=values_NT,
-            returns=inputs.returns_NT,
-            values=inputs.old_values_NT,
-            response_mask=inputs.mask_NT,
+            vpreds=values_NT, returns=inputs.returns_NT, values=inputs.old_values_NT, response_mask=inputs.mask_NT,
             cliprange_value=0.2,
-        )[0]
+        )[0]  # fmt: skip
 
     return gradient(inputs, loss_of, inputs.values_NT)
 

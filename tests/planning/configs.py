@@ -5,17 +5,10 @@ import json
 from megarlhf.config import RLConfig, SFTConfig
 
 MODEL = {
-    "model_type": "llama",
-    "num_hidden_layers": 6,
-    "hidden_size": 96,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "intermediate_size": 160,
-    "vocab_size": 100,
-    "max_position_embeddings": 64,
+    "model_type": "llama", "num_hidden_layers": 6, "hidden_size": 96, "num_attention_heads": 12,
+    "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 160, "vocab_size": 100, "max_position_embeddings": 64,
     "hidden_act": "silu",
-}
+}  # fmt: skip
 ROW = {"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "3", "answer": "2", "text": "1+1=2"}
 ROWS = 64 * (json.dumps(ROW) + "\n")
 TRAIN = {"num_steps": 10, "mini_batch_samples": 8, "micro_batch_samples": 2}
@@ -35,13 +28,11 @@ def sft(paths, *, model=None, parallel=None, **data):
 
 def rl(paths, *, train=None, rollout=None, actor=None, critic=None, data=None, **others):
     tree = {
-        "run": {"dir": "r"},
-        "actor": actor or role(paths),
-        "critic": critic or role(paths),
+        "run": {"dir": "r"}, "actor": actor or role(paths), "critic": critic or role(paths),
         "rewards": [{"kind": "rule", "rule": "exact_match"}],
         "data": {"train": paths["train"], "max_prompt_tokens": 40, **(data or {})},
         "train": {**RL_TRAIN, **(train or {})},
         "rollout": {"num_samples_per_prompt": 4, "max_response_tokens": 24, "engine": "megatron", **(rollout or {})},
         **others,
-    }
+    }  # fmt: skip
     return RLConfig.model_validate(tree)

@@ -1,6 +1,5 @@
 """Reward functions in the shapes in which people publish them, for test_rewards.py: of TRL's and unsloth's pages, verl,
-OpenRLHF, ms-swift, and of recipes built on them. Written anew, short.
-"""
+OpenRLHF, ms-swift, and of recipes built on them. Written anew, short."""
 
 import functools
 import re

@@ -1,7 +1,5 @@
 """How many samples, micro-batches and steps a configuration means on so many ranks; what does not divide is refused.
-
-Not covered: memory and time (no such plan yet).
-"""
+Not covered: memory and time (no such plan yet)."""
 
 import pytest
 
@@ -45,11 +43,11 @@ def test_the_arithmetic_of_dpo_counts_pairs_and_passes_of_the_reference(paths):
     assert numbers["preference pairs (two sequences each) per optimizer step on one data-parallel rank"] == 4
     assert numbers["passes of the frozen reference over the pairs of an optimizer step"] == 2
     assert numbers["micro-batches of each on one of reference's 4 data-parallel ranks"] == 1
-    assert "loss = kto: beta = 0.1" in plan.notes
+    assert any(not missing_names(note, "loss = kto", "beta = 0.1") for note in plan.notes)
     assert [name for name, *_ in plan.roles] == ["actor", "reference"]
     plan = preflight("dpo", DPOConfig.model_validate({**tree, "loss": "orpo"}), 4)
     assert not any("frozen reference" in number.unit for number in plan.numbers)
-    assert "loss = orpo: beta = 0.1; sft_coef = 1, averaged by sequence" in plan.notes
+    assert any(not missing_names(note, "loss = orpo", "beta = 0.1", "sft_coef = 1", "sequence") for note in plan.notes)
     large = {**tree, "reference": role(paths), "train": {**TRAIN, "micro_batch_samples": 4}}
     with refuses("reference", "train.micro_batch_samples = 4 x 4"):
         preflight("dpo", DPOConfig.model_validate(large), 4)
@@ -96,31 +94,15 @@ def test_a_warm_up_longer_than_the_run_is_refused(paths):
 PER_RANK = "train.micro_batch_samples"
 
 
-@pytest.mark.parametrize(
-    "change, world, names",
-    [
-        (
-            {"train": {"mini_batch_samples": 10}},
-            1,
-            (
-                "train.prompts_per_step x rollout.num_samples_per_prompt = 6 x 4 = 24",
-                "mini_batch_samples = 10",
-                "20 or 30",
-            ),
-        ),
-        (
-            {"train": {"mini_batch_samples": 6, "micro_batch_samples": 2}},
-            2,
-            ("train.mini_batch_samples = 6", f"actor x {PER_RANK} = 2 x 2 = 4", "4 or 8", "actor.parallel"),
-        ),
-        (
-            {"actor": {"tp": 4}, "train": {"micro_batch_samples": 4}},
-            4,
-            ("train.mini_batch_samples = 8", f"critic x {PER_RANK} = 4 x 4 = 16", "use 16, or", "critic.parallel"),
-        ),
-        ({"rollout": {"engine": "vllm", "parallel": {"tp": 3}}}, 4, ("4 ranks", "rollout.parallel.tp = 3")),
-    ],
-)
+@pytest.mark.parametrize("change, world, names", [
+    ({"train": {"mini_batch_samples": 10}}, 1,
+     ("train.prompts_per_step x rollout.num_samples_per_prompt = 6 x 4 = 24", "mini_batch_samples = 10", "20 or 30")),
+    ({"train": {"mini_batch_samples": 6, "micro_batch_samples": 2}}, 2,
+     ("train.mini_batch_samples = 6", f"actor x {PER_RANK} = 2 x 2 = 4", "4 or 8", "actor.parallel")),
+    ({"actor": {"tp": 4}, "train": {"micro_batch_samples": 4}}, 4,
+     ("train.mini_batch_samples = 8", f"critic x {PER_RANK} = 4 x 4 = 16", "use 16", "critic.parallel")),
+    ({"rollout": {"engine": "vllm", "parallel": {"tp": 3}}}, 4, ("4 ranks", "rollout.parallel.tp = 3")),
+])  # fmt: skip
 def test_what_does_not_divide_names_numbers_and_keys(paths, change, world, names):
     if "actor" in change:
         change = {**change, "actor": role(paths, **change["actor"])}

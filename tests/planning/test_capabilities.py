@@ -9,7 +9,7 @@ import pytest
 
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import count_elements
-from megarlhf.config import RLConfig, SFTConfig, load_config, roles_of
+from megarlhf.config import RLConfig, SFTConfig, load_config
 from megarlhf.planning.layout import check_role
 from megarlhf.planning.machine.capabilities import host_bytes
 
@@ -18,13 +18,13 @@ ROOT = Path(__file__).parents[2]
 
 def needed(kind: type[Any], name: str, world_size: int, *overrides: str) -> dict[str, int]:
     cfg = load_config(kind, ROOT / "configs" / name, overrides)
-    roles = roles_of(cfg)
+    roles = cfg.roles()
     checked = {role: check_role(role, section, world_size) for role, section in roles.items()}
     return host_bytes(cfg, roles, checked, device_type="cuda")
 
 
 @pytest.fixture(autouse=True)
-def where_models_are_named_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 

@@ -1,8 +1,6 @@
-"""`run.deterministic`: what is set, for whom and when, and what is refused.
-
-Not covered: GPUs, on which it matters. What is stated about vLLM is compared with its sources; what is stated about
-others is in docs/determinism.md with its sources.
-"""
+"""`run.deterministic`: what is set, for whom and when, and what is refused. Not covered: GPUs, on which it matters.
+What is stated about vLLM is compared with its sources; what is stated about others is in docs/determinism.md with its
+sources."""
 
 from __future__ import annotations
 
@@ -22,12 +20,11 @@ from megarlhf.commands import cli, launch
 from megarlhf.planning import preflight
 from megarlhf.planning.machine import determinism
 from megarlhf.planning.machine.determinism import (
-    ENGINE_NCCL,
-    INVARIANT_ATTENTION,
     DeviceTraits,
     device_problems,
     environment,
 )
+from megarlhf.rollout.vllm.spec import ENGINE_NCCL, INVARIANT_ATTENTION
 from megarlhf.runtime import RankInfo, Runtime, without_torch_determinism
 from tests.config.examples import KINDS
 from tests.refuses import missing_names, refuses
@@ -74,24 +71,23 @@ def test_what_the_user_has_set_stays_where_it_is_deterministic_and_is_refused_ot
     assert environment(config("sft"), {**kept, "HOME": "/"}, on_gpu=True) == {**TRAINER, **kept}
     wrong = {"NCCL_ALGO": "NVLS", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1", "VLLM_BATCH_INVARIANT": "0"}
     with refuses(
-        "run.deterministic = true",
-        "NCCL_ALGO = 'NVLS', expected 'Ring' or 'Tree' or '^NVLS'",
-        "NVTE_ALLOW_NONDETERMINISTIC_ALGO = '1', expected '0'",
-        "VLLM_BATCH_INVARIANT = '0', expected '1'",
-    ):
+        "run.deterministic = true", "NCCL_ALGO = 'NVLS'", "'Ring'", "'Tree'", "'^NVLS'",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO = '1'", "expected '0'", "VLLM_BATCH_INVARIANT = '0'", "expected '1'",
+    ):  # fmt: skip
         environment(config("rl"), wrong, on_gpu=True)
-    with refuses("NCCL_PROTO = 'LL', expected 'Simple'"):
+    with refuses("NCCL_PROTO = 'LL'", "'Simple'"):
         environment(config("rl", {"parallel": {"tp": 2}}), {"NCCL_PROTO": "LL"}, on_gpu=True)
 
 
-@pytest.mark.parametrize(
-    "given", [{"attention_backend": "FLASHINFER"}, {"attention_config": {"backend": "FLASHINFER"}}]
-)
+BACKENDS = [{"attention_backend": "FLASHINFER"}, {"attention_config": {"backend": "FLASHINFER"}}]
+
+
+@pytest.mark.parametrize("given", BACKENDS)
 def test_an_attention_backend_without_batch_invariance_is_refused(given: dict[str, Any]) -> None:
-    with refuses("rollout.engine_args", "FLASHINFER", "FLASH_ATTN, TRITON_ATTN, FLEX_ATTENTION"):
-        environment(config("rl", {"engine_args": given}), {}, on_gpu=True)
+    with refuses("rollout.vllm.args", "FLASHINFER", "FLASH_ATTN, TRITON_ATTN, FLEX_ATTENTION"):
+        environment(config("rl", {"vllm": {"args": given}}), {}, on_gpu=True)
     for accepted in INVARIANT_ATTENTION:
-        assert environment(config("rl", {"engine_args": {"attention_backend": accepted.lower()}}), {}, on_gpu=True)
+        assert environment(config("rl", {"vllm": {"args": {"attention_backend": accepted.lower()}}}), {}, on_gpu=True)
 
 
 def test_the_refused_backends_are_those_of_the_installed_vllm() -> None:
@@ -131,9 +127,7 @@ def test_kernels_that_are_not_deterministic_on_a_gpu_are_named() -> None:
     assert device_problems(config("generate"), blackwell) == []
 
 
-def test_variables_are_set_before_anything_is_checked_or_joined(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_variables_are_set_before_anything_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And what the environment contradicts is refused with status 2, before it. On a machine without a GPU."""
     for name in (*TRAINER, "RANK", "WORLD_SIZE", "SLURM_PROCID", launch.MARK):
         monkeypatch.setenv(name, "")

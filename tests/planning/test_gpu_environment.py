@@ -17,20 +17,13 @@ def roles(tp: int) -> dict[str, RoleConfig]:
     return {"actor": RoleConfig.model_validate({"model": {"path": "models/base"}, "parallel": {"tp": tp}})}
 
 
-@pytest.mark.parametrize(
-    ("tp", "environ", "expected"),
-    [
-        (2, {}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **EXACT}),
-        (1, {}, EXACT),
-        (2, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, EXACT),
-        (
-            1,
-            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-            {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:True,{ROUNDED}:1"},
-        ),
-        (1, {"PYTORCH_ALLOC_CONF": f"{ROUNDED}:64"}, {}),
-    ],
-)
+@pytest.mark.parametrize("tp, environ, expected", [
+    (2, {}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **EXACT}), (1, {}, EXACT),
+    (2, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, EXACT),
+    (1, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+     {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:True,{ROUNDED}:1"}),
+    (1, {"PYTORCH_ALLOC_CONF": f"{ROUNDED}:64"}, {}),
+])  # fmt: skip
 def test_what_the_user_has_not_set(tp: int, environ: dict[str, str], expected: dict[str, str]) -> None:
     assert gpu_environment(roles(tp), environ, on_gpu=True) == expected
     assert gpu_environment(roles(tp), environ, on_gpu=False) == {}

@@ -19,19 +19,16 @@ STATED = Provenance(
 
 def rl_from(path, directory, **others):
     tree = {
-        "run": {"dir": directory},
-        "actor": {"model": {"path": path}},
-        "rewards": [{"kind": "rule", "rule": "exact_match"}],
-        "data": {"train": "t.jsonl"},
+        "run": {"dir": directory}, "actor": {"model": {"path": path}},
+        "rewards": [{"kind": "rule", "rule": "exact_match"}], "data": {"train": "t.jsonl"},
         "train": {"num_steps": 1, "mini_batch_samples": 2, "prompts_per_step": 1, "micro_batch_samples": 1},
         "rollout": {"num_samples_per_prompt": 2},
         "algo": {"advantage": "leave_one_out", "kl": {"coef": 0.1}},
-    }
+    }  # fmt: skip
     return RLConfig.model_validate(tree | others)
 
 
 def checkpoint_of(cfg, command="rl"):
-    """The directory of a run that has written a checkpoint of its actor."""
     begin(cfg, command)
     actor = cfg.run.dir / "checkpoints" / "step_000001" / "actor"
     actor.mkdir(parents=True)
@@ -46,11 +43,9 @@ def test_the_kl_is_not_taken_to_a_checkpoint_of_an_rl_run_unless_that_is_said(tm
     (tmp_path / "link").symlink_to(first)
     monkeypatch.chdir(tmp_path)
     for path, was in (
-        (first, "/models/sft"),
-        ("first/checkpoints/latest/actor", "/models/sft"),
-        ("link", "/models/sft"),
+        (first, "/models/sft"), ("first/checkpoints/latest/actor", "/models/sft"), ("link", "/models/sft"),
         (second, "/models/base"),
-    ):
+    ):  # fmt: skip
         with refuses("checkpoint of the rl run", "algo.kl.coef = 0.1", "reference.model.path", was, str(path)):
             check_anchor(rl_from(path, "new"))
         check_anchor(rl_from(path, "new", reference={"model": {"path": was}}))
@@ -68,14 +63,9 @@ def test_other_models_are_a_reference_as_they_stand(tmp_path):
     """A checkpoint of sft, also inside an rl run's directory, and a base model that lies beside checkpoints."""
     outer = checkpoint_of(rl_from("/models/sft", tmp_path / "run"))
     inner = tmp_path / "run" / "checkpoints" / "sft"
-    sft = RMConfig.model_validate(
-        {
-            "run": {"dir": inner},
-            "reward_model": {"model": {"path": "m"}},
-            "data": {"train": "t.jsonl"},
-            "train": {"num_steps": 1, "mini_batch_samples": 1, "micro_batch_samples": 1},
-        }
-    )
+    tree = {"run": {"dir": inner}, "reward_model": {"model": {"path": "m"}}, "data": {"train": "t.jsonl"}}
+    tree["train"] = {"num_steps": 1, "mini_batch_samples": 1, "micro_batch_samples": 1}
+    sft = RMConfig.model_validate(tree)
     for path in (checkpoint_of(sft, "sft"), tmp_path / "run" / "models" / "base", tmp_path / "elsewhere"):
         check_anchor(rl_from(path, "new"))
     with refuses("checkpoint of the rl run"):
@@ -115,7 +105,6 @@ def test_a_copy_is_recognised_by_what_it_carries(tmp_path):
 
 
 def test_what_sft_has_trained_is_a_reference_as_it_stands(tmp_path):
-    """Also where the files still lie in the folders of a run."""
     first = checkpoint_of(rl_from("/models/sft", tmp_path / "first"))
     (first / FILE).write_text(replace(STATED, command="sft", reference=None).to_json())
     assert check_anchor(rl_from(first, "new")) == []
@@ -141,10 +130,8 @@ def test_another_reference_than_the_earlier_run_s_is_told(tmp_path):
     cfg = rl_from(with_provenance(tmp_path / "copy"), "new", reference={"model": {"path": "/models/other"}})
     assert anchor_notes(cfg, replace(REFERENCE, path="/moved/elsewhere")) == []
     (note,) = anchor_notes(cfg, Weights(path="/models/other", digest="0bad", dtype="bfloat16"))
-    assert (
-        missing_names(note, "WARNING", "/runs/first", "/models/other (digest 0bad)", "/models/sft (digest 00c0ffee)")
-        == []
-    )
+    digests = ("/models/other (digest 0bad)", "/models/sft (digest 00c0ffee)")
+    assert missing_names(note, "WARNING", "/runs/first", *digests) == []
     (note,) = anchor_notes(cfg, replace(REFERENCE, dtype="float32"))
     assert missing_names(note, "could not be compared", "float32", "/models/sft in bfloat16") == []
     assert anchor_notes(rl_from(tmp_path / "elsewhere", "new"), REFERENCE) == []

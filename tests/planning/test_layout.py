@@ -1,7 +1,5 @@
-"""Legal layouts of a model, and what follows from them. Illegal ones: test_illegal_layouts.py.
-
-Not covered: that a legal layout trains (tests/distributed).
-"""
+"""Legal layouts of a model, and what follows from them. Illegal ones: test_illegal_layouts.py. Not covered: that a
+legal layout trains (tests/distributed)."""
 
 import math
 
@@ -76,7 +74,6 @@ def test_context_parallel_ranks_are_said(paths):
 
 
 def test_uneven_stages_that_add_up_are_legal(paths):
-    """The stages in the middle may differ too."""
     for layers in ([1, 2, 2, 1], [1, 3, 1, 1]):
         assert preflight("sft", sft(paths, parallel={"pp": 4, "layers_per_stage": layers}), 4).numbers
 

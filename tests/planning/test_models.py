@@ -1,8 +1,6 @@
-"""Models that do not belong together, or lack the head that their role needs, are refused before a rank starts.
-
-Not covered: Megatron checkpoints (tests/weights opens them), and tokenizers that differ only in how they cut text into
-tokens: the actor's alone does that.
-"""
+"""Models that do not belong together, or lack the head that their role needs, are refused before a rank starts. Not
+covered: Megatron checkpoints (tests/weights opens them), and tokenizers that differ only in how they cut text into
+tokens: the actor's alone does that."""
 
 import io
 import json
@@ -34,7 +32,6 @@ from tools.demo.make_data import train_tokenizer
 
 
 def with_pieces(change):
-    """The demo's tokenizer after `change(proto)`."""
     from sentencepiece import sentencepiece_model_pb2
 
     proto = sentencepiece_model_pb2.ModelProto()
@@ -48,15 +45,11 @@ ROLES = ("critic", "reward_model")
 
 @pytest.fixture
 def model(tmp_path):
-    """Writes a role's model directory: configuration, tokenizer, and weights with the head that is asked for."""
-
     def write(name, *, tokenizer=None, head="lm", score=0.0, **changes):
         directory = tmp_path / name
         directory.mkdir()
-        config = {
-            **MODEL,
-            "architectures": [{"lm": "LlamaForCausalLM", "scalar": "LlamaForSequenceClassification"}[head]],
-        }
+        kind = {"lm": "LlamaForCausalLM", "scalar": "LlamaForSequenceClassification"}[head]
+        config = {**MODEL, "architectures": [kind]}
         (directory / "config.json").write_text(json.dumps(config | changes))
         if tokenizer != b"":
             (directory / "tokenizer.model").write_bytes(tokenizer or train_tokenizer())
@@ -86,29 +79,22 @@ def sentence_pieces(**options):
     """Of letters, digits and white space, in SentencePiece's own defaults but for `options`."""
     content = io.BytesIO()
     SentencePieceTrainer.train(
-        sentence_iterator=iter(["Ab 12 Ef", "A b 1 2 E f"] * 20),
-        model_writer=content,
-        model_type="char",
-        vocab_size=20,
-        hard_vocab_limit=False,
-        **{"minloglevel": 2, "user_defined_symbols": ["\n", "\t"], **options},
-    )
+        sentence_iterator=iter(["Ab 12 Ef", "A b 1 2 E f"] * 20), model_writer=content, model_type="char",
+        vocab_size=20, hard_vocab_limit=False, **{"minloglevel": 2, "user_defined_symbols": ["\n", "\t"], **options},
+    )  # fmt: skip
     return content.getvalue()
 
 
-@pytest.mark.parametrize(
-    "options, becomes",
-    [
-        ({}, "'Ab 12"),
-        ({"normalization_rule_name": "nmt_nfkc_cf", "remove_extra_whitespaces": False}, "'ab  12"),
-        ({"normalization_rule_name": "identity", "remove_extra_whitespaces": False}, None),
-    ],
-)
+@pytest.mark.parametrize("options, becomes", [
+    ({}, "'Ab 12"),
+    ({"normalization_rule_name": "nmt_nfkc_cf", "remove_extra_whitespaces": False}, "'ab  12"),
+    ({"normalization_rule_name": "identity", "remove_extra_whitespaces": False}, None),
+])  # fmt: skip
 def test_a_tokenizer_that_changes_texts_is_named(model, options, becomes):
     actor = model("actor", tokenizer=sentence_pieces(**options))
     notes = check_vocabularies({"actor": actor})
     assert len(notes) == (becomes is not None)
-    assert all("does not keep texts as they are: 'Ab  12" in note and f" becomes {becomes}" in note for note in notes)
+    assert all("'Ab  12" in note and f" becomes {becomes}" in note for note in notes)
 
 
 @pytest.mark.parametrize("normalizer", [normalizers.Lowercase(), normalizers.Replace(Regex(r"\s+"), " ")])
@@ -134,9 +120,10 @@ def test_a_role_that_reads_other_tokens_than_the_actor_writes_is_refused(model):
     actor, other = model("actor"), model("other", tokenizer=with_pieces(swapped))
     mine = load_tokenizer(actor.model.path).tokens()
     assert (len(set(mine)), mine[1:4]) == (16, ["<s>", "</s>", "<pad>"])
-    expected = f"token 7 is {mine[7]!r} in the first, {mine[8]!r} in the second"
     for role in ("reference", "critic", "reward_model"):
-        with refuses(role, str(other.model.path), f"{actor.model.path} (actor)", expected):
+        with refuses(
+            role, str(other.model.path), f"{actor.model.path} (actor)", "token 7", repr(mine[7]), repr(mine[8])
+        ):
             check_vocabularies({"actor": actor, role: other})
     with refuses("against", "reward model", "rewards: [{kind: model, retokenize: true}]"):
         check_vocabularies({"actor": actor, "against": other})
@@ -148,12 +135,12 @@ def test_what_differs_and_what_does_not_count():
     plain = SentencePieceTokenizer(train_tokenizer())
     more = SentencePieceTokenizer(with_pieces(longer))
     assert first_difference(plain, more) is None
-    assert first_difference(more, plain) == "token 16 is 'q' in the first; the second has 16 tokens only"
+    assert not missing_names(first_difference(more, plain), "token 16", "'q'", "16 tokens only")
     ended = SentencePieceTokenizer(with_pieces(another_end))
-    assert first_difference(plain, ended) == "token 2 is '</s>' in the first, '<end>' in the second"
+    assert not missing_names(first_difference(plain, ended), "token 2", "'</s>'", "'<end>'")
     ended = SentencePieceTokenizer(train_tokenizer())
     ended.eos_id, ended.pad_id = 1, 9
-    assert first_difference(plain, ended) == "eos_id is 2 in the first, 1 in the second"
+    assert not missing_names(first_difference(plain, ended), "eos_id", "2 in the first", "1 in the second")
 
 
 def test_a_model_without_a_tokenizer_is_taken_at_its_size_and_that_is_said(model):
@@ -179,13 +166,12 @@ def test_a_language_model_has_no_scores(model):
     for role in ("critic", "reward_model"):
         with refuses(role, str(language.model.path), "no scalar head", "fresh_head"):
             check_heads({role: language}, trains_reward_model=False)
-        loaded = [f"{role}: the scalar head is loaded from {scalar.model.path}"]
-        assert check_heads({role: scalar}, trains_reward_model=False) == loaded
-    rest = f", the rest is {language.model.path}"
-    of_critic = [f"critic: the scalar head starts at zero{rest}"]
-    assert check_heads({"critic": fresh}, trains_reward_model=False) == of_critic
-    of_reward_model = [f"reward_model: the scalar head starts at random{rest}"]
-    assert check_heads({"reward_model": language}, trains_reward_model=True) == of_reward_model
+        (note,) = check_heads({role: scalar}, trains_reward_model=False)
+        assert not missing_names(note, role, "loaded", str(scalar.model.path))
+    (note,) = check_heads({"critic": fresh}, trains_reward_model=False)
+    assert not missing_names(note, "critic", "starts at zero", str(language.model.path))
+    (note,) = check_heads({"reward_model": language}, trains_reward_model=True)
+    assert not missing_names(note, "reward_model", "starts at random", str(language.model.path))
 
 
 def test_a_head_that_is_there_and_one_that_scores_nothing(model):
@@ -195,15 +181,14 @@ def test_a_head_that_is_there_and_one_that_scores_nothing(model):
     broken = model("broken", head="scalar", score=float("nan"))
     fresh = RoleConfig.model_validate({"model": {"path": scalar.model.path, "fresh_head": True}})
     (note,) = check_heads({"critic": fresh}, trains_reward_model=False)
-    assert "starts at zero" in note
+    assert missing_names(note, "starts at zero", "critic.model.fresh_head = false") == []
     (of_rm,) = check_heads({"reward_model": fresh}, trains_reward_model=True)
     assert "starts at random" in of_rm
-    assert missing_names(note, "critic.model.fresh_head = false") == []
     with refuses("reward_model", str(zero.model.path), "megarlhf rm"):
         check_heads({"reward_model": zero}, trains_reward_model=False)
     for roles in ({"critic": zero}, {"reward_model": zero}):
         (note,) = check_heads(roles, trains_reward_model="critic" not in roles)
-        assert note.endswith(f"is loaded from {zero.model.path}, where it is zero")
+        assert not missing_names(note, "loaded", str(zero.model.path), "zero")
     for role in ("critic", "reward_model"):
         with refuses(role, str(broken.model.path), "NaN"):
             check_heads({role: broken}, trains_reward_model=False)
@@ -227,9 +212,8 @@ def test_random_weights_give_no_rewards(model):
     roles = {name: RoleConfig.model_validate({"model": {"path": str(MODEL), "random_init": True}}) for name in ROLES}
     with refuses("reward_model.model.random_init = true", "megarlhf rm"):
         check_heads(roles, trains_reward_model=False)
-    assert check_heads({"critic": roles["critic"]}, trains_reward_model=False) == [
-        f"critic: all weights start at random, in the shape of {MODEL}"
-    ]
+    (note,) = check_heads({"critic": roles["critic"]}, trains_reward_model=False)
+    assert not missing_names(note, "critic", "at random", str(MODEL))
     assert check_heads({"reward_model": roles["reward_model"]}, trains_reward_model=True) == []
 
 

@@ -1,8 +1,6 @@
 """What is refused or noted about a run before it starts, apart from arithmetic and layouts: data that is missing or
-trained on twice, limits of tokens, tokenizers, what vLLM cannot hold, outputs that cannot be written.
-
-Not covered: data of a format that cannot be read (it shows at load).
-"""
+trained on twice, limits of tokens, tokenizers, what vLLM cannot hold, outputs that cannot be written. Not covered: data
+of a format that cannot be read (it shows at load)."""
 
 import sys
 from pathlib import Path
@@ -15,6 +13,8 @@ from megarlhf.planning.preflight import preflight
 from megarlhf.rollout.vllm.arguments import cpu_experts_multiple, cpu_head_sizes
 from tests.planning.configs import ROWS, rl, role, sft
 from tests.refuses import missing_names, refuses
+
+UNREAD = "set, but without effect here: "
 
 
 def test_a_dtype_that_cannot_be_followed_is_refused_for_the_role_that_has_it(paths):
@@ -31,14 +31,14 @@ def test_ranks_to_profile_are_those_of_the_run(paths):
     with refuses("profile.ranks", "rank 2", "2 rank(s)", "0 to 1"):
         preflight("rl", profiled, 2)
     fitting = profiled.model_copy(update={"train": profiled.train.model_copy(update={"mini_batch_samples": 24})})
-    assert any("step 2, 3 is recorded by rank 0, 2" in note for note in preflight("rl", fitting, 4).notes)
+    assert any(not missing_names(note, "step 2, 3", "rank 0, 2") for note in preflight("rl", fitting, 4).notes)
     unread = rl(paths, profile={"ranks": [0]})
-    assert "set, but without effect here: profile.ranks (profile names no step)" in preflight("rl", unread, 2).notes
+    assert any(note.startswith(UNREAD + "profile.ranks (") for note in preflight("rl", unread, 2).notes)
 
 
 def test_an_argument_that_vllm_does_not_know_is_refused_before_anything_starts(paths):
-    with refuses("rollout.engine_args", "'max_num_seq'", "'max_num_seqs'"):
-        preflight("rl", rl(paths, rollout={"engine_args": {"max_num_seq": 8}, "engine": "vllm"}), 1)
+    with refuses("rollout.vllm.args", "'max_num_seq'", "'max_num_seqs'"):
+        preflight("rl", rl(paths, rollout={"vllm": {"args": {"max_num_seq": 8}}, "engine": "vllm"}), 1)
 
 
 @pytest.mark.parametrize("key", ["train", "validation"])
@@ -60,7 +60,7 @@ def said_of(cfg):
 def test_data_that_is_held_out_is_not_trained_on(paths, monkeypatch):
     """However the paths are spelt. The same data twice is taken as meant, and said."""
     root = paths["root"]
-    same_data = "data.validation is data.train: what is called held-out figures are those of the training"
+    same_data = "data.validation is data.train"
     both, splits = root / "both", root / "splits"
     for folder, names in ((both, "ab"), (splits, ("train", "heldout", "test"))):
         folder.mkdir()
@@ -69,19 +69,13 @@ def test_data_that_is_held_out_is_not_trained_on(paths, monkeypatch):
     (root / "link.jsonl").symlink_to(both / "b.jsonl")
     monkeypatch.chdir(both)
     for train, validation in (
-        (both, both / "b.jsonl"),
-        (both, "../both/b.jsonl"),
-        (both, root / "link.jsonl"),
-        ("b.jsonl", both),
+        (both, both / "b.jsonl"), (both, "../both/b.jsonl"), (both, root / "link.jsonl"), ("b.jsonl", both),
         ("../both", "b.jsonl"),
-    ):
-        with pytest.raises(ValueError, match="held-out data would be trained on") as raised:
+    ):  # fmt: skip
+        with refuses("held-out data", f"{both / 'b.jsonl'}:"):
             preflight("sft", sft(paths, train=train, validation=validation), 1)
-        assert f"both read {both / 'b.jsonl'}:" in str(raised.value)
     (both / "c.jsonl").symlink_to(splits / "train.jsonl")
-    with pytest.raises(
-        ValueError, match=r"splits, split train and data\.validation = .*both both read .*train\.jsonl: held"
-    ):
+    with refuses("splits, split train", "data.validation", str(both), f"{splits / 'train.jsonl'}:", "held-out data"):
         preflight("rl", rl(paths, data={"train": {"path": splits, "split": "train"}, "validation": both}), 1)
     for validation in ({"path": splits, "split": "test"}, splits / "heldout.jsonl"):
         train = {"path": splits, "split": "train"}
@@ -106,14 +100,13 @@ def test_a_name_of_the_hub_is_left_to_the_loader_and_said(paths, monkeypatch):
     for name in ("owner/name", "owner/name-v1.5"):
         with_network(monkeypatch)
         (note,) = said_of(sft(paths, validation=Path(name)))
-        assert note.startswith(f"data.validation = {name}: no such file here, so it is taken for a name on the Hugging")
+        assert not missing_names(note, f"data.validation = {name}", "Hugging Face")
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-        with pytest.raises(ValueError, match=rf"data.validation = {name} does not exist .*HF_HUB_OFFLINE = 1 forbids"):
+        with refuses(f"data.validation = {name} does not exist", "HF_HUB_OFFLINE = 1"):
             preflight("sft", sft(paths, validation=Path(name)), 1)
 
 
 def test_another_config_beside_a_hugging_face_directory_is_refused(paths):
-    """The directory itself is the same thing said twice."""
     other = paths["make"]("other")
     actor = role(paths)
     actor["model"]["hf"] = other
@@ -162,9 +155,7 @@ def test_rl_that_would_outgrow_the_positions_of_any_role_is_refused(paths):
     short = paths["make"]("short", max_position_embeddings=48)
     with refuses("critic", f"{keys} = 40 + 24 = 64 tokens", "max_position_embeddings = 48", "by 16 tokens"):
         preflight("rl", rl(paths, critic=role(paths, model=short)), 1)
-
-
-def test_sft_may_have_limits_beyond_the_positions_because_its_data_may_be_shorter(paths):
+    # The data of SFT may be shorter than its limits.
     assert preflight("sft", sft(paths, max_prompt_tokens=500, max_response_tokens=500), 1).numbers
 
 
@@ -187,8 +178,6 @@ def test_a_tokenizer_larger_than_a_role_s_vocabulary_is_refused(paths):
 
 
 def test_that_there_is_no_accuracy_is_said_where_there_is_held_out_data(paths):
-    """And a misspelt name is refused; keys that nothing reads are said."""
-
     def said(**others):
         return [note for note in preflight("rl", rl(paths, **others), 1).notes if "eval" in note or "samples." in note]
 
@@ -229,12 +218,11 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_start(paths, tmp
     """A directory, data, what eval would ignore, and a run directory below a file. Not covered: permissions."""
     out = tmp_path / "out.jsonl"
     tree = {
-        "run": {"dir": tmp_path / "run", "on_existing": "overwrite"},
-        "actor": role(paths),
+        "run": {"dir": tmp_path / "run", "on_existing": "overwrite"}, "actor": role(paths),
         "data": {"train": paths["train"], "max_prompt_tokens": 8},
         "rollout": {"engine": "megatron", "max_response_tokens": 8},
         "rewards": [{"kind": "rule", "rule": "exact_match"}],
-    }
+    }  # fmt: skip
     cfg = GenerateConfig.model_validate(tree)
     out.write_text("{}")
     for changed, names in (
@@ -249,25 +237,20 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_start(paths, tmp
 
 def test_eval_is_checked_by_what_it_reads(paths, tmp_path):
     """Engines and positions where responses are drawn, rules before the start, keys that no task reads."""
-    tree = {
-        "run": {"dir": tmp_path / "run"},
-        "actor": role(paths) | {"optim": {"lr": 0.5}},
-        "data": {"train": paths["train"], "max_prompt_tokens": 8, "max_response_tokens": 7},
-    }
+    tree = {"run": {"dir": tmp_path / "run"}, "actor": role(paths) | {"optim": {"lr": 0.5}}}
+    tree["data"] = {"train": paths["train"], "max_prompt_tokens": 8, "max_response_tokens": 7}
 
     def of(**changed):
         return preflight("eval", EvaluateConfig.model_validate(tree | changed), 1)
 
     def unread(checked):
-        notes = [note for note in checked.notes if note.startswith("set, but without effect here: ")]
-        return {note.split(": ")[1].split(" (")[0] for note in notes}
+        notes = [note.removeprefix(UNREAD) for note in checked.notes if note.startswith(UNREAD)]
+        return {note.split(" (")[0] for note in notes}
 
     rules, rollout = [{"kind": "rule", "rule": "exact_match"}], {"engine": "megatron", "max_response_tokens": 8}
     assert unread(of(rollout={"max_response_tokens": 999}, greedy=False)) == {
-        "actor.optim",
-        "greedy",
-        "rollout.max_response_tokens",
-    }
+        "actor.optim", "greedy", "rollout.max_response_tokens",
+    }  # fmt: skip
     generation = of(rewards=rules, rollout=rollout | {"temperature": 0.5})
     assert unread(generation) == {"actor.optim", "rollout.temperature", "data.max_response_tokens"}
     with refuses("8 + 999 = 1007 tokens"):

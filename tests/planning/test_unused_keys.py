@@ -6,6 +6,7 @@ from megarlhf.config import GenerateConfig, SFTConfig
 from megarlhf.planning.preflight import preflight
 from megarlhf.planning.unused_keys import rarely_meant, without_effect
 from tests.planning.configs import rl, role, sft
+from tests.refuses import missing_names
 
 
 def test_what_is_set_and_has_no_effect_is_said(paths):
@@ -19,40 +20,26 @@ def test_what_is_set_and_has_no_effect_is_said(paths):
 
     tree = sft(paths).model_dump() | {"eval": {"every": 2, "max_samples": 3}, "checkpoint": {"export_keep": 2}}
     assert keys("sft", SFTConfig.model_validate(tree)) == {"eval.every", "eval.max_samples", "checkpoint.export_keep"}
-    tree = tree | {
-        "data": {"train": paths["train"], "validation": paths["train"]},
-        "checkpoint": {"export_keep": 2, "export_every": 1},
-    }
+    tree |= {"data": {"train": paths["train"], "validation": paths["train"]}}
+    tree["checkpoint"] = {"export_keep": 2, "export_every": 1}
     assert keys("sft", SFTConfig.model_validate(tree)) == set()
     grpo = {"advantage": "group_relative", "gamma": 0.9, "lam": 0.95, "value_clip": 0.1, "whiten_advantages": False}
     assert keys("rl", rl(paths, algo=grpo, rollout={"poison_weights": True, "balance": "length"})) == {
-        "algo.gamma",
-        "algo.value_clip",
-        "critic",
-        "rollout.balance",
-        "rollout.poison_weights",
-    }
+        "algo.gamma", "algo.value_clip", "critic", "rollout.balance", "rollout.poison_weights",
+    }  # fmt: skip
     gae = {**grpo, "advantage": "gae", "scale_by_group_std": False}
     others = {"reward_model": role(paths), "critic": role(paths) | {"kernels": {"save_mib": 1}}}
     assert keys("rl", rl(paths, algo=gae, **others)) == {"algo.scale_by_group_std", "reward_model", "critic.kernels"}
     sapo = {
-        "advantage": "dr_grpo",
-        "group_std_eps": 0.1,
-        "policy_loss": "sapo",
-        "clip_low": 0.1,
-        "clip_dual": 3.0,
-        "loss_constant": 5,
-        "loss_block_samples": 2,
-        "kl": {"horizon": 5, "coef": 0.1},
-        "rollout_correction": {"level": "sequence", "low": 0.1},
-        "whiten_variance": "unbiased",
-    }
+        "advantage": "dr_grpo", "group_std_eps": 0.1, "policy_loss": "sapo", "clip_low": 0.1, "clip_dual": 3.0,
+        "loss_constant": 5, "loss_block_samples": 2, "kl": {"horizon": 5, "coef": 0.1},
+        "rollout_correction": {"level": "sequence", "low": 0.1}, "whiten_variance": "unbiased",
+    }  # fmt: skip
     assert keys("rl", rl(paths, algo=sapo)) == {
         *(f"algo.{name}" for name in ("group_std_eps", "clip_low", "clip_dual", "loss_constant", "loss_block_samples")),
         *(f"algo.{name}" for name in ("kl.horizon", "rollout_correction.level", "rollout_correction.low")),
-        "algo.whiten_variance",
-        "critic",
-    }
+        "algo.whiten_variance", "critic",
+    }  # fmt: skip
     read = sapo | {"advantage": "grpo", "policy_loss": "clip", "loss_average": "constant", "whiten_advantages": True}
     read |= {"rollout_correction": {"kind": "mask", "level": "sequence"}, "kl": {}, "loss_block_samples": 1}
     assert keys("rl", rl(paths, algo=read)) == {"critic"}
@@ -60,22 +47,17 @@ def test_what_is_set_and_has_no_effect_is_said(paths):
     few = {"advantage": "grpo", "loss_counts_left_out": True}
     few["rollout_correction"] = {"kind": "mask", "level": "token", "mask_weight": "token"}
     assert keys("rl", rl(paths, algo=few, train={"max_policy_kl": 0.1})) == {
-        "algo.loss_counts_left_out",
-        "algo.rollout_correction.mask_weight",
-        "critic",
-    }
+        "algo.loss_counts_left_out", "algo.rollout_correction.mask_weight", "critic",
+    }  # fmt: skip
     few |= {"loss_average": "sequence"}
     assert keys("rl", rl(paths, algo=few, train={"max_policy_kl": 0.1, **once})) == {
-        "train.max_policy_kl",
-        "algo.rollout_correction.mask_weight",
-        "critic",
-    }
+        "train.max_policy_kl", "algo.rollout_correction.mask_weight", "critic",
+    }  # fmt: skip
     tree = {
-        "run": {"dir": "r"},
-        "actor": role(paths) | {"optim": {"lr": 0.5}},
+        "run": {"dir": "r"}, "actor": role(paths) | {"optim": {"lr": 0.5}},
         "data": {"train": paths["train"], "max_prompt_tokens": 8},
         "rollout": {"engine": "megatron", "max_response_tokens": 8, "temperature": 0.5},
-    }
+    }  # fmt: skip
     assert keys("generate", GenerateConfig.model_validate(tree)) == {"actor.optim", "rollout.temperature"}
     assert keys("generate", GenerateConfig.model_validate(tree | {"greedy": False})) == {"actor.optim"}
 
@@ -85,8 +67,8 @@ def test_one_engine_has_nobody_to_share_with(paths, world_size, told):
     """Engines of two ranks; one rank makes none, which is refused elsewhere."""
     cfg = rl(paths, rollout={"engine": "vllm", "parallel": {"tp": 2}, "balance": "length"})
     notes = [note for note in without_effect(cfg, world_size) if "rollout.balance" in note]
-    one = "set, but without effect here: rollout.balance (rollout.parallel.tp = 2 makes one engine of all ranks)"
-    assert notes == ([one] if told else [])
+    assert len(notes) == told
+    assert all(not missing_names(note, "rollout.balance", "rollout.parallel.tp = 2", "one engine") for note in notes)
 
 
 def test_what_is_rarely_meant_is_said(paths):
@@ -100,8 +82,8 @@ def test_what_is_rarely_meant_is_said(paths):
     one = {"epochs_per_step": 1, "mini_batch_samples": 24}
     dynamic = {"dynamic_sampling": {"max_refills": 1}}
     (note,) = notes(dynamic | {"advantage": "gae"})
-    assert "from which algo.advantage = gae would learn" in note
+    assert "algo.advantage = gae" in note
     assert notes(dynamic | {"advantage": "grpo"}) == []
     (note,) = notes({"policy_loss": "policy_gradient"})
-    assert "makes 9 updates from the samples of a step" in note
+    assert "9 updates" in note
     assert notes({"policy_loss": "policy_gradient"}, **one) == []

@@ -8,7 +8,7 @@ from megarlhf.data.tokenize.cache import VARIABLE
 from megarlhf.planning.data import whole_sets
 from megarlhf.planning.preflight import preflight
 from tests.planning.configs import sft
-from tests.refuses import refuses
+from tests.refuses import missing_names, refuses
 
 GOOD = {"prompt": "1+1=", "response": "2"}
 
@@ -21,26 +21,22 @@ def checked(paths, rows, **data):
     return preflight("sft", cfg.model_copy(update={"run": run}), 1, all_records=True).notes
 
 
-@pytest.mark.parametrize(
-    "row, words",
-    [
-        ({"prompt": "1+1=", "response": None}, "rows.jsonl, line 101: field 'response' is null"),
-        ({"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}, "line 101: "),
-        ({**GOOD, "images": ["x.png"]}, "line 101: the record has 'images'"),
-    ],
-)
-def test_a_row_behind_the_first_ones_is_refused(paths, row, words):
-    with pytest.raises(ValueError, match=f"^data.train: .*{words}"):
+@pytest.mark.parametrize("row, names", [
+    ({"prompt": "1+1=", "response": None}, "field 'response'|null"),
+    ({"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}, "texts|conversations"),
+    ({**GOOD, "images": ["x.png"]}, "'images'"),
+])  # fmt: skip
+def test_a_row_behind_the_first_ones_is_refused(paths, row, names):
+    with refuses("data.train", "rows.jsonl, line 101", *names.split("|")):
         checked(paths, [GOOD] * 100 + [row])
 
 
 def test_all_records_are_counted_and_too_many_skipped_are_refused(paths):
     rows = [GOOD] * 80 + [{"prompt": "1" * 50, "response": "2"}] * 20
-    with pytest.raises(ValueError, match=r"skipped 20 of 100 records \(.*: 20\), 20 % of them, and data\.max_skipped = "
-                       r"0\.1 allows 10 %\. .* or set data\.max_skipped=0\.2 if"):  # fmt: skip
+    with refuses("20 of 100 records", "20 %", "data.max_skipped = 0.1", "10 %", "data.max_skipped=0.2"):
         checked(paths, rows)
     notes = checked(paths, rows, max_skipped=0.2)
-    assert any(note.startswith("data.train, all records: WARNING: ") and "20 % of them" in note for note in notes)
+    assert any(not missing_names(note, "data.train", "all records", "WARNING", "20 %") for note in notes)
     assert not (paths["root"] / "run").exists()
 
 
@@ -50,13 +46,13 @@ def test_rows_that_an_adapter_leaves_out_are_not_skipped(paths, monkeypatch):
     rows = [GOOD] * 20 + [{**GOOD, "prompt": "no"}] * 80
     source = {"path": paths["root"] / "rows.jsonl", "adapter": "leaves_out:most"}
     (note,) = (each for each in checked(paths, rows, train=source) if "all records" in each)
-    assert note.endswith("skipped 80 of 100 records (left out by the adapter leaves_out:most: 80)")
+    assert not missing_names(note, "80 of 100 records", "adapter leaves_out:most: 80")
 
 
 def test_a_large_set_is_not_read_and_that_is_said(paths, monkeypatch):
     monkeypatch.setattr(whole_sets, "WHOLE_MIB", 0.001)
     notes = checked(paths, [GOOD] * 100 + [{"prompt": "1", "response": None}])
-    assert any("a dry run reads up to 0.001 MiB whole, so that only its first records" in note for note in notes)
+    assert any(not missing_names(note, "0.001 MiB", "first records") for note in notes)
 
 
 def test_nothing_is_kept_in_the_run_directory(paths, monkeypatch):

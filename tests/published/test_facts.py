@@ -1,7 +1,5 @@
-"""Small tokenizers that are read as published ones have to be, each with the fault that was found with those.
-
-Found by `make test-published` and in reports of others; the tokenizers are trained here.
-"""
+"""Small tokenizers that are read as published ones have to be, each with the fault that was found with those. Found by
+`make test-published` and in reports of others; the tokenizers are trained here."""
 
 import io
 import json
@@ -24,6 +22,7 @@ from megarlhf.data.tokenizers.sample_texts import TEXTS
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.weights.checkpoint.hf_writer import other_files
 from tests.published.texts import draw, write_config
+from tests.refuses import missing_names, refuses
 
 CORPUS = ["a small red boat", "two birds sing over the sea", "three and 1234 of don't\n\n"] * 30
 LLAMA3 = (
@@ -40,18 +39,16 @@ def byte_level(*special: str, expression: str | None = None, begin: str | None =
 
     made = Tokenizer(models.BPE())
     cut = [] if expression is None else [pre_tokenizers.Split(Regex(expression), "isolated")]
-    made.pre_tokenizer = pre_tokenizers.Sequence(
-        [*cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not cut)]
-    )
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not cut)
+    made.pre_tokenizer = pre_tokenizers.Sequence([*cut, whole])
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
     made.train_from_iterator(CORPUS, trainer)
     made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     if begin is not None:
-        made.post_processor = processors.TemplateProcessing(
-            single=f"{begin} $A", special_tokens=[(begin, made.token_to_id(begin))]
-        )
+        ids = [(begin, made.token_to_id(begin))]
+        made.post_processor = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=ids)
     return made
 
 
@@ -88,8 +85,7 @@ def test_what_transformers_reads_otherwise_is_told_and_mended_in_exports(tmp_pat
     model = write(tmp_path / "model", byte_level("<s>", "</s>"), **settings)
     tokenizer = load_tokenizer(model)
     other = transformers_difference(model, tokenizer)
-    assert other is not None
-    assert "(LlamaTokenizer) makes other ids of" in other
+    assert not missing_names(other or "", "LlamaTokenizer", "other ids")
     export = shutil.copytree(model, tmp_path / "export")
     assert AutoTokenizer.from_pretrained(export).encode("a b") != tokenizer.encode("a b")
     files = export_files(ModelConfig(path=model), ConversationConfig(template="plain"), ())
@@ -103,19 +99,13 @@ def test_what_transformers_reads_otherwise_is_told_and_mended_in_exports(tmp_pat
     assert export_files(ModelConfig(path=right), ConversationConfig(template="plain"), ()) == {}
 
 
-@pytest.mark.parametrize(
-    "name, stated, in_file, writes",
-    [
-        ("LlamaTokenizerFast", True, False, True),  # DeepSeek
-        ("LlamaTokenizerFast", False, True, False),
-        ("LlamaTokenizerFast", None, True, True),  # Llama 3
-        ("LlamaTokenizerFast", None, False, False),
-        ("GemmaTokenizer", True, False, True),
-        ("PreTrainedTokenizerFast", True, False, False),
-        ("PreTrainedTokenizerFast", False, True, True),
-        ("Qwen2Tokenizer", False, True, True),
-    ],
-)
+@pytest.mark.parametrize("name, stated, in_file, writes", [
+    ("LlamaTokenizerFast", True, False, True),  # DeepSeek
+    ("LlamaTokenizerFast", False, True, False), ("LlamaTokenizerFast", None, True, True),  # Llama 3
+    ("LlamaTokenizerFast", None, False, False), ("GemmaTokenizer", True, False, True),
+    ("PreTrainedTokenizerFast", True, False, False), ("PreTrainedTokenizerFast", False, True, True),
+    ("Qwen2Tokenizer", False, True, True),
+])  # fmt: skip
 def test_a_text_begins_as_transformers_4_began_it(name, stated, in_file, writes, tmp_path, caplog):
     """By `add_bos_token` with the classes that read it, else by the file. Values are transformers 4.57's."""
     caplog.set_level(logging.INFO)
@@ -132,7 +122,7 @@ def test_several_tokens_before_a_text_are_refused(tmp_path):
     file = byte_level("[gMASK]", "<sop>", "</s>")
     special = [(token, file.token_to_id(token)) for token in ("[gMASK]", "<sop>")]
     file.post_processor = processors.TemplateProcessing(single="[gMASK] <sop> $A", special_tokens=special)
-    with pytest.raises(ValueError, match=r"begins every text with 2 tokens \(\[gMASK\], <sop>\)"):
+    with refuses("2 tokens", "[gMASK], <sop>"):
         load_tokenizer(write(tmp_path, file, eos_token="</s>"))
 
 
@@ -142,13 +132,9 @@ def sentence_pieces():
     buffer = io.BytesIO()
     options = {"model_type": "bpe", "byte_fallback": True, "vocab_size": 340, "hard_vocab_limit": False}
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS),
-        model_writer=buffer,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        minloglevel=2,
-        **options,
-    )
+        sentence_iterator=iter(CORPUS), model_writer=buffer, normalization_rule_name="identity",
+        remove_extra_whitespaces=False, minloglevel=2, **options,
+    )  # fmt: skip
     proto = sentencepiece_model_pb2.ModelProto.FromString(buffer.getvalue())
     spaces = proto.pieces.add()
     spaces.piece, spaces.score, spaces.type = "▁▁", -1e9, proto.SentencePiece.NORMAL
@@ -202,12 +188,12 @@ def test_files_of_sentence_pieces_that_say_nothing_new_leave_the_model_alone(sen
     (directory / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": False}))
     assert load_tokenizer(directory).bos_id is None
     (directory / "added_tokens.json").write_text(json.dumps({"<x>": 99_999}))
-    with pytest.raises(ValueError, match=r"'<x>' is 99999 in tokenizer_config\.json or added_tokens\.json, and would"):
+    with refuses("'<x>' is 99999", "tokenizer_config.json", "added_tokens.json"):
         load_tokenizer(directory)
     proto = sentencepiece_model_pb2.ModelProto.FromString(sentence_pieces)
     proto.trainer_spec.model_type = proto.trainer_spec.UNIGRAM
     (directory / "tokenizer.model").write_bytes(proto.SerializeToString())
-    with pytest.raises(ValueError, match=r"without pairs \(unigram\).*give a tokenizer\.json"):
+    with refuses("unigram", "tokenizer.json"):
         load_tokenizer(directory)
 
 
@@ -227,13 +213,9 @@ def test_vocab_and_merges_are_read_as_transformers_does_with_the_settings_beside
     end = {"content": "<|im_end|>", "special": True}
     size = 3 + len(byte_level().get_vocab())
     directory = write(
-        *(tmp_path, None, "opt"),
-        **settings,
-        unk_token="</s>",
-        pad_token="<pad>",
-        chat_template=TEMPLATE,
+        *(tmp_path, None, "opt"), **settings, unk_token="</s>", pad_token="<pad>", chat_template=TEMPLATE,
         added_tokens_decoder={str(size): end},
-    )
+    )  # fmt: skip
     tokenizer, theirs = (
         load(write_pair(directory, "<s>", "<pad>", "</s>")) for load in (load_tokenizer, AutoTokenizer.from_pretrained)
     )
@@ -251,11 +233,9 @@ def test_a_tokenizer_json_that_the_files_beside_contradict(tmp_path, caplog):
     (directory / "added_tokens.json").write_text(json.dumps({"</s>": 7, "<x>": size}))
     tokenizer = load_tokenizer(directory)
     assert (tokenizer.eos_id, tokenizer.encode("<x>"), tokenizer.vocab_size) == (size - 1, [size], size + 1)
-    assert "1 added tokens have other ids" in caplog.text
+    assert not missing_names(caplog.text, "1 added tokens", "other ids")
     (directory / "added_tokens.json").write_text(json.dumps({"<x>": 7}))
-    with pytest.raises(
-        ValueError, match=rf"'<x>' is token 7 in .* no token in tokenizer\.json, which has {size} tokens"
-    ):
+    with refuses("'<x>' is token 7", "tokenizer.json", f"{size} tokens"):
         load_tokenizer(directory)
 
 
@@ -270,7 +250,7 @@ def test_names_of_special_tokens_in_their_places(stated, tmp_path):
     assert tokenizer.encode("a </s> b") == file.encode("a </s> b").ids
     write(tmp_path, file, eos_token=None)
     (directory / "special_tokens_map.json").unlink()
-    with pytest.raises(ValueError, match="no end-of-sequence token"):
+    with refuses("no end-of-sequence token"):
         load_tokenizer(directory)
 
 
@@ -283,7 +263,7 @@ def test_a_begin_or_end_that_tokenizer_json_lacks_is_refused(name, place, tmp_pa
     names = {**NAMES, name: "<|nope|>"}
     directory = write(tmp_path, file, **(names if place == "tokenizer_config.json" else {}))
     beside.write_text(json.dumps(names))
-    with pytest.raises(ValueError, match=rf"{name} is '<\|nope\|>' in .*tokenizer\.json has no such token"):
+    with refuses(f"{name} is '<|nope|>'", "tokenizer.json", "no such token"):
         load_tokenizer(directory)
     (directory / "added_tokens.json").write_text(json.dumps({"<|nope|>": size}))
     tokenizer = load_tokenizer(directory)
@@ -360,7 +340,7 @@ def test_files_of_other_programs_and_code_are_refused_in_words_without_a_tokeniz
     for name in ("tekken.json", "qwen.tiktoken"):
         directory = write(tmp_path / name, None, "mistral", **NAMES)
         (directory / name).write_text("{}")
-        with pytest.raises(ValueError, match=rf"but {name}, which other programs read; a tokenizer\.json is needed"):
+        with refuses(name, "other programs", "tokenizer.json"):
             load_tokenizer(directory)
         assert not has_tokenizer(directory)
         (directory / "tokenizer.json").write_text(file.to_str())
@@ -371,11 +351,9 @@ def test_files_of_other_programs_and_code_are_refused_in_words_without_a_tokeniz
     directory = write(tmp_path / "code", None, "llama", **NAMES, **code)
     (directory / "tokenization_own.py").write_text("raise SystemExit('was run')")
     (directory / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")
-    with pytest.raises(
-        ValueError, match=r"needs code from there .*tokenization_own\.OwnTokenizer\), which is never run"
-    ):
+    with refuses("code", "tokenization_own.OwnTokenizer", "never run"):
         load_tokenizer(directory)
-    with pytest.raises(ValueError, match="is a file of tiktoken"):
+    with refuses("tokenizer.model", "tiktoken"):
         load_tokenizer(directory / "tokenizer.model")
     (directory / "tokenizer.json").write_text(file.to_str())
     assert load_tokenizer(directory).encode("a b") == file.encode("a b").ids

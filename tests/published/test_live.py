@@ -1,7 +1,5 @@
-"""Published tokenizers beside the config.json of each family: `make test-published`.
-
-Not covered: tokenizers that no package has, such as OPT's and Phi-3's.
-"""
+"""Published tokenizers beside the config.json of each family: `make test-published`. Not covered: tokenizers that no
+package has, such as OPT's and Phi-3's."""
 
 import json
 import shutil
@@ -21,6 +19,7 @@ from megarlhf.data.text.templates import Conversation, chat_template
 from megarlhf.data.tokenizers.comparison import transformers_difference
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from tests.published.texts import draw, write_config
+from tests.refuses import refuses
 from tools import pretrained, published
 
 pytestmark = [pytest.mark.published, pytest.mark.timeout(600)]
@@ -64,7 +63,6 @@ def truth_of(name: str) -> tuple[FastTokenizer, list[str], list[list[int]]]:
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_ids_begin_and_end_are_the_file_s_beside_each_family(name, tmp_path):
-    """3,000 texts and the special tokens within texts; what is lossless comes back."""
     families, begin, end = TOKENIZERS[name]
     file, texts, expected = truth_of(name)
     for model_type in families.split():
@@ -72,13 +70,8 @@ def test_ids_begin_and_end_are_the_file_s_beside_each_family(name, tmp_path):
         assert [tokenizer.encode(text) for text in texts] == expected, model_type
         assert tokenizer.bos_id == (None if begin is None else file.token_to_id(begin)), model_type
         assert tokenizer.eos_id == file.token_to_id(end), model_type
-        assert pieces("a", tokenizer, 99) == [
-            [
-                *([] if begin is None else [tokenizer.bos_id]),
-                *file.encode("a", add_special_tokens=False).ids,
-                tokenizer.eos_id,
-            ]
-        ]
+        ids = [*file.encode("a", add_special_tokens=False).ids, tokenizer.eos_id]
+        assert pieces("a", tokenizer, 99) == [ids if begin is None else [tokenizer.bos_id, *ids]]
     lost = [text for text, ids in zip(TEXTS, expected, strict=False) if tokenizer.decode(ids) != text]
     assert lost == [] if name not in (*CHANGES_TEXT, "llama2") else len(lost) < len(TEXTS) / 4
     for text in TEXTS[:500]:
@@ -88,7 +81,6 @@ def test_ids_begin_and_end_are_the_file_s_beside_each_family(name, tmp_path):
 
 @pytest.mark.parametrize("name", [name for name in TOKENIZERS if name not in ("deepseek", "gptoss", "llama2")])
 def test_its_own_template_writes_one_begin_and_ids_of_the_file(name, tmp_path):
-    """Rendered text is read by the file; nothing is put before it."""
     directory = write_directory(name, tmp_path, "llama")
     file, tokenizer = FastTokenizer.from_file(str(directory / "tokenizer.json")), load_tokenizer(directory)
     template = chat_template(tokenizer)
@@ -100,9 +92,9 @@ def test_its_own_template_writes_one_begin_and_ids_of_the_file(name, tmp_path):
     assert prompt.tokens == file.encode(prompt.text, add_special_tokens=False).ids
 
 
-@pytest.mark.parametrize(
-    "name, model_type", [("deepseek_v3", "llama"), ("deepseek_v3", "mistral"), ("llama2", "llama")]
-)
+@pytest.mark.parametrize("name, model_type", [
+    ("deepseek_v3", "llama"), ("deepseek_v3", "mistral"), ("llama2", "llama"),
+])  # fmt: skip
 def test_transformers_reads_an_export_as_it_was_trained(name, model_type, tmp_path):
     """Where it would not read the files of the model so; begin included."""
     model = write_directory(name, tmp_path / "model", model_type)
@@ -148,10 +140,10 @@ def test_tekken_and_tiktoken_files_are_refused_in_words(tmp_path):
         write_config(tmp_path / place, "mistral")
         name = "tekken.json" if place == "tekken" else file.name
         shutil.copyfile(file, tmp_path / place / name)
-        with pytest.raises(ValueError, match=rf"but {name}, which other programs read; a tokenizer\.json is needed"):
+        with refuses(name, "other programs", "tokenizer.json"):
             load_tokenizer(tmp_path / place)
     shutil.copyfile(folder_of("qwen") / "qwen.tiktoken", tmp_path / "tokenizer.model")
-    with pytest.raises(ValueError, match="is a file of tiktoken"):
+    with refuses("tokenizer.model", "tiktoken"):
         load_tokenizer(tmp_path)
 
 

@@ -1,8 +1,6 @@
-"""Published chat templates: every part of random conversations is written and learnt, or the record is refused.
-
-By search alone, with texts that stand nowhere else: `tests/data/test_written.py` has the same for templates of our own,
-and texts that are equal.
-"""
+"""Published chat templates: every part of random conversations is written and learnt, or the record is refused. By
+search alone, with texts that stand nowhere else: `tests/data/test_written.py` has the same for templates of our own,
+and texts that are equal."""
 
 import random
 
@@ -21,11 +19,10 @@ pytestmark = [pytest.mark.published, pytest.mark.timeout(600)]
 MOST_REFUSED = {
     "deepseek_v3": "thoughts under a key, developers, calls beside a content",
     "gemma3": "white space, and whatever does not alternate",
-    "llama3": "white space, calls",
-    "llama3_1": "white space, calls",
+    "llama3": "white space, calls", "llama3_1": "white space, calls",
     "qwen3": "thoughts of earlier answers, developers, line breaks around thoughts",
     "smollm2": "thoughts, calls",
-}
+}  # fmt: skip
 """Of each package that has a template, what that leaves out or changes."""
 
 
@@ -62,7 +59,6 @@ def test_all_parts_of_random_conversations_are_written_and_learnt_or_refused(nam
 
 @pytest.mark.parametrize("name", MOST_REFUSED)
 def test_ids_of_a_beginning_are_those_of_the_whole_up_to_a_mark(name, tmp_path):
-    """And anew behind it; wherever a text is cut."""
     tokenizer = load_tokenizer(write_directory(name, tmp_path, "llama"))
     template, draw, compared = chat_template(tokenizer), random.Random(1), 0
     for seed in range(100):

@@ -39,15 +39,10 @@ def draw(count: int, seed: int = 0) -> list[str]:
 
 
 def write_config(directory: Path, model_type: str, **keys: object) -> Path:
-    """A config.json of that family, as far as tokenizers are concerned."""
     directory.mkdir(parents=True, exist_ok=True)
     sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 2,
-        "vocab_size": 300_000,
-    }
+        "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "num_hidden_layers": 2, "vocab_size": 300_000,
+    }  # fmt: skip
     (directory / "config.json").write_text(json.dumps({"model_type": model_type, **sizes, **keys}))
     return directory

@@ -1,7 +1,5 @@
 """A device without numbers outside of a run."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Small jobs for `megarlhf rehearse`: models that are a config.json, and configurations in YAML."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,33 +19,16 @@ from megarlhf.rehearsal.request import Request
 
 H100 = Path("configs/hardware/h100.yaml")
 DENSE: dict[str, Any] = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 TIED = {**DENSE, "tie_word_embeddings": True}
-EXPERTS = {
-    **DENSE,
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "head_dim": 16,
-    "moe_intermediate_size": 32,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
+EXPERTS = DENSE | {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 16, "moe_intermediate_size": 32,
+    "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
 MODELS = {"dense": DENSE, "tied": TIED, "experts": EXPERTS}
 TRAINED = {"sft": "actor", "rm": "reward_model", "dpo": "actor", "rl": "actor"}
 """The role whose layout is given."""
@@ -111,13 +92,17 @@ def request_of(command: str, tree: dict[str, Any], folder: Path, **options: Any)
     """What the command would make of it, for a device of an H100."""
     hardware = load_hardware(H100)
     given: dict[str, Any] = {
-        "world_size": 4,
-        "device_bytes": int(hardware.memory.value),
-        "response_lengths": Uniform(8, 64),
-        "workers": 2,
-    }
+        "world_size": 4, "device_bytes": int(hardware.memory.value), "response_lengths": Uniform(8, 64), "workers": 2,
+    }  # fmt: skip
     cfg = load_config(CONFIGS[command], write_job(command, folder, tree))
     return Request(command=command, cfg=cfg, hardware=hardware, **(given | options))
+
+
+def job_of(request: Request, cfg: Any) -> Job:
+    """Rank 0 of what was asked for, with the configuration in which inputs stand in."""
+    same = ("command", "world_size", "ranks_per_node", "layers", "response_lengths", "device_bytes", "routing")
+    asked: dict[str, Any] = {name: getattr(request, name) for name in same}
+    return Job(cfg=cfg, rank=0, kind=request.hardware.kind, num_steps=request.steps, **asked)
 
 
 def records_of(request: Request, folder: Path, *ranks: int, **changes: Any) -> list[RankRecord]:
@@ -125,18 +110,6 @@ def records_of(request: Request, folder: Path, *ranks: int, **changes: Any) -> l
     lengths = {"prompt_lengths": request.prompt_lengths, "response_lengths": request.response_lengths}
     stood = stand_in(request.cfg, folder, steps=request.steps, **lengths)
     assert request.response_lengths is not None
-    job = Job(
-        command=request.command,
-        cfg=stood.cfg,
-        rank=0,
-        world_size=request.world_size,
-        ranks_per_node=request.ranks_per_node,
-        kind=request.hardware.kind,
-        layers=request.layers,
-        num_steps=request.steps,
-        response_lengths=request.response_lengths,
-        device_bytes=request.device_bytes,
-        routing=request.routing,
-    )
+    job = job_of(request, stood.cfg)
     jobs = [replace(job, rank=rank, **changes) for rank in ranks]
     return run_ranks(jobs, Pricing(request.hardware, request.ranks_per_node), workers=request.workers)

@@ -3,8 +3,6 @@
 python -m tests.rehearsal.layer_cases NAME ...
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys
@@ -32,73 +30,33 @@ TOKENS = sum(LENGTHS)
 NUM_LAYERS = 3
 _COMMON: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "vocab_size": 1024, "max_position_embeddings": 8192}
 _LLAMA: dict[str, Any] = {
-    **_COMMON,
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "num_hidden_layers": NUM_LAYERS,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-}
+    **_COMMON, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": NUM_LAYERS,
+    "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "llama-3-70b": {
-        **_LLAMA,
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
+        **_LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8,
     },
     "gpt2-xl": {
-        **_COMMON,
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_layer": NUM_LAYERS,
-        "n_embd": 1600,
-        "n_head": 25,
-        "n_positions": 8192,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
+        **_COMMON, "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": NUM_LAYERS, "n_embd": 1600,
+        "n_head": 25, "n_positions": 8192, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
     },
     "opt": {
-        **_COMMON,
-        "architectures": ["OPTForCausalLM"],
-        "model_type": "opt",
-        "num_hidden_layers": NUM_LAYERS,
-        "hidden_size": 2048,
-        "word_embed_proj_dim": 2048,
-        "ffn_dim": 8192,
-        "num_attention_heads": 32,
-        "activation_function": "relu",
-        "do_layer_norm_before": True,
+        **_COMMON, "architectures": ["OPTForCausalLM"], "model_type": "opt", "num_hidden_layers": NUM_LAYERS,
+        "hidden_size": 2048, "word_embed_proj_dim": 2048, "ffn_dim": 8192, "num_attention_heads": 32,
+        "activation_function": "relu", "do_layer_norm_before": True,
     },
     "qwen3-8b": {
-        **_LLAMA,
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
+        **_LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096,
+        "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
     },
     "qwen3-moe": {
-        **_LLAMA,
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "num_experts": 16,
-        "num_experts_per_tok": 8,
+        **_LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+        "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "num_experts": 16, "num_experts_per_tok": 8,
     },
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,14 +127,9 @@ def rehearse(case: Case) -> dict[str, Any]:
         torch_patches.join(0, world, "gpu")
         stack.callback(dist.destroy_process_group)
         runtime = Runtime(
-            rank=0,
-            local_rank=0,
-            world_size=world,
-            local_world_size=world,
-            ranks_per_block=world,
-            device=rank.device,
+            rank=0, local_rank=0, world_size=world, local_world_size=world, ranks_per_block=world, device=rank.device,
             backend=torch_patches.BACKENDS["gpu"],
-        )
+        )  # fmt: skip
         stack.enter_context(torch_patches.patched(rank._hooks()))
         stack.enter_context(rank.mode)
         batch = MicroBatch(batch.tokens_BS.to(rank.device), {}, batch.layout)
@@ -192,16 +145,9 @@ def _rank(case: Case, folder: Path) -> Rank:
         "train": {"num_steps": 1, "mini_batch_samples": 8, "max_tokens_per_micro_batch": TOKENS},
     }
     job = Job(
-        command="sft",
-        cfg=SFTConfig.model_validate(tree),
-        rank=0,
-        world_size=case.tp * case.cp,
-        ranks_per_node=8,
-        kind="gpu",
-        layers=case.layers,
-        num_steps=1,
-        response_lengths=Constant(8),
-    )
+        command="sft", cfg=SFTConfig.model_validate(tree), rank=0, world_size=case.tp * case.cp, ranks_per_node=8,
+        kind="gpu", layers=case.layers, num_steps=1, response_lengths=Constant(8),
+    )  # fmt: skip
     return Rank(job, _Free())
 
 

@@ -36,12 +36,9 @@ def kinds_at(step, phase, rank):
     """Bytes by kind at the peak of a phase, in GiB: the state of an optimizer appears in its first update."""
     number = rank % 4
     gib = {
-        "parameters": 8.15 + 0.4 * (number in (0, 3)),
-        "gradients": 8.15,
-        "main parameters": 4.08,
-        "optimizer state": 8.16 if step == 2 else 0.0,
-        "experience": 0.12 if step else 0.0,
-    }
+        "parameters": 8.15 + 0.4 * (number in (0, 3)), "gradients": 8.15, "main parameters": 4.08,
+        "optimizer state": 8.16 if step == 2 else 0.0, "experience": 0.12 if step else 0.0,
+    }  # fmt: skip
     if step == 1 and phase.startswith("optimizer"):
         gib["optimizer state"] = 4.08 if phase.endswith("actor") else 8.16
     name = phase.partition("/")[0]
@@ -84,16 +81,10 @@ def memory_of(rank):
         peak, stays = sum(kinds.values()), kinds["parameters"] + kinds["gradients"]
         rows.append(
             PhaseRow(
-                step=step,
-                phase=phase,
-                start=stays,
-                peak=peak,
-                end=stays + 5 * MIB,
-                by_kind=kinds,
-                largest=storages(kinds),
-                host_peak=3 * GIB,
+                step=step, phase=phase, start=stays, peak=peak, end=stays + 5 * MIB, by_kind=kinds,
+                largest=storages(kinds), host_peak=3 * GIB,
             )
-        )
+        )  # fmt: skip
     return rows
 
 
@@ -133,16 +124,9 @@ def messages_of(rank):
 
 def message(step, phase, operation, group, size, count, nbytes, near=False, host=False):
     return MessageRow(
-        step=step,
-        phase=phase,
-        operation=operation,
-        group=group,
-        size=size,
-        between_nodes=not near,
-        host=host,
-        count=count,
-        nbytes=nbytes,
-    )
+        step=step, phase=phase, operation=operation, group=group, size=size, between_nodes=not near, host=host,
+        count=count, nbytes=nbytes,
+    )  # fmt: skip
 
 
 def rank_of(rank, number, points=40):
@@ -151,15 +135,13 @@ def rank_of(rank, number, points=40):
     margin = [
         MarginRow(name="CUDA context", nbytes=600 * MIB, scaling="a process", source="pytorch/pytorch#109888"),
         MarginRow(
-            name="NCCL: collectives",
-            nbytes=5 * 576 * MIB,
-            scaling="5 groups x 24 channels x 2 algorithms x 12 MiB",
+            name="NCCL: collectives", nbytes=5 * 576 * MIB, scaling="5 groups x 24 channels x 2 algorithms x 12 MiB",
             source=SOURCE,
         ),
         MarginRow(
             name="fragmentation", nbytes=2 * GIB, scaling="10% of the 20.0 GiB that come and go", source="assumed"
         ),
-    ]
+    ]  # fmt: skip
     curve, borders = curve_of(number, points)
     return RankResult(
         rank=rank,
@@ -190,29 +172,14 @@ def step_time(step):
         train = phase.startswith("train")
         phases.append(
             PhaseTime(
-                phase=phase,
-                seconds=seconds,
-                busy=seconds * 0.7,
-                idle=seconds * 0.2,
-                communication=seconds * 0.1,
-                again=seconds * 0.15,
-                offload=0.0,
-                flops=3.1e16 if train else 0.0,
-                utilisation=0.413 if train else None,
+                phase=phase, seconds=seconds, busy=seconds * 0.7, idle=seconds * 0.2, communication=seconds * 0.1,
+                again=seconds * 0.15, offload=0.0, flops=3.1e16 if train else 0.0, utilisation=0.413 if train else None,
             )
-        )
+        )  # fmt: skip
     return StepTime(
-        step=step,
-        seconds=sum(each.seconds for each in phases),
-        phases=phases,
-        utilisation=0.372,
-        bubble=0.187,
-        recomputation=0.15,
-        exposed=0.1,
-        forward_and_backward=0.55,
-        communication=31.5,
-        tokens_per_second=8123.0,
-    )
+        step=step, seconds=sum(each.seconds for each in phases), phases=phases, utilisation=0.372, bubble=0.187,
+        recomputation=0.15, exposed=0.1, forward_and_backward=0.55, communication=31.5, tokens_per_second=8123.0,
+    )  # fmt: skip
 
 
 def a_result(points=40):
@@ -242,11 +209,8 @@ def a_result(points=40):
             RolloutRow(slowest=204.0, fastest=166.0, tokens=1_702_111, most_running=128),
         ],
         reshard=Reshard(
-            received_min=15_100_000_000,
-            received_mean=15_900_000_000.0,
-            received_max=16_700_000_000,
-            sent_max=17_300_000_000,
-            between_nodes=705_000_000_000,
+            received_min=15_100_000_000, received_mean=15_900_000_000.0, received_max=16_700_000_000,
+            sent_max=17_300_000_000, between_nodes=705_000_000_000,
         ),
         faults=[],
         assumptions=[
@@ -267,7 +231,7 @@ def a_result(points=40):
         config={"run": {"dir": "runs/ppo-64", "world_size": 64}, "train": {"num_steps": 1000}},
         tool_seconds=312.4,
         tool_gib=1.71,
-    )
+    )  # fmt: skip
 
 
 def too_small(result, gib):

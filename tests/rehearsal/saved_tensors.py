@@ -8,8 +8,6 @@ parallelism, otherwise T), H hidden, N query heads, G key-value groups, D head d
 expert K rows that are routed to it and E its width.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -207,23 +205,13 @@ def saved_tensors(
 # --- the page
 
 WORDS = {
-    "rms": "RMSNorm",
-    "layer_norm": "LayerNorm",
-    "turned": "q, k turned or copied",
-    "interleaved": "q, k as the product leaves them",
-    "qk_norm": "norms of q, k",
-    "dense": "dense",
-    "experts": "experts",
-    "gated": "gated",
-    "gelu": "GELU",
-}
+    "rms": "RMSNorm", "layer_norm": "LayerNorm", "turned": "q, k turned or copied",
+    "interleaved": "q, k as the product leaves them", "qk_norm": "norms of q, k", "dense": "dense",
+    "experts": "experts", "gated": "gated", "gelu": "GELU",
+}  # fmt: skip
 EXAMPLES = (
-    ("llama-3-70b", 8, True),
-    ("llama-3-70b", 8, False),
-    ("qwen3-8b", 2, True),
-    ("gpt2-xl", 1, False),
-    ("opt", 2, True),
-)
+    ("llama-3-70b", 8, True), ("llama-3-70b", 8, False), ("qwen3-8b", 2, True), ("gpt2-xl", 1, False), ("opt", 2, True),
+)  # fmt: skip
 
 
 def rows(table: Iterable[Saved]) -> Iterator[str]:

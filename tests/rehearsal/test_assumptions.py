@@ -1,7 +1,5 @@
 """Numbers that a rehearsal cannot know are answered from a list, counted with their line, or end it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import megarlhf.algo.losses
 from megarlhf.parallel import step
 from megarlhf.rehearsal.fake_device.assumptions import SITES, Assumptions, Site, UnknownNumber
 from megarlhf.trainers.rl import kl_controller
+from tests.refuses import refuses
 from tests.rehearsal.devices import a_device, unknown
 
 PACKAGE = Path(megarlhf.__file__).parent
@@ -29,7 +28,7 @@ def test_a_read_that_is_not_listed_ends_the_rehearsal_with_file_and_line() -> No
     """As a branch on it, as a number, as a copy to the host."""
     for body in ("return 1 if tensor[0] > 0 else 2", "return tensor[0].item()", "return tensor.cpu()"):
         steer = as_if_in(megarlhf.algo.losses.__file__, "steer", body)
-        with a_device() as device, pytest.raises(UnknownNumber, match=re.escape("megarlhf/algo/losses.py:2 in steer")):
+        with a_device() as device, refuses("megarlhf/algo/losses.py:2 in steer", error=UnknownNumber):
             steer(unknown(2))  # type: ignore[operator]
         assert not device.assumptions.counts
 
@@ -42,7 +41,7 @@ def test_a_listed_read_is_answered_and_counted() -> None:
     ((assumption, count),) = device.assumptions.counts.items()
     assert count == 2
     assert assumption.where == "megarlhf/trainers/rl/kl_controller.py:2 in read"
-    assert (assumption.answer, assumption.reason) == ("0.0", "metrics of the KL, which steer no shape")
+    assert (assumption.answer, "KL" in assumption.reason) == ("0.0", True)
 
 
 def test_what_a_listed_function_calls_elsewhere_is_not_listed() -> None:
@@ -52,7 +51,7 @@ def test_what_a_listed_function_calls_elsewhere_is_not_listed() -> None:
     accumulate = as_if_in(step.__file__, "accumulate", "return run(tensor)")
     with a_device() as device:
         accumulate.__globals__["run"] = loss  # type: ignore[attr-defined]
-        with pytest.raises(UnknownNumber, match=re.escape("megarlhf/algo/losses.py:2 in read")):
+        with refuses("megarlhf/algo/losses.py:2 in read", error=UnknownNumber):
             accumulate(unknown())  # type: ignore[operator]
         accumulate.__globals__["run"] = helper  # type: ignore[attr-defined]
         assert accumulate(unknown()) == 1.0  # type: ignore[operator]
@@ -85,7 +84,7 @@ def test_the_first_site_that_fits_answers_from_the_innermost_frame() -> None:
 
 
 @pytest.mark.parametrize("site", SITES, ids=lambda site: f"{site.file}:{site.function}")
-def test_every_site_is_a_place_that_is_there(site: Site) -> None:
+def test_every_site_is_a_place_that_is_there(site) -> None:
     """A function that was renamed would end every rehearsal; one that is gone would hide that nothing is assumed."""
     if site.file.startswith("megatron/"):
         import megatron.core

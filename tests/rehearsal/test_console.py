@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from megarlhf.rehearsal.report.console import print_result
+from tests.refuses import missing_names
 from tests.rehearsal.results import a_result, too_small
 
 PLAIN = a_result(points=1)
@@ -27,7 +28,7 @@ def rows(text):
 
 def test_the_verdict_comes_first_then_tables_and_what_is_left_out():
     text = printed(replace(PLAIN, notes=[f"note {number}" for number in range(9)]))
-    assert text.splitlines()[0] == "It fits, with 4.80 GiB to spare beyond the margin."
+    assert not missing_names(text.splitlines()[0], "fits", "4.80 GiB")
     assert 40 < len(text.splitlines()) < 65
     found = rows(text)
     # Peaks before the first step, in step 1 and in step 2; cache, activations, engine's weights, parameters; seconds.
@@ -36,18 +37,8 @@ def test_the_verdict_comes_first_then_tables_and_what_is_left_out():
     assert ["0", "stage 0 of all roles", "reshard in step 2", "68.96", "5.40", "74.36", "4.80"] in found
     assert ["2", "442", "8,123", "37.2%", "18.7%", "10.0%", "15.0%", "204", "166"] in found
     assert ["train/actor", "all_gather", "tp", "8", "inside a node", "4160", "540 GB"] in found
-    for words in (
-        "Nothing here was measured on a GPU. All times are estimates.",
-        "(3 lower phases on the page)",
-        "note 4",
-    ):
-        assert words in text
-    for words in (
-        "- and 4 others, on the page",
-        "Tightest of 8 rehearsed ranks, of 64",
-        "16 numbers had to be assumed",
-    ):
-        assert words in text
+    names = ("estimates", "3 lower phases", "note 4", "4 others", "8 rehearsed ranks", "of 64", "16 numbers", "assumed")
+    assert not missing_names(text, *names)
     assert "note 5" not in text
 
 
@@ -55,11 +46,11 @@ def test_a_run_that_does_not_fit():
     result = too_small(PLAIN, gib=74.0)
     text = printed(replace(result, refusals=["no room for [bold]weights[/bold]"], faults=["rank 0 waits for rank 8"]))
     first, second, third = text.splitlines()[:3]
-    assert first == "The run would not start: 1 reason, named below."
-    assert second == "Its ranks do not fit together: 1 fault, named below."
-    assert third.startswith("It does not fit: 0.36 GiB are missing with the margin, and 4 of 8 rehearsed ranks")
-    assert "- no room for [bold]weights[/bold]" in text  # no markup of rich's
-    assert "- rank 0 waits for rank 8" in text
+    assert not missing_names(first, "not start", "1 reason")
+    assert not missing_names(second, "1 fault")
+    assert not missing_names(third, "not fit", "0.36 GiB", "4 of 8")
+    assert "no room for [bold]weights[/bold]" in text  # no markup of rich's
+    assert "rank 0 waits for rank 8" in text
 
 
 @pytest.mark.parametrize("width", [80, 140])
@@ -78,4 +69,4 @@ def test_one_step_without_times_and_messages():
     assert ["reshard", "60.68", "60.80", "22.50", "-", "16.40", "8.55", "-"] in rows(text)
     assert "step 2" not in text
     assert "Largest messages" not in text
-    assert "no step was replayed and there is no time to tell" in text
+    assert "no step was replayed" in text

@@ -1,10 +1,7 @@
 """Seconds of a step's rollout from what the engines have to generate: by hand. How long one engine takes by the
 roofline is not here (`test_pricing.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,16 +15,9 @@ from tests.rehearsal.jobs import DENSE, EXPERTS, write_model
 
 ENGINES = RolloutWork([Sequences([4, 4], [10, 30]), Sequences([4], [20]), Sequences([], [])])
 SHAPE = EngineShape(
-    ranks=(0,),
-    weight_bytes=1,
-    flops_per_token=1.0,
-    cache_bytes_per_token=1,
-    num_layers=1,
-    hidden_size=1,
-    query_size=1,
-    dtype="bfloat16",
-    itemsize=2,
-)
+    ranks=(0,), weight_bytes=1, flops_per_token=1.0, cache_bytes_per_token=1, num_layers=1, hidden_size=1, query_size=1,
+    dtype="bfloat16", itemsize=2,
+)  # fmt: skip
 
 
 class ATokenASecond:
@@ -82,7 +72,7 @@ def test_no_engine() -> None:
 
 
 @pytest.mark.parametrize("tp, groups", [(1, 4), (2, 2)])
-def test_the_shape_of_an_engine(tp: int, groups: int, tmp_path: Path) -> None:
+def test_the_shape_of_an_engine(tp, groups, tmp_path) -> None:
     """2 layers, 4 heads of 16 and as many KV heads, MLP of 96, 512 words, by hand; bf16."""
     arch = architecture_from_hf(write_model(tmp_path / "dense", DENSE))
     shape = shape_of(arch, tp, 6, torch.bfloat16, 1234)
@@ -94,7 +84,7 @@ def test_the_shape_of_an_engine(tp: int, groups: int, tmp_path: Path) -> None:
     assert (shape.weight_bytes, shape.dtype, shape.itemsize) == (1234, "bfloat16", 2)
 
 
-def test_experts_of_a_token_and_shared_heads(tmp_path: Path) -> None:
+def test_experts_of_a_token_and_shared_heads(tmp_path) -> None:
     """A token computes two of four experts (MLP of 32) and the router; of two KV heads each of four ranks has one."""
     arch = architecture_from_hf(write_model(tmp_path / "experts", {**EXPERTS, "num_key_value_heads": 2}))
     shape = shape_of(arch, 4, 0, torch.float32, 0)

@@ -3,8 +3,6 @@
 Not covered: the large ones, which take minutes each.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +17,14 @@ FEW = ("train.prompts_per_step=2", "train.mini_batch_samples=8", "rollout.num_sa
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(tmp_path_factory) -> dict[str, Any]:
     """Of the one stage of an 8B model, with few samples."""
     lengths = ("--response-lengths", "lognormal:mean=4000,sigma=0.8")
     options = (*lengths, "--steps", "1", "--ranks", "0", *FEW)
     return run_command("rl", Path(CONFIG), tmp_path_factory.mktemp("fits") / "out", *options).json()
 
 
-def test_the_8b_job_fits(found: dict[str, Any]) -> None:
+def test_the_8b_job_fits(found) -> None:
     assert found["fits"]
     (rank,) = found["ranks"]
     assert rank["need"] <= fits.MOST_GIB * GIB
@@ -34,7 +32,7 @@ def test_the_8b_job_fits(found: dict[str, Any]) -> None:
     assert longest_sequence(found, fits.MOST_GIB * GIB) >= 16384
 
 
-def test_peaks_follow_the_phase(found: dict[str, Any]) -> None:
+def test_peaks_follow_the_phase(found) -> None:
     """Weights of 8.03e9 parameters on 2 ranks and their gradients in fp32 are there in training, the engine is not."""
     (rank,) = found["ranks"]
     peaks = fits.peaks(rank)
@@ -51,10 +49,8 @@ def test_prices_are_those_of_the_phases() -> None:
 
     phases = [phase("train/actor", again=3.0), phase("offload", offload=2.0), phase("optimizer/actor", offload=1.5)]
     assert fits.prices({"phases": phases}) == {
-        "recomputation": 3.0,
-        "roles and engine come and go": 2.0,
-        "optimizer state is streamed": 1.5,
-    }
+        "recomputation": 3.0, "roles and engine come and go": 2.0, "optimizer state is streamed": 1.5,
+    }  # fmt: skip
 
 
 def test_every_role_of_a_file_is_made_resident() -> None:

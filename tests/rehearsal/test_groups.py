@@ -3,8 +3,6 @@
 Not covered: groups of vLLM's; the time that a communicator takes.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from unittest import mock
 
@@ -18,7 +16,6 @@ from megarlhf.planning.machine.nodes import RankFacts
 from megarlhf.rehearsal.fake_device import torch_patches
 from megarlhf.rehearsal.job import runtime_of
 from megarlhf.runtime import Runtime
-from tests.ranks import RankPool
 
 WORLD, PER_NODE = 512, 8
 CALLS, MEMBERSHIPS = 64, 16
@@ -54,7 +51,7 @@ def counted(runtime: Runtime, rank: int, layouts: list[MeshLayout]) -> tuple[int
     ],
     ids=["four alike", "in the order of engines", "a reward model on a node", "a reward model without stages"],
 )
-def test_a_rank_of_512_makes_few_groups(layouts: list[MeshLayout], calls: int, ranks: RankPool) -> None:
+def test_a_rank_of_512_makes_few_groups(layouts, calls, ranks) -> None:
     """The first rank, one between, and the last: no call makes a group for others, and both bounds hold."""
     found = []
     for rank in (0, 9, WORLD - 1):

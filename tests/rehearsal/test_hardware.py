@@ -1,8 +1,6 @@
 """Hardware files: those that are shipped load, and what is wrong in one is said. Not covered: whether a datasheet is
 right."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +29,7 @@ def tree() -> dict[str, Any]:
         "memory_bandwidth": figure(1e10),
         "launch": figure(1e-6),
         "efficiency": {
-            "products": {
-                "points": [{"flops": 1e6, "value": 0.25}, {"flops": 1e8, "value": 1.0}],
-                "source": "by hand",
-            },
+            "products": {"points": [{"flops": 1e6, "value": 0.25}, {"flops": 1e8, "value": 1.0}], "source": "by hand"},
             "attention": figure(0.5),
             "memory": figure(0.5),
         },
@@ -52,7 +47,7 @@ def write(directory: Path, **changes: object) -> Path:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_files_load_and_every_figure_has_a_source(path: Path):
+def test_shipped_files_load_and_every_figure_has_a_source(path):
     """Efficiencies are at most 1, bf16 is faster than fp32, and a node's own link is faster than the network."""
     hardware = load_hardware(path)
     assert hardware.kind == "gpu"
@@ -75,7 +70,7 @@ def test_figures_of_the_h100_are_those_of_its_datasheet():
     assert hardware.inside.bandwidth.value == 0.8 * 450e9
 
 
-def test_a_file_of_ones_own(tmp_path: Path):
+def test_a_file_of_ones_own(tmp_path):
     hardware = load_hardware(write(tmp_path))
     assert hardware == Hardware.model_validate(tree())
     assert hardware.sources["efficiency.products"] == "by hand"
@@ -94,10 +89,7 @@ def test_a_file_of_ones_own(tmp_path: Path):
         ({"memory": figure(float("nan"))}, ("memory.value",)),
         ({"memory": figure(float("inf"))}, ("memory.value", "finite number")),
         ({"kind": "tpu"}, ("kind", "'gpu' or 'cpu'", "tpu")),
-        (
-            {"measured": {"source": "x", "products": [["float32", 1, 2, 2, 2, -1.0]]}},
-            ("measured.products.0.5", "greater than 0"),
-        ),
+        ({"measured": {"source": "x", "products": [["float32", 1, 2, 2, 2, -1.0]]}}, ("measured.products.0.5",)),
         ({"measured": {"source": "x", "memory": [["coppy", "float32", 8, 1.0]]}}, ("coppy", "copy")),
         ({"efficiency": {**tree()["efficiency"], "memory": figure(1.5)}}, ("efficiency.memory.value", "equal to 1")),
         (
@@ -114,12 +106,12 @@ def test_a_file_of_ones_own(tmp_path: Path):
         ),
     ],
 )
-def test_a_mistake_is_refused_with_its_key(tmp_path: Path, changes: dict[str, object], names: tuple[str, ...]):
+def test_a_mistake_is_refused_with_its_key(tmp_path, changes, names):
     with refuses(str(tmp_path / "machine.yaml"), *names):
         load_hardware(write(tmp_path, **changes))
 
 
-def test_no_file_and_no_yaml(tmp_path: Path):
+def test_no_file_and_no_yaml(tmp_path):
     path = write(tmp_path)
     with refuses("machin.yaml", "machine.yaml"):
         load_hardware(path.with_name("machin.yaml"))

@@ -1,7 +1,5 @@
 """Which ranks are rehearsed, and how much work each has: by hand, without rehearsing."""
 
-from __future__ import annotations
-
 import pickle
 from collections import Counter
 from types import SimpleNamespace
@@ -34,14 +32,9 @@ def test_the_most_the_least_and_the_largest() -> None:
     loads = {"train/actor": [load(5, longest=99), load(7), load(3)]}
     kinds = choose_ranks({"actor": ACTOR}, "actor", loads)
     assert first_rank({"actor": ACTOR}, "actor") == 0
-    assert [(kind.rank, kind.why.removeprefix("the data-parallel rank with the ")) for kind in kinds] == [
-        (0, "largest micro-batch"),
-        (2, "most work"),
-        (4, "least work"),
-        (6, "largest micro-batch"),
-        (8, "most work"),
-        (10, "least work"),
-    ]
+    whys = [next(why for why in ("largest", "most work", "least work") if why in kind.why) for kind in kinds]
+    assert [kind.rank for kind in kinds] == [0, 2, 4, 6, 8, 10]
+    assert whys == ["largest", "most work", "least work"] * 2
     assert {kind.stages for kind in kinds} == {(("actor", 0),), (("actor", 1),)}
     assert {kind.stands_for for kind in kinds} == {6}
     assert complete_pipelines([kind.rank for kind in kinds], ACTOR) == [0, 2, 4, 6, 8, 10]
@@ -60,7 +53,7 @@ def test_the_busiest_expert_is_rehearsed() -> None:
     """Expert-parallel neighbours are cp x dp; the first of them has the first expert."""
     mesh = MeshLayout(cp=2, pp=2, dp=2, ep=2)
     kinds = choose_ranks({"actor": mesh}, "actor", {"train/actor": [load(5), load(7)]}, busy_expert=True)
-    assert [kind.rank for kind in kinds if kind.why == "the rank with the busiest expert"] == [0, 4]
+    assert [kind.rank for kind in kinds if "busiest expert" in kind.why] == [0, 4]
     assert complete_pipelines([kind.rank for kind in kinds], mesh) == [0, 1, 3, 4, 5, 7]
     assert 0 not in [kind.rank for kind in choose_ranks({"actor": mesh}, "actor", {"train/actor": [load(5), load(7)]})]
 
@@ -99,7 +92,7 @@ def test_every_combination_of_stages_is_there() -> None:
     kinds = choose_ranks(layouts, "actor", {"train/actor": [load(1), load(4), load(2), load(2)]})
     assert [(kind.rank, dict(kind.stages)["critic"]) for kind in kinds] == [(0, 0), (2, 1), (4, 2), (6, 3)]
     assert sum(kind.stands_for for kind in kinds) == 8
-    assert [kind.why for kind in kinds][2:] == ["another combination of stages"] * 2
+    assert ["stages" in kind.why for kind in kinds] == [False, False, True, True]
 
 
 def test_ranks_by_name() -> None:
@@ -111,14 +104,18 @@ def test_ranks_by_name() -> None:
     assert stages_of(11, {"actor": ACTOR, "critic": MeshLayout(tp=12, pp=1, dp=1)}) == (("actor", 1), ("critic", 0))
 
 
+def batching_of(dp: int, per_token: float, per_pair: float, share: bool = False, **micro: int) -> Batching:
+    mesh: Any = SimpleNamespace(
+        layout=MeshLayout(tp=1, pp=1, dp=dp), coordinates=SimpleNamespace(dp=0), own=lambda by_dp: by_dp[0]
+    )
+    cost = ForwardCost(per_token=per_token, per_pair=per_pair)
+    return Batching(mesh, cost, TrainConfig(num_steps=1, **micro), share=share)
+
+
 def test_shares_by_hand() -> None:
     """Two data-parallel ranks, packed: [5] and [3, 1] tokens at a cost of 2 a token and 1 a pair (n (n + 1) / 2). Two
     calls in a phase add up; afterwards nothing is seen."""
-    mesh: Any = SimpleNamespace(
-        layout=MeshLayout(tp=1, pp=1, dp=2), coordinates=SimpleNamespace(dp=0), own=lambda by_dp: by_dp[0]
-    )
-    micro = TrainConfig(num_steps=1, mini_batch_samples=3, max_tokens_per_micro_batch=5)
-    batching = Batching(mesh, ForwardCost(per_token=2.0, per_pair=1.0), micro)
+    batching = batching_of(2, 2.0, 1.0, mini_batch_samples=3, max_tokens_per_micro_batch=5)
     lengths = torch.tensor([5, 3, 1])
     loads: dict[str, list[RankLoad]] = {}
     tokens: Counter[tuple[int, str]] = Counter()
@@ -140,11 +137,7 @@ def test_shares_by_hand() -> None:
 def test_what_sequences_share_is_work_once() -> None:
     """A prompt of 4 with responses of 2 and 3: 4 + 2 + 3 tokens, 10 + (4 x 2 + 3) + (4 x 3 + 6) pairs. What is told of
     the step are tokens of whole sequences."""
-    mesh: Any = SimpleNamespace(
-        layout=MeshLayout(tp=1, pp=1, dp=1), coordinates=SimpleNamespace(dp=0), own=lambda by_dp: by_dp[0]
-    )
-    micro = TrainConfig(num_steps=1, mini_batch_samples=2, max_tokens_per_micro_batch=16)
-    batching = Batching(mesh, ForwardCost(per_token=2.0, per_pair=1.0), micro, share=True)
+    batching = batching_of(1, 2.0, 1.0, share=True, mini_batch_samples=2, max_tokens_per_micro_batch=16)
     loads: dict[str, list[RankLoad]] = {}
     tokens: Counter[tuple[int, str]] = Counter()
     with recorded_batches(lambda: (1, "train/actor"), loads, tokens):
@@ -157,14 +150,7 @@ def test_what_sequences_share_is_work_once() -> None:
 
 def test_padding_is_no_work() -> None:
     """Two rows of one micro-batch are as long as the longest sequence; tokens are those of the sequences."""
-    mesh: Any = SimpleNamespace(
-        layout=MeshLayout(tp=1, pp=1, dp=1), coordinates=SimpleNamespace(dp=0), own=lambda by_dp: by_dp[0]
-    )
-    batching = Batching(
-        mesh,
-        ForwardCost(per_token=1.0, per_pair=0.0),
-        TrainConfig(num_steps=1, mini_batch_samples=2, micro_batch_samples=2),
-    )
+    batching = batching_of(1, 1.0, 0.0, mini_batch_samples=2, micro_batch_samples=2)
     loads: dict[str, list[RankLoad]] = {}
     tokens: Counter[tuple[int, str]] = Counter()
     with recorded_batches(lambda: (1, "train/actor"), loads, tokens):
@@ -175,7 +161,7 @@ def test_padding_is_no_work() -> None:
 
 
 @pytest.mark.parametrize("own", [[RewardResult(value=3.0), RewardResult(value=4.0)], []])
-def test_outcomes_of_other_ranks(own: list[RewardResult]) -> None:
+def test_outcomes_of_other_ranks(own) -> None:
     """Seven samples on three ranks: 3, 2 and 2, each with what this rank says, or anything where it has none."""
     said = gathered((own, len(own)), 7, 3)
     assert said is not None
@@ -190,7 +176,7 @@ def test_outcomes_of_other_ranks(own: list[RewardResult]) -> None:
 @pytest.mark.parametrize(
     "mine", [None, 3, ("a", 1), ([1], 1), ([RewardResult(value=1.0)], 2), [RewardResult(value=1.0)]]
 )
-def test_whatever_else_is_said_alike(mine: Any) -> None:
+def test_whatever_else_is_said_alike(mine) -> None:
     assert gathered(mine, 7, 3) is None
 
 
@@ -200,10 +186,8 @@ def test_ranks_that_have_nothing_of_a_role_are_a_kind() -> None:
     assert stages_of(0, layouts) == (("actor", 0), ("reward_model", None))
     assert stages_of(3, layouts) == (("actor", 1), ("reward_model", 0))
     kinds = choose_ranks(layouts, "actor", {"train/actor": [load(5), load(5)], "reward": [load(0), load(9)]})
-    assert [(kind.rank, dict(kind.stages)["reward_model"], kind.stands_for) for kind in kinds] == [
-        (1, None, 2),
-        (3, 0, 2),
-    ]
+    found = [(kind.rank, dict(kind.stages)["reward_model"], kind.stands_for) for kind in kinds]
+    assert found == [(1, None, 2), (3, 0, 2)]
     # Nothing of it is cut where a rank has nothing of it.
     assert complete_pipelines([1, 3], layouts["reward_model"]) == [1, 3]
     assert complete_pipelines([0, 2], MeshLayout(pp=2, first=2)) == [0]

@@ -1,7 +1,5 @@
 """Numbers of device tensors that follow from known ones: alone, and in a world in which all ranks say the same."""
 
-from __future__ import annotations
-
 import gc
 import pickle
 
@@ -75,7 +73,6 @@ def test_a_freed_storage_is_forgotten() -> None:
 
 
 def test_sums_and_maxima_of_ranks_that_say_the_same() -> None:
-    """Four ranks."""
     with a_rank(1, 4) as device:
         counts = torch.tensor([3, 5]).to(HERE)
         dist.all_reduce(counts)

@@ -3,8 +3,6 @@
 Not covered: whether the numbers are right, which takes a GPU (`make test-gpu` compares whole phases there).
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -24,20 +22,9 @@ from megarlhf.rehearsal.timeline.messages import Reached
 
 MIB = 2**20
 LLAMA_3_70B = Facts(
-    memberships=40,
-    groups=4,
-    near_peers=0,
-    far_groups=1,
-    passing_bytes=20 * 2**30,
-    tokens=8192,
-    heads=8,
-    kv_heads=1,
-    head_dim=128,
-    hidden=8192,
-    layer_norm=False,
-    layers="te",
-    engine_tp=8,
-)
+    memberships=40, groups=4, near_peers=0, far_groups=1, passing_bytes=20 * 2**30, tokens=8192, heads=8, kv_heads=1,
+    head_dim=128, hidden=8192, layer_norm=False, layers="te", engine_tp=8,
+)  # fmt: skip
 
 
 def by_name(facts, cfg=None):
@@ -56,17 +43,11 @@ def test_a_rank_of_70b_by_hand():
     """
     items = {name: item.nbytes for name, item in by_name(LLAMA_3_70B).items()}
     assert items == {
-        "CUDA context": 600 * MIB,
-        "NCCL: collectives": 4 * 576 * MIB,
-        "NCCL: sends and receives in a node": 0,
-        "NCCL: sends and receives between nodes": 512 * MIB,
-        "NCCL: communicators without a message": 36 * 4 * MIB,
-        "cuBLAS workspaces": 64 * MIB,
-        "attention's backward": 8192 * (3 * 8 * 128 + 8) * 4,
-        "norms' backward": 132 * 8192 * 4,
-        "temporaries inside other kernels": 128 * MIB,
-        "fragmentation": 2 * 2**30,
-    }
+        "CUDA context": 600 * MIB, "NCCL: collectives": 4 * 576 * MIB, "NCCL: sends and receives in a node": 0,
+        "NCCL: sends and receives between nodes": 512 * MIB, "NCCL: communicators without a message": 36 * 4 * MIB,
+        "cuBLAS workspaces": 64 * MIB, "attention's backward": 8192 * (3 * 8 * 128 + 8) * 4,
+        "norms' backward": 132 * 8192 * 4, "temporaries inside other kernels": 128 * MIB, "fragmentation": 2 * 2**30,
+    }  # fmt: skip
     items = margin(MarginConfig(), LLAMA_3_70B)
     assert total_bytes(items) == sum(item.nbytes for item in items)
     assert total_bytes(items, before_tensors=True) == (600 + 4 * 576 + 512 + 144) * MIB
@@ -118,16 +99,7 @@ def test_attention_without_shared_heads_and_without_transformer_engine():
 
 def test_buckets_of_tokens():
     found = {tokens: token_bucket(tokens) for tokens in (1, 1024, 1025, 5000, 8192, 32768, 32769, 70000)}
-    assert found == {
-        1: 1024,
-        1024: 1024,
-        1025: 2048,
-        5000: 8192,
-        8192: 8192,
-        32768: 32768,
-        32769: 65536,
-        70000: 98304,
-    }
+    assert found == {1: 1024, 1024: 1024, 1025: 2048, 5000: 8192, 8192: 8192, 32768: 32768, 32769: 65536, 70000: 98304}
 
 
 def test_what_vllm_takes_from_its_own_share():

@@ -36,7 +36,7 @@ HEADS, HEAD_DIM = 4, 8
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_attention_of_chunks_counts_the_keys_before_them(causal: bool) -> None:
+def test_attention_of_chunks_counts_the_keys_before_them(causal) -> None:
     """Chunks of 2 and 3 queries with 4 and 9 keys, the last aligned: 3 + 4 and 7 + 8 + 9 pairs, or all."""
     with a_device() as device:
         meter = metered(device, Flat())
@@ -48,7 +48,7 @@ def test_attention_of_chunks_counts_the_keys_before_them(causal: bool) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[3, 7], [1, 1, 8], [10]])
-def test_attention_of_a_packed_row_counts_pairs_of_each_sequence(lengths: list[int]) -> None:
+def test_attention_of_a_packed_row_counts_pairs_of_each_sequence(lengths) -> None:
     """Causal: 2 products x 2 of n (n + 1) / 2 pairs of each head's numbers; in the backward four products. A fifth is
     made again there, which takes time and is not counted."""
     with a_device() as device:
@@ -67,7 +67,7 @@ def test_attention_of_a_packed_row_counts_pairs_of_each_sequence(lengths: list[i
 
 
 @pytest.mark.parametrize("kernel", ["a CPU's", "varlen_attn's"])
-def test_attention_of_trees_counts_each_pair_once(kernel: str) -> None:
+def test_attention_of_trees_counts_each_pair_once(kernel) -> None:
     """A segment of L tokens behind P of its ancestors: L (L + 1) / 2 + P L pairs. A root stands between those that are
     continued, and two behind the last level."""
     lengths, parents = (5, 4, 3, 6, 6, 2, 7, 1, 8, 8), (-1, -1, -1, 0, 0, 2, 3, 5, -1, -1)
@@ -91,7 +91,7 @@ def test_attention_of_trees_counts_each_pair_once(kernel: str) -> None:
 
 
 @pytest.mark.parametrize(("causal", "queries"), [(True, 16), (False, 32)])
-def test_a_rectangle_takes_as_long_as_a_causal_square_of_as_many_pairs(causal: bool, queries: int) -> None:
+def test_a_rectangle_takes_as_long_as_a_causal_square_of_as_many_pairs(causal, queries) -> None:
     """What is measured is causal: of the shape of twice the queries half of the pairs are seen."""
     shapes = []
 
@@ -124,7 +124,7 @@ def test_adam_reads_its_state_and_writes_it() -> None:
 
 
 @pytest.mark.parametrize(("save_bytes", "again"), [(0, 1), (2**20, 0)])
-def test_logits_that_are_made_again_are_no_flops_of_the_model(save_bytes: int, again: int) -> None:
+def test_logits_that_are_made_again_are_no_flops_of_the_model(save_bytes, again) -> None:
     """Three products with and without them; what is not kept takes time again."""
     tokens, hidden, vocab = 6, 16, 64
     with a_rank(0, 1) as device:

@@ -1,7 +1,5 @@
 """What an operation touches, by hand, and how estimates are held against runs. Not covered: all other operations."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -31,7 +29,7 @@ ROWS = torch.zeros(3, dtype=torch.int64)
         ("embedding", (A, ROWS), A[:3].clone(), "index", 2 * 48 + 24),
     ],
 )
-def test_kind_and_bytes(name: str, args: tuple[Any, ...], out: torch.Tensor, kind: str, nbytes: int):
+def test_kind_and_bytes(name, args, out, kind, nbytes):
     """A tensor that is written in place is among arguments and results; of a lookup only the named rows are read."""
     tensors = [x for x in (*args, out) if isinstance(x, torch.Tensor)]
     assert work_of(name) == "memory"

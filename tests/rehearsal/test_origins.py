@@ -1,7 +1,5 @@
 """Where memory is made: the program's line, and what kind it is."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -22,7 +20,7 @@ def made_in(file: str, function: str, line: int) -> object:
 
 
 @pytest.mark.parametrize("scope", [False, True])
-def test_the_line_of_the_program_and_the_kind_of_its_place(scope: bool) -> None:
+def test_the_line_of_the_program_and_the_kind_of_its_place(scope) -> None:
     """Also inside the scope in which Megatron-Core runs without CUDA, through which all calls of torch go."""
     make = made_in(megarlhf.algo.losses.__file__ or "", "token_nll", 40)
     with a_device() as device:
@@ -44,11 +42,11 @@ def test_what_nothing_of_ours_makes_is_of_the_phase() -> None:
         (storage,) = device.ledger.live.values()
     assert kept.shape == (4,)
     assert storage.origin.kind == "activations"
-    assert storage.origin.where == "in the backward, or outside of this package"
+    assert "megarlhf/" not in storage.origin.where
 
 
 @pytest.mark.parametrize("entry", [entry for entry in KINDS if entry[0].startswith("megarlhf/")])
-def test_places_of_kinds_are_there(entry: tuple[str, str, str]) -> None:
+def test_places_of_kinds_are_there(entry) -> None:
     """A file or function that was renamed would count as something else."""
     part, function, kind = entry
     place = Path(PACKAGE).parent / part
@@ -59,8 +57,5 @@ def test_places_of_kinds_are_there(entry: tuple[str, str, str]) -> None:
 
 
 def test_the_innermost_entry_wins() -> None:
-    assert _look(str(Path(PACKAGE) / "models" / "build.py"), "_build_chunk") == (
-        "megarlhf/models/build.py",
-        "parameters",
-        False,
-    )
+    expected = ("megarlhf/models/build.py", "parameters", False)
+    assert _look(str(Path(PACKAGE) / "models" / "build.py"), "_build_chunk") == expected

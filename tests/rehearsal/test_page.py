@@ -6,7 +6,6 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
-from pathlib import Path
 
 import plotly.graph_objects as go
 import pytest
@@ -15,7 +14,7 @@ from megarlhf.rehearsal.fake_device.origins import KINDS, OTHERS
 from megarlhf.rehearsal.report.curve import COLOURS, UNKNOWN, colours_of, memory_curve, thinned
 from megarlhf.rehearsal.report.page import MAX_POINTS, MAX_RANKS, render, write
 from megarlhf.rehearsal.report.sentences import size
-from tests.refuses import refuses
+from tests.refuses import missing_names, refuses
 from tests.rehearsal.results import GIB, a_result, rank_of, too_small
 
 SCRIPTS = re.compile(r"<script>.*?</script>", re.DOTALL)
@@ -103,38 +102,21 @@ def test_no_name_and_no_figure_of_a_device_is_ours(page):
 
 PLAIN = a_result(points=2)
 OTHER_RESULTS = {
-    "too small": (
-        too_small(PLAIN, gib=74.0),
-        (
-            "It does not fit: 0.36 GiB are missing with the margin, and 4 of 8 rehearsed ranks cannot",
-            "0.36 GiB too much",
-        ),
-        ("It fits",),
-    ),
-    "no size of the device": (
-        replace(PLAIN, capacity=0),
-        ("No size of a device was given, so nothing says whether it fits.",),
-        ("less the margin", "-74.36"),
-    ),
+    "too small": (too_small(PLAIN, gib=74.0), ("not fit", "0.36 GiB", "4 of 8"), ("It fits",)),
+    "no size of the device": (replace(PLAIN, capacity=0), ("No size of a device",), ("less the margin", "-74.36")),
     "no times, no plan": (
-        replace(PLAIN, times=[], rollouts=[], reshard=None),
-        ("no step was replayed and there is no time to tell", "No weights go from trainer to engines in this run"),
-        ("utilisation",),
+        replace(PLAIN, times=[], rollouts=[], reshard=None), ("no step was replayed", "No weights"), ("utilisation",),
     ),
     "refused": (
         replace(PLAIN, fits=False, refusals=["no room for <b>weights</b>"], faults=["rank 0 waits for rank 8"]),
-        (
-            "The run would not start: 1 reason, named below.",
-            "The run would not start no room for &lt;b&gt;weights&lt;/b&gt;",
-            "Ranks do not fit together rank 0 waits for rank 8",
-        ),
+        ("not start", "1 reason", "no room for &lt;b&gt;weights&lt;/b&gt;", "rank 0 waits for rank 8"),
         ("It fits",),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OTHER_RESULTS)
-def test_results_of_other_kinds(name: str):
+def test_results_of_other_kinds(name):
     result, expected, absent = OTHER_RESULTS[name]
     page = render(result)
     assert ('class="panel alarm"' in page) == (name == "refused")
@@ -159,19 +141,6 @@ def test_what_is_text_stays_text():
     assert tags.fetched == []
     assert evil not in page
     assert evil in [trace["name"] for trace in figures_of(page)[0]["data"]]  # it was there to be escaped
-
-
-def test_without_a_size_of_the_device_nothing_says_that_it_fits():
-    text = text_of(render(replace(a_result(points=2), capacity=0)))
-    assert "No size of a device was given, so nothing says whether it fits." in text
-    assert "less the margin" not in text
-    assert "-74.36" not in text
-
-
-def test_without_times_and_a_plan_the_page_says_so():
-    text = text_of(render(replace(a_result(points=2), times=[], rollouts=[], reshard=None)))
-    assert "no step was replayed and there is no time to tell" in text
-    assert "No weights go from trainer to engines in this run" in text
 
 
 def test_thinning_keeps_the_peak_of_every_phase():
@@ -244,7 +213,7 @@ def test_many_ranks_make_no_larger_page():
 
 
 @pytest.mark.parametrize(("name", "kind"), [("rehearsal.html", "page"), ("rehearsal.json", "file")])
-def test_only_what_is_ours_is_replaced(name: str, kind: str, tmp_path: Path):
+def test_only_what_is_ours_is_replaced(name, kind, tmp_path):
     (tmp_path / name).write_text("mine")
     with refuses(name, kind, "megarlhf rehearse", "nothing is replaced", "-o"):
         write(a_result(points=1), tmp_path)
@@ -252,11 +221,11 @@ def test_only_what_is_ours_is_replaced(name: str, kind: str, tmp_path: Path):
     assert (tmp_path / name).read_text() == "mine"
 
 
-def test_an_earlier_answer_is_replaced(tmp_path: Path):
+def test_an_earlier_answer_is_replaced(tmp_path):
     result = a_result(points=1)
     for command in ("sft", "rl"):
         file, page = write(replace(result, command=command), tmp_path / "deep")
-    assert "<h1>Rehearsal of megarlhf rl on 64 ranks</h1>" in page.read_text()
+    assert not missing_names(re.search(r"<h1>(.*)</h1>", page.read_text()).group(1), "rl", "64 ranks")
     written = json.loads(file.read_text())
     assert (written["format"], written["command"], written["free"]) == (1, "rl", result.free)
     assert written["ranks"][0]["peak_at"] == [2, "reshard"]

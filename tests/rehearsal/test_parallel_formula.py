@@ -3,23 +3,19 @@
 Not covered: the layouts that are not here, which the benchmark itself runs.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from benchmarks import parallel
 from benchmarks.parallel_formula import DIFFERENCES, terms
 from megarlhf.parallel.mesh import forget_scratch_buffer
-from tests.ranks import RankPool
 
 BY_NAME = {each.name: each for each in parallel.LAYOUTS}
 
 
 @pytest.mark.parametrize("name", ["TP2 SP", "EP2", "DP2, plain optimizer"])
-def test_real_ranks_say_what_the_formula_says(name: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_real_ranks_say_what_the_formula_says(name, ranks, tmp_path) -> None:
     """And a message that is left out of what was counted is missed."""
     measured = replace(BY_NAME[name], layers=1, micro_batches=2)
     seen = ranks.run(2, parallel.count_rank, measured.job(tmp_path / "job"))

@@ -1,7 +1,5 @@
 """Prices calculated by hand. Not covered: whether a machine keeps to them (`benchmarks/rehearsal/time.py`)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -208,16 +206,9 @@ def test_no_ranks_on_a_node_are_refused():
 
 
 SHAPE = EngineShape(
-    ranks=(0,),
-    weight_bytes=5_000_000,
-    flops_per_token=1.0,
-    cache_bytes_per_token=1000,
-    num_layers=2,
-    hidden_size=10,
-    query_size=10,
-    dtype="bfloat16",
-    itemsize=2,
-)
+    ranks=(0,), weight_bytes=5_000_000, flops_per_token=1.0, cache_bytes_per_token=1000, num_layers=2, hidden_size=10,
+    query_size=10, dtype="bfloat16", itemsize=2,
+)  # fmt: skip
 
 
 def decode(prompts: Sequence[int], responses: Sequence[int], cache_bytes: int, **options: Any) -> RolloutTime:

@@ -1,7 +1,5 @@
 """What a user gets wrong is told in a sentence, with exit status 2, before anything is rehearsed or written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ Change = Callable[[Path], list[str]]
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_is_rehearsed(monkeypatch) -> None:
     """A mistake must be found before."""
 
     def run_ranks(*args: Any, **kwargs: Any) -> None:
@@ -64,10 +62,7 @@ OPTIONS: dict[str, tuple[Callable[[Path], tuple[str, ...]], tuple[str, ...]]] = 
         ("memory_bandwith", "memory_bandwidth"),
     ),
     "no hardware file": (lambda folder: ("--hardware", str(folder / "none.yaml")), ("none.yaml",)),
-    "an unknown key in a margin file": (
-        lambda folder: ("--margin", sft(folder)),
-        ("unknown key", "run"),
-    ),
+    "an unknown key in a margin file": (lambda folder: ("--margin", sft(folder)), ("unknown key", "run")),
     "a margin for a CPU": (
         lambda folder: ("--margin", sft(folder), "--hardware", hardware_with(folder, **CPU)),
         ("--margin", "GPU", "CPU"),
@@ -76,10 +71,7 @@ OPTIONS: dict[str, tuple[Callable[[Path], tuple[str, ...]], tuple[str, ...]]] = 
         lambda folder: ("--layers", "te", "--hardware", hardware_with(folder, **CPU)),
         ("--layers te", "GPU", "CPU"),
     ),
-    "a world that does not divide": (
-        lambda folder: ("--world-size", "5"),
-        ("5", "tp x cp x pp", "1 x 1 x 2"),
-    ),
+    "a world that does not divide": (lambda folder: ("--world-size", "5"), ("5", "tp x cp x pp", "1 x 1 x 2")),
     "ranks beyond the world": (lambda folder: ("--ranks", "0,4"), ("--ranks 4", "0 to 3")),
     "ranks that are no numbers": (lambda folder: ("--ranks", "0,first"), ("0,first", "all")),
     "uneven nodes": (lambda folder: ("--ranks-per-node", "3"), ("--ranks-per-node 3", "4 ranks", "divides 4")),
@@ -126,10 +118,7 @@ OPTIONS: dict[str, tuple[Callable[[Path], tuple[str, ...]], tuple[str, ...]]] = 
     ),
     "more memory than there is": (lambda folder: ("--gpu-memory-gib", "1e300"), ("1e300", "1,000,000")),
     "no folder": (lambda folder: ("--out", ""), ("--out",)),
-    "a folder into which nothing can be written": (
-        lambda folder: ("--out", "/proc/answer"),
-        ("--out", "/proc"),
-    ),
+    "a folder into which nothing can be written": (lambda folder: ("--out", "/proc/answer"), ("--out", "/proc")),
     "a sweep of which nothing divides": (
         lambda folder: ("--sweep", "actor.parallel.pp=3,5"),
         ("--sweep", "none of 2", "actor.parallel.pp=3"),
@@ -149,10 +138,7 @@ OPTIONS: dict[str, tuple[Callable[[Path], tuple[str, ...]], tuple[str, ...]]] = 
         ("--rollout-tokens-per-second", "sft", "leave it out"),
     ),
     "an option twice": (lambda folder: ("--margin", "a", "--margin", "b"), ("--margin", "twice")),
-    "an override of a misspelt key": (
-        lambda folder: ("train.num_step=3",),
-        ("train.num_step", "num_steps"),
-    ),
+    "an override of a misspelt key": (lambda folder: ("train.num_step=3",), ("train.num_step", "num_steps")),
     "a sweep over a misspelt key": (
         lambda folder: ("--sweep", "actor.parallel.pp=1,2", "train.mini_batch_sample=4,8"),
         ("--sweep train.mini_batch_sample", "unknown key"),
@@ -170,7 +156,7 @@ OPTIONS: dict[str, tuple[Callable[[Path], tuple[str, ...]], tuple[str, ...]]] = 
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_an_option_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_is_refused(name, tmp_path, capsys) -> None:
     options, names = OPTIONS[name]
     out = tmp_path / "out"
     given = options(tmp_path)
@@ -180,48 +166,37 @@ def test_an_option_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("sweep", [(), ("--sweep", "actor.parallel.pp=1,2")], ids=["", "sweep"])
-def test_a_file_that_is_missing(sweep: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_missing(sweep, tmp_path, capsys) -> None:
     """The nearest one is named."""
     sft(tmp_path)
     message = refusal(capsys, "sft", "-c", str(tmp_path / "stf.yaml"), "-o", str(tmp_path / "out"), *sweep)
-    assert f"did you mean {tmp_path / 'sft.yaml'}?" in message
+    assert not missing_names(message, str(tmp_path / "sft.yaml"))
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_without_its_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_its_config(tmp_path, capsys) -> None:
     file = sft(tmp_path)
     (tmp_path / "dense" / "config.json").unlink()
     message = refusal(capsys, "sft", "-c", file, "-o", str(tmp_path / "out"))
-    assert str(tmp_path / "dense") in message
-    assert "config.json" in message
+    assert not missing_names(message, str(tmp_path / "dense"), "config.json")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["file", "file/folder"])
-def test_an_answer_where_a_file_is(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_where_a_file_is(name, tmp_path, capsys) -> None:
     (tmp_path / "file").write_text("mine")
     message = refusal(capsys, "sft", "-c", sft(tmp_path), "-o", str(tmp_path / name))
-    assert f"--out {tmp_path / name}: {tmp_path / 'file'} is a file" in message
+    assert not missing_names(message, f"--out {tmp_path / name}", f"{tmp_path / 'file'} is a file")
     assert (tmp_path / "file").read_text() == "mine"
 
 
+SWEEP = ("--sweep", "train.max_tokens_per_micro_batch=192,256")
+
+
 @pytest.mark.parametrize(
-    ("name", "sweep"),
-    [
-        ("rehearsal.json", ()),
-        ("rehearsal.html", ()),
-        ("sweep.json", ("--sweep", "train.max_tokens_per_micro_batch=192,256")),
-        ("best.yaml", ("--sweep", "train.max_tokens_per_micro_batch=192,256")),
-    ],
+    ("name", "sweep"), [("rehearsal.json", ()), ("rehearsal.html", ()), ("sweep.json", SWEEP), ("best.yaml", SWEEP)]
 )
-def test_files_of_the_user_are_not_replaced(
-    name: str,
-    sweep: tuple[str, ...],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Which is said before a rank is rehearsed."""
+def test_files_of_the_user_are_not_replaced(name, sweep, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(rehearse, "run_ranks", None)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_text("mine")
@@ -249,8 +224,7 @@ ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_a_layout_does_not_fit(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Refused before a rank starts."""
+def test_a_layout_does_not_fit(name, tmp_path, capsys) -> None:
     changes, names = ENGINES[name]
     tree = job_tree("rl", tmp_path)
     tree["reward_model"]["parallel"] = {}

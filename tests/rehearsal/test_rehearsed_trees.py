@@ -4,8 +4,6 @@ for it no more often than without them.
 The same of a CPU that computes is in tests/distributed/test_tree_flops.py. Not covered: seconds.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,11 @@ from megarlhf.rehearsal.fake_device.origins import callers
 from megarlhf.rehearsal.fake_device.torch_patches import FakeTensor
 from megarlhf.rehearsal.fakes.inputs import stand_in
 from megarlhf.rehearsal.fakes.lengths import Constant, Uniform
-from megarlhf.rehearsal.job import Job, RankRecord
+from megarlhf.rehearsal.job import RankRecord
 from megarlhf.rehearsal.program import Rank
 from megarlhf.rehearsal.request import Request
 from tests.apart import apart
-from tests.rehearsal.jobs import DENSE, job_tree, records_of, request_of
+from tests.rehearsal.jobs import DENSE, job_of, job_tree, records_of, request_of
 
 PROMPT, RESPONSE, SAMPLES, GROUPS = 24, 40, 4, 4
 LAYERS, HIDDEN = DENSE["num_hidden_layers"], DENSE["hidden_size"]
@@ -53,7 +51,7 @@ def record_of(folder: Path, **how: Any) -> RankRecord:
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_operations_are_those_of_the_formula(share: bool, tmp_path: Path) -> None:
+def test_operations_are_those_of_the_formula(share, tmp_path) -> None:
     """Twice a weight for each token of a tree, four times a channel for each pair that is attended to, the vocabulary
     on rows of responses; in training three times as much. What is computed again is not counted."""
     record = record_of(tmp_path, share=share, recompute="full" if share else "none")
@@ -72,7 +70,7 @@ def test_operations_are_those_of_the_formula(share: bool, tmp_path: Path) -> Non
     assert (record.recomputed_seconds.get((1, "train/actor"), 0.0) > 0) == share
 
 
-def test_ragged_trees_and_their_share_of_the_work(tmp_path: Path) -> None:
+def test_ragged_trees_and_their_share_of_the_work(tmp_path) -> None:
     """The cost by which ranks are chosen is what is counted, but for the vocabulary."""
     shared, apart = (record_of(tmp_path / str(each), share=each, ragged=True) for each in (True, False))
     labels = set()
@@ -117,22 +115,11 @@ def reads_and_copies(folder: Path, share: bool) -> tuple[int, Counter[str], Coun
     lengths = {"prompt_lengths": asked.prompt_lengths, "response_lengths": asked.response_lengths}
     stood = stand_in(asked.cfg, folder / "standing_in", steps=1, **lengths)
     assert asked.response_lengths is not None
-    job = Job(
-        command="rl",
-        cfg=stood.cfg,
-        rank=0,
-        world_size=1,
-        ranks_per_node=8,
-        kind="gpu",
-        num_steps=1,
-        response_lengths=asked.response_lengths,
-        device_bytes=asked.device_bytes,
-    )
-    record = Rank(job, Pricing(asked.hardware, 8)).run()
+    record = Rank(job_of(asked, stood.cfg), Pricing(asked.hardware, 8)).run()
     return record.loads["train/actor"][0].micro_batches, reads, copies
 
 
-def test_trees_let_the_host_read_nothing_more(tmp_path: Path) -> None:
+def test_trees_let_the_host_read_nothing_more(tmp_path) -> None:
     """Where segments begin, twice, and who predicts whom are copied to the device for each micro-batch with trees."""
     (micro, reads, copies), (more, reads_apart, copies_apart) = (
         apart(reads_and_copies, tmp_path / str(share), share) for share in (True, False)

@@ -4,11 +4,8 @@ against a run that writes one.
 Not covered: what rank 0 writes besides tensors; the path of a GPU, where a copy in host memory is written from.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -21,7 +18,6 @@ from megarlhf.rehearsal.fakes.resume_point import PointSizes
 from megarlhf.rehearsal.job import Job
 from megarlhf.rehearsal.program import Rank
 from megarlhf.runtime import Runtime
-from tests.ranks import RankPool
 
 WRITE = (2, "checkpoint")
 MOST = 0.02
@@ -53,7 +49,7 @@ def rehearsed(runtime: Runtime, job: Job) -> tuple[Seen, PointSizes | None]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_bytes_and_peak_are_those_of_a_real_point(case: Case, ranks: RankPool, tmp_path: Path) -> None:
+def test_bytes_and_peak_are_those_of_a_real_point(case, ranks, tmp_path) -> None:
     """Each rank's file of each role but for its headers, and what it holds when the point begins."""
     job = job_of(replace(case, samples=4, layers=2), tmp_path, resume_point=True)
     waits = job.cfg.checkpoint.model_copy(update={"background": False})  # type: ignore[attr-defined]

@@ -4,8 +4,6 @@ experts and digests.
 Not covered: whether either is faster.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -39,13 +37,7 @@ CASES: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
     "dpo, experts again": ("dpo", "experts", 2, 1, {"steps": 1, "recompute": "full"}),
     "sft, some layers again": ("sft", "dense", 2, 0, {"steps": 1, "recompute": "layers", "recompute_layers": FEWEST}),
     "sft, virtual stages": ("sft", "dense", 2, 0, {"layers": "local", "steps": 1, "vpp": 2}),
-    "sft, a bucket for each matrix, layers again": (
-        "sft",
-        "dense",
-        1,
-        0,
-        {"steps": 2, "recompute": "full", "dp": 2},
-    ),
+    "sft, a bucket for each matrix, layers again": ("sft", "dense", 1, 0, {"steps": 2, "recompute": "full", "dp": 2}),
     "sft, attention again": ("sft", "dense", 2, 0, {"steps": 1, "recompute": "core_attention"}),
 }
 """Command, model, stages, the one that is looked at (before the last: several micro-batches at a time), options."""
@@ -60,7 +52,7 @@ SLOW = ("rl, all layers again", "dpo, all layers again", "sft, attention again",
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
 )
-def test_reuse_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reuse_changes_nothing(name, tmp_path, monkeypatch) -> None:
     """Memory with its curve, messages, the trace, FLOPs and rollouts of one stage: equal, seconds up to the order in
     which they are added. Of experts the curve is not compared: without gradients the last layer's
     input is released a norm later."""
@@ -133,7 +125,7 @@ def _events(record: RankRecord, buckets: bool) -> list[Event]:
     return [event for event in record.events if not (buckets and isinstance(event, Compute))]
 
 
-def test_layers_and_results_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_and_results_are_reused(tmp_path, monkeypatch) -> None:
     """Without which the test above would compare nothing: layers between the second and the last do not run, and
     nearly all operations are made again by shape."""
     tree = job_tree("sft", tmp_path)
@@ -148,7 +140,7 @@ def test_layers_and_results_are_reused(tmp_path: Path, monkeypatch: pytest.Monke
     assert words["made"] > 0.2 * sum(record.operations.values())
 
 
-def test_experts_and_digests_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_and_digests_are_reused(tmp_path, monkeypatch) -> None:
     """The same of these: of each layer that runs at most three experts with equally many tokens, of which there are up
     to two numbers; of each box two digests of weights at a time."""
     tree = job_tree("rl", tmp_path, "experts")

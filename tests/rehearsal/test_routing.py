@@ -1,7 +1,5 @@
 """The stated routing of a mixture of experts. What real and rehearsed routers make of it: `test_truth.py`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ def test_balanced_experts_are_dealt_out_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize(("skew", "busiest"), [(1.0, 250), (1.5, 375), (2.0, 500), (4.0, 1000)])
-def test_the_busiest_expert_gets_its_factor_and_the_others_share_the_rest(skew: float, busiest: int) -> None:
+def test_the_busiest_expert_gets_its_factor_and_the_others_share_the_rest(skew, busiest) -> None:
     """1000 tokens, 2 of 8 experts: 250 is the mean. Every token goes to two different experts."""
     experts = Routing(skew=skew).experts_of(1000, 8, 2)
     assert all(len(set(row)) == 2 for row in experts.tolist())

@@ -1,7 +1,5 @@
 """Memory that kernels of a CPU take for themselves, against the profiler. That of gloo: `test_truth.py`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -44,14 +42,14 @@ BMM: dict[str, tuple[object, tuple[Tensor, ...], tuple[int, ...]]] = {
 
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no bf16 products of oneDNN on this CPU")
 @pytest.mark.parametrize("name", [*MM, *BMM])
-def test_products_in_bf16_copy_factors_of_other_formats(name: str) -> None:
+def test_products_in_bf16_copy_factors_of_other_formats(name) -> None:
     """What they take more than with factors that are copied before: the difference leaves out oneDNN's scratchpads."""
     func, factors, copied = (MM | BMM)[name]
     _require(func, [_in_bf16(x) for x in factors], copied)
 
 
 @pytest.mark.parametrize("name", [*MM, *BMM])
-def test_products_in_fp32_copy_factors_of_other_formats(name: str) -> None:
+def test_products_in_fp32_copy_factors_of_other_formats(name) -> None:
     func, factors, copied = (MM | BMM)[name]
     _require(func, list(factors), copied if name in MM else ())
 

@@ -3,8 +3,6 @@
 Not covered: every operation; those here are what layers, losses and packing are made of.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -54,17 +52,15 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "embedding": lambda x: nn.functional.embedding(torch.tensor([[1, 0]]).to(x.device), x[:, 0]),
 }
 INPUTS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    "contiguous": ((6, 3, 8), (24, 8, 1)),
-    "rows beside each other": ((6, 3, 8), (8, 48, 1)),
-    "one row": ((6, 1, 8), (8, 48, 1)),
-    "one position": ((1, 3, 8), (8, 8, 1)),
+    "contiguous": ((6, 3, 8), (24, 8, 1)), "rows beside each other": ((6, 3, 8), (8, 48, 1)),
+    "one row": ((6, 1, 8), (8, 48, 1)), "one position": ((1, 3, 8), (8, 8, 1)),
     "columns first": ((6, 3, 8), (1, 6, 18)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("given", INPUTS)
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_strides_and_shapes_are_those_of_torch(name: str, given: str) -> None:
+def test_strides_and_shapes_are_those_of_torch(name, given) -> None:
     """The second time the device remembers them."""
     shape, stride = INPUTS[given]
     operation = OPERATIONS[name]

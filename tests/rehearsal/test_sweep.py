@@ -3,8 +3,6 @@
 Not covered: that the best of a sweep is the best on a cluster.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,14 +17,14 @@ from megarlhf.rehearsal.processes import RankFailed
 from megarlhf.rehearsal.request import Request
 from megarlhf.rehearsal.result import Result
 from megarlhf.rehearsal.sweep import Axis, Variant, best_first, least_bytes, parse_axes
-from tests.refuses import refuses
+from tests.refuses import missing_names, refuses
 from tests.rehearsal.jobs import DENSE, MODELS, job_tree, records_of, request_of, run_command, write_job, write_model
 from tests.rehearsal.results import a_result, too_small
 
 Overrides = list[str]
 
 
-def test_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep(tmp_path, capsys) -> None:
     """Of four combinations two do not divide (two ranks, three stages); the others are rehearsed and ordered."""
     file = write_job("sft", tmp_path, job_tree("sft", tmp_path))
     axes = ("--sweep", "actor.parallel.pp=1,3", "train.mini_batch_samples=4,8")
@@ -34,11 +32,8 @@ def test_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert done.status == 0
     said = json.loads((done.out / "sweep.json").read_text())
     illegal = {tuple(each["overrides"]): each["why"] for each in said["illegal"]}
-    assert set(illegal) == {
-        ("actor.parallel.pp=3", "train.mini_batch_samples=4"),
-        ("actor.parallel.pp=3", "train.mini_batch_samples=8"),
-    }
-    assert "world size 2 is not a multiple" in illegal["actor.parallel.pp=3", "train.mini_batch_samples=8"]
+    assert set(illegal) == {("actor.parallel.pp=3", f"train.mini_batch_samples={size}") for size in (4, 8)}
+    assert "world size 2" in illegal["actor.parallel.pp=3", "train.mini_batch_samples=8"]
     assert (said["too_large"], said["failed"]) == ([], [])
     trained = [each["tokens/s"] for each in said["done"]]
     assert trained == sorted(trained, reverse=True)
@@ -46,7 +41,7 @@ def test_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     best = [*said["done"][0]["overrides"], "run.world_size=2"]
     assert load_config(SFTConfig, done.out / "best.yaml") == load_config(SFTConfig, file, best)
     assert sorted(path.name for path in done.out.iterdir()) == ["best.yaml", "sweep.json"]
-    assert "2 cannot run, such as actor.parallel.pp=3" in " ".join(capsys.readouterr().out.split())
+    assert not missing_names(capsys.readouterr().out, "2 cannot run", "actor.parallel.pp=3")
 
 
 Answer = Callable[[Request], Result]
@@ -66,7 +61,7 @@ def swept(folder: Path, monkeypatch: pytest.MonkeyPatch, answer: Answer, *option
     return main(["sft", "-c", str(file), "-o", str(folder / "out"), "--world-size", "2", *options, *axes]), asked
 
 
-def test_too_large_by_parameters_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_by_parameters_alone(tmp_path, monkeypatch) -> None:
     """By hand: 2 layers of 4 x 64 x 64 + 3 x 64 x 96 + 2 x 64 elements and a norm, in bf16, with a gradient in fp32,
     and a main parameter and two moments on two data-parallel ranks. On a device of less only both halves fit."""
     elements = 2 * (4 * 64 * 64 + 3 * 64 * 96 + 2 * 64) + 64
@@ -80,7 +75,7 @@ def test_too_large_by_parameters_alone(tmp_path: Path, monkeypatch: pytest.Monke
     assert [(each["overrides"][0], each["bytes"]) for each in said["too_large"]] == [("actor.parallel.pp=1", whole)] * 2
 
 
-def test_nothing_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_fits(tmp_path, monkeypatch) -> None:
     """There is no best, nor that of an earlier sweep."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "best.yaml").write_text("{}")
@@ -90,7 +85,7 @@ def test_nothing_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["sweep.json"]
 
 
-def test_a_variant_that_fails_or_is_refused_ends_no_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variant_that_fails_or_is_refused_ends_no_sweep(tmp_path, monkeypatch) -> None:
     def answer(request: Request) -> Result:
         if request.cfg.train.mini_batch_samples == 8:
             raise RankFailed("planted") if request.cfg.actor.parallel.pp == 1 else ValueError("refused")
@@ -147,7 +142,7 @@ LEAST: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("name", LEAST)
-def test_nothing_needs_less(name: str, tmp_path: Path) -> None:
+def test_nothing_needs_less(name, tmp_path) -> None:
     """A lower bound of the parameters and their kin on the fullest rehearsed rank (of each stage one is rehearsed), and
     no idle one: at least a third, the embeddings of these small models apart."""
     command, model, parallel, dtype, world = LEAST[name]
@@ -161,7 +156,7 @@ def test_nothing_needs_less(name: str, tmp_path: Path) -> None:
             tree[role] = {**tree[role], "model": tree[role]["model"] | dtype}
     if command == "rl":
         tree["reward_model"]["parallel"] = {"sequence_parallel": True, "tp": 4} if model == "experts" else {"tp": 4}
-        tree["rollout"]["gpu_memory_utilization"] = 0.01
+        tree["rollout"]["vllm"] = {"gpu_memory_utilization": 0.01}
     request = request_of(command, tree, tmp_path, world_size=world, steps=1, device_bytes=2**30)
     ranks = range(0, world, 2 if parallel.get("tp") else 1) if "pp" in parallel else (0,)
     records = records_of(request, tmp_path / "standing_in", *ranks)

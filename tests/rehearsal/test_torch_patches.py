@@ -4,8 +4,6 @@ A failure here means: torch has moved something; look at `megarlhf/rehearsal/fak
 `TESTED` is changed.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import re
@@ -25,7 +23,7 @@ def parameters(function: object) -> list[str]:
     return list(inspect.signature(function).parameters)  # type: ignore[arg-type]
 
 
-def test_another_torch_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_torch_is_refused_with_both_versions(monkeypatch) -> None:
     torch_patches.require_tested_torch()
     for version in ("2.12.1", "2.14.0+cu130", "2.130.0"):
         monkeypatch.setattr(torch, "__version__", version)
@@ -49,11 +47,8 @@ def test_private_interfaces_are_where_they_were() -> None:
     assert torch_patches.tree_flatten([{"a": (1, 2)}])[0] == [1, 2]
     assert callable(dist.Work.boxed)
     assert parameters(dist.broadcast_object_list)[:2] == ["object_list", "src"]
-    assert parameters(dist.scatter_object_list)[:3] == [
-        "scatter_object_output_list",
-        "scatter_object_input_list",
-        "src",
-    ]
+    lists = ["scatter_object_output_list", "scatter_object_input_list"]
+    assert parameters(dist.scatter_object_list)[:3] == [*lists, "src"]
     assert parameters(dist.all_reduce)[:2] == ["tensor", "op"]
     module = nn.Linear(2, 2)
     assert set(module._parameters) == {"weight", "bias"}
@@ -97,7 +92,7 @@ def test_a_fake_tensor_beside_a_real_one() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_on_the_way_of_a_cpu_is_the_kernel_of_a_cpu(dtype: torch.dtype) -> None:
+def test_attention_on_the_way_of_a_cpu_is_the_kernel_of_a_cpu(dtype) -> None:
     """No [S, S]: of 4 heads and 512 positions it would be 1M elements; saved are the output and a row of sums."""
     with a_device() as device:
         query = unknown(1, 4, 512, 32, dtype=dtype).requires_grad_()

@@ -4,10 +4,7 @@ Not covered: the path of a GPU, whose kernels and process groups are not here; e
 a mixture of experts.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +17,6 @@ from benchmarks.rehearsal.truth import compare, outcome
 from megarlhf.parallel.mesh import forget_scratch_buffer
 from megarlhf.rehearsal.job import Job
 from megarlhf.runtime import Runtime
-from tests.ranks import RankPool
 
 MOST = 0.02
 """Of the error of a phase's peak."""
@@ -57,7 +53,7 @@ def small(case: Case) -> Case:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_peaks_and_messages_are_those_of_real_ranks(case: Case, ranks: RankPool, tmp_path: Path) -> None:
+def test_peaks_and_messages_are_those_of_real_ranks(case, ranks, tmp_path) -> None:
     """Each phase of two steps on each rank: the peak within 2%, every message with its bytes."""
     job = job_of(small(case), tmp_path)
     real, told = (ranks.run(case.world_size, each, job) for each in (real_rank, rehearsed))
@@ -67,7 +63,7 @@ def test_peaks_and_messages_are_those_of_real_ranks(case: Case, ranks: RankPool,
     assert {row.step for row in found.rows} == {0, 1, 2}
 
 
-def test_gathers_that_run_on_into_the_next_phase(ranks: RankPool, tmp_path: Path) -> None:
+def test_gathers_that_run_on_into_the_next_phase(ranks, tmp_path) -> None:
     """Every message is there; memory of gloo's, which is given back sooner or later, is never more than rehearsed."""
     job = job_of(small(RUN_ON), tmp_path)
     real, told = (ranks.run(2, each, job) for each in (real_rank, rehearsed))
@@ -98,7 +94,7 @@ def planted_message(place: Place) -> None:
         dist.all_reduce(torch.zeros(8))
 
 
-def test_a_tensor_or_a_message_more_is_noticed(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_tensor_or_a_message_more_is_noticed(ranks, tmp_path) -> None:
     """Planted in the real run at the beginning of the first training phase."""
     job = job_of(small(Case(command="sft")), tmp_path)
     (told,) = ranks.run(1, rehearsed, job)

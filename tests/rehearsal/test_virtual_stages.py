@@ -3,10 +3,6 @@
 Not covered: messages that take long, memory (test_truth.py), layers that are played (test_reuse.py).
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from tests.rehearsal.jobs import DENSE, job_tree, run_command, write_job, write_model
@@ -14,7 +10,7 @@ from tests.rehearsal.jobs import DENSE, job_tree, run_command, write_job, write_
 PP, VPP, MICRO_BATCHES = 2, 2, 4
 
 
-def test_the_bubble_is_a_vpp_th(tmp_path: Path) -> None:
+def test_the_bubble_is_a_vpp_th(tmp_path) -> None:
     """Equal micro-batches on stages that are nearly equal, of layers beside which vocabulary and messages are small:
     (p - 1) / v of a micro-batch's time (Narayanan et al. 2021, section 2.2). Every message has its receiver."""
     tree = job_tree("sft", tmp_path, pp=PP, vpp=VPP)

@@ -1,7 +1,5 @@
 """What groups of ranks are called in the table of messages."""
 
-from __future__ import annotations
-
 from megarlhf.layout import MeshLayout
 from megarlhf.rehearsal.timeline.messages import labels_of
 

@@ -1,7 +1,5 @@
 """A run that has begun in its directory, and was stopped; and what a start is asked there."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -55,10 +53,7 @@ def leave_a_run(cfg: Config, command: str = "sft") -> set[str]:
 def content(directory: Path) -> dict[str, tuple[bytes, int]]:
     """Every file and link by its path: what is in it, and when it was written."""
     return {
-        path.relative_to(directory).as_posix(): (
-            path.read_bytes() if path.is_file() else b"",
-            path.lstat().st_mtime_ns,
-        )
+        path.relative_to(directory).as_posix(): (path.read_bytes() if path.is_file() else b"", path.lstat().st_mtime_ns)
         for path in directory.rglob("*")
         if path.is_file() or path.is_symlink()
     }

@@ -4,8 +4,6 @@ Other hosts are played by a changed host name. Not covered: a network file syste
 watched (only the monotonic one is read).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import json
@@ -25,11 +23,11 @@ from megarlhf.lease import Holder, Lease
 from megarlhf.resume.claim import lock as module
 from megarlhf.resume.claim.lock import Lock, LockError
 from tests.command import ROOT
-from tests.refuses import refuses
+from tests.refuses import missing_names, refuses
 
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+def short(monkeypatch) -> None:
     monkeypatch.setattr(lease, "REFRESH_SECONDS", 0.05)
     monkeypatch.setattr(module, "WATCH_SECONDS", 0.6)
     for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_CLUSTER_NAME"):
@@ -74,7 +72,7 @@ def start_holder(directory: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_running_holder_is_named_and_a_killed_one_followed_at_once(tmp_path: Path) -> None:
+def test_a_running_holder_is_named_and_a_killed_one_followed_at_once(tmp_path) -> None:
     process = start_holder(tmp_path)
     before = content(tmp_path)
     with refuses("run.dir", f"pid {process.pid}", f"-c {tmp_path}", f"{tmp_path}/lock", error=LockError):
@@ -88,13 +86,12 @@ def test_a_running_holder_is_named_and_a_killed_one_followed_at_once(tmp_path: P
     started = time.monotonic()
     with Lock.take(tmp_path) as lock:
         assert time.monotonic() - started < module.WATCH_SECONDS / 2
-        assert f"pid {process.pid} on" in lock.note
-        assert "that process has ended" in lock.note
+        assert not missing_names(lock.note, f"pid {process.pid}", "ended")
     assert list(tmp_path.iterdir()) == []
     process.communicate()
 
 
-def test_a_later_process_of_the_same_number_is_no_holder(tmp_path: Path) -> None:
+def test_a_later_process_of_the_same_number_is_no_holder(tmp_path) -> None:
     leave(tmp_path, started=1)
     assert held_by(tmp_path) is None
     leave(tmp_path)
@@ -105,12 +102,9 @@ def test_a_later_process_of_the_same_number_is_no_holder(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "theirs, restart, held",
-    [("/7", 0, False), ("/7", 2, True), ("/8", 0, None), ("other/7", 0, None)],
+    "theirs, restart, held", [("/7", 0, False), ("/7", 2, True), ("/8", 0, None), ("other/7", 0, None)]
 )
-def test_an_earlier_attempt_of_this_slurm_job_is_over(
-    theirs: str, restart: int, held: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_earlier_attempt_of_this_slurm_job_is_over(theirs, restart, held, tmp_path, monkeypatch) -> None:
     """At once, on another host; a later attempt holds on. Of another job (None) nothing is known: it is watched."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -121,7 +115,7 @@ def test_an_earlier_attempt_of_this_slurm_job_is_over(
         assert held_by(tmp_path) == (holder if held else None)
 
 
-def test_a_holder_on_another_host_is_watched(tmp_path: Path) -> None:
+def test_a_holder_on_another_host_is_watched(tmp_path) -> None:
     """As long as it refreshes its lock it lives, whatever its clock says; then it is followed."""
     holder = leave(tmp_path, host="elsewhere")
     refreshing = threading.Event()
@@ -140,10 +134,10 @@ def test_a_holder_on_another_host_is_watched(tmp_path: Path) -> None:
     started = time.monotonic()
     with Lock.take(tmp_path) as lock:
         assert time.monotonic() - started >= module.WATCH_SECONDS
-        assert lock.note.endswith(f"by {holder}; taken over, because it has not refreshed its lock for 1 s")
+        assert not missing_names(lock.note, str(holder), "taken over", "1 s")
 
 
-def test_a_holder_refreshes_its_lock(tmp_path: Path) -> None:
+def test_a_holder_refreshes_its_lock(tmp_path) -> None:
     with Lock.take(tmp_path):
         first = (tmp_path / "lock").stat().st_mtime_ns
         deadline = time.monotonic() + 20
@@ -176,7 +170,7 @@ os._exit(9)  # as after a crash: the next process follows a holder that has ende
 """
 
 
-def test_of_many_newcomers_one_holds_the_lock(tmp_path: Path) -> None:
+def test_of_many_newcomers_one_holds_the_lock(tmp_path) -> None:
     """Six processes take it and give it back, and at the end die with it: two are never inside at the same time."""
     command = [sys.executable, "-c", RACE, str(tmp_path), str(time.time() + 1)]
     processes = [
@@ -186,7 +180,7 @@ def test_of_many_newcomers_one_holds_the_lock(tmp_path: Path) -> None:
         said, beside = process.communicate(timeout=120)
         assert said == "held 10\n", beside
         # On a busy machine a newcomer may find a holder that has no time to show that it lives.
-        assert all("watching for up to" in line for line in beside.splitlines()), beside
+        assert all("watching" in line for line in beside.splitlines()), beside
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
@@ -202,9 +196,7 @@ def while_following(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None])
     monkeypatch.setattr(Lease, "create", first_act)
 
 
-def test_two_newcomers_follow_a_dead_holder_and_the_slower_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_newcomers_follow_a_dead_holder_and_the_slower_is_refused(tmp_path, monkeypatch) -> None:
     leave(tmp_path, started=1)
     faster: list[Lock] = []
     while_following(monkeypatch, lambda: faster.append(Lock.take(tmp_path)))
@@ -215,7 +207,7 @@ def test_two_newcomers_follow_a_dead_holder_and_the_slower_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_newcomer_that_dies_while_it_follows_is_followed(tmp_path: Path) -> None:
+def test_a_newcomer_that_dies_while_it_follows_is_followed(tmp_path) -> None:
     """It has made `lock.T`, and not renamed it."""
     first = leave(tmp_path, started=1)
     second = leave(tmp_path, started=2)
@@ -228,7 +220,7 @@ def test_a_newcomer_that_dies_while_it_follows_is_followed(tmp_path: Path) -> No
         lock.require_held()
 
 
-def test_a_holder_that_lost_its_lock_says_so_and_leaves_the_new_one(tmp_path: Path) -> None:
+def test_a_holder_that_lost_its_lock_says_so_and_leaves_the_new_one(tmp_path) -> None:
     lock = Lock.take(tmp_path)
     lock.require_held()
     other = leave(tmp_path, host="elsewhere", pid=5)
@@ -238,7 +230,7 @@ def test_a_holder_that_lost_its_lock_says_so_and_leaves_the_new_one(tmp_path: Pa
     assert json.loads((tmp_path / "lock").read_text())["token"] == other.token
 
 
-def test_a_lock_that_somebody_removed_is_made_again(tmp_path: Path) -> None:
+def test_a_lock_that_somebody_removed_is_made_again(tmp_path) -> None:
     lock = Lock.take(tmp_path)
     (tmp_path / "lock").unlink()
     lock.require_held()
@@ -248,14 +240,14 @@ def test_a_lock_that_somebody_removed_is_made_again(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_is_no_lock_is_refused_and_stays(tmp_path: Path) -> None:
+def test_a_file_that_is_no_lock_is_refused_and_stays(tmp_path) -> None:
     (tmp_path / "lock").write_text("mine")
     with refuses("megarlhf's locks", f"{tmp_path}/lock", "remove", "run.dir", error=LockError):
         Lock.take(tmp_path)
     assert (tmp_path / "lock").read_text() == "mine"
 
 
-def test_without_links_the_file_is_made_exclusively(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_links_the_file_is_made_exclusively(tmp_path, monkeypatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.EOPNOTSUPP, "no links here")
 
@@ -267,7 +259,7 @@ def test_without_links_the_file_is_made_exclusively(tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_link_whose_answer_was_lost_is_not_made_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_whose_answer_was_lost_is_not_made_twice(tmp_path, monkeypatch) -> None:
     """NFS repeats the request, and is told that the file is there."""
     link = os.link
 
@@ -280,7 +272,7 @@ def test_a_link_whose_answer_was_lost_is_not_made_twice(tmp_path: Path, monkeypa
         assert held_by(tmp_path) == lock.holder
 
 
-def test_a_lock_is_given_back_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_is_given_back_where_nothing_can_be_written(tmp_path, monkeypatch) -> None:
     lock = Lock.take(tmp_path)
 
     def full(path: Path, text: str) -> None:

@@ -23,7 +23,7 @@ def test_a_run_does_not_write_into_a_model(cfg, tmp_path, inside):
         require_usable(new, new.run, "sft")
     elsewhere = new.model_copy(update={"run": new.run.model_copy(update={"dir": tmp_path})})
     require_usable(elsewhere, elsewhere.run, "sft")
-    assert any("will stand beside model" in note for note in strangers_in(elsewhere.run))
+    assert any("beside model" in note for note in strangers_in(elsewhere.run))
 
 
 @pytest.mark.parametrize("train, refused", [("data", True), ("data/*.jsonl", True), ("data/sums_*.jsonl", False)])

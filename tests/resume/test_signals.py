@@ -3,15 +3,12 @@
 Each process that gets a signal is a small one. Not covered: what a run saves; NCCL.
 """
 
-from __future__ import annotations
-
 import os
 import pty
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1, Signals
 from typing import Any
 
@@ -21,7 +18,6 @@ from megarlhf.resume import signals
 from megarlhf.resume.signals import Repeats, StopRequest, StopRun, held_back, seconds_of, time_left
 from megarlhf.runtime import Runtime
 from tests.command import ROOT
-from tests.ranks import RankPool
 
 TOY = """
 import ctypes, os, signal, sys, time
@@ -61,7 +57,7 @@ def start(what: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("number", [SIGTERM, SIGUSR1, SIGHUP, SIGINT])
 @pytest.mark.parametrize("what", ["speaks", "silent"])
-def test_the_first_signal_is_noted_and_said_once(what: str, number: Signals) -> None:
+def test_the_first_signal_is_noted_and_said_once(what, number) -> None:
     """And its echo within the second is no second one."""
     process = start(what)
     process.send_signal(number)
@@ -69,8 +65,9 @@ def test_the_first_signal_is_noted_and_said_once(what: str, number: Signals) -> 
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out) == (0, f"{number.name}\nleft\n"), err
-    said = "saving at the next moment between two updates, then this run ends. Again: at once"
-    assert err == (f"\nmegarlhf: {number.name}: {said}\n" if what == "speaks" else "")
+    lines = err.split()
+    assert lines[:2] == (["megarlhf:", f"{number.name}:"] if what == "speaks" else [])
+    assert err.count(number.name) == (what == "speaks")
 
 
 IN_A_TERMINAL = """
@@ -88,7 +85,7 @@ open(sys.argv[1], "w").write(stop.requested().name)
 """
 
 
-def test_a_terminal_that_is_closed_asks_to_save_and_what_is_written_goes_nowhere(tmp_path: Path) -> None:
+def test_a_terminal_that_is_closed_asks_to_save_and_what_is_written_goes_nowhere(tmp_path) -> None:
     """The kernel sends SIGHUP itself; on the terminal that is gone each further line would be an OSError."""
     child, terminal = pty.fork()
     if not child:
@@ -107,7 +104,7 @@ def test_a_terminal_that_is_closed_asks_to_save_and_what_is_written_goes_nowhere
 @pytest.mark.parametrize(
     "first, second, status", [(SIGTERM, SIGTERM, 143), (SIGINT, SIGINT, 130), (SIGINT, SIGTERM, 143)]
 )
-def test_the_second_signal_ends_the_process(what: str, first: Signals, second: Signals, status: int) -> None:
+def test_the_second_signal_ends_the_process(what, first, second, status) -> None:
     """In Python's sleep, which KeyboardInterrupt ends, and in a call of C that no signal ends."""
     process = start(what)
     process.send_signal(first)
@@ -120,7 +117,7 @@ def test_the_second_signal_ends_the_process(what: str, first: Signals, second: S
     interrupted = (first, second, what) == (SIGINT, SIGINT, "waits")  # an uncaught KeyboardInterrupt, as everywhere
     assert process.returncode == (-SIGINT if interrupted else status), err
     assert ("KeyboardInterrupt" in err) == interrupted
-    assert ("SIGTERM again: stopped at once" in err) == (second == SIGTERM)
+    assert ("SIGTERM again" in err) == (second == SIGTERM)
     assert "left" not in out
 
 
@@ -129,14 +126,11 @@ def test_sigterm_after_sigusr1_is_the_first() -> None:
     repeats = Repeats()
     kinds = [repeats.kind(*each) for each in ((SIGUSR1, 0.0), (SIGUSR1, 5.0), (SIGTERM, 9.0), (SIGTERM, 9.5))]
     assert kinds == ["first", "first", "first", "echo"]
-    assert [repeats.kind(SIGINT, 10.5), repeats.kind(SIGTERM, 11.0), repeats.kind(SIGTERM, 12.0)] == [
-        "second",
-        "echo",
-        "second",
-    ]
+    kinds = [repeats.kind(*each) for each in ((SIGINT, 10.5), (SIGTERM, 11.0), (SIGTERM, 12.0))]
+    assert kinds == ["second", "echo", "second"]
 
 
-def test_signals_in_this_process_and_handlers_afterwards(capfd: pytest.CaptureFixture[str]) -> None:
+def test_signals_in_this_process_and_handlers_afterwards(capfd) -> None:
     """The more urgent counts; a forked child's own signals do not, and end it as ever."""
     before = {number: signal.getsignal(number) for number in signals.STOP_SIGNALS}
     with StopRequest(speaks=False) as stop:
@@ -172,7 +166,7 @@ def _agree(runtime: Runtime) -> list[str | None]:
     return [None if answer is None else answer.name for answer in answers]
 
 
-def test_all_ranks_get_the_same_answer(ranks: RankPool) -> None:
+def test_all_ranks_get_the_same_answer(ranks) -> None:
     assert ranks.run(2, _agree) == [[None, "SIGTERM"]] * 2
 
 
@@ -181,23 +175,13 @@ def test_the_status_of_a_run_that_has_saved() -> None:
     assert str(StopRun("saved in x", SIGTERM)) == "saved in x"
 
 
-@pytest.mark.parametrize(
-    "text, seconds",
-    [
-        ("1-02:03:04", 93784.0),
-        ("2:00:00", 7200.0),
-        ("4:05", 245.0),
-        ("UNLIMITED", None),
-        ("NOT_SET", None),
-        ("", None),
-        ("x-1:00", None),
-    ],
-)
-def test_how_slurm_writes_a_time(text: str, seconds: float | None) -> None:
-    assert seconds_of(text) == seconds
+def test_how_slurm_writes_a_time() -> None:
+    times = {"1-02:03:04": 93784.0, "2:00:00": 7200.0, "4:05": 245.0}
+    assert {text: seconds_of(text) for text in times} == times
+    assert [seconds_of(text) for text in ("UNLIMITED", "NOT_SET", "", "x-1:00")] == [None] * 4
 
 
-def test_the_time_left_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_left_is_asked_for_once(tmp_path, monkeypatch) -> None:
     for name in ("SLURM_JOB_ID", "SLURM_JOB_END_TIME"):
         monkeypatch.delenv(name, raising=False)
     assert time_left() is None
@@ -206,17 +190,11 @@ def test_the_time_left_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.Mon
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-    first = time_left()
-    assert first is not None
-    assert 50 < first <= 60
-    second = time_left()
-    assert second is not None
-    assert 50 < second <= first
+    first, second = time_left(), time_left()
+    assert 50 < second <= first <= 60
     assert (tmp_path / "asked").read_text() == "-h -j 77 -o %L\n"
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 500))
-    told = time_left()
-    assert told is not None
-    assert 490 < told <= 500
+    assert 490 < time_left() <= 500
     monkeypatch.delenv("SLURM_JOB_END_TIME")
     monkeypatch.setenv("SLURM_JOB_ID", "78")
     squeue.write_text("#!/bin/sh\nexit 1\n")

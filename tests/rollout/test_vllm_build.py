@@ -82,7 +82,7 @@ def test_a_sampler_that_is_never_used_is_not_compiled(asked, monkeypatch):
 
 
 def test_further_arguments_are_handed_on_and_may_replace_defaults(asked):
-    arguments = asked(engine_args={"max_num_seqs": 7, "enforce_eager": True})
+    arguments = asked(vllm={"args": {"max_num_seqs": 7, "enforce_eager": True}})
     assert (arguments["max_num_seqs"], arguments["enforce_eager"], arguments["seed"]) == (7, True, 0)
     assert asked()["enforce_eager"] is False
 
@@ -91,8 +91,8 @@ def test_what_vllm_refuses_is_said_with_the_arguments_that_it_got(asked):
     def refuse(model, **arguments):
         raise TypeError("max_num_seqs must be a number")
 
-    with pytest.raises(ValueError, match=r"rollout.engine_args = .*'many'.*: TypeError: max_num_seqs must be"):
-        asked(llm=refuse, engine_args={"max_num_seqs": "many"})
+    with pytest.raises(ValueError, match=r"rollout.vllm.args = .*'many'.*: TypeError: max_num_seqs must be"):
+        asked(llm=refuse, vllm={"args": {"max_num_seqs": "many"}})
     with pytest.raises(TypeError):  # not the user's arguments: the traceback stays
         asked(llm=refuse)
 

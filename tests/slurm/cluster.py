@@ -4,8 +4,6 @@ Everything lies in one temporary directory, and munge, ports and node names are 
 Slurm of the machine, may run beside it. Without systemd; as root, since slurmd starts the tasks as the user.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

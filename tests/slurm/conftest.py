@@ -48,11 +48,7 @@ said=$MEGARLHF_JOB_STATE/exit.$SLURM_PROCID
 exit "${TASK_STATUS:-0}"
 """
 
-JOB = {
-    "SLURM_JOB_ID": "412345",
-    "SLURM_JOB_NODELIST": "node[07-08]",
-    "SLURM_NTASKS": "2",
-}
+JOB = {"SLURM_JOB_ID": "412345", "SLURM_JOB_NODELIST": "node[07-08]", "SLURM_NTASKS": "2"}
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 Not covered: GPUs, and nodes that are different machines.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -19,6 +17,7 @@ import yaml
 
 from megarlhf.observe.records.cost_metrics import reproducible
 from tests.command import ROOT
+from tests.refuses import lines_naming, missing_names
 from tests.slurm.cluster import CPU, ENDED, Cluster, missing, output, running_cluster
 
 NUM_STEPS = 500
@@ -72,7 +71,7 @@ launcher=(python -m)
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(tmp_path_factory) -> Iterator[Site]:
     root = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "tools.demo.make_data", "--out", str(root / "data"), "--seed", "0"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
@@ -81,7 +80,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(site: Site) -> list[dict[str, Any]]:
+def uninterrupted(site) -> list[dict[str, Any]]:
     """The metrics of a run on two nodes, from its first step to its last."""
     job = site.train("whole")
     assert site.cluster.wait(job, ENDED, 400) == "COMPLETED", site.save_failure(job)
@@ -89,7 +88,7 @@ def uninterrupted(site: Site) -> list[dict[str, Any]]:
     return site.metrics("whole")
 
 
-def test_two_nodes_train_to_the_end(site: Site, uninterrupted: list[dict[str, Any]]) -> None:
+def test_two_nodes_train_to_the_end(site, uninterrupted) -> None:
     """The loss falls, the model is exported, and the job leaves nothing but its output and its run."""
     assert [row["step"] for row in uninterrupted] == list(range(NUM_STEPS + 1))
     assert uninterrupted[-1]["eval_loss"] < 0.6 * uninterrupted[0]["eval_loss"]
@@ -99,9 +98,7 @@ def test_two_nodes_train_to_the_end(site: Site, uninterrupted: list[dict[str, An
     assert list((site.root / "whole").glob(".preflight*")) == []
 
 
-def test_a_time_limit_saves_and_the_job_goes_on_to_the_same_numbers(
-    site: Site, uninterrupted: list[dict[str, Any]]
-) -> None:
+def test_a_time_limit_saves_and_the_job_goes_on_to_the_same_numbers(site, uninterrupted) -> None:
     """Slurm sends the signal because of the time limit; the run saves, the script queues its job again, and every
     metric of every step is that of the run without a limit, bit for bit."""
     job = site.train("cut", options=("--time=30",))
@@ -121,11 +118,11 @@ def test_a_time_limit_saves_and_the_job_goes_on_to_the_same_numbers(
     site.cluster.call("scontrol", "update", f"JobId={job}", "TimeLimit=30")
     assert site.cluster.wait(job, ENDED, 400) == "COMPLETED", site.save_failure(job)
     assert site.cluster.job(job)["Restarts"] == "1"
-    assert "srun ended with 75, SIGTERM received: 0" in output(site.root, job)
+    assert not missing_names(output(site.root, job), "srun ended with 75", "SIGTERM received: 0")
     assert site.metrics("cut") == uninterrupted
 
 
-def test_a_node_that_does_not_fit_is_named_and_nothing_is_touched(site: Site) -> None:
+def test_a_node_that_does_not_fit_is_named_and_nothing_is_touched(site) -> None:
     """Node 2 has too few open files: status 2, not queued again, no run directory, and the message once."""
     two = site.cluster.nodes[1]
     limit = f"launcher=({site.root}/limited)\n"
@@ -138,11 +135,11 @@ def test_a_node_that_does_not_fit_is_named_and_nothing_is_touched(site: Site) ->
     said = output(site.root, job)
     facts = site.cluster.job(job)
     assert (facts["ExitCode"], facts["Restarts"]) == ("2:0", "0"), said
-    assert said.count(f"{two} (rank 1): ulimit -n is 256, and 2 ranks need 520 open files") == 1, said
+    assert len(lines_naming(said, two, "rank 1", "ulimit -n is 256", "520 open files")) == 1, said
     assert not (site.root / "refused").exists()
 
 
-def test_a_killed_rank_is_survived(site: Site, uninterrupted: list[dict[str, Any]]) -> None:
+def test_a_killed_rank_is_survived(site, uninterrupted) -> None:
     """SIGKILL to rank 1: rank 0 is ended, the job queued again, and the numbers are those of the uninterrupted run."""
     job = site.train("killed", "checkpoint.every=20", site="srun_args+=(--wait=5)\n")
     deadline = time.monotonic() + 120
@@ -158,7 +155,7 @@ def test_a_killed_rank_is_survived(site: Site, uninterrupted: list[dict[str, Any
     assert site.metrics("killed") == uninterrupted
 
 
-def test_three_stages_train_one_after_the_other(site: Site) -> None:
+def test_three_stages_train_one_after_the_other(site) -> None:
     """SFT, reward model and PPO with vLLM, by slurm/pipeline.sh, a few steps of each on one node."""
     steps = {"sft": 20, "rm": 10, "ppo": 2}
     for name, num_steps in steps.items():

@@ -4,8 +4,6 @@ not, and where.
 Not covered: a Slurm with control groups or accounting, and containers.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.refuses import missing_names
 from tests.slurm.cluster import CPU, ENDED, KILL_WAIT, Cluster, missing, output, running_cluster
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +27,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def work(cluster: Cluster, tmp_path: Path) -> Iterator[Path]:
+def work(cluster, tmp_path) -> Iterator[Path]:
     """The directory that jobs are submitted from; `bin/megarlhf` is the stand-in."""
     program = tmp_path / "bin" / "megarlhf"
     program.parent.mkdir()
@@ -67,7 +66,7 @@ def until(condition: str, work: Path, seconds: float = 30) -> None:
         time.sleep(0.1)
 
 
-def test_a_job_on_two_nodes_ends_and_leaves_nothing_behind(cluster: Cluster, work: Path) -> None:
+def test_a_job_on_two_nodes_ends_and_leaves_nothing_behind(cluster, work) -> None:
     job = submit(cluster, work, "steps=1")
     assert cluster.wait(job, ENDED, 60) == "COMPLETED", output(work, job)
     one, two = cluster.nodes
@@ -76,7 +75,7 @@ def test_a_job_on_two_nodes_ends_and_leaves_nothing_behind(cluster: Cluster, wor
     assert state(work, job) == []
 
 
-def test_a_time_limit_saves_and_queues_the_job_again(cluster: Cluster, work: Path) -> None:
+def test_a_time_limit_saves_and_queues_the_job_again(cluster, work) -> None:
     """The signal comes from Slurm, before the limit; the ranks leave a second apart and srun returns 75."""
     job = submit(cluster, work, "--time=2", "--signal=USR1@60", "steps=1000")
     begun = time.monotonic()
@@ -92,7 +91,7 @@ def test_a_time_limit_saves_and_queues_the_job_again(cluster: Cluster, work: Pat
 
 
 @pytest.mark.parametrize("how", [(), ("--batch", "--signal=TERM")], ids=["scancel", "scancel --batch"])
-def test_a_cancelled_job_saves_and_stays_cancelled(cluster: Cluster, work: Path, how: tuple[str, ...]) -> None:
+def test_a_cancelled_job_saves_and_stays_cancelled(cluster, work, how) -> None:
     """The first way gives the ranks KillWait seconds, the second as many as they need."""
     job = submit(cluster, work, "steps=100")
     until("rank 1: sft begins", work)
@@ -107,7 +106,7 @@ def test_a_cancelled_job_saves_and_stays_cancelled(cluster: Cluster, work: Path,
     assert cluster.job(job)["Restarts"] == "0"
 
 
-def test_a_killed_task_ends_the_attempt_and_the_job_goes_on(cluster: Cluster, work: Path) -> None:
+def test_a_killed_task_ends_the_attempt_and_the_job_goes_on(cluster, work) -> None:
     """Rank 1 is killed and rank 0 hangs, as in a collective: it is ended, and the second attempt resumes."""
     job = submit(cluster, work, "every_step=yes", "steps=6", "do=kill@0.3.1", "do=hang@0.4.0")
     assert cluster.wait(job, ENDED, 90) == "COMPLETED", output(work, job)
@@ -116,19 +115,17 @@ def test_a_killed_task_ends_the_attempt_and_the_job_goes_on(cluster: Cluster, wo
     assert [line for line in log(work) if "restart 1 rank 0: sft begins at step 3" in line], log(work)
 
 
-def test_a_crash_loop_is_stopped_and_progress_is_not(cluster: Cluster, work: Path) -> None:
+def test_a_crash_loop_is_stopped_and_progress_is_not(cluster, work) -> None:
     """Crashes in step 2 of every attempt. Attempt 0 comes from no resume point to step 1, which is progress; the
     next two do not advance, and with a limit of two the job ends."""
     job = submit(cluster, work, "every_step=yes", "steps=6", "do=exit:1@*.2.0", MEGARLHF_MAX_ATTEMPTS="2")
     assert cluster.wait(job, ("FAILED",), 90) == "FAILED", output(work, job)
     facts = cluster.job(job)
     assert (facts["Restarts"], facts["ExitCode"]) == ("2", "1:0")
-    assert "2 attempts in a row ended without a newer resume point or response (newest: step_000001)" in output(
-        work, job
-    )
+    assert not missing_names(output(work, job), "2 attempts in a row", "newest: step_000001")
 
 
-def test_a_job_that_advances_is_never_stopped(cluster: Cluster, work: Path) -> None:
+def test_a_job_that_advances_is_never_stopped(cluster, work) -> None:
     """One step in each of four attempts, with a limit of one."""
     deeds = [f"do=exit:1@{attempt}.{attempt + 2}.{rank}" for attempt in range(4) for rank in (0, 1)]
     job = submit(cluster, work, "every_step=yes", "steps=6", *deeds, MEGARLHF_MAX_ATTEMPTS="1")
@@ -137,7 +134,7 @@ def test_a_job_that_advances_is_never_stopped(cluster: Cluster, work: Path) -> N
 
 
 @pytest.mark.parametrize("status", ["2", "4"])
-def test_a_mistake_and_bad_numbers_are_not_tried_again(cluster: Cluster, work: Path, status: str) -> None:
+def test_a_mistake_and_bad_numbers_are_not_tried_again(cluster, work, status) -> None:
     """Rank 1 ends with the status and rank 0 hangs: srun says 137, the job's status is the rank's."""
     job = submit(cluster, work, "steps=6", f"do=exit:{status}@0.1.1", "do=hang@0.1.0")
     assert cluster.wait(job, ENDED, 60) == "FAILED"
@@ -146,14 +143,14 @@ def test_a_mistake_and_bad_numbers_are_not_tried_again(cluster: Cluster, work: P
     assert "srun ended with" in output(work, job)
 
 
-def test_the_watchdog_is_tried_again(cluster: Cluster, work: Path) -> None:
+def test_the_watchdog_is_tried_again(cluster, work) -> None:
     job = submit(cluster, work, "steps=2", "do=exit:3@0.1.0", "do=exit:3@0.1.1")
     assert cluster.wait(job, ENDED, 60) == "COMPLETED", output(work, job)
     assert "srun ended with 3," in output(work, job)
     assert cluster.job(job)["Restarts"] == "1"
 
 
-def test_a_drained_node_is_left_at_the_next_start(cluster: Cluster, work: Path) -> None:
+def test_a_drained_node_is_left_at_the_next_start(cluster, work) -> None:
     """Slurm lets a job on a drained node go on; queued again, the job comes to the other one."""
     job = submit(cluster, work, "every_step=yes", "steps=100", nodes=1)
     until("rank 0: sft begins", work)
@@ -168,7 +165,7 @@ def test_a_drained_node_is_left_at_the_next_start(cluster: Cluster, work: Path) 
         cluster.call("scontrol", "update", f"NodeName={node}", "State=RESUME")
 
 
-def test_three_stages_run_one_after_the_other(cluster: Cluster, work: Path) -> None:
+def test_three_stages_run_one_after_the_other(cluster, work) -> None:
     """sft is interrupted and queued again; rm waits for the end of it, rl for both."""
     for name in ("sft", "rm", "rl"):
         (work / f"{name}.yaml").touch()
@@ -186,15 +183,15 @@ def test_three_stages_run_one_after_the_other(cluster: Cluster, work: Path) -> N
     assert finished == sorted(finished)
 
 
-def test_a_stage_does_not_start_from_a_run_that_has_not_finished(cluster: Cluster, work: Path) -> None:
+def test_a_stage_does_not_start_from_a_run_that_has_not_finished(cluster, work) -> None:
     job = submit(cluster, work, "steps=1", script="rl", MEGARLHF_AFTER=f"{work}/other")
     assert cluster.wait(job, ENDED, 60) == "FAILED"
     assert cluster.job(job)["ExitCode"] == "2:0"
-    assert "other/FINISHED is not there" in output(work, job)
+    assert "other/FINISHED" in output(work, job)
     assert not (work / "run").exists()
 
 
-def test_one_gpu_per_task(cluster: Cluster, work: Path) -> None:
+def test_one_gpu_per_task(cluster, work) -> None:
     """Two tasks on a node of two GPUs (files, here), each with its own."""
     program = work / "bin" / "megarlhf"
     program.write_text('#!/bin/sh\necho "$SLURM_LOCALID:$CUDA_VISIBLE_DEVICES" >>gpus\n')
@@ -204,7 +201,7 @@ def test_one_gpu_per_task(cluster: Cluster, work: Path) -> None:
     assert sorted((work / "gpus").read_text().split()) == ["0:0", "1:1"]
 
 
-def test_an_array_of_conversions(cluster: Cluster, work: Path) -> None:
+def test_an_array_of_conversions(cluster, work) -> None:
     """Each line of the file is a command; quotes keep a space."""
     program = work / "bin" / "megarlhf"
     program.write_text('#!/bin/sh\nprintf "%s|" "$@" >"did.$SLURM_ARRAY_TASK_ID"\n')
@@ -220,7 +217,7 @@ def test_an_array_of_conversions(cluster: Cluster, work: Path) -> None:
     assert job
 
 
-def test_a_lost_node_is_not_used_again(cluster: Cluster, work: Path) -> None:
+def test_a_lost_node_is_not_used_again(cluster, work) -> None:
     """The last test of the module: it waits for SlurmdTimeout and takes a node away. The job was on that node, with
     its batch script; Slurm queues it again, and the next attempt excludes the node from then on."""
     job = submit(cluster, work, "every_step=yes", "steps=1000", nodes=1)

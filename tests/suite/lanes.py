@@ -5,9 +5,8 @@ vLLM are apart, so files that use them run one after the other in one worker, be
 ranks. What takes longest comes first, and a worker that is through helps the others, so that none waits at the end.
 """
 
-from __future__ import annotations
-
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,15 @@ VLLM_RANKS, RANKS, OTHERS = "files with rank processes that run vLLM", "files wi
 ORDERS = ((VLLM_RANKS, RANKS, OTHERS), (RANKS, OTHERS, VLLM_RANKS), (OTHERS, RANKS, VLLM_RANKS))
 """What the first worker takes, as long as there is any, the second, and all further ones."""
 
+FIXTURE = re.compile(r"^def \w+\(\s*(?:\w+, )*(?:vllm_|fresh_)?ranks(?:, \w+)*\s*\)(?: ->|:)", re.MULTILINE)
+"""A test or fixture with ranks among its arguments, none of which has an annotation."""
+
 
 @functools.cache
 def kind(file: str) -> str:
-    """By what the file says; one that uses ranks without naming their type would start a server in a third worker."""
+    """By what the functions of the file ask for: a file with ranks would start a server in a third worker."""
     text = (Path(__file__).parents[2] / file).read_text()
-    if "RankPool" not in text:
+    if "RankPool" not in text and not FIXTURE.search(text):
         return OTHERS
     return VLLM_RANKS if "vllm_ranks" in text else RANKS
 

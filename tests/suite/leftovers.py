@@ -4,8 +4,6 @@ Every process that a test starts inherits a variable of its environment, by whic
 re-parented to. Not found: one that has left the tree of processes and was started with a cleared environment.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

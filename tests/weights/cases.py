@@ -9,38 +9,21 @@ import torch
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.hf_config import architecture_from_hf
-from megarlhf.architectures.placements import (
-    logical_tensors,
-    megatron_placements,
-    padded_vocab_size,
-    vllm_placements,
-)
+from megarlhf.architectures.placements import logical_tensors, megatron_placements, padded_vocab_size, vllm_placements
 from megarlhf.placement import Box, Placement, RankPlacements, Shape, contiguous_strides
 from megarlhf.weights.plan.copy_plan import CopyPlan
 from megarlhf.weights.transport.storages import view
 
 TINY: dict[str, Any] = {
-    "model_type": "llama",
-    "num_hidden_layers": 3,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "vocab_size": 100,
-    "max_position_embeddings": 128,
+    "model_type": "llama", "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 100, "max_position_embeddings": 128,
     "hidden_act": "silu",
-}
+}  # fmt: skip
 
 LLAMA_70B: dict[str, Any] = {
-    "model_type": "llama",
-    "num_hidden_layers": 80,
-    "hidden_size": 8192,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "intermediate_size": 28672,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-}
+    "model_type": "llama", "num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 128256, "max_position_embeddings": 8192,
+}  # fmt: skip
 
 
 def place_slice(tensor: str, box: Box, storage: str, storage_shape: Shape, at: Shape) -> Placement:
@@ -77,35 +60,18 @@ def random_logical(arch: Architecture, head: str = "lm") -> dict[str, torch.Tens
 
 
 def megatron_ranks(
-    arch: Architecture,
-    tp: int,
-    stages: Sequence[Sequence[int]],
-    dp: int = 1,
-    *,
-    head: str = "lm",
-    spec: str = "local",
-    padded_vocab: int | None = None,
-) -> list[RankPlacements]:
+    arch: Architecture, tp: int, stages: Sequence[Sequence[int]], dp: int = 1, *, head: str = "lm", spec: str = "local",
+    padded_vocab: int | None = None
+) -> list[RankPlacements]:  # fmt: skip
     """Ranks in Megatron's order: tp fastest, then dp, then pp."""
     padded = padded_vocab or padded_vocab_size(arch.vocab_size, tp)
     ranks = []
     for stage, layers in enumerate(stages):
         for replica in range(dp):
             for tp_rank in range(tp):
-                ranks.append(
-                    megatron_placements(
-                        arch,
-                        tp=tp,
-                        tp_rank=tp_rank,
-                        layers=layers,
-                        first_stage=stage == 0,
-                        last_stage=stage == len(stages) - 1,
-                        padded_vocab=padded,
-                        rank=(stage * dp + replica) * tp + tp_rank,
-                        head=head,
-                        spec=spec,
-                    )
-                )
+                place = {"first_stage": stage == 0, "last_stage": stage == len(stages) - 1, "padded_vocab": padded}
+                place |= {"rank": (stage * dp + replica) * tp + tp_rank, "head": head, "spec": spec}
+                ranks.append(megatron_placements(arch, tp=tp, tp_rank=tp_rank, layers=layers, **place))
     return ranks
 
 

@@ -8,33 +8,19 @@ from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.hf_config import architecture_from_hf
 
 _SMALL = {
-    "num_hidden_layers": 4,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "vocab_size": 100,
-    "max_position_embeddings": 48,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "vocab_size": 100, "max_position_embeddings": 48, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 _EXPERTS = {"num_experts_per_tok": 2}
 _LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 4.0,
-    "low_freq_factor": 2.0,
-    "high_freq_factor": 8.0,
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 2.0, "high_freq_factor": 8.0,
     "original_max_position_embeddings": 16,
-}
+}  # fmt: skip
 _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
 _LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 500.0,
-    "short_factor": [1.0 + 0.25 * n for n in range(4)],
-    "long_factor": [2.0 + 0.5 * n for n in range(4)],
-    "partial_rotary_factor": 0.5,
-}
+    "rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0 + 0.25 * n for n in range(4)],
+    "long_factor": [2.0 + 0.5 * n for n in range(4)], "partial_rotary_factor": 0.5,
+}  # fmt: skip
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {**_SMALL, "rms_norm_eps": 1e-5}),
@@ -49,29 +35,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {**_SMALL, "head_dim": 32}),
     "qwen3_biases": ("Qwen3Config", {**_SMALL, "head_dim": 32, "attention_bias": True}),
     "qwen3_tied": ("Qwen3Config", {**_SMALL, "head_dim": 32, "tie_word_embeddings": True}),
-    "gpt2": (
-        "GPT2Config",
-        {
-            "n_layer": 4,
-            "n_embd": 64,
-            "n_head": 4,
-            "n_positions": 48,
-            "vocab_size": 100,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
-    ),
-    "opt": (
-        "OPTConfig",
-        {
-            "num_hidden_layers": 4,
-            "hidden_size": 64,
-            "num_attention_heads": 4,
-            "ffn_dim": 96,
-            "max_position_embeddings": 48,
-            "vocab_size": 100,
-        },
-    ),
+    "gpt2": ("GPT2Config", {
+        "n_layer": 4, "n_embd": 64, "n_head": 4, "n_positions": 48, "vocab_size": 100, "bos_token_id": 1,
+        "eos_token_id": 2}),
+    "opt": ("OPTConfig", {
+        "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "ffn_dim": 96,
+        "max_position_embeddings": 48, "vocab_size": 100}),
     "mixtral": ("MixtralConfig", {**_SMALL, **_EXPERTS, "num_local_experts": 4}),
     "qwen3_moe": (
         "Qwen3MoeConfig",
@@ -82,7 +51,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3Config",
         {**_SMALL, "rope_parameters": _LONGROPE, "original_max_position_embeddings": 24, "pad_token_id": 0},
     ),
-}
+}  # fmt: skip
 """Name -> (transformers' configuration class, its arguments)."""
 
 
@@ -94,5 +63,4 @@ def config(name: str, **changes: Any) -> Any:
 
 
 def architecture(name: str, **changes: Any) -> Architecture:
-    """Read from what transformers would write."""
     return architecture_from_hf(config(name, **changes).to_dict())

@@ -1,7 +1,5 @@
-"""What Megatron-Core holds of a model, by plain torch: the reference that the tables are compared with.
-
-Only values of logical tensors are used, sliced, transposed and concatenated whole, then chunked over ranks.
-"""
+"""What Megatron-Core holds of a model, by plain torch: the reference that the tables are compared with. Only values of
+logical tensors are used, sliced, transposed and concatenated whole, then chunked over ranks."""
 
 from __future__ import annotations
 
@@ -85,12 +83,9 @@ def fc1(arch: Architecture, first: Tensors, kind: str, tp: int, tp_rank: int) ->
 
 NORMS = {
     "gpt2": ("transformer.h.{}.ln_1", "transformer.h.{}.ln_2", "transformer.ln_f"),
-    "opt": (
-        "model.decoder.layers.{}.self_attn_layer_norm",
-        "model.decoder.layers.{}.final_layer_norm",
-        "model.decoder.final_layer_norm",
-    ),
-}
+    "opt": ("model.decoder.layers.{}.self_attn_layer_norm", "model.decoder.layers.{}.final_layer_norm",
+     "model.decoder.final_layer_norm"),
+}  # fmt: skip
 LLAMA_NORMS = ("model.layers.{}.input_layernorm", "model.layers.{}.post_attention_layernorm", "model.norm")
 EMBEDDINGS = {
     "gpt2": ("transformer.wte.weight", "transformer.wpe.weight"),
@@ -99,18 +94,9 @@ EMBEDDINGS = {
 
 
 def megatron_layer(
-    arch: Architecture,
-    logical: Tensors,
-    layer: int,
-    *,
-    tp: int,
-    tp_rank: int,
-    ep: int = 1,
-    ep_rank: int = 0,
-    spec: str = "local",
-    experts: str = "each",
-) -> Tensors:
-    """All storages of one layer on one rank, by names relative to the layer."""
+    arch: Architecture, logical: Tensors, layer: int, *, tp: int, tp_rank: int, ep: int = 1, ep_rank: int = 0,
+    spec: str = "local", experts: str = "each"
+) -> Tensors:  # fmt: skip
     te = spec == "te"
     qkv, output, out = attention(arch, logical, layer)
     out = {"self_attention." + name: value for name, value in out.items()}

@@ -1,8 +1,6 @@
-"""Names and shapes of Megatron-Core's own models, any rank of any layout in one process.
-
-Process groups are torch's fake ones: nothing communicates, but each rank's modules have their true sizes. To be called
-in a process of its own, since it initialises Megatron-Core's global state.
-"""
+"""Names and shapes of Megatron-Core's own models, any rank of any layout in one process. Process groups are torch's
+fake ones: nothing communicates, but each rank's modules have their true sizes. To be called in a process of its own,
+since it initialises Megatron-Core's global state."""
 
 from __future__ import annotations
 
@@ -17,7 +15,6 @@ from tests.weights.families import architecture
 
 
 def shapes_of(cases: list[tuple[str, dict[str, Any]]]) -> list[list[dict[str, tuple[int, ...]]]]:
-    """{name: shape} of each rank of a model in a layout."""
     from megarlhf.parallel.megatron_cpu import megatron_device
 
     with megatron_device(torch.device("cpu")):
@@ -39,13 +36,11 @@ def _rank(arch: Architecture, layout: dict[str, Any], world: int, rank: int, sta
     try:
         vpp = layout.get("vpp", 1)
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.get("tp", 1),
-            pipeline_model_parallel_size=layout.get("pp", 1),
+            tensor_model_parallel_size=layout.get("tp", 1), pipeline_model_parallel_size=layout.get("pp", 1),
             virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
-            expert_model_parallel_size=layout.get("ep", 1),
-            expert_tensor_parallel_size=layout.get("tp", 1),
+            expert_model_parallel_size=layout.get("ep", 1), expert_tensor_parallel_size=layout.get("tp", 1),
             create_gloo_process_groups=False,
-        )
+        )  # fmt: skip
         shapes_by_name: dict[str, tuple[int, ...]] = {}
         for chunk in range(vpp):
             first = stage == 0 and chunk == 0
@@ -69,36 +64,20 @@ def _config(arch: Architecture, layout: dict[str, Any], chunk: int | None) -> An
     moe: dict[str, Any] = {}
     if arch.num_experts:
         moe = {
-            "num_moe_experts": arch.num_experts,
-            "moe_ffn_hidden_size": arch.expert_ffn_size,
-            "expert_model_parallel_size": layout.get("ep", 1),
-            "moe_grouped_gemm": layout.get("experts") == "grouped",
-        }
+            "num_moe_experts": arch.num_experts, "moe_ffn_hidden_size": arch.expert_ffn_size,
+            "expert_model_parallel_size": layout.get("ep", 1), "moe_grouped_gemm": layout.get("experts") == "grouped",
+        }  # fmt: skip
     return TransformerConfig(
-        num_layers=arch.num_layers,
-        hidden_size=arch.hidden_size,
-        num_attention_heads=arch.num_heads,
-        num_query_groups=arch.num_kv_heads,
-        kv_channels=arch.head_dim,
-        ffn_hidden_size=arch.ffn_size,
-        normalization="RMSNorm" if arch.norm == "rms" else "LayerNorm",
-        qk_layernorm=arch.qk_norm,
-        gated_linear_unit=arch.gated_mlp,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=arch.mlp_bias,
-        add_qkv_bias=arch.qkv_bias,
-        tensor_model_parallel_size=layout.get("tp", 1),
+        num_layers=arch.num_layers, hidden_size=arch.hidden_size, num_attention_heads=arch.num_heads,
+        num_query_groups=arch.num_kv_heads, kv_channels=arch.head_dim, ffn_hidden_size=arch.ffn_size,
+        normalization="RMSNorm" if arch.norm == "rms" else "LayerNorm", qk_layernorm=arch.qk_norm,
+        gated_linear_unit=arch.gated_mlp, activation_func=torch.nn.functional.silu, add_bias_linear=arch.mlp_bias,
+        add_qkv_bias=arch.qkv_bias, tensor_model_parallel_size=layout.get("tp", 1),
         pipeline_model_parallel_size=layout.get("pp", 1),
         virtual_pipeline_model_parallel_size=None if chunk is None else layout["vpp"],
-        pipeline_dtype=torch.float32,
-        perform_initialization=False,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False,
-        persist_layer_norm=False,
-        **uneven,
-        **moe,
-    )
+        pipeline_dtype=torch.float32, perform_initialization=False, use_cpu_initialization=True,
+        gradient_accumulation_fusion=False, bias_dropout_fusion=False, persist_layer_norm=False, **uneven, **moe,
+    )  # fmt: skip
 
 
 def _model(arch: Architecture, layout: dict[str, Any], first: bool, last: bool, chunk: int | None) -> torch.nn.Module:

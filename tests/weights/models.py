@@ -26,16 +26,9 @@ def make_model(family: str, *, seed: int = 0, scalar: bool = False, **changes: A
 
 
 def write_model(
-    family: str,
-    directory: Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    max_shard_size: str = "50GB",
-    seed: int = 0,
-    scalar: bool = False,
-    **changes: Any,
-) -> Path:
-    """Writes it as save_pretrained does; returns the directory."""
+    family: str, directory: Path, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "50GB", seed: int = 0,
+    scalar: bool = False, **changes: Any
+) -> Path:  # fmt: skip
     model = make_model(family, seed=seed, scalar=scalar, **changes).to(dtype)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return directory

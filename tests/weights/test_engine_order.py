@@ -1,9 +1,7 @@
-"""The order of ranks that the engines want: by literals, by invariants, by the bytes that plans then move.
-
-How near it is to the best order is tested by the overlap of shares, stages taken as equal. Not covered: by how much
-stages of unequal weight miss the fewest bytes;
-that training under an order gives the same numbers (tests/distributed/test_sft_layouts.py).
-"""
+"""The order of ranks that the engines want: by literals, by invariants, by the bytes that plans then move. How near it
+is to the best order is tested by the overlap of shares, stages taken as equal. Not covered: by how much stages of
+unequal weight miss the fewest bytes; that training under an order gives the same numbers
+(tests/distributed/test_sft_layouts.py)."""
 
 import math
 from itertools import permutations
@@ -15,25 +13,16 @@ from hypothesis import strategies as st
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.layout import MeshLayout, engine_order
 from megarlhf.weights.plan.traffic import formula, least_receive, model_elements
+from tests.refuses import refuses
 from tests.weights.cases import tiny
 from tests.weights.transfers import Transfer, transfer, with_order
 
 
-@pytest.mark.parametrize(
-    ("tp", "dp", "engine_tp", "node", "expected"),
-    [
-        (8, 2, 8, 8, None),
-        (8, 2, 4, 8, (0, 4, 1, 5, 2, 6, 3, 7)),
-        (8, 2, 2, 8, (0, 2, 4, 6, 1, 3, 5, 7)),
-        (8, 2, 1, 8, None),
-        (4, 2, 2, 2, (0, 2, 1, 3)),
-        (2, 4, 4, 8, (0, 2, 1, 3)),
-        (1, 8, 4, 8, None),
-        (2, 8, 8, 8, (0, 4, 1, 5, 2, 6, 3, 7)),
-        (2, 8, 4, 3, None),
-        (2, 2, 4, 2, None),
-    ],
-)
+@pytest.mark.parametrize("tp, dp, engine_tp, node, expected", [
+    (8, 2, 8, 8, None), (8, 2, 4, 8, (0, 4, 1, 5, 2, 6, 3, 7)), (8, 2, 2, 8, (0, 2, 4, 6, 1, 3, 5, 7)),
+    (8, 2, 1, 8, None), (4, 2, 2, 2, (0, 2, 1, 3)), (2, 4, 4, 8, (0, 2, 1, 3)), (1, 8, 4, 8, None),
+    (2, 8, 8, 8, (0, 4, 1, 5, 2, 6, 3, 7)), (2, 8, 4, 3, None), (2, 2, 4, 2, None),
+])  # fmt: skip
 def test_orders_by_hand(tp, dp, engine_tp, node, expected):
     """Ranks by position. tp 8 -> 4: trainer's share 1 goes to rank 4, which is rank 0 of the second engine."""
     assert engine_order(MeshLayout(tp=tp, dp=dp), engine_tp, node) == expected
@@ -51,7 +40,7 @@ def test_an_engine_over_two_nodes_keeps_tensor_parallel_groups_in_one():
 
 
 def test_ranks_that_form_no_engines():
-    with pytest.raises(ValueError, match=r"12 ranks do not divide into engines of 8 ranks; choose"):
+    with refuses("12 ranks", "engines of 8 ranks"):
         engine_order(MeshLayout(tp=4, dp=3), 8, 8)
 
 

@@ -1,7 +1,5 @@
 """The formula for the least to receive: by hand, and against the count from placements over random models and layouts.
-
-Not covered: a wrong table, by which both go (the tests of families hold it against others' code).
-"""
+Not covered: a wrong table, by which both go (the tests of families hold it against others' code)."""
 
 from collections import Counter
 from dataclasses import replace
@@ -67,9 +65,7 @@ SHARES = (1, 2, 3, 4, 6, 8, 12)
 @st.composite
 def cases(draw, family: str) -> Transfer:
     """The family with 24 query heads of any size; TP and engines of up to 12, uneven and virtual stages, EP, orders.
-
-    Vocabularies are such that vLLM's padding, to a multiple of 64, divides by three too.
-    """
+    Vocabularies are such that vLLM's padding, to a multiple of 64, divides by three too."""
     base = architecture(family)
     num_kv_heads = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24]))
     engine_sizes = [n for n in SHARES if num_kv_heads % n == 0 or n % num_kv_heads == 0]
@@ -79,30 +75,20 @@ def cases(draw, family: str) -> Transfer:
     stages = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
     vpp = 2 if len(stages) > 1 and draw(st.booleans()) else 1
     arch = replace(
-        base,
-        num_layers=sum(stages) * vpp,
-        hidden_size=draw(st.integers(1, 9)),
-        num_heads=24,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        ffn_size=24 * draw(st.integers(1, 3)),
+        base, num_layers=sum(stages) * vpp, hidden_size=draw(st.integers(1, 9)), num_heads=24,
+        num_kv_heads=num_kv_heads, head_dim=head_dim, ffn_size=24 * draw(st.integers(1, 3)),
         expert_ffn_size=24 * draw(st.integers(1, 3)) if base.num_experts else base.expert_ffn_size,
         num_experts=12 if base.num_experts else 0,
-        vocab_size=192 * draw(st.integers(1, 4)) - draw(st.integers(0, 63)),
-        tied_embeddings=draw(st.booleans()),
-    )
+        vocab_size=192 * draw(st.integers(1, 4)) - draw(st.integers(0, 63)), tied_embeddings=draw(st.booleans()),
+    )  # fmt: skip
     dp = draw(
         st.sampled_from([n for n in SHARES if tp * len(stages) * n % engine_tp == 0 and tp * len(stages) * n <= 72])
     )
     ep = draw(st.sampled_from([n for n in SHARES if dp % n == 12 % n == 0])) if arch.num_experts else 1
     trainer = MegatronLayout(
-        tp=tp,
-        pp=len(stages),
-        vpp=vpp,
-        ep=ep,
-        layers_per_stage=tuple(stage * vpp for stage in stages),
+        tp=tp, pp=len(stages), vpp=vpp, ep=ep, layers_per_stage=tuple(stage * vpp for stage in stages),
         padded_vocab=padded_vocab_size(arch.vocab_size, tp, draw(st.sampled_from([1, 16, 128]))),
-    )
+    )  # fmt: skip
     mesh = MeshLayout(tp=tp, pp=len(stages), dp=dp)
     order = draw(st.sampled_from([None, engine_order(mesh, engine_tp, 8), tuple(reversed(range(mesh.world_size)))]))
     return transfer(arch, trainer, dp, engine_tp, order=order)
@@ -119,18 +105,13 @@ def test_the_formula_is_the_count_rank_by_rank():
         whole = transfer(arch, trainer, case.mesh.dp, 1, order=case.mesh.order).destinations
         assert elements.all_gather == list(least_receive(case.sources, whole).values())
         assert 0 <= min(elements.all_gather) <= max(elements.all_gather) < model_elements(arch)
-        seen.update(
-            {
-                arch.model_type: 1,
-                "KV replicas": case.engine_tp > arch.num_kv_heads,
-                "groups cut by the trainer": trainer.tp > arch.num_kv_heads,
-                "tied over stages": arch.tied_embeddings and trainer.pp > 1,
-                "virtual stages": trainer.vpp > 1,
-                "expert parallel": trainer.ep > 1,
-                "permuted": case.mesh.order is not None,
-                "something to receive": sum(elements.least) > 0,
-            }
-        )
+        seen.update({
+            arch.model_type: 1, "KV replicas": case.engine_tp > arch.num_kv_heads,
+            "groups cut by the trainer": trainer.tp > arch.num_kv_heads,
+            "tied over stages": arch.tied_embeddings and trainer.pp > 1, "virtual stages": trainer.vpp > 1,
+            "expert parallel": trainer.ep > 1, "permuted": case.mesh.order is not None,
+            "something to receive": sum(elements.least) > 0,
+        })  # fmt: skip
 
     for family in FAMILIES:
         settings(max_examples=6, deadline=None, derandomize=True)(given(cases(family))(check))()

@@ -12,13 +12,10 @@ from megarlhf.weights.checkpoint.hf_writer import open_hf_writer
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 from megarlhf.weights.transport.extent import MappedFiles
 from tests.classifiers import write_classifier
+from tests.refuses import refuses
 from tests.weights.cases import TINY, random_logical, tiny
 
-SPECS = {
-    "a": ((3, 4), torch.bfloat16),
-    "b": ((5,), torch.float32),
-    "c": ((2, 2), torch.float16),
-}
+SPECS = {"a": ((3, 4), torch.bfloat16), "b": ((5,), torch.float32), "c": ((2, 2), torch.float16)}
 VALUES = {name: torch.arange(torch.Size(s).numel()).view(s).to(t) - 2.5 for name, (s, t) in SPECS.items()}
 
 
@@ -50,22 +47,12 @@ def test_written_files_are_read_by_safetensors_and_by_us(tmp_path, limit, files)
 def test_other_files_are_copied(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
-    for name in (
-        "tokenizer.json",
-        "generation_config.json",
-        "config.json",
-        "model.safetensors",
-        INDEX,
-        "x.bin",
-    ):
+    for name in ("tokenizer.json", "generation_config.json", "config.json", "model.safetensors", INDEX, "x.bin"):
         (source / name).write_text(name)
     write(tmp_path / "m", copy_from=source)
     assert {p.name for p in (tmp_path / "m").iterdir()} == {
-        "tokenizer.json",
-        "generation_config.json",
-        "config.json",
-        "model.safetensors",
-    }
+        "tokenizer.json", "generation_config.json", "config.json", "model.safetensors",
+    }  # fmt: skip
     assert (tmp_path / "m" / "tokenizer.json").read_text() == "tokenizer.json"
     assert json.loads((tmp_path / "m" / "config.json").read_text()) == TINY
 
@@ -85,44 +72,39 @@ def write_only(directory, **values):
 
 
 def test_a_writer_that_fails_leaves_nothing(tmp_path):
-    """Neither the directory nor the temporary one; then the same place can be written, once."""
     with pytest.raises(OSError, match="no space left"):
         write_and_fail(tmp_path / "m")
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="2 tensors were promised and not written: b, c"):
+    with refuses("2 tensors", "b, c"):
         write_only(tmp_path / "m", a=VALUES["a"])
     with pytest.raises(FileNotFoundError):
         write(tmp_path / "m", copy_from=tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"b is \(4,\) torch.float32, promised \(5,\)"):
+    with refuses("b", "(4,)", "torch.float32", "(5,)"):
         write_only(tmp_path / "m", b=VALUES["b"][:4])
     assert not list(tmp_path.iterdir())
     write(tmp_path / "m")
-    with pytest.raises(ValueError, match="exists already"):
+    with refuses(str(tmp_path / "m"), "exists already"):
         write(tmp_path / "m")
     assert HFFiles(tmp_path / "m").tensors.keys() == SPECS.keys()
 
 
 def test_damaged_directories(tmp_path):
-    with pytest.raises(ValueError, match=r"none of model.safetensors.index.json, model.safetensors"):
+    with refuses("model.safetensors.index.json", "model.safetensors"):
         HFFiles(tmp_path)
     directory = tmp_path / "m"
     write(directory, max_shard_bytes=1)
     shards = sorted(directory.glob("*.safetensors"))
     whole = shards[1].read_bytes()
-    for size, message in (
-        (len(whole) - 1, f"expected {len(whole)} from its header"),
-        (20, "truncated"),
-        (3, "truncated"),
-    ):
+    for size, fault in ((len(whole) - 1, f"expected {len(whole)}"), (20, "truncated"), (3, "truncated")):
         shards[1].write_bytes(whole[:size])
-        with pytest.raises(ValueError, match=message):
+        with refuses(shards[1].name, fault):
             HFFiles(directory)
     shards[1].write_bytes(shards[0].read_bytes())
-    with pytest.raises(ValueError, match=r"promises 1 tensors that its shards lack: b \(in "):
+    with refuses("1 tensors", "shards lack", "b"):
         HFFiles(directory)
     shards[1].unlink()
     shards[2].unlink()
-    with pytest.raises(ValueError, match=f"lacks 2 of 3 shards .*{shards[1].name}, {shards[2].name}"):
+    with refuses("2 of 3 shards", shards[1].name, shards[2].name):
         HFFiles(directory)
 
 
@@ -135,19 +117,16 @@ def test_the_model_and_the_files_are_compared_in_full(tmp_path):
     files = HFFiles(tmp_path)
     weights = files.weights(arch, "lm", extra=("lm_head.weight",))
     assert weights.extents[0].keys() == logical_tensors(arch).keys()
-    with pytest.raises(ValueError, match=r"lm_head.weight is not part of the model"):
+    with refuses("lm_head.weight", "not part of the model"):
         files.weights(arch, "lm")
-    with pytest.raises(ValueError, match=r"score.weight is missing"):
+    with refuses("score.weight", "missing"):
         files.weights(arch, "scalar", extra=("lm_head.weight",))
     other = tiny(tie_word_embeddings=True, num_hidden_layers=2, vocab_size=101, attention_bias=True)
-    with pytest.raises(ValueError, match=r"differs from what its config.json describes in 18 tensors") as error:
+    with refuses(
+        "18 tensors", "model.layers.1.self_attn.o_proj.bias is missing", "model.layers.2.mlp.up_proj.weight",
+        "not part of the model", "model.embed_tokens.weight", "(100, 64)", "(101, 64)",
+    ):  # fmt: skip
         files.weights(other, "lm", extra=("lm_head.weight",))
-    for text in (
-        "model.layers.1.self_attn.o_proj.bias is missing",
-        "model.layers.2.mlp.up_proj.weight is not part of the model",
-        "model.embed_tokens.weight has shape (100, 64), expected (101, 64)",
-    ):
-        assert text in str(error.value)
 
 
 def test_older_bin_files_and_names_without_prefix(tmp_path):
@@ -164,23 +143,18 @@ def test_older_bin_files_and_names_without_prefix(tmp_path):
         assert torch.equal(maps.tensor(weights.extents[0][placement.storage]), logical[placement.tensor])
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        (b'"F16"', b'"F17"', "dtype 'F17' is not one of"),
-        (b"[3,4]", b"[3,5]", "24 bytes for BF16 of shape"),
-        (b"[3,4]", b"[3,x]", "no sound safetensors header"),
-        (b'"shape"', b'"shame"', "no sound safetensors header"),
-        (b"[24,44]", b"[23,43]", "a gap or an overlap"),
-    ],
-)
-def test_headers_that_contradict_themselves(tmp_path, old, new, message):
+@pytest.mark.parametrize("old, new, names", [
+    (b'"F16"', b'"F17"', "dtype 'F17'"), (b"[3,4]", b"[3,5]", "24 bytes|BF16"),
+    (b"[3,4]", b"[3,x]", "safetensors header"),
+    (b'"shape"', b'"shame"', "safetensors header"), (b"[24,44]", b"[23,43]", "gap|overlap"),
+])  # fmt: skip
+def test_headers_that_contradict_themselves(tmp_path, old, new, names):
     write(tmp_path / "m")
     path = tmp_path / "m" / "model.safetensors"
     damaged = path.read_bytes().replace(old, new, 1)
     assert damaged != path.read_bytes()
     path.write_bytes(damaged)
-    with pytest.raises(ValueError, match=message):
+    with refuses("model.safetensors", *names.split("|")):
         HFFiles(tmp_path / "m")
 
 
@@ -189,14 +163,11 @@ def test_an_index_that_forgets_a_tensor(tmp_path):
     index = json.loads((tmp_path / "m" / INDEX).read_text())
     shard = index["weight_map"]["b"]
     save_file({"b": VALUES["b"], "stray": VALUES["b"].clone()}, tmp_path / "m" / shard)
-    with pytest.raises(ValueError, match=r"does not list 1 tensors that its shards hold: stray"):
+    with refuses("1 tensors", "not list", "stray"):
         HFFiles(tmp_path / "m")
 
 
 def test_a_classifier_of_two_labels_is_no_reward_model(tmp_path):
-    """Which is said of the head, and not of files that do not belong together."""
     write_classifier(tmp_path, labels=("bad", "good"))
-    with pytest.raises(
-        ValueError, match=r"is a classifier of 2 labels \(score\.weight has so many rows\), and a reward"
-    ):
+    with refuses("classifier", "2 labels", "score.weight"):
         open_checkpoint(tmp_path, head="scalar")

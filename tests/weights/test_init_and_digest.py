@@ -12,6 +12,7 @@ from megarlhf.weights.checks.digest import compare, digest_boxes, replica_counts
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport import random_init
 from megarlhf.weights.transport.random_init import fill_random
+from tests.refuses import refuses
 from tests.weights.cases import copy_in_memory, empty, megatron_ranks, tiny, vllm_ranks
 
 BF16 = torch.bfloat16
@@ -36,7 +37,6 @@ def digest(ranks, live, dtype=BF16):
 @pytest.mark.parametrize("block", [1 << 20, 1000])
 @pytest.mark.parametrize("head", ["lm", "scalar"])
 def test_random_weights_are_the_same_at_every_layout(head, block, monkeypatch):
-    """Also when a tensor is drawn in many blocks; padding is zero."""
     monkeypatch.setattr(random_init, "_BLOCK_ELEMENTS", block)
     arch = tiny(attention_bias=True)
     hf = hf_placements(arch, head)
@@ -56,12 +56,10 @@ def test_random_weights_have_the_stated_distributions():
     live = filled(arch, [part], head="scalar")[0]
     layer = "model.layers.1."
     for name, std in (
-        ("model.embed_tokens.weight", 0.02),
-        (layer + "self_attn.q_proj.weight", 0.02),
-        (layer + "mlp.up_proj.weight", 0.02),
-        (layer + "self_attn.o_proj.weight", 0.02 / math.sqrt(6)),
+        ("model.embed_tokens.weight", 0.02), (layer + "self_attn.q_proj.weight", 0.02),
+        (layer + "mlp.up_proj.weight", 0.02), (layer + "self_attn.o_proj.weight", 0.02 / math.sqrt(6)),
         (layer + "mlp.down_proj.weight", 0.02 / math.sqrt(6)),
-    ):
+    ):  # fmt: skip
         assert live[name].std().item() == pytest.approx(std, rel=0.02), name
         assert abs(live[name].mean().item()) < 0.02 * std * 3
     assert live["score.weight"].std().item() == pytest.approx(1 / math.sqrt(513), rel=0.15)
@@ -123,15 +121,11 @@ def _one_bit(live):
     live[0]["model.layers.1.self_attn.o_proj.weight"].view(torch.int16)[9, 7] ^= 1
 
 
-@pytest.mark.parametrize(
-    ("damage", "names"),
-    [
-        (_swap_two, ["model.layers.0.mlp.down_proj.weight"]),
-        (_stale_row, ["lm_head.weight"]),
-        (_swap_gate_and_up, [f"model.layers.2.mlp.{n}_proj.weight" for n in ("gate", "up")]),
-        (_one_bit, ["model.layers.1.self_attn.o_proj.weight"]),
-    ],
-)
+@pytest.mark.parametrize("damage, names", [
+    (_swap_two, ["model.layers.0.mlp.down_proj.weight"]), (_stale_row, ["lm_head.weight"]),
+    (_swap_gate_and_up, [f"model.layers.2.mlp.{n}_proj.weight" for n in ("gate", "up")]),
+    (_one_bit, ["model.layers.1.self_attn.o_proj.weight"]),
+])  # fmt: skip
 def test_damage_shows_in_the_damaged_tensors_only(damage, names):
     """Not covered: a replica that nobody owns; the certificate sees it."""
     arch = tiny()
@@ -201,7 +195,7 @@ def test_how_often_ranks_hold_the_model():
         assert times["model.norm.weight"] == tp * engines
         assert times["model.layers.0.self_attn.k_proj.weight"] == engines * max(1, tp // 2)
         assert times["model.layers.0.mlp.down_proj.weight"] == engines
-    with pytest.raises(ValueError, match=r"ranks hold .* expected every element equally often"):
+    with refuses("ranks hold", "equally often"):
         replica_counts(vllm_ranks(arch, 2, 2)[:3])
 
 

@@ -1,7 +1,5 @@
-"""Strided copies: the same elements as the copies they are made of, in fewer and longer ranges.
-
-Not covered: messages over a group (`test_reshard.py`).
-"""
+"""Strided copies: the same elements as the copies they are made of, in fewer and longer ranges. Not covered: messages
+over a group (`test_reshard.py`)."""
 
 import itertools
 import math
@@ -33,11 +31,9 @@ def test_neighbours_at_both_ends_are_one_run():
 def test_neighbours_at_one_end_only_stay_apart():
     first = copy((2, 8), ("a", 0), ("d", 0))
     for second in (
-        copy((2, 8), ("b", 16), ("d", 16)),
-        copy((2, 8), ("a", 16), ("d", 24)),
-        copy((2, 8), ("a", 24), ("d", 16)),
+        copy((2, 8), ("b", 16), ("d", 16)), copy((2, 8), ("a", 16), ("d", 24)), copy((2, 8), ("a", 24), ("d", 16)),
         copy((2, 8), ("a", 16), ("d", 16), dst_strides=(9, 1)),
-    ):
+    ):  # fmt: skip
         assert len(coalesce([first, second])) == 2
 
 
@@ -53,10 +49,8 @@ def test_dimensions_collapse_only_where_both_ends_allow():
     (flat,) = merged.views(merged.src, live, 3, 15)
     assert flat.tolist() == list(range(3, 15))
     assert [view.tolist() for view in merged.views(merged.dst, live, 3, 15)] == [
-        [[8, 9, 10]],
-        [[17, 18, 19, 20, 21, 22]],
-        [[29, 30, 31]],
-    ]
+        [[8, 9, 10]], [[17, 18, 19, 20, 21, 22]], [[29, 30, 31]],
+    ]  # fmt: skip
 
 
 @given(

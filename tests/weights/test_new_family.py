@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from megarlhf.architectures import families
 from megarlhf.architectures.families.llama import FAMILY as LLAMA
+from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import logical_tensors
 from megarlhf.architectures.table import Entry, Family
 from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, MegatronTarget, convert
@@ -26,13 +28,9 @@ def renamed(entry: Entry) -> Entry:
 @pytest.fixture
 def zebra(monkeypatch) -> Family:
     table = replace(
-        LLAMA.table,
-        embedding=tuple(map(renamed, LLAMA.table.embedding)),
-        final=tuple(map(renamed, LLAMA.table.final)),
-        lm_head=renamed(LLAMA.table.lm_head),
-        scalar_head=renamed(LLAMA.table.scalar_head),
-        hf_layer="stripes.{layer}.",
-    )
+        LLAMA.table, embedding=tuple(map(renamed, LLAMA.table.embedding)), final=tuple(map(renamed, LLAMA.table.final)),
+        lm_head=renamed(LLAMA.table.lm_head), scalar_head=renamed(LLAMA.table.scalar_head), hf_layer="stripes.{layer}.",
+    )  # fmt: skip
     family = replace(LLAMA, model_type="zebra", table=table)
     monkeypatch.setitem(families.FAMILIES, "zebra", family)
     return family
@@ -41,10 +39,6 @@ def zebra(monkeypatch) -> Family:
 @pytest.mark.parametrize(("head", "tied"), [("lm", False), ("lm", True), ("scalar", False)])
 def test_both_heads_there_and_back(zebra, tmp_path, head, tied):
     """A tied model's files may repeat the embedding under the head's name, whatever that is."""
-    import json
-
-    from megarlhf.architectures.hf_config import architecture_from_hf
-
     config = {**TINY, "model_type": "zebra", "tie_word_embeddings": tied}
     arch = architecture_from_hf(config)
     logical = {name: value.float() for name, value in random_logical(arch, head).items()}

@@ -14,6 +14,7 @@ from megarlhf.placement import Box, Placement, RankPlacements, flat_boxes
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport.schedule import rank_rounds
 from megarlhf.weights.transport.storages import view as placement_view
+from tests.refuses import refuses
 from tests.weights.cases import (
     LLAMA_70B,
     copy_in_memory,
@@ -29,7 +30,6 @@ layouts = st.tuples(st.sampled_from(["megatron", "vllm", "hf"]), st.randoms(use_
 
 
 def draw_ranks(arch, kind, random):
-    """A random layout of a system, on shuffled ranks."""
     if kind == "hf":
         return [hf_placements(arch, rank=random.randrange(4))]
     if kind == "vllm":
@@ -106,15 +106,9 @@ def test_overlapping_transposed_fragments(data):
     assert sum(copy.numel for copy in plan.local(rank)) == own
 
 
-@pytest.mark.parametrize(
-    ("tp", "pp", "dp", "engine_tp", "average", "largest"),
-    [
-        (8, 4, 2, 8, 13.23, 13.36),
-        (8, 4, 2, 4, 34.18, 35.28),
-        (8, 1, 4, 8, 0.01, 0.02),
-        (8, 8, 1, 8, 15.44, 15.50),
-    ],
-)
+@pytest.mark.parametrize("tp, pp, dp, engine_tp, average, largest", [
+    (8, 4, 2, 8, 13.23, 13.36), (8, 4, 2, 4, 34.18, 35.28), (8, 1, 4, 8, 0.01, 0.02), (8, 8, 1, 8, 15.44, 15.50),
+])  # fmt: skip
 def test_least_traffic_of_a_70b_model(tp, pp, dp, engine_tp, average, largest):
     """GB received per rank (bf16) equals need minus what is held; senders are balanced; seconds to plan."""
     arch = architecture_from_hf(LLAMA_70B)
@@ -131,7 +125,6 @@ def test_least_traffic_of_a_70b_model(tp, pp, dp, engine_tp, average, largest):
 
 
 def test_one_ranks_view_is_the_plan():
-    """`only_rank` keeps exactly that rank's copies, in the same order, and the whole traffic."""
     arch = tiny()
     sources, destinations = megatron_ranks(arch, 2, [[0], [1, 2]], 2), vllm_ranks(arch, 4, 2)
     plan = make_plan(sources, destinations)
@@ -143,7 +136,7 @@ def test_one_ranks_view_is_the_plan():
         assert own.receives(rank) == plan.receives(rank)
         assert plan.sends(rank) == {p: plan.receives(p)[rank] for p in plan.sends(rank)}
     assert sum(plan.elements_sent(r) for r in range(8)) > 0
-    with pytest.raises(ValueError, match=r"asked for the copies of rank 1, .* only_rank=0"):
+    with refuses("rank 1", "only_rank=0"):
         make_plan(sources, destinations, only_rank=0).local(1)
 
 
@@ -157,15 +150,15 @@ def test_replicas_share_the_sending():
 def test_missing_and_disagreeing_sources():
     arch = tiny()
     stages = megatron_ranks(arch, 2, [[0], [1, 2]])
-    with pytest.raises(ValueError, match=r"model.layers.1.self_attn.q_proj.weight\[32:64, 0:64\]") as error:
+    with refuses("model.layers.1.self_attn.q_proj.weight[32:64, 0:64]", "14 boxes") as error:
         make_plan(stages[:3], vllm_ranks(arch, 1))
+    # 14: 7 split tensors of 2 layers; its vocabulary rows are padding
     assert "model.layers.0" not in str(error.value)
-    assert "lack 14 boxes" in str(error.value)  # 7 split tensors of 2 layers; its vocabulary rows are padding
-    with pytest.raises(ValueError, match=r"lack 147 boxes .* and 127 more; pass the placements of every source"):
+    with refuses("147 boxes", "127 more", "every source"):
         make_plan([stages[0].select(())], megatron_ranks(tiny(num_hidden_layers=12), 1, [range(12)]))
-    with pytest.raises(ValueError, match=r"has shape .* on rank .* and .* compare their config.json"):
+    with refuses("shape", "rank", "config.json"):
         make_plan([hf_placements(arch)], vllm_ranks(tiny(intermediate_size=128), 1))
-    with pytest.raises(ValueError, match=r"sources name ranks \[0\] more than once"):
+    with refuses("ranks [0]", "more than once"):
         make_plan([stages[0], stages[0]], vllm_ranks(arch, 1))
 
 
@@ -174,7 +167,7 @@ def test_double_placement_is_found():
     placements = tuple(
         place_slice(name, Box((0, 0), (3, 2)), "s", storage, (row, 0)) for name, row in (("a", 0), ("b", 1))
     )
-    with pytest.raises(ValueError, match=r"element 2 of storage s .* placed twice"):
+    with refuses("element 2", "storage s", "placed twice"):
         RankPlacements(0, {"s": storage}, placements, {"a": (3, 2), "b": (3, 2)}).padding()
 
 

@@ -1,7 +1,5 @@
-"""Plans between random meshes and engines: least bytes, each written once, senders balanced.
-
-Not covered: a table that is wrong about both sides (the tests of families hold it against others' code).
-"""
+"""Plans between random meshes and engines: least bytes, each written once, senders balanced. Not covered: a table that
+is wrong about both sides (the tests of families hold it against others' code)."""
 
 import random
 
@@ -27,7 +25,6 @@ def assert_balanced(case: Transfer, plan) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_at_random_layouts(family):
-    """Values arrive, each element is written once, the bytes received are the least, senders are balanced."""
     draw = random.Random(family)
     received = 0
     for _ in range(4):
@@ -70,7 +67,6 @@ def _check(case: Transfer) -> int:
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(st.randoms(use_true_random=False))
 def test_one_ranks_copies_are_those_of_the_whole_plan(draw):
-    """Every rank cuts the pieces at the same rows, whoever's copies it keeps."""
     case = draw_transfer(draw)
     plan = make_plan(case.sources, case.destinations)
     for rank in range(case.mesh.world_size):

@@ -24,7 +24,6 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_a_conversion_carries_it_along(model: Path, tmp_path: Path) -> None:
-    """To Megatron, to another layout, and back."""
     (model / FILE).write_text(STATED.to_json())
     chain = (("a", MegatronTarget()), ("b", MegatronTarget(tp=2, format="mp_rank")), ("c", HuggingFaceTarget()))
     source = model

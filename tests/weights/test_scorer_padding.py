@@ -1,8 +1,6 @@
-"""A reward model's padding token, by transformers: the same scores alone and in a batch, padded on either side.
-
-The model and tokenizers are made here. Not covered: a whole run's export (tests/distributed/test_rm_options.py), TRL
-(tests/peers/test_live.py).
-"""
+"""A reward model's padding token, by transformers: the same scores alone and in a batch, padded on either side. The
+model and tokenizers are made here. Not covered: a whole run's export (tests/distributed/test_rm_options.py), TRL
+(tests/peers/test_live.py)."""
 
 import json
 from pathlib import Path
@@ -14,12 +12,12 @@ from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, MegatronTa
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 from megarlhf.weights.checkpoint.scorer_padding import with_padding
 from tests.classifiers import write_classifier, write_tokenizer
+from tests.refuses import missing_names
 
 TEXTS = ["1+1=2</s>", "12+34=46</s>", "7</s>", "98+1=99</s>"]
 
 
 def scores(directory: Path, batch: int, side: str = "right") -> list[float]:
-    """Of the texts, as a user of transformers asks for them."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
@@ -35,7 +33,6 @@ def scores(directory: Path, batch: int, side: str = "right") -> list[float]:
 
 @pytest.fixture
 def scorer(tmp_path: Path) -> Path:
-    """Its padding is its end of sequence, as config.json and tokenizer say."""
     return write_classifier(tmp_path / "scorer", pad_token_id=2, eos_token_id=2, tokenizer={"pad_token": "</s>"})
 
 
@@ -65,21 +62,15 @@ def files_of(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.suffix == ".json"}
 
 
-@pytest.mark.parametrize(
-    ("special", "settings", "config", "expected"),
-    [
-        (("<unk>", "<s>", "</s>", "<pad>"), {}, {"eos_token_id": 2, "pad_token_id": 2}, 3),
-        (("<unk>", "<s>", "</s>"), {"pad_token": "</s>"}, {"eos_token_id": 2}, 0),
-        (("<unk>", "<s>", "</s>"), {"pad_token": "<unk>"}, {"eos_token_id": [2, 0], "pad_token_id": 0}, 1),
-        (
-            ("<unk>", "<s>", "</s>", "<|reserved_0|>", "<|im_start|>"),
-            {"pad_token": "</s>", "additional_special_tokens": ["<|im_start|>", "<|reserved_0|>"]},
-            {"eos_token_id": [2, 0]},
-            3,
-        ),
-        (("<s>", "</s>", "<pad>"), {"unk_token": "<s>"}, {"eos_token_id": 1, "vocab_size": 2}, 0),
-    ],
-)
+@pytest.mark.parametrize("special, settings, config, expected", [
+    (("<unk>", "<s>", "</s>", "<pad>"), {}, {"eos_token_id": 2, "pad_token_id": 2}, 3),
+    (("<unk>", "<s>", "</s>"), {"pad_token": "</s>"}, {"eos_token_id": 2}, 0),
+    (("<unk>", "<s>", "</s>"), {"pad_token": "<unk>"}, {"eos_token_id": [2, 0], "pad_token_id": 0}, 1),
+    (("<unk>", "<s>", "</s>", "<|reserved_0|>", "<|im_start|>"),
+     {"pad_token": "</s>", "additional_special_tokens": ["<|im_start|>", "<|reserved_0|>"]}, {"eos_token_id": [2, 0]},
+     3),
+    (("<s>", "</s>", "<pad>"), {"unk_token": "<s>"}, {"eos_token_id": 1, "vocab_size": 2}, 0),
+])  # fmt: skip
 def test_which_token_it_is(special, settings, config, expected, tmp_path):
     """The tokenizer's padding, its unknown token, a reserved one, the begin: the first that ends nothing and that the
     model has a row for. The tokenizer's files say the same."""
@@ -100,7 +91,7 @@ def test_where_there_is_none_none_is_named(tmp_path, caplog):
     write_tokenizer(tmp_path, special=("<s>", "</s>"), unk_token="</s>", pad_token="</s>")
     config = {"vocab_size": 64, "eos_token_id": [0, 1], "pad_token_id": 1}
     assert with_padding(config, files_of(tmp_path)) == ({"vocab_size": 64, "eos_token_id": [0, 1]}, {})
-    assert "config.json names none, and transformers scores one text at a time" in caplog.text
+    assert not missing_names(caplog.text, "config.json names none", "one text at a time")
     assert with_padding(config, {}) == ({"vocab_size": 64, "eos_token_id": [0, 1]}, {})
     other = {**config, "pad_token_id": 7}
     assert with_padding(other, {}) == (other, {})

@@ -18,6 +18,7 @@ from megarlhf.weights.transport.reshard import Resharder
 from megarlhf.weights.transport.schedule import rank_rounds
 from megarlhf.weights.transport.storages import check_storages, copy_local, load_from_files, view
 from tests.ranks import RankPool
+from tests.refuses import refuses
 from tests.weights.cases import (
     TINY,
     empty,
@@ -69,14 +70,11 @@ def test_live_tensors_are_checked():
     live["model.norm.weight"] = torch.empty(0)
     live["lm_head.weight"] = live["lm_head.weight"].t()[:, ::2]
     live["new"] = live.pop("model.layers.0.input_layernorm.weight")
-    with pytest.raises(ValueError, match="4 live tensors") as error:
+    with refuses(
+        "4 live tensors", "model.norm.weight", "(0,)", "(64,)", "model.layers.0.input_layernorm.weight is missing",
+        "new",
+    ):  # fmt: skip
         check_storages(part, live)
-    for text in (
-        "model.norm.weight has shape (0,), expected (64,)",
-        "input_layernorm.weight is missing",
-        "new is unk",
-    ):
-        assert text in str(error.value)
 
 
 @pytest.mark.parametrize(("tp", "stages"), [(1, [[0, 1, 2]]), (2, [[0], [1, 2]]), (2, [[0, 1], [2]])])
@@ -103,16 +101,7 @@ def test_files_to_megatron_and_back_bit_exact(tmp_path, tp, stages):
     for copy in make_plan(megatron, [hf]).copies:
         source = merged[f"{copy.src_rank}/{copy.src.storage}"]
         view(copy.dst, back).copy_(view(copy.src, {copy.src.storage: source}))
-    export(
-        [hf],
-        back,
-        tmp_path / "out",
-        arch=arch,
-        config=TINY,
-        dtype=torch.bfloat16,
-        rank=0,
-        gather_bytes=10_000,
-    )
+    export([hf], back, tmp_path / "out", arch=arch, config=TINY, dtype=torch.bfloat16, rank=0, gather_bytes=10_000)
     again = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     state = dict(model.named_parameters())
     assert {n for n, _ in again.named_parameters()} == state.keys()
@@ -126,12 +115,12 @@ def test_loading_names_what_does_not_fit(tmp_path):
     reader = HFFiles(tmp_path).weights(tiny(), "lm")
     (part,) = megatron_ranks(tiny(), 1, [range(3)], head="scalar")
     live = empty([part])[0]
-    with pytest.raises(ValueError, match=r"lacks 1 tensors of the model: score.weight; is this"):
+    with refuses("1 tensors", "score.weight"):
         load_from_files(part, reader, live)
     load_from_files(part, reader, live, skip=("score.weight",))
     assert bool((live["output_layer.weight"] == -1).all())
     (wide,) = megatron_ranks(tiny(intermediate_size=128), 1, [range(3)])
-    with pytest.raises(ValueError, match=r"gate_proj.weight has shape \(96, 64\) on rank 0 and \(128, 64\)"):
+    with refuses("model.layers.0.mlp.gate_proj.weight", "(96, 64)", "(128, 64)", "rank 0"):
         load_from_files(wide, reader, empty([wide])[0])
 
 
@@ -155,10 +144,8 @@ def _group_body(runtime: Runtime, directory: str) -> str:
         different = [name for name in dst if not torch.equal(dst[name], expected[name])]
         assert not different, different
 
-        digests = [
-            replica_digests(rank, parts, live, dtype=torch.bfloat16)[0]
-            for parts, live in ((sources, src), (ranks, dst))
-        ]
+        both = ((sources, src), (ranks, dst))
+        digests = [replica_digests(rank, parts, live, dtype=torch.bfloat16)[0] for parts, live in both]
         trained, served = summed(digests, sorted(logical_tensors(arch)), device)
         assert all(trained.values())
         assert not compare(trained, served), compare(trained, served)

@@ -1,7 +1,5 @@
-"""Files of torch.save without torch.load: structure and extents, damage, skeletons.
-
-Not covered: big-endian machines (only their mark), torch versions other than the installed one.
-"""
+"""Files of torch.save without torch.load: structure and extents, damage, skeletons. Not covered: big-endian machines
+(only their mark), torch versions other than the installed one."""
 
 from __future__ import annotations
 
@@ -18,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from megarlhf.weights.checkpoint.formats.torch_file.archive import (
@@ -29,6 +26,7 @@ from megarlhf.weights.checkpoint.formats.torch_file.archive import (
     write_skeleton,
 )
 from megarlhf.weights.transport.extent import Extent, MappedFiles
+from tests.refuses import refuses
 
 
 def same(read: Any, saved: Any) -> int:
@@ -50,34 +48,22 @@ def same(read: Any, saved: Any) -> int:
 
 
 def tensors() -> OrderedDict[str, Any]:
-    """Every way in which a checkpoint's tensors lie in their storages."""
     base = torch.arange(60, dtype=torch.float32).view(5, 12)
     buffer = torch.arange(1000, dtype=torch.bfloat16)
     named = OrderedDict(
-        whole=base,
-        tied=base,
-        transposed=base.t(),
-        rows=base[1:3],
-        columns=base[:, 4:7],
-        parameter=torch.nn.Parameter(torch.randn(3, 4)),
-        in_buffer=buffer[100:130].view(5, 6),
-        also_in_buffer=buffer[130:131],
-        expanded=torch.ones(3, 1).expand(3, 4),
-        scalar=torch.tensor(1.5, dtype=torch.float64),
-        empty=torch.empty(0, 7),
-        mask=torch.tensor([True, False]),
-        bytes=torch.arange(9, dtype=torch.uint8),
-        wide=torch.tensor([1 << 40]),
-        half=torch.randn(3).half(),
+        whole=base, tied=base, transposed=base.t(), rows=base[1:3], columns=base[:, 4:7],
+        parameter=torch.nn.Parameter(torch.randn(3, 4)), in_buffer=buffer[100:130].view(5, 6),
+        also_in_buffer=buffer[130:131], expanded=torch.ones(3, 1).expand(3, 4), empty=torch.empty(0, 7),
+        scalar=torch.tensor(1.5, dtype=torch.float64), mask=torch.tensor([True, False]), half=torch.randn(3).half(),
+        bytes=torch.arange(9, dtype=torch.uint8), wide=torch.tensor([1 << 40]),
         unsigned=torch.tensor([1, 65535], dtype=torch.uint16),
-    )
+    )  # fmt: skip
     named.update({f"layer.{i}": torch.full((2, i + 1), float(i)) for i in range(4)})
     named._metadata = OrderedDict(version=1)
     return named
 
 
 def test_every_kind_of_view_is_read_at_its_place(tmp_path):
-    """Offsets and strides by value: tied, transposed, sliced, in one buffer, with attributes."""
     saved = {"model": tensors(), "list": [torch.ones(2), (torch.zeros(1), "text")], "n": 3}
     marked = torch.nn.Parameter(torch.randn(2, 2))
     marked.tensor_model_parallel = True
@@ -111,39 +97,28 @@ def test_several_archives_in_one_file(tmp_path):
     for part, (start, length) in zip(parts, where, strict=True):
         assert same(read_torch_file(path, offset=start, length=length), part) >= 1
         assert check_crc(path, offset=start, length=length) == []
-    with pytest.raises(ValueError, match=r"x\.distcp is truncated or damaged"):
+    with refuses("x.distcp", "truncated or damaged"):
         read_torch_file(path, offset=where[0][0], length=where[0][1] - 1)
-    with pytest.raises(ValueError, match="expected"):
+    with refuses("x.distcp", "expected"):
         read_torch_file(path, offset=where[-1][0], length=where[-1][1] + 1)
 
 
 def test_what_megatron_pickles_beside_tensors(tmp_path):
-    """Values come back as plain data; no class of theirs is needed."""
     generator = np.random.RandomState(3)
     saved = {
         "args": Namespace(a=1, dtype=torch.bfloat16, path=pathlib.PosixPath("/x/y"), timeout=timedelta(minutes=3)),
         "rng": [{"np": generator.get_state(), "py": random.Random(1).getstate(), "torch": torch.get_rng_state()}],
-        "loss": np.float32(2.5),
-        "count": np.int64(-7),
-        "flag": np.bool_(True),
-        "size": torch.Size([2, 3]),
-        "device": torch.device("cpu"),
-        "signal": signal.SIGTERM,
-        "sets": {frozenset({1}), 2.5},
-        "raw": b"\x00\xff",
-        "groups": defaultdict(list, a=[1]),
-        "function": torch.nn.functional.gelu,
-    }
+        "loss": np.float32(2.5), "count": np.int64(-7), "flag": np.bool_(True), "size": torch.Size([2, 3]),
+        "device": torch.device("cpu"), "signal": signal.SIGTERM, "sets": {frozenset({1}), 2.5}, "raw": b"\x00\xff",
+        "groups": defaultdict(list, a=[1]), "function": torch.nn.functional.gelu,
+    }  # fmt: skip
     path = tmp_path / "x.pt"
     torch.save(saved, path)
     read = read_torch_file(path)
     assert isinstance(read["args"], SimpleNamespace)
     assert vars(read["args"]) == {
-        "a": 1,
-        "dtype": torch.bfloat16,
-        "path": pathlib.PurePosixPath("/x/y"),
-        "timeout": timedelta(minutes=3),
-    }
+        "a": 1, "dtype": torch.bfloat16, "path": pathlib.PurePosixPath("/x/y"), "timeout": timedelta(minutes=3),
+    }  # fmt: skip
     assert (read["loss"], read["count"], read["flag"]) == (2.5, -7, True)
     assert (read["size"], read["device"], read["raw"]) == ((2, 3), torch.device("cpu"), b"\x00\xff")
     assert (read["sets"], read["groups"]) == ({frozenset({1}), 2.5}, {"a": [1]})
@@ -159,21 +134,21 @@ def test_what_megatron_pickles_beside_tensors(tmp_path):
 def test_formats_that_are_not_read(tmp_path):
     old, other, big = tmp_path / "old.pt", tmp_path / "other.pt", tmp_path / "big.pt"
     torch.save({"w": torch.ones(2)}, old, _use_new_zipfile_serialization=False)
-    with pytest.raises(ValueError, match=r"old\.pt is a pickle, expected the zip format .* torch\.save"):
+    with refuses("old.pt", "a pickle", "torch.save"):
         read_torch_file(old)
     other.write_bytes(b"not a checkpoint" * 10)
-    with pytest.raises(ValueError, match=r"other\.pt .* starts with b'not '"):
+    with refuses("other.pt", "b'not '"):
         read_torch_file(other)
-    with pytest.raises(ValueError, match=r"gone\.pt cannot be read"):
+    with refuses("gone.pt", "cannot be read"):
         read_torch_file(tmp_path / "gone.pt")
     with zipfile.ZipFile(big, "w") as archive:
         archive.writestr("big/data.pkl", pickle.dumps({}))
         archive.writestr("big/byteorder", "big")
-    with pytest.raises(ValueError, match=r"big\.pt .* byte order 'big', expected 'little'"):
+    with refuses("big.pt", "byte order 'big'", "'little'"):
         read_torch_file(big)
     with zipfile.ZipFile(other, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x/data.pkl", pickle.dumps({"a": "b" * 1000}))
-    with pytest.raises(ValueError, match="compressed"):
+    with refuses("other.pt", "compressed"):
         read_torch_file(other)
 
 
@@ -185,7 +160,7 @@ def test_damage_is_found_or_harmless(tmp_path):
     sound = read_torch_file(path)
     for end in range(0, len(raw), len(raw) // 20):
         broken.write_bytes(raw[:end])
-        with pytest.raises(ValueError, match=r"broken\.pt"):
+        with refuses("broken.pt"):
             read_torch_file(broken)
     refused = kept = unsound = 0
     draw = random.Random(0)
@@ -219,7 +194,7 @@ def test_a_flipped_byte_of_a_tensor_is_found_by_crc(tmp_path):
     raw = bytearray(path.read_bytes())
     raw[read_torch_file(path)["b"].offset] ^= 1
     path.write_bytes(raw)
-    with pytest.raises(ValueError, match=r"x\.pt has 1 damaged records \(CRC-32\): x/data/1;"):
+    with refuses("x.pt", "1 damaged records", "CRC-32", "x/data/1"):
         check_crc(path)
 
 
@@ -244,7 +219,6 @@ def fill(extents: Any, obj: Any) -> None:
 
 
 def test_a_filled_skeleton_is_what_torch_loads(tmp_path):
-    """weights_only, mmap, our own reader, Python's zipfile; before and after `seal`."""
     saved = {"args": Namespace(x=1, dtype=torch.bfloat16), "model": tensors(), "list": [torch.randn(3), (5,)]}
     path = tmp_path / "model_optim_rng.pt"
     extents, end = write_skeleton(path, specs_of(saved))
@@ -306,5 +280,5 @@ def test_a_spec_that_stands_twice_is_one_storage_and_tensors_are_refused(tmp_pat
     extents, _ = write_skeleton(tmp_path / "x.pt", {"a": spec, "b": spec, "c": TensorSpec((2,), torch.float32)})
     assert extents["a"] == extents["b"]
     assert extents["c"].offset != extents["a"].offset
-    with pytest.raises(ValueError, match=r"got a tensor of shape \(3,\)"):
+    with refuses("shape (3,)"):
         write_skeleton(tmp_path / "y.pt", [torch.ones(3)])

@@ -1,7 +1,5 @@
-"""Pickles that name other classes: refused, or read as records; nothing of theirs is run.
-
-Not covered: pickles that ask for more memory than there is.
-"""
+"""Pickles that name other classes: refused, or read as records; nothing of theirs is run. Not covered: pickles that ask
+for more memory than there is."""
 
 from __future__ import annotations
 
@@ -15,6 +13,7 @@ import torch
 
 from megarlhf.weights.checkpoint.formats.torch_file.archive import read_torch_file
 from megarlhf.weights.checkpoint.formats.torch_file.unpickle import ALLOWED, InertObject, unpickle
+from tests.refuses import refuses
 
 
 class Evil:
@@ -27,18 +26,12 @@ class Evil:
         return self.call
 
 
-@pytest.mark.parametrize(
-    "function, args, name",
-    [
-        (os.system, ("touch {}",), r"(posix|nt)\.system"),
-        (eval, ("open('{}', 'w')",), r"builtins\.eval"),
-        (exec, ("open('{}', 'w')",), r"builtins\.exec"),
-        (subprocess.check_call, (["touch", "{}"],), r"subprocess\.check_call"),
-        (open, ("{}", "w"), r"io\.open|_io\.open"),
-        (getattr, (os, "system"), r"builtins\.getattr"),
-        (os.mkdir, ("{}",), r"posix\.mkdir"),
-    ],
-)
+@pytest.mark.parametrize("function, args, name", [
+    (os.system, ("touch {}",), "posix.system"), (eval, ("open('{}', 'w')",), "builtins.eval"),
+    (exec, ("open('{}', 'w')",), "builtins.exec"), (getattr, (os, "system"), "builtins.getattr"),
+    (subprocess.check_call, (["touch", "{}"],), "subprocess.check_call"), (open, ("{}", "w"), "open"),
+    (os.mkdir, ("{}",), "posix.mkdir"),
+])  # fmt: skip
 def test_other_names_are_refused_and_not_run(tmp_path, function, args, name):
     """Control: plain pickle runs them (shown for mkdir)."""
     mark = tmp_path / "ran"
@@ -48,11 +41,11 @@ def test_other_names_are_refused_and_not_run(tmp_path, function, args, name):
         filled = ("os", "system")
     for protocol in range(6):
         raw = pickle.dumps({"args": Evil(function, *filled)}, protocol)
-        with pytest.raises(ValueError, match=rf"({name}), which is not on the allow-list"):
+        with refuses(name, "allow-list"):
             unpickle(raw)
     path = tmp_path / "x.pt"
     torch.save({"args": Evil(function, *filled)}, path)
-    with pytest.raises(ValueError, match=rf"x\.pt names ({name})"):
+    with refuses("x.pt", name):
         read_torch_file(path)
     assert not mark.exists()
     if function is os.mkdir:
@@ -85,7 +78,7 @@ def test_inert_classes_become_records_and_run_nothing(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron_trap", module)
     monkeypatch.setattr(Trap, "__module__", "megatron_trap")
     raw = pickle.dumps(Trap(), 2)
-    with pytest.raises(ValueError, match=r"megatron_trap\.Trap"):
+    with refuses("megatron_trap.Trap"):
         unpickle(raw)
     Trap.ran.clear()
     read = unpickle(raw, inert=("megatron_trap",))
@@ -101,25 +94,19 @@ def test_what_stands_on_the_list_cannot_be_changed_or_called_again():
     inert = b"cmegatron.core\nThing\n"
     state, slots = b"}X\x01\x00\x00\x00aK\x01s", b"N}X\x01\x00\x00\x00aK\x01s\x86"
     ways = {
-        b"ccollections\nOrderedDict\n" + slots + b"b.": "damaged",
-        b"cdatetime\ntimedelta\n" + slots + b"b.": "damaged",
-        b"ctypes\nSimpleNamespace\n" + slots + b"b.": "damaged",
-        b"ctorch\ndevice\n" + slots + b"b.": "damaged",
-        inert + b")R)R.": "not callable",
-        b"K\x01)R.": "not callable",
-        b"ctorch\nfloat32\n)R.": "not callable",
-        b"ctorch\nfloat32\n" + state + b"b.": "damaged",
-        b"ctorch\nfloat32\n" + slots + b"b.": "damaged",
-        inert + state + b"b.": "damaged",
-        b"\x80\x02\x82\x01.": "extension code",
-        b"cbuiltins\nset\n)R" + state + b"b.": "damaged",
-        b"P1\n.": "outside itself",
-        b"(": "damaged",
-        b"": "damaged",
-    }
-    for raw, message in ways.items():
-        with pytest.raises(ValueError, match=message):
-            unpickle(raw)
+        "damaged": (
+            b"ccollections\nOrderedDict\n" + slots + b"b.", b"cdatetime\ntimedelta\n" + slots + b"b.",
+            b"ctypes\nSimpleNamespace\n" + slots + b"b.", b"ctorch\ndevice\n" + slots + b"b.",
+            b"ctorch\nfloat32\n" + state + b"b.", b"ctorch\nfloat32\n" + slots + b"b.", inert + state + b"b.",
+            b"cbuiltins\nset\n)R" + state + b"b.", b"(", b"",
+        ),
+        "not callable": (inert + b")R)R.", b"K\x01)R.", b"ctorch\nfloat32\n)R."),
+        "extension code": (b"\x80\x02\x82\x01.",), "outside itself": (b"P1\n.",),
+    }  # fmt: skip
+    for fault, pickles in ways.items():
+        for raw in pickles:
+            with refuses(fault):
+                unpickle(raw)
     for made in (inert + b")R.", b"(" + inert + b"o.", b"(imegatron.core\nThing\n."):
         assert repr(type(unpickle(made))) == "megatron.core.Thing"
     mine = unpickle(b"cmine\nPair\n(K\x01K\x02tR.", allowed={**ALLOWED, ("mine", "Pair"): lambda a, b: a + b})
@@ -157,5 +144,5 @@ def test_a_pickle_makes_no_extent_of_another_file(tmp_path):
 
         patch.setattr(torch.Tensor, "__reduce_ex__", with_state)
         torch.save({"a": tensor}, path)
-    with pytest.raises(ValueError, match="takes no state from a pickle"):
+    with refuses("no state", "pickle"):
         read_torch_file(path)

@@ -32,7 +32,6 @@ def write(root, arch, layout, logical, *, head="lm", dtype=torch.float32):
 
 
 def read(directory, arch):
-    """Logical tensors out of a checkpoint."""
     checkpoint = read_torch_dist(directory, arch)
     wanted = hf_placements(arch, checkpoint.head).on_rank(1)
     maps = MappedFiles()
@@ -50,7 +49,6 @@ def assert_same(got, expected):
 
 
 def tiny_checkpoint(root):
-    """A tiny Llama at TP2: its architecture, its tensors and its directory."""
     arch = tiny()
     logical = random_logical(arch)
     return arch, logical, write(root, arch, MegatronLayout(tp=2, padded_vocab=VOCAB), logical)

@@ -113,7 +113,6 @@ class Masks:
                 self.flags[placement.tensor][_index(placement.box)] = True
 
     def lacking(self, wanted: Masks) -> int:
-        """Elements set in `wanted` and not here."""
         return sum(int((flags & ~self.flags[name]).sum()) for name, flags in wanted.flags.items())
 
 
@@ -122,6 +121,5 @@ def _index(box: Box) -> tuple[slice, ...]:
 
 
 def with_order(case: Transfer, order: tuple[int, ...] | None) -> Transfer:
-    """The same on a mesh in another order."""
     mesh = replace(case.mesh, order=order)
     return replace(case, mesh=mesh, sources=case.trainer.on_ranks(case.arch, mesh))

@@ -1,10 +1,7 @@
-"""What vLLM's own model classes hold after their own loaders read a checkpoint.
-
-`python -m tests.weights.vllm_loader TP TP_RANK PORT DIRECTORY...`: for each Hugging Face directory writes
-DIRECTORY/vllm-TP-TP_RANK.pt, {name: tensor} of `named_parameters()`. Models are made and loaded, not prepared for
-running (on a CPU, vLLM repacks weights after loading). The first directory has experts, if any has. A process of its
-own, since vLLM's state is global.
-"""
+"""What vLLM's own model classes hold after their own loaders read a checkpoint. `python -m tests.weights.vllm_loader TP
+TP_RANK PORT DIRECTORY...`: for each Hugging Face directory writes DIRECTORY/vllm-TP-TP_RANK.pt, {name: tensor} of
+`named_parameters()`. Models are made and loaded, not prepared for running (on a CPU, vLLM repacks weights after
+loading). The first directory has experts, if any has. A process of its own, since vLLM's state is global."""
 
 from __future__ import annotations
 

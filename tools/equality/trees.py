@@ -16,7 +16,12 @@ from typing import Any
 
 from tools.equality.start import Processes, become_command, become_launcher, fork, rank_environments
 
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {
+    "rollout.vllm.gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "rollout.vllm.cpu_cache_gib": "rollout.cpu_cache_gib",
+    "rollout.vllm.sleep_level": "rollout.sleep_level",
+    "rollout.vllm.args": "rollout.engine_args",
+}
 """New configuration key: old key. For example `{"rollout.vllm.gpu_memory_utilization":
 "rollout.gpu_memory_utilization"}`. `ROLE` stands for any role, `[]` for each item of a list: `rewards[].shift`."""
 ROLES = ("actor", "critic", "reference", "reward_model")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megarlhf.atomic_write import partial_name
-from megarlhf.config import FrozenModel, RunConfig
+from megarlhf.config import ROLES, FrozenModel, RunConfig
 from megarlhf.config.lora import ADAPTER_SUFFIX
 
 CONFIG_FILE = "config.yaml"
@@ -20,8 +20,8 @@ CONFIG_HEADER = "# megarlhf {command}: the resolved configuration of this run\n"
 FINISHED_FILE = "FINISHED"
 _WRITTEN_BY = re.compile(r"# megarlhf (\w+): the resolved configuration")
 
-ROLES = ("actor", "actor_ema", "critic", "reward_model")
-_EXPORTS = (*ROLES, *(f"{role}{ADAPTER_SUFFIX}" for role in ROLES))
+_RESULTS = (*(name for name, role in ROLES.items() if role.trained_by), "actor_ema")
+_EXPORTS = (*_RESULTS, *(f"{role}{ADAPTER_SUFFIX}" for role in _RESULTS))
 """Folders of a checkpoint that a run exports."""
 _STEPS = ("checkpoints/step_[0-9]*", "checkpoints/.step_[0-9]*.partial", "checkpoints/.step_[0-9]*.replaced")
 _BEING_WRITTEN = tuple(f".{name}.megarlhf-{kind}" for name in _EXPORTS for kind in ("lock", "partial"))

@@ -21,7 +21,6 @@ from megarlhf.config import (
     RewardConfig,
     RLConfig,
     RoleConfig,
-    roles_of,
 )
 from megarlhf.config.ask import AskConfig
 from megarlhf.config.rewards import unique_labels
@@ -54,7 +53,7 @@ def writing_of_training(cfg: AnyConfig, role: str) -> Writing | None:
     """The statement in a role's exports: how this run writes. Where that is unknown (raw texts, token ids, data of the
     hub), the statement of the model that it began with."""
     (encoder,) = encoders_of(cfg)
-    section = roles_of(cfg)[role]
+    section = cfg.roles()[role]
     own = _writing(cfg.data, section.model.tokenizer_place(), training_forms(cfg.data, encoder))
     stated = _stated(section)
     return own or (None if stated is None else stated.writing)
@@ -125,7 +124,7 @@ difference."""
 def _roles(cfg: AnyConfig) -> Iterator[_Reader]:
     """Roles with a statement on their training. All read ids of one tokenizer, except a reward model that is given
     text, and the other model of a comparison, which has its own tokenizer."""
-    roles, retokenizes = roles_of(cfg), isinstance(cfg, RLConfig | EvaluateConfig) and cfg.retokenizes
+    roles, retokenizes = cfg.roles(), isinstance(cfg, RLConfig | EvaluateConfig) and cfg.retokenizes
     for encoder in encoders_of(cfg):
         forms = _forms(cfg, encoder)
         for name in _EVALUATED[type(encoder)] if isinstance(cfg, EvaluateConfig) else roles:

@@ -6,11 +6,22 @@ from collections.abc import Mapping
 from typing import TypeGuard
 
 from megarlhf.architectures.architecture import Architecture
-from megarlhf.architectures.placements import Head, count_elements
+from megarlhf.architectures.placements import count_elements
 from megarlhf.architectures.trained import count_trained, trained_tensors
-from megarlhf.config import DPOConfig, EvaluateConfig, GenerateConfig, RLConfig, RMConfig, RoleConfig, SFTConfig
+from megarlhf.config import (
+    ROLES,
+    DPOConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    RLConfig,
+    RMConfig,
+    RoleConfig,
+    SFTConfig,
+    trained_roles,
+)
 from megarlhf.kernels.arguments import require_device
 from megarlhf.layout import MeshLayout
+from megarlhf.rollout.engines import engine_of
 
 AnyConfig = SFTConfig | RMConfig | DPOConfig | RLConfig | GenerateConfig | EvaluateConfig
 
@@ -21,17 +32,6 @@ least."""
 _WIDTHS = {"fp32": 4, "bf16": 2, "auto": 2}
 
 
-def head_of(role: str) -> Head:
-    return "scalar" if role in ("critic", "reward_model") else "lm"
-
-
-def trained_roles(cfg: AnyConfig, roles: Mapping[str, RoleConfig]) -> list[str]:
-    """Roles that have an optimizer."""
-    if isinstance(cfg, GenerateConfig | EvaluateConfig):
-        return []
-    return [name for name in roles if name in ("actor", "critic") or isinstance(cfg, RMConfig)]
-
-
 def draws(cfg: AnyConfig) -> TypeGuard[RLConfig | GenerateConfig | EvaluateConfig]:
     """Whether the run samples responses with an engine."""
     return isinstance(cfg, RLConfig | GenerateConfig) or (isinstance(cfg, EvaluateConfig) and cfg.generates)
@@ -39,14 +39,14 @@ def draws(cfg: AnyConfig) -> TypeGuard[RLConfig | GenerateConfig | EvaluateConfi
 
 def works_in_turns(cfg: AnyConfig, roles: Mapping[str, RoleConfig]) -> bool:
     """Whether roles or an engine take turns on the device, so that offloading weights makes room."""
-    others = draws(cfg) and cfg.rollout.engine == "vllm"
+    others = draws(cfg) and engine_of(cfg.rollout).has_own_weights
     return len(roles) > 1 or others or (isinstance(cfg, RLConfig) and cfg.ema is not None)
 
 
 def check_kernels(roles: Mapping[str, RoleConfig], device_type: str) -> None:
     """Raises: ValueError for log-prob kernels that do not run on the device."""
     for name, section in roles.items():
-        if head_of(name) == "lm":
+        if ROLES[name].head == "lm":
             try:
                 require_device(section.kernels.logprobs, device_type)
             except ValueError as error:
@@ -67,7 +67,7 @@ def host_bytes(
     auto = device_type != "cpu" and (
         isinstance(cfg, RLConfig | EvaluateConfig) or (isinstance(cfg, DPOConfig) and len(roles) > 1)
     )
-    takes_turns, trained = works_in_turns(cfg, roles), trained_roles(cfg, roles)
+    takes_turns, trained = works_in_turns(cfg, roles), trained_roles(cfg)
     world_size = max(layout.world_size for _, layout in checked.values())
     needed: dict[str, int] = {}
     for name, section in roles.items():
@@ -75,7 +75,7 @@ def host_bytes(
         if layout.world_size < world_size or (name == "reference" and _is_base(cfg)):
             continue
         offload, dtype = section.offload, section.model.dtype
-        dense, experts = count_elements(arch, head_of(name))
+        dense, experts = count_elements(arch, ROLES[name].head)
         cut = layout.tp * layout.pp
         held = dense // cut + experts // (cut * layout.ep)
         if takes_turns and (offload.parameters is True or (offload.parameters == "auto" and auto)):
@@ -85,18 +85,18 @@ def host_bytes(
         if name in trained and (offload.optimizer in (True, "stream") or (offload.optimizer == "auto" and auto)):
             # Each element is on one rank, or on every rank that has the parameter.
             local = held if section.optim.distributed is False else (dense + experts) // layout.world_size
-            trained_elements, elements = count_trained(arch, head_of(name), trained_tensors_of(arch, name, section))
+            trained_elements, elements = count_trained(arch, ROLES[name].head, trained_tensors_of(arch, name, section))
             needed[f"{name}.offload.optimizer"] = OPTIMIZER_BYTES[dtype] * (local * trained_elements // elements)
-    if isinstance(cfg, RLConfig) and cfg.rollout.engine == "vllm" and cfg.rollout.sleep_level == 1:
+    if isinstance(cfg, RLConfig) and (key := engine_of(cfg.rollout).host_weights_key(cfg.rollout)):
         arch, _ = checked["actor"]
         width = _WIDTHS[cfg.actor.model.dtype if cfg.rollout.dtype == "auto" else cfg.rollout.dtype]
-        needed["rollout.sleep_level"] = width * sum(count_elements(arch)) // cfg.rollout.tp(cfg.actor)
+        needed[key] = width * sum(count_elements(arch)) // cfg.rollout.tp(cfg.actor)
     return needed
 
 
 def trained_tensors_of(arch: Architecture, name: str, section: RoleConfig) -> frozenset[str]:
     """Names of trained tensors of a role. `arch` includes the role's adapter."""
-    return trained_tensors(arch, head_of(name), freeze=section.freeze, train_only=section.train_only)
+    return trained_tensors(arch, ROLES[name].head, freeze=section.freeze, train_only=section.train_only)
 
 
 def _is_base(cfg: AnyConfig) -> bool:
@@ -112,5 +112,5 @@ def check_host_memory(needed: Mapping[str, int], local_ranks: int, available: in
     raise ValueError(
         f"offloading from {local_ranks} rank(s) takes at least {total / GIB:,.1f} GiB of this machine's host memory "
         f"({parts}), and {available / GIB:,.1f} GiB are available; set some of these keys to false "
-        "(rollout.sleep_level to 2), use more machines, or give the job more memory"
+        "(rollout.vllm.sleep_level to 2), use more machines, or give the job more memory"
     )

@@ -12,41 +12,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megarlhf.collective_errors import raise_on_all_ranks
-from megarlhf.config import EvaluateConfig, GenerateConfig, RLConfig
-from megarlhf.planning.machine.capabilities import AnyConfig
+from megarlhf.config import EvaluateConfig, GenerateConfig, RLConfig, RoleConfig
+from megarlhf.planning.machine.capabilities import AnyConfig, draws
+from megarlhf.rollout.engines import engine_of
 from megarlhf.runtime import Runtime, compute_capability, has_transformer_engine, sees_gpus
 
 ACCEPTED: Mapping[str, tuple[str, ...]] = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
     "NCCL_ALGO": ("Ring", "Tree", "^NVLS", "ring,tree;allreduce:tree"),
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
-    "VLLM_BATCH_INVARIANT": ("1",),
 }
 """Values that a user may set; the first is the default.
 
 CUBLAS_WORKSPACE_CONFIG            cuBLAS: a workspace of fixed size, or streams choose other kernels from run to run
 NCCL_ALGO                          NCCL: no sums in the NVLink switch (NVLS), whose order is not fixed
 NVTE_ALLOW_NONDETERMINISTIC_ALGO   TransformerEngine: no backward of attention that adds by atomics
-VLLM_BATCH_INVARIANT               vLLM: a response has the same bits whichever requests run beside it
 """
-
-ENGINE_NCCL: Mapping[str, str] = {
-    "NCCL_LAUNCH_MODE": "GROUP",
-    "NCCL_COLLNET_ENABLE": "0",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_P2P_NET_DISABLE": "1",
-    "NCCL_MIN_NCHANNELS": "1",
-    "NCCL_MAX_NCHANNELS": "1",
-    "NCCL_PROTO": "Simple",
-    "NCCL_ALGO": "ring,tree;allreduce:tree",
-    "NCCL_NTHREADS": "1",
-    "NCCL_SOCKET_NTHREADS": "1",
-}
-"""Variables that vLLM sets for a batch-invariant engine of several ranks, so that the order of a sum does not depend on
-the number of tokens. NCCL reads most of them at its first call, which in the trainer's processes is before vLLM's."""
-
-INVARIANT_ATTENTION = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION")
-"""vLLM's batch-invariant attention backends, as far as this project's families can use them."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +47,16 @@ def environment(
 ) -> dict[str, str]:
     """Variables to set before the first library reads them; none unless `run.deterministic`.
 
-    Raises: ValueError for a variable with another value, and for an option of vLLM that is not deterministic.
+    Raises: ValueError for a variable with another value, and for a setting of the engine that is not deterministic.
     """
     if not cfg.run.deterministic:
         return {}
     on_gpu = sees_gpus() if on_gpu is None else on_gpu
-    engine = engine_ranks(cfg) if on_gpu else 0
-    accepted = {name: values for name, values in ACCEPTED.items() if name != "VLLM_BATCH_INVARIANT" or engine}
-    if engine > 1:
-        accepted |= {name: (value,) for name, value in ENGINE_NCCL.items()}
+    accepted = dict(ACCEPTED)
+    if draws(cfg):
+        engine_ranks = max(cfg.rollout.tp(role) for role in _drawing_roles(cfg))
+        engine_of(cfg.rollout).check_deterministic(cfg.rollout)
+        accepted |= engine_of(cfg.rollout).deterministic_environment(engine_ranks) if on_gpu else {}
     wrong = [
         f"{name} = {environ[name]!r}, expected {' or '.join(map(repr, values))}"
         for name, values in accepted.items()
@@ -85,32 +67,13 @@ def environment(
             "run.deterministic = true, but the environment chooses kernels that are not deterministic: "
             f"{'; '.join(wrong)}. Unset these variables, or set run.deterministic to false"
         )
-    _check_attention(cfg)
     return {name: environ.get(name, values[0]) for name, values in accepted.items()}
 
 
-def engine_ranks(cfg: AnyConfig) -> int:
-    """Ranks of one vLLM engine of the run; 0 without vLLM."""
-    if isinstance(cfg, EvaluateConfig) and cfg.generates and cfg.rollout.engine == "vllm":
-        return max(cfg.rollout.tp(role) for role in (cfg.actor, cfg.against) if role is not None)
-    if not isinstance(cfg, RLConfig | GenerateConfig) or cfg.rollout.engine != "vllm":
-        return 0
-    return cfg.rollout.tp(cfg.actor)
-
-
-def _check_attention(cfg: AnyConfig) -> None:
-    """Raises: ValueError for an attention backend without batch-invariant kernels in vLLM."""
-    if not engine_ranks(cfg):
-        return
-    assert isinstance(cfg, RLConfig | GenerateConfig | EvaluateConfig)
-    engine_args = cfg.rollout.engine_args
-    section = engine_args.get("attention_config")
-    backend = engine_args.get("attention_backend") or (section.get("backend") if isinstance(section, Mapping) else None)
-    if backend is not None and str(backend).upper() not in ("AUTO", *INVARIANT_ATTENTION):
-        raise ValueError(
-            f"run.deterministic = true, but rollout.engine_args sets the attention backend {backend}, with which "
-            f"vLLM's responses depend on other requests; use {', '.join(INVARIANT_ATTENTION)} or leave it out"
-        )
+def _drawing_roles(cfg: RLConfig | GenerateConfig | EvaluateConfig) -> list[RoleConfig]:
+    """Sections of the roles that draw responses."""
+    drawing = [cfg.actor, cfg.against] if isinstance(cfg, EvaluateConfig) else [cfg.actor]
+    return [role for role in drawing if role is not None]
 
 
 def require_deterministic_device(cfg: AnyConfig, runtime: Runtime) -> None:
@@ -139,12 +102,8 @@ def device_problems(cfg: AnyConfig, device: DeviceTraits) -> list[str]:
     """Kernels of the run that are not deterministic on such a GPU, with remedies, in sentences."""
     problems = []
     major, minor = device.capability
-    if engine_ranks(cfg) and major < 9:
-        problems.append(
-            f"on a GPU of compute capability {major}.{minor} vLLM is batch-invariant by replacing aten::linear and "
-            "aten::matmul in this process, which is also the trainer's, and its replacements have no gradient "
-            "(vllm/model_executor/determinism/batch_invariant.py); expected 9.0 or higher. Use rollout.engine=megatron"
-        )
+    if draws(cfg) and (problem := engine_of(cfg.rollout).deterministic_device_problem(device.capability)):
+        problems.append(problem)
     trains = not isinstance(cfg, GenerateConfig | EvaluateConfig)
     flash = device.flash_attention is not None and device.flash_attention >= (2, 4, 1)
     if trains and device.transformer_engine and major != 9 and not flash:

@@ -29,11 +29,10 @@ import megarlhf
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import logical_tensors
 from megarlhf.architectures.trained import count_trained, trained_tensors
-from megarlhf.config import DPOConfig, RLConfig, RMConfig, SFTConfig, roles_of
+from megarlhf.config import ROLES, DPOConfig, RLConfig, RMConfig, SFTConfig, trained_roles
 from megarlhf.observe.watch.stacks import rank_ranges
 from megarlhf.packages import PACKAGES, version_of
 from megarlhf.parallel.process_groups import made_by_members
-from megarlhf.planning.machine.capabilities import head_of, trained_roles
 from megarlhf.resume.points.point import allocated_bytes, find_points, leftovers, passed_over, superfluous
 from megarlhf.runtime import Runtime, gpu_in_use, gpu_versions, sees_gpus
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
@@ -163,11 +162,11 @@ def where(facts: Sequence[RankFacts]) -> str:
 
 def needed_bytes(cfg: Any) -> int:
     """Bytes of two resume points and an export of the trained roles; 0 for a run that saves nothing."""
-    total, roles = 0, roles_of(cfg) if isinstance(cfg, SFTConfig | RMConfig | DPOConfig | RLConfig) else {}
+    total, roles = 0, cfg.roles() if isinstance(cfg, SFTConfig | RMConfig | DPOConfig | RLConfig) else {}
     for name, section in roles.items():
-        if name not in trained_roles(cfg, roles):
+        if name not in trained_roles(cfg):
             continue
-        arch, head = architecture_from_hf(section.model.hf_directory()), head_of(name)
+        arch, head = architecture_from_hf(section.model.hf_directory()), ROLES[name].head
         parameters = sum(math.prod(shape) for shape in logical_tensors(arch, head).values())
         saved = parameters
         if section.lora is not None:

@@ -139,15 +139,15 @@ class RehearsedEngine(VllmEngine):
         (`vllm/v1/worker/gpu_worker.py`, init_device and determine_available_memory)."""
         rollout, device = self._rollout, self._memory.device_bytes
         if not device:
-            return rollout.cpu_cache_gib << 30
-        share, taken = int(device * rollout.gpu_memory_utilization), held + self._memory.reserved_bytes
-        named = f"rollout.gpu_memory_utilization = {rollout.gpu_memory_utilization}"
+            return rollout.vllm.cpu_cache_gib << 30
+        share, taken = int(device * rollout.vllm.gpu_memory_utilization), held + self._memory.reserved_bytes
+        named = f"rollout.vllm.gpu_memory_utilization = {rollout.vllm.gpu_memory_utilization}"
         least = max_model_len * self._shape.cache_bytes_per_token
         if device - taken < share:
             self._refuse(
                 f"vLLM would not start: {named} of {_gib(device)} is {_gib(share)}, and {_gib(device - taken)} are "
                 f"free after the roles ({_gib(held)}) and the process itself ({_gib(taken - held)}); lower "
-                "rollout.gpu_memory_utilization, or split the roles further (tp, pp, more ranks)"
+                "rollout.vllm.gpu_memory_utilization, or split the roles further (tp, pp, more ranks)"
             )
         cache = share - weights - self._memory.activation_bytes
         if cache < least:

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megarlhf.architectures.hf_config import read_config
-from megarlhf.config import DPOConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, describe_sources
+from megarlhf.config import ROLES, DPOConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, describe_sources
 from megarlhf.data.sources.find import is_there
-from megarlhf.planning.machine.capabilities import head_of
 from megarlhf.rehearsal.fakes.lengths import Constant, Lengths, LogNormal
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
 
@@ -93,7 +92,7 @@ def stand_in(
     given = prompt_lengths is not None or (response_lengths is not None and not isinstance(cfg, RLConfig))
     exists = is_there(cfg.data.train)
     has_data = exists and not given
-    for role in ("actor", "reference", "critic", "reward_model"):
+    for role in ROLES:
         if tree.get(role) is not None:
             notes += _model(role, tree[role]["model"], getattr(cfg, role), directory, paths, has_data=has_data)
     if paths and isinstance(cfg, RLConfig):
@@ -138,7 +137,7 @@ def _model(
         (folder / "config.json").write_text(json.dumps(config, indent=1))
         write_tokenizer(folder)
         paths[str(source)] = str(folder)
-    head = head_of(role)
+    head = ROLES[role].head
     dtype = resolve_dtype(role, section.model, head).name
     model |= {"path": paths[str(source)], "hf": None, "tokenizer": None, "dtype": dtype}
     why = "is not used, since the data stands in" if has_tokenizer else "is not there"

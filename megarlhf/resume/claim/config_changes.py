@@ -15,14 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megarlhf.config import DPOConfig, RewardConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, roles_of
+from megarlhf.config import ROLES, DPOConfig, RewardConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, trained_roles
 
 TrainingConfig = SFTConfig | RMConfig | DPOConfig | RLConfig
 """Configurations of the commands that resume."""
 
 Kind = Literal["neutral", "mathematics", "place", "choice"]
 
-ROLES = ("actor", "critic", "reference", "reward_model")
 
 _NEUTRAL = {
     "where a run stands, what starts it, where it is logged": (
@@ -33,7 +32,7 @@ _NEUTRAL = {
     "which steps are recorded": "profile.*",
     "a model cut over other ranks is the same model": "ROLE.parallel.* ROLE.model.vocab_multiple rollout.parallel.*",
     "the same sums in another order": (
-        "ROLE.kernels.* rollout.lora train.micro_batch_samples train.max_tokens_per_micro_batch rollout.engine_args.* "
+        "ROLE.kernels.* rollout.lora train.micro_batch_samples train.max_tokens_per_micro_batch rollout.vllm.args.* "
         "train.share_prompts run.deterministic"
     ),
     "when sums of gradients and weights travel": "ROLE.optim.overlap_grad_reduce ROLE.optim.overlap_param_gather",
@@ -42,7 +41,10 @@ _NEUTRAL = {
     "which engine draws which samples": "rollout.balance",
     "where tokenized data is kept, and by how many processes it is made": "data.cache data.workers",
     "records for figures only": "data.test",
-    "memory": "rollout.sleep_level rollout.gpu_memory_utilization rollout.cpu_cache_gib rollout.reshard_bucket_mib",
+    "memory": (
+        "rollout.vllm.sleep_level rollout.vllm.gpu_memory_utilization rollout.vllm.cpu_cache_gib "
+        "rollout.reshard_bucket_mib"
+    ),
     "how a reward is called, not what it says": "rewards.calls.*",
     "which of the rewards is called an accuracy": "eval.accuracy",
     "whether a KL that nothing else reads is measured": "algo.kl.log",
@@ -77,7 +79,7 @@ _MATHEMATICS = {
     "how responses are drawn": (
         "rollout.engine rollout.dtype rollout.num_samples_per_prompt rollout.max_response_tokens rollout.temperature "
         "rollout.top_p rollout.top_k rollout.min_p rollout.stop rollout.stop_token_ids "
-        "rollout.engine_args.kv_cache_dtype"
+        "rollout.vllm.args.kv_cache_dtype"
     ),
     "when the run ends": "train.stop.*",
 }
@@ -130,7 +132,7 @@ def compare(old: TrainingConfig, new: TrainingConfig) -> Changes:
     """The changes from the configuration of an earlier run to that of this start, of the same command."""
     before, after = _flat(old), _flat(new)
     # A role that only one of them builds follows from another key, which is told.
-    alone = roles_of(old).keys() ^ roles_of(new).keys()
+    alone = old.roles().keys() ^ new.roles().keys()
     changes = [
         Change(key, before.get(key), after.get(key))
         for key in dict.fromkeys([*before, *after])
@@ -181,8 +183,7 @@ def _validation_decides(key: str, cfg: TrainingConfig) -> bool:
 
 
 def _trained(cfg: TrainingConfig) -> dict[str, RoleConfig]:
-    frozen = ("reference", "reward_model") if isinstance(cfg, RLConfig | DPOConfig) else ()
-    return {name: role for name, role in roles_of(cfg).items() if name not in frozen}
+    return {name: role for name, role in cfg.roles().items() if name in trained_roles(cfg)}
 
 
 def _flat(cfg: TrainingConfig) -> dict[str, Any]:
@@ -199,7 +200,7 @@ def _flat(cfg: TrainingConfig) -> dict[str, Any]:
         if tree.get(name, 0) is None:
             del tree[name]
     unread = {"optim", "router_aux_loss_coef"}
-    for name, role in roles_of(cfg).items():
+    for name, role in cfg.roles().items():
         tree[name] = role.model_dump(mode="json", exclude=None if name in _trained(cfg) else unread)
         if role.lora is None:
             del tree[name]["lora"]

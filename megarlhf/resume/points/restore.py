@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megarlhf.collective_errors import from_first_rank
-from megarlhf.config import convert_old_shuffle
+from megarlhf.config import translate
 from megarlhf.models.role import Role
 from megarlhf.provenance import Weights
 from megarlhf.resume.points import point, sharded_state
@@ -186,7 +186,7 @@ def _examine(
     if runtime.is_main:
         try:
             manifest = point.read_manifest(candidate)
-            manifest["config"] = convert_old_shuffle(manifest["config"])
+            manifest["config"] = translate(manifest["config"])
             if manifest["command"] != identity.command:
                 problems = [f"it is of `megarlhf {manifest['command']}`"]
             else:

@@ -46,7 +46,7 @@ def build_llm(
         "skip_tokenizer_init": True,
         "tensor_parallel_size": tp,
         "distributed_executor_backend": "external_launcher",
-        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "gpu_memory_utilization": rollout.vllm.gpu_memory_utilization,
         "max_model_len": max_model_len,
         # Log-probs of the distribution that was sampled from: after the temperature.
         "logprobs_mode": "processed_logprobs",
@@ -69,12 +69,12 @@ def build_llm(
         defaults["disable_custom_all_reduce"] = True
     try:
         with cpu_patches(runtime.device), without_torch_determinism():
-            return LLM(str(model_path), **{**defaults, **rollout.engine_args, **ours, **further})
+            return LLM(str(model_path), **{**defaults, **rollout.vllm.args, **ours, **further})
     except (ValueError, TypeError, ImportError) as error:
-        if not rollout.engine_args:
+        if not rollout.vllm.args:
             raise
         raise ValueError(
-            f"vLLM does not start with rollout.engine_args = {dict(rollout.engine_args)}: {type(error).__name__}: "
+            f"vLLM does not start with rollout.vllm.args = {dict(rollout.vllm.args)}: {type(error).__name__}: "
             f"{error}. Correct them, or leave them out"
         ) from error
 
@@ -136,7 +136,7 @@ def set_environment(rollout: RolloutConfig, runtime: Runtime) -> None:
     if runtime.device.type == "cpu":
         defaults |= {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_CPU_KVCACHE_SPACE": str(rollout.cpu_cache_gib),
+            "VLLM_CPU_KVCACHE_SPACE": str(rollout.vllm.cpu_cache_gib),
             # Where it splits a sequence depends on the others in the batch, and so would the bits.
             "VLLM_CPU_ATTN_SPLIT_KV": "0",
         }

@@ -121,7 +121,7 @@ class VllmEngine:
 
     @property
     def _sleep_level(self) -> int:
-        level = self._rollout.sleep_level
+        level = self._rollout.vllm.sleep_level
         return (2 if self._device_memory.auto else 0) if level == "auto" else level
 
     def _cache_tensors(self) -> Sequence[Tensor]:

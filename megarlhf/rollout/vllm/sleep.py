@@ -54,7 +54,7 @@ class EngineMemory:
 
 
 def make_sleeper(memory: EngineMemory, device_memory: DeviceMemory, level: int, room: Room) -> Sleeper:
-    """`level`: `rollout.sleep_level`, resolved."""
+    """`level`: `rollout.vllm.sleep_level`, resolved."""
     kind = _ByVllm if device_memory.on_gpu else _ByStorages
     return kind(memory, device_memory, level, room)
 
@@ -173,8 +173,8 @@ def require_room(nbytes: int, what: str, runtime: Runtime) -> None:
     def error(reasons: Sequence[str]) -> RuntimeError:
         return RuntimeError(
             f"vLLM's {what} cannot come back: {'; '.join(reasons)}. What the trainer holds meanwhile has grown since "
-            "vLLM started. Lower rollout.gpu_memory_utilization; let more of the roles leave the device (ROLE.offload: "
-            "parameters, optimizer); or cut the roles further (tp, pp)"
+            "vLLM started. Lower rollout.vllm.gpu_memory_utilization; let more of the roles leave the device "
+            "(ROLE.offload: parameters, optimizer); or cut the roles further (tp, pp)"
         )
 
     with raise_on_all_ranks(error) as problems:

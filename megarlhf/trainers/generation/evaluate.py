@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megarlhf.config import EvaluateConfig, describe_sources
+from megarlhf.config import ROLES, EvaluateConfig, describe_sources
 from megarlhf.data.samples.encoders import PairSample, SFTSample
 from megarlhf.errors import RewardError, WatchdogTimeout
 from megarlhf.experience import Rollouts
@@ -19,7 +19,6 @@ from megarlhf.observe.watch.phases import Phases
 from megarlhf.observe.watch.watchdog import watched_phases
 from megarlhf.parallel.device_memory import DeviceMemory
 from megarlhf.parallel.mesh import GroupCache
-from megarlhf.planning.machine.capabilities import head_of
 from megarlhf.resume.claim.identity import digest_of_adapter, digest_of_samples, identity_of_weights
 from megarlhf.resume.claim.on_existing import NO_STEPS_LEFT, finish
 from megarlhf.rollout.factory import actor_order
@@ -137,7 +136,7 @@ def _build(cfg: EvaluateConfig, runtime: Runtime, device_memory: DeviceMemory, p
         roles[name] = build_role(
             name,
             section,
-            head_of(name),
+            ROLES[name].head,
             cache,
             seed=cfg.run.seed,
             order=order,

@@ -22,6 +22,7 @@ from megarlhf.models.role import Role
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.device_memory import DeviceMemory, OnDevice
 from megarlhf.rollout.engine import sample_seed
+from megarlhf.rollout.engines import engine_of
 from megarlhf.rollout.factory import sampling_of
 from megarlhf.rollout.rewards.accuracy import accuracy_metrics, find_accuracy
 from megarlhf.trainers.experience.prompts import load_prompts, make_experience, repeat_prompts
@@ -60,7 +61,7 @@ def sampling_settings(cfg: EvaluateConfig) -> dict[str, Any]:
     """Settings of the sampling for `eval.json`; None for settings that a greedy engine does not read."""
     names = ["num_samples_per_prompt", "max_response_tokens", "stop", "stop_token_ids", "engine", "dtype"]
     sampled = {name: None if cfg.greedy else getattr(cfg.rollout, name) for name in _SAMPLING_KEYS}
-    dtype = {} if cfg.rollout.engine == "vllm" else {"dtype": None}
+    dtype = {} if engine_of(cfg.rollout).has_own_weights else {"dtype": None}
     return {"greedy": cfg.greedy, **sampled, **{name: getattr(cfg.rollout, name) for name in names}, **dtype}
 
 

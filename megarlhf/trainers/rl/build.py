@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megarlhf.architectures.placements import Head
 from megarlhf.collective_errors import from_first_rank, raise_on_all_ranks
-from megarlhf.config import RLConfig
+from megarlhf.config import ROLES, RLConfig, trained_roles
 from megarlhf.data.text.export_files import export_files
 from megarlhf.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.models.role import Role, build_role
@@ -51,10 +50,8 @@ class RLRun:
 
     cfg: RLConfig
     data: PromptData
-    actor: Role
-    reference: Role | None
-    """Model to which the KL is measured."""
-    critic: Role | None
+    roles: Mapping[str, Role]
+    """By name, as in `config.ROLES`."""
     engine: RolloutEngine
     rewarder: Rewarder
     sampling: Sampling
@@ -69,9 +66,22 @@ class RLRun:
     moving_reference: MovingReference | None = None
 
     @property
+    def actor(self) -> Role:
+        return self.roles["actor"]
+
+    @property
+    def reference(self) -> Role | None:
+        """Model to which the KL is measured."""
+        return self.roles.get("reference")
+
+    @property
+    def critic(self) -> Role | None:
+        return self.roles.get("critic")
+
+    @property
     def trained(self) -> list[Role]:
         """Roles with an optimizer."""
-        return [role for role in (self.actor, self.critic) if role is not None]
+        return [self.roles[name] for name in trained_roles(self.cfg)]
 
     @property
     def exported(self) -> list[Role]:
@@ -99,46 +109,42 @@ def build(
     parts: RunFactories = RunFactories(),  # noqa: B008 -- frozen
 ) -> RLRun:
     """Build the roles that this configuration needs, the engine, and what belongs to them."""
-    tokenizer, sections = data.tokenizer, cfg.roles()
+    tokenizer = data.tokenizer
     device_memory = DeviceMemory(runtime.device, parts.host(runtime.device), shared=True)
     sampling = sampling_of(cfg.rollout, cfg.actor, tokenizer, data=cfg.data)
     end_ids = sampling.end_ids if cfg.data.template_mode == "chat" else ()
     build_one = role_builder(cfg, runtime, device_memory, parts, end_ids)
 
-    actor = build_one("actor", "lm", trained=True)
-    reference = None
-    if "reference" in sections:
-        reference = actor.without_adapter("reference") if cfg.reference_is_base else build_one("reference", "lm")
-    critic = build_one("critic", "scalar", trained=True) if "critic" in sections else None
-    reward_model = build_one("reward_model", "scalar") if "reward_model" in sections else None
+    actor = build_one("actor")
+    roles = {"actor": actor}
+    for name in cfg.roles():
+        if name != "actor":
+            is_base = name == "reference" and cfg.reference_is_base
+            roles[name] = actor.without_adapter(name) if is_base else build_one(name)
     rows = cfg.train.rows(cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens)
     device_memory.keep_only()  # vLLM measures what is free
     engine = parts.engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, rows)
     for phases_with_engine, to_generate in ((("rollout", "eval"), True), (("reshard", "certificate"), False)):
         for phase in phases_with_engine:
             phases.before[phase] = OnDevice(device_memory, partial(engine.needs, to_generate=to_generate))
-    for role in (actor, reference, critic, reward_model):
-        if role is not None:
-            phases.before |= role.parts.before_phases(role.name)
+    for role in roles.values():
+        phases.before |= role.parts.before_phases(role.name)
     failures = Failures.of(cfg, "rl")
     dtypes = actor.shard.dtype, engine_dtype(cfg.rollout, actor)
-    ema = None if cfg.ema is None else MovingAverage(build_one("actor_ema", "lm"), actor, cfg.ema.decay)
+    ema = None if cfg.ema is None else MovingAverage(build_one("actor_ema"), actor, cfg.ema.decay)
     moving = None
     if cfg.reference_update is not None:
-        assert reference is not None, "checked with the configuration"
-        moving = MovingReference(reference, actor, cfg.reference_update.every, cfg.reference_update.mixup)
+        moving = MovingReference(roles["reference"], actor, cfg.reference_update.every, cfg.reference_update.mixup)
     return RLRun(
         cfg=cfg,
         data=data,
-        actor=actor,
-        reference=reference,
-        critic=critic,
+        roles=roles,
         engine=engine,
-        rewarder=build_rewarder(cfg, reward_model, tokenizer, runtime, phases),
+        rewarder=build_rewarder(cfg, roles.get("reward_model"), tokenizer, runtime, phases),
         sampling=sampling,
         cache=RolloutCache(cfg.run.dir / "bank"),
         phases=phases,
-        step_guards={role.name: StepGuard(cfg.train, failures, phases) for role in (actor, critic) if role},
+        step_guards={name: StepGuard(cfg.train, failures, phases) for name in trained_roles(cfg)},
         kl=KLController(cfg.algo.kl),
         mismatch=MismatchGuard(cfg.rollout.logprob_gap, min(dtypes, key=lambda dtype: dtype.itemsize)),
         ptx=pretraining_mix(cfg),
@@ -150,30 +156,28 @@ def build(
 def role_builder(
     cfg: RLConfig, runtime: Runtime, device_memory: DeviceMemory, parts: RunFactories, end_ids: Sequence[int]
 ) -> Callable[..., Role]:
-    """A function that builds a role by its name and head; all its roles share process groups and device memory.
+    """A function that builds a role by its name; all its roles share process groups and device memory.
 
     end_ids: tokens with which exported models are told to end a response
     """
     cache, sections = GroupCache(runtime), cfg.roles()
     orders = mesh_orders(cfg.rollout, sections, runtime)
 
-    def build_one(name: str, head: Head, *, trained: bool = False) -> Role:
-        section, like = sections.get(name), name
-        if name == "actor_ema":  # the actor's layout, in fp32
-            like = "actor"
-            fp32 = sections[like].model.model_copy(update={"dtype": "fp32"})
-            section = sections[like].model_copy(update={"model": fp32})
-        assert section is not None
-        is_result = trained or name == "actor_ema"
+    def build_one(name: str) -> Role:
+        is_average, trained = name == "actor_ema", name in trained_roles(cfg)
+        like = "actor" if is_average else name
+        section = sections[like]
+        if is_average:
+            section = section.model_copy(update={"model": section.model.model_copy(update={"dtype": "fp32"})})
         return build_role(
             name,
             section,
-            head,
+            ROLES[like].head,
             cache,
             seed=cfg.run.seed,
             num_optimizer_steps=cfg.optimizer_steps(name) if trained else None,
             order=orders[like],
-            companion_files=export_files(section.model, cfg.data, end_ids) if is_result else {},
+            companion_files=export_files(section.model, cfg.data, end_ids) if trained or is_average else {},
             weights=parts.weights,
             device_memory=device_memory,
         )
@@ -207,12 +211,14 @@ def training_of(
         "texts that end a response": str(sorted(cfg.rollout.stop)),
         "the actor's tokenizer": digest_of_vocabulary(data.tokenizer),
     }
-    built = [run.actor, run.reference, run.critic, run.rewarder.reward_model]
-    if (scorer := run.rewarder.reward_model) is not None:
-        others["weights of the reward model"] = digest_of_weights(scorer)
-        if cfg.retokenizes:
-            tokenizer = load_tokenizer(scorer.section.model.tokenizer_place())
-            others["the reward model's tokenizer"] = digest_of_vocabulary(tokenizer)
+    for name, role in run.roles.items():
+        if name in run.step_guards or name == "reference":  # the reference is compared by itself
+            continue
+        words = name.replace("_", " ")
+        others[f"weights of the {words}"] = digest_of_weights(role)
+        if cfg.retokenizes and ROLES[name].may_retokenize:
+            tokenizer = load_tokenizer(role.section.model.tokenizer_place())
+            others[f"the {words}'s tokenizer"] = digest_of_vocabulary(tokenizer)
     for label, reward in zip(run.rewarder.labels, cfg.rewards, strict=True):
         if reward.path is not None:
             others[f"files of the classifier {label}"] = _digest_by_first_rank(reward.path, run.actor)
@@ -230,7 +236,7 @@ def training_of(
         writing=writing_of_training(cfg, "actor"),
         adapter_bases=bases_of_adapters(run.saved),
         reference=None if run.reference is None else identity_of_weights(run.reference),
-        architectures={role.name: architecture_of(role) for role in built if role is not None},
+        architectures={name: architecture_of(role) for name, role in run.roles.items()},
         others=others,
         sources=rule_source_digests(cfg.rewards),
         best=best,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megarlhf.algo.length_shaping import missing_end_penalty, overlong_penalty
-from megarlhf.config import RLConfig
+from megarlhf.config import ROLES, RLConfig
 from megarlhf.experience import Experience, Ragged
 from megarlhf.kernels import packed_sums
 from megarlhf.models.role import Role
@@ -101,27 +101,26 @@ def shaping_of(experience: Experience, cfg: RLConfig) -> Tensor:
 def add_logprobs_and_values(
     run: RLRun, session: Session, experience: Experience, plan: StepPlan, step: int
 ) -> Experience:
-    """Add old and reference log-probs, and the critic's values, where they are read. The columns of a sample are on the
-    ranks that will train on it.
+    """Add the column of each role that has one: old and reference log-probs, values.
 
-    Actor and critic compute in the micro-batches of the first training pass, so that its first ratio is 1. The
-    reference is not trained and may take all samples together: a prompt whose samples are in several mini-batches is
-    then computed once.
+    They are computed in the micro-batches of the first training pass, so that its first ratio is 1, and moved to the
+    ranks that will train on them. A frozen role may take all samples together: a prompt whose samples are in several
+    mini-batches is then computed once.
     """
-    temperature = run.cfg.rollout.temperature
     experience = replace(experience, holding=plan.sharding(run.trained))
     columns: dict[str, Ragged] = {}
-    actor = None if run.cfg.old_logprobs_in_training(step) else run.actor
-    for name, role in (("old_logprobs", actor), ("ref_logprobs", run.reference)):
-        if role is None:
+    for name, role in run.roles.items():
+        column = ROLES[name].column
+        if column is None or (role is run.actor and run.cfg.old_logprobs_in_training(step)):
             continue
-        together = role is run.reference and plan.shares_prompts(role)
+        together = name not in run.step_guards and plan.shares_prompts(role)
         mini_batches = [range(experience.num_samples)] if together else plan.mini_batches
-        with session.stoppable(f"score/{role.name}"):
-            columns[name] = policy_logprobs(role, experience, plan, mini_batches, temperature=temperature)
-    if run.critic is not None:
-        with session.stoppable("score/critic"):
-            columns["values"] = values_of(run.critic, experience, plan)
+        with session.stoppable(f"score/{name}"):
+            if ROLES[name].head == "lm":
+                temperature = run.cfg.rollout.temperature
+                columns[column] = policy_logprobs(role, experience, plan, mini_batches, temperature=temperature)
+            else:
+                columns[column] = values_of(role, experience, plan, mini_batches)
     return experience.with_columns(columns)
 
 
@@ -151,10 +150,10 @@ def policy_logprobs(
     return forward_per_token(role, experience, plan, mini_batches, score)
 
 
-def values_of(critic: Role, experience: Experience, plan: StepPlan) -> Ragged:
+def values_of(critic: Role, experience: Experience, plan: StepPlan, mini_batches: Sequence[Sequence[int]]) -> Ragged:
     """The critic's value of the state before each sampled token."""
 
     def score(values_BS1: Tensor, batch: MicroBatch) -> Tensor:
         return batch.before(values_BS1[..., 0])
 
-    return forward_per_token(critic, experience, plan, plan.mini_batches, score)
+    return forward_per_token(critic, experience, plan, mini_batches, score)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from megarlhf.atomic_write import atomic_write
-from megarlhf.config import DPOConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, load_config, roles_of
+from megarlhf.config import DPOConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, load_config
 from megarlhf.observe.records.run_directory import CONFIG_FILE
 from megarlhf.resume.claim.config_changes import TrainingConfig
 
@@ -95,7 +95,7 @@ class Failure:
 
     def section(self, cfg: TrainingConfig) -> RoleConfig:
         """Section of the role in a configuration. Raises: ValueError if the configuration has no such role."""
-        sections = roles_of(cfg)
+        sections = cfg.roles()
         if self.role not in sections:
             raise ValueError(
                 f"{self.title}: this configuration has no {self.role}; leave out the override that removes it"

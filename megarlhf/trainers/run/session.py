@@ -247,9 +247,8 @@ class Session:
         self, training: ResumableState, identity: Identity, claims: Sequence[Claim], notes: list[str], *, resumes: bool
     ) -> int | None:
         """Go on from the newest good resume point, if the run `resumes`, and prepare resume points and exports. Adds
-        messages to `notes`. Collective.
+        messages to `notes`. Returns the train.num_steps of the run that wrote the point. Collective.
 
-        Returns: the train.num_steps of the run that wrote the point.
         Raises: ValueError if there are points and none can be used; nothing has been touched then.
         """
 
@@ -274,9 +273,7 @@ class Session:
         states: dict[str, Stateful] = {"history": self.history, **training.states}
         if training.best is not None and training.best.watched is not None:
             states["best"] = training.best
-        restored = None
-        if resumes:
-            restored = restore(self.runtime, self.run_dir, training.roles, states, identity)
+        restored = restore(self.runtime, self.run_dir, training.roles, states, identity) if resumes else None
         if restored is not None:
             self.resumed, self.start, self._table = True, restored.position, restored.table
             self.step = self.start.step
