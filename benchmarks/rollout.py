@@ -122,7 +122,7 @@ class Engines:
 
         self.engine._rollout = self.rollout.model_copy(update={"balance": balance})
         self.engine._seen = SeenLengths(self.load.prompts if known else 0)
-        self.engine._seen.saw(self.prompts, lengths_of(self.load, number - 1))
+        self.engine._seen.record(self.prompts, lengths_of(self.load, number - 1))
         whole = mock.patch.object(
             generate_loop, "response_of", lambda output, _: generate_loop.response_so_far(output, finished=False)
         )

@@ -1,21 +1,21 @@
-"""The entry point, of `python -m megarlhf` and of the console script `megarlhf`."""
+"""Entry point of `python -m megarlhf` and of the console script `megarlhf`."""
 
 import os
 import signal
 import sys
 
 _ONLY_PRINT = frozenset({"keys", "completion", "--version", "--help", "-h"})
-"""Words of commands of which somebody may read the beginning only: `megarlhf rl --help | head`."""
+"""Arguments of commands whose reader may stop early: `megarlhf rl --help | head`."""
 
 
 def main() -> int:
-    """Run the command line; returns the exit status. Ctrl-C is one line and 130, also while modules are imported."""
+    """Run the command line; returns the exit status. Ctrl-C prints one line and gives 130, also during imports."""
     if not sys.flags.safe_path and "" not in sys.path:
-        sys.path.insert(0, "")  # rules of the working directory, also for the console script
+        sys.path.insert(0, "")  # finds reward functions in the working directory, also for the console script
     try:
         from megarlhf.resume.signals import KEEP_EARLY, note_early
 
-        # The command may stand behind options and overrides.
+        # The command may follow options and overrides.
         first = next(iter(sys.argv[1:]), "")
         if not KEEP_EARLY.isdisjoint(sys.argv[1:] if first.startswith("-") or "=" in first else [first]):
             note_early()
@@ -27,7 +27,7 @@ def main() -> int:
     except BrokenPipeError:
         if not _ONLY_PRINT.intersection(sys.argv[1:]):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 0
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends the process at once, without a traceback

@@ -1,7 +1,7 @@
-"""Files that appear complete or not at all, whatever kills their writer.
+"""Files that appear complete or not at all, even if their writer is killed.
 
-A file is written under a hidden name beside its own, synced, and renamed. What a killed writer leaves has a name that
-`partial_name` gives; the next writer of the same file replaces it.
+A file is written under a hidden name in the same folder, synced, and renamed. A killed writer leaves a file with the
+name `partial_name`, which the next writer of the same file replaces.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 def partial_name(name: str, writer: object = "") -> str:
     """Name under which a file, or a pattern of files, is written: `metrics.jsonl` -> `.metrics.jsonl.partial`.
 
-    writer: tells apart those that may write one file at the same time, as a process id does
+    writer: distinguishes processes that may write the same file at the same time, such as a process id
     """
     folder, slash, last = name.rpartition("/")
     return f"{folder}{slash}.{last}.{writer}.partial" if writer else f"{folder}{slash}.{last}.partial"
@@ -23,10 +23,12 @@ def partial_name(name: str, writer: object = "") -> str:
 
 @contextlib.contextmanager
 def atomic_path(path: Path, *, synced: bool = True, writer: object = "") -> Iterator[Path]:
-    """Give a hidden path to write to. It becomes `path` when the block ends well, and is removed when the block raises.
+    """Give a hidden path to write to. It is renamed to `path` at the end of the block, or removed if the block raises.
 
-    Where the block leaves nothing there, `path` stays as it is. synced: the content is on the disk before the rename,
-    so that a crash of the machine leaves the old file or the new one; without, it may leave an empty file
+    If the block writes nothing, `path` stays as it is.
+
+    synced: the content is on the disk before the rename, so that a crash of the machine leaves the old file or the new
+        one; without it, an empty file is possible
     """
     partial = path.with_name(partial_name(path.name, writer))
     try:

@@ -14,19 +14,19 @@ Value = TypeVar("Value")
 
 
 class raise_on_all_ranks:
-    """A local step between collectives: when it fails on any rank of the group, it fails on every one.
+    """A local step between collectives: if it fails on any rank of the group, it fails on every rank.
 
         with raise_on_all_ranks(lambda reasons: TransferError("; ".join(reasons)), group) as problems:
             problems += problems_of(parameters)
 
-    A failure is whatever the block raises, and whatever it adds to `problems` in words. `error` makes an exception of
-    all reasons, each of the form `rank 0, 2: what`. Collective, at the end of the block; nothing inside it may
-    communicate, since a rank that has failed would not be there.
+    A failure is an exception of the block, or a message that it adds to `problems`. `error` makes an exception from all
+    reasons, each of the form `rank 0, 2: reason`. The end of the block is collective. Nothing inside may communicate,
+    since a rank that failed would not take part.
 
-    Where the watchdog has interrupted the block on any rank, it is a `WatchdogTimeout` on every one.
+    If the watchdog interrupts the block on any rank, every rank raises `WatchdogTimeout`.
     """
 
-    # Not a generator under contextlib.contextmanager, which takes a RuntimeError from a StopIteration for its own.
+    # A class, because contextlib.contextmanager takes a RuntimeError from a StopIteration for its own.
 
     def __init__(self, error: Callable[[Sequence[str]], Exception], group: dist.ProcessGroup | None = None) -> None:
         self._error, self._group = error, group
@@ -40,10 +40,10 @@ class raise_on_all_ranks:
     ) -> None:
         interrupted = isinstance(failure, WatchdogInterrupt)
         if failure is not None:
-            # SystemExit is none of ours: code of a user's or of a library calls sys.exit, be it with status 0, and the
-            # other ranks would wait for this one.
+            # SystemExit counts as a failure: a user's function or a library called sys.exit, and the other ranks would
+            # wait for this one.
             if not isinstance(failure, Exception | WatchdogInterrupt | SystemExit):
-                return  # this process has been told to end, and whoever started the ranks ends the others
+                return  # this process was told to end, and the launcher ends the others
             self._problems.append(str(failure) if interrupted else f"{type(failure).__name__}: {failure}")
         by_rank: list[tuple[list[str], bool]] = [([], False)] * dist.get_world_size(self._group)
         dist.all_gather_object(by_rank, (self._problems, interrupted), group=self._group)
@@ -60,7 +60,7 @@ class raise_on_all_ranks:
 
 
 def on_first_rank(action: Callable[[], object]) -> None:
-    """Call `action` on rank 0 only; a ValueError that it raises there is raised on every rank. Collective."""
+    """Call `action` on rank 0 only; its ValueError is raised on every rank. Collective."""
     message: list[str | None] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:

@@ -1,23 +1,23 @@
-"""Exceptions that several rooms share. Imports nothing, so that the command line can name them at once."""
+"""Exceptions that several packages share. Nothing is imported here, so that the command line starts fast."""
 
 from __future__ import annotations
 
 
 class Interrupted(Exception):
-    """A stage was asked to stop before it was complete. Raised on every rank; its results are dropped or kept."""
+    """A stage was asked to stop before it was complete. Raised on every rank."""
 
 
 class WatchdogInterrupt(BaseException):
-    """Raised by the watchdog in the main thread of a rank whose phase has passed its limit.
+    """Raised by the watchdog in the main thread of a rank whose phase exceeded its time limit.
 
-    Not an `Exception`: a user's function that takes every exception for a reward of 0 must not take this one.
+    It is not an `Exception`, so that a user's function that turns every exception into a reward of 0 does not catch it.
     """
 
 
 class WatchdogTimeout(RuntimeError):
-    """A phase has passed its limit: the run ends with its own exit status.
+    """A phase exceeded its time limit: the run ends with its own exit status.
 
-    agreed: whether every rank raises it at the same place, so that they can still do something together (save).
+    agreed: every rank raises it at the same place, so that they can still save together
     """
 
     def __init__(self, message: str, *, agreed: bool) -> None:
@@ -26,5 +26,5 @@ class WatchdogTimeout(RuntimeError):
 
 
 class RewardError(ValueError):
-    """A reward failed, or returned something that is no number. The message names the reward, the sample, and the line
-    of the user's code. Raised on every rank alike."""
+    """A reward failed, or returned something other than a number. The message names the reward, the sample, and the
+    line of the user's code. Raised on every rank."""

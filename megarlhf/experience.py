@@ -1,10 +1,10 @@
-"""The table of a step: prompts, rollouts, and the columns that grow from them.
+"""The table of a step: prompts, rollouts, and the columns computed from them.
 
-A sample's global index is its row everywhere: sample n answers prompt n // num_samples_per_prompt. What the engine
-returns and the small index (lengths, groups, rewards, weight version) are on every rank. Token columns are ragged, one
-value per response token. A role's outputs go through `redistribute` to the ranks that read them (`ColumnSharding`).
-There each row is either whole or empty. Figures of the whole batch are made of one number per sample
-(`Experience.gather_per_sample`).
+A sample has the same global index, its row, everywhere: sample n answers prompt n // num_samples_per_prompt. The
+engine's responses and the small index (lengths, groups, rewards, weight versions) are on every rank. Token columns are
+ragged, with one value per response token. `redistribute` moves a role's outputs to the ranks that read them
+(`ColumnSharding`), where each row is either whole or empty. Statistics of the whole batch come from one number per
+sample (`Experience.gather_per_sample`).
 
 Legend: N samples of the step, T tokens of the samples end to end, W ranks of the run.
 """
@@ -40,14 +40,14 @@ class Ragged:
 
     @staticmethod
     def joined(parts: Sequence[tuple[Ragged, Sequence[int]]]) -> Ragged:
-        """Chosen rows of each, one after the other."""
+        """Chosen rows of each part, one part after the other."""
         rows = [rows[n] for column, chosen in parts for rows in (column.rows(),) for n in chosen]
         return Ragged(torch.cat(rows), torch.cat([column.lengths_N[list(chosen)] for column, chosen in parts]))
 
     def only(self, kept_N: Tensor) -> Ragged:
-        """The rows that are marked, [N] bool on the CPU; the others are empty."""
-        at_T = kept_N.repeat_interleave(self.lengths_N).nonzero().flatten()
-        return Ragged(self.values_T[at_T.to(self.values_T.device)], self.lengths_N * kept_N)
+        """Keep the marked rows, [N] bool on the CPU; the others become empty."""
+        kept_T = kept_N.repeat_interleave(self.lengths_N).nonzero().flatten()
+        return Ragged(self.values_T[kept_T.to(self.values_T.device)], self.lengths_N * kept_N)
 
     @property
     def num_tokens(self) -> int:
@@ -63,7 +63,7 @@ class Ragged:
         return torch.cat([self.lengths_N.new_zeros(1), self.lengths_N.cumsum(0)])
 
     def repeat_per_token(self, values_N: Tensor) -> Ragged:
-        """Rows as long as these, each with one number at all its tokens."""
+        """Rows of the same lengths that repeat one number per row."""
         lengths_N = self.lengths_N.to(values_N.device)
         return Ragged(values_N.repeat_interleave(lengths_N, output_size=self.num_tokens), self.lengths_N)
 
@@ -111,16 +111,16 @@ class VersionRuns:
 
 @dataclass(frozen=True)
 class Stretches:
-    """Tokens behind the prompts where the model and something else write in turn.
+    """Tokens after the prompts, where the model and something else, such as a tool, write in turn.
 
-    What follows a prompt begins and ends with a stretch that the model sampled; between two of them stands one that
-    something else wrote, such as the answer of a tool. Example: the model wrote "a b", was answered "c d e" and wrote
+    The first and the last stretch after a prompt are sampled by the model. Between two sampled stretches is an observed
+    one, such as the answer of a tool. Example: the model wrote "a b", the tool answered "c d e", and the model wrote
     "f". Then the row of `lengths` is [2, 3, 1], the row of `observed` is "c d e", and the sample's row in
-    `Rollouts.responses`, which has sampled tokens only, is "a b f".
+    `Rollouts.responses`, which has only sampled tokens, is "a b f".
     """
 
     lengths: Ragged
-    """Tokens of the stretches in their order, an odd number of them for each sample: int64, on the CPU."""
+    """Number of tokens of each stretch, for an odd number of stretches per sample: int64, on the CPU."""
     observed: Ragged
     """Tokens that were not sampled, int64."""
 
@@ -133,7 +133,7 @@ class Stretches:
         )
 
     def written(self, sampled: Ragged) -> Ragged:
-        """All tokens behind each prompt: sampled and observed stretches in turn."""
+        """All tokens after each prompt: sampled and observed stretches in turn."""
         rows = [
             torch.cat([part for pair in zip_longest(own[::2], own[1::2]) for part in pair if part is not None])
             for own in map(self._in_turn, self.lengths.rows(), sampled.rows(), self.observed.rows())
@@ -142,7 +142,7 @@ class Stretches:
 
     @staticmethod
     def _in_turn(lengths: Tensor, sampled: Tensor, observed: Tensor) -> list[Tensor]:
-        """The stretches of one sample, in their order."""
+        """Stretches of one sample, in their order."""
         stretches: list[Tensor] = [sampled] * len(lengths)
         stretches[::2] = sampled.split(lengths[::2].tolist())
         if len(lengths) > 1:
@@ -155,23 +155,23 @@ class Rollouts:
     """Responses of an engine, the same on every rank."""
 
     responses: Ragged
-    """Sampled tokens of each sample end to end, int64; end-of-sequence included where there is one."""
+    """Sampled tokens of each sample, int64, including its end token if it has one."""
     logprobs: Ragged
-    """Log-probs of the sampled tokens by the engine, under the distribution that was sampled from."""
+    """The engine's log-probs of the sampled tokens, under the distribution that it sampled from."""
     finished_N: Tensor
-    """bool: ended by end-of-sequence, not by the token limit."""
+    """bool: ended by an end token, not by the token limit."""
     versions: VersionRuns
     """Weights that drew the sampled tokens."""
     stretches: Stretches | None = None
-    """Where sampled tokens stand behind the prompt; None: each sample is one sampled stretch."""
+    """Positions of the sampled tokens after the prompt; None: each sample is one sampled stretch."""
     idle_seconds: float = 0.0
-    """Seconds that an engine waited for the slowest one, the mean over engines; 0 where several drawings are joined."""
+    """Seconds that an engine waited for the slowest one, the mean over engines; 0 for joined rollouts."""
 
     @staticmethod
     def joined(parts: Sequence[tuple[Rollouts, Sequence[int]]]) -> Rollouts:
-        """Chosen samples of each, one part after the other."""
+        """Chosen samples of each part, one part after the other."""
         stretches = [(rollouts.stretches, chosen) for rollouts, chosen in parts if rollouts.stretches is not None]
-        assert len(stretches) in (0, len(parts)), "some samples are of one stretch and others say nothing of theirs"
+        assert len(stretches) in (0, len(parts)), "only some of the parts have stretches"
         return Rollouts(
             responses=Ragged.joined([(rollouts.responses, chosen) for rollouts, chosen in parts]),
             logprobs=Ragged.joined([(rollouts.logprobs, chosen) for rollouts, chosen in parts]),
@@ -182,44 +182,49 @@ class Rollouts:
 
     @property
     def written(self) -> Ragged:
-        """All tokens behind each prompt, sampled or not."""
+        """All tokens after each prompt, sampled or not."""
         return self.responses if self.stretches is None else self.stretches.written(self.responses)
 
 
 @dataclass(frozen=True, eq=False)
 class ColumnSharding:
-    """Placement of the token columns: which rank has which samples. The same on every rank."""
+    """Placement of the token columns on the ranks, by sample. The same on every rank."""
 
     resident_WN: Tensor
-    """bool, on the CPU. Some rank has each sample."""
+    """bool, on the CPU: the rank has the sample's columns. At least one rank has each sample."""
     received_W: Tensor = field(init=False)
     """Bytes of columns that each rank has received so far: int64."""
 
     def __post_init__(self) -> None:
-        assert bool(self.resident_WN.any(0).all()), "no rank is to have a sample's columns"
+        assert bool(self.resident_WN.any(0).all()), "a sample's columns are on no rank"
         object.__setattr__(self, "received_W", torch.zeros(len(self.resident_WN), dtype=torch.int64))
 
     def note(self, lengths_N: Tensor, owners: Sequence[Sequence[int]], element_bytes: int) -> None:
-        """A column has been brought from its owners to those that hold it."""
+        """Count the bytes of a column that was moved from its owners to the ranks that hold it."""
         owned_WN = torch.zeros_like(self.resident_WN)
-        for each, samples in zip(owned_WN, owners, strict=True):
-            each[list(samples)] = True
+        for owned_N, samples in zip(owned_WN, owners, strict=True):
+            owned_N[list(samples)] = True
         self.received_W.add_((self.resident_WN & ~owned_WN).long() @ lengths_N * element_bytes)
 
     @cached_property
     def local_N(self) -> Tensor:
-        """bool, on the CPU: this rank has them."""
+        """bool, on the CPU: this rank has the sample's columns."""
         return self.resident_WN[dist.get_rank()]
 
     @cached_property
+    def senders_N(self) -> Tensor:
+        """First rank that has each sample's columns, on the CPU. It sends values computed from them."""
+        return self.resident_WN.int().argmax(0)
+
+    @cached_property
     def is_sender_N(self) -> Tensor:
-        """bool, on the CPU: this rank is the first that has them, and tells all others what is asked of them."""
-        return self.resident_WN.int().argmax(0) == dist.get_rank()
+        """bool, on the CPU: this rank is the sample's sender."""
+        return self.senders_N == dist.get_rank()
 
 
 @dataclass(frozen=True)
 class Experience:
-    """One step's samples with every column found so far."""
+    """Samples of a step with the columns computed so far."""
 
     prompts: tuple[Tensor, ...]
     """N prompts (repeated for the samples of one prompt), int64."""
@@ -227,13 +232,13 @@ class Experience:
     """int64: samples of one prompt share a number."""
     rollouts: Rollouts
     columns: Mapping[str, Ragged] = field(default_factory=dict)
-    """Per sampled token, and for nothing else: old_logprobs, ref_logprobs, values, advantages, returns, ..."""
+    """Columns with a value per sampled token: old_logprobs, ref_logprobs, values, advantages, returns, ..."""
     per_sample: Mapping[str, Tensor] = field(default_factory=dict)
-    """Per sample [N]: rewards, ..."""
+    """Columns with a value per sample, [N]: rewards, ..."""
     holding: ColumnSharding | None = None
-    """Placement of the columns' rows on ranks; None: every rank has all."""
+    """Placement of the rows of `columns` on ranks; None: every rank has all."""
     given_prompt_numbers_N: Tensor | None = None
-    """`prompt_numbers_N`, where samples have left their group."""
+    """`prompt_numbers_N`, if samples have left their group."""
 
     @property
     def num_samples(self) -> int:
@@ -241,18 +246,17 @@ class Experience:
 
     @property
     def prompt_numbers_N(self) -> Tensor:
-        """int64, on the CPU: samples that were drawn of one prompt share a number, also those that are in no group of
-        the advantages any more."""
+        """int64, on the CPU: samples of one prompt share a number, including samples that have left their group."""
         return self.groups_N if self.given_prompt_numbers_N is None else self.given_prompt_numbers_N
 
     @property
     def response_lengths_N(self) -> Tensor:
-        """Sampled tokens of each sample, int64 on the CPU: as long as the rows of the columns."""
+        """Number of sampled tokens of each sample, int64 on the CPU: the lengths of the columns' rows."""
         return self.rollouts.responses.lengths_N
 
     @property
     def trained_lengths_N(self) -> Tensor:
-        """Sampled tokens of each sample that count in the losses, int64 on the CPU: all of them, or none."""
+        """Number of tokens of each sample that count in the losses, int64 on the CPU: all sampled ones, or none."""
         trained_N = self.per_sample.get("trained")
         return self.response_lengths_N if trained_N is None else self.response_lengths_N * trained_N.cpu().long()
 
@@ -263,8 +267,7 @@ class Experience:
 
     @cached_property
     def sequences(self) -> Ragged:
-        """Tokens that the model reads of each sample: the prompt and all that follows it, int64, where the responses
-        are."""
+        """All tokens of each sample, prompt and what follows it: int64, on the device of the responses."""
         written = self.rollouts.written
         rows = zip(self.prompts, written.rows(), strict=True)
         tokens_T = torch.cat([part for prompt, row in rows for part in (prompt.to(row), row)])
@@ -272,7 +275,7 @@ class Experience:
 
     @cached_property
     def sampled_stretches(self) -> tuple[Tensor, Ragged]:
-        """Where the sampled tokens stand in `sequences`: (position of each stretch's first token, tokens of each
+        """Positions of the sampled tokens in `sequences`: (position of each stretch's first token, tokens of each
         stretch by sample), int64 on the CPU. All stretches of a sample together are a row of a column.
 
         Example: a prompt of 4 tokens and stretches of 2, 3 and 1, of which the second was not sampled: [4, 9], [2, 1].
@@ -286,52 +289,53 @@ class Experience:
 
     @cached_property
     def rollout_logprobs(self) -> Ragged:
-        """The engine's, of the samples that this rank has the columns of."""
+        """The engine's log-probs, for samples whose columns are on this rank."""
         return self.held(self.rollouts.logprobs)
 
     def held(self, column: Ragged) -> Ragged:
-        """Keep of a whole column the rows that this rank has of the other columns."""
+        """Keep the rows of a whole column whose samples are on this rank."""
         return column if self.holding is None else column.only(self.holding.local_N)
 
     def gather_per_sample(self, values_N: Tensor) -> Tensor:
-        """Numbers that follow from each sample's columns, [N] or [N, K], on every rank. What this rank says of samples
-        that it has nothing of is not read. The same to the bit wherever the columns are. Collective."""
+        """Gather one value, or K values, per sample onto every rank, [N] or [N, K]. Collective.
+
+        The first rank that has a sample's columns provides its value; values of other ranks are ignored. The result is
+        bit-equal wherever the columns are.
+        """
         if self.holding is None:
             return values_N
-        spoken_N = self.holding.is_sender_N.to(values_N.device)
-        told_N = torch.where(spoken_N.view(-1, *[1] * (values_N.ndim - 1)), values_N, 0)
-        dist.all_reduce(told_N)
-        return told_N
+        is_sender_N = self.holding.is_sender_N.to(values_N.device)
+        gathered_N = torch.where(is_sender_N.view(-1, *[1] * (values_N.ndim - 1)), values_N, 0)
+        dist.all_reduce(gathered_N)
+        return gathered_N
 
     def largest(self, value: Tensor) -> Tensor:
-        """Largest of the ranks' values. Collective."""
+        """Largest of the values of all ranks. Collective."""
         if self.holding is not None:
             dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return value
 
     def largest_values(self, values_T: Tensor, count: int) -> Tensor:
-        """The `count` largest of a column's values of all samples, from the largest on; NaN is larger than any.
-        Collective."""
-        if self.holding is None:
+        """The `count` largest values of a column over all samples, in falling order; NaN is the largest. Collective."""
+        if (holding := self.holding) is None:
             return values_T.topk(min(count, len(values_T))).values
-        lengths_N, first_N = self.response_lengths_N, self.holding.resident_WN.int().argmax(0)
-        spoken_for = Ragged(values_T, lengths_N * self.holding.local_N).only(self.holding.is_sender_N).values_T
-        tokens_W = torch.zeros(len(self.holding.resident_WN), dtype=torch.int64).index_add_(0, first_N, lengths_N)
+        lengths_N = self.response_lengths_N
+        sent_T = Ragged(values_T, lengths_N * holding.local_N).only(holding.is_sender_N).values_T
+        tokens_W = torch.zeros(len(holding.resident_WN), dtype=torch.int64)
+        tokens_W.index_add_(0, holding.senders_N, lengths_N)
         counts = tokens_W.clamp(max=count).tolist()
-        largest = _replicate(spoken_for.topk(counts[dist.get_rank()]).values, counts)
+        largest = _replicate(sent_T.topk(counts[dist.get_rank()]).values, counts)
         return largest.topk(min(count, len(largest))).values
 
     def replicated(self) -> Experience:
-        """With every column whole on every rank. Collective."""
-        if self.holding is None:
+        """Experience with every column whole on every rank. Collective."""
+        if (holding := self.holding) is None:
             return self
-        lengths_N, resident_WN = self.response_lengths_N, self.holding.resident_WN
-        speakers_N = resident_WN.int().argmax(0)
-        owners = [(speakers_N == rank).nonzero().flatten().tolist() for rank in range(len(resident_WN))]
+        owners = [(holding.senders_N == rank).nonzero().flatten().tolist() for rank in range(len(holding.resident_WN))]
 
         def whole(column: Ragged) -> Ragged:
             rows, own = column.rows(), owners[dist.get_rank()]
-            return redistribute({n: rows[n] for n in own}, lengths_N, column.values_T[:0], owners)
+            return redistribute({n: rows[n] for n in own}, self.response_lengths_N, column.values_T[:0], owners)
 
         return replace(self, columns={name: whole(column) for name, column in self.columns.items()}, holding=None)
 
@@ -342,7 +346,7 @@ class Experience:
         return replace(self, per_sample={**self.per_sample, **columns})
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it as tensors, numbers, lists and mappings; with whole columns."""
+        """State as tensors, numbers, lists and mappings. The columns must be whole."""
         assert self.holding is None, "columns are spread over ranks: replicate them first"
         rollouts, stretches = self.rollouts, self.rollouts.stretches
         return {
@@ -363,7 +367,7 @@ class Experience:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Experience:
-        """From what `state_dict` returned, also in points of before a token had a version of its own."""
+        """Experience from a `state_dict`, also from one of earlier versions, which had one weight version per step."""
         lengths_N = state["lengths"].cpu()
         if "weight_version" in state:
             versions = VersionRuns.constant(state["weight_version"], lengths_N)
@@ -404,14 +408,14 @@ def redistribute(
     owners: Sequence[Sequence[int]],
     to: ColumnSharding | None = None,
 ) -> Ragged:
-    """Bring rows from the ranks that own them to those that read them: `to`; None: every rank reads all.
+    """Move rows from the ranks that own them to the ranks that read them, `to` (None: every rank reads all).
 
-    `owners[r]` are the samples whose rows rank r hands in, by global sample index; together they are all N rows, once
-    each. Owners, readers and `lengths_N` are known everywhere, so that nothing but values travels. A rank receives the
-    rows that it reads and does not own; where all read all, at most one and a half times the column (`_replicate`).
+    `owners[r]` are the samples whose rows rank r provides, by global sample index; together they are all N rows, once
+    each. Owners, readers and `lengths_N` are known everywhere, so only values are sent. A rank receives the rows that
+    it reads and does not own; if all ranks read all rows, at most one and a half times the column (`_replicate`).
 
-    Raises: ValueError, on every rank, when `owners` are not all rows once each, or when a rank does not hand in just
-    what it owns, each row as long as the index says.
+    Raises: ValueError, on every rank, if `owners` are not all rows once each, or if a rank does not provide exactly the
+    rows that it owns, with the lengths of the index.
     """
     assert len(owners) == dist.get_world_size(), f"owners of {len(owners)} ranks, the run has {dist.get_world_size()}"
     _check_owners(owners, len(lengths_N))
@@ -427,8 +431,8 @@ def redistribute(
         rows = dict(zip(order, values.split(lengths_N[order].tolist()), strict=True))
         return Ragged(_joined([rows[n] for n in range(len(lengths_N))], like), lengths_N)
     rows |= _exchange(rows, lengths_N, like, owners, to)
-    read = to.local_N.nonzero().flatten().tolist()
-    return Ragged(_joined([rows[n] for n in read], like), lengths_N * to.local_N)
+    local = to.local_N.nonzero().flatten().tolist()
+    return Ragged(_joined([rows[n] for n in local], like), lengths_N * to.local_N)
 
 
 def _joined(rows: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -440,25 +444,24 @@ def _exchange(
 ) -> dict[int, Tensor]:
     """Receive the rows that this rank reads and does not own. Each row travels once to each of its readers."""
     rank, own = dist.get_rank(), list(owners[dist.get_rank()])
-    wanted = [[own[k] for k in reads.nonzero().flatten().tolist()] for reads in to.resident_WN[:, own]]
-    coming = [[n for n in samples if to.local_N[n]] for samples in owners]
-    wanted[rank] = coming[rank] = []
-    sent = _joined([rows[n] for samples in wanted for n in samples], like)
-    sizes_out, sizes_in = ([int(lengths_N[samples].sum()) for samples in each] for each in (wanted, coming))
+    outgoing = [[own[k] for k in reads.nonzero().flatten().tolist()] for reads in to.resident_WN[:, own]]
+    incoming = [[n for n in samples if to.local_N[n]] for samples in owners]
+    outgoing[rank] = incoming[rank] = []
+    sent = _joined([rows[n] for samples in outgoing for n in samples], like)
+    sizes_out, sizes_in = ([int(lengths_N[samples].sum()) for samples in by_rank] for by_rank in (outgoing, incoming))
     received = like.new_empty(sum(sizes_in))
     dist.all_to_all_single(received, sent, sizes_in, sizes_out)
     to.note(lengths_N, owners, like.element_size())
-    if not (order := [n for samples in coming for n in samples]):  # fake tensors are split into one part
+    if not (order := [n for samples in incoming for n in samples]):  # a fake tensor is split into at least one part
         return {}
     return dict(zip(order, received.split(lengths_N[order].tolist()), strict=True))
 
 
 def _replicate(values: Tensor, counts: Sequence[int]) -> Tensor:
-    """The values of all ranks end to end, on every rank; `counts` says how many each rank has.
+    """Values of all ranks end to end, on every rank; `counts` are the numbers of values by rank.
 
-    Few ranks have any, where few own outputs, so that a gathering of all from all would be padding for the most part.
-    Every rank is sent an equal slice of the whole, and the slices are gathered: a rank receives little more than the
-    whole, and sends little more than that beside what it owns.
+    Few ranks own outputs, so a padded all-gather would send mostly padding. Instead every rank is sent an equal slice
+    of the whole, and the slices are gathered. A rank receives little more than the whole.
     """
     world = len(counts)
     if world == 1:
@@ -468,7 +471,7 @@ def _replicate(values: Tensor, counts: Sequence[int]) -> Tensor:
     starts = [sum(counts[:r]) for r in range(world)]
 
     def shared(owner: int, slice_of: int) -> int:
-        """Elements of an owner in the slice of a rank."""
+        """Number of an owner's elements in the slice of a rank."""
         stop = min(starts[owner] + counts[owner], (slice_of + 1) * size)
         return max(0, stop - max(starts[owner], slice_of * size))
 
@@ -495,10 +498,10 @@ def _check_owners(owners: Sequence[Sequence[int]], num_samples: int) -> None:
 
 
 def _wrong_rows(mine: Mapping[int, Tensor], own: Sequence[int], lengths_N: Tensor) -> list[str]:
-    """Describe what this rank hands in that is not what it owns."""
+    """Describe differences between the rows that this rank provides and those that it owns."""
     if sorted(mine) != sorted(own):
-        missing, beside = sorted(set(own) - set(mine))[:5], sorted(set(mine) - set(own))[:5]
-        return [f"{len(mine)} rows are handed in, expected {len(own)}; missing: {missing}, beside them: {beside}"]
+        missing, extra = sorted(set(own) - set(mine))[:5], sorted(set(mine) - set(own))[:5]
+        return [f"{len(mine)} rows are given, expected {len(own)}; missing: {missing}, beside them: {extra}"]
     return [
         f"row {n} has {row.numel()} values, the index says {int(lengths_N[n])}"
         for n, row in mine.items()

@@ -1,6 +1,6 @@
 """Rank arithmetic of a model's layout: the coordinates of each rank on the axes tp, cp, dp and pp.
 
-Pure integers, no torch: the same code serves a live run and a plan of 512 ranks on a laptop.
+Only integers, no torch: the same code serves a live run and a plan of 512 ranks on a laptop.
 
 Positions of the mesh count in Megatron's default order, `tp-cp-ep-dp-pp`: tp varies fastest, pp slowest. Expert
 parallelism is carved out of dp x cp, as in Megatron-Core, and adds no axis of its own: `expert_layout` is the experts'
@@ -56,7 +56,7 @@ class MeshLayout:
             return
         if sorted(self.order) != list(range(len(self.order))) or not self.order or self.world_size % len(self.order):
             raise ValueError(
-                f"order = {self.order} must hold each of 0..{len(self.order) - 1} once, and its length divide the "
+                f"order = {self.order} must have each of 0..{len(self.order) - 1} once, and its length must divide the "
                 f"{self.world_size} ranks of the layout; use engine_order, or None"
             )
 

@@ -1,12 +1,12 @@
-"""A file that belongs to one process at a time: its holder, whether that lives, and who follows it.
+"""A lease: a file that belongs to one process at a time, and is taken over if that process dies.
 
-The file names its holder, which refreshes its time every few seconds. It works on network file systems and between
-hosts: it is made by `link`, which one of several processes achieves, and nothing depends on flock or on clocks that
-agree.
+The file names its holder, which refreshes the file's time every few seconds. It works on network file systems and
+between hosts: it is made by `link`, which succeeds for one of several processes, and needs neither flock nor
+synchronized clocks.
 
-A file that a dead holder left behind is taken over. Of several newcomers one may follow the holder with token T: the
-one that makes `FILE.T`. It then renames `FILE.T` to `FILE`. A newcomer that dies between the two is a dead holder, and
-is followed in the same way.
+A file that a dead holder left behind is taken over. Several processes may try: the one that makes `FILE.T`, where T is
+the token of the dead holder, succeeds. It then renames `FILE.T` to `FILE`. If it dies between the two, it is a dead
+holder too, and is followed in the same way.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 REFRESH_SECONDS = 5.0
-"""Between two refreshes by the holder."""
+"""Time between two refreshes by the holder."""
 READ_ATTEMPTS = 20
-"""Where there are no links, a file may be half written for a moment."""
+"""Attempts to read a file, which may be half written for a moment on file systems without links."""
 
 Verdict = Literal["free", "lives", "unknown", "ended", "silent"]
-"""State of the holder: `free`: there is none; `lives`; `unknown`: look again; `ended`: its process has ended;
-`silent`: it has not refreshed the file for too long."""
+"""State of the holder. `free`: there is none; `unknown`: look again; `ended`: its process has ended; `silent`: it has
+not refreshed the file for too long."""
 
 log = logging.getLogger(__name__)
 
@@ -45,22 +45,22 @@ class Holder:
     """A process that holds a lease, as the file names it."""
 
     token: str
-    """Unique for each time that a lease was taken."""
+    """Unique for each time that a lease is taken."""
     host: str
     pid: int
     started: int | None = None
-    """Start of the process in clock ticks since boot (/proc/PID/stat): tells it from a later one of the same number."""
+    """Start of the process in clock ticks since boot (/proc/PID/stat); a later process of that pid has another."""
     boot: str | None = None
     """The kernel's boot id."""
     pid_namespace: str | None = None
-    """Namespace in which `pid` counts; a container may have its own."""
+    """Namespace of `pid`; a container may have its own."""
     command: str = ""
     job: str | None = None
     """CLUSTER/ID of the Slurm job."""
     restart: int = 0
     """How often Slurm has queued the job again (SLURM_RESTART_COUNT)."""
     since: str = ""
-    """When the lease was taken, for people."""
+    """Time when the lease was taken, as text."""
 
     @classmethod
     def this_process(cls) -> Holder:
@@ -83,7 +83,7 @@ class Holder:
 
     @property
     def is_known(self) -> bool:
-        """Whether the file names a process. A file that is no lease, or a damaged one, does not."""
+        """Whether the file names a process. It does not if it is damaged or no lease."""
         return bool(self.host)
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ class Holder:
         return f"pid {self.pid} on {self.host}{job}, since {self.since}: {self.command}"
 
     def state(self) -> tuple[Literal["lives", "unknown", "ended"], str]:
-        """Whether the process lives, as far as this machine and Slurm's variables tell, and why it has ended."""
+        """State of the process, as far as this machine and Slurm's variables show it, and the reason if it ended."""
         here = _machine()
         if None not in here and here == (self.host, self.boot, self.pid_namespace):
             running = self._runs_here()
@@ -104,7 +104,7 @@ class Holder:
         return "unknown", ""
 
     def _runs_here(self) -> bool | None:
-        """Whether the process runs on this machine; None when that cannot be told."""
+        """Whether the process runs on this machine; None if that cannot be determined."""
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -119,14 +119,14 @@ class Holder:
 
 @dataclass(frozen=True)
 class Look:
-    """State of a lease when it was looked at."""
+    """State of a lease at one moment."""
 
     verdict: Verdict
-    """State of the last in `chain`."""
+    """State of the last holder in `chain`."""
     chain: Sequence[Holder] = ()
-    """The holder, and those that were following one that died when they died."""
+    """The holder, followed by processes that died while they took over from the one before."""
     reason: str = ""
-    """Why the last of the chain is taken for dead."""
+    """Reason why the last of the chain is considered dead."""
 
     @property
     def may_be_taken(self) -> bool:
@@ -134,7 +134,7 @@ class Look:
 
 
 class Lease:
-    """A file of which one process at a time is the holder; refreshed by a thread from `try_take` to `release`.
+    """A file with one holder at a time. A thread refreshes it from `try_take` to `release`.
 
     lease = Lease(path, silent_seconds=30)
     while not (look := lease.look()).may_be_taken or not lease.try_take(look):
@@ -143,22 +143,22 @@ class Lease:
     """
 
     def __init__(self, path: Path, *, silent_seconds: float, token_key: str = "token") -> None:
-        """silent_seconds: without a refresh for so long, measured here, a holder that cannot be asked is taken for dead
+        """silent_seconds: time without a refresh, measured here, after which a holder on another machine counts as dead
         token_key: the token's name in the file
         """
         self.path, self.holder = path, Holder.this_process()
         self.note = ""
-        """A sentence on a file that was taken over: its owner, and the reason."""
+        """Message about a file that was taken over, with its owner and the reason."""
         self._silent_seconds, self._token_key = silent_seconds, token_key
         self._seen: tuple[str, tuple[int, int] | None] | None = None
-        """Token and time of the file that is watched, since `_since`."""
+        """Token and time of the watched file, unchanged since `_since`."""
         self._since = 0.0
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._refresh, name="megarlhf-lease", daemon=True)
 
     def look(self) -> Look:
-        """Look once; touches nothing. A process of this machine is looked up, any other one is watched: whether it
-        lives is known from the second look on, when it has refreshed its file in between."""
+        """Look once, without any change. A process of this machine is looked up. Any other one is watched: from the
+        second look on, it lives if it has refreshed its file in between."""
         chain: list[Holder] = []
         file = self.path
         while (holder := self.read(file)) is not None:
@@ -174,7 +174,7 @@ class Lease:
         if self._seen is None or self._seen[0] != holder.token:
             self._seen, self._since = seen, now
         elif seen != self._seen:
-            if self.read(watched) == holder:  # else it has changed hands meanwhile
+            if self.read(watched) == holder:  # else the file has a new holder meanwhile
                 self._seen, self._since = seen, now
                 return Look("lives", chain)
         elif now - self._since >= self._silent_seconds:
@@ -182,7 +182,7 @@ class Lease:
         return Look("unknown", chain)
 
     def try_take(self, look: Look) -> bool:
-        """Become the holder after `look`, which `may_be_taken`. False: the file has changed since, so look again."""
+        """Become the holder after a `look` that `may_be_taken`. False: the file has changed since, so look again."""
         if not look.chain:
             taken = self.create(self.path, self.holder)
         elif taken := self.create(self._successor(look.chain[-1]), self.holder) and self._rename(look):
@@ -195,7 +195,7 @@ class Lease:
         successors = [self._successor(holder) for holder in look.chain]
         current = self.read(self.path)
         if current is None or current.token != look.chain[0].token:
-            successors[-1].unlink(missing_ok=True)  # late: somebody has followed, and `FILE.T` was free again
+            successors[-1].unlink(missing_ok=True)  # too late: another process took over, and `FILE.T` was free again
             return False
         os.rename(successors[-1], self.path)
         for successor in successors[:-1]:
@@ -203,8 +203,8 @@ class Lease:
         return True
 
     def read(self, file: Path) -> Holder | None:
-        """The holder that the lease, or the file of a successor, names. None without a file; not `is_known` for a file
-        that names nobody."""
+        """Holder that a lease, or the file of a successor, names. None without a file; not `is_known` for a file that
+        names nobody."""
         for _ in range(READ_ATTEMPTS):
             try:
                 tree: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -217,7 +217,7 @@ class Lease:
         return None if modified is None else Holder(token=f"unreadable-{modified[0]}", host="", pid=0)
 
     def create(self, file: Path, holder: Holder) -> bool:
-        """Make a file, complete, unless it is there; of several processes one succeeds."""
+        """Make a complete file unless it exists; only one of several processes succeeds."""
         tree = dataclasses.asdict(holder)
         text = json.dumps({self._token_key: tree.pop("token"), **tree}, indent=1) + "\n"
         partial = self.path.with_name(f".{self.path.name}.{holder.token}.partial")
@@ -242,7 +242,7 @@ class Lease:
             return
         self._released.set()
         self._thread.join(REFRESH_SECONDS)
-        # As a newcomer would: nobody else can follow us in the meantime, and what we remove is ours.
+        # As a successor would: so no other process can take over meanwhile, and the file that is removed is ours.
         successor = self._successor(self.holder)
         with contextlib.suppress(OSError):
             current = self.read(self.path)
@@ -250,7 +250,7 @@ class Lease:
                 return
             try:
                 may_remove = self.create(successor, dataclasses.replace(self.holder, token=uuid.uuid4().hex))
-            except OSError:  # a full disk: nobody else can make it either
+            except OSError:  # a full disk: no other process can make it either
                 may_remove = True
             if may_remove:
                 self.path.unlink()
@@ -277,7 +277,7 @@ class Lease:
                         return
                     os.utime(self.path)
                 failing = False
-            except OSError as error:  # a file server that is away for a moment
+            except OSError as error:  # a file server that does not answer for a moment
                 if not failing:
                     log.warning("%s cannot be refreshed (%s); trying again", self.path, error)
                 failing = True
@@ -291,7 +291,7 @@ def restart_count() -> int:
 def _modified(path: Path) -> tuple[int, int] | None:
     """Inode and time of a file; None without one."""
     try:
-        with path.open("rb") as file:  # opening asks the server of a network file system anew
+        with path.open("rb") as file:  # opening makes a network file system ask its server
             status = os.fstat(file.fileno())
     except FileNotFoundError:
         return None
@@ -301,7 +301,7 @@ def _modified(path: Path) -> tuple[int, int] | None:
 
 
 def _write_new(path: Path, text: str) -> None:
-    """Write a file that is not there yet; where that fails it is not there either."""
+    """Write a new file; if that fails, it does not exist afterwards."""
     with path.open("x", encoding="utf-8") as file:
         try:
             file.write(text)
@@ -313,7 +313,7 @@ def _write_new(path: Path, text: str) -> None:
 
 
 def _process_state(pid: int) -> tuple[str, int] | None:
-    """State and start time of a process, from /proc; None where that does not say."""
+    """State and start time of a process, from /proc; None if /proc does not have it."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -322,7 +322,7 @@ def _process_state(pid: int) -> tuple[str, int] | None:
 
 
 def _machine() -> tuple[str, str | None, str | None]:
-    """Host, boot and pid namespace of this process, as a `Holder` names them."""
+    """Host, boot and pid namespace of this process, as in a `Holder`."""
     boot = pid_namespace = None
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

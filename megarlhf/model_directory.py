@@ -1,5 +1,4 @@
-"""Where a model's config.json and tokenizer stand: beside its weights, or in a directory named for them; and which
-tokens end its responses."""
+"""Directory with a model's config.json and tokenizer, and the tokens that end its responses."""
 
 from __future__ import annotations
 
@@ -11,19 +10,20 @@ from pathlib import Path
 _ITERATION = re.compile(r"iter_\d+|release")
 
 COMPANION = "hf"
-"""Folder in a Megatron checkpoint that we write: config.json, tokenizer and the other small files."""
+"""Folder for config.json, tokenizer and other small files in a Megatron checkpoint that megarlhf writes."""
 
 GGUF_COMMAND = "python -m tools.gguf_to_hf"
 """Command that converts GGUF files; it is in the repository and not in the installed package."""
 
 
 def find_hf_directory(path: str | PathLike[str], hf: str | PathLike[str] | None = None) -> Path | None:
-    """The directory with the config.json of the model at `path`: `hf` if given, the model's own (a Hugging Face
-    directory), or the companion folder of a Megatron checkpoint, named whole or by one of its iterations; None
-    when there is none.
+    """Directory with the config.json of the model at `path`; None if there is none.
 
-    Raises: ValueError when a path does not exist, when `hf` has no config.json, or when `hf` would replace the
-    config.json and tokenizer of a Hugging Face directory.
+    It is `hf` if given, `path` itself (a Hugging Face directory), or the companion folder of a Megatron checkpoint,
+    where `path` may be the checkpoint or one of its iterations.
+
+    Raises: ValueError if a path does not exist, `hf` has no config.json, or `hf` would replace the config.json and
+    tokenizer of a Hugging Face directory.
     """
     for given in (path,) if hf is None else (path, hf):
         if not Path(given).exists():
@@ -31,54 +31,54 @@ def find_hf_directory(path: str | PathLike[str], hf: str | PathLike[str] | None 
     if hf is not None:
         if (Path(path) / "config.json").is_file() and not Path(path).samefile(hf):
             raise ValueError(
-                f"{path} has a config.json of its own, and {hf} would take the place of it and of the tokenizer; leave "
-                "model.hf out: it is for Megatron checkpoints, which have neither"
+                f"{path} has a config.json of its own, and {hf} would replace it and the tokenizer; leave model.hf "
+                "out: it is for Megatron checkpoints, which have neither"
             )
         if not (Path(hf) / "config.json").is_file():
             raise ValueError(f"{hf} has no config.json; name a Hugging Face directory that describes {path}")
         return Path(hf)
     path = Path(path)
     folders = [path, path / COMPANION]
-    if _ITERATION.fullmatch(path.absolute().name):  # a folder `hf` beside anything else is somebody else's
+    if _ITERATION.fullmatch(path.absolute().name):  # beside other folders, `hf` may be anything
         folders.append(path.absolute().parent / COMPANION)
     return next((folder for folder in folders if (folder / "config.json").is_file()), None)
 
 
 def require_hf_directory(path: str | PathLike[str], hf: str | PathLike[str] | None = None) -> Path:
-    """`find_hf_directory`. Raises: ValueError when there is none."""
+    """Directory of `find_hf_directory`. Raises: ValueError if there is none."""
     directory = find_hf_directory(path, hf)
-    if directory is None:
-        refuse_gguf(path)
-    if directory is None and (Path(path) / "adapter_config.json").is_file():
+    if directory is not None:
+        return directory
+    refuse_gguf(path)
+    if (Path(path) / "adapter_config.json").is_file():
         raise ValueError(
             f"{path} is a PEFT adapter and no model: give the model that it is on as model.path, and it as lora.path"
         )
-    if directory is None:
-        raise ValueError(
-            f"{path} has no config.json; give a Hugging Face directory, a Megatron checkpoint made by the "
-            "converter or in a resume point, or, for any other Megatron checkpoint, set model.hf to a directory with "
-            "config.json and tokenizer"
-        )
-    return directory
+    raise ValueError(
+        f"{path} has no config.json; give a Hugging Face directory, a Megatron checkpoint made by the converter or in "
+        "a resume point, or, for any other Megatron checkpoint, set model.hf to a directory with config.json and "
+        "tokenizer"
+    )
 
 
 def refuse_gguf(path: str | PathLike[str]) -> None:
     """Raises: ValueError for a GGUF file, or a directory that has one."""
     path = Path(path)
-    found = [path] if path.is_file() and path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
-    if found:
+    gguf_files = [path] if path.is_file() and path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
+    if gguf_files:
         raise ValueError(
-            f"{path} {'is' if found == [path] else 'has'} a GGUF file, which is converted first, in a clone of "
-            f"megarlhf: {GGUF_COMMAND} --gguf {found[0]} --out DIR; then give that directory"
+            f"{path} {'is' if gguf_files == [path] else 'has'} a GGUF file, which is converted first, in a clone "
+            f"of megarlhf: {GGUF_COMMAND} --gguf {gguf_files[0]} --out DIR; then give that directory"
         )
 
 
 def end_tokens(directory: str | PathLike[str], tokenizer_eos_id: int) -> tuple[int, ...]:
-    """The token ids that end a response of the model in a Hugging Face directory: the tokenizer's end-of-sequence
-    token, and those that generation_config.json names (`eos_token_id`, a number or a list of them); without that
-    file, those of config.json. transformers ends at the same.
+    """Token ids that end a response of the model in a Hugging Face directory, the same as in transformers.
 
-    Raises: ValueError when the file cannot be read, or names something else than numbers.
+    They are the tokenizer's end-of-sequence token and `eos_token_id` (a number or a list) of generation_config.json, or
+    of config.json if there is no such file.
+
+    Raises: ValueError if the file cannot be read, or has something else than numbers.
     """
     files = (Path(directory) / name for name in ("generation_config.json", "config.json"))
     path = next((path for path in files if path.is_file()), None)

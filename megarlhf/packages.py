@@ -1,4 +1,4 @@
-"""Installed versions of the libraries that matter. Nothing is imported."""
+"""Installed versions of important libraries, found without importing them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Where the elements of a model live: boxes of logical tensors, held as strided views of storages.
+"""Placement of a model's elements: boxes of logical tensors, stored as strided views of storages.
 
-A logical tensor bears its Hugging Face name and shape. A storage is one flat, contiguous tensor of some
-system (a file's tensor, a live parameter). Offsets and strides count elements, never bytes.
+A logical tensor has its Hugging Face name and shape. A storage is one flat, contiguous tensor of some system (a file's
+tensor, a live parameter). Offsets and strides count elements, never bytes.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Box:
         return math.prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common box, or None when it has no element."""
+        """Common box; None if it has no element."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
     def minus(self, inner: Box) -> list[Box]:
-        """Disjoint boxes that cover this one without `inner`, which lies inside it."""
+        """Disjoint boxes that cover this one without `inner`, a box inside it."""
         remainder = []
         start, stop = list(self.start), list(self.stop)
         for dim, (a, b) in enumerate(zip(inner.start, inner.stop, strict=True)):
@@ -62,11 +62,11 @@ class Box:
         )
 
     def rows(self, start: int, stop: int) -> Box:
-        """The rows [start, stop) of the box, counted from its first."""
+        """Rows [start, stop) of the box, counted from its first row."""
         return Box((self.start[0] + start, *self.start[1:]), (self.start[0] + stop, *self.stop[1:]))
 
     def blocks(self, limit: int) -> Iterator[Box]:
-        """The box in boxes of at most `limit` elements, of whole rows where a row is no longer than that."""
+        """Boxes of at most `limit` elements that make up this box; they have whole rows unless a row is longer."""
         row = math.prod(self.shape[1:])
         step = limit // row * row or limit
         for start in range(0, self.numel, step):
@@ -84,16 +84,16 @@ def contiguous_strides(shape: Shape) -> Shape:
 
 
 def unravel(element: int, shape: Shape) -> Shape:
-    """The index of an element counted row-major."""
+    """Index of an element counted row-major."""
     index = []
     for stride in contiguous_strides(shape):
-        at, element = divmod(element, stride)
-        index.append(at)
+        coordinate, element = divmod(element, stride)
+        index.append(coordinate)
     return tuple(index)
 
 
 def flat_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
-    """Boxes that hold the elements [start, stop) of `shape` counted row-major, in that order."""
+    """Boxes of the elements [start, stop) of `shape` counted row-major, in that order."""
     if start >= stop:
         return []
     if not shape:
@@ -119,7 +119,7 @@ def flat_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A box of a logical tensor, held by a storage as the strided view (offset, box.shape, strides)."""
+    """A box of a logical tensor, stored in a storage as the strided view (offset, box.shape, strides)."""
 
     tensor: str
     box: Box
@@ -128,14 +128,14 @@ class Placement:
     strides: Shape
 
     def part(self, box: Box) -> Placement:
-        """The placement of `box`, a box of the logical tensor that lies inside this one."""
+        """Placement of `box`, a box of the logical tensor inside this one."""
         if box == self.box:
             return self
         ahead = sum((a - b) * s for a, b, s in zip(box.start, self.box.start, self.strides, strict=True))
         return Placement(self.tensor, box, self.storage, self.offset + ahead, self.strides)
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """The flat element ranges [start, stop) of the storage that the view covers."""
+        """Flat element ranges [start, stop) of the storage that the view covers."""
         dims = sorted((s, n) for s, n in zip(self.strides, self.box.shape, strict=True) if n > 1)
         length = 1
         while dims and dims[0][0] == length:
@@ -147,7 +147,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class RankPlacements:
-    """All that one rank holds of a model in one system."""
+    """Placements of one rank's part of a model in one system."""
 
     rank: int
     """Global rank."""
@@ -155,14 +155,14 @@ class RankPlacements:
     """Shape of every storage of the rank, by its name in the system."""
     placements: tuple[Placement, ...]
     tensors: Mapping[str, Shape]
-    """Full shape of every logical tensor of which the rank holds a box."""
+    """Full shape of every logical tensor of which the rank has a box."""
 
     def on_rank(self, rank: int) -> RankPlacements:
-        """The same on another rank (a replica); shares the data instead of copying it."""
+        """The same placements on another rank (a replica); the data is shared."""
         return replace(self, rank=rank)
 
     def prefixed(self, prefix: str) -> RankPlacements:
-        """The same with every storage renamed to `prefix + name`."""
+        """The same placements with every storage renamed to `prefix + name`."""
         return replace(
             self,
             storages={prefix + name: shape for name, shape in self.storages.items()},
@@ -170,7 +170,7 @@ class RankPlacements:
         )
 
     def select(self, tensors: Sequence[str] | Mapping[str, object]) -> RankPlacements:
-        """Only the placements of the named logical tensors, and the storages they use."""
+        """Placements of the named logical tensors only, with the storages that they use."""
         wanted = set(tensors)
         kept = tuple(p for p in self.placements if p.tensor in wanted)
         used = {p.storage for p in kept}
@@ -182,16 +182,16 @@ class RankPlacements:
         )
 
     def by_storage(self) -> dict[str, list[Placement]]:
-        """The placements of every storage."""
+        """Placements by storage."""
         placements: dict[str, list[Placement]] = {name: [] for name in self.storages}
         for placement in self.placements:
             placements[placement.storage].append(placement)
         return placements
 
     def padding(self) -> dict[str, list[tuple[int, int]]]:
-        """Flat element ranges of each storage that no placement covers; storages without any are left out.
+        """Flat element ranges of each storage that no placement covers; storages without such a range are left out.
 
-        Raises: ValueError when two placements cover the same element.
+        Raises: ValueError if two placements cover the same element.
         """
         gaps: dict[str, list[tuple[int, int]]] = {}
         for name, placements in self.by_storage().items():
@@ -202,7 +202,7 @@ class RankPlacements:
                 if start < end:
                     raise ValueError(
                         f"rank {self.rank}: element {start} of storage {name} ({size} elements) is placed "
-                        "twice or lies outside; each element belongs to one logical tensor: correct its table"
+                        "twice or is outside; each element belongs to one logical tensor: correct its table"
                     )
                 if start > end:
                     gaps.setdefault(name, []).append((end, start))
@@ -211,9 +211,9 @@ class RankPlacements:
 
 
 def merge_ranks(parts: Sequence[RankPlacements]) -> RankPlacements:
-    """One rank's parts (the model chunks of a virtual pipeline, say) as one; storage names must differ.
+    """Merge parts of one rank, such as the model chunks of a virtual pipeline; storage names must differ.
 
-    Raises: ValueError when ranks differ, or when two parts name the same storage: prefix them.
+    Raises: ValueError if ranks differ, or if two parts have the same storage name: prefix them.
     """
     ranks = {part.rank for part in parts}
     if len(ranks) != 1:

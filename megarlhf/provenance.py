@@ -1,6 +1,6 @@
-"""The origin of a trained model: `megarlhf.json`, which stands beside its weights and travels with copies of them.
+"""Origin of a trained model: `megarlhf.json`, which is written beside its weights and copied with them.
 
-It names the run and what the run began with. So the KL of a later run can be held to the same reference.
+It names the run and the weights with which the run began, so that a later run can measure its KL to the same reference.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from megarlhf.model_directory import find_hf_directory
 
 FILE = "megarlhf.json"
 Writing = Mapping[str, Mapping[str, Any]]
-"""How records became tokens, by what they were read as: `{"conversations": {"template": "sha256...", "template_args":
-{}, "end": 2}}`, or `{"texts": {"end": 2}}`."""
+"""The way in which records became tokens, by kind of record: `{"conversations": {"template": "sha256...",
+"template_args": {}, "end": 2}}`, or `{"texts": {"end": 2}}`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """A model as a run has loaded it."""
+    """A model as a run loaded it."""
 
     path: str
     digest: str
@@ -32,7 +32,7 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """The making of a role's checkpoint."""
+    """Origin of a role's checkpoint."""
 
     command: str
     role: str
@@ -41,33 +41,33 @@ class Provenance:
     step: int
     """Steps done."""
     update: int = 0
-    """Optimizer updates done of the step after them."""
+    """Optimizer updates done of the next step."""
     base: Weights
-    """Weights that the role began with."""
+    """Weights with which the role began."""
     reference: Weights | None = None
-    """To which `rl` has measured the KL, or `dpo` its log-ratios."""
+    """Reference of the KL in `rl`, or of the log-ratios in `dpo`."""
     adapter_of: Weights | None = None
-    """The model that the role's adapter is on, which was not trained."""
+    """Model below the role's adapter, which was not trained."""
     writing: Writing | None = None
-    """How what it was trained on was written; None where that is not known, as of earlier versions."""
+    """The way in which its training data became tokens; None if unknown, as in files of earlier versions."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Provenance:
-        """Raises: ValueError, KeyError or TypeError for anything else than `to_json` has written."""
+        """Read the output of `to_json`. Raises: ValueError, KeyError or TypeError for any other text."""
         tree: dict[str, Any] = json.loads(text)
-        named = {name: tree.get(name) for name in ("reference", "adapter_of")}
-        weights = {name: None if stated is None else Weights(**stated) for name, stated in named.items()}
+        optional = {name: tree.get(name) for name in ("reference", "adapter_of")}
+        weights = {name: None if values is None else Weights(**values) for name, values in optional.items()}
         writing = tree.get("writing") or {}
-        if not all(isinstance(each, Mapping) for each in (writing, *writing.values())):
+        if not all(isinstance(part, Mapping) for part in (writing, *writing.values())):
             raise ValueError(f"writing is {writing!r}")
         return cls(**{**tree, "base": Weights(**tree["base"]), **weights})
 
 
 def find_provenance_file(model: Path) -> Path | None:
-    """Beside the weights of the model at `model`, or in the folder of a Megatron checkpoint with its config.json."""
+    """File beside the weights of the model at `model`, or in the folder with its config.json."""
     folders = [model]
     if model.exists() and (described := find_hf_directory(model)) is not None:
         folders.append(described)
@@ -75,10 +75,7 @@ def find_provenance_file(model: Path) -> Path | None:
 
 
 def read_provenance(model: Path) -> Provenance | None:
-    """The provenance of the model at `model`; None where nothing is stated.
-
-    Raises: ValueError when the file is damaged.
-    """
+    """Provenance of the model at `model`; None without a file. Raises: ValueError if the file is damaged."""
     path = find_provenance_file(model)
     if path is None:
         return None
@@ -92,7 +89,7 @@ def read_provenance(model: Path) -> Provenance | None:
 
 
 def carry_provenance(model: Path, folder: Path) -> None:
-    """Give a converted model in `folder` what is stated of the model at `model`."""
+    """Copy the provenance of the model at `model` to a converted model in `folder`."""
     path = find_provenance_file(model)
     if path is not None:
         shutil.copyfile(path, folder / FILE)

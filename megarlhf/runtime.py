@@ -1,6 +1,6 @@
-"""The capabilities of this machine, and the rank of this process in the run.
+"""Capabilities of this machine, and the rank of this process in the run.
 
-Only this module asks for a device. Device, backend and rank are passed in to all modules above.
+Only this module looks for a device. Device, backend and rank are passed to all other modules.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from megarlhf.packages import PACKAGES, version_of
 GPU = "cuda"
 """Torch's name for a GPU."""
 STORE_IS_THERE = "TORCHELASTIC_USE_AGENT_STORE"
-"""Variable that the starter of ranks (torchrun, and a plain start) sets to True if it serves, at MASTER_PORT, the store
-through which ranks find each other. Torch reads it; without it rank 0 makes the store."""
+"""Variable that a launcher (torchrun, or a plain start) sets to True if it serves, at MASTER_PORT, the store through
+which ranks find each other. Torch reads it; without it rank 0 makes the store."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """Installed packages and devices, read without making a device context."""
+    """Installed packages and devices, found without making a device context."""
 
     device_type: str
     device_count: int
@@ -58,11 +58,11 @@ class Runtime(RankInfo):
     """A process that has joined its run: rank, device and communication backend."""
 
     ranks_per_block: int = 1
-    """The greatest number that divides the number of ranks of every machine. It is the same on all ranks."""
+    """Greatest number that divides the number of ranks of every machine. It is the same on all ranks."""
     device: torch.device
     backend: str
     timeout_seconds: float = 1800.0
-    """Time after which a collective fails that not all ranks have joined."""
+    """Time after which a collective fails if not all ranks have joined it."""
     deterministic: bool = False
     """Whether only kernels with a fixed order of sums may run."""
 
@@ -72,7 +72,7 @@ class Runtime(RankInfo):
 
 
 def capabilities() -> Capabilities:
-    """Look at the machine. Nothing heavier than torch is imported."""
+    """Capabilities of this machine. Nothing heavier than torch is imported."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     backends = [name for name in ("gloo", "nccl", "mpi") if dist.is_backend_available(name)]
     return Capabilities(
@@ -98,11 +98,11 @@ def has_transformer_engine() -> bool:
 
 
 def detect_rank(env: Mapping[str, str]) -> RankInfo | None:
-    """The rank that a launcher gave this process; None after a plain start.
+    """Rank that a launcher gave this process; None after a plain start.
 
     `torchrun` sets RANK, LOCAL_RANK and WORLD_SIZE; `srun` sets SLURM_PROCID, SLURM_LOCALID, SLURM_STEP_ID and the
     number of tasks. The shell of an `sbatch` script has SLURM_PROCID=0 too, but no SLURM_STEP_ID: it belongs to no step
-    and is not a rank. In a task of a step Slurm's numbers count, unless a launcher inside the task has set
+    and is not a rank. In a task of a step Slurm's numbers are used, unless a launcher inside the task has set
     LOCAL_WORLD_SIZE too. RANK and WORLD_SIZE alone may come from the shell that submitted the job, or from a
     container's entry (pyxis with an image of PyTorch), and do not tell the number of ranks per machine.
     """
@@ -181,10 +181,9 @@ def initialize(
             rank=info.rank,
             world_size=info.world_size,
             timeout=timedelta(seconds=timeout_seconds),
-            # Without `device_id`: with it torch makes every further group by splitting the world, which all ranks take
-            # part in.
+            # No `device_id`: with it torch makes every further group by splitting the world, with all ranks.
         )
-        os.environ.pop(STORE_IS_THERE, None)  # what this process starts may make a store of its own
+        os.environ.pop(STORE_IS_THERE, None)  # child processes may make a store of their own
     return Runtime(
         **vars(info),
         ranks_per_block=_ranks_per_block(info),
@@ -196,16 +195,16 @@ def initialize(
 
 
 def _ranks_per_block(info: RankInfo) -> int:
-    """The greatest number that divides the ranks of every machine. Collective."""
+    """Greatest number that divides the ranks of every machine. Collective."""
     sizes = [info.local_world_size] * dist.get_world_size()
     dist.all_gather_object(sizes, info.local_world_size)
     return math.gcd(*sizes)
 
 
 def _default_rendezvous(info: RankInfo, device_index: int) -> None:
-    """Set the variables of torchrun that libraries read (vLLM's external launcher).
+    """Set torchrun's variables, which libraries read (vLLM's external launcher).
 
-    They take LOCAL_RANK as the index of this rank's device among the visible ones: 0 if each task sees its own only.
+    For them LOCAL_RANK is the index of this rank's device among the visible ones: 0 if each task sees only its own.
     """
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if "MASTER_PORT" not in os.environ:
@@ -222,7 +221,7 @@ def _default_rendezvous(info: RankInfo, device_index: int) -> None:
 
 
 def free_port() -> int:
-    """A TCP port of this machine on which nobody listens now."""
+    """A TCP port of this machine that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -232,14 +231,14 @@ def free_port() -> int:
 def without_torch_determinism() -> Iterator[None]:
     """Scope for a library in this process that is responsible for its own kernels.
 
-    Torch's switch would refuse operations that vLLM uses without an effect on responses, such as the cumulative sum of
-    its sampler.
+    Torch's switch would refuse operations of vLLM that do not change responses, such as the cumulative sum of its
+    sampler.
     """
     if not torch.are_deterministic_algorithms_enabled():
         yield
         return
     torch.use_deterministic_algorithms(False)
-    torch._inductor.config.deterministic = True  # kernels are chosen without being timed
+    torch._inductor.config.deterministic = True  # kernels are chosen without timing them
     try:
         yield
     finally:
@@ -252,7 +251,7 @@ def compute_capability(runtime: Runtime) -> tuple[int, int] | None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device, so that a host clock measures finished work."""
+    """Wait for the device, so that the host's clock measures finished work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -260,9 +259,9 @@ def synchronize(device: torch.device) -> None:
 def free_bytes(runtime: Runtime) -> int:
     """Bytes that this rank can still allocate on its device.
 
-    On a GPU, memory that torch's allocator keeps for reuse counts. On a CPU it is this rank's equal share of the
-    available memory of the machine and its control groups: a container or a Slurm step limits its ranks together. If
-    each rank has a group of its own, the share is smaller than what is available.
+    On a GPU it includes memory that torch's allocator keeps for reuse. On a CPU it is this rank's equal share of the
+    memory that is available by the machine and its control groups, since a container or a Slurm step limits its ranks
+    together. If each rank has its own group, more than that is available.
     """
     if runtime.device.type == "cuda":
         kept = torch.cuda.memory_reserved(runtime.device) - torch.cuda.memory_allocated(runtime.device)
@@ -297,12 +296,12 @@ def write_allocations(device: torch.device, path: Path) -> None:
 
 
 def counts_allocations(device: torch.device) -> bool:
-    """Whether torch's allocator of this device counts its allocations; that of a CPU does not."""
+    """Whether torch counts the allocations of this device, as it does on GPUs only."""
     return device.type == "cuda"
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Bytes of GPU memory that tensors and torch's libraries hold now."""
+    """Bytes of GPU memory that tensors and torch's libraries have allocated now."""
     return int(torch.cuda.memory_allocated(device))
 
 
@@ -312,7 +311,7 @@ def peak_allocated_bytes(device: torch.device) -> int:
 
 
 def reset_peak_allocated(device: torch.device) -> None:
-    """Count the peak anew, beginning with the memory that is held now."""
+    """Reset the peak to the memory that is allocated now."""
     torch.cuda.reset_peak_memory_stats(device)
 
 
@@ -331,7 +330,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Restore the result of `random_state`, on a device of the same kind."""
+    """Restore a result of `random_state`, on a device of the same type."""
 
     def tensor(text: str) -> torch.Tensor:
         return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

@@ -13,3 +13,10 @@ def make_rollouts(responses, logprobs, finished_N, version=0):
     """Rollouts of one sampled stretch each, all drawn by one version of the weights."""
     versions = VersionRuns.constant(version, responses.lengths_N)
     return Rollouts(responses=responses, logprobs=logprobs, finished_N=finished_N, versions=versions)
+
+
+class Letters:
+    """A tokenizer that decodes token n to the n-th letter, 1 to a."""
+
+    def decode(self, tokens, continuation=False):
+        return "".join(chr(96 + token) for token in tokens)

@@ -165,8 +165,8 @@ def test_every_rank_receives_all_rows_and_every_rank_sees_a_fault(ranks: RankPoo
         "nobody's": "3 rows for 4 samples, expected each once; missing: [3]",
         "twice": "5 rows for 4 samples, expected each once; owned twice: [2]",
         "unknown": "5 rows for 4 samples, expected each once; unknown: [4]",
-        "missing": "rank 1: 1 rows are handed in, expected 2; missing: [3], beside them: []",
-        "another's": "rank 0: 3 rows are handed in, expected 2; missing: [], beside them: [2]",
+        "missing": "rank 1: 1 rows are given, expected 2; missing: [3], beside them: []",
+        "another's": "rank 0: 3 rows are given, expected 2; missing: [], beside them: [2]",
         "wrong length": "rank 1: row 2 has 4 values, the index says 3",
     }
 
@@ -294,5 +294,5 @@ def test_of_512_ranks_those_receive_a_column_that_train_on_it():
 
 
 def test_every_sample_is_with_some_rank():
-    with pytest.raises(AssertionError, match="no rank is to have a sample's columns"):
+    with pytest.raises(AssertionError, match="columns are on no rank"):
         ColumnSharding(torch.tensor([[True, False], [True, False]]))

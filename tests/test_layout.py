@@ -55,7 +55,7 @@ def test_an_order_permutes_each_block_alike():
 
 @pytest.mark.parametrize("order", [(), (0, 0), (1, 2), (0, 1, 2), (-1, 0)])
 def test_an_order_that_is_no_permutation_of_a_block_is_refused(order):
-    with refuses("order", "8 ranks"):
+    with refuses(f"order = {order}", "8 ranks", "engine_order"):
         MeshLayout(tp=2, dp=2, pp=2, order=order)
 
 

@@ -37,7 +37,7 @@ def _require_ranks(failure: Failure, cfg: TrainingConfig, overrides: Sequence[st
     is_given = any(override.startswith(("run.nproc=", "run=")) for override in overrides)
     if cfg.run.nproc != failure.world_size and not is_given:
         raise ValueError(
-            f"{failure.words} was made by {failure.world_size} rank(s) of a launcher ({failure.layout}); start replay "
+            f"{failure.title} was made by {failure.world_size} rank(s) of a launcher ({failure.layout}); start replay "
             "by srun or torchrun with as many, or plainly on fewer, such as run.nproc=1 "
             f"{failure.role}.parallel.tp=1 {failure.role}.parallel.pp=1"
         )

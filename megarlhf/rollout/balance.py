@@ -1,17 +1,18 @@
-"""Assignment of samples to engines, so that all engines end at about the same time. Pure: every rank finds the same.
+"""Assignment of samples to engines, so that all engines finish at about the same time.
 
-    pieces = pieces_of(prompts, missing, num_engines, seen, max_tokens)
-    dealt = deal("length", pieces, num_engines)
+    chunks = chunk_by_length(prompts, missing, num_engines, seen, max_tokens)
+    assignment = assign("length", chunks, num_engines)
 
-A sample's tokens follow from its seed, not from who draws it. The samples of a prompt stay together, as a *piece*: an
-engine computes their prompt once (prefix cache).
+The functions are pure: every rank gets the same result. A sample's tokens follow from its seed, not from the engine
+that draws it. The samples of a prompt stay together in a chunk, because an engine computes their prompt once (prefix
+cache).
 """
 
 from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,102 +20,99 @@ from torch import Tensor
 from megarlhf.config.rollout import Balance
 from megarlhf.layout import split_evenly
 
-PIECES_PER_ENGINE = 4
-"""Where there are fewer prompts for each engine, the samples of a prompt are cut until there are so many pieces."""
-BEGINS_WITH = 2
-"""With `on_demand` the engines begin with one part in so many of all pieces. The rest is larger than what engines of
-equal speed get apart by on such a part."""
+CHUNKS_PER_ENGINE = 4
+"""With fewer prompts per engine, the samples of a prompt are divided until there are so many chunks."""
+FIRST_PART = 2
+"""With `on_demand`, engines begin with 1 / FIRST_PART of all chunks. The rest is large enough to level out engines of
+equal speed."""
 
 
 @dataclass(frozen=True)
 class PromptChunk:
-    """Samples that one engine draws together."""
+    """Samples of a prompt that one engine draws together."""
 
     rows: tuple[int, ...]
     work: float
-    """Tokens expected: of the prompt, once, and of the responses."""
+    """Expected tokens: the prompt's, once, and the responses'."""
 
 
 @dataclass(frozen=True)
-class Deal:
+class EngineAssignment:
     """Assignment of samples to engines."""
 
     first: Sequence[Sequence[int]]
-    """By engine: the rows that it begins with, in its order."""
+    """Rows with which each engine begins, in their order."""
     queue: Sequence[Sequence[int]] = ()
-    """Rows of pieces that go to whichever engine asks first, in this order."""
-    most: int = 0
-    """An engine with so many unfinished samples asks for no more: a fair share of all."""
+    """Rows of further chunks, in the order in which engines take them."""
+    max_unfinished: int = 0
+    """An engine with so many unfinished samples, a fair share of all, takes no further chunk."""
 
 
 class SeenLengths:
-    """How long responses were: what is expected of the next ones. It changes who draws a sample, and nothing else."""
+    """Lengths of earlier responses, from which lengths are expected. They only affect which engine draws a sample."""
 
-    def __init__(self, most_prompts: int = 1 << 16) -> None:
-        """Remembers so many prompts, those seen last."""
-        self._most_prompts = most_prompts
+    def __init__(self, max_prompts: int = 1 << 16) -> None:
+        """max_prompts: number of prompts, the last ones, that are remembered"""
+        self._max_prompts = max_prompts
         self._mean: float | None = None
-        self._of_prompt: dict[bytes, float] = {}
+        self._by_prompt: dict[bytes, float] = {}
 
     def expected(self, prompt: Tensor, max_tokens: int) -> float:
-        """Tokens of a response: the mean of the prompt's own when it was last drawn; else that of all of the last
-        rollout; else the longest that may be."""
-        known = self._of_prompt.get(_key(prompt), self._mean)
+        """Expected tokens of a response: the mean of the prompt's last responses, or of all responses of the last
+        rollout, or `max_tokens` if nothing is known."""
+        known = self._by_prompt.get(_key(prompt), self._mean)
         return max_tokens if known is None else min(known, max_tokens)
 
-    def saw(self, prompts: Sequence[Tensor], lengths: Sequence[int]) -> None:
-        """A rollout: prompts and response tokens by row."""
+    def record(self, prompts: Sequence[Tensor], lengths: Sequence[int]) -> None:
+        """Record a rollout: prompts and response tokens by row."""
         if not lengths:
             return
         self._mean = sum(lengths) / len(lengths)
-        by_prompt: dict[bytes, list[int]] = {}
+        lengths_by_prompt: dict[bytes, list[int]] = {}
         for prompt, length in zip(prompts, lengths, strict=True):
-            by_prompt.setdefault(_key(prompt), []).append(length)
-        for key, found in by_prompt.items():
-            self._of_prompt.pop(key, None)
-            self._of_prompt[key] = sum(found) / len(found)
-        for key in list(self._of_prompt)[: -self._most_prompts]:
-            del self._of_prompt[key]
+            lengths_by_prompt.setdefault(_key(prompt), []).append(length)
+        for key, own in lengths_by_prompt.items():
+            self._by_prompt.pop(key, None)
+            self._by_prompt[key] = sum(own) / len(own)
+        for key in list(self._by_prompt)[: -self._max_prompts]:
+            del self._by_prompt[key]
 
 
 def chunk_by_length(
     prompts: Sequence[Tensor], rows: Sequence[int], num_engines: int, seen: SeenLengths, max_tokens: int
 ) -> list[PromptChunk]:
-    """The rows with equal prompts together, the most work first; of few prompts, parts of these."""
+    """Chunks of rows with equal prompts, the most work first. With few prompts, the rows of one are divided."""
     by_prompt: dict[bytes, list[int]] = {}
     for row in rows:
         by_prompt.setdefault(_key(prompts[row]), []).append(row)
-    largest = max(1, -(-len(rows) // (PIECES_PER_ENGINE * num_engines)))
-    pieces = []
-    for together in by_prompt.values():
-        response, prompt = seen.expected(prompts[together[0]], max_tokens), len(prompts[together[0]])
-        parts = split_evenly(len(together), -(-len(together) // largest))
-        pieces += [PromptChunk(tuple(together[n] for n in part), prompt + len(part) * response) for part in parts]
-    return sorted(pieces, key=lambda piece: (-piece.work, piece.rows))
+    largest = max(1, -(-len(rows) // (CHUNKS_PER_ENGINE * num_engines)))
+    chunks = []
+    for own in by_prompt.values():
+        response, prompt = seen.expected(prompts[own[0]], max_tokens), len(prompts[own[0]])
+        parts = split_evenly(len(own), -(-len(own) // largest))
+        chunks += [PromptChunk(tuple(own[n] for n in part), prompt + len(part) * response) for part in parts]
+    return sorted(chunks, key=lambda chunk: (-chunk.work, chunk.rows))
 
 
-def assign(balance: Balance, pieces: Sequence[PromptChunk], num_engines: int) -> Deal:
-    """`fixed`: equal numbers of rows in their order. `length`: the longest pieces first, each to the engine with the
-    least work so far (Graham 1969: at most 4/3 of the shortest possible). `on_demand`: so with the first of them, and
-    the rest in a queue (list scheduling, with the order of `length`)."""
-    rows = sorted(row for piece in pieces for row in piece.rows)
+def assign(balance: Balance, chunks: Sequence[PromptChunk], num_engines: int) -> EngineAssignment:
+    """Assign chunks to engines.
+
+    `fixed`: equal numbers of rows in their order. `length`: the longest chunks first, each to the engine with the least
+    work so far (Graham 1969: at most 4/3 of the shortest possible). `on_demand`: the first chunks as with `length`, and
+    the rest in a queue (list scheduling).
+    """
+    rows = sorted(row for chunk in chunks for row in chunk.rows)
     if balance == "fixed" or num_engines == 1:
-        return Deal([[rows[n] for n in share] for share in split_evenly(len(rows), num_engines)])
-    num_first = len(pieces) if balance == "length" else len(pieces) // (BEGINS_WITH * num_engines) * num_engines
-    first = [
-        [row for piece in share for row in piece.rows] for share in _longest_first(pieces[:num_first], num_engines)
-    ]
-    return Deal(first, [piece.rows for piece in pieces[num_first:]], most=-(-len(rows) // num_engines))
-
-
-def _longest_first(pieces: Iterable[PromptChunk], num_engines: int) -> list[list[PromptChunk]]:
-    shares: list[list[PromptChunk]] = [[] for _ in range(num_engines)]
+        return EngineAssignment([[rows[n] for n in share] for share in split_evenly(len(rows), num_engines)])
+    num_first = len(chunks) if balance == "length" else len(chunks) // (FIRST_PART * num_engines) * num_engines
+    first: list[list[int]] = [[] for _ in range(num_engines)]
     by_work = [(0.0, engine) for engine in range(num_engines)]
-    for piece in pieces:
+    for chunk in chunks[:num_first]:
         work, engine = by_work[0]
-        shares[engine].append(piece)
-        heapq.heapreplace(by_work, (work + piece.work, engine))
-    return shares
+        first[engine] += chunk.rows
+        heapq.heapreplace(by_work, (work + chunk.work, engine))
+    queue = [chunk.rows for chunk in chunks[num_first:]]
+    return EngineAssignment(first, queue, max_unfinished=-(-len(rows) // num_engines))
 
 
 def _key(prompt: Tensor) -> bytes:

@@ -1,4 +1,4 @@
-"""The interface of rollout engines, and what engines share.
+"""Interface of rollout engines, and functions that all engines use.
 
 Every call is collective: all ranks call it with the same arguments and get the same result.
 """
@@ -27,13 +27,13 @@ class StopStrings:
 
     texts: tuple[str, ...]
     decode: Callable[[Sequence[int]], str] = field(compare=False, repr=False)
-    """Decodes a part of a response, without regard to what stands before."""
+    """Decodes a part of a response, as a continuation."""
 
     def complete_in(self, tokens: Sequence[int]) -> bool:
-        """Whether one of the texts stands in the response; asked after each token, the end of it is looked at only."""
+        """Whether the response contains one of the texts. Called after each token, it decodes only the end."""
         longest = max(len(text.encode()) for text in self.texts)
         count = longest + 1
-        while True:  # tokens may stand for no text, or for a part of a character
+        while True:  # a token may be no text, or a part of a character
             tail = self.decode(tokens[-count:])
             if any(text in tail for text in self.texts):
                 return True
@@ -44,21 +44,21 @@ class StopStrings:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How responses are drawn."""
+    """Settings with which responses are drawn."""
 
     max_tokens: int
-    """Longest response; one that has not ended by then is truncated."""
+    """Maximum tokens of a response; a longer one is truncated."""
     temperature: float = 1.0
     greedy: bool = False
-    """Take the likeliest token; log-probs are then those at temperature 1."""
+    """Take the most likely token; log-probs are then at temperature 1."""
     end_ids: tuple[int, ...]
-    """A response ends with the first of these tokens, which is part of it: `model_directory.end_tokens`."""
+    """Tokens that end a response and are part of it: `model_directory.end_tokens`."""
     stop: StopStrings | None = None
-    """Texts that end it too."""
+    """Texts that end a response."""
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    """`algo.sampling.filtered_logits`."""
+    """Filters of the logits, with `top_p` and `top_k`: `algo.sampling.filtered_logits`."""
 
     def ends(self, tokens: Sequence[int]) -> bool:
         """Whether a response that did not end before its last token ends with it."""
@@ -68,11 +68,15 @@ class Sampling:
 
     def identity(self) -> dict[str, Any]:
         """Settings that responses depend on, for JSON."""
-        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("end_ids", "stop")}
-        plain = {each.name: each.default for each in fields(self)}
-        late = {name for name in ("top_p", "top_k", "min_p") if values[name] == plain[name]}
         stop = {} if self.stop is None else {"stop": list(self.stop.texts)}
-        return {**{k: v for k, v in values.items() if k not in late}, "end_ids": list(self.end_ids), **stop}
+        plain = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in ("end_ids", "stop")
+            # Keys of later versions are left out at their default, so that earlier identities stay valid.
+            and (field.name not in ("top_p", "top_k", "min_p") or getattr(self, field.name) != field.default)
+        }
+        return {**plain, "end_ids": list(self.end_ids), **stop}
 
 
 @dataclass(frozen=True)
@@ -85,22 +89,22 @@ class Response:
 
 
 class FinishedResponses:
-    """Finished responses of a rollout in progress: what is here is not drawn again. Each row is on one rank only."""
+    """Finished responses of a rollout in progress, which are not drawn again. Each row is on one rank only."""
 
     def __init__(self, held: Mapping[int, Response] | None = None) -> None:
         self.held: dict[int, Response] = dict(held or {})
-        """By row: those of this rank."""
+        """This rank's responses, by row."""
 
     def add(self, row: int, response: Response) -> None:
         self.held[row] = response
 
 
 class EngineFailure(RuntimeError):
-    """The engine failed while it drew responses; it has to be built anew. Raised on every rank."""
+    """The engine failed while it drew responses, and must be rebuilt. Raised on every rank."""
 
 
 class RolloutInterrupted(Interrupted):
-    """The rollout was asked to stop before all responses were there. Raised on every rank; the engine can go on."""
+    """The rollout was asked to stop before all responses were finished. Raised on every rank; the engine can go on."""
 
     def __init__(self, num_finished: int, num_samples: int) -> None:
         super().__init__(f"the rollout was asked to stop with {num_finished} of {num_samples} responses finished")
@@ -108,11 +112,11 @@ class RolloutInterrupted(Interrupted):
 
 
 class RolloutEngine(Protocol):
-    """Samples responses with weights that it is given."""
+    """Samples responses with the weights that it is given."""
 
     @property
     def rebuilds(self) -> int:
-        """How often it was built anew after a failure, since the process started."""
+        """Number of times it was rebuilt after a failure, since the process started."""
         ...
 
     @property
@@ -122,11 +126,11 @@ class RolloutEngine(Protocol):
 
     @property
     def local_seconds(self) -> float:
-        """Seconds that this rank's engine took in the last `generate`, before it waited for the others."""
+        """Seconds of this rank's engine in the last `generate`, without waiting for the others."""
         ...
 
     def needs(self, *, to_generate: bool) -> Sequence[Offloadable]:
-        """Parts that have to be on the device when it generates, or when it takes over weights."""
+        """Parts that must be on the device while it generates, or while it takes over weights."""
         ...
 
     def update_weights(self, actor: ModelShard, version: int) -> None:
@@ -134,9 +138,9 @@ class RolloutEngine(Protocol):
         ...
 
     def verify_weights(self, actor: ModelShard) -> Certificate | None:
-        """Check that the engine holds the actor's present weights, bit for bit; None when they are the actor's own.
+        """Check that the engine holds the actor's weights, bit for bit; None if they are the actor's own tensors.
 
-        Raises: CertificateError naming tensors, ranks and boxes that differ.
+        Raises: CertificateError, naming tensors, ranks and boxes that differ.
         """
         ...
 
@@ -149,27 +153,28 @@ class RolloutEngine(Protocol):
         bank: FinishedResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
-        """One response for each prompt; row n is drawn with seeds[n] wherever it is drawn.
+        """Draw one response for each prompt; row n is drawn with seeds[n] on whatever engine.
 
-        Rows that `bank` holds on any rank are not drawn again; each of the others is added to it, on one rank, when
-        it is finished. `should_stop` is asked on every rank between two tokens; one rank that says yes stops at least
-        the engine that it belongs to.
+        Rows that `bank` holds on any rank are not drawn again. Each other row is added to it, on one rank, when it is
+        finished. `should_stop` is called on every rank between two tokens; if it returns True on one, at least the
+        engine of that rank stops.
 
-        Raises: on every rank, RolloutInterrupted when rows are missing because of `should_stop`, EngineFailure when
-        the engine failed.
+        Raises: on every rank, RolloutInterrupted if rows are missing because of `should_stop`, EngineFailure if the
+        engine failed.
         """
         ...
 
     def close(self) -> None:
-        """Give back what the engine holds, after the last collective of the run.
+        """Release what the engine holds, after the last collective of the run.
 
-        Not after a failure: leaving a group may wait for ranks that are stuck in it, and the reason with it.
+        It is not called after a failure: leaving a process group may wait for ranks that are stuck in it, and the error
+        would not be shown.
         """
         ...
 
 
 def sample_seed(run_seed: int, step: int, sample: int, refill: int = 0) -> int:
-    """The seed of a sample: a function of run seed, step and global sample index, never of a rank.
+    """Seed of a sample: a function of run seed, step and global sample index, never of a rank.
 
     refill: number of the round of dynamic sampling; 0 is the step's first
     """
@@ -179,7 +184,7 @@ def sample_seed(run_seed: int, step: int, sample: int, refill: int = 0) -> int:
 
 
 def missing_rows(bank: FinishedResponses, num_samples: int) -> list[int]:
-    """The rows that no rank holds. Collective."""
+    """Rows that no rank holds. Collective."""
     held_by_rank: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(held_by_rank, list(bank.held))
     held = {row for rows in held_by_rank for row in rows}
@@ -187,7 +192,7 @@ def missing_rows(bank: FinishedResponses, num_samples: int) -> list[int]:
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether it is true on any rank of the run. Collective."""
+    """Whether `flag` is true on any rank of the run. Collective."""
     flags = [False] * dist.get_world_size()
     dist.all_gather_object(flags, flag)
     return any(flags)
@@ -202,24 +207,24 @@ def gather_rollouts(
     stopped: bool = False,
     seconds: float | None = None,
 ) -> Rollouts:
-    """Bring the responses that each rank answers for (by row) to every rank.
+    """Gather the responses of each rank, by row, on every rank.
 
-    seconds: that this rank's engine took; None where all take equally long
+    seconds: time of this rank's engine; None if all engines take equally long
 
-    Raises: RolloutInterrupted when rows are missing and any rank was `stopped`.
+    Raises: RolloutInterrupted if rows are missing and any rank was `stopped`.
     """
-    said: list[tuple[Index, bool, float | None]] = [({}, False, None)] * dist.get_world_size()
-    dist.all_gather_object(said, ({n: (len(r.tokens), r.finished) for n, r in mine.items()}, stopped, seconds))
-    index = [rank_index for rank_index, _, _ in said]
-    if any(stopped for _, stopped, _ in said) and (finished := sum(map(len, index))) < num_samples:
+    by_rank: list[tuple[Index, bool, float | None]] = [({}, False, None)] * dist.get_world_size()
+    dist.all_gather_object(by_rank, ({n: (len(r.tokens), r.finished) for n, r in mine.items()}, stopped, seconds))
+    index = [rank_index for rank_index, _, _ in by_rank]
+    if any(stopped for _, stopped, _ in by_rank) and (finished := sum(map(len, index))) < num_samples:
         raise RolloutInterrupted(finished, num_samples)
-    taken = [seconds for _, _, seconds in said if seconds is not None]
-    idle = max(taken) - sum(taken) / len(taken) if taken else 0.0
+    engine_seconds = [seconds for _, _, seconds in by_rank if seconds is not None]
+    idle = max(engine_seconds) - sum(engine_seconds) / len(engine_seconds) if engine_seconds else 0.0
     return replace(gather_indexed(mine, index, num_samples, weight_version, device), idle_seconds=idle)
 
 
 Index = dict[int, tuple[int, bool]]
-"""By row: tokens of the response, and whether it is finished."""
+"""Number of tokens of a response, and whether it is finished, by row."""
 
 
 def gather_indexed(
@@ -229,7 +234,7 @@ def gather_indexed(
     weight_version: int,
     device: torch.device,
 ) -> Rollouts:
-    """`gather_rollouts` where every rank knows the index of each rank."""
+    """Gather responses when every rank knows the index of each rank: see `gather_rollouts`."""
     index_by_row = {n: entry for rank_index in index for n, entry in rank_index.items()}
     if sorted(index_by_row) != list(range(num_samples)):
         missing = sorted(set(range(num_samples)) - set(index_by_row))[:5]

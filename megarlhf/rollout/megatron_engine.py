@@ -1,4 +1,5 @@
-"""Generation with the Megatron actor itself: a full forward for every token. Slow, exact, the oracle in tests.
+"""Generation with the Megatron actor itself: a full forward for every token. It is slow, exact, and the reference in
+tests.
 
 Legend: B rows of a micro-batch, S positions, H hidden, V vocabulary columns.
 """
@@ -25,10 +26,10 @@ from megarlhf.rollout.engine import FinishedResponses, Response, Sampling, any_r
 
 
 class MegatronEngine:
-    """Holds no weights of its own: what it samples with are the actor's live parameters."""
+    """Engine without weights of its own: it samples with the actor's live parameters."""
 
     rebuilds = 0
-    """Always 0: a failure is one of the actor's own modules, and there is nothing to build anew."""
+    """Always 0, since there is nothing to rebuild: a failure is one of the actor's own modules."""
 
     def __init__(self, actor: ModelShard, micro_batch_samples: int, parts: RoleParts) -> None:
         self._actor, self._parts = actor, parts
@@ -81,34 +82,34 @@ class MegatronEngine:
         bank: FinishedResponses,
         should_stop: Callable[[], bool] | None,
     ) -> bool:
-        """Whether it was stopped."""
+        """Draw the missing rows; returns whether it was stopped."""
         mesh = self._actor.mesh
         rows = [
             n
             for batch in split_padded(missing, mesh.layout.dp, self._micro_batch_samples)[mesh.coordinates.dp]
             for n in batch
         ]
-        # As wide as for all prompts, whatever is missing: the same shapes give the same bits.
+        # As wide as for all prompts, whichever are missing: equal shapes give equal bits.
         longest = max(len(prompt) for prompt in prompts) + sampling.max_tokens
         filled = [prompts[0] if row == FILLER else prompts[row] for row in rows]
         state = _Decoding(rows, filled, padded_length(longest, mesh), mesh.runtime.device)
-        for number in range(1, sampling.max_tokens + 1):
+        for length in range(1, sampling.max_tokens + 1):
             state.extend(self._next_tokens(state, seeds, sampling), sampling)
             if mesh.owns_outputs:
                 for row, response in state.responses().items():
-                    if row not in bank.held and (response.finished or number == sampling.max_tokens):
+                    if row not in bank.held and (response.finished or length == sampling.max_tokens):
                         bank.add(row, response)
             if should_stop is not None and any_rank(should_stop()):
                 return True
         return False
 
     def _next_tokens(self, state: _Decoding, seeds: Sequence[int], sampling: Sampling) -> Tensor:
-        """[rows, 2]: the next token of each row that goes on and its log-prob, on every rank of the model."""
+        """Next token of each open row and its log-prob, [rows, 2], on every rank of the model."""
         mesh, vocabulary = self._actor.mesh, self._actor.vocabulary()
         device = mesh.runtime.device
         picked = torch.zeros(len(state.rows), 2, dtype=torch.float64, device=device)
-        # Those whose rows have all ended are left out, alike on all ranks that have these rows. Where ranks with other
-        # rows have some of the experts, all go on together.
+        # Micro-batches without open rows are left out, on all ranks that have these rows. With expert parallelism,
+        # ranks with other rows hold some of the experts, so all micro-batches are computed.
         together = mesh.layout.ep > 1
         parts = [part for part in self._micro_batches(len(state.rows)) if together or state.is_open(part)]
         if not parts:
@@ -133,7 +134,7 @@ class MegatronEngine:
             return torch.stack([picked_B.double(), logprobs_B.double()], -1)
 
         outputs = forward_only(self._actor.module, mesh, batches, pick)
-        for part, output in zip(parts, outputs, strict=False):  # none but on the last stage
+        for part, output in zip(parts, outputs, strict=False):  # only the last stage has outputs
             picked[part] = output
         if mesh.layout.pp > 1:
             dist.broadcast(picked, mesh.last_stage_rank, group=mesh.groups.pp)
@@ -145,7 +146,7 @@ class MegatronEngine:
 
 
 def _sample(logits_BV: Tensor, rows_B: Tensor, last_B: Tensor, seeds: Sequence[int] | None) -> Tensor:
-    """Argmax, or a sample by the Gumbel trick with a generator for each (row's seed, position)."""
+    """Argmax, or a sample by the Gumbel trick with its own generator for each (seed of the row, position)."""
     if seeds is None:
         return logits_BV.argmax(-1)
     noise_BV = torch.zeros_like(logits_BV, device="cpu")
@@ -157,7 +158,7 @@ def _sample(logits_BV: Tensor, rows_B: Tensor, last_B: Tensor, seeds: Sequence[i
 
 
 class _Decoding:
-    """Rows that grow token by token, on a grid wide enough for the longest."""
+    """Rows that grow token by token, on a grid that is wide enough for the longest."""
 
     def __init__(self, rows: list[int], prompts: list[Tensor], width: int, device: torch.device) -> None:
         self.rows = rows
@@ -175,11 +176,11 @@ class _Decoding:
                 self.tokens_BS[i, self.lengths_B[i]] = int(token)
                 self.lengths_B[i] += 1
                 self._sampled[i].append((int(token), logprob))
-                self._finished[i] = sampling.ends([drawn for drawn, _ in self._sampled[i]])
+                self._finished[i] = sampling.ends([sampled for sampled, _ in self._sampled[i]])
                 self._open_B[i] = not self._finished[i]
 
     def is_open(self, part: slice) -> bool:
-        """Whether one of these rows goes on."""
+        """Whether any of these rows is unfinished."""
         return bool(self._open_B[part].any())
 
     def responses(self) -> dict[int, Response]:

@@ -1,4 +1,4 @@
-"""Where an engine has its samples from: those that it begins with, and those that it then asks for."""
+"""Source of an engine's samples: those that it begins with, and chunks that it takes from a common queue."""
 
 from __future__ import annotations
 
@@ -8,72 +8,73 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 
 from megarlhf.collective_errors import from_first_rank
-from megarlhf.rollout.balance import Deal
+from megarlhf.rollout.balance import EngineAssignment
 
 NOTHING = -1
-"""In place of a number of the queue: nothing is asked for."""
+"""In place of a chunk's number: no chunk is taken."""
 
 
 def rendezvous_store() -> dist.Store:
-    """The store through which the ranks of the run have found each other, served by rank 0's process."""
-    # torch has no public name for it; vLLM and torchrun's agent ask the same way.
+    """Store of the default process group, which rank 0's process serves."""
+    # torch has no public function for it; vLLM and torchrun's agent use this one too.
     return dist.distributed_c10d._get_default_store()
 
 
 def agreed_key() -> str:
-    """A key of the store that no other engine has, on all ranks alike. Collective."""
+    """Unique key in the store, the same on all ranks. Collective."""
     return f"megarlhf/rollout/{from_first_rank(uuid.uuid4().hex)}"
 
 
 class SharedCounter:
-    """Hands out 0, 1, 2, ... to all ranks, each number once. It lies in the store through which the ranks have found
-    each other, and costs a message to the machine of rank 0 each time."""
+    """Counter that gives 0, 1, 2, ... to all ranks, each number once. It is kept in a store, and each use costs a
+    message to the machine of rank 0."""
 
     def __init__(self, store: Callable[[], dist.Store], key: str) -> None:
-        """`store` is asked for when the counter is first used. `key` is the same on all ranks, and nobody else's."""
-        self._store, self._key, self._turn = store, key, 0
+        """store: called at each use; key: the same on all ranks, and unique"""
+        self._store, self._key, self._round = store, key, 0
 
     def restart(self) -> None:
-        """Begin at 0 again. Every rank does it, each at its own time: a turn has a key of its own."""
-        self._turn += 1
+        """Begin at 0 again. Every rank calls it, each at its own time: each round has its own key."""
+        self._round += 1
 
     def next(self, count: int = 1) -> int:
-        """A number, and behind it `count - 1` more."""
-        return int(self._store().add(f"{self._key}/{self._turn}", count)) - count
+        """Take `count` numbers; returns the first."""
+        return int(self._store().add(f"{self._key}/{self._round}", count)) - count
 
 
 class PromptQueue:
-    """The rows of one engine, alike on all its ranks.
+    """Rows of one engine, the same on all its ranks.
 
-    It asks for a piece of the queue when vLLM has taken all of its requests into the batch and has room for more. The
-    first rank of an engine takes a number from the counter; the others learn it with what the ranks agree on after a
-    step (`requests.run_in_lockstep`).
+    The engine takes a chunk from the queue when vLLM has all its requests in the batch and has room for more. The first
+    rank of an engine takes a number from the counter. The others get it when the engine's ranks agree on their state
+    after a step (`generate_loop.run_in_lockstep`).
     """
 
-    def __init__(self, dealt: Deal, engine: int, counter: SharedCounter | None = None) -> None:
+    def __init__(self, assignment: EngineAssignment, engine: int, counter: SharedCounter | None = None) -> None:
         """`counter`: on the first rank of an engine; None on the others."""
-        self.first = dealt.first[engine]
-        self._queue, self._most, self._counter = dealt.queue, dealt.most, counter
-        self._largest = max(map(len, dealt.queue), default=0)
-        self.is_open = bool(dealt.queue)
-        """Whether there may be more in the queue."""
+        self.first = assignment.first[engine]
+        self._queue, self._counter = assignment.queue, counter
+        self._max_unfinished = assignment.max_unfinished
+        self._largest = max(map(len, assignment.queue), default=0)
+        self.is_open = bool(assignment.queue)
+        """Whether the queue may have further chunks."""
 
     def wants_more(self, unfinished: int, has_room: bool) -> bool:
-        """Whether an engine with so many samples asks for a piece. It may have no more than a fair share at once, or
-        the engine that begins first would get what others could do beside it."""
-        return self.is_open and (not unfinished or (has_room and unfinished + self._largest <= self._most))
+        """Whether an engine with `unfinished` samples takes a chunk. It may have no more than a fair share at once;
+        otherwise the engine that begins first would take samples for which others are idle."""
+        return self.is_open and (not unfinished or (has_room and unfinished + self._largest <= self._max_unfinished))
 
     def ask(self) -> int:
-        """The number of the piece that is this engine's; on the ranks without the counter `NOTHING`."""
+        """Number of this engine's next chunk; `NOTHING` on ranks without the counter."""
         return NOTHING if self._counter is None else self._counter.next()
 
     def take(self, number: int) -> Sequence[int]:
-        """The rows of a piece, none where all were taken."""
+        """Rows of the chunk; none if all chunks are taken."""
         self.is_open = number < len(self._queue)
         return self._queue[number] if self.is_open else ()
 
     def close(self) -> None:
-        """No engine gets more of the queue: this one was asked to stop."""
+        """Close the queue for all engines, because this one was asked to stop."""
         if self.is_open and self._counter is not None:
             self._counter.next(len(self._queue))
         self.is_open = False

@@ -1,16 +1,16 @@
-"""The rollout bank: finished responses of a rollout in progress, on disk, so that a kill throws none of them away.
+"""The rollout bank: finished responses of a rollout in progress, on disk, so that a killed run does not lose them.
 
-    bank = Bank(run_dir / "bank")
-    with bank.open(step, fingerprint=..., sampling=sampling, prompts=prompts, seeds=seeds) as kept:
+    cache = RolloutCache(run_dir / "bank")
+    with cache.open(step, fingerprint=..., sampling=sampling, prompts=prompts, seeds=seeds) as kept:
         rollouts = engine.generate(prompts, seeds, sampling, bank=kept)
     ...                           # train, write a resume point after the step
-    bank.forget_before(step + 1)
+    cache.forget_before(step + 1)
 
-`bank/step_000007/0001_rank_00000.jsonl` has the responses that rank 0 put there after the bank was opened for the
-first time in step 7; nothing is ever written into a file of an earlier process. A round of dynamic sampling has a
-folder of its own, `bank/step_000007_refill_1`. Each line is a JSON object `record`
-with its `digest`. The first is the header: what all responses of the file were drawn with. A response is used only
-if the header, its prompt and its seed are those of the rollout that is to go on.
+`bank/step_000007/0001_rank_00000.jsonl` has the responses that rank 0 added after the bank was opened for the first
+time in step 7. Files of earlier processes are never written to. A round of dynamic sampling has its own folder, such
+as `bank/step_000007_refill_1`. Each line is a JSON object `record` with its `digest`. The first is the header with the
+settings of all responses of the file. A response is used only if the header, its prompt and its seed are those of the
+rollout that goes on.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
+from megarlhf.atomic_write import sync
 from megarlhf.collective_errors import raise_on_all_ranks
 from megarlhf.rollout.engine import FinishedResponses, Response, Sampling
 
@@ -41,9 +42,9 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 FSYNC_SECONDS, FSYNC_SHARE = 1.0, 0.05
-"""Between two fsyncs at least, and the largest part of the time that they may take."""
+"""Minimum time between two fsyncs, and the largest share of the time that they may take."""
 UNUSABLE = ".unusable"
-"""Appended to the name of a file that does not belong to the rollout that is to go on."""
+"""Suffix for files that do not belong to the rollout that goes on."""
 _FOLDER = re.compile(r"step_(\d+)(_refill_\d+)?")
 _NAME = re.compile(rf"(\d+)_rank_\d+\.jsonl({re.escape(UNUSABLE)})?")
 
@@ -52,21 +53,21 @@ Record = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class _Expected:
-    """Header and rows that a file must have to be of use."""
+    """Header and rows that a usable file has."""
 
     header: Record
     rows: Sequence[Record]
-    """By row, what identifies its response: row, digest of the prompt, seed."""
+    """Identity of each row's response: row, digest of the prompt, seed."""
     sampling: Sampling
 
 
 class RolloutCache:
-    """The responses of the steps since the last resume point. All ranks make one, with the same directory."""
+    """Responses of the steps since the last resume point. All ranks make one, with the same directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._not_kept = False
-        """Whether it has been said that responses cannot be written."""
+        """Whether a warning was logged that responses cannot be written."""
 
     def open(
         self,
@@ -78,10 +79,10 @@ class RolloutCache:
         seeds: Sequence[int],
         refill: int = 0,
     ) -> StepBank:
-        """The bank of a step, with all its usable responses spread over the ranks. Collective.
+        """Open the bank of a step, with all its usable responses spread over the ranks. Collective.
 
-        `fingerprint` identifies weights and mathematics that the step's samples are drawn with. Layout and number of
-        engines may be other ones than when the responses were drawn.
+        `fingerprint` identifies the weights and the mathematics with which the samples are drawn. Layout and number of
+        engines may differ from those that drew the responses.
         """
         rows = [
             {"row": row, "prompt": _digest(prompt.cpu().numpy().astype("<i8").tobytes()), "seed": seed}
@@ -108,7 +109,7 @@ class RolloutCache:
         return StepBank(self, path, expected, {record["row"]: _response(record) for record in records}, num_taken_over)
 
     def forget_before(self, step: int) -> None:
-        """Remove the responses of earlier steps: a resume point covers them. Rank 0 does it."""
+        """Remove the responses of earlier steps, which a resume point covers. Only rank 0 does it."""
         if dist.get_rank() != 0:
             return
         for folder in self._directory.glob("step_*"):
@@ -120,14 +121,14 @@ class RolloutCache:
                     log.warning("the rollout bank's %s is no longer needed and cannot be removed: %s", folder, error)
 
     def give_up(self, error: OSError, path: Path) -> None:
-        """Say, the first time, that responses are not kept."""
+        """Log, the first time, that responses are not kept."""
         if not self._not_kept:
             log.warning("the rollout bank is not kept, a kill would lose the responses since then: %s: %s", path, error)
         self._not_kept = True
 
 
 class StepBank(FinishedResponses):
-    """The bank of one step. What is added is handed to the operating system at once."""
+    """Bank of one step. Added responses are given to the operating system at once."""
 
     def __init__(
         self, bank: RolloutCache, path: Path, expected: _Expected, held: Mapping[int, Response], num_taken_over: int
@@ -167,7 +168,7 @@ class StepBank(FinishedResponses):
             self._next_fsync = now + max(FSYNC_SECONDS, (now - start) / FSYNC_SHARE)
 
     def close(self) -> None:
-        """Wait until all is on the disk."""
+        """Wait until all responses are on the disk."""
         if self._file is not None:
             self._next_fsync = 0.0
             try:
@@ -209,7 +210,7 @@ def _line(record: Record) -> bytes:
 
 
 def _record(line: bytes) -> Record | None:
-    """None for a line that is torn or corrupt."""
+    """Record of a line; None if the line is incomplete or corrupt."""
     try:
         content = json.loads(line)
         record, digest = content["record"], content["digest"]
@@ -226,15 +227,11 @@ def _response(record: Record) -> Response:
 
 
 def _create(path: Path) -> int:
-    """A new file, which is found after a crash of the machine too."""
+    """Create a file whose name is on the disk even after a crash of the machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
     for folder in (path.parent, path.parent.parent):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(folder)
     return file
 
 
@@ -244,7 +241,7 @@ def _write(file: int, content: bytes) -> None:
 
 
 def _read(folder: Path, expected: _Expected) -> tuple[int, list[Record]]:
-    """(number of this opening, usable records by row); what was not usable is said, and its files put aside."""
+    """Number of this opening, and usable records by row. Others are logged, and unusable files are renamed."""
     named = [(path, _NAME.fullmatch(path.name)) for path in sorted(folder.glob("*_rank_*"))]
     opening = 1 + max((int(name[1]) for _, name in named if name), default=0)
     records: dict[int, Record] = {}
@@ -264,7 +261,7 @@ def _read(folder: Path, expected: _Expected) -> tuple[int, list[Record]]:
 
 
 def _read_file(path: Path, expected: _Expected, records: dict[int, Record], dropped: Counter[str]) -> str:
-    """Adds the usable records, the first of each row; returns why the whole file cannot be used, if so."""
+    """Add the usable records, the first of each row; returns the reason if the whole file cannot be used, else ""."""
     try:
         first, *lines = path.read_bytes().splitlines() or [b""]
     except OSError as error:
@@ -288,7 +285,7 @@ def _read_file(path: Path, expected: _Expected, records: dict[int, Record], drop
 
 
 def _fault(record: Record, expected: _Expected) -> str:
-    """Why a response cannot be used; empty if it can."""
+    """Reason why a response cannot be used; empty if it can."""
     row = record.get("row")
     if not isinstance(row, int) or not 0 <= row < len(expected.rows):
         return "unknown rows"

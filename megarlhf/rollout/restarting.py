@@ -1,4 +1,4 @@
-"""An engine that is built anew when it fails, so that a failure costs the unfinished responses and not the run."""
+"""An engine that is rebuilt when it fails, so that a failure costs the unfinished responses and not the run."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ log = logging.getLogger(__name__)
 class RestartingEngine:
     """A rollout engine around another one, which `build` makes. Every call is collective.
 
-    When drawing responses fails, the engine is closed and built anew, gets the actor's weights and is certified; then
-    the responses that are missing are drawn. So it is when the engine fails as it takes new weights. The actor has to
-    hold the weights of the last update until the next.
+    If the engine fails while it draws responses, it is closed and rebuilt, gets the actor's weights and is certified.
+    Then the missing responses are drawn. If it fails while it takes over weights, it is rebuilt too. The actor must
+    keep the weights of the last update until the next.
     """
 
     def __init__(self, build: Callable[[], RolloutEngine], max_rebuilds: int) -> None:
-        """At most `max_rebuilds` in one rollout, and one in an update; with 0 the first failure is raised."""
+        """max_rebuilds: in one rollout. An update allows one; with 0 the first failure is raised."""
         self._build, self._max_rebuilds = build, max_rebuilds
         self._engine: RolloutEngine | None = build()
         self._actor: ModelShard | None = None
@@ -45,9 +45,9 @@ class RestartingEngine:
 
     @property
     def engine(self) -> RolloutEngine:
-        """The one that is alive."""
+        """Current engine. Raises: EngineFailure if it could not be rebuilt."""
         if self._engine is None:
-            raise EngineFailure("the rollout engine failed and could not be built anew; start the run again")
+            raise EngineFailure("the rollout engine failed and could not be rebuilt; start the run again")
         return self._engine
 
     @property
@@ -62,9 +62,9 @@ class RestartingEngine:
         return self.engine.needs(to_generate=to_generate)
 
     def update_weights(self, actor: ModelShard, version: int) -> None:
-        """As the engine's.
+        """Update the engine's weights.
 
-        Raises: EngineFailure on every rank when the engine fails where none may be built anew, or the new one too.
+        Raises: EngineFailure on every rank if the engine fails and may not be rebuilt, or the new one fails too.
         """
         self._actor = actor
         try:
@@ -89,16 +89,17 @@ class RestartingEngine:
         bank: FinishedResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
-        """As the engine's; what is finished when it fails is kept, in `bank` or in memory.
+        """Draw responses: see `RolloutEngine.generate`. Responses that are finished before a failure are kept, in
+        `bank` or in memory.
 
-        Raises: EngineFailure on every rank when it fails once more than may be.
+        Raises: EngineFailure on every rank after more than `max_rebuilds` failures.
         """
         bank = FinishedResponses() if bank is None else bank
         for rebuilds in range(self._max_rebuilds + 1):
             try:
                 return self.engine.generate(prompts, seeds, sampling, bank=bank, should_stop=should_stop)
             except EngineFailure as failure:
-                # As text: the traceback refers to the engine, whose memory the next one needs.
+                # Kept as text: the traceback refers to the engine, whose memory the next one needs.
                 reason = str(failure)
             if should_stop is not None and any_rank(should_stop()):
                 raise RolloutInterrupted(len(prompts) - len(missing_rows(bank, len(prompts))), len(prompts))
@@ -113,7 +114,7 @@ class RestartingEngine:
         engine, actor = self.engine, self._actor
         assert actor is not None, "an engine without weights has drawn responses"
         if dist.get_rank() == 0:
-            log.warning("%s\nThe rollout engine is built anew; finished responses are kept", reason)
+            log.warning("%s\nThe rollout engine is rebuilt; finished responses are kept", reason)
         self._engine = None
         with raise_on_all_ranks(lambda reasons: EngineFailure(f"{reason}\nIt cannot be closed: {'; '.join(reasons)}")):
             engine.close()
@@ -125,7 +126,7 @@ class RestartingEngine:
         if known is not None and proof is not None and known.version == version and known.digest != proof.digest:
             raise CertificateError(
                 f"the actor's weights have digest {proof.digest}, and had {known.digest} when they were version "
-                f"{version}: they have changed since the engine got them, and its responses would be of two models"
+                f"{version}: they changed after the engine got them, and its responses would come from two models"
             )
         self._engine = engine
         self.rebuilds += 1

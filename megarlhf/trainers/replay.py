@@ -1,7 +1,6 @@
 """`megarlhf replay`: repeats a skipped optimizer step and names the first tensor that is not finite.
 
-The role gets the weights from before the step, and the mini-batch of the step; forward and backward run as they did.
-Nothing is written.
+Forward and backward run again on the weights from before the step and on the step's mini-batch. Nothing is written.
 
 Legend: B rows, S columns of a micro-batch, N sequences of the mini-batch.
 """
@@ -42,7 +41,7 @@ from megarlhf.trainers.supervised.rm import PairwiseLoss
 from megarlhf.trainers.supervised.sft import NextTokenLoss
 
 LARGEST = 5
-"""Parameters whose gradients are shown when all are finite."""
+"""Number of parameters whose gradients are shown when all are finite, and of ranks that are listed."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +51,13 @@ class RepeatedStep:
     loss: float
     gradient_norm: float
     first: tuple[tuple[str, NotFinite], ...]
-    """(rank in words, its first tensor that is not finite) for each rank that has one, in the order of computation."""
+    """(description of a rank, its first tensor that is not finite), in the order of computation."""
     gradient_norms: Mapping[str, float]
-    """Norms by parameter, the largest first; those that are not finite come before all others."""
+    """Norms by parameter, the largest first. Norms that are not finite come before all others."""
 
 
 def run(cfg: TrainingConfig, runtime: Runtime, directory: Path) -> None:
-    """Repeat the skipped step that was kept in `directory`, and print what comes out. Collective."""
+    """Repeat the skipped step that was kept in `directory`, and print a report. Collective."""
     failure = Failure.read(directory)
     run_dir = directory.resolve().parent.parent
     weights = find_weights(runtime, directory / POINT, run_dir, failure.role, failure.counters)
@@ -68,11 +67,11 @@ def run(cfg: TrainingConfig, runtime: Runtime, directory: Path) -> None:
     batches = load_batches(directory, failure, role, cfg, as_kept=as_kept)
     result = repeat(role, batches, rebuilt_loss(cfg, failure, role))
     if runtime.is_main:
-        print(f"{failure.words} was skipped because {failure.reason}")
+        print(f"{failure.title} was skipped because {failure.reason}")
         print(f"weights: {weights} ({failure.counters['optimizer_steps']} optimizer steps made)")
-        how = "the kept micro-batches" if as_kept else "the kept mini-batch in other micro-batches"
+        cut = "the kept micro-batches" if as_kept else "the kept mini-batch in other micro-batches"
         print(
-            f"mini-batch: {len(failure.samples)} samples; {how}, on {layout_in_words(role)} (kept on {failure.layout})"
+            f"mini-batch: {len(failure.samples)} samples; {cut}, on {layout_in_words(role)} (kept on {failure.layout})"
         )
         for change in compare(before, cfg).mathematics:
             print(f"changed in what is computed: {change}")
@@ -94,7 +93,7 @@ def build(cfg: TrainingConfig, runtime: Runtime, failure: Failure, weights: Path
 
 
 def rebuilt_loss(cfg: TrainingConfig, failure: Failure, role: Role) -> Loss:
-    """Loss of the whole mini-batch. Denominators and changing coefficients were kept, the rest is configuration."""
+    """Loss of the whole mini-batch, from the kept denominators and coefficients and the configuration."""
     denominators: Mapping[str, Any] = failure.denominators
     coefficients: Mapping[str, Any] = failure.coefficients
     if isinstance(cfg, SFTConfig):
@@ -120,8 +119,7 @@ def load_batches(
 ) -> list[MicroBatch]:
     """This data-parallel rank's micro-batches: as they were, or the mini-batch cut again for this layout."""
     files: dict[int, str] = {}
-    """File with the micro-batches of each data-parallel rank, from its last stage, which has the columns of the
-    loss."""
+    """By data-parallel rank: the file of its last pipeline stage, which has the columns of the loss."""
     for rank in range(failure.world_size):
         numbers = json.loads((directory / rank_file(rank, "json")).read_text(encoding="utf-8"))
         if numbers.get("last_stage", True):
@@ -143,16 +141,16 @@ def load_batches(
 
 
 def cut_again(kept: Sequence[MicroBatch], role: Role, cfg: TrainingConfig, *, group: int) -> list[MicroBatch]:
-    """This data-parallel rank's micro-batches of all the sequences in `kept`; `group` neighbours stay together."""
+    """This data-parallel rank's micro-batches of all sequences in `kept`; `group` neighbours stay together."""
     tokens_N: list[Tensor] = []
     columns_N: dict[str, list[Tensor]] = defaultdict(list)
     for batch in kept:
         layout = batch.layout
         assert layout is not None
-        for places in layout.tokens_R.split(layout.lengths):
-            tokens_N.append(batch.tokens_BS.flatten()[places])
+        for positions in layout.tokens_R.split(layout.lengths):
+            tokens_N.append(batch.tokens_BS.flatten()[positions])
             for name, column_BS in batch.columns.items():
-                columns_N[name].append(column_BS.flatten()[places])
+                columns_N[name].append(column_BS.flatten()[positions])
     tables = {name: Ragged.from_rows(rows, rows[0].dtype) for name, rows in {"tokens": tokens_N, **columns_N}.items()}
     lengths_N = tables["tokens"].lengths_N
     whole = TokenSpans.whole(lengths_N)
@@ -165,7 +163,7 @@ def cut_again(kept: Sequence[MicroBatch], role: Role, cfg: TrainingConfig, *, gr
 
 
 def repeat(role: Role, batches: Sequence[MicroBatch], loss: Loss) -> RepeatedStep:
-    """Forward, backward and the gradient norm, watched. Collective."""
+    """Run forward, backward and the gradient norm, and look for tensors that are not finite. Collective."""
     assert role.trainer is not None
     watched, sums = LossModule(loss), {}
     in_columns = _column_that_is_not_finite(batches)
@@ -173,23 +171,23 @@ def repeat(role: Role, batches: Sequence[MicroBatch], loss: Loss) -> RepeatedSte
         role.shard.module, lambda: sums.update(role.accumulate(batches, watched).sums), loss=watched
     )
     gradient_norm = role.trainer.gradient_norm()
-    layers, at, runtime = layers_of(role.shard), role.mesh.coordinates, role.mesh.runtime
-    where, stage = f"rank {runtime.rank} (tp {at.tp}, cp {at.cp}, pp {at.pp}, dp {at.dp})", at.pp
-    mine = in_columns or in_model
-    if mine is not None:
-        stage += split_name(mine.module)[0] * role.mesh.layout.pp
-        mine = replace(mine, module=_global_name(mine.module, layers) or MODEL)
+    layers, mesh, runtime = layers_of(role.shard), role.mesh.coordinates, role.mesh.runtime
+    where, stage = f"rank {runtime.rank} (tp {mesh.tp}, cp {mesh.cp}, pp {mesh.pp}, dp {mesh.dp})", mesh.pp
+    first = in_columns or in_model
+    if first is not None:
+        stage += split_name(first.module)[0] * role.mesh.layout.pp
+        first = replace(first, module=_global_name(first.module, layers) or MODEL)
     squares = {
         _global_name(name, layers): float(gradient.double().square().sum())
         for name, gradient in role.trainer.own_gradients().items()
         if not is_tied_copy(role.shard, name)
-        and (at.tp == 0 or getattr(role.shard.parameters()[name], "tensor_model_parallel", False))
+        and (mesh.tp == 0 or getattr(role.shard.parameters()[name], "tensor_model_parallel", False))
     }
-    everyones = [(where, stage, mine, squares)] * runtime.world_size
-    dist.all_gather_object(everyones, everyones[0])
-    firsts = [(_when(first, stage), where, first) for where, stage, first, _ in everyones if first is not None]
+    by_rank = [(where, stage, first, squares)] * runtime.world_size
+    dist.all_gather_object(by_rank, by_rank[0])
+    firsts = [(_order(first, stage), where, first) for where, stage, first, _ in by_rank if first is not None]
     total: dict[str, float] = defaultdict(float)
-    for *_, squares in everyones:
+    for *_, squares in by_rank:
         for name, square in squares.items():
             total[name] += square
     norms = {name: math.sqrt(square) for name, square in total.items()}
@@ -220,8 +218,8 @@ def report(failure: Failure, result: RepeatedStep) -> list[str]:
     lines.append("all finite: weights, inputs, outputs, loss and gradients")
     if not all(map(math.isfinite, kept)):
         lines.append(
-            "so the step does not repeat: its NaN or infinity came from what is not kept, such as a kernel that is not "
-            "deterministic, another layout's order of sums, or a device that computes wrongly"
+            "so the failure does not repeat: its NaN or infinity came from something that is not kept, such as a "
+            "kernel that is not deterministic, another layout's order of sums, or a device that computes wrongly"
         )
     lines.append("largest gradients, by parameter:")
     lines += [f"  {norm:.6g}  {name}" for name, norm in itertools.islice(result.gradient_norms.items(), LARGEST)]
@@ -231,15 +229,15 @@ def report(failure: Failure, result: RepeatedStep) -> list[str]:
 _IN = {"forward": "the forward", "backward": "the backward", "sums": "the sum of gradients over ranks"}
 
 
-def _when(first: NotFinite, stage: int) -> tuple[int, int, int]:
-    """Orders the first tensors of different ranks by when they were computed: forward through the pipeline's stages,
-    virtual ones too, then backward through them; on one stage in the order in which tensors were looked at."""
-    passed = {"forward": stage, "backward": -stage, "sums": 0}[first.during]
-    return list(_IN).index(first.during), passed, first.number
+def _order(first: NotFinite, stage: int) -> tuple[int, int, int]:
+    """Sort key for tensors of different ranks, by the time of their computation: forward through the stages of the
+    pipeline, virtual ones too, then backward through them. On one stage: in the order in which they were examined."""
+    stage_order = {"forward": stage, "backward": -stage, "sums": 0}[first.during]
+    return list(_IN).index(first.during), stage_order, first.number
 
 
 def _column_that_is_not_finite(batches: Sequence[MicroBatch]) -> NotFinite | None:
-    """The first column that is not finite: what the loss reads beside the model's output."""
+    """The first column of the loss that is not finite."""
     for n, batch in enumerate(batches):
         for name, column_BS in batch.columns.items():
             if column_BS.is_floating_point():
@@ -250,12 +248,13 @@ def _column_that_is_not_finite(batches: Sequence[MicroBatch]) -> NotFinite | Non
 
 
 def _global_name(name: str, layers: Sequence[range]) -> str:
-    """A module or parameter of this rank, with its layer's number in the whole model; `layers` are those of chunks."""
+    """Name of a module or parameter with its layer's number in the whole model; `layers` are the layers of each chunk
+    on this rank."""
     chunk, inside = split_name(name)
     return re.sub(r"^decoder\.layers\.(\d+)", lambda match: f"decoder.layers.{layers[chunk][int(match[1])]}", inside)
 
 
 def _same_micro_batches(before: TrainingConfig, after: TrainingConfig) -> bool:
-    """Tell whether both configurations cut a mini-batch alike."""
+    """Whether both configurations cut a mini-batch into the same micro-batches."""
     sizes = ("micro_batch_samples", "max_tokens_per_micro_batch")
     return all(getattr(before.train, name) == getattr(after.train, name) for name in sizes)

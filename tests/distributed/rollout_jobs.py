@@ -20,7 +20,7 @@ from megarlhf.models.role import build_role
 from megarlhf.models.settings import DTYPES
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.rollout import megatron_engine
-from megarlhf.rollout.balance import Deal
+from megarlhf.rollout.balance import EngineAssignment
 from megarlhf.rollout.engine import FinishedResponses, Response, RolloutInterrupted, Sampling, sample_seed
 from megarlhf.rollout.response_cache import RolloutCache, StepBank
 from megarlhf.rollout.restarting import RestartingEngine
@@ -278,7 +278,7 @@ def balanced(runtime: Runtime, model: str, tp: int, dtype: str) -> dict[str, Any
         rows = drawn(balance)
     by_length = sorted(range(len(rows)), key=lambda row: len(rows[row][0]))
     seen["first"], seen["last"], queue = by_length[:4], by_length[-4:], by_length[4:-4]
-    dealt = Deal([seen["first"], seen["last"]], [(row,) for row in queue], most=len(rows) // 2)
+    dealt = EngineAssignment([seen["first"], seen["last"]], [(row,) for row in queue], max_unfinished=len(rows) // 2)
     with mock.patch.object(vllm_engine, "assign", return_value=dealt):
         drawn("uneven", pause=0.01)  # so that the number of steps decides, and not what else the machine does
     session.engine.close()

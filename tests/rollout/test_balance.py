@@ -1,4 +1,4 @@
-"""Which engine draws what, by hand; and an engine that asks for more, with a stand-in for vLLM.
+"""Assignment of samples to engines, by hand; and an engine that takes more, with a stand-in for vLLM.
 
 Not covered here: the real vLLM on several ranks (tests/distributed/test_rollout_balance.py).
 """
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarlhf.rollout.balance import Deal, PromptChunk, SeenLengths, assign, chunk_by_length
+from megarlhf.rollout.balance import EngineAssignment, PromptChunk, SeenLengths, assign, chunk_by_length
 from megarlhf.rollout.engine import FinishedResponses
 from megarlhf.rollout.prompt_queue import NOTHING, PromptQueue, SharedCounter
 from megarlhf.rollout.vllm.generate_loop import run_requests
@@ -20,87 +20,87 @@ def prompts_of(*lengths):
     return [torch.arange(length) + 10 * length for length in lengths]
 
 
-def pieces(*works):
+def chunks(*works):
     return [PromptChunk((row,), work) for row, work in enumerate(works)]
 
 
 def test_a_prompt_s_samples_are_a_piece_and_its_work_counts_the_prompt_once():
     """Two samples each of prompts of 3, 5 and 4 tokens, 100 expected of a response, and one engine."""
-    found = chunk_by_length(prompts_of(3, 5, 4, 3, 5, 4), range(6), 1, SeenLengths(), 100)
-    assert found == [PromptChunk((1, 4), 205), PromptChunk((2, 5), 204), PromptChunk((0, 3), 203)]
+    chunked = chunk_by_length(prompts_of(3, 5, 4, 3, 5, 4), range(6), 1, SeenLengths(), 100)
+    assert chunked == [PromptChunk((1, 4), 205), PromptChunk((2, 5), 204), PromptChunk((0, 3), 203)]
 
 
 def test_few_prompts_are_cut_so_that_each_engine_has_some():
     """16 samples of one prompt, two engines: eight pieces; rows that are not missing are left out."""
-    found = chunk_by_length(prompts_of(*[3] * 20), range(4, 20), 2, SeenLengths(), 10)
-    assert [piece.rows for piece in found] == [(n, n + 1) for n in range(4, 20, 2)]
-    assert {piece.work for piece in found} == {23}
+    chunked = chunk_by_length(prompts_of(*[3] * 20), range(4, 20), 2, SeenLengths(), 10)
+    assert [piece.rows for piece in chunked] == [(n, n + 1) for n in range(4, 20, 2)]
+    assert {piece.work for piece in chunked} == {23}
 
 
 def test_expected_lengths_are_those_seen():
     """Of the prompt, of the last rollout, or the longest that may be; the earliest prompts are forgotten."""
     a, b, c, d = prompts_of(1, 2, 3, 4)
-    seen = SeenLengths(most_prompts=2)
+    seen = SeenLengths(max_prompts=2)
     assert seen.expected(a, 64) == 64
-    seen.saw([a, a, b], [10, 20, 60])
+    seen.record([a, a, b], [10, 20, 60])
     assert [seen.expected(prompt, 64) for prompt in (a, b, c)] == [15, 60, 30]
     assert seen.expected(b, 50) == 50
-    seen.saw([c, b], [8, 4])
+    seen.record([c, b], [8, 4])
     assert [seen.expected(prompt, 64) for prompt in (a, b, c, d)] == [6, 4, 8, 6]
-    seen.saw([], [])
+    seen.record([], [])
     assert seen.expected(d, 64) == 6
 
 
 def test_fixed_shares_are_equal_numbers_in_order():
-    assert assign("fixed", pieces(9, 1, 1, 1, 1), 2) == Deal([[0, 1, 2], [3, 4]])
+    assert assign("fixed", chunks(9, 1, 1, 1, 1), 2) == EngineAssignment([[0, 1, 2], [3, 4]])
 
 
 def test_the_longest_first_to_the_engine_with_the_least():
     """9 | 5, then 4 to the second (9), 3 to the first (12), 2 and 1 to the second (12)."""
-    assert assign("length", pieces(9, 5, 4, 3, 2, 1), 2) == Deal([[0, 3], [1, 2, 4, 5]], [], 3)
+    assert assign("length", chunks(9, 5, 4, 3, 2, 1), 2) == EngineAssignment([[0, 3], [1, 2, 4, 5]], [], 3)
 
 
 def test_on_demand_engines_begin_with_half_and_the_rest_waits():
-    """Nine pieces for two engines: four are dealt, five queue up."""
-    dealt = assign("on_demand", pieces(9, 8, 7, 6, 5, 4, 3, 2, 1), 2)
-    assert dealt == Deal([[0, 3], [1, 2]], [(4,), (5,), (6,), (7,), (8,)], 5)
-    assert assign("on_demand", pieces(2, 1), 2) == Deal([[], []], [(0,), (1,)], 1)
-    assert assign("on_demand", [], 2) == Deal([[], []], [], 0)
+    """Nine chunks for two engines: four are assigned, five are queued."""
+    assignment = assign("on_demand", chunks(9, 8, 7, 6, 5, 4, 3, 2, 1), 2)
+    assert assignment == EngineAssignment([[0, 3], [1, 2]], [(4,), (5,), (6,), (7,), (8,)], 5)
+    assert assign("on_demand", chunks(2, 1), 2) == EngineAssignment([[], []], [(0,), (1,)], 1)
+    assert assign("on_demand", [], 2) == EngineAssignment([[], []], [], 0)
 
 
 @pytest.mark.parametrize("balance", ["fixed", "length", "on_demand"])
 def test_one_engine_draws_all_in_order(balance):
-    assert assign(balance, pieces(1, 5, 3), 1) == Deal([[0, 1, 2]])
+    assert assign(balance, chunks(1, 5, 3), 1) == EngineAssignment([[0, 1, 2]])
 
 
 @pytest.mark.parametrize("balance", ["fixed", "length", "on_demand"])
 @pytest.mark.parametrize("num_engines", [2, 3, 7])
 def test_each_row_goes_to_one(balance, num_engines):
-    found = chunk_by_length(prompts_of(*(3 + n % 5 for n in range(23))), range(2, 23), num_engines, SeenLengths(), 10)
-    dealt = assign(balance, found, num_engines)
-    assert len(dealt.first) == num_engines
-    rows = [row for part in (*dealt.first, *dealt.queue) for row in part]
+    chunked = chunk_by_length(prompts_of(*(3 + n % 5 for n in range(23))), range(2, 23), num_engines, SeenLengths(), 10)
+    assignment = assign(balance, chunked, num_engines)
+    assert len(assignment.first) == num_engines
+    rows = [row for part in (*assignment.first, *assignment.queue) for row in part]
     assert sorted(rows) == list(range(2, 23))
 
 
 def test_an_engine_asks_when_it_has_room_and_has_no_more_than_a_fair_share():
-    dealt = Deal([[0], [1]], [(2, 3), (4,)], most=3)
+    assignment = EngineAssignment([[0], [1]], [(2, 3), (4,)], max_unfinished=3)
     store = dist.HashStore()
     counter = SharedCounter(lambda: store, "n")
-    feeds = [PromptQueue(dealt, 0, counter), PromptQueue(dealt, 1, counter)]
+    queues = [PromptQueue(assignment, 0, counter), PromptQueue(assignment, 1, counter)]
     counter.restart()
     asked = [
-        feeds[0].wants_more(unfinished, room) for unfinished, room in ((0, True), (1, True), (1, False), (2, True))
+        queues[0].wants_more(unfinished, room) for unfinished, room in ((0, True), (1, True), (1, False), (2, True))
     ]
     assert asked == [True, True, False, False]
-    assert [feeds[1].ask(), feeds[0].ask(), feeds[1].ask()] == [0, 1, 2]
-    assert (feeds[1].take(0), feeds[0].take(1), feeds[1].take(2)) == ((2, 3), (4,), ())
-    assert (feeds[0].is_open, feeds[1].is_open) == (True, False)
-    assert not feeds[1].wants_more(0, True)
-    assert PromptQueue(dealt, 0).ask() == NOTHING, "a rank that is not its engine's first"
+    assert [queues[1].ask(), queues[0].ask(), queues[1].ask()] == [0, 1, 2]
+    assert (queues[1].take(0), queues[0].take(1), queues[1].take(2)) == ((2, 3), (4,), ())
+    assert (queues[0].is_open, queues[1].is_open) == (True, False)
+    assert not queues[1].wants_more(0, True)
+    assert PromptQueue(assignment, 0).ask() == NOTHING, "a rank that is not its engine's first"
     counter.restart()
-    feeds[0].close()
-    assert feeds[1].ask() == len(dealt.queue), "the others find the queue used up"
+    queues[0].close()
+    assert queues[1].ask() == len(assignment.queue), "the others find the queue used up"
 
 
 def test_a_rank_may_ask_before_the_others_begin():
@@ -140,20 +140,20 @@ class OneAtATime:
         self.aborted, self.open = list(requests), []
 
 
-def draws(dealt, others=0, **options):
+def draws(assignment, others=0, **options):
     """(engine, bank, counter, stopped) of the first of two engines; the other has taken so many pieces before."""
     store, engine, bank = dist.HashStore(), OneAtATime(), FinishedResponses()
     counter = SharedCounter(lambda: store, "n")
     counter.restart()
     counter.next(others)
     stopped = run_requests(
-        engine, engine.enqueue, PromptQueue(dealt, 0, counter), SAMPLING, bank, options.get("should_stop"), None,
+        engine, engine.enqueue, PromptQueue(assignment, 0, counter), SAMPLING, bank, options.get("should_stop"), None,
         options.get("place", 0), options.get("num_places", 1),
     )  # fmt: skip
     return engine, bank, counter, stopped
 
 
-QUEUED = Deal([[7, 8], [9]], [(0, 1), (2,), (3,)], most=3)
+QUEUED = EngineAssignment([[7, 8], [9]], [(0, 1), (2,), (3,)], max_unfinished=3)
 
 
 @pytest.mark.parametrize("others, rows", [(0, [7, 8, 0, 1, 2, 3]), (1, [7, 8, 2, 3]), (3, [7, 8]), (5, [7, 8])])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarlhf.rollout.balance import Deal
+from megarlhf.rollout.balance import EngineAssignment
 from megarlhf.rollout.engine import EngineFailure, FinishedResponses, Response, Sampling
 from megarlhf.rollout.prompt_queue import NOTHING, PromptQueue
 from megarlhf.rollout.vllm.generate_loop import response_of, run_in_lockstep, run_requests
@@ -17,7 +17,7 @@ SAMPLING = Sampling(max_tokens=3, end_ids=(2, 9))
 
 def feed_of(*rows):
     """Of one engine, which begins with all."""
-    return PromptQueue(Deal([rows]), 0)
+    return PromptQueue(EngineAssignment([rows]), 0)
 
 
 def flat(tokens, logprob=-0.5):

@@ -24,7 +24,7 @@ def stops_at(cfg: PatienceConfig, command: str, metric: str, values: list[float]
         if state is not None:
             rule.load_state_dict(state)
         if rule.watch({metric: value}):
-            assert rule.reason == f"stopped: {metric} has not got better for {cfg.patience} evaluations"
+            assert rule.reason == f"stopped: {metric} has not improved for {cfg.patience} evaluations"
             return n
         state = json.loads(json.dumps(rule.state_dict(), allow_nan=False))
     return None
@@ -83,7 +83,7 @@ def test_the_best_and_what_earlier_points_need() -> None:
         watched(best, step, loss, only=step != 4) for step, loss in ((1, NAN), (2, 3.0), (3, 3.0), (4, 2.0), (6, 1.0))
     ]
     assert found == [False, True, False, True, True]
-    assert (best.step, best.words, set(best.needed())) == (6, "best eval_loss: 1, step 6", {2, 4, 6})
+    assert (best.step, best.description, set(best.needed())) == (6, "best eval_loss: 1, step 6", {2, 4, 6})
     assert best.release(3) == []
     assert set(best.needed()) == {2, 4, 6}
     assert best.release(4) == [2], "the points that are left know of step 4"

@@ -7,8 +7,9 @@ import torch
 
 from megarlhf.config import RewardConfig
 from megarlhf.data.samples.encoders import PromptSample
+from megarlhf.trainers.experience.rewards import RewardOutput
 from megarlhf.trainers.generation.best_of import Candidate, candidates, choose, record_of
-from megarlhf.trainers.generation.generate import _chosen_lines, _Scores, _summary
+from megarlhf.trainers.generation.generate import _chosen_lines, _summary
 
 
 def test_what_was_cut_is_empty_or_has_no_reward_is_no_candidate():
@@ -87,8 +88,8 @@ def test_a_response_of_which_a_reward_failed_is_not_chosen():
     )
     nan = math.nan
     scores = {
-        "exact_match": _Scores(torch.tensor([3.0, 2.0, 1.0]), torch.zeros(3, dtype=torch.bool)),
-        "numeric_match": _Scores(torch.tensor([nan, 1.0, nan]), torch.tensor([True, False, False])),
+        "exact_match": RewardOutput(torch.tensor([3.0, 2.0, 1.0]), torch.zeros(3, dtype=torch.bool)),
+        "numeric_match": RewardOutput(torch.tensor([nan, 1.0, nan]), torch.tensor([True, False, False])),
     }
     prompt = PromptSample([1], "1+1=", {}, 0)
     rollouts = SimpleNamespace(finished_N=torch.ones(3, dtype=torch.bool))
@@ -102,6 +103,6 @@ def test_failures_are_counted_apart_from_what_does_not_apply():
     rollouts = SimpleNamespace(
         responses=SimpleNamespace(lengths_N=torch.tensor([1, 2, 3])), finished_N=torch.ones(3, dtype=torch.bool)
     )
-    scores = {"judge": _Scores(torch.tensor([2.0, math.nan, math.nan]), torch.tensor([False, True, False]))}
+    scores = {"judge": RewardOutput(torch.tensor([2.0, math.nan, math.nan]), torch.tensor([False, True, False]))}
     found = _summary(cfg, rollouts, scores)
     assert (found["eval_judge"], found["eval_judge_none"], found["eval_judge_failed"]) == (2.0, 1, 1)

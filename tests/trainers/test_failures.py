@@ -12,7 +12,7 @@ import yaml
 from megarlhf.commands import cli, launch
 from megarlhf.commands.replay import replay
 from megarlhf.parallel.not_finite import NotFinite
-from megarlhf.trainers.replay import RepeatedStep, _when, report
+from megarlhf.trainers.replay import RepeatedStep, _order, report
 from megarlhf.trainers.run.failures import Failure, rank_file
 from tests.refuses import refuses
 
@@ -54,7 +54,7 @@ def kept(tmp_path):
 def test_what_was_written_is_read_again(kept):
     read = Failure.read(kept)
     assert math.isnan(read.sums["loss"])
-    assert (read.gradient_norm, read.denominators, read.words) == (math.inf, {"denominator": 12}, "step 3 of actor")
+    assert (read.gradient_norm, read.denominators, read.title) == (math.inf, {"denominator": 12}, "step 3 of actor")
     assert "NaN" not in (kept / "failure.json").read_text(), "not JSON"
 
 
@@ -104,7 +104,7 @@ def test_the_first_of_all_ranks_is_ordered_by_pipeline_stage():
         (0, not_finite("backward", 12)),
         (1, not_finite("sums", 30)),
     ]
-    keys = [_when(first, pp) for pp, first in order]
+    keys = [_order(first, pp) for pp, first in order]
     assert keys == sorted(keys)
     assert len(set(keys)) == len(keys)
 
@@ -124,5 +124,5 @@ def test_a_fault_that_does_not_repeat_is_called_that():
     norms = {f"w{n}": 10.0 - n for n in range(7)}
     lines = report(FAILURE, RepeatedStep(1.5, 2.0, (), norms))
     assert lines[:2] == ["loss: nan then, 1.5 now", "gradient norm: inf then, 2 now (other bits)"]
-    assert "so the step does not repeat" in lines[3]
+    assert "does not repeat" in lines[3]
     assert lines[-5:] == [f"  {10 - n}  w{n}" for n in range(5)]

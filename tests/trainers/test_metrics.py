@@ -15,7 +15,7 @@ from megarlhf.experience import Experience
 from megarlhf.trainers.rl.metrics import describe, kl_by_sample
 from megarlhf.trainers.rl.sample_rows import training_rows
 from tests.config.examples import RL
-from tests.tables import make_rollouts, ragged
+from tests.tables import Letters, make_rollouts, ragged
 
 CFG = RLConfig.model_validate({**RL, "rollout": {"num_samples_per_prompt": 3}, "samples": {"count": 2}})
 
@@ -36,8 +36,8 @@ def experience() -> Experience:
     }
     prompts = (torch.tensor([1, 5]),) * 3
     table = Experience(prompts=prompts, groups_N=torch.tensor([0, 0, 1]), rollouts=rollouts, columns=columns)
-    said = {"rewards": torch.tensor([1.0, 3.0, 0.0]), "reward/rule": torch.tensor([0.5, 1.5, math.nan])}
-    return table.with_per_sample(said)
+    rewards = {"rewards": torch.tensor([1.0, 3.0, 0.0]), "reward/rule": torch.tensor([0.5, 1.5, math.nan])}
+    return table.with_per_sample(rewards)
 
 
 def test_metrics_are_of_the_samples_that_have_a_reward() -> None:
@@ -46,14 +46,8 @@ def test_metrics_are_of_the_samples_that_have_a_reward() -> None:
     dropped = experience().with_per_sample({"trained": kept_N, "rewarded": kept_N})
     metrics = describe(dropped, CFG)
     expected = {"reward_mean": 2.0, "reward_std": 1.0, "groups_without_signal": 0.0, "explained_variance": 1.0}
-    expected |= {
-        "value_mean": 1.75 / 3,
-        "kl": 0.1875,
-        "kl_k1": 0.1875,
-        "tokens": 4,
-        "finished_fraction": 2 / 3,
-        "samples_left_out": 1,
-    }
+    expected |= {"value_mean": 1.75 / 3, "kl": 0.1875, "kl_k1": 0.1875, "tokens": 4}
+    expected |= {"finished_fraction": 2 / 3, "samples_left_out": 1}
     expected |= {"kl_k3": (math.exp(-0.5) - 0.5 + math.exp(-0.25) - 0.75) / 4, "response_length_mean": 4 / 3}
     assert metrics == pytest.approx(expected)
     masked = describe(experience().with_per_sample({"trained": kept_N, "rewarded": kept_N | True}), CFG)
@@ -62,13 +56,6 @@ def test_metrics_are_of_the_samples_that_have_a_reward() -> None:
     kept = describe(experience(), CFG)
     assert (kept["reward_mean"], kept["groups_without_signal"]) == pytest.approx((4 / 3, 1 / 3))
     assert kept["explained_variance"] < 0
-
-
-class Letters:
-    """A tokenizer whose id n is the n-th letter."""
-
-    def decode(self, ids: list[int], *, continuation: bool) -> str:
-        return "".join(chr(ord("a") + n) for n in ids)
 
 
 def rows(table: Experience) -> list[dict[str, Any]]:
@@ -81,12 +68,12 @@ def rows(table: Experience) -> list[dict[str, Any]]:
 def test_rows_of_a_table() -> None:
     """Two of three samples: 0 and 1. The KL of the first is the mean of .5 and .25."""
     shared = {"step": 4, "prompt": "bf", "answer": "7", "finished": True}
-    first = {"sample": 0, "response": "ec", "length": 2, "reward": 1.0, "rewards": {"rule": 0.5}, "kl": 0.375}
-    second = {"sample": 1, "response": "c", "length": 1, "reward": 3.0, "rewards": {"rule": 1.5}, "kl": 0.0}
+    first = {"sample": 0, "response": "db", "length": 2, "reward": 1.0, "rewards": {"rule": 0.5}, "kl": 0.375}
+    second = {"sample": 1, "response": "b", "length": 1, "reward": 3.0, "rewards": {"rule": 1.5}, "kl": 0.0}
     assert rows(experience()) == [shared | first, shared | second]
 
 
-def test_what_no_reward_was_said_of_has_none() -> None:
+def test_a_sample_without_a_reward_has_none() -> None:
     table = experience()
     table = replace(table, per_sample={**table.per_sample, "reward/rule": torch.tensor([math.nan, 1.5, 0.0])})
     first = rows(table.with_per_sample({"rewarded": torch.tensor([False, True, True])}))[0]

@@ -14,8 +14,9 @@ from megarlhf.config import RewardConfig
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.errors import RewardError
 from megarlhf.experience import Experience
-from megarlhf.trainers.experience.rewards import Rewarder, totals_of, unique_labels
-from tests.tables import make_rollouts, ragged
+from megarlhf.trainers.experience.rewards import Rewarder, unique_labels
+from tests.refuses import refuses
+from tests.tables import Letters, make_rollouts, ragged
 
 MODULE = """
 from megarlhf.rollout.rewards.batch import TokenRewards
@@ -43,13 +44,6 @@ def breaks(prompt, response, fields):
         raise RuntimeError("no judge")
     return fields["number"]
 """
-
-
-class Letters:
-    """A tokenizer of one letter a token."""
-
-    def decode(self, tokens, continuation=False):
-        return "".join(chr(96 + token) for token in tokens)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -99,17 +93,21 @@ def total(rewarder, numbers=NUMBERS):
     return rewarder.start(*step(numbers)).finish()
 
 
+def held_out_mean(rewarder):
+    return float(rewarder.validation(*step(), lambda: False)[0].nanmean())
+
+
 def test_the_weighted_sum_by_hand(rewarder):
     """.5 x clip(number - 1, 2) + 2 x even, where None adds nothing."""
-    found = total(rewarder(rule("number", weight=0.5, shift=1.0, clip=2.0), rule("even", weight=2.0)))
-    assert found.rewards_N.tolist() == [0.0, 2.5, 3.0, 3.0]
-    assert found.kept_N.all()
-    assert found.metrics["reward/number_mean"] == pytest.approx(2.75)
-    assert found.metrics["reward/number_std"] == pytest.approx(torch.tensor(NUMBERS).std(correction=0).item())
-    assert (found.metrics["reward/even_none"], found.metrics["reward/even_failed"]) == (1, 0)
-    assert found.metrics["samples_without_reward"] == 0
-    assert found.per_sample["reward/number"].tolist() == list(NUMBERS)
-    assert math.isnan(found.per_sample["reward/even"][0])
+    combined = total(rewarder(rule("number", weight=0.5, shift=1.0, clip=2.0), rule("even", weight=2.0)))
+    assert combined.rewards_N.tolist() == [0.0, 2.5, 3.0, 3.0]
+    assert combined.kept_N.all()
+    assert combined.metrics["reward/number_mean"] == pytest.approx(2.75)
+    assert combined.metrics["reward/number_std"] == pytest.approx(torch.tensor(NUMBERS).std(correction=0).item())
+    assert (combined.metrics["reward/even_none"], combined.metrics["reward/even_failed"]) == (1, 0)
+    assert combined.metrics["samples_without_reward"] == 0
+    assert combined.per_sample["reward/number"].tolist() == list(NUMBERS)
+    assert math.isnan(combined.per_sample["reward/even"][0])
 
 
 @pytest.mark.parametrize("keys", [{}, {"shift": 0.1, "weight": 3.0}, {"clip": 40.0, "shift": -0.3}])
@@ -121,27 +119,27 @@ def test_sums_that_are_equal_on_paper_are_equal(rewarder, keys):
         float(each) for n in range(0, 3000, 4) for each in total(both, [k / 100 for k in range(n, n + 4)]).rewards_N
     }
     assert len(totals) == 1
-    said = both.start(*step([0.1, 7.39, 2.22, 29.99])).said()
-    assert len({float(value) for value in totals_of(both.rewards, said)}) == 1
-    assert totals_of(both.rewards, said).dtype == torch.float32
+    held_out_N = both.validation(*step([0.1, 7.39, 2.22, 29.99]), lambda: False)[0]
+    assert len(set(held_out_N.tolist())) == 1
+    assert held_out_N.dtype == torch.float32
 
 
 def test_components_are_metrics(rewarder):
-    found = total(rewarder(rule("parts")))
-    assert found.rewards_N.tolist() == [2.0, 3.0, 5.0, 5.0]
-    assert found.metrics["reward/parts/format"] == 1.0
-    assert found.metrics["reward/parts/answer"] == pytest.approx(2.75)
+    combined = total(rewarder(rule("parts")))
+    assert combined.rewards_N.tolist() == [2.0, 3.0, 5.0, 5.0]
+    assert combined.metrics["reward/parts/format"] == 1.0
+    assert combined.metrics["reward/parts/answer"] == pytest.approx(2.75)
 
 
 def test_rewards_of_tokens(rewarder):
-    found = total(rewarder(rule("number"), rule("tokens", weight=2.0)))
-    assert found.token_rewards.values_T.tolist() == [1.0] * 10
-    assert found.token_rewards.lengths_N.tolist() == [1, 2, 3, 4]
-    assert found.rewards_N.tolist() == list(NUMBERS)
-    assert found.totals_N.tolist() == [2.0, 4.0, 7.0, 8.0]
-    assert found.metrics["reward/tokens_mean"] == pytest.approx(1.25), "of the responses' sums"
-    assert rewarder(rule("tokens", weight=2.0)).mean(*step(), lambda: False) == pytest.approx(2.5), "held-out ones too"
-    with pytest.raises(RewardError, match="'tokens' gives rewards of tokens, for which shift, clip and normalise"):
+    combined = total(rewarder(rule("number"), rule("tokens", weight=2.0)))
+    assert combined.token_rewards.values_T.tolist() == [1.0] * 10
+    assert combined.token_rewards.lengths_N.tolist() == [1, 2, 3, 4]
+    assert combined.rewards_N.tolist() == list(NUMBERS)
+    assert combined.totals_N.tolist() == [2.0, 4.0, 7.0, 8.0]
+    assert combined.metrics["reward/tokens_mean"] == pytest.approx(1.25), "of the responses' sums"
+    assert held_out_mean(rewarder(rule("tokens", weight=2.0))) == pytest.approx(2.5)
+    with refuses("'tokens'", "shift", "clip", "normalise", error=RewardError):
         total(rewarder(rule("tokens", normalise="group")))
 
 
@@ -152,15 +150,15 @@ def test_each_reward_normalised_inside_its_group(rewarder):
         (rule("number", normalise="group"), 1.0),
         (rule("number", normalise="group", weight=3.0), 3.0),
     ):
-        found = total(rewarder(number))
-        assert found.rewards_N.tolist() == pytest.approx([-scale * root, scale * root, 0.0, 0.0], rel=1e-5)
+        combined = total(rewarder(number))
+        assert combined.rewards_N.tolist() == pytest.approx([-scale * root, scale * root, 0.0, 0.0], rel=1e-5)
 
 
 def test_running_normalisation_goes_on_and_an_evaluation_does_not_move_it(rewarder):
     """Mean and deviation of all eight values after two steps; kept in a resume point."""
     first = rewarder(rule("number", normalise="running"))
     total(first)
-    assert first.mean(*step(), lambda: False) == pytest.approx(2.75), "as it is"
+    assert held_out_mean(first) == pytest.approx(2.75), "not normalised"
     again = rewarder(rule("number", normalise="running"))
     again.load_state_dict(first.state_dict())
     seen = torch.tensor([*NUMBERS, 10.0, 0.0, 0.0, 2.0], dtype=torch.float64)
@@ -170,29 +168,27 @@ def test_running_normalisation_goes_on_and_an_evaluation_does_not_move_it(reward
 
 
 def test_a_sample_without_any_reward_ends_the_run_or_is_left_out(rewarder, caplog):
-    with pytest.raises(
-        RewardError, match=r"1 of 4 samples .* sample 0, record 1 of the prompts: 'p0'.*unrewarded = drop"
-    ):
+    with refuses("1 of 4 samples", "sample 0", "record 1", "'p0'", "algo.unrewarded = drop", error=RewardError):
         total(rewarder(rule("even")))
     with caplog.at_level(logging.INFO):
-        found = total(rewarder(rule("even"), unrewarded="drop"))
-    assert found.kept_N.tolist() == [False, True, True, True]
-    assert found.metrics["samples_without_reward"] == 1
+        combined = total(rewarder(rule("even"), unrewarded="drop"))
+    assert combined.kept_N.tolist() == [False, True, True, True]
+    assert combined.metrics["samples_without_reward"] == 1
     assert "1 of 4 samples of this step (the first is sample 0" in caplog.text
     assert "{'number': 1.0}" in caplog.text
-    with pytest.raises(RewardError, match=r"4 of 4 samples.*Nothing is left to train on"):
+    with refuses("4 of 4 samples", error=RewardError):
         total(rewarder(rule("nothing"), unrewarded="drop"))
 
 
 def test_a_failure_ends_the_run_or_is_dropped_and_counted(rewarder, caplog):
-    with pytest.raises(RewardError, match=r"reward 'breaks' on sample 1 \(prompt 'p1', response 'ab'\) raised Runtime"):
+    with refuses("'breaks'", "sample 1", "'p1'", "'ab'", "RuntimeError", error=RewardError):
         total(rewarder(rule("breaks")))
     with caplog.at_level(logging.INFO):
-        found = total(rewarder(rule("breaks", on_failure="drop"), unrewarded="drop"))
-    assert found.kept_N.tolist() == [True, False, True, True]
-    assert (found.metrics["reward/breaks_failed"], found.metrics["reward/breaks_none"]) == (1, 0)
+        combined = total(rewarder(rule("breaks", on_failure="drop"), unrewarded="drop"))
+    assert combined.kept_N.tolist() == [True, False, True, True]
+    assert (combined.metrics["reward/breaks_failed"], combined.metrics["reward/breaks_none"]) == (1, 0)
     assert "1 of 4 samples are dropped: reward 'breaks' on sample 1" in caplog.text
-    with pytest.raises(RewardError, match=r"4 of 4 samples .* Nothing is left to train on"):
+    with refuses("4 of 4 samples", error=RewardError):
         total(rewarder(rule("breaks", on_failure="drop")), (2.0,) * 4)
 
 
@@ -200,11 +196,11 @@ def test_a_sample_with_a_failed_reward_is_left_out_though_others_apply(rewarder)
     """Their sum would count the failure as 0. It is in no mean of its group, and in no running mean; `unrewarded` is
     about rewards that say None."""
     pair = (rule("breaks", on_failure="drop"), rule("number"))
-    found = total(rewarder(*pair))
-    assert found.kept_N.tolist() == [True, False, True, True]
-    assert found.rewards_N.tolist() == [2.0, 0.0, 8.0, 8.0]
-    assert found.metrics["samples_without_reward"] == 1
-    assert rewarder(*pair).mean(*step(), lambda: False) == pytest.approx(18 / 3)
+    combined = total(rewarder(*pair))
+    assert combined.kept_N.tolist() == [True, False, True, True]
+    assert combined.rewards_N.tolist() == [2.0, 0.0, 8.0, 8.0]
+    assert combined.metrics["samples_without_reward"] == 1
+    assert held_out_mean(rewarder(*pair)) == pytest.approx(18 / 3)
     alone = total(rewarder(pair[0], rule("number", normalise="group")))
     assert alone.rewards_N.tolist() == [1.0 + 0.0, 0.0, 4.0, 4.0], "the first is alone in its group"
     running = rewarder(pair[0], rule("number", normalise="running"))

@@ -15,9 +15,5 @@ def test_last_tokens_and_means_over_responses_by_hand():
     assert means_K.tolist() == [3.0, 50.0]
     means_K.sum().backward()
     assert scores_BS1.grad.flatten().tolist() == [0.0, 0.5, 0.5, 0.0, 0.0, 0.0, 1.0]
-    assert (
-        sequence_scores(
-            scores_BS1[:, :0], MicroBatchLayout((), (), (), 1, 0, packed=True), torch.tensor([], dtype=torch.int64)
-        ).tolist()
-        == []
-    )
+    empty = MicroBatchLayout((), (), (), 1, 0, packed=True)
+    assert sequence_scores(scores_BS1[:, :0], empty, torch.tensor([], dtype=torch.int64)).tolist() == []

@@ -180,17 +180,17 @@ class RehearsedEngine(VllmEngine):
         self._on_rollout(len(prompts))
         drawn = [min(self._lengths.draw(seed), sampling.max_tokens) for seed in seeds]
         pieces = chunk_by_length(prompts, range(len(prompts)), world // tp, self._seen, sampling.max_tokens)
-        dealt = assign(self._rollout.balance, pieces, world // tp)
+        assignment = assign(self._rollout.balance, pieces, world // tp)
 
         def sequences(rows: Sequence[int]) -> Sequences:
             return Sequences([len(prompts[n]) for n in rows], [drawn[n] for n in rows])
 
-        first, queue = map(sequences, dealt.first), map(sequences, dealt.queue)
-        work = RolloutWork([*first], [*queue], dealt.most)
-        shares = [list(rows) for rows in dealt.first]
-        for rows, engine in zip(dealt.queue, self._estimate(work, self._shape, self._cache_bytes), strict=True):
+        first, queue = map(sequences, assignment.first), map(sequences, assignment.queue)
+        work = RolloutWork([*first], [*queue], assignment.max_unfinished)
+        shares = [list(rows) for rows in assignment.first]
+        for rows, engine in zip(assignment.queue, self._estimate(work, self._shape, self._cache_bytes), strict=True):
             shares[engine] += rows
-        self._seen.saw(prompts, drawn)
+        self._seen.record(prompts, drawn)
         owned = {engine * tp + rank: share[rank::tp] for engine, share in enumerate(shares) for rank in range(tp)}
         return given_responses(owned, drawn, sampling, self._version, self._runtime)
 

@@ -364,7 +364,7 @@ class VllmEngine:
         rollouts = gather_rollouts(
             bank.held, len(prompts), self._version, self._runtime.device, stopped=stopped, seconds=seconds
         )
-        self._seen.saw(prompts, rollouts.responses.lengths_N.tolist())
+        self._seen.record(prompts, rollouts.responses.lengths_N.tolist())
         return rollouts
 
     def _lockstep_group(self) -> Any:

@@ -53,8 +53,8 @@ class StepPlan:
 
     def layouts_by_rank(self, role: Role, mini_batches: Sequence[Sequence[int]]) -> list[list[MicroBatchLayout]]:
         """Micro-batches of `mini_batches` one after the other, of every data-parallel rank of the role."""
-        each = [self._layouts(role.batching(self._micro), samples) for samples in mini_batches]
-        return [[layout for layouts in of_rank for layout in layouts] for of_rank in zip(*each, strict=True)]
+        by_mini_batch = [self._layouts(role.batching(self._micro), samples) for samples in mini_batches]
+        return [list(itertools.chain.from_iterable(of_rank)) for of_rank in zip(*by_mini_batch, strict=True)]
 
     def own_layouts(self, role: Role, mini_batches: Sequence[Sequence[int]]) -> list[MicroBatchLayout]:
         """Micro-batches of this data-parallel rank, which it is about to compute."""
@@ -72,8 +72,8 @@ class StepPlan:
         return {"prompts_computed": float(computed), "prompts_saved": float(saved)}
 
     def sharding(self, trained: Sequence[Role]) -> ColumnSharding | None:
-        """Placement of the token columns on the ranks that need them: last pipeline stages that compute a loss of them,
-        for any trained role in any pass. None where every rank needs all."""
+        """Placement of the token columns on the ranks that need them. These are the last pipeline stages that compute a
+        loss of a sample, for any trained role in any pass. None where every rank needs all columns."""
         world_size = trained[0].mesh.runtime.world_size
         if world_size == 1:
             return None
@@ -94,8 +94,8 @@ class StepPlan:
         return self._by_rank[key]
 
     def _groups(self, batching: Batching, samples: Sequence[int]) -> tuple[Sequence[Sequence[int]], Sequence[int]]:
-        """The samples of each prompt, and how many tokens it has. Equal prompts that were drawn from apart stay apart.
-        Where nothing is shared: each sample alone."""
+        """Samples of each prompt, and the prompt's number of tokens. Equal prompts with different numbers stay apart.
+        Without sharing, each sample is a group of its own."""
         if not batching.shares:
             return [(n,) for n in samples], ()
         groups: dict[int, list[int]] = {}
@@ -111,8 +111,8 @@ class StepPlan:
 def split_into_mini_batches(groups: Sequence[int], size: int, *, shuffle: Shuffle, seed: int) -> list[list[int]]:
     """The samples of a step split into mini-batches of global sample indices, the same on every rank.
 
-    groups: by sample; samples of one prompt share a number. With `groups` these come in random order, each with its
-    samples in their own; one that lies across the border of two mini-batches is divided between them.
+    groups: number of each sample's prompt. With `shuffle = "groups"` the prompts come in random order and the samples
+    of each stay in their order; a prompt at the boundary of two mini-batches is divided between them.
     """
     by_group: dict[int, list[int]] = {}
     for sample, group in enumerate(groups):

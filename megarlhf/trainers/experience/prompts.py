@@ -30,11 +30,11 @@ class PromptData:
     notes: list[str]
     """Sentences about records that were skipped."""
     test: Sequence[PromptSample] = ()
-    """For figures."""
+    """Prompts of `data.test`, on which only metrics are computed."""
 
     @cached_property
     def prompt_of(self) -> Callable[[int], PromptSample]:
-        """Function that finds a training prompt by the number of its record."""
+        """Function from the number of a record to its training prompt."""
         return by_record(self.train)
 
 
@@ -46,8 +46,13 @@ def load_prompts(
     accuracy: str | None = None,
     run_dir: Path | None = None,
 ) -> PromptData:
-    """Read and tokenize the prompts. Raises: ValueError for a record without what the rules of `rewards` need, and for
-    a held-out one without what `eval.accuracy` needs. `run_dir`: where `data.cache: none` keeps them."""
+    """Read and tokenize the prompts.
+
+    run_dir: where `data.cache: none` keeps them
+
+    Raises: ValueError for a record without a field that the rules of `rewards` need, or a held-out record without one
+    that `eval.accuracy` needs.
+    """
     loader = SetLoader(data, prompt_encoder(data, tokenizer_place, rewards), PromptSample, run_dir=run_dir)
     tokenizer = load_tokenizer(tokenizer_place)
     train, validation, notes = loader.train_and_validation("rl")
@@ -55,8 +60,8 @@ def load_prompts(
     require_fields_of_accuracy(accuracy, rewards, validation, describe_sources(data.validation or data.train))
     test: Sequence[PromptSample] = ()
     if data.test is not None:
-        test, of_test = loader.test(train)
-        notes += of_test
+        test, test_notes = loader.test(train)
+        notes += test_notes
         require_fields_of_accuracy(accuracy, rewards, test, describe_sources(data.test))
     return PromptData(train, validation, tokenizer, notes, test)
 
@@ -77,10 +82,15 @@ def require_fields_of_accuracy(
 
 
 def make_experience(prompts: Sequence[PromptSample], rollouts: Rollouts, num_samples_per_prompt: int) -> Experience:
-    """The table's index: sample n answers prompt n // num_samples_per_prompt."""
-    repeated = [prompt for prompt in prompts for _ in range(num_samples_per_prompt)]
+    """Table of experience without columns: sample n answers prompt n // num_samples_per_prompt."""
+    repeated = repeat_prompts(prompts, num_samples_per_prompt)
     return Experience(
         prompts=tuple(torch.tensor(prompt.tokens) for prompt in repeated),
         groups_N=torch.arange(len(prompts)).repeat_interleave(num_samples_per_prompt),
         rollouts=rollouts,
     )
+
+
+def repeat_prompts(prompts: Sequence[PromptSample], times: int) -> list[PromptSample]:
+    """List with each prompt once for each of its samples."""
+    return [prompt for prompt in prompts for _ in range(times)]

@@ -1,4 +1,4 @@
-"""A step's samples in the tokens of a reward model that does not read the actor's."""
+"""Samples of a step in the tokens of a reward model whose tokenizer is not the actor's."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from megarlhf.rollout.rewards.batch import RewardBatch, short
 def retokenizer_of(
     reward_model: Role, reward: RewardConfig, micro: MicroBatchConfig, may_drop: tuple[Kind, ...] = ()
 ) -> Retokenizer:
-    """With the reward model's tokenizer, whose chat template may leave out `may_drop` of a conversation. A text is as
-    long at most as the model can read, as a packed micro-batch can hold, and as `max_tokens` says."""
+    """Retokenizer for the reward model, whose chat template may leave out `may_drop` of a conversation. Texts are
+    limited by the model's positions, a packed micro-batch and the reward's `max_tokens`."""
     limits = (reward_model.shard.arch.longest_sequence, micro.max_tokens_per_micro_batch, reward.max_tokens)
     return Retokenizer(
         tokenizer=load_tokenizer(reward_model.section.model.tokenizer_place()),
@@ -35,56 +35,59 @@ def retokenizer_of(
 
 
 def retokenized(
-    name: str, experience: Experience, mine: RewardBatch, retokenizer: Retokenizer
+    name: str, experience: Experience, batch: RewardBatch, retokenizer: Retokenizer
 ) -> tuple[Experience, Tensor]:
-    """The samples for the reward model, without any column, and which were cut, [N] bool on the CPU. Collective.
+    """Samples for the reward model without any column, and a mask of those that were cut, [N] bool on the CPU.
+    Collective.
 
-    Where prompt and response meet is not kept: a score is read at a sample's last token. What the samples of a prompt
-    begin with in common stands for their prompt: a text that was cut may begin otherwise than the others.
+    The boundary of prompt and response is lost, and is not needed: a score is read at a sample's last token. The tokens
+    with which all samples of a prompt begin take the place of their prompt. A text that was cut may begin differently.
 
-    mine: this rank's share of the samples
+    batch: this rank's share of the samples
 
     Raises: RewardError, on every rank, for a text that is too long or that the chat template refuses.
     """
-    made: list[Retokenized] = []
+    own: list[Retokenized] = []
     with raise_on_all_ranks(lambda reasons: RewardError(reasons[0])):
-        made = [_retokenized(name, mine, row, retokenizer) for row in range(len(mine))]
-    parts: list[list[Retokenized]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(parts, made)
-    every = [sample for part in parts for sample in part]
-    rows = [torch.tensor(sample.tokens) for sample in every]
-    begins, numbers_N = common_beginnings(rows, experience.prompt_numbers_N)
-    responses = Ragged.from_rows([row[begin:] for row, begin in zip(rows, begins, strict=True)], torch.int64)
+        own = [_retokenized(name, batch, row, retokenizer) for row in range(len(batch))]
+    by_rank: list[list[Retokenized]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(by_rank, own)
+    samples = [sample for of_rank in by_rank for sample in of_rank]
+    rows = [torch.tensor(sample.tokens) for sample in samples]
+    lengths, numbers_N = common_beginnings(rows, experience.prompt_numbers_N)
+    responses = Ragged.from_rows([row[length:] for row, length in zip(rows, lengths, strict=True)], torch.int64)
     rollouts = replace(
         experience.rollouts,
         responses=Ragged(responses.values_T.to(experience.rollouts.responses.values_T.device), responses.lengths_N),
         logprobs=Ragged(torch.zeros(responses.num_tokens), responses.lengths_N),
     )
-    made_anew = Experience(
-        prompts=tuple(row[:begin] for row, begin in zip(rows, begins, strict=True)),
+    retokenized_experience = Experience(
+        prompts=tuple(row[:length] for row, length in zip(rows, lengths, strict=True)),
         groups_N=experience.groups_N,
         rollouts=rollouts,
         given_prompt_numbers_N=numbers_N,
     )
-    return made_anew, torch.tensor([sample.truncated for sample in every])
+    return retokenized_experience, torch.tensor([sample.truncated for sample in samples])
 
 
 def common_beginnings(rows: Sequence[Tensor], prompt_numbers_N: Tensor) -> tuple[list[int], Tensor]:
-    """By row how many tokens the rows of its prompt begin with in common, and the prompt's number. Rows that have none
-    in common are prompts of their own, of one token: a prompt has at least one."""
+    """Number of first tokens that a row shares with all rows of its prompt, and the prompt's number, for each row.
+
+    Rows of a prompt that share no token become prompts of their own, of one token: a prompt has at least one.
+    """
     members: dict[int, list[int]] = {}
     for n, number in enumerate(prompt_numbers_N.tolist()):
         members.setdefault(number, []).append(n)
-    begins, numbers_N = [1] * len(rows), prompt_numbers_N.clone()
+    lengths, numbers_N = [1] * len(rows), prompt_numbers_N.clone()
     for group in members.values():
         shortest = min(len(rows[n]) for n in group)
         same_L = torch.stack([rows[n][:shortest] == rows[group[0]][:shortest] for n in group]).all(0)
         common = int(same_L.cumprod(0).sum())
         for n in group:
-            begins[n] = max(common, 1)
+            lengths[n] = max(common, 1)
             if common == 0:
                 numbers_N[n] = int(prompt_numbers_N.max()) + 1 + n
-    return begins, numbers_N
+    return lengths, numbers_N
 
 
 def _retokenized(name: str, batch: RewardBatch, row: int, retokenizer: Retokenizer) -> Retokenized:

@@ -1,6 +1,6 @@
-"""The reward of each response: what the configured rewards say, on a common scale, added up.
+"""Rewards of the responses: values of each configured reward, brought to a common scale and added up.
 
-They begin as soon as the responses are there, and are waited for when their numbers are needed.
+They are started as soon as the responses are there, and waited for when their values are needed.
 
 Legend: B rows, S positions, N samples of the step, K rewards.
 """
@@ -47,12 +47,12 @@ log = logging.getLogger(__name__)
 
 NAN = float("nan")
 _SIGNAL = "(signal)"
-"""Among the states; no reward has such a name."""
+"""Key of the `SignalWatch` in the state. No reward has such a name."""
 
 
 def model_scores(reward_model: Role, experience: Experience, micro: MicroBatchConfig) -> Tensor:
-    """The reward model's score of each response, [N]: of its last token or the mean over its tokens, as the model was
-    trained."""
+    """Scores of the responses by the reward model, [N]: at the last token or the mean over the tokens, as the model
+    was trained."""
     directory = reward_model.section.model.hf_directory()
     score_of = score_of_config(read_config(directory), directory)
 
@@ -69,47 +69,45 @@ class RewardOutput:
     """Values of one reward for the samples of a step."""
 
     values_N: Tensor
-    """fp64, so that sums that are equal on paper are equal; NaN where it does not apply, or failed."""
+    """fp64, so that sums that are equal on paper are equal. NaN where the reward does not apply or failed."""
     failed_N: Tensor
     """bool."""
     late: bool = False
-    """Some have failed because nothing answered in time."""
+    """Whether some samples failed because no answer came in time."""
     cut_N: Tensor | None = None
-    """bool: whose text was too long, and was cut; None: none can be."""
+    """bool: the text was too long and was cut. None: the reward never cuts."""
     components: Mapping[str, Tensor] = field(default_factory=dict)
-    """[N] each, NaN where a sample has none of the name."""
+    """Named components, [N] each. NaN where a sample has none of that name."""
     token_values: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
-    """By sample; its value is their sum."""
+    """Rewards of the tokens, by sample. Their sum is the sample's value."""
 
     @staticmethod
     def joined(parts: Sequence[tuple[RewardOutput, Sequence[int]]]) -> RewardOutput:
         """Values of chosen samples, one part after the other."""
-        names = sorted({name for said, _ in parts for name in said.components})
-        token_values: dict[int, tuple[float, ...]] = {}
-        place = 0
-        for said, chosen in parts:
-            numbered = enumerate(chosen, start=place)
-            token_values |= {at: said.token_values[n] for at, n in numbered if n in said.token_values}
-            place += len(chosen)
+        names = sorted({name for output, _ in parts for name in output.components})
+        samples = [(output, n) for output, chosen in parts for n in chosen]
+        cut = [output.cut_N[list(chosen)] for output, chosen in parts if output.cut_N is not None]
         return RewardOutput(
-            values_N=torch.cat([said.values_N[list(chosen)] for said, chosen in parts]),
-            failed_N=torch.cat([said.failed_N[list(chosen)] for said, chosen in parts]),
+            values_N=torch.cat([output.values_N[list(chosen)] for output, chosen in parts]),
+            failed_N=torch.cat([output.failed_N[list(chosen)] for output, chosen in parts]),
             components={
-                name: torch.cat([said.component(name)[list(chosen)] for said, chosen in parts]) for name in names
+                name: torch.cat([output.component(name)[list(chosen)] for output, chosen in parts]) for name in names
             },
-            token_values=token_values,
-            late=any(said.late for said, _ in parts),
-            cut_N=_joined([(said.cut_N, chosen) for said, chosen in parts]),
+            token_values={
+                row: output.token_values[n] for row, (output, n) in enumerate(samples) if n in output.token_values
+            },
+            late=any(output.late for output, _ in parts),
+            cut_N=torch.cat(cut) if cut else None,
         )
 
     def component(self, name: str) -> Tensor:
-        """NaN where there is none."""
+        """Values of a component; NaN without one of that name."""
         return self.components.get(name, torch.full_like(self.values_N, NAN))
 
-
-def _joined(parts: Sequence[tuple[Tensor | None, Sequence[int]]]) -> Tensor | None:
-    columns = [column[list(chosen)] for column, chosen in parts if column is not None]
-    return torch.cat(columns) if columns else None
+    def count_missing(self) -> tuple[int, int]:
+        """Number of samples to which the reward does not apply, and of those for which it failed."""
+        missing, failed = int(self.values_N.isnan().sum()), int(self.failed_N.sum())
+        return missing - failed, failed
 
 
 @dataclass(frozen=True)
@@ -117,18 +115,18 @@ class CombinedRewards:
     """The rewards of a step, the same on every rank."""
 
     rewards_N: Tensor
-    """The weighted sum, without what is in `token_rewards`; 0 for what is not kept."""
+    """Weighted sum without `token_rewards`; 0 for samples that are not kept."""
     kept_N: Tensor
-    """bool: some reward applies, and none has failed."""
+    """bool: at least one reward applies, and none has failed."""
     token_rewards: Ragged | None
     """Rewards of single tokens, where any reward gives them."""
     metrics: dict[str, float]
     per_sample: Mapping[str, Tensor]
-    """By `reward/NAME`: what each reward said, before shift, clip and weight; NaN where it said nothing."""
+    """Values of each reward before shift, clip and weight, by `reward/NAME`; NaN where it does not apply."""
 
     @property
     def totals_N(self) -> Tensor:
-        """The weighted sum, with the rewards of tokens; of no meaning for what is not kept."""
+        """Weighted sum with the rewards of tokens. Samples that are not kept have no meaningful value."""
         if (column := self.token_rewards) is None:
             return self.rewards_N
         return self.rewards_N + packed_sums(column.values_T, column.cu_seqlens)
@@ -149,32 +147,32 @@ class Rewarder:
         unrewarded: str = "stop",
         may_drop: tuple[Kind, ...] = (),
     ) -> None:
-        """may_drop: what the reward model's own chat template may leave out of a conversation"""
+        """may_drop: parts of a conversation that the reward model's own chat template may leave out"""
         self.rewards, self.reward_model, self.tokenizer = rewards, reward_model, tokenizer
         self.device = device
         self._micro, self._phases, self._unrewarded = micro, phases or Phases(), unrewarded
         self.labels = unique_labels(rewards)
-        named = zip(self.labels, rewards, strict=True)
+        by_label = dict(zip(self.labels, rewards, strict=True))
         self._sources: dict[str, RewardSource] = {
-            label: make_source(reward, device) for label, reward in named if reward.kind != "model"
+            label: make_source(reward, device) for label, reward in by_label.items() if reward.kind != "model"
         }
         self._retokenizers = {
             label: retokenizer_of(reward_model, reward, micro, may_drop)
-            for label, reward in zip(self.labels, rewards, strict=True)
+            for label, reward in by_label.items()
             if reward.retokenize and reward_model is not None
         }
         self._moments = {label: RunningMoments() for label in self.labels}
         self.signal = SignalWatch()
 
     def state_dict(self) -> dict[str, Any]:
-        """The running moments of each reward, and what `signal` has counted."""
-        moments = {name: [each.count, each.mean, each.squares] for name, each in self._moments.items()}
-        return {**moments, _SIGNAL: self.signal.state_dict()}
+        """Running moments of each reward, and the counts of `signal`."""
+        state = {label: [moments.count, moments.mean, moments.squares] for label, moments in self._moments.items()}
+        return {**state, _SIGNAL: self.signal.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if _SIGNAL in state:
             self.signal.load_state_dict(state[_SIGNAL])
-        self._moments |= {name: RunningMoments(*state[name]) for name in self._moments if name in state}
+        self._moments |= {label: RunningMoments(*state[label]) for label in self._moments if label in state}
 
     def close(self) -> None:
         """End processes and threads."""
@@ -182,42 +180,41 @@ class Rewarder:
             source.close()
 
     def start(self, experience: Experience, prompts: Sequence[PromptSample]) -> PendingRewards:
-        """Begin with the step's samples; `prompts` are one per sample. Nothing is waited for."""
+        """Start the rewards of the step's samples, without waiting; `prompts` are one per sample."""
         batch = local_reward_batch(prompts, experience.rollouts, self.tokenizer)
-        waiting = {label: source.start(batch) for label, source in self._sources.items()}
-        return PendingRewards(self, experience, prompts, batch, waiting)
-
-    def mean(self, experience: Experience, prompts: Sequence[PromptSample], should_stop: ShouldStop) -> float:
-        """Mean validation reward. Samples to which no reward applies are ignored."""
-        return float(self.validation(experience, prompts, should_stop)[0].nanmean())
+        pending = {label: source.start(batch) for label, source in self._sources.items()}
+        return PendingRewards(self, experience, prompts, batch, pending)
 
     def validation(
         self, experience: Experience, prompts: Sequence[PromptSample], should_stop: ShouldStop
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Rewards of held-out samples: the weighted sum, and the value of each reward by name, [N] each. Nothing is
-        normalised, since that scale changes over a run. NaN where no reward, or this one, applies. Collective."""
-        said = self.start(experience, prompts).said(should_stop)
-        return totals_of(self.rewards, said), {label: s.values_N for label, s in zip(self.labels, said, strict=True)}
+        """Rewards of held-out samples: weighted sum, and values of each reward by name, [N] each. Collective.
+
+        Nothing is normalised, since that scale changes over a run. The sum is NaN where no reward applies, a value
+        where its reward does not."""
+        outputs = self.start(experience, prompts).wait(should_stop)
+        values = {label: output.values_N for label, output in zip(self.labels, outputs, strict=True)}
+        return totals_of(self.rewards, outputs), values
 
     def combined(
         self,
         experience: Experience,
         prompts: Sequence[PromptSample],
-        said: Sequence[RewardOutput],
+        outputs: Sequence[RewardOutput],
         *,
         learn: bool = True,
     ) -> CombinedRewards:
         """Add up the rewards of the samples; `prompts` are one per sample.
 
-        Raises: RewardError where no sample has a reward; WatchdogTimeout where that is for want of an answer.
+        Raises: RewardError where no sample has a reward; WatchdogTimeout where the reason is a missing answer.
         """
         groups_N = experience.groups_N.to(self.device)
-        failed_N = torch.stack([each.failed_N for each in said]).any(0)
+        failed_N = _any_failed(outputs)
         metrics: dict[str, float] = {}
-        tokens: list[Tensor] = []
-        at_end: list[Tensor] = []
-        for label, reward, each in zip(self.labels, self.rewards, said, strict=True):
-            values_N = bounded(reward, each.values_N).masked_fill(failed_N, NAN)
+        token_rewards: list[Tensor] = []
+        per_response: list[Tensor] = []
+        for label, reward, output in zip(self.labels, self.rewards, outputs, strict=True):
+            values_N = bounded(reward, output.values_N).masked_fill(failed_N, NAN)
             if reward.normalise != "none":  # divides by a deviation, which must not be one of rounding
                 values_N = values_N.float().double()
             if reward.normalise == "running":
@@ -226,102 +223,105 @@ class Rewarder:
                 values_N = self._moments[label].normalise(values_N)
             elif reward.normalise == "group":
                 values_N = group_normalised(values_N, groups_N, eps=reward.normalise_eps)
-            metrics |= metrics_of(label, each)
-            if each.token_values:
-                tokens.append(reward.weight * self._per_token(label, reward, experience, each))
-                values_N[list(each.token_values)] = 0.0
-            at_end.append(values_N)
-        total_N = weighted_total(torch.stack(at_end), [reward.weight for reward in self.rewards]).float()
+            metrics |= metrics_of(label, output)
+            if output.token_values:
+                token_rewards.append(reward.weight * self._per_token(label, reward, experience, output))
+                values_N[list(output.token_values)] = 0.0
+            per_response.append(values_N)
+        total_N = weighted_total(torch.stack(per_response), [reward.weight for reward in self.rewards]).float()
         kept_N = ~(total_N.isnan() | failed_N)
-        metrics |= self.counts(said)
+        metrics |= self.counts(outputs)
         if not bool(kept_N.any()):
-            words = (
-                f"{_lost(~kept_N, prompts)} have no reward: every reward said None, or one has failed and is dropped. "
-                "Nothing is left to train on"
+            message = (
+                f"{_describe_samples(~kept_N, prompts)} have no reward: every reward said None, or one has failed and "
+                "is dropped. Nothing is left to train on"
             )
-            if any(each.late for each in said):
-                raise WatchdogTimeout(f"{words}. Look at what does not answer", agreed=True)
-            raise RewardError(words)
-        lengths_N = experience.response_lengths_N
-        column = Ragged(torch.stack(tokens).sum(0), lengths_N) if tokens else None
-        named = {f"reward/{label}": each.values_N.float() for label, each in zip(self.labels, said, strict=True)}
+            if any(output.late for output in outputs):
+                raise WatchdogTimeout(f"{message}. Look at what does not answer", agreed=True)
+            raise RewardError(message)
+        column = Ragged(torch.stack(token_rewards).sum(0), experience.response_lengths_N) if token_rewards else None
+        named = {f"reward/{label}": output.values_N.float() for label, output in zip(self.labels, outputs, strict=True)}
         return CombinedRewards(total_N.masked_fill(~kept_N, 0.0), kept_N, column, metrics, named)
 
-    def _per_token(self, label: str, reward: RewardConfig, experience: Experience, said: RewardOutput) -> Tensor:
+    def _per_token(self, label: str, reward: RewardConfig, experience: Experience, output: RewardOutput) -> Tensor:
         if reward.normalise != "none" or reward.clip is not None or reward.shift:
             raise RewardError(
-                f"reward {label!r} gives rewards of tokens, for which shift, clip and normalise are not made; leave "
+                f"reward {label!r} gives rewards of tokens, to which shift, clip and normalise do not apply; leave "
                 "them out"
             )
         lengths = experience.response_lengths_N.tolist()
-        rows = [torch.tensor(said.token_values.get(n, (0.0,) * length)) for n, length in enumerate(lengths)]
+        rows = [torch.tensor(output.token_values.get(n, (0.0,) * length)) for n, length in enumerate(lengths)]
         return torch.cat(rows).to(self.device, torch.float32)
 
-    def counts(self, said: Sequence[RewardOutput]) -> dict[str, float]:
-        """`reward/NAME_none`, `reward/NAME_failed`, and how many samples are without a reward."""
+    def counts(self, outputs: Sequence[RewardOutput]) -> dict[str, float]:
+        """`reward/NAME_none`, `reward/NAME_failed`, and the number of samples without a reward."""
         counts: dict[str, float] = {}
-        for label, each in zip(self.labels, said, strict=True):
-            missing, failed = int(each.values_N.isnan().sum()), int(each.failed_N.sum())
-            counts |= {f"reward/{label}_none": missing - failed, f"reward/{label}_failed": failed}
-        return {**counts, "samples_without_reward": int(totals_of(self.rewards, said).isnan().sum())}
+        for label, output in zip(self.labels, outputs, strict=True):
+            not_applicable, failed = output.count_missing()
+            counts |= {f"reward/{label}_none": not_applicable, f"reward/{label}_failed": failed}
+        return {**counts, "samples_without_reward": int(totals_of(self.rewards, outputs).isnan().sum())}
 
-    def require_rewards(self, prompts: Sequence[PromptSample], said: Sequence[RewardOutput]) -> None:
+    def require_rewards(self, prompts: Sequence[PromptSample], outputs: Sequence[RewardOutput]) -> None:
         """Report drawn samples to which no reward applies, whether they are trained on or not; `prompts` are one per
         sample. Raises: RewardError where that ends the run."""
-        failed_N = torch.stack([each.failed_N for each in said]).any(0)
-        unrewarded_N = totals_of(self.rewards, said).isnan() & ~failed_N
+        unrewarded_N = totals_of(self.rewards, outputs).isnan() & ~_any_failed(outputs)
         if not bool(unrewarded_N.any()):
             return
-        words = f"{_lost(unrewarded_N, prompts)} got no reward: every reward said None"
+        message = f"{_describe_samples(unrewarded_N, prompts)} got no reward: every reward said None"
         if self._unrewarded == "stop":
             raise RewardError(
-                f"{words}. Add a reward that applies, clean the data, or leave such samples out of training: "
+                f"{message}. Add a reward that applies, clean the data, or leave such samples out of training: "
                 "algo.unrewarded = drop"
             )
-        log.info("%s; left out (algo.unrewarded = drop)", words)
+        log.info("%s; left out (algo.unrewarded = drop)", message)
 
 
-def _lost(lost_N: Tensor, prompts: Sequence[PromptSample]) -> str:
-    """How many, and the row of the first."""
-    lost = lost_N.nonzero().flatten().tolist()
-    first = prompts[lost[0]]
+def _any_failed(outputs: Sequence[RewardOutput]) -> Tensor:
+    return torch.stack([output.failed_N for output in outputs]).any(0)
+
+
+def _describe_samples(marked_N: Tensor, prompts: Sequence[PromptSample]) -> str:
+    """Number of the marked samples, with sample, record and prompt of the first."""
+    marked = marked_N.nonzero().flatten().tolist()
+    first = prompts[marked[0]]
     return (
-        f"{len(lost)} of {len(lost_N)} samples of this step (the first is sample {lost[0]}, record {first.index + 1} "
-        f"of the prompts: {short(first.text)}, fields {short(first.fields)})"
+        f"{len(marked)} of {len(marked_N)} samples of this step (the first is sample {marked[0]}, record "
+        f"{first.index + 1} of the prompts: {short(first.text)}, fields {short(first.fields)})"
     )
 
 
 @dataclass(frozen=True)
 class PendingRewards:
-    """Rewards of a step that have begun."""
+    """Rewards of a step that were started."""
 
     rewarder: Rewarder
     experience: Experience
     prompts: Sequence[PromptSample]
     batch: RewardBatch
-    """This rank's share."""
-    waiting: Mapping[str, PendingBatch]
+    """This rank's share of the samples."""
+    pending: Mapping[str, PendingBatch]
 
-    def said(self, should_stop: ShouldStop = lambda: False) -> list[RewardOutput]:
+    def wait(self, should_stop: ShouldStop = lambda: False) -> list[RewardOutput]:
         """Wait for the values of each reward, on every rank. Collective. Raises: see `score.gather_rewards`."""
-        rewarder, found = self.rewarder, []
+        rewarder = self.rewarder
+        outputs: list[RewardOutput] = []
         for label, reward in zip(rewarder.labels, rewarder.rewards, strict=True):
             if reward.kind == "model":
-                found.append(self._said_by_model(label))
+                outputs.append(self._run_model(label))
                 continue
-            outcomes = gather_rewards(
+            results = gather_rewards(
                 label,
-                self.waiting[label],
+                self.pending[label],
                 self.batch,
                 drop_failures=reward.on_failure == "drop",
                 local=rewarder._phases.local,
                 should_stop=should_stop,
             )
-            found.append(said_of(label, outcomes, rewarder.device))
-        return found
+            outputs.append(reward_output(results, rewarder.device))
+        return outputs
 
-    def _said_by_model(self, label: str) -> RewardOutput:
-        """Collective."""
+    def _run_model(self, label: str) -> RewardOutput:
+        """Score the samples with the reward model. Collective."""
         rewarder, experience, cut_N = self.rewarder, self.experience, None
         assert rewarder.reward_model is not None
         if (retokenizer := rewarder._retokenizers.get(label)) is not None:
@@ -330,62 +330,62 @@ class PendingRewards:
         return RewardOutput(scores_N.double(), torch.zeros_like(scores_N, dtype=torch.bool), cut_N=cut_N)
 
     def finish(self, should_stop: ShouldStop = lambda: False, *, learn: bool = True) -> CombinedRewards:
-        """Wait for all of them, and add them up. Collective.
+        """Wait for all rewards and add them up. Collective.
 
-        learn: running moments take these values in
+        learn: whether these values update the running moments
 
-        Raises: as `said`; RewardError for samples without a reward, where these end the run.
+        Raises: as `wait`; RewardError for samples without a reward, where these end the run.
         """
-        said = self.said(should_stop)
-        self.rewarder.require_rewards(self.prompts, said)
-        return self.rewarder.combined(self.experience, self.prompts, said, learn=learn)
+        outputs = self.wait(should_stop)
+        self.rewarder.require_rewards(self.prompts, outputs)
+        return self.rewarder.combined(self.experience, self.prompts, outputs, learn=learn)
 
 
-def said_of(label: str, outcomes: Sequence[RewardResult], device: torch.device) -> RewardOutput:
-    """Outcomes as columns; what failed is said once, and counted."""
-    failures = [outcome.error for outcome in outcomes if outcome.error]
+def reward_output(results: Sequence[RewardResult], device: torch.device) -> RewardOutput:
+    """Results of all samples as columns. Failures are logged once, with their number."""
+    failures = [result.error for result in results if result.error]
     if failures:
-        log.info("%d of %d samples are dropped: %s", len(failures), len(outcomes), failures[0])
-    names = sorted({name for outcome in outcomes for name in outcome.components or ()})
+        log.info("%d of %d samples are dropped: %s", len(failures), len(results), failures[0])
+    names = sorted({name for result in results for name in result.components or ()})
 
     def column(values: Sequence[float | None]) -> Tensor:
         return torch.tensor([NAN if value is None else value for value in values], dtype=torch.float64, device=device)
 
     return RewardOutput(
-        values_N=column([outcome.value for outcome in outcomes]),
-        failed_N=torch.tensor([bool(outcome.error) for outcome in outcomes], device=device),
-        late=any(outcome.late for outcome in outcomes),
-        components={name: column([(outcome.components or {}).get(name) for outcome in outcomes]) for name in names},
-        token_values={n: each.token_values for n, each in enumerate(outcomes) if each.token_values is not None},
+        values_N=column([result.value for result in results]),
+        failed_N=torch.tensor([bool(result.error) for result in results], device=device),
+        late=any(result.late for result in results),
+        components={name: column([(result.components or {}).get(name) for result in results]) for name in names},
+        token_values={n: result.token_values for n, result in enumerate(results) if result.token_values is not None},
     )
 
 
-def totals_of(rewards: Sequence[RewardConfig], said: Sequence[RewardOutput]) -> Tensor:
-    """The weighted sum of what is said, less `shift` and clipped, without normalisation: [N], NaN where no reward
-    applies or one has failed. fp32, after the sum."""
-    values_KN = torch.stack([bounded(reward, each.values_N) for reward, each in zip(rewards, said, strict=True)])
-    failed_KN = torch.stack([each.failed_N for each in said])
+def totals_of(rewards: Sequence[RewardConfig], outputs: Sequence[RewardOutput]) -> Tensor:
+    """Weighted sum of the values, less `shift` and clipped, not normalised: [N], fp32 after the sum. NaN where no
+    reward applies or one has failed."""
+    values_KN = torch.stack([bounded(reward, output.values_N) for reward, output in zip(rewards, outputs, strict=True)])
+    failed_KN = torch.stack([output.failed_N for output in outputs])
     return weighted_total(values_KN, [reward.weight for reward in rewards], failed_KN).float()
 
 
 def bounded(reward: RewardConfig, values_N: Tensor) -> Tensor:
-    """Less `shift`, then held by `clip`."""
+    """Values less `shift`, then clipped to [-clip, clip]."""
     values_N = values_N - reward.shift
     return values_N if reward.clip is None else values_N.clamp(-reward.clip, reward.clip)
 
 
-def metrics_of(label: str, said: RewardOutput) -> dict[str, float]:
-    """`reward/NAME_mean`, `_std` over the samples to which it applies; the mean of each component."""
-    values_N = said.values_N[~said.values_N.isnan()]
+def metrics_of(label: str, output: RewardOutput) -> dict[str, float]:
+    """`reward/NAME_mean` and `_std` over the samples to which the reward applies, and the mean of each component."""
+    values_N = output.values_N[~output.values_N.isnan()]
     metrics: dict[str, float] = {}
-    if said.cut_N is not None and (truncated := int(said.cut_N.sum())):
+    if output.cut_N is not None and (truncated := int(output.cut_N.sum())):
         metrics[f"reward/{label}_truncated"] = truncated
     if len(values_N):
         metrics |= {
             f"reward/{label}_mean": float(values_N.mean()),
             f"reward/{label}_std": float(values_N.std(correction=0)),
         }
-    return metrics | {f"reward/{label}/{name}": float(x_N.nanmean()) for name, x_N in said.components.items()}
+    return metrics | {f"reward/{label}/{name}": float(x_N.nanmean()) for name, x_N in output.components.items()}
 
 
 def require_finite(scores_N: Tensor) -> Tensor:

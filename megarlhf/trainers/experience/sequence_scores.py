@@ -1,6 +1,6 @@
-"""One number for a sequence from the reward model's one per token.
+"""Score of a sequence from the reward model's scores of its tokens.
 
-Legend: B rows and S columns of a micro-batch, X = B x S; K sequences, R longest response of them.
+Legend: B rows and S columns of a micro-batch, X = B x S; K sequences, R tokens of their longest response.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from megarlhf.parallel.micro_batch import MicroBatchLayout
 
 
 def sequence_scores(scores_BS1: Tensor, layout: MicroBatchLayout, response_lengths_K: Tensor | None) -> Tensor:
-    """[K]: the score of each last token; with the lengths of the responses, at least 1, the mean over their tokens."""
+    """[K]: score at the last token of each sequence, or, given the responses' lengths (at least 1), the mean over the
+    response's tokens."""
     scores_X = scores_BS1.flatten()
     ends_K = layout.ends_K.to(scores_X.device)
     if response_lengths_K is None:

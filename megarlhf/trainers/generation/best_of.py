@@ -1,7 +1,7 @@
-"""Selection of training data among several responses to a prompt: the best one for sft, or the best and the worst for
-rm and dpo (rejection sampling).
+"""Selection of training data among several responses to a prompt (rejection sampling): the best one for sft, or the
+best and the worst for rm and dpo.
 
-Legend: N samples; those of one prompt stand together.
+Legend: N samples, in the order of their prompts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Selection = Literal["best", "best_and_worst"]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A response, and what it earned."""
+    """A response and its reward."""
 
     response: str
     reward: float
@@ -29,9 +29,9 @@ class Candidate:
 def candidates(
     responses: Sequence[str], finished_N: Tensor, rewards_N: Tensor, per_prompt: int
 ) -> tuple[list[list[Candidate]], Counter[str]]:
-    """By prompt, those that may be chosen, in their order; and how many may not, by reason.
+    """Responses of each prompt that may be chosen, in their order, and the number of others by reason.
 
-    A response that was cut has no end, and would teach none; of one without a reward nothing is known.
+    Responses without a reward, without text, or cut before their end are left out: a cut one would teach no end.
     """
     left_out: Counter[str] = Counter()
     by_prompt: list[list[Candidate]] = [[] for _ in range(len(responses) // per_prompt)]
@@ -46,7 +46,7 @@ def candidates(
         if reason:
             left_out[reason] += 1
         else:
-            # Sums that are equal on paper are equal: 0.1 + 0.2 and 0.3.
+            # Rounded, so that sums that are equal on paper are equal: 0.1 + 0.2 and 0.3.
             by_prompt[n // per_prompt].append(Candidate(response, float(f"{float(rewards_N[n]):.12g}")))
     return by_prompt, left_out
 
@@ -54,9 +54,12 @@ def candidates(
 def choose(
     by_prompt: Sequence[Sequence[Candidate]], selection: Selection, min_reward: float | None, pairs: int = 1
 ) -> tuple[list[list[tuple[Candidate, ...]]], Counter[str]]:
-    """For each prompt what becomes a record of it: the best candidate, or the best and the worst, and then up to
-    `pairs` in all the next best and the next worst, as long as they differ; none for a prompt that is left out, and how
-    many are, by reason. Among equals the first drawn is taken, and no candidate is taken twice."""
+    """Choose the candidates of each prompt's records; returns the number of prompts that are left out, by reason, too.
+
+    `best`: one record with the best candidate. `best_and_worst`: up to `pairs` records, the best with the worst, then
+    the next best with the next worst, as long as their rewards differ. Among equals the first drawn is taken. No
+    candidate is taken twice. A prompt that is left out has no records.
+    """
     chosen: list[list[tuple[Candidate, ...]]] = []
     left_out: Counter[str] = Counter()
     for group in by_prompt:
@@ -65,18 +68,18 @@ def choose(
             left_out[reason] += 1
             chosen.append([])
             continue
-        best = sorted(group, key=lambda each: -each.reward)
+        best = sorted(group, key=lambda candidate: -candidate.reward)
         if selection == "best":
             chosen.append([(best[0],)])
             continue
-        worst = sorted(group, key=lambda each: each.reward)
-        both = list(zip(best, worst, strict=True))[:pairs]
-        chosen.append([(better, worse) for better, worse in both if better.reward > worse.reward])
+        worst = sorted(group, key=lambda candidate: candidate.reward)
+        matched = list(zip(best, worst, strict=True))[:pairs]
+        chosen.append([(better, worse) for better, worse in matched if better.reward > worse.reward])
     return chosen, left_out
 
 
 def _why_left_out(group: Sequence[Candidate], selection: Selection, min_reward: float | None) -> str:
-    rewards = [each.reward for each in group]
+    rewards = [candidate.reward for candidate in group]
     if not rewards:
         return "prompts_without_candidate"
     if min_reward is not None and max(rewards) < min_reward:
@@ -87,16 +90,16 @@ def _why_left_out(group: Sequence[Candidate], selection: Selection, min_reward: 
 
 
 def record_of(prompt: PromptSample, picked: Sequence[Candidate]) -> Mapping[str, Any]:
-    """A line of training data: for sft from one candidate, for rm and dpo from two, the better one first; the prompt of
-    two is a conversation where it was one."""
-    rewards = {"reward": picked[0].reward} if len(picked) == 1 else {"rewards": [each.reward for each in picked]}
-    fields = dict(prompt.fields)
+    """Record of training data: for sft from one candidate, for rm and dpo from two, the better one first. A prompt that
+    was a conversation stays one."""
+    fields, responses = dict(prompt.fields), [candidate.response for candidate in picked]
     if prompt.messages is not None:
         fields.pop("system", None)  # is the first of the messages
-        if len(picked) == 1:
-            answer = {"role": "assistant", "content": picked[0].response}
-            return {**fields, "messages": [*prompt.messages, answer], **rewards}
-    asked = {"prompt": prompt.text if prompt.messages is None else prompt.messages}
-    if len(picked) == 1:
-        return {**fields, **asked, "response": picked[0].response, **rewards}
-    return {**fields, **asked, "chosen": picked[0].response, "rejected": picked[1].response, **rewards}
+    question = {"prompt": prompt.text if prompt.messages is None else prompt.messages}
+    if len(picked) == 2:
+        rewards = [candidate.reward for candidate in picked]
+        return {**fields, **question, "chosen": responses[0], "rejected": responses[1], "rewards": rewards}
+    if prompt.messages is not None:
+        answer = {"role": "assistant", "content": responses[0]}
+        return {**fields, "messages": [*prompt.messages, answer], "reward": picked[0].reward}
+    return {**fields, **question, "response": responses[0], "reward": picked[0].reward}

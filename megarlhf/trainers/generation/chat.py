@@ -1,4 +1,4 @@
-"""`megarlhf generate` at a terminal: responses to prompts that are typed, one after the other. Nothing is written."""
+"""`megarlhf generate` at a terminal: prints responses to typed prompts, one after the other. No file is written."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from megarlhf.rollout.engine import sample_seed
 from megarlhf.rollout.factory import sampling_of
 from megarlhf.rollout.rewards.score import response_texts
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.generation.generate import engine_of
+from megarlhf.trainers.generation.generate import build_engine
 
 SIGN = "> "
-"""Where a prompt is waited for."""
+"""Shown at a terminal before a prompt is typed."""
 
 
 def run(cfg: AskConfig, runtime: Runtime, model: Path) -> None:
-    """Print a response to each prompt of the command line, or to what is typed, until there is no more.
+    """Print a response to each prompt of the command line, or, without any, to each typed line.
 
-    Raises: ValueError for a prompt of the command line that cannot be used."""
+    Raises: ValueError for a prompt of the command line that cannot be used.
+    """
     encoder = prompt_encoder(cfg.data, cfg.actor.model.tokenizer_place())
-    encode = encoder.open()
+    encode_record = encoder.open()
 
-    def encoded(text: str) -> PromptSample:
+    def encode(text: str) -> PromptSample:
         try:
-            sample: PromptSample = sample_of(encode(0, record_of(text)))
+            sample: PromptSample = sample_of(encode_record(0, record_of(text)))
             return sample
         except Unusable as reason:
             limit = f"; the limit is data.max_prompt_tokens = {cfg.data.max_prompt_tokens}"
@@ -46,11 +47,11 @@ def run(cfg: AskConfig, runtime: Runtime, model: Path) -> None:
     chat = cfg.data.template_mode == "chat"
     if runtime.is_main and (read_as := describe_reading(encoder, record_of("x"))):
         print(f"prompts: {read_as}", file=sys.stderr, flush=True)
-    asked = [encoded(text) for text in cfg.prompts]  # before a model is built
+    prompts = [encode(text) for text in cfg.prompts]  # before a model is built
     tokenizer = load_tokenizer(cfg.actor.model.tokenizer_place())
     sampling = sampling_of(cfg.rollout, cfg.actor, tokenizer, greedy=cfg.greedy, data=cfg.data)
-    engine, count, per_prompt = engine_of(cfg, runtime), 0, cfg.rollout.num_samples_per_prompt
-    for prompt in asked or typed(encoded, runtime):
+    engine, count, per_prompt = build_engine(cfg, runtime), 0, cfg.rollout.num_samples_per_prompt
+    for prompt in prompts or typed_prompts(encode, runtime):
         rows = [torch.tensor(prompt.tokens)] * per_prompt
         seeds = [sample_seed(cfg.run.seed, 0, count + n) for n in range(per_prompt)]
         rollouts, count = engine.generate(rows, seeds, sampling), count + per_prompt
@@ -63,8 +64,8 @@ def run(cfg: AskConfig, runtime: Runtime, model: Path) -> None:
     engine.close()
 
 
-def typed(encoded: Callable[[str], PromptSample], runtime: Runtime) -> Iterator[PromptSample]:
-    """Lines that are typed on the first rank, on every rank, until the end (Ctrl-D). Collective."""
+def typed_prompts(encode: Callable[[str], PromptSample], runtime: Runtime) -> Iterator[PromptSample]:
+    """Lines typed at the first rank, on every rank, until the end of input (Ctrl-D). Collective."""
     at_terminal = sys.stdin.isatty()
     if runtime.is_main and at_terminal:
         print("one prompt a line; Ctrl-D ends", file=sys.stderr, flush=True)
@@ -80,7 +81,7 @@ def typed(encoded: Callable[[str], PromptSample], runtime: Runtime) -> Iterator[
         if not line.strip():
             continue
         try:
-            yield encoded(line.rstrip("\n"))
+            yield encode(line.rstrip("\n"))
         except ValueError as reason:
             if runtime.is_main:
                 print(f"{reason}", file=sys.stderr, flush=True)

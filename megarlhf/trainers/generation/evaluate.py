@@ -1,5 +1,5 @@
-"""`megarlhf eval`: figures of a model with their intervals: perplexity, ranking of pairs, rewards of its responses, and
-how often they are better than another model's."""
+"""`megarlhf eval`: figures of a model with their intervals. They are perplexity, the ranking of pairs, the rewards of
+its responses, and a comparison with another model's responses."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from megarlhf.config import ROLES, EvaluateConfig, describe_sources
 from megarlhf.data.samples.encoders import PairSample, SFTSample
@@ -22,42 +24,42 @@ from megarlhf.resume.claim.on_existing import NO_STEPS_LEFT, finish
 from megarlhf.rollout.factory import actor_order
 from megarlhf.rollout.rewards.score import response_texts
 from megarlhf.runtime import Runtime
+from megarlhf.trainers.experience.prompts import repeat_prompts
 from megarlhf.trainers.experience.rewards import Rewarder
 from megarlhf.trainers.generation.figures import INTERVALS, REPORT, Figures, as_json, as_table, metrics_of
-from megarlhf.trainers.generation.generate import lines_of, write_lines
+from megarlhf.trainers.generation.generate import all_rewards, lines_of, write_lines
 from megarlhf.trainers.generation.responses import (
     Answers,
     Prompts,
-    compared,
-    drawn,
-    drawn_in_words,
+    compare_answers,
+    describe_sampling,
+    draw_responses,
     figures_against,
     figures_of,
     read_prompts,
-    responses,
-    scored,
-    scored_by,
+    sampling_settings,
+    score_responses,
 )
 from megarlhf.trainers.generation.texts import perplexity, ranking, read_pairs, read_texts
 from megarlhf.trainers.run.factories import RunFactories
 from megarlhf.trainers.run.session import Session, open_session
 
 RESPONSES = {"actor": "responses.jsonl", "against": "responses_of_against.jsonl"}
-"""In the run directory, by model."""
+"""File in the run directory, by model."""
 
 
 @dataclass
-class Read:
+class EvaluationData:
     """Prompts, texts and pairs to evaluate on, as tokens."""
 
     prompts: Mapping[str, Prompts] = field(default_factory=dict)
-    """By model."""
+    """Prompts by model."""
     texts: Sequence[SFTSample] = ()
     pairs: Sequence[PairSample] = ()
     notes: list[str] = field(default_factory=list)
 
-    def described(self) -> dict[str, Any]:
-        """Numbers and digests of what was read, for `eval.json`."""
+    def summary(self) -> dict[str, Any]:
+        """Numbers and digests of the samples, for `eval.json`."""
         samples = {"texts": self.texts, "pairs": self.pairs}
         samples |= {f"prompts of {name}": data.prompts for name, data in self.prompts.items()}
         return {name: {"count": len(s), "digest": digest_of_samples(s)} for name, s in samples.items() if s}
@@ -68,7 +70,7 @@ def run(cfg: EvaluateConfig, runtime: Runtime, parts: RunFactories = RunFactorie
     with contextlib.ExitStack() as stack:
         phases = stack.enter_context(watched_phases(cfg.watchdog, cfg.run.dir, runtime))
         with phases("build"):
-            read = _read(cfg)
+            data = _read(cfg)
             device_memory = DeviceMemory(runtime.device, parts.host(runtime.device), shared=True)
             roles = _build(cfg, runtime, device_memory, parts)
             models = {name: _identity(role) for name, role in roles.items()}
@@ -76,9 +78,9 @@ def run(cfg: EvaluateConfig, runtime: Runtime, parts: RunFactories = RunFactorie
                 name: stack.enter_context(
                     contextlib.closing(
                         Rewarder(
-                            scored_by(cfg),
+                            all_rewards(cfg),
                             roles.get("reward_model"),
-                            data.tokenizer,
+                            prompts.tokenizer,
                             cfg.forward,
                             runtime.device,
                             phases,
@@ -86,42 +88,48 @@ def run(cfg: EvaluateConfig, runtime: Runtime, parts: RunFactories = RunFactorie
                         )
                     )
                 )
-                for name, data in read.prompts.items()
+                for name, prompts in data.prompts.items()
             }
-        session = stack.enter_context(open_session(cfg, cfg.run, runtime, "eval", 1, read.notes, phases=phases))
-        figures, calibration = _of_texts(cfg, roles, read, phases)
-        rollouts = {n: responses(cfg, roles[n], d, device_memory, phases, parts) for n, d in read.prompts.items()}
-        answers = _scored(cfg, runtime, rewarders, read, rollouts, phases)
+        session = stack.enter_context(open_session(cfg, cfg.run, runtime, "eval", 1, data.notes, phases=phases))
+        figures, calibration = _measure_texts(cfg, roles, data, phases)
+        rollouts = {
+            name: draw_responses(cfg, roles[name], prompts, device_memory, phases, parts)
+            for name, prompts in data.prompts.items()
+        }
+        answers = _score(cfg, runtime, rewarders, data, rollouts, phases)
         if runtime.is_main:
-            _write_responses(cfg, read, answers)
+            labels = [reward.label for reward in all_rewards(cfg)]
+            for name, own in answers.items():
+                values = {label: output.values_N for label, output in zip(labels, own.outputs, strict=True)}
+                _write_responses(cfg, RESPONSES[name], data.prompts[name], own.rollouts, values)
         if "against" in answers:
-            figures |= compared(cfg, answers["actor"], answers["against"])
+            figures |= compare_answers(cfg, answers["actor"], answers["against"])
         if "actor" in answers:
             figures |= figures_of(cfg, answers["actor"])
         if "against" in answers:
             figures |= figures_against(cfg, answers["against"])
-        _report(cfg, session, figures, models, read, calibration)
+        _report(cfg, session, figures, models, data, calibration)
         if runtime.is_main:
             finish(cfg.run.dir, 1, NO_STEPS_LEFT)
 
 
-def _read(cfg: EvaluateConfig) -> Read:
-    """All that the tasks read. Raises: ValueError, before any model is built."""
-    read, tasks = Read(), cfg.tasks()
+def _read(cfg: EvaluateConfig) -> EvaluationData:
+    """Read the data of all tasks. Raises: ValueError, before any model is built."""
+    data, tasks = EvaluationData(), cfg.tasks()
     if "perplexity" in tasks:
-        read.texts, note = read_texts(cfg)
-        read.notes.append(note)
+        data.texts, note = read_texts(cfg)
+        data.notes.append(note)
     if "pairs" in tasks:
-        read.pairs, note = read_pairs(cfg)
-        read.notes.append(note)
+        data.pairs, note = read_pairs(cfg)
+        data.notes.append(note)
     if cfg.generates:
-        read.prompts = read_prompts(cfg)
-        read.notes += [f"{name}: {note}" for name, data in read.prompts.items() for note in data.notes]
-    return read
+        data.prompts = read_prompts(cfg)
+        data.notes += [f"{name}: {note}" for name, prompts in data.prompts.items() for note in prompts.notes]
+    return data
 
 
 def _build(cfg: EvaluateConfig, runtime: Runtime, device_memory: DeviceMemory, parts: RunFactories) -> dict[str, Role]:
-    """Every role; they work in turns. Collective."""
+    """Build every role. They share the device's memory, one at a time. Collective."""
     cache, roles = GroupCache(runtime), {}
     for name, section in cfg.roles().items():
         order = actor_order(cfg.rollout, section, runtime) if cfg.generates and name != "reward_model" else None
@@ -139,60 +147,60 @@ def _build(cfg: EvaluateConfig, runtime: Runtime, device_memory: DeviceMemory, p
 
 
 def _identity(role: Role) -> dict[str, Any]:
-    """Identity of the model and of the adapter that is on it. Collective."""
-    lora, known = role.section.lora, vars(identity_of_weights(role))
+    """Identity of the model and of its adapter. Collective."""
+    lora, weights = role.section.lora, vars(identity_of_weights(role))
     if lora is None:
-        return {**known, "adapter": None}
+        return {**weights, "adapter": None}
     path = None if lora.path is None else str(lora.path.absolute())
-    return {**known, "adapter": {"path": path, "digest": digest_of_adapter(role)}}
+    return {**weights, "adapter": {"path": path, "digest": digest_of_adapter(role)}}
 
 
-def _of_texts(
-    cfg: EvaluateConfig, roles: Mapping[str, Role], read: Read, phases: Phases
+def _measure_texts(
+    cfg: EvaluateConfig, roles: Mapping[str, Role], data: EvaluationData, phases: Phases
 ) -> tuple[Figures, dict[str, Any]]:
     """Figures of perplexity and of pairs, and the calibration. Collective."""
     figures: Figures = {}
     calibration: dict[str, Any] = {}
     with phases("eval"):
-        if read.texts:
-            figures |= perplexity(cfg, roles["actor"], read.texts)
-        if read.pairs:
-            of_pairs, calibration = ranking(cfg, roles["reward_model"], read.pairs)
-            if read.texts:
-                of_pairs = {name.replace("eval_loss", "eval_pair_loss"): each for name, each in of_pairs.items()}
-            figures |= of_pairs
+        if data.texts:
+            figures |= perplexity(cfg, roles["actor"], data.texts)
+        if data.pairs:
+            ranked, calibration = ranking(cfg, roles["reward_model"], data.pairs)
+            if data.texts:
+                ranked = {name.replace("eval_loss", "eval_pair_loss"): figure for name, figure in ranked.items()}
+            figures |= ranked
     return figures, calibration
 
 
-def _scored(
+def _score(
     cfg: EvaluateConfig,
     runtime: Runtime,
     rewarders: Mapping[str, Rewarder],
-    read: Read,
-    drawn: Mapping[str, Rollouts],
+    data: EvaluationData,
+    rollouts: Mapping[str, Rollouts],
     phases: Phases,
 ) -> dict[str, Answers]:
-    """By model, its responses with rewards. Raises: RewardError or WatchdogTimeout for a reward that fails; the actor's
-    responses are kept without rewards then."""
+    """Responses with rewards, by model. Raises: RewardError or WatchdogTimeout for a reward that fails; the actor's
+    responses are then kept without rewards."""
     try:
         with phases("reward"):
-            return {n: scored(cfg, rewarders[n], data.prompts, drawn[n]) for n, data in read.prompts.items()}
+            return {
+                name: score_responses(cfg, rewarders[name], prompts.prompts, rollouts[name])
+                for name, prompts in data.prompts.items()
+            }
     except (RewardError, WatchdogTimeout):
         if runtime.is_main:
-            data, rollouts = read.prompts["actor"], drawn["actor"]
-            prompts = [p for p in data.prompts for _ in range(cfg.rollout.num_samples_per_prompt)]
-            texts = response_texts(rollouts, data.tokenizer)
-            write_lines(cfg.run.dir / "responses_without_rewards.jsonl", lines_of(prompts, texts, rollouts, {}))
+            _write_responses(cfg, "responses_without_rewards.jsonl", data.prompts["actor"], rollouts["actor"], {})
         raise
 
 
-def _write_responses(cfg: EvaluateConfig, read: Read, answers: Mapping[str, Answers]) -> None:
-    """Write the responses of each model with their rewards, in the form of `generate`."""
-    for name, each in answers.items():
-        prompts = [prompt for prompt in each.prompts for _ in range(cfg.rollout.num_samples_per_prompt)]
-        texts = response_texts(each.rollouts, read.prompts[name].tokenizer)
-        values = {reward.label: said.values_N for reward, said in zip(scored_by(cfg), each.said, strict=True)}
-        write_lines(cfg.run.dir / RESPONSES[name], lines_of(prompts, texts, each.rollouts, values))
+def _write_responses(
+    cfg: EvaluateConfig, file: str, prompts: Prompts, rollouts: Rollouts, values: Mapping[str, Tensor]
+) -> None:
+    """Write the responses of a model in the form of `generate`. `values`: see `lines_of`."""
+    repeated = repeat_prompts(prompts.prompts, cfg.rollout.num_samples_per_prompt)
+    texts = response_texts(rollouts, prompts.tokenizer)
+    write_lines(cfg.run.dir / file, lines_of(repeated, texts, rollouts, values))
 
 
 def _report(
@@ -200,7 +208,7 @@ def _report(
     session: Session,
     figures: Figures,
     models: Mapping[str, Mapping[str, Any]],
-    read: Read,
+    data: EvaluationData,
     calibration: Mapping[str, Any],
 ) -> None:
     session.log(1, metrics_of(figures))
@@ -209,26 +217,26 @@ def _report(
         "figures": as_json(figures),
         "intervals": INTERVALS,
         "models": models,
-        "data": {"source": describe_sources(cfg.data.train), "samples": read.described()},
-        "sampling": drawn(cfg) if cfg.generates else None,
+        "data": {"source": describe_sources(cfg.data.train), "samples": data.summary()},
+        "sampling": sampling_settings(cfg) if cfg.generates else None,
         "rewards": [reward.label for reward in cfg.rewards] if cfg.generates else None,
         "seed": cfg.run.seed,
     }
     session.write_report(REPORT, tree | ({"calibration": dict(calibration)} if calibration else {}))
     for name, model in models.items():
         adapter = model["adapter"]
-        beside = "" if adapter is None else f", with the adapter {adapter['path'] or 'none'} ({adapter['digest'][:16]})"
-        session.note(f"{name}: {model['path']} (weights {model['digest'][:16]}, {model['dtype']}){beside}")
-    session.note(_in_words(cfg, figures))
+        suffix = "" if adapter is None else f", with the adapter {adapter['path'] or 'none'} ({adapter['digest'][:16]})"
+        session.note(f"{name}: {model['path']} (weights {model['digest'][:16]}, {model['dtype']}){suffix}")
+    session.note(_title(cfg, figures))
     session.note(as_table(figures))
     session.note(f"wrote {cfg.run.dir / REPORT}")
 
 
-def _in_words(cfg: EvaluateConfig, figures: Figures) -> str:
-    """Title of the table."""
+def _title(cfg: EvaluateConfig, figures: Figures) -> str:
     if not cfg.generates:
         return f"{', '.join(cfg.tasks())} on {describe_sources(cfg.data.train)}; intervals of 95% over texts or pairs"
     responses, prompts = figures["num_samples"].value, figures["num_prompts"].value
-    how = drawn_in_words(cfg)
-    of = f"{responses} responses to {prompts} prompts of {describe_sources(cfg.data.train)}, {how}"
-    return f"means over {of}; intervals of 95% over prompts"
+    source, sampling = describe_sources(cfg.data.train), describe_sampling(cfg)
+    return (
+        f"means over {responses} responses to {prompts} prompts of {source}, {sampling}; intervals of 95% over prompts"
+    )

@@ -1,4 +1,4 @@
-"""The figures of an evaluation: how each is told, printed and written.
+"""Figures of an evaluation with their intervals, and their forms in tables and files.
 
 Legend: P prompts, n samples of a prompt; N = P x n responses.
 """
@@ -20,7 +20,7 @@ from megarlhf.observe.records.metrics import Metric
 from megarlhf.observe.terminal.progress import table
 
 REPORT = "eval.json"
-"""In the run directory."""
+"""File in the run directory."""
 INTERVALS = (
     "95%, over prompts (texts, pairs): Wilson's of shares, Student's of other means, linearised of means over tokens"
 )
@@ -34,7 +34,7 @@ class Figure:
     low: float | None = None
     high: float | None = None
     over: str = ""
-    """Number and name of what the mean is taken over: `64 prompts`."""
+    """Number and unit over which the mean is taken, such as `64 prompts`."""
 
     @classmethod
     def of(cls, estimate: Estimate, unit: str = "prompts") -> Figure:
@@ -44,15 +44,13 @@ class Figure:
 Figures = dict[str, Figure]
 
 
-def of_texts(logprobs_P: Tensor, tokens_P: Tensor, unit: str) -> Figures:
+def text_figures(logprobs_P: Tensor, tokens_P: Tensor, unit: str) -> Figures:
     """Loss and perplexity, over the tokens of all texts.
 
-    Shapes: logprobs_P, tokens_P [P]: log-prob of each text in nats, and of how many tokens it is the sum
+    Shapes: logprobs_P, tokens_P [P]: log-prob of each text in nats, and its number of tokens
     """
     loss = ratio_of(-logprobs_P, tokens_P)
-    value, low, high = (
-        None if each is None else math.exp(min(each, 700.0)) for each in (loss.value, loss.low, loss.high)
-    )
+    value, low, high = (None if x is None else math.exp(min(x, 700.0)) for x in (loss.value, loss.low, loss.high))
     return {
         "eval_loss": Figure.of(loss, unit),
         "eval_perplexity": Figure(value, low, high, f"{loss.prompts} {unit}"),
@@ -60,7 +58,7 @@ def of_texts(logprobs_P: Tensor, tokens_P: Tensor, unit: str) -> Figures:
     }
 
 
-def of_pairs(scores_P2: Tensor, lengths_P2: Tensor) -> tuple[Figures, dict[str, Any]]:
+def pair_figures(scores_P2: Tensor, lengths_P2: Tensor) -> tuple[Figures, dict[str, Any]]:
     """Figures of a reward model, and `algo.calibration.pair_report`.
 
     Shapes: scores_P2, lengths_P2 [P, 2]: of the chosen and of the rejected response
@@ -78,24 +76,24 @@ def of_pairs(scores_P2: Tensor, lengths_P2: Tensor) -> tuple[Figures, dict[str, 
     return figures, report
 
 
-def of_values(values_N: Tensor, per_prompt: int) -> Figure:
-    """The mean over the responses of which there is a value (not NaN); a share where all are 0 or 1."""
+def mean_figure(values_N: Tensor, per_prompt: int) -> Figure:
+    """Mean over the responses that have a value (not NaN); a share if all values are 0 or 1."""
     values_PN = values_N.double().cpu().view(-1, per_prompt)
     known_PN = ~values_PN.isnan()
     count_P = known_PN.sum(1)
-    asked_P = count_P > 0
-    if not bool(asked_P.any()):
+    valued_P = count_P > 0
+    if not bool(valued_P.any()):
         return Figure(None, over="0 prompts")
-    values_PN, known_PN, count_P = values_PN[asked_P], known_PN[asked_P], count_P[asked_P]
+    values_PN, known_PN, count_P = values_PN[valued_P], known_PN[valued_P], count_P[valued_P]
     sums_P = values_PN.nan_to_num(0.0).sum(1)
-    if bool((count_P != count_P[0]).any()):  # a mean over responses, of which prompts have different numbers
+    if bool((count_P != count_P[0]).any()):  # prompts have different numbers of values
         return Figure.of(ratio_of(sums_P, count_P))
     shares = bool(((values_PN == 0) | (values_PN == 1))[known_PN].all())
     return Figure.of((share_of if shares else mean_of)(sums_P / count_P))
 
 
-def of_right(values_N: Tensor, per_prompt: int, pass_at: Sequence[int]) -> Figures:
-    """average@n and pass@k of values of 0 and 1; nothing where there are others."""
+def pass_figures(values_N: Tensor, per_prompt: int, pass_at: Sequence[int]) -> Figures:
+    """average@n and pass@k of values that are 0 or 1; nothing if there are other values."""
     known_N = values_N[~values_N.isnan()]
     if not len(known_N) or bool(((known_N != 0) & (known_N != 1)).any()):
         return {}
@@ -110,12 +108,12 @@ def of_right(values_N: Tensor, per_prompt: int, pass_at: Sequence[int]) -> Figur
     return figures
 
 
-def of_comparison(ours_N: Tensor, theirs_N: Tensor, per_prompt: int) -> Figures:
-    """Win rate, ties and difference of two models' rewards for the same prompts; NaN where there is none.
+def comparison_figures(ours_N: Tensor, theirs_N: Tensor, per_prompt: int) -> Figures:
+    """Win rate, tie rate and difference of two models' rewards for the same prompts. NaN marks a missing reward.
 
     Raises: ValueError where no prompt has rewards of both.
     """
-    ours_PN, theirs_PN = (each.double().cpu().view(-1, per_prompt) for each in (ours_N, theirs_N))
+    ours_PN, theirs_PN = (rewards_N.double().cpu().view(-1, per_prompt) for rewards_N in (ours_N, theirs_N))
     wins_P = wins_of(ours_PN, theirs_PN)
     if bool(wins_P.isnan().all()):
         raise ValueError("no prompt has a reward of both models: nothing can be compared; look at rewards")
@@ -128,20 +126,20 @@ def of_comparison(ours_N: Tensor, theirs_N: Tensor, per_prompt: int) -> Figures:
 
 
 def metrics_of(figures: Figures) -> dict[str, Metric]:
-    """As a row of metrics.jsonl has them."""
+    """Values of the figures, for metrics.jsonl."""
     return {name: figure.value for name, figure in figures.items()}
 
 
 def as_table(figures: Figures) -> Table:
-    """To be printed."""
-    rows = [(name, each.value, each.low, each.high, each.over) for name, each in figures.items()]
+    """Table of the figures, to be printed."""
+    rows = [(name, figure.value, figure.low, figure.high, figure.over) for name, figure in figures.items()]
     return table("eval", rows, ("metric", "value", "95% from", "to", "over"))
 
 
 def as_json(figures: Figures) -> dict[str, dict[str, Any]]:
-    """By name; None where there is no interval."""
-    return {name: {key: _plain(value) for key, value in vars(figure).items()} for name, figure in figures.items()}
+    """Figures by name, for JSON; None where there is no interval."""
+    return {name: {key: _finite(value) for key, value in vars(figure).items()} for name, figure in figures.items()}
 
 
-def _plain(value: Any) -> Any:
+def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,7 +1,7 @@
-"""Advantages of a step, by name: what each reads of the experience, which roles it needs, and what it writes.
+"""Advantages by name: the columns that each reads, the roles that it needs, and the columns that it writes.
 
-A new one is an entry of `ADVANTAGES` and a name in `config/algo.py`; its mathematics is in `algo/`. The loop does not
-know any of them.
+A new advantage is an entry of `ADVANTAGES` and a name in `config/algo.py`. Its mathematics is in `algo/`. The loop does
+not know their names.
 
 Legend: N samples of the step, T response tokens of all of them.
 """
@@ -24,7 +24,7 @@ from megarlhf.trainers.experience.statistics import moments_of, num_tokens
 Columns = Mapping[str, Tensor]
 
 TOKEN_REWARDS = "token_reward_sums"
-"""Per sample: the sum of the column `token_rewards`, where that may be spread over ranks."""
+"""Per-sample column: sum of `token_rewards`, which may be spread over ranks."""
 
 
 @dataclass(frozen=True)
@@ -32,25 +32,25 @@ class Advantage:
     """One entry of the table."""
 
     reads: tuple[str, ...]
-    """Columns of the experience, per token or per sample, beside `rewards` and what the KL is made of."""
+    """Columns of the experience, per token or per sample, beside `rewards` and the log-probs of the KL."""
     roles: tuple[str, ...]
-    """Roles that the run has to build for it, beside actor and reference."""
+    """Roles that the run builds for it, beside actor and reference."""
     writes: tuple[str, ...]
     compute: Callable[[AdvantageInputs, AlgoConfig], Columns]
 
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """Inputs of an advantage: rewards of a step's tokens, and what they are made of."""
+    """Inputs of an advantage: the rewards of a step, its KL, and sums over responses."""
 
     experience: Experience
     algo: AlgoConfig
     kl_coef: float
-    """Coefficient of the KL in the reward; 0: none."""
+    """Coefficient of the KL in the reward; 0 without it."""
 
     @property
     def rewards_N(self) -> Tensor:
-        """Each response's reward, without KL."""
+        """Reward of each response, without KL."""
         return self.experience.per_sample["rewards"]
 
     @property
@@ -65,35 +65,35 @@ class AdvantageInputs:
 
     @property
     def totals_N(self) -> Tensor:
-        """Each response's reward and those of its tokens."""
+        """Reward of each response, including the rewards of its tokens."""
         return total_rewards(self.experience)
 
     def sums(self, x_T: Tensor) -> Tensor:
-        """[T] -> [N], on every rank. Collective."""
+        """Sums over responses, [T] -> [N], on every rank. Collective."""
         return self.experience.gather_per_sample(packed_sums(x_T, self.like.cu_seqlens))
 
     @property
     def like(self) -> Ragged:
-        """A column of the response tokens that this rank has."""
+        """Any column of the response tokens on this rank, for its lengths and device."""
         return self.experience.rollout_logprobs
 
     @property
     def old_T(self) -> Tensor:
-        """The policy's log-probs, of which the KL is made."""
+        """The policy's log-probs, from which the KL is computed."""
         return self.experience.columns["old_logprobs"].values_T
 
     def kl_T(self) -> Tensor:
-        """The estimate of each token's KL to the reference."""
+        """Estimated KL of each token to the reference."""
         ref_T, kl = self.experience.columns["ref_logprobs"].values_T, self.algo.kl
         return kl_estimate(self.old_T, ref_T, kl.estimator, kl.clamp)
 
     def kl_N(self) -> Tensor | None:
-        """Its sum over each response; None where no KL is in the reward of a whole response."""
+        """Estimated KL of each response; None where the reward of a whole response has no KL."""
         return self.sums(self.kl_T()) if self.kl_coef > 0 and not self.kl_by_token else None
 
     @property
     def kl_by_token(self) -> bool:
-        """Whether each token is charged the KL from itself on, with advantages that compare groups."""
+        """Whether an advantage that compares groups charges each token the KL from that token on."""
         return self.kl_coef > 0 and self.algo.kl.credit == "token"
 
     def kl_to_go(self) -> Tensor:
@@ -113,9 +113,9 @@ class AdvantageInputs:
         )[0]
 
     def gae(self, scores_N: Tensor, values_T: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-        """Advantages and returns of the tokens, whose rewards are KL, `token_rewards_T`, and the score at the end."""
+        """Advantages and returns of tokens whose rewards are the KL, `token_rewards_T`, and the score at the end."""
         like, token_rewards_T, kl, coef = self.like, self.token_rewards_T, self.algo.kl, self.kl_coef
-        if coef > 0 and (token_rewards_T is not None or kl.clamp is not None):  # what the kernel does not make itself
+        if coef > 0 and (token_rewards_T is not None or kl.clamp is not None):  # the kernel computes neither
             costs_T = -coef * self.kl_T()
             token_rewards_T = costs_T if token_rewards_T is None else token_rewards_T + costs_T
             coef = 0.0
@@ -133,77 +133,79 @@ class AdvantageInputs:
         )
 
     def returns_to_go(self, scores_N: Tensor, gamma: float) -> Tensor:
-        """The discounted sum of the rewards from each token on: GAE of values 0 with lam 1."""
+        """Discounted sum of the rewards from each token on, which is GAE with values 0 and lam 1."""
         return self.gae(scores_N, torch.zeros_like(self.like.values_T), gamma=gamma, lam=1.0)[0]
 
     def per_token(self, x_N: Tensor) -> Tensor:
-        """[N] -> [T]."""
+        """Repeat a response's number at each of its tokens, [N] -> [T]."""
         return self.like.repeat_per_token(x_N).values_T
 
-    def of_responses(self, advantages_N: Tensor) -> Tensor:
-        """[N] -> [T]: a response's advantage at each of its tokens, less the KL from there on where that is asked."""
+    def token_advantages(self, advantages_N: Tensor) -> Tensor:
+        """Advantage of a response at each of its tokens, less the KL from there on where `kl_by_token`: [N] -> [T]."""
         advantages_T = self.per_token(advantages_N)
         return advantages_T - self.kl_to_go() if self.kl_by_token else advantages_T
 
 
-def _gae(shaped: AdvantageInputs, algo: AlgoConfig) -> Columns:
-    values_T = shaped.experience.columns["values"].values_T
-    advantages_T, returns_T = shaped.gae(shaped.rewards_N, values_T, gamma=algo.gamma, lam=algo.lam)
+def _gae(inputs: AdvantageInputs, algo: AlgoConfig) -> Columns:
+    values_T = inputs.experience.columns["values"].values_T
+    advantages_T, returns_T = inputs.gae(inputs.rewards_N, values_T, gamma=algo.gamma, lam=algo.lam)
     if algo.critic_lam is not None:
-        returns_T = shaped.gae(shaped.rewards_N, values_T, gamma=algo.gamma, lam=algo.critic_lam)[1]
+        returns_T = inputs.gae(inputs.rewards_N, values_T, gamma=algo.gamma, lam=algo.critic_lam)[1]
     return {"advantages": advantages_T, "returns": returns_T}
 
 
-def _reinforce(shaped: AdvantageInputs, algo: AlgoConfig) -> Columns:
-    return {"advantages": shaped.returns_to_go(shaped.rewards_N, algo.gamma)}
+def _reinforce(inputs: AdvantageInputs, algo: AlgoConfig) -> Columns:
+    return {"advantages": inputs.returns_to_go(inputs.rewards_N, algo.gamma)}
 
 
-def _reinforce_baseline(shaped: AdvantageInputs, algo: AlgoConfig) -> Columns:
-    """Rewards of single tokens stay where they are; the group's mean is of the whole responses. One that is alone in
-    its group gets no reward at all where it is to get nothing, and pays its KL."""
-    totals_N = shaped.totals_N
-    centred_N = group_centred(totals_N, shaped.groups_N, group_of_one=algo.group_of_one)
-    advantages_T = shaped.returns_to_go(shaped.rewards_N + (centred_N - totals_N), 1.0)
-    if algo.group_of_one == "zero" and shaped.token_rewards_T is not None:
-        cost_T = -shaped.kl_to_go() if shaped.kl_coef > 0 else torch.zeros_like(advantages_T)
-        alone_T = shaped.per_token(alone_in_group(shaped.groups_N))
+def _reinforce_baseline(inputs: AdvantageInputs, algo: AlgoConfig) -> Columns:
+    """The group's mean is of whole responses; rewards of single tokens stay at their tokens. With `group_of_one = zero`
+    a response that is alone in its group gets no reward, and pays its KL."""
+    totals_N = inputs.totals_N
+    centred_N = group_centred(totals_N, inputs.groups_N, group_of_one=algo.group_of_one)
+    advantages_T = inputs.returns_to_go(inputs.rewards_N + (centred_N - totals_N), 1.0)
+    if algo.group_of_one == "zero" and inputs.token_rewards_T is not None:
+        cost_T = -inputs.kl_to_go() if inputs.kl_coef > 0 else torch.zeros_like(advantages_T)
+        alone_T = inputs.per_token(alone_in_group(inputs.groups_N))
         advantages_T = torch.where(alone_T, cost_T, advantages_T)
     return {"advantages": advantages_T}
 
 
-def _remax(shaped: AdvantageInputs, algo: AlgoConfig) -> Columns:
-    baselines_N = shaped.experience.per_sample["greedy_rewards"]
-    return {"advantages": shaped.returns_to_go(shaped.rewards_N, 1.0) - shaped.per_token(baselines_N)}
+def _remax(inputs: AdvantageInputs, algo: AlgoConfig) -> Columns:
+    baselines_N = inputs.experience.per_sample["greedy_rewards"]
+    return {"advantages": inputs.returns_to_go(inputs.rewards_N, 1.0) - inputs.per_token(baselines_N)}
 
 
-def _leave_one_out(shaped: AdvantageInputs, algo: AlgoConfig) -> Columns:
-    rewards_N, kl_N = shaped.totals_N, shaped.kl_N()
+def _leave_one_out(inputs: AdvantageInputs, algo: AlgoConfig) -> Columns:
+    rewards_N, kl_N = inputs.totals_N, inputs.kl_N()
     if kl_N is not None:
-        rewards_N = rewards_N - shaped.kl_coef * kl_N
-    advantages_N = leave_one_out(rewards_N, shaped.groups_N, group_of_one=algo.group_of_one)
-    return {"advantages": shaped.of_responses(advantages_N)}
+        rewards_N = rewards_N - inputs.kl_coef * kl_N
+    advantages_N = leave_one_out(rewards_N, inputs.groups_N, group_of_one=algo.group_of_one)
+    return {"advantages": inputs.token_advantages(advantages_N)}
 
 
-def _group_relative(shaped: AdvantageInputs, algo: AlgoConfig) -> Columns:
-    """The KL is subtracted after the rewards were scaled. Divided by the deviation with them its coefficient would
-    cancel where the rewards of a group are equal: the KL alone would then make advantages of size 1."""
+def _group_relative(inputs: AdvantageInputs, algo: AlgoConfig) -> Columns:
+    """The KL is subtracted after the rewards are scaled. If it were scaled with them, its coefficient would cancel
+    where the rewards of a group are equal: the KL alone would give advantages of size 1."""
     single = algo.group_of_one
     if algo.scale_by_group_std:
         advantages_N = group_relative(
-            shaped.totals_N,
-            shaped.groups_N,
+            inputs.totals_N,
+            inputs.groups_N,
             unbiased=algo.group_std == "unbiased",
             of_all=algo.group_std_over == "step",
-            counted_N=shaped.experience.per_sample.get("rewarded"),
+            counted_N=inputs.experience.per_sample.get("rewarded"),
             eps=algo.group_std_eps,
             floor=algo.group_std_floor,
             group_of_one=single,
         )
     else:
-        advantages_N = group_centred(shaped.totals_N, shaped.groups_N, group_of_one=single)
-    if (kl_N := shaped.kl_N()) is not None:
-        advantages_N = advantages_N - shaped.kl_coef * group_centred(kl_N, shaped.groups_N, group_of_one=single)
-    return {"advantages": shaped.of_responses(advantages_N)}
+        advantages_N = group_centred(inputs.totals_N, inputs.groups_N, group_of_one=single)
+    if (kl_N := inputs.kl_N()) is not None:
+        advantages_N = advantages_N - inputs.kl_coef * group_centred(
+            kl_N, inputs.groups_N, group_of_one=algo.group_of_one
+        )
+    return {"advantages": inputs.token_advantages(advantages_N)}
 
 
 _WHITENING_EPS = 1e-8
@@ -223,37 +225,37 @@ ADVANTAGES: Mapping[str, Advantage] = {
 
 
 def add_advantages(experience: Experience, algo: AlgoConfig, kl_coef: float | None = None) -> Experience:
-    """Advantages (and, with a critic, returns) for every response token of the samples that this rank has. Collective.
+    """Add advantages (and, with a critic, returns) of the response tokens on this rank. Collective.
 
-    `kl_coef`: in force in this step; None: the configured one.
+    `kl_coef`: coefficient of this step; None: the configured one.
     """
     if algo.advantage not in ADVANTAGES:
-        raise ValueError(f"algo.advantage = {algo.advantage!r} is not computed; the known ones are {tuple(ADVANTAGES)}")
+        raise ValueError(f"algo.advantage = {algo.advantage!r} is unknown; known are {tuple(ADVANTAGES)}")
     coef = algo.kl.coef if kl_coef is None else kl_coef
-    shaped = AdvantageInputs(experience, algo, coef if algo.kl.placement == "reward" else 0.0)
+    inputs = AdvantageInputs(experience, algo, coef if algo.kl.placement == "reward" else 0.0)
     entry = ADVANTAGES[algo.advantage]
-    columns = dict(entry.compute(shaped, algo))
-    assert set(columns) == set(entry.writes), f"{algo.advantage} has written {sorted(columns)}"
+    columns = dict(entry.compute(inputs, algo))
+    assert set(columns) == set(entry.writes), f"{algo.advantage} wrote {sorted(columns)}"
     if algo.whitens and algo.whiten_over == "step":
         counted_N = experience.per_sample.get("trained")
         columns["advantages"] = whitened(experience, columns["advantages"], counted_N, algo)
-    lengths_N = shaped.like.lengths_N
+    lengths_N = inputs.like.lengths_N
     return experience.with_columns({name: Ragged(x_T, lengths_N) for name, x_T in columns.items()})
 
 
 def total_rewards(experience: Experience) -> Tensor:
-    """[N]: each response's reward, with those of its tokens."""
+    """Reward of each response, including the rewards of its tokens, [N]."""
     rewards_N, column = experience.per_sample["rewards"], experience.columns.get("token_rewards")
-    of_tokens_N = experience.per_sample.get(TOKEN_REWARDS)
-    if of_tokens_N is None and column is not None:
+    token_sums_N = experience.per_sample.get(TOKEN_REWARDS)
+    if token_sums_N is None and column is not None:
         assert experience.holding is None, f"no {TOKEN_REWARDS} beside a column that is not whole"
-        of_tokens_N = packed_sums(column.values_T, column.cu_seqlens)
-    return rewards_N if of_tokens_N is None else rewards_N + of_tokens_N
+        token_sums_N = packed_sums(column.values_T, column.cu_seqlens)
+    return rewards_N if token_sums_N is None else rewards_N + token_sums_N
 
 
 def whitened(experience: Experience, advantages_T: Tensor, counted_N: Tensor | None, algo: AlgoConfig) -> Tensor:
-    """(A - mean) / deviation over the tokens of the samples that `counted_N` [N] bool marks (None: all), those of other
-    ranks included; zero elsewhere. Collective."""
+    """(A - mean) / deviation, over the tokens of the samples that `counted_N` [N] bool marks (None: all) on all ranks;
+    zero for the other samples. Collective."""
     moments = moments_of(experience, advantages_T, counted_N)
     mask_T = None
     if counted_N is not None:
@@ -266,7 +268,7 @@ def whitened(experience: Experience, advantages_T: Tensor, counted_N: Tensor | N
 
 
 def whiten_per_mini_batch(experience: Experience, samples: Sequence[int], algo: AlgoConfig) -> Experience:
-    """With the advantages of a mini-batch whitened by themselves, where `algo` says so; else as it is. Collective."""
+    """Whiten the advantages of one mini-batch, if `algo` whitens per mini-batch. Collective."""
     if not (algo.whitens and algo.whiten_over == "mini_batch"):
         return experience
     chosen_N = torch.zeros(experience.num_samples, dtype=torch.bool)

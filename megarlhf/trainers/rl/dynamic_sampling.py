@@ -1,4 +1,4 @@
-"""Dynamic sampling: choice of the samples of a step that are trained on, between the rewards and the log-probs.
+"""Dynamic sampling: chooses the samples that a step trains on, after the rewards and before the log-probs.
 
 Legend: N samples, G groups.
 """
@@ -20,7 +20,7 @@ from megarlhf.trainers.experience.rewards import RewardOutput, bounded, totals_o
 
 @dataclass(frozen=True)
 class ScoredRollout:
-    """Prompts, the responses to them, and the outputs of each reward for these."""
+    """Prompts, their responses, and the outputs of each reward."""
 
     prompts: Sequence[PromptSample]
     """One for each group; the samples of a group stand together."""
@@ -28,33 +28,31 @@ class ScoredRollout:
     rewards: Sequence[RewardOutput]
 
     def samples_of(self, groups: Sequence[int]) -> list[int]:
-        """Samples of chosen groups, in their order."""
+        """Samples of the groups, in their order."""
         size = self.experience.num_samples // len(self.prompts)
         return [group * size + n for group in groups for n in range(size)]
 
 
 DrawMore = Callable[[int, int, Sequence[PromptSample]], ScoredRollout | None]
-"""(round, missing groups, all prompts drawn so far) to further prompts with responses; None: there are none."""
+"""(round, missing groups, all prompts so far) -> responses to further prompts; None: no prompts are left."""
 
 
 def select(
     first: ScoredRollout, draw_more: DrawMore, rewards: Sequence[RewardConfig], cfg: DynamicSamplingConfig
 ) -> tuple[ScoredRollout, dict[str, float]]:
-    """As many groups as `first` has: those with signal of all rounds, filled up with dropped ones; and metrics.
-
-    Every rank gets the same, from the same arguments.
-    """
+    """Choose as many groups as `first` has: groups with signal from all rounds, filled up with groups without; returns
+    metrics too. The same on every rank."""
     rounds, wanted = [first], len(first.prompts)
     useful = [(0, group) for group in groups_with_signal(first, rewards, cfg)]
     while len(useful) < wanted and len(rounds) <= cfg.max_refills:
-        used = [prompt for drawn in rounds for prompt in drawn.prompts]
+        used = [prompt for rollout in rounds for prompt in rollout.prompts]
         more = draw_more(len(rounds), wanted - len(useful), used)
         if more is None:
             break
         useful += [(len(rounds), group) for group in groups_with_signal(more, rewards, cfg)]
         rounds.append(more)
-    drawn = [(number, group) for number, each in enumerate(rounds) for group in range(len(each.prompts))]
-    dropped = [each for each in drawn if each not in set(useful)]
+    drawn = [(round, group) for round, rollout in enumerate(rounds) for group in range(len(rollout.prompts))]
+    dropped = [pair for pair in drawn if pair not in set(useful)]
     chosen = sorted(useful + dropped[: wanted - len(useful)])
     metrics: dict[str, float] = {
         "groups_drawn": len(drawn),
@@ -62,12 +60,12 @@ def select(
         "groups_filled_up": wanted - len(useful),
         "sampling_rounds": len(rounds),
     }
-    by_round = [[group for number, group in chosen if number == n] for n in range(len(rounds))]
-    return joined([(each, groups) for each, groups in zip(rounds, by_round, strict=True) if groups]), metrics
+    by_round = [[group for round, group in chosen if round == n] for n in range(len(rounds))]
+    return joined([(rollout, groups) for rollout, groups in zip(rounds, by_round, strict=True) if groups]), metrics
 
 
 def joined(parts: Sequence[tuple[ScoredRollout, Sequence[int]]]) -> ScoredRollout:
-    """Chosen groups of several rounds, numbered anew."""
+    """Join chosen groups of several rounds, with new group numbers."""
     rows = [(rollout, rollout.samples_of(groups)) for rollout, groups in parts]
     prompts = [rollout.prompts[group] for rollout, groups in parts for group in groups]
     size = sum(len(samples) for _, samples in rows) // len(prompts)
@@ -82,10 +80,11 @@ def joined(parts: Sequence[tuple[ScoredRollout, Sequence[int]]]) -> ScoredRollou
 
 
 def groups_with_signal(drawn: ScoredRollout, rewards: Sequence[RewardConfig], cfg: DynamicSamplingConfig) -> list[int]:
-    """Groups whose responses differ in what they earn, and whose mean reward is in the range that is asked for.
+    """Groups whose responses differ in reward, and whose mean reward is in `reward_range`.
 
-    Compared is the weighted sum of the rewards, each less its shift and clipped; a reward that is normalised also by
-    itself, as equal sums may differ after it. Samples without a reward, or with one that failed, are not compared.
+    The weighted sum of the rewards, less shift and clipped, is compared. A reward that is normalised is also compared
+    alone, because equal sums may differ after normalisation. Samples without a reward, or with a failed one, are
+    ignored.
     """
     groups_N, outputs = drawn.experience.groups_N, drawn.rewards
     total_N = totals_of(rewards, outputs).cpu().double()
@@ -103,7 +102,7 @@ def groups_with_signal(drawn: ScoredRollout, rewards: Sequence[RewardConfig], cf
 
 
 def _differs(values_N: Tensor, groups_N: Tensor) -> Tensor:
-    """[N] bool: in whose group two values that are not NaN differ."""
+    """[N] bool: whether two values of the sample's group differ; NaN is ignored."""
     present_N = ~values_N.isnan()
     differs_N = torch.zeros_like(present_N)
     if bool(present_N.any()):

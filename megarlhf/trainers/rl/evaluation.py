@@ -34,8 +34,8 @@ from megarlhf.trainers.run.test_split import log_test_metrics, prefix_test
 
 
 class Evaluator:
-    """Greedy responses to the held-out prompts: mean reward, accuracy by the reward or rule that is one, and a table of
-    the same samples each time."""
+    """Greedy responses to the held-out prompts: mean reward, accuracy by a reward or rule, and a table of the same
+    samples each time."""
 
     def __init__(self, run: RLRun) -> None:
         cfg, rewarder, validation, test = run.cfg, run.rewarder, run.data.validation, run.data.test
@@ -47,48 +47,49 @@ class Evaluator:
         self._shown = spread(cfg.samples.count, len(validation))
 
     def close(self) -> None:
-        """End what judges held-out responses only."""
+        """End the judge of held-out responses."""
         if self._judge is not None:
             self._judge.close()
 
     def __call__(
         self, step: int, should_stop: Callable[[], bool] = lambda: False
     ) -> tuple[dict[str, Metric], list[Row]]:
-        """Metrics after `step`, and the rows of its table; nothing without held-out prompts. Raises: Interrupted, on
-        every rank, when `should_stop` says so on one while responses are drawn or rewarded."""
+        """Metrics after `step`, and rows of its table; nothing without held-out prompts.
+
+        Raises: Interrupted, on every rank, when `should_stop` returns True on any while responses are drawn or
+        rewarded."""
         if not self._validation:
             return {}, []
-        rollouts, total_N, said, metrics = self._measure(self._validation, should_stop)
+        rollouts, total_N, rewards, metrics = self._measure(self._validation, should_stop)
         tokenizer, kl_N = self._run.rewarder.tokenizer, self._kl_of_shown(rollouts)
-        return metrics, rows_of(step, self._shown, self._validation, rollouts, total_N, said, tokenizer, kl_N)
+        return metrics, rows_of(step, self._shown, self._validation, rollouts, total_N, rewards, tokenizer, kl_N)
 
     @property
     def has_test(self) -> bool:
-        """Whether there are prompts for figures."""
+        """Whether `data.test` has prompts."""
         return bool(self._test)
 
     def test(self, should_stop: Callable[[], bool]) -> dict[str, Metric]:
-        """The same figures of `data.test`, by names of their own; nothing without any. Raises: as above."""
+        """Metrics of `data.test`, under `test_` names; nothing without prompts. Raises: as `__call__`."""
         return prefix_test(self._measure(self._test, should_stop)[3]) if self._test else {}
 
     def _measure(
-        self, asked: Sequence[PromptSample], should_stop: Callable[[], bool]
+        self, prompts: Sequence[PromptSample], should_stop: Callable[[], bool]
     ) -> tuple[Rollouts, Tensor, dict[str, Tensor], dict[str, Metric]]:
-        """Responses, the sum of their rewards, what each reward said, and the metrics of both."""
-        run, prompts = self._run, [torch.tensor(prompt.tokens) for prompt in asked]
-        rollouts = run.engine.generate(prompts, [0] * len(prompts), self._sampling, should_stop=should_stop)
-        total_N, said = run.rewarder.validation(make_experience(asked, rollouts, 1), asked, should_stop)
+        """Responses, sum of their rewards, values of each reward by name, and metrics."""
+        run, tokens = self._run, [torch.tensor(prompt.tokens) for prompt in prompts]
+        rollouts = run.engine.generate(tokens, [0] * len(tokens), self._sampling, should_stop=should_stop)
+        total_N, rewards = run.rewarder.validation(make_experience(prompts, rollouts, 1), prompts, should_stop)
         if self._judge is not None:
-            said[self._judge.label] = self._judge(asked, rollouts, should_stop)
+            rewards[self._judge.label] = self._judge(prompts, rollouts, should_stop)
         metrics: dict[str, Metric] = {"eval_reward_mean": float(total_N.nanmean())}
         if self._accuracy.label is not None:
-            metrics |= accuracy_metrics(self._accuracy, said[self._accuracy.label])
-        return rollouts, total_N, said, metrics
+            metrics |= accuracy_metrics(self._accuracy, rewards[self._accuracy.label])
+        return rollouts, total_N, rewards, metrics
 
     def _kl_of_shown(self, rollouts: Rollouts) -> Tensor:
-        """[N]: of the responses that the table shows, the mean over their tokens of the KL to the reference, as the
-        metric `kl` of training estimates it; NaN of the others, which nobody reads, and where there is no reference.
-        Collective."""
+        """KL to the reference of the responses in the table, [N]: the mean over each response's tokens, estimated as in
+        the metric `kl` of training. NaN for other responses, and without a reference. Collective."""
         kl_N = torch.full((len(self._validation),), math.nan)
         reference = self._run.reference
         if not self._shown or reference is None:
@@ -107,72 +108,72 @@ class Evaluator:
 
 
 class Judge:
-    """A rule that judges held-out responses and is none of the rewards."""
+    """A rule that judges held-out responses and is not among the rewards."""
 
     def __init__(self, reward: RewardConfig, tokenizer: Tokenizer) -> None:
         self.label, self._tokenizer = reward.label, tokenizer
-        self._source = make_source(reward, torch.device("cpu"))  # of a rule
+        self._source = make_source(reward, torch.device("cpu"))
 
     def __call__(self, prompts: Sequence[PromptSample], rollouts: Rollouts, should_stop: Callable[[], bool]) -> Tensor:
         """Judge responses: [N], NaN without a verdict. Collective."""
         batch = local_reward_batch(prompts, rollouts, self._tokenizer)
-        outcomes = gather_rewards(self.label, self._source.start(batch), batch, should_stop=should_stop)
-        return torch.tensor([math.nan if each.value is None else each.value for each in outcomes])
+        results = gather_rewards(self.label, self._source.start(batch), batch, should_stop=should_stop)
+        return torch.tensor([math.nan if result.value is None else result.value for result in results])
 
     def close(self) -> None:
         self._source.close()
 
 
 class StopRule:
-    """Ends a run on the KL to the reference, or when a held-out metric stands still."""
+    """Ends a run when the KL to the reference is too large, or when a held-out metric stops improving."""
 
     def __init__(self, cfg: StopConfig) -> None:
         self._cfg = cfg
         self._patience = Patience(cfg, "rl")
-        self._kls: deque[float] = deque(maxlen=cfg.max_kl_steps)
-        """KL of the last steps."""
+        self._last_kls: deque[float] = deque(maxlen=cfg.max_kl_steps)
         self.reason: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        patience = {"patience": self._patience.state_dict(), "kls": list(self._kls)}
+        patience = {"patience": self._patience.state_dict(), "kls": list(self._last_kls)}
         return {**patience, "reason": self.reason, "limits": self._cfg.model_dump()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state. A stop by other limits than today's does not count."""
-        if "patience" in state:  # not in points of earlier versions, which counted the reward alone
+        """Go on from a saved state. A stop by other limits than today's is ignored."""
+        if "patience" in state:  # missing in points of earlier versions, which counted the reward alone
             self._patience.load_state_dict(state["patience"])
-        self._kls.extend(state["kls"])
+        self._last_kls.extend(state["kls"])
         self.reason = state["reason"] if state["limits"] == self._cfg.model_dump() else None
 
     def watch(self, evaluation: Mapping[str, Metric]) -> bool:
-        """Take note of an evaluation that is due by `eval.every`; returns whether the run ends here.
+        """Record an evaluation that is due by `eval.every`; returns whether the run ends here.
 
-        The one after the last step counts only where it is due anyway: a run that is prolonged is then the run that was
-        planned as long.
+        An evaluation after the last step counts only if it is due. A run that is prolonged then equals one that was
+        planned that long.
         """
         self._patience.watch(evaluation)
         return self._over()
 
     def watch_kl(self, kl: float | None) -> bool:
-        """Take note of the metric `kl` of a step, where it is measured; returns whether the run ends here."""
+        """Record the metric `kl` of a step, if it was measured; returns whether the run ends here."""
         if kl is not None:
-            self._kls.append(kl)
+            self._last_kls.append(kl)
         return self._over()
 
     def _over(self) -> bool:
-        if self._cfg.max_kl is not None and self._kls:
-            mean = sum(self._kls) / len(self._kls)
+        if self._cfg.max_kl is not None and self._last_kls:
+            mean, count = sum(self._last_kls) / len(self._last_kls), len(self._last_kls)
             if mean > self._cfg.max_kl:
-                of = f"mean of the last {len(self._kls)} steps" if len(self._kls) > 1 else "of the first step"
+                steps = f"mean of the last {count} steps" if count > 1 else "of the first step"
                 self.reason = (
-                    f"stopped: kl {mean:.4g} per response token ({of}) exceeds train.stop.max_kl = {self._cfg.max_kl}"
+                    f"stopped: kl {mean:.4g} per response token ({steps}) exceeds train.stop.max_kl = "
+                    f"{self._cfg.max_kl}"
                 )
         self.reason = self._patience.reason or self.reason
         return self.reason is not None
 
 
 class Evaluation:
-    """Held-out figures over a run, and what follows from them: whether it ends, and which step is the best."""
+    """Held-out metrics over a run, and the decisions by them: whether it ends, and which step is the best."""
 
     def __init__(self, run: RLRun) -> None:
         cfg = run.cfg
@@ -180,23 +181,23 @@ class Evaluation:
         self.evaluator = Evaluator(run)
         self._eval_every, self._num_steps = cfg.eval.every, cfg.train.num_steps
         self.last = False
-        """Whether the step that was evaluated last is the last of the run."""
+        """Whether the latest step is the last of the run."""
         self.is_best = False
-        """Whether it is the best so far."""
+        """Whether the latest step is the best so far."""
 
     @property
     def stop_reason(self) -> str | None:
-        """The rule that has ended the run, in words; None: none has."""
+        """Message of the rule that ended the run; None: no rule did."""
         return self.stop.reason
 
     def before_training(self, session: Session) -> dict[str, Metric]:
-        """Metrics of the model that training begins with."""
+        """Metrics of the model before the first step."""
         return self._evaluate(session, 0, due=True)
 
     def after_step(self, session: Session, step: int, kl: float | None) -> dict[str, Metric]:
-        """Metrics after `step` steps where an evaluation is due or the run ends here; decides whether it does.
+        """Decide whether the run ends after `step` steps; returns metrics if it does, or if an evaluation is due.
 
-        kl: the step's KL to the reference, where it is measured
+        kl: the step's KL to the reference, if it was measured
         """
         due = is_due(step, self._eval_every)
         self.last = self.stop.watch_kl(kl) or step == self._num_steps
@@ -207,13 +208,13 @@ class Evaluation:
             self.last = self.last or self.stop.reason is not None
         if self.last and self.evaluator.has_test:
             with session.stoppable("eval"):
-                of_test = self.evaluator.test(session.asked_to_stop)
-            log_test_metrics(session, of_test)
-            metrics |= of_test
+                test_metrics = self.evaluator.test(session.asked_to_stop)
+            log_test_metrics(session, test_metrics)
+            metrics |= test_metrics
         return metrics
 
     def _evaluate(self, session: Session, step: int, *, due: bool) -> dict[str, Metric]:
-        """Evaluate the held-out prompts; only what is due by `eval.every` counts for the rules that stop."""
+        """Evaluate the held-out prompts; the stop rules see only evaluations that are due by `eval.every`."""
         with session.stoppable("eval"):
             metrics, rows = self.evaluator(step, session.asked_to_stop)
         session.show("eval", step, rows)
@@ -222,5 +223,5 @@ class Evaluation:
         return metrics
 
     def close(self) -> None:
-        """End what judges held-out responses only."""
+        """End the judge of held-out responses."""
         self.evaluator.close()

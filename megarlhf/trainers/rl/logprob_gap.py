@@ -1,8 +1,8 @@
-"""The gap between rollout and trainer: watched, and corrected for where `algo.rollout_correction` says so.
+"""Gap between the log-probs of rollout and trainer: measured, limited, and corrected by `algo.rollout_correction`.
 
-At the same weights and temperature both should give a sampled token the same log-prob. What is left is rounding, unless
-something is wrong. The policy's ratio is made from the trainer's own log-probs (`old_logprobs`), so that without the
-correction this watch is the only place where the engine's numbers end.
+At the same weights and temperature both should give a sampled token the same log-prob. The rest is rounding, unless
+something is wrong. The policy's ratio uses the trainer's own log-probs (`old_logprobs`), so without the correction
+nothing else reads the engine's.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 
 class LogprobGapError(FloatingPointError):
-    """Rollout and trainer have been too far apart for too many steps."""
+    """The log-probs of rollout and trainer differed too much for too many steps."""
 
 
 def logprob_gap(experience: Experience) -> dict[str, float]:
-    """|rollout's log-prob - trainer's| over the response tokens of a step, of all ranks, in nats. Collective.
+    """|rollout's log-prob - trainer's|, in nats, over the response tokens of a step on all ranks. Collective.
 
-    Mean, 99.9th percentile and largest, exact and the same on every rank. The percentile is a gap that occurred: the
-    smallest that at least 999 of 1000 tokens do not exceed. NaN on either side makes the mean NaN.
+    Mean, 99.9th percentile and largest, exact and equal on every rank. The percentile is the smallest occurring gap
+    that at least 999 of 1000 tokens do not exceed. NaN on either side makes the mean NaN.
     """
     gap_T = (experience.rollout_logprobs.values_T - experience.columns["old_logprobs"].values_T).abs()
     largest = experience.largest_values(gap_T, num_tokens(experience) // 1000 + 1)
@@ -44,26 +44,26 @@ def logprob_gap(experience: Experience) -> dict[str, float]:
 
 
 def add_rollout_correction(experience: Experience, cfg: RolloutCorrectionConfig) -> tuple[Experience, dict[str, float]]:
-    """With the column `rollout_weights`, by which the losses of tokens are multiplied, and metrics of how much was cut;
-    as it is where nothing is corrected. Collective."""
+    """Add the column `rollout_weights`, factors of the tokens' losses; returns metrics too. Nothing changes for
+    `kind = none`. Collective."""
     if cfg.kind == "none":
         return experience, {}
     old = experience.columns["old_logprobs"]
     rollout_T = experience.rollout_logprobs.values_T.to(old.values_T)
     responses = Segments(old.lengths_N.to(old.values_T.device), old.num_tokens)
-    found = correction_of(cfg, old.values_T, rollout_T, responses)
-    cut, weight = means_of(experience, found.cut_T.float(), found.weights_T)
+    correction = correction_of(cfg, old.values_T, rollout_T, responses)
+    cut, weight = means_of(experience, correction.cut_T.float(), correction.weights_T)
     metrics = {
         "rollout_correction_cut": cut,
         "rollout_correction_weight_mean": weight,
-        "rollout_correction_ratio_max": largest_of(experience, found.ratio_T),
+        "rollout_correction_ratio_max": largest_of(experience, correction.ratio_T),
     }
-    return experience.with_columns({"rollout_weights": Ragged(found.weights_T, old.lengths_N)}), metrics
+    return experience.with_columns({"rollout_weights": Ragged(correction.weights_T, old.lengths_N)}), metrics
 
 
 def correction_of(cfg: RolloutCorrectionConfig, old_T: Tensor, rollout_T: Tensor, responses: Segments) -> Correction:
-    """`algo.rollout_correction` of the responses' tokens, [T]."""
-    assert cfg.kind != "none", "nothing is corrected"
+    """Apply `algo.rollout_correction` to the tokens of the responses, [T]."""
+    assert cfg.kind != "none", "no correction is configured"
     return rollout_correction(
         old_T,
         rollout_T,
@@ -77,7 +77,7 @@ def correction_of(cfg: RolloutCorrectionConfig, old_T: Tensor, rollout_T: Tensor
 
 
 class MismatchGuard:
-    """Counts consecutive steps in which a limit is exceeded. Nothing is raised before `raise_if_failed` is called."""
+    """Counts consecutive steps in which the gap exceeds a limit. Only `raise_if_failed` raises."""
 
     def __init__(self, cfg: LogprobGapConfig, dtype: torch.dtype) -> None:
         self._limits = next(cfg.limits(name) for name in DTYPES if DTYPES[name] == dtype)
@@ -89,16 +89,17 @@ class MismatchGuard:
         return {"steps": self._steps, "all_steps": self._all_steps, "exceeded": self._exceeded, "limits": limits}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Steps that exceeded other limits than today's do not count."""
+        """Load the counts. Steps that exceeded other limits than today's do not count."""
         self._steps = state["steps"] if state["limits"] == dict(self._limits) else 0
         self._all_steps, self._exceeded = state["all_steps"], state["exceeded"]
 
     def failed(self, *, last: bool) -> bool:
-        """Whether the run ends here: too many steps in a row, or after its `last` step all of a shorter run."""
+        """Whether the run ends here: after too many steps in a row, or after the `last` step of a run in which all
+        steps exceeded a limit."""
         return self._steps >= self._steps_allowed or (last and 0 < self._steps == self._all_steps)
 
     def watch(self, gap: Mapping[str, float]) -> None:
-        """Take note of a step's gap, among other metrics. A limit is exceeded by NaN too."""
+        """Compare a step's gap, found among its metrics, with the limits. NaN exceeds every limit."""
         values = {name: gap[f"rollout_logprob_gap_{name}"] for name in self._limits}
         over = [
             f"rollout_logprob_gap_{name} = {value:.3g} nats, above rollout.logprob_gap.{name} = {self._limits[name]:g}"
@@ -109,16 +110,16 @@ class MismatchGuard:
         self._steps = self._steps + 1 if over else 0
         self._exceeded = " and ".join(over)
         if over:
-            log.info(  # the same on every rank, and said by the first
+            log.info(  # equal on every rank; the first rank shows it
                 "%s: step %d of the %d in a row that end the run", self._exceeded, self._steps, self._steps_allowed
             )
 
     def raise_if_failed(self, *, last: bool) -> None:
         """Raises: LogprobGapError, naming the likely causes, when the run has `failed`."""
         if self.failed(last=last):
-            which = f"{self._steps} step(s) in a row" + ", all of this run" * (self._steps == self._all_steps)
+            steps = f"{self._steps} step(s) in a row" + ", all of this run" * (self._steps == self._all_steps)
             raise LogprobGapError(
-                f"rollout and trainer disagree: {self._exceeded}, for {which}. A checkpoint "
+                f"rollout and trainer disagree: {self._exceeded}, for {steps}. A checkpoint "
                 "has been written. Likely causes: the engine holds other weights than the actor; log-probs at another "
                 "temperature or before it; top-p or top-k truncation on one side only; a lower precision on one side. "
                 "Where the gap is rounding and nothing else (a large mixture of experts in bf16), raise the limit"

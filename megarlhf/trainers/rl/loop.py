@@ -1,4 +1,4 @@
-"""PPO, GRPO and their relatives: one loop; `algo` and `rewards` say which."""
+"""The loop of PPO, GRPO and related algorithms. `algo` and `rewards` choose among them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megarlhf.trainers.run.session import Session, is_due, open_session
 
 
 def run(cfg: RLConfig, runtime: Runtime, parts: RunFactories = RunFactories()) -> None:  # noqa: B008 -- frozen
-    """Improve the actor on its own samples."""
+    """Train the actor on its own samples."""
     with (
         StopRequest(device=runtime.device, speaks=runtime.is_main) as stop_request,
         parts.phases(cfg.watchdog, cfg.profile, cfg.run.dir, runtime) as phases,
@@ -67,7 +67,7 @@ def train(run: RLRun, session: Session, order: ShuffledBatches, evaluation: Eval
     if not session.start.update:  # the run had ended there; a step in progress is completed and exported first
         mismatch.raise_if_failed(last=session.step == cfg.train.num_steps)
     while session.has_steps_left(cfg.train.num_steps, evaluation.stop_reason):
-        step, rebuilds = session.begin_step(), run.engine.rebuilds  # `step` are done, which made version `step`
+        step, rebuilds = session.begin_step(), run.engine.rebuilds  # after `step` steps weights have version `step`
         state = resumed_step(run, session) or begin_step(run, session, order, step)
         metrics = train_on(run, state, step, session.update_boundary)
         done = step + 1
@@ -101,13 +101,13 @@ def begin_step(run: RLRun, session: Session, order: ShuffledBatches, step: int) 
 
 
 def resumed_step(run: RLRun, session: Session) -> StepState | None:
-    """The step in which the run was left, if it was left inside one."""
+    """The unfinished step of a resumed run, if it was left inside one."""
     table = session.take_table()
     return None if table is None else StepState.restored(run.cfg, table, session.step)
 
 
 def update_weights(run: RLRun, version: int, *, verify: bool) -> None:
-    """Give the engine the actor's weights as those of `version`, with a proof that it has them where one is due."""
+    """Give the engine the actor's weights as version `version`; `verify` that it holds them."""
     with run.phases("reshard"):
         run.engine.update_weights(run.actor.shard, version=version)
     if verify:
@@ -116,7 +116,7 @@ def update_weights(run: RLRun, version: int, *, verify: bool) -> None:
 
 
 def follow_actor(run: RLRun, step: int, state: StepState, kl: Metric) -> Metrics:
-    """Adapt what follows the actor after a step: the coefficient of the KL, and a reference that is moved."""
+    """Adapt the coefficient of the KL after a step, and move the reference if it is due."""
     run.kl.update(kl, state.experience.num_samples)
     if run.moving_reference is None:
         return {}
@@ -124,7 +124,7 @@ def follow_actor(run: RLRun, step: int, state: StepState, kl: Metric) -> Metrics
 
 
 def warn_without_signal(run: RLRun, session: Session, step: int, state: StepState, metrics: Metrics) -> None:
-    """Warn, with the likely causes, where nothing could be learnt from a step."""
+    """Warn, with likely causes, if nothing could be learnt from a step."""
     prompt_of, grouped = run.data.prompt_of, run.cfg.algo.advantage in GROUPED
     warning = alarm(
         step, state.experience, metrics, run.rewarder.signal, prompt_of, run.data.tokenizer, grouped=grouped
@@ -134,7 +134,7 @@ def warn_without_signal(run: RLRun, session: Session, step: int, state: StepStat
 
 
 def show_samples(run: RLRun, session: Session, step: int, state: StepState) -> None:
-    """Write the lengths of a step's samples, and where it is due a table of some of them. Collective."""
+    """Write the lengths of a step's samples, and a table of some of them if it is due. Collective."""
     cfg, experience = run.cfg, state.experience
     if is_due(step, cfg.samples.every):
         kl_N = kl_by_sample(experience, cfg.algo.kl)
@@ -146,7 +146,7 @@ def show_samples(run: RLRun, session: Session, step: int, state: StepState) -> N
 
 @contextlib.contextmanager
 def closed_at_the_end(engine: RolloutEngine) -> Iterator[None]:
-    """Close the engine when the run ends in order, all ranks alike; not after a failure (`RolloutEngine.close`)."""
+    """Close the engine when the run ends in order, but not after a failure (see `RolloutEngine.close`)."""
     try:
         yield
     except StopRun:

@@ -1,7 +1,7 @@
-"""The policy's and the critic's loss on a micro-batch: from model output to `algo/`.
+"""Losses of the policy and the critic on a micro-batch, from the model's output.
 
-Both read the column `loss_weights`: how much each response token counts in the mini-batch, which is made for all of it
-before it is cut into micro-batches (`experience.batches.loss_weights`).
+Both read the column `loss_weights`, the weight of each response token in the mini-batch. It is made for the whole
+mini-batch before that is cut into micro-batches (`experience.batches.loss_weights`).
 
 Legend: B rows, S positions, H hidden, T response tokens of the micro-batch end to end.
 """
@@ -26,25 +26,25 @@ from megarlhf.trainers.rl.logprob_gap import correction_of
 
 
 class ResponseTokens:
-    """The response tokens of a micro-batch, end to end: the losses see nothing else."""
+    """Response tokens of a micro-batch, end to end. The losses see no other tokens."""
 
     def __init__(self, batch: MicroBatch) -> None:
         self._columns = batch.columns
-        self._at_T = batch.columns["response_mask"].flatten().nonzero().flatten()
-        samples_T = batch.columns["sample_numbers"].flatten()[self._at_T]
+        self._positions_T = batch.columns["response_mask"].flatten().nonzero().flatten()
+        samples_T = batch.columns["sample_numbers"].flatten()[self._positions_T]
         _, lengths_K = torch.unique_consecutive(samples_T, return_counts=True)
-        self.responses = Segments(lengths_K, len(self._at_T))
+        self.responses = Segments(lengths_K, len(self._positions_T))
 
     def __contains__(self, name: str) -> bool:
         return name in self._columns
 
     def __getitem__(self, name: str) -> Tensor:
         """A column of the micro-batch, [T]."""
-        return self.of(self._columns[name])
+        return self.select(self._columns[name])
 
-    def of(self, grid_BS: Tensor) -> Tensor:
-        """[B, S] -> [T]. Gradients flow."""
-        return grid_BS.flatten()[self._at_T]
+    def select(self, grid_BS: Tensor) -> Tensor:
+        """Values of a grid at the response tokens, [B, S] -> [T]. Gradients flow."""
+        return grid_BS.flatten()[self._positions_T]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +62,14 @@ class PolicyLoss:
     ptx_coef: float = 0.0
     """Coefficient of the pretraining mix, whose tokens have the column `ptx_weights`."""
     captures_logprobs: bool = False
-    """Whether log-probs of this forward are returned, [B, S]. So it is where there is no column `old_logprobs`: this
-    forward is then the first at the weights that drew the samples, and the ratio is 1."""
+    """Whether the log-probs of this forward are returned, [B, S], to become the column `old_logprobs`. This forward is
+    then the first at the weights that drew the samples, and its ratio is 1."""
 
     @property
     def per(self) -> Mapping[str, float]:
-        """Divisor of each sum that makes it a metric; `loss`, which the trainer adds up, is one of them."""
-        of_tokens = dict.fromkeys(("clip_fraction", "entropy", "ratio_deviation", "policy_kl"), self.response_tokens)
-        return {"loss": 1, "policy_loss": 1, **of_tokens, **({"ptx_loss": 1} if self.ptx_coef > 0 else {})}
+        """Divisor that makes each sum a metric. The trainer adds up `loss`, the first of them."""
+        per_token = dict.fromkeys(("clip_fraction", "entropy", "ratio_deviation", "policy_kl"), self.response_tokens)
+        return {"loss": 1, "policy_loss": 1, **per_token, **({"ptx_loss": 1} if self.ptx_coef > 0 else {})}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -80,7 +80,7 @@ class PolicyLoss:
             self.vocabulary, hidden_SBH, batch, batch.columns["response_mask"], temperature=self.temperature
         )
         tokens = ResponseTokens(batch)
-        logprobs_T, entropy_T = tokens.of(logprobs_BS), tokens.of(entropy_BS)
+        logprobs_T, entropy_T = tokens.select(logprobs_BS), tokens.select(entropy_BS)
         weights_T = tokens["loss_weights"].to(logprobs_T)
         old_T = tokens["old_logprobs"] if "old_logprobs" in tokens else logprobs_T.detach()
         policy = policy_loss(
@@ -110,16 +110,16 @@ class PolicyLoss:
         return LossOutput(loss, totals, logprobs_BS.detach() if self.captures_logprobs else None)
 
     def _corrected(self, weights_T: Tensor, tokens: ResponseTokens, old_T: Tensor) -> Tensor:
-        """The weights, times what corrects for the rollout's numerics: made before, or here where old log-probs are."""
+        """Weights times the rollout correction. It is a column, or is computed here together with the old log-probs."""
         if "rollout_weights" in tokens:
             return weights_T * tokens["rollout_weights"]
         if "rollout_logprobs" in tokens:
-            found = correction_of(self.algo.rollout_correction, old_T, tokens["rollout_logprobs"], tokens.responses)
-            return weights_T * found.weights_T
+            cfg = self.algo.rollout_correction
+            return weights_T * correction_of(cfg, old_T, tokens["rollout_logprobs"], tokens.responses).weights_T
         return weights_T
 
     def _ptx(self, hidden_SBH: Tensor, batch: MicroBatch) -> Tensor:
-        """The mean next-token loss of the update's texts, as far as they are in this micro-batch."""
+        """This micro-batch's part of the mean next-token loss of the update's texts."""
         weights_BS = batch.columns["ptx_weights"]
         logprobs_BS, _ = batch_logprobs(self.vocabulary, hidden_SBH, batch, weights_BS > 0, return_entropy=False)
         return -(logprobs_BS * weights_BS.to(logprobs_BS)).sum()
@@ -139,7 +139,7 @@ def bounds_of(algo: AlgoConfig) -> Bounds:
 
 @dataclass(frozen=True, kw_only=True)
 class ValueLoss:
-    """Clipped squared error of the critic, its mean over the response tokens of the mini-batch."""
+    """Clipped squared error of the critic; denominator: response tokens of the mini-batch."""
 
     clip: float | None
     response_tokens: int
@@ -147,7 +147,7 @@ class ValueLoss:
 
     @property
     def per(self) -> Mapping[str, float]:
-        """Divisor of each sum that makes it a metric."""
+        """Divisor that makes each sum a metric."""
         return {"value_loss": 1, "value_clip_fraction": self.response_tokens}
 
     @property
@@ -156,7 +156,7 @@ class ValueLoss:
 
     def __call__(self, values_BS1: Tensor, batch: MicroBatch) -> LossOutput:
         tokens = ResponseTokens(batch)
-        values_T = tokens.of(batch.before(values_BS1[..., 0]))
+        values_T = tokens.select(batch.before(values_BS1[..., 0]))
         weights_T = tokens["loss_weights"].to(values_T)
         result = clipped_value_loss(values_T, tokens["values"], tokens["returns"], weights_T, clip=self.clip)
         return LossOutput(result.loss, torch.stack([value.detach().double() for value in result]))

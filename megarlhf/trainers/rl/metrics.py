@@ -15,23 +15,23 @@ from megarlhf.trainers.experience.statistics import means_of, moments_of, sums_o
 from megarlhf.trainers.rl.advantages import total_rewards
 
 LOGGED_KL: Mapping[str, KLKind] = {"kl_k1": "k1", "kl_k3": "k3"}
-"""k1 is unbiased and noisy, k3 never negative: the two together say when either is not to be trusted."""
+"""Estimators that are always logged. k1 is unbiased and noisy, k3 is never negative; a large difference between them
+shows that neither is reliable."""
 
 
 def kl_metrics(experience: Experience, kl: KLConfig) -> dict[str, float | None]:
-    """The KL to the reference, mean per response token; null where there is no reference. Collective."""
+    """KL to the reference, mean per response token; None without a reference. Collective."""
     ref = experience.columns.get("ref_logprobs")
     if ref is None:
         return dict.fromkeys(("kl", *LOGGED_KL))
     old_T = experience.columns["old_logprobs"].values_T
-    found = [kl_estimate(old_T, ref.values_T, kl.estimator, kl.clamp)]
-    found += [kl_estimate(old_T, ref.values_T, kind) for kind in LOGGED_KL.values()]
-    return dict(zip(("kl", *LOGGED_KL), means_of(experience, *found), strict=True))
+    estimates = [kl_estimate(old_T, ref.values_T, kl.estimator, kl.clamp)]
+    estimates += [kl_estimate(old_T, ref.values_T, kind) for kind in LOGGED_KL.values()]
+    return dict(zip(("kl", *LOGGED_KL), means_of(experience, *estimates), strict=True))
 
 
 def describe(experience: Experience, cfg: RLConfig) -> dict[str, float | None]:
-    """Describe the samples of a step. Rewards, and what follows from them, are of the samples that have one.
-    Collective."""
+    """Metrics of the samples of a step. Those of rewards are over the samples that have a reward. Collective."""
     lengths_N, rewards_N = experience.response_lengths_N, total_rewards(experience)
     groups_N, trained_N = experience.groups_N.to(rewards_N.device), experience.per_sample.get("trained")
     if (rewarded_N := experience.per_sample.get("rewarded")) is not None:
@@ -50,9 +50,9 @@ def describe(experience: Experience, cfg: RLConfig) -> dict[str, float | None]:
         metrics["groups_without_signal"] = share_without_signal(rewards_N, groups_N)
     if "returns" in experience.columns:
         values_T, returns_T = (experience.columns[name].values_T for name in ("values", "returns"))
-        rest_T = returns_T.double() - values_T.double()
+        errors_T = returns_T.double() - values_T.double()
         metrics["value_mean"] = means_of(experience, values_T, counted_N=trained_N)[0]
-        moments = [moments_of(experience, x_T, trained_N) for x_T in (returns_T, rest_T)]
+        moments = [moments_of(experience, x_T, trained_N) for x_T in (returns_T, errors_T)]
         metrics["explained_variance"] = explained_variance(*map(variance_of, moments))
     if experience.holding is not None:
         metrics["columns_received_mib"] = int(experience.holding.received_W.max()) / 2**20
@@ -65,7 +65,7 @@ def share_without_signal(rewards_N: Tensor, groups_N: Tensor) -> float:
 
 
 def kl_by_sample(experience: Experience, kl: KLConfig) -> Tensor:
-    """[N]: the mean over each response's tokens of the KL to the reference; NaN where there is none. Collective."""
+    """KL to the reference, the mean over each response's tokens, [N]; NaN without a reference. Collective."""
     ref = experience.columns.get("ref_logprobs")
     if ref is None:
         return torch.full([experience.num_samples], torch.nan)

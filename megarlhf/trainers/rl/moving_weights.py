@@ -1,6 +1,8 @@
-"""Weights that follow the actor's: their moving average, and a reference that is moved."""
+"""Weights that follow the actor's: a moving average, and a reference that is moved from time to time."""
 
 from __future__ import annotations
+
+from functools import cached_property
 
 import torch
 
@@ -11,7 +13,7 @@ from megarlhf.weights.transport.reshard import Resharder
 
 
 class MovingAverage:
-    """The average of the actor's weights over its updates, as a role of the actor's layout in fp32."""
+    """Moving average of the actor's weights over its updates, in fp32 and in the actor's layout."""
 
     def __init__(self, role: Role, actor: Role, decay: float) -> None:
         self.role, self._actor, self._decay = role, actor, decay
@@ -19,7 +21,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """After an update of the actor: decay x average + (1 - decay) x actor."""
+        """Set the average to decay x average + (1 - decay) x actor, after an update of the actor."""
         self.role.parts.device_memory.keep_only(self.role.parts.parameters, self._actor.parts.parameters)
         actor = self._actor.shard.parameters()
         for name, average in self.role.shard.parameters().items():
@@ -31,33 +33,29 @@ class MovingReference:
 
     def __init__(self, reference: Role, actor: Role, every: int, mixup: float) -> None:
         self.role, self._actor, self._every, self._mixup = reference, actor, every, mixup
-        self._resharder: Resharder | None = None
         reference.parts.parameters.may_change()
 
     def after(self, step: int) -> bool:
-        """Move it where step `step` (from 1) is one of those; whether it was. Collective."""
+        """Move the reference if step `step` (from 1) is a multiple of `every`; returns whether it was. Collective."""
         if step % self._every:
             return False
         self.role.parts.device_memory.keep_only(self.role.parts.parameters, self._actor.parts.parameters)
         reference = self.role.shard.parameters()
         with torch.no_grad():
-            arrived = {name: torch.empty_like(tensor) for name, tensor in reference.items()}
-            self._transfer().run(self._actor.shard.parameters(), arrived)
+            received = {name: torch.empty_like(tensor) for name, tensor in reference.items()}
+            self._transfer.run(self._actor.shard.parameters(), received)
             for name, tensor in reference.items():
-                tensor.lerp_(arrived[name], self._mixup)
+                tensor.lerp_(received[name], self._mixup)
         return True
 
+    @cached_property
     def _transfer(self) -> Resharder:
-        if self._resharder is None:
-            runtime, shard = self.role.mesh.runtime, self.role.shard
-            world = range(runtime.world_size)
-            plan = make_plan(
-                [placements_on(self._actor.shard, rank) for rank in world],
-                [placements_on(shard, rank) for rank in world],
-                only_rank=runtime.rank,
-            )
-            # What arrives lies in other memory each time.
-            self._resharder = Resharder(
-                plan, rank=runtime.rank, dtype=shard.dtype, device=runtime.device, keep_views=False
-            )
-        return self._resharder
+        runtime, shard = self.role.mesh.runtime, self.role.shard
+        world = range(runtime.world_size)
+        plan = make_plan(
+            [placements_on(self._actor.shard, rank) for rank in world],
+            [placements_on(shard, rank) for rank in world],
+            only_rank=runtime.rank,
+        )
+        # The receiving tensors are new each time.
+        return Resharder(plan, rank=runtime.rank, dtype=shard.dtype, device=runtime.device, keep_views=False)

@@ -1,7 +1,7 @@
-"""The pretraining mix of rl: micro-batches of plain text beside those of a mini-batch of samples.
+"""The pretraining mix of rl: micro-batches of plain text in addition to those of the samples.
 
-They go through the same forward and backward: gradients add up before the optimizer sees them. A micro-batch has
-either texts or samples, so that those of the samples are the ones that the log-probs were made on.
+Both go through the same forward and backward, so that their gradients add up before the optimizer step. A micro-batch
+has either texts or samples: the micro-batches of samples stay those for which the log-probs were computed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megarlhf.config import RLConfig
 from megarlhf.data.sample_types import Encoder
@@ -29,7 +28,7 @@ WEIGHTS = "ptx_weights"
 
 
 class PretrainingMix:
-    """Texts, and the order in which updates take them."""
+    """Texts, and the order in which the updates read them."""
 
     def __init__(self, texts: Sequence[Text], batch_size: int, seed: int) -> None:
         self.texts = texts
@@ -45,13 +44,13 @@ class PretrainingMix:
         """Digest of the texts as tokens."""
         return digest_of_samples(self.texts)
 
-    def beside(
+    def add_texts(
         self, role: Role, cfg: RLConfig, update: int, batches: Sequence[MicroBatch]
     ) -> tuple[list[MicroBatch], int]:
-        """The micro-batches of an update, with this data-parallel rank's micro-batches of texts behind them; and how
-        many tokens all texts have.
+        """Micro-batches of an update, followed by this data-parallel rank's micro-batches of texts; and the number of
+        tokens of all texts.
 
-        update: its number in the run, from 0
+        update: number of the update in the run, from 0
         """
         texts = [torch.tensor(self.texts[n].tokens) for n in self._order.take(update)]
         tokens = Ragged.from_rows(texts, torch.int64)
@@ -59,21 +58,20 @@ class PretrainingMix:
         weights_N = torch.full(learnt_N.shape, 1 / int(learnt_N.sum()), dtype=torch.float64)
         spans, whole = TokenSpans.responses(torch.ones_like(learnt_N), learnt_N), TokenSpans.whole(tokens.lengths_N)
         device = role.mesh.runtime.device
-        made = [_with(batch, WEIGHTS, torch.zeros(batch.tokens_BS.shape, dtype=torch.float64)) for batch in batches]
+        mixed = [
+            replace(batch, columns={**batch.columns, WEIGHTS: torch.zeros_like(batch.tokens_BS, dtype=torch.float64)})
+            for batch in batches
+        ]
         for layout in role.batching(cfg.train).layouts([(n,) for n in range(len(texts))], tokens.lengths_N):
             tokens_BS = scatter_to_micro_batch(layout, tokens, whole).to(device)
             empty = {name: column.new_zeros(tokens_BS.shape) for name, column in batches[0].columns.items()}
             weights_BS = repeat_on_micro_batch(layout, weights_N, spans, device)
-            made.append(MicroBatch(tokens_BS, {**empty, WEIGHTS: weights_BS}, layout))
-        return made, int(tokens.lengths_N.sum())
-
-
-def _with(batch: MicroBatch, name: str, column_BS: Tensor) -> MicroBatch:
-    return replace(batch, columns={**batch.columns, name: column_BS.to(batch.tokens_BS.device)})
+            mixed.append(MicroBatch(tokens_BS, {**empty, WEIGHTS: weights_BS}, layout))
+        return mixed, int(tokens.lengths_N.sum())
 
 
 def pretraining_mix(cfg: RLConfig) -> PretrainingMix | None:
-    """As it is configured; None where it is not. Raises: ValueError for data without a text of two tokens."""
+    """The configured mix; None without one. Raises: ValueError for data without a text of two tokens."""
     if cfg.ptx is None:
         return None
     encoder: Encoder[Any] = text_encoder(cfg)

@@ -1,6 +1,6 @@
-"""The rollout of a step: responses from the engine, or from the cache where an earlier process has left them.
+"""The rollout of a step: responses from the engine, or from the cache if an earlier process finished them.
 
-Dynamic sampling draws further responses and ReMax draws greedy ones; both happen here too.
+The further responses of dynamic sampling and the greedy responses of ReMax are drawn here too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megarlhf.data.samples.dataset import record_numbers
 from megarlhf.experience import Experience
 from megarlhf.resume.claim.config_changes import mathematics_of
 from megarlhf.rollout.engine import FinishedResponses, RolloutEngine, Sampling, sample_seed
-from megarlhf.trainers.experience.prompts import make_experience
+from megarlhf.trainers.experience.prompts import make_experience, repeat_prompts
 from megarlhf.trainers.experience.rewards import PendingRewards, RewardOutput
 from megarlhf.trainers.rl.advantages import ADVANTAGES
 from megarlhf.trainers.rl.build import RLRun
@@ -31,21 +31,21 @@ from megarlhf.trainers.run.session import Session
 
 @dataclass(frozen=True)
 class StepRollout:
-    """Samples of a step as they were drawn. Their rewards are being computed, or were needed to choose the samples."""
+    """Samples of a step as they were drawn. Their rewards are pending, or known because they chose the samples."""
 
     prompts: Sequence[PromptSample]
     """One for each group; the samples of a group stand together."""
     experience: Experience
     pending: PendingRewards | None
     rewards: Sequence[RewardOutput] | None = None
-    """Where nothing is pending."""
+    """Outputs of the rewards, where nothing is pending."""
     greedy: PendingRewards | None = None
-    """Rewards of one greedy response to each prompt, where the advantage compares with them."""
+    """Rewards of one greedy response to each prompt, for an advantage that compares with them."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def generate(run: RLRun, session: Session, prompts: Sequence[PromptSample], step: int) -> StepRollout:
-    """Draw the samples of a step and begin with their rewards. Collective.
+    """Draw the samples of a step and start their rewards. Collective.
 
     Raises: StopRun, on every rank, when the run is asked to stop meanwhile.
     """
@@ -55,7 +55,7 @@ def generate(run: RLRun, session: Session, prompts: Sequence[PromptSample], step
 def complete(
     run: RLRun, session: Session, prompts: Sequence[PromptSample], experience: Experience, step: int
 ) -> StepRollout:
-    """Begin with the rewards of samples that are drawn, and draw what else the step needs. Collective."""
+    """Start the rewards of the samples, and draw further responses that the step needs. Collective."""
     rollout = StepRollout(prompts, experience, start_rewards(run, prompts, experience))
     if run.cfg.algo.dynamic_sampling.max_refills:
         rollout = draw_until_useful(run, session, rollout, step)
@@ -65,7 +65,7 @@ def complete(
 
 
 def draw(run: RLRun, session: Session, prompts: Sequence[PromptSample], step: int, refill: int = 0) -> Experience:
-    """num_samples_per_prompt responses to each prompt, each kept in the rollout cache as it is finished.
+    """Draw num_samples_per_prompt responses to each prompt; each finished one is kept in the rollout cache.
 
     refill: number of the round of dynamic sampling; 0 is the step's first
     """
@@ -101,18 +101,18 @@ def sample(
     bank: FinishedResponses | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Experience:
-    """Draw num_samples_per_prompt responses to each prompt, but for those that `bank` has.
+    """Draw num_samples_per_prompt responses to each prompt, except those that `bank` has.
 
-    Raises: RolloutInterrupted, on every rank, when `should_stop` says so on one.
+    Raises: RolloutInterrupted, on every rank, when `should_stop` returns True on any.
     """
     rows, seeds = _requests(cfg, prompts, step, refill)
     rollouts = engine.generate(rows, seeds, sampling, bank=bank, should_stop=should_stop)
-    rollouts.versions.require(step)  # what the configuration promises: the weights after `step` steps
+    rollouts.versions.require(step)  # on-policy: the weights after `step` steps
     return make_experience(prompts, rollouts, cfg.rollout.num_samples_per_prompt)
 
 
 def draw_until_useful(run: RLRun, session: Session, first: StepRollout, step: int) -> StepRollout:
-    """Replace groups without signal by responses to other prompts: dynamic sampling. Collective."""
+    """Dynamic sampling: replace groups without signal by responses to other prompts. Collective."""
     assert first.pending is not None
     counts: Counter[str] = Counter()
 
@@ -134,7 +134,7 @@ def draw_until_useful(run: RLRun, session: Session, first: StepRollout, step: in
 
 
 def draw_greedy(run: RLRun, session: Session, prompts: Sequence[PromptSample]) -> PendingRewards:
-    """Draw the greedy response to each prompt by the weights that drew the samples, and begin with its rewards."""
+    """Draw the greedy response to each prompt with the weights that drew the samples, and start its rewards."""
     rows = [torch.tensor(prompt.tokens) for prompt in prompts]
     greedy = replace(run.sampling, greedy=True)
     with session.stoppable("rollout"):
@@ -145,27 +145,22 @@ def draw_greedy(run: RLRun, session: Session, prompts: Sequence[PromptSample]) -
 
 
 def start_rewards(run: RLRun, prompts: Sequence[PromptSample], experience: Experience) -> PendingRewards:
-    """Begin with the rewards of samples; `prompts` are one for each group. Nothing is waited for."""
-    return run.rewarder.start(experience, repeated(prompts, run.cfg.rollout.num_samples_per_prompt))
+    """Start the rewards of samples, without waiting; `prompts` are one for each group."""
+    return run.rewarder.start(experience, repeat_prompts(prompts, run.cfg.rollout.num_samples_per_prompt))
 
 
 def wait_for_rewards(pending: PendingRewards, session: Session) -> list[RewardOutput]:
-    """The outputs of each reward for all samples that were drawn together. Collective."""
+    """Wait for the outputs of each reward for samples that were drawn together. Collective."""
     with session.stoppable("reward"):
-        outputs = pending.said(session.asked_to_stop)
+        outputs = pending.wait(session.asked_to_stop)
         pending.rewarder.require_rewards(pending.prompts, outputs)
     return outputs
 
 
-def repeated(prompts: Sequence[PromptSample], times: int) -> list[PromptSample]:
-    """Each prompt once for each of its samples."""
-    return [prompt for prompt in prompts for _ in range(times)]
-
-
 def other_prompts(run: RLRun, step: int, count: int, used: Sequence[PromptSample], refill: int) -> list[PromptSample]:
-    """Up to `count` prompts that are not among those used, in an order that follows from seed, step and round.
+    """Up to `count` prompts that are not in `used`, in an order that depends on seed, step and round only.
 
-    It leaves the order of the steps' own prompts alone, in which each of these still comes once an epoch.
+    The order of the steps' own prompts is not changed: each of them still comes once per epoch.
     """
     train = run.data.train
     is_used = np.isin(record_numbers(train), [prompt.index for prompt in used])
@@ -177,5 +172,6 @@ def other_prompts(run: RLRun, step: int, count: int, used: Sequence[PromptSample
 
 def _requests(cfg: RLConfig, prompts: Sequence[PromptSample], step: int, refill: int) -> tuple[list[Tensor], list[int]]:
     """Prompts and seeds, a row for each sample."""
-    rows = [torch.tensor(prompt.tokens) for prompt in prompts for _ in range(cfg.rollout.num_samples_per_prompt)]
+    repeated = repeat_prompts(prompts, cfg.rollout.num_samples_per_prompt)
+    rows = [torch.tensor(prompt.tokens) for prompt in repeated]
     return rows, [sample_seed(cfg.run.seed, step, n, refill) for n in range(len(rows))]

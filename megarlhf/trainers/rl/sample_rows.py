@@ -17,7 +17,7 @@ from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.experience import Experience, Rollouts
 from megarlhf.observe.records.sample_tables import Row, spread
 from megarlhf.rollout.rewards.score import response_text
-from megarlhf.trainers.experience.no_signal import OF_REWARD
+from megarlhf.trainers.experience.no_signal import rewards_by_name
 from megarlhf.trainers.rl.advantages import total_rewards
 
 
@@ -27,14 +27,14 @@ def rows_of(
     prompts: Sequence[PromptSample],
     rollouts: Rollouts,
     total_N: Tensor,
-    said: Mapping[str, Tensor],
+    rewards: Mapping[str, Tensor],
     tokenizer: Tokenizer,
     kl_N: Tensor,
 ) -> list[Row]:
     """A row for each of the samples `shown`; `prompts` are one for each sample of the rollouts.
 
-    said: what each reward said [N], by name, before shift, clip and weight; NaN: nothing
-    kl_N: to the reference, the mean over each response's tokens
+    rewards: values of each reward [N], by name, before shift, clip and weight; NaN where it does not apply
+    kl_N: KL to the reference, the mean over each response's tokens
     """
     responses = rollouts.responses.rows()
     rows: list[Row] = []
@@ -48,7 +48,7 @@ def rows_of(
             "length": len(responses[n]),
             "finished": bool(rollouts.finished_N[n]),
             "reward": _or_none(total_N[n]),
-            "rewards": {name: _or_none(values_N[n]) for name, values_N in said.items()},
+            "rewards": {name: _or_none(values_N[n]) for name, values_N in rewards.items()},
             "kl": _or_none(kl_N[n]),
         }
         rows.append(row)
@@ -63,20 +63,17 @@ def training_rows(
     tokenizer: Tokenizer,
     kl_N: Tensor,
 ) -> list[Row]:
-    """Rows of the samples that step `step` (from 1) was trained on. `prompts`: one for each sample. `kl_N`: see
-    `rl.metrics.kl_by_sample`."""
-    per_sample = experience.per_sample
+    """Rows of the samples that step `step` (from 1) was trained on; `prompts` are one for each sample, `kl_N` comes
+    from `rl.metrics.kl_by_sample`."""
     total_N = total_rewards(experience)
-    if "rewarded" in per_sample:
-        total_N = total_N.masked_fill(~per_sample["rewarded"], math.nan)  # no reward applies
-    said = {
-        name.removeprefix(OF_REWARD): values_N for name, values_N in per_sample.items() if name.startswith(OF_REWARD)
-    }
+    if (rewarded_N := experience.per_sample.get("rewarded")) is not None:
+        total_N = total_N.masked_fill(~rewarded_N, math.nan)  # no reward applies
+    rewards = rewards_by_name(experience)
     shown = spread(cfg.samples.count, experience.num_samples)
-    return rows_of(step, shown, prompts, experience.rollouts, total_N, said, tokenizer, kl_N)
+    return rows_of(step, shown, prompts, experience.rollouts, total_N, rewards, tokenizer, kl_N)
 
 
 def _or_none(value: Tensor) -> float | None:
-    """JSON has no NaN and no infinity."""
+    """None for NaN and infinity, which JSON does not have."""
     number = float(value)
     return number if math.isfinite(number) else None

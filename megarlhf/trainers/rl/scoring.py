@@ -1,4 +1,4 @@
-"""Rollouts become experience: rewards, then log-probs of both policies, and values.
+"""Scoring of rollouts: rewards, log-probs of both policies, and values.
 
 Legend: B rows, S positions, N samples of the step.
 """
@@ -21,10 +21,11 @@ from megarlhf.parallel.vocab import batch_logprobs
 from megarlhf.rollout.engine import sample_seed
 from megarlhf.trainers.experience.batches import forward_per_token
 from megarlhf.trainers.experience.plan import StepPlan
+from megarlhf.trainers.experience.prompts import repeat_prompts
 from megarlhf.trainers.experience.rewards import CombinedRewards, PendingRewards
 from megarlhf.trainers.rl.advantages import TOKEN_REWARDS
 from megarlhf.trainers.rl.build import RLRun
-from megarlhf.trainers.rl.rollout import StepRollout, repeated, wait_for_rewards
+from megarlhf.trainers.rl.rollout import StepRollout, wait_for_rewards
 from megarlhf.trainers.rl.update import plan_step
 from megarlhf.trainers.run.session import Session
 
@@ -34,10 +35,10 @@ def score(
 ) -> tuple[Experience, StepPlan, dict[str, float]]:
     """Add rewards, old and reference log-probs, and values; returns the step's plan and metrics of the rewards too.
 
-    Functions and servers compute rewards while the roles compute: rewards are waited for last.
+    Rewards are waited for last, since functions and servers compute them while the roles compute.
     """
     cfg, per_prompt = run.cfg, run.cfg.rollout.num_samples_per_prompt
-    records = torch.tensor([prompt.index for prompt in rollout.prompts])  # for whoever shows the samples later
+    records = torch.tensor([prompt.index for prompt in rollout.prompts])  # read by the tables of samples
     experience = rollout.experience.with_per_sample({"records": records.repeat_interleave(per_prompt)})
     plan = plan_step(cfg, experience, step)
     experience = add_logprobs_and_values(run, session, experience, plan, step)
@@ -45,7 +46,7 @@ def score(
     if outputs is None:
         assert rollout.pending is not None
         outputs = wait_for_rewards(rollout.pending, session)
-    rewards = run.rewarder.combined(experience, repeated(rollout.prompts, per_prompt), outputs)
+    rewards = run.rewarder.combined(experience, repeat_prompts(rollout.prompts, per_prompt), outputs)
     if rollout.greedy is not None:
         greedy_N = greedy_rewards(cfg, session, rollout.greedy).repeat_interleave(per_prompt)
         experience = experience.with_per_sample({"greedy_rewards": greedy_N})
@@ -53,11 +54,14 @@ def score(
 
 
 def with_rewards(experience: Experience, rewarded: CombinedRewards, cfg: RLConfig, step: int) -> Experience:
-    """The rewards as columns, with what the length of a response adds. Samples without a reward are left out of the
-    losses, and are no group's; those that are only masked, or have no baseline, stay in their group."""
-    rewards_N, of_tokens, kept_N = rewarded.rewards_N, rewarded.token_rewards, rewarded.kept_N
+    """Add the rewards as columns, with the penalties for length and missing end.
+
+    Samples without a reward are left out of the losses and of their group. Samples that are masked, or have no
+    baseline, are left out of the losses only.
+    """
+    rewards_N, token_rewards, kept_N = rewarded.rewards_N, rewarded.token_rewards, rewarded.kept_N
     if cfg.algo.shuffle_rewards:
-        rewards_N, of_tokens = rewarded.totals_N, None
+        rewards_N, token_rewards = rewarded.totals_N, None
     rewards_N = rewards_N + shaping_of(experience, cfg).to(rewards_N)
     if cfg.algo.shuffle_rewards:
         generator = torch.Generator().manual_seed(sample_seed(cfg.run.seed, step, -1))
@@ -70,21 +74,20 @@ def with_rewards(experience: Experience, rewarded: CombinedRewards, cfg: RLConfi
         trained_N = trained_N & ~greedy_N.isnan()
         experience = experience.with_per_sample({"greedy_rewards": greedy_N.nan_to_num(0.0)})
     columns = {"rewards": rewards_N, **rewarded.per_sample}
-    if of_tokens is not None:
-        sums_N = packed_sums(of_tokens.values_T, of_tokens.cu_seqlens)
-        experience = experience.with_columns({"token_rewards": experience.held(of_tokens)})
-        experience = experience.with_per_sample({TOKEN_REWARDS: sums_N})
+    if token_rewards is not None:
+        columns[TOKEN_REWARDS] = packed_sums(token_rewards.values_T, token_rewards.cu_seqlens)
+        experience = experience.with_columns({"token_rewards": experience.held(token_rewards)})
     if bool(trained_N.all()):
         return experience.with_per_sample(columns)
     groups_N, prompt_numbers_N = experience.groups_N.clone(), experience.prompt_numbers_N
-    lost = (~kept_N.cpu()).nonzero().flatten()
-    groups_N[lost] = int(groups_N.max()) + 1 + torch.arange(len(lost))
+    left_out = (~kept_N.cpu()).nonzero().flatten()
+    groups_N[left_out] = int(groups_N.max()) + 1 + torch.arange(len(left_out))
     experience = replace(experience, groups_N=groups_N, given_prompt_numbers_N=prompt_numbers_N)
     return experience.with_per_sample({**columns, "trained": trained_N, "rewarded": kept_N})
 
 
 def shaping_of(experience: Experience, cfg: RLConfig) -> Tensor:
-    """[N] on the CPU: what is added to the rewards for a response's length, and for its missing end."""
+    """Penalties for the length and the missing end of each response, [N] on the CPU; they are added to the rewards."""
     overlong, longest = cfg.algo.overlong, cfg.rollout.max_response_tokens
     shaping_N = missing_end_penalty(experience.rollouts.finished_N, penalty=cfg.algo.missing_end_penalty)
     if overlong.buffer_tokens is not None:
@@ -122,7 +125,7 @@ def add_logprobs_and_values(
 
 
 def greedy_rewards(cfg: RLConfig, session: Session, greedy: PendingRewards) -> Tensor:
-    """Rewards of the greedy response to each prompt, with the penalties for its length: [prompts], NaN without one."""
+    """Rewards of the greedy response to each prompt, with its penalties: [prompts], NaN without a reward."""
     with session.stoppable("reward"):
         rewards = greedy.finish(session.asked_to_stop, learn=False)
     totals_N = rewards.totals_N + shaping_of(greedy.experience, cfg).to(rewards.rewards_N)

@@ -1,4 +1,4 @@
-"""The updates of a step of rl: actor and critic trained on the samples of a finished experience."""
+"""Updates of a step of rl: actor and critic are trained on the step's samples."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ from megarlhf.observe.records.metrics import Metric
 from megarlhf.parallel.router_balance import ROUTER_AUX_LOSS
 from megarlhf.parallel.step import StepResult
 from megarlhf.rollout.engine import sample_seed
-from megarlhf.trainers.experience.batches import (
-    loss_weights,
-    micro_batches,
-    per_token_of,
-)
+from megarlhf.trainers.experience.batches import loss_weights, micro_batches, per_token_of
 from megarlhf.trainers.experience.plan import StepPlan, split_into_mini_batches
 from megarlhf.trainers.rl.advantages import add_advantages, whiten_per_mini_batch
 from megarlhf.trainers.rl.build import RLRun
@@ -37,49 +33,48 @@ OF_UPDATES = {
 """Metrics of an update, by role."""
 
 OF_PROMPTS = ("prompts_computed", "prompts_saved")
-"""Metrics of all updates of a step together: prompts in one pass over each mini-batch."""
+"""Metrics that are summed over the updates of a step: prompts in one pass over each mini-batch."""
 
 POLICY_COLUMNS = ("old_logprobs", "ref_logprobs", "advantages", "rollout_weights", "rollout_logprobs")
-"""Columns that the policy's loss reads, as far as they are there."""
+"""Columns that the policy's loss reads where the experience has them."""
 
 
 class UpdateCallback(Protocol):
-    """Called after an update of a step; `last`: after its last one."""
+    """Callback after each update of a step; `last`: it was the step's last."""
 
     def __call__(self, state: StepState, last: bool) -> None: ...
 
 
 def plan_step(cfg: RLConfig, experience: Experience, step: int) -> StepPlan:
-    """Plan of the passes over the step's samples, each with an order of its own."""
-    numbers = experience.prompt_numbers_N.tolist()
+    """Plan of the passes over the step's samples, each with its own order."""
     passes = [
         split_into_mini_batches(
-            numbers,
+            experience.prompt_numbers_N.tolist(),
             cfg.train.mini_batch_samples,
             shuffle=cfg.train.shuffle,
-            seed=sample_seed(cfg.run.seed, step, -2 - number),
+            seed=sample_seed(cfg.run.seed, step, -2 - epoch),
         )
-        for number in range(cfg.train.epochs_per_step)
+        for epoch in range(cfg.train.epochs_per_step)
     ]
     return StepPlan(experience, cfg.train, passes)
 
 
 @dataclass
 class StepState:
-    """A step whose samples are ready to be trained on: what a resume point inside a step holds."""
+    """A step whose samples are ready to be trained on. A resume point inside the step holds it."""
 
     experience: Experience
     plan: StepPlan
     metrics: Mapping[str, float]
     """Metrics of the step so far."""
     per_update: dict[str, list[float | None]] = field(default_factory=lambda: defaultdict(list))
-    """Metrics of the updates made; None where one was skipped."""
+    """Metrics of the updates so far; None for a skipped one."""
     updates: int = 0
-    """How many are made."""
+    """Number of updates so far."""
 
     @classmethod
     def begin(cls, run: RLRun, experience: Experience, plan: StepPlan, rewards: Mapping[str, float]) -> StepState:
-        """Add advantages, and what corrects for the rollout's numerics, to scored samples.
+        """Add advantages, and the correction for the rollout's numerics, to scored samples.
 
         rewards: metrics of the rewards
         """
@@ -90,13 +85,13 @@ class StepState:
         return state
 
     def compare_with_rollout(self, cfg: RolloutCorrectionConfig) -> None:
-        """Measure how far the old log-probs are from the engine's, and add what corrects for it."""
-        self.experience, cut = add_rollout_correction(self.experience, cfg)
-        self.metrics = {**self.metrics, **logprob_gap(self.experience), **cut}
+        """Measure the gap between the old log-probs and the engine's, and add the correction for it."""
+        self.experience, correction_metrics = add_rollout_correction(self.experience, cfg)
+        self.metrics = {**self.metrics, **logprob_gap(self.experience), **correction_metrics}
 
     def table(self) -> Callable[[], dict[str, Any]]:
-        """Content for a resume point, of the step as it is now; made when the point is written. Collective then, since
-        the columns are brought together for it."""
+        """Function that makes the content of a resume point from the step as it is now. It is collective, since it
+        gathers the columns."""
         experience, metrics, updates = self.experience, dict(self.metrics), self.updates
         per_update = {name: list(values) for name, values in self.per_update.items()}
 
@@ -114,19 +109,19 @@ class StepState:
         return cls(experience, plan_step(cfg, experience, step), table["found"], per_update, table["updates"])
 
     def note(self, result: StepResult, values: Mapping[str, float]) -> None:
-        """Take down the metrics of an optimizer step, or that it was skipped."""
+        """Record the metrics of an optimizer step, or that it was skipped."""
         self.per_update["skipped"].append(float(bool(result.skipped)))
         for name, value in values.items():
             self.per_update[name].append(None if result.skipped else value)
 
     def moved_beyond(self, limit: float | None) -> bool:
-        """Whether an update of this step has shown a KL of old to new policy above the limit."""
+        """Whether the KL of old to new policy was above the limit in an update of this step."""
         return limit is not None and any(kl is not None and kl > limit for kl in self.per_update["policy_kl"])
 
 
 def train_on(run: RLRun, state: StepState, step: int, on_update: UpdateCallback = lambda state, last: None) -> Metrics:
-    """Every pass over the step's samples, one optimizer step per mini-batch; updates that a resumed step has made are
-    skipped. `on_update` is called after each. Returns means over mini-batches."""
+    """Train on every pass over the step's samples, with one optimizer step per mini-batch. Updates made before a resume
+    are skipped. `on_update` is called after each update. Returns means over mini-batches."""
     updates = state.plan.updates
     for samples in updates[state.updates :]:
         for name, count in state.plan.prompts_computed(run.trained[0], samples).items():
@@ -142,19 +137,19 @@ def train_on(run: RLRun, state: StepState, step: int, on_update: UpdateCallback 
 
 
 def update_role(run: RLRun, state: StepState, learner: Learner, update: Update, updates_before: int) -> None:
-    """One optimizer step of a role on a mini-batch. `updates_before`: updates of the steps before this one.
+    """Make one optimizer step of a role on a mini-batch. `updates_before`: number of updates in all earlier steps.
 
-    Where this forward makes the old log-probs, the mismatch with the engine is checked before the weights change.
+    If the old log-probs come from this forward, the mismatch with the engine is checked before the weights change.
     """
     role, loss, phases = learner.role, learner.loss, run.phases
     assert role.trainer is not None
     learning_rate = role.trainer.learning_rate
     with phases(f"train/{role.name}"):
         batches = micro_batches(
-            role, learner.experience, state.plan, update.samples, learner.columns, learner.weights_N
+            role, learner.experience, state.plan, [update.samples], learner.columns, learner.weights_N
         )
         if run.ptx is not None and role is run.actor:
-            batches, tokens = run.ptx.beside(role, run.cfg, updates_before + state.updates, batches)
+            batches, tokens = run.ptx.add_texts(role, run.cfg, updates_before + state.updates, batches)
             phases.count("tokens_per_second", float(tokens))
         accumulated = role.accumulate(batches, loss)
         sums = accumulated.sums
@@ -175,34 +170,34 @@ def update_role(run: RLRun, state: StepState, learner: Learner, update: Update, 
 def metrics_of_updates(cfg: RLConfig, state: StepState, step: int) -> Metrics:
     """Means and counts over the updates of a step."""
     per_update = state.per_update
-    metrics: Metrics = {name: mean_of(values) for name, values in per_update.items() if name != "skipped"}
+    metrics: Metrics = {name: _mean(values) for name, values in per_update.items() if name != "skipped"}
     metrics |= {name: round(sum(filter(None, per_update[name]))) for name in OF_PROMPTS}
     metrics["skipped_steps"] = round(sum(filter(None, per_update["skipped"])))
     if cfg.train.max_policy_kl is not None and per_update["policy_kl"]:
         metrics["actor_updates_left_out"] = len(state.plan.updates) - len(per_update["policy_kl"])
-    if per_update["ratio_deviation"] and not cfg.old_logprobs_in_training(step):  # else it is 0 by construction
+    if per_update["ratio_deviation"] and not cfg.old_logprobs_in_training(step):  # otherwise 0 by construction
         metrics["first_ratio_deviation"] = per_update["ratio_deviation"][0]
     return metrics
 
 
 @dataclass(frozen=True)
 class Learner:
-    """A role that learns from a mini-batch: what it reads of the samples, and its loss."""
+    """A role that learns from a mini-batch, with its loss and the columns that the loss reads."""
 
     role: Role
     loss: PolicyLoss | ValueLoss
     columns: tuple[str, ...]
     weights_N: Tensor
-    """Weight of each token of each sample in the loss."""
+    """Weight of each sample's tokens in the loss."""
     experience: Experience
 
 
 def learners(run: RLRun, experience: Experience, samples: Sequence[int], step: int) -> Iterator[Learner]:
-    """The roles that learn from the mini-batch `samples`, in their order."""
+    """Roles that learn from the mini-batch `samples`, in the order of their updates."""
     cfg, algo = run.cfg, run.cfg.algo
-    tokens = max(1, int(experience.response_lengths_N[list(samples)].sum()))  # of metrics, which are of all of them
+    tokens = max(1, int(experience.response_lengths_N[list(samples)].sum()))  # metrics are means over all of them
     if step >= cfg.train.critic_warmup_steps or run.critic is None:
-        in_training = "old_logprobs" not in experience.columns
+        captures_logprobs = "old_logprobs" not in experience.columns
         loss = PolicyLoss(
             algo=algo,
             temperature=cfg.rollout.temperature,
@@ -211,28 +206,28 @@ def learners(run: RLRun, experience: Experience, samples: Sequence[int], step: i
             kl_coef=run.kl.coef if algo.kl.placement == "loss" else 0.0,
             entropy_coef=algo.entropy_coef_at(step, cfg.train.num_steps),
             ptx_coef=0.0 if cfg.ptx is None else cfg.ptx.coef,
-            captures_logprobs=in_training,
+            captures_logprobs=captures_logprobs,
         )
-        of_actor = experience
-        if in_training and algo.rollout_correction.kind != "none":
-            of_actor = experience.with_columns({"rollout_logprobs": experience.rollout_logprobs})
-        columns = tuple(name for name in POLICY_COLUMNS if name in of_actor.columns)
+        policy_experience = experience
+        if captures_logprobs and algo.rollout_correction.kind != "none":
+            policy_experience = experience.with_columns({"rollout_logprobs": experience.rollout_logprobs})
+        columns = tuple(name for name in POLICY_COLUMNS if name in policy_experience.columns)
         weights_N = loss_weights(
-            of_actor,
+            policy_experience,
             samples,
             algo.loss_average,
             cfg.loss_constant,
             algo.loss_block_samples,
             count_left_out=algo.loss_counts_left_out,
         )
-        yield Learner(run.actor, loss, columns, weights_N, whiten_per_mini_batch(of_actor, samples, algo))
+        yield Learner(run.actor, loss, columns, weights_N, whiten_per_mini_batch(policy_experience, samples, algo))
     if run.critic is not None:
         value_loss = ValueLoss(clip=algo.value_clip, response_tokens=tokens)
         weights_N = loss_weights(experience, samples, "token")
         yield Learner(run.critic, value_loss, ("values", "returns"), weights_N, experience)
 
 
-def mean_of(values: Sequence[float | None]) -> float | None:
-    """Mean of the values that are there; None without any."""
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Mean of the values that are not None; None without any."""
     present = [value for value in values if value is not None]
     return sum(present) / len(present) if present else None

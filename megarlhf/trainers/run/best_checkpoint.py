@@ -1,4 +1,4 @@
-"""Decisions by held-out figures in the course of a run: which checkpoint is the best, and when to stop early."""
+"""Decisions by held-out metrics during a run: which checkpoint is the best, and when to stop early."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarlhf.observe.records.metrics import Metric
 
 
 class Patience:
-    """Ends a run whose held-out metric stands still."""
+    """Ends a run whose held-out metric no longer improves."""
 
     def __init__(self, cfg: PatienceConfig, command: str) -> None:
         self._cfg = cfg
@@ -30,14 +30,14 @@ class Patience:
         return {name: getattr(self._cfg, name) for name in PatienceConfig.model_fields}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Values of another metric say nothing; that another limit than today's has ended the run does not count."""
+        """Load the state. Values of another metric, and a stop by another limit than today's, are ignored."""
         limits, before = self._limits(), state["limits"]
         if state["best"] is not None and {**before, "patience": None} == {**limits, "patience": None}:
             self._best, self._evaluations_since = state["best"], state["evaluations_since"]
         self.reason = state["reason"] if before == limits else None
 
     def watch(self, evaluation: Mapping[str, Metric]) -> bool:
-        """Take note of an evaluation that is due by `eval.every`; returns whether the run ends here."""
+        """Record an evaluation that is due by `eval.every`; returns whether the run ends here."""
         value = evaluation.get(self._watched.metric)
         if value is not None and math.isfinite(value):
             if self._watched.better(value, self._best, self._cfg.min_change):
@@ -45,18 +45,18 @@ class Patience:
             else:
                 self._evaluations_since += 1
         if self._cfg.patience is not None and self._evaluations_since >= self._cfg.patience:
-            self.reason = f"stopped: {self._watched.metric} has not got better for {self._cfg.patience} evaluations"
+            self.reason = f"stopped: {self._watched.metric} has not improved for {self._cfg.patience} evaluations"
         return self.reason is not None
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """A step whose export was the best one for a while."""
+    """A step whose export is or was the best."""
 
     step: int
     value: float
     only: bool
-    """Nothing else asked for the export."""
+    """Whether the export was written only because it was the best."""
 
 
 class Best:
@@ -71,21 +71,21 @@ class Best:
         self._kept: list[_Kept] = []
         self._candidate: float | None = None
         self.forgotten = ""
-        """For people: what an earlier part of the run had as the best, by another rule than today's."""
+        """Message about a best step that an earlier part of the run chose by another rule than today's."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"watched": self._asdict(), "kept": [asdict(each) for each in self._kept]}
+        return {"watched": self._asdict(), "kept": [asdict(kept) for kept in self._kept]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Values of another metric, or of the other way to be better, say nothing."""
-        kept, before = [_Kept(**each) for each in state["kept"]], state["watched"]
+        """Load the state. Steps chosen by another metric, or by the other mode, are ignored."""
+        kept, before = [_Kept(**fields) for fields in state["kept"]], state["watched"]
         if before == self._asdict():
             self._kept = kept
         elif kept and before is not None:
             self.forgotten = (
                 f"WARNING: the best so far, step {kept[-1].step}, was chosen by another rule ({before['metric']} = "
-                f"{kept[-1].value:.4g}) than checkpoint.best is now, and is forgotten: the next evaluation "
-                "is the first that checkpoints/best is chosen from"
+                f"{kept[-1].value:.4g}) than today's checkpoint.best, and is ignored: checkpoints/best is chosen from "
+                "the next evaluation on"
             )
 
     def _asdict(self) -> dict[str, str] | None:
@@ -93,7 +93,7 @@ class Best:
 
     @property
     def watched(self) -> Watched | None:
-        """Metric that decides; None: nothing is chosen."""
+        """Metric that decides; None if no step is chosen."""
         return self._watched
 
     @property
@@ -102,13 +102,13 @@ class Best:
         return self._kept[-1].step if self._kept else None
 
     @property
-    def words(self) -> str:
-        """For people: the best so far."""
+    def description(self) -> str:
+        """Metric, value and step of the best so far."""
         assert self._watched is not None
         return f"best {self._watched.metric}: {self._kept[-1].value:.4g}, step {self._kept[-1].step}"
 
     def watch(self, evaluation: Mapping[str, Metric]) -> bool:
-        """Whether the evaluation is the best so far: then the export of its step is to be written and taken."""
+        """Whether the evaluation is the best so far. If so, its step is exported, and `take` is called."""
         self._candidate = None
         if self._watched is None:
             return False
@@ -119,22 +119,21 @@ class Best:
         return self._candidate is not None
 
     def take(self, step: int, *, only: bool) -> None:
-        """The export of the step that was watched last is there; `only`: nothing else asked for it."""
+        """Record that the step of the last evaluation was exported; `only`: just because it is the best."""
         assert self._candidate is not None
         self._kept.append(_Kept(step, self._candidate, only))
         self._candidate = None
 
     def needed(self) -> dict[int, bool]:
-        """Steps whose exports have to stay, and whether nothing else asked for them."""
-        return {each.step: each.only for each in self._kept}
+        """Steps whose exports must stay, and whether they were written only for being the best."""
+        return {kept.step: kept.only for kept in self._kept}
 
     def release(self, oldest: int | None) -> list[int]:
-        """Every resume point that is left is of step `oldest` or later (None: none is gone back to): the steps whose
-        exports were there for being the best only, and are needed no more."""
-        spent = [
-            each
-            for each, after in zip(self._kept, self._kept[1:], strict=False)
-            if oldest is None or after.step <= oldest
-        ]
+        """Forget former best steps that no resume point needs; returns those whose exports can be removed.
+
+        oldest: step of the oldest resume point; None: no point will be resumed
+        """
+        pairs = zip(self._kept, self._kept[1:], strict=False)
+        spent = [kept for kept, successor in pairs if oldest is None or successor.step <= oldest]
         self._kept = self._kept[len(spent) :]
-        return [each.step for each in spent if each.only]
+        return [kept.step for kept in spent if kept.only]

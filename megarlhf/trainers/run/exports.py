@@ -28,24 +28,23 @@ class ExportError(RuntimeError):
 
 
 def set_exports_aside(run_dir: Path, step: int) -> None:
-    """Exports of later steps than the one that a run goes on after, until they are written again: `latest` is of the
-    run as it goes on, and the others may be of another configuration. For rank 0."""
+    """Rename exports of later steps than `step`, at which a run is resumed, until they are written again. They may come
+    from another configuration. `latest` then points to the newest export that is left. For rank 0."""
     root = run_dir / "checkpoints"
-    steps = {path: int(match[1]) for path in sorted(root.glob("step_*")) if (match := _NAME.fullmatch(path.name))}
-    for path in (path for path, its_step in steps.items() if its_step > step):
+    steps = _steps_by_path(root)
+    for path in (path for path, exported in steps.items() if exported > step):
         shutil.rmtree(_aside(path), ignore_errors=True)
         path.rename(_aside(path))
     if (root / "latest").is_symlink() and not (root / "latest").exists():
         (root / "latest").unlink()
-        earlier = [path for path, its_step in steps.items() if its_step <= step]
-        if earlier:
+        if earlier := [path for path, exported in steps.items() if exported <= step]:
             _point_at("latest", earlier[-1])
 
 
 def point_at_best(run_dir: Path, step: int | None) -> str:
-    """`checkpoints/best` of a run that begins or goes on; `step`: which it knows as the best. For rank 0.
+    """Point `checkpoints/best` to the export of `step`, the best of a run that begins or goes on. For rank 0.
 
-    Returns: what to tell the user, where that export is gone.
+    Returns: a message if that export is gone, else "".
     """
     root = run_dir / "checkpoints"
     if step is not None and (export := root / f"step_{step:06d}").is_dir():
@@ -53,8 +52,17 @@ def point_at_best(run_dir: Path, step: int | None) -> str:
         return ""
     if (root / "best").is_symlink():
         (root / "best").unlink()
-    lost = f"WARNING: step {step} had the best figures so far, and its export is gone: checkpoints/best comes with the"
-    return "" if step is None else f"{lost} next evaluation that is better"
+    if step is None:
+        return ""
+    return (
+        f"WARNING: step {step} had the best metrics so far, and its export is gone: checkpoints/best appears again "
+        "after the next evaluation that is better"
+    )
+
+
+def _steps_by_path(root: Path) -> dict[Path, int]:
+    """Steps of the exports in `root`, by path, oldest first."""
+    return {path: int(match[1]) for path in sorted(root.glob("step_*")) if (match := _NAME.fullmatch(path.name))}
 
 
 def _aside(export: Path) -> Path:
@@ -62,8 +70,8 @@ def _aside(export: Path) -> Path:
 
 
 class Exports:
-    """Exports of one run. Exports of later steps than `resumed_at`, which a killed process has written, are replaced
-    when the run comes there again. Collective."""
+    """Exports of one run. Those of later steps than `resumed_at`, written by a killed process, are replaced when the
+    run reaches these steps again. Collective."""
 
     def __init__(
         self,
@@ -77,32 +85,31 @@ class Exports:
         self._root, self._cfg, self._note = run_dir / "checkpoints", cfg, note
         self._provenance = provenance
         self._best = best or Best(None, "")
-        earlier = sorted(self._root.iterdir()) if resumed_at is not None and self._root.is_dir() else []
-        steps = {path: int(match[1]) for path in earlier if (match := _NAME.fullmatch(path.name))}
+        steps = {} if resumed_at is None else _steps_by_path(self._root)
         self._written = [path for path, step in steps.items() if step <= (resumed_at or 0)]
         """Exports of this run, oldest first; `checkpoint.export_keep` counts and removes only these."""
         self._replaceable = resumed_at is not None
 
     @property
-    def best_place(self) -> Path | None:
-        """The link to the export of the best step; None where none is chosen."""
+    def best_path(self) -> Path | None:
+        """Link to the export of the best step; None if no step is chosen."""
         return None if self._best.watched is None else self._root / "best"
 
     def is_due(self, step: int) -> bool:
-        """By `checkpoint.export_every`."""
+        """Whether an export is due by `checkpoint.export_every`."""
         every = self._cfg.export_every
         return bool(every) and step % every == 0
 
     def maybe_write(self, step: int, roles: Sequence[Role], *, last: bool, best: bool = False) -> None:
-        """Where the configuration asks for it, after the last step, and where the step is the `best` so far.
+        """Export the roles if the configuration asks for it, after the last step, or if the step is the `best` so far.
 
-        Raises: ExportError when the last one could not be written; of an earlier one that is only said.
+        Raises: ExportError if the last export fails. An earlier failure is only noted.
         """
         if not (last or best or self.is_due(step)):
             return
         try:
-            stated = {role.name: self._provenance(role.name, Position(step)) for role in roles}
-            self._written.append(save_roles(self._root, step, roles, stated, replace=self._replaceable))
+            provenance = {role.name: self._provenance(role.name, Position(step)) for role in roles}
+            self._written.append(save_roles(self._root, step, roles, provenance, replace=self._replaceable))
         except ExportError as error:
             if last:
                 raise
@@ -113,27 +120,22 @@ class Exports:
             self._best.take(step, only=not (last or self.is_due(step)))
             if dist.get_rank() == 0:
                 _point_at("best", self._written[-1])
-            self._note(f"{self._best.words}: {self._root / 'best'}")
+            self._note(f"{self._best.description}: {self._root / 'best'}")
         self._forget_old()
 
-    def saved(self, oldest: Position) -> None:
-        """No resume point is left that is older than `oldest`. For rank 0."""
-        self._remove_spent(oldest.step)
+    def remove_former_best(self, oldest: int | None) -> None:
+        """Remove exports that were kept only for being the best once.
 
-    def finish(self) -> None:
-        """The run is finished."""
-        self._remove_spent(None)
-
-    def _remove_spent(self, oldest: int | None) -> None:
-        """Remove exports that were the best once and nothing else asks for."""
+        oldest: step of the oldest resume point; None: the run is finished
+        """
         for step in self._best.release(oldest):
             path = self._root / f"step_{step:06d}"
-            self._written = [each for each in self._written if each != path]
+            self._written = [export for export in self._written if export != path]
             self._remove(path)
         self._forget_old()
 
     def _forget_old(self) -> None:
-        """By `checkpoint.export_keep`. Those that are there for being the best only do not count."""
+        """Remove old exports by `checkpoint.export_keep`, which does not count those kept only for being the best."""
         needed = {self._root / f"step_{step:06d}": only for step, only in self._best.needed().items()}
         counted = [path for path in self._written if not needed.get(path, False)]
         for path in counted[: -self._cfg.export_keep] if self._cfg.export_keep else []:
@@ -155,13 +157,13 @@ def save_roles(
     *,
     replace: bool = False,
 ) -> Path:
-    """Export each role to `root/step_NNNNNN/ROLE`, complete or not at all, and point `root/latest` at it.
+    """Export each role to `root/step_NNNNNN/ROLE`, complete or not at all, and point `root/latest` to it.
 
-    Collective. The step's directory appears by a rename after every role is written. Returns it. `replace`: what the
-    same run has left under that name may be replaced. `provenance`: by role, what is stated beside its weights.
+    Collective. The step's directory appears by a rename after every role is written. Returns it. `replace`: an export
+    that the same run left under that name may be replaced. `provenance`: written beside the weights, by role.
 
-    Raises: ValueError, on every rank and before anything is written, when something else stands under that name;
-    ExportError, on every rank, when the disk or the model's directory does not allow it; nothing is left then.
+    Raises: ValueError, on every rank and before anything is written, if something else has that name; ExportError, on
+    every rank, if the disk or the model's directory does not allow it. Then nothing is left.
     """
     final, partial = root / f"step_{step:06d}", root / f".step_{step:06d}.partial"
     on_first_rank(lambda: _make_room(final, partial, replace))
@@ -184,26 +186,26 @@ def save_roles(
 
 
 def _make_room(final: Path, partial: Path, replace: bool) -> None:
-    """Make the folder to export to. Raises: ValueError when one of the two names is in use, or cannot be made."""
+    """Make the folder to export to. Raises: ValueError if one of the two names is in use."""
     if replace and partial.is_dir() and not partial.is_symlink():
         shutil.rmtree(partial)
     for path in (partial,) if replace and final.is_dir() and not final.is_symlink() else (final, partial):
         if path.is_symlink() or path.is_file() or (path.is_dir() and any(path.iterdir())):
             raise ValueError(
-                f"{path} is there, and this run did not write it: another run saves here, or somebody put it there; "
-                "nothing is replaced. Move it away, or give this run a run.dir of its own"
+                f"{path} is there, and this run did not write it: another run saves here, or somebody put it there. "
+                "Nothing is replaced; move it away, or give this run a run.dir of its own"
             )
     partial.mkdir(parents=True, exist_ok=True)
 
 
 def _publish(root: Path, final: Path, partial: Path) -> None:
-    """The export gets its name, and `root/latest` names it; each in one rename."""
-    doomed = root / f".{final.name}.replaced"
+    """Give the export its name and point `root/latest` to it, each by one rename."""
+    replaced = root / f".{final.name}.replaced"
     if final.exists() and any(final.iterdir()):
-        shutil.rmtree(doomed, ignore_errors=True)
-        final.rename(doomed)
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
     partial.rename(final)  # fails on a directory that holds anything
-    shutil.rmtree(doomed, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
     shutil.rmtree(_aside(final), ignore_errors=True)
     _point_at("latest", final)
 

@@ -1,4 +1,4 @@
-"""Factories of what a run is built from beside its configuration."""
+"""Factories of the parts of a run that tests and rehearsals replace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megarlhf.runtime import Runtime
 
 
 class MakePhases(Protocol):
-    """The phases of a run, while it runs. Collective."""
+    """Context with the phases of a run. Collective."""
 
     def __call__(
         self, watchdog: WatchdogConfig, profile: ProfileConfig, run_dir: Path, runtime: Runtime, /
@@ -32,7 +32,7 @@ class MakePhases(Protocol):
 
 
 class MakeEngine(Protocol):
-    """The configured engine, still without weights. Collective."""
+    """Function that builds the configured engine, without weights. Collective."""
 
     def __call__(
         self, rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, micro_batch_samples: int, /
@@ -45,9 +45,9 @@ class RunFactories:
 
     phases: MakePhases = recorded_phases
     weights: WeightSource = CHECKPOINTS
-    """Where the roles' weights come from."""
+    """Source of the roles' weights."""
     engine: MakeEngine = make_engine
     host: Callable[[torch.device], HostMemory] = HostMemory
-    """Where parts of roles are while they are not on the device."""
+    """Memory for parts of roles that are not on the device."""
     writer: Callable[[Runtime], PointWriter] = PointWriter
-    """Makes what writes resume points."""
+    """Writer of resume points."""

@@ -1,6 +1,6 @@
 """Files that a run keeps for a skipped optimizer step, in `run.dir/failures/step_NNNNNN[_update_MMMM]_ROLE/`.
 
-failure.json     which step, why it was skipped, its numbers
+failure.json     the step, the reason why it was skipped, its numbers
 config.yaml      the resolved configuration of the run
 rank_RRRRR.pt    a rank's micro-batches; rank_RRRRR.json: the norms of its gradients
 point/           the role's weights before the step: a resume point without optimizer (`resume/points/kept_weights.py`)
@@ -28,33 +28,33 @@ CONFIGS: Mapping[str, type[TrainingConfig]] = {"sft": SFTConfig, "rm": RMConfig,
 
 @dataclass(frozen=True)
 class Failure:
-    """A skipped step, as in `failure.json`. Numbers that are not finite are texts there."""
+    """Content of `failure.json`, a skipped step. Numbers that are not finite are texts in the file."""
 
     command: str
     role: str
     step: int
     """1 is the first, as in the metrics."""
     update: int | None
-    """Mini-batch in its step, from 0; None where a step has one."""
+    """Number of the mini-batch in its step, from 0; None if a step has only one."""
     samples: Sequence[int]
-    """The mini-batch, by the numbers of the data (sft, rm, dpo) or of the step's samples (rl)."""
+    """Samples of the mini-batch, by their number in the data (sft, rm, dpo) or in the step (rl)."""
     reason: str
     sums: Mapping[str, float]
     """Sums of the loss over the mini-batch; `loss` is among them."""
     gradient_norm: float
     denominators: Mapping[str, int]
-    """Denominators of the loss over the whole mini-batch, by its fields."""
+    """Denominators of the loss over the whole mini-batch, by field of the loss."""
     coefficients: Mapping[str, float]
-    """Coefficients of the loss that change over a run, by its fields."""
+    """Coefficients that change over a run, by field of the loss."""
     counters: Mapping[str, int]
-    """Steps that the role's optimizer and learning rate had made."""
+    """Steps of the role's optimizer and learning-rate schedule before this one."""
     layout: str
     """The role's layout, such as `tp 2 x pp 1 x dp 4`."""
     world_size: int
 
     @property
-    def words(self) -> str:
-        """Title for people, such as `step 12, update 3 of critic`."""
+    def title(self) -> str:
+        """Title for messages, such as `step 12, update 3 of critic`."""
         return f"step {self.step}{'' if self.update is None else f', update {self.update}'} of {self.role}"
 
     def write(self, directory: Path) -> None:
@@ -94,27 +94,27 @@ class Failure:
         return load_config(CONFIGS[self.command], directory / CONFIG_FILE, overrides, of_a_run=True)
 
     def section(self, cfg: TrainingConfig) -> RoleConfig:
-        """Section of the role in a configuration. Raises: ValueError when the configuration has no such role."""
+        """Section of the role in a configuration. Raises: ValueError if the configuration has no such role."""
         sections = cfg.roles()
         if self.role not in sections:
             raise ValueError(
-                f"{self.words}: this configuration has no {self.role}; leave out the override that drops it"
+                f"{self.title}: this configuration has no {self.role}; leave out the override that removes it"
             )
         return sections[self.role]
 
 
 def rank_file(rank: int, kind: str = "pt") -> str:
-    """Name of the file with a rank's micro-batches, or (json) with what else it has kept."""
+    """Name of the file with a rank's micro-batches (pt), or with the norms of its gradients (json)."""
     return f"rank_{rank:05d}.{kind}"
 
 
 def plain(numbers: Mapping[str, float]) -> dict[str, float | str]:
-    """Numbers for JSON: a text where one is not finite."""
+    """Numbers for JSON; a number that is not finite becomes a text."""
     return {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
 
 
 def _no_failure(directory: Path) -> str:
-    """Explain that a directory has no `failure.json`; name the failures below it."""
+    """Message about a directory without `failure.json`, with the failures below it."""
     if not directory.is_dir():
         return f"{directory} is no directory (working directory: {Path.cwd()}); name a folder of RUN_DIR/failures"
     below = [path.parent for pattern in ("*", "failures/*") for path in directory.glob(f"{pattern}/{FAILURE_FILE}")]

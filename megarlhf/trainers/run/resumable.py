@@ -1,4 +1,4 @@
-"""State with which a run can be resumed, and by which a resume recognises it."""
+"""State that a resume needs, and the identity by which it recognises the run."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ class ResumableState:
     roles: Sequence[Role]
     """Roles whose weights change: they are saved."""
     stop: StopRequest
-    """Entered before the models are built, so that a signal in the meantime is not lost."""
+    """Stop request of the run, entered before the models are built so that no signal is lost."""
     data: str
     """Digest of the training samples."""
     states: Mapping[str, Stateful] = field(default_factory=dict)
-    """Whatever keeps state over steps, by name."""
+    """Objects that keep state over steps, by name."""
     base: Mapping[str, Weights] = field(default_factory=dict)
-    """Weights that each trained role began with."""
+    """Weights with which each trained role began."""
     adapter_bases: Mapping[str, Weights] = field(default_factory=dict)
     """Weights below the adapter, of the roles that have one."""
     writing: Writing | None = None
-    """How the run writes its records as tokens."""
+    """The way in which records become tokens, for the provenance."""
     reference: Weights | None = None
-    """Weights of the reference, in `rl` and where the loss of `dpo` reads one."""
+    """Weights of the reference, in `rl`, and in `dpo` with a loss that reads one."""
     architectures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Architecture of every role that is built."""
     others: Mapping[str, str] = field(default_factory=dict)
-    """Digests of whatever else takes part in what is computed, by its name."""
+    """Digests of other inputs of the computation, by name."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Digests of sources of the user's, by name; another source is said and refuses nothing."""
+    """Digests of the user's source files, by name; a changed one is noted and does not prevent a resume."""
     on_saved: Callable[[Position], None] = lambda position: None
-    """Called on rank 0 after a resume point was written, with the position of the oldest of the newest `keep`."""
+    """Called on rank 0 after a resume point was written, with the position of the oldest point that is kept."""
     best: Best | None = None
-    """Choice of the best step, where one is made."""
+    """Choice of the best step, if one is chosen."""
     writer: Callable[[Runtime], PointWriter] = PointWriter
-    """Makes what writes them."""
+    """Writer of resume points."""
 
 
 def identity_of(cfg: FrozenModel, run: RunConfig, command: str, training: ResumableState) -> Identity:
@@ -64,17 +64,15 @@ def identity_of(cfg: FrozenModel, run: RunConfig, command: str, training: Resuma
         except ValueError as error:
             return [f"it cannot be read by this version ({error})"]
 
+    adapter_bases = {
+        f"the model that the adapter of {role} is on ({role}.model.path)": base.digest
+        for role, base in training.adapter_bases.items()
+    }
     return Identity(
         command=command,
         data=training.data,
         reference=None if training.reference is None else training.reference.digest,
-        others={
-            **training.others,
-            **{
-                f"the model that the adapter of {role} is on ({role}.model.path)": base.digest
-                for role, base in training.adapter_bases.items()
-            },
-        },
+        others={**training.others, **adapter_bases},
         sources=training.sources,
         architectures=training.architectures,
         base=training.base,

@@ -1,4 +1,4 @@
-"""A command's run besides its loop: run directory, metrics, progress, resume points, exports."""
+"""Everything of a run but its loop: run directory, metrics, progress, resume points, exports."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -40,31 +41,30 @@ from megarlhf.trainers.run.resumable import ResumableState, identity_of
 
 
 class UnfinishedStep(Protocol):
-    """A step of several updates, of which some are made."""
+    """A step of several updates, some of which are done."""
 
     updates: int
 
     def table(self) -> MakeTable:
-        """Maker of its content for a resume point."""
+        """Function that makes the step's content for a resume point."""
         ...
 
 
 @dataclass
 class Session:
-    """An open run. Only rank 0 writes; the others go through the same calls."""
+    """An open run. Only rank 0 writes; the other ranks make the same calls."""
 
     runtime: Runtime
     run_dir: Path
     records: Records | None = None
-    """On rank 0."""
+    """Only on rank 0."""
     progress: Progress | None = None
-    """Before it is opened, notes are kept."""
     history: History = field(default_factory=History)
     resumed: bool = False
     start: Position = field(default_factory=lambda: Position(0))
-    """How far the run was when it was resumed."""
+    """Position at which the run was resumed."""
     step: int = 0
-    """Steps that are done, as versions of the weights count. People count from 1: the next one is `step + 1`."""
+    """Number of steps done, which is the version of the weights. Users count from 1: the next step is `step + 1`."""
     checkpointer: Checkpointer | None = None
     """Writer of resume points, in a run that trains."""
     exports: Exports | None = None
@@ -74,29 +74,29 @@ class Session:
     _table: Table | None = None
 
     def take_table(self) -> Table | None:
-        """Content of the unfinished step in which the run was left, if it was left in one. Asked again: None."""
+        """Content of the unfinished step in which the run was left, if any. Only the first call returns it."""
         table, self._table = self._table, None
         return table
 
     def log_start(self, metrics: Mapping[str, Metric]) -> None:
-        """Record the metrics of what training begins with. Collective."""
+        """Record the metrics before the first step. Collective."""
         self.log(0, metrics)
         self.step_boundary(0)
 
     def has_steps_left(self, num_steps: int, stop_reason: str | None) -> bool:
-        """Whether the run goes on: not behind its last step, and not where a rule has ended it."""
+        """Whether the run goes on: its last step is not done, and no rule has ended it."""
         return self.step < num_steps and stop_reason is None
 
     def begin_step(self) -> int:
-        """Begin the next step; returns how many are done."""
+        """Begin the next step; returns the number of steps done."""
         self.phases.begin_step(self.step + 1)
         return self.step
 
     def update_boundary(self, state: UnfinishedStep, last: bool) -> None:
         """Mark a point between two updates of a step where the run can be saved.
 
-        After the last update a point is written only where the run is asked to stop before the step is complete: what
-        is left of it, such as its evaluation, is then done after the resume.
+        After the last update a point is written only if the run is asked to stop before the step is complete. The rest
+        of the step, such as its evaluation, is then done after the resume.
         """
         self.step_boundary(self.step, state.updates, state.table(), only_to_stop=last)
 
@@ -111,12 +111,12 @@ class Session:
         around_export: contextlib.AbstractContextManager[None] | None = None,
         resumable: bool = True,
     ) -> None:
-        """Count the step as done: record its metrics with rates and seconds, export the roles where that is due, and
-        mark the point where the run can be saved. Collective.
+        """Finish the step: record its metrics with rates and seconds, export the roles if that is due, and mark a point
+        where the run can be saved. Collective.
 
-        seconds: metrics from the seconds of each phase
-        around_export: entered while weights are exported
-        resumable: False where the weights are no longer those that training would go on with
+        seconds: makes metrics from the seconds of each phase
+        around_export: context of the export
+        resumable: False if the weights are no longer those with which training would go on
         """
         self.step += 1
         rates = self.phases.rates()
@@ -127,19 +127,19 @@ class Session:
             self.step_boundary(self.step)
 
     def show(self, kind: Kind, step: int, rows: Sequence[Row]) -> None:
-        """Write a table of samples of the step, if it has rows, before its metrics are logged."""
+        """Write a table of samples of the step, if it has rows. Called before the step's metrics are logged."""
         if rows and self.records is not None:
             with self.phases("checkpoint"):
                 self.records.show(kind, step, rows)
 
     def keep_lengths(self, step: int, prompts: Sequence[int], responses: Sequence[int]) -> None:
-        """Tokens of each sample that the step was trained on, before its metrics are logged."""
+        """Write the tokens of each sample of the step. Called before the step's metrics are logged."""
         if self.records is not None:
             with self.phases("checkpoint"):
                 self.records.keep_lengths(step, prompts, responses)
 
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
-        """Record metrics of step `step` (1 is the first; 0 is before training), and what was measured. Collective."""
+        """Record metrics of step `step` (1 is the first; 0 is before training), and measured costs. Collective."""
         with self.phases("checkpoint"):
             metrics = {**metrics, **measure(self.runtime)}
         if self.checkpointer is not None and self.checkpointer.seconds_standing:
@@ -147,26 +147,25 @@ class Session:
             self.checkpointer.seconds_standing = 0.0
         self.history.add(step, metrics)
         if self.records is not None:
-            with self.phases("checkpoint"):  # a file system that does not answer is a phase that is late
+            with self.phases("checkpoint"):  # the watchdog sees a file system that does not answer
                 self.records.metrics.log(step, metrics)
         assert self.progress is not None
         self.progress.step(step, metrics)
 
     def note(self, message: RenderableType) -> None:
-        """Say something on rank 0: a sentence, or a table."""
+        """Show a sentence or a table on rank 0."""
         assert self.progress is not None
         self.progress.note(message)
 
     def step_boundary(
         self, step: int, update: int = 0, table: MakeTable | None = None, *, only_to_stop: bool = False
     ) -> None:
-        """Mark a point where the run can be saved: after `step` whole steps and `update` optimizer updates of the next
-        one, whose content `table` makes when a point is written. Collective.
+        """Mark a point where the run can be saved: after `step` whole steps plus `update` optimizer updates of the next
+        one. `table` makes the content of that unfinished step if a point is written. Collective.
 
-        only_to_stop: no cadence writes a point here, only a request to stop here or before the next boundary
+        only_to_stop: a point is written only if the run is asked to stop here or before the next boundary
 
-        Raises: StopRun when the run has been asked to stop, once its state is saved; WatchdogTimeout when the step that
-        is done was late.
+        Raises: StopRun after saving, if the run was asked to stop; WatchdogTimeout if the finished step was late.
         """
         assert self.checkpointer is not None
         with self.phases("checkpoint"):
@@ -175,36 +174,26 @@ class Session:
             self.phases.raise_if_late()
 
     def asked_to_stop(self) -> bool:
-        """Whether this rank knows of a reason to stop before the next border. Not collective."""
+        """Whether this rank knows a reason to stop before the next boundary. Not collective."""
         return self.checkpointer is not None and self.checkpointer.asked_to_stop()
 
     def stop_now(self, reason: Exception) -> NoReturn:
-        """Save the last border, after which nothing has been updated, and end the run. Collective.
-
-        Raises: StopRun.
-        """
+        """Save the last boundary, after which nothing was updated, and end the run. Collective. Raises: StopRun."""
         assert self.checkpointer is not None
         with self.phases("checkpoint"):
             self.checkpointer.stop_now(reason)
 
     def stop_if_asked(self) -> None:
-        """Between two stages: `stop_now` where any rank has been asked to stop. Nothing in a run without resume points.
-        Collective.
-
-        Raises: StopRun.
-        """
-        if self.checkpointer is None:
-            return
-        with self.phases("checkpoint"):
-            self.checkpointer.stop_if_asked()
+        """Stop between two stages if any rank was asked to; a run without resume points goes on. Collective. Raises:
+        StopRun."""
+        if self.checkpointer is not None:
+            with self.phases("checkpoint"):
+                self.checkpointer.stop_if_asked()
 
     @contextlib.contextmanager
     def stoppable(self, name: str) -> Iterator[None]:
-        """The phase `name`, before which, after which and, where it raises Interrupted, within which the run can be
-        left. Nothing is updated inside. Collective.
-
-        Raises: StopRun.
-        """
+        """Phase `name` in which nothing is updated. The run can stop before it, after it, and inside of it where it
+        raises Interrupted. Collective. Raises: StopRun."""
         self.stop_if_asked()
         with self.phases(name):
             try:
@@ -214,48 +203,42 @@ class Session:
         self.stop_if_asked()
 
     def export(self, step: int, roles: Sequence[Role], *, last: bool, best: bool = False) -> None:
-        """Write Hugging Face directories of the roles when the configuration asks for it, after the last step, and
-        where the step is the `best` so far."""
+        """Export the roles as Hugging Face directories: see `Exports.maybe_write`."""
         assert self.exports is not None
         with self.phases("checkpoint"):
             self.exports.maybe_write(step, roles, last=last, best=best)
 
-    @property
-    def best_export(self) -> Path | None:
-        """Where the export that held-out data chooses is to be found; None: none is chosen."""
-        return None if self.exports is None else self.exports.best_place
-
     def exports_at(self, step: int) -> bool:
-        """Whether an export is due there by `checkpoint.export_every`."""
+        """Whether an export is due after `step` by `checkpoint.export_every`."""
         assert self.exports is not None
         return self.exports.is_due(step)
 
     def write_report(self, name: str, report: Mapping[str, Any]) -> None:
-        """A file of the run directory, whole or not at all, on rank 0; nothing for an empty one."""
+        """Write a JSON file of the run directory, complete or not at all, on rank 0; no file for an empty report."""
         if report and self.runtime.is_main:
             atomic_write(self.run_dir / name, json.dumps(report, indent=2) + "\n")
 
     def save_boundary(self) -> None:
-        """Write a point of the last border, where points are written by any cadence, and wait for it. Collective."""
+        """Write a point of the last boundary and wait for it, if the run writes points by any cadence. Collective."""
         assert self.checkpointer is not None
         with self.phases("checkpoint"):
             self.checkpointer.finish(last_border=True)
 
     def discard_boundary(self) -> None:
-        """From here on the weights are no longer those of the last border, although no update has changed them."""
+        """Forget the last boundary, because the weights are changed without an update."""
         assert self.checkpointer is not None
         self.checkpointer.discard_boundary()
 
     def finish(self, stop_reason: str | None, *, keep_state: bool = True) -> None:
-        """End the run. Its last boundary is kept as a resume point, from which it can be prolonged. Collective.
+        """End the run. Its last boundary is kept as a resume point, from which the run can be prolonged. Collective.
 
-        stop_reason: the rule that has ended it, in words; None: no steps are left
+        stop_reason: message of the rule that ended the run; None: no steps are left
         """
         assert self.checkpointer is not None
         assert self.exports is not None
         with self.phases("checkpoint"):
             self.checkpointer.finish(last_border=keep_state)
-            self.exports.finish()
+            self.exports.remove_former_best(None)
         if self.runtime.is_main:
             finish(self.run_dir, self.step, stop_reason or NO_STEPS_LEFT)
         self.note(stop_reason or f"all {self.step} steps done")
@@ -263,34 +246,20 @@ class Session:
     def prepare_training(
         self, training: ResumableState, identity: Identity, claims: Sequence[Claim], notes: list[str], *, resumes: bool
     ) -> int | None:
-        """Go on from the newest good resume point, if the run `resumes`, and make what will write points and exports.
-        Adds to `notes` what to tell the user. Collective.
+        """Go on from the newest good resume point, if the run `resumes`, and prepare resume points and exports. Adds
+        messages to `notes`. Collective.
 
         Returns: the train.num_steps of the run that wrote the point.
-        Raises: ValueError when there are points and none can be used; nothing has been touched then.
+        Raises: ValueError if there are points and none can be used; nothing has been touched then.
         """
 
-        def still_ours() -> None:
-            for claimed in claims:
-                if not (claimed.lock.path.exists() or (self.run_dir / CONFIG_FILE).exists()):
-                    raise LockError(
-                        f"run.dir = {self.run_dir} is no longer the directory of this run: lock and {CONFIG_FILE} are "
-                        "gone, so it was moved or removed. Nothing more is written here; to go on, give the command "
-                        "with run.dir at its new place"
-                    )
-                claimed.lock.require_held()
-
-        def write_what_waits() -> None:
-            if self.records is not None:
-                self.records.flush()
-
-        def provenance(role: str, at: Position) -> Provenance:
+        def provenance(role: str, position: Position) -> Provenance:
             return Provenance(
                 command=identity.command,
                 role=role,
                 run=str(self.run_dir.absolute()),
-                step=at.step,
-                update=at.update,
+                step=position.step,
+                update=position.update,
                 base=identity.base[role],
                 reference=training.reference,
                 adapter_of=training.adapter_bases.get(role),
@@ -300,7 +269,7 @@ class Session:
         def saved(oldest: Position) -> None:
             training.on_saved(oldest)
             if self.exports is not None:
-                self.exports.saved(oldest)
+                self.exports.remove_former_best(oldest.step)
 
         states: dict[str, Stateful] = {"history": self.history, **training.states}
         if training.best is not None and training.best.watched is not None:
@@ -315,7 +284,7 @@ class Session:
             notes += [f"resumed at {restored.position}, from resume/{restored.position.name}", *restored.notes]
             notes += [training.best.forgotten] if training.best is not None and training.best.forgotten else []
         elif resumes:
-            again = "; what it had recorded is removed, and what it had exported is set aside"
+            again = "; what it recorded is removed, and what it exported is set aside"
             notes.append(f"there is no resume point yet: the run begins at step 0{again}")
         self.began_with = identity.digests()
         self.checkpointer = Checkpointer(
@@ -327,8 +296,8 @@ class Session:
             identity,
             training.stop,
             note=self.note,
-            still_ours=still_ours,
-            on_room=write_what_waits,
+            still_ours=partial(self._require_ours, claims),
+            on_room=self._flush_records,
             on_saved=saved,
             provenance=provenance,
             newest=self.start if self.resumed else None,
@@ -337,6 +306,21 @@ class Session:
         resumed_at = self.start.step if resumes else None
         self.exports = Exports(self.run_dir, training.checkpoint, self.note, provenance, resumed_at, training.best)
         return restored.num_steps if restored else None
+
+    def _require_ours(self, claims: Sequence[Claim]) -> None:
+        """Raises: LockError if the run directory no longer belongs to this process."""
+        for claimed in claims:
+            if not (claimed.lock.path.exists() or (self.run_dir / CONFIG_FILE).exists()):
+                raise LockError(
+                    f"run.dir = {self.run_dir} is no longer the directory of this run: lock and {CONFIG_FILE} are "
+                    "gone, so it was moved or removed. Nothing more is written here; to go on, give the command with "
+                    "run.dir at its new place"
+                )
+            claimed.lock.require_held()
+
+    def _flush_records(self) -> None:
+        if self.records is not None:
+            self.records.flush()
 
 
 @contextlib.contextmanager
@@ -351,14 +335,14 @@ def open_session(
     *,
     phases: Phases | None = None,
 ) -> Iterator[Session]:
-    """Take the run directory, go on from its newest good resume point, open metrics and progress, and say `notes`.
+    """Claim the run directory, go on from its newest good resume point, open metrics and progress, and show `notes`.
 
-    Whatever can be refused is refused before anything is written: data is read and models are built first, and resume
-    points are examined, so that a mistake leaves an earlier run in the directory as it is. Collective.
+    All checks come before anything is written: data has been read, models are built, and resume points are examined. So
+    a mistake leaves an earlier run in the directory as it is. Collective.
     """
     with contextlib.ExitStack() as stack:
         session = Session(runtime, run.dir, phases=phases or Phases())
-        with session.phases("build"):  # a file system that does not answer is a phase that is late
+        with session.phases("build"):  # the watchdog sees a file system that does not answer
             _open(session, stack, cfg, run, command, total, notes, training)
         try:
             yield session
@@ -380,31 +364,30 @@ def _open(
     notes: Sequence[str],
     training: ResumableState | None,
 ) -> None:
-    """`open_session`, up to the run itself; what `stack` holds ends with the session."""
-    claims: list[Claim] = []  # of rank 0
+    """Open the session; `stack` closes its parts when it ends."""
+    claims: list[Claim] = []  # one on rank 0, none on the others
     on_first_rank(lambda: claims.append(claim(cfg, run, command)))
     for claimed in claims:
         stack.callback(claimed.lock.release)
     resumes = from_first_rank(any(claimed.resumes for claimed in claims))
-    # What goes on and what has changed has been said by the check before the start.
     notes = [*notes, *(claimed.lock.note for claimed in claims if claimed.lock.note)]
     if training is not None:
         if (number := training.stop.agreed()) is not None:
-            does = "goes on with the earlier run" if resumes else "begins"
-            raise StopRun(f"stopped ({number.name}) before anything was done; the same command {does}", number)
+            again = "goes on with the earlier run" if resumes else "begins"
+            raise StopRun(f"stopped ({number.name}) before anything was done; the same command {again}", number)
         identity = identity_of(cfg, run, command, training)
         planned = session.prepare_training(training, identity, claims, notes, resumes=resumes)
         _require_steps_left(session.start, planned, total, run.dir)
         if resumes:
             on_first_rank(lambda: require_readable_records(run.dir))
-    on_first_rank(claims[0].start if claims else _nothing)
+    on_first_rank(lambda: claims[0].start())
     if session.checkpointer is not None:
         stack.callback(session.checkpointer.abandon)
-    tracker: list[WandbRun] = []  # of rank 0
+    tracker: list[WandbRun] = []  # on rank 0
     if run.wandb.project is not None:
         on_first_rank(lambda: tracker.append(WandbRun(run.dir, run.wandb, cfg.model_dump(mode="json"))))
     if session.runtime.is_main:
-        # A run that had no resume point begins again: nothing of its record is kept.
+        # Without a resume point the run begins again, and its earlier records are removed.
         resume_step = (session.start.step if session.resumed else -1) if resumes else None
         records = open_records(run.dir, resume_step, tracker[0] if tracker else None, lengths=isinstance(cfg, RLConfig))
         session.records = stack.enter_context(records)
@@ -415,17 +398,17 @@ def _open(
             set_exports_aside(run.dir, session.start.step if session.resumed else -1)
             if training is not None and training.best is not None and training.best.watched is not None:
                 notes = [*notes, *filter(None, [point_at_best(run.dir, training.best.step)])]
-    bar = Progress(command, total, enabled=session.runtime.is_main, start=session.start.step)
-    session.progress = stack.enter_context(bar)
+    progress = Progress(command, total, enabled=session.runtime.is_main, start=session.start.step)
+    session.progress = stack.enter_context(progress)
     for note in notes:
         session.note(note)
 
 
 def _require_steps_left(start: Position, planned: int | None, total: int, run_dir: Path) -> None:
-    """Raises: ValueError when an earlier run, whose steps were `planned`, is to end where it has been already.
+    """Raises: ValueError if an earlier run, of `planned` steps, has already passed the step where it is to end now.
 
-    Its last export, and what else is done after the last step, would be of other steps or missing. A run that was
-    killed after its last step, with the same number, has nothing left to do and ends in order.
+    Its last export and other work after the last step would then be missing or come from other steps. A run that was
+    killed after its last step, with the same number of steps, has nothing left to do and ends in order.
     """
     if planned is not None and (start > Position(total) or (start == Position(total) and planned != total)):
         raise ValueError(
@@ -436,10 +419,6 @@ def _require_steps_left(start: Position, planned: int | None, total: int, run_di
         )
 
 
-def _nothing() -> None:
-    """Do nothing, as ranks other than the first do."""
-
-
 def is_due(step: int, every: int) -> bool:
-    """Whether something that happens every `every` steps (0: never) happens after `step`."""
+    """Whether something that happens every `every` steps (0: never) is due after `step`."""
     return every > 0 and step % every == 0

@@ -1,7 +1,7 @@
-"""Skips optimizer steps with a loss or gradient that is not finite or too large, keeps their batch, and ends the run
-when too many in a row were skipped.
+"""Skips optimizer steps whose loss or gradient is not finite or too large, keeps their batches, and ends the run when
+too many in a row were skipped.
 
-Every rank decides from the same two numbers, the loss summed over all ranks and the agreed gradient norm
+Every rank decides from the same two numbers, the loss summed over all ranks and the gradient norm that all agree on
 (`parallel.step.Trainer.gradient_norm`), so a step is skipped on all ranks or on none.
 """
 
@@ -40,16 +40,17 @@ log = logging.getLogger(__name__)
 WINDOW = 64
 """Gradient norms in the running median."""
 MIN_NORMS = 16
+"""Gradient norms before the running median is used."""
 CHANGING = ("kl_coef", "entropy_coef", "kl_point")
 """Fields of losses that change over a run."""
 COLUMNS_AT = "token"
 """Position of per-token numbers in kept micro-batches."""
 KEPT = 5
-"""Skipped steps that are kept in `failures/`, with the weights before them: the newest."""
+"""Number of skipped steps in `failures/`: the newest, with the weights before them."""
 
 
 class SkippedTooOften(FloatingPointError):
-    """Too many optimizer steps of one role in a row were skipped. Raised on every rank; no weight has been changed."""
+    """Too many optimizer steps of one role in a row were skipped. Raised on every rank; no weight has changed."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,9 @@ class Update:
     step: int
     """1 is the first, as in the metrics."""
     number: int | None
-    """Mini-batch in its step, from 0; None where a step has one."""
+    """Number of the mini-batch in its step, from 0; None if a step has only one."""
     samples: Sequence[int]
-    """The mini-batch, by the numbers of the data (sft, rm, dpo) or of the step's samples (rl)."""
+    """Samples of the mini-batch, by their number in the data (sft, rm, dpo) or in the step (rl)."""
 
     @property
     def name(self) -> str:
@@ -84,7 +85,7 @@ class StepGuard:
         self._in_a_row, self._norms = int(state["in_a_row"]), deque(state["norms"], maxlen=WINDOW)
 
     def reason_to_skip(self, sums: dict[str, float], norm: float) -> str:
-        """Reason to skip a step with this loss and gradient norm; empty where it is not skipped."""
+        """Reason to skip a step with this loss and gradient norm; empty if it is not skipped."""
         if not math.isfinite(sums["loss"]):
             return f"the loss is {sums['loss']}"
         if not math.isfinite(norm):
@@ -103,10 +104,10 @@ class StepGuard:
     def apply(
         self, role: Role, sums: dict[str, float], update: Update, batches: Sequence[MicroBatch], loss: Loss
     ) -> StepResult:
-        """Make the optimizer step after `role.accumulate(batches, loss)` has returned `sums`, or skip and keep it.
+        """Make the optimizer step after `role.accumulate(batches, loss)` returned `sums`, or skip and keep it.
         Collective.
 
-        Raises: SkippedTooOften, when this is one skipped step in a row too many.
+        Raises: SkippedTooOften after `train.max_skipped_in_a_row` skipped steps.
         """
         with self._phases(f"optimizer/{role.name}"):
             result = role.optimizer_step(sums, self.reason_to_skip)
@@ -115,15 +116,17 @@ class StepGuard:
             self._norms.append(result.grad_norm)
             return result
         self._in_a_row += 1
-        most = self._cfg.max_skipped_in_a_row
-        with self._phases("checkpoint"):  # not inside of the other: its limit is not for a write
+        limit = self._cfg.max_skipped_in_a_row
+        with self._phases("checkpoint"):  # a phase of its own, with the time limit of a write
             kept = self._failures.keep(role, result, update, batches, loss)
-        what = f"{role.name}, {update.name.replace('_', ' ')}: {result.skipped}"
-        log.info("optimizer step skipped on all ranks (%d in a row, %d end the run): %s", self._in_a_row, most, what)
-        if self._in_a_row >= most:
+        skipped = f"{role.name}, {update.name.replace('_', ' ')}: {result.skipped}"
+        log.info(
+            "optimizer step skipped on all ranks (%d in a row, %d end the run): %s", self._in_a_row, limit, skipped
+        )
+        if self._in_a_row >= limit:
             raise SkippedTooOften(
-                f"{what}. {self._in_a_row} optimizer step(s) in a row were skipped, and train.max_skipped_in_a_row = "
-                f"{most}; the weights are those before them. The batch is kept in {kept}; `megarlhf replay {kept}` "
+                f"{skipped}. {self._in_a_row} optimizer step(s) in a row were skipped, and train.max_skipped_in_a_row "
+                f"= {limit}; the weights are those before them. The batch is kept in {kept}; `megarlhf replay {kept}` "
                 "repeats the step and names the first tensor that is not finite. Look at the last losses, lower the "
                 "learning rate, or check the data of this step"
             )
@@ -131,26 +134,26 @@ class StepGuard:
 
 
 class Failures:
-    """Folder of a run's skipped steps: the newest `KEPT` of all its roles."""
+    """Folder with the newest `KEPT` skipped steps of a run, for all its roles."""
 
     def __init__(self, directory: Path, command: str, config: str) -> None:
         """config: text of the run's `config.yaml`"""
         self._directory, self._command, self._config = directory, command, config
         self._weights: dict[str, KeptWeights] = {}
-        """Newest weights by role."""
+        """Weights that were kept last, by role."""
 
     @classmethod
     def of(cls, cfg: TrainingConfig, command: str) -> Failures:
-        """Make the folder object of a run of this command."""
+        """Folder of a run of this command."""
         return cls(cfg.run.dir / "failures", command, CONFIG_HEADER.format(command=command) + dump_config(cfg))
 
     def keep(self, role: Role, result: StepResult, update: Update, batches: Sequence[MicroBatch], loss: Loss) -> Path:
         """Keep a skipped step: batch, numbers, and the weights before it. Collective; returns the folder.
 
-        What cannot be written is logged and does not end the run.
+        An error while writing is logged and does not end the run.
         """
         directory, is_main = self._directory / f"{update.name}_{role.name}", role.mesh.runtime.is_main
-        if is_main:  # a start before this one may have come to the same step, on more ranks
+        if is_main:  # an earlier start may have skipped the same step, on more ranks
             shutil.rmtree(directory, ignore_errors=True)
         from_first_rank(None)
         try:
@@ -204,7 +207,7 @@ class Failures:
 
 
 def _keep_batches(directory: Path, role: Role, batches: Sequence[MicroBatch]) -> None:
-    """This rank's micro-batches and the norms of its gradients."""
+    """Write this rank's micro-batches and the norms of its gradients."""
     tensors = [
         {
             "tokens_BS": batch.tokens_BS.cpu(),
@@ -214,9 +217,8 @@ def _keep_batches(directory: Path, role: Role, batches: Sequence[MicroBatch]) ->
         }
         for batch in batches
     ]
-    rank = role.mesh.runtime.rank
+    mesh, rank = role.mesh, role.mesh.runtime.rank
     gradients = {name: _norm(p) for name, p in role.shard.module.named_parameters() if p.requires_grad}
-    mesh = role.mesh
     numbers = {"dp": mesh.coordinates.dp, "last_stage": mesh.is_last_stage, "gradient_norms_of_this_rank": gradients}
     (directory / rank_file(rank, "json")).write_text(json.dumps(numbers, indent=1), encoding="utf-8")
     with atomic_path(directory / rank_file(rank), synced=False) as partial:
@@ -231,8 +233,8 @@ def load_kept(file: Path) -> list[MicroBatch]:
     kept = torch.load(file, weights_only=True)
     if any(batch.get("columns_at") != COLUMNS_AT for batch in kept):
         raise ValueError(
-            f"{file} was written by an earlier version, which kept numbers of a token where it is predicted; replay it "
-            "with the version that wrote it"
+            f"{file} was written by an earlier version, which stored a token's values where it is predicted; replay "
+            "it with the version that wrote it"
         )
     return [
         MicroBatch(
@@ -245,6 +247,6 @@ def load_kept(file: Path) -> list[MicroBatch]:
 
 
 def _norm(parameter: torch.nn.Parameter) -> float | str:
-    """Norm of this rank's gradient buffer for JSON: a text where it is not finite."""
+    """Norm of this rank's gradient buffer for JSON; a text if it is not finite or there is no buffer."""
     gradient = getattr(parameter, "main_grad", None)
     return "none" if gradient is None else plain({"": float(norm_of(gradient))})[""]

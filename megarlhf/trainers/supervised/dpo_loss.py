@@ -1,39 +1,42 @@
-"""The losses of `dpo` on a micro-batch: log-probs of whole responses, the configured loss of each pair, its metrics.
+"""Loss of `dpo` on a micro-batch: log-probs of whole responses, the configured loss of each pair, and its metrics.
 
 Legend: B rows and S columns of a micro-batch, H hidden; T tokens of its sequences end to end; K sequences of a
-micro-batch, chosen and rejected in turn; P pairs.
+micro-batch, chosen and rejected in turn; N sequences of all samples; P pairs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.algo import preference
 from megarlhf.algo.segments import Segments
 from megarlhf.config import DPOConfig
+from megarlhf.models.role import Role
 from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout
 from megarlhf.parallel.step import LossOutput
 from megarlhf.parallel.vocab import Vocabulary, batch_logprobs
 
 REFERENCE = "reference_logprob"
-"""Column: of a whole response under the reference, at each of its tokens."""
+"""Column: log-prob of the whole response under the reference, repeated at each of its tokens."""
 
 
 @dataclass(frozen=True)
 class PreferenceLoss:
     """The configured loss on pairs; denominator: pairs of the mini-batch. Reports sums over pairs.
 
-    Log-probs are added up in fp64: a margin is a small difference of large sums.
+    Log-probs are added up in fp64, because a margin is a small difference of large sums.
     """
 
     cfg: DPOConfig
     vocabulary: Vocabulary
     denominator: int
     chosen_tokens: int
-    """Response tokens of the mini-batch's chosen responses."""
+    """Tokens of the mini-batch's chosen responses."""
     kl_point: float = 0.0
     """Reference point of `kto`, for the whole mini-batch."""
     names: tuple[str, ...] = (
@@ -49,7 +52,7 @@ class PreferenceLoss:
         layout = batch.layout
         assert layout is not None
         logprobs_BS = response_logprobs(self.vocabulary, hidden_SBH, batch)
-        if not layout.sequences:  # a rank's filler; the sum of its zeros has gradients of zero
+        if not layout.sequences:  # a filler micro-batch: the sum of zeros has zero gradients
             return LossOutput(logprobs_BS.sum(), torch.zeros(len(self.names), device=logprobs_BS.device))
         sums_K = sequence_sums(layout, logprobs_BS)
         tokens_K = sequence_sums(layout, batch.columns["response_mask"])
@@ -65,7 +68,7 @@ class PreferenceLoss:
         return LossOutput(loss.float(), torch.stack(sums))
 
     def _loss_and_rewards(self, sums_K: Tensor, tokens_K: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """The loss of each pair without the likelihood, [P], and the implicit reward of each response, [K]."""
+        """Loss of each pair without the likelihood term, [P], and the implicit reward of each response, [K]."""
         cfg, beta = self.cfg, self.cfg.scale
         if cfg.loss in ("simpo", "orpo"):
             means_K = sums_K / tokens_K
@@ -76,7 +79,7 @@ class PreferenceLoss:
             loss_P = preference.simpo(chosen_P, rejected_P, beta=beta, margin=margin, label_smoothing=smoothing)
             return loss_P, beta * means_K
         assert batch.layout is not None
-        ends_K = batch.layout.ends_K.to(sums_K.device)  # the column has the same number at each token of a response
+        ends_K = batch.layout.ends_K.to(sums_K.device)  # the column is constant over a response
         ratio_K = sums_K - batch.columns[REFERENCE].flatten()[ends_K]
         if cfg.ipo_length_normalised:
             ratio_K = ratio_K / tokens_K
@@ -97,19 +100,38 @@ class PreferenceLoss:
         return loss_P, beta * ratio_K
 
     def _nll(self, chosen_sums_P: Tensor, chosen_tokens_P: Tensor) -> Tensor:
-        """Negative log-likelihood of the chosen responses; this micro-batch's part of the mini-batch's average."""
+        """This micro-batch's part of the mini-batch's mean negative log-likelihood of chosen responses."""
         if self.cfg.sft_average == "token":
             return -chosen_sums_P.sum() / self.chosen_tokens
         return -(chosen_sums_P / chosen_tokens_P).sum() / self.denominator
 
 
 def response_logprobs(vocabulary: Vocabulary, hidden_SBH: Tensor, batch: MicroBatch) -> Tensor:
-    """[B, S]: of each response token; 0 elsewhere."""
+    """Log-probs of the response tokens, [B, S]; 0 elsewhere."""
     return batch_logprobs(vocabulary, hidden_SBH, batch, batch.columns["response_mask"], return_entropy=False)[0]
 
 
+def response_totals(role: Role, rounds: Iterable[Sequence[MicroBatch]], num_sequences: int) -> Tensor:
+    """Log-prob of the whole response of each sequence under a role, [N] fp64, equal on every rank and, up to rounding,
+    in every layout. No gradient. Collective."""
+    vocabulary = role.shard.vocabulary()
+    total_N = torch.zeros(num_sequences, dtype=torch.float64, device=role.mesh.runtime.device)
+
+    def score(hidden_SBH: Tensor, batch: MicroBatch) -> Tensor:
+        assert batch.layout is not None
+        sums_K = sequence_sums(batch.layout, response_logprobs(vocabulary, hidden_SBH, batch))
+        if role.mesh.owns_outputs:
+            total_N[batch.layout.sequences_K.to(total_N.device)] = sums_K
+        return sums_K
+
+    for batches in rounds:
+        role.forward(batches, score)
+    dist.all_reduce(total_N)
+    return total_N
+
+
 def sequence_sums(layout: MicroBatchLayout, grid_BS: Tensor) -> Tensor:
-    """[K] fp64: the sum over each sequence, in the order of its tokens: the same at every layout and micro-batch."""
+    """Sum over each sequence in the order of its tokens, [K] fp64. It does not depend on layout and micro-batch."""
     lengths_K = torch.tensor(layout.lengths, dtype=torch.int64)
     values_T = grid_BS.flatten()[layout.tokens_R.to(grid_BS.device)]
     return Segments(lengths_K.to(grid_BS.device), sum(layout.lengths)).sums(values_T.double())

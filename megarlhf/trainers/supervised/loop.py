@@ -1,13 +1,15 @@
-"""The supervised loop: read samples, then train on a mini-batch, evaluate, log and save, step after step.
+"""The supervised loop: reads samples, then trains on a mini-batch, evaluates, logs and saves, step after step.
 
-What a command brings to it is an `Objective` (`objective.py`): `sft.py`, `rm.py` and `dpo.py`.
+Each command is an `Objective` (`objective.py`): `sft.py`, `rm.py` and `dpo.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Generic
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,7 @@ from torch import Tensor
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.config import SFTConfig, describe_sources
 from megarlhf.data.samples.dataset import Samples
-from megarlhf.data.samples.order import batches_of, describe_mixture
+from megarlhf.data.samples.order import ShuffledBatches, batches_of, describe_mixture
 from megarlhf.data.text.export_files import export_files
 from megarlhf.data.tokenize.load import SetLoader
 from megarlhf.errors import Interrupted
@@ -41,126 +43,158 @@ from megarlhf.trainers.run.test_split import log_test_metrics, prefix_test
 from megarlhf.trainers.supervised.objective import Metrics, Objective, Sample, ShouldStop
 
 _BATCHES_AT_ONCE = 4
-"""Micro-batches for each pipeline stage between two questions whether to stop."""
+"""Micro-batches per pipeline stage between two checks whether to stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedRun(Generic[Sample]):
+    """Samples, trained role and stop rules of a supervised run."""
+
+    objective: Objective[Sample]
+    role: Role
+    train: Samples[Sample]
+    validation: Sequence[Sample]
+    test: Sequence[Sample]
+    order: ShuffledBatches
+    step_guard: StepGuard
+    stop: Patience
+    best: Best
 
 
 def run_supervised(objective: Objective[Sample], runtime: Runtime, parts: RunFactories) -> None:
     """Train the objective's role on its samples."""
+    cfg, command = objective.cfg, objective.command
     with (
-        StopRequest(device=runtime.device, speaks=runtime.is_main) as stop,
-        parts.phases(objective.cfg.watchdog, objective.cfg.profile, objective.cfg.run.dir, runtime) as phases,
+        StopRequest(device=runtime.device, speaks=runtime.is_main) as stop_request,
+        parts.phases(cfg.watchdog, cfg.profile, cfg.run.dir, runtime) as phases,
     ):
-        run_in(phases, stop, objective, runtime, parts)
+        with phases("build"):
+            run, training, notes = build(objective, runtime, parts, phases, stop_request)
+        with open_session(
+            cfg, cfg.run, runtime, command, cfg.train.num_steps, notes, training, phases=phases
+        ) as session:
+            train(run, session)
 
 
-def run_in(
-    phases: Phases, stop_request: StopRequest, objective: Objective[Sample], runtime: Runtime, parts: RunFactories
-) -> None:
-    """The loop."""
+def build(
+    objective: Objective[Sample], runtime: Runtime, parts: RunFactories, phases: Phases, stop_request: StopRequest
+) -> tuple[SupervisedRun[Sample], ResumableState, list[str]]:
+    """Read the samples and build the roles; returns notes too. Collective."""
     cfg = objective.cfg
-    with phases("build"):
-        train, validation, notes = load_samples(objective)
-        test, of_test = load_test(objective, train)
-        notes += of_test
-        order = batches_of(train, cfg.train.mini_batch_samples, cfg.run.seed, "train.mini_batch_samples")
-        notes += describe_mixture(order, cfg.train.num_steps, cfg.data.train)
-        cache = GroupCache(runtime)
-        device_memory = DeviceMemory(runtime.device, parts.host(runtime.device), shared=objective.has_frozen)
-        role = build_role(
-            objective.role_name,
-            objective.section,
-            objective.head,
-            cache,
-            seed=cfg.run.seed,
-            num_optimizer_steps=cfg.train.num_steps,
-            new_head=True,
-            config_overrides=objective.stated,
-            companion_files=export_files(objective.section.model, cfg.data, ends_of(objective, train)),
-            weights=parts.weights,
-            device_memory=device_memory,
-        )
-        frozen = objective.build_frozen(cache, role, parts.weights, device_memory)
-        for built in (role, *frozen):
-            phases.before |= built.parts.before_phases(built.name)
-        step_guard = StepGuard(cfg.train, Failures.of(cfg, objective.command), phases)
-        stop, best = Patience(cfg.train.stop, objective.command), Best(cfg.checkpoint.best, objective.command)
-        states: dict[str, Stateful] = {f"bad_steps/{role.name}": step_guard, "order": order}
-        states |= {"stop": stop} if cfg.train.stop.patience is not None else {}
-        training = ResumableState(
-            cfg.checkpoint,
-            [role],
-            stop_request,
-            data=digest_of_samples(train),
-            states=states,
-            base={role.name: identity_of_weights(role)},
-            writing=writing_of_training(cfg, role.name),
-            reference=next((identity_of_weights(each) for each in frozen if each.name == "reference"), None),
-            architectures={each.name: architecture_of(each) for each in (role, *frozen)},
-            others=_digests_beside(objective, validation),
-            adapter_bases=bases_of_adapters([role]),
-            best=best,
-            writer=parts.writer,
-        )
-    total = cfg.train.num_steps
-    with open_session(cfg, cfg.run, runtime, objective.command, total, notes, training, phases=phases) as session:
-        if not session.resumed:
+    samples, validation, notes = load_samples(objective)
+    test, test_notes = load_test(objective, samples)
+    order = batches_of(samples, cfg.train.mini_batch_samples, cfg.run.seed, "train.mini_batch_samples")
+    notes = [*notes, *test_notes, *describe_mixture(order, cfg.train.num_steps, cfg.data.train)]
+    cache = GroupCache(runtime)
+    device_memory = DeviceMemory(runtime.device, parts.host(runtime.device), shared=objective.has_frozen)
+    role = build_role(
+        objective.role_name,
+        objective.section,
+        objective.head,
+        cache,
+        seed=cfg.run.seed,
+        num_optimizer_steps=cfg.train.num_steps,
+        new_head=True,
+        config_overrides=objective.config_overrides,
+        companion_files=export_files(objective.section.model, cfg.data, ends_of(objective, samples)),
+        weights=parts.weights,
+        device_memory=device_memory,
+    )
+    frozen = objective.build_frozen(cache, role, parts.weights, device_memory)
+    for built in (role, *frozen):
+        phases.before |= built.parts.before_phases(built.name)
+    run = SupervisedRun(
+        objective=objective,
+        role=role,
+        train=samples,
+        validation=validation,
+        test=test,
+        order=order,
+        step_guard=StepGuard(cfg.train, Failures.of(cfg, objective.command), phases),
+        stop=Patience(cfg.train.stop, objective.command),
+        best=Best(cfg.checkpoint.best, objective.command),
+    )
+    return run, _resumable_state(run, frozen, parts, stop_request), notes
+
+
+def _resumable_state(
+    run: SupervisedRun[Sample], frozen: Sequence[Role], parts: RunFactories, stop_request: StopRequest
+) -> ResumableState:
+    objective, role = run.objective, run.role
+    cfg = objective.cfg
+    states: dict[str, Stateful] = {f"bad_steps/{role.name}": run.step_guard, "order": run.order}
+    others = objective.other_digests(run.validation)
+    if cfg.train.stop.patience is not None:
+        states["stop"] = run.stop
+        others = {"data.validation (decides when the run ends)": digest_of_samples(run.validation), **others}
+    return ResumableState(
+        cfg.checkpoint,
+        [role],
+        stop_request,
+        data=digest_of_samples(run.train),
+        states=states,
+        base={role.name: identity_of_weights(role)},
+        writing=writing_of_training(cfg, role.name),
+        reference=next((identity_of_weights(built) for built in frozen if built.name == "reference"), None),
+        architectures={built.name: architecture_of(built) for built in (role, *frozen)},
+        others=others,
+        adapter_bases=bases_of_adapters([role]),
+        best=run.best,
+        writer=parts.writer,
+    )
+
+
+def train(run: SupervisedRun[Sample], session: Session) -> None:
+    """Train, evaluate, log and save, step after step. Every rank runs every line."""
+    objective, role, validation = run.objective, run.role, run.validation
+    num_steps, eval_every = objective.cfg.train.num_steps, objective.cfg.eval.every
+    if not session.resumed:
+        with session.stoppable("eval"):
+            evaluation = evaluate(objective, role, validation, session.asked_to_stop)
+        run.stop.watch(evaluation)
+        session.log_start(evaluation)
+    as_trained = True
+    while session.has_steps_left(num_steps, run.stop.reason):
+        step = session.begin_step()
+        trained = session.take_table()
+        if trained is None:
+            update = Update(step + 1, None, run.order.take(step))
+            samples = [run.train[n] for n in update.samples]
+            trained = {"metrics": train_on(objective, role, samples, update, run.step_guard, session.phases)}
+            session.step_boundary(step, 1, partial(dict, trained), only_to_stop=True)
+        done = step + 1
+        metrics, evaluation = dict(trained["metrics"]), Metrics()
+        last, due = done == num_steps, is_due(done, eval_every)
+        if due and not (last and objective.rescales):
             with session.stoppable("eval"):
                 evaluation = evaluate(objective, role, validation, session.asked_to_stop)
-            stop.watch(evaluation)
-            session.log_start(evaluation)
-        as_trained = True
-        while session.has_steps_left(total, stop.reason):
-            step = session.begin_step()
-            trained = session.take_table()
-            if trained is None:
-                update = Update(step + 1, None, order.take(step))
-                samples = [train[n] for n in update.samples]
-                trained = {"metrics": train_on(objective, role, samples, update, step_guard, phases)}
-                session.step_boundary(step, 1, partial(dict, trained), only_to_stop=True)
-            done = step + 1
-            metrics, evaluation = dict(trained["metrics"]), Metrics()
-            last, due = done == total, is_due(done, cfg.eval.every)
-            if due and not (last and objective.rescales):
-                with session.stoppable("eval"):
-                    evaluation = evaluate(objective, role, validation, session.asked_to_stop)
-                last = stop.watch(evaluation) or last
-            if last and objective.rescales:
-                rescale(objective, role, validation, session)
-                as_trained = False
-            if last:
-                evaluated = due and as_trained
-                evaluation |= close(
-                    objective, role, validation, test, session, evaluated=evaluated, as_trained=as_trained
-                )
-            is_best = best.watch(evaluation)
-            scaled = scaled_for_export(objective, role, validation, session, done, last=last, best=is_best)
-            session.end_step(
-                metrics | evaluation,
-                [role],
-                last=last,
-                best=is_best,
-                seconds=lambda lap: {"seconds": seconds_of(lap).get("seconds_train", 0.0)},
-                around_export=scaled,
-                resumable=as_trained,
-            )
-        session.finish(stop.reason, keep_state=as_trained)
+            last = run.stop.watch(evaluation) or last
+        if last and objective.rescales:
+            rescale(objective, role, validation, session)
+            as_trained = False
+        if last:
+            evaluation |= final_evaluation(run, session, evaluated=due and as_trained, as_trained=as_trained)
+        is_best = run.best.watch(evaluation)
+        scaled = scaled_for_export(objective, role, validation, session, done, last=last, best=is_best)
+        session.end_step(
+            metrics | evaluation,
+            [role],
+            last=last,
+            best=is_best,
+            seconds=lambda lap: {"seconds": seconds_of(lap).get("seconds_train", 0.0)},
+            around_export=scaled,
+            resumable=as_trained,
+        )
+    session.finish(run.stop.reason, keep_state=as_trained)
 
 
-def close(
-    objective: Objective[Sample],
-    role: Role,
-    validation: Sequence[Sample],
-    test: Sequence[Sample],
-    session: Session,
-    *,
-    evaluated: bool,
-    as_trained: bool,
-) -> Metrics:
+def final_evaluation(run: SupervisedRun[Sample], session: Session, *, evaluated: bool, as_trained: bool) -> Metrics:
     """Measure held-out and test data after the last step. Collective.
 
-    evaluated: held-out samples have been
-    as_trained: nothing but updates has changed the weights, so that the run can be left
+    evaluated: whether the held-out samples have been evaluated already
+    as_trained: whether only updates have changed the weights, so that the run can still stop
     """
+    objective, role, validation = run.objective, run.role, run.validation
     metrics: Metrics = {}
     with session.stoppable("eval") if as_trained else session.phases("eval"):
         should_stop = session.asked_to_stop if as_trained else None
@@ -170,26 +204,19 @@ def close(
             closing, report = objective.closing_report(role, validation, should_stop)
             metrics |= closing
             session.write_report("calibration.json", report)
-        of_test = prefix_test(evaluate(objective, role, test, should_stop))
-        if test:
-            of_test |= prefix_test(objective.closing_report(role, test, should_stop)[0])
-    log_test_metrics(session, of_test)
-    return metrics | of_test
-
-
-def _digests_beside(objective: Objective[Sample], validation: Sequence[Sample]) -> dict[str, str]:
-    """Digests of what else takes part in what is computed."""
-    decides = objective.cfg.train.stop.patience is not None
-    digests = {"data.validation (decides when the run ends)": digest_of_samples(validation)} if decides else {}
-    return digests | objective.digests_beside(validation)
+        test_metrics = prefix_test(evaluate(objective, role, run.test, should_stop))
+        if run.test:
+            test_metrics |= prefix_test(objective.closing_report(role, run.test, should_stop)[0])
+    log_test_metrics(session, test_metrics)
+    return metrics | test_metrics
 
 
 def rescale(objective: Objective[Sample], role: Role, validation: Sequence[Sample], session: Session) -> None:
-    """Once a point of the last border is complete, from which the run goes on if it is killed or prolonged."""
+    """Rescale the role after a point of the last boundary is written, from which a killed or prolonged run goes on."""
     session.save_boundary()
     with session.stoppable("eval"):
         scale = objective.measure_scale(role, validation, session.asked_to_stop)
-    session.discard_boundary()  # from here to the end nothing asks whether to stop
+    session.discard_boundary()  # from here on the run does not stop before its end
     session.note(objective.rescale(role, scale))
 
 
@@ -204,8 +231,8 @@ def scaled_for_export(
     last: bool,
     best: bool = False,
 ) -> Iterator[None]:
-    """The weights as they are exported; behind it they are what training goes on with, bit for bit. After the last step
-    they have been rescaled already."""
+    """Rescale the weights for an export inside the block, and restore them bit for bit afterwards. After the last step
+    they are rescaled already."""
     if last or not (objective.rescales and (best or session.exports_at(step))):
         yield
         return
@@ -222,14 +249,12 @@ def scaled_for_export(
 
 
 def load_samples(objective: Objective[Sample]) -> tuple[Samples[Sample], Sequence[Sample], list[str]]:
-    """Training and held-out samples, on every rank, and what was skipped in words.
+    """Training and held-out samples, on every rank, and notes about skipped records.
 
-    Raises: ValueError when a sample does not fit the model's positions or a micro-batch.
+    Raises: ValueError if a sample exceeds the model's positions or a micro-batch.
     """
-    cfg, hf_directory = objective.cfg, objective.section.model.hf_directory()
-    max_positions = architecture_from_hf(hf_directory).longest_sequence
-    indexed = indexed_options(cfg) if isinstance(cfg, SFTConfig) else None
-    loader = SetLoader(cfg.data, objective.encoder(), objective.sample_type, run_dir=cfg.run.dir, indexed=indexed)
+    cfg = objective.cfg
+    loader, max_positions = _loader(objective)
     train, validation, notes = loader.train_and_validation(objective.command)
     objective.require_fitting(train, max_positions, describe_sources(cfg.data.train))
     if validation:
@@ -238,24 +263,28 @@ def load_samples(objective: Objective[Sample]) -> tuple[Samples[Sample], Sequenc
 
 
 def load_test(objective: Objective[Sample], train: Samples[Sample]) -> tuple[Sequence[Sample], list[str]]:
-    """Samples for figures, on every rank, and in words what was skipped and how many prompts are those of `train`.
+    """Samples of `data.test`, on every rank, and notes about skipped records and prompts that are in `train` too.
     Raises: ValueError as `load_samples`."""
-    cfg, hf_directory = objective.cfg, objective.section.model.hf_directory()
-    if cfg.data.test is None:
+    if objective.cfg.data.test is None:
         return [], []
-    indexed = indexed_options(cfg) if isinstance(cfg, SFTConfig) else None
-    loader = SetLoader(cfg.data, objective.encoder(), objective.sample_type, run_dir=cfg.run.dir, indexed=indexed)
+    loader, max_positions = _loader(objective)
     test, notes = loader.test(train)
-    objective.require_fitting(
-        test, architecture_from_hf(hf_directory).longest_sequence, describe_sources(cfg.data.test)
-    )
+    objective.require_fitting(test, max_positions, describe_sources(objective.cfg.data.test))
     return test, notes
 
 
+def _loader(objective: Objective[Sample]) -> tuple[SetLoader[Sample], int]:
+    """Loader of the objective's samples, and the positions of its model."""
+    cfg = objective.cfg
+    indexed = indexed_options(cfg) if isinstance(cfg, SFTConfig) else None
+    loader = SetLoader(cfg.data, objective.encoder(), objective.sample_type, run_dir=cfg.run.dir, indexed=indexed)
+    return loader, architecture_from_hf(objective.section.model.hf_directory()).longest_sequence
+
+
 def ends_of(objective: Objective[Sample], samples: Sequence[Sample]) -> set[int]:
-    """The tokens with which the first samples end."""
-    some = (samples[n] for n in range(min(len(samples), 100)))
-    return {tokens[-1] for sample in some for tokens in objective.sequences(sample)}
+    """Last tokens of the first samples."""
+    first = (samples[n] for n in range(min(len(samples), 100)))
+    return {tokens[-1] for sample in first for tokens in objective.sequences(sample)}
 
 
 def train_on(
@@ -266,7 +295,7 @@ def train_on(
     step_guard: StepGuard,
     phases: Phases,
 ) -> Metrics:
-    """One optimizer step on one mini-batch, the same list on every rank."""
+    """Make one optimizer step on a mini-batch, the same list on every rank."""
     assert role.trainer is not None
     learning_rate = role.trainer.learning_rate
     if objective.scores:
@@ -299,7 +328,7 @@ def train_on(
 def evaluate(
     objective: Objective[Sample], role: Role, samples: Sequence[Sample], should_stop: ShouldStop = None
 ) -> Metrics:
-    """Metrics of held-out samples; nothing without held-out data. Collective. Raises: see `validation_sums`."""
+    """Metrics of held-out samples; nothing without samples. Collective. Raises: see `validation_sums`."""
     if not samples:
         return {}
     samples = objective.scored(role, samples, should_stop)
@@ -309,9 +338,9 @@ def evaluate(
 def validation_sums(
     objective: Objective[Sample], role: Role, samples: Sequence[Sample], should_stop: ShouldStop = None
 ) -> dict[str, float]:
-    """The held-out loss, called `loss`, and its sums over the samples, on every rank. Collective.
+    """Loss on held-out samples, named `loss`, and its sums over the samples, on every rank. Collective.
 
-    Raises: Interrupted, on every rank, when `should_stop` says so on one between some micro-batches and the next ones.
+    Raises: Interrupted, on every rank, if `should_stop` returns True on any between two rounds of micro-batches.
     """
     loss = objective.validation_loss(role, samples)
 
@@ -330,15 +359,18 @@ def validation_sums(
 
 
 def rounds(batches: Sequence[MicroBatch], role: Role, should_stop: ShouldStop) -> Iterator[Sequence[MicroBatch]]:
-    """The micro-batches in parts, before each of which all ranks ask each other whether to stop; all at once where
-    nothing may stop them. Data-parallel ranks may have another number of parts."""
+    """Split the micro-batches into rounds. Before each, all ranks agree whether to stop. Without `should_stop`: one
+    round. Data-parallel ranks may have different numbers of rounds.
+
+    Raises: Interrupted, on every rank.
+    """
     if should_stop is None:
         yield batches
         return
     size = _BATCHES_AT_ONCE * role.mesh.layout.pp
-    most = torch.tensor(len(batches), device=role.mesh.runtime.device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    for start in range(0, int(most), size):
+    largest = torch.tensor(len(batches), device=role.mesh.runtime.device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    for start in range(0, int(largest), size):
         stop = torch.tensor(int(should_stop()), device=role.mesh.runtime.device)
         dist.all_reduce(stop, op=dist.ReduceOp.MAX)
         if int(stop):

@@ -1,4 +1,4 @@
-"""Reward model: a scalar head learns which of two responses people prefer.
+"""Reward model training: a scalar head learns which of two responses people prefer.
 
 A sample is a pair: two sequences of a micro-batch, the chosen one before the rejected one.
 
@@ -19,7 +19,7 @@ from megarlhf.algo.calibration import pair_report
 from megarlhf.algo.losses import centering, pairwise_aligned_span, pairwise_ranking
 from megarlhf.architectures.hf_config import SCORE_OF
 from megarlhf.config import RMConfig
-from megarlhf.data.sample_types import PAIR_SEQUENCES, PairSample
+from megarlhf.data.sample_types import PairSample
 from megarlhf.experience import redistribute
 from megarlhf.models.role import Role
 from megarlhf.parallel.batching import owners_of_outputs
@@ -31,7 +31,7 @@ from megarlhf.runtime import Runtime
 from megarlhf.trainers.experience.sequence_scores import sequence_scores
 from megarlhf.trainers.run.factories import RunFactories
 from megarlhf.trainers.supervised.loop import rounds, run_supervised, validation_sums
-from megarlhf.trainers.supervised.objective import Metrics, Objective, ShouldStop
+from megarlhf.trainers.supervised.objective import Metrics, PairObjective, ShouldStop
 
 
 def run(cfg: RMConfig, runtime: Runtime, parts: RunFactories = RunFactories()) -> None:  # noqa: B008 -- frozen
@@ -47,7 +47,7 @@ class PairwiseLoss:
     denominator: int
     center_coef: float = 0.0
     margin: bool = False
-    """Read the column `margin`."""
+    """Whether the loss reads the column `margin`."""
     names: tuple[str, ...] = ("correct", "chosen_score", "rejected_score", "squared_score")
 
     def __call__(self, scores_BS1: Tensor, batch: MicroBatch) -> LossOutput:
@@ -71,7 +71,7 @@ class PairwiseLoss:
             return LossOutput(loss, torch.stack([correct, chosen_P.sum(), rejected_P.sum(), squares]))
 
     def _aligned_span(self, scores_X: Tensor, tokens_X: Tensor, layout: MicroBatchLayout) -> Tensor:
-        """Each sequence as a row of its own again, [P, L] for either side; what stands behind its end is not read."""
+        """Loss on the scores of each sequence as a row, [P, L] for either side; the padding is not read."""
         lengths_K = torch.tensor(layout.lengths, dtype=torch.int64)
         steps_L = torch.arange(max(layout.lengths, default=1))
         firsts_K = lengths_K.cumsum(0) - lengths_K
@@ -82,25 +82,16 @@ class PairwiseLoss:
         return pairwise_aligned_span(*rows, denominator=self.denominator)
 
 
-class RewardModelling(Objective[PairSample]):
+class RewardModelling(PairObjective):
     """The reward model learns to rank pairs."""
 
     command, role_name, head = "rm", "reward_model", "scalar"
-    sample_type, sequence_fields = PairSample, PAIR_SEQUENCES
-    sample_words = "prompt and response, chosen and rejected together: a pair stays in one micro-batch"
 
     def __init__(self, cfg: RMConfig) -> None:
         super().__init__(cfg, cfg.reward_model)
         self.rm = cfg
 
-    def sequences(self, sample: PairSample) -> list[list[int]]:
-        """Both with the prompt, the chosen one first."""
-        return [sample.prompt_tokens + response for response in (sample.chosen_tokens, sample.rejected_tokens)]
-
-    def shared_length(self, sample: PairSample) -> int:
-        return len(sample.prompt_tokens)
-
-    def digests_beside(self, validation: Sequence[PairSample]) -> dict[str, str]:
+    def other_digests(self, validation: Sequence[PairSample]) -> dict[str, str]:
         return (
             {"data.validation (measured by unit_variance)": digest_of_samples(validation)}
             if self.rm.unit_variance
@@ -108,7 +99,7 @@ class RewardModelling(Objective[PairSample]):
         )
 
     @property
-    def stated(self) -> Mapping[str, Any]:
+    def config_overrides(self) -> Mapping[str, Any]:
         return {SCORE_OF: "response_mean" if self.rm.loss == "response_mean" else None}
 
     def training_loss(self, role: Role, samples: Sequence[PairSample]) -> PairwiseLoss:
@@ -119,7 +110,7 @@ class RewardModelling(Objective[PairSample]):
     def columns(
         self, samples: Sequence[PairSample], layout: MicroBatchLayout, device: torch.device
     ) -> dict[str, Tensor]:
-        """Numbers of a sequence stand at its last token."""
+        """Columns with one number per sequence, at its last token."""
         numbers: dict[str, Tensor] = {}
         if self.rm.margin:
             numbers["margin"] = torch.tensor([sample.margin for sample in samples]).repeat_interleave(2)
@@ -130,18 +121,18 @@ class RewardModelling(Objective[PairSample]):
             return {}
         lengths_K = torch.tensor([length for sample in samples for length in self.sequence_lengths(sample)])
         spans = TokenSpans.last(lengths_K)
-        return {name: repeat_on_micro_batch(layout, each_K, spans, device) for name, each_K in numbers.items()}
+        return {name: repeat_on_micro_batch(layout, numbers_K, spans, device) for name, numbers_K in numbers.items()}
 
     def validation_loss(self, role: Role, samples: Sequence[PairSample]) -> PairwiseLoss:
-        """The ranking loss alone, without the term that centres scores."""
+        """The ranking loss without the term that centres scores."""
         return PairwiseLoss(kind=self.rm.loss, denominator=len(samples), margin=self.rm.margin)
 
     def training_metrics(self, sums: Mapping[str, float], samples: Sequence[PairSample]) -> Metrics:
-        """The share of pairs ranked rightly."""
+        """Share of pairs that are ranked correctly."""
         return {"pair_accuracy": sums["correct"] / len(samples)}
 
     def validation_metrics(self, sums: Mapping[str, float], samples: Sequence[PairSample]) -> Metrics:
-        """Held-out loss, share of pairs ranked rightly, and mean scores."""
+        """Held-out loss, share of pairs that are ranked correctly, and mean scores."""
         return {
             "eval_loss": sums["loss"],
             "eval_pair_accuracy": sums["correct"] / len(samples),
@@ -152,7 +143,7 @@ class RewardModelling(Objective[PairSample]):
     def closing_report(
         self, role: Role, validation: Sequence[PairSample], should_stop: ShouldStop
     ) -> tuple[Metrics, dict[str, Any]]:
-        """How far the scores can be trusted: calibration, accuracy by length, and the like."""
+        """Calibration error as a metric, and a report on calibration, accuracy by length and more."""
         lengths_P2 = torch.tensor([[len(pair.chosen_tokens), len(pair.rejected_tokens)] for pair in validation])
         report = pair_report(pair_scores(self, role, validation, should_stop), lengths_P2)
         return {"eval_calibration_error": report["calibration_error"]}, report
@@ -162,25 +153,25 @@ class RewardModelling(Objective[PairSample]):
         return self.rm.unit_variance
 
     def measure_scale(self, role: Role, validation: Sequence[PairSample], should_stop: ShouldStop) -> float:
-        """The standard deviation of the held-out scores."""
+        """Standard deviation of the held-out scores."""
         return score_deviation(self, role, validation, should_stop)
 
     def rescaled(self, name: str) -> bool:
         return split_name(name)[1] == HEAD
 
     def rescale(self, role: Role, scale: float) -> str:
-        """Divides the head."""
+        """Divide the head."""
         divide_head(role, scale)
         return f"divided the head by {scale:.4g}, the standard deviation of the held-out scores"
 
 
 HEAD = "output_layer.weight"
 _RESPONSE_LENGTH = "response_length"
-"""The column with each sequence's number of response tokens, at its last one, where scores are means over them."""
+"""Column: number of response tokens, at a sequence's last token. Only where scores are means over the response."""
 
 
 def scores_of_pairs(scores_BS1: Tensor, batch: MicroBatch) -> Tensor:
-    """[K], chosen and rejected in turn."""
+    """Scores of the sequences of a micro-batch, chosen and rejected in turn, [K]."""
     assert batch.layout is not None
     column_BS = batch.columns.get(_RESPONSE_LENGTH)
     lengths_K = None if column_BS is None else column_BS.flatten()[batch.layout.ends_K.to(column_BS.device)]
@@ -190,9 +181,8 @@ def scores_of_pairs(scores_BS1: Tensor, batch: MicroBatch) -> Tensor:
 def pair_scores(
     objective: RewardModelling, role: Role, pairs: Sequence[PairSample], should_stop: ShouldStop = None
 ) -> Tensor:
-    """[P, 2] on the CPU, on every rank: the scores of chosen and rejected response of each pair, in their order.
-    Collective. Raises: see `validation_sums`."""
-
+    """Scores of the chosen and the rejected response of each pair, [P, 2] on the CPU, on every rank. Collective.
+    Raises: see `validation_sums`."""
     mine: dict[int, Tensor] = {}
     by_rank = objective.layouts_by_rank(role, pairs)
     for batches in rounds(objective.micro_batches(role, pairs, by_rank), role, should_stop):
@@ -209,24 +199,21 @@ def pair_scores(
 def score_deviation(
     objective: RewardModelling, role: Role, pairs: Sequence[PairSample], should_stop: ShouldStop = None
 ) -> float:
-    """The standard deviation of the scores of all responses of `pairs`. Collective.
-
-    Raises: ValueError when it is zero.
-    """
+    """Standard deviation of the scores of all responses of `pairs`. Collective. Raises: ValueError if it is zero."""
     sums, count = validation_sums(objective, role, pairs, should_stop), 2 * len(pairs)
     mean = (sums["chosen_score"] + sums["rejected_score"]) / count
     deviation = math.sqrt(max(0.0, sums["squared_score"] / count - mean**2))  # below 0 by rounding only
     if not deviation > 0:
         raise ValueError(
-            f"all {count} held-out scores are {mean:.4g}: nothing to scale; the reward model has learnt nothing; "
-            "train longer or set unit_variance to false"
+            f"all {count} held-out scores are {mean:.4g}: there is nothing to scale, the reward model has learnt "
+            "nothing; train longer or set unit_variance to false"
         )
     return deviation
 
 
 def divide_head(role: Role, deviation: float) -> None:
-    """Give the scores a standard deviation of 1. The ranking stays; rewards and a critic that starts from this model
-    get a known scale. The optimizer must not be used afterwards."""
+    """Divide the head, so that scores have a standard deviation of 1. The ranking stays. Rewards, and a critic that
+    starts from this model, get a known scale. The optimizer must not be used afterwards."""
     with torch.no_grad():
         for name, weight in role.shard.parameters().items():
             if split_name(name)[1] == HEAD:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the likelihood of responses, given their prompts.
+"""Supervised fine-tuning: maximises the likelihood of responses, given their prompts.
 
 Legend: B rows of a micro-batch, S positions, H hidden.
 """
@@ -33,7 +33,7 @@ def run(cfg: SFTConfig, runtime: Runtime, parts: RunFactories = RunFactories()) 
 
 @dataclass(frozen=True)
 class NextTokenLoss:
-    """Negative log-likelihood; denominator: learnt tokens of the mini-batch (of responses)."""
+    """Negative log-likelihood; denominator: learnt tokens of the mini-batch."""
 
     denominator: int
     vocabulary: Vocabulary
@@ -70,7 +70,7 @@ class SupervisedFineTuning(Objective[SFTSample]):
     def columns(
         self, samples: Sequence[SFTSample], layout: MicroBatchLayout, device: torch.device
     ) -> dict[str, Tensor]:
-        # Nothing predicts the first token.
+        # The first token is not predicted.
         rows = [torch.tensor(sample.learnt()[1:]) for sample in samples]
         learnt = Ragged.from_rows(rows, torch.bool)
         spans = TokenSpans.responses(torch.ones_like(learnt.lengths_N), learnt.lengths_N)
