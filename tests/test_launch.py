@@ -87,7 +87,7 @@ if what in ("sleep", "tree"):
     time.sleep(60)
 if what in ("saves", "saves-badly", "hangs"):
     from megarlhf.resume.signals import StopRequest, StopRun, ignore_stop_signals
-    with StopRequest(speaks=rank == 0) as stop:
+    with StopRequest(announces=rank == 0) as stop:
         open(os.path.join(folder, str(os.getpid())), "w").close()
         while what == "hangs" or not stop.requested():
             time.sleep(0.01)
@@ -211,7 +211,7 @@ from megarlhf.runtime import detect_rank
 
 def run(cfg, runtime):
     assert "TORCHELASTIC_USE_AGENT_STORE" not in os.environ  # as what a rank starts would look for a store of theirs
-    with StopRequest(device=runtime.device, speaks=runtime.is_main) as stop:
+    with StopRequest(device=runtime.device, announces=runtime.is_main) as stop:
         open(os.path.join(sys.argv[1], f"{runtime.rank} {os.getpid()}"), "w").close()
         while (number := stop.agreed()) is None:
             time.sleep(0.01)

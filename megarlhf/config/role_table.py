@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from megarlhf.config.roles import RoleConfig
 from megarlhf.config.shared_base import reference_section
-
-if TYPE_CHECKING:
-    from megarlhf.config.commands import RLConfig
 
 
 @dataclass(frozen=True)
@@ -28,15 +25,16 @@ class RoleSpec:
     head: Literal["lm", "scalar"]
     trained_by: tuple[str, ...] = ()
     """Commands that train it. They save its state in resume points and export its weights."""
-    rl_section: Callable[[RLConfig], RoleConfig | None] = lambda cfg: None
-    """Section that `rl` builds it from; None if the run does not need it."""
+    rl_section: Callable[[Any], RoleConfig | None] = lambda cfg: None
+    """Section of an `RLConfig` that `rl` builds it from; None if the run does not need it."""
     column: str | None = None
     """Column of `Experience` that its forward fills: one value per sampled token."""
     may_retokenize: bool = False
     """Whether it may have its own tokenizer and read texts (`retokenize`) instead of the actor's token ids."""
 
 
-def _reference(cfg: RLConfig) -> RoleConfig | None:
+def _reference(cfg: Any) -> RoleConfig | None:
+    """Section of the reference, or the actor's if there is none."""
     if not cfg.needs_reference:
         return None
     moves = cfg.reference_update is not None
@@ -63,7 +61,7 @@ ROLES: Mapping[str, RoleSpec] = {
 """In the order in which `rl` builds them."""
 
 
-def roles_of_rl(cfg: RLConfig) -> dict[str, RoleConfig]:
+def roles_of_rl(cfg: Any) -> dict[str, RoleConfig]:
     """Sections of the roles that a run of `rl` builds."""
     sections = {name: spec.rl_section(cfg) for name, spec in ROLES.items()}
     return {name: section for name, section in sections.items() if section is not None}

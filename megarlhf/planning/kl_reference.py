@@ -11,7 +11,7 @@ from megarlhf.observe.records.run_directory import CONFIG_FILE, written_by
 from megarlhf.provenance import Weights, read_provenance
 
 
-def check_anchor(cfg: RLConfig) -> list[str]:
+def check_reference(cfg: RLConfig) -> list[str]:
     """Refuse an actor that is a checkpoint of an earlier rl run as the reference of its own KL.
 
     Without a `reference` section the reference is the actor's model. If that is a checkpoint of an rl run, or a copy of
@@ -38,7 +38,7 @@ def check_anchor(cfg: RLConfig) -> list[str]:
     )
 
 
-def anchor_notes(cfg: RLConfig, reference: Weights | None) -> list[str]:
+def reference_notes(cfg: RLConfig, reference: Weights | None) -> list[str]:
     """A warning if the actor comes from an earlier rl run, whose KL was measured to another model."""
     stated = None if cfg.actor.model.random_init else read_provenance(cfg.actor.model.path)
     if reference is None or stated is None or stated.command != "rl" or stated.reference is None:  # dpo measures no KL

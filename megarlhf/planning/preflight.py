@@ -37,7 +37,7 @@ from megarlhf.planning.data.formatting import check_writing
 from megarlhf.planning.data.rewards import check_rules, try_rewards
 from megarlhf.planning.data.unread_fields import check_unread_fields
 from megarlhf.planning.data.whole_sets import look_at_all_records
-from megarlhf.planning.kl_reference import check_anchor
+from megarlhf.planning.kl_reference import check_reference
 from megarlhf.planning.layout import check_role
 from megarlhf.planning.machine.capabilities import (
     AnyConfig,
@@ -123,7 +123,7 @@ def preflight(
     notes += end_notes(*next(iter(roles.items())), cfg.data, generates=draws(cfg), texts=texts) + data_notes
     notes += check_writing(cfg)
     if isinstance(cfg, RLConfig):
-        notes += check_anchor(cfg) + rarely_meant(cfg)
+        notes += check_reference(cfg) + rarely_meant(cfg)
     if draws(cfg):
         notes += _check_rewards(cfg, weights=weights)
     if isinstance(cfg, RLConfig) and "reward_model" in roles and "reward_model" not in retokenized:

@@ -80,17 +80,17 @@ class Repeats:
 class StopRequest:
     """Takes the signals of `STOP_SIGNALS` while the `with` block runs, in the main thread of a rank.
 
-        with StopRequest(device=runtime.device, speaks=runtime.is_main) as stop:
+        with StopRequest(device=runtime.device, announces=runtime.is_main) as stop:
             ...
             if (number := stop.agreed()) is not None:
 
-    The first signal is noted and said on the rank that `speaks`. A second SIGINT or SIGTERM stops at once: SIGINT as
+    The first signal is noted and said on the rank that `announces`. A second SIGINT or SIGTERM stops at once: SIGINT as
     Python does (KeyboardInterrupt, status 130), SIGTERM with status 143. A forked child does not take part: there the
     signals do what they do by default.
     """
 
-    def __init__(self, *, device: torch.device | None = None, speaks: bool = True) -> None:
-        self._device, self._speaks = device, speaks
+    def __init__(self, *, device: torch.device | None = None, announces: bool = True) -> None:
+        self._device, self._announces = device, announces
         self._noted: Signals | None = None
         self._repeats = Repeats()
         self._handlers: dict[Signals, Any] = {}
@@ -158,7 +158,7 @@ class StopRequest:
         if own is not None and STOP_SIGNALS.index(own) >= STOP_SIGNALS.index(number):
             return  # the same, or nothing new
         self._noted = number
-        if self._speaks:
+        if self._announces:
             _say(f"{number.name}: saving at the next moment between two updates, then this run ends. Again: at once")
 
     def _end_at_once(self, number: Signals) -> None:
@@ -168,7 +168,7 @@ class StopRequest:
             signal.pthread_kill(threading.main_thread().ident or 0, Signals.SIGINT)
             if self._left.wait(END_SECONDS):
                 return  # by itself
-        elif self._speaks:
+        elif self._announces:
             _say(f"{number.name} again: stopped at once")
         os._exit(128 + number)
 

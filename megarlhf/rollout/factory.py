@@ -33,8 +33,8 @@ def actor_order(rollout: RolloutConfig, actor: RoleConfig, runtime: Runtime) -> 
 def mesh_orders(
     rollout: RolloutConfig, sections: Mapping[str, RoleConfig], runtime: Runtime
 ) -> dict[str, tuple[int, ...] | None]:
-    """By role, which rank stands where: as in the actor's mesh where the layout is the actor's, so that these roles
-    share process groups (each costs a communicator); by number in the others."""
+    """Order of ranks in each role's mesh. Roles with the actor's layout get the actor's order and share its process
+    groups (each costs a communicator); the others are ordered by rank number."""
     layouts = {name: section.parallel.layout(runtime.world_size, name) for name, section in sections.items()}
     order = actor_order(rollout, sections["actor"], runtime)
     return {name: order if layout == layouts["actor"] else None for name, layout in layouts.items()}

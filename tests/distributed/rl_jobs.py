@@ -84,7 +84,7 @@ def rl_step(
     with (
         contextlib.suppress(InterruptedError),
         mock.patch.object(step, "_run", noting(step._run, roles, there)),
-        mock.patch.object(run.mismatch, "watch", watch),
+        mock.patch.object(run.gap_guard, "watch", watch),
     ):
         metrics = train_on(run, state, 0)
     metrics = {**state.metrics, **describe(state.experience, cfg), **metrics}

@@ -26,7 +26,7 @@ what = sys.argv[1]
 signals.REPEAT_SECONDS = 0.3 if what in ("waits", "stuck") else 30.0
 signals.END_SECONDS = 0.5
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
-with signals.StopRequest(speaks=what != "silent") as stop:
+with signals.StopRequest(announces=what != "silent") as stop:
     print("ready", flush=True)
     if what == "stuck":
         mutex = ctypes.create_string_buffer(64)
@@ -133,7 +133,7 @@ def test_sigterm_after_sigusr1_is_the_first() -> None:
 def test_signals_in_this_process_and_handlers_afterwards(capfd) -> None:
     """The more urgent counts; a forked child's own signals do not, and end it as ever."""
     before = {number: signal.getsignal(number) for number in signals.STOP_SIGNALS}
-    with StopRequest(speaks=False) as stop:
+    with StopRequest(announces=False) as stop:
         assert stop.requested() is None
         assert stop.agreed() is None
         if not (child := os.fork()):
@@ -155,7 +155,7 @@ def test_signals_in_this_process_and_handlers_afterwards(capfd) -> None:
 
 def _agree(runtime: Runtime) -> list[str | None]:
     """What each rank is told when none, and when the second has received a signal."""
-    with StopRequest(device=runtime.device, speaks=False) as stop:
+    with StopRequest(device=runtime.device, announces=False) as stop:
         answers = [stop.agreed()]
         if runtime.rank == 1:
             os.kill(os.getpid(), SIGTERM)

@@ -80,7 +80,7 @@ def test_a_rank_answers_for_its_own_rows_only():
 def test_logprobs_of_other_tokens_are_refused():
     wrong = output([5, 2], "stop")
     wrong.outputs[0].logprobs.token_ids[2] = 3
-    with pytest.raises(EngineFailure, match="of other tokens than those that it returns"):
+    with pytest.raises(EngineFailure, match="log-probs belong to other tokens"):
         response_of(wrong, SAMPLING)
 
 

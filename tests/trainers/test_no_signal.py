@@ -8,7 +8,7 @@ import math
 import torch
 
 from megarlhf.data.samples.encoders import PromptSample
-from megarlhf.trainers.experience.no_signal import SignalWatch, alarm
+from megarlhf.trainers.experience.no_signal import SignalWatch, signal_warning
 from tests.refuses import missing_names
 from tests.tables import Letters
 from tests.trainers.test_metrics import experience
@@ -62,8 +62,8 @@ def test_the_warning_has_causes_and_a_sample():
     table = experience().with_per_sample({"records": torch.tensor([3, 3, 4]), "reward/rule": values(0, 0, 0)})
     prompts = {3: PromptSample([1], "x" * 300 + "1+1=", {"answer": "2"}, 3)}
     given = {**metrics(1.0, mean=0.0), "finished_fraction": 0.0}
-    text = alarm(1, table, given, SignalWatch(), prompts.__getitem__, Letters(), grouped=True)
+    text = signal_warning(1, table, given, SignalWatch(), prompts.__getitem__, Letters(), grouped=True)
     sample = ("response 'db'", "fields {'answer': '2'}", "rewards: rule 0")
     assert "x1+1='" in text, "the end of the prompt"
     assert missing_names(text, "WARNING step 1", "reward_mean 0", "'rule' is 0", "Likely causes", *sample) == []
-    assert alarm(2, table, metrics(0), SignalWatch(), prompts.__getitem__, Letters(), grouped=True) == ""
+    assert signal_warning(2, table, metrics(0), SignalWatch(), prompts.__getitem__, Letters(), grouped=True) == ""

@@ -77,8 +77,8 @@ def sharded_state(role: Role, *, optimizer: bool = True, by_layer: bool | None =
     trainer = role.trainer if optimizer else None
     if trainer is not None:
         trainer.make_optimizer_state()
-    lies = role.parts.to_read()
-    parts = {} if trainer is None else _optimizer_parts(trainer, lies)
+    readable = role.parts.to_read()
+    parts = {} if trainer is None else _optimizer_parts(trainer, readable)
     shard, at, experts = role.shard, role.mesh.coordinates, role.mesh.experts
     whole = _whole_shapes(shard)
     state: ShardedState = {}
@@ -104,7 +104,7 @@ def sharded_state(role: Role, *, optimizer: bool = True, by_layer: bool | None =
     for name, parameter in shard.module.named_parameters():
         if not _is_saved(shard, name):
             continue
-        values, tied = lies(parameter.detach()), int(is_tied_copy(shard, name))
+        values, tied = readable(parameter.detach()), int(is_tied_copy(shard, name))
         duplicate = at.tp if tuple(parameter.shape) == whole[name] else 0
         of_expert = EXPERTS in name
         copy = experts.dp if of_expert else at.cp + at.dp * role.mesh.layout.cp
@@ -240,7 +240,7 @@ def _optimizer_boxes(piece: LocalShard, part: _OptimizerPart, shape: Shape) -> I
         at += box.numel
 
 
-def _optimizer_parts(trainer: Trainer, lies: Callable[[Tensor], Tensor]) -> dict[nn.Parameter, _OptimizerPart]:
+def _optimizer_parts(trainer: Trainer, readable: Callable[[Tensor], Tensor]) -> dict[nn.Parameter, _OptimizerPart]:
     """Optimizer state of this rank, by parameter. `lies` gives a tensor's present memory, on device or host."""
     parts: dict[nn.Parameter, _OptimizerPart] = {}
     for inner in optimizers_in(trainer.optimizer):
@@ -262,7 +262,7 @@ def _optimizer_parts(trainer: Trainer, lies: Callable[[Tensor], Tensor]) -> dict
             tensors.pop("step", None)
             if parameter.dtype != torch.float32:  # otherwise the parameter is its own main parameter
                 tensors["fp32_param"] = main
-            here = {name: lies(tensor.detach()) for name, tensor in tensors.items()}
+            here = {name: readable(tensor.detach()) for name, tensor in tensors.items()}
             parts[parameter] = _OptimizerPart(start, stop, here, isinstance(inner, DistributedOptimizer))
     return parts
 

@@ -1,8 +1,8 @@
-"""vLLM with the actor's adapter as an adapter of its own: `rollout.lora: adapter`.
+"""vLLM engine that applies the actor's adapter itself: `rollout.lora: adapter`.
 
-vLLM keeps A and B of the one adapter in buffers beside its layers, scale x B in the place of B. They are storages like
-its parameters: a copy plan fills them in place, and the certificate covers them. The base travels once. vLLM's way of
-reading an adapter from files is used once, to show that it puts A and B where the table says.
+vLLM keeps A and scale x B of the adapter in buffers beside its layers. They are storages like its parameters: a copy
+plan fills them in place, and the certificate covers them. The base is sent once. vLLM's own way of loading an adapter
+is used once, to prove that the table has A and B in the right places.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megarlhf.weights.transport.reshard import Resharder
 
 
 class VllmAdapterEngine(VllmEngine):
-    """An engine whose requests are all for the actor's adapter."""
+    """An engine whose requests all use the actor's adapter."""
 
     _uses_adapter = True
 
@@ -49,7 +49,7 @@ class VllmAdapterEngine(VllmEngine):
         *,
         adapted: Architecture,
     ) -> None:
-        """`adapted`: the actor's architecture."""
+        """adapted: the actor's architecture, with its adapter"""
         assert adapted.adapter is not None
         self._adapted = adapted
         self._slot_rank = next(rank for rank in RANKS if rank >= adapted.adapter.rank)
@@ -62,18 +62,18 @@ class VllmAdapterEngine(VllmEngine):
         return {"enable_lora": True, "max_loras": 1, "max_lora_rank": self._slot_rank}
 
     def _activate(self) -> None:
-        """Have vLLM take its slot for an adapter of zeros, which updates then fill."""
+        """Activate an adapter of zeros in vLLM's slot. Updates fill it."""
         manager = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.lora_manager
         manager.add_dummy_lora(adapter_request(), self._slot_rank)
         manager._adapter_manager.activate_adapter(1)
 
     def _live(self, *, every_name: bool = False) -> dict[str, Tensor]:
-        def found(model: torch.nn.Module) -> dict[str, Tensor]:
+        def tensors(model: torch.nn.Module) -> dict[str, Tensor]:
             slots = _slots_in(model)
             with _unwrapped(model):
                 return {**dict(model.named_parameters(remove_duplicate=not every_name)), **slots}
 
-        live: dict[str, Tensor] = self._llm.apply_model(found)[0]
+        live: dict[str, Tensor] = self._llm.apply_model(tensors)[0]
         return live
 
     def _loaded(self) -> Mapping[str, Tensor]:
@@ -86,7 +86,7 @@ class VllmAdapterEngine(VllmEngine):
                 self._adapted, self._slot_rank, tp=self._tp, tp_rank=base.rank % self._tp, rank=base.rank
             )
             slots = {name: tuple(tensor.shape) for name, tensor in self._parameters.items() if _is_slot(name)}
-            # Slots of layers that cannot have an adapter here: nothing is placed there, so that they have to be zero.
+            # Slots of layers without an adapter have no placement, so they have to be zero.
             others = {name: shape for name, shape in slots.items() if name not in adapter.storages}
             parts.append(merge_ranks([base, adapter, RankPlacements(base.rank, others, (), {})]))
         return parts
@@ -126,12 +126,12 @@ class VllmAdapterEngine(VllmEngine):
         self._llm.apply_model(load)
 
     def _load_adapter(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """By vLLM's own way of filling a slot."""
-        given = dict(tensors)
+        """Fill the slots by vLLM's own function."""
+        by_name = dict(tensors)
 
         def load(model: torch.nn.Module) -> None:
             for module, names in adapter_slots(self._adapted).items():
-                a, b = ([None if pair is None else given[pair[n]] for pair in names] for n in (0, 1))
+                a, b = ([None if pair is None else by_name[pair[n]] for pair in names] for n in (0, 1))
                 layer: Any = model.get_submodule(module)
                 several = len(names) > 1
                 layer.set_lora(0, a if several else a[0], b if several else b[0])
@@ -139,7 +139,7 @@ class VllmAdapterEngine(VllmEngine):
         self._llm.apply_model(load)
 
     def _transfer(self, resharder: Resharder, actor: ModelShard) -> None:
-        """All of it the first time, and where the base is lost; then the adapter."""
+        """Send base and adapter the first time, and when the base is lost; otherwise the adapter alone."""
         if self._rollout.poison_weights or self._sleeper.weights_lost or not self._has_base:
             super()._transfer(resharder, actor)
             self._has_base = True
@@ -164,18 +164,18 @@ def _is_slot(name: str) -> bool:
 
 
 def _slots_in(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The buffers of vLLM's first slot, by layer, letter and number of the layer's part."""
-    found = {}
+    """Buffers of vLLM's first slot, by layer, letter and number of the layer's part."""
+    slots = {}
     for name, layer in model.named_modules():
         for letter, end in zip("ab", SLOTS, strict=True):
             for number, stacked in enumerate(getattr(layer, f"lora_{letter}_stacked", ())):
-                found[f"{name}{end}.{number}"] = stacked.view(stacked.shape[-2:])
-    return found
+                slots[f"{name}{end}.{number}"] = stacked.view(stacked.shape[-2:])
+    return slots
 
 
 @contextlib.contextmanager
 def _unwrapped(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, vLLM's model has its layers as they were before adapters were put around them, and their names."""
+    """Give vLLM's model its original layers and names inside the block, without the wrappers of adapters."""
     wrapped = []
     for name, layer in list(model.named_modules()):
         base = getattr(layer, "base_layer", None)

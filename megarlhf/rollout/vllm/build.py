@@ -57,15 +57,15 @@ def build_llm(
     if has_experts and not on_cpu:
         # Other kernels of experts swap, permute or shuffle the weights after loading, at unchanged shape.
         ours["moe_backend"] = "triton"
-    # Small batches on a CPU gain nothing from compilation, and it costs 10 s at the first sample.
+    # Compilation takes 10 s at the first sample and gains nothing with small batches on a CPU.
     defaults: dict[str, Any] = {"enforce_eager": on_cpu, "disable_log_stats": True}
     if on_cpu:
-        # Whole blocks of a prompt are computed once for all its samples, and vLLM's blocks on a CPU are of 128 tokens:
-        # longer than many a prompt. These are the smallest that its attention there has.
+        # Whole blocks of a prompt are computed once for all its samples. The default block on a CPU has 128 tokens,
+        # which is longer than many prompts; 32 is the smallest that its attention supports.
         defaults["block_size"] = 32
     if not on_cpu and torch.cuda.device_count() < min(tp, runtime.local_world_size):
-        # vLLM's own all-reduce asks by number whether two devices reach each other, and a task that sees one of them
-        # only has no second number; NCCL's takes its place.
+        # vLLM's own all-reduce asks by device number whether two devices reach each other. A task that sees one device
+        # has no second number, so NCCL's all-reduce is used.
         defaults["disable_custom_all_reduce"] = True
     try:
         with cpu_patches(runtime.device), without_torch_determinism():
@@ -88,7 +88,7 @@ def enqueue(
     *,
     adapter: bool = False,
 ) -> list[str]:
-    """Hand these rows to vLLM's `LLM`; the names of the requests. `adapter`: for the model with vLLM's adapter."""
+    """Hand these rows to vLLM's `LLM`, and return the names of the requests. adapter: use vLLM's adapter"""
     from vllm import SamplingParams
 
     requests: list[Any] = [{"prompt_token_ids": prompts[n].tolist()} for n in rows]
@@ -104,13 +104,13 @@ def enqueue(
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
-            ignore_eos=True,  # those that vLLM itself reads from the model's directory: these are all
+            ignore_eos=True,  # stop_token_ids are all end tokens; vLLM would read others from the model's directory
         )
         for n in rows
     ]
     lora_request = adapter_request() if adapter else None
     names = list(llm.enqueue(requests, parameters, use_tqdm=False, lora_request=lora_request))
-    if sampling.stop is not None:  # `enqueue` asks for final outputs only; texts are looked for after each token
+    if sampling.stop is not None:  # stop texts are searched after each token; `enqueue` asks for final outputs only
         from vllm.sampling_params import RequestOutputKind
 
         states = llm.llm_engine.output_processor.request_states
@@ -120,14 +120,14 @@ def enqueue(
 
 
 def adapter_request() -> Any:
-    """For the one adapter of an engine. It is in vLLM's slot already: nothing is read from its path."""
+    """Request for the only adapter of an engine. It is in vLLM's slot already, so its path is not read."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name="actor", lora_int_id=1, lora_path="actor")
 
 
 def set_environment(rollout: RolloutConfig, runtime: Runtime) -> None:
-    """vLLM reads these when it is imported; what the user has set stays."""
+    """Set variables that vLLM reads when it is imported. A variable that the user has set stays."""
     defaults = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -137,22 +137,22 @@ def set_environment(rollout: RolloutConfig, runtime: Runtime) -> None:
         defaults |= {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": str(rollout.vllm.cpu_cache_gib),
-            # Where it splits a sequence depends on the others in the batch, and so would the bits.
+            # The split of a sequence would depend on the other sequences in the batch, and so would the bits.
             "VLLM_CPU_ATTN_SPLIT_KV": "0",
         }
     else:
-        # FlashInfer's is compiled at the first start, and is left out where requests have seeds of their own, or where
-        # log-probs of what was sampled from are asked for: never used here.
+        # FlashInfer's sampler is compiled at the first start. It supports neither a seed for each request nor log-probs
+        # of the sampled distribution, so it is never used here.
         defaults["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
 
 def changed_in_memory(parameters: Mapping[str, Tensor]) -> list[str]:
-    """Parameters that no longer hold the dummy values with which vLLM filled them, a function of their shape.
+    """Parameters that no longer hold vLLM's dummy values, which are a function of their shape.
 
-    To be asked before anything is written. A parameter that was emptied has the values of its shape; its shape is
-    compared with the table's.
+    Call it before anything is written. An emptied parameter has the values of its empty shape; the shape is compared
+    with the table.
     """
     from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 

@@ -1,8 +1,7 @@
 """vLLM in the trainer's processes: engines of `tp` contiguous ranks, weights written in place by a copy plan.
 
-Before the first write two things are shown on the very engine that will be written to: that vLLM has left its
-parameters as its loader fills them, and that its loader fills them as the table says. vLLM's patches for the CPU
-stand in `vllm/patches.py`.
+Before the first write two things are proven on the engine itself: vLLM has not changed its parameters after loading,
+and its loader fills them as the table says. Patches for the CPU are in `vllm/patches.py`.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ class VllmEngine:
     """A vLLM `LLM` per `tp` contiguous ranks, all fed by one trainer."""
 
     rebuilds = 0
-    """It does not build itself anew; `RestartingEngine` does."""
+    """Always 0: `RestartingEngine` rebuilds engines."""
     _uses_adapter = False
-    """Whether requests are for vLLM's own adapter."""
+    """Whether requests use vLLM's own adapter."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class VllmEngine:
         actor: RoleParts,
         runtime: Runtime,
     ) -> None:
-        """`actor`: of the role whose weights it will be given."""
+        """actor: parts of the role whose weights the engine will get"""
         self._runtime = runtime
         self._source, self._device_memory = actor.parameters, actor.device_memory
         self._tp = tp
@@ -74,7 +73,7 @@ class VllmEngine:
         self._seen = SeenLengths()
         self._counter = SharedCounter(rendezvous_store, agreed_key())
         self._refusal = "it has not been given any"
-        """Why there are no weights to generate with; empty when there are."""
+        """Reason why the weights cannot be used; empty if they can."""
         self._sources: list[RankPlacements] = []
         self._plan: CopyPlan | None = None
         self._resharder: Resharder | None = None
@@ -84,7 +83,7 @@ class VllmEngine:
         memory = EngineMemory(self._llm, self._parameters, self._cache_tensors)
         self._sleeper = make_sleeper(memory, self._device_memory, self._sleep_level, self._require_room)
         self._actor: ModelShard | None = None
-        """Actor whose weights it has, or had before it slept."""
+        """Actor whose weights the engine has, or had before it slept."""
         self._destinations = self._make_destinations()
         try:
             self._check_memory()
@@ -93,7 +92,7 @@ class VllmEngine:
             raise
 
     def _start(self, model_path: Path, max_model_len: int) -> Any:
-        """vLLM's `LLM`."""
+        """Build vLLM's `LLM`."""
         has_experts = bool(self._arch.num_experts)
         return build_llm(
             model_path,
@@ -108,11 +107,11 @@ class VllmEngine:
         )
 
     def _arguments(self) -> dict[str, Any]:
-        """Arguments for vLLM beside those that every engine has."""
+        """Further arguments for vLLM."""
         return {}
 
     def _live(self, *, every_name: bool = False) -> dict[str, Tensor]:
-        """Tensors of vLLM's model that are written to; `every_name`: a tied head under its own name too."""
+        """Tensors of vLLM's model that updates write. every_name: list a tied head under its own name too"""
         return self._llm.apply_model(lambda model: dict(model.named_parameters(remove_duplicate=not every_name)))[0]
 
     @property
@@ -134,14 +133,14 @@ class VllmEngine:
         return {name: tensor.data_ptr() for name, tensor in self._parameters.items()}
 
     def needs(self, *, to_generate: bool) -> Sequence[Offloadable]:
-        """Weights that are lost have to be made from the actor's first."""
+        """Parts that have to be on the device. Lost weights are copied from the actor first."""
         if to_generate and not self._sleeper.weights_lost:
             return self._sleeper.weights, self._sleeper.cache
         return self._source, self._sleeper.weights
 
     def _wake(self, *, to_generate: bool) -> None:
-        """Have the weights in their memory, with what they are made from; to generate, weights that count, and the
-        cache. Collective."""
+        """Load the weights, with the actor's weights for an update, or with valid values and the cache to generate.
+        Collective."""
         if to_generate and self._sleeper.weights_lost and self._actor is not None and not self._refusal:
             self.update_weights(self._actor, self._version)
         self._device_memory.keep_only(*self.needs(to_generate=to_generate))
@@ -149,22 +148,22 @@ class VllmEngine:
             self._places = self._addresses()
 
     def _make_destinations(self) -> list[RankPlacements]:
-        """Make the placements of the model in every rank's engine."""
+        """Placements of the model in every rank's engine."""
         return [
             vllm_placements(self._arch, tp=self._tp, tp_rank=rank % self._tp, rank=rank)
             for rank in range(self._runtime.world_size)
         ]
 
     def _model_of(self, actor: ModelShard) -> ModelShard:
-        """As what the actor's placements are read: an adapter is merged on the way."""
+        """Model whose placements are sent: the base, into which an adapter is merged."""
         return actor.base
 
     def _values_of(self, actor: ModelShard) -> dict[str, Tensor]:
-        """Values of the storages that these placements name."""
+        """Values of the storages that are sent."""
         return actor.merged()
 
     def _plan_from(self, actor: ModelShard) -> CopyPlan:
-        """From every rank of the trainer to every rank of every engine; made once."""
+        """Copy plan from every rank of the trainer to every rank of every engine. It is made once."""
         if self._plan is None:
             world = range(self._runtime.world_size)
             self._sources = [placements_on(self._model_of(actor), rank) for rank in world]
@@ -173,7 +172,7 @@ class VllmEngine:
         return self._plan
 
     def _check_memory(self) -> None:
-        """To be called before anything is written."""
+        """Check that vLLM left its parameters in place after loading. Call it before anything is written."""
         with raise_on_all_ranks(
             _error(
                 "vLLM's parameters cannot be filled by a copy plan",
@@ -185,11 +184,12 @@ class VllmEngine:
             problems += changed_in_memory(self._loaded())
 
     def _loaded(self) -> Mapping[str, Tensor]:
-        """Storages that vLLM has filled with dummy values."""
+        """Storages that vLLM filled with dummy values."""
         return self._parameters
 
     def _resharder_from(self, actor: ModelShard) -> Resharder:
-        """Made at the first update, and before it the proof that the table says what vLLM's own loader does."""
+        """The resharder. It is made at the first update, after the proof that the table agrees with vLLM's own
+        loader."""
         if self._resharder is None:
             self._check_table(actor)
             with raise_on_all_ranks(_error("the transfer cannot be planned", "Nothing has been sent")):
@@ -206,7 +206,8 @@ class VllmEngine:
         return self._resharder
 
     def _check_table(self, actor: ModelShard) -> None:
-        """Spoils the parameters of a few layers: an update has to follow."""
+        """Compare the table with vLLM's loader. This overwrites the parameters of a few layers: an update has to
+        follow."""
         with raise_on_all_ranks(
             _error(
                 f"megarlhf's table of {self._arch.model_type} cannot be trusted with this vLLM",
@@ -227,13 +228,13 @@ class VllmEngine:
         self._llm.apply_model(lambda model: model.load_weights(tensors))
 
     def update_weights(self, actor: ModelShard, version: int) -> None:
-        """Write the actor's weights into vLLM's parameters and forget what was cached with the old ones.
+        """Write the actor's weights into vLLM's parameters, and drop the cache of the old ones.
 
         Raises: on every rank, when anything failed on any: TransferError from the transfer, RuntimeError before and
         EngineFailure after it. The version then stays, and nothing is generated until an update succeeds.
         """
         self._wake(to_generate=False)
-        self._refusal = f"the update to version {version} failed half way, what it holds is a mixture"
+        self._refusal = f"the update to version {version} failed half way, and its weights are a mixture"
         resharder = self._resharder_from(actor)
         if self._sleeper.weights_lost:  # no copy writes there
             zero_padding(self._destinations[self._runtime.rank], self._parameters)
@@ -296,16 +297,16 @@ class VllmEngine:
         return proof
 
     def _replaced(self) -> list[str]:
-        """Parameters of the live model that are no longer the memory that updates write to; tied heads under their
-        own name too."""
+        """Problems of parameters whose memory is no longer the memory that updates write; tied heads under their own
+        name too."""
         live = self._live(every_name=True)
         known_addresses, shapes = set(self._places.values()), self._destinations[self._runtime.rank].storages
         problems = [f"{name} is no longer in the model" for name in sorted(self._places.keys() - live.keys())]
         for name, tensor in live.items():
             mine = self._parameters.get(name, tensor)
-            other = (tensor.stride(), tensor.dtype) != (mine.stride(), mine.dtype)
+            differs = (tensor.stride(), tensor.dtype) != (mine.stride(), mine.dtype)
             if (
-                other
+                differs
                 or tensor.data_ptr() not in known_addresses
                 or (name in shapes and tuple(tensor.shape) != shapes[name])
             ):
@@ -323,8 +324,8 @@ class VllmEngine:
         bank: FinishedResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
-        """Rows go to the engines as `rollout.balance` says; within an engine every rank draws the same, and answers for
-        its share.
+        """Generate responses. `rollout.balance` assigns rows to engines. Within an engine every rank draws the same and
+        keeps its share.
 
         Raises: RuntimeError unless the last update succeeded; ValueError for prompts that are too long.
         """
@@ -368,7 +369,7 @@ class VllmEngine:
         return rollouts
 
     def _lockstep_group(self) -> Any:
-        """The ranks of this engine, on the CPU; None for an engine of one rank."""
+        """Group of the ranks of this engine on the CPU; None for an engine of one rank."""
         if self._tp == 1:
             return None
         from vllm.distributed.parallel_state import get_tp_group
@@ -390,5 +391,5 @@ class VllmEngine:
 
 
 def _error(what: str, advice: str, kind: type[RuntimeError] = RuntimeError) -> Callable[[Sequence[str]], RuntimeError]:
-    """For `raise_on_all_ranks`: a line for each reason."""
+    """Make the error for `raise_on_all_ranks`, with a line for each reason."""
     return lambda reasons: kind("\n".join(["\n  ".join([f"{what}:", *reasons]), *filter(None, [advice])]))

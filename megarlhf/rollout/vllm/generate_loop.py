@@ -1,6 +1,6 @@
-"""The requests of one engine of vLLM's, from the first step to the last.
+"""Loop over the steps of a vLLM engine, from the first request to the last response.
 
-The ranks of an engine take the same steps, and agree after each of them.
+The ranks of an engine take the same steps, and agree after each step.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from megarlhf.rollout.prompt_queue import NOTHING, PromptQueue
 log = logging.getLogger(__name__)
 
 Steps = Generator[tuple[int, int], int, None]
-"""Yields how much is unfinished, and the number of the queue that this rank has taken or `NOTHING`; is sent the number
-that a rank of the engine has taken."""
+"""Yields the amount of unfinished work, and the queue number that this rank has taken, or `NOTHING`. Receives the
+number that a rank of the engine has taken."""
 
 
 def run_requests(
@@ -33,11 +33,14 @@ def run_requests(
     place: int = 0,
     num_places: int = 1,
 ) -> bool:
-    """Run the requests that `enqueue` makes of the feed's rows; each response goes into the bank when it is finished.
+    """Generate responses to the feed's rows. A finished response goes into the bank.
 
-    Of an engine of `num_places` ranks the one at `place` reads and answers for every such row, counted as they come.
-    `engine` is vLLM's `LLMEngine`; `enqueue` returns the names of the requests. Returns whether it was stopped: the
-    requests are then aborted, and the engine takes others.
+    Every rank of an engine sees all responses. The rank at `place` of `num_places` keeps every num_places-th row.
+
+    engine:  vLLM's `LLMEngine`
+    enqueue: hands rows to vLLM and returns the names of the requests
+
+    Returns: whether it was stopped. The requests are then aborted, and the engine can take others.
     """
     requests: dict[int, str] = {}
     row_of: dict[str, int] = {}
@@ -48,7 +51,7 @@ def run_requests(
             if len(requests) % num_places == place:
                 mine.add(row)
             requests[row] = name
-            # An output bears the number of the request, without what vLLM appends to make the name unique.
+            # vLLM appends a suffix to make a name unique; outputs have the name without it.
             row_of[name.split("-")[0]] = row
 
     def steps() -> Steps:
@@ -76,14 +79,13 @@ def run_requests(
 
 
 def has_room(engine: Any) -> bool:
-    """Whether vLLM's batch could take one more request: none waits (for cache, or to be computed for the first time),
-    and fewer run than it runs at most."""
+    """Whether vLLM's batch can take one more request: none waits, and fewer run than the limit."""
     running, waiting = engine.engine_core.engine_core.scheduler.get_request_counts()
     return bool(not waiting and running < engine.vllm_config.scheduler_config.max_num_seqs)
 
 
 def response_of(output: Any, sampling: Sampling) -> Response:
-    """Raises: EngineFailure unless it ended with an end token, or else has as many tokens as it may have."""
+    """The response of a finished request. Raises: EngineFailure unless it ended with an end token or at the limit."""
     sampled = output.outputs[0]
     tokens = list(sampled.token_ids)
     by_token, ended = bool(tokens) and tokens[-1] in sampling.end_ids, sampling.ends(tokens)
@@ -97,26 +99,26 @@ def response_of(output: Any, sampling: Sampling) -> Response:
 
 
 def response_so_far(output: Any, *, finished: bool) -> Response:
-    """Tokens and log-probs of a request in whatever state."""
+    """Tokens and log-probs of a request so far."""
     sampled = output.outputs[0]
     tokens, flat = list(sampled.token_ids), sampled.logprobs
-    # Lists of numbers in place of objects for each token; the first of a position is that of the token that was drawn.
+    # Flat lists of numbers; the first entry of a position is the sampled token.
     if [flat.token_ids[n] for n in flat.start_indices] != tokens:
-        raise EngineFailure("vLLM's log-probs are of other tokens than those that it returns")
+        raise EngineFailure("vLLM's log-probs belong to other tokens than the ones that it returns")
     return Response(tokens=tokens, logprobs=[flat.logprobs[n] for n in flat.start_indices], finished=finished)
 
 
 def run_in_lockstep(
     steps: Steps, should_stop: Callable[[], bool] | None = None, group: dist.ProcessGroup | None = None
 ) -> bool:
-    """Take the steps to their end, or until a rank of `group` is asked to stop; returns whether that was so.
+    """Take all steps, or stop early if a rank of `group` is asked to. Returns whether it stopped early.
 
-    A step is what ranks do together, with collectives of their own inside. One all-reduce of five numbers after each
-    step tells whether a rank failed, whether one was asked to stop, whether all have as much to do, and which number of
-    the queue the engine's first rank has taken. `group` communicates on the CPU; None is a rank alone.
+    A step has vLLM's own collectives inside. After each step one all-reduce of five numbers tells whether a rank
+    failed, whether one was asked to stop, whether all have the same amount of work left, and which queue number the
+    engine's first rank has taken. `group` communicates on the CPU; None: one rank alone.
 
-    A rank that fails between two collectives of a step leaves the others waiting inside it: this cannot be agreed on.
-    So the reason goes into the log at once.
+    If a rank fails between two collectives of a step, the others wait inside that step and cannot be told. Therefore
+    the reason is logged at once.
 
     Raises: the rank's own failure; EngineFailure when another rank failed, or the ranks have drifted apart.
     """
@@ -127,7 +129,7 @@ def run_in_lockstep(
             unfinished, number = next(steps) if taken is None else steps.send(taken)
         except StopIteration:
             pass
-        except Exception as error:  # whatever it is, the other ranks have to learn of it
+        except Exception as error:  # the other ranks have to learn of any error
             log.error("the rollout engine failed on rank %d", dist.get_rank(), exc_info=error)
             failure = error
         stop = should_stop is not None and should_stop()

@@ -1,4 +1,4 @@
-"""The one file that patches vLLM (0.32). Six patches are for the CPU and hold while an engine is built:
+"""All patches of vLLM (0.32). Six are for the CPU and apply while an engine is built:
 
   dispatch_cpu_unquantized_gemm
       packs each linear weight after loading and empties the parameter, so that nothing can be written in place.
@@ -23,7 +23,7 @@
       than ranks a wait takes what the scheduler gives to a process, and a step up to thirty times as long. Ours then
       exchanges by torch.distributed, and adds in the order of the ranks; that outlives the scope.
 
-One holds while an engine is closed, on any device:
+One applies while an engine is closed, on any device:
 
   destroy_distributed_environment
       destroys vLLM's group of all ranks, and then the default group of torch.distributed, which is the trainer's.
@@ -55,14 +55,14 @@ from megarlhf.packages import version_of
 
 TESTED = "0.32.0"
 ROWS_PER_THREAD = 16
-"""Rows of a product of MKL are filled up with zeros to a multiple of this."""
+"""MKL gets rows in multiples of this, filled up with zeros."""
 HAVE_ONEDNN = platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available()
-"""Whether torch's product by oneDNN is taken for fp32: where the bits of its rows were compared."""
+"""Whether fp32 products use oneDNN: on processors where the bits of its rows were compared."""
 
 
 @contextlib.contextmanager
 def cpu_patches(device: torch.device) -> Iterator[None]:
-    """Scope of the patches described above. Nothing on a GPU. Collective.
+    """Apply the patches for the CPU inside the block. Does nothing on a GPU. Collective.
 
     Raises: RuntimeError on a CPU when vLLM is not the version this was checked with.
     """
@@ -122,7 +122,7 @@ def cpu_patches(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def keep_default_group() -> Iterator[None]:
-    """Scope of the last patch above, in which an engine is shut down."""
+    """Apply the last patch inside the block, in which an engine is shut down."""
     from vllm.distributed import parallel_state
 
     kept = parallel_state.destroy_distributed_environment
@@ -140,7 +140,7 @@ def keep_default_group() -> Iterator[None]:
 
 
 def _fewer_cores_than_ranks() -> bool:
-    """Whether on some machine the ranks together may use fewer cores than they are. Collective."""
+    """Whether some machine has fewer usable cores than ranks. Collective."""
     seats: list[tuple[str, set[int]]] = [("", set())] * dist.get_world_size()
     dist.all_gather_object(seats, (platform.node(), os.sched_getaffinity(0)))
     machines: dict[str, list[set[int]]] = {}
@@ -154,12 +154,12 @@ def _keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` of rows whose bits do not depend on how many rows there are.
+    """`F.linear` with the same bits for a row whatever the number of rows.
 
-    A response then has the same bits whichever requests run beside it, also when a rollout goes on after a stop. MKL
-    has kernels of their own for the last few rows of a thread, which round otherwise: with AVX2 for one to three, on
-    a processor with AMX for up to eight. oneDNN has one for a single row only, and is faster with few rows; torch
-    takes it for fp32 only where it is asked to.
+    A response then has the same bits whichever requests run beside it, also when a rollout continues after a stop. MKL
+    has special kernels for the last few rows of a thread, which round differently: with AVX2 for one to three rows,
+    with AMX for up to eight. oneDNN has one for a single row only, and is faster with few rows; torch uses it for fp32
+    only on request.
     """
     if HAVE_ONEDNN and input.dtype == weight.dtype == torch.float32:
         rows = _filled_up(input, 2) if input.size(0) == 1 else input
@@ -191,7 +191,7 @@ def _all_reduce(input: Tensor, group: dist.ProcessGroup | None = None) -> None:
 
 
 def _sample(runner: Any, sample: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Sampled tokens; the generators of requests whose prompt is not computed whole yet are as before."""
+    """Sample tokens. Generators of requests whose prompt is not complete yet keep their state."""
     kept = {n: generator.get_state() for n, generator in _drawn_too_early(runner).items()}
     sampled = sample(*arguments, **options)
     for n, state in kept.items():
@@ -211,7 +211,7 @@ def _bookkeeping(runner: Any, keep_books: Callable[..., Any], *arguments: Any, *
 
 
 def _drawn_too_early(runner: Any) -> dict[int, torch.Generator]:
-    """Generators of the requests that are sampled from in the middle of their prompt, by place in the batch."""
+    """Generators of requests that are sampled in the middle of their prompt, by index in the batch."""
     generators: dict[int, torch.Generator] = runner.input_batch.generators
     early = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0].tolist()
     return {n: generators[n] for n in early if n in generators}
@@ -238,7 +238,7 @@ def _apply_experts(
     """Sum over a token's experts of weight x down(silu(gate(x)) x up(x)), into `output` [T, H].
 
     Shapes: hidden_states [T, H], w1 [E, 2 F, H], w2 [E, H, F], topk_weights and topk_ids [T, K]
-    Raises: NotImplementedError for what no family of the table has.
+    Raises: NotImplementedError for features that no family of the table has.
     """
     if activation.value != "silu" or experts.w1_bias is not None or expert_map is not None:
         raise NotImplementedError(f"experts with {activation}, biases or expert parallelism on a CPU")

@@ -1,7 +1,7 @@
-"""vLLM gives weights and cache back while the trainer works: two parts of a `DeviceMemory`.
+"""Sleep of an engine: vLLM frees weights and cache while the trainer works. They are two parts of a `DeviceMemory`.
 
-On a GPU by vLLM's own sleep mode, which keeps addresses, as captured CUDA graphs need them. Elsewhere, in tests and
-rehearsals, by the storages of its live tensors, as for the roles of the trainer.
+On a GPU this is vLLM's own sleep mode. It keeps addresses, which captured CUDA graphs need. On a CPU (tests and
+rehearsals) the storages of the live tensors are freed, as for the trainer's roles.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ GIB = 2**30
 
 
 class Sleeper(Protocol):
-    """Puts the weights and the cache of one engine to sleep and wakes them."""
+    """Control of the weights and the cache of one engine: sleep and wake."""
 
     weights_lost: bool
-    """Whether what lies in the weights' memory is no model."""
+    """Whether the weights' memory has no valid model."""
 
     @property
     def weights(self) -> Offloadable: ...
@@ -35,11 +35,11 @@ class Sleeper(Protocol):
     def keeps_addresses(self) -> bool: ...
 
     def forget(self) -> None:
-        """The engine is no more."""
+        """Forget the parts of an engine that is closed."""
 
 
 Room = Callable[[int, str], None]
-"""Asked before a part comes back: its bytes, and what it is. Collective."""
+"""Check before a part comes back, by its bytes and its name. Collective. Raises where there is no room."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class EngineMemory:
 
 
 def make_sleeper(memory: EngineMemory, device_memory: DeviceMemory, level: int, room: Room) -> Sleeper:
-    """`level`: `rollout.vllm.sleep_level`, resolved."""
+    """The sleeper for this device. level: `rollout.vllm.sleep_level` without `auto`"""
     kind = _ByVllm if device_memory.on_gpu else _ByStorages
     return kind(memory, device_memory, level, room)
 
@@ -62,8 +62,8 @@ def make_sleeper(memory: EngineMemory, device_memory: DeviceMemory, level: int, 
 def cache_of_worker(llm: Any) -> list[Tensor]:
     """vLLM's cache of keys and values on this rank."""
     worker = llm.llm_engine.model_executor.driver_worker.worker
-    found = worker.model_runner.kv_caches
-    return [tensor for each in found for tensor in (each if isinstance(each, list | tuple) else [each])]
+    caches = worker.model_runner.kv_caches
+    return [tensor for layer in caches for tensor in (layer if isinstance(layer, list | tuple) else [layer])]
 
 
 class _ByStorages:
@@ -86,7 +86,7 @@ class _ByStorages:
 
 
 class _Checked:
-    """A part that asks whether there is room for it before it comes."""
+    """A part that checks for room before it is loaded."""
 
     def __init__(self, part: Tensors, what: str, room: Room, left: Callable[[], None] = lambda: None) -> None:
         self._part, self._what, self._room, self._left = part, what, room, left
@@ -110,7 +110,7 @@ class _Checked:
 
 
 class _ByVllm:
-    """vLLM puts both to sleep in one call, and wakes each."""
+    """Sleep by vLLM: one call puts both parts to sleep, and each is woken by itself."""
 
     keeps_addresses = True
 
@@ -124,14 +124,14 @@ class _ByVllm:
             device_memory.allow_offload(self.cache, self.weights)
 
     def left(self) -> None:
-        """One of the parts is not needed; vLLM sleeps when none is."""
+        """Note that a part is not needed. vLLM sleeps when neither is."""
         if not self.weights.present and not self.cache.present and "weights" not in self._asleep:
             self._llm.sleep(level=self._level)
             self._asleep = {"weights", "kv_cache"}
             self.weights_lost = self._level == 2
 
     def wake(self, part: _Tagged) -> None:
-        """Nothing where it has not slept."""
+        """Wake a part, if it sleeps."""
         if part.tag in self._asleep:
             self._room(part.nbytes, part.what)
             self._llm.wake_up(tags=[part.tag])
@@ -142,7 +142,7 @@ class _ByVllm:
 
 
 class _Tagged:
-    """One of vLLM's two kinds of memory, by vLLM's name for it."""
+    """One of vLLM's two kinds of memory, with vLLM's tag."""
 
     def __init__(self, of: _ByVllm, tag: str, what: str, nbytes: int) -> None:
         self._of, self.tag, self.what, self.nbytes = of, tag, what, nbytes
@@ -167,13 +167,14 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def require_room(nbytes: int, what: str, runtime: Runtime) -> None:
-    """Collective. Raises: RuntimeError, on every rank, where a rank has not so many bytes left on its device."""
+    """Require free memory on every rank's device. Collective. Raises: RuntimeError, on every rank, if a rank has
+    less."""
     give_back_cached(runtime)
 
     def error(reasons: Sequence[str]) -> RuntimeError:
         return RuntimeError(
-            f"vLLM's {what} cannot come back: {'; '.join(reasons)}. What the trainer holds meanwhile has grown since "
-            "vLLM started. Lower rollout.vllm.gpu_memory_utilization; let more of the roles leave the device "
+            f"vLLM's {what} cannot come back: {'; '.join(reasons)}. The trainer holds more than when vLLM started. "
+            "Lower rollout.vllm.gpu_memory_utilization; let more of the roles leave the device "
             "(ROLE.offload: parameters, optimizer); or cut the roles further (tp, pp)"
         )
 

@@ -88,7 +88,7 @@ def _is_reported(count: int, first: int) -> bool:
     return times == 1 and not rest
 
 
-def alarm(
+def signal_warning(
     step: int,
     experience: Experience,
     metrics: Mapping[str, Metric],

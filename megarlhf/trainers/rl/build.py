@@ -60,7 +60,7 @@ class RLRun:
     step_guards: Mapping[str, StepGuard]
     """By trained role."""
     kl: KLController
-    mismatch: MismatchGuard
+    gap_guard: MismatchGuard
     ptx: PretrainingMix | None = None
     ema: MovingAverage | None = None
     moving_reference: MovingReference | None = None
@@ -98,7 +98,7 @@ class RLRun:
         """Parts of this that keep state over steps, by their names in resume points."""
         skipped = {f"bad_steps/{name}": guard for name, guard in self.step_guards.items()}
         mix = {} if self.ptx is None else {"ptx": self.ptx}
-        return {"kl_controller": self.kl, "rewards": self.rewarder, **mix, **skipped, "logprob_gap": self.mismatch}
+        return {"kl_controller": self.kl, "rewards": self.rewarder, **mix, **skipped, "logprob_gap": self.gap_guard}
 
 
 def build(
@@ -146,7 +146,7 @@ def build(
         phases=phases,
         step_guards={name: StepGuard(cfg.train, failures, phases) for name in trained_roles(cfg)},
         kl=KLController(cfg.algo.kl),
-        mismatch=MismatchGuard(cfg.rollout.logprob_gap, min(dtypes, key=lambda dtype: dtype.itemsize)),
+        gap_guard=MismatchGuard(cfg.rollout.logprob_gap, min(dtypes, key=lambda dtype: dtype.itemsize)),
         ptx=pretraining_mix(cfg),
         ema=ema,
         moving_reference=moving,

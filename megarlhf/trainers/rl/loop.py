@@ -9,12 +9,12 @@ from megarlhf.config import RLConfig
 from megarlhf.config.algo import GROUPED
 from megarlhf.data.samples.order import ShuffledBatches, batches_of, describe_mixture
 from megarlhf.observe.records.metrics import Metric
-from megarlhf.planning.kl_reference import anchor_notes
+from megarlhf.planning.kl_reference import reference_notes
 from megarlhf.resume.points.stateful import Stateful
 from megarlhf.resume.signals import StopRequest, StopRun
 from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.experience.no_signal import alarm
+from megarlhf.trainers.experience.no_signal import signal_warning
 from megarlhf.trainers.experience.prompts import load_prompts
 from megarlhf.trainers.rl.build import RLRun, build, training_of
 from megarlhf.trainers.rl.evaluation import Evaluation
@@ -30,7 +30,7 @@ from megarlhf.trainers.run.session import Session, is_due, open_session
 def run(cfg: RLConfig, runtime: Runtime, parts: RunFactories = RunFactories()) -> None:  # noqa: B008 -- frozen
     """Train the actor on its own samples."""
     with (
-        StopRequest(device=runtime.device, speaks=runtime.is_main) as stop_request,
+        StopRequest(device=runtime.device, announces=runtime.is_main) as stop_request,
         parts.phases(cfg.watchdog, cfg.profile, cfg.run.dir, runtime) as phases,
     ):
         with phases("build"):
@@ -48,7 +48,7 @@ def run(cfg: RLConfig, runtime: Runtime, parts: RunFactories = RunFactories()) -
             states: dict[str, Stateful] = {"stop": evaluation.stop, "order": order}
             training = training_of(rl_run, states, evaluation.best, stop_request, parts)
             mixture = describe_mixture(order, cfg.train.num_steps, cfg.data.train)
-            notes = [*data.notes, *mixture, *anchor_notes(cfg, training.reference)]
+            notes = [*data.notes, *mixture, *reference_notes(cfg, training.reference)]
         with (
             contextlib.closing(rl_run.rewarder),
             contextlib.closing(evaluation),
@@ -60,14 +60,17 @@ def run(cfg: RLConfig, runtime: Runtime, parts: RunFactories = RunFactories()) -
 
 def train(run: RLRun, session: Session, order: ShuffledBatches, evaluation: Evaluation) -> None:
     """Generate, score, advantages, train, update weights. Every rank runs every line."""
-    cfg, mismatch = run.cfg, run.mismatch
+    cfg, gap_guard = run.cfg, run.gap_guard
     update_weights(run, session.step, verify=True)  # also after a resume
     if not session.resumed:
         session.log_start(evaluation.before_training(session))
-    if not session.start.update:  # the run had ended there; a step in progress is completed and exported first
-        mismatch.raise_if_failed(last=session.step == cfg.train.num_steps)
+    if not session.start.update:  # resumed between steps; an unfinished step is completed and exported first
+        gap_guard.raise_if_failed(last=session.step == cfg.train.num_steps)
     while session.has_steps_left(cfg.train.num_steps, evaluation.stop_reason):
-        step, rebuilds = session.begin_step(), run.engine.rebuilds  # after `step` steps weights have version `step`
+        step, rebuilds = (
+            session.begin_step(),
+            run.engine.rebuilds,
+        )  # `step` steps done: version `step`
         state = resumed_step(run, session) or begin_step(run, session, order, step)
         metrics = train_on(run, state, step, session.update_boundary)
         done = step + 1
@@ -81,8 +84,8 @@ def train(run: RLRun, session: Session, order: ShuffledBatches, evaluation: Eval
             metrics["engine_rebuilds"] = run.engine.rebuilds - rebuilds
         show_samples(run, session, done, state)
         last = evaluation.last
-        session.end_step(metrics, run.exported, last=last or mismatch.failed(last=last), best=evaluation.is_best)
-        mismatch.raise_if_failed(last=last)
+        session.end_step(metrics, run.exported, last=last or gap_guard.failed(last=last), best=evaluation.is_best)
+        gap_guard.raise_if_failed(last=last)
     session.finish(evaluation.stop_reason)
     if not cfg.checkpoint.by_cadence:
         run.cache.forget_before(session.step)  # a finished run without resume points does not go on
@@ -96,13 +99,13 @@ def begin_step(run: RLRun, session: Session, order: ShuffledBatches, step: int) 
     with run.phases("advantages"):
         state = StepState.begin(run, experience, plan, rewards)
         if not run.cfg.old_logprobs_in_training(step):
-            run.mismatch.watch(state.metrics)
+            run.gap_guard.watch(state.metrics)
     return state
 
 
 def resumed_step(run: RLRun, session: Session) -> StepState | None:
     """The unfinished step of a resumed run, if it was left inside one."""
-    table = session.take_table()
+    table = session.take_unfinished_step()
     return None if table is None else StepState.restored(run.cfg, table, session.step)
 
 
@@ -126,7 +129,7 @@ def follow_actor(run: RLRun, step: int, state: StepState, kl: Metric) -> Metrics
 def warn_without_signal(run: RLRun, session: Session, step: int, state: StepState, metrics: Metrics) -> None:
     """Warn, with likely causes, if nothing could be learnt from a step."""
     prompt_of, grouped = run.data.prompt_of, run.cfg.algo.advantage in GROUPED
-    warning = alarm(
+    warning = signal_warning(
         step, state.experience, metrics, run.rewarder.signal, prompt_of, run.data.tokenizer, grouped=grouped
     )
     if warning:

@@ -157,7 +157,7 @@ def update_role(run: RLRun, state: StepState, learner: Learner, update: Update, 
             old_logprobs = per_token_of(role, state.experience, state.plan, [update.samples], accumulated.captured)
             state.experience = state.experience.with_columns({"old_logprobs": old_logprobs})
             state.compare_with_rollout(run.cfg.algo.rollout_correction)
-            run.mismatch.watch(state.metrics)
+            run.gap_guard.watch(state.metrics)
     result = run.step_guards[role.name].apply(role, sums, update, batches, loss)
     values = {name: sums[name] / per for name, per in loss.per.items()}
     if ROUTER_AUX_LOSS in sums:

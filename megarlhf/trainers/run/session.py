@@ -73,7 +73,7 @@ class Session:
     """Digests of the run's models and data, by name."""
     _table: Table | None = None
 
-    def take_table(self) -> Table | None:
+    def take_unfinished_step(self) -> Table | None:
         """Content of the unfinished step in which the run was left, if any. Only the first call returns it."""
         table, self._table = self._table, None
         return table
@@ -252,19 +252,6 @@ class Session:
         Raises: ValueError if there are points and none can be used; nothing has been touched then.
         """
 
-        def provenance(role: str, position: Position) -> Provenance:
-            return Provenance(
-                command=identity.command,
-                role=role,
-                run=str(self.run_dir.absolute()),
-                step=position.step,
-                update=position.update,
-                base=identity.base[role],
-                reference=training.reference,
-                adapter_of=training.adapter_bases.get(role),
-                writing=training.writing,
-            )
-
         def saved(oldest: Position) -> None:
             training.on_saved(oldest)
             if self.exports is not None:
@@ -284,6 +271,7 @@ class Session:
             again = "; what it recorded is removed, and what it exported is set aside"
             notes.append(f"there is no resume point yet: the run begins at step 0{again}")
         self.began_with = identity.digests()
+        provenance = partial(self._provenance, training, identity)
         self.checkpointer = Checkpointer(
             self.runtime,
             self.run_dir,
@@ -303,6 +291,20 @@ class Session:
         resumed_at = self.start.step if resumes else None
         self.exports = Exports(self.run_dir, training.checkpoint, self.note, provenance, resumed_at, training.best)
         return restored.num_steps if restored else None
+
+    def _provenance(self, training: ResumableState, identity: Identity, role: str, position: Position) -> Provenance:
+        """Content of megarlhf.json for a role that is saved at a position."""
+        return Provenance(
+            command=identity.command,
+            role=role,
+            run=str(self.run_dir.absolute()),
+            step=position.step,
+            update=position.update,
+            base=identity.base[role],
+            reference=training.reference,
+            adapter_of=training.adapter_bases.get(role),
+            writing=training.writing,
+        )
 
     def _require_ours(self, claims: Sequence[Claim]) -> None:
         """Raises: LockError if the run directory no longer belongs to this process."""

@@ -65,7 +65,7 @@ def run_supervised(objective: Objective[Sample], runtime: Runtime, parts: RunFac
     """Train the objective's role on its samples."""
     cfg, command = objective.cfg, objective.command
     with (
-        StopRequest(device=runtime.device, speaks=runtime.is_main) as stop_request,
+        StopRequest(device=runtime.device, announces=runtime.is_main) as stop_request,
         parts.phases(cfg.watchdog, cfg.profile, cfg.run.dir, runtime) as phases,
     ):
         with phases("build"):
@@ -156,7 +156,7 @@ def train(run: SupervisedRun[Sample], session: Session) -> None:
     as_trained = True
     while session.has_steps_left(num_steps, run.stop.reason):
         step = session.begin_step()
-        trained = session.take_table()
+        trained = session.take_unfinished_step()
         if trained is None:
             update = Update(step + 1, None, run.order.take(step))
             samples = [run.train[n] for n in update.samples]
