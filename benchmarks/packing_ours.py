@@ -89,9 +89,8 @@ class Run:
         self._step = 0
         tokenizer = load_tokenizer(cfg.actor.model.hf_directory())
         run = build(cfg, runtime, PromptData(prompts, [], tokenizer, []), Phases())
-        roles = {name: getattr(run, name) for name in ("actor", "reference", "critic")}
-        roles = {name: role and timed(role, self._clock) for name, role in roles.items()}
-        self._run, self._session = dataclasses.replace(run, **roles), Session(runtime, cfg.run.dir)
+        roles = {name: timed(role, self._clock) for name, role in run.roles.items()}
+        self._run, self._session = dataclasses.replace(run, roles=roles), Session(runtime, cfg.run.dir)
         self._run.engine.update_weights(self._run.actor.shard, version=0)
 
     @contextmanager

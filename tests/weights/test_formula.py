@@ -118,6 +118,12 @@ def test_the_formula_is_the_count_rank_by_rank():
     one_group = replace(architecture("llama"), num_heads=24, num_kv_heads=1, head_dim=12, ffn_size=24)
     for tp in (2, 3, 4):  # groups that the trainer cuts are drawn seldom
         check(transfer(one_group, MegatronLayout(tp=tp, padded_vocab=768), 1, 1))
+    experts = replace(
+        architecture("mixtral"), num_heads=24, num_kv_heads=4, head_dim=1, ffn_size=24, expert_ffn_size=24,
+        num_experts=12, vocab_size=192,
+    )  # fmt: skip
+    for ep in (2, 3, 4):  # so is expert parallelism
+        check(transfer(experts, MegatronLayout(tp=1, ep=ep, padded_vocab=192), ep, 1))
     asked = {*MODEL_TYPES, "KV replicas", "groups cut by the trainer", "tied over stages", "virtual stages"}
     asked |= {"expert parallel", "permuted", "something to receive"}
     assert min(seen[what] for what in asked) >= 3, seen

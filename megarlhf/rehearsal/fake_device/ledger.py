@@ -353,7 +353,8 @@ class Ledger:
 
 def _at_end_of(storage: Any, call: Callable[..., object], *args: object) -> None:
     """Call a function when a storage is freed, but not at the end of the process."""
-    weakref.finalize(storage, call, *args).atexit = False
+    finalizer = weakref.finalize(storage, call, *args)
+    finalizer.atexit = False
 
 
 def merged(stays: Sequence[PhaseMemory]) -> list[PhaseMemory]:
