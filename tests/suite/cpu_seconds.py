@@ -72,6 +72,7 @@ TABLE: dict[str, int] = {
     "tests/rehearsal/test_rehearse_command.py": 16,
     "tests/rehearsal/test_rehearse_faults.py": 11,
     "tests/rehearsal/test_rehearse_options.py": 12,
+    "tests/rehearsal/test_rehearse_rewards.py": 18,
     "tests/rehearsal/test_resume_point.py": 9,
     "tests/rehearsal/test_reuse.py": 36,
     "tests/rehearsal/test_sweep.py": 12,
