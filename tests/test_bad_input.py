@@ -200,7 +200,7 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("batch that does not divide", "sft", ["train.micro_batch_samples=3"], "train.mini_batch_samples = 8|multiple"),
     ("samples that do not divide", "rl", ["train.prompts_per_step=7"], "train.prompts_per_step|multiple"),
     ("least above most learning rate", "sft", ["actor.optim.min_lr=1", "actor.optim.schedule=cosine"],
-     "min_lr = 1.0|lr"),
+     "min_lr = 1|above lr"),
     ("warm-up longer than the run", "sft", ["actor.optim.warmup_steps=9"], "warmup_steps"),
     ("more samples than data", "sft", ["train.mini_batch_samples=64"], "train.mini_batch_samples = 64|sft.jsonl"),
     ("more prompts than data", "rl", ["train.prompts_per_step=64"], "train.prompts_per_step = 64|sft.jsonl"),

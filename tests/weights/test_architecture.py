@@ -62,7 +62,7 @@ def test_defaults_of_old_configs():
     ({"rope_scaling": {"type": "longrope", "factor": 2}}, "'longrope'|short_factor, long_factor"),
     ({"rope_scaling": {**LONGROPE, "short_factor": [1.0]}}, "short_factor|1 numbers|8"),
     ({"rope_scaling": {**LONGROPE, "factor": 3.0}}, "factor = 3.0|4"),
-    ({"rope_scaling": {**LONGROPE, "long_mscale": 2.0}}, "long_mscale = 2.0|1.1832159566199232"),
+    ({"rope_scaling": {**LONGROPE, "long_mscale": 2.0}}, "long_mscale = 2.0|1.18322"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor, high_freq_factor"),
     ({"num_key_value_heads": 3}, "= 4|num_key_value_heads = 3"), ({"hidden_size": 65}, "head_dim|hidden size 65"),
     ({"num_hidden_layers": 0}, "num_hidden_layers = 0|positive integer"), ({"vocab_size": None}, "vocab_size = None"),
