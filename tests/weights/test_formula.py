@@ -118,6 +118,8 @@ def test_the_formula_is_the_count_rank_by_rank():
     one_group = replace(architecture("llama"), num_heads=24, num_kv_heads=1, head_dim=12, ffn_size=24)
     for tp in (2, 3, 4):  # groups that the trainer cuts are drawn seldom
         check(transfer(one_group, MegatronLayout(tp=tp, padded_vocab=768), 1, 1))
+    for ep, engine_tp in ((2, 1), (4, 1), (2, 2)):  # so is expert parallelism
+        check(transfer(architecture("mixtral"), MegatronLayout(ep=ep, padded_vocab=128), 4, engine_tp))
     asked = {*MODEL_TYPES, "KV replicas", "groups cut by the trainer", "tied over stages", "virtual stages"}
     asked |= {"expert parallel", "permuted", "something to receive"}
     assert min(seen[what] for what in asked) >= 3, seen
