@@ -276,9 +276,9 @@ def test_missing_file_names_its_nearest_sibling_and_does_not_go_to_the_hub(tmp_p
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("went to the network"))
-    for name, missing in (("data/trian", "data/trian"), ("trian.jsonl", "trian.jsonl"), ("a/b/c", "a")):
-        with refuses("no such data file", missing):
-            load_records(name, fields=FIELDS)
+    for path, missing in {"data/trian": "data/trian", "trian.jsonl": "trian.jsonl", "a/b/c": "a"}.items():
+        with refuses("no such data file", f"directory: {missing}"):
+            load_records(path, fields=FIELDS)
     monkeypatch.setattr(datasets, "get_dataset_split_names", mock.Mock(side_effect=ConnectionError("no route")))
     with refuses("owner/name", "hub", "no route", "network"):
         load_records("owner/name", fields=FIELDS)
