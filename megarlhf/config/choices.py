@@ -126,7 +126,7 @@ def watched(command: str, key: str, metric: str | None, mode: Literal["auto", "m
     raise ValueError(f"{key}.metric = {metric!r}: which way is better is not in its name; set {key}.mode to min or max")
 
 
-def check_choices(command: str, cfg: Any) -> None:
+def check_choices(cfg: Any) -> None:
     """Raises: ValueError for a choice by figures that the run does not measure."""
     best, stop = cfg.checkpoint.best, cfg.train.stop
     sections = {"checkpoint.best": best, "train.stop": stop if stop.patience is not None else None}
@@ -136,4 +136,4 @@ def check_choices(command: str, cfg: Any) -> None:
         if not (cfg.eval.every and cfg.data.has_validation):
             name = f"{key}.patience" if section is stop else key
             raise ValueError(f"{name} counts evaluations: set eval.every and data.validation")
-        watched(command, key, section.metric, section.mode)
+        watched(cfg.command, key, section.metric, section.mode)

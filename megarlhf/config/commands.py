@@ -121,7 +121,7 @@ class SFTConfig(FrozenModel):
     @model_validator(mode="after")
     def _check(self) -> SFTConfig:
         require_all_ranks({"actor": self.actor})
-        check_choices("sft", self)
+        check_choices(self)
         return self
 
 
@@ -164,7 +164,7 @@ class RMConfig(FrozenModel):
         if self.unit_variance and not self.data.has_validation:
             raise ValueError("unit_variance measures the scores of held-out pairs: set data.validation")
         best = self.checkpoint.best
-        check_choices("rm", self)
+        check_choices(self)
         if self.unit_variance and best is not None and best.metric != "eval_pair_accuracy":
             raise ValueError(
                 f"checkpoint.best.metric = {best.metric} with unit_variance: the last evaluation has scores on "
@@ -302,7 +302,7 @@ class RLConfig(FrozenModel):
                     f"{name}.model.fresh_head: only a critic may start from a fresh head, which it learns; a reward "
                     "model with one is useless, and other roles have no scalar head. Leave it out"
                 )
-        check_choices("rl", self)
+        check_choices(self)
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         budget = self.train.max_tokens_per_micro_batch
         if budget is not None and longest > budget:

@@ -117,7 +117,7 @@ class DPOConfig(FrozenModel):
         for name, role in self.roles().items():
             if role.model.fresh_head:
                 raise ValueError(f"{name}.model.fresh_head: a language model has no scalar head; leave it out")
-        check_choices("dpo", self)
+        check_choices(self)
         if self.loss == "kto":
             self._check_mismatches()
         return self

@@ -50,8 +50,11 @@ def without_effect(cfg: AnyConfig, world_size: int | None = None, *, on_cpu: boo
         is_one = engine.has_own_weights and cfg.actor is not None and cfg.rollout.tp(cfg.actor) == world_size
         rules += [(f"rollout.{key}", True, why) for key, why in engine.unread_keys(on_cpu=on_cpu).items()]
         rules.append(("rollout.balance", is_one, f"rollout.parallel.tp = {world_size} makes one engine of all ranks"))
-    unread = dict.fromkeys((key, why) for keys, is_unread, why in rules if is_unread for key in keys.split())
-    return [f"set, but without effect here: {key} ({why})" for key, why in unread if _is_set(cfg, key)]
+    unread: dict[str, str] = {}
+    for keys, is_unread, why in rules:
+        for key in keys.split() if is_unread else ():
+            unread.setdefault(key, why)  # one reason for a key is enough
+    return [f"set, but without effect here: {key} ({why})" for key, why in unread.items() if _is_set(cfg, key)]
 
 
 def rarely_meant(cfg: RLConfig) -> list[str]:

@@ -87,3 +87,11 @@ def test_what_is_rarely_meant_is_said(paths):
     (note,) = notes({"policy_loss": "policy_gradient"})
     assert "9 updates" in note
     assert notes({"policy_loss": "policy_gradient"}, **one) == []
+
+
+def test_a_key_that_is_unread_for_two_reasons_is_told_once(paths):
+    cfg = GenerateConfig.model_validate({
+        "run": {"dir": "r"}, "actor": role(paths), "data": {"train": paths["train"], "max_prompt_tokens": 8},
+        "rollout": {"engine": "megatron", "max_response_tokens": 8, "verify_weights_every": 3},
+    })  # fmt: skip
+    assert sum("rollout.verify_weights_every" in note for note in without_effect(cfg)) == 1
