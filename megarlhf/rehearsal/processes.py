@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -158,6 +159,8 @@ def _rank_process(job: Job, price: Pricing, connection: Connection) -> None:
     for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal: the command ends its ranks
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    cfg: Any = job.cfg
+    tempfile.tempdir = str(cfg.run.dir.parent)  # the rehearsal's directory: it also removes what a killed rank leaves
     with _silenced():
         connection.send(_run_rank(job, price, connection))
         connection.close()
