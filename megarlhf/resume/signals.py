@@ -46,7 +46,7 @@ INTERRUPTED = 130
 class StopRun(Exception):
     """The run has saved what it has done, on all ranks, and leaves. The message says what was saved and how to go on.
 
-    Raised on every rank alike, at a border. `number`: the signal that asked for it; None when the time is nearly over.
+    Raised on every rank alike, at a boundary. `number`: the signal that asked for it; None when time is nearly over.
     """
 
     def __init__(self, message: str, number: Signals | None = None) -> None:

@@ -155,8 +155,8 @@ def save_without_model(runtime: Runtime, model: str, run: str) -> str:
     if runtime.is_main:
         shutil.rmtree(model)
     dist.barrier()
-    checkpointer.border(Position(1))
-    checkpointer.finish(last_border=False)
+    checkpointer.boundary_reached(Position(1))
+    checkpointer.finish(last_boundary=False)
     return refused
 
 

@@ -16,7 +16,7 @@ from tests.distributed.interrupted_jobs import command_until
 from tests.distributed.test_rl_layouts import config as rl_config
 from tests.refuses import command_refuses, missing_names
 
-BORDER = ("megarlhf.resume.points.checkpointer:Checkpointer", "border")
+BOUNDARY = ("megarlhf.resume.points.checkpointer:Checkpointer", "boundary_reached")
 EXPORTS = ("megarlhf.trainers.run.exports:Exports", "maybe_write")
 
 
@@ -71,7 +71,7 @@ def test_best_is_the_step_of_the_best_held_out_figure_over_kills(
     assert kept == {link, "step_000008"}
     killed = tmp_path / "killed"
     line = [*argv, f"run.dir={killed}"]
-    for calls, (owner, method) in ((3, EXPORTS), (2, EXPORTS), (6, BORDER), (4, EXPORTS)):
+    for calls, (owner, method) in ((3, EXPORTS), (2, EXPORTS), (6, BOUNDARY), (4, EXPORTS)):
         outcome, _ = ranks.run(1, command_until, calls, owner, method, *line)[0]
         assert outcome == "killed"
         if (killed / "checkpoints" / "best").is_symlink():
@@ -94,7 +94,7 @@ def test_a_run_ends_by_patience_and_a_killed_one_at_the_same_step(command, files
     finished = json.loads((whole / "FINISHED").read_text())
     assert (finished["step"], [row["step"] for row in read_metrics(whole)]) == (3, [0, 1, 2, 3])
     assert (whole / "checkpoints" / "latest").readlink().name == "step_000003"
-    outcome, _ = ranks.run(1, command_until, 6, *BORDER, *argv, f"run.dir={killed}")[0]
+    outcome, _ = ranks.run(1, command_until, 6, *BOUNDARY, *argv, f"run.dir={killed}")[0]
     assert outcome == "killed"
     assert not (killed / "FINISHED").exists()
     (said,) = ranks.run(1, "command", *argv, f"run.dir={killed}")

@@ -48,7 +48,7 @@ def test_the_actor_waits_for_the_critic_also_over_a_resume(argv, ranks, one_laye
     assert ["policy_loss" in row for row in rows] == [False, False, True]
     assert ["value_loss" in row for row in rows] == [True, True, True]
 
-    at = ("megarlhf.resume.points.checkpointer:Checkpointer", "border")
+    at = ("megarlhf.resume.points.checkpointer:Checkpointer", "boundary_reached")
     killed = ranks.run(2, command_until, 3, *at, *argv, warm, f"run.dir={parts}")
     assert [outcome for outcome, _ in killed] == ["killed"] * 2
     ranks.run(2, "command", *argv, warm, f"run.dir={parts}")

@@ -31,7 +31,7 @@ from tests.distributed.interrupted_jobs import (
     stopped_rollout,
 )
 from tests.distributed.test_resume import (
-    BORDER,
+    BOUNDARY,
     TRAIN,
     Case,
     assert_refused,
@@ -97,7 +97,7 @@ def test_the_bank_keeps_what_no_point_covers_until_the_last_point_is_there(case,
     whole, run = tmp_path / "whole", tmp_path / "run"
     ranks.run(1, "command", *command_line(made, whole))
     argv = command_line(made, run)
-    assert ranks.run(1, command_until, 1, BORDER, "finish", *argv)[0][0] == "killed"
+    assert ranks.run(1, command_until, 1, BOUNDARY, "finish", *argv)[0][0] == "killed"
     assert [point.position for point in find_points(run)] == [Position(2)]
     said = ranks.run(1, "command", *argv)[0]
     assert re.search(r"step 3: (\d+) of \1 responses .* bank", said), said
@@ -124,7 +124,7 @@ def test_a_step_that_is_above_the_limit_of_the_gap_is_completed_after_a_resume(c
 
 
 @pytest.mark.parametrize("kind, words, saved", [("hangs", "limit of 1 s", 1), ("slow", "then ended", 2)])
-def test_a_run_that_the_watchdog_ends_saves_its_last_border(kind, words, saved, case, ranks, tmp_path) -> None:
+def test_a_run_that_the_watchdog_ends_saves_its_last_boundary(kind, words, saved, case, ranks, tmp_path) -> None:
     """In the second step. What hangs is taken out, and the first step is saved; what is slow comes to its end, and the
     second is saved too."""
     made = case("grpo", checkpoint=RARELY, eval={})

@@ -27,7 +27,7 @@ from tests.refuses import lines_naming
 
 STEPS = 5
 TRAIN = "megarlhf.parallel.step:Trainer"
-BORDER = "megarlhf.resume.points.checkpointer:Checkpointer"
+BOUNDARY = "megarlhf.resume.points.checkpointer:Checkpointer"
 ENGINE = "megarlhf.rollout.megatron_engine:MegatronEngine"
 EXPORTS = "megarlhf.trainers.run.exports:Exports"
 BANK = "megarlhf.rollout.response_cache:StepBank"
@@ -37,17 +37,22 @@ ROLES = ("actor", "reference", "critic", "reward_model")
 Cut = tuple[str, str, int]
 """Class, method, and the number of the call that does not happen."""
 CUTS: dict[str, list[list[Cut]]] = {
-    "sft": [[(BORDER, "border", 1)], [(TRAIN, "step", 3)], [(BORDER, "border", 5)], [(EXPORTS, "maybe_write", 5)]],
+    "sft": [
+        [(BOUNDARY, "boundary_reached", 1)],
+        [(TRAIN, "step", 3)],
+        [(BOUNDARY, "boundary_reached", 5)],
+        [(EXPORTS, "maybe_write", 5)],
+    ],
     "rm": [[(TRAIN, "accumulate", 4)], [(EXPORTS, "maybe_write", 5)]],
-    "dpo": [[(TRAIN, "accumulate", 4)], [(BORDER, "border", 5)]],
+    "dpo": [[(TRAIN, "accumulate", 4)], [(BOUNDARY, "boundary_reached", 5)]],
     "ppo": [
         [(ENGINE, "generate", 3), (TRAIN, "accumulate", 8)],
-        [("megarlhf.trainers.rl.update", "add_advantages", 2), (TRAIN, "step", 5), (BORDER, "border", 4)],
+        [("megarlhf.trainers.rl.update", "add_advantages", 2), (TRAIN, "step", 5), (BOUNDARY, "boundary_reached", 4)],
     ],
     "grpo": [[(TRAIN, "step", 6), (ENGINE, "generate", 2)]],
 }
 """The runs of a command, each cut off once or several times: calls are counted from each of its starts. A start gets at
-least two borders further than the one before, so that it goes on from a point which that one has written."""
+least two boundaries further than the one before, so that it goes on from a point which that one has written."""
 
 
 @dataclass
@@ -205,7 +210,7 @@ def test_damaged_points_are_passed_over_before_anything_is_touched(ranks, one_la
     whole, run = tmp_path / "whole", tmp_path / "run"
     ranks.run(1, "command", *command_line(sft, whole))
     argv = command_line(sft, run)
-    ranks.run(1, command_until, 11, BORDER, "border", *argv)  # two a step, one before
+    ranks.run(1, command_until, 11, BOUNDARY, "boundary_reached", *argv)  # two a step, one before
     points = find_points(run)
     assert len(points) >= 3
     flip_a_byte(next((points[-1].path / "actor").glob("*.distcp")))
@@ -221,7 +226,7 @@ def test_damaged_points_are_passed_over_before_anything_is_touched(ranks, one_la
 
     other = tmp_path / "other"
     argv = command_line(sft, other)
-    ranks.run(1, command_until, 9, BORDER, "border", *argv)
+    ranks.run(1, command_until, 9, BOUNDARY, "boundary_reached", *argv)
     for point in find_points(other):
         flip_a_byte(point.path / "MANIFEST.json")
     said = assert_refused(ranks, other, argv, f"{other}/resume")
@@ -346,7 +351,7 @@ def test_a_signal_saves_and_ends_the_run(
     name, owner, method, calls, position, ranks, one_layer, data, tmp_path
 ) -> None:
     """SIGTERM in the middle of an optimizer update, an evaluation, a rollout or a reward: status 75, a
-    resume point of the last border, and the same run in the end."""
+    resume point of the last boundary, and the same run in the end."""
     made = Case("sft" if name == "sft" else "rl", tree(name, one_layer, data), Path())
     made.config["checkpoint"] = {"every_minutes": 1000}
     if name == "sft":  # an evaluation is six micro-batches, in two parts

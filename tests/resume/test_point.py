@@ -66,7 +66,7 @@ def test_updates_are_those_of_mini_batches() -> None:
     cadence = Cadence(CheckpointConfig(every_updates=3, every_minutes=0), lambda: None)
     due = []
     for number in range(1, 8):
-        cadence.at_border(1)
+        cadence.at_boundary(1)
         due.append(cadence.due(Position(0, number)))
         if due[-1]:
             cadence.saving()

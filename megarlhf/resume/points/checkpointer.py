@@ -1,7 +1,7 @@
 """Writes the resume points of a run while training goes on.
 
-A border is a moment between two optimizer updates. A point holds the state at a border. Roles are read when the point
-is written, since only an update changes them; everything else is copied at the border.
+A boundary is a moment between two optimizer updates. A point holds the state at a boundary. Roles are read when the
+point is written, since only an update changes them; everything else is copied at the boundary.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from megarlhf.runtime import Runtime, random_state
 log = logging.getLogger(__name__)
 
 _NOTHING, _WHEN_FREE, _NOW, _TIME_IS_UP = range(4)
-"""Codes that ranks agree on at a border: the greatest one wins. Greater codes are signals that ask to stop."""
+"""Codes that ranks agree on at a boundary: the greatest one wins. Greater codes are signals that ask to stop."""
 
 
 @dataclass(frozen=True)
-class _Border:
-    """State to be saved at a border beside the roles."""
+class _Boundary:
+    """State to be saved at a boundary beside the roles."""
 
     position: Position
     state: Mapping[str, Any]
@@ -84,7 +84,7 @@ class Checkpointer:
         self._provenance = provenance
         self._companions = _companion_files(runtime, roles)
         self._writer, self._cadence = writer(runtime), Cadence(cfg, _time_left_everywhere())
-        self._border: _Border | None = None
+        self._boundary: _Boundary | None = None
         self._writing: Position | None = None
         """The point in work."""
         self._newest = newest
@@ -97,17 +97,19 @@ class Checkpointer:
                 if role.trainer is not None:
                     role.trainer.before_update = self._complete_last
 
-    def border(self, position: Position, table: MakeTable | None = None, *, only_to_stop: bool = False) -> None:
-        """A border has been reached; a point of it is written when one is due, or `only_to_stop`.
+    def boundary_reached(
+        self, position: Position, table: MakeTable | None = None, *, only_to_stop: bool = False
+    ) -> None:
+        """A boundary has been reached; a point of it is written when one is due, or `only_to_stop`.
 
         Raises: StopRun, when the run has been asked to stop or its time is nearly over, once the state is saved.
         """
         started = time.perf_counter()
         updates = self._updates_made()
-        before = self._border.position if self._border else self._newest or Position(0)
-        self._cadence.at_border(int(position != before and not only_to_stop))
+        before = self._boundary.position if self._boundary else self._newest or Position(0)
+        self._cadence.at_boundary(int(position != before and not only_to_stop))
         state = {name: each.state_dict() for name, each in self._states.items()}
-        self._border = _Border(position, state, random_state(self._runtime.device), table, updates)
+        self._boundary = _Boundary(position, state, random_state(self._runtime.device), table, updates)
         self._poll()
         code = self._agree(position)
         if code >= _TIME_IS_UP:
@@ -119,11 +121,11 @@ class Checkpointer:
         self.seconds_standing += time.perf_counter() - started
 
     def asked_to_stop(self) -> bool:
-        """Tell whether this rank knows a reason to stop before the next border. Not collective."""
+        """Tell whether this rank knows a reason to stop before the next boundary. Not collective."""
         return self._stop.requested() is not None or self._cadence.save_at_once()
 
     def stop_now(self, reason: Exception) -> NoReturn:
-        """End the run between two borders, where nothing has been updated since the last one.
+        """End the run between two boundaries, where nothing has been updated since the last one.
 
         Raises: StopRun, once the state is saved.
         """
@@ -136,39 +138,39 @@ class Checkpointer:
         if int(reasons):
             self._end(max(self._agree(None), _TIME_IS_UP))
 
-    def finish(self, *, last_border: bool) -> None:
-        """Wait for what is being written; with `last_border` keep that too, where points are written by any cadence."""
+    def finish(self, *, last_boundary: bool) -> None:
+        """Wait for what is being written; `last_boundary` keeps that too, if points are written by any cadence."""
         self._poll(wait=True)
-        if last_border and self._cfg.by_cadence:
-            self.save_last_border()
+        if last_boundary and self._cfg.by_cadence:
+            self.save_last_boundary()
 
     def discard_boundary(self) -> None:
-        """Forget the last border, because something else than an update has changed the weights."""
-        self._border = None
+        """Forget the last boundary, because something else than an update has changed the weights."""
+        self._boundary = None
 
     def abandon(self) -> None:
         """End what is being written and not complete; it is not a point. Not collective."""
         self._writer.abandon()
 
     def has_progress(self) -> bool:
-        """Tell whether anything was done since the run began; its first border is not worth a point."""
-        return self._border is None or self._border.position > Position(0)
+        """Tell whether anything was done since the run began; its first boundary is not worth a point."""
+        return self._boundary is None or self._boundary.position > Position(0)
 
-    def save_last_border(self) -> str:
-        """Write a point of the last border and wait for it; returns what has become of it, in a sentence."""
-        border = self._border
-        if border is None:
+    def save_last_boundary(self) -> str:
+        """Write a point of the last boundary and wait for it; returns what has become of it, in a sentence."""
+        boundary = self._boundary
+        if boundary is None:
             if self._newest is None:
                 return "there is nothing yet that could be saved; the same command begins again"
             return f"there is nothing new to save; the same command goes on from {self._name_of_newest()}"
         self._poll(wait=True)
-        if self._updates_made() != border.updates:
+        if self._updates_made() != boundary.updates:
             return f"an update was not complete, so the newest resume point is {self._name_of_newest()}"
-        if self._newest != border.position and self._start():
+        if self._newest != boundary.position and self._start():
             self._poll(wait=True)
-        if self._newest != border.position:
-            return f"{border.position} could not be saved, so the newest resume point is {self._name_of_newest()}"
-        return f"saved {self._path(border.position)}; the same command goes on from there"
+        if self._newest != boundary.position:
+            return f"{boundary.position} could not be saved, so the newest resume point is {self._name_of_newest()}"
+        return f"saved {self._path(boundary.position)}; the same command goes on from there"
 
     def _agree(self, position: Position | None) -> int:
         asked = self._stop.requested()
@@ -187,7 +189,7 @@ class Checkpointer:
     def _end(self, code: int, more: str = "") -> NoReturn:
         number = STOP_SIGNALS[code - _TIME_IS_UP - 1] if code > _TIME_IS_UP else None
         why = number.name if number is not None else "the job's time is nearly over"
-        raise StopRun(f"stopped ({why}): {self.save_last_border()}{more}", number)
+        raise StopRun(f"stopped ({why}): {self.save_last_boundary()}{more}", number)
 
     def _updates_made(self) -> int:
         return sum(role.trainer.updates for role in self._roles if role.trainer is not None)
@@ -199,12 +201,12 @@ class Checkpointer:
         return self._newest.name if self._newest else "none of this start"
 
     def _start(self) -> bool:
-        """Begin to write the last border; training waits meanwhile. False, after a note, where that is not possible."""
-        border = self._border
-        assert border is not None
+        """Begin to write the last boundary; training waits meanwhile. False, after a note, if that is not possible."""
+        boundary = self._boundary
+        assert boundary is not None
         self._cadence.saving()
-        content, size = self._content(border)
-        directory = point.partial_path(self._run_dir, border.position)
+        content, size = self._content(boundary)
+        directory = point.partial_path(self._run_dir, boundary.position)
         on_first_rank(self._still_ours)
         reason: str | None = None
         if self._runtime.is_main:
@@ -214,34 +216,34 @@ class Checkpointer:
                 self._on_room()
         reason = from_first_rank(reason)
         if reason is not None:
-            self._say_failed(border.position, reason)
+            self._say_failed(boundary.position, reason)
             return False
         roles = {role.name: {**sharded_state.counters(role), "layout": layout_in_words(role)} for role in self._roles}
         body = {
             **self._identity.stated(),
-            "step": border.position.step,
-            "update": border.position.update,
+            "step": boundary.position.step,
+            "update": boundary.position.update,
             "world_size": self._runtime.world_size,
             "roles": roles,
-            "state": border.state,
+            "state": boundary.state,
         }
-        self._writing = border.position
-        self._writer.start(directory, content, partial(self._complete, border.position, body))
+        self._writing = boundary.position
+        self._writer.start(directory, content, partial(self._complete, boundary.position, body))
         return True
 
-    def _content(self, border: _Border) -> tuple[Content, int]:
+    def _content(self, boundary: _Boundary) -> tuple[Content, int]:
         """Content of a point, and on rank 0 the bytes that all ranks will write."""
         roles = {role.name: sharded_state.sharded_state(role) for role in self._roles}
-        commons = {role.name: sharded_state.common(role, border.position.step) for role in self._roles}
-        mine = (border.random, sum(sharded_state.bytes_to_write(state) for state in roles.values()))
+        commons = {role.name: sharded_state.common(role, boundary.position.step) for role in self._roles}
+        mine = (boundary.random, sum(sharded_state.bytes_to_write(state) for state in roles.values()))
         everyones = self._writer.to_first(mine)
-        table = None if border.table is None else border.table()
+        table = None if boundary.table is None else boundary.table()
         files: dict[str, Any] = dict(self._companions)
         size = sum(map(len, self._companions.values()))
         if everyones is not None:
             files[RANDOM] = [random for random, _ in everyones]
             if self._provenance is not None:
-                files |= {f"{name}/{FILE}": self._provenance(name, border.position).to_json() for name in roles}
+                files |= {f"{name}/{FILE}": self._provenance(name, boundary.position).to_json() for name in roles}
             size += sum(each for _, each in everyones)
             if table is not None:
                 files[TABLE] = table

@@ -34,7 +34,7 @@ class Position:
     step: int
     """Steps done."""
     update: int = 0
-    """Optimizer updates done of the step after them; 0 at the border of two steps."""
+    """Optimizer updates done of the step after them; 0 at the boundary of two steps."""
 
     @property
     def name(self) -> str:

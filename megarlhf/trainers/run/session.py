@@ -169,7 +169,7 @@ class Session:
         """
         assert self.checkpointer is not None
         with self.phases("checkpoint"):
-            self.checkpointer.border(Position(step, update), table, only_to_stop=only_to_stop)
+            self.checkpointer.boundary_reached(Position(step, update), table, only_to_stop=only_to_stop)
         if not update:
             self.phases.raise_if_late()
 
@@ -222,7 +222,7 @@ class Session:
         """Write a point of the last boundary and wait for it, if the run writes points by any cadence. Collective."""
         assert self.checkpointer is not None
         with self.phases("checkpoint"):
-            self.checkpointer.finish(last_border=True)
+            self.checkpointer.finish(last_boundary=True)
 
     def discard_boundary(self) -> None:
         """Forget the last boundary, because the weights are changed without an update."""
@@ -237,7 +237,7 @@ class Session:
         assert self.checkpointer is not None
         assert self.exports is not None
         with self.phases("checkpoint"):
-            self.checkpointer.finish(last_border=keep_state)
+            self.checkpointer.finish(last_boundary=keep_state)
             self.exports.remove_former_best(None)
         if self.runtime.is_main:
             finish(self.run_dir, self.step, stop_reason or NO_STEPS_LEFT)
@@ -349,7 +349,7 @@ def open_session(
             agreed = isinstance(failure, RewardError) or failure.agreed  # all ranks are here
             if session.checkpointer is not None and agreed and session.checkpointer.has_progress():
                 with session.phases("checkpoint"):
-                    session.note(session.checkpointer.save_last_border())
+                    session.note(session.checkpointer.save_last_boundary())
             raise
 
 
