@@ -67,10 +67,7 @@ def train(run: RLRun, session: Session, order: ShuffledBatches, evaluation: Eval
     if not session.start.update:  # resumed between steps; an unfinished step is completed and exported first
         gap_guard.raise_if_failed(last=session.step == cfg.train.num_steps)
     while session.has_steps_left(cfg.train.num_steps, evaluation.stop_reason):
-        step, rebuilds = (
-            session.begin_step(),
-            run.engine.rebuilds,
-        )  # `step` steps done: version `step`
+        step, rebuilds = session.begin_step(), run.engine.rebuilds  # `step` steps done: version `step`
         state = resumed_step(run, session) or begin_step(run, session, order, step)
         metrics = train_on(run, state, step, session.update_boundary)
         done = step + 1
