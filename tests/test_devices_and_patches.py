@@ -37,7 +37,8 @@ SETTINGS = {
         "torch._inductor.config.deterministic",
         "torch.backends.cudnn.benchmark",
         "torch.backends.cudnn.deterministic",
-    }
+    },
+    "rehearsal/processes.py": {"tempfile.tempdir"},
 }
 """Assignments to another project's module that are no patch: a setting which that project documents."""
 
