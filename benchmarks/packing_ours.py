@@ -28,10 +28,11 @@ from torch import Tensor
 from benchmarks.packing_children import Parent
 from benchmarks.packing_workload import Sizes, make_workload, text_of
 from benchmarks.prompts_work import looked_at
+from megarlhf.columns import Ragged
 from megarlhf.config import LogprobGapConfig, RLConfig
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
-from megarlhf.experience import Experience, Ragged, Rollouts, VersionRuns
+from megarlhf.experience import Experience, Rollouts, VersionRuns
 from megarlhf.models.role import Role
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.micro_batch import MicroBatch

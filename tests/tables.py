@@ -2,7 +2,8 @@
 
 import torch
 
-from megarlhf.experience import Ragged, Rollouts, VersionRuns
+from megarlhf.columns import Ragged
+from megarlhf.experience import Rollouts, VersionRuns
 
 
 def ragged(*rows, dtype=torch.float32):

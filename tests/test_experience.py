@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarlhf.experience import ColumnSharding, Experience, Ragged, Rollouts, Stretches, VersionRuns, redistribute
+from megarlhf.columns import ColumnSharding, Ragged, Traffic, redistribute
+from megarlhf.experience import Experience, Rollouts, Stretches, VersionRuns
 from megarlhf.layout import MeshLayout
 from megarlhf.parallel.mesh import Mesh
 from tests.ranks import RankPool
@@ -195,7 +196,7 @@ HELD = [[True, False, False, False], [False, False, True, True], [True, True, Fa
 
 def spread(runtime):
     """A column from one rank to its readers, what each has of it, and what follows from all of it."""
-    lengths_N, holding = torch.tensor(LENGTHS), ColumnSharding(torch.tensor(HELD))
+    lengths_N, holding = torch.tensor(LENGTHS), ColumnSharding(torch.tensor(HELD), Traffic(3))
     rows = {n: 10.0 * n + torch.arange(length) for n, length in enumerate(LENGTHS)}
     owned = rows if runtime.rank == 1 else {}
     sent = []
@@ -218,7 +219,7 @@ def spread(runtime):
     return {
         "rows": [row.tolist() for row in column.rows()],
         "bytes": sent[0],
-        "received": holding.received_W.tolist(),
+        "received": holding.traffic.received_W.tolist(),
         "sums": numbers_N.tolist(),
         "largest": table.largest_values(column.values_T, 3).tolist(),
         "whole": (whole.columns["values"].values_T.tolist(), whole.holding),
@@ -282,17 +283,16 @@ def test_of_512_ranks_those_receive_a_column_that_train_on_it():
         ranks = Mesh(layout, None, None, None).last_stage(dp)
         resident_WN[torch.tensor(ranks)[:, None], torch.tensor(samples)] = True
         owners[ranks[0]] = samples
-    holding, column = ColumnSharding(resident_WN), 1024 * size * 4
-    holding.note(lengths_N, owners, 4)
+    holding, column = ColumnSharding(resident_WN, Traffic(512)), 1024 * size * 4
+    received_W = holding.incoming_bytes(lengths_N, owners, 4)
     assert column == pytest.approx(34e6, rel=0.01)
-    assert int(holding.received_W.sum()) == 7 * column
-    assert holding.received_W.unique().tolist() == [0, column // 8]
-    assert int((holding.received_W > 0).sum()) == 56
-    elsewhere = ColumnSharding(resident_WN)  # owned by a reward model's or a reference's ranks
-    elsewhere.note(lengths_N, [range(1024), *[[]] * 511], 4)
-    assert int(elsewhere.received_W.sum()) == 8 * column
+    assert int(received_W.sum()) == 7 * column
+    assert received_W.unique().tolist() == [0, column // 8]
+    assert int((received_W > 0).sum()) == 56
+    # Owned by a reward model's or a reference's ranks.
+    assert int(holding.incoming_bytes(lengths_N, [range(1024), *[[]] * 511], 4).sum()) == 8 * column
 
 
 def test_every_sample_is_with_some_rank():
     with pytest.raises(AssertionError, match="columns are on no rank"):
-        ColumnSharding(torch.tensor([[True, False], [True, False]]))
+        ColumnSharding(torch.tensor([[True, False], [True, False]]), Traffic(2))

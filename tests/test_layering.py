@@ -116,6 +116,7 @@ HOUSE: tuple[dict[str, str], ...] = (
         "config": "what may be said; derived numbers are made above",
         "experience": "the table that rollouts, trainers and losses share; knows none of them",
     },
+    {"columns": "ragged columns, and their movement between ranks"},
     {
         "runtime": "device, rank and process group of this process",
         "layout": "pure integers",

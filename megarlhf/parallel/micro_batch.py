@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarlhf.experience import Ragged
+from megarlhf.columns import Ragged
 from megarlhf.parallel.context import ContextShare, ranges
 from megarlhf.parallel.packing.rows import ROOT, PackedRow, packed_row, path_to
 

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarlhf.columns import redistribute
 from megarlhf.errors import Interrupted
-from megarlhf.experience import Rollouts, VersionRuns, redistribute
+from megarlhf.experience import Rollouts, VersionRuns
 from megarlhf.models.build import ModelShard
 from megarlhf.parallel.device_memory import Offloadable
 from megarlhf.weights.checks.certificate import Certificate

@@ -20,8 +20,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from megarlhf.columns import Ragged
 from megarlhf.config import DPOConfig, RMConfig, SFTConfig
-from megarlhf.experience import Ragged
 from megarlhf.models.role import Role, build_role
 from megarlhf.parallel.chunks import split_name
 from megarlhf.parallel.mesh import GroupCache

@@ -8,10 +8,10 @@ import json
 import pytest
 import torch
 
+from megarlhf.columns import Ragged
 from megarlhf.data.samples.encoders import PairEncoder, PromptEncoder, SFTEncoder
 from megarlhf.data.samples.retokenize import Retokenizer
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
-from megarlhf.experience import Ragged
 from megarlhf.observe.records.sample_tables import SampleTables, ShownTables, read_table
 from megarlhf.observe.report.page import report_page
 from megarlhf.observe.report.recorded_run import RecordedRun

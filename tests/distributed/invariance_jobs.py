@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megarlhf.columns import Ragged
 from megarlhf.config import RLConfig, RMConfig, SFTConfig
-from megarlhf.experience import Ragged, Rollouts, VersionRuns
+from megarlhf.experience import Rollouts, VersionRuns
 from megarlhf.models.build import placements_on
 from megarlhf.models.role import Role, build_role
 from megarlhf.observe.records.metrics import read_metrics

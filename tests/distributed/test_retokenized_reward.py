@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from megarlhf.columns import Ragged
 from megarlhf.config import MicroBatchConfig, RewardConfig, RoleConfig
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
-from megarlhf.experience import Experience, Ragged, Rollouts
+from megarlhf.experience import Experience, Rollouts
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.runtime import Runtime
 from tests.classifiers import CHAT_TEMPLATE, LETTERS, write_classifier, write_tokenizer

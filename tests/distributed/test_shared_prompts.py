@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from megarlhf.columns import Ragged
 from megarlhf.config import MicroBatchConfig, RoleConfig
-from megarlhf.experience import Ragged
 from megarlhf.models.role import build_role
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.micro_batch import MicroBatch, TokenSpans, gather_from_micro_batch, scatter_to_micro_batch

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarlhf.architectures.hf_config import architecture_from_hf
+from megarlhf.columns import Ragged
 from megarlhf.config import MicroBatchConfig, RoleConfig
-from megarlhf.experience import Ragged
 from megarlhf.models.role import build_role
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.micro_batch import MicroBatch, TokenSpans, micro_batch_mask, scatter_to_micro_batch

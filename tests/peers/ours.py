@@ -19,8 +19,9 @@ from megarlhf.algo.policy import Bounds, log_ratios, policy_loss
 from megarlhf.algo.reward_scaling import group_normalised
 from megarlhf.algo.rollout_correction import rollout_correction
 from megarlhf.algo.segments import Segments
+from megarlhf.columns import Ragged
 from megarlhf.config import AlgoConfig
-from megarlhf.experience import Experience, Ragged, Rollouts, VersionRuns
+from megarlhf.experience import Experience, Rollouts, VersionRuns
 from megarlhf.trainers.rl.advantages import add_advantages
 from tests.peers import pairs
 from tests.peers.inputs import Inputs

@@ -35,6 +35,7 @@ KINDS: tuple[tuple[str, str, str], ...] = (
     ("megarlhf/parallel/vocab.py", "", "logits and kernels"),
     ("megarlhf/weights/transport/", "", "buckets"),
     ("megarlhf/weights/", "", "checks"),
+    ("megarlhf/columns.py", "", "experience"),
     ("megarlhf/experience.py", "", "experience"),
     ("megarlhf/parallel/batching.py", "", "experience"),
     ("megarlhf/parallel/micro_batch.py", "", "experience"),

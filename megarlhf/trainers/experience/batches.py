@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from megarlhf.algo.averaging import Aggregation, response_weights
-from megarlhf.experience import Experience, Ragged, redistribute
+from megarlhf.columns import Ragged, redistribute
+from megarlhf.experience import Experience
 from megarlhf.models.role import Role
 from megarlhf.parallel.batching import owners_of_outputs
 from megarlhf.parallel.micro_batch import (

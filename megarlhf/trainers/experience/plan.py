@@ -13,8 +13,9 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
+from megarlhf.columns import ColumnSharding, Traffic
 from megarlhf.config import MicroBatchConfig, Shuffle
-from megarlhf.experience import ColumnSharding, Experience
+from megarlhf.experience import Experience
 from megarlhf.models.role import Role
 from megarlhf.parallel.batching import Batching
 from megarlhf.parallel.micro_batch import MicroBatchLayout, prompts_computed
@@ -83,7 +84,7 @@ class StepPlan:
                 samples = [n for layout in layouts for n in layout.sequences]
                 for rank in role.mesh.last_stage(dp):
                     resident_WN[rank, samples] = True
-        return None if bool(resident_WN.all()) else ColumnSharding(resident_WN)
+        return None if bool(resident_WN.all()) else ColumnSharding(resident_WN, Traffic(world_size))
 
     def _layouts(self, batching: Batching, samples: Sequence[int]) -> list[list[MicroBatchLayout]]:
         """Micro-batches of one mini-batch, planned once for all roles that pack alike."""

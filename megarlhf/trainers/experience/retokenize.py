@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.collective_errors import raise_on_all_ranks
+from megarlhf.columns import Ragged
 from megarlhf.config import MicroBatchConfig, RewardConfig
 from megarlhf.data.samples.retokenize import Retokenized, Retokenizer
 from megarlhf.data.text.omissions import Kind
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.errors import RewardError
-from megarlhf.experience import Experience, Ragged
+from megarlhf.experience import Experience
 from megarlhf.models.role import Role
 from megarlhf.rollout.rewards.batch import RewardBatch, short
 

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from megarlhf.algo.reward_scaling import RunningMoments, group_normalised, weighted_total
 from megarlhf.architectures.hf_config import read_config, score_of_config
+from megarlhf.columns import Ragged
 from megarlhf.config import MicroBatchConfig, RewardConfig
 from megarlhf.config.rewards import unique_labels
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.data.text.omissions import Kind
 from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.errors import RewardError, WatchdogTimeout
-from megarlhf.experience import Experience, Ragged
+from megarlhf.experience import Experience
 from megarlhf.kernels import packed_sums
 from megarlhf.models.role import Role
 from megarlhf.observe.watch.phases import Phases

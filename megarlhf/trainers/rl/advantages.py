@@ -16,8 +16,9 @@ from torch import Tensor
 
 from megarlhf.algo.advantages import alone_in_group, group_centred, group_relative, leave_one_out
 from megarlhf.algo.kl import kl_estimate
+from megarlhf.columns import Ragged
 from megarlhf.config import AlgoConfig
-from megarlhf.experience import Experience, Ragged
+from megarlhf.experience import Experience
 from megarlhf.kernels import packed_gae, packed_sums, packed_whiten
 from megarlhf.trainers.experience.statistics import moments_of, num_tokens
 

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from megarlhf.algo.kl import kl_estimate
+from megarlhf.columns import Ragged
 from megarlhf.config import RewardConfig, StopConfig
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.data.tokenizers.tokenizer import Tokenizer
-from megarlhf.experience import Ragged, Rollouts
+from megarlhf.experience import Rollouts
 from megarlhf.observe.records.metrics import Metric
 from megarlhf.observe.records.sample_tables import Row, spread
 from megarlhf.rollout.factory import sampling_of

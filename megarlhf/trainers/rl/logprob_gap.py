@@ -16,8 +16,9 @@ from torch import Tensor
 
 from megarlhf.algo.rollout_correction import Correction, rollout_correction
 from megarlhf.algo.segments import Segments
+from megarlhf.columns import Ragged
 from megarlhf.config import LogprobGapConfig, RolloutCorrectionConfig
-from megarlhf.experience import Experience, Ragged
+from megarlhf.experience import Experience
 from megarlhf.models.settings import DTYPES
 from megarlhf.trainers.experience.statistics import largest_of, means_of, num_tokens
 

@@ -55,7 +55,7 @@ def describe(experience: Experience, cfg: RLConfig) -> dict[str, float | None]:
         moments = [moments_of(experience, x_T, trained_N) for x_T in (returns_T, errors_T)]
         metrics["explained_variance"] = explained_variance(*map(variance_of, moments))
     if experience.holding is not None:
-        metrics["columns_received_mib"] = int(experience.holding.received_W.max()) / 2**20
+        metrics["columns_received_mib"] = int(experience.holding.traffic.received_W.max()) / 2**20
     return metrics
 
 

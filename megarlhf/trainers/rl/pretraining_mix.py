@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from megarlhf.columns import Ragged
 from megarlhf.config import RLConfig
 from megarlhf.data.sample_types import Encoder
 from megarlhf.data.samples.order import batches_of
 from megarlhf.data.samples.texts import Text
 from megarlhf.data.tokenize.load import SetLoader
-from megarlhf.experience import Ragged
 from megarlhf.models.role import Role
 from megarlhf.parallel.micro_batch import MicroBatch, TokenSpans, repeat_on_micro_batch, scatter_to_micro_batch
 from megarlhf.planning.data.encoders import indexed_options, text_encoder

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from megarlhf.algo.length_shaping import missing_end_penalty, overlong_penalty
+from megarlhf.columns import Ragged
 from megarlhf.config import ROLES, RLConfig
-from megarlhf.experience import Experience, Ragged
+from megarlhf.experience import Experience
 from megarlhf.kernels import packed_sums
 from megarlhf.models.role import Role
 from megarlhf.parallel.micro_batch import MicroBatch

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from megarlhf.architectures.placements import Head
+from megarlhf.columns import Ragged
 from megarlhf.config import DPOConfig, RMConfig, RoleConfig, SFTConfig
 from megarlhf.data.sample_types import PAIR_SEQUENCES, Encoder, PairSample
 from megarlhf.data.samples.limits import require_fitting
-from megarlhf.experience import Ragged
 from megarlhf.models.role import Role
 from megarlhf.models.weights import CHECKPOINTS, WeightSource
 from megarlhf.observe.records.metrics import Metric

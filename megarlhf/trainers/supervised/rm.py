@@ -18,9 +18,9 @@ from torch import Tensor
 from megarlhf.algo.calibration import pair_report
 from megarlhf.algo.losses import centering, pairwise_aligned_span, pairwise_ranking
 from megarlhf.architectures.hf_config import SCORE_OF
+from megarlhf.columns import redistribute
 from megarlhf.config import RMConfig
 from megarlhf.data.sample_types import PairSample
-from megarlhf.experience import redistribute
 from megarlhf.models.role import Role
 from megarlhf.parallel.batching import owners_of_outputs
 from megarlhf.parallel.chunks import split_name

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megarlhf.algo.losses import token_nll
+from megarlhf.columns import Ragged
 from megarlhf.config import SFTConfig
 from megarlhf.data.samples.encoders import SFTSample
-from megarlhf.experience import Ragged
 from megarlhf.models.role import Role
 from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout, TokenSpans, scatter_to_micro_batch
 from megarlhf.parallel.step import LossOutput
