@@ -38,7 +38,7 @@ from megarlhf.rollout.rewards.score import (
     local_reward_batch,
     make_source,
 )
-from megarlhf.trainers.experience.batches import forward_per_sample
+from megarlhf.trainers.experience.batches import forward_per_sample, response_spans
 from megarlhf.trainers.experience.no_signal import SignalWatch
 from megarlhf.trainers.experience.plan import StepPlan
 from megarlhf.trainers.experience.retokenize import retokenized, retokenizer_of
@@ -52,15 +52,15 @@ _SIGNAL = "(signal)"
 
 
 def model_scores(reward_model: Role, experience: Experience, micro: MicroBatchConfig) -> Tensor:
-    """Scores of the responses by the reward model, [N]: at the last token or the mean over the tokens, as the model
-    was trained."""
+    """Scores of the samples by the reward model, [N]: at the last token or the mean over the sampled tokens, as the
+    model was trained."""
     directory = reward_model.section.model.hf_directory()
-    score_of = score_of_config(read_config(directory), directory)
+    at_last_token = score_of_config(read_config(directory), directory) == "last_token"
+    averaged = None if at_last_token else response_spans(experience)
 
     def score(scores_BS1: Tensor, batch: MicroBatch) -> Tensor:
         assert batch.layout is not None
-        lengths_K = experience.response_lengths_N[list(batch.layout.sequences)]
-        return sequence_scores(scores_BS1, batch.layout, None if score_of == "last_token" else lengths_K)
+        return sequence_scores(scores_BS1, batch.layout, averaged)
 
     return forward_per_sample(reward_model, experience, StepPlan.whole(experience, micro), score)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -173,9 +173,12 @@ _RESPONSE_LENGTH = "response_length"
 def scores_of_pairs(scores_BS1: Tensor, batch: MicroBatch) -> Tensor:
     """Scores of the sequences of a micro-batch, chosen and rejected in turn, [K]."""
     assert batch.layout is not None
-    column_BS = batch.columns.get(_RESPONSE_LENGTH)
-    lengths_K = None if column_BS is None else column_BS.flatten()[batch.layout.ends_K.to(column_BS.device)]
-    return sequence_scores(scores_BS1, batch.layout, lengths_K)
+    if (column_BS := batch.columns.get(_RESPONSE_LENGTH)) is None:
+        return sequence_scores(scores_BS1, batch.layout, None)
+    counts_K = column_BS.flatten()[batch.layout.ends_K.to(column_BS.device)].cpu()
+    responses = TokenSpans.single(torch.tensor(batch.layout.lengths, dtype=torch.int64) - counts_K, counts_K)
+    numbered = replace(batch.layout, sequences=tuple(range(len(counts_K))))  # as the rows of `responses`
+    return sequence_scores(scores_BS1, numbered, responses)
 
 
 def pair_scores(
