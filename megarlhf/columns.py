@@ -54,6 +54,12 @@ class Ragged:
         """[N + 1] int64, on the CPU: row n is values_T[cu_seqlens[n] : cu_seqlens[n + 1]]."""
         return torch.cat([self.lengths_N.new_zeros(1), self.lengths_N.cumsum(0)])
 
+    @property
+    def sums_N(self) -> Tensor:
+        """Sum of each row of integers, on the CPU."""
+        rows_T = torch.arange(len(self.lengths_N)).repeat_interleave(self.lengths_N)
+        return torch.zeros_like(self.lengths_N).index_add_(0, rows_T, self.values_T)
+
     def repeat_per_token(self, values_N: Tensor) -> Ragged:
         """Rows of the same lengths that repeat one number per row."""
         lengths_N = self.lengths_N.to(values_N.device)

@@ -54,8 +54,7 @@ class VersionRuns:
 
     def per_token(self) -> Ragged:
         """Version of each sampled token."""
-        lengths_N = torch.stack([row.sum() for row in self.lengths.rows()])
-        return Ragged(self.versions.values_T.repeat_interleave(self.lengths.values_T), lengths_N)
+        return Ragged(self.versions.values_T.repeat_interleave(self.lengths.values_T), self.lengths.sums_N)
 
     def require(self, version: int) -> None:
         """Raises: RuntimeError where a token was drawn by another version than the configuration promises."""
@@ -88,6 +87,11 @@ class Stretches:
             Ragged.joined([(stretches.lengths, chosen) for stretches, chosen in parts]),
             Ragged.joined([(stretches.observed, chosen) for stretches, chosen in parts]),
         )
+
+    @property
+    def sampled(self) -> Ragged:
+        """Number of tokens of each sampled stretch."""
+        return Ragged.from_rows([row[::2] for row in self.lengths.rows()], torch.int64)
 
     def written(self, sampled: Ragged) -> Ragged:
         """All tokens after each prompt: sampled and observed stretches in turn."""
@@ -124,6 +128,14 @@ class Rollouts:
     idle_seconds: float = 0.0
     """Seconds that an engine waited for the slowest one, the mean over engines; 0 for joined rollouts."""
 
+    def __post_init__(self) -> None:
+        lengths = {"log-probs": self.logprobs.lengths_N, "versions": self.versions.lengths.sums_N}
+        if self.stretches is not None:
+            lengths["sampled stretches"] = self.stretches.sampled.sums_N
+        for name, lengths_N in lengths.items():
+            assert torch.equal(lengths_N, self.responses.lengths_N), f"{name} of other lengths than the sampled tokens"
+        assert len(self.finished_N) == len(self.responses.lengths_N), "finished_N is of another number of samples"
+
     @staticmethod
     def joined(parts: Sequence[tuple[Rollouts, Sequence[int]]]) -> Rollouts:
         """Chosen samples of each part, one part after the other."""
@@ -141,6 +153,16 @@ class Rollouts:
     def written(self) -> Ragged:
         """All tokens after each prompt, sampled or not."""
         return self.responses if self.stretches is None else self.stretches.written(self.responses)
+
+    def single_responses(self) -> Ragged:
+        """The sampled tokens, for readers that take them for one text. Raises: NotImplementedError where a sample has
+        several sampled stretches, whose tokens would be run together."""
+        if self.stretches is not None:
+            raise NotImplementedError(
+                "samples with observed stretches are read as one response each, which would run their sampled "
+                "stretches together; read Rollouts.written, or each stretch by Rollouts.stretches"
+            )
+        return self.responses
 
 
 @dataclass(frozen=True)
@@ -206,7 +228,7 @@ class Experience:
             return self.prompt_lengths_N, Ragged(self.response_lengths_N, torch.ones_like(self.response_lengths_N))
         rows = stretches.lengths.rows()
         starts = [start + row.cumsum(0) - row for start, row in zip(self.prompt_lengths_N, rows, strict=True)]
-        return torch.cat([row[::2] for row in starts]), Ragged.from_rows([row[::2] for row in rows], torch.int64)
+        return torch.cat([row[::2] for row in starts]), stretches.sampled
 
     @cached_property
     def rollout_logprobs(self) -> Ragged:

@@ -105,6 +105,29 @@ def test_chosen_samples_keep_their_stretches_and_versions():
     assert rows(joined.versions.per_token()) == [[4], [3, 3, 4], [4]]
 
 
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"logprobs": ragged([-1.0, -2.0], [-4.0])}, "log-probs of other lengths"),
+        ({"versions": VersionRuns.constant(4, torch.tensor([2, 2]))}, "versions of other lengths"),
+        ({"stretches": Stretches(ragged([2, 3, 2], [1], dtype=torch.int64), ragged([], []))}, "sampled stretches of"),
+        ({"finished_N": torch.tensor([True])}, "finished_N is of another number"),
+    ],
+    ids=["logprobs", "versions", "stretches", "finished"],
+)
+def test_columns_of_other_lengths_than_the_sampled_tokens_are_refused(changed, words):
+    with pytest.raises(AssertionError, match=words):
+        replace(two_turns().rollouts, **changed)
+
+
+def test_several_stretches_are_never_read_as_one_response():
+    table = two_turns()
+    with refuses("observed stretches", "Rollouts.written", error=NotImplementedError):
+        table.rollouts.single_responses()
+    single = replace(table.rollouts, stretches=None)
+    assert single.single_responses() is single.responses
+
+
 def test_a_token_of_another_version_than_promised_is_refused():
     runs = two_turns().rollouts.versions
     VersionRuns.constant(4, torch.tensor([2, 0])).require(4)

@@ -150,9 +150,7 @@ class TokenSpans:
     @cached_property
     def count_N(self) -> Tensor:
         """Tokens of each sequence that are in its spans, int64, on the CPU."""
-        if bool((self.lengths.lengths_N == 1).all()):
-            return self.lengths.values_T
-        return torch.stack([row.sum() for row in self.lengths.rows()])
+        return self.lengths.sums_N
 
     @staticmethod
     def single(first_N: Tensor, count_N: Tensor) -> TokenSpans:

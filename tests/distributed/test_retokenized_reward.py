@@ -14,13 +14,14 @@ from megarlhf.columns import Ragged
 from megarlhf.config import MicroBatchConfig, RewardConfig, RoleConfig
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
-from megarlhf.experience import Experience, Rollouts
+from megarlhf.experience import Experience
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.runtime import Runtime
 from tests.classifiers import CHAT_TEMPLATE, LETTERS, write_classifier, write_tokenizer
 from tests.command import argv_of
 from tests.distributed.test_rl_layouts import config
 from tests.refuses import command_refuses, lines_naming, refuses
+from tests.tables import make_rollouts
 
 TEXTS = (("1+2=", "3", True), ("hello ", "world and you", False), ("12+34=", "46", True), ("x", "", True))
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
@@ -69,7 +70,7 @@ def scores(
     rows = [torch.tensor(tokenizer.encode(r, continuation=True) + [2] * done) for _, r, done in TEXTS]
     responses = Ragged.from_rows(rows, torch.int64)
     finished = torch.tensor([done for _, _, done in TEXTS])
-    rollouts = Rollouts(responses, Ragged(torch.zeros(responses.num_tokens), responses.lengths_N), finished, 0)
+    rollouts = make_rollouts(responses, Ragged(torch.zeros(responses.num_tokens), responses.lengths_N), finished)
     experience = Experience(tuple(torch.tensor(p.tokens) for p in prompts), torch.arange(len(TEXTS)), rollouts)
     reward, batching = RewardConfig(kind="model", retokenize=True, **keys), MicroBatchConfig(**micro)
     batch = local_reward_batch(prompts, rollouts, tokenizer)
@@ -78,6 +79,8 @@ def scores(
         "by_text": model_scores(role, written, batching).tolist(),
         "directly": model_scores(role, experience, batching).tolist(),
         "lengths": written.sequences.lengths_N.tolist(),
+        "version_lengths": written.rollouts.versions.per_token().lengths_N.tolist(),
+        "response_lengths": written.response_lengths_N.tolist(),
         "cut": int(cut.sum()),
     }
 
@@ -128,6 +131,9 @@ def test_texts_over_the_limit_are_refused_by_name_or_cut_and_counted(ranks, mode
     packed = {"max_tokens_per_micro_batch": 12}
     found = ranks.run(2, scores_cut_at_12, models, "other", {"tp": 2}, {"max_tokens_per_micro_batch": 32})
     assert found[0]["lengths"] == [7, 12, 10, 3]
+    assert (
+        found[0]["version_lengths"] == found[0]["response_lengths"] == [0] * 4
+    )  # alone with its prompt, a text is all prompt
     assert found[0]["cut"] == found[1]["cut"] == 1
     with refuses("reward 'judge'", "sample 1", "prompt 'hello '", "20 tokens", "12", error=AssertionError):
         ranks.run(2, scores, models, "other", {"tp": 2}, packed)

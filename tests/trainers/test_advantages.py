@@ -12,7 +12,7 @@ import torch
 
 from megarlhf.config import AlgoConfig
 from megarlhf.config.algo import AdvantageName
-from megarlhf.experience import Experience, Rollouts
+from megarlhf.experience import Experience
 from megarlhf.trainers.rl.advantages import ADVANTAGES, add_advantages, whiten_per_mini_batch
 from tests.tables import make_rollouts, ragged
 
@@ -120,7 +120,7 @@ def test_one_alone_in_its_group_gets_none_of_its_tokens_rewards():
         "ref_logprobs": ragged([-1.0], [-1.0], [-1.5] * 3),
         "token_rewards": ragged([1.0], [3.0], [1.0, 2.0, 3.0]),
     }
-    rollouts = Rollouts(ragged([1], [1], [1] * 3, dtype=torch.int64), columns["old_logprobs"], torch.ones(3) > 0, 0)
+    rollouts = make_rollouts(ragged([1], [1], [1] * 3, dtype=torch.int64), columns["old_logprobs"], torch.ones(3) > 0)
     prompts = (torch.tensor([1]),) * 3
     table = Experience(prompts, torch.tensor([0, 0, 1]), rollouts, columns)
     table = table.with_per_sample({"rewards": torch.zeros(3)})

@@ -10,6 +10,7 @@ from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.trainers.experience.rewards import RewardOutput
 from megarlhf.trainers.generation.best_of import Candidate, candidates, choose, record_of
 from megarlhf.trainers.generation.generate import _chosen_lines, _summary
+from tests.tables import make_rollouts, ragged
 
 
 def test_what_was_cut_is_empty_or_has_no_reward_is_no_candidate():
@@ -100,9 +101,8 @@ def test_a_response_of_which_a_reward_failed_is_not_chosen():
 
 def test_failures_are_counted_apart_from_what_does_not_apply():
     cfg = SimpleNamespace(eval=SimpleNamespace(accuracy=None), rewards=[])
-    rollouts = SimpleNamespace(
-        responses=SimpleNamespace(lengths_N=torch.tensor([1, 2, 3])), finished_N=torch.ones(3, dtype=torch.bool)
-    )
+    responses = ragged([7], [7] * 2, [7] * 3, dtype=torch.int64)
+    rollouts = make_rollouts(responses, responses, torch.ones(3, dtype=torch.bool))
     scores = {"judge": RewardOutput(torch.tensor([2.0, math.nan, math.nan]), torch.tensor([False, True, False]))}
     found = _summary(cfg, rollouts, scores)
     assert (found["eval_judge"], found["eval_judge_none"], found["eval_judge_failed"]) == (2.0, 1, 1)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from megarlhf.config import AlgoConfig, KLConfig
-from megarlhf.experience import Experience, Rollouts
+from megarlhf.experience import Experience
 from megarlhf.trainers.rl.kl_controller import KLController
 from megarlhf.trainers.rl.update import learners
-from tests.tables import ragged
+from tests.tables import make_rollouts, ragged
 
 ADAPTIVE = {"coef": 0.1, "controller": "adaptive", "target": 0.05, "horizon": 1000}
 
@@ -62,7 +62,7 @@ def loss_of(step, **algo):
         train=SimpleNamespace(critic_warmup_steps=0, num_steps=2),
     )
     actor = SimpleNamespace(shard=SimpleNamespace(vocabulary=lambda: None))
-    rollouts = Rollouts(ragged([1, 2], dtype=torch.int64), ragged([0.0, 0.0]), torch.tensor([True]), 0)
+    rollouts = make_rollouts(ragged([1, 2], dtype=torch.int64), ragged([0.0, 0.0]), torch.tensor([True]))
     experience = Experience((torch.tensor([1]),), torch.tensor([0]), rollouts)
     (learner,) = learners(SimpleNamespace(cfg=cfg, actor=actor, critic=None, kl=kl), experience, [0], step)
     return learner.loss

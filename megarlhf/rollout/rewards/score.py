@@ -119,7 +119,7 @@ def make_source(reward: RewardConfig, device: torch.device) -> RewardSource:
 
 def response_texts(rollouts: Rollouts, tokenizer: Tokenizer) -> list[str]:
     """Response texts as rules read them."""
-    rows = zip(rollouts.responses.rows(), rollouts.finished_N.tolist(), strict=True)
+    rows = zip(rollouts.single_responses().rows(), rollouts.finished_N.tolist(), strict=True)
     return [response_text(row.tolist(), tokenizer, finished=finished) for row, finished in rows]
 
 
@@ -135,7 +135,7 @@ def response_text(tokens: Sequence[int], tokenizer: Tokenizer, *, finished: bool
 def local_reward_batch(prompts: Sequence[PromptSample], rollouts: Rollouts, tokenizer: Tokenizer) -> RewardBatch:
     """The samples that this rank rewards. `prompts` has one prompt for each sample of the step."""
     share = split_evenly(len(prompts), dist.get_world_size())[dist.get_rank()]
-    rows, all_finished = rollouts.responses.rows(), rollouts.finished_N.tolist()
+    rows, all_finished = rollouts.single_responses().rows(), rollouts.finished_N.tolist()
     local_prompts = [prompts[n] for n in share]
     responses, finished = [rows[n].tolist() for n in share], [all_finished[n] for n in share]
     ended = list(zip(responses, finished, strict=True))

@@ -15,7 +15,7 @@ from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.experience import Experience
 from megarlhf.observe.records.metrics import Metric
 from megarlhf.rollout.rewards.batch import short
-from megarlhf.rollout.rewards.score import response_text
+from megarlhf.rollout.rewards.score import response_texts
 
 _PREFIX = "reward/"
 """Prefix of the columns of single rewards in `Experience.per_sample`."""
@@ -103,10 +103,7 @@ def signal_warning(
     if experience.num_samples == 1 or not (warnings := watch.watch(step, rewards, metrics, grouped=grouped)):
         return ""
     prompt, finished = prompt_of(int(experience.per_sample["records"][0])), experience.rollouts.finished_N
-    rows = experience.rollouts.responses.rows()
-    texts = [
-        response_text(row.tolist(), tokenizer, finished=bool(end)) for row, end in zip(rows, finished, strict=True)
-    ]
+    texts = response_texts(experience.rollouts, tokenizer)
     first = ", ".join(f"{name} {float(values_N[0]):g}" for name, values_N in rewards.items())
     return (
         f"WARNING step {step}: {'; '.join(warnings)}. Likely causes: {'; '.join(_causes(texts, finished, metrics))}. "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from megarlhf.data.samples.retokenize import Retokenized, Retokenizer
 from megarlhf.data.text.omissions import Kind
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.errors import RewardError
-from megarlhf.experience import Experience
+from megarlhf.experience import Experience, Rollouts, VersionRuns
 from megarlhf.models.role import Role
 from megarlhf.rollout.rewards.batch import RewardBatch, short
 
@@ -57,10 +56,11 @@ def retokenized(
     rows = [torch.tensor(sample.tokens) for sample in samples]
     lengths, numbers_N = common_beginnings(rows, experience.prompt_numbers_N)
     responses = Ragged.from_rows([row[length:] for row, length in zip(rows, lengths, strict=True)], torch.int64)
-    rollouts = replace(
-        experience.rollouts,
+    rollouts = Rollouts(
         responses=Ragged(responses.values_T.to(experience.rollouts.responses.values_T.device), responses.lengths_N),
         logprobs=Ragged(torch.zeros(responses.num_tokens), responses.lengths_N),
+        finished_N=experience.rollouts.finished_N,
+        versions=VersionRuns.constant(-1, responses.lengths_N),  # no weights drew these tokens
     )
     retokenized_experience = Experience(
         prompts=tuple(row[:length] for row, length in zip(rows, lengths, strict=True)),

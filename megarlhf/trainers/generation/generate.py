@@ -132,7 +132,7 @@ def _summary(cfg: GenerateConfig, rollouts: Rollouts, scores: Mapping[str, Rewar
         summary |= accuracy_metrics(accuracy, scores[accuracy.label].values_N)
     return {
         **summary,
-        "response_length_mean": float(rollouts.responses.lengths_N.float().mean()),
+        "response_length_mean": float(rollouts.single_responses().lengths_N.float().mean()),
         "finished_fraction": float(rollouts.finished_N.float().mean()),
     }
 

@@ -118,6 +118,7 @@ def draw_responses(
         sampling = sampling_of(cfg.rollout, role.section, data.tokenizer, greedy=cfg.greedy, data=cfg.data)
         seeds = [sample_seed(cfg.run.seed, SEED_OF[role.name], n) for n in range(len(rows))]
         rollouts = engine.generate(rows, seeds, sampling)
+        rollouts.versions.require(0)
     for phase in ("rollout", "reshard", "certificate"):
         phases.before.pop(phase)
     engine.close()
@@ -159,7 +160,7 @@ def figures_of(cfg: EvaluateConfig, answers: Answers) -> Figures:
         figures["eval_accuracy"] = mean_figure(values_N, per_prompt) if is_known else Figure(None)
         figures["eval_accuracy_none"] = Figure(metrics["eval_accuracy_none"])
         figures |= pass_figures(values_N, per_prompt, cfg.eval.pass_at)
-    figures["response_length_mean"] = mean_figure(answers.rollouts.responses.lengths_N.double(), per_prompt)
+    figures["response_length_mean"] = mean_figure(answers.rollouts.single_responses().lengths_N.double(), per_prompt)
     figures["finished_fraction"] = mean_figure(answers.rollouts.finished_N.double(), per_prompt)
     counts = {"num_prompts": len(answers.prompts), "num_samples": len(answers.prompts) * per_prompt}
     return figures | {name: Figure(count) for name, count in counts.items()}

@@ -36,7 +36,7 @@ def rows_of(
     rewards: values of each reward [N], by name, before shift, clip and weight; NaN where it does not apply
     kl_N: KL to the reference, the mean over each response's tokens
     """
-    responses = rollouts.responses.rows()
+    responses = rollouts.single_responses().rows()
     rows: list[Row] = []
     for n in shown:
         prompt = prompts[n]
