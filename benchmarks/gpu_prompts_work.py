@@ -184,8 +184,11 @@ class Trainer:
         """A training phase: its seconds, the most memory, the gradient norm, and how many prompts were computed."""
         workload, prompts = workload_of(self._sizes, mix), self._prompts(mix)
         run = dataclasses.replace(self._run, cfg=self._config(mix, side))
-        given = {n: Response(ids, [-2.0] * len(ids), True) for n, ids in enumerate(workload.responses)}
-        rollouts = gather_rollouts(given, len(given), self._step, self._runtime.device)
+        given = {
+            n: Response(ids, [-2.0] * len(ids), True, ((self._step, len(ids)),))
+            for n, ids in enumerate(workload.responses)
+        }
+        rollouts = gather_rollouts(given, len(given), self._runtime.device)
         experience = make_experience(prompts, rollouts, PER_PROMPT)
         if self._meter is not None:
             self._meter.reset()

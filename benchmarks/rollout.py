@@ -124,7 +124,9 @@ class Engines:
         self.engine._seen = SeenLengths(self.load.prompts if known else 0)
         self.engine._seen.record(self.prompts, lengths_of(self.load, number - 1))
         whole = mock.patch.object(
-            generate_loop, "response_of", lambda output, _: generate_loop.response_so_far(output, finished=False)
+            generate_loop,
+            "response_of",
+            lambda output, _, version: generate_loop.response_so_far(output, version, finished=False),
         )
         with mock.patch.object(vllm_engine, "enqueue", enqueue), whole:
             dist.barrier()

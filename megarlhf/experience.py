@@ -45,6 +45,12 @@ class VersionRuns:
         return VersionRuns(Ragged(torch.full_like(lengths_N, version), ones_N), Ragged(lengths_N.clone(), ones_N))
 
     @staticmethod
+    def from_rows(rows: Sequence[Sequence[tuple[int, int]]]) -> VersionRuns:
+        """Runs (version, number of tokens) of each sample."""
+        versions, lengths = ([torch.tensor([run[n] for run in row]) for row in rows] for n in (0, 1))
+        return VersionRuns(Ragged.from_rows(versions, torch.int64), Ragged.from_rows(lengths, torch.int64))
+
+    @staticmethod
     def joined(parts: Sequence[tuple[VersionRuns, Sequence[int]]]) -> VersionRuns:
         """Runs of chosen samples, one part after the other."""
         return VersionRuns(
@@ -61,7 +67,8 @@ class VersionRuns:
         if others := sorted(set(self.versions.values_T.tolist()) - {version}):
             raise RuntimeError(
                 f"samples of this step were drawn with version {', '.join(map(str, others))} of the weights, expected "
-                f"version {version} only: the rollout engine has missed an update"
+                f"version {version} only: the rollout engine has missed an update. If they are in the rollout bank, "
+                "remove the folder `bank` of the run before it is resumed"
             )
 
 

@@ -4,6 +4,7 @@ import torch
 
 from megarlhf.columns import Ragged
 from megarlhf.experience import Rollouts, VersionRuns
+from megarlhf.rollout.engine import Response
 
 
 def ragged(*rows, dtype=torch.float32):
@@ -14,6 +15,11 @@ def make_rollouts(responses, logprobs, finished_N, version=0):
     """Rollouts of one sampled stretch each, all drawn by one version of the weights."""
     versions = VersionRuns.constant(version, responses.lengths_N)
     return Rollouts(responses=responses, logprobs=logprobs, finished_N=finished_N, versions=versions)
+
+
+def make_response(tokens, logprobs, finished, version=0):
+    """A response drawn by one version of the weights."""
+    return Response(tokens, logprobs, finished, ((version, len(tokens)),))
 
 
 class Letters:

@@ -87,6 +87,21 @@ class Response:
     tokens: list[int]
     logprobs: list[float]
     finished: bool
+    versions: VersionRow
+    """Weights that drew the tokens."""
+
+    @property
+    def index(self) -> IndexEntry:
+        """What every rank knows of the response."""
+        return len(self.tokens), self.finished, self.versions
+
+
+VersionRow = tuple[tuple[int, int], ...]
+"""Runs (version of the weights, number of tokens that it drew) over the tokens of a response, in their order."""
+IndexEntry = tuple[int, bool, VersionRow]
+"""Number of tokens of a response, whether it is finished, and its versions."""
+Index = dict[int, IndexEntry]
+"""Entries by row."""
 
 
 class FinishedResponses:
@@ -202,7 +217,6 @@ def any_rank(flag: bool) -> bool:
 def gather_rollouts(
     mine: Mapping[int, Response],
     num_samples: int,
-    weight_version: int,
     device: torch.device,
     *,
     stopped: bool = False,
@@ -215,38 +229,31 @@ def gather_rollouts(
     Raises: RolloutInterrupted if rows are missing and any rank was `stopped`.
     """
     by_rank: list[tuple[Index, bool, float | None]] = [({}, False, None)] * dist.get_world_size()
-    dist.all_gather_object(by_rank, ({n: (len(r.tokens), r.finished) for n, r in mine.items()}, stopped, seconds))
+    dist.all_gather_object(by_rank, ({n: response.index for n, response in mine.items()}, stopped, seconds))
     index = [rank_index for rank_index, _, _ in by_rank]
     if any(stopped for _, stopped, _ in by_rank) and (finished := sum(map(len, index))) < num_samples:
         raise RolloutInterrupted(finished, num_samples)
     engine_seconds = [seconds for _, _, seconds in by_rank if seconds is not None]
     idle = max(engine_seconds) - sum(engine_seconds) / len(engine_seconds) if engine_seconds else 0.0
-    return replace(gather_indexed(mine, index, num_samples, weight_version, device), idle_seconds=idle)
-
-
-Index = dict[int, tuple[int, bool]]
-"""Number of tokens of a response, and whether it is finished, by row."""
+    return replace(gather_indexed(mine, index, num_samples, device), idle_seconds=idle)
 
 
 def gather_indexed(
-    mine: Mapping[int, Response],
-    index: Sequence[Index],
-    num_samples: int,
-    weight_version: int,
-    device: torch.device,
+    mine: Mapping[int, Response], index: Sequence[Index], num_samples: int, device: torch.device
 ) -> Rollouts:
     """Gather responses when every rank knows the index of each rank: see `gather_rollouts`."""
     index_by_row = {n: entry for rank_index in index for n, entry in rank_index.items()}
     if sorted(index_by_row) != list(range(num_samples)):
         missing = sorted(set(range(num_samples)) - set(index_by_row))[:5]
         raise RuntimeError(f"{len(index_by_row)} responses came back for {num_samples} prompts; missing rows {missing}")
-    lengths_N = torch.tensor([index_by_row[n][0] for n in range(num_samples)], dtype=torch.int64)
+    entries = [index_by_row[n] for n in range(num_samples)]
+    lengths_N = torch.tensor([length for length, _, _ in entries], dtype=torch.int64)
     owners = [sorted(rank_index) for rank_index in index]
     tokens = {n: torch.tensor(r.tokens, dtype=torch.int64) for n, r in mine.items()}
     logprobs = {n: torch.tensor(r.logprobs, dtype=torch.float32) for n, r in mine.items()}
     return Rollouts(
         responses=redistribute(tokens, lengths_N, torch.empty(0, dtype=torch.int64, device=device), owners),
         logprobs=redistribute(logprobs, lengths_N, torch.empty(0, dtype=torch.float32, device=device), owners),
-        finished_N=torch.tensor([index_by_row[n][1] for n in range(num_samples)]),
-        versions=VersionRuns.constant(weight_version, lengths_N),
+        finished_N=torch.tensor([finished for _, finished, _ in entries]),
+        versions=VersionRuns.from_rows([versions for _, _, versions in entries]),
     )

@@ -71,7 +71,7 @@ class MegatronEngine:
         stopped = self._draw(rows, prompts, seeds, sampling, bank, should_stop) if rows else False
         self.local_seconds = time.monotonic() - began
         device = self._actor.mesh.runtime.device
-        return gather_rollouts(bank.held, len(prompts), self._version, device, stopped=stopped)
+        return gather_rollouts(bank.held, len(prompts), device, stopped=stopped)
 
     def _draw(
         self,
@@ -96,7 +96,7 @@ class MegatronEngine:
         for length in range(1, sampling.max_tokens + 1):
             state.extend(self._next_tokens(state, seeds, sampling), sampling)
             if mesh.owns_outputs:
-                for row, response in state.responses().items():
+                for row, response in state.responses(self._version).items():
                     if row not in bank.held and (response.finished or length == sampling.max_tokens):
                         bank.add(row, response)
             if should_stop is not None and any_rank(should_stop()):
@@ -183,9 +183,10 @@ class _Decoding:
         """Whether any of these rows is unfinished."""
         return bool(self._open_B[part].any())
 
-    def responses(self) -> dict[int, Response]:
+    def responses(self, version: int) -> dict[int, Response]:
+        """Responses so far by row, all drawn by one version of the weights."""
         return {
-            row: Response([t for t, _ in sampled], [p for _, p in sampled], finished)
+            row: Response([t for t, _ in sampled], [p for _, p in sampled], finished, ((version, len(sampled)),))
             for row, sampled, finished in zip(self.rows, self._sampled, self._finished, strict=True)
             if row != FILLER
         }

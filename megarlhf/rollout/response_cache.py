@@ -10,7 +10,7 @@
 time in step 7. Files of earlier processes are never written to. A round of dynamic sampling has its own folder, such
 as `bank/step_000007_refill_1`. Each line is a JSON object `record` with its `digest`. The first is the header with the
 settings of all responses of the file. A response is used only if the header, its prompt and its seed are those of the
-rollout that goes on.
+rollout that goes on. Each record has the versions of the weights that drew the response.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ from megarlhf.rollout.engine import FinishedResponses, Response, Sampling
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)
+"""Formats that are read. Records of format 1 have no versions: one run, of the step's own version."""
 FSYNC_SECONDS, FSYNC_SHARE = 1.0, 0.05
 """Minimum time between two fsyncs, and the largest share of the time that they may take."""
 UNUSABLE = ".unusable"
@@ -106,7 +108,9 @@ class RolloutCache:
         dist.scatter_object_list(share, shares)
         opening, num_taken_over, records = share[0]
         path = folder / f"{opening:04d}_rank_{dist.get_rank():05d}.jsonl"
-        return StepBank(self, path, expected, {record["row"]: _response(record) for record in records}, num_taken_over)
+        return StepBank(
+            self, path, expected, {record["row"]: _response(record, step) for record in records}, num_taken_over
+        )
 
     def forget_before(self, step: int) -> None:
         """Remove the responses of earlier steps, which a resume point covers. Only rank 0 does it."""
@@ -148,6 +152,7 @@ class StepBank(FinishedResponses):
             "finished": response.finished,
             "tokens": _encode(np.array(response.tokens, dtype="<i4")),
             "logprobs": _encode(np.array(response.logprobs, dtype="<f4")),
+            "versions": response.versions,
         }
         if not self._gave_up:
             try:
@@ -219,8 +224,10 @@ def _record(line: bytes) -> Record | None:
     return record if isinstance(record, dict) and digest == _digest(_text(record).encode()) else None
 
 
-def _response(record: Record) -> Response:
-    return Response(_decode(record["tokens"], "<i4"), _decode(record["logprobs"], "<f4"), record["finished"])
+def _response(record: Record, step: int) -> Response:
+    tokens = _decode(record["tokens"], "<i4")
+    versions = tuple((version, count) for version, count in record.get("versions", [[step, len(tokens)]]))
+    return Response(tokens, _decode(record["logprobs"], "<f4"), record["finished"], versions)
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -269,6 +276,8 @@ def _read_file(path: Path, expected: _Expected, records: dict[int, Record], drop
     header = _record(first)
     if header is None:
         return "its first line is torn or corrupt"
+    if header.get("format") in READABLE:
+        header = {**header, "format": FORMAT}
     different = [key for key in {**expected.header, **header} if header.get(key) != expected.header.get(key)]
     if different:
         return "; ".join(f"{key} = {header.get(key)}, now {expected.header.get(key)}" for key in sorted(different))
@@ -292,11 +301,12 @@ def _fault(record: Record, expected: _Expected) -> str:
     if any(record.get(key) != value for key, value in expected.rows[row].items()):
         return "rows of another prompt or seed"
     try:
-        response = _response(record)
+        response = _response(record, expected.header["step"])
     except (ValueError, KeyError, TypeError):
         return "rows that are no response"
     ended = expected.sampling.ends(response.tokens)
     complete = ended or len(response.tokens) == expected.sampling.max_tokens
-    if not complete or ended != response.finished or len(response.logprobs) != len(response.tokens):
+    lengths = {len(response.tokens), len(response.logprobs), sum(count for _, count in response.versions)}
+    if not complete or ended != response.finished or len(lengths) > 1:
         return "rows that are no finished response"
     return ""

@@ -21,11 +21,12 @@ from megarlhf.models.settings import DTYPES
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.rollout import megatron_engine
 from megarlhf.rollout.balance import EngineAssignment
-from megarlhf.rollout.engine import FinishedResponses, Response, RolloutInterrupted, Sampling, sample_seed
+from megarlhf.rollout.engine import FinishedResponses, RolloutInterrupted, Sampling, sample_seed
 from megarlhf.rollout.response_cache import RolloutCache, StepBank
 from megarlhf.rollout.restarting import RestartingEngine
 from megarlhf.rollout.vllm import engine as vllm_engine
 from megarlhf.runtime import Runtime
+from tests.tables import make_response
 
 EOS, STEP = 2, 7
 SAMPLING = Sampling(max_tokens=12, temperature=1.0, end_ids=(EOS, 3))
@@ -166,7 +167,7 @@ def cut_off_and_continued(
 def _all_but_the_longest(runtime: Runtime, whole: Rows) -> FinishedResponses:
     """Holds all rows but for one for each of two engines, which then computes with a single row at a time."""
     rows = sorted(range(len(whole)), key=lambda row: len(whole[row][0]))[:-2]
-    return FinishedResponses({row: Response(*whole[row]) for row in rows} if runtime.is_main else {})
+    return FinishedResponses({row: make_response(*whole[row], STEP) for row in rows} if runtime.is_main else {})
 
 
 def forwards_of_a_rollout(runtime: Runtime, model: str) -> tuple[list[int], int]:

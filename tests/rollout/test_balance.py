@@ -147,8 +147,8 @@ def draws(assignment, others=0, **options):
     counter.restart()
     counter.next(others)
     stopped = run_requests(
-        engine, engine.enqueue, PromptQueue(assignment, 0, counter), SAMPLING, bank, options.get("should_stop"), None,
-        options.get("place", 0), options.get("num_places", 1),
+        engine, engine.enqueue, PromptQueue(assignment, 0, counter), SAMPLING, 0, bank, options.get("should_stop"),
+        None, options.get("place", 0), options.get("num_places", 1),
     )  # fmt: skip
     return engine, bank, counter, stopped
 

@@ -15,13 +15,14 @@ from megarlhf.config import RoleConfig, RolloutConfig
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.model_directory import end_tokens
 from megarlhf.rollout.balance import SeenLengths
-from megarlhf.rollout.engine import Response, Sampling
+from megarlhf.rollout.engine import Sampling
 from megarlhf.rollout.factory import sampling_of
 from megarlhf.rollout.megatron_engine import _Decoding
 from megarlhf.rollout.prompt_queue import SharedCounter
 from megarlhf.rollout.vllm import engine as vllm_engine
 from megarlhf.runtime import Runtime
 from tests.rollout.test_generate_loop import flat
+from tests.tables import make_response
 from tools.demo.make_data import base_files
 
 
@@ -68,10 +69,10 @@ def test_the_megatron_engine_ends_at_each_of_them(sampling):
     rows = _Decoding([0, 1, 2], [torch.tensor([1])] * 3, 4, torch.device("cpu"))
     for tokens in ((5, 9, 5), (2, 5, 5), (5, 5, 5)):
         rows.extend(torch.tensor([[token, -0.5] for token in tokens], dtype=torch.float64), sampling)
-    assert rows.responses() == {
-        0: Response([5, 2], [-0.5] * 2, True),
-        1: Response([9], [-0.5], True),
-        2: Response([5, 5, 5], [-0.5] * 3, False),
+    assert rows.responses(4) == {
+        0: make_response([5, 2], [-0.5] * 2, True, 4),
+        1: make_response([9], [-0.5], True, 4),
+        2: make_response([5, 5, 5], [-0.5] * 3, False, 4),
     }
 
 
@@ -104,7 +105,7 @@ def test_vllm_is_asked_to_end_at_exactly_these(sampling, monkeypatch, one_rank):
     engine._wake, engine._counter, engine._seen = lambda **_: None, SharedCounter(dist.HashStore, "n"), SeenLengths()
     engine._llm, engine._rollout = Engine(), RolloutConfig()
     engine._llm.llm_engine = engine._llm
-    assert engine.generate([torch.tensor([1])], [3], sampling).mine == {0: Response([9], [-0.5], True)}
+    assert engine.generate([torch.tensor([1])], [3], sampling).mine == {0: make_response([9], [-0.5], True)}
     (parameters,) = asked
     assert (parameters["stop_token_ids"], parameters["ignore_eos"], parameters["seed"]) == ([2, 9], True, 3)
     with pytest.raises(ValueError, match=r"a prompt of 2 tokens and a response of up to 3 .* the 4 tokens"):

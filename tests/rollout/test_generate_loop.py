@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from megarlhf.rollout.balance import EngineAssignment
-from megarlhf.rollout.engine import EngineFailure, FinishedResponses, Response, Sampling
+from megarlhf.rollout.engine import EngineFailure, FinishedResponses, Sampling
 from megarlhf.rollout.prompt_queue import NOTHING, PromptQueue
 from megarlhf.rollout.vllm.generate_loop import response_of, run_in_lockstep, run_requests
+from tests.tables import make_response
 
 SAMPLING = Sampling(max_tokens=3, end_ids=(2, 9))
 
@@ -65,15 +66,15 @@ def test_each_row_gets_its_own_response_as_it_finishes():
     engine, seen = Engine(), []
     bank = FinishedResponses()
     bank.add = lambda row, response: seen.append((engine.steps, row, response))
-    assert run_requests(engine, engine.enqueue, feed_of(4, 7, 6), SAMPLING, bank, None, None) is False
-    expected = Response([2], [-0.5], True)
+    assert run_requests(engine, engine.enqueue, feed_of(4, 7, 6), SAMPLING, 3, bank, None, None) is False
+    expected = make_response([2], [-0.5], True, 3)
     assert seen == [(1, 6, expected), (2, 7, expected), (3, 4, expected)]
 
 
 def test_a_rank_answers_for_its_own_rows_only():
     engine, bank = Engine(), FinishedResponses()
-    run_requests(engine, engine.enqueue, feed_of(4, 7, 6), SAMPLING, bank, None, None, 1, 3)
-    assert bank.held == {7: Response([2], [-0.5], True)}
+    run_requests(engine, engine.enqueue, feed_of(4, 7, 6), SAMPLING, 3, bank, None, None, 1, 3)
+    assert bank.held == {7: make_response([2], [-0.5], True, 3)}
     assert engine.steps == 3, "all are drawn"
 
 
@@ -81,14 +82,14 @@ def test_logprobs_of_other_tokens_are_refused():
     wrong = output([5, 2], "stop")
     wrong.outputs[0].logprobs.token_ids[2] = 3
     with pytest.raises(EngineFailure, match="log-probs belong to other tokens"):
-        response_of(wrong, SAMPLING)
+        response_of(wrong, SAMPLING, 3)
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_stop_keeps_what_is_finished_and_aborts_the_rest(after):
     engine, bank = Engine(), FinishedResponses()
     stopped = run_requests(
-        engine, engine.enqueue, feed_of(0, 1, 2), SAMPLING, bank, lambda: engine.steps == after, None
+        engine, engine.enqueue, feed_of(0, 1, 2), SAMPLING, 3, bank, lambda: engine.steps == after, None
     )
     assert (stopped, sorted(bank.held), engine.steps) == (True, [2, 1, 0][:after][::-1], after)
     assert engine.aborted == ["10-a1", "11-b2", "12-c3"]
@@ -97,7 +98,8 @@ def test_a_stop_keeps_what_is_finished_and_aborts_the_rest(after):
 def test_a_stop_after_the_last_response_is_none():
     engine, bank = Engine(), FinishedResponses()
     assert (
-        run_requests(engine, engine.enqueue, feed_of(0, 1, 2), SAMPLING, bank, lambda: engine.steps == 3, None) is False
+        run_requests(engine, engine.enqueue, feed_of(0, 1, 2), SAMPLING, 3, bank, lambda: engine.steps == 3, None)
+        is False
     )
     assert sorted(bank.held) == [0, 1, 2]
     assert engine.aborted == []
@@ -119,7 +121,7 @@ def test_a_failure_is_raised_and_logged_with_its_traceback(one_rank, caplog):
     [([5, 2], "stop", True), ([9], "stop", True), ([5, 5, 2], "stop", True), ([5, 5, 5], "length", False)],
 )
 def test_a_response_ends_with_an_end_token_or_at_its_limit(tokens, reason, finished):
-    assert response_of(output(tokens, reason), SAMPLING) == Response(tokens, [-0.5] * len(tokens), finished)
+    assert response_of(output(tokens, reason), SAMPLING, 3) == make_response(tokens, [-0.5] * len(tokens), finished, 3)
 
 
 @pytest.mark.parametrize(
@@ -138,4 +140,4 @@ def test_a_response_ends_with_an_end_token_or_at_its_limit(tokens, reason, finis
 )
 def test_no_other_end_is_taken_for_a_response(tokens, reason):
     with pytest.raises(EngineFailure, match=f"for the reason '{reason}' after {len(tokens)} of at most 3 tokens"):
-        response_of(output(tokens, reason), SAMPLING)
+        response_of(output(tokens, reason), SAMPLING, 3)

@@ -18,15 +18,16 @@ import torch
 from megarlhf.rollout import response_cache as bank_module
 from megarlhf.rollout.engine import Response, Sampling
 from megarlhf.rollout.response_cache import RolloutCache
+from tests.tables import make_response
 
 SAMPLING = Sampling(max_tokens=3, temperature=0.7, end_ids=(2, 9))
 PROMPTS = [torch.tensor([1, n]) for n in range(4)]
 SEEDS = [2**61 + n for n in range(4)]
 # Log-probs as an engine returns them: fp32 values, some without a short decimal form.
 ROWS = {
-    0: Response([5, 2], [float(np.float32(-0.1)), float(np.float32(-1e-30))], True),
-    1: Response([2**31 - 1, 7, 7], [-0.5, float(np.float32(-np.pi)), 0.0], False),
-    2: Response([9], [float(np.float32(-1 / 3))], True),
+    0: make_response([5, 2], [float(np.float32(-0.1)), float(np.float32(-1e-30))], True, 7),
+    1: make_response([2**31 - 1, 7, 7], [-0.5, float(np.float32(-np.pi)), 0.0], False, 7),
+    2: make_response([9], [float(np.float32(-1 / 3))], True, 7),
 }
 
 
@@ -133,6 +134,22 @@ def test_a_row_of_another_prompt_or_seed_is_drawn_again(opened, caplog, change):
     assert "1 rows of another prompt or seed" in caplog.text
 
 
+def test_a_bank_of_format_1_is_of_the_steps_own_version(opened, tmp_path):
+    """Its records have no versions. What is added has them, and both are used together."""
+    put(opened, [0, 1])
+    (path,) = (tmp_path / "bank/step_000007").iterdir()
+    header, *records = (json.loads(line)["record"] for line in path.read_text().splitlines())
+    assert [record.pop("versions") for record in records] == [[[7, 2]], [[7, 3]]]
+    path.write_bytes(b"".join(map(bank_module._line, [header | {"format": 1}, *records])))
+    with opened() as kept:
+        assert kept.held == {0: ROWS[0], 1: ROWS[1]}
+        kept.add(2, replace(ROWS[2], versions=((6, 1),)))
+    held = opened().held
+    assert [held[row].versions for row in range(3)] == [((7, 2),), ((7, 3),), ((6, 1),)]
+    path.write_bytes(bank_module._line(header | {"format": 3}))
+    assert sorted(opened().held) == [2]
+
+
 def test_a_corrupt_header_makes_the_file_unusable(opened, tmp_path, caplog):
     put(opened, [0])
     (path,) = (tmp_path / "bank/step_000007").iterdir()
@@ -144,19 +161,26 @@ def test_a_corrupt_header_makes_the_file_unusable(opened, tmp_path, caplog):
 def test_of_a_doubled_row_the_first_counts(opened, caplog):
     put(opened, [0])
     with opened() as kept:
-        kept.add(0, Response([7, 7, 7], [-1.0] * 3, False))
+        kept.add(0, make_response([7, 7, 7], [-1.0] * 3, False))
     assert opened().held == {0: ROWS[0]}
     assert "1 doubled rows" in caplog.text
 
 
 @pytest.mark.parametrize(
-    "tokens, num_logprobs, finished",
-    [([5], 1, False), ([5, 2], 2, False), ([5, 5, 5], 3, True), ([], 0, True), ([5, 2], 1, True)],
+    "tokens, num_logprobs, finished, of_version",
+    [
+        ([5], 1, False, 1),
+        ([5, 2], 2, False, 2),
+        ([5, 5, 5], 3, True, 3),
+        ([], 0, True, 0),
+        ([5, 2], 1, True, 2),
+        ([5, 2], 2, True, 1),
+    ],
 )
-def test_what_is_no_finished_response_is_not_used(opened, caplog, tokens, num_logprobs, finished):
+def test_what_is_no_finished_response_is_not_used(opened, caplog, tokens, num_logprobs, finished, of_version):
     """Its checksum is right. The first one has neither ended nor full length."""
     with opened() as kept:
-        kept.add(0, Response(tokens, [-1.0] * num_logprobs, finished))
+        kept.add(0, Response(tokens, [-1.0] * num_logprobs, finished, ((7, of_version),)))
         kept.add(1, ROWS[1])
     assert opened().held == {1: ROWS[1]}
     assert "1 rows that are no finished response" in caplog.text
@@ -230,7 +254,7 @@ def test_the_header_names_what_the_responses_were_drawn_with(opened, tmp_path):
     assert path.name == "0001_rank_00000.jsonl"
     header = json.loads(path.read_text().splitlines()[0])["record"]
     assert header == {
-        "format": 1,
+        "format": 2,
         "step": 7,
         "fingerprint": "weights 7",
         "sampling": {"max_tokens": 3, "temperature": 0.7, "greedy": False, "end_ids": [2, 9]},

@@ -14,7 +14,6 @@ import torch
 from megarlhf.rollout.engine import (
     EngineFailure,
     FinishedResponses,
-    Response,
     RolloutInterrupted,
     Sampling,
     missing_rows,
@@ -22,6 +21,7 @@ from megarlhf.rollout.engine import (
 from megarlhf.rollout.restarting import RestartingEngine
 from megarlhf.weights.checks.certificate import Certificate, CertificateError
 from tests.refuses import refuses
+from tests.tables import make_response
 
 SAMPLING = Sampling(max_tokens=3, end_ids=(2,))
 PROMPTS, SEEDS = [torch.tensor([1])] * 4, list(range(4))
@@ -57,7 +57,7 @@ class Engine:
                 self.failing.pop(0)
                 raise EngineFailure(f"rank 0: planted at row {row}")
             self.drawn.append(row)
-            bank.add(row, Response([2], [-1.0], True))
+            bank.add(row, make_response([2], [-1.0], True))
         return dict(bank.held)
 
     def close(self):
@@ -91,7 +91,7 @@ def test_a_failure_costs_only_what_was_not_finished(failing_at, caplog):
 
 def test_what_the_bank_holds_is_not_drawn_and_what_is_drawn_is_kept_there(failing_at):
     engine, drawn = failing_at(2)
-    bank = FinishedResponses({1: Response([7, 2], [-1.0, -2.0], True)})
+    bank = FinishedResponses({1: make_response([7, 2], [-1.0, -2.0], True)})
     assert engine.generate(PROMPTS, SEEDS, SAMPLING, bank=bank)[1].tokens == [7, 2]
     assert drawn == [0, 2, 3]
     assert sorted(bank.held) == [0, 1, 2, 3]

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from megarlhf.config import RoleConfig, RolloutConfig
-from megarlhf.rollout.engine import FinishedResponses, Response, Sampling, StopStrings
+from megarlhf.rollout.engine import FinishedResponses, Sampling, StopStrings
 from megarlhf.rollout.factory import sampling_of
 from megarlhf.rollout.vllm.generate_loop import response_of, run_requests
 from tests.rollout.test_generate_loop import feed_of, output
+from tests.tables import make_response
 from tools.demo.make_data import Recipe, write_all
 
 PIECES = {1: "a", 2: "b", 3: "ab", 4: "", 5: "</answer", 6: ">x", 7: "é"}
@@ -84,14 +85,15 @@ class TwoRequests:
 def test_a_request_is_ended_with_the_token_that_completes_a_text():
     engine, bank = TwoRequests(), FinishedResponses()
     assert (
-        run_requests(engine, lambda rows: list(engine.open), feed_of(4, 7), sampling("ab"), bank, None, None) is False
+        run_requests(engine, lambda rows: list(engine.open), feed_of(4, 7), sampling("ab"), 0, bank, None, None)
+        is False
     )
     assert engine.aborted == ["10-a1"]
-    assert bank.held == {4: Response([1, 2], [-0.5] * 2, True), 7: Response([1, 1, 9], [-0.5] * 3, True)}
+    assert bank.held == {4: make_response([1, 2], [-0.5] * 2, True), 7: make_response([1, 1, 9], [-0.5] * 3, True)}
 
 
 def test_a_text_that_is_complete_at_the_longest_length_has_ended_the_response():
-    assert response_of(output([1, 1, 2], "length"), replace(sampling("ab"), max_tokens=3)).finished
+    assert response_of(output([1, 1, 2], "length"), replace(sampling("ab"), max_tokens=3), 0).finished
 
 
 def test_the_configuration_reaches_the_engines(tmp_path):

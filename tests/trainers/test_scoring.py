@@ -18,6 +18,7 @@ from megarlhf.trainers.experience.rewards import CombinedRewards
 from megarlhf.trainers.rl.advantages import add_advantages, total_rewards
 from megarlhf.trainers.rl.rollout import draw_greedy
 from megarlhf.trainers.rl.scoring import greedy_rewards, with_rewards
+from tests.refuses import refuses
 from tests.tables import make_rollouts, ragged
 
 
@@ -70,7 +71,7 @@ def test_permuted_rewards_leave_nothing_of_their_tokens_where_it_was():
 
 
 class Engine:
-    """Answers each prompt with the same two greedy responses: one that ends, one that is cut."""
+    """Answers each prompt with the same two greedy responses: one that ends, one that is cut. Drawn by version 4."""
 
     def generate(self, rows, seeds, sampling, **options):
         assert sampling.greedy
@@ -78,7 +79,7 @@ class Engine:
             responses=ragged([7, 7], [7, 7, 7, 7], dtype=torch.int64),
             logprobs=ragged([0.0] * 2, [0.0] * 4),
             finished_N=torch.tensor([True, False]),
-            version=0,
+            version=4,
         )
 
 
@@ -98,12 +99,12 @@ class Rewards:
         return self.given
 
 
-def baselines(given, **algo):
+def baselines(given, step=4, **algo):
     sampling = Sampling(greedy=False, max_tokens=4, temperature=1.0, end_ids=(0,))
     run = SimpleNamespace(engine=Engine(), sampling=sampling, rewarder=Rewards(given), phases=Phases())
     session = SimpleNamespace(stoppable=lambda phase: contextlib.nullcontext(), asked_to_stop=lambda: False)
     prompts = [SimpleNamespace(tokens=[1, n]) for n in range(2)]
-    return greedy_rewards(config(**algo), session, draw_greedy(run, session, prompts))
+    return greedy_rewards(config(**algo), session, draw_greedy(run, session, prompts, step))
 
 
 def test_a_greedy_response_earns_what_a_sample_would():
@@ -112,6 +113,8 @@ def test_a_greedy_response_earns_what_a_sample_would():
     given = CombinedRewards(torch.tensor([2.0, 3.0]), torch.tensor([True, True]), of_tokens, {}, {})
     assert baselines(given, advantage="remax", **SHAPED).tolist() == [2.5, 2.5]
     none = CombinedRewards(torch.tensor([2.0, 0.0]), torch.tensor([True, False]), None, {}, {})
+    with refuses("version 4", "expected version 5", error=RuntimeError):
+        baselines(none, step=5, advantage="remax")
     found = baselines(none, advantage="remax")
     assert found[0] == 2.0
     assert math.isnan(found[1])

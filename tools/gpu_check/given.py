@@ -19,14 +19,14 @@ FIRST_WORD, WORDS = 4, 12
 """Of the demo's tokenizer: the digits, + and =."""
 
 
-def response(seed: int, sampling: Sampling) -> Response:
+def response(seed: int, sampling: Sampling, version: int) -> Response:
     """A function of the sample's seed: 3 tokens up to the longest, with an end where it is shorter."""
     length = 3 + seed % (sampling.max_tokens - 2)
     tokens = [FIRST_WORD + (seed // 7 + seed % 11 * k + k * k) % WORDS for k in range(length)]
     finished = length < sampling.max_tokens
     if finished:
         tokens[-1] = sampling.end_ids[0]
-    return Response(tokens, [-math.log(WORDS)] * length, finished)
+    return Response(tokens, [-math.log(WORDS)] * length, finished, ((version, length),))
 
 
 class GivenResponses:
@@ -56,7 +56,7 @@ class GivenResponses:
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
         own = split_evenly(len(prompts), self._runtime.world_size)[self._runtime.rank]
-        mine = {n: response(seeds[n], sampling) for n in own}
-        return gather_rollouts(mine, len(prompts), self.weight_version, self._runtime.device)
+        mine = {n: response(seeds[n], sampling, self.weight_version) for n in own}
+        return gather_rollouts(mine, len(prompts), self._runtime.device)
 
     def close(self) -> None: ...

@@ -27,7 +27,7 @@ from megarlhf.rehearsal.cost_model.decoding import EngineShape, Sequences
 from megarlhf.rehearsal.cost_model.engine_time import RolloutWork, shape_of
 from megarlhf.rehearsal.fakes.lengths import Lengths
 from megarlhf.rollout.balance import assign, chunk_by_length
-from megarlhf.rollout.engine import FinishedResponses, Response, Sampling, gather_indexed
+from megarlhf.rollout.engine import FinishedResponses, Index, Response, Sampling, gather_indexed
 from megarlhf.rollout.vllm.engine import VllmEngine
 from megarlhf.runtime import Runtime
 from megarlhf.weights.checks.certificate import Certificate
@@ -250,12 +250,15 @@ def given_responses(
     shares: rows by the rank that answers for them.
     """
     finished = [length < sampling.max_tokens for length in lengths]
-    index = [{n: (lengths[n], finished[n]) for n in shares.get(rank, ())} for rank in range(runtime.world_size)]
+    versions = [((version, length),) for length in lengths]
+    index: list[Index] = [
+        {n: (lengths[n], finished[n], versions[n]) for n in shares.get(rank, ())} for rank in range(runtime.world_size)
+    ]
     own = shares.get(runtime.rank, ())
-    mine = {n: Response([TOKEN] * lengths[n], [-1.0] * lengths[n], finished[n]) for n in own}
+    mine = {n: Response([TOKEN] * lengths[n], [-1.0] * lengths[n], finished[n], versions[n]) for n in own}
     status: list[Any] = [(part, False, 0.0) for part in index]
     dist.all_gather_object(status, status[runtime.rank])  # as the real engines do; here the content is known
-    return gather_indexed(mine, index, len(lengths), version, runtime.device)
+    return gather_indexed(mine, index, len(lengths), runtime.device)
 
 
 def forward_bytes(arch: Architecture, tp: int) -> int:

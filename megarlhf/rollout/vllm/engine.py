@@ -353,6 +353,7 @@ class VllmEngine:
                 partial(enqueue, self._llm, prompts, seeds, sampling, adapter=self._uses_adapter),
                 feed,
                 sampling,
+                self._version,
                 bank,
                 should_stop,
                 self._lockstep_group(),
@@ -362,9 +363,7 @@ class VllmEngine:
             self.local_seconds = time.monotonic() - began
         self._refusal = ""
         seconds = self.local_seconds if self._tp < self._runtime.world_size else None
-        rollouts = gather_rollouts(
-            bank.held, len(prompts), self._version, self._runtime.device, stopped=stopped, seconds=seconds
-        )
+        rollouts = gather_rollouts(bank.held, len(prompts), self._runtime.device, stopped=stopped, seconds=seconds)
         self._seen.record(prompts, rollouts.responses.lengths_N.tolist())
         return rollouts
 

@@ -27,6 +27,7 @@ def run_requests(
     enqueue: Callable[[Sequence[int]], list[str]],
     feed: PromptQueue,
     sampling: Sampling,
+    version: int,
     bank: FinishedResponses,
     should_stop: Callable[[], bool] | None,
     group: dist.ProcessGroup | None,
@@ -38,6 +39,7 @@ def run_requests(
     Every rank of an engine sees all responses. The rank at `place` of `num_places` keeps every num_places-th row.
 
     engine:  vLLM's `LLMEngine`
+    version: version of the weights that it holds
     enqueue: hands rows to vLLM and returns the names of the requests
 
     Returns: whether it was stopped. The requests are then aborted, and the engine can take others.
@@ -65,10 +67,10 @@ def run_requests(
                 row = row_of[output.request_id]
                 if output.finished:
                     if row in mine:
-                        bank.add(row, response_of(output, sampling))
+                        bank.add(row, response_of(output, sampling, version))
                 elif sampling.stop is not None and sampling.ends(output.outputs[0].token_ids):
                     if row in mine:
-                        bank.add(row, response_so_far(output, finished=True))
+                        bank.add(row, response_so_far(output, version, finished=True))
                     engine.abort_request([requests[row]], internal=True)
 
     stopped = run_in_lockstep(steps(), should_stop, group)
@@ -84,7 +86,7 @@ def has_room(engine: Any) -> bool:
     return bool(not waiting and running < engine.vllm_config.scheduler_config.max_num_seqs)
 
 
-def response_of(output: Any, sampling: Sampling) -> Response:
+def response_of(output: Any, sampling: Sampling, version: int) -> Response:
     """The response of a finished request. Raises: EngineFailure unless it ended with an end token or at the limit."""
     sampled = output.outputs[0]
     tokens = list(sampled.token_ids)
@@ -95,17 +97,18 @@ def response_of(output: Any, sampling: Sampling) -> Response:
             f"vLLM ended a request for the reason {sampled.finish_reason!r} after {len(tokens)} of at most "
             f"{sampling.max_tokens} tokens, {'with' if by_token else 'without'} an end token"
         )
-    return response_so_far(output, finished=ended)
+    return response_so_far(output, version, finished=ended)
 
 
-def response_so_far(output: Any, *, finished: bool) -> Response:
-    """Tokens and log-probs of a request so far."""
+def response_so_far(output: Any, version: int, *, finished: bool) -> Response:
+    """Tokens and log-probs of a request so far, all drawn by one version of the weights."""
     sampled = output.outputs[0]
     tokens, flat = list(sampled.token_ids), sampled.logprobs
     # Flat lists of numbers; the first entry of a position is the sampled token.
     if [flat.token_ids[n] for n in flat.start_indices] != tokens:
         raise EngineFailure("vLLM's log-probs belong to other tokens than the ones that it returns")
-    return Response(tokens=tokens, logprobs=[flat.logprobs[n] for n in flat.start_indices], finished=finished)
+    logprobs = [flat.logprobs[n] for n in flat.start_indices]
+    return Response(tokens, logprobs, finished, versions=((version, len(tokens)),))
 
 
 def run_in_lockstep(

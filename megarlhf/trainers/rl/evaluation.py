@@ -61,7 +61,7 @@ class Evaluator:
         rewarded."""
         if not self._validation:
             return {}, []
-        rollouts, total_N, rewards, metrics = self._measure(self._validation, should_stop)
+        rollouts, total_N, rewards, metrics = self._measure(step, self._validation, should_stop)
         tokenizer, kl_N = self._run.rewarder.tokenizer, self._kl_of_shown(rollouts)
         return metrics, rows_of(step, self._shown, self._validation, rollouts, total_N, rewards, tokenizer, kl_N)
 
@@ -70,16 +70,17 @@ class Evaluator:
         """Whether `data.test` has prompts."""
         return bool(self._test)
 
-    def test(self, should_stop: Callable[[], bool]) -> dict[str, Metric]:
-        """Metrics of `data.test`, under `test_` names; nothing without prompts. Raises: as `__call__`."""
-        return prefix_test(self._measure(self._test, should_stop)[3]) if self._test else {}
+    def test(self, step: int, should_stop: Callable[[], bool]) -> dict[str, Metric]:
+        """Metrics of `data.test` after `step`, under `test_` names; nothing without prompts. Raises: as `__call__`."""
+        return prefix_test(self._measure(step, self._test, should_stop)[3]) if self._test else {}
 
     def _measure(
-        self, prompts: Sequence[PromptSample], should_stop: Callable[[], bool]
+        self, step: int, prompts: Sequence[PromptSample], should_stop: Callable[[], bool]
     ) -> tuple[Rollouts, Tensor, dict[str, Tensor], dict[str, Metric]]:
         """Responses, sum of their rewards, values of each reward by name, and metrics."""
         run, tokens = self._run, [torch.tensor(prompt.tokens) for prompt in prompts]
         rollouts = run.engine.generate(tokens, [0] * len(tokens), self._sampling, should_stop=should_stop)
+        rollouts.versions.require(step)
         total_N, rewards = run.rewarder.validation(make_experience(prompts, rollouts, 1), prompts, should_stop)
         if self._judge is not None:
             rewards[self._judge.label] = self._judge(prompts, rollouts, should_stop)
@@ -209,7 +210,7 @@ class Evaluation:
             self.last = self.last or self.stop.reason is not None
         if self.last and self.evaluator.has_test:
             with session.stoppable("eval"):
-                test_metrics = self.evaluator.test(session.asked_to_stop)
+                test_metrics = self.evaluator.test(step, session.asked_to_stop)
             log_test_metrics(session, test_metrics)
             metrics |= test_metrics
         return metrics

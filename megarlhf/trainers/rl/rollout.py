@@ -60,7 +60,7 @@ def complete(
     if run.cfg.algo.dynamic_sampling.max_refills:
         rollout = draw_until_useful(run, session, rollout, step)
     if "greedy_rewards" in ADVANTAGES[run.cfg.algo.advantage].reads:
-        rollout = replace(rollout, greedy=draw_greedy(run, session, rollout.prompts))
+        rollout = replace(rollout, greedy=draw_greedy(run, session, rollout.prompts, step))
     return rollout
 
 
@@ -133,12 +133,13 @@ def draw_until_useful(run: RLRun, session: Session, first: StepRollout, step: in
     return StepRollout(chosen.prompts, chosen.experience, None, chosen.rewards, metrics={**metrics, **counts})
 
 
-def draw_greedy(run: RLRun, session: Session, prompts: Sequence[PromptSample]) -> PendingRewards:
+def draw_greedy(run: RLRun, session: Session, prompts: Sequence[PromptSample], step: int) -> PendingRewards:
     """Draw the greedy response to each prompt with the weights that drew the samples, and start its rewards."""
     rows = [torch.tensor(prompt.tokens) for prompt in prompts]
     greedy = replace(run.sampling, greedy=True)
     with session.stoppable("rollout"):
         rollouts = run.engine.generate(rows, [0] * len(rows), greedy, should_stop=session.asked_to_stop)
+        rollouts.versions.require(step)
         run.phases.count("rollout_tokens_per_second", float(rollouts.responses.num_tokens))
         run.phases.count("rollout_idle_fraction", rollouts.idle_seconds)
     return run.rewarder.start(make_experience(prompts, rollouts, 1), prompts)
