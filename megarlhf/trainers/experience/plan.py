@@ -1,7 +1,9 @@
 """Plan of a step: its mini-batches, and the micro-batches in which each role computes them.
 
-A plan follows from lengths, prompts and seed alone, so every rank makes the same one. It is made once a step and handed
-to the stages.
+A plan follows from lengths, prompts and seed alone, so every rank makes the same one. The plan of what a step trains on
+is made once (`rl.update.plan_step`), when its samples are chosen, and handed to the stages; a run that resumes inside a
+step makes it again. Reward models and the table of held-out samples have plans of their own (`StepPlan.whole`): rewards
+may choose the samples, and a reward model may read them in other tokens.
 
 Legend: N samples of the step, W ranks of the run.
 """
@@ -39,7 +41,7 @@ class StepPlan:
 
     @classmethod
     def whole(cls, experience: Experience, micro: MicroBatchConfig) -> StepPlan:
-        """Plan to compute all samples once, as one mini-batch."""
+        """Plan to compute all samples of a table once, as one mini-batch, for scores that no training follows."""
         return cls(experience, micro, [[range(experience.num_samples)]])
 
     @property

@@ -84,6 +84,17 @@ class StepState:
             state.compare_with_rollout(algo.rollout_correction)
         return state
 
+    def add_old_logprobs(
+        self, role: Role, samples: Sequence[int], captured: Sequence[Tensor], cfg: RolloutCorrectionConfig
+    ) -> None:
+        """Add the old log-probs that the policy's loss has captured in the step's only update, and compare them.
+
+        captured: [B, S] of each micro-batch of the mini-batch `samples`
+        """
+        old_logprobs = per_token_of(role, self.experience, self.plan, [samples], captured)
+        self.experience = self.experience.with_columns({"old_logprobs": old_logprobs})
+        self.compare_with_rollout(cfg)
+
     def compare_with_rollout(self, cfg: RolloutCorrectionConfig) -> None:
         """Measure the gap between the old log-probs and the engine's, and add the correction for it."""
         self.experience, correction_metrics = add_rollout_correction(self.experience, cfg)
@@ -139,7 +150,8 @@ def train_on(run: RLRun, state: StepState, step: int, on_update: UpdateCallback 
 def update_role(run: RLRun, state: StepState, learner: Learner, update: Update, updates_before: int) -> None:
     """Make one optimizer step of a role on a mini-batch. `updates_before`: number of updates in all earlier steps.
 
-    If the old log-probs come from this forward, the mismatch with the engine is checked before the weights change.
+    If the old log-probs come from this forward, they are added to the state, and the mismatch with the engine is
+    checked before the weights change.
     """
     role, loss, phases = learner.role, learner.loss, run.phases
     assert role.trainer is not None
@@ -153,10 +165,8 @@ def update_role(run: RLRun, state: StepState, learner: Learner, update: Update, 
             phases.count("tokens_per_second", float(tokens))
         accumulated = role.accumulate(batches, loss)
         sums = accumulated.sums
-        if isinstance(loss, PolicyLoss) and loss.captures_logprobs:
-            old_logprobs = per_token_of(role, state.experience, state.plan, [update.samples], accumulated.captured)
-            state.experience = state.experience.with_columns({"old_logprobs": old_logprobs})
-            state.compare_with_rollout(run.cfg.algo.rollout_correction)
+        if learner.captures_logprobs:
+            state.add_old_logprobs(role, update.samples, accumulated.captured, run.cfg.algo.rollout_correction)
             run.gap_guard.watch(state.metrics)
     result = run.step_guards[role.name].apply(role, sums, update, batches, loss)
     values = {name: sums[name] / per for name, per in loss.per.items()}
@@ -190,6 +200,8 @@ class Learner:
     weights_N: Tensor
     """Weight of each sample's tokens in the loss."""
     experience: Experience
+    captures_logprobs: bool = False
+    """Whether the loss captures the step's old log-probs."""
 
 
 def learners(run: RLRun, experience: Experience, samples: Sequence[int], step: int) -> Iterator[Learner]:
@@ -220,7 +232,8 @@ def learners(run: RLRun, experience: Experience, samples: Sequence[int], step: i
             algo.loss_block_samples,
             count_left_out=algo.loss_counts_left_out,
         )
-        yield Learner(run.actor, loss, columns, weights_N, whiten_per_mini_batch(policy_experience, samples, algo))
+        whitened = whiten_per_mini_batch(policy_experience, samples, algo)
+        yield Learner(run.actor, loss, columns, weights_N, whitened, captures_logprobs)
     if run.critic is not None:
         value_loss = ValueLoss(clip=algo.value_clip, response_tokens=tokens)
         weights_N = loss_weights(experience, samples, "token")
