@@ -47,8 +47,9 @@ class VersionRuns:
     @staticmethod
     def from_rows(rows: Sequence[Sequence[tuple[int, int]]]) -> VersionRuns:
         """Runs (version, number of tokens) of each sample."""
-        versions, lengths = ([torch.tensor([run[n] for run in row]) for row in rows] for n in (0, 1))
-        return VersionRuns(Ragged.from_rows(versions, torch.int64), Ragged.from_rows(lengths, torch.int64))
+        counts_N = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        versions, lengths = (torch.tensor([run[n] for row in rows for run in row], dtype=torch.int64) for n in (0, 1))
+        return VersionRuns(Ragged(versions, counts_N), Ragged(lengths, counts_N))
 
     @staticmethod
     def joined(parts: Sequence[tuple[VersionRuns, Sequence[int]]]) -> VersionRuns:

@@ -131,6 +131,9 @@ def test_several_stretches_are_never_read_as_one_response():
 def test_a_token_of_another_version_than_promised_is_refused():
     runs = two_turns().rollouts.versions
     VersionRuns.constant(4, torch.tensor([2, 0])).require(4)
+    again = VersionRuns.from_rows([((3, 2), (4, 1)), ((4, 1),)])
+    assert (rows(again.versions), rows(again.lengths)) == (rows(runs.versions), rows(runs.lengths))
+    VersionRuns.from_rows([]).require(4)
     with refuses("version 3", "expected version 4", error=RuntimeError):
         runs.require(4)
 

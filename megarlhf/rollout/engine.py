@@ -92,7 +92,7 @@ class Response:
 
     @property
     def index(self) -> IndexEntry:
-        """What every rank knows of the response."""
+        """Facts that every rank knows of the response."""
         return len(self.tokens), self.finished, self.versions
 
 
