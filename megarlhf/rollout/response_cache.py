@@ -253,7 +253,7 @@ def _read(folder: Path, expected: _Expected) -> tuple[int, list[Record]]:
             with contextlib.suppress(OSError):
                 path.rename(path.with_name(path.name + UNUSABLE))
     if records or dropped:
-        log.info("rollout bank: %d responses of %s are used again", len(records), folder)
+        log.info("rollout bank: %d responses of an earlier process are used again", len(records))
     if dropped:
         faults = ", ".join(f"{count} {fault}" for fault, count in dropped.items())
         log.warning("rollout bank: dropped in %s: %s", folder, faults)

@@ -282,7 +282,7 @@ def test_a_reward_model_whose_head_was_scaled_can_be_prolonged(case, data, ranks
     whole, run = tmp_path / "whole", tmp_path / "run"
     ranks.run(1, "command", *command_line(made, whole))
     ranks.run(1, "command", *command_line(made, run), "train.num_steps=3")
-    assert [str(point.position) for point in find_points(run)] == ["step 2, update 1 of step 3"]
+    assert [str(point.position) for point in find_points(run)] == ["update 1 of step 3"]
     scaled = rows(run)[3]
     ranks.run(1, "command", *command_line(made, run), "run.allow_changes=true")
     assert rows(run) == rows(whole)

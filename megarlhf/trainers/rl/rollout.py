@@ -79,7 +79,8 @@ def draw(run: RLRun, session: Session, prompts: Sequence[PromptSample], step: in
         ) as kept,
     ):
         if kept.num_taken_over:
-            session.note(f"step {step + 1}: {kept.num_taken_over} of {len(rows)} responses are in the rollout bank")
+            held = f"{kept.num_taken_over} of {len(rows)} responses are in the rollout bank"
+            session.note(f"step {session.number}: {held}")
         experience = sample(
             cfg, run.engine, prompts, run.sampling, step, refill=refill, bank=kept, should_stop=session.asked_to_stop
         )

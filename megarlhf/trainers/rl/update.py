@@ -129,7 +129,7 @@ def train_on(run: RLRun, state: StepState, step: int, on_update: UpdateCallback 
         for learner in learners(run, state.experience, samples, step):
             if learner.role is run.actor and state.moved_beyond(run.cfg.train.max_policy_kl):
                 continue
-            update_role(run, state, learner, Update(step + 1, state.updates, samples), step * len(updates))
+            update_role(run, state, learner, Update(step, state.updates, samples), step * len(updates))
         run.phases.count("tokens_per_second", float(state.experience.sequences.lengths_N[list(samples)].sum()))
         state.updates += 1
         on_update(state, last=state.updates == len(updates))

@@ -31,7 +31,7 @@ from megarlhf.resume.claim.lock import LockError
 from megarlhf.resume.claim.on_existing import NO_STEPS_LEFT, Claim, claim, finish
 from megarlhf.resume.points import point
 from megarlhf.resume.points.checkpointer import Checkpointer
-from megarlhf.resume.points.point import Position
+from megarlhf.resume.points.point import Position, shown_step
 from megarlhf.resume.points.restore import Identity, MakeTable, Table, restore
 from megarlhf.resume.points.stateful import Stateful
 from megarlhf.resume.signals import StopRun
@@ -64,7 +64,7 @@ class Session:
     start: Position = field(default_factory=lambda: Position(0))
     """Position at which the run was resumed."""
     step: int = 0
-    """Number of steps done, which is the version of the weights. Users count from 1: the next step is `step + 1`."""
+    """Number of steps done, which is the version of the weights."""
     checkpointer: Checkpointer | None = None
     """Writer of resume points, in a run that trains."""
     exports: Exports | None = None
@@ -87,10 +87,15 @@ class Session:
         """Whether the run goes on: its last step is not done, and no rule has ended it."""
         return self.step < num_steps and stop_reason is None
 
-    def begin_step(self) -> int:
-        """Begin the next step; returns the number of steps done."""
-        self.phases.begin_step(self.step + 1)
-        return self.step
+    @property
+    def number(self) -> int:
+        """Number of the next step, or of the one in progress, as people count: the first is 1."""
+        return shown_step(self.step)
+
+    def begin_step(self) -> tuple[int, int]:
+        """Begin the next step; returns the number of steps done, and the number of this step."""
+        self.phases.begin_step(self.number)
+        return self.step, self.number
 
     def update_boundary(self, state: UnfinishedStep, last: bool) -> None:
         """Mark a point between two updates of a step where the run can be saved.
@@ -126,20 +131,20 @@ class Session:
         if resumable:
             self.step_boundary(self.step)
 
-    def show(self, kind: Kind, step: int, rows: Sequence[Row]) -> None:
-        """Write a table of samples of the step, if it has rows. Called before the step's metrics are logged."""
+    def show(self, kind: Kind, number: int, rows: Sequence[Row]) -> None:
+        """Write a table of samples of step `number`, if it has rows. Called before the step's metrics are logged."""
         if rows and self.records is not None:
             with self.phases("checkpoint"):
-                self.records.show(kind, step, rows)
+                self.records.show(kind, number, rows)
 
-    def keep_lengths(self, step: int, prompts: Sequence[int], responses: Sequence[int]) -> None:
+    def keep_lengths(self, prompts: Sequence[int], responses: Sequence[int]) -> None:
         """Write the tokens of each sample of the step. Called before the step's metrics are logged."""
         if self.records is not None:
             with self.phases("checkpoint"):
-                self.records.keep_lengths(step, prompts, responses)
+                self.records.keep_lengths(self.number, prompts, responses)
 
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
-        """Record metrics of step `step` (1 is the first; 0 is before training), and measured costs. Collective."""
+        """Record metrics, and measured costs, after `step` steps. Collective."""
         with self.phases("checkpoint"):
             metrics = {**metrics, **measure(self.runtime)}
         if self.checkpointer is not None and self.checkpointer.seconds_standing:
@@ -265,11 +270,11 @@ class Session:
             self.resumed, self.start, self._table = True, restored.position, restored.table
             self.step = self.start.step
             identity = replace(identity, base={**identity.base, **restored.base})
-            notes += [f"resumed at {restored.position}, from resume/{restored.position.name}", *restored.notes]
+            notes += [f"resumed after {restored.position}, from resume/{restored.position.name}", *restored.notes]
             notes += [training.best.forgotten] if training.best is not None and training.best.forgotten else []
         elif resumes:
             again = "; what it recorded is removed, and what it exported is set aside"
-            notes.append(f"there is no resume point yet: the run begins at step 0{again}")
+            notes.append(f"there is no resume point yet: the run begins anew{again}")
         self.began_with = identity.digests()
         provenance = partial(self._provenance, training, identity)
         self.checkpointer = Checkpointer(
