@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from megarlhf.config import RLConfig, RolloutCorrectionConfig
+from megarlhf.config import RLConfig, RLTrainConfig, RolloutCorrectionConfig
 from megarlhf.experience import Experience
 from megarlhf.models.role import Role
 from megarlhf.observe.records.metrics import Metric
@@ -45,18 +45,18 @@ class UpdateCallback(Protocol):
     def __call__(self, state: StepState, last: bool) -> None: ...
 
 
-def plan_step(cfg: RLConfig, experience: Experience, step: int) -> StepPlan:
-    """Plan of the passes over the step's samples, each with its own order."""
+def plan_step(experience: Experience, train: RLTrainConfig, seed: int, step: int) -> StepPlan:
+    """Plan of the passes over the step's samples, each with its own order. `seed`: seed of the run."""
     passes = [
         split_into_mini_batches(
             experience.prompt_numbers_N.tolist(),
-            cfg.train.mini_batch_samples,
-            shuffle=cfg.train.shuffle,
-            seed=sample_seed(cfg.run.seed, step, -2 - epoch),
+            train.mini_batch_samples,
+            shuffle=train.shuffle,
+            seed=sample_seed(seed, step, -2 - epoch),
         )
-        for epoch in range(cfg.train.epochs_per_step)
+        for epoch in range(train.epochs_per_step)
     ]
-    return StepPlan(experience, cfg.train, passes)
+    return StepPlan(experience, train, passes)
 
 
 @dataclass
@@ -106,7 +106,8 @@ class StepState:
         """State from the content of a resume point."""
         experience = Experience.from_state_dict(table["experience"])
         per_update: dict[str, list[float | None]] = defaultdict(list, table["per_update"])
-        return cls(experience, plan_step(cfg, experience, step), table["found"], per_update, table["updates"])
+        plan = plan_step(experience, cfg.train, cfg.run.seed, step)
+        return cls(experience, plan, table["found"], per_update, table["updates"])
 
     def note(self, result: StepResult, values: Mapping[str, float]) -> None:
         """Record the metrics of an optimizer step, or that it was skipped."""
@@ -149,7 +150,7 @@ def update_role(run: RLRun, state: StepState, learner: Learner, update: Update, 
             role, learner.experience, state.plan, [update.samples], learner.columns, learner.weights_N
         )
         if run.ptx is not None and role is run.actor:
-            batches, tokens = run.ptx.add_texts(role, run.cfg, updates_before + state.updates, batches)
+            batches, tokens = run.ptx.add_texts(role, run.cfg.train, updates_before + state.updates, batches)
             phases.count("tokens_per_second", float(tokens))
         accumulated = role.accumulate(batches, loss)
         sums = accumulated.sums
