@@ -15,7 +15,7 @@ import pytest
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.provenance import FILE as PROVENANCE
 from megarlhf.resume.points.point import Position, damaged_files, find_points, read_manifest
-from megarlhf.trainers.run.session import _require_steps_left
+from megarlhf.trainers.run.open_session import _require_steps_left
 from tests.distributed.interrupted_jobs import (
     command_on_a_full_disk,
     command_on_a_read_only_disk,

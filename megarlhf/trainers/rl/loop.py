@@ -24,7 +24,8 @@ from megarlhf.trainers.rl.sample_rows import training_rows
 from megarlhf.trainers.rl.scoring import score
 from megarlhf.trainers.rl.update import Metrics, StepState, train_on
 from megarlhf.trainers.run.factories import RunFactories
-from megarlhf.trainers.run.session import Session, is_due, open_session
+from megarlhf.trainers.run.open_session import open_session
+from megarlhf.trainers.run.session import Session, is_due
 
 
 def run(cfg: RLConfig, runtime: Runtime, parts: RunFactories = RunFactories()) -> None:  # noqa: B008 -- frozen

@@ -36,8 +36,9 @@ from megarlhf.resume.signals import StopRequest
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.run.best_checkpoint import Best, Patience
 from megarlhf.trainers.run.factories import RunFactories
+from megarlhf.trainers.run.open_session import open_session
 from megarlhf.trainers.run.resumable import ResumableState
-from megarlhf.trainers.run.session import Session, is_due, open_session
+from megarlhf.trainers.run.session import Session, is_due
 from megarlhf.trainers.run.skipped_steps import Failures, StepGuard, Update
 from megarlhf.trainers.run.test_split import log_test_metrics, prefix_test
 from megarlhf.trainers.supervised.objective import Metrics, Objective, Sample, ShouldStop
