@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from megarlhf.config import ParallelConfig, SkipConfig
 from megarlhf.layout import MeshLayout
 from megarlhf.observe.watch.phases import Phases
+from megarlhf.parallel.loss import StepResult
 from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout
-from megarlhf.parallel.step import StepResult
 from megarlhf.trainers.run import skipped_steps as skipping
 from megarlhf.trainers.run.failures import Failure
 from megarlhf.trainers.run.skipped_steps import KEPT, Failures, SkippedTooOften, StepGuard, Update, load_kept

@@ -13,8 +13,8 @@ from megarlhf.config import RLConfig, RLTrainConfig, RolloutCorrectionConfig
 from megarlhf.experience import Experience
 from megarlhf.models.role import Role
 from megarlhf.observe.records.metrics import Metric
+from megarlhf.parallel.loss import StepResult
 from megarlhf.parallel.router_balance import ROUTER_AUX_LOSS
-from megarlhf.parallel.step import StepResult
 from megarlhf.rollout.engine import sample_seed
 from megarlhf.trainers.experience.batches import loss_weights, micro_batches, per_token_of
 from megarlhf.trainers.experience.plan import StepPlan, split_into_mini_batches

@@ -26,9 +26,9 @@ from megarlhf.config import SkipConfig, dump_config
 from megarlhf.models.role import Role
 from megarlhf.observe.records.run_directory import CONFIG_FILE, CONFIG_HEADER
 from megarlhf.observe.watch.phases import Phases
+from megarlhf.parallel.loss import Loss, StepResult
 from megarlhf.parallel.megatron_cpu import norm_of
 from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout
-from megarlhf.parallel.step import Loss, StepResult
 from megarlhf.resume.claim.config_changes import TrainingConfig
 from megarlhf.resume.points import sharded_state
 from megarlhf.resume.points.kept_weights import KeptWeights, keep_weights
