@@ -7,10 +7,10 @@
     cache.forget_before(step + 1)
 
 `bank/step_000007/0001_rank_00000.jsonl` has the responses that rank 0 added after the bank was opened for the first
-time in step 7. Files of earlier processes are never written to. A round of dynamic sampling has its own folder, such
-as `bank/step_000007_refill_1`. Each line is a JSON object `record` with its `digest`. The first is the header with the
-settings of all responses of the file. A response is used only if the header, its prompt and its seed are those of the
-rollout that goes on.
+time when 7 steps were done. Files of earlier processes are never written to. A round of dynamic sampling has its own
+folder, such as `bank/step_000007_refill_1`. Each line is a JSON object `record` with its `digest`. The first is the
+header with the settings of all responses of the file. A response is used only if the header, its prompt and its seed
+are those of the rollout that goes on.
 """
 
 from __future__ import annotations
