@@ -196,7 +196,7 @@ class Trainer:
         rollout = complete(run, self._session, prompts, experience, self._step)
         experience, _, _ = score(run, self._session, rollout, self._step)
         # As step 0: by which step it is, groups would be in other mini-batches.
-        state = StepState.begin(run, experience, plan_step(run.cfg, experience, 0), {})
+        state = StepState.begin(run, experience, plan_step(experience, run.cfg.train, run.cfg.run.seed, 0), {})
         metrics = train_on(run, state, 0)
         by_phase = run.phases.end_step(self._step + 1)
         self._step += 1

@@ -35,8 +35,8 @@ from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.experience import Experience, Rollouts, VersionRuns
 from megarlhf.models.role import Role
 from megarlhf.observe.watch.phases import Phases
+from megarlhf.parallel.loss import Accumulated, Loss, StepResult
 from megarlhf.parallel.micro_batch import MicroBatch
-from megarlhf.parallel.step import Accumulated, Loss, StepResult
 from megarlhf.runtime import RankInfo, Runtime, initialize
 from megarlhf.trainers.experience.prompts import PromptData, make_experience
 from megarlhf.trainers.rl.build import build

@@ -72,9 +72,9 @@ class Supervised:
 
     def round(self) -> dict[str, Any]:
         """A step."""
-        self._steps += 1
         self._seconds.clear()
         update = Update(self._steps, None, range(len(self._samples)))
+        self._steps += 1
         start, cpu = time.perf_counter(), time.process_time()
         metrics = train_on(self._objective, self._role, self._samples, update, self._bad_steps, self._phases)
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu

@@ -22,7 +22,8 @@ def refuse_moved_keys(rollout: Any) -> Any:
     if moved:
         keys = ", ".join(f"rollout.{name} is now rollout.vllm.{VLLM[name]}" for name in moved)
         section = ", ".join(f"{VLLM[name]}: {rollout[name]}" for name in moved)
-        raise ValueError(f"{keys}: write vllm: {{{section}}}")
+        arguments = " ".join(f"rollout.vllm.{VLLM[name]}={rollout[name]}" for name in moved)
+        raise ValueError(f"{keys}: write vllm: {{{section}}} in a file, or {arguments} on the command line")
     return rollout
 
 

@@ -25,11 +25,12 @@ from megarlhf.models.trainable import choose_trained
 from megarlhf.models.weights import CHECKPOINTS, WeightSource, companion_folder, export_adapter, export_hugging_face
 from megarlhf.parallel.batching import Batching
 from megarlhf.parallel.device_memory import DeviceMemory, RoleParts, Tensors
+from megarlhf.parallel.loss import Accumulated, Loss, StepResult
 from megarlhf.parallel.mesh import GroupCache, Mesh, build_mesh
 from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.parallel.packing.partition import forward_cost
 from megarlhf.parallel.router_balance import RouterBalance
-from megarlhf.parallel.step import Accumulated, Loss, StepResult, Trainer, forward_only
+from megarlhf.parallel.step import Trainer, forward_only
 from megarlhf.weights.checkpoint.formats.huggingface.read import is_huggingface
 from megarlhf.weights.checkpoint.peft import adapted
 

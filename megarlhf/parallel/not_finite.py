@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megarlhf.parallel.loss import Loss, LossOutput
 from megarlhf.parallel.micro_batch import MicroBatch
-from megarlhf.parallel.step import Loss, LossOutput
 
 During = Literal["forward", "backward", "sums"]
 LOSS, MODEL = "(loss)", "(model)"

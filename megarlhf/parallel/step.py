@@ -12,9 +12,9 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from megarlhf.parallel.batching import padded_length
 from megarlhf.parallel.chunks import Model, chunks_of
 from megarlhf.parallel.context import ContextShare, context_share
 from megarlhf.parallel.device_memory import DeviceMemory, RoleParts, Tensors
+from megarlhf.parallel.loss import Accumulated, Loss
 from megarlhf.parallel.megatron_cpu import megatron_device
 from megarlhf.parallel.mesh import Mesh
 from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout
@@ -40,50 +41,6 @@ from megarlhf.parallel.optimizer_settings import lr_scheduler, optimizer_config
 from megarlhf.parallel.packing.rows import PackedRow
 from megarlhf.parallel.pipeline import KnownShapes
 from megarlhf.parallel.router_balance import ROUTER_AUX_LOSS, RouterBalance
-
-
-class LossOutput(NamedTuple):
-    """Result of a loss on one micro-batch."""
-
-    loss: Tensor
-    """This micro-batch's contribution to the loss, a scalar."""
-    sums: Tensor
-    """Sums to be added over the mini-batch, [len(names)], detached."""
-    captured: Tensor | None = None
-    """Values of this forward that the caller wants back, such as log-probs, detached."""
-
-
-@dataclass(frozen=True)
-class Accumulated:
-    """Result of a forward and backward over a mini-batch, beside the gradients."""
-
-    sums: dict[str, float]
-    """The loss's sums over the whole mini-batch, the same on every rank; `loss` is among them, without what routers
-    add to it, which is `router_aux_loss`."""
-    captured: list[Tensor]
-    """Tensors that the loss has captured of each of this rank's micro-batches, in their order; on the last stage."""
-
-
-class Loss(Protocol):
-    """A loss on the last stage's output."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the reported sums."""
-        ...
-
-    def __call__(self, output: Tensor, batch: MicroBatch, /) -> LossOutput: ...
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Report of an optimizer step, the same on every rank."""
-
-    sums: dict[str, float]
-    grad_norm: float
-    """Norm before clipping; infinite when the gradient is not finite."""
-    skipped: str = ""
-    """Reason for skipping the step; empty: it was made."""
 
 
 def forward_only(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from megarlhf.config import RLConfig
+from megarlhf.config import ModelConfig, RLConfig
 from megarlhf.observe.records.run_directory import CONFIG_FILE, written_by
 from megarlhf.provenance import Weights, read_provenance
 
@@ -38,9 +38,9 @@ def check_reference(cfg: RLConfig) -> list[str]:
     )
 
 
-def reference_notes(cfg: RLConfig, reference: Weights | None) -> list[str]:
+def reference_notes(actor: ModelConfig, reference: Weights | None) -> list[str]:
     """A warning if the actor comes from an earlier rl run, whose KL was measured to another model."""
-    stated = None if cfg.actor.model.random_init else read_provenance(cfg.actor.model.path)
+    stated = None if actor.random_init else read_provenance(actor.path)
     if reference is None or stated is None or stated.command != "rl" or stated.reference is None:  # dpo measures no KL
         return []
     earlier, run = stated.reference, f"the run {stated.run}, from which the actor comes"

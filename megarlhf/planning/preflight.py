@@ -133,7 +133,8 @@ def preflight(
     if isinstance(cfg, DPOConfig):
         notes.append(cfg.describe_loss())
     if not isinstance(cfg, GenerateConfig | EvaluateConfig):
-        notes += cfg.profile.start_notes(world_size, on_cpu=on_cpu) + schedule_notes(cfg) + changed_meanings(cfg)
+        notes += cfg.profile.start_notes(world_size, on_cpu=on_cpu) + schedule_notes(cfg)
+        notes += changed_meanings(cfg.checkpoint)
     numbers = tuple(_numbers(cfg, world_size))
     return Preflight(command, dump_config(cfg), numbers, roles=tuple(described), notes=tuple(notes))
 

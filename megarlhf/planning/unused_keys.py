@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from megarlhf.config import (
+    AlgoConfig,
+    CheckpointConfig,
     DPOConfig,
     EvaluateConfig,
     FrozenModel,
@@ -44,7 +46,7 @@ def without_effect(cfg: AnyConfig, world_size: int | None = None, *, on_cpu: boo
         rules = _generation_rules(cfg) if isinstance(cfg, GenerateConfig) else _training_rules(cfg)
     rules += _role_rules(cfg, world_size)
     if isinstance(cfg, RLConfig):
-        rules += _rl_rules(cfg) + _advantage_rules(cfg) + _loss_rules(cfg)
+        rules += _rl_rules(cfg) + _advantage_rules(cfg.algo) + _loss_rules(cfg.algo)
     if draws(cfg):
         engine = engine_of(cfg.rollout)
         is_one = engine.has_own_weights and cfg.actor is not None and cfg.rollout.tp(cfg.actor) == world_size
@@ -73,9 +75,9 @@ def rarely_meant(cfg: RLConfig) -> list[str]:
     return notes
 
 
-def changed_meanings(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig) -> list[str]:
+def changed_meanings(checkpoint: CheckpointConfig) -> list[str]:
     """A sentence for each key that is set and once had another meaning."""
-    keys = cfg.checkpoint.model_fields_set
+    keys = checkpoint.model_fields_set
     return [
         f"checkpoint.{key} is about resume points, from which a run goes on; for exports (Hugging Face directories) "
         f"there is checkpoint.export_{key}, which is not set"
@@ -156,8 +158,8 @@ def _rl_rules(cfg: RLConfig) -> list[_Rule]:
     ]
 
 
-def _advantage_rules(cfg: RLConfig) -> list[_Rule]:
-    algo, advantage = cfg.algo, cfg.algo.advantage
+def _advantage_rules(algo: AlgoConfig) -> list[_Rule]:
+    advantage = algo.advantage
     given, is_relative = f"algo.advantage = {advantage}", advantage == "group_relative"
     no_credit = advantage not in ("leave_one_out", "group_relative") or not algo.kl_in_reward
     unscaled = "algo.scale_by_group_std = false" if is_relative else f"{given} scales by no group"
@@ -174,8 +176,8 @@ def _advantage_rules(cfg: RLConfig) -> list[_Rule]:
     ]
 
 
-def _loss_rules(cfg: RLConfig) -> list[_Rule]:
-    algo, loss, average = cfg.algo, cfg.algo.policy_loss, cfg.algo.loss_average
+def _loss_rules(algo: AlgoConfig) -> list[_Rule]:
+    loss, average = algo.policy_loss, algo.loss_average
     given, given_average = f"algo.policy_loss = {loss}", f"algo.loss_average = {average}"
     no_ratio = loss == "policy_gradient" and not algo.kl.ratio_weighted
     kind, level = algo.rollout_correction.kind, algo.rollout_correction.level

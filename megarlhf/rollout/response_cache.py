@@ -7,10 +7,10 @@
     cache.forget_before(step + 1)
 
 `bank/step_000007/0001_rank_00000.jsonl` has the responses that rank 0 added after the bank was opened for the first
-time in step 7. Files of earlier processes are never written to. A round of dynamic sampling has its own folder, such
-as `bank/step_000007_refill_1`. Each line is a JSON object `record` with its `digest`. The first is the header with the
-settings of all responses of the file. A response is used only if the header, its prompt and its seed are those of the
-rollout that goes on. Each record has the versions of the weights that drew the response.
+time when 7 steps were done. Files of earlier processes are never written to. A round of dynamic sampling has its own
+folder, such as `bank/step_000007_refill_1`. Each line is a JSON object `record` with its `digest`. The first is the
+header with the settings of all responses of the file. A response is used only if the header, its prompt and its seed
+are those of the rollout that goes on. Each record has the versions of the weights that drew the response.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def _read(folder: Path, expected: _Expected) -> tuple[int, list[Record]]:
             with contextlib.suppress(OSError):
                 path.rename(path.with_name(path.name + UNUSABLE))
     if records or dropped:
-        log.info("rollout bank: %d responses of %s are used again", len(records), folder)
+        log.info("rollout bank: %d responses of an earlier process are used again", len(records))
     if dropped:
         faults = ", ".join(f"{count} {fault}" for fault, count in dropped.items())
         log.warning("rollout bank: dropped in %s: %s", folder, faults)

@@ -24,10 +24,10 @@ from megarlhf.columns import Ragged
 from megarlhf.config import DPOConfig, RMConfig, SFTConfig
 from megarlhf.models.role import Role, build_role
 from megarlhf.parallel.chunks import split_name
+from megarlhf.parallel.loss import Loss
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.micro_batch import MicroBatch, TokenSpans, scatter_to_micro_batch
 from megarlhf.parallel.not_finite import MODEL, LossModule, NotFinite, first_not_finite
-from megarlhf.parallel.step import Loss
 from megarlhf.resume.claim.config_changes import TrainingConfig, compare
 from megarlhf.resume.points.kept_weights import find_weights
 from megarlhf.resume.points.restore import layout_in_words

@@ -20,6 +20,7 @@ from megarlhf.models.role import Role, build_role
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.parallel import step
 from megarlhf.parallel.chunks import chunks_of
+from megarlhf.parallel.loss import Accumulated, Loss
 from megarlhf.rollout.megatron_engine import MegatronEngine
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.rl import build as rl_components
@@ -166,7 +167,7 @@ def watched(role: Role, routing: Routing) -> Seen:
             attention.register_forward_hook(count(1))
         chunk.register_forward_hook(count(-len(attentions)))
 
-    def accumulated(batches: Sequence[step.MicroBatch], loss: step.Loss) -> step.Accumulated:
+    def accumulated(batches: Sequence[step.MicroBatch], loss: Loss) -> Accumulated:
         routing.now = role.name, len(seen.losses)
         seen.packed |= {batch.layout.packed for batch in batches if batch.layout is not None}
         result = accumulate(batches, loss)

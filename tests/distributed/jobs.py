@@ -76,7 +76,7 @@ def train_once(objective: Any, role: Role, samples: Any) -> Any:
 
     phases = Phases()
     bad_steps = StepGuard(objective.cfg.train, Failures.of(objective.cfg, objective.command), phases)
-    return train_on(objective, role, samples, Update(1, None, ()), bad_steps, phases)
+    return train_on(objective, role, samples, Update(0, None, ()), bad_steps, phases)
 
 
 def sft_steps(

@@ -94,7 +94,7 @@ def poisoned_steps(runtime: Runtime, tree: dict[str, Any]) -> dict[str, Any]:
     for step, spoil in enumerate(["", "linear_fc1.weight", "layernorm", "loss", ""]):  # noqa: B007 -- read above
         before = state_of(role)
         chunk = samples[step * 8 : step * 8 + 8]
-        metrics = train_on(objective, role, chunk, Update(step + 1, None, range(8)), bad_steps, phases)
+        metrics = train_on(objective, role, chunk, Update(step, None, range(8)), bad_steps, phases)
         after = state_of(role)
         report["metrics"].append(metrics)
         report["changed"].append(not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))

@@ -15,7 +15,7 @@ import pytest
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.provenance import FILE as PROVENANCE
 from megarlhf.resume.points.point import Position, damaged_files, find_points, read_manifest
-from megarlhf.trainers.run.session import _require_steps_left
+from megarlhf.trainers.run.open_session import _require_steps_left
 from tests.distributed.interrupted_jobs import (
     command_on_a_full_disk,
     command_on_a_read_only_disk,
@@ -282,7 +282,7 @@ def test_a_reward_model_whose_head_was_scaled_can_be_prolonged(case, data, ranks
     whole, run = tmp_path / "whole", tmp_path / "run"
     ranks.run(1, "command", *command_line(made, whole))
     ranks.run(1, "command", *command_line(made, run), "train.num_steps=3")
-    assert [str(point.position) for point in find_points(run)] == ["step 2, update 1 of step 3"]
+    assert [str(point.position) for point in find_points(run)] == ["update 1 of step 3"]
     scaled = rows(run)[3]
     ranks.run(1, "command", *command_line(made, run), "run.allow_changes=true")
     assert rows(run) == rows(whole)

@@ -159,7 +159,7 @@ def test_actor_and_critic_are_repeated(ranks, two_layers, data, tmp_path) -> Non
     for role in ("actor", "critic"):
         kept = tmp_path / f"failures/step_000001_update_0003_{role}"
         said = ranks.run(1, "command", "replay", str(kept))[0]
-        assert lines_naming(said, f"step 1, update 3 of {role}", "skipped", "gradient norm")
+        assert lines_naming(said, f"step 1, update 4 of {role}", "skipped", "gradient norm")
         assert "(the same, bit for bit)" in said
         assert "all finite" in said
 

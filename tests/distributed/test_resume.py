@@ -147,7 +147,7 @@ def test_a_run_that_is_cut_off_goes_on_exactly(case, ranks, tmp_path, request) -
             newest = max((point.position.name for point in find_points(run)), default="")
             assert newest > before or not start, f"{cuts[start]} came before a point of this start"
         said = ranks.run(2, "command", *argv)[0]
-        assert (f"from resume/{newest}" if newest else "the run begins at step 0") in said
+        assert (f"from resume/{newest}" if newest else "the run begins anew") in said
         assert rows(run) == rows(case.reference), cuts
         assert weights(run) == weights(case.reference)
         assert json.loads((run / "FINISHED").read_text())["reason"] == "num_steps"

@@ -16,10 +16,10 @@ from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.columns import Ragged
 from megarlhf.config import MicroBatchConfig, RoleConfig
 from megarlhf.models.role import build_role
+from megarlhf.parallel.loss import LossOutput
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.micro_batch import MicroBatch, TokenSpans, micro_batch_mask, scatter_to_micro_batch
 from megarlhf.parallel.packing.partition import forward_cost
-from megarlhf.parallel.step import LossOutput
 from megarlhf.parallel.vocab import next_token_logprobs
 from megarlhf.runtime import Runtime
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megarlhf.config import SFTConfig
 from megarlhf.models.role import build_role
+from megarlhf.parallel.loss import Loss, LossOutput
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.micro_batch import MicroBatch
-from megarlhf.parallel.step import Loss, LossOutput
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.supervised.sft import SupervisedFineTuning
 from tests.distributed import jobs

@@ -114,7 +114,7 @@ def test_what_dpo_has_trained_is_a_reference_as_it_stands(tmp_path):
     """Its own reference is that of its log-ratios: no KL was measured to it."""
     cfg = rl_from(with_provenance(tmp_path / "copy", replace(STATED, command="dpo")), "new")
     assert check_reference(cfg) == []
-    assert reference_notes(cfg, Weights(path=str(tmp_path / "copy"), digest="0bad", dtype="bfloat16")) == []
+    assert reference_notes(cfg.actor.model, Weights(path=str(tmp_path / "copy"), digest="0bad", dtype="bfloat16")) == []
 
 
 @pytest.mark.parametrize("text", ["{", "[]", json.dumps({"command": "rl"}), STATED.to_json().replace("digest", "sum")])
@@ -128,13 +128,13 @@ def test_a_damaged_statement_is_refused_and_not_passed_over(tmp_path, text):
 
 def test_another_reference_than_the_earlier_run_s_is_told(tmp_path):
     cfg = rl_from(with_provenance(tmp_path / "copy"), "new", reference={"model": {"path": "/models/other"}})
-    assert reference_notes(cfg, replace(REFERENCE, path="/moved/elsewhere")) == []
-    (note,) = reference_notes(cfg, Weights(path="/models/other", digest="0bad", dtype="bfloat16"))
+    assert reference_notes(cfg.actor.model, replace(REFERENCE, path="/moved/elsewhere")) == []
+    (note,) = reference_notes(cfg.actor.model, Weights(path="/models/other", digest="0bad", dtype="bfloat16"))
     digests = ("/models/other (digest 0bad)", "/models/sft (digest 00c0ffee)")
     assert missing_names(note, "WARNING", "/runs/first", *digests) == []
-    (note,) = reference_notes(cfg, replace(REFERENCE, dtype="float32"))
+    (note,) = reference_notes(cfg.actor.model, replace(REFERENCE, dtype="float32"))
     assert missing_names(note, "could not be compared", "float32", "/models/sft in bfloat16") == []
-    assert reference_notes(rl_from(tmp_path / "elsewhere", "new"), REFERENCE) == []
+    assert reference_notes(rl_from(tmp_path / "elsewhere", "new").actor.model, REFERENCE) == []
 
 
 def test_a_statement_reads_as_it_was_written():

@@ -18,7 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarlhf.parallel.step import Accumulated, Trainer
+from megarlhf.parallel.loss import Accumulated
+from megarlhf.parallel.step import Trainer
 from tests.refuses import missing_names
 from tests.rehearsal.jobs import Rehearsed, job_tree, run_command, write_job
 

@@ -193,7 +193,12 @@ def test_a_run_with_the_old_keys_of_vllm_goes_on_and_a_new_start_is_told_the_new
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(written))
     assert load_config(RLConfig, tmp_path / "config.yaml", of_a_run=True) == before
     assert translate(written) == before.model_dump(mode="json")
-    with refuses("rollout.engine_args is now rollout.vllm.args", "sleep_level: 1", "args: {'max_num_seqs': 4}"):
+    with refuses(
+        "rollout.engine_args is now rollout.vllm.args",
+        "sleep_level: 1",
+        "args: {'max_num_seqs': 4}",
+        "rollout.vllm.sleep_level=1",
+    ):
         load_config(RLConfig, tmp_path / "config.yaml")
 
 

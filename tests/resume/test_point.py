@@ -14,6 +14,12 @@ def points(run: Path, *positions: Position) -> list[str]:
     return [found.path.name for found in find_points(run)]
 
 
+def test_a_position_in_words() -> None:
+    """Two steps and one update done: the update is of the third step."""
+    assert [str(Position(2)), str(Position(2, 1))] == ["step 2", "update 1 of step 3"]
+    assert Position(2, 1).name == "step_000002_update_0001"
+
+
 def test_later_points_than_that_which_a_run_goes_on_from_count_no_more(tmp_path) -> None:
     """They would fill the places of `checkpoint.keep`, and could be taken later for what comes after other steps."""
     points(tmp_path, Position(4), Position(8), Position(8, 2), Position(12))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -56,6 +57,7 @@ def test_what_was_written_is_read_again(kept):
     assert math.isnan(read.sums["loss"])
     assert (read.gradient_norm, read.denominators, read.title) == (math.inf, {"denominator": 12}, "step 3 of actor")
     assert "NaN" not in (kept / "failure.json").read_text(), "not JSON"
+    assert replace(read, update=3).title == "step 3, update 4 of actor", "the file counts updates from 0"
 
 
 def refused(directory, *names, overrides=()):

@@ -60,9 +60,8 @@ def test_metrics_are_of_the_samples_that_have_a_reward() -> None:
 
 def rows(table: Experience) -> list[dict[str, Any]]:
     prompt = PromptSample(tokens=[1, 5], text="bf", fields={"answer": 7}, index=0)
-    return [
-        dict(row) for row in training_rows(CFG, 4, table, [prompt] * 3, Letters(), kl_by_sample(table, CFG.algo.kl))
-    ]  # type: ignore[arg-type]
+    kl_N = kl_by_sample(table, CFG.algo.kl)
+    return [dict(row) for row in training_rows(CFG.samples, 4, table, [prompt] * 3, Letters(), kl_N)]  # type: ignore[arg-type]
 
 
 def test_rows_of_a_table() -> None:

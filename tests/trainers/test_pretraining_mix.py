@@ -55,7 +55,7 @@ def test_texts_stand_behind_the_samples_with_equal_weights():
     micro = SimpleNamespace(max_tokens_per_micro_batch=8)
     role = SimpleNamespace(mesh=mesh, batching=lambda train: Batching(mesh, ForwardCost(1, 0), micro))
     samples = MicroBatch(torch.tensor([[1, 4, 4]]), {"response_mask": torch.tensor([[True, True, False]])})
-    batches, tokens = mix.add_texts(role, SimpleNamespace(train=micro), 0, [samples])
+    batches, tokens = mix.add_texts(role, micro, 0, [samples])
     assert tokens == 6
     assert batches[0].columns["ptx_weights"].tolist() == [[0.0, 0.0, 0.0]]
     assert batches[0].columns["response_mask"] is samples.columns["response_mask"]

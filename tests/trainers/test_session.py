@@ -15,7 +15,7 @@ from megarlhf.observe.records.cost_metrics import reproducible
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.run.exports import save_roles, set_exports_aside
-from megarlhf.trainers.run.session import open_session
+from megarlhf.trainers.run.open_session import open_session
 from megarlhf.trainers.supervised.loop import rescale
 from tests.ranks import RankPool
 from tests.refuses import missing_names

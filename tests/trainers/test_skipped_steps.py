@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from megarlhf.config import ParallelConfig, SkipConfig
 from megarlhf.layout import MeshLayout
 from megarlhf.observe.watch.phases import Phases
+from megarlhf.parallel.loss import StepResult
 from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout
-from megarlhf.parallel.step import StepResult
 from megarlhf.trainers.run import skipped_steps as skipping
 from megarlhf.trainers.run.failures import Failure
 from megarlhf.trainers.run.skipped_steps import KEPT, Failures, SkippedTooOften, StepGuard, Update, load_kept
@@ -68,7 +68,7 @@ def run(monkeypatch):
 
     def steps(bad_steps, numbers, number=None):
         skipped = []
-        for step, (loss, role.norm) in enumerate(numbers, start=1):
+        for step, (loss, role.norm) in enumerate(numbers):
             skipped.append(bad_steps.apply(role, {"loss": loss}, Update(step, number, [5]), [BATCH], LOSS).skipped)
         assert role.steps == sum(not reason for reason in skipped)
         return [bool(reason) for reason in skipped]
@@ -83,7 +83,7 @@ def test_a_loss_or_gradient_that_is_not_finite_is_skipped_until_it_is_too_often(
     assert run(bad_steps, [(1, 1), (nan, 1), (1, inf), (1, 1), (inf, nan), (nan, nan)]) == [0, 1, 1, 0, 1, 1]
     kept = f"`megarlhf replay {tmp_path}/step_000001_update_0002_critic`"
     limit = "train.max_skipped_in_a_row = 3"
-    with refuses("critic", "update 0002", "3 optimizer step(s)", limit, kept, error=SkippedTooOften):
+    with refuses("critic", "step 1, update 3 of critic", "3 optimizer step(s)", limit, kept, error=SkippedTooOften):
         run(bad_steps, [(1, inf)], number=2)
 
 

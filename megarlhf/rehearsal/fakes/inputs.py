@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import string
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megarlhf.architectures.hf_config import read_config
-from megarlhf.config import ROLES, DPOConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, describe_sources
+from megarlhf.config import ROLES, DPOConfig, RewardConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, describe_sources
 from megarlhf.data.sources.find import is_there
 from megarlhf.rehearsal.fakes.lengths import Constant, Lengths, LogNormal
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
@@ -105,7 +105,7 @@ def stand_in(
         notes += _held_out(cfg)
     if isinstance(cfg, RLConfig):
         tree["samples"] = {"every": 0}
-        notes += _rewards(cfg, tree)
+        notes += _rewards(cfg.rewards, tree)
         if cfg.ptx is not None and (paths or not is_there(cfg.ptx.data)):
             tree["ptx"] = None
             why = "cannot be read with the stand-in tokenizer" if is_there(cfg.ptx.data) else "is not there"
@@ -228,10 +228,10 @@ def _text(tokens: int, seed: int) -> str:
     return "".join(LETTERS[(seed + k) % len(LETTERS)] for k in range(max(1, tokens)))
 
 
-def _rewards(cfg: RLConfig, tree: dict[str, Any]) -> list[str]:
+def _rewards(rewards: Sequence[RewardConfig], tree: dict[str, Any]) -> list[str]:
     """Replace functions, servers and classifiers, whose answers would have no meaning. Returns notes."""
     notes, kept = [], []
-    for reward, given in zip(cfg.rewards, tree["rewards"], strict=True):
+    for reward, given in zip(rewards, tree["rewards"], strict=True):
         if reward.kind == "model" and not reward.retokenize:
             kept.append(given)
             continue

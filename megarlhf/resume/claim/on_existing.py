@@ -64,7 +64,7 @@ class Claim:
 
     lock: Lock
     resumes: bool
-    """An earlier run that has not finished is there. Without a resume point it begins at step 0 again."""
+    """An earlier run that has not finished is there. Without a resume point it begins anew."""
     notes: list[str]
     _cfg: FrozenModel
     _run: RunConfig

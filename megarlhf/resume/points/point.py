@@ -27,6 +27,11 @@ SET_ASIDE = ".passed_over"
 _NAME = re.compile(r"step_(\d{6,})(?:_update_(\d{4,}))?")
 
 
+def shown_step(step: int) -> int:
+    """Number by which people know the step that begins when `step` steps are done. The first is 1."""
+    return step + 1
+
+
 @dataclass(frozen=True, order=True)
 class Position:
     """Progress of a run."""
@@ -41,7 +46,8 @@ class Position:
         return f"step_{self.step:06d}" + (f"_update_{self.update:04d}" if self.update else "")
 
     def __str__(self) -> str:
-        return f"step {self.step}" + (f", update {self.update} of step {self.step + 1}" if self.update else "")
+        """Last finished thing, such as `step 11`, or `update 3 of step 12`."""
+        return f"update {self.update} of step {shown_step(self.step)}" if self.update else f"step {self.step}"
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,9 @@ class SignalWatch:
         self._constant = {name: (value, count) for name, (value, count) in state["constant"].items()}
 
     def watch(
-        self, step: int, rewards: Mapping[str, Tensor], metrics: Mapping[str, Metric], *, grouped: bool = True
+        self, number: int, rewards: Mapping[str, Tensor], metrics: Mapping[str, Metric], *, grouped: bool = True
     ) -> list[str]:
-        """Warnings about step `step` (1 is the first).
+        """Warnings about step `number`, from 1.
 
         rewards: values of each reward for the step's samples [N], by name; NaN where it does not apply
         metrics: the step's, from `rl.metrics.describe`
@@ -67,7 +67,7 @@ class SignalWatch:
             before, count = self._constant.get(name, (value, 0))
             count = (count + 1 if value == before else 1) if is_one else 0
             self._constant[name] = (value, count)
-            if step == 1 and is_one and value == 0:
+            if number == 1 and is_one and value == 0:
                 warnings.append(f"reward {name!r} is 0 for every sample of the first step")
             elif _is_reported(count, CONSTANT_STEPS):
                 warnings.append(f"reward {name!r} is {value:g} for every sample, for {count} steps in a row")
@@ -89,7 +89,7 @@ def _is_reported(count: int, first: int) -> bool:
 
 
 def signal_warning(
-    step: int,
+    number: int,
     experience: Experience,
     metrics: Mapping[str, Metric],
     watch: SignalWatch,
@@ -98,15 +98,15 @@ def signal_warning(
     *,
     grouped: bool,
 ) -> str:
-    """Warnings of `watch` about a step, with the likely causes and the first sample; "" without a warning."""
+    """Warnings of `watch` about step `number`, with the likely causes and the first sample; "" without a warning."""
     rewards = rewards_by_name(experience)
-    if experience.num_samples == 1 or not (warnings := watch.watch(step, rewards, metrics, grouped=grouped)):
+    if experience.num_samples == 1 or not (warnings := watch.watch(number, rewards, metrics, grouped=grouped)):
         return ""
     prompt, finished = prompt_of(int(experience.per_sample["records"][0])), experience.rollouts.finished_N
     texts = response_texts(experience.rollouts, tokenizer)
     first = ", ".join(f"{name} {float(values_N[0]):g}" for name, values_N in rewards.items())
     return (
-        f"WARNING step {step}: {'; '.join(warnings)}. Likely causes: {'; '.join(_causes(texts, finished, metrics))}. "
+        f"WARNING step {number}: {'; '.join(warnings)}. Likely causes: {'; '.join(_causes(texts, finished, metrics))}. "
         f"The first sample: prompt ...{prompt.text[-_SHOWN:]!r}, response {_cut(texts[0])!r}, fields "
         f"{short(prompt.fields)}, rewards: {first}"
     )

@@ -42,7 +42,8 @@ from megarlhf.trainers.generation.responses import (
 )
 from megarlhf.trainers.generation.texts import perplexity, ranking, read_pairs, read_texts
 from megarlhf.trainers.run.factories import RunFactories
-from megarlhf.trainers.run.session import Session, open_session
+from megarlhf.trainers.run.open_session import open_session
+from megarlhf.trainers.run.session import Session
 
 RESPONSES = {"actor": "responses.jsonl", "against": "responses_of_against.jsonl"}
 """File in the run directory, by model."""

@@ -35,7 +35,7 @@ from megarlhf.runtime import Runtime
 from megarlhf.trainers.experience.prompts import PromptData, load_prompts, repeat_prompts
 from megarlhf.trainers.experience.rewards import RewardOutput
 from megarlhf.trainers.generation.best_of import candidates, choose, record_of
-from megarlhf.trainers.run.session import open_session
+from megarlhf.trainers.run.open_session import open_session
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,8 @@ from megarlhf.trainers.rl.sample_rows import training_rows
 from megarlhf.trainers.rl.scoring import score
 from megarlhf.trainers.rl.update import Metrics, StepState, train_on
 from megarlhf.trainers.run.factories import RunFactories
-from megarlhf.trainers.run.session import Session, is_due, open_session
+from megarlhf.trainers.run.open_session import open_session
+from megarlhf.trainers.run.session import Session, is_due
 
 
 def run(cfg: RLConfig, runtime: Runtime, parts: RunFactories = RunFactories()) -> None:  # noqa: B008 -- frozen
@@ -48,7 +49,7 @@ def run(cfg: RLConfig, runtime: Runtime, parts: RunFactories = RunFactories()) -
             states: dict[str, Stateful] = {"stop": evaluation.stop, "order": order}
             training = training_of(rl_run, states, evaluation.best, stop_request, parts)
             mixture = describe_mixture(order, cfg.train.num_steps, cfg.data.train)
-            notes = [*data.notes, *mixture, *reference_notes(cfg, training.reference)]
+            notes = [*data.notes, *mixture, *reference_notes(cfg.actor.model, training.reference)]
         with (
             contextlib.closing(rl_run.rewarder),
             contextlib.closing(evaluation),
@@ -67,19 +68,19 @@ def train(run: RLRun, session: Session, order: ShuffledBatches, evaluation: Eval
     if not session.start.update:  # resumed between steps; an unfinished step is completed and exported first
         gap_guard.raise_if_failed(last=session.step == cfg.train.num_steps)
     while session.has_steps_left(cfg.train.num_steps, evaluation.stop_reason):
-        step, rebuilds = session.begin_step(), run.engine.rebuilds  # `step` steps done: version `step`
+        step, number = session.begin_step()  # after `step` steps, with version `step` of the weights
+        rebuilds = run.engine.rebuilds
         state = resumed_step(run, session) or begin_step(run, session, order, step)
         metrics = train_on(run, state, step, session.update_boundary)
-        done = step + 1
         metrics = {**state.metrics, **describe(state.experience, cfg), **metrics}
-        warn_without_signal(run, session, done, state, metrics)
+        warn_without_signal(run, session, state, metrics)
         session.stop_if_asked()
-        update_weights(run, done, verify=done == 1 or is_due(done, cfg.rollout.verify_weights_every))
-        metrics |= evaluation.after_step(session, done, metrics["kl"])
-        metrics |= follow_actor(run, done, state, metrics["kl"])
+        update_weights(run, number, verify=number == 1 or is_due(number, cfg.rollout.verify_weights_every))
+        metrics |= evaluation.after_step(session, number, metrics["kl"])
+        metrics |= follow_actor(run, number, state, metrics["kl"])
         if run.engine.rebuilds > rebuilds:
             metrics["engine_rebuilds"] = run.engine.rebuilds - rebuilds
-        show_samples(run, session, done, state)
+        show_samples(run, session, state)
         last = evaluation.last
         session.end_step(metrics, run.exported, last=last or gap_guard.failed(last=last), best=evaluation.is_best)
         gap_guard.raise_if_failed(last=last)
@@ -115,33 +116,34 @@ def update_weights(run: RLRun, version: int, *, verify: bool) -> None:
             run.engine.verify_weights(run.actor.shard)
 
 
-def follow_actor(run: RLRun, step: int, state: StepState, kl: Metric) -> Metrics:
-    """Adapt the coefficient of the KL after a step, and move the reference if it is due."""
+def follow_actor(run: RLRun, number: int, state: StepState, kl: Metric) -> Metrics:
+    """Adapt the coefficient of the KL after step `number`, and move the reference if it is due."""
     run.kl.update(kl, state.experience.num_samples)
     if run.moving_reference is None:
         return {}
-    return {"reference_moved": int(run.moving_reference.after(step))}
+    return {"reference_moved": int(run.moving_reference.after(number))}
 
 
-def warn_without_signal(run: RLRun, session: Session, step: int, state: StepState, metrics: Metrics) -> None:
-    """Warn, with likely causes, if nothing could be learnt from a step."""
+def warn_without_signal(run: RLRun, session: Session, state: StepState, metrics: Metrics) -> None:
+    """Warn, with likely causes, if nothing could be learnt from the step."""
     prompt_of, grouped = run.data.prompt_of, run.cfg.algo.advantage in GROUPED
     warning = signal_warning(
-        step, state.experience, metrics, run.rewarder.signal, prompt_of, run.data.tokenizer, grouped=grouped
+        session.number, state.experience, metrics, run.rewarder.signal, prompt_of, run.data.tokenizer, grouped=grouped
     )
     if warning:
         session.note(warning)
 
 
-def show_samples(run: RLRun, session: Session, step: int, state: StepState) -> None:
-    """Write the lengths of a step's samples, and a table of some of them if it is due. Collective."""
-    cfg, experience = run.cfg, state.experience
-    if is_due(step, cfg.samples.every):
-        kl_N = kl_by_sample(experience, cfg.algo.kl)
+def show_samples(run: RLRun, session: Session, state: StepState) -> None:
+    """Write the lengths of the step's samples, and a table of some of them if it is due. Collective."""
+    samples, experience, number = run.cfg.samples, state.experience, session.number
+    if is_due(number, samples.every):
+        kl_N = kl_by_sample(experience, run.cfg.algo.kl)
         if session.records is not None:  # rank 0
             prompts = list(map(run.data.prompt_of, experience.per_sample["records"].tolist()))
-            session.show("train", step, training_rows(cfg, step, experience, prompts, run.data.tokenizer, kl_N))
-    session.keep_lengths(step, experience.prompt_lengths_N.tolist(), experience.response_lengths_N.tolist())
+            rows = training_rows(samples, number, experience, prompts, run.data.tokenizer, kl_N)
+            session.show("train", number, rows)
+    session.keep_lengths(experience.prompt_lengths_N.tolist(), experience.response_lengths_N.tolist())
 
 
 @contextlib.contextmanager

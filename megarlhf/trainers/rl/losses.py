@@ -19,8 +19,8 @@ from megarlhf.algo.losses import clipped_value_loss
 from megarlhf.algo.policy import Bounds, log_ratios, policy_loss
 from megarlhf.algo.segments import Segments
 from megarlhf.config import AlgoConfig
+from megarlhf.parallel.loss import LossOutput
 from megarlhf.parallel.micro_batch import MicroBatch
-from megarlhf.parallel.step import LossOutput
 from megarlhf.parallel.vocab import Vocabulary, batch_logprobs
 from megarlhf.trainers.rl.logprob_gap import correction_of
 

@@ -35,9 +35,9 @@ class MovingReference:
         self.role, self._actor, self._every, self._mixup = reference, actor, every, mixup
         reference.parts.parameters.may_change()
 
-    def after(self, step: int) -> bool:
-        """Move the reference if step `step` (from 1) is a multiple of `every`; returns whether it was. Collective."""
-        if step % self._every:
+    def after(self, number: int) -> bool:
+        """Move the reference if step `number` is a multiple of `every`; returns whether it was. Collective."""
+        if number % self._every:
             return False
         self.role.parts.device_memory.keep_only(self.role.parts.parameters, self._actor.parts.parameters)
         reference = self.role.shard.parameters()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megarlhf.columns import Ragged
-from megarlhf.config import RLConfig
+from megarlhf.config import MicroBatchConfig, RLConfig
 from megarlhf.data.sample_types import Encoder
 from megarlhf.data.samples.order import batches_of
 from megarlhf.data.samples.texts import Text
@@ -45,7 +45,7 @@ class PretrainingMix:
         return digest_of_samples(self.texts)
 
     def add_texts(
-        self, role: Role, cfg: RLConfig, update: int, batches: Sequence[MicroBatch]
+        self, role: Role, cfg: MicroBatchConfig, update: int, batches: Sequence[MicroBatch]
     ) -> tuple[list[MicroBatch], int]:
         """Micro-batches of an update, followed by this data-parallel rank's micro-batches of texts; and the number of
         tokens of all texts.
@@ -62,7 +62,7 @@ class PretrainingMix:
             replace(batch, columns={**batch.columns, WEIGHTS: torch.zeros_like(batch.tokens_BS, dtype=torch.float64)})
             for batch in batches
         ]
-        for layout in role.batching(cfg.train).layouts([(n,) for n in range(len(texts))], tokens.lengths_N):
+        for layout in role.batching(cfg).layouts([(n,) for n in range(len(texts))], tokens.lengths_N):
             tokens_BS = scatter_to_micro_batch(layout, tokens, whole).to(device)
             empty = {name: column.new_zeros(tokens_BS.shape) for name, column in batches[0].columns.items()}
             weights_BS = repeat_on_micro_batch(layout, weights_N, spans, device)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megarlhf.config import RLConfig
 from megarlhf.data.sample_types import PromptSample
-from megarlhf.data.samples.dataset import record_numbers
+from megarlhf.data.samples.dataset import Samples, record_numbers
 from megarlhf.experience import Experience
 from megarlhf.resume.claim.config_changes import mathematics_of
 from megarlhf.rollout.engine import FinishedResponses, RolloutEngine, Sampling, sample_seed
@@ -79,7 +79,8 @@ def draw(run: RLRun, session: Session, prompts: Sequence[PromptSample], step: in
         ) as kept,
     ):
         if kept.num_taken_over:
-            session.note(f"step {step + 1}: {kept.num_taken_over} of {len(rows)} responses are in the rollout bank")
+            held = f"{kept.num_taken_over} of {len(rows)} responses are in the rollout bank"
+            session.note(f"step {session.number}: {held}")
         experience = sample(
             cfg, run.engine, prompts, run.sampling, step, refill=refill, bank=kept, should_stop=session.asked_to_stop
         )
@@ -117,7 +118,7 @@ def draw_until_useful(run: RLRun, session: Session, first: StepRollout, step: in
     counts: Counter[str] = Counter()
 
     def draw_more(refill: int, count: int, used: Sequence[PromptSample]) -> ScoredRollout | None:
-        prompts = other_prompts(run, step, count, used, refill)
+        prompts = other_prompts(run.data.train, count, used, sample_seed(run.cfg.run.seed, step, -1, refill))
         if not prompts:
             return None
         experience = draw(run, session, prompts, step, refill)
@@ -158,15 +159,15 @@ def wait_for_rewards(pending: PendingRewards, session: Session) -> list[RewardOu
     return outputs
 
 
-def other_prompts(run: RLRun, step: int, count: int, used: Sequence[PromptSample], refill: int) -> list[PromptSample]:
-    """Up to `count` prompts that are not in `used`, in an order that depends on seed, step and round only.
+def other_prompts(
+    train: Samples[PromptSample], count: int, used: Sequence[PromptSample], seed: int
+) -> list[PromptSample]:
+    """Up to `count` prompts that are not in `used`, in an order that depends on `seed` only.
 
     The order of the steps' own prompts is not changed: each of them still comes once per epoch.
     """
-    train = run.data.train
     is_used = np.isin(record_numbers(train), [prompt.index for prompt in used])
     others = np.flatnonzero(~is_used)
-    seed = sample_seed(run.cfg.run.seed, step, -1, refill)
     chosen = random.Random(seed).sample(range(len(others)), min(count, len(others)))
     return [train[int(others[n])] for n in chosen]
 

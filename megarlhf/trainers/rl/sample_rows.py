@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megarlhf.config import RLConfig
+from megarlhf.config import SamplesConfig
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.experience import Experience, Rollouts
@@ -22,7 +22,7 @@ from megarlhf.trainers.rl.advantages import total_rewards
 
 
 def rows_of(
-    step: int,
+    number: int,
     shown: Sequence[int],
     prompts: Sequence[PromptSample],
     rollouts: Rollouts,
@@ -31,7 +31,7 @@ def rows_of(
     tokenizer: Tokenizer,
     kl_N: Tensor,
 ) -> list[Row]:
-    """A row for each of the samples `shown`; `prompts` are one for each sample of the rollouts.
+    """A row of step `number` for each of the samples `shown`; `prompts` are one for each sample of the rollouts.
 
     rewards: values of each reward [N], by name, before shift, clip and weight; NaN where it does not apply
     kl_N: KL to the reference, the mean over each response's tokens
@@ -40,7 +40,7 @@ def rows_of(
     rows: list[Row] = []
     for n in shown:
         prompt = prompts[n]
-        row: dict[str, Any] = {"step": step, "sample": n, "prompt": prompt.text}
+        row: dict[str, Any] = {"step": number, "sample": n, "prompt": prompt.text}
         if prompt.fields.get("answer") is not None:
             row["answer"] = str(prompt.fields["answer"])
         row |= {
@@ -56,21 +56,21 @@ def rows_of(
 
 
 def training_rows(
-    cfg: RLConfig,
-    step: int,
+    cfg: SamplesConfig,
+    number: int,
     experience: Experience,
     prompts: Sequence[PromptSample],
     tokenizer: Tokenizer,
     kl_N: Tensor,
 ) -> list[Row]:
-    """Rows of the samples that step `step` (from 1) was trained on; `prompts` are one for each sample, `kl_N` comes
+    """Rows of the samples that step `number` was trained on; `prompts` are one for each sample, `kl_N` comes
     from `rl.metrics.kl_by_sample`."""
     total_N = total_rewards(experience)
     if (rewarded_N := experience.per_sample.get("rewarded")) is not None:
         total_N = total_N.masked_fill(~rewarded_N, math.nan)  # no reward applies
     rewards = rewards_by_name(experience)
-    shown = spread(cfg.samples.count, experience.num_samples)
-    return rows_of(step, shown, prompts, experience.rollouts, total_N, rewards, tokenizer, kl_N)
+    shown = spread(cfg.count, experience.num_samples)
+    return rows_of(number, shown, prompts, experience.rollouts, total_N, rewards, tokenizer, kl_N)
 
 
 def _or_none(value: Tensor) -> float | None:

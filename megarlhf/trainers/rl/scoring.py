@@ -41,7 +41,7 @@ def score(
     cfg, per_prompt = run.cfg, run.cfg.rollout.num_samples_per_prompt
     records = torch.tensor([prompt.index for prompt in rollout.prompts])  # read by the tables of samples
     experience = rollout.experience.with_per_sample({"records": records.repeat_interleave(per_prompt)})
-    plan = plan_step(cfg, experience, step)
+    plan = plan_step(experience, cfg.train, cfg.run.seed, step)
     experience = add_logprobs_and_values(run, session, experience, plan, step)
     outputs = rollout.rewards
     if outputs is None:

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from megarlhf.config import RLConfig, RolloutCorrectionConfig
+from megarlhf.config import RLConfig, RLTrainConfig, RolloutCorrectionConfig
 from megarlhf.experience import Experience
 from megarlhf.models.role import Role
 from megarlhf.observe.records.metrics import Metric
+from megarlhf.parallel.loss import StepResult
 from megarlhf.parallel.router_balance import ROUTER_AUX_LOSS
-from megarlhf.parallel.step import StepResult
 from megarlhf.rollout.engine import sample_seed
 from megarlhf.trainers.experience.batches import loss_weights, micro_batches, per_token_of
 from megarlhf.trainers.experience.plan import StepPlan, split_into_mini_batches
@@ -45,18 +45,18 @@ class UpdateCallback(Protocol):
     def __call__(self, state: StepState, last: bool) -> None: ...
 
 
-def plan_step(cfg: RLConfig, experience: Experience, step: int) -> StepPlan:
-    """Plan of the passes over the step's samples, each with its own order."""
+def plan_step(experience: Experience, train: RLTrainConfig, seed: int, step: int) -> StepPlan:
+    """Plan of the passes over the step's samples, each with its own order. `seed`: seed of the run."""
     passes = [
         split_into_mini_batches(
             experience.prompt_numbers_N.tolist(),
-            cfg.train.mini_batch_samples,
-            shuffle=cfg.train.shuffle,
-            seed=sample_seed(cfg.run.seed, step, -2 - epoch),
+            train.mini_batch_samples,
+            shuffle=train.shuffle,
+            seed=sample_seed(seed, step, -2 - epoch),
         )
-        for epoch in range(cfg.train.epochs_per_step)
+        for epoch in range(train.epochs_per_step)
     ]
-    return StepPlan(experience, cfg.train, passes)
+    return StepPlan(experience, train, passes)
 
 
 @dataclass
@@ -117,7 +117,8 @@ class StepState:
         """State from the content of a resume point."""
         experience = Experience.from_state_dict(table["experience"])
         per_update: dict[str, list[float | None]] = defaultdict(list, table["per_update"])
-        return cls(experience, plan_step(cfg, experience, step), table["found"], per_update, table["updates"])
+        plan = plan_step(experience, cfg.train, cfg.run.seed, step)
+        return cls(experience, plan, table["found"], per_update, table["updates"])
 
     def note(self, result: StepResult, values: Mapping[str, float]) -> None:
         """Record the metrics of an optimizer step, or that it was skipped."""
@@ -140,7 +141,7 @@ def train_on(run: RLRun, state: StepState, step: int, on_update: UpdateCallback 
         for learner in learners(run, state.experience, samples, step):
             if learner.role is run.actor and state.moved_beyond(run.cfg.train.max_policy_kl):
                 continue
-            update_role(run, state, learner, Update(step + 1, state.updates, samples), step * len(updates))
+            update_role(run, state, learner, Update(step, state.updates, samples), step * len(updates))
         run.phases.count("tokens_per_second", float(state.experience.sequences.lengths_N[list(samples)].sum()))
         state.updates += 1
         on_update(state, last=state.updates == len(updates))
@@ -161,7 +162,7 @@ def update_role(run: RLRun, state: StepState, learner: Learner, update: Update, 
             role, learner.experience, state.plan, [update.samples], learner.columns, learner.weights_N
         )
         if run.ptx is not None and role is run.actor:
-            batches, tokens = run.ptx.add_texts(role, run.cfg, updates_before + state.updates, batches)
+            batches, tokens = run.ptx.add_texts(role, run.cfg.train, updates_before + state.updates, batches)
             phases.count("tokens_per_second", float(tokens))
         accumulated = role.accumulate(batches, loss)
         sums = accumulated.sums

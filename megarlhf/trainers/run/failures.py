@@ -35,7 +35,7 @@ class Failure:
     step: int
     """1 is the first, as in the metrics."""
     update: int | None
-    """Number of the mini-batch in its step, from 0; None if a step has only one."""
+    """Number of updates done before it in its step, so 0 is the first; None if a step has only one."""
     samples: Sequence[int]
     """Samples of the mini-batch, by their number in the data (sft, rm, dpo) or in the step (rl)."""
     reason: str
@@ -54,8 +54,8 @@ class Failure:
 
     @property
     def title(self) -> str:
-        """Title for messages, such as `step 12, update 3 of critic`."""
-        return f"step {self.step}{'' if self.update is None else f', update {self.update}'} of {self.role}"
+        """Title for messages."""
+        return title(self.step, self.update, self.role)
 
     def write(self, directory: Path) -> None:
         """Write `failure.json`."""
@@ -101,6 +101,15 @@ class Failure:
                 f"{self.title}: this configuration has no {self.role}; leave out the override that removes it"
             )
         return sections[self.role]
+
+
+def title(number: int, update: int | None, role: str) -> str:
+    """Words for an optimizer step, such as `step 12, update 4 of critic`. Both count from 1 there.
+
+    number: number of the step, from 1
+    update: number of updates before it in the step; None if a step has only one
+    """
+    return f"step {number}{'' if update is None else f', update {update + 1}'} of {role}"
 
 
 def rank_file(rank: int, kind: str = "pt") -> str:

@@ -13,31 +13,26 @@ from typing import Any, NoReturn, Protocol
 from rich.console import RenderableType
 
 from megarlhf.atomic_write import atomic_write
-from megarlhf.collective_errors import from_first_rank, on_first_rank
-from megarlhf.config import FrozenModel, RLConfig, RunConfig
-from megarlhf.errors import Interrupted, RewardError, WatchdogTimeout
+from megarlhf.errors import Interrupted
 from megarlhf.models.role import Role
 from megarlhf.observe.records.cost_metrics import measure
 from megarlhf.observe.records.metrics import Metric
 from megarlhf.observe.records.run_directory import CONFIG_FILE
 from megarlhf.observe.records.sample_tables import Kind, Row
-from megarlhf.observe.records.step_records import Records, open_records, require_readable_records
-from megarlhf.observe.records.wandb_run import WandbRun
+from megarlhf.observe.records.step_records import Records
 from megarlhf.observe.terminal.progress import Progress
 from megarlhf.observe.watch.phases import Phases, seconds_of
 from megarlhf.provenance import Provenance
 from megarlhf.resume.claim.identity import History
 from megarlhf.resume.claim.lock import LockError
-from megarlhf.resume.claim.on_existing import NO_STEPS_LEFT, Claim, claim, finish
-from megarlhf.resume.points import point
+from megarlhf.resume.claim.on_existing import NO_STEPS_LEFT, Claim, finish
 from megarlhf.resume.points.checkpointer import Checkpointer
-from megarlhf.resume.points.point import Position
+from megarlhf.resume.points.point import Position, shown_step
 from megarlhf.resume.points.restore import Identity, MakeTable, Table, restore
 from megarlhf.resume.points.stateful import Stateful
-from megarlhf.resume.signals import StopRun
 from megarlhf.runtime import Runtime
-from megarlhf.trainers.run.exports import Exports, point_at_best, set_exports_aside
-from megarlhf.trainers.run.resumable import ResumableState, identity_of
+from megarlhf.trainers.run.exports import Exports
+from megarlhf.trainers.run.resumable import ResumableState
 
 
 class UnfinishedStep(Protocol):
@@ -64,7 +59,7 @@ class Session:
     start: Position = field(default_factory=lambda: Position(0))
     """Position at which the run was resumed."""
     step: int = 0
-    """Number of steps done, which is the version of the weights. Users count from 1: the next step is `step + 1`."""
+    """Number of steps done, which is the version of the weights."""
     checkpointer: Checkpointer | None = None
     """Writer of resume points, in a run that trains."""
     exports: Exports | None = None
@@ -87,10 +82,15 @@ class Session:
         """Whether the run goes on: its last step is not done, and no rule has ended it."""
         return self.step < num_steps and stop_reason is None
 
-    def begin_step(self) -> int:
-        """Begin the next step; returns the number of steps done."""
-        self.phases.begin_step(self.step + 1)
-        return self.step
+    @property
+    def number(self) -> int:
+        """Number of the next step, or of the one in progress, as people count: the first is 1."""
+        return shown_step(self.step)
+
+    def begin_step(self) -> tuple[int, int]:
+        """Begin the next step; returns the number of steps done, and the number of this step."""
+        self.phases.begin_step(self.number)
+        return self.step, self.number
 
     def update_boundary(self, state: UnfinishedStep, last: bool) -> None:
         """Mark a point between two updates of a step where the run can be saved.
@@ -126,20 +126,20 @@ class Session:
         if resumable:
             self.step_boundary(self.step)
 
-    def show(self, kind: Kind, step: int, rows: Sequence[Row]) -> None:
-        """Write a table of samples of the step, if it has rows. Called before the step's metrics are logged."""
+    def show(self, kind: Kind, number: int, rows: Sequence[Row]) -> None:
+        """Write a table of samples of step `number`, if it has rows. Called before the step's metrics are logged."""
         if rows and self.records is not None:
             with self.phases("checkpoint"):
-                self.records.show(kind, step, rows)
+                self.records.show(kind, number, rows)
 
-    def keep_lengths(self, step: int, prompts: Sequence[int], responses: Sequence[int]) -> None:
+    def keep_lengths(self, prompts: Sequence[int], responses: Sequence[int]) -> None:
         """Write the tokens of each sample of the step. Called before the step's metrics are logged."""
         if self.records is not None:
             with self.phases("checkpoint"):
-                self.records.keep_lengths(step, prompts, responses)
+                self.records.keep_lengths(self.number, prompts, responses)
 
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
-        """Record metrics of step `step` (1 is the first; 0 is before training), and measured costs. Collective."""
+        """Record metrics, and measured costs, after `step` steps. Collective."""
         with self.phases("checkpoint"):
             metrics = {**metrics, **measure(self.runtime)}
         if self.checkpointer is not None and self.checkpointer.seconds_standing:
@@ -265,11 +265,11 @@ class Session:
             self.resumed, self.start, self._table = True, restored.position, restored.table
             self.step = self.start.step
             identity = replace(identity, base={**identity.base, **restored.base})
-            notes += [f"resumed at {restored.position}, from resume/{restored.position.name}", *restored.notes]
+            notes += [f"resumed after {restored.position}, from resume/{restored.position.name}", *restored.notes]
             notes += [training.best.forgotten] if training.best is not None and training.best.forgotten else []
         elif resumes:
             again = "; what it recorded is removed, and what it exported is set aside"
-            notes.append(f"there is no resume point yet: the run begins at step 0{again}")
+            notes.append(f"there is no resume point yet: the run begins anew{again}")
         self.began_with = identity.digests()
         provenance = partial(self._provenance, training, identity)
         self.checkpointer = Checkpointer(
@@ -320,102 +320,6 @@ class Session:
     def _flush_records(self) -> None:
         if self.records is not None:
             self.records.flush()
-
-
-@contextlib.contextmanager
-def open_session(
-    cfg: FrozenModel,
-    run: RunConfig,
-    runtime: Runtime,
-    command: str,
-    total: int,
-    notes: Sequence[str] = (),
-    training: ResumableState | None = None,
-    *,
-    phases: Phases | None = None,
-) -> Iterator[Session]:
-    """Claim the run directory, go on from its newest good resume point, open metrics and progress, and show `notes`.
-
-    All checks come before anything is written: data has been read, models are built, and resume points are examined. So
-    a mistake leaves an earlier run in the directory as it is. Collective.
-    """
-    with contextlib.ExitStack() as stack:
-        session = Session(runtime, run.dir, phases=phases or Phases())
-        with session.phases("build"):  # the watchdog sees a file system that does not answer
-            _open(session, stack, cfg, run, command, total, notes, training)
-        try:
-            yield session
-        except (WatchdogTimeout, RewardError) as failure:
-            agreed = isinstance(failure, RewardError) or failure.agreed  # all ranks are here
-            if session.checkpointer is not None and agreed and session.checkpointer.has_progress():
-                with session.phases("checkpoint"):
-                    session.note(session.checkpointer.save_last_boundary())
-            raise
-
-
-def _open(
-    session: Session,
-    stack: contextlib.ExitStack,
-    cfg: FrozenModel,
-    run: RunConfig,
-    command: str,
-    total: int,
-    notes: Sequence[str],
-    training: ResumableState | None,
-) -> None:
-    """Open the session; `stack` closes its parts when it ends."""
-    claims: list[Claim] = []  # one on rank 0, none on the others
-    on_first_rank(lambda: claims.append(claim(cfg, run, command)))
-    for claimed in claims:
-        stack.callback(claimed.lock.release)
-    resumes = from_first_rank(any(claimed.resumes for claimed in claims))
-    notes = [*notes, *(claimed.lock.note for claimed in claims if claimed.lock.note)]
-    if training is not None:
-        if (number := training.stop.agreed()) is not None:
-            again = "goes on with the earlier run" if resumes else "begins"
-            raise StopRun(f"stopped ({number.name}) before anything was done; the same command {again}", number)
-        identity = identity_of(cfg, run, command, training)
-        planned = session.prepare_training(training, identity, claims, notes, resumes=resumes)
-        _require_steps_left(session.start, planned, total, run.dir)
-        if resumes:
-            on_first_rank(lambda: require_readable_records(run.dir))
-    on_first_rank(lambda: claims[0].start())
-    if session.checkpointer is not None:
-        stack.callback(session.checkpointer.abandon)
-    tracker: list[WandbRun] = []  # on rank 0
-    if run.wandb.project is not None:
-        on_first_rank(lambda: tracker.append(WandbRun(run.dir, run.wandb, cfg.model_dump(mode="json"))))
-    if session.runtime.is_main:
-        # Without a resume point the run begins again, and its earlier records are removed.
-        resume_step = (session.start.step if session.resumed else -1) if resumes else None
-        records = open_records(run.dir, resume_step, tracker[0] if tracker else None, lengths=isinstance(cfg, RLConfig))
-        session.records = stack.enter_context(records)
-        point.remove_leftovers(run.dir)
-        if session.resumed:
-            point.set_aside(run.dir, session.start)
-        if resumes:
-            set_exports_aside(run.dir, session.start.step if session.resumed else -1)
-            if training is not None and training.best is not None and training.best.watched is not None:
-                notes = [*notes, *filter(None, [point_at_best(run.dir, training.best.step)])]
-    progress = Progress(command, total, enabled=session.runtime.is_main, start=session.start.step)
-    session.progress = stack.enter_context(progress)
-    for note in notes:
-        session.note(note)
-
-
-def _require_steps_left(start: Position, planned: int | None, total: int, run_dir: Path) -> None:
-    """Raises: ValueError if an earlier run, of `planned` steps, has already passed the step where it is to end now.
-
-    Its last export and other work after the last step would then be missing or come from other steps. A run that was
-    killed after its last step, with the same number of steps, has nothing left to do and ends in order.
-    """
-    if planned is not None and (start > Position(total) or (start == Position(total) and planned != total)):
-        raise ValueError(
-            f"run.dir = {run_dir} holds a run that has made {start.step} steps"
-            + (f" and {start.update} updates of the next one" if start.update else "")
-            + f", and train.num_steps = {total} leaves nothing to do; raise train.num_steps above {start.step}, or "
-            "name another run.dir"
-        )
 
 
 def is_due(step: int, every: int) -> bool:

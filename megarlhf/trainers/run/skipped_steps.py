@@ -26,14 +26,15 @@ from megarlhf.config import SkipConfig, dump_config
 from megarlhf.models.role import Role
 from megarlhf.observe.records.run_directory import CONFIG_FILE, CONFIG_HEADER
 from megarlhf.observe.watch.phases import Phases
+from megarlhf.parallel.loss import Loss, StepResult
 from megarlhf.parallel.megatron_cpu import norm_of
 from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout
-from megarlhf.parallel.step import Loss, StepResult
 from megarlhf.resume.claim.config_changes import TrainingConfig
 from megarlhf.resume.points import sharded_state
 from megarlhf.resume.points.kept_weights import KeptWeights, keep_weights
+from megarlhf.resume.points.point import shown_step
 from megarlhf.resume.points.restore import layout_in_words
-from megarlhf.trainers.run.failures import POINT, Failure, plain, rank_file
+from megarlhf.trainers.run.failures import POINT, Failure, plain, rank_file, title
 
 log = logging.getLogger(__name__)
 
@@ -58,15 +59,16 @@ class Update:
     """Position of an optimizer step in the run, and its samples."""
 
     step: int
-    """1 is the first, as in the metrics."""
-    number: int | None
-    """Number of the mini-batch in its step, from 0; None if a step has only one."""
+    """Number of steps done before it."""
+    update: int | None
+    """Number of updates done before it in its step; None if a step has only one."""
     samples: Sequence[int]
     """Samples of the mini-batch, by their number in the data (sft, rm, dpo) or in the step (rl)."""
 
     @property
     def name(self) -> str:
-        return f"step_{self.step:06d}" + ("" if self.number is None else f"_update_{self.number:04d}")
+        """Name of a folder. Its step counts from 1 and its update from 0."""
+        return f"step_{shown_step(self.step):06d}" + ("" if self.update is None else f"_update_{self.update:04d}")
 
 
 class StepGuard:
@@ -119,7 +121,7 @@ class StepGuard:
         limit = self._cfg.max_skipped_in_a_row
         with self._phases("checkpoint"):  # a phase of its own, with the time limit of a write
             kept = self._failures.keep(role, result, update, batches, loss)
-        skipped = f"{role.name}, {update.name.replace('_', ' ')}: {result.skipped}"
+        skipped = f"{title(shown_step(update.step), update.update, role.name)}: {result.skipped}"
         log.info(
             "optimizer step skipped on all ranks (%d in a row, %d end the run): %s", self._in_a_row, limit, skipped
         )
@@ -173,8 +175,8 @@ class Failures:
         return Failure(
             command=self._command,
             role=role.name,
-            step=update.step,
-            update=update.number,
+            step=shown_step(update.step),
+            update=update.update,
             samples=list(update.samples),
             reason=result.skipped,
             sums=result.sums,
@@ -187,7 +189,7 @@ class Failures:
         )
 
     def _keep_weights(self, role: Role, update: Update, directory: Path) -> None:
-        body = {"command": self._command, "step": update.step - 1, "update": update.number or 0}
+        body = {"command": self._command, "step": update.step, "update": update.update or 0}
         newest = self._weights.get(role.name)
         kept, problem = keep_weights(role, directory / POINT, body, newest)
         if kept is not None:

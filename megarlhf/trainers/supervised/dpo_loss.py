@@ -17,8 +17,8 @@ from megarlhf.algo import preference
 from megarlhf.algo.segments import Segments
 from megarlhf.config import DPOConfig
 from megarlhf.models.role import Role
+from megarlhf.parallel.loss import LossOutput
 from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout
-from megarlhf.parallel.step import LossOutput
 from megarlhf.parallel.vocab import Vocabulary, batch_logprobs
 
 REFERENCE = "reference_logprob"

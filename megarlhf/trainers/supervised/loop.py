@@ -36,8 +36,9 @@ from megarlhf.resume.signals import StopRequest
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.run.best_checkpoint import Best, Patience
 from megarlhf.trainers.run.factories import RunFactories
+from megarlhf.trainers.run.open_session import open_session
 from megarlhf.trainers.run.resumable import ResumableState
-from megarlhf.trainers.run.session import Session, is_due, open_session
+from megarlhf.trainers.run.session import Session, is_due
 from megarlhf.trainers.run.skipped_steps import Failures, StepGuard, Update
 from megarlhf.trainers.run.test_split import log_test_metrics, prefix_test
 from megarlhf.trainers.supervised.objective import Metrics, Objective, Sample, ShouldStop
@@ -155,16 +156,15 @@ def train(run: SupervisedRun[Sample], session: Session) -> None:
         session.log_start(evaluation)
     as_trained = True
     while session.has_steps_left(num_steps, run.stop.reason):
-        step = session.begin_step()
+        step, number = session.begin_step()
         trained = session.take_unfinished_step()
         if trained is None:
-            update = Update(step + 1, None, run.order.take(step))
+            update = Update(step, None, run.order.take(step))
             samples = [run.train[n] for n in update.samples]
             trained = {"metrics": train_on(objective, role, samples, update, run.step_guard, session.phases)}
             session.step_boundary(step, 1, partial(dict, trained), only_to_stop=True)
-        done = step + 1
         metrics, evaluation = dict(trained["metrics"]), Metrics()
-        last, due = done == num_steps, is_due(done, eval_every)
+        last, due = number == num_steps, is_due(number, eval_every)
         if due and not (last and objective.rescales):
             with session.stoppable("eval"):
                 evaluation = evaluate(objective, role, validation, session.asked_to_stop)
@@ -175,7 +175,7 @@ def train(run: SupervisedRun[Sample], session: Session) -> None:
         if last:
             evaluation |= final_evaluation(run, session, evaluated=due and as_trained, as_trained=as_trained)
         is_best = run.best.watch(evaluation)
-        scaled = scaled_for_export(objective, role, validation, session, done, last=last, best=is_best)
+        scaled = scaled_for_export(objective, role, validation, session, number, last=last, best=is_best)
         session.end_step(
             metrics | evaluation,
             [role],

@@ -18,9 +18,9 @@ from megarlhf.models.role import Role
 from megarlhf.models.weights import CHECKPOINTS, WeightSource
 from megarlhf.observe.records.metrics import Metric
 from megarlhf.parallel.device_memory import DeviceMemory
+from megarlhf.parallel.loss import Loss
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout, TokenSpans, scatter_to_micro_batch
-from megarlhf.parallel.step import Loss
 from megarlhf.planning.data.encoders import encoder_of
 
 Sample = TypeVar("Sample")

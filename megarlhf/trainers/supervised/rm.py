@@ -24,8 +24,8 @@ from megarlhf.data.sample_types import PairSample
 from megarlhf.models.role import Role
 from megarlhf.parallel.batching import owners_of_outputs
 from megarlhf.parallel.chunks import split_name
+from megarlhf.parallel.loss import LossOutput
 from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout, TokenSpans, repeat_on_micro_batch
-from megarlhf.parallel.step import LossOutput
 from megarlhf.resume.claim.identity import digest_of_samples
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.experience.sequence_scores import sequence_scores

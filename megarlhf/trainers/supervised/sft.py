@@ -17,8 +17,8 @@ from megarlhf.columns import Ragged
 from megarlhf.config import SFTConfig
 from megarlhf.data.samples.encoders import SFTSample
 from megarlhf.models.role import Role
+from megarlhf.parallel.loss import LossOutput
 from megarlhf.parallel.micro_batch import MicroBatch, MicroBatchLayout, TokenSpans, scatter_to_micro_batch
-from megarlhf.parallel.step import LossOutput
 from megarlhf.parallel.vocab import Vocabulary, batch_logprobs
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.run.factories import RunFactories
