@@ -203,7 +203,7 @@ def _generation_rules(cfg: GenerateConfig) -> list[_Rule]:
         ("rollout.temperature", cfg.greedy, "greedy = true takes the likeliest token"),
         ("rollout.logprob_gap rollout.verify_weights_every", True, "no step follows the first samples"),
         (_keys("actor", f"{_TRAINING_ONLY} kernels"), True, "nothing is trained"),
-        ("rollout.vllm.sleep_level", engine_of(cfg.rollout).has_own_weights, "nobody else works on the device"),
+        (engine_of(cfg.rollout).sleep_key, True, "nobody else works on the device"),
     ]
 
 
