@@ -72,7 +72,7 @@ def host_bytes(
     needed: dict[str, int] = {}
     for name, section in roles.items():
         arch, layout = checked[name]
-        if layout.world_size < world_size or (name == "reference" and _is_base(cfg)):
+        if layout.world_size < world_size or ROLES[name].is_actors_base(cfg):
             continue
         offload, dtype = section.offload, section.model.dtype
         dense, experts = count_elements(arch, ROLES[name].head)
@@ -103,10 +103,6 @@ def engine_host_weights(cfg: AnyConfig) -> Mapping[str, str]:
 def trained_tensors_of(arch: Architecture, name: str, section: RoleConfig) -> frozenset[str]:
     """Names of trained tensors of a role. `arch` includes the role's adapter."""
     return trained_tensors(arch, ROLES[name].head, freeze=section.freeze, train_only=section.train_only)
-
-
-def _is_base(cfg: AnyConfig) -> bool:
-    return isinstance(cfg, RLConfig | DPOConfig) and cfg.reference_is_base
 
 
 def check_host_memory(
