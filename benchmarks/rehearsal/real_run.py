@@ -93,7 +93,7 @@ def real_rank(runtime: Runtime, job: Job, plant: Callable[[Place], None] | None 
 
     def engine(rollout: RolloutConfig, actor: Role, prompt_tokens: int, rows: int) -> RolloutEngine:
         if job.bare_engine:
-            return GivenResponses(actor.parts, actor.mesh.runtime, job.response_lengths)
+            return GivenResponses(actor, job.response_lengths)
         return real_engine(job, rollout, actor, prompt_tokens)
 
     steps = Steps(job.num_steps, moved, lambda step: None)
