@@ -120,13 +120,10 @@ def real_engine(job: Job, rollout: RolloutConfig, actor: Role, prompt_tokens: in
         raise RuntimeError(why)
 
     return RehearsedEngine(
-        actor.section.model.hf_directory(),
-        engine_dtype(rollout, actor),
         rollout,
-        rollout.tp(actor.section),
-        prompt_tokens + rollout.max_response_tokens,
-        actor.parts,
-        actor.mesh.runtime,
+        actor,
+        engine_dtype(rollout, actor),
+        prompt_tokens,
         lengths=job.response_lengths,
         memory=EngineBudget(device_bytes=0, reserved_bytes=0, activation_bytes=0, held_bytes=lambda: 0),
         on_rollout=lambda num_samples: None,

@@ -165,17 +165,14 @@ class Rank:
     def _engine(
         self, rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, micro_batch_samples: int
     ) -> RolloutEngine:
-        job, runtime = self.job, actor.mesh.runtime
+        job = self.job
         if job.bare_engine or not engine_of(rollout).has_own_weights:
             return GivenResponses(actor, job.response_lengths, self._set_num_samples)
         return RehearsedEngine(
-            actor.section.model.hf_directory(),
-            engine_dtype(rollout, actor),
             rollout,
-            rollout.tp(actor.section),
-            max_prompt_tokens + rollout.max_response_tokens,
-            actor.parts,
-            runtime,
+            actor,
+            engine_dtype(rollout, actor),
+            max_prompt_tokens,
             lengths=job.response_lengths,
             memory=self._engine_memory(actor, rollout.tp(actor.section)),
             on_rollout=self._set_num_samples,

@@ -23,7 +23,6 @@ from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
 from megarlhf.models.build import ModelShard
 from megarlhf.models.role import Role
-from megarlhf.parallel.device_memory import RoleParts
 from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutWork, Sequences
 from megarlhf.rehearsal.cost_model.engine_time import shape_of
 from megarlhf.rehearsal.fakes.lengths import Lengths
@@ -80,13 +79,10 @@ class RehearsedEngine(VllmEngine):
 
     def __init__(
         self,
-        model_path: Path,
-        dtype: torch.dtype,
         rollout: RolloutConfig,
-        tp: int,
-        max_model_len: int,
-        actor: RoleParts,
-        runtime: Runtime,
+        actor: Role,
+        dtype: torch.dtype,
+        max_prompt_tokens: int,
         *,
         lengths: Lengths,
         memory: EngineBudget,
@@ -104,7 +100,7 @@ class RehearsedEngine(VllmEngine):
         self._lengths, self._memory = lengths, memory
         self._on_rollout, self._estimate, self._refuse = on_rollout, estimate, on_refusal
         self._cache_bytes = 0
-        super().__init__(model_path, dtype, rollout, tp, max_model_len, actor, runtime)
+        super().__init__(rollout, actor, dtype, max_prompt_tokens)
 
     def _start(self, model_path: Path, max_model_len: int) -> Any:
         """Allocate memory as vLLM does."""

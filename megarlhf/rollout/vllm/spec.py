@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import vllm_placements
@@ -45,23 +44,11 @@ class VllmSpec(EngineSpec):
     def make(
         self, rollout: RolloutConfig, actor: Role, dtype: torch.dtype, max_prompt_tokens: int, micro_batch_samples: int
     ) -> RolloutEngine:
+        from megarlhf.rollout.vllm.adapter_engine import VllmAdapterEngine
         from megarlhf.rollout.vllm.engine import VllmEngine
 
-        kind: Any = VllmEngine
-        if rollout.lora == "adapter":
-            from megarlhf.rollout.vllm.adapter_engine import VllmAdapterEngine
-
-            kind = partial(VllmAdapterEngine, adapted=actor.shard.arch)
-        engine: RolloutEngine = kind(
-            actor.section.model.hf_directory(),
-            dtype,
-            rollout,
-            rollout.tp(actor.section),
-            max_prompt_tokens + rollout.max_response_tokens,
-            actor.parts,
-            actor.mesh.runtime,
-        )
-        return engine
+        kind = VllmAdapterEngine if rollout.lora == "adapter" else VllmEngine
+        return kind(rollout, actor, dtype, max_prompt_tokens)
 
     def check(
         self, rollout: RolloutConfig, actor: RoleConfig, arch: Architecture, world_size: int, *, on_cpu: bool
