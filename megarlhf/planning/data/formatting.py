@@ -136,7 +136,7 @@ def _roles(cfg: AnyConfig) -> Iterator[_Reader]:
                 continue  # a frozen scorer with the actor's path needs no check of its own
             if (stated := _stated(section)) is None or not stated.writing:
                 continue
-            is_given_text = name == "reward_model" and retokenizes
+            is_given_text = retokenizes and ROLES[name].may_retokenize
             apart = is_given_text or name == "against"
             tokenizer = section.model.tokenizer_place() if apart else encoder.tokenizer
             writing = _writing(ConversationConfig() if is_given_text else cfg.data, tokenizer, forms)
