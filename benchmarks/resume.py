@@ -64,7 +64,7 @@ class Bench:
 
     def _writer(self, way: str, background: bool) -> Checkpointer:
         cfg = CheckpointConfig(every=1, every_minutes=0, keep=1, background=background)
-        identity = Identity("sft", "", None, {}, {}, {}, {}, {}, lambda config: [])
+        identity = Identity("sft", "", {}, {}, {}, {}, {}, {}, lambda config: [])
         return Checkpointer(
             self._runtime, self._work / way, cfg, [self.role], {}, identity, StopRequest(), note=lambda text: None
         )

@@ -94,7 +94,7 @@ class Engines:
         actor = build_role("actor", section, "lm", GroupCache(runtime), seed=0)
         options = {"max_response_tokens": load.longest, "vllm": {"args": {"max_num_seqs": load.at_once}}}
         self.rollout = RolloutConfig.model_validate(options)
-        self.engine = VllmEngine(model, torch.float32, self.rollout, 1, 40 + load.longest, actor.parts, runtime)
+        self.engine = VllmEngine(self.rollout, actor, torch.float32, 40)
         self.engine.update_weights(actor.shard, 0)
         tokens = [[rng.randrange(4, 200) for _ in range(rng.randint(8, 40))] for _ in range(load.prompts)]
         self.prompts = [torch.tensor(prompt) for prompt in tokens for _ in range(load.per_prompt)]

@@ -57,11 +57,13 @@ HOUSE: tuple[dict[str, str], ...] = (
         "rollout.vllm": "vLLM as an engine",
         "resume.claim": "may this start use this run directory",
     },
-    {"rollout.prompt_queue": "the samples that an engine asks for"},
+    {
+        "rollout.prompt_queue": "the samples that an engine asks for",
+        "rollout.engine_spec": "what planning asks of an engine, and how it is made",
+    },
     {"rollout.balance": "which engine draws what"},
     {
         "rollout.engine": "the interface of engines",
-        "rollout.engine_spec": "what planning asks of an engine",
         "rollout.rewards": "rules, models and services that judge a response",
         "resume.points": "resume points on disk",
     },

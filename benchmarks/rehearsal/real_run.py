@@ -93,7 +93,7 @@ def real_rank(runtime: Runtime, job: Job, plant: Callable[[Place], None] | None 
 
     def engine(rollout: RolloutConfig, actor: Role, prompt_tokens: int, rows: int) -> RolloutEngine:
         if job.bare_engine:
-            return GivenResponses(actor.parts, actor.mesh.runtime, job.response_lengths)
+            return GivenResponses(actor, job.response_lengths)
         return real_engine(job, rollout, actor, prompt_tokens)
 
     steps = Steps(job.num_steps, moved, lambda step: None)
@@ -120,13 +120,10 @@ def real_engine(job: Job, rollout: RolloutConfig, actor: Role, prompt_tokens: in
         raise RuntimeError(why)
 
     return RehearsedEngine(
-        actor.section.model.hf_directory(),
-        engine_dtype(rollout, actor),
         rollout,
-        rollout.tp(actor.section),
-        prompt_tokens + rollout.max_response_tokens,
-        actor.parts,
-        actor.mesh.runtime,
+        actor,
+        engine_dtype(rollout, actor),
+        prompt_tokens,
         lengths=job.response_lengths,
         memory=EngineBudget(device_bytes=0, reserved_bytes=0, activation_bytes=0, held_bytes=lambda: 0),
         on_rollout=lambda num_samples: None,

@@ -38,7 +38,7 @@ def real_rank(runtime: Runtime, job: Job) -> dict[Place, tuple[float, float]]:
         spent[place] = before[0] + now[0][1] - began[0], before[1] + now[0][2] - began[1]
 
     def engine(rollout: RolloutConfig, actor: Role, prompt_tokens: int, rows: int) -> RolloutEngine:
-        return GivenResponses(actor.parts, actor.mesh.runtime, job.response_lengths)
+        return GivenResponses(actor, job.response_lengths)
 
     steps = Steps(job.num_steps, moved, lambda step: None)
     with contextlib.suppress(StopRehearsal):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import os
 import signal
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import megarlhf
-from megarlhf.commands.arguments.parser import Once, Parser, command_first, positive
+from megarlhf.commands.arguments.parser import Once, Parser, command_first, positive, positive_float
 from megarlhf.config import DPOConfig, FrozenModel, RLConfig, RMConfig, SFTConfig, load_config
 
 CONFIGS: dict[str, type[FrozenModel]] = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "rl": RLConfig}
@@ -50,12 +49,12 @@ def parser() -> Parser:
     text = "te: TransformerEngine's layers, by a table of their saved tensors; local: ours (default: te)"
     root.add_argument("--layers", choices=("te", "local"), help=text)
     text = "tokens of a layer's busiest expert, as a multiple of the mean (default: %(default)s: balanced)"
-    root.add_argument("--routing-skew", type=_number, default=1.0, metavar="F", help=text)
+    root.add_argument("--routing-skew", type=positive_float, default=1.0, metavar="F", help=text)
     lengths = "constant:N, uniform:LOW,HIGH, lognormal:mean=M,sigma=S, a file of numbers, or an earlier run's directory"
     root.add_argument("--prompt-lengths", action=Once, metavar="WORDS", help=f"lengths of made-up prompts: {lengths}")
     root.add_argument("--response-lengths", action=Once, metavar="WORDS", help=f"lengths of responses: {lengths}")
     text = "response tokens per second of one rollout engine (default: by the roofline of decoding)"
-    root.add_argument("--rollout-tokens-per-second", type=_number, metavar="X", help=text)
+    root.add_argument("--rollout-tokens-per-second", type=positive_float, metavar="X", help=text)
     text = "rehearse every combination of values of keys, and order them"
     root.add_argument("--sweep", nargs="+", default=[], metavar="section.key=A,B", help=text)
     root.add_argument("--workers", type=positive, metavar="N", help="ranks at a time (default: the cores)")
@@ -255,17 +254,7 @@ def _ranks(text: str) -> str | tuple[int, ...]:
 
 
 def _gibibytes(text: str) -> float:
-    value = _number(text)
+    value = positive_float(text)
     if value > MOST_GIB:
         raise argparse.ArgumentTypeError(f"{text!r} is more than any device has; expected at most {MOST_GIB:,} (GiB)")
-    return value
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive, finite number")
     return value

@@ -29,6 +29,8 @@ class RoleSpec:
     """Section of an `RLConfig` that `rl` builds it from; None if the run does not need it."""
     column: str | None = None
     """Column of `Experience` that its forward fills: one value per sampled token."""
+    is_actors_base: Callable[[Any], bool] = lambda cfg: False
+    """Whether it is the actor with its adapter switched off, in a run that builds it. It takes no memory then."""
     may_retokenize: bool = False
     """Whether it may have its own tokenizer and read texts (`retokenize`) instead of the actor's token ids."""
 
@@ -43,7 +45,9 @@ def _reference(cfg: Any) -> RoleConfig | None:
 
 ROLES: Mapping[str, RoleSpec] = {
     "actor": RoleSpec("lm", trained_by=("sft", "dpo", "rl"), rl_section=lambda cfg: cfg.actor, column="old_logprobs"),
-    "reference": RoleSpec("lm", rl_section=_reference, column="ref_logprobs"),
+    "reference": RoleSpec(
+        "lm", rl_section=_reference, column="ref_logprobs", is_actors_base=lambda cfg: cfg.reference_is_base
+    ),
     "critic": RoleSpec(
         "scalar",
         trained_by=("rl",),

@@ -68,6 +68,16 @@ RESERVED_ARGS = {name: reason for reason, names in _SET_BY_US.items() for name i
 """Arguments of vLLM that `rollout.vllm.args` may not set, with the reason."""
 
 
+_NOTHING_OF_ITS_OWN: Mapping[str, str] = {
+    "megatron": (
+        "samples with the actor itself, in its layout and dtype, and has nothing of its own that could sleep; leave "
+        "that out (on the command line: rollout.parallel.tp= rollout.vllm.args={} rollout.dtype=auto "
+        "rollout.vllm.sleep_level=auto)"
+    )
+}
+"""Engines for which layout, dtype, arguments and sleep cannot be set, with the reason and the remedy."""
+
+
 class RolloutParallelConfig(FrozenModel):
     tp: PositiveInt | None = None
     """Tensor-parallel size of one engine; default: the actor's."""
@@ -193,12 +203,9 @@ class RolloutConfig(FrozenModel):
         dtype = None if self.dtype == "auto" else self.dtype
         given = [("vllm.args", self.vllm.args), ("parallel.tp", self.parallel.tp), ("dtype", dtype)]
         given += [("vllm.sleep_level", self.vllm.sleep_level not in ("auto", 0))]
-        if self.engine == "megatron" and (unread := [key for key, value in given if value]):
-            raise ValueError(
-                f"{' and '.join(unread)} would have no effect: engine = 'megatron' samples with the actor itself, in "
-                "its layout and dtype, and has nothing of its own that could sleep; leave that out (on the command "
-                "line: rollout.parallel.tp= rollout.vllm.args={} rollout.dtype=auto rollout.vllm.sleep_level=auto)"
-            )
+        why = _NOTHING_OF_ITS_OWN.get(self.engine)
+        if why and (unread := [key for key, value in given if value]):
+            raise ValueError(f"{' and '.join(unread)} would have no effect: engine = {self.engine!r} {why}")
         return self
 
     @property

@@ -44,6 +44,7 @@ from megarlhf.planning.machine.capabilities import (
     check_host_memory,
     check_kernels,
     draws,
+    engine_host_weights,
     host_bytes,
 )
 from megarlhf.planning.models import check_heads, check_retokenized, check_vocabularies
@@ -163,7 +164,7 @@ def check_layouts(
         cfg.profile.require_ranks(world_size)
     if local_ranks:
         needed = host_bytes(cfg, roles, checked, device_type=device_type)
-        check_host_memory(needed, local_ranks, available_bytes())
+        check_host_memory(needed, engine_host_weights(cfg), local_ranks, available_bytes())
     return checked
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarlhf.config import (
+    ROLES,
     AlgoConfig,
     CheckpointConfig,
     DPOConfig,
@@ -30,7 +31,6 @@ _TRAINING_ONLY = (
     "lora.export"
 )
 """Keys of a role that only its training reads."""
-_NO_LOGPROBS = "log-probs are of language models"
 
 
 def without_effect(cfg: AnyConfig, world_size: int | None = None, *, on_cpu: bool | None = None) -> list[str]:
@@ -111,16 +111,21 @@ def _role_rules(cfg: AnyConfig, world_size: int | None) -> list[_Rule]:
 
 def _training_rules(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig) -> list[_Rule]:
     is_plain, one_export = cfg.data.template_mode == "plain", cfg.checkpoint.export_every == 0
-    frozen = f"{_keys('reference', _TRAINING_ONLY)} reference.kernels.save_mib"
-    return [
+    rules: list[_Rule] = [
         ("data.loss_on data.inexact", is_plain, "data.template = plain reads texts, which have one answer"),
         ("eval.every eval.max_samples", not cfg.data.has_validation, "there is no data.validation to evaluate on"),
         ("checkpoint.export_keep", one_export, "checkpoint.export_every = 0 writes one export, after the last step"),
-        ("reward_model.kernels", isinstance(cfg, RMConfig), _NO_LOGPROBS),
-        (frozen, isinstance(cfg, DPOConfig | RLConfig) and cfg.needs_reference, "the reference is not trained"),
         ("profile.ranks", not cfg.profile.recorded, "profile names no step"),
         ("train.share_prompts", bool(why := shares_nothing(cfg)), why),
     ]
+    for name in cfg.roles():
+        is_frozen, has_logprobs = name not in trained_roles(cfg), ROLES[name].head == "lm"
+        rules += [
+            (_keys(name, _TRAINING_ONLY), is_frozen, f"{cfg.command} does not train the {name.replace('_', ' ')}"),
+            (f"{name}.kernels.save_mib", is_frozen and has_logprobs, "only training keeps logits"),
+            (f"{name}.kernels", not has_logprobs, "log-probs are of language models"),
+        ]
+    return rules
 
 
 def shares_nothing(cfg: SFTConfig | RMConfig | DPOConfig | RLConfig) -> str:
@@ -152,9 +157,6 @@ def _rl_rules(cfg: RLConfig) -> list[_Rule]:
         ("algo.kl.estimator algo.kl.clamp", no_kl, "no KL is measured"),
         ("algo.kl.log", is_measured, "the KL is measured anyway, for algo.kl.coef or train.stop.max_kl"),
         ("reward_model", not scores, "no entry of rewards has kind: model"),
-        (_keys("reward_model", _TRAINING_ONLY), scores, "rl does not train the reward model"),
-        ("critic.kernels", cfg.algo.needs_critic, _NO_LOGPROBS),
-        ("reward_model.kernels", scores, _NO_LOGPROBS),
     ]
 
 
@@ -205,7 +207,7 @@ def _generation_rules(cfg: GenerateConfig) -> list[_Rule]:
         ("rollout.temperature", cfg.greedy, "greedy = true takes the likeliest token"),
         ("rollout.logprob_gap rollout.verify_weights_every", True, "no step follows the first samples"),
         (_keys("actor", f"{_TRAINING_ONLY} kernels"), True, "nothing is trained"),
-        ("rollout.vllm.sleep_level", engine_of(cfg.rollout).has_own_weights, "nobody else works on the device"),
+        (engine_of(cfg.rollout).sleep_key, True, "nobody else works on the device"),
     ]
 
 

@@ -16,8 +16,8 @@ from megarlhf.config import RolloutConfig
 from megarlhf.models.build import ModelShard
 from megarlhf.models.role import Role
 from megarlhf.parallel.mesh import forget_scratch_buffer
-from megarlhf.rehearsal.cost_model.decoding import EngineShape
-from megarlhf.rehearsal.cost_model.engine_time import DecodePrice, RolloutWork, estimate
+from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutWork
+from megarlhf.rehearsal.cost_model.engine_time import DecodePrice, estimate
 from megarlhf.rehearsal.cost_model.margin import engine_items, facts_of, margin, total_bytes
 from megarlhf.rehearsal.cost_model.meter import Meter, OperationPricing
 from megarlhf.rehearsal.fake_device import torch_patches
@@ -165,17 +165,14 @@ class Rank:
     def _engine(
         self, rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, micro_batch_samples: int
     ) -> RolloutEngine:
-        job, runtime = self.job, actor.mesh.runtime
+        job = self.job
         if job.bare_engine or not engine_of(rollout).has_own_weights:
-            return GivenResponses(actor.parts, runtime, job.response_lengths, self._set_num_samples)
+            return GivenResponses(actor, job.response_lengths, self._set_num_samples)
         return RehearsedEngine(
-            actor.section.model.hf_directory(),
-            engine_dtype(rollout, actor),
             rollout,
-            rollout.tp(actor.section),
-            max_prompt_tokens + rollout.max_response_tokens,
-            actor.parts,
-            runtime,
+            actor,
+            engine_dtype(rollout, actor),
+            max_prompt_tokens,
             lengths=job.response_lengths,
             memory=self._engine_memory(actor, rollout.tp(actor.section)),
             on_rollout=self._set_num_samples,

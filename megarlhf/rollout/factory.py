@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from megarlhf.models.role import Role
 from megarlhf.models.settings import DTYPES
 from megarlhf.rollout.engine import RolloutEngine, Sampling, StopStrings
 from megarlhf.rollout.engines import engine_of
+from megarlhf.rollout.restarting import RestartingEngine
 from megarlhf.runtime import Runtime
 
 
@@ -42,44 +42,9 @@ def mesh_orders(
 
 def make_engine(rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, micro_batch_samples: int) -> RolloutEngine:
     """The configured engine, still without weights."""
-    return _MAKE[rollout.engine](rollout, actor, max_prompt_tokens, micro_batch_samples)
-
-
-def _make_megatron(
-    rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, micro_batch_samples: int
-) -> RolloutEngine:
-    from megarlhf.rollout.megatron_engine import MegatronEngine
-
-    return MegatronEngine(actor.shard, micro_batch_samples, actor.parts)
-
-
-def _make_vllm(rollout: RolloutConfig, actor: Role, max_prompt_tokens: int, micro_batch_samples: int) -> RolloutEngine:
-    from megarlhf.rollout.restarting import RestartingEngine
-    from megarlhf.rollout.vllm.engine import VllmEngine
-
-    kind: Any = VllmEngine
-    if rollout.lora == "adapter":
-        from megarlhf.rollout.vllm.adapter_engine import VllmAdapterEngine
-
-        kind = partial(VllmAdapterEngine, adapted=actor.shard.arch)
-    build = partial(
-        kind,
-        actor.section.model.hf_directory(),
-        engine_dtype(rollout, actor),
-        rollout,
-        rollout.tp(actor.section),
-        max_prompt_tokens + rollout.max_response_tokens,
-        actor.parts,
-        actor.mesh.runtime,
-    )
-    return RestartingEngine(build, rollout.max_engine_rebuilds)
-
-
-_MAKE: Mapping[str, Callable[[RolloutConfig, Role, int, int], RolloutEngine]] = {
-    "vllm": _make_vllm,
-    "megatron": _make_megatron,
-}
-"""By name, as `engines.ENGINES`. An engine is imported where it is made: vLLM takes seconds."""
+    spec, dtype = engine_of(rollout), engine_dtype(rollout, actor)
+    build = partial(spec.make, rollout, actor, dtype, max_prompt_tokens, micro_batch_samples)
+    return RestartingEngine(build, rollout.max_engine_rebuilds) if spec.has_own_weights else build()
 
 
 def engine_dtype(rollout: RolloutConfig, actor: Role) -> torch.dtype:

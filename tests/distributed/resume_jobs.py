@@ -138,7 +138,7 @@ def save_without_model(runtime: Runtime, model: str, run: str) -> str:
 
     def start() -> Checkpointer:
         cfg = CheckpointConfig(every=1, every_minutes=0)
-        identity = Identity("sft", "", None, {}, {}, {}, {}, {}, lambda config: [])
+        identity = Identity("sft", "", {}, {}, {}, {}, {}, {}, lambda config: [])
         return Checkpointer(runtime, Path(run), cfg, [role], {}, identity, StopRequest())
 
     if runtime.is_main:

@@ -65,14 +65,16 @@ class _Session:
         section = RoleConfig.model_validate({"model": {"path": model, "dtype": dtype}, "parallel": parallel})
         role = build_role("actor", section, "lm", GroupCache(runtime), seed=0)
         self.runtime, self.actor = runtime, role.shard
-        settings = RolloutConfig.model_validate({"max_response_tokens": SAMPLING.max_tokens, **options})
+        settings = RolloutConfig.model_validate(
+            {"max_response_tokens": SAMPLING.max_tokens, "parallel": {"tp": tp}, **options}
+        )
         self.built: list[weakref.ref[Any]] = []
 
         def build() -> Any:
             if engine == "megatron":
                 return MegatronEngine(self.actor, 2, role.parts)
             assert all(memory() is None for memory in self.built), "the failed engine still holds its memory"
-            made = vllm_engine.VllmEngine(Path(model), DTYPES[dtype], settings, tp, 320, role.parts, runtime)
+            made = vllm_engine.VllmEngine(settings, role, DTYPES[dtype], 320 - SAMPLING.max_tokens)
             runner = made._llm.llm_engine.model_executor.driver_worker.worker.model_runner
             self.built = [weakref.ref(runner.kv_caches[0]), weakref.ref(next(iter(made._parameters.values())))]
             return made

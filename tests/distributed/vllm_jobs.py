@@ -42,8 +42,8 @@ class _Session:
         )
         self.actor: Role = build_role("actor", self.section, "lm", GroupCache(runtime), seed=0)
         self.actor.parts.parameters.may_change()
-        settings = RolloutConfig.model_validate({"max_response_tokens": NEW_TOKENS, **rollout})
-        self.engine = VllmEngine(Path(model), DTYPES[dtype], settings, tp, MAX_LENGTH, self.actor.parts, runtime)
+        settings = RolloutConfig.model_validate({"max_response_tokens": NEW_TOKENS, "parallel": {"tp": tp}, **rollout})
+        self.engine = VllmEngine(settings, self.actor, DTYPES[dtype], MAX_LENGTH - NEW_TOKENS)
 
     def update(self, model: str, version: int) -> None:
         self.actor.parts.to_compute()

@@ -22,7 +22,7 @@ def vllm_session(runtime: Runtime, first: str, second: str, tp: int, prompts: li
     section = RoleConfig.model_validate({"model": {"path": first}, "parallel": {"tp": tp}})
     actor = build_role("actor", section, "lm", GroupCache(runtime), seed=0)
     rollout = RolloutConfig.model_validate({"max_response_tokens": 8})
-    engine = VllmEngine(Path(first), torch.float32, rollout, tp, 400, actor.parts, runtime)
+    engine = VllmEngine(rollout, actor, torch.float32, 392)
     rows, seeds = [torch.tensor(p) for p in prompts], list(range(len(prompts)))
     greedy = Sampling(max_tokens=8, greedy=True, end_ids=(2,))
     warm = Sampling(max_tokens=8, temperature=0.7, end_ids=(2,))
@@ -56,7 +56,7 @@ def vllm_prompt_once(runtime: Runtime, model: str, prompt: list[int], copies: in
     sampling, found = Sampling(max_tokens=8, end_ids=(2,)), []
     for arguments in ({}, {"enable_prefix_caching": False}):
         rollout = RolloutConfig.model_validate({"max_response_tokens": 8, "vllm": {"args": arguments}})
-        engine = VllmEngine(Path(model), torch.float32, rollout, 1, 400, actor.parts, runtime)
+        engine = VllmEngine(rollout, actor, torch.float32, 392)
         engine.update_weights(actor.shard, 0)
         scheduler, computed = engine._llm.llm_engine.engine_core.engine_core.scheduler, []
         schedule = scheduler.schedule

@@ -11,7 +11,7 @@ from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import count_elements
 from megarlhf.config import RLConfig, SFTConfig, load_config
 from megarlhf.planning.layout import check_role
-from megarlhf.planning.machine.capabilities import host_bytes
+from megarlhf.planning.machine.capabilities import check_host_memory, engine_host_weights, host_bytes
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,6 +21,14 @@ def needed(kind: type[Any], name: str, world_size: int, *overrides: str) -> dict
     roles = cfg.roles()
     checked = {role: check_role(role, section, world_size) for role, section in roles.items()}
     return host_bytes(cfg, roles, checked, device_type="cuda")
+
+
+def refusal(kind: type[Any], name: str, *overrides: str) -> str:
+    """Message for a run that offloads one byte more than its machine has."""
+    cfg = load_config(kind, ROOT / "configs" / name, overrides)
+    with pytest.raises(ValueError, match="set some of these keys to false") as refused:
+        check_host_memory({"actor.offload.optimizer": 2}, engine_host_weights(cfg), 1, 1)
+    return str(refused.value)
 
 
 @pytest.fixture(autouse=True)
@@ -51,3 +59,10 @@ def test_experts_are_cut_by_ep_too() -> None:
     assert experts == 48 * 128 * 3 * 2048 * 768
     found = needed(RLConfig, "qwen3-30b-a3b/grpo-16.yaml", 16)
     assert found["actor.offload.parameters"] == 2 * (others + experts // 8)
+
+
+def test_an_engine_is_named_as_a_remedy_only_where_it_moves_weights_to_host_memory() -> None:
+    assert "rollout" not in refusal(SFTConfig, "llama-3-8b/sft-8.yaml")
+    assert "rollout" not in refusal(RLConfig, "llama-3-8b/grpo-8.yaml")
+    light = refusal(RLConfig, "llama-3-8b/grpo-8.yaml", "rollout.vllm.sleep_level=1")
+    assert "to false (rollout.vllm.sleep_level to 2), use more machines" in light

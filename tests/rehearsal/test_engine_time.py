@@ -1,15 +1,14 @@
 """Seconds of a step's rollout from what the engines have to generate: by hand. How long one engine takes by the
 roofline is not here (`test_pricing.py`)."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from megarlhf.architectures.hf_config import architecture_from_hf
-from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutTime, Sequences
-from megarlhf.rehearsal.cost_model.engine_time import RolloutWork, estimate, shape_of
+from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutTime, RolloutWork, Sequences
+from megarlhf.rehearsal.cost_model.engine_time import estimate, shape_of
 from megarlhf.rehearsal.result import RolloutRow
 from tests.rehearsal.jobs import DENSE, EXPERTS, write_model
 
@@ -27,13 +26,13 @@ class ATokenASecond:
         self.asked: list[Any] = []
 
     def decode_seconds(
-        self, shape: EngineShape, first: Sequence[Sequences], queue: Any, cache_bytes: int, **options: Any
+        self, shape: EngineShape, work: RolloutWork, cache_bytes: int, **options: Any
     ) -> tuple[list[RolloutTime], list[int]]:
-        self.asked.append((first, queue, cache_bytes, options))
-        longest = [max(work.responses, default=0) for work in first]
+        self.asked.append((work, cache_bytes, options))
+        longest = [max(each.responses, default=0) for each in work.engines]
         times = [
-            RolloutTime(prefill=0.0, decode=float(tokens), overhead=0.0, steps=tokens, most_running=len(work.responses))
-            for tokens, work in zip(longest, first, strict=True)
+            RolloutTime(prefill=0.0, decode=float(tokens), overhead=0.0, steps=tokens, most_running=len(each.responses))
+            for tokens, each in zip(longest, work.engines, strict=True)
         ]
         return times, []
 
@@ -61,7 +60,7 @@ def test_by_the_roofline() -> None:
     price = ATokenASecond()
     found, _ = estimate(ENGINES, SHAPE, 99, price, tokens_per_second=None, max_running=8, samples_per_prompt=2)
     assert found == RolloutRow(slowest=30.0, fastest=0.0, tokens=60, most_running=2)
-    assert price.asked == [(ENGINES.engines, (), 99, {"most": 0, "max_running": 8, "samples_per_prompt": 2})]
+    assert price.asked == [(ENGINES, 99, {"max_running": 8, "samples_per_prompt": 2})]
 
 
 def test_no_engine() -> None:

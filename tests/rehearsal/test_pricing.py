@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarlhf.rehearsal.cost_model.collectives import Speed, Spread, seconds_by_formula
-from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutTime, Sequences
+from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutTime, RolloutWork, Sequences
 from megarlhf.rehearsal.cost_model.hardware import Hardware
 from megarlhf.rehearsal.cost_model.interpolation import Grid, along, between_shares
 from megarlhf.rehearsal.cost_model.meter import OperationPricing as WorkPrice
@@ -214,7 +214,7 @@ SHAPE = EngineShape(
 def decode(prompts: Sequence[int], responses: Sequence[int], cache_bytes: int, **options: Any) -> RolloutTime:
     """One engine."""
     shape = options.pop("shape", SHAPE)
-    (time,), _ = pricing().decode_seconds(shape, [Sequences(prompts, responses)], [], cache_bytes, **options)
+    (time,), _ = pricing().decode_seconds(shape, RolloutWork([Sequences(prompts, responses)]), cache_bytes, **options)
     return time
 
 
@@ -246,8 +246,8 @@ def test_the_longest_response_decides_and_prompts_of_a_group_are_computed_once()
 def test_engines_that_pull_end_together_where_fixed_shares_do_not():
     """One sequence at a time, weights of 1 ms a step and 1 ms of overhead: 2 ms a token. One engine begins with 40
     tokens, one with 10, which takes 10, 10 and 10 of the queue meanwhile, and then 5: its cache was shorter."""
-    asked = [[Sequences([5], [length]) for length in lengths] for lengths in ((40, 10), (10, 10, 10, 5))]
-    times, owners = pricing().decode_seconds(SHAPE, *asked, 60_000, most=4, max_running=1)
+    first, queue = ([Sequences([5], [length]) for length in lengths] for lengths in ((40, 10), (10, 10, 10, 5)))
+    times, owners = pricing().decode_seconds(SHAPE, RolloutWork(first, queue, most=4), 60_000, max_running=1)
     assert owners == [1, 1, 1, 1]
     assert [time.steps for time in times] == [40, 45]
     both = decode([5] * 3, [40, 10, 10], 60_000, max_running=1)
@@ -257,10 +257,11 @@ def test_engines_that_pull_end_together_where_fixed_shares_do_not():
 def test_an_engine_pulls_to_a_fair_share_at_once_and_not_beyond():
     """Room for all: each begins with one of four and pulls one, which then run side by side."""
     queue = [Sequences([5], [10])] * 2
-    times, owners = pricing().decode_seconds(SHAPE, queue, queue, 1_000_000, most=2)
+    times, owners = pricing().decode_seconds(SHAPE, RolloutWork(queue, queue, most=2), 1_000_000)
     assert sorted(owners) == [0, 1]
     assert [(time.steps, time.most_running) for time in times] == [(10, 2), (10, 2)]
-    shared = pricing().decode_seconds(SHAPE, [Sequences([], [])], [Sequences([5] * 4, [5] * 4)], 1_000_000, most=4)
+    work = RolloutWork([Sequences([], [])], [Sequences([5] * 4, [5] * 4)], most=4)
+    shared = pricing().decode_seconds(SHAPE, work, 1_000_000)
     assert shared == ([decode([5] * 4, [5] * 4, 1_000_000, samples_per_prompt=4)], [0])
 
 

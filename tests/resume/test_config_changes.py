@@ -150,7 +150,7 @@ def test_a_step_in_progress_is_completed_only_with_its_own_mini_batches() -> Non
 
     def splits(command: str, *overrides: str) -> list[str]:
         config = loaded(command, *overrides).model_dump(mode="json")
-        identity = Identity(command, "", None, config, {}, {}, {}, {}, lambda config: [], allow_changes=True)
+        identity = Identity(command, "", {}, config, {}, {}, {}, {}, lambda config: [], allow_changes=True)
         return identity.splits_otherwise({"config": loaded(command).model_dump(mode="json")})
 
     assert splits("rl") == splits("rl", "rollout.temperature=0.5") == splits("sft", "train.mini_batch_samples=1") == []

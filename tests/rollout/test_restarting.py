@@ -11,6 +11,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from megarlhf.config import RolloutConfig
 from megarlhf.rollout.engine import (
     EngineFailure,
     FinishedResponses,
@@ -18,6 +19,9 @@ from megarlhf.rollout.engine import (
     Sampling,
     missing_rows,
 )
+from megarlhf.rollout.engine_spec import EngineSpec
+from megarlhf.rollout.engines import ENGINES
+from megarlhf.rollout.factory import make_engine
 from megarlhf.rollout.restarting import RestartingEngine
 from megarlhf.weights.checks.certificate import Certificate, CertificateError
 from tests.refuses import refuses
@@ -159,3 +163,21 @@ def test_an_engine_that_cannot_be_built_again_ends_the_run_with_the_reason(faili
     engine._build = lambda: {}["no engine"]
     with pytest.raises(KeyError, match="no engine"):
         engine.generate(PROMPTS, SEEDS, SAMPLING)
+
+
+@pytest.mark.parametrize("has_own_weights", [True, False])
+def test_an_engine_is_made_by_its_entry_and_is_rebuilt_if_it_has_weights(has_own_weights, monkeypatch):
+    made, asked = SimpleNamespace(), []
+
+    class Spec(EngineSpec):
+        def make(self, *inputs):
+            asked.append(inputs)
+            return made
+
+    spec, rollout = Spec(), RolloutConfig(dtype="bf16")
+    spec.has_own_weights = has_own_weights
+    monkeypatch.setitem(ENGINES, rollout.engine, spec)
+    engine = make_engine(rollout, ACTOR, 10, 2)
+    assert asked == [(rollout, ACTOR, torch.bfloat16, 10, 2)]
+    assert isinstance(engine, RestartingEngine) == has_own_weights
+    assert getattr(engine, "engine", engine) is made

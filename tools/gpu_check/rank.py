@@ -159,7 +159,7 @@ def _engine(
     micro_batch_samples: int,
 ) -> RolloutEngine:
     if job.constant:
-        return ConstantResponses(actor.parts, runtime, Constant(job.constant))
+        return ConstantResponses(actor, Constant(job.constant))
     if job.given:
         return GivenResponses(runtime)
     engine = make_engine(rollout, actor, max_prompt_tokens, micro_batch_samples)

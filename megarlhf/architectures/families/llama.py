@@ -41,6 +41,8 @@ FACTS: Mapping[str, Any] = {
 RELATIVES_FACTS: Mapping[str, Any] = {**FACTS, "num_kv_heads": ConfigField(name="num_key_value_heads", read=positive)}
 """Where transformers' default for an absent number of KV heads is some model's own, not the number of heads."""
 
+NO_BIASES: Mapping[str, Any] = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
+
 
 def decoder(*layer: Entry) -> Table:
     """A table with these entries in each layer and Llama's embedding, final norm and heads around them."""

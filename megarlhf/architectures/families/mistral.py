@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarlhf.architectures.config_spec import ConfigField, ConfigSpec, Refusal, positive
 from megarlhf.architectures.entries import ATTENTION, GATED_MLP, INPUT_NORM, OUTPUT
-from megarlhf.architectures.families.llama import RELATIVES_FACTS, decoder
+from megarlhf.architectures.families.llama import NO_BIASES, RELATIVES_FACTS, decoder
 from megarlhf.architectures.table import Family
 
 FAMILY = Family(
@@ -14,9 +14,7 @@ FAMILY = Family(
         scalar_class="MistralForSequenceClassification",
         facts={
             **RELATIVES_FACTS,
-            "qkv_bias": False,
-            "output_bias": False,
-            "mlp_bias": False,
+            **NO_BIASES,
             # 4096 is transformers' default for files that lack the key; null says that there is no window.
             "sliding_window": ConfigField(name="sliding_window", read=positive, default=4096, null_is_none=True),
         },

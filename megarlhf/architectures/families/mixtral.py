@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarlhf.architectures.config_spec import ConfigField, ConfigSpec, number, positive
 from megarlhf.architectures.entries import ATTENTION, INPUT_NORM, OUTPUT
-from megarlhf.architectures.families.llama import RELATIVES_FACTS, decoder
+from megarlhf.architectures.families.llama import NO_BIASES, RELATIVES_FACTS, decoder
 from megarlhf.architectures.moe import experts
 from megarlhf.architectures.table import Family
 
@@ -16,9 +16,7 @@ FAMILY = Family(
         facts={
             **RELATIVES_FACTS,
             "norm_eps": ConfigField(name="rms_norm_eps", read=number, default=1e-5),
-            "qkv_bias": False,
-            "output_bias": False,
-            "mlp_bias": False,
+            **NO_BIASES,
             "sliding_window": ConfigField(name="sliding_window", read=positive, default=None),
             "num_experts": ConfigField(name="num_local_experts", read=positive),
             "experts_per_token": ConfigField(name="num_experts_per_tok", read=positive, default=2),

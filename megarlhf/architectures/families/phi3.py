@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from megarlhf.architectures.config_spec import ConfigField, ConfigSpec, number, only, positive
 from megarlhf.architectures.entries import INPUT_NORM, OUTPUT, PRE_MLP_NORM, entry
-from megarlhf.architectures.families.llama import FACTS, decoder
+from megarlhf.architectures.families.llama import FACTS, NO_BIASES, decoder
 from megarlhf.architectures.rules import qkv_by_group, qkv_by_kind, split_columns, split_halves
 from megarlhf.architectures.table import Entry, Family, Place
 
@@ -30,9 +30,7 @@ FAMILY = Family(
         facts={
             **FACTS,
             "norm_eps": ConfigField(name="rms_norm_eps", read=number, default=1e-5),
-            "qkv_bias": False,
-            "output_bias": False,
-            "mlp_bias": False,
+            **NO_BIASES,
             "sliding_window": ConfigField(name="sliding_window", read=positive, default=None),
             "rotary_share": ConfigField(name="partial_rotary_factor", read=number, default=1.0),
         },

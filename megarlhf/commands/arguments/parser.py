@@ -111,14 +111,19 @@ def positives(text: str) -> tuple[int, ...]:
     return tuple(positive(part) for part in text.split(","))
 
 
-def gigabits(text: str) -> float:
+def positive_float(text: str, of: str = "") -> float:
+    """of: the unit, for the error"""
     try:
-        speed = float(text)
+        value = float(text)
     except ValueError:
-        speed = 0.0
-    if not 0 < speed < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive, finite number of gigabits per second")
-    return speed
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive, finite number{of}")
+    return value
+
+
+def gigabits(text: str) -> float:
+    return positive_float(text, of=" of gigabits per second")
 
 
 def num_bytes(text: str) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megarlhf.config import (
+    ROLES,
     ConversationConfig,
     EvaluateConfig,
     GenerateConfig,
@@ -21,6 +22,7 @@ from megarlhf.config import (
     RewardConfig,
     RLConfig,
     RoleConfig,
+    trained_roles,
 )
 from megarlhf.config.ask import AskConfig
 from megarlhf.config.rewards import unique_labels
@@ -125,15 +127,16 @@ def _roles(cfg: AnyConfig) -> Iterator[_Reader]:
     """Roles with a statement on their training. All read ids of one tokenizer, except a reward model that is given
     text, and the other model of a comparison, which has its own tokenizer."""
     roles, retokenizes = cfg.roles(), isinstance(cfg, RLConfig | EvaluateConfig) and cfg.retokenizes
+    scorers = {name for name in roles if ROLES[name].column} - {"actor", *trained_roles(cfg)}
     for encoder in encoders_of(cfg):
         forms = _forms(cfg, encoder)
         for name in _EVALUATED[type(encoder)] if isinstance(cfg, EvaluateConfig) else roles:
             section = roles.get(name)
-            if section is None or (name == "reference" and section.model.path == roles["actor"].model.path):
-                continue  # a reference with the actor's path needs no check of its own
+            if section is None or (name in scorers and section.model.path == roles["actor"].model.path):
+                continue  # a frozen scorer with the actor's path needs no check of its own
             if (stated := _stated(section)) is None or not stated.writing:
                 continue
-            is_given_text = name == "reward_model" and retokenizes
+            is_given_text = retokenizes and ROLES[name].may_retokenize
             apart = is_given_text or name == "against"
             tokenizer = section.model.tokenizer_place() if apart else encoder.tokenizer
             writing = _writing(ConversationConfig() if is_given_text else cfg.data, tokenizer, forms)

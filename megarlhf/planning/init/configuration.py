@@ -17,6 +17,7 @@ from typing import Any
 from megarlhf.config import ParallelConfig, PromptDataConfig, RoleConfig
 from megarlhf.planning.init.inspection import Command, DataLook, ModelLook, quantile
 from megarlhf.planning.layout import check_role
+from megarlhf.rollout.engines import ENGINES
 
 GPU_GIB = 80.0
 """Assumed memory of a GPU."""
@@ -219,7 +220,7 @@ def config_text(draft: Draft, *, rewards: list[dict[str, Any]], engine: str, rew
               for key, value in batch.items()]  # fmt: skip
     if command == "rl":
         samples = f"num_samples_per_prompt: 8, max_response_tokens: {lengths.response}"
-        tp = f", parallel: {{tp: {draft.tp}}}" if engine == "vllm" else ""
+        tp = f", parallel: {{tp: {draft.tp}}}" if ENGINES[engine].has_own_weights else ""
         lines += [
             "",
             f"rewards: {_yaml(rewards)}",

@@ -72,7 +72,7 @@ def host_bytes(
     needed: dict[str, int] = {}
     for name, section in roles.items():
         arch, layout = checked[name]
-        if layout.world_size < world_size or (name == "reference" and _is_base(cfg)):
+        if layout.world_size < world_size or ROLES[name].is_actors_base(cfg):
             continue
         offload, dtype = section.offload, section.model.dtype
         dense, experts = count_elements(arch, ROLES[name].head)
@@ -87,11 +87,17 @@ def host_bytes(
             local = held if section.optim.distributed is False else (dense + experts) // layout.world_size
             trained_elements, elements = count_trained(arch, ROLES[name].head, trained_tensors_of(arch, name, section))
             needed[f"{name}.offload.optimizer"] = OPTIMIZER_BYTES[dtype] * (local * trained_elements // elements)
-    if isinstance(cfg, RLConfig) and (key := engine_of(cfg.rollout).host_weights_key(cfg.rollout)):
+    for key in engine_host_weights(cfg):
+        assert isinstance(cfg, RLConfig)
         arch, _ = checked["actor"]
         width = _WIDTHS[cfg.actor.model.dtype if cfg.rollout.dtype == "auto" else cfg.rollout.dtype]
         needed[key] = width * sum(count_elements(arch)) // cfg.rollout.tp(cfg.actor)
     return needed
+
+
+def engine_host_weights(cfg: AnyConfig) -> Mapping[str, str]:
+    """`EngineSpec.host_weights` of the run's engine. Only in `rl` do roles work while an engine sleeps."""
+    return engine_of(cfg.rollout).host_weights(cfg.rollout) if isinstance(cfg, RLConfig) else {}
 
 
 def trained_tensors_of(arch: Architecture, name: str, section: RoleConfig) -> frozenset[str]:
@@ -99,18 +105,22 @@ def trained_tensors_of(arch: Architecture, name: str, section: RoleConfig) -> fr
     return trained_tensors(arch, ROLES[name].head, freeze=section.freeze, train_only=section.train_only)
 
 
-def _is_base(cfg: AnyConfig) -> bool:
-    return isinstance(cfg, RLConfig | DPOConfig) and cfg.reference_is_base
+def check_host_memory(
+    needed: Mapping[str, int], engine_values: Mapping[str, str], local_ranks: int, available: int
+) -> None:
+    """Check that a machine has the memory that each rank needs, by key.
 
+    engine_values: the keys of the engine, with the values that need no host memory; for other keys that is false
 
-def check_host_memory(needed: Mapping[str, int], local_ranks: int, available: int) -> None:
-    """Check that a machine has the memory that each rank needs, by key. Raises: ValueError if it has less."""
+    Raises: ValueError if it has less.
+    """
     total = local_ranks * sum(needed.values())
     if total <= available:
         return
     parts = ", ".join(f"{key} {local_ranks * nbytes / GIB:,.1f}" for key, nbytes in needed.items())
+    engine_remedy = "".join(f" ({key} to {value})" for key, value in engine_values.items())
     raise ValueError(
         f"offloading from {local_ranks} rank(s) takes at least {total / GIB:,.1f} GiB of this machine's host memory "
-        f"({parts}), and {available / GIB:,.1f} GiB are available; set some of these keys to false "
-        "(rollout.vllm.sleep_level to 2), use more machines, or give the job more memory"
+        f"({parts}), and {available / GIB:,.1f} GiB are available; set some of these keys to false{engine_remedy}, "
+        "use more machines, or give the job more memory"
     )

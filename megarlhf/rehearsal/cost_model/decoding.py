@@ -62,6 +62,18 @@ class Sequences:
 
 
 @dataclass(frozen=True)
+class RolloutWork:
+    """Sequences for all engines of the job."""
+
+    engines: Sequence[Sequences]
+    """Sequences with which each engine begins; a prompt's samples are neighbours."""
+    queue: Sequence[Sequences] = ()
+    """Pieces of one prompt each. An engine that has room takes the next one (`rollout/prompt_queue.py`)."""
+    most: int = 0
+    """Number of unfinished sequences that an engine does not exceed by a piece of the queue."""
+
+
+@dataclass(frozen=True)
 class RolloutTime:
     """Seconds of one engine until it has all of its responses."""
 
@@ -82,34 +94,31 @@ class RolloutTime:
 def decode_seconds(
     price: DevicePrice,
     shape: EngineShape,
-    first: Sequence[Sequences],
-    queue: Sequence[Sequences],
+    work: RolloutWork,
     cache_bytes: int,
     *,
-    most: int,
     step_overhead: float = 0.0,
     max_running: int = 1024,
     samples_per_prompt: int = 1,
 ) -> tuple[list[RolloutTime], list[int]]:
-    """Times of several engines until each has its responses, and the engine that takes each piece of a queue.
+    """Times of several engines until each has its responses, and the engine that takes each piece of the queue: of
+    those with room, the one that is behind.
 
-    first:       sequences with which each engine begins; a prompt's samples are neighbours.
-    queue:       pieces of one prompt each. An engine that has room takes the next one, unless it would then have more
-                 than `most` unfinished sequences (`rollout/prompt_queue.py`). The engine that is behind goes first.
     cache_bytes: memory of one rank's cache.
     Raises: ValueError for a sequence that does not fit the cache alone.
     """
     capacity = cache_bytes // shape.cache_bytes_per_token
-    longest = max((prompt + response for work in (*first, *queue) for prompt, response in work.pairs()), default=0)
+    pairs = (pair for sequences in (*work.engines, *work.queue) for pair in sequences.pairs())
+    longest = max((prompt + response for prompt, response in pairs), default=0)
     if longest > capacity:
         raise ValueError(
             f"a sequence of {longest} tokens does not fit the cache of {capacity} tokens ({cache_bytes} bytes, "
             f"{shape.cache_bytes_per_token} a token); raise the cache or rollout.parallel.tp"
         )
-    runs = [_EngineRun(price, shape, capacity, max_running, step_overhead) for _ in first]
-    for run, work in zip(runs, first, strict=True):
-        run.add(work, samples_per_prompt)
-    waiting, owners = deque(queue), list[int]()
+    runs = [_EngineRun(price, shape, capacity, max_running, step_overhead) for _ in work.engines]
+    for run, sequences in zip(runs, work.engines, strict=True):
+        run.add(sequences, samples_per_prompt)
+    waiting, owners = deque(work.queue), list[int]()
     clock = [(run.seconds, engine) for engine, run in enumerate(runs)]
     while clock:
         _, engine = clock[0]
@@ -117,7 +126,7 @@ def decode_seconds(
         run.admit_waiting()
         unfinished = len(run.ends)
         has_room = not run.waiting and unfinished < max_running
-        if waiting and has_room and (not unfinished or unfinished + len(waiting[0].responses) <= most):
+        if waiting and has_room and (not unfinished or unfinished + len(waiting[0].responses) <= work.most):
             piece = waiting.popleft()
             run.add(piece, len(piece.responses))
             owners.append(engine)

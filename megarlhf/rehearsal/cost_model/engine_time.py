@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.parallel.packing.partition import forward_cost
-from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutTime, Sequences
+from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutTime, RolloutWork
 from megarlhf.rehearsal.result import RolloutRow
 
 
@@ -18,28 +16,8 @@ class DecodePrice(Protocol):
     """Prices of rollouts: `pricing.Pricing`."""
 
     def decode_seconds(
-        self,
-        shape: EngineShape,
-        first: Sequence[Sequences],
-        queue: Sequence[Sequences],
-        cache_bytes: int,
-        *,
-        most: int = 0,
-        max_running: int = 1024,
-        samples_per_prompt: int = 1,
+        self, shape: EngineShape, work: RolloutWork, cache_bytes: int, *, max_running: int, samples_per_prompt: int
     ) -> tuple[list[RolloutTime], list[int]]: ...
-
-
-@dataclass(frozen=True)
-class RolloutWork:
-    """Sequences for all engines of the job."""
-
-    engines: Sequence[Sequences]
-    """Sequences with which each engine begins."""
-    queue: Sequence[Sequences] = ()
-    """Pieces for whichever engine asks first."""
-    most: int = 0
-    """Number of unfinished sequences at which an engine asks for no more."""
 
 
 def shape_of(arch: Architecture, tp: int, first_rank: int, dtype: torch.dtype, weight_bytes: int) -> EngineShape:
@@ -78,13 +56,7 @@ def estimate(
         seconds, most_running = [count / tokens_per_second for count in tokens], 0
     else:
         times, owners = price.decode_seconds(
-            shape,
-            work.engines,
-            work.queue,
-            cache_bytes,
-            most=work.most,
-            max_running=max_running,
-            samples_per_prompt=samples_per_prompt,
+            shape, work, cache_bytes, max_running=max_running, samples_per_prompt=samples_per_prompt
         )
         seconds, most_running = [time.seconds for time in times], max((time.most_running for time in times), default=0)
     total = sum(sum(piece.responses) for piece in (*work.engines, *work.queue))

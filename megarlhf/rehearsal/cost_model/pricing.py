@@ -8,11 +8,10 @@ to this: on a GPU the host runs ahead and an operation takes at least that long;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from megarlhf.rehearsal.cost_model.collectives import Speed, Spread, message_seconds, seconds_by_formula
-from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutTime, Sequences, decode_seconds
+from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutTime, RolloutWork, decode_seconds
 from megarlhf.rehearsal.cost_model.hardware import Hardware, Link
 from megarlhf.rehearsal.cost_model.interpolation import between_shares
 from megarlhf.rehearsal.cost_model.tables import Tables
@@ -140,11 +139,9 @@ class Pricing:
     def decode_seconds(
         self,
         shape: EngineShape,
-        first: Sequence[Sequences],
-        queue: Sequence[Sequences],
+        work: RolloutWork,
         cache_bytes: int,
         *,
-        most: int = 0,
         max_running: int = 1024,
         samples_per_prompt: int = 1,
     ) -> tuple[list[RolloutTime], list[int]]:
@@ -152,10 +149,8 @@ class Pricing:
         return decode_seconds(
             self,
             shape,
-            first,
-            queue,
+            work,
             cache_bytes,
-            most=most,
             step_overhead=self.hardware.engine_step.value,
             max_running=max_running,
             samples_per_prompt=samples_per_prompt,

@@ -22,15 +22,15 @@ from megarlhf.config import RolloutConfig
 from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
 from megarlhf.models.build import ModelShard
-from megarlhf.parallel.device_memory import Offloadable, RoleParts
-from megarlhf.rehearsal.cost_model.decoding import EngineShape, Sequences
-from megarlhf.rehearsal.cost_model.engine_time import RolloutWork, shape_of
+from megarlhf.models.role import Role
+from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutWork, Sequences
+from megarlhf.rehearsal.cost_model.engine_time import shape_of
 from megarlhf.rehearsal.fakes.lengths import Lengths
 from megarlhf.rollout.balance import assign, chunk_by_length
 from megarlhf.rollout.engine import FinishedResponses, Index, Response, Sampling, gather_indexed
+from megarlhf.rollout.megatron_engine import MegatronEngine
 from megarlhf.rollout.vllm.engine import VllmEngine
 from megarlhf.runtime import Runtime
-from megarlhf.weights.checks.certificate import Certificate
 
 TOKEN = 5
 """The token of every response. It is none of those at the beginning of a tokenizer, which may end a response."""
@@ -79,13 +79,10 @@ class RehearsedEngine(VllmEngine):
 
     def __init__(
         self,
-        model_path: Path,
-        dtype: torch.dtype,
         rollout: RolloutConfig,
-        tp: int,
-        max_model_len: int,
-        actor: RoleParts,
-        runtime: Runtime,
+        actor: Role,
+        dtype: torch.dtype,
+        max_prompt_tokens: int,
         *,
         lengths: Lengths,
         memory: EngineBudget,
@@ -103,7 +100,7 @@ class RehearsedEngine(VllmEngine):
         self._lengths, self._memory = lengths, memory
         self._on_rollout, self._estimate, self._refuse = on_rollout, estimate, on_refusal
         self._cache_bytes = 0
-        super().__init__(model_path, dtype, rollout, tp, max_model_len, actor, runtime)
+        super().__init__(rollout, actor, dtype, max_prompt_tokens)
 
     def _start(self, model_path: Path, max_model_len: int) -> Any:
         """Allocate memory as vLLM does."""
@@ -199,30 +196,15 @@ class RehearsedEngine(VllmEngine):
         self._llm = None
 
 
-class GivenResponses:
-    """Responses without an engine: every rank answers for an equal share. It replaces the engine `megatron`, and any
-    engine where only the trainer is of interest."""
-
-    rebuilds, local_seconds = 0, 0.0
+class GivenResponses(MegatronEngine):
+    """The engine `megatron` without its forwards: every rank answers for an equal share. It also replaces any engine
+    where only the trainer is of interest."""
 
     def __init__(
-        self,
-        actor: RoleParts,
-        runtime: Runtime,
-        lengths: Lengths,
-        on_rollout: Callable[[int], None] = lambda num_samples: None,
+        self, actor: Role, lengths: Lengths, on_rollout: Callable[[int], None] = lambda num_samples: None
     ) -> None:
-        self._actor = actor
-        self._runtime, self._lengths, self._on_rollout, self.weight_version = runtime, lengths, on_rollout, -1
-
-    def needs(self, *, to_generate: bool) -> Sequence[Offloadable]:
-        return (self._actor.parameters,)
-
-    def update_weights(self, actor: ModelShard, version: int) -> None:
-        self.weight_version = version
-
-    def verify_weights(self, actor: ModelShard) -> Certificate | None:
-        return None
+        super().__init__(actor.shard, 1, actor.parts)
+        self._runtime, self._lengths, self._on_rollout = actor.mesh.runtime, lengths, on_rollout
 
     def generate(
         self,
@@ -233,13 +215,11 @@ class GivenResponses:
         bank: FinishedResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
-        self._actor.to_compute()
+        self._parts.to_compute()
         self._on_rollout(len(prompts))
         drawn = [min(self._lengths.draw(seed), sampling.max_tokens) for seed in seeds]
         shares = dict(enumerate(split_evenly(len(prompts), self._runtime.world_size)))
         return given_responses(shares, drawn, sampling, self.weight_version, self._runtime)
-
-    def close(self) -> None: ...
 
 
 def given_responses(

@@ -40,8 +40,8 @@ class Identity:
     command: str
     data: str
     """Digest of the training samples."""
-    reference: str | None
-    """Digest of the reference's weights, to which the KL is measured."""
+    frozen: Mapping[str, str]
+    """Digest of the weights of each role that is not trained."""
     config: Mapping[str, Any]
     """The resolved configuration."""
     others: Mapping[str, str]
@@ -56,7 +56,18 @@ class Identity:
     changed: Callable[[Mapping[str, Any]], Sequence[str]]
     """Describes what another configuration computes differently."""
     allow_changes: bool = False
-    """Go on although the configuration, the data or the reference have changed."""
+    """Go on although the configuration, the data or frozen weights have changed."""
+
+    @property
+    def reference(self) -> str | None:
+        """Digest of the reference. A manifest has it apart from other inputs, and a change of it is explained."""
+        return self.frozen.get("reference")
+
+    def inputs(self) -> dict[str, str]:
+        """Digests of other frozen weights and further inputs, by name."""
+        weights = {f"weights of the {role.replace('_', ' ')}": digest for role, digest in self.frozen.items()}
+        weights.pop("weights of the reference", None)
+        return {**weights, **self.others}
 
     def stated(self) -> dict[str, Any]:
         """Content of a manifest that states this identity."""
@@ -64,7 +75,7 @@ class Identity:
             "command": self.command,
             "data": self.data,
             "reference": self.reference,
-            "others": dict(self.others),
+            "others": self.inputs(),
             "sources": dict(self.sources),
             "architectures": {role: dict(architecture) for role, architecture in self.architectures.items()},
             "base": {role: asdict(weights) for role, weights in self.base.items()},
@@ -74,7 +85,7 @@ class Identity:
     def digests(self) -> dict[str, str]:
         """Digests of models, data and other inputs, by name."""
         models = {f"base/{role}": weights.digest for role, weights in self.base.items()}
-        return {"data": self.data, "reference": self.reference or "", **models, **self.others}
+        return {"data": self.data, "reference": self.reference or "", **models, **self.inputs()}
 
     def differences(self, manifest: Mapping[str, Any]) -> list[str]:
         """Describe what the run of a manifest computed differently."""
@@ -86,7 +97,7 @@ class Identity:
             problems.append("the reference has other weights, so the KL would be measured to another model")
         known = manifest["others"]
         problems += [
-            f"{name}: changed since" for name, digest in self.others.items() if known.get(name, digest) != digest
+            f"{name}: changed since" for name, digest in self.inputs().items() if known.get(name, digest) != digest
         ]
         for role, now in self.architectures.items():
             before = manifest["architectures"].get(role, now)

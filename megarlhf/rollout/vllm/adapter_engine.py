@@ -10,23 +10,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megarlhf.architectures.adapters import adapter_tensors
-from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import logical_tensors
 from megarlhf.architectures.vllm_adapters import RANKS, SLOTS, adapter_slots, vllm_adapter_placements
 from megarlhf.config import RolloutConfig
 from megarlhf.models.build import ModelShard
-from megarlhf.parallel.device_memory import RoleParts
+from megarlhf.models.role import Role
 from megarlhf.placement import RankPlacements, merge_ranks
 from megarlhf.rollout.vllm.build import adapter_request
 from megarlhf.rollout.vllm.engine import VllmEngine
-from megarlhf.runtime import Runtime, free_bytes
+from megarlhf.runtime import free_bytes
 from megarlhf.weights.checks.loader_check import check_loader
 from megarlhf.weights.plan.copy_plan import make_plan
 from megarlhf.weights.transport.reshard import Resharder
@@ -37,25 +35,14 @@ class VllmAdapterEngine(VllmEngine):
 
     _uses_adapter = True
 
-    def __init__(
-        self,
-        model_path: Path,
-        dtype: torch.dtype,
-        rollout: RolloutConfig,
-        tp: int,
-        max_model_len: int,
-        actor: RoleParts,
-        runtime: Runtime,
-        *,
-        adapted: Architecture,
-    ) -> None:
-        """adapted: the actor's architecture, with its adapter"""
+    def __init__(self, rollout: RolloutConfig, actor: Role, dtype: torch.dtype, max_prompt_tokens: int) -> None:
+        adapted = actor.shard.arch
         assert adapted.adapter is not None
         self._adapted = adapted
         self._slot_rank = next(rank for rank in RANKS if rank >= adapted.adapter.rank)
         self._adapter_only: Resharder | None = None
         self._has_base = False
-        super().__init__(model_path, dtype, rollout, tp, max_model_len, actor, runtime)
+        super().__init__(rollout, actor, dtype, max_prompt_tokens)
         self._activate()
 
     def _arguments(self) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from megarlhf.collective_errors import raise_on_all_ranks
 from megarlhf.config import RolloutConfig
 from megarlhf.experience import Rollouts
 from megarlhf.models.build import ModelShard, placements_on
-from megarlhf.parallel.device_memory import Offloadable, RoleParts
+from megarlhf.models.role import Role
+from megarlhf.parallel.device_memory import Offloadable
 from megarlhf.placement import RankPlacements
 from megarlhf.rollout.balance import SeenLengths, assign, chunk_by_length
 from megarlhf.rollout.engine import EngineFailure, FinishedResponses, Sampling, gather_rollouts, missing_rows
@@ -31,7 +32,7 @@ from megarlhf.rollout.vllm.build import build_llm, changed_in_memory, enqueue
 from megarlhf.rollout.vllm.generate_loop import run_requests
 from megarlhf.rollout.vllm.patches import keep_default_group
 from megarlhf.rollout.vllm.sleep import EngineMemory, cache_of_worker, make_sleeper, require_room
-from megarlhf.runtime import Runtime, free_bytes, without_torch_determinism
+from megarlhf.runtime import free_bytes, without_torch_determinism
 from megarlhf.weights.checks.certificate import Certificate, CertificateError, certify, nonzero_padding
 from megarlhf.weights.checks.loader_check import check_loader, sample_tensors
 from megarlhf.weights.checks.poison import poison, storages_with_nan
@@ -50,20 +51,13 @@ class VllmEngine:
     _uses_adapter = False
     """Whether requests use vLLM's own adapter."""
 
-    def __init__(
-        self,
-        model_path: Path,
-        dtype: torch.dtype,
-        rollout: RolloutConfig,
-        tp: int,
-        max_model_len: int,
-        actor: RoleParts,
-        runtime: Runtime,
-    ) -> None:
-        """actor: parts of the role whose weights the engine will get"""
-        self._runtime = runtime
-        self._source, self._device_memory = actor.parameters, actor.device_memory
-        self._tp = tp
+    def __init__(self, rollout: RolloutConfig, actor: Role, dtype: torch.dtype, max_prompt_tokens: int) -> None:
+        """actor: the role whose weights the engine will get"""
+        model_path = actor.section.model.hf_directory()
+        max_model_len = max_prompt_tokens + rollout.max_response_tokens
+        self._runtime = actor.mesh.runtime
+        self._source, self._device_memory = actor.parts.parameters, actor.parts.device_memory
+        self._tp = rollout.tp(actor.section)
         self._arch = architecture_from_hf(model_path)
         self._dtype = dtype
         self._rollout = rollout

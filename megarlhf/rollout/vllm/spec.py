@@ -1,8 +1,9 @@
-"""Description of vLLM for planning. vLLM itself is not imported."""
+"""Description of vLLM. vLLM itself is imported only to make an engine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import vllm_placements
@@ -10,6 +11,12 @@ from megarlhf.architectures.vllm_adapters import MAX_RANK, MODEL_TYPES
 from megarlhf.config import RoleConfig, RolloutConfig
 from megarlhf.rollout.engine_spec import EngineSpec
 from megarlhf.rollout.vllm.arguments import cpu_experts_multiple, cpu_head_sizes, unknown_arguments
+
+if TYPE_CHECKING:
+    import torch
+
+    from megarlhf.models.role import Role
+    from megarlhf.rollout.engine import RolloutEngine
 
 ENGINE_NCCL: Mapping[str, str] = {
     "NCCL_LAUNCH_MODE": "GROUP",
@@ -32,6 +39,16 @@ INVARIANT_ATTENTION = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION")
 
 class VllmSpec(EngineSpec):
     has_own_weights = True
+    sleep_key = "rollout.vllm.sleep_level"
+
+    def make(
+        self, rollout: RolloutConfig, actor: Role, dtype: torch.dtype, max_prompt_tokens: int, micro_batch_samples: int
+    ) -> RolloutEngine:
+        from megarlhf.rollout.vllm.adapter_engine import VllmAdapterEngine
+        from megarlhf.rollout.vllm.engine import VllmEngine
+
+        kind = VllmAdapterEngine if rollout.lora == "adapter" else VllmEngine
+        return kind(rollout, actor, dtype, max_prompt_tokens)
 
     def check(
         self, rollout: RolloutConfig, actor: RoleConfig, arch: Architecture, world_size: int, *, on_cpu: bool
@@ -73,8 +90,8 @@ class VllmSpec(EngineSpec):
                 f"{arch.adapter.rank}; set rollout.lora to merged"
             )
 
-    def host_weights_key(self, rollout: RolloutConfig) -> str:
-        return "rollout.vllm.sleep_level" if rollout.vllm.sleep_level == 1 else ""
+    def host_weights(self, rollout: RolloutConfig) -> Mapping[str, str]:
+        return {self.sleep_key: "2"} if rollout.vllm.sleep_level == 1 else {}
 
     def deterministic_environment(self, engine_ranks: int) -> Mapping[str, tuple[str, ...]]:
         nccl = {name: (value,) for name, value in ENGINE_NCCL.items()} if engine_ranks > 1 else {}

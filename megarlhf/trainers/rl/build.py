@@ -21,7 +21,6 @@ from megarlhf.resume.claim.identity import (
     bases_of_adapters,
     digest_of_samples,
     digest_of_vocabulary,
-    digest_of_weights,
     identity_of_weights,
 )
 from megarlhf.resume.points.file_digest import digest_of_directory
@@ -119,8 +118,7 @@ def build(
     roles = {"actor": actor}
     for name in cfg.roles():
         if name != "actor":
-            is_base = name == "reference" and cfg.reference_is_base
-            roles[name] = actor.without_adapter(name) if is_base else build_one(name)
+            roles[name] = actor.without_adapter(name) if ROLES[name].is_actors_base(cfg) else build_one(name)
     rows = cfg.train.rows(cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens)
     device_memory.keep_only()  # vLLM measures what is free
     engine = parts.engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, rows)
@@ -211,14 +209,11 @@ def training_of(
         "texts that end a response": str(sorted(cfg.rollout.stop)),
         "the actor's tokenizer": digest_of_vocabulary(data.tokenizer),
     }
-    for name, role in run.roles.items():
-        if name in run.step_guards or name == "reference":  # the reference is compared by itself
-            continue
-        words = name.replace("_", " ")
-        others[f"weights of the {words}"] = digest_of_weights(role)
+    frozen = {name: role for name, role in run.roles.items() if name not in run.step_guards}
+    for name, role in frozen.items():
         if cfg.retokenizes and ROLES[name].may_retokenize:
             tokenizer = load_tokenizer(role.section.model.tokenizer_place())
-            others[f"the {words}'s tokenizer"] = digest_of_vocabulary(tokenizer)
+            others[f"the {name.replace('_', ' ')}'s tokenizer"] = digest_of_vocabulary(tokenizer)
     for label, reward in zip(run.rewarder.labels, cfg.rewards, strict=True):
         if reward.path is not None:
             others[f"files of the classifier {label}"] = _digest_by_first_rank(reward.path, run.actor)
@@ -235,7 +230,7 @@ def training_of(
         base={role.name: identity_of_weights(role) for role in run.saved},
         writing=writing_of_training(cfg, "actor"),
         adapter_bases=bases_of_adapters(run.saved),
-        reference=None if run.reference is None else identity_of_weights(run.reference),
+        frozen={name: identity_of_weights(role) for name, role in frozen.items()},
         architectures={name: architecture_of(role) for name, role in run.roles.items()},
         others=others,
         sources=rule_source_digests(cfg.rewards),

@@ -38,8 +38,8 @@ class ResumableState:
     """Weights below the adapter, of the roles that have one."""
     writing: Writing | None = None
     """The way in which records become tokens, for the provenance."""
-    reference: Weights | None = None
-    """Weights of the reference, in `rl`, and in `dpo` with a loss that reads one."""
+    frozen: Mapping[str, Weights] = field(default_factory=dict)
+    """Weights with which each other role began: the reference (also one that moves), the reward model."""
     architectures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Architecture of every role that is built."""
     others: Mapping[str, str] = field(default_factory=dict)
@@ -52,6 +52,11 @@ class ResumableState:
     """Choice of the best step, if one is chosen."""
     writer: Callable[[Runtime], PointWriter] = PointWriter
     """Writer of resume points."""
+
+    @property
+    def reference(self) -> Weights | None:
+        """Weights of the reference, in `rl`, and in `dpo` with a loss that reads one."""
+        return self.frozen.get("reference")
 
 
 def identity_of(cfg: FrozenModel, run: RunConfig, command: str, training: ResumableState) -> Identity:
@@ -71,7 +76,7 @@ def identity_of(cfg: FrozenModel, run: RunConfig, command: str, training: Resuma
     return Identity(
         command=command,
         data=training.data,
-        reference=None if training.reference is None else training.reference.digest,
+        frozen={role: weights.digest for role, weights in training.frozen.items()},
         others={**training.others, **adapter_bases},
         sources=training.sources,
         architectures=training.architectures,

@@ -136,7 +136,7 @@ def _resumable_state(
         states=states,
         base={role.name: identity_of_weights(role)},
         writing=writing_of_training(cfg, role.name),
-        reference=next((identity_of_weights(built) for built in frozen if built.name == "reference"), None),
+        frozen={built.name: identity_of_weights(built) for built in frozen},
         architectures={built.name: architecture_of(built) for built in (role, *frozen)},
         others=others,
         adapter_bases=bases_of_adapters([role]),
