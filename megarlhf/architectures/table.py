@@ -63,7 +63,7 @@ class Entry:
     init: Init
     megatron: Place
     vllm: Place | None
-    """None: vLLM's model has no such parameter, and a model that has the tensor is refused."""
+    """vLLM's place. None: its model has no such parameter, and a model that has the tensor is refused."""
     te_name: str | None = None
     """Megatron's name under the transformer-engine spec, where it differs."""
     per_expert: bool = False
@@ -194,7 +194,7 @@ class PlacementBuilder:
             return
         for part in self._storages_of(entry, place):
             storage = prefix + part.name
-            assert storage not in self.storages, f"{storage} stands twice in the table"
+            assert storage not in self.storages, f"{storage} is in the table twice"
             self.storages[storage] = part.shape
             self.placements += [
                 Placement(hf_prefix + p.tensor, p.box, storage, p.offset, p.strides) for p in part.placements

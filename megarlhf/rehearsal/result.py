@@ -106,7 +106,7 @@ class RankResult:
     memberships: int
     host_peak: int
     resume_point: ResumePointRow | None
-    """None if none was written."""
+    """The resume point; None if none was written."""
     offloaded: int
     """Host memory for what is offloaded."""
     cache_bytes: int

@@ -79,7 +79,7 @@ _MAKE: Mapping[str, Callable[[RolloutConfig, Role, int, int], RolloutEngine]] = 
     "vllm": _make_vllm,
     "megatron": _make_megatron,
 }
-"""By name, as `engines.ENGINES`. An engine is imported where it is made: vLLM takes seconds."""
+"""Engines by name, as in `engines.ENGINES`. An engine is imported where it is made: vLLM takes seconds."""
 
 
 def engine_dtype(rollout: RolloutConfig, actor: Role) -> torch.dtype:

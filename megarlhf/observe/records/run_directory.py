@@ -119,12 +119,12 @@ def require_writable_output(cfg: FrozenModel, run: RunConfig, out: Path) -> None
     for key, path in inputs(cfg.model_dump()):
         source = path.resolve()
         if any(location.is_relative_to(source) for location in places(out)):
-            relation = "is" if out.resolve() == source else "lies below"
+            relation = "is" if out.resolve() == source else "is below"
             raise ValueError(f"out = {out} {relation} {key} = {path}, which this run reads; name another file")
     for name in _OWN:
         if any(location.is_relative_to((run.dir / name).resolve()) for location in places(out)):
             raise ValueError(
-                f"out = {out} is {run.dir / name} or lies below it, which the run itself writes; name another file"
+                f"out = {out} is {run.dir / name} or below it, which the run itself writes; name another file"
             )
     if out.exists() and run.on_existing != "overwrite":
         raise ValueError(f"out = {out} exists; name another file, or replace it with run.on_existing=overwrite")

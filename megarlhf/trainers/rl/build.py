@@ -51,14 +51,14 @@ class RLRun:
     cfg: RLConfig
     data: PromptData
     roles: Mapping[str, Role]
-    """By name, as in `config.ROLES`."""
+    """Roles by name, as in `config.ROLES`."""
     engine: RolloutEngine
     rewarder: Rewarder
     sampling: Sampling
     cache: RolloutCache
     phases: Phases
     step_guards: Mapping[str, StepGuard]
-    """By trained role."""
+    """Guards by trained role."""
     kl: KLController
     gap_guard: MismatchGuard
     ptx: PretrainingMix | None = None

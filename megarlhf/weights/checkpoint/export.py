@@ -131,17 +131,17 @@ class _Told:
             raise RuntimeError(f"export to {self._directory} failed on rank {int(failed) - 1}; see that rank's error")
 
     def shared_writer(self, writers: Sequence[HFWriter], writer_rank: int, specs: Specs) -> HFWriter:
-        """One on every rank, of the files that the first has made. Collective."""
+        """A writer, on every rank, for the files that `writer_rank` has made. Collective."""
         if self._alone:
             return writers[0]
-        said: list[Any] = (
+        broadcast: list[Any] = (
             [[(name, str(at.path), at.offset) for name, at in writers[0].places.items()]] if writers else [None]
         )
-        dist.broadcast_object_list(said, src=writer_rank, group=self._group)
+        dist.broadcast_object_list(broadcast, src=writer_rank, group=self._group)
         return (
             writers[0]
             if writers
-            else HFWriter({name: Extent(Path(path), offset, *specs[name]) for name, path, offset in said[0]})
+            else HFWriter({name: Extent(Path(path), offset, *specs[name]) for name, path, offset in broadcast[0]})
         )
 
     def ranks_that_see(self, writer: HFWriter, ranks: Sequence[int]) -> list[int]:

@@ -99,7 +99,7 @@ class Staging:
         self._forget_old()
 
     def _forget_old(self) -> None:
-        """Under another name first: what is half deleted must not be taken for what was replaced."""
+        """Delete under another name: a half-deleted directory must not be taken for what was replaced."""
         if self._old.exists():
             os.rename(self._old, self._doomed)
             shutil.rmtree(self._doomed)

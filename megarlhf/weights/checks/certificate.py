@@ -116,7 +116,7 @@ def _digests_by_box(
 def _differences(
     boxes_here: _ByBox, different: Sequence[str], divided: Sequence[str], group: dist.ProcessGroup | None
 ) -> list[str]:
-    """In words, from all ranks' digests by box. Collective."""
+    """Sentences on what differs, from all ranks' digests by box. Collective."""
     by_rank = [boxes_here] * dist.get_world_size(group)
     dist.all_gather_object(by_rank, boxes_here, group=group)
     sent = {at: digest for boxes in by_rank for at, digest in boxes.sent.items()}

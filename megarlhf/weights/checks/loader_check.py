@@ -135,7 +135,7 @@ class _Difference:
     """The first element of a parameter that differs."""
 
     element: int
-    """In the parameter, counted row-major."""
+    """Index in the parameter, counted row-major."""
     expected: int | None
     """Number; None: padding."""
     since: int

@@ -153,7 +153,7 @@ def _row_near(tensors: Sequence[TensorOverlaps], route: Route, position: int) ->
             if at + overlap.numel >= position:
                 return at + (position - at + overlap.row // 2) // overlap.row * overlap.row
             at += overlap.numel
-    raise AssertionError(f"position {position} lies behind the end {at} of route {route}")
+    raise AssertionError(f"position {position} is behind the end {at} of route {route}")
 
 
 def _copies(

@@ -36,7 +36,7 @@ class Overlap:
     holders: Mapping[int, int]
     """Rank -> position among the tensor's source placements, of all ranks that hold the source box."""
     route: Route | None
-    """None when the destination holds the overlap itself."""
+    """The route; None when the destination holds the overlap itself."""
 
 
 @dataclass(frozen=True)

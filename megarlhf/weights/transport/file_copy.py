@@ -27,7 +27,7 @@ ALL_ITEMS_BYTES = 64 << 20
 """Bytes of all threads together; beyond 16 threads items get smaller."""
 
 Extents = Sequence[Mapping[str, Extent]]
-"""By rank, then by storage."""
+"""Extents by rank, then by storage."""
 
 
 @dataclass(frozen=True, slots=True)

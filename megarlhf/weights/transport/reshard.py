@@ -241,7 +241,7 @@ def _finish(round: _LiveRound, works: list[dist.Work], failure: _Failure) -> Non
 
 
 def _copy_inside(pairs: Pairs, dtype: torch.dtype) -> None:
-    """By way of `dtype`: the same bits as if they had travelled."""
+    """Copy through `dtype`: the same bits as if they had been sent."""
     for into, values in pairs:
         if dtype in (into.dtype, values.dtype):
             into.copy_(values)

@@ -232,7 +232,7 @@ def _layout(folder: Path, grid: Mapping[ModelRank, _File], args: Mapping[str, An
 
 
 def _layers_per_stage(grid: Mapping[ModelRank, _File], pp: int, vpp: int) -> tuple[int, ...]:
-    """As a `MegatronLayout` has them: of each rank, where its chunks are alike, else of each chunk."""
+    """Layers of each stage for a `MegatronLayout`: of each rank, where its chunks are alike, else of each chunk."""
     stages = []
     for stage in range(pp):
         file = grid[ModelRank(stage, 0, 0)]

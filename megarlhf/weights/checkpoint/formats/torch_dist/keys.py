@@ -47,7 +47,7 @@ class StorageName:
 
     @classmethod
     def parse(cls, name: str) -> StorageName:
-        """From the name of a parameter; layer and expert as the name counts them."""
+        """Parse the name of a parameter; layer and expert stay as the name counts them."""
         if (of_layer := _LAYER.fullmatch(name)) is None:
             return cls(name)
         layer, tail = int(of_layer[1]), of_layer[2]
@@ -75,7 +75,7 @@ class StorageName:
         return f"decoder.layers.{layer}{expert}{self.tail}"
 
     def lead(self, form: KeyForm) -> tuple[int, ...]:
-        """Its index along the axes that precede its own: layer, expert."""
+        """Index along the leading axes of the global tensor: layer, expert."""
         layer = (self.layer,) if self.layer is not None and form == "stacked" else ()
         return layer + ((self.expert,) if self.expert is not None and form != "single" else ())
 

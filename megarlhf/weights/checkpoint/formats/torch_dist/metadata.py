@@ -201,13 +201,13 @@ def _kind(record: Any) -> str:
 
 def _state(record: Any, kind: str) -> dict[str, Any]:
     if _kind(record) != kind or not isinstance(record.state, dict):
-        raise TypeError(f"a {_kind(record)} stands where a {kind} belongs")
+        raise TypeError(f"a {_kind(record)} is where a {kind} belongs")
     return record.state
 
 
 def _is(kind: type[T], value: Any) -> T:
     if not isinstance(value, kind):
-        raise TypeError(f"a {type(value).__name__} stands where a {kind.__name__} belongs")
+        raise TypeError(f"a {type(value).__name__} is where a {kind.__name__} belongs")
     return value
 
 

@@ -233,7 +233,7 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, protocol: int) -> None:
         super().__init__(file, protocol)
         self.specs: list[TensorSpec] = []
-        """By key; a spec that stands twice is reduced once."""
+        """Specs by key; one that is written twice is reduced once."""
 
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, _Key):
