@@ -67,7 +67,7 @@ class Entry:
     te_name: str | None = None
     """Megatron's name under the transformer-engine spec, where it differs."""
     per_expert: bool = False
-    """Once per expert, whose index stands for `{expert}` in the names."""
+    """Whether each expert has it; the expert's index replaces `{expert}` in the names."""
     grouped: Mapping[Spec, Place] = field(default_factory=dict)
     """Where Megatron keeps it with grouped experts."""
     when: Callable[[Architecture], bool] = lambda arch: True
@@ -111,7 +111,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """All that is known of one `model_type`: what its config.json says and where its tensors stand."""
+    """Description of one `model_type`: how its config.json is read, and where its tensors are."""
 
     model_type: str
     config: ConfigSpec

@@ -1,6 +1,6 @@
 """Files that a run writes in its directory. `resume/claim/on_existing.py` decides about a start where a run has been.
 
-A file is the run's own if it has one of these names and stands beside a `config.yaml` that megarlhf wrote. All other
+A file is the run's own if it has one of these names and is beside a `config.yaml` that megarlhf wrote. All other
 files are the user's, and stay.
 """
 
@@ -67,7 +67,7 @@ _OWN = (
 
 
 def files_of_a_run(directory: Path) -> list[Path]:
-    """Files that a run has left in `directory`; config.yaml, if any, stands last.
+    """Files that a run has left in `directory`; config.yaml, if any, is last.
 
     `tensorboard` may be a link to a folder that runs share. Event files there may be another run's and do not count.
     """

@@ -285,7 +285,7 @@ def _regex(adapter: Adapter, arch: Architecture) -> str:
 
 
 def write_adapter(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write adapter_config.json and adapter_model.safetensors. The tensors stand in the host's memory, by the names of
+    """Write adapter_config.json and adapter_model.safetensors. The tensors are in the host's memory, by the names of
     logical tensors."""
     from safetensors.torch import save
 

@@ -155,7 +155,7 @@ class Staging:
 
 
 def replaced_by(directory: Path) -> Path:
-    """Where a directory stands between the two renames that replace it."""
+    """Place of a directory between the two renames that replace it."""
     return _hidden(Path(os.path.realpath(directory)), "replaced")
 
 

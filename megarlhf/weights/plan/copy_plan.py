@@ -43,7 +43,7 @@ class Copy:
         return self.src.box.numel
 
     def part(self, box: Box) -> Copy:
-        """The copy of `box`, which lies inside this one's."""
+        """The copy of `box`, which is inside this one's."""
         return Copy(self.src_rank, self.src.part(box), self.dst_rank, self.dst.part(box))
 
 

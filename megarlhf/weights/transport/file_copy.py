@@ -56,7 +56,7 @@ def transfer(
 ) -> None:
     """Fills every destination extent; its files exist at full length, and are synced when complete.
 
-    Destination ranks of the plan are numbered from `first_destination` on. `progress` is told the bytes written,
+    Destination ranks of the plan are numbered from `first_destination` on. `progress` gets the bytes written,
     from any thread. Memory: `workers` (default: the cores of this process) x `ITEM_BYTES`, or a row if longer.
 
     Raises: ValueError on a source shorter than it says, or a number that float16 cannot hold; OSError of the file

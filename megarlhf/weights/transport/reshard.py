@@ -225,7 +225,7 @@ class Resharder:
 
 
 def place_of(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
-    """The same while the tensor lies in the same storage, wherever that is: a storage may leave and come back."""
+    """A key that stays the same while the tensor has the same storage, even if that leaves memory and comes back."""
     return name, tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype
 
 

@@ -55,7 +55,7 @@ def read_mp_rank(directory: str | PathLike[str], arch: Architecture | None = Non
     """Opens a checkpoint: a run's root, one `iter_XXXXXXX` or `release` in it. `arch` defaults to what args say.
     The parts are in the order of `layout.ranks()`.
 
-    Raises: ValueError when files are missing or damaged, the layout cannot be told or contradicts args, or the
+    Raises: ValueError when files are missing or damaged, the layout is unclear or contradicts args, or the
     tensors are not exactly those of the architecture (every difference listed).
     """
     folder, _ = find_checkpoint(directory)

@@ -1,4 +1,4 @@
-"""How a rank's storage is cut into the shards that it saves of a global tensor, and which objects stand beside them."""
+"""How a rank's storage is cut into the shards that it saves of a global tensor, and which objects are beside them."""
 
 from __future__ import annotations
 
