@@ -27,9 +27,9 @@ from megarlhf.resume.claim.identity import (
 from megarlhf.resume.points.file_digest import digest_of_directory
 from megarlhf.resume.points.stateful import Stateful
 from megarlhf.resume.signals import StopRequest
+from megarlhf.rollout.bank import RolloutBank
 from megarlhf.rollout.engine import RolloutEngine, Sampling
 from megarlhf.rollout.factory import engine_dtype, mesh_orders, sampling_of
-from megarlhf.rollout.response_cache import RolloutCache
 from megarlhf.rollout.rewards.rules import rule_source_digests
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.experience.prompts import PromptData
@@ -55,7 +55,7 @@ class RLRun:
     engine: RolloutEngine
     rewarder: Rewarder
     sampling: Sampling
-    cache: RolloutCache
+    bank: RolloutBank
     phases: Phases
     step_guards: Mapping[str, StepGuard]
     """Guards by trained role."""
@@ -142,7 +142,7 @@ def build(
         engine=engine,
         rewarder=build_rewarder(cfg, roles.get("reward_model"), tokenizer, runtime, phases),
         sampling=sampling,
-        cache=RolloutCache(cfg.run.dir / "bank"),
+        bank=RolloutBank(cfg.run.dir / "bank"),
         phases=phases,
         step_guards={name: StepGuard(cfg.train, failures, phases) for name in trained_roles(cfg)},
         kl=KLController(cfg.algo.kl),
@@ -240,7 +240,7 @@ def training_of(
         others=others,
         sources=rule_source_digests(cfg.rewards),
         best=best,
-        on_saved=lambda oldest: run.cache.forget_before(oldest.step),
+        on_saved=lambda oldest: run.bank.forget_before(oldest.step),
         writer=parts.writer,
     )
 
