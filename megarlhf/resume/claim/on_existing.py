@@ -239,9 +239,7 @@ def _require_same_command(run: RunConfig, command: str, shown: str) -> None:
     writer = written_by(run.dir / CONFIG_FILE)
     if writer == command:
         return
-    whose = (
-        f"of `megarlhf {writer}`" if writer else f"of an unknown command: its {CONFIG_FILE} was not written by megarlhf"
-    )
+    whose = f"of `megarlhf {writer}`" if writer else f"that cannot be told: its {CONFIG_FILE} is none of megarlhf's"
     may = "is overwritten" if run.on_existing == "overwrite" else "goes on"
     raise ValueError(
         f"run.on_existing = {run.on_existing}: run.dir = {run.dir} holds {shown} of a run {whose}; only an earlier run "
