@@ -6,6 +6,7 @@ from pathlib import Path
 from benchmarks.faults import __main__ as bench
 from benchmarks.faults import page
 from benchmarks.faults.record import Result, summary
+from tests.refuses import refuses
 
 PAGE = Path(__file__).parents[1] / "docs/reliability.md"
 MACHINE = {
@@ -55,3 +56,12 @@ def test_nothing_compared_is_not_called_equal():
     result = summary([Result("stopped", recovered=False, metrics_equal=None)], "as it says", "nothing")
     found = rows(page.table_of_faults(bench.FAULTS, {**MACHINE, "faults": {"time_limit": result}, "skipped": {}}))
     assert found[page.TITLES["time_limit"]][3] == ""
+
+
+def test_a_page_without_the_place_of_a_table_is_refused():
+    begin, end = "<!-- cost: made by `python -m benchmarks.faults --markdown` -->", "<!-- /cost -->"
+    text = f"before\n\n{begin}\n\nold\n\n{end}\n\nafter\n"
+    assert page.replaced(text, "cost", ["new"]) == text.replace("old", "new")
+    for broken in ("", begin, f"{end} {begin}", text + text):
+        with refuses("one line"):
+            page.replaced(broken, "cost", [])

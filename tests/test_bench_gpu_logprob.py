@@ -4,13 +4,15 @@ Not covered: CUDA events, memory, the Triton kernels, and the peers that need a 
 """
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from benchmarks.gpu_shape import best_peers
+from benchmarks import gpu_logprob
+from benchmarks.gpu_shape import DeviceLostError, best_peers
 from benchmarks.gpu_table import goals
 from benchmarks.gpu_timing import Ceilings, linear_floor_ms, logits_floor_ms
 from benchmarks.gpu_truth import GRADIENT_TOLERANCE, Shape, judge_gradients, judge_values, make_inputs, make_truth
@@ -158,3 +160,37 @@ def test_goals_by_hand():
     assert [(goal["goal"], goal["wanted"], goal["met"]) for goal in goals([shape])] == [
         ("share of the floor", 0.75, True), ("extra MB, at most", 100.0, True), ("torch over ours", 1.0, False),
     ]  # fmt: skip
+
+
+def test_a_lost_device_starts_the_run_again_without_its_candidate(tmp_path, monkeypatch):
+    """What was measured stays in the file; the shape at which it happened is done again."""
+    out = tmp_path / "result.json"
+    argv = [*TINY, "--out", str(out)]
+    calls, started = [], []
+
+    class Started(Exception):
+        """execv does not return."""
+
+    def fake_shape(run, shape):
+        calls.append(shape)
+        if len(calls) == 2:
+            raise DeviceLostError("a peer")
+        return {"kind": shape.kind, "name": shape.name, "tokens": 24, "modes": {}, "best_peer": {}}
+
+    def fake_execv(program, command):
+        started.append(command)
+        raise Started
+
+    monkeypatch.setattr(gpu_logprob, "run_shape", fake_shape)
+    monkeypatch.setattr(os, "execv", fake_execv)
+    with pytest.raises(Started):
+        gpu_logprob.main(argv)
+    assert started[0][-5:-1] == ["--resume", "--exclude", "=a peer", "--limit"]
+    written = json.loads(out.read_text())
+    assert [shape["name"] for shape in written["shapes"]] == ["V=1096"]
+    assert written["lost"] == [{"candidate": "a peer", "shape": "V=1096/8", "kind": "logits"}]
+    assert not written["finished"]
+    # Started again: the first shape is not measured a second time.
+    gpu_logprob.main(started[0][3:])
+    assert [shape.name for shape in calls[2:]] == ["V=1096/8", "H=32 V=1096", "H=32 V=1096/8"]
+    assert json.loads(out.read_text())["finished"]

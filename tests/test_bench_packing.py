@@ -1,8 +1,13 @@
 """A smoke test of `make bench-packing`: a tiny model, one round, without TRL and vLLM; and its workload and peer."""
 
+import contextlib
 import json
 import statistics
+import subprocess
 import sys
+import time
+
+import psutil
 
 from benchmarks import packing as bench
 from benchmarks.packing_workload import REHEARSAL, Sizes, make_workload, reward, text_of, write_model
@@ -67,3 +72,42 @@ def test_both_sides_read_the_same_ids_and_rewards(tmp_path):
     rewards = [reward("", text, {}) for text in texts]
     assert rewards == [reward("", ours.decode(ids, continuation=True), {}) for ids in workload.responses]
     assert len(set(rewards)) == len(rewards)
+
+
+def test_the_model_does_not_end(tmp_path):
+    """End-of-sequence has a log-prob far below any that sampling would meet."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(str(write_model(tmp_path / "model", REHEARSAL)))
+    prompts = torch.tensor([ids[:3] for ids in make_workload("equal", REHEARSAL).prompts])
+    with torch.no_grad():
+        logprobs = model(prompts).logits.log_softmax(-1)
+    assert float(logprobs[..., model.config.eos_token_id].max()) < -15
+    assert float(logprobs[..., 4:].max()) < 0
+    assert float(logprobs[..., 4:].min()) > -15
+
+
+def test_a_child_ends_with_a_benchmark_that_is_killed(tmp_path):
+    """In the middle of a command; otherwise it goes on computing beside what is measured next."""
+    (tmp_path / "sleeper.py").write_text(
+        "import os, time\nfrom benchmarks.packing_children import Parent\n"
+        "parent = Parent()\nparent.say({'pid': os.getpid()})\nparent.serve({'sleep': lambda: time.sleep(300)})\n"
+    )
+    starter = (
+        "import sys\nfrom benchmarks.packing_children import Child, environment\n"
+        "child = Child('sleeper', {}, environment(1, [sys.argv[1]]))\n"
+        "print(child.facts['pid'], flush=True)\nchild.ask('sleep')\n"
+    )
+    command = [sys.executable, "-c", starter, str(tmp_path)]
+    with subprocess.Popen(command, cwd=bench.ROOT, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        child = psutil.Process(int(started.stdout.readline()))
+        time.sleep(0.2)
+        assert child.is_running()
+        started.kill()
+    ended = time.monotonic() + 30
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while child.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < ended, "it sleeps on"
+            time.sleep(0.1)

@@ -4,13 +4,14 @@ Not covered: TRL's side, which needs its packages (`python -m benchmarks.trl --r
 """
 
 import argparse
+import contextlib
 import json
 import sys
 
 import pytest
 
+from benchmarks import kept, trl_compare, trl_curves, trl_task
 from benchmarks import trl as bench
-from benchmarks import trl_compare, trl_curves, trl_task
 from benchmarks import trl_figures as figures
 from tests.refuses import missing_names, refuses
 
@@ -135,6 +136,33 @@ def test_the_fastest_of_theirs_goes_on():
     assert stopped == ["a", "b", "c", "b"]
 
 
+def test_what_changed_sources_have_measured_is_not_kept(monkeypatch, tmp_path):
+    """Its commit says so."""
+    store = kept.Kept(tmp_path, {"machine": {"commit": "abc"}})
+    for name, commit in (("one", "abc"), ("two", "abc-dirty")):
+        monkeypatch.setattr(kept, "commit_of_sources", lambda commit=commit: commit)
+        store.keep(name, {"x": 1})
+    assert (store.found("one"), store.found("two")) == ({"x": 1}, None)
+    assert kept.commit_at_end("abc") == "abc, changed while it ran"
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "names"),
+    [
+        (bench, ["--rounds", "0"], ["--rounds", "'0'"]),
+        (bench, ["--rounds", "1"], ["3 rounds", "--out"]),
+        *[(module, ["--no-vllm"], ["--no-vllm", "--rehearse"]) for module in (bench, trl_curves)],
+        *[(module, ["--model", "/nowhere"], ["/nowhere", "config.json"]) for module in (bench, trl_curves)],
+        (trl_curves, ["--every", "0"], ["--every", "'0'"]),
+    ],
+)
+def test_options_that_would_have_no_effect_are_refused(module, arguments, names, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+    with pytest.raises(SystemExit):
+        module.main()
+    assert not missing_names(capsys.readouterr().err, *names)
+
+
 def test_of_ways_that_are_as_fast_the_smallest_is_compared():
     assert trl_compare.chosen({"ours 2048": 10.0, "ours 1024": 10.1, "ours 512": 10.3}) == "ours 1024"
     assert trl_compare.chosen({"trl padded 8": 10.0, "trl grouped 4": 12.0}) == "trl padded 8"
@@ -185,6 +213,16 @@ def test_rewards_of_the_list_task():
     assert not trl_task.right(reward("apple, pear, hammer"))
     for wrong in ("not apple, never pear, cherry", "apple pear, apple cherry, apple", "apple, apples, pear"):
         assert not trl_task.right(reward(wrong)), wrong
+
+
+def test_records_of_a_task_are_read_as_json_lines(tmp_path):
+    """A line separator of Unicode ends no line; what is wrong is named with its place."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a\u2028b"}\n\n{"prompt": "c"}\n', encoding="utf-8")
+    assert trl_task.read_records(path) == [{"prompt": "a\u2028b"}, {"prompt": "c"}]
+    path.write_text('{"prompt": "a"}\n1')
+    with refuses("prompts.jsonl", "line 2", "JSON object"):
+        trl_task.read_records(path)
 
 
 def test_the_splits_of_the_list_task_share_no_prompt(tmp_path):
@@ -272,3 +310,35 @@ def test_seconds_to_the_same_reward():
     assert found["ours_over_trl"] == pytest.approx(15 / 40)
     assert found["of_seeds"]["0"]["ours_over_trl"] == found["ours_over_trl"]
     assert found["steps_ours_over_trl"] == 20 / 80
+
+
+@pytest.mark.parametrize("norms", [(1, 2, 3), (1, 2, 3.1)])
+def test_ours_is_given_what_trl_has_drawn(norms, monkeypatch):
+    """Updates that are not the same end the benchmark."""
+    given = []
+
+    class Child:
+        def __init__(self, *norms):
+            self._norms = iter(norms)
+
+        def ask(self, command, **told):
+            given.append((command, told) if told else command)
+            if command == "drawn":
+                return {"responses": [[7]]}
+            return {"grad_norms": [next(self._norms)], "rewards": [0.5]}
+
+    @contextlib.contextmanager
+    def children(*arguments):
+        yield {"ours": (Child(*norms, 0), {"way": "ours 96"}), "trl": (Child(1, 2, 3, 0), {})}
+
+    monkeypatch.setattr(trl_curves, "both_sides", children)
+    monkeypatch.setattr(trl_curves, "read_records", lambda path: [])
+    step = argparse.Namespace(prompts=None)
+    if norms[-1] != 3:
+        with refuses("not the same computation", error=AssertionError):
+            trl_curves.updates_on_the_same(None, step, None)
+        return
+    found = trl_curves.updates_on_the_same(None, step, None)
+    assert given[:3] == ["round", "drawn", ("round", {"way": "ours 96", "responses": [[7]]})]
+    assert found["norms_differ_by"] == [0, 0, 0]
+    assert found["rewards"] == {"ours": 0.5, "trl": 0.5}

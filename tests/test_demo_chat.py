@@ -22,7 +22,7 @@ from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.observe.terminal.progress import make_console
 from tests.chat_model import write_chat_model, write_silent_model
 from tests.ranks import RankPool
-from tests.refuses import missing_names
+from tests.refuses import missing_names, refuses
 from tools.demo_chat.figures import responses
 from tools.demo_chat.killed import call_and_kill
 from tools.demo_chat.page import side_by_side
@@ -242,6 +242,9 @@ def test_overrides_are_of_one_stage_or_of_those_that_train(tmp_path) -> None:
     assert overrides.of("test") == ["max_samples=3"]
     assert overrides.of("answers") == []
     assert Overrides(("rewards=[{kind: rule, rule: 'a:b'}]",)).of("grpo", trains=True)
+    for shared, option in (("run.seed=9", "--seed"), ("grpo:run.dir=mine", "--root"), ("run={seed: 9}", "run.key")):
+        with refuses(shared, option):
+            Overrides((shared,))
     runner = Runner(tmp_path, make_console(), tmp_path / "model")
     assert runner.model_of("released") == tmp_path / "model"
     assert runner.model_of("grpo") == tmp_path / "grpo/checkpoints/latest/actor"

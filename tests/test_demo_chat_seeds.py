@@ -1,12 +1,16 @@
 """The chat demo's seeds, variants and layouts: configurations, arithmetic, the page. Not covered: what is learnt."""
 
+import contextlib
 import json
 import math
+import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megarlhf.config import RLConfig, SFTConfig, load_config
@@ -21,6 +25,7 @@ from tests.refuses import missing_names, refuses
 from tests.test_demo_chat import SMALL
 from tools.demo_chat import seeds, tables
 from tools.demo_chat.figures import paired
+from tools.demo_chat.killed import call_and_kill
 from tools.demo_chat.pipeline import GRPO, SFT, Runner
 from tools.demo_chat.rehearsed import STEP, beside, measured_memory, predicted_memory
 from tools.demo_chat.result_file import about, added, earlier, mean_over, over_seeds, settings
@@ -156,6 +161,25 @@ def test_models_are_compared_on_the_same_prompts_only():
     assert paired([("a", 1.0), ("b", 0.5)], [("a", 0.0), ("b", 1.0)]) == [1.0, -0.5]
     with refuses("different prompts", "test-..."):
         paired([("a", 1.0)], [("b", 0.0)])
+
+
+def test_a_command_is_killed_with_all_that_it_has_started(tmp_path):
+    script = f"""
+import os, pathlib, subprocess, time
+pathlib.Path("{tmp_path}/new").write_text(str(subprocess.Popen(["sleep", "100"]).pid))
+os.rename("{tmp_path}/new", "{tmp_path}/sign")
+time.sleep(100)
+"""
+    assert call_and_kill([sys.executable, "-c", script], tmp_path / "sign", seconds=60) == -signal.SIGKILL
+    end = time.monotonic() + 30
+    with contextlib.suppress(psutil.NoSuchProcess):
+        child = psutil.Process(int((tmp_path / "sign").read_text()))
+        while child.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < end, "its child sleeps on"
+            time.sleep(0.05)
+    ends_early = [sys.executable, "-c", "import sys; print('words'); sys.exit(3)"]
+    with refuses("status 3", "words", error=RuntimeError):
+        call_and_kill(ends_early, tmp_path / "never", seconds=60, log=tmp_path / "log")
 
 
 def test_memory_by_phase_of_a_rehearsal_and_of_a_recorded_step():

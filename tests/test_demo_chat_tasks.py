@@ -3,6 +3,8 @@
 import collections
 import json
 import random
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,12 @@ def test_how_far_the_checks_hold(answer, less) -> None:
     assert graded("", answer, ANIMALS.fields()) == {"score": pytest.approx(score), **expected}
 
 
+def test_repeating_what_is_known_does_not_pay() -> None:
+    """GRPO's reward of distinct items, one of another kind, is above that of one item three times."""
+    fields = ANIMALS.fields()
+    assert graded("", "BEAR, CAT, TABLE.", fields)["score"] > graded("", "CAT, CAT, CAT.", fields)["score"]
+
+
 def test_other_names_of_the_same() -> None:
     countries = Task(category="countries", count=2, case="any", full_stop=False)
     assert all(judge(countries, "USA, France").values())
@@ -74,6 +82,29 @@ def test_other_names_of_the_same() -> None:
     assert name_of("Grey", "colors") == name_of("gray", "colors") == "gray"
     for other, name in words._SAME.items():
         assert any(name in known for known in words.CATEGORIES.values()), (other, name)
+
+
+def test_no_question_of_what_is_forgotten_is_like_one_that_is_learnt() -> None:
+    """Neither its first three words nor two of its telling ones."""
+    learnt, asked = (
+        [line.lower() for line in path.read_text().splitlines()]
+        for path in (make_data.REPLAY_QUESTIONS, make_data.QUESTIONS)
+    )
+    common = {"would", "should", "could", "about"}
+    telling = [{word for word in re.findall("[a-z]+", line) if len(word) > 4} for line in learnt]
+    assert learnt
+    assert asked
+    for line in asked:
+        assert tuple(line.split()[:3]) not in {tuple(other.split()[:3]) for other in learnt}
+        words_of_line = {word for word in re.findall("[a-z]+", line) if len(word) > 4} - common
+        assert all(len(words_of_line & other) < 2 for other in telling), line
+
+
+def test_case_and_full_stop_count_where_they_were_asked_for() -> None:
+    for answer in ("BEAR, CAT, DOG", "BEAR, CAT, DOG."):
+        assert all(judge(replace(ANIMALS, full_stop=False), answer).values())
+    for answer in ("bear, cat, dog.", "Bear, Cat, Dog.", "BEAR, cat, DOG."):
+        assert all(judge(replace(ANIMALS, case="any"), answer).values())
 
 
 def test_right_answers_are_right_and_of_spoiled_ones_one_check_does_not_hold() -> None:

@@ -12,9 +12,12 @@ from tests.data.in_memory import load_records
 from tests.refuses import refuses
 from tools.demo.make_data import (
     ALPHABET,
+    MODEL_CONFIG,
+    NEAR_MISSES,
     Problem,
     Recipe,
     all_problems,
+    check_rows,
     main,
     make_rows,
     near_misses,
@@ -86,6 +89,14 @@ def test_most_carries_are_forgotten_and_the_rest_is_mostly_right():
     assert len(invented) > 1000
 
 
+def test_a_leak_is_found():
+    rows = make_rows(SMALL, seed=0)
+    check_rows(rows)
+    rows["prompts_train"][3] = {"prompt": swapped(rows["prompts_test"][5]["prompt"]), "answer": "0"}
+    with refuses("train in test", error=AssertionError):
+        check_rows(rows)
+
+
 def test_near_misses_by_hand():
     """37+48=85; 55+45=100; without a carry 12+34=46 has no such miss."""
     assert near_misses(Problem(37, 48)) == {
@@ -102,6 +113,17 @@ def test_near_misses_by_hand():
     hundred = near_misses(Problem(55, 45))
     assert (hundred["carry forgotten"], hundred["digits swapped"]) == (["90"], ["010"])
     assert "carry forgotten" not in near_misses(Problem(12, 34))
+
+
+def test_every_problem_has_only_wrong_misses():
+    kinds = set()
+    for problem in all_problems():
+        misses = near_misses(problem)
+        kinds |= misses.keys()
+        texts = {text for texts_of_kind in misses.values() for text in texts_of_kind}
+        assert texts
+        assert not texts & {problem.answer(), ""}
+    assert kinds == NEAR_MISSES.keys()
 
 
 def test_the_same_seed_gives_the_same_bytes(made, tmp_path):
@@ -142,3 +164,14 @@ def test_tokenizer_is_one_token_a_character(made):
         assert ids == tokenizer.encode(prompt + answer)
         assert tokenizer.decode([1, *ids, 2]) == prompt + answer
     assert train_tokenizer() == (made / "base" / "tokenizer.model").read_bytes()
+
+
+def test_transformers_reads_the_model_directory(made):
+    """Same ids by its own tokenizer, and the model's sizes."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    config, tokenizer = (of.from_pretrained(made / "base", local_files_only=True) for of in (AutoConfig, AutoTokenizer))
+    for key in ("hidden_size", "num_hidden_layers", "num_key_value_heads", "vocab_size", "eos_token_id"):
+        assert getattr(config, key) == MODEL_CONFIG[key]
+    assert tokenizer.encode("37+48=", add_special_tokens=False) == load_tokenizer(made / "base").encode("37+48=")
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 3)

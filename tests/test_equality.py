@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tools.equality.compare import Numbers, differences, emptiness, is_compared, read_numbers, with_new_names
-from tools.equality.execute import Outcome, VersionRuns
+from tools.equality.execute import ComparedVersion, Outcome
 from tools.equality.runs import ComparedRun, all_runs, merged
 from tools.equality.trees import CodeTree, in_keys_of
 
@@ -143,7 +143,7 @@ def test_a_version_that_does_not_know_a_key_gets_its_old_one() -> None:
     assert in_keys_of(known, config, renamed) == config
 
 
-class WrittenRuns(VersionRuns):
+class WrittenRuns(ComparedVersion):
     """A version whose runs are written by hand."""
 
     def _make(self, run: ComparedRun) -> Iterator[str]:

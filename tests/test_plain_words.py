@@ -17,6 +17,8 @@ class Part:
 
     field: int = 0
     """Size in bytes."""
+    other: int = 0
+    """By rank."""
 
     def run(self):
         """Whose."""
@@ -39,7 +41,7 @@ class _Part:
 def test_each_kind_of_violation_is_found_with_its_line():
     found = violations({"a.py": ast.parse(BAD), "b.py": ast.parse("class Part: ..."), "c.py": ast.parse(GOOD)})
     lines = [problem.split()[0] for problem in found]
-    assert lines == ["a.py:1", "a.py:3", "a.py:7", "a.py:13", "a.py:"]
+    assert lines == ["a.py:1", "a.py:3", "a.py:7", "a.py:12", "a.py:15", "a.py:"]
     assert missing_names(found[-1], "Part", "b.py") == []
 
 

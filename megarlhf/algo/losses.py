@@ -1,7 +1,7 @@
 """Losses of the supervised commands and of the critic: sums over what is here, divided by what the caller states.
 
 The policy's is in policy.py. Axes: B rows, T positions, N pairs; of the critic's loss T response tokens end to end.
-`mask_BT` is bool and marks response tokens; what stands elsewhere (even NaN) changes neither loss nor gradient.
+`mask_BT` is bool and marks response tokens; values elsewhere (even NaN) change neither loss nor gradient.
 
 `denominator` counts over the whole mini-batch and all data-parallel ranks: response tokens or pairs, as each function
 says. The caller sums the losses of micro-batches and the gradients of ranks, and any split of the mini-batch gives the

@@ -187,7 +187,7 @@ def policy_loss(
     Shapes:  logprobs_T, old_logprobs_T, advantages_T [T]; weights_T [T], the aggregation's times the token's own;
              responses: of T tokens -> 0-d each
     Denominator: in the weights (`averaging.response_weights`)
-    Note:    what stands where the weight is 0 must be finite
+    Note:    values where the weight is 0 must be finite
     """
     if surrogate not in SURROGATES:
         raise ValueError(f"unknown policy loss {surrogate!r}; the known ones are {', '.join(SURROGATES)}")

@@ -1,6 +1,6 @@
 """Rewards on a common scale, before their weighted sum.
 
-NaN stands where a reward does not apply; it counts in no mean and no deviation, and stays.
+A reward that does not apply is NaN; it counts in no mean and no deviation, and stays.
 
 Legend: N samples, G groups, K rewards.
 """

@@ -18,7 +18,7 @@ class Segments:
     lengths_N: Tensor
     """int64, on the tokens' device; 0 is allowed."""
     num_tokens: int
-    """Their sum, known without asking the device."""
+    """Sum of the lengths, known without asking the device."""
 
     @staticmethod
     def of(lengths_N: Tensor) -> Segments:

@@ -28,7 +28,7 @@ LIVE = ".lora."
 WEIGHT = ".weight"
 _LINEAR = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
 EXPERT = "{expert}"
-"""In the name of a module, for an expert's number."""
+"""Placeholder for an expert's number in the name of a module."""
 
 
 @lru_cache(maxsize=16)
@@ -49,7 +49,7 @@ def is_linear(entry: Entry, arch: Architecture) -> bool:
 
 
 def modules_of(entry: Entry) -> list[str]:
-    """Its linear layers, as Hugging Face names them inside a decoder layer."""
+    """Names of an entry's linear layers inside a decoder layer, as Hugging Face has them."""
     return [name.removesuffix(WEIGHT) for name, _ in entry.tensors]
 
 
@@ -75,7 +75,7 @@ def find_adapter(arch: Architecture, patterns: Sequence[str], *, rank: int, alph
 
 
 def adapter_on(arch: Architecture, layers: dict[str, list[int]], *, rank: int, alpha: float, rslora: bool) -> Adapter:
-    """On these modules, each in these decoder layers; in the order of the model's table."""
+    """An adapter on modules, each in its decoder layers. Targets have the order of the model's table."""
     everywhere = list(range(arch.num_layers))
     targets = [
         AdapterTarget(module=module, layers=None if layers[module] == everywhere else tuple(layers[module]))
@@ -123,13 +123,13 @@ def _matches(name: str, pattern: str, arch: Architecture) -> bool:
         return True
     if EXPERT not in name:
         return name_matches(name, pattern)
-    found = {name_matches(name.replace(EXPERT, str(expert)), pattern) for expert in range(arch.num_experts)}
-    if len(found) == 2:
+    matches = {name_matches(name.replace(EXPERT, str(expert)), pattern) for expert in range(arch.num_experts)}
+    if len(matches) == 2:
         raise ValueError(
             f"targets: {pattern!r} names some of the experts only; an adapter is on all experts of a layer or on none: "
             f"write * for their number ({name.replace(EXPERT, '*')})"
         )
-    return found.pop()
+    return matches.pop()
 
 
 def _ends(names: Sequence[tuple[int, str, str]]) -> list[str]:

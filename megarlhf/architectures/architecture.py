@@ -44,7 +44,7 @@ class YarnRope:
     beta_slow: float
     """Turns up to which it is divided."""
     attention_factor: float
-    """By which cosines and sines are multiplied."""
+    """Factor of cosines and sines."""
     truncate: bool
     """The channels of the two bounds are rounded, outwards."""
 
@@ -58,7 +58,7 @@ class LongRope:
     long_factor: tuple[float, ...]
     original_max_positions: int
     attention_factor: float
-    """By which cosines and sines are multiplied."""
+    """Factor of cosines and sines."""
 
 
 RopeScaling = Llama3Rope | LinearRope | DynamicRope | YarnRope | LongRope
@@ -69,9 +69,9 @@ class AdapterTarget:
     """A linear layer that has an adapter, in every decoder layer or in some."""
 
     module: str
-    """As Hugging Face names it inside a decoder layer: `self_attn.q_proj`; with `{expert}` where each expert has it."""
+    """Hugging Face's name inside a decoder layer: `self_attn.q_proj`; with `{expert}` where each expert has one."""
     layers: tuple[int, ...] | None = None
-    """None: in every layer."""
+    """Decoder layers that have it; None: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ class Architecture:
     """Bias of the attention's output projection."""
     mlp_bias: bool
     activation: str
-    """In Hugging Face's words: silu, gelu_new, gelu, relu."""
+    """Hugging Face's name: silu, gelu_new, gelu, relu."""
     gated_mlp: bool = True
     """silu(gate) x up, instead of one projection and the activation."""
     norm: Literal["rms", "layer"] = "rms"

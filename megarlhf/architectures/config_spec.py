@@ -17,7 +17,7 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigField:
-    """A field that stands in config.json."""
+    """A field that config.json has."""
 
     name: str
     read: Callable[[str, Any], Any]
@@ -51,8 +51,8 @@ class ConfigSpec:
     lm_class: str
     scalar_class: str
     facts: Facts
-    """By field of `Architecture`, in an order in which defaults can be computed: a `ConfigField`, a callable of the
-    facts before it, or a value that holds for every model of this type."""
+    """Rule of each field of `Architecture`, in an order in which defaults can be computed: a `ConfigField`, a function
+    of the facts before it, or a value that holds for every model of this type."""
     rope_theta: float | None = 10000.0
     """Rotary base where config.json has none; None: the model has no rotary embedding."""
     rope_types: tuple[str, ...] = ROPE_TYPES

@@ -25,12 +25,12 @@ ROUTER_AUX_LOSS_COEF = 0.001
 
 def score_of_config(config: Mapping[str, Any], where: str | PathLike[str]) -> ScoreOf:
     """Raises: ValueError for a word that is not known."""
-    said = config.get(SCORE_OF, "last_token")
-    if said == "response_mean":
+    score_of = config.get(SCORE_OF, "last_token")
+    if score_of == "response_mean":
         return "response_mean"
-    if said == "last_token":
+    if score_of == "last_token":
         return "last_token"
-    raise ValueError(f"{where}: config.json says {SCORE_OF} = {said!r}, expected last_token or response_mean")
+    raise ValueError(f"{where}: config.json says {SCORE_OF} = {score_of!r}, expected last_token or response_mean")
 
 
 def architecture_from_hf(source: str | PathLike[str] | Mapping[str, Any]) -> Architecture:
@@ -44,7 +44,7 @@ def architecture_from_hf(source: str | PathLike[str] | Mapping[str, Any]) -> Arc
 
 
 def router_aux_loss_of_config(config: Mapping[str, Any], where: str | PathLike[str]) -> tuple[float, str]:
-    """By how much transformers' language model with experts adds its load-balancing loss in training, and why.
+    """Weight of the load-balancing loss in transformers' training of a model with experts, and the reason.
 
     Raises: ValueError for a value that is none.
     """
@@ -54,8 +54,8 @@ def router_aux_loss_of_config(config: Mapping[str, Any], where: str | PathLike[s
             f"{where}: config.json has output_router_logits = {asked!r}, expected true or false; correct it"
         )
     if not asked:
-        said = "has no output_router_logits" if asked is None else "says output_router_logits: false"
-        return 0.0, f"config.json {said}"
+        reason = "has no output_router_logits" if asked is None else "says output_router_logits: false"
+        return 0.0, f"config.json {reason}"
     if coefficient is None:
         coefficient = ROUTER_AUX_LOSS_COEF
     if isinstance(coefficient, bool) or not isinstance(coefficient, int | float) or not 0 <= coefficient < math.inf:

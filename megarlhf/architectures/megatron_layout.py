@@ -68,7 +68,7 @@ class MegatronLayout:
         placed = [self.chunk(arch, head, at, v, layers, rank) for v, layers in enumerate(chunks)]
         if self.vpp == 1:
             return placed[0]
-        return merge_ranks([each.prefixed(f"model{v}.") for v, each in enumerate(placed)])
+        return merge_ranks([chunk.prefixed(f"model{v}.") for v, chunk in enumerate(placed)])
 
     def on_ranks(self, arch: Architecture, mesh: MeshLayout) -> list[RankPlacements]:
         """Contents of each global rank of a live mesh, data-parallel replicas included, in ascending order.

@@ -49,12 +49,12 @@ def read_rope(config: Mapping[str, Any], facts: Facts, *, theta: float, types: t
             "Use a model with one of these, or with its rotary scaling removed"
         )
     base = _number({"rope_theta": rope.get("rope_theta", config.get("rope_theta") or theta)}, "rope_theta")
-    found: dict[str, Any] = {"rope_theta": base, **_share(config, rope, facts)}
+    facts_of_rope: dict[str, Any] = {"rope_theta": base, **_share(config, rope, facts)}
     if rope_type == "default":
-        return found | {"rope_scaling": None}
+        return facts_of_rope | {"rope_scaling": None}
     if config.get(_ORIGINAL) is not None:  # transformers takes the outer one where both are there
         rope = {**rope, _ORIGINAL: config[_ORIGINAL]}
-    return found | {"rope_scaling": _READERS[rope_type](rope, {**facts, **found})}
+    return facts_of_rope | {"rope_scaling": _READERS[rope_type](rope, {**facts, **facts_of_rope})}
 
 
 def write_scaling(scaling: RopeScaling | None) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def write_scaling(scaling: RopeScaling | None) -> dict[str, Any]:
 
 
 def fields_of_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    """As plain data, which `scaling_of_fields` reads back. Llama 3.1's goes without its name, as it always has."""
+    """Plain data of a scaling, which `scaling_of_fields` reads back. Llama 3.1's has no name in it, as always."""
     if scaling is None or isinstance(scaling, Llama3Rope):
         return None if scaling is None else asdict(scaling)
     return {"rope_type": _NAMES[type(scaling)], **asdict(scaling)}
@@ -186,7 +186,7 @@ def _yarn(rope: Rope, facts: Facts) -> YarnRope:
 
 
 def _yarn_attention(rope: Rope, factor: float) -> float:
-    """As transformers and vLLM have it where config.json does not say."""
+    """Default attention factor of transformers and vLLM, for a config.json without one."""
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

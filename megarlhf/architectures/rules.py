@@ -127,7 +127,7 @@ _Part = tuple[LogicalTensor, int]
 
 
 def _query_key_value(tensors: Sequence[LogicalTensor], rank: TPRank) -> tuple[_Part, _Part, _Part]:
-    """Three tensors, or one in which they stand below each other."""
+    """Three tensors, or one in which they are stacked."""
     if len(tensors) == 1:
         queries = rank.arch.num_heads * rank.arch.head_dim
         keys = rank.arch.num_kv_heads * rank.arch.head_dim

@@ -112,7 +112,7 @@ def cut_rows(shard: Shard, start: int, stop: int) -> Shard:
 
 
 def transposed_tensors(shard: Shard) -> Shard:
-    """A shard made for the transposes of its tensors, said of the tensors themselves."""
+    """Turn a shard of the transposed tensors into one of the tensors themselves."""
     return replace(
         shard,
         segments=tuple(

@@ -63,11 +63,11 @@ class Entry:
     init: Init
     megatron: Place
     vllm: Place | None
-    """None: vLLM's model has no such parameter, and a model that has the tensor is refused."""
+    """vLLM's place. None: its model has no such parameter, and a model that has the tensor is refused."""
     te_name: str | None = None
     """Megatron's name under the transformer-engine spec, where it differs."""
     per_expert: bool = False
-    """Once per expert, whose index stands for `{expert}` in the names."""
+    """Whether each expert has it; the expert's index replaces `{expert}` in the names."""
     grouped: Mapping[Spec, Place] = field(default_factory=dict)
     """Where Megatron keeps it with grouped experts."""
     when: Callable[[Architecture], bool] = lambda arch: True
@@ -111,7 +111,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """All that is known of one `model_type`: what its config.json says and where its tensors stand."""
+    """Description of one `model_type`: how its config.json is read, and where its tensors are."""
 
     model_type: str
     config: ConfigSpec
@@ -194,7 +194,7 @@ class PlacementBuilder:
             return
         for part in self._storages_of(entry, place):
             storage = prefix + part.name
-            assert storage not in self.storages, f"{storage} stands twice in the table"
+            assert storage not in self.storages, f"{storage} is in the table twice"
             self.storages[storage] = part.shape
             self.placements += [
                 Placement(hf_prefix + p.tensor, p.box, storage, p.offset, p.strides) for p in part.placements

@@ -30,20 +30,20 @@ def trained_tensors(
     key, patterns = ("freeze", freeze) if freeze else ("train_only", train_only)
     named: set[str] = set()
     for pattern in patterns:
-        found = {name for name in tensors if _names(name, pattern)}
-        if not found and head == "lm" and arch.tied_embeddings and _names(head_name(arch, "lm"), pattern):
+        matching = {name for name in tensors if _names(name, pattern)}
+        if not matching and head == "lm" and arch.tied_embeddings and _names(head_name(arch, "lm"), pattern):
             (embedding, *_) = table_of(arch).embedding[0].tensors[0]
             raise ValueError(
                 f"{key}: {pattern!r} is the head, and this model's head is its embedding (tied); name {embedding}, "
                 "which is both"
             )
-        if not found:
+        if not matching:
             some = ", ".join(list(dict.fromkeys(_without_layer(name) for name in tensors))[:12])
             raise ValueError(
                 f"{key}: {pattern!r} names no tensor of this model. Its tensors are, with * for a number, {some}"
                 f"{', ...' if len(tensors) > 12 else ''}; give the end of a name, or a pattern with *"
             )
-        named |= found
+        named |= matching
     trained = frozenset(tensors.keys() - named if freeze else named)
     if not trained:
         raise ValueError(f"{key} = {list(patterns)} freezes every tensor, and nothing would be trained; freeze fewer")

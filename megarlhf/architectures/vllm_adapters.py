@@ -22,7 +22,7 @@ def adapter_slots(arch: Architecture) -> dict[str, list[tuple[str, str] | None]]
     """vLLM's layers that have a part in the adapter -> names of A and B of each linear layer in it; None: none."""
     assert arch.adapter is not None
     table, targets = family_of(arch.model_type).table, {target.module: target.layers for target in arch.adapter.targets}
-    found: dict[str, list[tuple[str, str] | None]] = {}
+    slots: dict[str, list[tuple[str, str] | None]] = {}
     for layer in range(arch.num_layers):
         for entry in table.layer:
             if not is_linear(entry, arch) or entry.vllm is None:
@@ -33,8 +33,8 @@ def adapter_slots(arch: Architecture) -> dict[str, list[tuple[str, str] | None]]
                 full = table.hf_layer.format(layer=layer) + module
                 names.append((full + A, full + B) if layers is None or layer in layers else None)
             if any(names):
-                found[table.vllm_layer.format(layer=layer) + entry.vllm.name.removesuffix(WEIGHT)] = names
-    return found
+                slots[table.vllm_layer.format(layer=layer) + entry.vllm.name.removesuffix(WEIGHT)] = names
+    return slots
 
 
 def vllm_adapter_placements(arch: Architecture, slot_rank: int, *, tp: int, tp_rank: int, rank: int) -> RankPlacements:

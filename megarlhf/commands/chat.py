@@ -59,7 +59,7 @@ def ask(arguments: argparse.Namespace, argv: list[str]) -> int:
 
 
 def with_room(cfg: AskConfig) -> AskConfig:
-    """Without a limit, a prompt may take all positions of the model but the response's."""
+    """Set the limit of prompts, if none is given: all positions of the model but the response's."""
     from megarlhf.architectures.hf_config import architecture_from_hf
 
     room = architecture_from_hf(cfg.actor.model.hf_directory()).longest_sequence - cfg.rollout.max_response_tokens

@@ -41,10 +41,10 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m tools.chec
 
 
 def require_possible_output(out: Path) -> None:
-    """Raises ValueError where a file stands in the way of a directory `out`, before anything is read."""
+    """Raises ValueError where a file is in the way of a directory `out`, before anything is read."""
     nearest = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if not nearest.is_dir():
-        which = "is a file" if nearest == out.absolute() else f"lies below {nearest}, which is a file"
+        which = "is a file" if nearest == out.absolute() else f"is below {nearest}, which is a file"
         raise ValueError(f"--out {out} {which}; name a directory")
 
 

@@ -216,9 +216,9 @@ def _print_errors(command: str, reports: Path, failed: int | None, ranks: Sequen
 
 def _print_crash(command: str, failed: int, status: int) -> int:
     if status == WATCHDOG:
-        how = f"was ended by the watchdog (exit status {status}); its report stands above"
+        how = f"was ended by the watchdog (exit status {status}); its report is above"
     elif status > 0:
-        how = f"ended with exit status {status}; its error stands above"
+        how = f"ended with exit status {status}; its error is above"
     else:
         how = f"was killed by {signal.Signals(-status).name}"
         how += ", as the system does when memory runs out" if -status == signal.SIGKILL else ""

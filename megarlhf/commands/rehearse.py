@@ -121,7 +121,7 @@ def _writing(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _NotWritten(f"--out {out} could not be written: {error}; the answer stands above") from error
+        raise _NotWritten(f"--out {out} could not be written: {error}; the answer is above") from error
 
 
 def _one(arguments: argparse.Namespace) -> int:

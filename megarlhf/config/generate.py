@@ -41,10 +41,10 @@ class GenerateConfig(FrozenModel):
     that `sft` reads (best of n). `best_and_worst`: also the one with the lowest, in the form of pairs for `rm` and
     `dpo`. Responses that were cut or have no reward are not chosen. With several rewards their weighted sum counts."""
     pairs_per_prompt: PositiveInt = 1
-    """With `select: best_and_worst`: most pairs for each prompt: the best and the worst response, the next best and the
+    """Most pairs for each prompt with `select: best_and_worst`: the best and the worst response, the next best and the
     next worst, and so on while their rewards differ. No response is in two pairs."""
     min_reward: float | None = None
-    """With `select`: leave out prompts whose best response has a lower reward."""
+    """Leave out prompts whose best response has a lower reward; with `select` only."""
 
     def roles(self) -> dict[str, RoleConfig]:
         """The role that this run builds."""

@@ -71,10 +71,10 @@ class RewardConfig(FrozenModel):
     """For kind `model`: the reward model has another tokenizer than the actor. It reads the text of prompt and response
     (with `data.template: chat` the messages, in its own chat template) with its own tokenizer."""
     max_tokens: PositiveInt | None = None
-    """With `retokenize`: longest text in tokens. Default: the lower of the model's limit and
+    """Longest text in tokens, with `retokenize`. Default: the lower of the model's limit and
     `train.max_tokens_per_micro_batch`."""
     too_long: Literal["fail", "cut"] = "fail"
-    """With `retokenize`: a text over `max_tokens` ends the run, or its beginning is cut off and
+    """A text over `max_tokens` (with `retokenize`) ends the run, or its beginning is cut off and
     `reward/NAME_truncated` counts it."""
     name: Annotated[str, Field(pattern=r"^[\w.:/+-]+$")] | None = None
     """Name in metrics and messages; default: the rule's name, or the kind."""

@@ -62,7 +62,7 @@ ROLES: Mapping[str, RoleSpec] = {
     ),
     "against": RoleSpec("lm"),  # the other model of a comparison by `eval`
 }
-"""In the order in which `rl` builds them."""
+"""Roles in the order in which `rl` builds them."""
 
 
 def roles_of_rl(cfg: Any) -> dict[str, RoleConfig]:

@@ -132,7 +132,7 @@ def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         twice = next(key for key in row if keys.count(key) > 1)
         values = ", ".join(shown(value) for key, value in pairs if key == twice)
-        raise DuplicateKey(f"the key {twice!r} stands {keys.count(twice)} times in one object, with {values}")
+        raise DuplicateKey(f"the key {twice!r} is {keys.count(twice)} times in one object, with {values}")
     return row
 
 

@@ -41,7 +41,7 @@ class PositionTable(nn.Module):
         else:  # reading the maximum would wait for the device
             torch._assert_async(
                 (positions_BS < self.num_positions + self.beyond).all(),
-                f"a position lies beyond the table, which has {self.num_positions}",
+                f"a position is beyond the table, which has {self.num_positions}",
             )
         rows_BS = positions_BS.clamp(max=self.num_positions - 1) + self.offset
         # The same choice as in Megatron-Core's word embedding.

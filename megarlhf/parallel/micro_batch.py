@@ -173,7 +173,7 @@ class TokenSpans:
         return TokenSpans.single(prompt_lengths_N, response_lengths_N).require_predicted()
 
     def require_predicted(self) -> TokenSpans:
-        """Itself, if a token stands before each span, or nothing would predict its first token."""
+        """The batch itself, if a token precedes each span, or nothing would predict its first token."""
         unpredicted = (self.first_P < 1).nonzero().flatten()
         assert not len(unpredicted), (
             f"span {int(unpredicted[0])} begins its sequence (an empty prompt): nothing predicts its first token"

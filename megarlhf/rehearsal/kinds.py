@@ -24,7 +24,7 @@ Stages = tuple[tuple[str, int | None], ...]
 
 @dataclass(frozen=True)
 class Kind:
-    """A rank that stands for others like it."""
+    """A rank that represents others like it."""
 
     rank: int
     stages: Stages

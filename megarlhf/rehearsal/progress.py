@@ -52,7 +52,7 @@ class _View:
 
     def line(self) -> str:
         """Progress as one line."""
-        ranks = "; ".join(f"rank {each.rank}: step {each.step}, {each.phase}" for each in self._running.values())
+        ranks = "; ".join(f"rank {rank.rank}: step {rank.step}, {rank.phase}" for rank in self._running.values())
         return f"{len(self._finished)} of {self._expected or '?'} ranks done; {ranks}; {self._time()}"
 
     def _time(self) -> str:

@@ -75,9 +75,9 @@ class ResumePointRow:
     files: int
     """Files with tensors. A role without anything to write has none."""
     peak: int
-    """Device memory in the phase in which training stands still."""
+    """Device memory in the phase in which training waits."""
     host_bytes: int
-    """Copy in host memory, from which the point is written while training goes on."""
+    """Copy in host memory, from which the point is written while training continues."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class RankResult:
     memberships: int
     host_peak: int
     resume_point: ResumePointRow | None
-    """None if none was written."""
+    """The resume point; None if none was written."""
     offloaded: int
     """Host memory for what is offloaded."""
     cache_bytes: int

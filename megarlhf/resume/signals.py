@@ -84,9 +84,9 @@ class StopRequest:
             ...
             if (number := stop.agreed()) is not None:
 
-    The first signal is noted and said on the rank that `announces`. A second SIGINT or SIGTERM stops at once: SIGINT as
-    Python does (KeyboardInterrupt, status 130), SIGTERM with status 143. A forked child does not take part: there the
-    signals do what they do by default.
+    The first signal is noted, and the rank that `announces` names it. A second SIGINT or SIGTERM stops at once: SIGINT
+    as Python does (KeyboardInterrupt, status 130), SIGTERM with status 143. A forked child does not take part: there
+    the signals do what they do by default.
     """
 
     def __init__(self, *, device: torch.device | None = None, announces: bool = True) -> None:

@@ -21,9 +21,9 @@ from megarlhf.config.rollout import Balance
 from megarlhf.layout import split_evenly
 
 CHUNKS_PER_ENGINE = 4
-"""With fewer prompts per engine, the samples of a prompt are divided until there are so many chunks."""
+"""Least number of chunks per engine. With fewer prompts, the samples of a prompt are divided."""
 FIRST_PART = 2
-"""With `on_demand`, engines begin with 1 / FIRST_PART of all chunks. The rest is large enough to level out engines of
+"""Engines begin with 1 / FIRST_PART of all chunks under `on_demand`. The rest is large enough to level out engines of
 equal speed."""
 
 

@@ -11,7 +11,7 @@ from megarlhf.collective_errors import from_first_rank
 from megarlhf.rollout.balance import EngineAssignment
 
 NOTHING = -1
-"""In place of a chunk's number: no chunk is taken."""
+"""Number of a chunk where none is taken."""
 
 
 def rendezvous_store() -> dist.Store:

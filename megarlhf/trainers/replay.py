@@ -119,7 +119,7 @@ def load_batches(
 ) -> list[MicroBatch]:
     """This data-parallel rank's micro-batches: as they were, or the mini-batch cut again for this layout."""
     files: dict[int, str] = {}
-    """By data-parallel rank: the file of its last pipeline stage, which has the columns of the loss."""
+    """File of each data-parallel rank's last pipeline stage, which has the columns of the loss."""
     for rank in range(failure.world_size):
         numbers = json.loads((directory / rank_file(rank, "json")).read_text(encoding="utf-8"))
         if numbers.get("last_stage", True):

@@ -21,8 +21,8 @@ from megarlhf.models.settings import DTYPES
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.rollout import megatron_engine
 from megarlhf.rollout.balance import EngineAssignment
+from megarlhf.rollout.bank import RolloutBank, StepBank
 from megarlhf.rollout.engine import FinishedResponses, RolloutInterrupted, Sampling, sample_seed
-from megarlhf.rollout.response_cache import RolloutCache, StepBank
 from megarlhf.rollout.restarting import RestartingEngine
 from megarlhf.rollout.vllm import engine as vllm_engine
 from megarlhf.runtime import Runtime
@@ -119,7 +119,7 @@ class _Counting(StepBank):
 
 
 def _opened(folder: str, limit: float = float("inf"), fingerprint: str = "weights 7") -> _Counting:
-    bank = RolloutCache(Path(folder))
+    bank = RolloutBank(Path(folder))
     return _Counting.of(
         bank.open(STEP, fingerprint=fingerprint, sampling=SAMPLING, prompts=PROMPTS, seeds=SEEDS), limit
     )

@@ -30,7 +30,7 @@ TRAIN = "megarlhf.parallel.step:Trainer"
 BOUNDARY = "megarlhf.resume.points.checkpointer:Checkpointer"
 ENGINE = "megarlhf.rollout.megatron_engine:MegatronEngine"
 EXPORTS = "megarlhf.trainers.run.exports:Exports"
-BANK = "megarlhf.rollout.response_cache:StepBank"
+BANK = "megarlhf.rollout.bank:StepBank"
 
 ROLES = ("actor", "reference", "critic", "reward_model")
 

@@ -133,6 +133,10 @@ def test_reward_and_accuracy_on_two_axes_and_a_value_that_is_not_finite_is_a_gap
     assert (by_name["eval_accuracy"]["x"], by_name["eval_accuracy"]["y"]) == ([1, 2, 4], [0.5, 0.75, 0.25])
     assert by_name["eval_accuracy"]["yaxis"] == "y2"
     assert result["layout"]["yaxis2"]["side"] == "right"
+    assert [shape["x0"] for shape in result["layout"]["shapes"]] == [2]
+    assert result["layout"]["annotations"][0]["text"] == "best eval_accuracy 0.75, step 2"
+    for not_marked in ([run_of(RL_ROWS[:2])], [run_of(RL_ROWS)] * 2):  # the best step is the last; several runs
+        assert "shapes" not in figure(REWARD, not_marked)["layout"]
     (kl,) = figure(Chart("KL", ("kl",)), [run_of(RL_ROWS)])["data"]
     assert (kl["x"], kl["y"]) == ([1, 2, 3, 4], [0.0, 0.1, None, 0.3])
 

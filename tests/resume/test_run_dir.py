@@ -19,7 +19,7 @@ def test_a_run_does_not_write_into_a_model(cfg, tmp_path, inside):
     name = "model/runs/1" if inside else "model"
     new = cfg("model")
     new = new.model_copy(update={"run": new.run.model_copy(update={"dir": tmp_path / name})})
-    with refuses(f"run.dir = {tmp_path / name}", f"actor.model.path = {tmp_path}/model", "of its own"):
+    with refuses(f"run.dir = {tmp_path / name}", f"actor.model.path = {tmp_path}/model", "separate directory"):
         require_usable(new, new.run, "sft")
     elsewhere = new.model_copy(update={"run": new.run.model_copy(update={"dir": tmp_path})})
     require_usable(elsewhere, elsewhere.run, "sft")
@@ -34,7 +34,7 @@ def test_a_run_does_not_write_records_into_its_data(cfg, tmp_path, train, refuse
     new = cfg()
     data = new.data.model_copy(update={"train": (SourceConfig(path=tmp_path / train),)})
     new = new.model_copy(update={"data": data, "run": new.run.model_copy(update={"dir": tmp_path / "data"})})
-    with refuses("data.train", "of its own") if refused else contextlib.nullcontext():
+    with refuses("data.train", "separate directory") if refused else contextlib.nullcontext():
         require_usable(new, new.run, "sft")
 
 

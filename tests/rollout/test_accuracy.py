@@ -59,4 +59,4 @@ def test_the_accuracy_by_hand(caplog: pytest.LogCaptureFixture) -> None:
     assert accuracy_metrics(of, torch.tensor([nan, nan])) == {"eval_accuracy": None, "eval_accuracy_none": 2}
     assert caplog.records == []
     assert accuracy_metrics(of, torch.tensor([1.0, 0.5, -1.0])) == {"eval_accuracy": None, "eval_accuracy_none": 0}
-    assert "exact_match said 0.5 of a held-out response, and 2 times something else than 0 or 1" in caplog.text
+    assert "exact_match returned 0.5 for a held-out response, and 2 times a value other than 0 or 1" in caplog.text

@@ -31,7 +31,7 @@ def test_the_notes_name_the_split(tmp_path):
         f"{data}, split {split}: used all {count} records; read 1 file: {split}.jsonl"
         for split, count in (("train", 2), ("test", 1))
     ]
-    shared = "1 of 1 held-out prompts stand in the training data too, the first as record 1: '1+1='"
+    shared = "1 of 1 held-out prompts are in the training data too, the first as record 1: '1+1='"
     assert load_prompts(PromptDataConfig.model_validate(section), model).notes == [*expected, shared]
     cfg = SFTConfig.model_validate(
         {
@@ -64,7 +64,7 @@ def test_a_copy_of_the_training_data_is_said(tmp_path):
         data, _, notes = each.train_and_validation("sft")
         return [note for note in notes + (each.test(data)[1] if "test" in sets else []) if "stand in" in note]
 
-    words = "stand in the training data too, the first as record"
+    words = "are in the training data too, the first as record"
     assert said(validation=copy) == [f"4 of 4 held-out prompts {words} 1"]
     assert said(validation=partly, test=copy) == [
         f"1 of 3 held-out prompts {words} 3",

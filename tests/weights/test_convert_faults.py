@@ -142,7 +142,7 @@ def test_a_file_name_flipped_into_another(inputs, tmp_path):
                 metadata.write_bytes(bytes(damaged))
                 with pytest.raises(ValueError) as error:  # noqa: PT011 -- many kinds; that it is found is the point
                     open_checkpoint(source)
-                outcomes.append("two chunks stand at" in str(error.value))
+                outcomes.append("two chunks begin at" in str(error.value))
     assert outcomes.count(True) >= 4
     metadata.write_bytes(raw)
     assert digests(open_checkpoint(source)) == digests(open_checkpoint(inputs / "safetensors"))

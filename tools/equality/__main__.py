@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 
 from tools.equality.compare import READS, Numbers, differences
-from tools.equality.execute import Outcome, VersionRuns
+from tools.equality.execute import ComparedVersion, Outcome
 from tools.equality.inputs import digest_of_files, write_inputs
 from tools.equality.runs import ComparedRun, all_runs
 from tools.equality.start import Processes, fork, preload
@@ -91,7 +91,7 @@ def full_hash(commit: str) -> str:
         raise ValueError(f"there is no commit {commit!r} in {REPOSITORY}") from None
 
 
-def prepare(old: str, new: str | None, root: Path) -> tuple[VersionRuns, VersionRuns]:
+def prepare(old: str, new: str | None, root: Path) -> tuple[ComparedVersion, ComparedVersion]:
     """Write the inputs and both versions' files; without a commit NEW is the working tree. Returns: OLD and NEW."""
     inputs = root / "inputs"
     for stale in (inputs, root / old / "tree", root / "new"):
@@ -107,8 +107,8 @@ def prepare(old: str, new: str | None, root: Path) -> tuple[VersionRuns, Version
         extract_commit(REPOSITORY, new, root / "new" / "tree")
     print(f"OLD is {old[:12]}, NEW is {new[:12] if new else 'the working tree'}; all is in {root}", flush=True)
     versions = (
-        VersionRuns("OLD", root / old, CodeTree(root / old / "tree", inputs), around, reuse=True),
-        VersionRuns("NEW", root / "new", CodeTree(root / "new" / "tree", inputs), around, reuse=False),
+        ComparedVersion("OLD", root / old, CodeTree(root / old / "tree", inputs), around, reuse=True),
+        ComparedVersion("NEW", root / "new", CodeTree(root / "new" / "tree", inputs), around, reuse=False),
     )
     for version in versions:
         version.tree.require_own_package()

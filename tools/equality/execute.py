@@ -44,7 +44,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class VersionRuns:
+class ComparedVersion:
     """A version's files, and a folder for what its runs write and for their numbers."""
 
     label: str

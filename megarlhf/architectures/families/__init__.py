@@ -27,7 +27,7 @@ def _family(file: str) -> Family:
 
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in map(_family, _FILES)}
-"""By `model_type`."""
+"""Families by `model_type`."""
 
 
 def family_of(model_type: Any) -> Family:

@@ -84,7 +84,7 @@ def _suggestion(given: str, known: Sequence[str]) -> str:
 
 
 def command_first(argv: Sequence[str], commands: Mapping[str, Callable[[], Parser]]) -> list[str]:
-    """The words with the command's name first, if it stands behind some of its options."""
+    """The words with the command's name first, if it comes after some of its options."""
     for n, word in enumerate(argv):
         if word in commands and (n == 0 or not commands[word]().takes_value(argv[n - 1])):
             return [word, *argv[:n], *argv[n + 1 :]]

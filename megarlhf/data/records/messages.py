@@ -167,7 +167,7 @@ def require_order(messages: Sequence[Mapping[str, Any]], column: str) -> None:
         if role == "assistant" and before[-1:] == ["assistant"]:
             problem = "follows another of 'assistant', with nothing between that it answers"
         elif role == "assistant" and not {"user", "tool"} & set(before) and set(before) <= {"system", "developer"}:
-            problem = "answers nothing: no message of the user stands before it"
+            problem = "answers nothing: no message of the user precedes it"
             remedy = (
                 "leave such records out, as the adapter sharegpt does, or drop that message, by an adapter of yours"
             )

@@ -1,6 +1,6 @@
 """Sequences of samples in mapped files: all of a directory, a selection, or several joined.
 
-A sample is made when it is asked for. Lengths and other values of all samples are read from the files directly.
+A sample is made when it is requested. Lengths and other values of all samples are read from the files directly.
 """
 
 from __future__ import annotations

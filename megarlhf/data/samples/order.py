@@ -63,7 +63,7 @@ class ShuffledBatches:
 
     def _start_of(self, step: int) -> int:
         start = self._position + (step - self._step) * self.batch_size
-        assert start >= 0, f"step {step} lies before the start of the data"
+        assert start >= 0, f"step {step} is before the start of the data"
         return start
 
 

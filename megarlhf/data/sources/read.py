@@ -218,7 +218,7 @@ def _header(cells: list[str], path: Path) -> list[str]:
     if twice := sorted({name for name in columns if columns.count(name) > 1 or not name}):
         raise ValueError(
             f"{path}, line 1: the columns are {', '.join(map(repr, columns))}, of which {twice[0]!r} "
-            f"{'has no name' if not twice[0] else 'stands there twice'}; the first line of a table names each once"
+            f"{'has no name' if not twice[0] else 'is there twice'}; the first line of a table names each once"
         )
     if len(columns) == 1 and (others := [mark for mark in ";\t|" if mark in columns[0]]):
         raise ValueError(
@@ -243,7 +243,7 @@ def _columnar(path: Path, suffix: str, compressed: str) -> Iterator[dict[str, An
         try:
             for batch in _batches(source, suffix, stack):
                 if len(set(batch.schema.names)) < len(batch.schema.names):
-                    raise ValueError(f"{path}: a column name stands twice among {', '.join(batch.schema.names)}")
+                    raise ValueError(f"{path}: a column name is twice among {', '.join(batch.schema.names)}")
                 yield from map(without_absent, batch.to_pylist())
         except pa.ArrowException as error:
             raise ValueError(f"{path}: not a readable {suffix} file: {error}; write it again") from error

@@ -127,7 +127,7 @@ def _numbers(value: Any) -> bool:
 
 
 Rules = Mapping[str, tuple[Callable[[Any], bool], str]]
-"""By column: a function that tells whether a value is meaningful, and a text on what it means and what to do."""
+"""For each column, a function that tells whether a value is meaningful, and a text on what it means and what to do."""
 
 
 def _rules(names: str, says: Callable[[Any], bool], meaning: str) -> Rules:
@@ -186,12 +186,10 @@ _BESIDE_MESSAGES: Rules = {
     **_rules(
         "prompt query instruction context",
         _text,
-        f"{_PART}, and stands in no message: make a message of it",
+        f"{_PART}, and is in no message: make a message of it",
     ),
     **_rules("available_tools", _given, f"{_PART}: call the column 'tools'"),
-    **_rules(
-        "response completion output", _text, "looks like an answer, and stands in no message: make a message of it"
-    ),
+    **_rules("response completion output", _text, "looks like an answer, and is in no message: make a message of it"),
 }
 _SECOND_ANSWERS: Rules = _rules(
     "completion output", _text, "looks like an answer beside 'response': name the one that is meant by columns"
@@ -205,7 +203,7 @@ _UNPAIRED: Rules = _rules(
     "label kto_tag", is_verdict, "marks unpaired preferences (KTO), of which no command learns: keep the good answers"
 )
 _ALL_OF_THE_TEXT = (
-    "stands beside 'text', of which every token would be learnt: name prompt and response, or give an adapter"
+    "is beside 'text', of which every token would be learnt: name prompt and response, or give an adapter"
 )
 _BESIDE_RAW_TEXT: Rules = {
     **_rules(

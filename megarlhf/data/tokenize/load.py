@@ -276,7 +276,7 @@ def _note_shared(what: str, samples: Samples[Any], train: Samples[Any]) -> list[
     first = f"the first as record {int(samples.records()[shared[0]]) + 1}"
     sample = samples[int(shared[0])]
     text = f": {textwrap.shorten(sample.text, 60)!r}" if isinstance(sample, PromptSample) else ""
-    return [f"{len(shared)} of {len(samples)} {what} stand in the training data too, {first}{text}"]
+    return [f"{len(shared)} of {len(samples)} {what} are in the training data too, {first}{text}"]
 
 
 def _joined(

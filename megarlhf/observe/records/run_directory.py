@@ -1,6 +1,6 @@
 """Files that a run writes in its directory. `resume/claim/on_existing.py` decides about a start where a run has been.
 
-A file is the run's own if it has one of these names and stands beside a `config.yaml` that megarlhf wrote. All other
+A file is the run's own if it has one of these names and is beside a `config.yaml` that megarlhf wrote. All other
 files are the user's, and stay.
 """
 
@@ -67,7 +67,7 @@ _OWN = (
 
 
 def files_of_a_run(directory: Path) -> list[Path]:
-    """Files that a run has left in `directory`; config.yaml, if any, stands last.
+    """Files that a run has left in `directory`; config.yaml, if any, is last.
 
     `tensorboard` may be a link to a folder that runs share. Event files there may be another run's and do not count.
     """
@@ -119,12 +119,12 @@ def require_writable_output(cfg: FrozenModel, run: RunConfig, out: Path) -> None
     for key, path in inputs(cfg.model_dump()):
         source = path.resolve()
         if any(location.is_relative_to(source) for location in places(out)):
-            relation = "is" if out.resolve() == source else "lies below"
+            relation = "is" if out.resolve() == source else "is below"
             raise ValueError(f"out = {out} {relation} {key} = {path}, which this run reads; name another file")
     for name in _OWN:
         if any(location.is_relative_to((run.dir / name).resolve()) for location in places(out)):
             raise ValueError(
-                f"out = {out} is {run.dir / name} or lies below it, which the run itself writes; name another file"
+                f"out = {out} is {run.dir / name} or below it, which the run itself writes; name another file"
             )
     if out.exists() and run.on_existing != "overwrite":
         raise ValueError(f"out = {out} exists; name another file, or replace it with run.on_existing=overwrite")

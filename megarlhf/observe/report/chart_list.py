@@ -29,6 +29,8 @@ class Chart:
     wide: bool = False
     stacked: bool = False
     log_if_positive: bool = False
+    mark_best: str | None = None
+    """Metric whose highest point is marked, unless the run ended there."""
 
 
 _NATS = "nats per response token"
@@ -40,6 +42,7 @@ REWARD = Chart(
     right=("eval_accuracy",),
     right_axis="held-out true accuracy",
     wide=True,
+    mark_best="eval_accuracy",
 )
 CHARTS = (
     REWARD,

@@ -64,7 +64,7 @@ def figure(chart: Chart, runs: Sequence[RecordedRun]) -> dict[str, Any]:
                 colour, dash = (metric_index, 0) if len(runs) == 1 else (run_index, metric_index)
                 trace = _trace(chart, run, metric, PALETTE[colour % len(PALETTE)], DASHES[dash % len(DASHES)])
                 data.append({**trace, "name": metric if len(runs) == 1 else f"{run.name} · {metric}"})
-    layout = _layout(chart, runs)
+    layout = _layout(chart, runs) | (_mark_of_best(chart.mark_best, runs[0]) if len(runs) == 1 else {})
     if any("yaxis" in trace for trace in data):
         title = {"text": chart.right_axis}
         right = {"title": title, "overlaying": "y", "tickmode": "auto", "side": "right", "showgrid": False}
@@ -110,3 +110,15 @@ def _layout(chart: Chart, runs: Sequence[RecordedRun]) -> dict[str, Any]:
         yaxis["range"] = sorted((0.0, 2.0 * values[0]))
     height, xaxis = 340 if chart.wide else 270, {"title": {"text": "step"}}
     return {"template": TEMPLATE, "height": height, "xaxis": xaxis, "yaxis": yaxis}
+
+
+def _mark_of_best(metric: str | None, run: RecordedRun) -> dict[str, Any]:
+    """A dotted line at the step where the metric was highest. Nothing is marked if that was at the run's end."""
+    points = run.finite(metric) if metric else []
+    step, best = max(points, key=lambda point: point[1], default=(0, 0.0))
+    if not points or best == points[-1][1]:
+        return {}
+    line = {"type": "line", "x0": step, "x1": step, "yref": "paper", "y0": 0, "y1": 1}
+    text = {"text": f"best {metric} {best:.4g}, step {step}", "showarrow": False, "x": step, "xanchor": "left"}
+    place = {"xshift": 4, "yref": "paper", "y": 0.02, "yanchor": "bottom"}
+    return {"shapes": [line | {"line": {"color": TEXT, "width": 1, "dash": "dot"}}], "annotations": [text | place]}

@@ -23,7 +23,7 @@ from megarlhf.observe.terminal.progress import format_number, make_console, tabl
 COMPARE = "compare"
 """The command, as its pages name it."""
 _FIRST = ("test_", "eval_", "reward_mean", "loss")
-"""Beginnings of metrics that stand above the others."""
+"""Beginnings of the names of metrics that are shown above the others."""
 
 
 @dataclass(frozen=True)

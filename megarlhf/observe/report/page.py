@@ -29,7 +29,7 @@ MAX_CHARACTERS = 1200
 def write_report(run_dirs: Sequence[Path], out: Path, *, title: str, first: Sequence[str] = ()) -> None:
     """Write the report of run directories, of any commands, to the HTML file `out`.
 
-    Runs of one kind share their charts. Every metric is shown: one without a chart of its own stands under "More".
+    Runs of one kind share their charts. Every metric is shown: one without a chart is under "More".
 
     first: HTML above the runs; its tables may have the class `samples`
 

@@ -59,7 +59,7 @@ GATHER_SECONDS = 10.0
 INTERRUPT_SECONDS = 5.0
 """Between two interrupts of a rank that does not leave the phase."""
 LAST_RESORT_SECONDS = 60.0
-"""From the end of the grace until faulthandler ends the process."""
+"""Time from the end of the grace until faulthandler ends the process."""
 
 
 class Watchdog:

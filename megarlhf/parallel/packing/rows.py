@@ -154,7 +154,7 @@ def _first_positions(lengths: Sequence[int], parents: Sequence[int]) -> list[int
     assert len(parents) == len(lengths), f"{len(parents)} parents of {len(lengths)} segments"
     firsts: list[int] = []
     for segment, parent in enumerate(parents):
-        assert parent < segment, f"segment {segment} continues {parent}, which does not stand before it"
+        assert parent < segment, f"segment {segment} continues {parent}, which is not before it"
         firsts.append(0 if parent == ROOT else firsts[parent] + lengths[parent])
     return firsts
 

@@ -167,7 +167,7 @@ def _levels(parents: Sequence[int]) -> list[list[int]]:
     )
     for before, n in itertools.pairwise(below):
         assert (depths[before], parents[before]) <= (depths[n], parents[n]), (
-            f"segment {n} (level {depths[n]}, parent {parents[n]}) stands behind segment {before} (level "
+            f"segment {n} (level {depths[n]}, parent {parents[n]}) is behind segment {before} (level "
             f"{depths[before]}, parent {parents[before]}); order segments by level, then by parent"
         )
     return [list(level) for _, level in itertools.groupby(below, lambda n: depths[n])]

@@ -140,7 +140,7 @@ def rule_for_answers(source: SourceConfig, *, talks: bool = False) -> tuple[str,
             talks |= isinstance(record.get("prompt"), list) or "messages" in record
     ends = [end_of_solution(answer) for answer in answers]
     if answers and None not in ends:
-        why = "whole solutions, which no response equals; {} compares with what stands behind #### in them"
+        why = "whole solutions, which no response equals; {} compares with what is behind #### in them"
         return (rule := _rule_for_ends(ends)), why.format(rule)
     if any("\\" in answer for answer in answers) and find_spec("math_verify"):
         return "math_verify", "formulas; math_verify compares as mathematics"
@@ -298,7 +298,7 @@ class _Try:
             return [f"reward {self.label!r} gives {what}: it judges something else than the answer of {record}"]
         tried = "as they stand, in \\boxed{}, behind ####, in <answer> and so on"
         if _reads_truth(self.reward, form):
-            behind = " (it stands behind #### in the record's)" if end_of_solution(rights[-1]) else ""
+            behind = " (it is behind #### in the record's)" if end_of_solution(rights[-1]) else ""
             how = (
                 f"{seen[0]:g} for all texts" if len(seen) == 1 else "the same for either, in every form that was tried"
             )

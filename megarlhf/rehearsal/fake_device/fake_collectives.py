@@ -31,4 +31,4 @@ def _are_outcomes(outcomes: list[Any], count: Any) -> bool:
 
 
 EMPTY_BANK: Any = (0, 0, [])
-"""Rollout cache that rank 0 sends in a run that has just begun: `rollout/response_cache.py`."""
+"""Contents of the rollout bank that rank 0 sends in a run that has just begun: `rollout/bank.py`."""

@@ -56,7 +56,7 @@ RULES: dict[Any, Callable[[Tensor, Any, Any], Strides | None]] = {
     aten.full_like.default: _like,
     aten.native_layer_norm.default: _contiguous,
 }
-"""By operation: strides of its (first) result, from its first argument; None keeps those of FakeTensorMode."""
+"""Strides of an operation's (first) result, from its first argument; None keeps those of FakeTensorMode."""
 
 
 def with_torch_strides(func: Any, args: Any, kwargs: Any, out: Any) -> Any:

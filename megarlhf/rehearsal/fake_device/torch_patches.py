@@ -358,7 +358,7 @@ def _object_collectives(hooks: Hooks) -> dict[str, Callable[..., None]]:
 
 def _module_to(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """As torch's for a device alone: parameters that are on it already stay, the others become fake."""
+        """Move a module to a device alone, as torch does: parameters that are there stay, the others become fake."""
         if len(args) != 1 or kwargs or not isinstance(args[0], torch.device):
             return original(self, *args, **kwargs)
         for module in self.modules():

@@ -35,7 +35,7 @@ class RankLoad:
 
 
 Loads = Mapping[str, Sequence[RankLoad]]
-"""By phase, the load of each data-parallel rank of the phase's role."""
+"""Loads by phase, one for each data-parallel rank of the phase's role."""
 
 
 @contextlib.contextmanager

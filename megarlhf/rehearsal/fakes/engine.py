@@ -157,10 +157,10 @@ class RehearsedEngine(VllmEngine):
         return max(cache, least)
 
     def _check_memory(self) -> None:
-        """Nothing to check: only the live engine can tell whether vLLM's loader leaves weights in place."""
+        """Checks nothing: only the live engine can tell whether vLLM's loader leaves weights in place."""
 
     def _check_table(self, actor: ModelShard) -> None:
-        """Nothing to check: the table is proven against vLLM's own loader."""
+        """Checks nothing: tests prove the table against vLLM's loader."""
 
     def generate(
         self,

@@ -36,7 +36,7 @@ class PointSizes:
 
 
 class RehearsedWriter(PointWriter):
-    """Writer without a process of its own: what is written is complete when it is asked for.
+    """Writer without a separate process: what is written is complete when its state is requested.
 
     Not counted are the files that only rank 0 writes (metadata, tokenizers, states of a few kilobytes), and the
     messages by which it learns the plans of all.

@@ -28,7 +28,7 @@ def peak_row(rank: RankResult) -> PhaseRow:
 
 
 def end_steps(rows: Iterable[_OfStep]) -> list[int]:
-    """The first step and the last one, which stands for all later ones. Step 0 is before the first one and left out."""
+    """The first step and the last one, which represents all later ones. Step 0 is before the first one and left out."""
     steps = sorted({row.step for row in rows} - {0})
     return [steps[0], steps[-1]] if len(steps) > 1 else steps
 

@@ -82,7 +82,7 @@ def verdict(result: Result) -> list[str]:
     rank, rehearsed = result.tightest_rank, quantity(len(result.ranks), "rehearsed rank")
     if not result.capacity:
         sentences.append("No size of a device was given, so nothing says whether it fits.")
-    elif over := [each for each in result.ranks if each.need > result.capacity]:
+    elif over := [rank for rank in result.ranks if rank.need > result.capacity]:
         missing = f"It does not fit: {gib(-result.free)} GiB are missing with the margin"
         sentences.append(f"{missing}, and {len(over)} of {rehearsed} cannot hold theirs.")
     else:

@@ -41,7 +41,7 @@ class IncompleteCommunication(NamedTuple):
     seconds: float
     stream: Stream
     position: int
-    """In the stream, from 0."""
+    """Place in the stream, from 0."""
     missing: tuple[int, ...]
     """Replayed ranks that have not issued it."""
 

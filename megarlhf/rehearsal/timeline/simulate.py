@@ -131,7 +131,7 @@ class _Pending:
     stream: _Stream
     position: int
     operation: Operation | None
-    """None for a message."""
+    """The operation; None for a message."""
     nbytes: int
     ready: float = 0.0
     """Time at which the last rank so far has issued it."""

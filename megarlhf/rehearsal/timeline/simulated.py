@@ -45,7 +45,7 @@ class RankTimes:
     communication: defaultdict[CommunicationKey, Communication] = field(
         default_factory=lambda: defaultdict(Communication)
     )
-    """By operation and name of the group."""
+    """Key: operation and name of the group."""
 
     def busy(self) -> float:
         """Seconds of computing."""

@@ -131,7 +131,7 @@ class Changes:
 def compare(old: TrainingConfig, new: TrainingConfig) -> Changes:
     """The changes from the configuration of an earlier run to that of this start, of the same command."""
     before, after = _flat(old), _flat(new)
-    # A role that only one of them builds follows from another key, which is told.
+    # A role that only one of them builds follows from another key, which is named.
     alone = old.roles().keys() ^ new.roles().keys()
     changes = [
         Change(key, before.get(key), after.get(key))
@@ -192,9 +192,9 @@ def _flat(cfg: TrainingConfig) -> dict[str, Any]:
     if isinstance(cfg, RLConfig):  # two keys of the list, as one change of it may be of either kind
         tree["rewards.calls"] = {
             f"{n}.{key}": value
-            for n, each in enumerate(tree["rewards"])
+            for n, reward in enumerate(tree["rewards"])
             for key in _CALL_KEYS
-            if (value := each.pop(key)) != RewardConfig.model_fields[key].default
+            if (value := reward.pop(key)) != RewardConfig.model_fields[key].default
         }
     for name in ("ptx", "ema", "reference_update"):
         if tree.get(name, 0) is None:

@@ -28,7 +28,7 @@ def digest_of_samples(samples: Sequence[Any]) -> str:
     for sample in samples:
         for field in fields(sample):
             value = getattr(sample, field.name)
-            if isinstance(value, list) and all(isinstance(each, int) for each in value):
+            if isinstance(value, list) and all(isinstance(item, int) for item in value):
                 content = array("q", value).tobytes()
             else:
                 content = json.dumps(value, sort_keys=True, default=str).encode()

@@ -44,9 +44,9 @@ class StartDecision:
     removed: list[Path]
     """An earlier run's files, which `overwrite` removes."""
     resumes: bool
-    """An earlier run goes on."""
+    """Whether an earlier run continues."""
     notes: list[str]
-    """Sentences on what goes on, and on what has changed in its configuration."""
+    """Sentences on the run that continues, and on what has changed in its configuration."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def _decide(cfg: FrozenModel, run: RunConfig, command: str) -> StartDecision:
     wanted = run.dir.absolute()
     nearest = next(path for path in (wanted, *wanted.parents) if path.exists())
     if not nearest.is_dir():
-        which = "is a file" if nearest == wanted else f"lies below {nearest}, which is a file"
+        which = "is a file" if nearest == wanted else f"is below {nearest}, which is a file"
         raise ValueError(f"run.dir = {run.dir} {which}; name a directory")
     decision = StartDecision([], False, [])
     if files := files_of_a_run(run.dir):
@@ -184,7 +184,7 @@ def _decide(cfg: FrozenModel, run: RunConfig, command: str) -> StartDecision:
 
 
 def _require_own(run: RunConfig) -> None:
-    """Raises: ValueError for a directory that is everybody's, unless an earlier run stands in it already."""
+    """Raises: ValueError for a directory with other uses (home, a repository), unless an earlier run is in it."""
     wanted = run.dir.resolve()
     which = {Path("/"): "the root directory", Path(os.path.expanduser("~")).resolve(): "the home directory"}
     which[Path.cwd()] = "the working directory"
@@ -192,8 +192,8 @@ def _require_own(run: RunConfig) -> None:
     if shared and written_by(wanted / CONFIG_FILE) is None:
         raise ValueError(
             f"run.dir = {run.dir} is {shared}: {CONFIG_FILE}, metrics.jsonl, checkpoints and other files of the run "
-            "would stand among files that are none of it, and run.on_existing=overwrite would take files of such names "
-            "for its own; name a directory of its own, such as run.dir=runs/1"
+            "would be mixed with other files, and run.on_existing=overwrite would replace files with such names; "
+            "name a separate directory, such as run.dir=runs/1"
         )
 
 
@@ -211,19 +211,19 @@ def _require_apart(cfg: FrozenModel, run: RunConfig) -> None:
             mixed = wanted == source
         if mixed:
             raise ValueError(
-                f"run.dir = {run.dir} {'is' if wanted == source else 'stands in'} {key} = {path}, which this run "
-                "reads; name a directory of its own"
+                f"run.dir = {run.dir} {'is' if wanted == source else 'is in'} {key} = {path}, which this run "
+                "reads; name a separate directory"
             )
 
 
 def strangers_in(run: RunConfig) -> list[str]:
-    """A sentence on what stands in the directory of a new run already, or none."""
+    """A sentence on files that are in the directory of a new run already, or none."""
     names = sorted(path.name for path in run.dir.iterdir()) if run.dir.is_dir() else []
     others = [name for name in names if name not in ("lock", "failures", "tokens")]
     if not others or files_of_a_run(run.dir):
         return []
     listed = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
-    return [f"run.dir = {run.dir} holds no run; the files of this one will stand beside {listed}"]
+    return [f"run.dir = {run.dir} holds no run; the files of this one will be beside {listed}"]
 
 
 def require_writable(run: RunConfig) -> None:

@@ -108,7 +108,7 @@ class Checkpointer:
         updates = self._updates_made()
         before = self._boundary.position if self._boundary else self._newest or Position(0)
         self._cadence.at_boundary(int(position != before and not only_to_stop))
-        state = {name: each.state_dict() for name, each in self._states.items()}
+        state = {name: stateful.state_dict() for name, stateful in self._states.items()}
         self._boundary = _Boundary(position, state, random_state(self._runtime.device), table, updates)
         self._poll()
         code = self._agree(position)
@@ -244,7 +244,7 @@ class Checkpointer:
             files[RANDOM] = [random for random, _ in everyones]
             if self._provenance is not None:
                 files |= {f"{name}/{FILE}": self._provenance(name, boundary.position).to_json() for name in roles}
-            size += sum(each for _, each in everyones)
+            size += sum(num_bytes for _, num_bytes in everyones)
             if table is not None:
                 files[TABLE] = table
         return Content(roles, commons, files), size + size // 50 + (1 << 20)
@@ -291,7 +291,7 @@ class Checkpointer:
                 may_go += point.passed_over(self._run_dir)
             for old in may_go:
                 point.remove(old)
-            kept = [each.position for each in point.find_points(self._run_dir)[-self._cfg.keep :]]
+            kept = [saved.position for saved in point.find_points(self._run_dir)[-self._cfg.keep :]]
             self._on_saved(min([*kept, position]))
 
     def _say_failed(self, position: Position, reason: str) -> None:

@@ -112,7 +112,7 @@ class Identity:
         """Explain why a step in progress cannot be completed: its samples would be split into other mini-batches."""
         before, now = manifest["config"], self.config
         return [
-            f"it lies inside a step, and {section}.{key} {before[section][key]} -> {now[section][key]} splits the step "
+            f"it is inside a step, and {section}.{key} {before[section][key]} -> {now[section][key]} splits the step "
             "into other mini-batches"
             for section, key in SPLITS
             if self.command == "rl" and before[section][key] != now[section][key]
@@ -132,9 +132,9 @@ class Identity:
     def remarks(self, manifest: Mapping[str, Any]) -> list[str]:
         """Describe changes that the user has to judge."""
         changed = _changed(self.sources, manifest["sources"])
-        said = [f"{name} has another source than when the resume point was written" for name in changed]
+        new_sources = [f"{name} has another source than when the resume point was written" for name in changed]
         stated = {role: Weights(**weights) for role, weights in manifest["base"].items()}
-        return said + [
+        return new_sources + [
             f"{role}.model.path = {now.path} holds other weights than the run began with ({stated[role].path}, digest "
             f"{stated[role].digest}). They are not used: the run goes on with its own"
             for role, now in self.base.items()
@@ -148,7 +148,7 @@ def _changed(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Restored:
-    """Where and with what a run goes on."""
+    """Position and state from which a run continues."""
 
     position: Position
     num_steps: int
@@ -239,7 +239,7 @@ def _load(
         sharded_state.load_state(role, good.path / role.name)
         sharded_state.set_counters(role, manifest["roles"][role.name])
     for name, state in states.items():
-        if name in manifest["state"]:  # what is asked for only since begins here
+        if name in manifest["state"]:  # state that older resume points lack begins here
             state.load_state_dict(manifest["state"][name])
     generators = torch.load(good.path / RANDOM, weights_only=True)
     if len(generators) == runtime.world_size:

@@ -241,7 +241,7 @@ def _optimizer_boxes(piece: LocalShard, part: _OptimizerPart, shape: Shape) -> I
 
 
 def _optimizer_parts(trainer: Trainer, readable: Callable[[Tensor], Tensor]) -> dict[nn.Parameter, _OptimizerPart]:
-    """Optimizer state of this rank, by parameter. `lies` gives a tensor's present memory, on device or host."""
+    """Optimizer state of this rank, by parameter. `readable` gives a tensor's present memory, on device or host."""
     parts: dict[nn.Parameter, _OptimizerPart] = {}
     for inner in optimizers_in(trainer.optimizer):
         for parameter in trainer.module.parameters():

@@ -78,8 +78,8 @@ def accuracy_metrics(source: AccuracySource, values_N: Tensor) -> dict[str, floa
     other_N = known_N[(known_N != 0) & (known_N != 1)]
     if len(other_N):
         log.warning(
-            "eval.accuracy: %s said %g of a held-out response, and %d times something else than 0 or 1: there is no "
-            "eval_accuracy of it; name another reward or rule",
+            "eval.accuracy: %s returned %g for a held-out response, and %d times a value other than 0 or 1: there is "
+            "no eval_accuracy of it; name another reward or rule",
             source.label,
             float(other_N[0]),
             len(other_N),

@@ -222,7 +222,7 @@ def _is_number(value: Any, name: Any) -> bool:
         return True
     try:
         return not isinstance(value, str | bytes) and float(value) is not None
-    except Exception:  # noqa: BLE001 - a value of any type may stand there
+    except Exception:  # noqa: BLE001 - a value of any type may be there
         return False
 
 

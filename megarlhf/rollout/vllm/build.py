@@ -1,4 +1,4 @@
-"""How vLLM is started: its environment, and the arguments that a trainer's engine needs; and what it is asked for."""
+"""How vLLM is started: its environment, the arguments that a trainer's engine needs, and its requests."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""From responses to numbers: rewards, batches of a role, statistics. Used by `rl` and by `eval`."""
+"""Numbers from responses: rewards, batches of a role, statistics. Used by `rl` and by `eval`."""

@@ -33,7 +33,7 @@ class SignalWatch:
     def __init__(self) -> None:
         self._silent = 0
         self._constant: dict[str, tuple[float, int]] = {}
-        """By reward: its value in the last step, and the steps in a row in which all samples had it."""
+        """For each reward: its value in the last step, and the steps in a row in which all samples had it."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"silent": self._silent, "constant": {name: list(pair) for name, pair in self._constant.items()}}

@@ -26,9 +26,9 @@ from megarlhf.resume.claim.identity import (
 from megarlhf.resume.points.file_digest import digest_of_directory
 from megarlhf.resume.points.stateful import Stateful
 from megarlhf.resume.signals import StopRequest
+from megarlhf.rollout.bank import RolloutBank
 from megarlhf.rollout.engine import RolloutEngine, Sampling
 from megarlhf.rollout.factory import engine_dtype, mesh_orders, sampling_of
-from megarlhf.rollout.response_cache import RolloutCache
 from megarlhf.rollout.rewards.rules import rule_source_digests
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.experience.prompts import PromptData
@@ -50,14 +50,14 @@ class RLRun:
     cfg: RLConfig
     data: PromptData
     roles: Mapping[str, Role]
-    """By name, as in `config.ROLES`."""
+    """Roles by name, as in `config.ROLES`."""
     engine: RolloutEngine
     rewarder: Rewarder
     sampling: Sampling
-    cache: RolloutCache
+    bank: RolloutBank
     phases: Phases
     step_guards: Mapping[str, StepGuard]
-    """By trained role."""
+    """Guards by trained role."""
     kl: KLController
     gap_guard: MismatchGuard
     ptx: PretrainingMix | None = None
@@ -140,7 +140,7 @@ def build(
         engine=engine,
         rewarder=build_rewarder(cfg, roles.get("reward_model"), tokenizer, runtime, phases),
         sampling=sampling,
-        cache=RolloutCache(cfg.run.dir / "bank"),
+        bank=RolloutBank(cfg.run.dir / "bank"),
         phases=phases,
         step_guards={name: StepGuard(cfg.train, failures, phases) for name in trained_roles(cfg)},
         kl=KLController(cfg.algo.kl),
@@ -235,7 +235,7 @@ def training_of(
         others=others,
         sources=rule_source_digests(cfg.rewards),
         best=best,
-        on_saved=lambda oldest: run.cache.forget_before(oldest.step),
+        on_saved=lambda oldest: run.bank.forget_before(oldest.step),
         writer=parts.writer,
     )
 

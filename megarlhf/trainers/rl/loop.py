@@ -86,7 +86,7 @@ def train(run: RLRun, session: Session, order: ShuffledBatches, evaluation: Eval
         gap_guard.raise_if_failed(last=last)
     session.finish(evaluation.stop_reason)
     if not cfg.checkpoint.by_cadence:
-        run.cache.forget_before(session.step)  # a finished run without resume points does not go on
+        run.bank.forget_before(session.step)  # a finished run without resume points does not go on
 
 
 def begin_step(run: RLRun, session: Session, order: ShuffledBatches, step: int) -> StepState:

@@ -1,4 +1,4 @@
-"""The rollout of a step: responses from the engine, or from the cache if an earlier process finished them.
+"""The rollout of a step: responses from the engine, or from the bank if an earlier process finished them.
 
 The further responses of dynamic sampling and the greedy responses of ReMax are drawn here too.
 """
@@ -65,7 +65,7 @@ def complete(
 
 
 def draw(run: RLRun, session: Session, prompts: Sequence[PromptSample], step: int, refill: int = 0) -> Experience:
-    """Draw num_samples_per_prompt responses to each prompt; each finished one is kept in the rollout cache.
+    """Draw num_samples_per_prompt responses to each prompt; each finished one is kept in the rollout bank.
 
     refill: number of the round of dynamic sampling; 0 is the step's first
     """
@@ -74,7 +74,7 @@ def draw(run: RLRun, session: Session, prompts: Sequence[PromptSample], step: in
     fingerprint = session.history.fingerprint(mathematics_of(cfg), session.began_with)
     with (
         session.stoppable("rollout"),
-        run.cache.open(
+        run.bank.open(
             step, fingerprint=fingerprint, sampling=run.sampling, prompts=rows, seeds=seeds, refill=refill
         ) as kept,
     ):

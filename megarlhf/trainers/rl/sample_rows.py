@@ -74,6 +74,6 @@ def training_rows(
 
 
 def _or_none(value: Tensor) -> float | None:
-    """None for NaN and infinity, which JSON does not have."""
+    """A number; None for NaN and infinity, which JSON does not have."""
     number = float(value)
     return number if math.isfinite(number) else None

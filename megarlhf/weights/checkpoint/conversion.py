@@ -135,7 +135,7 @@ def convert(
     """Writes the source as `target` to `out`, which appears whole or not at all; returns the bytes of its tensors.
 
     `dtype` defaults to the source's. `checksums` states the CRC-32 of every tensor in a Megatron checkpoint, for
-    `inspect --check`; torch does without. `started` is told the bytes to write, `progress` those written since.
+    `inspect --check`; torch does without. `started` gets the bytes to write, `progress` those written since.
 
     Raises: ValueError when the layout does not fit the model, the output exists (without `force`), or the source
     is short, or its ranks disagree; OSError when the disk is full, before anything is written if it can be known.
@@ -152,7 +152,7 @@ def convert(
         staging.reserve(at_least + sum(path.stat().st_size for path in beside))
         planned, extents = target.plan(staging.path, source, dtype)
         total = sum(extent.num_bytes for of_part in extents for extent in of_part.values())
-        staging.reserve(total)  # what stands beside the tensors is written already
+        staging.reserve(total)  # everything but the tensors is written already
         first = len(source.weights.parts)
         destinations = [part.on_rank(first + number) for number, part in enumerate(planned)]
         plan = make_plan(source.weights.parts, destinations)

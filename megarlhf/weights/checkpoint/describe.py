@@ -9,7 +9,7 @@ from megarlhf.weights.checkpoint.open_checkpoint import Checkpoint
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, object]:
-    """By name, in the order to print them."""
+    """Facts about a checkpoint by name, in the order to print them."""
     arch, layout = checkpoint.arch, checkpoint.layout
     tensors = logical_tensors(arch, checkpoint.head)
     parameters = sum(torch.Size(shape).numel() for shape in tensors.values())

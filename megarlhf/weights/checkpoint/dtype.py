@@ -12,7 +12,7 @@ from megarlhf.config import Dtype, ModelConfig
 from megarlhf.weights.checkpoint.open_checkpoint import Checkpoint, detect_format, open_checkpoint
 
 NAMES: dict[str, Dtype] = {"float32": "fp32", "bfloat16": "bf16"}
-"""By torch's names."""
+"""Dtypes by torch's names."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ def resolve_dtype(role: str, model: ModelConfig, head: Head) -> ResolvedDtype:
     if model.random_init or not has_weights(model):
         path = model.hf_directory() / "config.json"
         config = read_config(path.parent)
-        said = config.get("dtype") or config.get("torch_dtype")
-        if said is None:
+        dtype = config.get("dtype") or config.get("torch_dtype")
+        if dtype is None:
             return ResolvedDtype("fp32", "by default")
-        note_by_dtype, where, why = {str(said).removeprefix("torch."): ""}, f"{path} says", "as config.json says"
+        note_by_dtype, where, why = {str(dtype).removeprefix("torch."): ""}, f"{path} says", "as config.json says"
     else:
         sizes = _bytes_by_dtype(open_checkpoint(model.path, hf=model.hf, head=head), head)
         note_by_dtype = {name: f" ({size} bytes)" for name, size in sizes.most_common()}
@@ -65,7 +65,7 @@ def _bytes_by_dtype(checkpoint: Checkpoint, head: Head) -> Counter[str]:
 
 
 def has_weights(model: ModelConfig) -> bool:
-    """Whether there is a checkpoint; what is wrong with one that cannot be read is said when it is loaded."""
+    """Whether there is a checkpoint; one that cannot be read is refused when it is loaded."""
     try:
         detect_format(model.path)
     except ValueError:

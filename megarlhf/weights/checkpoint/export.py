@@ -54,7 +54,7 @@ def export(
     """
     tensors = logical_tensors(arch, head)
     make_plan(sources, [identity_placements(tensors, writer_rank)], only_rank=rank)  # all or nothing
-    told = _Told(directory, rank, group, live, alone=len(sources) == 1)
+    collectively = _Collectively(directory, rank, group, live, alone=len(sources) == 1)
     specs = {name: (shape, dtype) for name, shape in tensors.items()}
     with ExitStack() as stack:
         writers: list[HFWriter] = []
@@ -64,9 +64,9 @@ def export(
                 opened = open_hf_writer(directory, specs, with_dtype(config, dtype), copy_from=copy_from, files=files)
                 writers.append(stack.enter_context(opened))
 
-        told(open_writer)
-        writer = told.shared_writer(writers, writer_rank, specs)
-        owners = divided(specs, sources, told.ranks_that_see(writer, [source.rank for source in sources]))
+        collectively(open_writer)
+        writer = collectively.shared_writer(writers, writer_rank, specs)
+        owners = divided(specs, sources, collectively.ranks_that_see(writer, [source.rank for source in sources]))
         batches = {
             owner: split_by_bytes({name: specs[name] for name in names}, gather_bytes)
             for owner, names in owners.items()
@@ -74,11 +74,11 @@ def export(
         for number in range(max(map(len, batches.values()))):
             now = {owner: parts[number] for owner, parts in batches.items() if number < len(parts)}
             whole = gather(sources, live, now, tensors, rank, dtype, group)
-            told(partial(_write, writer, whole))
-        told(writer.sync)
+            collectively(partial(_write, writer, whole))
+        collectively(writer.sync)
         if writers:  # the others have written what they promised
             writers[0].missing.clear()
-        told(stack.close)
+        collectively(stack.close)
 
 
 def divided(tensors: Specs, sources: Sequence[RankPlacements], ranks: Collection[int]) -> dict[int, list[str]]:
@@ -99,8 +99,8 @@ def divided(tensors: Specs, sources: Sequence[RankPlacements], ranks: Collection
     return {rank: sorted(names, key=order.__getitem__) for rank, names in owners.items()}
 
 
-class _Told:
-    """Error handling for collective phases: a failure on one rank is raised on all."""
+class _Collectively:
+    """Runner of collective phases: a failure on one rank is raised on all."""
 
     def __init__(
         self,
@@ -111,12 +111,12 @@ class _Told:
         *,
         alone: bool,
     ) -> None:
-        """`alone`: there are no others."""
+        """`alone`: no other rank takes part."""
         self._directory, self._rank, self._group, self._alone = directory, rank, group, alone
         self._device = next(iter(live.values())).device
 
     def __call__(self, action: Callable[[], object]) -> None:
-        """Do it; raises its own failure, or RuntimeError for one of another rank. Collective."""
+        """Run `action`; raises its own failure, or RuntimeError for one of another rank. Collective."""
         error: Exception | None = None
         try:
             action()
@@ -131,17 +131,17 @@ class _Told:
             raise RuntimeError(f"export to {self._directory} failed on rank {int(failed) - 1}; see that rank's error")
 
     def shared_writer(self, writers: Sequence[HFWriter], writer_rank: int, specs: Specs) -> HFWriter:
-        """One on every rank, of the files that the first has made. Collective."""
+        """A writer, on every rank, for the files that `writer_rank` has made. Collective."""
         if self._alone:
             return writers[0]
-        said: list[Any] = (
+        broadcast: list[Any] = (
             [[(name, str(at.path), at.offset) for name, at in writers[0].places.items()]] if writers else [None]
         )
-        dist.broadcast_object_list(said, src=writer_rank, group=self._group)
+        dist.broadcast_object_list(broadcast, src=writer_rank, group=self._group)
         return (
             writers[0]
             if writers
-            else HFWriter({name: Extent(Path(path), offset, *specs[name]) for name, path, offset in said[0]})
+            else HFWriter({name: Extent(Path(path), offset, *specs[name]) for name, path, offset in broadcast[0]})
         )
 
     def ranks_that_see(self, writer: HFWriter, ranks: Sequence[int]) -> list[int]:

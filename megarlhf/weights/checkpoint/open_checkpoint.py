@@ -34,12 +34,12 @@ class Checkpoint:
 
     format: Format
     directory: Path
-    """As named by the user."""
+    """Path as the user gave it."""
     weights: CheckpointWeights
     arch: Architecture
     head: Head
     config: Mapping[str, Any]
-    """Its config.json, or one made from what Megatron's arguments say."""
+    """Contents of config.json, or of one made from Megatron's arguments."""
     companion: Path | None
     """Directory with the tokenizer and other small files, if there is one."""
     layout: MegatronLayout | None = None

@@ -56,7 +56,7 @@ class StoredAdapter:
     directory: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, Extent]
-    """By the names of logical tensors."""
+    """Tensors on disk by the names of logical tensors."""
 
     @property
     def base(self) -> str | None:
@@ -70,14 +70,14 @@ class StoredAdapter:
         Raises: ValueError where it has been trained on another architecture.
         """
         rank = self.config["r"]
-        found: dict[str, list[int]] = {}
+        layers: dict[str, list[int]] = {}
         known = {end for end in self.tensors if end.endswith(A)}
         expected: set[str] = set()
         for layer, module, name in linear_modules(arch):
             names = [name.replace(EXPERT, str(n)) for n in range(arch.num_experts)] if EXPERT in name else [name]
-            if any(each + A in known for each in names):
-                found.setdefault(module, []).append(layer)
-                expected |= {each + end for each in names for end in (A, B)}
+            if any(linear + A in known for linear in names):
+                layers.setdefault(module, []).append(layer)
+                expected |= {linear + end for linear in names for end in (A, B)}
         heads = {head_name(arch, "scalar")}
         if strange := [name for name in self.tensors if name not in expected | heads]:
             raise ValueError(
@@ -87,7 +87,7 @@ class StoredAdapter:
                 + ", or of embeddings or heads, which have none here"
             )
         adapter = adapter_on(
-            arch, found, rank=rank, alpha=float(self.config["lora_alpha"]), rslora=bool(self.config.get("use_rslora"))
+            arch, layers, rank=rank, alpha=float(self.config["lora_alpha"]), rslora=bool(self.config.get("use_rslora"))
         )
         shapes = logical_tensors(_with(arch, adapter)) | logical_tensors(_with(arch, adapter), "scalar")
         problems = [f"{name} is missing" for name in sorted(expected - self.tensors.keys())]
@@ -105,7 +105,7 @@ class StoredAdapter:
         return adapter
 
     def weights(self, shapes: Mapping[str, Shape]) -> CheckpointWeights:
-        """These of its tensors, to be loaded as from any checkpoint."""
+        """Tensors of the given names and shapes, to be loaded as from any checkpoint."""
         placements = tuple(
             Placement(name, Box.whole(shape), name, 0, contiguous_strides(shape)) for name, shape in shapes.items()
         )
@@ -285,7 +285,7 @@ def _regex(adapter: Adapter, arch: Architecture) -> str:
 
 
 def write_adapter(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write adapter_config.json and adapter_model.safetensors. The tensors stand in the host's memory, by the names of
+    """Write adapter_config.json and adapter_model.safetensors. The tensors are in the host's memory, by the names of
     logical tensors."""
     from safetensors.torch import save
 

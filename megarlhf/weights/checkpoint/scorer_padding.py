@@ -66,19 +66,19 @@ def _candidates(settings: Mapping[str, Any], ids: Mapping[str, int], template: s
 
 
 def _ends(config: Mapping[str, Any], files: Mapping[str, bytes]) -> set[int]:
-    found: set[int] = set()
+    end_ids: set[int] = set()
     for tree in (config, _json(files, "generation_config.json")):
         ids = tree.get("eos_token_id")
-        found |= set(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    return found
+        end_ids |= set(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return end_ids
 
 
 def _special_ids(files: Mapping[str, bytes]) -> dict[str, int]:
     """Special tokens by name, as either file of the tokenizer lists them."""
-    listed = [(each.get("id"), each) for each in _json(files, "tokenizer.json").get("added_tokens") or []]
+    listed = [(token.get("id"), token) for token in _json(files, "tokenizer.json").get("added_tokens") or []]
     listed += list((_json(files, TOKENIZER_CONFIG).get("added_tokens_decoder") or {}).items())
-    found = {each["content"]: int(number) for number, each in listed if each.get("special")}
-    return dict(sorted(found.items(), key=lambda pair: pair[1]))
+    id_of = {token["content"]: int(number) for number, token in listed if token.get("special")}
+    return dict(sorted(id_of.items(), key=lambda pair: pair[1]))
 
 
 def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:

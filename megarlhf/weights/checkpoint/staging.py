@@ -99,7 +99,7 @@ class Staging:
         self._forget_old()
 
     def _forget_old(self) -> None:
-        """Under another name first: what is half deleted must not be taken for what was replaced."""
+        """Delete under another name: a half-deleted directory must not be taken for what was replaced."""
         if self._old.exists():
             os.rename(self._old, self._doomed)
             shutil.rmtree(self._doomed)
@@ -155,7 +155,7 @@ class Staging:
 
 
 def replaced_by(directory: Path) -> Path:
-    """Where a directory stands between the two renames that replace it."""
+    """Place of a directory between the two renames that replace it."""
     return _hidden(Path(os.path.realpath(directory)), "replaced")
 
 

@@ -21,7 +21,7 @@ _BLOCK_ELEMENTS = 1 << 20
 
 
 class TensorReader:
-    """A stored model's logical tensors: every element once, wherever it stands."""
+    """A stored model's logical tensors: every element once, wherever it is stored."""
 
     def __init__(self, model: Checkpoint) -> None:
         self.model = model

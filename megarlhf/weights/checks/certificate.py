@@ -61,7 +61,7 @@ def certify(
     version: int,
     group: dist.ProcessGroup | None = None,
 ) -> Certificate:
-    """Compares what lies in `dst` on all ranks with what lies in `src`, cast to `dtype`. Collective.
+    """Compare the contents of `dst` on all ranks with those of `src`, cast to `dtype`. Collective.
 
     The digest of a tensor, by the first rank of the trainer that holds each box, is compared with what all others of
     the trainer hold, and, as often as the destinations hold it, with what they hold. `sources` and `destinations` are
@@ -116,7 +116,7 @@ def _digests_by_box(
 def _differences(
     boxes_here: _ByBox, different: Sequence[str], divided: Sequence[str], group: dist.ProcessGroup | None
 ) -> list[str]:
-    """In words, from all ranks' digests by box. Collective."""
+    """Sentences on what differs, from all ranks' digests by box. Collective."""
     by_rank = [boxes_here] * dist.get_world_size(group)
     dist.all_gather_object(by_rank, boxes_here, group=group)
     sent = {at: digest for boxes in by_rank for at, digest in boxes.sent.items()}
@@ -154,7 +154,7 @@ def _beyond(storages: Storages, dtype: torch.dtype) -> list[str]:
 
 
 def nonzero_padding(placements: RankPlacements, storages: Storages) -> list[str]:
-    """Storages whose padding, which no transfer writes and everybody leaves at zero, holds something else."""
+    """Storages whose padding is not zero. No transfer writes padding, and everything else leaves it at zero."""
     problems = []
     for name, gaps in placements.padding().items():
         flat = storages[name].detach().view(-1)

@@ -43,7 +43,7 @@ class _Keys:
         self._made: dict[tuple[int, int, int, torch.device], torch.Tensor] = {}
 
     def of(self, box: Box, device: torch.device) -> list[torch.Tensor]:
-        """By dimension. Odd, so that no bit of a difference is lost."""
+        """Keys of a box by dimension. They are odd, so that no bit of a difference is lost."""
         keys = []
         for dim, (start, stop) in enumerate(zip(box.start, box.stop, strict=True)):
             at = (dim, start, stop, device)

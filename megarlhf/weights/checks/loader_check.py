@@ -2,7 +2,7 @@
 
 Every element of a few layers gets a number; the engine's loader is given tensors that hold these numbers, and each
 live parameter must then hold the numbers that the table says. A dtype of 16 bits has too few values to tell all
-elements apart, so the numbers are given digit by digit. What stands in a wrong place can therefore be named.
+elements apart, so the numbers are given digit by digit. Elements in a wrong place can therefore be named.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class _Difference:
     """The first element of a parameter that differs."""
 
     element: int
-    """In the parameter, counted row-major."""
+    """Index in the parameter, counted row-major."""
     expected: int | None
     """Number; None: padding."""
     since: int

@@ -43,7 +43,7 @@ class Copy:
         return self.src.box.numel
 
     def part(self, box: Box) -> Copy:
-        """The copy of `box`, which lies inside this one's."""
+        """The copy of `box`, which is inside this one's."""
         return Copy(self.src_rank, self.src.part(box), self.dst_rank, self.dst.part(box))
 
 
@@ -153,7 +153,7 @@ def _row_near(tensors: Sequence[TensorOverlaps], route: Route, position: int) ->
             if at + overlap.numel >= position:
                 return at + (position - at + overlap.row // 2) // overlap.row * overlap.row
             at += overlap.numel
-    raise AssertionError(f"position {position} lies behind the end {at} of route {route}")
+    raise AssertionError(f"position {position} is behind the end {at} of route {route}")
 
 
 def _copies(

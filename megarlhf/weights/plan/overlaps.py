@@ -1,4 +1,4 @@
-"""Where sources and destinations overlap: every wanted box, cut along the boxes that the sources hold.
+"""Overlaps of sources and destinations: every wanted box, cut along the boxes that the sources hold.
 
 Layers of a model are cut alike. So overlaps are computed once for each pattern of boxes and ranks, and shared by all
 tensors of that pattern: a model of eighteen thousand expert matrices has a few dozen patterns.
@@ -24,7 +24,7 @@ NodeOf = Sequence[int] | Mapping[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """The part of a wanted box that lies in one box of the sources."""
+    """The part of a wanted box that is in one box of the sources."""
 
     box: Box
     numel: int
@@ -36,7 +36,7 @@ class Overlap:
     holders: Mapping[int, int]
     """Rank -> position among the tensor's source placements, of all ranks that hold the source box."""
     route: Route | None
-    """None when the destination holds the overlap itself."""
+    """The route; None when the destination holds the overlap itself."""
 
 
 @dataclass(frozen=True)

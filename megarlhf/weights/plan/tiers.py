@@ -92,7 +92,7 @@ class _Region:
 
     @property
     def is_shared(self) -> bool:
-        """It comes in for several, once."""
+        """Whether the region enters the node once for several owners."""
         return self.comes_in and len(self.owners) > 1
 
 
@@ -116,7 +116,7 @@ def _split_node(node: int, holding: Sequence[RankPlacements], wanting: Sequence[
                     if at + region.numel >= position:
                         return at + (position - at + region.row // 2) // region.row * region.row
                     at += region.numel
-        raise AssertionError(f"position {position} lies behind the end {at} of what ranks {ranks} share")
+        raise AssertionError(f"position {position} is behind the end {at} of what ranks {ranks} share")
 
     shares = balance_senders({ranks: {node: numel} for ranks, numel in needs.items()}, snap)
     passed: Counter[Ranks] = Counter()

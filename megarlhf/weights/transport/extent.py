@@ -22,7 +22,7 @@ class Extent:
     shape: Shape
     dtype: torch.dtype
     strides: Shape | None = None
-    """In elements; None: row-major without gaps."""
+    """Strides in elements; None: row-major without gaps."""
 
     def __setstate__(self, state: object) -> None:
         """Never called by us: else a pickle that is read could make an extent of any file."""

@@ -27,7 +27,7 @@ ALL_ITEMS_BYTES = 64 << 20
 """Bytes of all threads together; beyond 16 threads items get smaller."""
 
 Extents = Sequence[Mapping[str, Extent]]
-"""By rank, then by storage."""
+"""Extents by rank, then by storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def transfer(
 ) -> None:
     """Fills every destination extent; its files exist at full length, and are synced when complete.
 
-    Destination ranks of the plan are numbered from `first_destination` on. `progress` is told the bytes written,
+    Destination ranks of the plan are numbered from `first_destination` on. `progress` gets the bytes written,
     from any thread. Memory: `workers` (default: the cores of this process) x `ITEM_BYTES`, or a row if longer.
 
     Raises: ValueError on a source shorter than it says, or a number that float16 cannot hold; OSError of the file

@@ -24,7 +24,7 @@ from megarlhf.weights.transport.storages import Storages, strided
 
 @dataclass(frozen=True, slots=True)
 class StridedView:
-    """Where the elements of a strided copy lie at one of its ends."""
+    """Place of a strided copy's elements in one of its two storages."""
 
     storage: str
     offset: int
@@ -58,7 +58,7 @@ class StridedCopy:
 
 
 def coalesce(copies: Iterable[Copy]) -> list[StridedCopy]:
-    """As few strided copies as move the same elements in the same order."""
+    """The fewest strided copies that move the same elements in the same order."""
     out: list[StridedCopy] = []
     for copy in copies:
         shape, src_strides, dst_strides = _merged_dims(copy.box.shape, copy.src.strides, copy.dst.strides)
@@ -122,14 +122,14 @@ class Message:
 
     peer: int
     views: list[torch.Tensor]
-    """Its elements in live memory, in order."""
+    """Elements of the message in live memory, in order."""
     bucket_range: slice | None
-    """Its place in the bucket. None: it is a single flat view, and travels from or to where it lies."""
+    """Place of the message in the bucket. None: a single flat view, sent from or received into live memory directly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Both ends of a pair post the messages between them in the same order."""
+    """Messages of one round. Both ends of a pair post those between them in the same order."""
 
     sends: list[Message]
     receives: list[Message]
@@ -164,7 +164,7 @@ class RankMessages:
         return [(whole(copy, copy.dst, dst), whole(copy, copy.src, src)) for copy in self._local]
 
     def rounds(self, capacity: int, src: Storages, dst: Storages, dtype: torch.dtype) -> list[Round]:
-        """In each the rank sends at most `capacity` elements and receives as many.
+        """Rounds in which the rank sends at most `capacity` elements and receives as many.
 
         What is not of `dtype` goes through a bucket.
         """

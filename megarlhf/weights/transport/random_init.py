@@ -73,7 +73,7 @@ def fill_random(
 
 @torch.no_grad()
 def fill_zeros(placements: RankPlacements, dst: Storages, only: frozenset[str]) -> None:
-    """These logical tensors, as far as a rank holds them."""
+    """Fill the named logical tensors with zeros, as far as a rank holds them."""
     for placement in placements.placements:
         if placement.tensor in only:
             view(placement, dst).zero_()

@@ -225,7 +225,7 @@ class Resharder:
 
 
 def place_of(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
-    """The same while the tensor lies in the same storage, wherever that is: a storage may leave and come back."""
+    """A key that stays the same while the tensor has the same storage, even if that leaves memory and comes back."""
     return name, tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype
 
 
@@ -241,7 +241,7 @@ def _finish(round: _LiveRound, works: list[dist.Work], failure: _Failure) -> Non
 
 
 def _copy_inside(pairs: Pairs, dtype: torch.dtype) -> None:
-    """By way of `dtype`: the same bits as if they had travelled."""
+    """Copy through `dtype`: the same bits as if they had been sent."""
     for into, values in pairs:
         if dtype in (into.dtype, values.dtype):
             into.copy_(values)

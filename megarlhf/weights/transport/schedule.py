@@ -49,7 +49,7 @@ def rank_rounds(traffic: Mapping[Pair, int], rank: int, capacity: int) -> list[R
 
 
 def _coarsened(traffic: Mapping[Pair, int], capacity: int) -> tuple[int, int]:
-    """Into how many rounds each of a first fit is cut, and how much each of the fit holds."""
+    """Number of rounds into which each round of a first fit is cut, and the capacity of the fit's rounds."""
     sent: dict[int, int] = defaultdict(int)
     received: dict[int, int] = defaultdict(int)
     peers: dict[int, int] = defaultdict(int)

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints on disk: which tensors stand where in their files, without reading them."""
+"""Hugging Face checkpoints on disk: places of the tensors in their files, without reading them."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def _read_bin(path: Path) -> dict[str, Extent]:
 
 
 def read_header(path: Path) -> dict[str, Extent]:
-    """Where each tensor of a safetensors file stands.
+    """Place of each tensor of a safetensors file.
 
     Raises: ValueError when the file is not safetensors, contradicts itself, or is not as long as its header says.
     """

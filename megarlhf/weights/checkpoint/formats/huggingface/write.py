@@ -25,7 +25,7 @@ Specs = Mapping[str, tuple[Shape, torch.dtype]]
 def preallocate_huggingface(
     directory: Path, tensors: Specs, config: Mapping[str, Any], *, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> dict[str, Extent]:
-    """config.json, the index, and shards at full length in which every tensor is still a hole; where each stands."""
+    """config.json, the index, and shards at full length in which every tensor is still a hole; each one's place."""
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     shards = split_by_bytes(tensors, max_shard_bytes)
     names = [SINGLE]

@@ -86,7 +86,7 @@ def _require(args: Args) -> None:
 
 
 def _positions(args: Args) -> str:
-    """`position_embedding_type`, or what runs before that argument said."""
+    """Value of `position_embedding_type`, or what older runs had in its place."""
     kind = args.get("position_embedding_type")
     if kind is None:
         kind = "rope" if args.get("use_rotary_position_embeddings") else "learned_absolute"
@@ -249,7 +249,7 @@ class _Refused:
 
     family: str
     misfits: list[str]
-    """Fields of the architecture; none where each can be said but not all together."""
+    """Fields of the architecture; none where each is possible but not all together."""
     why: ValueError
 
 

@@ -17,9 +17,9 @@ FILES: Mapping[str, tuple[str, ...]] = {
     "TikTokenizer": ("tokenizer_model",),
     "MultimodalTokenizer": ("tokenizer_model",),
 }
-"""By type, the arguments that name its files."""
+"""Arguments that name a tokenizer's files, by its type."""
 _OF_OTHER_FORMS = ("Llama3Tokenizer", "MistralTokenizer", "TikTokenizer", "MultimodalTokenizer")
-"""Their file is in a form of its own; the same tokenizer of the Hugging Face hub has a tokenizer.json."""
+"""Types whose file has another form; the same tokenizer on the Hugging Face hub has a tokenizer.json."""
 
 
 def tokenizer_place(args: Mapping[str, Any]) -> Path | None:
@@ -38,11 +38,15 @@ def tokenizer_in_words(args: Mapping[str, Any]) -> str:
     if not kind:
         return ""
     given = [f"--{name.replace('_', '-')} {args[name]}" for name in FILES.get(str(kind), ()) if args.get(name)]
-    said = f"the checkpoint was trained with --tokenizer-type {' '.join([str(kind), *given])}"
+    origin = f"the checkpoint was trained with --tokenizer-type {' '.join([str(kind), *given])}"
     if (place := tokenizer_place(args)) is not None:
-        return f"{said}: set model.tokenizer to {place}, or to where that is here"
+        return f"{origin}: set model.tokenizer to {place}, or to where that is here"
     if kind in _OF_OTHER_FORMS:
-        return f"{said}: set model.tokenizer to a directory with the same tokenizer as a tokenizer.json of Hugging Face"
+        return (
+            f"{origin}: set model.tokenizer to a directory with the same tokenizer as a tokenizer.json of Hugging Face"
+        )
     if given:
-        return f"{said}: put these files into one directory, and set model.tokenizer to it"
-    return f"{said}, and names no file: set model.tokenizer to the tokenizer's directory, or to its SentencePiece file"
+        return f"{origin}: put these files into one directory, and set model.tokenizer to it"
+    return (
+        f"{origin}, and names no file: set model.tokenizer to the tokenizer's directory, or to its SentencePiece file"
+    )

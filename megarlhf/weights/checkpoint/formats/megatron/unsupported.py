@@ -14,7 +14,7 @@ def _off(value: Any) -> bool:
 
 
 def _none_or_one(value: Any) -> bool:
-    """Nothing, 1, or 1 for each layer."""
+    """Whether a value is absent, 1, or 1 for each layer."""
     return value is None or value == 1 or (isinstance(value, list) and set(value) == {1})
 
 

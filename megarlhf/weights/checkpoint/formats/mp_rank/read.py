@@ -55,7 +55,7 @@ def read_mp_rank(directory: str | PathLike[str], arch: Architecture | None = Non
     """Opens a checkpoint: a run's root, one `iter_XXXXXXX` or `release` in it. `arch` defaults to what args say.
     The parts are in the order of `layout.ranks()`.
 
-    Raises: ValueError when files are missing or damaged, the layout cannot be told or contradicts args, or the
+    Raises: ValueError when files are missing or damaged, the layout is unclear or contradicts args, or the
     tensors are not exactly those of the architecture (every difference listed).
     """
     folder, _ = find_checkpoint(directory)
@@ -232,7 +232,7 @@ def _layout(folder: Path, grid: Mapping[ModelRank, _File], args: Mapping[str, An
 
 
 def _layers_per_stage(grid: Mapping[ModelRank, _File], pp: int, vpp: int) -> tuple[int, ...]:
-    """As a `MegatronLayout` has them: of each rank, where its chunks are alike, else of each chunk."""
+    """Layers of each stage for a `MegatronLayout`: of each rank, where its chunks are alike, else of each chunk."""
     stages = []
     for stage in range(pp):
         file = grid[ModelRank(stage, 0, 0)]

@@ -1,4 +1,4 @@
-"""Where a storage of the whole Megatron model stands in a `torch_dist` checkpoint: keys, leading axes, halves.
+"""Places of the whole Megatron model's storages in a `torch_dist` checkpoint: keys, leading axes, halves.
 
 A checkpoint holds global tensors, those of one rank without any parallelism, under the names of the
 transformer-engine spec (Megatron's own local spec maps its norms to them). `KeyForm` says which axes precede:
@@ -47,7 +47,7 @@ class StorageName:
 
     @classmethod
     def parse(cls, name: str) -> StorageName:
-        """From the name of a parameter; layer and expert as the name counts them."""
+        """Parse the name of a parameter; layer and expert stay as the name counts them."""
         if (of_layer := _LAYER.fullmatch(name)) is None:
             return cls(name)
         layer, tail = int(of_layer[1]), of_layer[2]
@@ -75,7 +75,7 @@ class StorageName:
         return f"decoder.layers.{layer}{expert}{self.tail}"
 
     def lead(self, form: KeyForm) -> tuple[int, ...]:
-        """Its index along the axes that precede its own: layer, expert."""
+        """Index along the leading axes of the global tensor: layer, expert."""
         layer = (self.layer,) if self.layer is not None and form == "stacked" else ()
         return layer + ((self.expert,) if self.expert is not None and form != "single" else ())
 
@@ -94,7 +94,7 @@ class StorageName:
 
 @dataclass(frozen=True, slots=True)
 class GlobalSlice:
-    """Where the rows of a storage from `start` on (all of it: 0) stand in a global tensor."""
+    """Place of a storage's rows from `start` on (all of it: 0) in a global tensor."""
 
     key: str
     lead: tuple[int, ...]
@@ -106,7 +106,7 @@ class GlobalSlice:
 def global_slices(
     name: StorageName, shape: Shape, form: KeyForm, *, num_layers: int, num_experts: int, gated: bool
 ) -> list[GlobalSlice]:
-    """Where a storage of the whole model stands; two for a gated fc1 in the single form."""
+    """Places of a storage of the whole model; two for a gated fc1 in the single form."""
     key, lead = name.key(form), name.lead(form)
     before = name.lead_shape(form, num_layers, num_experts)
     if form != "single" or not gated:

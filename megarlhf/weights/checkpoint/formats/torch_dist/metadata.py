@@ -190,7 +190,7 @@ def require_apart(directory: Path, tensors: Iterable[GlobalTensor]) -> None:
     for first, second in pairwise(ordered):
         if first.path == second.path and first.offset + first.length > second.offset:
             raise ValueError(
-                f"{directory / METADATA} says that two chunks stand at byte {second.offset} of {first.path.name}; it "
+                f"{directory / METADATA} says that two chunks begin at byte {second.offset} of {first.path.name}; it "
                 "is damaged: copy the checkpoint again"
             )
 
@@ -201,13 +201,13 @@ def _kind(record: Any) -> str:
 
 def _state(record: Any, kind: str) -> dict[str, Any]:
     if _kind(record) != kind or not isinstance(record.state, dict):
-        raise TypeError(f"a {_kind(record)} stands where a {kind} belongs")
+        raise TypeError(f"a {_kind(record)} is where a {kind} belongs")
     return record.state
 
 
 def _is(kind: type[T], value: Any) -> T:
     if not isinstance(value, kind):
-        raise TypeError(f"a {type(value).__name__} stands where a {kind.__name__} belongs")
+        raise TypeError(f"a {type(value).__name__} is where a {kind.__name__} belongs")
     return value
 
 
@@ -219,7 +219,7 @@ def _shape(sizes: Any) -> Shape:
 
 
 def read_extents(shards: Mapping[str, tuple[SavedShard, torch.dtype]]) -> dict[str, Extent]:
-    """Where the tensor of each named shard stands.
+    """Place of the tensor of each named shard.
 
     Blobs of one dtype, shape and length mostly have the same header: the first is read in full, the others are
     compared with it and read in full only when they differ.
@@ -261,6 +261,6 @@ def _read_extent(blob: Blob, shape: Shape, dtype: torch.dtype) -> Extent:
 
 
 def _without_crc(header: bytes) -> bytes:
-    """A blob up to its tensor's bytes, without their CRC, which stands in the last local header."""
+    """A blob up to its tensor's bytes, without their CRC, which is in the last local header."""
     crc = header.rfind(b"PK\x03\x04") + 14
     return header[:crc] + bytes(4) + header[crc + 4 :]

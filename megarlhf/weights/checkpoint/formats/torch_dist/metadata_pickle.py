@@ -32,7 +32,7 @@ def _stand_in(name: str, module: str = "torch.distributed.checkpoint.metadata", 
 
 
 def _properties_state(self: Any) -> tuple[Any, ...]:
-    """As TensorProperties pickles: dtype, layout, requires_grad, memory format, pinned."""
+    """State that TensorProperties pickles: dtype, layout, requires_grad, memory format, pinned."""
     return self.dtype, torch.strided, False, _MemoryFormat(), False
 
 

@@ -83,7 +83,7 @@ def read_torch_dist(directory: str | PathLike[str], arch: Architecture | None = 
 def _slices_by_storage(
     directory: Path, whole: RankPlacements, tensors: Mapping[str, GlobalTensor], form: KeyForm, arch: Architecture
 ) -> dict[str, list[GlobalSlice]]:
-    """Where each storage of the whole model stands.
+    """Places of each storage of the whole model.
 
     Raises: ValueError that lists all that differs.
     """

@@ -1,4 +1,4 @@
-"""How a rank's storage is cut into the shards that it saves of a global tensor, and which objects stand beside them."""
+"""How a rank's storage is cut into the shards that it saves of a global tensor, and which objects are beside them."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class LocalShard:
     """A box of one rank's storage that is one shard of a global tensor."""
 
     local: Box
-    """In the rank's storage."""
+    """Box in the rank's storage."""
     key: str
     tensor: Shape
     """Shape of the global tensor."""
     box: Box
-    """In the global tensor, leading axes included."""
+    """Box in the global tensor, leading axes included."""
 
 
 def shards_of(shape: Shape, whole: Shape, part: GlobalSlice, tp_rank: int, halves: int) -> Iterator[LocalShard]:
@@ -66,7 +66,7 @@ class ExtraState:
 
     @property
     def unique_key(self) -> str:
-        """As Megatron-Core's `ShardedObject` spells it."""
+        """Key in the spelling of Megatron-Core's `ShardedObject`."""
         return f"{self.key}/shard_{'.'.join(map(str, self.index))}_{'.'.join(map(str, self.shape))}"
 
 

@@ -189,7 +189,7 @@ class _BlobFiles:
         self._directory, self._dtype = directory, dtype
         self._templates: dict[Shape, tuple[bytes, bytes]] = {}
         self.blobs: dict[str, Blob] = {}
-        """By the name of the shard's storage."""
+        """Blobs by the name of the shard's storage."""
 
     def write(self, rank: _RankShards) -> dict[str, Extent]:
         """The rank's shards; a rank that saves nothing has no file."""

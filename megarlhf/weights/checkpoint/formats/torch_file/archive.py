@@ -196,7 +196,7 @@ def write_skeleton(path: str | PathLike[str], obj: Any, *, offset: int = 0) -> t
 
     Returns `obj` with an Extent for each TensorSpec (inside dicts, lists, tuples and Namespaces), and the end of
     the archive in the file. With offset 0 the file is made anew, otherwise the archive is put at `offset` of
-    an existing one. A TensorSpec that stands twice is one storage. CRCs of the tensors are left out: `seal`.
+    an existing one. A TensorSpec that is written twice is one storage. CRCs of the tensors are left out: `seal`.
 
     Raises: ValueError when `obj` holds a tensor.
     """
@@ -233,7 +233,7 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, protocol: int) -> None:
         super().__init__(file, protocol)
         self.specs: list[TensorSpec] = []
-        """By key; a spec that stands twice is reduced once."""
+        """Specs by key; one that is written twice is reduced once."""
 
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, _Key):

@@ -53,10 +53,10 @@ INERT_MODULES = (
 """Modules, with all below them, whose classes and functions become stand-ins."""
 
 INERT: Any = object()
-"""In an allow-list: this name becomes a stand-in."""
+"""Entry of an allow-list for a name that becomes a stand-in."""
 
 UNTYPED = "untyped"
-"""In place of a storage's dtype: it counts bytes."""
+"""Dtype of a storage that counts bytes."""
 
 
 class _StandInType(type):

@@ -19,7 +19,7 @@ _END = struct.Struct("<4sHHHHIIH")
 _END64 = struct.Struct("<4sQHHIIQQQQ")
 _LOCATOR = struct.Struct("<4sIQI")
 _FULL = 0xFFFFFFFF
-"""A 32-bit field whose value stands in the zip64 extra field."""
+"""A 32-bit field whose value is in the zip64 extra field."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from megarlhf.rollout import response_cache as bank_module
+from megarlhf.rollout import bank as bank_module
+from megarlhf.rollout.bank import RolloutBank
 from megarlhf.rollout.engine import Response, Sampling
-from megarlhf.rollout.response_cache import RolloutCache
 from tests.tables import make_response
 
 SAMPLING = Sampling(max_tokens=3, temperature=0.7, end_ids=(2, 9))
@@ -34,7 +34,7 @@ ROWS = {
 @pytest.fixture
 def opened(one_rank, tmp_path):
     def open_bank(step=7, fingerprint="weights 7", sampling=SAMPLING, prompts=PROMPTS, seeds=SEEDS, refill=0):
-        return RolloutCache(tmp_path / "bank").open(
+        return RolloutBank(tmp_path / "bank").open(
             step, fingerprint=fingerprint, sampling=sampling, prompts=prompts, seeds=seeds, refill=refill
         )
 
@@ -62,8 +62,8 @@ def test_nothing_is_lost_when_the_process_is_killed(tmp_path):
     program = f"""
 import os, pathlib, signal, torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-from tests.rollout.test_response_cache import *
-kept = RolloutCache(pathlib.Path({str(tmp_path / "bank")!r})).open(
+from tests.rollout.test_bank import *
+kept = RolloutBank(pathlib.Path({str(tmp_path / "bank")!r})).open(
     7, fingerprint="weights 7", sampling=SAMPLING, prompts=PROMPTS, seeds=SEEDS)
 for row, response in ROWS.items():
     kept.add(row, response)
@@ -189,7 +189,7 @@ def test_what_is_no_finished_response_is_not_used(opened, caplog, tokens, num_lo
 @pytest.mark.parametrize("call", ["write", "fsync", "open"])
 def test_a_full_disk_is_said_once_and_the_rollout_goes_on(opened, tmp_path, caplog, monkeypatch, call):
     put(opened, [0])
-    bank = RolloutCache(tmp_path / "bank")
+    bank = RolloutBank(tmp_path / "bank")
     real, failed = getattr(os, call), []
 
     def full(*arguments):
@@ -230,11 +230,11 @@ def test_the_banks_of_consumed_steps_are_removed_and_nothing_else(opened, tmp_pa
         with opened(step=step) as kept:
             kept.add(0, ROWS[0])
     (tmp_path / "bank" / "step_000001.old").mkdir()
-    RolloutCache(tmp_path / "bank").forget_before(7)
+    RolloutBank(tmp_path / "bank").forget_before(7)
     left = sorted(path.name for path in (tmp_path / "bank").iterdir())
     assert left == ["step_000001.old", "step_000007", "step_000123"]
     assert opened().held == {0: ROWS[0]}
-    RolloutCache(tmp_path / "none").forget_before(7)
+    RolloutBank(tmp_path / "none").forget_before(7)
 
 
 def test_a_round_of_dynamic_sampling_has_a_bank_of_its_own(opened, tmp_path):
@@ -244,7 +244,7 @@ def test_a_round_of_dynamic_sampling_has_a_bank_of_its_own(opened, tmp_path):
         kept.add(1, ROWS[1])
     assert opened().held == {0: ROWS[0]}
     assert opened(refill=2).held == {1: ROWS[1]}
-    RolloutCache(tmp_path / "bank").forget_before(8)
+    RolloutBank(tmp_path / "bank").forget_before(8)
     assert list((tmp_path / "bank").iterdir()) == []
 
 

@@ -1,10 +1,10 @@
 """The rollout bank: finished responses of a rollout in progress, on disk, so that a killed run does not lose them.
 
-    cache = RolloutCache(run_dir / "bank")
-    with cache.open(step, fingerprint=..., sampling=sampling, prompts=prompts, seeds=seeds) as kept:
+    bank = RolloutBank(run_dir / "bank")
+    with bank.open(step, fingerprint=..., sampling=sampling, prompts=prompts, seeds=seeds) as kept:
         rollouts = engine.generate(prompts, seeds, sampling, bank=kept)
     ...                           # train, write a resume point after the step
-    cache.forget_before(step + 1)
+    bank.forget_before(step + 1)
 
 `bank/step_000007/0001_rank_00000.jsonl` has the responses that rank 0 added after the bank was opened for the first
 time when 7 steps were done. Files of earlier processes are never written to. A round of dynamic sampling has its own
@@ -63,7 +63,7 @@ class _Expected:
     sampling: Sampling
 
 
-class RolloutCache:
+class RolloutBank:
     """Responses of the steps since the last resume point. All ranks make one, with the same directory."""
 
     def __init__(self, directory: Path) -> None:
@@ -135,7 +135,7 @@ class StepBank(FinishedResponses):
     """Bank of one step. Added responses are given to the operating system at once."""
 
     def __init__(
-        self, bank: RolloutCache, path: Path, expected: _Expected, held: Mapping[int, Response], num_taken_over: int
+        self, bank: RolloutBank, path: Path, expected: _Expected, held: Mapping[int, Response], num_taken_over: int
     ) -> None:
         super().__init__(held)
         self.num_taken_over = num_taken_over
