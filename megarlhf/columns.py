@@ -71,7 +71,7 @@ class Traffic:
 
     def __init__(self, num_ranks: int) -> None:
         self.received_W = torch.zeros(num_ranks, dtype=torch.int64)
-        """On the CPU."""
+        """Bytes by rank, on the CPU."""
 
 
 @dataclass(frozen=True, eq=False)
