@@ -80,10 +80,10 @@ class Bench:
         """A border at which a point is written; seconds that training stands still, and of the steps around it."""
         before = [self.step() for _ in range(STEPS_BETWEEN)]
         writer, start = self._writers[way], time.perf_counter()
-        writer.border(Position(self._steps))
+        writer.boundary_reached(Position(self._steps))
         still = time.perf_counter() - start
         beside = self.step()
-        writer.finish(last_border=False)
+        writer.finish(last_boundary=False)
         return {
             "standing_still": still,
             "complete": time.perf_counter() - start,

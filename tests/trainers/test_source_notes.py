@@ -62,7 +62,7 @@ def test_a_copy_of_the_training_data_is_said(tmp_path):
     def said(**sets):
         each = loader({"train": train, "cache": str(tmp_path / "cache"), **sets}, encoder)
         data, _, notes = each.train_and_validation("sft")
-        return [note for note in notes + (each.test(data)[1] if "test" in sets else []) if "stand in" in note]
+        return [note for note in notes + (each.test(data)[1] if "test" in sets else []) if "training data too" in note]
 
     words = "are in the training data too, the first as record"
     assert said(validation=copy) == [f"4 of 4 held-out prompts {words} 1"]
