@@ -136,6 +136,7 @@ HOUSE: tuple[dict[str, str], ...] = (
         "memory": "what the machine and its control groups leave: files of /proc and /sys",
         "errors": "exceptions that several rooms share",
         "packages": "versions of what is installed",
+        "own_code": "the user's code, named by import path: the standard library only",
     },
 )
 """From the roof to the ground. A room may import rooms of lower floors, and none of its own floor."""

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from megarlhf.errors import WatchdogInterrupt
-from megarlhf.rollout.rewards.batch import FP32_MAX, RewardResult, TokenRewards, short
+from megarlhf.own_code.failures import short
+from megarlhf.rollout.rewards.batch import FP32_MAX, RewardResult, TokenRewards
 from megarlhf.rollout.rewards.calls import AT_ONCE, call
 from megarlhf.rollout.rewards.forms import Form, form_of
 from tests.rollout.test_reward_pool import batch

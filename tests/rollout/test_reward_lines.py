@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from megarlhf.rollout.rewards.calls import call, load_function
+from megarlhf.own_code.load import load_function
+from megarlhf.rollout.rewards.calls import call
 from megarlhf.rollout.rewards.forms import Form
 from tests.rollout.test_reward_pool import batch
 
@@ -48,7 +49,7 @@ def module(tmp_path, monkeypatch):
 )
 def test_a_module_that_does_not_come_to_its_end_is_an_error(module, text, words):
     with pytest.raises(ValueError, match=words):
-        load_function(f"{module(text)}:f")
+        load_function(f"{module(text)}:f", "reward rule")
 
 
 def test_modules_without_a_file(module, tmp_path):
@@ -56,12 +57,12 @@ def test_modules_without_a_file(module, tmp_path):
     with pytest.raises(
         ValueError, match="the module time, which is built into Python, has no function 'slep'; did you"
     ):
-        load_function("time:slep")
+        load_function("time:slep", "reward rule")
     module("", "no_package_here/rules")
     with pytest.raises(
         ValueError, match=r"no_package_here is a folder without __init__\.py, which has no function 'f'"
     ):
-        load_function("no_package_here:f")
+        load_function("no_package_here:f", "reward rule")
 
 
 DECORATORS = """
@@ -117,7 +118,7 @@ def test_the_line_is_the_user_s(module, monkeypatch, tmp_path, name, installed):
     module(DECORATORS, f"{folder}/{decorators}")
     monkeypatch.syspath_prepend(str(tmp_path / folder))
     users = module(DECORATED.format(decorators=decorators))
-    function = load_function(f"{users}:{name}")
+    function = load_function(f"{users}:{name}", "reward rule")
     (found,) = call(function, ONE_BY_ONE, batch(responses=("a",)))
     if name == "covered" and not installed:
         assert f"{decorators}.py:6: return function(*args)" in found.error
@@ -129,7 +130,7 @@ def test_the_line_is_the_user_s(module, monkeypatch, tmp_path, name, installed):
 def test_the_line_below_a_cache_a_partial_and_none(module):
     """A cache in C is unwrapped; a builtin that refuses its arguments has no line."""
     module(DECORATORS, "decorators_of_cached")
-    cached = load_function(f"{module(DECORATED.format(decorators='decorators_of_cached'))}:cached")
+    cached = load_function(f"{module(DECORATED.format(decorators='decorators_of_cached'))}:cached", "reward rule")
     row = replace(batch(responses=("a",)), fields=[None])
     (found,) = call(cached, ONE_BY_ONE, row)
     assert found.error.endswith('return json.loads("no")  # cached')
@@ -153,7 +154,7 @@ def test_an_exception_s_text_is_cut(module):
     assert first.error.startswith("raised ValueError: " + "x" * 1000 + "... (5000000 characters); " + __file__)
     assert second.error.startswith("raised Mute: (its text raises KeyError); ")
     name = module(f"def f(prompt, response, fields): return 1 / 0, [{'1, ' * 1000}]\n")
-    (found,) = call(load_function(f"{name}:f"), ONE_BY_ONE, batch(responses=("a",)))
+    (found,) = call(load_function(f"{name}:f", "reward rule"), ONE_BY_ONE, batch(responses=("a",)))
     assert "division by zero; " in found.error
     assert found.error.endswith("1, 1,...")
     assert len(found.error) < 500

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from megarlhf.rollout.rewards.batch import RewardBatch, RewardResult
-from megarlhf.rollout.rewards.calls import load_function
 from megarlhf.rollout.rewards.forms import form_of
 from megarlhf.rollout.rewards.pool import RewardPool
+from megarlhf.rollout.rewards.rules import load_rule
 
 MODULE = '''
 import asyncio, os, sys, time
@@ -101,7 +101,7 @@ def ask(tmp_path, monkeypatch):
 
     def call(name, rows=None, **options) -> list[RewardResult]:
         rule = f"users_rewards:{name}"
-        pool = RewardPool(rule, form_of(load_function(rule)), **{"workers": 1, "timeout_seconds": 20.0, **options})
+        pool = RewardPool(rule, form_of(load_rule(rule)), **{"workers": 1, "timeout_seconds": 20.0, **options})
         pools.append(pool)
         return pool.start(rows or batch()).wait()
 
@@ -194,11 +194,11 @@ def test_tries_again_after_a_hang(ask, tmp_path):
         f"import pathlib, time\ndef rule(prompt, response, fields):\n    flag = pathlib.Path({str(flag)!r})\n"
         "    if not flag.exists():\n        flag.touch()\n        time.sleep(600)\n    return 4.0\n"
     )
-    pool = RewardPool("flaky:rule", form_of(load_function("flaky:rule")), workers=1, timeout_seconds=1.0, retries=1)
+    pool = RewardPool("flaky:rule", form_of(load_rule("flaky:rule")), workers=1, timeout_seconds=1.0, retries=1)
     assert values(pool.start(batch(responses=("a",))).wait()) == [4.0]
     pool.close()
     flag.unlink()
-    once = RewardPool("flaky:rule", form_of(load_function("flaky:rule")), workers=1, timeout_seconds=0.5)
+    once = RewardPool("flaky:rule", form_of(load_rule("flaky:rule")), workers=1, timeout_seconds=0.5)
     assert once.start(batch(responses=("a",))).wait()[0].error == "took longer than 0.5 s"
     once.close()
 
@@ -206,7 +206,7 @@ def test_tries_again_after_a_hang(ask, tmp_path):
 def test_waiting_can_be_given_up_and_nothing_is_left(ask):
     """Asked to stop, `wait` returns None at once; closing ends the workers, hanging ones too."""
     rule = "users_rewards:second"
-    pool = RewardPool(rule, form_of(load_function(rule)), workers=1, timeout_seconds=60.0)
+    pool = RewardPool(rule, form_of(load_rule(rule)), workers=1, timeout_seconds=60.0)
     pending = pool.start(batch("hang"))
     start = time.monotonic()
     assert pending.wait(lambda: time.monotonic() - start > 0.3) is None

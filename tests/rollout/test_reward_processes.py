@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megarlhf.rollout.rewards.calls import load_function
+from megarlhf.own_code.load import load_function
 from megarlhf.rollout.rewards.forms import form_of
 from megarlhf.rollout.rewards.pool import RewardPool
 from tests.rollout.test_reward_pool import batch
@@ -145,7 +145,7 @@ def pool(tmp_path, monkeypatch, started):
     def make(name, seconds=60.0):
         rule = f"starting_rewards:{name}"
         sys.modules.pop("starting_rewards", None)
-        pools.append(RewardPool(rule, form_of(load_function(rule)), workers=1, timeout_seconds=seconds))
+        pools.append(RewardPool(rule, form_of(load_function(rule, "reward rule")), workers=1, timeout_seconds=seconds))
         return pools[-1]
 
     yield make

@@ -175,7 +175,7 @@ def test_load_rule_by_name_and_by_path(tmp_path, monkeypatch):
 
 
 def test_unknown_rules_say_what_there_is():
-    with pytest.raises(ValueError, match=r"'exact'.*exact_match, numeric_match.*package\.module:function"):
+    with pytest.raises(ValueError, match=r"'exact'.*exact_match, numeric_match.*package\.module:name"):
         load_rule("exact")
     with pytest.raises(ValueError, match=r"cannot import no_such_module_here"):
         load_rule("no_such_module_here:f")

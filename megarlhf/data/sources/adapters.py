@@ -7,19 +7,13 @@ returns None for a row to leave out. An adapter of yours is in a module on PYTHO
 
 from __future__ import annotations
 
-import ast
-import contextlib
-import difflib
-import hashlib
-import importlib
-import importlib.util
-import inspect
 import math
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megarlhf.own_code.digest import digest_of
+from megarlhf.own_code.load import is_path, load_function, unknown_name
 
 Adapter = Callable[[Mapping[str, Any]], Mapping[str, Any] | None]
 
@@ -246,83 +240,14 @@ def load_adapter(name: str) -> Adapter:
     """One of `ADAPTERS`, or a user's function named `package.module:function`. Raises: ValueError for another name."""
     if name in ADAPTERS:
         return ADAPTERS[name]
-    module_name, colon, function = name.partition(":")
-    if not colon:
-        near = difflib.get_close_matches(name, ADAPTERS, n=1)
-        raise ValueError(
-            f"unknown adapter {name!r}; "
-            + (f"did you mean {near[0]!r}? " if near else "")
-            + f"the known ones are {', '.join(ADAPTERS)}; write your own as package.module:function"
-        )
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(
-            f"adapter {name!r}: cannot import {module_name!r} ({error}); put its directory on PYTHONPATH"
-        ) from error
-    adapter: Any = getattr(module, function, None)
-    if not callable(adapter):
-        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ValueError(f"adapter {name!r}: {module_name} has no function {function!r}; it has {', '.join(known)}")
-    return cast(Adapter, adapter)
+    if not is_path(name):
+        raise ValueError(unknown_name("adapter", name, ADAPTERS))
+    return load_function(name, "adapter")
 
 
 def digest_of_adapter(name: str | None) -> str | None:
-    """Digest of a user's adapter; the name of a built-in one. It covers the named module, the file with the adapter's
-    code (another one where a factory or a decorator made it), and the user's modules that these import."""
-    if name is None or name in ADAPTERS:
-        return name
-    adapter = load_adapter(name)
-    module = sys.modules[name.partition(":")[0]]
-    if not (getattr(module, "__file__", None) or "").endswith(".py"):
-        raise ValueError(f"adapter {name!r}: {module} has no file in Python; name a function in a module")
-    waiting = [(module.__name__, Path(str(module.__file__)))]
-    with contextlib.suppress(TypeError):  # a callable object: the file of its class is among the imports
-        code = inspect.unwrap(adapter)
-        file, of_code = Path(inspect.getsourcefile(code) or ""), getattr(code, "__module__", None) or ""
-        if file.suffix == ".py" and _is_own(of_code, file):
-            waiting.append((of_code, file))
-    files: dict[Path, bytes] = {}
-    while waiting:
-        module_name, path = waiting.pop()
-        if path not in files:
-            files[path] = path.read_bytes()
-            waiting += _own_imports(files[path], module_name, path)
-    digests = sorted((path.name, hashlib.sha256(content).hexdigest()) for path, content in files.items())
-    return hashlib.sha256(repr(digests).encode()).hexdigest()
-
-
-_INSTALLED = ("site-packages", "dist-packages")
-
-
-def _is_own(module: str, file: Path) -> bool:
-    """Tell whether a module is the user's: neither Python's, nor megarlhf's, nor of an installed package."""
-    known = module.partition(".")[0] in sys.stdlib_module_names | {"megarlhf"}
-    return not known and not set(_INSTALLED) & set(file.parts)
-
-
-def _own_imports(source: bytes, module: str, file: Path) -> Iterator[tuple[str, Path]]:
-    """The user's modules that a file imports, anywhere in it, with their files."""
-    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = "." * node.level + (node.module or "")
-            names |= {base, *(f"{base}{'' if base.endswith('.') else '.'}{alias.name}" for alias in node.names)}
-    absolute: set[str] = set()
-    for name in names:
-        with contextlib.suppress(ImportError):  # a relative import in a module without a package, which cannot run
-            parts = importlib.util.resolve_name(name, package).split(".")
-            absolute |= {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
-    for name in sorted(absolute):
-        if name.partition(".")[0] in sys.stdlib_module_names:
-            continue
-        with contextlib.suppress(ImportError, ValueError, AttributeError):  # a name that is no module, or is missing
-            spec = importlib.util.find_spec(name)
-            if spec and spec.origin and spec.origin.endswith(".py") and _is_own(name, path := Path(spec.origin)):
-                yield name, path
+    """Digest of the source of a user's adapter; the name of a built-in one."""
+    return name if name is None or name in ADAPTERS else digest_of(name, "adapter")
 
 
 def _without(row: Mapping[str, Any], *names: str) -> dict[str, Any]:

@@ -24,11 +24,12 @@ from megarlhf.data.sample_types import PromptSample, Unusable, sample_of
 from megarlhf.data.sources.fields import LeftOut, Reader
 from megarlhf.data.sources.find import find
 from megarlhf.data.tokenizers.tokenizer import Tokenizer
+from megarlhf.own_code.failures import short, without_partials
 from megarlhf.planning.data.encoders import prompt_encoder
 from megarlhf.rollout.rewards.answers import answers_of, end_of_solution, listed_in, texts_of_answer
-from megarlhf.rollout.rewards.batch import RewardBatch, short
+from megarlhf.rollout.rewards.batch import RewardBatch
 from megarlhf.rollout.rewards.format_rules import FORMAT_RULES
-from megarlhf.rollout.rewards.forms import Form, first_of, without_partials
+from megarlhf.rollout.rewards.forms import Form, first_of
 from megarlhf.rollout.rewards.numerals import number_of
 from megarlhf.rollout.rewards.rules import RULES, bind_rule, load_rule, rule_form
 from megarlhf.rollout.rewards.score import RewardSource, make_source

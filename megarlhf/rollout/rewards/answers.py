@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megarlhf.rollout.rewards.batch import Fields, short
+from megarlhf.own_code.failures import short
+from megarlhf.rollout.rewards.batch import Fields
 
 ANSWER = "answer"
 _ANSWER_KEYS = ("ground_truth", "target", "answer", "answers", "text", "value")

@@ -10,13 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from megarlhf.own_code.failures import describe_error, is_user_error, short
+
 Fields = Mapping[str, Any]
 """Columns of a record other than the prompt, such as `answer`."""
 
-_MAX_VALUE_LENGTH = 60
-"""Characters of a value in a message."""
-_MAX_ERROR_LENGTH = 1000
-"""Characters of a user's exception in a message."""
 FP32_MAX = (2 - 2**-23) * 2.0**127
 """Largest reward: columns of rewards are fp32."""
 
@@ -247,43 +245,3 @@ def _require_fp32(number: float, what: str = "") -> float:
             "scale the reward"
         )
     return number
-
-
-def is_user_error(error: BaseException) -> bool:
-    """Whether user code raised the error, including sys.exit and a cancelled task.
-
-    Not so a KeyboardInterrupt or an error of the watchdog: those come from a signal to this process.
-    """
-    if isinstance(error, Exception):
-        return True
-    return not isinstance(error, KeyboardInterrupt) and not type(error).__module__.startswith("megarlhf.")
-
-
-def short(value: Any) -> str:
-    """Shortened `repr` for a message, even if the value's own `repr` raises."""
-    try:
-        return cut(repr(value), _MAX_VALUE_LENGTH)
-    except Exception as error:  # noqa: BLE001 - the message is needed; even a number of 5000 digits raises
-        return f"a {type(value).__name__} whose repr raises {type(error).__name__}"
-
-
-def error_text(error: BaseException) -> str:
-    """Text of an exception for a message."""
-    try:
-        text = str(error)
-    except Exception as other:  # noqa: BLE001 - as above
-        return f"(its text raises {type(other).__name__})"
-    if len(text) <= _MAX_ERROR_LENGTH:
-        return text
-    return f"{text[:_MAX_ERROR_LENGTH]}... ({len(text)} characters)"
-
-
-def describe_error(error: BaseException) -> str:
-    """Type and text of an exception."""
-    text = error_text(error)
-    return f"{type(error).__name__}{': ' if text else ''}{text}"
-
-
-def cut(text: str, length: int) -> str:
-    """The first characters of a text, with dots in place of the rest."""
-    return text if len(text) <= length else text[: length - 3] + "..."

@@ -16,8 +16,9 @@ from megarlhf.architectures.hf_config import score_of_config
 from megarlhf.data.samples.retokenize import Retokenizer
 from megarlhf.data.text.omissions import KINDS
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
+from megarlhf.own_code.failures import short
 from megarlhf.provenance import find_provenance_file
-from megarlhf.rollout.rewards.batch import DeferredBatch, MissingColumn, RewardBatch, RewardResult, short
+from megarlhf.rollout.rewards.batch import DeferredBatch, MissingColumn, RewardBatch, RewardResult
 
 log = logging.getLogger(__name__)
 

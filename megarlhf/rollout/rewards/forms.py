@@ -10,9 +10,9 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
+from megarlhf.own_code.failures import without_partials
 from megarlhf.rollout.rewards.batch import Fields, MissingColumn, RewardBatch, WrongValue
 
 Column = Callable[[RewardBatch], Sequence[Any]]
@@ -277,10 +277,3 @@ def _refusal(parameters: Sequence[inspect.Parameter], why: str) -> ValueError:
         f"its parameters are ({', '.join(map(str, parameters))}): {why}. A function is called by the names of its "
         f"parameters, which may be: {known}; or (batch), a RewardBatch, for several responses"
     )
-
-
-def without_partials(function: Any) -> Any:
-    """The function inside any functools.partial."""
-    while isinstance(function, partial):
-        function = function.func
-    return function

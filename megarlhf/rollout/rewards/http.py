@@ -20,7 +20,8 @@ from typing import Any
 
 import httpx
 
-from megarlhf.rollout.rewards.batch import RewardBatch, RewardResult, short
+from megarlhf.own_code.failures import short
+from megarlhf.rollout.rewards.batch import RewardBatch, RewardResult
 from megarlhf.rollout.rewards.forms import label_of
 from megarlhf.rollout.rewards.pool import BACKOFF_SECONDS, POLL_SECONDS, Pending
 

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import hashlib
 import inspect
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from megarlhf.config import RewardConfig
+from megarlhf.own_code.digest import digest_of
+from megarlhf.own_code.load import is_path, load_function, unknown_name
 from megarlhf.rollout.rewards.answers import ANSWER, answers_of, end_of_solution
 from megarlhf.rollout.rewards.batch import Fields
-from megarlhf.rollout.rewards.calls import load_function
 from megarlhf.rollout.rewards.format_rules import FORMAT_RULES
 from megarlhf.rollout.rewards.forms import Form, form_of, truth_of
 from megarlhf.rollout.rewards.numerals import last_number, number_of, with_plain_minus
 from megarlhf.rollout.rewards.verifiers import VERIFIERS
 
+_WHAT = "reward rule"
+"""Kind of user code, in messages."""
 Rule = Callable[[str, str, Fields], Any]
 """(prompt text, response text without end-of-sequence, other columns of the record) -> reward."""
 
@@ -90,12 +91,11 @@ _CHECKS: dict[str, Callable[..., None]] = {
 
 
 def rule_source_digests(rewards: Sequence[RewardConfig]) -> dict[str, str]:
-    """Digest of the file of each of the user's own rules that has one, by the text `reward rule NAME`."""
+    """Digest of the source of each of the user's own rules that has one, by the text `reward rule NAME`."""
     digests = {}
     for name in sorted({reward.rule for reward in rewards if reward.rule is not None} - RULES.keys()):
-        with contextlib.suppress(TypeError, OSError):
-            file = inspect.getsourcefile(load_rule(name))
-            digests[f"reward rule {name}"] = hashlib.sha256(Path(file or "").read_bytes()).hexdigest()
+        with contextlib.suppress(ValueError):  # a module without a source in Python
+            digests[f"reward rule {name}"] = digest_of(name, _WHAT)
     return digests
 
 
@@ -103,14 +103,9 @@ def load_rule(name: str) -> Rule:
     """A rule of `RULES`, or a user's function `package.module:function`. Raises: ValueError for an unknown one."""
     if name in RULES:
         return RULES[name]
-    if ":" not in name:
-        near = difflib.get_close_matches(name, RULES, n=1)
-        raise ValueError(
-            f"unknown reward rule {name!r}; "
-            + (f"did you mean {near[0]!r}? " if near else "")
-            + f"the known ones are {', '.join(RULES)}; write your own as package.module:function"
-        )
-    rule: Rule = load_function(name)
+    if not is_path(name):
+        raise ValueError(unknown_name(_WHAT, name, RULES))
+    rule: Rule = load_function(name, _WHAT)
     return rule
 
 

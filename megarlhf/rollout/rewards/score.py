@@ -20,7 +20,8 @@ from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.errors import Interrupted, RewardError, WatchdogTimeout
 from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
-from megarlhf.rollout.rewards.batch import DeferredBatch, RewardBatch, RewardResult, short
+from megarlhf.own_code.failures import short
+from megarlhf.rollout.rewards.batch import DeferredBatch, RewardBatch, RewardResult
 from megarlhf.rollout.rewards.calls import call
 from megarlhf.rollout.rewards.forms import Form
 from megarlhf.rollout.rewards.http import HttpReward, require_plain_token

@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarlhf.config import RewardConfig
-from megarlhf.rollout.rewards.batch import MissingColumn, RewardBatch, RewardResult, short
+from megarlhf.own_code.failures import short
+from megarlhf.rollout.rewards.batch import MissingColumn, RewardBatch, RewardResult
 from megarlhf.rollout.rewards.score import RewardSource
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from megarlhf.rollout.rewards.calls import call, load_function
+from megarlhf.own_code.load import load_function
+from megarlhf.rollout.rewards.calls import call
 from megarlhf.rollout.rewards.forms import form_of
 
 END = signal.SIGRTMAX
@@ -62,7 +63,7 @@ def _answer(connection: Connection) -> None:
     """Load the function, then answer each batch with its results until the pipe is closed."""
     name, args, sys.path[:], seconds = connection.recv()
     try:
-        function = load_function(name)
+        function = load_function(name, "reward rule")
         function = partial(function, **args) if args else function
         form = form_of(function)
     except ValueError as error:

@@ -14,7 +14,7 @@ from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.experience import Experience
 from megarlhf.observe.records.metrics import Metric
-from megarlhf.rollout.rewards.batch import short
+from megarlhf.own_code.failures import short
 from megarlhf.rollout.rewards.score import response_texts
 
 _PREFIX = "reward/"

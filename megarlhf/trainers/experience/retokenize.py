@@ -17,7 +17,8 @@ from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.errors import RewardError
 from megarlhf.experience import Experience, Rollouts, VersionRuns
 from megarlhf.models.role import Role
-from megarlhf.rollout.rewards.batch import RewardBatch, short
+from megarlhf.own_code.failures import short
+from megarlhf.rollout.rewards.batch import RewardBatch
 
 
 def retokenizer_of(

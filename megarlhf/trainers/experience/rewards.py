@@ -28,8 +28,9 @@ from megarlhf.experience import Experience
 from megarlhf.kernels import packed_sums
 from megarlhf.models.role import Role
 from megarlhf.observe.watch.phases import Phases
+from megarlhf.own_code.failures import short
 from megarlhf.parallel.micro_batch import MicroBatch
-from megarlhf.rollout.rewards.batch import RewardBatch, RewardResult, short
+from megarlhf.rollout.rewards.batch import RewardBatch, RewardResult
 from megarlhf.rollout.rewards.score import (
     PendingBatch,
     RewardSource,

@@ -1,0 +1,94 @@
+"""Loading of what `package.module:name` names: one loader for every kind of user code."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+from megarlhf.own_code.failures import describe_error, error_text, is_user_error, line_of
+
+OWN = "write your own as package.module:name"
+"""End of a message about an unknown name."""
+
+
+def is_path(name: str) -> bool:
+    """Whether a name is an import path and none of our own names."""
+    return ":" in name
+
+
+def load_module(name: str, what: str) -> ModuleType:
+    """Import a user's module. `what`: kind and name for messages, such as "reward rule 'mine:f'".
+
+    Raises: ValueError if it is not there or fails, with the user's line.
+    """
+    if name == "__main__":
+        raise ValueError(
+            f"{what}: __main__ is another program in every rank; put the code into a module of its own and name that"
+        )
+    try:
+        return importlib.import_module(name)
+    except BaseException as error:
+        if not is_user_error(error):
+            raise
+        raise ValueError(f"{what}: {_import_failure(name, error)}") from error
+
+
+def _import_failure(name: str, error: BaseException) -> str:
+    line = None if isinstance(error, SyntaxError) else line_of(None, error)  # a SyntaxError names its own place
+    where = f" ({line.filename}:{line.lineno})" if line else ""
+    if isinstance(error, ImportError):
+        return f"cannot import {name or 'a module without a name'}: {error_text(error)}{where}; set PYTHONPATH"
+    hint = ""
+    if isinstance(error, SystemExit):
+        hint = "; what a command line calls belongs under `if __name__ == '__main__':`"
+    return f"{name} fails when it is imported: {describe_error(error)}{where}{hint}"
+
+
+def load(path: str, what: str) -> Any:
+    """Import the object `package.module:name`. `what`: its kind, such as "reward rule".
+
+    Raises: ValueError if that fails.
+    """
+    module_name, _, name = path.partition(":")
+    label = f"{what} {path!r}"
+    module = load_module(module_name, label)
+    try:
+        value = getattr(module, name, None)
+    except BaseException as error:
+        if not is_user_error(error):
+            raise
+        raise ValueError(f"{label}: {_import_failure(module_name, error)}") from error
+    if value is None:
+        known = [other for other, value in vars(module).items() if callable(value) and not other.startswith("_")]
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{label}: {_describe_module(module)} has no function {name!r}{hint}")
+    return value
+
+
+def load_function(path: str, what: str) -> Callable[..., Any]:
+    """Import the function, class or callable object `package.module:name`. Raises: ValueError if that fails."""
+    value = load(path, what)
+    if not callable(value):
+        raise ValueError(f"{what} {path!r} is a {type(value).__name__}, expected a function; name one")
+    function: Callable[..., Any] = value
+    return function
+
+
+def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
+    """Message about a name that is none of ours: the nearest one, all of them, and that an own one may be given."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{what} {name!r} is not known; {hint}the known ones are {', '.join(known)}; {OWN}"
+
+
+def _describe_module(module: ModuleType) -> str:
+    if file := getattr(module, "__file__", None):
+        return str(file)
+    if folders := list(getattr(module, "__path__", [])):
+        return f"{folders[0]} is a folder without __init__.py, which"
+    return f"the module {module.__name__}, which is built into Python,"
