@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TypeVar
 
@@ -84,3 +84,21 @@ def from_rank(value: Value, rank: int) -> Value:
     if dist.is_initialized():
         dist.broadcast_object_list(values, src=rank)
     return values[0]
+
+
+def require_same(digests: Mapping[str, str], remedy: str) -> None:
+    """Check that every rank has the same digest of each named thing. Collective.
+
+    Raises: ValueError, on every rank, that names what differs, with the ranks of each value and the remedy.
+    """
+    by_rank: list[Mapping[str, str]] = [digests]
+    if dist.is_initialized():
+        by_rank = [digests] * dist.get_world_size()
+        dist.all_gather_object(by_rank, digests)
+    for name in dict.fromkeys(name for of_rank in by_rank for name in of_rank):
+        ranks: dict[str, list[int]] = {}
+        for rank, of_rank in enumerate(by_rank):
+            ranks.setdefault(of_rank.get(name, "nothing"), []).append(rank)
+        if len(ranks) > 1:
+            parts = " and ".join(f"ranks {', '.join(map(str, group))}" for group in ranks.values())
+            raise ValueError(f"{name} differs between {parts}; {remedy}")

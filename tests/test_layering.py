@@ -118,7 +118,10 @@ HOUSE: tuple[dict[str, str], ...] = (
         "config": "what may be said; derived numbers are made above",
         "experience": "the table that rollouts, trainers and losses share; knows none of them",
     },
-    {"columns": "ragged columns, and their movement between ranks"},
+    {
+        "columns": "ragged columns, and their movement between ranks",
+        "own_code.policy_terms": "the user's parts of the policy loss",
+    },
     {
         "runtime": "device, rank and process group of this process",
         "layout": "pure integers",

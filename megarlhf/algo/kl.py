@@ -24,7 +24,9 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 """Estimators as functions of log r = ref_logprob - logprob; see `kl_estimate`."""
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind, clamp: float | None = None) -> Tensor:
+def kl_estimate(
+    logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind | Callable[[Tensor], Tensor], clamp: float | None = None
+) -> Tensor:
     """Estimate KL(pi || ref) per token, from tokens that pi sampled.
 
     Shapes:  any, equal -> the same
@@ -33,6 +35,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind, clamp: flo
              k2 = (log r)^2 / 2      value biased, never negative
              k3 = (r - 1) - log r    value unbiased, low variance, never negative
              abs = |log r|           no estimate of the KL: a bound on how far each token may go
+             a function of log r     another one
     clamp:   log r is held in [-20, 20], then the estimate in [-clamp, clamp]; no gradient flows beyond either. None:
              nothing is held
     As a reward (no gradient flows through it) k1 is the right one: the policy gradient with it is that of KL.
@@ -45,12 +48,13 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind, clamp: flo
              weighs k3 by the ratio
     Source:  Schulman, "Approximating KL divergence" (2020); tests/algo/test_kl.py works the gradients out
     """
-    if kind not in KL_ESTIMATORS:
+    estimator = kind if callable(kind) else KL_ESTIMATORS.get(kind)
+    if estimator is None:
         raise ValueError(f"unknown KL estimator {kind!r}; the known ones are {', '.join(KL_ESTIMATORS)}")
     log_ratio = ref_logprobs - logprobs
     if clamp is None:
-        return KL_ESTIMATORS[kind](log_ratio)
-    return KL_ESTIMATORS[kind](log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)).clamp(-clamp, clamp)
+        return estimator(log_ratio)
+    return estimator(log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)).clamp(-clamp, clamp)
 
 
 def ratio_weighted(kl: Tensor, log_ratio: Tensor) -> Tensor:

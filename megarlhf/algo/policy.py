@@ -51,7 +51,12 @@ RATIOS: dict[RatioKind, Callable[[Tensor, Segments], Tensor]] = {
 """Ratios as functions of the tokens' log-ratios; see `log_ratios`."""
 
 
-def log_ratios(logprobs_T: Tensor, old_logprobs_T: Tensor, responses: Segments, kind: RatioKind) -> Tensor:
+def log_ratios(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    responses: Segments,
+    kind: RatioKind | Callable[[Tensor, Segments], Tensor],
+) -> Tensor:
     """log of new over old probability, as each token's loss sees it.
 
     Shapes:  logprobs_T, old_logprobs_T [T] -> [T]
@@ -60,11 +65,13 @@ def log_ratios(logprobs_T: Tensor, old_logprobs_T: Tensor, responses: Segments, 
              the length
              'geometric': the mean over its response, so that the ratio is the geometric mean of the tokens'
              (GSPO, Zheng et al. 2025, eq. 7)
+             a function of (log_ratio_T, responses): another one
     Note:    held in [-20, 20], beyond which no gradient flows; of a whole response, where its sum or mean lies beyond
     """
-    if kind not in RATIOS:
+    function = kind if callable(kind) else RATIOS.get(kind)
+    if function is None:
         raise ValueError(f"unknown ratio {kind!r}; the known ones are {', '.join(RATIOS)}")
-    return RATIOS[kind](logprobs_T - old_logprobs_T, responses).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return function(logprobs_T - old_logprobs_T, responses).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,21 +185,22 @@ def policy_loss(
     weights_T: Tensor,
     responses: Segments,
     *,
-    surrogate: SurrogateKind = "clip",
-    ratio: RatioKind = "token",
+    surrogate: SurrogateKind | Callable[[Tensor, Tensor, Tensor, Bounds], Surrogate] = "clip",
+    ratio: RatioKind | Callable[[Tensor, Segments], Tensor] = "token",
     bounds: Bounds = Bounds(),
 ) -> PolicyLossOutput:
-    """Sum over tokens of weight x surrogate.
+    """Sum over tokens of weight x surrogate; surrogate and ratio by name, or as functions like those of the tables.
 
     Shapes:  logprobs_T, old_logprobs_T, advantages_T [T]; weights_T [T], the aggregation's times the token's own;
              responses: of T tokens -> 0-d each
     Denominator: in the weights (`averaging.response_weights`)
     Note:    values where the weight is 0 must be finite
     """
-    if surrogate not in SURROGATES:
+    function = surrogate if callable(surrogate) else SURROGATES.get(surrogate)
+    if function is None:
         raise ValueError(f"unknown policy loss {surrogate!r}; the known ones are {', '.join(SURROGATES)}")
     log_ratio_T = log_ratios(logprobs_T, old_logprobs_T, responses, ratio)
-    terms = SURROGATES[surrogate](logprobs_T, log_ratio_T, advantages_T, bounds)
+    terms = function(logprobs_T, log_ratio_T, advantages_T, bounds)
     loss = (terms.loss_T * weights_T).sum()
     with torch.no_grad():
         change_T = (old_logprobs_T - logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

@@ -20,6 +20,7 @@ from megarlhf.config.frozen import FrozenModel
 from megarlhf.config.generate import GenerateConfig
 from megarlhf.config.load import dump_config, load_config
 from megarlhf.config.lora import LoraConfig
+from megarlhf.config.observe import ObserveConfig
 from megarlhf.config.old_keys import translate
 from megarlhf.config.preference import DPOConfig
 from megarlhf.config.profile import ProfileConfig

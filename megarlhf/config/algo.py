@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, PositiveInt, model_validator
 
+from megarlhf.config.own_names import OwnPath, PathOnly, known_or_own, require_known_or_own
 from megarlhf.config.roles import Fraction, FrozenModel, NonNegative, Positive
 from megarlhf.config.selection import DynamicSamplingConfig, OverlongConfig
+from megarlhf.own_code.advantage import Advantage, load_advantage
 
 AdvantageName = Literal[
     "gae",
@@ -20,6 +21,29 @@ AdvantageName = Literal[
     "leave_one_out",
     "group_relative",
 ]
+SurrogateName = Literal["clip", "cispo", "sapo", "policy_gradient"]
+RatioName = Literal["token", "sequence", "geometric"]
+EstimatorName = Literal["k1", "k2", "k3", "abs"]
+
+
+class AdvantageTraits(NamedTuple):
+    """What a run must know about a built-in advantage; see `own_code.advantage.Advantage`."""
+
+    reads: tuple[str, ...] = ()
+    compares_groups: bool = False
+    whitens: bool = False
+    discounts: bool = False
+
+
+TRAITS: Mapping[str, AdvantageTraits] = {
+    "gae": AdvantageTraits(reads=("values",), whitens=True, discounts=True),
+    "reinforce": AdvantageTraits(discounts=True),
+    "reinforce_plus_plus": AdvantageTraits(whitens=True, discounts=True),
+    "reinforce_plus_plus_baseline": AdvantageTraits(compares_groups=True, whitens=True),
+    "remax": AdvantageTraits(reads=("greedy_rewards",)),
+    "leave_one_out": AdvantageTraits(compares_groups=True),
+    "group_relative": AdvantageTraits(compares_groups=True),
+}
 
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "advantage": {
@@ -45,15 +69,6 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 _FIXED = ("advantage", "policy_loss", "scale_by_group_std", "ratio")
 """Keys that define a preset. A file that sets one of them to another value is refused."""
 
-WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-"""Advantages that are whitened unless `whiten_advantages` says otherwise."""
-
-GROUPED = ("leave_one_out", "group_relative", "reinforce_plus_plus_baseline")
-"""Advantages that compare the responses to one prompt."""
-
-DISCOUNTED = ("gae", "reinforce", "reinforce_plus_plus")
-"""Advantages that read `gamma`."""
-
 
 class KLConfig(FrozenModel):
     coef: NonNegative = 0.0
@@ -63,9 +78,9 @@ class KLConfig(FrozenModel):
     and a forward of it in each step. Otherwise the metric `kl` is null in that case and no reference is built."""
     placement: Literal["reward", "loss"] = "reward"
     """`reward`: -coef x kl on each token's reward (PPO). `loss`: + coef x kl in the loss (GRPO)."""
-    estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
-    """Schulman's estimators k1, k2 and k3, or `abs`, the absolute value of k1, for the KL in the reward only. The
-    metric `kl` reports the same estimator."""
+    estimator: Annotated[EstimatorName | OwnPath, known_or_own("estimator", *get_args(EstimatorName))] = "k1"
+    """Schulman's estimators k1, k2 and k3, or `abs`, the absolute value of k1, for the KL in the reward only; or one of
+    your own. The metric `kl` reports the same estimator."""
     clamp: Positive | None = None
     """Clamp each token's estimate to [-clamp, clamp], in the reward, the loss and the metric `kl`. verl's low_var_kl
     and OpenRLHF use 10."""
@@ -145,13 +160,13 @@ class RolloutCorrectionConfig(FrozenModel):
 
 
 class AlgoConfig(FrozenModel):
-    advantage: AdvantageName = "gae"
+    advantage: AdvantageName | OwnPath = "gae"
     """Advantage estimator. `gae`: generalised advantage estimation, with a critic. `reinforce`: discounted sum of the
     rewards from the token on. `reinforce_plus_plus`: the same, whitened. `reinforce_plus_plus_baseline`: the response's
     reward minus its group's mean, whitened. `remax`: the reward minus that of the greedy response to the same prompt.
     `leave_one_out` (or `rloo`): the reward minus the mean of the other responses to the prompt. `group_relative` (or
     `grpo`): the reward minus the group's mean, divided by its standard deviation. `dr_grpo`: the same without the
-    division."""
+    division. Or one of your own."""
     gamma: Fraction = 1.0
     """Discount of later rewards; `gae`, `reinforce` and `reinforce_plus_plus` only."""
     lam: Fraction = 0.95
@@ -180,12 +195,16 @@ class AlgoConfig(FrozenModel):
     group_of_one: Literal["zero", "reward"] = "zero"
     """Advantage of a response that is alone in its group, for advantages that compare within groups: zero, or its
     reward (verl)."""
-    policy_loss: Literal["clip", "cispo", "sapo", "policy_gradient"] = "clip"
+    policy_loss: SurrogateName | OwnPath = "clip"
     """`clip`: PPO's clipped surrogate. `cispo`: the clipped ratio weights the gradient of the log-prob. `sapo`: a
     smooth gate. `policy_gradient`: no ratio. `gspo` stands for `clip` with ratio `geometric`, loss_average `sequence`,
-    clip_low 3e-4 and clip_high 4e-4. The defaults of `cispo` are no clip_low and clip_high 4."""
-    ratio: Literal["token", "sequence", "geometric"] = "token"
-    """Ratio of new to old probability: of the token, of its response (the product), or the geometric mean over it."""
+    clip_low 3e-4 and clip_high 4e-4. The defaults of `cispo` are no clip_low and clip_high 4. Or a surrogate of your
+    own, which has the defaults of `clip`."""
+    ratio: Annotated[RatioName | OwnPath, known_or_own("ratio", *get_args(RatioName))] = "token"
+    """Ratio of new to old probability: of the token, of its response (the product), or the geometric mean over it; or
+    one of your own."""
+    token_weights: PathOnly | None = None
+    """Your own function of weights, by which the loss of each token is multiplied."""
     clip_low: Positive | None = 0.2
     """Lower clip of the ratio, at 1 - clip_low; null: none."""
     clip_high: Positive = 0.2
@@ -234,12 +253,17 @@ class AlgoConfig(FrozenModel):
     a fresh critic, or an estimator without a critic for a clean control. The KL term is unchanged."""
 
     @property
+    def traits(self) -> AdvantageTraits | Advantage:
+        """What the advantage reads and does. Raises: ValueError for an own one that cannot be loaded."""
+        return TRAITS[self.advantage] if self.advantage in TRAITS else load_advantage(self.advantage)
+
+    @property
     def needs_critic(self) -> bool:
-        return self.advantage == "gae"
+        return "values" in self.traits.reads
 
     @property
     def whitens(self) -> bool:
-        return self.advantage in WHITENED if self.whiten_advantages is None else self.whiten_advantages
+        return self.traits.whitens if self.whiten_advantages is None else self.whiten_advantages
 
     @property
     def kl_in_reward(self) -> bool:
@@ -262,13 +286,11 @@ class AlgoConfig(FrozenModel):
         """Replace a preset by its keys."""
         if not isinstance(data, dict):
             return data
+        names = {"advantage": AdvantageName, "policy_loss": SurrogateName}
         for key, presets in PRESETS.items():
             name = data.get(key)
-            known = tuple(dict.fromkeys((*get_args(cls.model_fields[key].annotation), *presets)))
-            if isinstance(name, str) and name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
-                raise ValueError(f"{key} = {name!r} is not known; {hint}The known ones are {', '.join(known)}")
+            if isinstance(name, str):
+                require_known_or_own(key, name, list(dict.fromkeys((*get_args(names[key]), *presets))))
             if not isinstance(name, str) or name not in presets:
                 continue
             for other, value in presets[name].items():

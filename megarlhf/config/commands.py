@@ -10,10 +10,12 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from megarlhf.config.algo import GROUPED, AlgoConfig
+from megarlhf.config.algo import AlgoConfig
 from megarlhf.config.auxiliary import EMAConfig, PTXConfig, ReferenceUpdateConfig
 from megarlhf.config.choices import DEFAULT, PatienceConfig, StopConfig, check_choices
 from megarlhf.config.data import DataConfig, PromptDataConfig, SFTDataConfig
+from megarlhf.config.observe import ObserveConfig
+from megarlhf.config.own_names import PathOnly
 from megarlhf.config.profile import ProfileConfig, check_profile_steps
 from megarlhf.config.rewards import RewardConfig
 from megarlhf.config.role_table import roles_of_rl, trained_roles
@@ -90,6 +92,9 @@ class RLTrainConfig(MicroBatchConfig, SkipConfig):
     shuffle: Shuffle = "samples"
     """Random order of the mini-batches, anew for each pass. `samples`: each sample on its own. `groups`: all samples of
     a prompt together, so that a mini-batch has few prompts to compute. `none`: the order of sampling."""
+    sampler: PathOnly | None = None
+    """Your own choice of each step's prompts, such as a curriculum: a function (prompts, step, count, seed), or a class
+    with state. Default: a new random order in each pass."""
     critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Number of first steps in which only the critic is trained; not used without a critic. The actor's learning-rate
     schedule begins after them."""
@@ -108,6 +113,7 @@ class SFTConfig(FrozenModel):
     data: SFTDataConfig
     train: TrainConfig
     eval: EvalConfig = EvalConfig()
+    observe: ObserveConfig = ObserveConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     profile: ProfileConfig = ProfileConfig()
@@ -147,6 +153,7 @@ class RMConfig(FrozenModel):
     """Divide the head of each export by the standard deviation of its held-out scores. Training and resume points are
     not changed; after the last step the model itself is divided."""
     eval: EvalConfig = EvalConfig()
+    observe: ObserveConfig = ObserveConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     profile: ProfileConfig = ProfileConfig()
@@ -208,6 +215,7 @@ class RLConfig(FrozenModel):
     reference_update: ReferenceUpdateConfig | None = None
     eval: RLEvalConfig = RLEvalConfig()
     samples: SamplesConfig = SamplesConfig()
+    observe: ObserveConfig = ObserveConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     profile: ProfileConfig = ProfileConfig()
@@ -222,7 +230,8 @@ class RLConfig(FrozenModel):
     @property
     def needs_reference(self) -> bool:
         """Whether anything reads the KL."""
-        return self.algo.kl.coef > 0 or self.algo.kl.log or self.train.stop.max_kl is not None
+        read = self.algo.kl.coef > 0 or self.algo.kl.log or self.train.stop.max_kl is not None
+        return read or "ref_logprobs" in self.algo.traits.reads
 
     @property
     def updates_per_step(self) -> int:
@@ -237,7 +246,8 @@ class RLConfig(FrozenModel):
         earlier.
         """
         actor_learns = not self.algo.needs_critic or step >= self.train.critic_warmup_steps
-        return self.updates_per_step == 1 and actor_learns and not self.algo.kl_in_reward
+        read_before = self.algo.kl_in_reward or "old_logprobs" in self.algo.traits.reads
+        return self.updates_per_step == 1 and actor_learns and not read_before
 
     @property
     def chosen_by(self) -> set[str]:
@@ -273,7 +283,7 @@ class RLConfig(FrozenModel):
             raise ValueError(f"algo.advantage = {self.algo.advantage!r} needs values: give a critic section")
         if self.uses_reward_model and self.reward_model is None:
             raise ValueError("rewards names the reward model: give a reward_model section")
-        if self.algo.advantage in GROUPED and self.rollout.num_samples_per_prompt < 2:
+        if self.algo.traits.compares_groups and self.rollout.num_samples_per_prompt < 2:
             raise ValueError(
                 f"algo.advantage = {self.algo.advantage!r} compares the samples of one prompt and needs "
                 f"rollout.num_samples_per_prompt >= 2; got {self.rollout.num_samples_per_prompt}"
@@ -286,6 +296,7 @@ class RLConfig(FrozenModel):
         if self.reference_update is not None and self.actor.lora is not None:
             self._check_moving_adapter()
         self._check_groups()
+        self._check_sampler()
         self._check_controller()
         self._check_ptx()
         if self.rollout.filters:
@@ -364,16 +375,32 @@ class RLConfig(FrozenModel):
                 f"{samples} or more"
             )
 
+    def _check_sampler(self) -> None:
+        """Raises: ValueError for other keys that choose prompts beside an own sampler."""
+        if self.train.sampler is None:
+            return
+        others = {
+            "algo.dynamic_sampling": self.algo.dynamic_sampling.max_refills > 0,
+            "data.train with weights": any(source.weight is not None for source in self.data.train),
+        }
+        for other, is_set in others.items():
+            if is_set:
+                raise ValueError(
+                    f"train.sampler = {self.train.sampler} chooses the prompts of a step, and so does {other}: leave "
+                    "one of them out"
+                )
+
     def _check_groups(self) -> None:
         """Raises: ValueError for a comparison within groups of one sample, and for a buffer longer than a response."""
         samples, buffer = self.rollout.num_samples_per_prompt, self.algo.overlong.buffer_tokens
         comparing = [
             f"rewards[{n}].normalise = group" for n, reward in enumerate(self.rewards) if reward.normalise == "group"
         ]
-        if comparing and self.algo.advantage == "remax":
+        if comparing and "greedy_rewards" in self.algo.traits.reads:
             raise ValueError(
-                f"{comparing[0]}, and algo.advantage = 'remax' compares with one greedy response to a prompt, which is "
-                "alone in its group: its normalised reward would always be 0. Choose another advantage or normalise"
+                f"{comparing[0]}, and algo.advantage = {self.algo.advantage!r} compares with one greedy response to a "
+                "prompt, which is alone in its group: its normalised reward would always be 0. Choose another "
+                "advantage or normalise"
             )
         if self.algo.dynamic_sampling.max_refills:
             comparing.append("algo.dynamic_sampling")

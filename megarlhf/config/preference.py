@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from megarlhf.config.choices import check_choices
 from megarlhf.config.commands import EvalConfig, TrainConfig
 from megarlhf.config.data import DataConfig
+from megarlhf.config.observe import ObserveConfig
 from megarlhf.config.profile import ProfileConfig, check_profile_steps
 from megarlhf.config.roles import FrozenModel, NonNegative, Positive, RoleConfig, require_all_ranks
 from megarlhf.config.run import CheckpointConfig, RunConfig
@@ -64,6 +65,7 @@ class DPOConfig(FrozenModel):
     """Average of that likelihood. `sequence`: over the tokens of each chosen response, then over pairs, as in the
     papers. `token`: over all chosen tokens of the mini-batch, as in TRL."""
     eval: EvalConfig = EvalConfig()
+    observe: ObserveConfig = ObserveConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     profile: ProfileConfig = ProfileConfig()

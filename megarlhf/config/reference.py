@@ -146,6 +146,8 @@ def _kind(field: Schema) -> str:
         return "list of " + ", ".join(_kind(item) for item in field["prefixItems"])
     if kind == "array":
         return f"list of ({_kind(field.get('items', {}))})"
+    if field.get("format") == "own":
+        return "`package.module:name`"
     name = "path" if field.get("format") == "path" else _NAMES.get(kind, "anything")
     bounds = [f"{word} {field[key]:g}" for key, word in _BOUNDS.items() if key in field]
     return ", ".join([name, *bounds])

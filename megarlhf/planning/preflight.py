@@ -48,6 +48,7 @@ from megarlhf.planning.machine.capabilities import (
     host_bytes,
 )
 from megarlhf.planning.models import check_heads, check_retokenized, check_vocabularies
+from megarlhf.planning.own_code import check_own_code
 from megarlhf.planning.unused_keys import changed_meanings, rarely_meant, without_effect
 from megarlhf.resume.claim.on_existing import require_usable, require_writable, strangers_in
 from megarlhf.rollout.engines import engine_of
@@ -122,7 +123,7 @@ def preflight(
     notes += check_trained(cfg, roles, {name: arch for name, (arch, _) in checked.items()})
     data_notes, texts = ([], False) if isinstance(cfg, AskConfig) else check_data(command, cfg)
     notes += end_notes(*next(iter(roles.items())), cfg.data, generates=draws(cfg), texts=texts) + data_notes
-    notes += check_writing(cfg)
+    notes += check_writing(cfg) + check_own_code(cfg)
     if isinstance(cfg, RLConfig):
         notes += check_reference(cfg) + rarely_meant(cfg)
     if draws(cfg):

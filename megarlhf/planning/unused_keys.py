@@ -20,7 +20,7 @@ from megarlhf.config import (
     SFTConfig,
     trained_roles,
 )
-from megarlhf.config.algo import DISCOUNTED, GROUPED
+from megarlhf.own_code.load import is_path
 from megarlhf.planning.machine.capabilities import AnyConfig, draws, works_in_turns
 from megarlhf.rollout.engines import engine_of
 
@@ -62,7 +62,7 @@ def without_effect(cfg: AnyConfig, world_size: int | None = None, *, on_cpu: boo
 def rarely_meant(cfg: RLConfig) -> list[str]:
     """A sentence for each combination of keys that works and is rarely wanted."""
     algo, notes = cfg.algo, []
-    if algo.dynamic_sampling.max_refills and algo.advantage not in GROUPED:
+    if algo.dynamic_sampling.max_refills and not algo.traits.compares_groups:
         notes.append(
             "algo.dynamic_sampling drops groups of equal rewards, from which algo.advantage = "
             f"{algo.advantage} would learn: it compares no responses within a group"
@@ -163,17 +163,19 @@ def _rl_rules(cfg: RLConfig) -> list[_Rule]:
 def _advantage_rules(algo: AlgoConfig) -> list[_Rule]:
     advantage = algo.advantage
     given, is_relative = f"algo.advantage = {advantage}", advantage == "group_relative"
+    if is_path(advantage):  # an own one may read each of them
+        return [("algo.value_clip train.critic_warmup_steps critic", not algo.needs_critic, f"{given} has no critic")]
     no_credit = advantage not in ("leave_one_out", "group_relative") or not algo.kl_in_reward
     unscaled = "algo.scale_by_group_std = false" if is_relative else f"{given} scales by no group"
     std = _keys("algo", "group_std group_std_over group_std_eps group_std_floor")
     return [
-        ("algo.gamma", advantage not in DISCOUNTED, f"{given} reads none"),
+        ("algo.gamma", not algo.traits.discounts, f"{given} reads none"),
         ("algo.lam algo.critic_lam", advantage != "gae", f"{given} reads none"),
         ("algo.whiten_over algo.whiten_variance", not algo.whitens, "the advantages are not whitened"),
         ("algo.value_clip train.critic_warmup_steps critic", not algo.needs_critic, f"{given} has no critic"),
         ("algo.scale_by_group_std", not is_relative, unscaled),
         (std, not (is_relative and algo.scale_by_group_std), unscaled),
-        ("algo.group_of_one", advantage not in GROUPED, f"{given} compares no group"),
+        ("algo.group_of_one", not algo.traits.compares_groups, f"{given} compares no group"),
         ("algo.kl.credit", no_credit, "only read with the KL in the reward of leave_one_out and group_relative"),
     ]
 
@@ -182,12 +184,13 @@ def _loss_rules(algo: AlgoConfig) -> list[_Rule]:
     loss, average = algo.policy_loss, algo.loss_average
     given, given_average = f"algo.policy_loss = {loss}", f"algo.loss_average = {average}"
     no_ratio = loss == "policy_gradient" and not algo.kl.ratio_weighted
+    no_gate = loss != "sapo" and not is_path(loss)
     kind, level = algo.rollout_correction.kind, algo.rollout_correction.level
     given_kind = f"algo.rollout_correction.kind = {kind}"
     return [
         ("algo.clip_low algo.clip_high", loss in ("sapo", "policy_gradient"), f"{given} has no such bound"),
-        ("algo.clip_dual algo.clip_delta", loss != "clip", f"{given} has no such bound"),
-        (_keys("algo", "sapo_temperature_positive sapo_temperature_negative"), loss != "sapo", f"{given} has no gate"),
+        ("algo.clip_dual algo.clip_delta", loss != "clip" and not is_path(loss), f"{given} has no such bound"),
+        (_keys("algo", "sapo_temperature_positive sapo_temperature_negative"), no_gate, f"{given} has no gate"),
         ("algo.ratio", no_ratio, "algo.policy_loss = policy_gradient has no ratio"),
         ("algo.loss_constant", average != "constant", given_average),
         ("algo.loss_block_samples", average != "bnpo", given_average),

@@ -22,6 +22,9 @@ class ShuffledBatches:
     samples.
     """
 
+    name = "order"
+    """Name of its state in a resume point."""
+
     def __init__(self, num_samples: int, batch_size: int, seed: int, key: str = "batch_size") -> None:
         if num_samples < 1 or batch_size < 1:
             raise ValueError(f"expected at least one sample and one a batch, got {num_samples=}, {batch_size=}")
@@ -148,7 +151,7 @@ def batches_of(samples: Sequence[Any], batch_size: int, seed: int, key: str) -> 
     return ShuffledBatches(len(samples), batch_size, seed, key)
 
 
-def describe_mixture(order: ShuffledBatches, num_steps: int, sources: Sequence[SourceConfig]) -> list[str]:
+def describe_mixture(order: object, num_steps: int, sources: Sequence[SourceConfig]) -> list[str]:
     """Sentences on what a run draws from each set. Empty for sets without weights."""
     if not isinstance(order, MixedBatches):
         return []

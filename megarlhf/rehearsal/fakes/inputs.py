@@ -17,6 +17,7 @@ from typing import Any
 from megarlhf.architectures.hf_config import read_config
 from megarlhf.config import ROLES, DPOConfig, RewardConfig, RLConfig, RMConfig, RoleConfig, SFTConfig, describe_sources
 from megarlhf.data.sources.find import is_there
+from megarlhf.own_code.load import is_path
 from megarlhf.rehearsal.fakes.lengths import Constant, Lengths, LogNormal
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
 
@@ -103,7 +104,9 @@ def stand_in(
     elif isinstance(cfg, RLConfig):  # its evaluations read rewards, which a device without numbers does not know
         tree["data"] |= dict.fromkeys(("validation", "test", "validation_share"))
         notes += _held_out(cfg)
+    tree["observe"] = {}
     if isinstance(cfg, RLConfig):
+        notes += _own_code(cfg, tree)
         tree["samples"] = {"every": 0}
         notes += _rewards(cfg.rewards, tree)
         if cfg.ptx is not None and (paths or not is_there(cfg.ptx.data)):
@@ -112,6 +115,31 @@ def stand_in(
             notes.append(f"ptx.data = {describe_sources(cfg.ptx.data)} {why}: the pretraining mix is left out.")
     originals = {stand_in: original for original, stand_in in paths.items()}
     return StandIns(cfg=type(cfg).model_validate(tree), notes=tuple(dict.fromkeys(notes)), originals=originals)
+
+
+def _own_code(cfg: RLConfig, tree: dict[str, Any]) -> list[str]:
+    """Put built-in code in place of the user's, which could not compute on a device without numbers. Returns notes."""
+    algo, notes = tree["algo"], []
+    traits = cfg.algo.traits
+    by_column = {"values": "gae", "greedy_rewards": "remax"}
+    grouped = "group_relative" if traits.compares_groups else "reinforce"
+    stand_ins: list[tuple[str, dict[str, Any], str, Any]] = [
+        ("algo.advantage", algo, "advantage", next((by_column[c] for c in traits.reads if c in by_column), grouped)),
+        ("algo.policy_loss", algo, "policy_loss", "clip"),
+        ("algo.ratio", algo, "ratio", "token"),
+        ("algo.token_weights", algo, "token_weights", None),
+        ("algo.kl.estimator", algo["kl"], "estimator", "k3"),
+        ("train.sampler", tree["train"], "sampler", None),
+    ]
+    if is_path(cfg.algo.advantage) and cfg.needs_reference:
+        algo["kl"]["log"] = True  # what is read stays there
+    for key, section, name, stand_in in stand_ins:
+        if section[name] is not None and is_path(section[name]):
+            notes.append(
+                f"{key} = {section[name]} is not rehearsed: {stand_in or 'the built-in code'} takes its place."
+            )
+            section[name] = stand_in
+    return notes
 
 
 def _model(

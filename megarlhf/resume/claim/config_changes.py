@@ -41,6 +41,7 @@ _NEUTRAL = {
     "which engine draws which samples": "rollout.balance",
     "where tokenized data is kept, and by how many processes it is made": "data.cache data.workers",
     "records for figures only": "data.test",
+    "own code that looks and changes nothing": "observe.*",
     "memory": (
         "rollout.vllm.sleep_level rollout.vllm.gpu_memory_utilization rollout.vllm.cpu_cache_gib "
         "rollout.reshard_bucket_mib"
@@ -68,7 +69,7 @@ _MATHEMATICS = {
         "data.template data.chat_template data.template_args data.inexact data.template_may_drop data.loss_on "
         "data.sequence_length data.max_prompt_tokens data.max_response_tokens data.over_long data.validation_share "
         "data.phases data.split_seed "
-        "train.mini_batch_samples train.prompts_per_step train.shuffle"
+        "train.mini_batch_samples train.prompts_per_step train.shuffle train.sampler"
     ),
     "the loss": (
         "loss center_coef margin unit_variance beta label_smoothing simpo_margin ipo_length_normalised "

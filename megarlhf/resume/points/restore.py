@@ -33,6 +33,10 @@ MakeTable = Callable[[], Table]
 """Makes the saved state of a step in progress: tensors, numbers, texts, lists and mappings. Collective."""
 
 
+OPTIONAL = ("observers",)
+"""State that a resume point may lack: it begins anew."""
+
+
 @dataclass(frozen=True)
 class Identity:
     """Everything that must agree between a run and a resume point, so that the run goes on exactly."""
@@ -204,7 +208,7 @@ def _examine(
                 differences = identity.differences(manifest)
                 problems, notes = ([], differences) if identity.allow_changes else (differences, [])
                 needed = [role.name for role in roles if role.name not in manifest["roles"]]
-                needed += [name for name in states if name not in manifest["state"]]
+                needed += [name for name in states if name not in manifest["state"] and name not in OPTIONAL]
                 problems += [f"it has no state of {name}" for name in needed]
                 if "reference" in manifest["roles"] and all(role.name != "reference" for role in roles):
                     problems.append(

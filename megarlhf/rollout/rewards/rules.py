@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import inspect
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
 from typing import Any
 
-from megarlhf.config import RewardConfig
-from megarlhf.own_code.digest import digest_of
 from megarlhf.own_code.load import is_path, load_function, unknown_name
 from megarlhf.rollout.rewards.answers import ANSWER, answers_of, end_of_solution
 from megarlhf.rollout.rewards.batch import Fields
@@ -88,15 +85,6 @@ _CHECKS: dict[str, Callable[..., None]] = {
     **{name: check for name, (_, check, _) in VERIFIERS.items()},
 }
 """Checks of a rule's arguments."""
-
-
-def rule_source_digests(rewards: Sequence[RewardConfig]) -> dict[str, str]:
-    """Digest of the source of each of the user's own rules that has one, by the text `reward rule NAME`."""
-    digests = {}
-    for name in sorted({reward.rule for reward in rewards if reward.rule is not None} - RULES.keys()):
-        with contextlib.suppress(ValueError):  # a module without a source in Python
-            digests[f"reward rule {name}"] = digest_of(name, _WHAT)
-    return digests
 
 
 def load_rule(name: str) -> Rule:

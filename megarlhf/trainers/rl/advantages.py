@@ -1,7 +1,7 @@
-"""Advantages by name: the columns that each reads, the roles that it needs, and the columns that it writes.
+"""Advantages by name or import path: the columns that each reads and writes.
 
-A new advantage is an entry of `ADVANTAGES` and a name in `config/algo.py`. Its mathematics is in `algo/`. The loop does
-not know their names.
+A new built-in advantage is an entry of `ADVANTAGES` and of `config/algo.py::TRAITS`. Its mathematics is in `algo/`. The
+loop does not know their names. An advantage of the user's own gets a copy of the whole step on every rank.
 
 Legend: N samples of the step, T response tokens of all of them.
 """
@@ -10,17 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from megarlhf.algo.advantages import alone_in_group, group_centred, group_relative, leave_one_out
-from megarlhf.algo.kl import kl_estimate
+from megarlhf.algo.kl import KLKind, kl_estimate
 from megarlhf.columns import Ragged
 from megarlhf.config import AlgoConfig
+from megarlhf.config.algo import TRAITS
 from megarlhf.experience import Experience
 from megarlhf.kernels import packed_gae, packed_sums, packed_whiten
+from megarlhf.own_code.advantage import Advantage, load_advantage
+from megarlhf.own_code.load import is_path
+from megarlhf.own_code.policy_terms import estimator_of
 from megarlhf.trainers.experience.statistics import moments_of, num_tokens
+from megarlhf.trainers.rl.own_advantage import own_columns, whole_step
 
 Columns = Mapping[str, Tensor]
 
@@ -29,20 +35,11 @@ TOKEN_REWARDS = "token_reward_sums"
 
 
 @dataclass(frozen=True)
-class Advantage:
-    """One entry of the table."""
-
-    reads: tuple[str, ...]
-    """Columns of the experience, per token or per sample, beside `rewards` and the log-probs of the KL."""
-    roles: tuple[str, ...]
-    """Roles that the run builds for it, beside actor and reference."""
-    writes: tuple[str, ...]
-    compute: Callable[[AdvantageInputs, AlgoConfig], Columns]
-
-
-@dataclass(frozen=True)
 class AdvantageInputs:
-    """Inputs of an advantage: the rewards of a step, its KL, and sums over responses."""
+    """Inputs of an advantage: the rewards of a step, its KL, and sums over responses.
+
+    An advantage of the user's own gets the whole step on every rank; a built-in one the tokens of this rank.
+    """
 
     experience: Experience
     algo: AlgoConfig
@@ -54,8 +51,29 @@ class AdvantageInputs:
         """Reward of each response, without KL."""
         return self.experience.per_sample["rewards"]
 
+    def __getitem__(self, column: str) -> Tensor:
+        """A column that the advantage has declared to read: [T], or [N] for `greedy_rewards`."""
+        if column in self.experience.per_sample:
+            return self.experience.per_sample[column]
+        if column not in self.experience.columns:
+            raise ValueError(
+                f"the column {column!r} is not there; declare it: @megarlhf.advantage(reads=({column!r},))"
+            )
+        return self.experience.columns[column].values_T
+
+    @property
+    def lengths_N(self) -> Tensor:
+        """Sampled tokens of each response, int64 on the CPU."""
+        return self.experience.response_lengths_N
+
+    @property
+    def finished_N(self) -> Tensor:
+        """Whether each response ended with an end token, and was not cut."""
+        return self.experience.rollouts.finished_N
+
     @property
     def groups_N(self) -> Tensor:
+        """Number of each response's group; the responses to one prompt have the same."""
         return self.experience.groups_N.to(self.rewards_N.device)
 
     @property
@@ -86,7 +104,7 @@ class AdvantageInputs:
     def kl_T(self) -> Tensor:
         """Estimated KL of each token to the reference."""
         ref_T, kl = self.experience.columns["ref_logprobs"].values_T, self.algo.kl
-        return kl_estimate(self.old_T, ref_T, kl.estimator, kl.clamp)
+        return kl_estimate(self.old_T, ref_T, estimator_of(kl.estimator), kl.clamp)
 
     def kl_N(self) -> Tensor | None:
         """Estimated KL of each response; None where the reward of a whole response has no KL."""
@@ -116,7 +134,8 @@ class AdvantageInputs:
     def gae(self, scores_N: Tensor, values_T: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
         """Advantages and returns of tokens whose rewards are the KL, `token_rewards_T`, and the score at the end."""
         like, token_rewards_T, kl, coef = self.like, self.token_rewards_T, self.algo.kl, self.kl_coef
-        if coef > 0 and (token_rewards_T is not None or kl.clamp is not None):  # the kernel computes neither
+        in_kernel = token_rewards_T is None and kl.clamp is None and not is_path(kl.estimator)
+        if coef > 0 and not in_kernel:
             costs_T = -coef * self.kl_T()
             token_rewards_T = costs_T if token_rewards_T is None else token_rewards_T + costs_T
             coef = 0.0
@@ -129,7 +148,7 @@ class AdvantageInputs:
             gamma=gamma,
             lam=lam,
             kl_coef=coef,
-            kl_kind=kl.estimator,
+            kl_kind=cast(KLKind, "k1" if is_path(kl.estimator) else kl.estimator),
             token_rewards_T=token_rewards_T,
         )
 
@@ -147,7 +166,8 @@ class AdvantageInputs:
         return advantages_T - self.kl_to_go() if self.kl_by_token else advantages_T
 
 
-def _gae(inputs: AdvantageInputs, algo: AlgoConfig) -> Columns:
+def _gae(inputs: AdvantageInputs) -> Columns:
+    algo = inputs.algo
     values_T = inputs.experience.columns["values"].values_T
     advantages_T, returns_T = inputs.gae(inputs.rewards_N, values_T, gamma=algo.gamma, lam=algo.lam)
     if algo.critic_lam is not None:
@@ -155,13 +175,14 @@ def _gae(inputs: AdvantageInputs, algo: AlgoConfig) -> Columns:
     return {"advantages": advantages_T, "returns": returns_T}
 
 
-def _reinforce(inputs: AdvantageInputs, algo: AlgoConfig) -> Columns:
-    return {"advantages": inputs.returns_to_go(inputs.rewards_N, algo.gamma)}
+def _reinforce(inputs: AdvantageInputs) -> Columns:
+    return {"advantages": inputs.returns_to_go(inputs.rewards_N, inputs.algo.gamma)}
 
 
-def _reinforce_baseline(inputs: AdvantageInputs, algo: AlgoConfig) -> Columns:
+def _reinforce_baseline(inputs: AdvantageInputs) -> Columns:
     """The group's mean is of whole responses; rewards of single tokens stay at their tokens. With `group_of_one = zero`
     a response that is alone in its group gets no reward, and pays its KL."""
+    algo = inputs.algo
     totals_N = inputs.totals_N
     centred_N = group_centred(totals_N, inputs.groups_N, group_of_one=algo.group_of_one)
     advantages_T = inputs.returns_to_go(inputs.rewards_N + (centred_N - totals_N), 1.0)
@@ -172,12 +193,13 @@ def _reinforce_baseline(inputs: AdvantageInputs, algo: AlgoConfig) -> Columns:
     return {"advantages": advantages_T}
 
 
-def _remax(inputs: AdvantageInputs, algo: AlgoConfig) -> Columns:
+def _remax(inputs: AdvantageInputs) -> Columns:
     baselines_N = inputs.experience.per_sample["greedy_rewards"]
     return {"advantages": inputs.returns_to_go(inputs.rewards_N, 1.0) - inputs.per_token(baselines_N)}
 
 
-def _leave_one_out(inputs: AdvantageInputs, algo: AlgoConfig) -> Columns:
+def _leave_one_out(inputs: AdvantageInputs) -> Columns:
+    algo = inputs.algo
     rewards_N, kl_N = inputs.totals_N, inputs.kl_N()
     if kl_N is not None:
         rewards_N = rewards_N - inputs.kl_coef * kl_N
@@ -185,9 +207,10 @@ def _leave_one_out(inputs: AdvantageInputs, algo: AlgoConfig) -> Columns:
     return {"advantages": inputs.token_advantages(advantages_N)}
 
 
-def _group_relative(inputs: AdvantageInputs, algo: AlgoConfig) -> Columns:
+def _group_relative(inputs: AdvantageInputs) -> Columns:
     """The KL is subtracted after the rewards are scaled. If it were scaled with them, its coefficient would cancel
     where the rewards of a group are equal: the KL alone would give advantages of size 1."""
+    algo = inputs.algo
     single = algo.group_of_one
     if algo.scale_by_group_std:
         advantages_N = group_relative(
@@ -212,36 +235,53 @@ def _group_relative(inputs: AdvantageInputs, algo: AlgoConfig) -> Columns:
 _WHITENING_EPS = 1e-8
 """Added to the variance; verl, TRL and OpenRLHF have the same."""
 
-_ONLY = ("advantages",)
-
-ADVANTAGES: Mapping[str, Advantage] = {
-    "gae": Advantage(("values",), ("critic",), ("advantages", "returns"), _gae),
-    "reinforce": Advantage((), (), _ONLY, _reinforce),
-    "reinforce_plus_plus": Advantage((), (), _ONLY, _reinforce),
-    "reinforce_plus_plus_baseline": Advantage((), (), _ONLY, _reinforce_baseline),
-    "remax": Advantage(("greedy_rewards",), (), _ONLY, _remax),
-    "leave_one_out": Advantage((), (), _ONLY, _leave_one_out),
-    "group_relative": Advantage((), (), _ONLY, _group_relative),
+_FUNCTIONS: Mapping[str, Callable[[AdvantageInputs], Columns]] = {
+    "gae": _gae,
+    "reinforce": _reinforce,
+    "reinforce_plus_plus": _reinforce,
+    "reinforce_plus_plus_baseline": _reinforce_baseline,
+    "remax": _remax,
+    "leave_one_out": _leave_one_out,
+    "group_relative": _group_relative,
 }
+ADVANTAGES: Mapping[str, Advantage] = {
+    name: Advantage(
+        compute=_FUNCTIONS[name],
+        writes=("advantages", "returns") if "values" in traits.reads else ("advantages",),
+        **traits._asdict(),
+    )
+    for name, traits in TRAITS.items()
+}
+"""Built-in advantages."""
 
 
-def add_advantages(experience: Experience, algo: AlgoConfig, kl_coef: float | None = None) -> Experience:
+def add_advantages(
+    experience: Experience, algo: AlgoConfig, kl_coef: float | None = None, *, first: bool = False
+) -> Experience:
     """Add advantages (and, with a critic, returns) of the response tokens on this rank. Collective.
 
-    `kl_coef`: coefficient of this step; None: the configured one.
+    `kl_coef`: coefficient of this step; None: the configured one. `first`: the first step of this process, in which an
+    advantage of the user's own is called twice
     """
-    if algo.advantage not in ADVANTAGES:
-        raise ValueError(f"algo.advantage = {algo.advantage!r} is unknown; known are {tuple(ADVANTAGES)}")
     coef = algo.kl.coef if kl_coef is None else kl_coef
-    inputs = AdvantageInputs(experience, algo, coef if algo.kl.placement == "reward" else 0.0)
-    entry = ADVANTAGES[algo.advantage]
-    columns = dict(entry.compute(inputs, algo))
-    assert set(columns) == set(entry.writes), f"{algo.advantage} wrote {sorted(columns)}"
+    coef = coef if algo.kl.placement == "reward" else 0.0
+    if is_path(algo.advantage):
+        advantage = load_advantage(algo.advantage)
+        whole = whole_step(experience, advantage, has_kl=coef > 0)
+        columns = own_columns(
+            algo.advantage, advantage, whole, lambda copied: AdvantageInputs(copied, algo, coef), twice=first
+        )
+        made = {name: experience.held(column) for name, column in columns.items()}
+    else:
+        inputs = AdvantageInputs(experience, algo, coef)
+        entry = ADVANTAGES[algo.advantage]
+        lengths_N = inputs.like.lengths_N
+        made = {name: Ragged(x_T, lengths_N) for name, x_T in entry.compute(inputs).items()}
+        assert set(made) == set(entry.writes), f"{algo.advantage} wrote {sorted(made)}"
     if algo.whitens and algo.whiten_over == "step":
-        counted_N = experience.per_sample.get("trained")
-        columns["advantages"] = whitened(experience, columns["advantages"], counted_N, algo)
-    lengths_N = inputs.like.lengths_N
-    return experience.with_columns({name: Ragged(x_T, lengths_N) for name, x_T in columns.items()})
+        counted_N, column = experience.per_sample.get("trained"), made["advantages"]
+        made["advantages"] = Ragged(whitened(experience, column.values_T, counted_N, algo), column.lengths_N)
+    return experience.with_columns(made)
 
 
 def total_rewards(experience: Experience) -> Tensor:

@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megarlhf.collective_errors import from_first_rank, raise_on_all_ranks
+from megarlhf.collective_errors import from_first_rank, raise_on_all_ranks, require_same
 from megarlhf.config import ROLES, RLConfig, trained_roles
 from megarlhf.data.text.export_files import export_files
 from megarlhf.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.models.role import Role, build_role
 from megarlhf.observe.watch.phases import Phases
+from megarlhf.own_code.policy_terms import try_terms
 from megarlhf.parallel.device_memory import DeviceMemory, OnDevice
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.planning.data.formatting import writing_of_training
+from megarlhf.planning.own_code import own_sources, own_terms
 from megarlhf.resume.claim.identity import (
     architecture_of,
     bases_of_adapters,
@@ -29,7 +31,6 @@ from megarlhf.resume.signals import StopRequest
 from megarlhf.rollout.bank import RolloutBank
 from megarlhf.rollout.engine import RolloutEngine, Sampling
 from megarlhf.rollout.factory import engine_dtype, mesh_orders, sampling_of
-from megarlhf.rollout.rewards.rules import rule_source_digests
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.experience.prompts import PromptData
 from megarlhf.trainers.experience.rewards import Rewarder
@@ -109,6 +110,7 @@ def build(
 ) -> RLRun:
     """Build the roles that this configuration needs, the engine, and what belongs to them."""
     tokenizer = data.tokenizer
+    require_same(try_terms(own_terms(cfg)), "it must not depend on the rank, on time or on chance")
     device_memory = DeviceMemory(runtime.device, parts.host(runtime.device), shared=True)
     sampling = sampling_of(cfg.rollout, cfg.actor, tokenizer, data=cfg.data)
     end_ids = sampling.end_ids if cfg.data.template_mode == "chat" else ()
@@ -233,7 +235,7 @@ def training_of(
         frozen={name: identity_of_weights(role) for name, role in frozen.items()},
         architectures={name: architecture_of(role) for name, role in run.roles.items()},
         others=others,
-        sources=rule_source_digests(cfg.rewards),
+        sources=own_sources(cfg),
         best=best,
         on_saved=lambda oldest: run.bank.forget_before(oldest.step),
         writer=parts.writer,

@@ -21,6 +21,7 @@ from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.experience import Rollouts
 from megarlhf.observe.records.metrics import Metric
 from megarlhf.observe.records.sample_tables import Row, spread
+from megarlhf.own_code.policy_terms import estimator_of
 from megarlhf.rollout.factory import sampling_of
 from megarlhf.rollout.rewards.accuracy import accuracy_metrics, find_accuracy
 from megarlhf.rollout.rewards.score import gather_rewards, local_reward_batch, make_source
@@ -104,7 +105,7 @@ class Evaluator:
             policy_logprobs(role, shown, plan, plan.mini_batches, temperature=cfg.rollout.temperature)
             for role in (self._run.actor, reference)
         ]
-        kl_T = kl_estimate(logprobs[0].values_T, logprobs[1].values_T, kl.estimator, kl.clamp)
+        kl_T = kl_estimate(logprobs[0].values_T, logprobs[1].values_T, estimator_of(kl.estimator), kl.clamp)
         kl_N[self._shown] = torch.stack([row.mean() for row in Ragged(kl_T, shown.response_lengths_N).rows()]).cpu()
         return kl_N
 

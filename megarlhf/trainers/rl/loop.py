@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 
 from megarlhf.config import RLConfig
-from megarlhf.config.algo import GROUPED
-from megarlhf.data.samples.order import ShuffledBatches, batches_of, describe_mixture
+from megarlhf.data.samples.order import describe_mixture
 from megarlhf.observe.records.metrics import Metric
 from megarlhf.planning.kl_reference import reference_notes
 from megarlhf.resume.points.stateful import Stateful
@@ -19,8 +19,9 @@ from megarlhf.trainers.experience.prompts import load_prompts
 from megarlhf.trainers.rl.build import RLRun, build, training_of
 from megarlhf.trainers.rl.evaluation import Evaluation
 from megarlhf.trainers.rl.metrics import describe, kl_by_sample
+from megarlhf.trainers.rl.own_sampler import PromptOrder, order_of, tell
 from megarlhf.trainers.rl.rollout import generate
-from megarlhf.trainers.rl.sample_rows import training_rows
+from megarlhf.trainers.rl.sample_rows import step_samples, training_rows
 from megarlhf.trainers.rl.scoring import score
 from megarlhf.trainers.rl.update import Metrics, StepState, train_on
 from megarlhf.trainers.run.factories import RunFactories
@@ -43,10 +44,10 @@ def run(cfg: RLConfig, runtime: Runtime, parts: RunFactories = RunFactories()) -
                 cfg.eval.accuracy,
                 cfg.run.dir,
             )
-            order = batches_of(data.train, cfg.train.prompts_per_step, cfg.run.seed, "train.prompts_per_step")
+            order = order_of(cfg.train, cfg.run.seed, data.train)
             rl_run = build(cfg, runtime, data, phases, parts)
             evaluation = Evaluation(rl_run)
-            states: dict[str, Stateful] = {"stop": evaluation.stop, "order": order}
+            states: dict[str, Stateful] = {"stop": evaluation.stop, order.name: order}
             training = training_of(rl_run, states, evaluation.best, stop_request, parts)
             mixture = describe_mixture(order, cfg.train.num_steps, cfg.data.train)
             notes = [*data.notes, *mixture, *reference_notes(cfg.actor.model, training.reference)]
@@ -59,7 +60,7 @@ def run(cfg: RLConfig, runtime: Runtime, parts: RunFactories = RunFactories()) -
             train(rl_run, session, order, evaluation)
 
 
-def train(run: RLRun, session: Session, order: ShuffledBatches, evaluation: Evaluation) -> None:
+def train(run: RLRun, session: Session, order: PromptOrder, evaluation: Evaluation) -> None:
     """Generate, score, advantages, train, update weights. Every rank runs every line."""
     cfg, gap_guard = run.cfg, run.gap_guard
     update_weights(run, session.step, verify=True)  # also after a resume
@@ -81,21 +82,24 @@ def train(run: RLRun, session: Session, order: ShuffledBatches, evaluation: Eval
         if run.engine.rebuilds > rebuilds:
             metrics["engine_rebuilds"] = run.engine.rebuilds - rebuilds
         show_samples(run, session, state)
+        tell(order, state.experience)
         last = evaluation.last
-        session.end_step(metrics, run.exported, last=last or gap_guard.failed(last=last), best=evaluation.is_best)
-        gap_guard.raise_if_failed(last=last)
+        seen = partial(step_samples, run, state.experience)
+        last = last or gap_guard.failed(last=last)
+        session.end_step(metrics, run.exported, last=last, best=evaluation.is_best, samples=seen)
+        gap_guard.raise_if_failed(last=evaluation.last)
     session.finish(evaluation.stop_reason)
     if not cfg.checkpoint.by_cadence:
         run.bank.forget_before(session.step)  # a finished run without resume points does not go on
 
 
-def begin_step(run: RLRun, session: Session, order: ShuffledBatches, step: int) -> StepState:
+def begin_step(run: RLRun, session: Session, order: PromptOrder, step: int) -> StepState:
     """Rollout, rewards, log-probs, values and advantages of a step."""
     prompts = [run.data.train[n] for n in order.take(step)]
     rollout = generate(run, session, prompts, step)  # refills and greedy baselines too
     experience, plan, rewards = score(run, session, rollout, step)
     with run.phases("advantages"):
-        state = StepState.begin(run, experience, plan, rewards)
+        state = StepState.begin(run, experience, plan, rewards, first=step == session.start.step)
         if not run.cfg.old_logprobs_in_training(step):
             run.gap_guard.watch(state.metrics)
     return state
@@ -126,7 +130,7 @@ def follow_actor(run: RLRun, number: int, state: StepState, kl: Metric) -> Metri
 
 def warn_without_signal(run: RLRun, session: Session, state: StepState, metrics: Metrics) -> None:
     """Warn, with likely causes, if nothing could be learnt from the step."""
-    prompt_of, grouped = run.data.prompt_of, run.cfg.algo.advantage in GROUPED
+    prompt_of, grouped = run.data.prompt_of, run.cfg.algo.traits.compares_groups
     warning = signal_warning(
         session.number, state.experience, metrics, run.rewarder.signal, prompt_of, run.data.tokenizer, grouped=grouped
     )

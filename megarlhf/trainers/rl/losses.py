@@ -19,6 +19,7 @@ from megarlhf.algo.losses import clipped_value_loss
 from megarlhf.algo.policy import Bounds, log_ratios, policy_loss
 from megarlhf.algo.segments import Segments
 from megarlhf.config import AlgoConfig
+from megarlhf.own_code.policy_terms import estimator_of, ratio_of, surrogate_of, token_weights_of
 from megarlhf.parallel.loss import LossOutput
 from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.parallel.vocab import Vocabulary, batch_logprobs
@@ -83,22 +84,23 @@ class PolicyLoss:
         logprobs_T, entropy_T = tokens.select(logprobs_BS), tokens.select(entropy_BS)
         weights_T = tokens["loss_weights"].to(logprobs_T)
         old_T = tokens["old_logprobs"] if "old_logprobs" in tokens else logprobs_T.detach()
+        ratio = ratio_of(self.algo.ratio)
         policy = policy_loss(
             logprobs_T,
             old_T,
             tokens["advantages"],
-            self._corrected(weights_T, tokens, old_T),
+            self._token_weights(logprobs_T, old_T, tokens, self._corrected(weights_T, tokens, old_T)),
             tokens.responses,
-            surrogate=self.algo.policy_loss,
-            ratio=self.algo.ratio,
+            surrogate=surrogate_of(self.algo.policy_loss),
+            ratio=ratio,
             bounds=bounds_of(self.algo),
         )
         loss = policy.loss
         if self.kl_coef > 0:
             kl = self.algo.kl
-            kl_T = kl_estimate(logprobs_T, tokens["ref_logprobs"], kl.estimator, kl.clamp)
+            kl_T = kl_estimate(logprobs_T, tokens["ref_logprobs"], estimator_of(kl.estimator), kl.clamp)
             if kl.ratio_weighted:
-                kl_T = ratio_weighted(kl_T, log_ratios(logprobs_T, old_T, tokens.responses, self.algo.ratio))
+                kl_T = ratio_weighted(kl_T, log_ratios(logprobs_T, old_T, tokens.responses, ratio))
             loss = loss + self.kl_coef * (kl_T * weights_T).sum()
         if self.entropy_coef > 0:
             loss = loss - self.entropy_coef * (entropy_T * weights_T).sum()
@@ -117,6 +119,13 @@ class PolicyLoss:
             cfg = self.algo.rollout_correction
             return weights_T * correction_of(cfg, old_T, tokens["rollout_logprobs"], tokens.responses).weights_T
         return weights_T
+
+    def _token_weights(self, logprobs_T: Tensor, old_T: Tensor, tokens: ResponseTokens, weights_T: Tensor) -> Tensor:
+        """Weights times those of the user's own function, if one is configured."""
+        if self.algo.token_weights is None:
+            return weights_T
+        function = token_weights_of(self.algo.token_weights)
+        return weights_T * function(logprobs_T, old_T, tokens["advantages"], tokens.responses)
 
     def _ptx(self, hidden_SBH: Tensor, batch: MicroBatch) -> Tensor:
         """This micro-batch's part of the mean next-token loss of the update's texts."""

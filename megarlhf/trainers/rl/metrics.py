@@ -11,6 +11,7 @@ from megarlhf.algo.advantages import explained_variance, without_signal
 from megarlhf.algo.kl import KLKind, kl_estimate
 from megarlhf.config import KLConfig, RLConfig
 from megarlhf.experience import Experience
+from megarlhf.own_code.policy_terms import estimator_of
 from megarlhf.trainers.experience.statistics import means_of, moments_of, sums_of, variance_of
 from megarlhf.trainers.rl.advantages import total_rewards
 
@@ -25,7 +26,7 @@ def kl_metrics(experience: Experience, kl: KLConfig) -> dict[str, float | None]:
     if ref is None:
         return dict.fromkeys(("kl", *LOGGED_KL))
     old_T = experience.columns["old_logprobs"].values_T
-    estimates = [kl_estimate(old_T, ref.values_T, kl.estimator, kl.clamp)]
+    estimates = [kl_estimate(old_T, ref.values_T, estimator_of(kl.estimator), kl.clamp)]
     estimates += [kl_estimate(old_T, ref.values_T, kind) for kind in LOGGED_KL.values()]
     return dict(zip(("kl", *LOGGED_KL), means_of(experience, *estimates), strict=True))
 
@@ -69,5 +70,5 @@ def kl_by_sample(experience: Experience, kl: KLConfig) -> Tensor:
     ref = experience.columns.get("ref_logprobs")
     if ref is None:
         return torch.full([experience.num_samples], torch.nan)
-    kl_T = kl_estimate(experience.columns["old_logprobs"].values_T, ref.values_T, kl.estimator, kl.clamp)
+    kl_T = kl_estimate(experience.columns["old_logprobs"].values_T, ref.values_T, estimator_of(kl.estimator), kl.clamp)
     return sums_of(experience, kl_T)[:, 0].cpu() / experience.response_lengths_N

@@ -23,7 +23,6 @@ from megarlhf.resume.claim.config_changes import mathematics_of
 from megarlhf.rollout.engine import FinishedResponses, RolloutEngine, Sampling, sample_seed
 from megarlhf.trainers.experience.prompts import make_experience, repeat_prompts
 from megarlhf.trainers.experience.rewards import PendingRewards, RewardOutput
-from megarlhf.trainers.rl.advantages import ADVANTAGES
 from megarlhf.trainers.rl.build import RLRun
 from megarlhf.trainers.rl.dynamic_sampling import ScoredRollout, select
 from megarlhf.trainers.run.session import Session
@@ -59,7 +58,7 @@ def complete(
     rollout = StepRollout(prompts, experience, start_rewards(run, prompts, experience))
     if run.cfg.algo.dynamic_sampling.max_refills:
         rollout = draw_until_useful(run, session, rollout, step)
-    if "greedy_rewards" in ADVANTAGES[run.cfg.algo.advantage].reads:
+    if "greedy_rewards" in run.cfg.algo.traits.reads:
         rollout = replace(rollout, greedy=draw_greedy(run, session, rollout.prompts, step))
     return rollout
 

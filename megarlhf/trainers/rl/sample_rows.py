@@ -19,6 +19,8 @@ from megarlhf.observe.records.sample_tables import Row, spread
 from megarlhf.rollout.rewards.score import response_text
 from megarlhf.trainers.experience.no_signal import rewards_by_name
 from megarlhf.trainers.rl.advantages import total_rewards
+from megarlhf.trainers.rl.build import RLRun
+from megarlhf.trainers.run.observers import StepSamples
 
 
 def rows_of(
@@ -71,6 +73,27 @@ def training_rows(
     rewards = rewards_by_name(experience)
     shown = spread(cfg.count, experience.num_samples)
     return rows_of(number, shown, prompts, experience.rollouts, total_N, rewards, tokenizer, kl_N)
+
+
+def step_samples(run: RLRun, experience: Experience) -> StepSamples:
+    """Samples of a step, whole on every rank, for the user's own metrics and observers. Collective."""
+    whole = experience.replicated()
+    prompts = list(map(run.data.prompt_of, whole.per_sample["records"].tolist()))
+    rollouts, tokenizer = whole.rollouts, run.data.tokenizer
+    responses = rollouts.single_responses().rows()
+    columns = {**whole.columns, "rollout_logprobs": rollouts.logprobs}
+    per_sample = {**whole.per_sample, "rewards": total_rewards(whole), "groups": whole.prompt_numbers_N}
+    return StepSamples(
+        prompts=[prompt.text for prompt in prompts],
+        fields=[prompt.fields for prompt in prompts],
+        responses=[
+            response_text(tokens.tolist(), tokenizer, finished=finished)
+            for tokens, finished in zip(responses, rollouts.finished_N.tolist(), strict=True)
+        ],
+        response_tokens=[tokens.cpu() for tokens in responses],
+        per_sample={name: values_N.cpu() for name, values_N in per_sample.items()},
+        per_token={name: [row.cpu() for row in column.rows()] for name, column in columns.items()},
+    )
 
 
 def _or_none(value: Tensor) -> float | None:

@@ -73,13 +73,15 @@ class StepState:
     """Number of updates so far."""
 
     @classmethod
-    def begin(cls, run: RLRun, experience: Experience, plan: StepPlan, rewards: Mapping[str, float]) -> StepState:
+    def begin(
+        cls, run: RLRun, experience: Experience, plan: StepPlan, rewards: Mapping[str, float], *, first: bool = False
+    ) -> StepState:
         """Add advantages, and the correction for the rollout's numerics, to scored samples.
 
-        rewards: metrics of the rewards
+        rewards: metrics of the rewards. first: whether this is the first step of this process
         """
         algo, kl = run.cfg.algo, run.kl
-        state = cls(add_advantages(experience, algo, kl.coef), plan, {**kl.metrics(), **rewards})
+        state = cls(add_advantages(experience, algo, kl.coef, first=first), plan, {**kl.metrics(), **rewards})
         if "old_logprobs" in experience.columns:
             state.compare_with_rollout(algo.rollout_correction)
         return state

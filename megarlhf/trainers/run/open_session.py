@@ -13,12 +13,14 @@ from megarlhf.observe.records.step_records import open_records, require_readable
 from megarlhf.observe.records.wandb_run import WandbRun
 from megarlhf.observe.terminal.progress import Progress
 from megarlhf.observe.watch.phases import Phases
+from megarlhf.resume.claim.config_changes import TrainingConfig
 from megarlhf.resume.claim.on_existing import Claim, claim
 from megarlhf.resume.points import point
 from megarlhf.resume.points.point import Position
 from megarlhf.resume.signals import StopRun
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.run.exports import point_at_best, set_exports_aside
+from megarlhf.trainers.run.observers import Observers
 from megarlhf.trainers.run.resumable import ResumableState, identity_of
 from megarlhf.trainers.run.session import Session
 
@@ -75,6 +77,9 @@ def _open(
         if (number := training.stop.agreed()) is not None:
             again = "goes on with the earlier run" if resumes else "begins"
             raise StopRun(f"stopped ({number.name}) before anything was done; the same command {again}", number)
+        assert isinstance(cfg, TrainingConfig)
+        if cfg.observe.paths:
+            session.observers = Observers(cfg.observe, command, is_main=session.runtime.is_main)
         identity = identity_of(cfg, run, command, training)
         planned = session.prepare_training(training, identity, claims, notes, resumes=resumes)
         _require_steps_left(session.start, planned, total, run.dir)

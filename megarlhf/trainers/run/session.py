@@ -32,6 +32,7 @@ from megarlhf.resume.points.restore import Identity, MakeTable, Table, restore
 from megarlhf.resume.points.stateful import Stateful
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.run.exports import Exports
+from megarlhf.trainers.run.observers import Observers, StepSamples
 from megarlhf.trainers.run.resumable import ResumableState
 
 
@@ -64,6 +65,8 @@ class Session:
     """Writer of resume points, in a run that trains."""
     exports: Exports | None = None
     phases: Phases = field(default_factory=Phases)
+    observers: Observers | None = None
+    """The user's own metrics and observers, in a run that has any."""
     began_with: Mapping[str, str] = field(default_factory=dict)
     """Digests of the run's models and data, by name."""
     _table: Table | None = None
@@ -110,6 +113,7 @@ class Session:
         seconds: Callable[[Mapping[str, float]], dict[str, float]] = seconds_of,
         around_export: contextlib.AbstractContextManager[None] | None = None,
         resumable: bool = True,
+        samples: Callable[[], StepSamples] | None = None,
     ) -> None:
         """Finish the step: record its metrics with rates and seconds, export the roles if that is due, and mark a point
         where the run can be saved. Collective.
@@ -117,14 +121,29 @@ class Session:
         seconds: makes metrics from the seconds of each phase
         around_export: context of the export
         resumable: False if the weights are no longer those with which training would go on
+        samples: makes the samples that the user's own metrics and observers see
         """
+        observed = self._observe(metrics, samples)
         self.step += 1
         rates = self.phases.rates()
-        self.log(self.step, {**metrics, **rates, **seconds(self.phases.end_step(self.step))})
+        self.log(self.step, {**metrics, **rates, **seconds(self.phases.end_step(self.step))}, observed)
         with around_export or contextlib.nullcontext():
             self.export(self.step, roles, last=last, best=best)
         if resumable:
             self.step_boundary(self.step)
+
+    def _observe(
+        self, metrics: Mapping[str, Metric], samples: Callable[[], StepSamples] | None
+    ) -> Mapping[str, Metric]:
+        """Metrics of the user's own functions after the step. Collective."""
+        if self.observers is None:
+            return {}
+        with self.phases("observe"):
+            seen = None if samples is None else samples()
+            observed = self.observers.after_step(self.number, metrics, seen)
+        for warning in self.observers.warnings:
+            self.note(warning)
+        return observed
 
     def show(self, kind: Kind, number: int, rows: Sequence[Row]) -> None:
         """Write a table of samples of step `number`, if it has rows. Called before the step's metrics are logged."""
@@ -138,14 +157,18 @@ class Session:
             with self.phases("checkpoint"):
                 self.records.keep_lengths(self.number, prompts, responses)
 
-    def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
-        """Record metrics, and measured costs, after `step` steps. Collective."""
+    def log(self, step: int, metrics: Mapping[str, Metric], observed: Mapping[str, Metric] | None = None) -> None:
+        """Record metrics, and measured costs, after `step` steps. Collective.
+
+        observed: the user's own metrics, which say nothing about the weights and may depend on time
+        """
         with self.phases("checkpoint"):
             metrics = {**metrics, **measure(self.runtime)}
         if self.checkpointer is not None and self.checkpointer.seconds_standing:
             metrics = {**metrics, "seconds_checkpoint": self.checkpointer.seconds_standing}
             self.checkpointer.seconds_standing = 0.0
         self.history.add(step, metrics)
+        metrics = {**metrics, **(observed or {})}
         if self.records is not None:
             with self.phases("checkpoint"):  # the watchdog sees a file system that does not answer
                 self.records.metrics.log(step, metrics)
@@ -260,6 +283,8 @@ class Session:
         states: dict[str, Stateful] = {"history": self.history, **training.states}
         if training.best is not None and training.best.watched is not None:
             states["best"] = training.best
+        if self.observers is not None and self.observers.has_state:
+            states["observers"] = self.observers
         restored = restore(self.runtime, self.run_dir, training.roles, states, identity) if resumes else None
         if restored is not None:
             self.resumed, self.start, self._table = True, restored.position, restored.table

@@ -30,6 +30,7 @@ from megarlhf.parallel.micro_batch import MicroBatch, prompts_computed
 from megarlhf.parallel.router_balance import ROUTER_AUX_LOSS
 from megarlhf.planning.data.encoders import indexed_options
 from megarlhf.planning.data.formatting import writing_of_training
+from megarlhf.planning.own_code import own_sources
 from megarlhf.resume.claim.identity import architecture_of, bases_of_adapters, digest_of_samples, identity_of_weights
 from megarlhf.resume.points.stateful import Stateful
 from megarlhf.resume.signals import StopRequest
@@ -139,6 +140,7 @@ def _resumable_state(
         frozen={built.name: identity_of_weights(built) for built in frozen},
         architectures={built.name: architecture_of(built) for built in (role, *frozen)},
         others=others,
+        sources=own_sources(cfg),
         adapter_bases=bases_of_adapters([role]),
         best=run.best,
         writer=parts.writer,

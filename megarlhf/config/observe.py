@@ -1,0 +1,20 @@
+"""Configuration of the user's own metrics and observers."""
+
+from __future__ import annotations
+
+from megarlhf.config.frozen import FrozenModel
+from megarlhf.config.own_names import PathOnly
+
+
+class ObserveConfig(FrozenModel):
+    """Own code that looks at each step and changes nothing. It runs on rank 0 and gets copies."""
+
+    metrics: tuple[PathOnly, ...] = ()
+    """Functions `metric(step)` that return a number, or numbers by name, for the metrics of the step."""
+    observers: tuple[PathOnly, ...] = ()
+    """Functions `observer(step)`, or classes with a method `after_step(step)`. They may return metrics too. A class
+    may keep state, with `state_dict` and `load_state_dict`."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return (*self.metrics, *self.observers)

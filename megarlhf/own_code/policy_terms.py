@@ -1,0 +1,198 @@
+"""The user's own parts of the policy loss: surrogate, ratio, token weights and KL estimator.
+
+Each is a function of tensors. Before a run it is called on made-up tokens, on every rank: it must give a finite number
+for each token, through which the gradient flows, and the same numbers in every call and on every rank. In the run each
+result's shape is checked.
+
+Legend: T response tokens end to end.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarlhf.algo.kl import KL_ESTIMATORS
+from megarlhf.algo.policy import RATIOS, SURROGATES, Bounds, Surrogate
+from megarlhf.algo.segments import Segments
+from megarlhf.own_code.advantage import require_parameters
+from megarlhf.own_code.failures import describe_failure, is_user_error, short
+from megarlhf.own_code.load import is_path, load_function
+
+SurrogateFunction = Callable[[Tensor, Tensor, Tensor, Bounds], Surrogate]
+RatioFunction = Callable[[Tensor, Segments], Tensor]
+EstimatorFunction = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class _Term:
+    """A kind of function: its words in messages, its parameters, and whether a gradient must flow through it."""
+
+    what: str
+    parameters: tuple[str, ...]
+    differentiable: bool
+
+
+_SURROGATE = _Term("surrogate", ("logprobs_T", "log_ratio_T", "advantages_T", "bounds"), True)
+_RATIO = _Term("ratio", ("log_ratio_T", "responses"), True)
+_WEIGHTS = _Term("token weights", ("logprobs_T", "old_logprobs_T", "advantages_T", "responses"), False)
+_ESTIMATOR = _Term("KL estimator", ("log_ratio_T",), True)
+
+
+def surrogate_of(name: str) -> SurrogateFunction:
+    """The surrogate of a name of ours or an import path. Raises: ValueError."""
+    return _own_surrogate(name) if is_path(name) else SURROGATES[name]  # type: ignore[index]
+
+
+def ratio_of(name: str) -> RatioFunction:
+    """The ratio of a name of ours or an import path, as a function of log-ratios. Raises: ValueError."""
+    return _own(name, _RATIO) if is_path(name) else RATIOS[name]  # type: ignore[index]
+
+
+def estimator_of(name: str) -> EstimatorFunction:
+    """The KL estimator of a name of ours or an import path. Raises: ValueError."""
+    return _own(name, _ESTIMATOR) if is_path(name) else KL_ESTIMATORS[name]
+
+
+def token_weights_of(name: str) -> Callable[[Tensor, Tensor, Tensor, Segments], Tensor]:
+    """The user's function of weights. Its result has no gradient. Raises: ValueError."""
+    function = _own(name, _WEIGHTS)
+    return lambda *arguments: function(*(_without_gradient(value) for value in arguments)).detach()
+
+
+def _without_gradient(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+@functools.cache
+def _own(name: str, term: _Term) -> Callable[..., Tensor]:
+    """The user's function, whose result is checked in each call."""
+    label = f"{term.what} {name!r}"
+    function = load_function(name, term.what)
+    require_parameters(function, term.parameters, label)
+
+    def call(*arguments: Any) -> Tensor:
+        given = [_untouched(value) for value in arguments]
+        return _require_tensor(_called(function, label, given), label, arguments[0])
+
+    return call
+
+
+@functools.cache
+def _own_surrogate(name: str) -> SurrogateFunction:
+    """The user's surrogate. It returns the loss of each token, or that and the tokens at which a bound is in force."""
+    label = f"{_SURROGATE.what} {name!r}"
+    function = load_function(name, _SURROGATE.what)
+    require_parameters(function, _SURROGATE.parameters, label)
+
+    def call(logprobs_T: Tensor, log_ratio_T: Tensor, advantages_T: Tensor, bounds: Bounds) -> Surrogate:
+        given = [_untouched(value) for value in (logprobs_T, log_ratio_T, advantages_T)]
+        result = _called(function, label, [*given, bounds])
+        loss_T, clipped_T = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+        loss_T = _require_tensor(loss_T, label, logprobs_T)
+        if clipped_T is None:
+            return Surrogate(loss_T, torch.zeros_like(loss_T, dtype=torch.bool))
+        if not isinstance(clipped_T, Tensor) or clipped_T.dtype != torch.bool or clipped_T.shape != loss_T.shape:
+            raise ValueError(
+                f"{label} returned {_describe(clipped_T)} for the clipped tokens, expected a bool tensor of shape "
+                f"{tuple(loss_T.shape)}; return the loss alone if nothing is clipped"
+            )
+        return Surrogate(loss_T, clipped_T)
+
+    return call
+
+
+def _untouched(value: Any) -> Any:
+    """A copy of a tensor, through which the gradient flows: the function may write to what it gets."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _called(function: Callable[..., Any], label: str, arguments: list[Any]) -> Any:
+    try:
+        return function(*arguments)
+    except BaseException as error:
+        if not is_user_error(error):
+            raise
+        raise ValueError(f"{label} {describe_failure(function, error)}") from error
+
+
+def _require_tensor(value: Any, label: str, like_T: Tensor) -> Tensor:
+    if not isinstance(value, Tensor) or value.shape != like_T.shape or not value.is_floating_point():
+        raise ValueError(
+            f"{label} returned {_describe(value)}, expected a number for each token: a tensor of floating-point "
+            f"numbers of shape {tuple(like_T.shape)}"
+        )
+    return value.to(like_T)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')}"
+    return short(value)
+
+
+def try_terms(names: Iterator[tuple[str, str]] | list[tuple[str, str]]) -> dict[str, str]:
+    """Call each of the user's functions on made-up tokens. `names`: (kind, import path), as `KINDS` has them.
+
+    Returns: a digest of the numbers of each, which all ranks must agree on. Raises: ValueError.
+    """
+    return {f"{TERMS[kind].what} {name!r}": _digest_of_trial(TERMS[kind], name) for kind, name in names}
+
+
+TERMS = {"policy_loss": _SURROGATE, "ratio": _RATIO, "token_weights": _WEIGHTS, "estimator": _ESTIMATOR}
+"""Kinds of functions by the key of the configuration that names them."""
+
+
+def _digest_of_trial(term: _Term, name: str) -> str:
+    label = f"{term.what} {name!r}"
+    first, second = (_trial(term, name, label) for _ in range(2))
+    if first != second:
+        raise ValueError(
+            f"{label} gave other numbers for the same tokens when it was called again; it must not depend on time, on "
+            "chance or on earlier calls"
+        )
+    return first
+
+
+def _trial(term: _Term, name: str, label: str) -> str:
+    """Digest of the function's numbers for made-up tokens of four responses, and of their gradients."""
+    generator = torch.Generator().manual_seed(0)
+    responses = Segments(torch.tensor([3, 1, 5, 2]), 11)
+    old_T, advantages_T = (torch.randn(11, generator=generator) for _ in range(2))
+    logprobs_T = (old_T + 0.3 * torch.randn(11, generator=generator)).requires_grad_()
+    log_ratio_T = logprobs_T - old_T.detach()
+    if term is _SURROGATE:
+        surrogate = surrogate_of(name)(logprobs_T, log_ratio_T, advantages_T, Bounds())
+        result_T, extra = surrogate.loss_T, [surrogate.clipped_T]
+    elif term is _WEIGHTS:
+        result_T, extra = token_weights_of(name)(logprobs_T, old_T, advantages_T, responses), []
+    else:
+        arguments = (log_ratio_T, responses) if term is _RATIO else (log_ratio_T,)
+        result_T, extra = _own(name, term)(*arguments), []
+    _require_finite(result_T, label, "numbers")
+    if term.differentiable:
+        if not result_T.requires_grad:
+            raise ValueError(
+                f"{label} returned numbers through which no gradient flows, so that nothing would be learnt; compute "
+                "them from what it gets, without detach() or torch.no_grad()"
+            )
+        (gradient_T,) = torch.autograd.grad(result_T.sum(), [logprobs_T], allow_unused=True)
+        gradient_T = torch.zeros_like(logprobs_T) if gradient_T is None else gradient_T
+        _require_finite(gradient_T, label, "gradients")
+        extra.append(gradient_T)
+    content = b"".join(tensor.detach().double().numpy().tobytes() for tensor in (result_T, *extra))
+    return hashlib.sha256(content).hexdigest()
+
+
+def _require_finite(values_T: Tensor, label: str, word: str) -> None:
+    if not bool(values_T.isfinite().all()):
+        raise ValueError(
+            f"{label} gave {word} that are not finite, {short(values_T.detach().tolist())}, for made-up tokens with "
+            "log-probs near 0; look for divisions by zero and logarithms of negative numbers"
+        )

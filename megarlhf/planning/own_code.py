@@ -1,0 +1,123 @@
+"""The user's own code that a configuration names: checked before the start, listed, and part of the run's identity."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from megarlhf.config import EvaluateConfig, GenerateConfig, RLConfig
+from megarlhf.own_code.advantage import load_advantage
+from megarlhf.own_code.digest import digest_of
+from megarlhf.own_code.load import is_path
+from megarlhf.own_code.policy_terms import TERMS, try_terms
+from megarlhf.own_code.step_code import load_observer, load_sampler
+
+
+class OwnCode(NamedTuple):
+    """A name of user code in the configuration."""
+
+    key: str
+    """Key of the configuration, such as `algo.advantage`."""
+    what: str
+    """Kind in messages, such as "advantage"."""
+    path: str
+    """Import path, `package.module:name`."""
+
+
+_LOADERS: Mapping[str, Callable[[str], object]] = {
+    "advantage": load_advantage,
+    "sampler": load_sampler,
+    "metric": partial(load_observer, what="metric"),
+    "observer": partial(load_observer, what="observer"),
+}
+"""Checks of the kinds that are not tried elsewhere."""
+
+
+def own_code_of(cfg: Any) -> list[OwnCode]:
+    """All user code of a configuration, without model families, which are modules."""
+    return [*_of_rl(cfg), *_of_rewards(cfg), *_of_data(cfg), *_of_observers(cfg)]
+
+
+def own_terms(cfg: RLConfig) -> list[tuple[str, str]]:
+    """Own parts of the policy loss: kind, as in `policy_terms.TERMS`, and import path."""
+    algo = cfg.algo
+    named = {
+        "policy_loss": algo.policy_loss,
+        "ratio": algo.ratio,
+        "token_weights": algo.token_weights or "",
+        "estimator": algo.kl.estimator,
+    }
+    return [(kind, path) for kind, path in named.items() if is_path(path)]
+
+
+def _of_rl(cfg: Any) -> Iterator[OwnCode]:
+    if not isinstance(cfg, RLConfig):
+        return
+    if is_path(cfg.algo.advantage):
+        yield OwnCode("algo.advantage", "advantage", cfg.algo.advantage)
+    for kind, path in own_terms(cfg):
+        key = "algo.kl.estimator" if kind == "estimator" else f"algo.{kind}"
+        yield OwnCode(key, TERMS[kind].what, path)
+    if cfg.train.sampler is not None:
+        yield OwnCode("train.sampler", "sampler", cfg.train.sampler)
+
+
+def _of_rewards(cfg: Any) -> Iterator[OwnCode]:
+    if isinstance(cfg, RLConfig | GenerateConfig | EvaluateConfig):
+        for number, reward in enumerate(cfg.rewards):
+            if reward.rule is not None and is_path(reward.rule):
+                yield OwnCode(f"rewards[{number}].rule", "reward rule", reward.rule)
+        if cfg.eval.accuracy is not None and is_path(cfg.eval.accuracy):
+            yield OwnCode("eval.accuracy", "reward rule", cfg.eval.accuracy)
+
+
+def _of_data(cfg: Any) -> Iterator[OwnCode]:
+    for key, sources in cfg.data.sources().items() if hasattr(cfg.data, "sources") else ():
+        for source in sources:
+            if source.adapter is not None and is_path(source.adapter):
+                yield OwnCode(f"{key}: adapter", "adapter", source.adapter)
+
+
+def _of_observers(cfg: Any) -> Iterator[OwnCode]:
+    if (observe := getattr(cfg, "observe", None)) is not None:
+        for key, what in (("metrics", "metric"), ("observers", "observer")):
+            yield from (OwnCode(f"observe.{key}", what, path) for path in getattr(observe, key))
+
+
+def own_sources(cfg: Any) -> dict[str, str]:
+    """Digests of the source of user code, by kind and name, for a resume point. Adapters are left out: the digest of
+    the samples has them."""
+    digests = {}
+    for _, what, path in own_code_of(cfg):
+        if what != "adapter":
+            digests[f"{what} {path}"] = _digest(path, what)
+    return digests
+
+
+def _digest(path: str, what: str) -> str:
+    """Digest of the source, or a word where it has none in Python."""
+    try:
+        return digest_of(path, what)
+    except ValueError:
+        return "no source in Python"
+
+
+def check_own_code(cfg: Any) -> list[str]:
+    """Load all user code, call the own parts of the policy loss on made-up tokens, and list it. Returns notes.
+
+    Rewards and adapters are tried with the data. Raises: ValueError.
+    """
+    for _, what, path in own_code_of(cfg):
+        if (loader := _LOADERS.get(what)) is not None:
+            loader(path)
+    if isinstance(cfg, RLConfig):
+        try_terms(own_terms(cfg))
+    return [_describe(own) for own in dict.fromkeys(own_code_of(cfg))]
+
+
+def _describe(own: OwnCode) -> str:
+    module = sys.modules.get(own.path.partition(":")[0])
+    file = getattr(module, "__file__", None) or "no file"
+    return f"own code: {own.key} = {own.path} ({file}, source {_digest(own.path, own.what)[:12]})"

@@ -1,0 +1,133 @@
+"""The user's own metrics and observers: called on rank 0 after each step, with copies."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+
+from megarlhf.collective_errors import from_first_rank, on_first_rank
+from megarlhf.config.observe import ObserveConfig
+from megarlhf.observe.records.metrics import Metric
+from megarlhf.own_code.failures import short
+from megarlhf.own_code.guarded import call, plain_state
+from megarlhf.own_code.step_code import load_observer
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """Samples of a step of rl, as an observer sees them. Axis N: samples; those of one prompt stand together."""
+
+    prompts: list[str]
+    fields: list[Mapping[str, Any]]
+    """Other columns of each prompt's record."""
+    responses: list[str]
+    response_tokens: list[Tensor]
+    """Sampled tokens of each sample."""
+    per_sample: Mapping[str, Tensor]
+    """Numbers of each sample [N]: `rewards`, `groups` and others."""
+    per_token: Mapping[str, list[Tensor]]
+    """Numbers of each sampled token, a tensor for each sample: `advantages`, `old_logprobs`, `rollout_logprobs` and
+    others."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A finished step, as metrics and observers see it."""
+
+    command: str
+    number: int
+    """Number of the step; the first is 1."""
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    samples: StepSamples | None = None
+    """Only in rl."""
+
+
+class Observers:
+    """Metrics and observers of a run, on every rank. Only rank 0 makes and calls them."""
+
+    def __init__(self, cfg: ObserveConfig, command: str, *, is_main: bool) -> None:
+        self._command, self._is_main, self._is_first = command, is_main, True
+        self._labels: list[str] = []
+        self._calls: list[Callable[[Step], Any]] = []
+        self._objects: dict[str, Any] = {}
+        """Observers that keep state, by import path."""
+        on_first_rank(lambda: self._load(cfg))
+        self.warnings: list[str] = []
+        """Failures of the last step."""
+
+    def _load(self, cfg: ObserveConfig) -> None:
+        for what, paths in (("metric", cfg.metrics), ("observer", cfg.observers)):
+            for path in paths:
+                label = f"{what} {path!r}"
+                function = load_observer(path, what)
+                if inspect.isclass(function):
+                    made = call(function, label)
+                    if hasattr(made, "state_dict"):
+                        self._objects[path] = made
+                    function = made.after_step
+                self._labels.append(label)
+                self._calls.append(function)
+
+    def after_step(self, number: int, metrics: Mapping[str, Metric], samples: StepSamples | None) -> dict[str, Metric]:
+        """Metrics of the user's functions, the same on every rank. Collective.
+
+        Raises: ValueError, on every rank, for a failure in the first step of this process. A later one is a warning, as
+        a run should not end for a figure.
+        """
+        result: dict[str, Metric] = {}
+        self.warnings = []
+
+        def observe() -> None:
+            for label, function in zip(self._labels, self._calls, strict=True):
+                try:
+                    step = Step(self._command, number, dict(metrics), copy.deepcopy(samples))
+                    returned = call(function, label, step)
+                    result.update(_numbers(label, returned, {*metrics, *result}))
+                except ValueError as error:
+                    if self._is_first:
+                        raise
+                    self.warnings.append(f"WARNING: {error}. The run goes on without it")
+
+        on_first_rank(observe if self._is_main else lambda: None)
+        self._is_first = False
+        return from_first_rank(result)
+
+    @property
+    def has_state(self) -> bool:
+        return from_first_rank(bool(self._objects))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            path: plain_state(call(made.state_dict, f"observer {path!r}"), f"observer {path!r}")
+            for path, made in self._objects.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for path, made in self._objects.items():
+            if path in state:  # an observer that was added since begins anew
+                call(made.load_state_dict, f"observer {path!r}", copy.deepcopy(state[path]))
+
+
+def _numbers(label: str, returned: Any, taken: set[str]) -> dict[str, Metric]:
+    """Metrics by name, from what a function returned. Raises: ValueError."""
+    if returned is None and not label.startswith("metric "):
+        return {}
+    if not isinstance(returned, Mapping):
+        returned = {label.partition("'")[2].rstrip("'").rpartition(":")[2]: returned}
+    for name, value in returned.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = value.item()
+        if not isinstance(name, str) or not (value is None or isinstance(value, Real)):
+            raise ValueError(f"{label} returned {short(returned)}; expected a number, or a mapping of names to numbers")
+        if name in taken:
+            raise ValueError(f"{label} returned a metric {name!r}, which is there already; give it another name")
+    return {
+        name: value if value is None else float(value.item() if isinstance(value, Tensor) else value)
+        for name, value in returned.items()
+    }
