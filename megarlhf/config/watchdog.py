@@ -54,6 +54,8 @@ class WatchdogConfig(FrozenModel):
     """Log-probs or values of a step under one role."""
     advantages: Limit = 600.0
     """Advantages of a step."""
+    observe: Limit = 600.0
+    """Own metrics and observers (`observe`) of a step."""
     train: Limit = 3600.0
     """Forward and backward of one mini-batch of one role."""
     optimizer: Limit = 1800.0

@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megarlhf.collective_errors import raise_on_all_ranks, require_same
 from megarlhf.columns import Ragged
 from megarlhf.experience import Experience
 from megarlhf.own_code.advantage import Advantage
-from megarlhf.own_code.failures import describe_failure, is_user_error, short
+from megarlhf.own_code.failures import short
+from megarlhf.own_code.guarded import call
 
 ALWAYS = ("token_rewards",)
 """Columns that an own advantage gets without declaring them, where the step has them."""
@@ -63,13 +63,7 @@ def own_columns(
 
 
 def _call(advantage: Advantage, label: str, inputs: Any, like: Ragged) -> dict[str, Ragged]:
-    try:
-        with torch.no_grad():
-            result = advantage.compute(inputs)
-    except BaseException as error:
-        if not is_user_error(error):
-            raise
-        raise ValueError(f"{label} {describe_failure(advantage.compute, error)}") from error
+    result = call(advantage.compute, label, inputs)
     named = result if isinstance(result, Mapping) else {"advantages": result}
     if set(named) != set(advantage.writes):
         raise ValueError(
