@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from megarlhf.architectures.own_families import register_families
 from megarlhf.architectures.placements import logical_tensors
 from megarlhf.commands.convert_arguments import parse
 from megarlhf.observe.terminal.copy_progress import bytes_bar, count_bar
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m tools.chec
     arguments = parse(argv, prog)
     torch.set_num_threads(1)  # pieces are copied side by side; threads inside a copy would only compete
     try:
+        register_families(arguments.families)
         return _COMMANDS[arguments.command](arguments)
     except (ValueError, OSError) as error:
         print(f"{prog} {arguments.command}: {error}", file=sys.stderr)

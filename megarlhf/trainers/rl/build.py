@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from megarlhf.architectures.own_families import family_sources
 from megarlhf.collective_errors import from_first_rank, raise_on_all_ranks
 from megarlhf.config import ROLES, RLConfig, trained_roles
 from megarlhf.data.text.export_files import export_files
@@ -233,7 +234,7 @@ def training_of(
         frozen={name: identity_of_weights(role) for name, role in frozen.items()},
         architectures={name: architecture_of(role) for name, role in run.roles.items()},
         others=others,
-        sources=rule_source_digests(cfg.rewards),
+        sources={**rule_source_digests(cfg.rewards), **family_sources(cfg.roles())},
         best=best,
         on_saved=lambda oldest: run.bank.forget_before(oldest.step),
         writer=parts.writer,

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.architectures.hf_config import architecture_from_hf
+from megarlhf.architectures.own_families import family_sources
 from megarlhf.config import SFTConfig, describe_sources
 from megarlhf.data.samples.dataset import Samples
 from megarlhf.data.samples.order import ShuffledBatches, batches_of, describe_mixture
@@ -139,6 +140,7 @@ def _resumable_state(
         frozen={built.name: identity_of_weights(built) for built in frozen},
         architectures={built.name: architecture_of(built) for built in (role, *frozen)},
         others=others,
+        sources=family_sources(cfg.roles()),
         adapter_bases=bases_of_adapters([role]),
         best=run.best,
         writer=parts.writer,
