@@ -15,9 +15,11 @@ import torch
 import yaml
 
 from megarlhf.architectures import families
+from megarlhf.architectures.architecture import ACTIVATIONS
 from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.own_families import register_families
 from megarlhf.commands.cli import main
+from tests.command import argv_of
 from tests.distributed.jobs import command_status, outputs_and_greedy
 from tests.refuses import missing_names
 from tools.demo.make_data import base_files
@@ -133,23 +135,25 @@ def command_with(runtime: Any, folder: str, *argv: str) -> tuple[int, str]:
         return command_status(runtime, *argv)
 
 
+def sft(directory: Path, model: Path, family: str) -> list[str]:
+    """A command that trains for a step."""
+    data = directory / "data.jsonl"
+    data.write_text("".join(f'{{"prompt": "{n}+1=", "response": "{n + 1}"}}\n' for n in range(8)))
+    configuration = {
+        "run": {"dir": str(directory / "run"), "on_existing": "resume"},
+        "actor": {"model": {"path": str(model), "families": [family]}, "optim": {"lr": 1e-2}},
+        "data": {"train": str(data)},
+        "train": {"num_steps": 1, "mini_batch_samples": 4, "max_tokens_per_micro_batch": 64},
+    }
+    return argv_of("sft", configuration, directory / "sft.yaml")
+
+
 def test_a_run_that_goes_on_with_a_changed_family(ranks, model, tmp_path) -> None:
     """sft trains and exports what transformers loads. A start with another source of the family goes on, and says
     so."""
     module = tmp_path / "tests_own_stablelm.py"
     module.write_text("from examples.own_family import FAMILY\n")
-    (tmp_path / "data.jsonl").write_text("".join(f'{{"prompt": "{n}+1=", "response": "{n + 1}"}}\n' for n in range(8)))
-    configuration = {
-        "run": {"dir": str(tmp_path / "run"), "on_existing": "resume"},
-        "actor": {
-            "model": {"path": str(model), "families": ["tests_own_stablelm"]},
-            "optim": {"lr": 1e-2},
-        },
-        "data": {"train": str(tmp_path / "data.jsonl")},
-        "train": {"num_steps": 1, "mini_batch_samples": 4, "max_tokens_per_micro_batch": 64},
-    }
-    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(configuration))
-    command = (command_with, str(tmp_path), "sft", "-c", str(tmp_path / "sft.yaml"))
+    command = (command_with, str(tmp_path), *sft(tmp_path, model, "tests_own_stablelm"))
     ((status, said),) = ranks.run(1, *command)
     assert (status, missing_names(said, "stablelm")) == (0, []), said
     module.write_text(module.read_text() + "# looked over\n")
@@ -159,6 +163,18 @@ def test_a_run_that_goes_on_with_a_changed_family(ranks, model, tmp_path) -> Non
     before, after = by_transformers(model), by_transformers(export)
     changes = [np.abs(after_SV - before_SV).max() for after_SV, before_SV in zip(after, before, strict=True)]
     assert all(1e-3 < change < 10 for change in changes), changes
+
+
+def test_an_activation_that_is_not_computed_is_refused_by_the_check(ranks, model, tmp_path) -> None:
+    """Only a family's own reader lets it through. The list of activations is that of the models."""
+    from megarlhf.models import settings
+
+    assert tuple(settings.ACTIVATIONS) == ACTIVATIONS
+    read = "parts.ConfigField(name='hidden_act', read=lambda key, value: 'swish')"
+    (tmp_path / "tests_own_swish.py").write_text(WITH_TABLE + f"FAMILY = facts(activation={read})")
+    argv = sft(tmp_path, model, "tests_own_swish")
+    ((status, said),) = ranks.run(1, command_with, str(tmp_path), *argv, "--dry-run")
+    assert (status, missing_names(said, "swish", "stablelm", "silu")) == (2, []), said
 
 
 def test_init_writes_the_family(model, tmp_path, capsys) -> None:
