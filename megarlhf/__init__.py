@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megarlhf.api import family_parts
     from megarlhf.own_code.advantage import Advantage, advantage
     from megarlhf.trainers.rl.advantages import ADVANTAGES, AdvantageInputs
     from megarlhf.trainers.run.observers import Step, StepSamples
@@ -29,10 +30,13 @@ __all__ = [
     "Step",
     "StepSamples",
     "advantage",
+    "family_parts",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "family_parts":
+        return import_module("megarlhf.api.family_parts")
     if name not in _PLACES:
         raise AttributeError(f"module 'megarlhf' has no attribute {name!r}")
     return getattr(import_module(_PLACES[name]), name)

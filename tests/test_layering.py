@@ -18,6 +18,7 @@ HOUSE: tuple[dict[str, str], ...] = (
     {"__main__": "`python -m megarlhf`: calls a command"},
     {"commands": "load a configuration, check it, start ranks; call all below and are called by nobody"},
     {"commands.arguments": "command lines: parsers, completion, the list of keys"},
+    {"api": "what code of the user imports"},
     {"rehearsal": "the program itself on devices that hold no numbers; only its commands import it"},
     {
         "rehearsal.fakes": "stand-ins for what a run reads and starts",

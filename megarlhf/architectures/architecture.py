@@ -61,6 +61,9 @@ class LongRope:
     """Factor of cosines and sines."""
 
 
+ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+"""Activations that the models compute (`models/settings.py`), by Hugging Face's names."""
+
 RopeScaling = Llama3Rope | LinearRope | DynamicRope | YarnRope | LongRope
 
 
@@ -117,7 +120,7 @@ class Architecture:
     """Bias of the attention's output projection."""
     mlp_bias: bool
     activation: str
-    """Hugging Face's name: silu, gelu_new, gelu, relu."""
+    """One of `ACTIVATIONS`."""
     gated_mlp: bool = True
     """silu(gate) x up, instead of one projection and the activation."""
     norm: Literal["rms", "layer"] = "rms"

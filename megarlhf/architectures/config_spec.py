@@ -159,9 +159,15 @@ def _read(config: Mapping[str, Any], key: ConfigField, facts: Facts) -> Any:
     return key.read(name, value)
 
 
+def _key_of(spec: ConfigSpec, field: str) -> str:
+    """The key of config.json that states a field; the field's own name where none does."""
+    fact = spec.facts.get(field)
+    return fact.name if isinstance(fact, ConfigField) else field
+
+
 def _check_heads(facts: Facts, spec: ConfigSpec) -> None:
     if facts["num_heads"] % facts["num_kv_heads"]:
-        names = [spec.facts[field].name for field in ("num_heads", "num_kv_heads")]
+        names = [_key_of(spec, field) for field in ("num_heads", "num_kv_heads")]
         raise ValueError(
             f"config.json has {names[0]} = {facts['num_heads']}, not a multiple of {names[1]} = "
             f"{facts['num_kv_heads']}; correct config.json"
@@ -170,7 +176,7 @@ def _check_heads(facts: Facts, spec: ConfigSpec) -> None:
 
 def _check_experts(facts: Facts, spec: ConfigSpec) -> None:
     if facts.get("experts_per_token", 0) > facts.get("num_experts", 0):
-        names = [spec.facts[field].name for field in ("experts_per_token", "num_experts")]
+        names = [_key_of(spec, field) for field in ("experts_per_token", "num_experts")]
         raise ValueError(
             f"config.json has {names[0]} = {facts['experts_per_token']}, more than {names[1]} = "
             f"{facts['num_experts']}; correct config.json"

@@ -13,7 +13,7 @@ from megarlhf.architectures.rules import (
     split_vocab,
     whole,
 )
-from megarlhf.architectures.table import Entry, Init, Place, Rule
+from megarlhf.architectures.table import Entry, Init, Place, Rule, always
 
 
 def entry(
@@ -24,7 +24,7 @@ def entry(
     rule: Rule,
     *,
     te_name: str | None = None,
-    when: Callable[[Architecture], bool] = lambda arch: True,
+    when: Callable[[Architecture], bool] = always,
 ) -> Entry:
     """One tensor with a storage of its own, which vLLM names as Hugging Face does and cuts as Megatron does."""
     return Entry(

@@ -115,7 +115,9 @@ def _share(config: Mapping[str, Any], rope: Rope, facts: Facts) -> dict[str, flo
                 "that rotates whole heads"
             )
         return {}
-    share = 1.0 if share is None else _number({"partial_rotary_factor": share}, "partial_rotary_factor")
+    share = _number(
+        {"partial_rotary_factor": facts["rotary_share"] if share is None else share}, "partial_rotary_factor"
+    )
     turned = int(facts["head_dim"] * share)
     if share > 1 or turned < 2 or turned % 2:
         raise ValueError(

@@ -32,6 +32,11 @@ class TPRank:
     """Experts that the rank holds."""
 
 
+def always(arch: Architecture) -> bool:
+    """The condition of an entry that every model of the family has."""
+    return True
+
+
 Rule = Callable[[Sequence[LogicalTensor], TPRank], Shard]
 """How a system puts the tensors of an entry into its one storage on one rank."""
 
@@ -70,7 +75,7 @@ class Entry:
     """Whether each expert has it; the expert's index replaces `{expert}` in the names."""
     grouped: Mapping[Spec, Place] = field(default_factory=dict)
     """Where Megatron keeps it with grouped experts."""
-    when: Callable[[Architecture], bool] = lambda arch: True
+    when: Callable[[Architecture], bool] = always
     layers: frozenset[int] | None = None
     """Decoder layers that have it; None: all."""
 
@@ -194,7 +199,11 @@ class PlacementBuilder:
             return
         for part in self._storages_of(entry, place):
             storage = prefix + part.name
-            assert storage not in self.storages, f"{storage} is in the table twice"
+            if storage in self.storages:
+                raise ValueError(
+                    f"the table of model_type {self.rank.arch.model_type} has the storage {storage} twice in one "
+                    "model; correct the names or conditions (`when`) of its entries"
+                )
             self.storages[storage] = part.shape
             self.placements += [
                 Placement(hf_prefix + p.tensor, p.box, storage, p.offset, p.strides) for p in part.placements

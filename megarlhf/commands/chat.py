@@ -30,6 +30,7 @@ def is_asked(arguments: argparse.Namespace) -> bool:
 
 def ask(arguments: argparse.Namespace, argv: list[str]) -> int:
     """Check the run, and start its ranks or join them."""
+    from megarlhf.architectures.own_families import register_families_of
     from megarlhf.commands import launch
     from megarlhf.planning.machine.determinism import environment
     from megarlhf.planning.machine.gpu_environment import gpu_environment
@@ -38,7 +39,9 @@ def ask(arguments: argparse.Namespace, argv: list[str]) -> int:
 
     if arguments.prompt and arguments.interactive:
         raise ValueError("--prompt and --interactive: give one of the two")
-    cfg = with_room(load_config(AskConfig, arguments.config, arguments.overrides))
+    cfg = load_config(AskConfig, arguments.config, arguments.overrides)
+    register_families_of(cfg.roles())
+    cfg = with_room(cfg)
     os.environ.update(environment(cfg) | gpu_environment(cfg.roles()))
     info = detect_rank(os.environ)
     launched = info is not None and launch.MARK not in os.environ

@@ -15,7 +15,7 @@ from typing import Any
 
 import megarlhf
 from megarlhf.commands.arguments.completion import HELP, SHELLS
-from megarlhf.commands.arguments.parser import Once, Parser, command_first, positive
+from megarlhf.commands.arguments.parser import Once, Parser, add_families, command_first, positive
 from megarlhf.commands.arguments.piped import without_pipes
 from megarlhf.commands.chat import add_arguments as add_ask_arguments
 from megarlhf.commands.chat import ask, is_asked
@@ -144,6 +144,7 @@ def _add_init(commands: Any) -> None:
     init = commands.add_parser("init", help="write a configuration for a model and data, which it looks at")
     init.add_argument("--model", required=True, type=Path, action=Once, metavar="DIR", help="the model to train")
     text = "the data: a file, a directory, or a pattern of files"
+    add_families(init)
     init.add_argument("--data", required=True, action=Once, metavar="FILE", help=text)
     init.add_argument("--split", action=Once, help="split of data that has several")
     text = "command of the configuration (default: by the kind of data)"
@@ -301,6 +302,7 @@ def _dispatch(arguments: argparse.Namespace, argv: list[str]) -> int:
 
 def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], cfg: Any) -> int:
     """Check the run once, in the process that starts the ranks or on the first rank, and run it."""
+    from megarlhf.architectures.own_families import register_families_of
     from megarlhf.commands import launch
     from megarlhf.planning.machine.determinism import environment
     from megarlhf.planning.machine.gpu_environment import gpu_environment
@@ -309,6 +311,7 @@ def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], cfg: Any) -> i
 
     # Before the check, which may import libraries that read these variables.
     os.environ.update(environment(cfg) | gpu_environment(cfg.roles()))
+    register_families_of(cfg.roles())
     info = detect_rank(os.environ)
     planned, starts = cfg.run.planned_ranks, info.world_size if info else cfg.run.nproc
 

@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m tools.chec
     arguments = parse(argv, prog)
     torch.set_num_threads(1)  # pieces are copied side by side; threads inside a copy would only compete
     try:
+        _register(arguments.families)
         return _COMMANDS[arguments.command](arguments)
     except (ValueError, OSError) as error:
         print(f"{prog} {arguments.command}: {error}", file=sys.stderr)
@@ -38,6 +39,14 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m tools.chec
     except KeyboardInterrupt:
         print(f"{prog} {arguments.command}: interrupted; nothing is left behind", file=sys.stderr)
         return 130
+
+
+def _register(families: Sequence[str]) -> None:
+    """Make the user's model families known. The check of them needs pydantic, which no other part of this does."""
+    if families:
+        from megarlhf.architectures.own_families import register_families
+
+        register_families(families)
 
 
 def require_possible_output(out: Path) -> None:

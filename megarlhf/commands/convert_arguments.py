@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from megarlhf.commands.arguments.parser import Parser, command_first, num_bytes, positive, positives
+from megarlhf.commands.arguments.parser import Parser, add_families, command_first, num_bytes, positive, positives
 from megarlhf.model_directory import GGUF_COMMAND
 
 DTYPES = ("bf16", "fp16", "fp32")
@@ -54,6 +54,8 @@ def parser(prog: str = "python -m tools.checkpoint_convert") -> Parser:
     verify.add_argument("b", type=Path, metavar="B")
     _add_reference(verify)
     verify.add_argument("--dtype", choices=DTYPES, help="compare after a cast")
+    for sub in commands.choices.values():
+        add_families(sub)
     root.set_defaults(commands=commands.choices)
     return root
 

@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from megarlhf.architectures.own_families import register_families
 from megarlhf.config import DataConfig, load_config
 from megarlhf.planning.data.rewards import rule_for_answers
 from megarlhf.planning.init.configuration import ROLE, Draft, Machine, choose_layout, config_text
@@ -33,7 +34,8 @@ def init(arguments: argparse.Namespace, configs: Any) -> int:
 
 
 def _write(arguments: argparse.Namespace, configs: Any) -> int:
-    model = look_at_model(arguments.model)
+    register_families(arguments.families)
+    model = look_at_model(arguments.model, tuple(arguments.families))
     data = look_at_data(Path(arguments.data), arguments.split, arguments.for_command, model)
     command = data.command
     out = Path(arguments.out or f"{command}.yaml")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
+from megarlhf.architectures.own_families import register_families_of
 from megarlhf.commands.plan_arguments import parser
 from megarlhf.config import RLConfig, load_config
 from megarlhf.observe.terminal.progress import make_console, table
@@ -26,8 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status. 2: the user's mistake, printed without a traceback."""
     arguments = parser().parse_intermixed_args(argv)
     try:
+        cfg = load_config(RLConfig, arguments.config, arguments.overrides)
+        register_families_of(cfg.roles())
         setup = transfer_setup(
-            load_config(RLConfig, arguments.config, arguments.overrides),
+            cfg,
             world_size=arguments.world_size,
             engine_tp=arguments.engine_tp,
             ep=arguments.ep,

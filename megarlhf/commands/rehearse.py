@@ -10,6 +10,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ def _one(arguments: argparse.Namespace) -> int:
     from megarlhf.rehearsal.report.page import check_out, write
 
     out, options = _out(arguments), _options(arguments)
-    cfg = load_config(CONFIGS[arguments.command], arguments.config, _overrides(arguments))
+    cfg = _load(arguments)
     request = _request(arguments, options, cfg)
     check_out(out)
     with show_progress() as on_progress:
@@ -152,17 +153,23 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
     axes, out, options = parse_axes(arguments.sweep), _out(arguments), _options(arguments)
 
-    def load(overrides: Sequence[str]) -> Any:
-        return load_config(CONFIGS[arguments.command], arguments.config, [*_overrides(arguments), *overrides])
-
     check_sweep_out(out)
-    sweep = run_sweep(axes, load, lambda cfg: _request(arguments, options, cfg), show_progress)
+    sweep = run_sweep(axes, partial(_load, arguments), lambda cfg: _request(arguments, options, cfg), show_progress)
     console = make_console()
     print_sweep(sweep, console)
     with _writing(out):
         for path in write_sweep(sweep, out):
             console.print(f"wrote {path}", highlight=False)
     return DOES_NOT_FIT if sweep.best is None else 0
+
+
+def _load(arguments: argparse.Namespace, overrides: Sequence[str] = ()) -> Any:
+    """The configuration, with `overrides` beside the user's. Raises: ValueError."""
+    from megarlhf.architectures.own_families import register_families_of
+
+    cfg: Any = load_config(CONFIGS[arguments.command], arguments.config, [*_overrides(arguments), *overrides])
+    register_families_of(cfg.roles())
+    return cfg
 
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:

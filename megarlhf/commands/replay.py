@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from megarlhf.architectures.own_families import register_families_of
 from megarlhf.commands import launch
 from megarlhf.planning.layout import check_role
 from megarlhf.resume.claim.config_changes import TrainingConfig
@@ -23,6 +24,7 @@ def replay(directory: Path, overrides: Sequence[str], argv: Sequence[str]) -> in
     """
     failure = Failure.read(directory)
     cfg = failure.config(directory, overrides)
+    register_families_of(cfg.roles())
     info = detect_rank(os.environ)
     if info is None:
         _require_ranks(failure, cfg, overrides)

@@ -37,6 +37,10 @@ class ModelConfig(FrozenModel):
     fp32."""
     vocab_multiple: PositiveInt = 128
     """Pad the vocabulary to a multiple of this x tp, like Megatron; padding is masked."""
+    families: tuple[str, ...] = ()
+    """Modules of yours with model families (`[mine.family]`), for a `model_type` that megarlhf does not know; each has
+    `FAMILY`, or several in `FAMILIES`. All roles of the run know them.
+    [How to write one](new-architecture.md#a-family-of-your-own-without-a-fork)."""
 
     def hf_directory(self) -> Path:
         """The directory with the model's config.json and tokenizer. Raises: ValueError if there is none."""

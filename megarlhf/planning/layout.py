@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarlhf.architectures.architecture import Architecture
+from megarlhf.architectures.architecture import ACTIVATIONS, Architecture
 from megarlhf.architectures.hf_config import architecture_from_hf, read_config, router_aux_loss_of_config
 from megarlhf.architectures.trained import trained_tensors
 from megarlhf.config import ROLES, ParallelConfig, RoleConfig
@@ -42,6 +42,11 @@ def _with_trained(arch: Architecture, role: str, section: RoleConfig) -> Archite
 
 def _check_architecture(arch: Architecture, where: str) -> None:
     """Raises: ValueError for an architecture that Megatron-Core cannot train."""
+    if arch.activation not in ACTIVATIONS:  # a family of the user may read any
+        raise ValueError(
+            f"{where}: model_type {arch.model_type} has the activation {arch.activation!r}, which is not implemented; "
+            f"use a model with one of {', '.join(ACTIVATIONS)}"
+        )
     if arch.num_experts and arch.experts_per_token == 1 and arch.renormalize_experts:
         raise ValueError(
             f"{where}: config.json sends each token to one expert and scales its weight to 1, so that the router gets "

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+from megarlhf.architectures.own_families import family_sources
 from megarlhf.config import EvaluateConfig, GenerateConfig, RLConfig
 from megarlhf.own_code.advantage import load_advantage
 from megarlhf.own_code.digest import digest_of
@@ -36,7 +37,7 @@ _LOADERS: Mapping[str, Callable[[str], object]] = {
 
 
 def own_code_of(cfg: Any) -> list[OwnCode]:
-    """All user code of a configuration, without model families, which are modules."""
+    """All user code of a configuration except model families, which are modules."""
     return [*_of_rl(cfg), *_of_rewards(cfg), *_of_data(cfg), *_of_observers(cfg)]
 
 
@@ -93,7 +94,7 @@ def own_sources(cfg: Any) -> dict[str, str]:
     for _, what, path in own_code_of(cfg):
         if what != "adapter":
             digests[f"{what} {path}"] = _digest(path, what)
-    return digests
+    return digests | family_sources(cfg.roles())
 
 
 def _digest(path: str, what: str) -> str:
@@ -114,7 +115,8 @@ def check_own_code(cfg: Any) -> list[str]:
             loader(path)
     if isinstance(cfg, RLConfig):
         try_terms(own_terms(cfg))
-    return [_describe(own) for own in dict.fromkeys(own_code_of(cfg))]
+    families = [f"own code: {name} (source {digest[:12]})" for name, digest in family_sources(cfg.roles()).items()]
+    return families + [_describe(own) for own in dict.fromkeys(own_code_of(cfg))]
 
 
 def _describe(own: OwnCode) -> str:

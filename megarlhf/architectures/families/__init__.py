@@ -27,7 +27,25 @@ def _family(file: str) -> Family:
 
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in map(_family, _FILES)}
-"""Families by `model_type`."""
+"""Families by `model_type`; `register` adds those of the user."""
+
+_MODULES: dict[str, str] = {}
+"""The user's module of each registered family, by `model_type`."""
+
+
+def register(family: Family, module: str) -> None:
+    """Add a family of the user, from this module. A module, or a family, may be registered again.
+
+    Raises: ValueError if its `model_type` is that of another family.
+    """
+    known = FAMILIES.get(family.model_type, family)
+    if known is not family and _MODULES.get(family.model_type) != module:
+        other = _MODULES.get(family.model_type, "megarlhf")
+        raise ValueError(
+            f"the model families of {module} and of {other} are both called {family.model_type!r}; give the own one "
+            "another model_type, here and in its config.json, or leave its module out of model.families"
+        )
+    FAMILIES[family.model_type], _MODULES[family.model_type] = family, module
 
 
 def family_of(model_type: Any) -> Family:
@@ -35,6 +53,7 @@ def family_of(model_type: Any) -> Family:
     if model_type not in FAMILIES:
         raise ValueError(
             f"config.json has model_type {model_type!r}; known: {', '.join(sorted(FAMILIES))}. "
-            "Use a model of a known type, or add a family (docs/new-architecture.md)"
+            "Use a model of a known type, or write a family of your own and name its module in model.families, or by "
+            "--family for a command without a configuration (docs/new-architecture.md)"
         )
     return FAMILIES[model_type]

@@ -100,6 +100,12 @@ class Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
+def add_families(parser: argparse.ArgumentParser) -> None:
+    """Add `--family` to a command without a configuration, which has `model.families`."""
+    text = "a module of yours with a model family (mine.family); may be given several times"
+    parser.add_argument("--family", dest="families", action="append", default=[], metavar="MODULE", help=text)
+
+
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")

@@ -202,13 +202,15 @@ def config_text(draft: Draft, *, rewards: list[dict[str, Any]], engine: str, rew
     model, command, ranks = draft.model, draft.command, draft.machine.ranks
     schedule = "" if command == "rl" else "schedule: cosine, "
     parallel = f"  parallel: {{tp: {draft.tp}, pp: {draft.pp}{', sequence_parallel: true' * (draft.tp > 1)}}}"
+    further = ", random_init: true" * (not model.stored)
+    further += f", families: {_yaml(model.families)}" * bool(model.families)
     job = f"nproc: {ranks}" if ranks <= NODE else f"nproc: {NODE}, world_size: {ranks}"
     lines = [
         f"run: {{dir: {_yaml(draft.run_dir)}, {job}}}",
         "",
         *_remark(_describe_model(model)),
         f"{ROLE[command]}:",
-        f"  model: {{path: {_yaml(model.path)}, dtype: {model.dtype}{', random_init: true' * (not model.stored)}}}",
+        f"  model: {{path: {_yaml(model.path)}, dtype: {model.dtype}{further}}}",
         parallel,
         f"  optim: {{lr: {_RATES[command]}, {schedule}warmup_steps: {max(1, min(50, batch['num_steps'] // 10))}}}",
     ]

@@ -65,6 +65,8 @@ class ModelLook:
     ends: tuple[int, ...]
     chat: bool
     """True if the tokenizer has a chat template."""
+    families: tuple[str, ...] = ()
+    """The user's modules with families."""
     knows: frozenset[str] = frozenset()
     """Forms that an earlier run has trained it on: `texts`, `conversations`."""
 
@@ -96,7 +98,7 @@ class DataLook:
     """Number of records with more than one answer to learn."""
 
 
-def look_at_model(path: Path) -> ModelLook:
+def look_at_model(path: Path, families: tuple[str, ...] = ()) -> ModelLook:
     """Inspect a model. Raises: ValueError for an unknown family, or a model without a tokenizer."""
     directory = require_hf_directory(path)
     arch = architecture_from_hf(directory)
@@ -124,6 +126,7 @@ def look_at_model(path: Path) -> ModelLook:
         dtype_in_words=description,
         tokens=tokenizer.vocab_size,
         ends=end_tokens(directory, tokenizer.eos_id),
+        families=families,
         chat=has_template(tokenizer),
         knows=frozenset(stated.writing or ()) if (stated := read_provenance(path)) is not None else frozenset(),
     )

@@ -4,8 +4,8 @@ Every key has a kind:
 
 - mathematics: it changes what is computed, or from which data
 - neutral: it changes how a run is carried out. Numbers stay the same up to rounding, which follows the order of sums
-- place: it names a model or data, which may have moved, such as to a node's own disk. Digests tell whether the content
-  is the same (`restore.Identity`)
+- place: it names a model, its code or data, which may have moved, such as to a node's own disk. Digests tell whether
+  the content is the same (`restore.Identity`)
 - choice: it picks one of the run's checkpoints; the checkpoints themselves do not change
 """
 
@@ -84,7 +84,10 @@ _MATHEMATICS = {
     ),
     "when the run ends": "train.stop.*",
 }
-_PLACES = "ROLE.model.path ROLE.model.hf ROLE.model.tokenizer ROLE.lora.path data.train data.validation ptx.data"
+_PLACES = (
+    "ROLE.model.path ROLE.model.hf ROLE.model.tokenizer ROLE.model.families ROLE.lora.path data.train data.validation "
+    "ptx.data"
+)
 _CHOICES = "checkpoint.best.*"
 SOURCES = ("data.train", "data.validation", "data.test", "ptx.data")
 """Sets of records, each of which is one value, in whatever form it is written."""
