@@ -125,3 +125,23 @@ def test_held_out_prompts_of_rl_are_left_out_where_its_data_are_read(tmp_path, m
     stood = stand_in(cfg, tmp_path / "standing_in", steps=1, prompt_lengths=None, response_lengths=Constant(3))
     assert (stood.cfg.data.train, stood.cfg.data.validation) == (cfg.data.train, None)
     assert f"data.validation = {data['prompts']} is left out" in " ".join(stood.notes)
+
+
+def test_built_in_code_takes_the_place_of_own_code(tmp_path, models, data) -> None:
+    """The same roles are built: a critic where the own advantage reads values. The user's code computes with numbers,
+    which a rehearsal does not have."""
+    here, algo = "tests.distributed.own_functions:", {"advantage": "gae", "policy_loss": "clip", "ratio": "token"}
+    given = tree(tmp_path / "model", "actor")
+    given["actor"]["model"] = {"path": str(models["plain"])}
+    given["critic"] = {"model": {"path": str(models["plain"]), "fresh_head": True}}
+    given["data"] = {"train": str(data["prompts"]), "max_prompt_tokens": 16}
+    given["train"] |= {"prompts_per_step": 4, "mini_batch_samples": 4, "sampler": f"{here}first_ones"}
+    given |= {"rewards": [{"kind": "rule", "rule": "exact_match"}], "observe": {"observers": [f"{here}Counter"]}}
+    own = {key: here + name for key, name in algo.items()}
+    given["algo"] = own | {"kl": {"coef": 0.1, "estimator": f"{here}k1"}}
+    cfg = RLConfig.model_validate(given)
+    stood = stand_in(cfg, tmp_path / "in", prompt_lengths=None, response_lengths=None, steps=1)
+    assert "own_functions" not in stood.cfg.model_dump_json()
+    assert stood.cfg.roles().keys() == cfg.roles().keys()
+    assert stood.cfg.algo.model_dump(include=set(algo)) == algo
+    assert sum("is not rehearsed" in note for note in stood.notes) == 5
