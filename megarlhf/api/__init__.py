@@ -1,0 +1,1 @@
+"""What `import megarlhf` offers. Import the names from `megarlhf`, not from here."""
