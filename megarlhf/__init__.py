@@ -9,32 +9,85 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megarlhf.algo.advantages import group_relative as group_relative
+    from megarlhf.algo.advantages import leave_one_out as leave_one_out
     from megarlhf.api.configuration import check as check
     from megarlhf.api.configuration import load_config as load_config
+    from megarlhf.api.loop import Loop as Loop
+    from megarlhf.api.parts import convert as convert
+    from megarlhf.api.parts import copy_plan as copy_plan
+    from megarlhf.api.parts import gae as gae
+    from megarlhf.api.parts import pack as pack
+    from megarlhf.api.parts import rehearse as rehearse
     from megarlhf.api.result import RunResult as RunResult
     from megarlhf.api.run import RunFailed as RunFailed
     from megarlhf.api.run import run as run
+    from megarlhf.api.samples import Samples as Samples
+    from megarlhf.data.tokenizers.tokenizer import load_tokenizer as load_tokenizer
+    from megarlhf.kernels.dispatch import linear_token_logprobs as linear_token_logprobs
+    from megarlhf.kernels.dispatch import token_logprobs as token_logprobs
+    from megarlhf.layout import MeshLayout as Layout
+    from megarlhf.resume.signals import StopRun as StopRun
 
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "check": "megarlhf.api.configuration",
-    "load_config": "megarlhf.api.configuration",
-    "RunResult": "megarlhf.api.result",
-    "RunFailed": "megarlhf.api.run",
-    "run": "megarlhf.api.run",
+    "Layout": "megarlhf.layout:MeshLayout",
+    "Loop": "megarlhf.api.loop:Loop",
+    "RunFailed": "megarlhf.api.run:RunFailed",
+    "RunResult": "megarlhf.api.result:RunResult",
+    "Samples": "megarlhf.api.samples:Samples",
+    "StopRun": "megarlhf.resume.signals:StopRun",
+    "check": "megarlhf.api.configuration:check",
+    "convert": "megarlhf.api.parts:convert",
+    "copy_plan": "megarlhf.api.parts:copy_plan",
+    "gae": "megarlhf.api.parts:gae",
+    "group_relative": "megarlhf.algo.advantages:group_relative",
+    "leave_one_out": "megarlhf.algo.advantages:leave_one_out",
+    "linear_token_logprobs": "megarlhf.kernels.dispatch:linear_token_logprobs",
+    "load_config": "megarlhf.api.configuration:load_config",
+    "load_tokenizer": "megarlhf.data.tokenizers.tokenizer:load_tokenizer",
+    "pack": "megarlhf.api.parts:pack",
+    "rehearse": "megarlhf.api.parts:rehearse",
+    "run": "megarlhf.api.run:run",
+    "token_logprobs": "megarlhf.kernels.dispatch:token_logprobs",
 }
-"""Module of each public name. The imports above tell editors and type checkers the same; a test compares the two."""
+"""`module:name` of each public name. The imports above tell editors and type checkers the same; a test compares."""
 
-__all__ = ["RunFailed", "RunResult", "__version__", "check", "load_config", "run"]
+__all__ = [
+    "Layout",
+    "Loop",
+    "RunFailed",
+    "RunResult",
+    "Samples",
+    "StopRun",
+    "__version__",
+    "check",
+    "convert",
+    "copy_plan",
+    "gae",
+    "group_relative",
+    "leave_one_out",
+    "linear_token_logprobs",
+    "load_config",
+    "load_tokenizer",
+    "pack",
+    "rehearse",
+    "run",
+    "token_logprobs",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import warnings
     from importlib import import_module
 
-    globals()[name] = value = getattr(import_module(_EXPORTS[name]), name)
+    module, _, attribute = _EXPORTS[name].partition(":")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="megatron")  # about packages that a machine without a GPU lacks
+        globals()[name] = value = getattr(import_module(module), attribute)
     return value
 
 

@@ -49,10 +49,16 @@ def borrowed_process(caller: str, cfg: Any, *, as_rank: bool = False) -> Iterato
         os.environ.update(environment(cfg) | gpu_environment(cfg.roles()))
         try:
             yield
+        except BaseException:
+            # Leaving the group would wait for ranks that are still in a collective. The launcher ends them.
+            if not (dist.is_initialized() and dist.get_world_size() > 1):
+                runtime.shutdown()
+            raise
+        else:
+            runtime.shutdown()
         finally:
             os.environ.clear()
             os.environ.update(before)
-            runtime.shutdown()
             gc.collect()  # models of the run are in cycles; the next run needs their memory
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()

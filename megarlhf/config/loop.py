@@ -63,7 +63,12 @@ class LoopConfig(RLConfig):
     def require_rewards(self) -> None:
         """Raises: ValueError for what a loop does not read. It needs no rewards."""
         unread = self.changed(*_UNREAD) + [f"algo.{key}" for key in self.algo.changed(*_UNREAD_OF_ALGO)]
-        unread += [f"data.{key}" for key in self.data.changed() if key != "max_prompt_tokens"]
+        default = LoopDataConfig(max_prompt_tokens=self.data.max_prompt_tokens)
+        unread += [
+            f"data.{key}" for key in type(default).model_fields if getattr(default, key) != getattr(self.data, key)
+        ]
+        unread += [f"train.{key}" for key in self.train.changed("critic_warmup_steps", "stop")]
+        unread += [f"checkpoint.{key}" for key in self.checkpoint.changed("best", "every_updates")]
         if unread:
             raise ValueError(f"{', '.join(unread)} would have no effect: {_WHY}; leave that out")
         if self.algo.kl_in_reward:
