@@ -108,7 +108,7 @@ def check(command: Command, config: Config, *, overrides: Sequence[str] = (), np
     """
     cfg = config_of_command(command, config, overrides, nproc)
     ranks = nproc or cfg.run.planned_ranks
-    with borrowed_process("megarlhf.check", cfg):
+    with borrowed_process("check", cfg):
         from megarlhf.commands.checked import checked_run
 
         return checked_run(

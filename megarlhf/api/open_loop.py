@@ -65,7 +65,7 @@ def opened(cfg: LoopConfig, state: UserState) -> Iterator[OpenLoop]:
             f"run.nproc = {cfg.run.nproc}: a Loop starts no ranks, as each of them runs your script; start it with "
             f"torchrun --nproc-per-node {cfg.run.nproc} SCRIPT, or srun, and leave run.nproc out"
         )
-    with borrowed_process("megarlhf.Loop", cfg, as_rank=True):
+    with borrowed_process("Loop", cfg, as_rank=True):
         if info is not None:
             end_with_parent()
         info = info or RankInfo()

@@ -209,6 +209,6 @@ def rehearse(
         layers="te" if described.kind == "gpu" else "local",
     )
     check_request(request)
-    with borrowed_process("megarlhf.rehearse", cfg):
+    with borrowed_process("rehearse", cfg):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # missing models and data are replaced
         return rehearse_request(request)

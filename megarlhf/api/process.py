@@ -41,8 +41,9 @@ def borrowed_process(caller: str, cfg: Any, *, as_rank: bool = False) -> Iterato
 
     Raises: ValueError where no run can start.
     """
+    caller = f"megarlhf.{caller}"
     _require_free(caller, as_rank)
-    before = dict(os.environ)
+    before, cores = dict(os.environ), os.sched_getaffinity(0)
     with _signals(), _switches_of_torch(), _loggers(), warnings.catch_warnings(), _no_event_loop():
         silence_libraries()
         os.environ[BUSY] = caller
@@ -59,6 +60,7 @@ def borrowed_process(caller: str, cfg: Any, *, as_rank: bool = False) -> Iterato
         finally:
             os.environ.clear()
             os.environ.update(before)
+            os.sched_setaffinity(0, cores)  # vLLM on a CPU binds the process to some
             gc.collect()  # models of the run are in cycles; the next run needs their memory
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
@@ -112,7 +114,8 @@ def _switches_of_torch() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(algorithms[0], warn_only=algorithms[1])
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
-        torch.set_num_threads(threads)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)
         torch._dynamo.config.disable = dynamo
         runtime.set_random_state(randomness, device)

@@ -53,7 +53,7 @@ def run(command: Command, config: Config, *, overrides: Sequence[str] = (), npro
     cfg = config_of_command(command, config, overrides, nproc)
     _require_importable(cfg.model_dump(mode="json"))
     ranks = cfg.run.nproc
-    with borrowed_process("megarlhf.run", cfg):
+    with borrowed_process("run", cfg):
         from megarlhf.commands.checked import checked_run
 
         described = checked_run(

@@ -310,11 +310,9 @@ def as_rank(
     reads: for a command that only reads, the path that it reads. `entry` gets it too, and nodes are not checked
     """
     joined = join(info, cfg, check, only_reads=reads is not None)
-    if isinstance(entry, str):
-        module, _, function = entry.partition(":")
-        entry = getattr(importlib.import_module(module), function)
+    run = _named(entry) if isinstance(entry, str) else entry
     try:
-        entry(cfg, joined, *([] if reads is None else [reads]))
+        run(cfg, joined, *([] if reads is None else [reads]))
     except StopRun:  # all ranks have saved
         ignore_stop_signals()
         leave_together()
@@ -322,6 +320,12 @@ def as_rank(
     # Not after a failure: leaving the group may wait for ranks in a collective. The launcher ends them.
     leave_together()
     return 0
+
+
+def _named(entry: str) -> Callable[..., object]:
+    module, _, function = entry.partition(":")
+    named: Callable[..., object] = getattr(importlib.import_module(module), function)
+    return named
 
 
 def join(
