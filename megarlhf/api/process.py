@@ -70,8 +70,8 @@ def _require_free(caller: str, as_rank: bool) -> None:
     if BUSY in os.environ:
         raise ValueError(
             f"{caller} was called while {os.environ[BUSY]} is at work in this process, or in the one that has started "
-            "it. A module that a run imports, such as that of a reward, must start nothing: put the call under "
-            '`if __name__ == "__main__":`'
+            "it: one at a time. A module that a run imports, such as that of a reward, must start nothing: put the "
+            'call under `if __name__ == "__main__":`'
         )
     if threading.current_thread() is not threading.main_thread():
         raise ValueError(

@@ -1,5 +1,10 @@
 """A tiny model, its data and small configurations for scripts that import megarlhf only."""
 
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +64,27 @@ def rl(loop, data):
         return loop(name) | {"data": prompts, "rewards": [reward], "algo": {"advantage": "grpo"}} | sections
 
     return config
+
+
+@pytest.fixture
+def on_two_ranks(monkeypatch):
+    """Call a function of a module on two ranks of a launcher, and return what each returns."""
+
+    def call(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environment = {**os.environ, **job}
+        context = multiprocessing.get_context("forkserver")
+        with ProcessPoolExecutor(2, mp_context=context) as ranks:
+            futures = [ranks.submit(_as_rank, rank, environment, function, arguments) for rank in range(2)]
+            return [future.result(timeout=120) for future in futures]
+
+    return call
+
+
+def _as_rank(rank: int, environment: dict[str, str], function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    os.environ.clear()
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    return function(*arguments)
