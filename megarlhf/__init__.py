@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megarlhf.api.result import RunResult as RunResult
     from megarlhf.api.run import RunFailed as RunFailed
     from megarlhf.api.run import run as run
-    from megarlhf.api.samples import Samples as Samples
+    from megarlhf.api.sample_batch import SampleBatch as SampleBatch
     from megarlhf.data.tokenizers.tokenizer import load_tokenizer as load_tokenizer
     from megarlhf.kernels.dispatch import linear_token_logprobs as linear_token_logprobs
     from megarlhf.kernels.dispatch import token_logprobs as token_logprobs
@@ -36,7 +36,7 @@ _EXPORTS = {
     "Loop": "megarlhf.api.loop:Loop",
     "RunFailed": "megarlhf.api.run:RunFailed",
     "RunResult": "megarlhf.api.result:RunResult",
-    "Samples": "megarlhf.api.samples:Samples",
+    "SampleBatch": "megarlhf.api.sample_batch:SampleBatch",
     "StopRun": "megarlhf.resume.signals:StopRun",
     "check": "megarlhf.api.configuration:check",
     "convert": "megarlhf.api.parts:convert",
@@ -59,7 +59,7 @@ __all__ = [
     "Loop",
     "RunFailed",
     "RunResult",
-    "Samples",
+    "SampleBatch",
     "StopRun",
     "__version__",
     "check",

@@ -1,1 +1,1 @@
-"""What `import megarlhf` offers. Import the names from `megarlhf`, not from here."""
+"""Public functions and classes: import them from `megarlhf`, not from here."""

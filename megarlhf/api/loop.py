@@ -17,7 +17,7 @@ from torch import Tensor
 from megarlhf.api.agreement import require_same
 from megarlhf.api.configuration import Config, load_config
 from megarlhf.api.open_loop import OpenLoop, UserState, opened
-from megarlhf.api.samples import Samples
+from megarlhf.api.sample_batch import SampleBatch
 from megarlhf.collective_errors import from_first_rank
 from megarlhf.columns import Ragged
 from megarlhf.config.loop import LoopConfig
@@ -130,7 +130,7 @@ class Loop:
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], *, num_samples: int | None = None, greedy: bool = False
-    ) -> Samples:
+    ) -> SampleBatch:
         """Draw responses to prompts with the weights that the engine holds. Collective.
 
         prompts:     texts, or token ids
@@ -160,11 +160,11 @@ class Loop:
             for prompt in prompts
             for _ in range(count)
         ]
-        return Samples(response_texts(rollouts, self.tokenizer), texts, experience)
+        return SampleBatch(response_texts(rollouts, self.tokenizer), texts, experience)
 
     def train(
         self,
-        samples: Samples,
+        samples: SampleBatch,
         advantages: Tensor | Sequence[float] | Sequence[Tensor],
         *,
         metrics: Mapping[str, float] | None = None,
@@ -247,7 +247,7 @@ class Loop:
             raise ValueError(f"prompt {n} has the token id {outside[0]}; the model has ids from 0 to {vocab - 1}")
         return tokens
 
-    def _require_trainable(self, samples: Samples) -> None:
+    def _require_trainable(self, samples: SampleBatch) -> None:
         """Raises: ValueError."""
         cfg = self.config
         most = cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt
@@ -270,7 +270,7 @@ class Loop:
             )
 
 
-def _rows_of(samples: Samples, advantages: Tensor | Sequence[float] | Sequence[Tensor]) -> list[Tensor]:
+def _rows_of(samples: SampleBatch, advantages: Tensor | Sequence[float] | Sequence[Tensor]) -> list[Tensor]:
     """Advantages of each sample's tokens. Raises: ValueError."""
     lengths = samples.experience.response_lengths_N.tolist()
     given = [torch.as_tensor(value, dtype=torch.float32).cpu() for value in advantages]

@@ -77,7 +77,7 @@ class RanksEnd:
     status: int
     """Exit status of the run; 0 where it is complete."""
     messages: tuple[tuple[str, str], ...] = ()
-    """Which ranks report a message ("" for all of them, else " (rank 1)"), and the message. Each message is once."""
+    """Pairs of the ranks that report a message ("" for all of them, else " (rank 1)") and the message, each once."""
     at_once: bool = False
     """Whether a signal has ended the ranks before they could save."""
 

@@ -34,7 +34,7 @@ class LoopDataConfig(PromptDataConfig):
     """Limits of prompts, which the loop is given as texts or tokens."""
 
     train: tuple[SourceConfig, ...] = ()
-    """None: the loop reads no data."""
+    """Always empty: the loop reads no data."""
 
 
 class LoopCheckpointConfig(CheckpointConfig):

@@ -11,7 +11,7 @@ from megarlhf.experience import Experience, Rollouts
 
 
 @dataclass(frozen=True)
-class Samples:
+class SampleBatch:
     """Responses of the model, the same on every rank. `Loop.generate` makes them.
 
     Example: with 2 prompts and 2 samples of each, `groups` is [0, 0, 1, 1].
@@ -52,7 +52,7 @@ class Samples:
         """Whether each response has ended by itself, not by `rollout.max_response_tokens`."""
         return [bool(value) for value in self.experience.rollouts.finished_N]
 
-    def select(self, numbers: Sequence[int]) -> Samples:
+    def select(self, numbers: Sequence[int]) -> SampleBatch:
         """Keep some samples, in this order, such as the best of each prompt. Raises: ValueError for an empty list, and
         for a number that is there twice or outside."""
         numbers = [int(n) for n in numbers]
@@ -64,4 +64,4 @@ class Samples:
             groups_N=experience.groups_N[numbers],
             rollouts=Rollouts.joined([(experience.rollouts, numbers)]),
         )
-        return Samples([self.texts[n] for n in numbers], [self.prompts[n] for n in numbers], chosen)
+        return SampleBatch([self.texts[n] for n in numbers], [self.prompts[n] for n in numbers], chosen)
