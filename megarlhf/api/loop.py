@@ -222,7 +222,7 @@ class Loop:
         directory = session.run_dir / "checkpoints" / f"step_{session.step:06d}"
         if not from_first_rank(directory.is_dir()):
             session.export(session.step, self._open.run.exported, last=True)
-        return directory / "actor"
+        return directory / self._open.run.actor.export_names[0]
 
     @property
     def _open(self) -> OpenLoop:
@@ -231,9 +231,7 @@ class Loop:
         return self._open_loop
 
     def _begin_step(self) -> None:
-        if self.step >= self.num_steps:
-            raise ValueError(f"all {self.num_steps} steps of this loop are done (train.num_steps); raise it to go on")
-        if not self._in_step:
+        if not self._in_step and self.step < self.num_steps:
             self._open.session.begin_step()
             self._in_step = True
 
@@ -250,6 +248,8 @@ class Loop:
     def _require_trainable(self, samples: SampleBatch) -> None:
         """Raises: ValueError."""
         cfg = self.config
+        if self.step >= self.num_steps:
+            raise ValueError(f"all {self.num_steps} steps of this loop are done (train.num_steps); raise it to go on")
         most = cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt
         if len(samples) > most:
             raise ValueError(

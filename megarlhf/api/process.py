@@ -18,13 +18,12 @@ import torch.distributed as dist
 
 from megarlhf import runtime
 from megarlhf.commands.launch import silence_libraries
+from megarlhf.commands.process_tree import BUSY
 from megarlhf.planning.machine.determinism import environment
 from megarlhf.planning.machine.gpu_environment import gpu_environment
 from megarlhf.resume.signals import STOP_SIGNALS
 from megarlhf.runtime import detect_rank
 
-BUSY = "MEGARLHF_BUSY"
-"""Variable that a run from Python sets for its process and for those that it starts: the function that was called."""
 _SIGNALS = (*STOP_SIGNALS, signal.SIGUSR2, signal.SIGVTALRM)
 _LOGGERS = ("", "megatron", "torch.distributed", "absl", "vllm")
 

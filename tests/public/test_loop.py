@@ -29,6 +29,9 @@ def train(config, *, leave_before=None, prompts=PROMPTS):
             advantages = megarlhf.group_relative(rewards, samples.groups)
             loop.train(samples, advantages, metrics={"reward_mean": float(rewards.mean()), **loop.state})
             loop.update_weights()
+        loop.generate(prompts, num_samples=1, greedy=True)  # such as a final evaluation
+        with pytest.raises(ValueError, match="steps of this loop are done"):
+            loop.train(samples, advantages)
     return texts
 
 

@@ -199,6 +199,25 @@ def test_a_start_in_the_wrong_place_is_refused(sft, monkeypatch):
     assert not sft()["run"]["dir"].exists()
 
 
+def test_a_module_that_a_run_imports_may_start_nothing(rl, tmp_path, monkeypatch):
+    """Neither in a run from Python nor in one of the command line, whose process is told too."""
+    (tmp_path / "starts_a_run.py").write_text("import megarlhf\nmegarlhf.run('sft', 'sft.yaml')\n")
+    (tmp_path / "sft.yaml").write_text(
+        "{run: {dir: inner}, actor: {model: {path: m}}, data: {train: d}, "
+        "train: {num_steps: 1, mini_batch_samples: 1, micro_batch_samples: 1}}"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"starts_a_run.*megarlhf\.run was called while megarlhf\.run is at work"):
+        megarlhf.run("rl", rl("starts_a_run:reward"))
+    (tmp_path / "rl.yaml").write_text(json.dumps(rl("starts_a_run:reward"), default=str))
+    code = "import sys; sys.argv = ['megarlhf', 'rl', '-c', 'rl.yaml']; from megarlhf.__main__ import main; main()"
+    env = os.environ | {"PYTHONPATH": str(Path(megarlhf.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert "megarlhf.run was called while megarlhf rl is at work" in done.stderr
+    assert not (tmp_path / "inner").exists()
+
+
 def test_mistakes_have_the_sentences_of_the_command_line(sft):
     def refuse(words, command="sft", config=None, **options):
         with pytest.raises(ValueError, match=words):
