@@ -39,7 +39,7 @@ setup(
     description="RLHF for language models pre-trained with Megatron: SFT, reward model, PPO and relatives",
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["megarlhf", "megarlhf.*"]),
-    package_data={"megarlhf": ["observe/report/*.html", "rehearsal/report/page.*"]},
+    package_data={"megarlhf": ["observe/report/*.html", "rehearsal/report/page.*", "py.typed"]},
     install_requires=CORE,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["megarlhf=megarlhf.__main__:main"]},

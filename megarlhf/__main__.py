@@ -19,6 +19,9 @@ def main() -> int:
         first = next(iter(sys.argv[1:]), "")
         if not KEEP_EARLY.isdisjoint(sys.argv[1:] if first.startswith("-") or "=" in first else [first]):
             note_early()
+        from megarlhf.commands.process_tree import BUSY
+
+        os.environ[BUSY] = " ".join(["megarlhf", *sys.argv[1:2]])
         from megarlhf.commands.cli import main as run_command
 
         status = run_command()

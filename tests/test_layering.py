@@ -15,10 +15,9 @@ import pytest
 from tests.source_files import is_in, sources
 
 HOUSE: tuple[dict[str, str], ...] = (
-    {"__main__": "`python -m megarlhf`: calls a command"},
+    {"__main__": "`python -m megarlhf`: calls a command", "api": "what `import megarlhf` offers"},
     {"commands": "load a configuration, check it, start ranks; call all below and are called by nobody"},
     {"commands.arguments": "command lines: parsers, completion, the list of keys"},
-    {"api": "what code of the user imports"},
     {"rehearsal": "the program itself on devices that hold no numbers; only its commands import it"},
     {
         "rehearsal.fakes": "stand-ins for what a run reads and starts",
@@ -131,7 +130,7 @@ HOUSE: tuple[dict[str, str], ...] = (
         "collective_errors": "a failure on one rank is raised on all",
         "provenance": "where a trained model comes from: megarlhf.json",
         "weights": "the package's name",
-        "__init__": "the version",
+        "__init__": "the version, and names that are imported when they are used",
     },
     {"model_directory": "where config.json and tokenizer stand"},
     {
@@ -144,6 +143,9 @@ HOUSE: tuple[dict[str, str], ...] = (
     },
 )
 """From the roof to the ground. A room may import rooms of lower floors, and none of its own floor."""
+
+FRONT_DOOR = "__init__.py"
+"""It names modules of every room, and imports none of them by itself: `front_door` checks that."""
 
 FLOOR = {room: -number for number, floor in enumerate(HOUSE) for room in floor}
 
@@ -201,6 +203,8 @@ def imports(file: str, text: str) -> Iterator[tuple[int, str]]:
 def upward_arrows(files: dict[str, str]) -> list[str]:
     violations = []
     for file, text in files.items():
+        if file == FRONT_DOOR:
+            continue
         here = room_of("megarlhf." + file.removesuffix(".py").replace("/", "."))
         for line, module in imports(file, text):
             if module.split(".")[0] in ("tools", "tests"):
@@ -221,7 +225,7 @@ def import_graph(files: dict[str, str]) -> dict[str, set[str]]:
     modules = set(module_of.values())
     graph: dict[str, set[str]] = {}
     for file, text in files.items():
-        names = {name for _, name in imports(file, text)}
+        names = set() if file == FRONT_DOOR else {name for _, name in imports(file, text)}
         targets = {name if name in modules else name.rpartition(".")[0] for name in names}
         graph[module_of[file]] = targets & modules - {module_of[file]}
     return graph
@@ -244,6 +248,20 @@ def cycles(files: dict[str, str]) -> list[str]:
         if module in reachable[module]
     }
     return [f"a cycle of imports: {', '.join(group)}" for group in sorted(groups)]
+
+
+def front_door(files: dict[str, str]) -> list[str]:
+    """Imports that `import megarlhf` itself would make: only those for type checkers name our own modules, and those
+    inside functions. Names that are imported later may come from any room."""
+    statements = ast.parse(files.get(FRONT_DOOR, "")).body
+    at_once = [node for node in statements if not isinstance(node, ast.If | ast.FunctionDef | ast.Assign)]
+    text = "\n".join(map(ast.unparse, at_once))
+    known = {"__future__", "typing"}
+    return [
+        f"{FRONT_DOOR} imports {module} at once"
+        for _, module in imports(FRONT_DOOR, text)
+        if module.split(".")[0] not in known
+    ]
 
 
 def strangers(files: dict[str, str]) -> list[str]:
@@ -272,6 +290,7 @@ def impure_mathematics(files: dict[str, str]) -> list[str]:
 CHECKS = {
     "upward arrows": upward_arrows,
     "cycles": cycles,
+    "front door": front_door,
     "strangers": strangers,
     "impure mathematics": impure_mathematics,
 }
@@ -325,6 +344,9 @@ PLANTED = [
         "weights/checkpoint/formats/mp_rank/read.py",
         "from megarlhf.weights.checkpoint.formats.torch_dist import keys",
     ),
+    ("upward arrows", "commands/cli.py", "from megarlhf.api.run import run"),
+    ("front door", "__init__.py", "from megarlhf.api.run import run"),
+    ("front door", "__init__.py", "import torch"),
     ("strangers", "trainers/rl/loop.py", "from megatron.core import parallel_state"),
     ("strangers", "weights/plan/overlaps.py", "def f():\n    import megatron.core"),
     ("strangers", "rollout/engine.py", "from vllm import LLM"),
@@ -364,6 +386,12 @@ PERMITTED = [
         "ENTRY = 'megarlhf.trainers.supervised.sft:run'\nfrom megarlhf.commands import launch",
     ),
     ("upward arrows", "__main__.py", "from megarlhf.commands.plan import main"),
+    ("upward arrows", "api/run.py", "from megarlhf.commands.cli import main"),
+    (
+        "front door",
+        "__init__.py",
+        "if TYPE_CHECKING:\n    from megarlhf.api.run import run\nX = {'a': 'megarlhf.api:a'}",
+    ),
     ("upward arrows", "observe/x.py", "import logging\nlogging.getLogger('megarlhf')\nimport torch"),
     ("strangers", "resume/save.py", "from megatron.core import dist_checkpointing"),
     ("strangers", "kernels/logprob.py", "import triton"),

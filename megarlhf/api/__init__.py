@@ -1,1 +1,1 @@
-"""Modules that code of the user may import; `from megarlhf import NAME` gives the same."""
+"""Public functions and classes: import them from `megarlhf`, not from here."""

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import megarlhf
 from megarlhf.commands.arguments.completion import HELP, SHELLS
 from megarlhf.commands.arguments.parser import Once, Parser, add_families, command_first, positive
 from megarlhf.commands.arguments.piped import without_pipes
 from megarlhf.commands.chat import add_arguments as add_ask_arguments
 from megarlhf.commands.chat import ask, is_asked
 from megarlhf.commands.process_tree import end_with_parent
+from megarlhf.commands.raised_here import raised_here as _raised_here
 from megarlhf.commands.versions import ShowVersions
 from megarlhf.config import (
     DPOConfig,
@@ -28,11 +27,9 @@ from megarlhf.config import (
     GenerateConfig,
     RLConfig,
     RMConfig,
-    RunConfig,
     SFTConfig,
     load_config,
 )
-from megarlhf.config.load import repeated_overrides
 from megarlhf.config.serve import ServeRewardConfig
 from megarlhf.errors import WatchdogTimeout
 from megarlhf.resume.signals import TO_BE_QUEUED_AGAIN, StopRun
@@ -234,14 +231,6 @@ def exit_status(error: Exception) -> int | None:
     return next((status for kind, status in EXIT_STATUS.items() if isinstance(error, kind)), None)
 
 
-def _raised_here(error: Exception) -> bool:
-    """Whether our own code raised the error, so that its message is for users. torch's errors keep their traceback."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    return frame is not None and Path(frame.tb_frame.f_code.co_filename).is_relative_to(Path(megarlhf.__file__).parent)
-
-
 def _refuse_another_directory() -> None:
     """Refuse a container's own working directory: relative paths such as `run.dir` would name other files."""
     current, expected = os.path.realpath(os.getcwd()), os.path.realpath(os.environ.get(DIRECTORY) or os.getcwd())
@@ -304,9 +293,10 @@ def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], cfg: Any) -> i
     """Check the run once, in the process that starts the ranks or on the first rank, and run it."""
     from megarlhf.architectures.own_families import register_families_of
     from megarlhf.commands import launch
+    from megarlhf.commands.checked import checked_run, rank_notes, rank_notes_in_errors
     from megarlhf.planning.machine.determinism import environment
     from megarlhf.planning.machine.gpu_environment import gpu_environment
-    from megarlhf.planning.preflight import check_layouts, preflight
+    from megarlhf.planning.preflight import check_layouts
     from megarlhf.runtime import RankInfo, detect_rank
 
     # Before the check, which may import libraries that read these variables.
@@ -318,12 +308,17 @@ def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], cfg: Any) -> i
     def check() -> None:
         # A dry run without a launcher checks the job for which the file was written.
         ranks = planned if arguments.dry_run and info is None else starts
-        notes = _rank_notes(cfg.run, ranks, starts, launched=info is not None)
         local = ranks if info is None and not arguments.dry_run else 0
-        with _rank_notes_in_errors(cfg.run, ranks, notes):
-            preflight(arguments.command, cfg, ranks, local_ranks=local, all_records=arguments.dry_run).print()
-        for note in [*repeated_overrides(arguments.overrides), *notes]:
-            print(note)
+        checked_run(
+            arguments.command,
+            cfg,
+            ranks,
+            starts=starts,
+            launched=info is not None,
+            local_ranks=local,
+            all_records=arguments.dry_run,
+            overrides=arguments.overrides,
+        ).print()
 
     if info is None or (arguments.dry_run and info.rank == 0):
         check()
@@ -333,30 +328,6 @@ def _run_on_ranks(arguments: argparse.Namespace, argv: list[str], cfg: Any) -> i
         return launch.local_ranks(cfg.run.nproc, argv)
     is_checked = info is None or launch.MARK in os.environ
     if info is not None and not is_checked:  # every rank by itself, before they can talk to each other
-        with _rank_notes_in_errors(cfg.run, starts, _rank_notes(cfg.run, starts, starts, launched=True)):
+        with rank_notes_in_errors(cfg.run, starts, rank_notes(cfg.run, starts, starts, launched=True)):
             check_layouts(cfg, starts, local_ranks=info.local_world_size)
     return launch.as_rank(info or RankInfo(), cfg, ENTRIES[arguments.command], check=None if is_checked else check)
-
-
-@contextlib.contextmanager
-def _rank_notes_in_errors(run: RunConfig, checked: int, notes: Sequence[str]) -> Iterator[None]:
-    """Scope in which an error also says that the file is for another number of ranks, which it may fit."""
-    try:
-        yield
-    except ValueError as error:
-        if run.world_size in (None, checked) or not _raised_here(error):
-            raise
-        raise ValueError("; ".join([str(error), *notes])) from error
-
-
-def _rank_notes(run: RunConfig, checked: int, starts: int, *, launched: bool) -> list[str]:
-    """A sentence if the checked, started and configured numbers of ranks differ."""
-    if checked != starts:
-        note = f"checked for the {checked} ranks of run.world_size; a plain start has run.nproc = {starts} of them"
-        return [f"{note}, which --dry-run run.world_size= (nothing behind it) checks"]
-    if run.world_size is None:
-        is_unused = launched and starts != run.nproc
-        return [f"the launcher started {starts} rank(s); run.nproc = {run.nproc} is not used"] if is_unused else []
-    if run.world_size == starts:
-        return []
-    return [f"this file is for {run.world_size} ranks (run.world_size); this start has {starts}"]

@@ -23,6 +23,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,31 @@ SILENCE_SECONDS = 3.0
 """Time after which another rank than 0 prints its error under torchrun or srun."""
 
 
+@dataclass(frozen=True)
+class RanksEnd:
+    """How the ranks of a plain start have ended."""
+
+    status: int
+    """Exit status of the run; 0 where it is complete."""
+    messages: tuple[tuple[str, str], ...] = ()
+    """Pairs of the ranks that report a message ("" for all of them, else " (rank 1)") and the message, each once."""
+    at_once: bool = False
+    """Whether a signal has ended the ranks before they could save."""
+
+
 def local_ranks(nproc: int, argv: Sequence[str], program: Sequence[str] = ("-m", "megarlhf")) -> int:
-    """Run `megarlhf ARGV` again as `nproc` ranks of this machine; returns the exit status. No process outlives it.
+    """Run `megarlhf ARGV` again as `nproc` ranks of this machine, and print their errors; returns the exit status.
+
+    See `run_local_ranks`.
+    """
+    end = run_local_ranks(nproc, argv, program)
+    for label, message in end.messages:
+        print(f"{end.at_once * chr(10)}megarlhf {argv[0]}{label}: {message}", file=sys.stderr)
+    return end.status
+
+
+def run_local_ranks(nproc: int, argv: Sequence[str], program: Sequence[str] = ("-m", "megarlhf")) -> RanksEnd:
+    """Run `megarlhf ARGV` again as `nproc` ranks of this machine, and wait for them. No process outlives it.
 
     The first SIGINT, SIGTERM, SIGHUP or SIGUSR1 asks the ranks to save and stop, and their status is returned. A second
     SIGINT or SIGTERM stops the ranks and their own processes at once.
@@ -101,9 +125,9 @@ def local_ranks(nproc: int, argv: Sequence[str], program: Sequence[str] = ("-m",
             finally:
                 _stop(ranks)
         if received.at_once or (failed is not None and _died_of(received.forwarded, ranks[failed].returncode, reports)):
-            print(f"\nmegarlhf {argv[0]}: stopped ({received.last.name}); all ranks have ended", file=sys.stderr)
-            return 128 + received.last
-        return _print_errors(argv[0], Path(reports), failed, ranks)
+            stopped = ("", f"stopped ({received.last.name}); all ranks have ended")
+            return RanksEnd(128 + received.last, (stopped,), at_once=True)
+        return _read_end(Path(reports), failed, ranks)
 
 
 class _Received:
@@ -191,30 +215,30 @@ def _has_processes(group: int) -> bool:
     return True
 
 
-def _print_errors(command: str, reports: Path, failed: int | None, ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Print the ranks' reports, each message once, or how the first rank ended; returns the exit status.
-
-    The status of a run that has saved is returned only if there was no error.
-    """
+def _read_end(reports: Path, failed: int | None, ranks: Sequence[subprocess.Popen[bytes]]) -> RanksEnd:
+    """Read the ranks' reports, or how the first rank ended. The status of a run that has saved is returned only if
+    there was no error."""
     where: dict[str, list[int]] = {}
     statuses: list[int] = []
     for path in sorted(reports.glob("*.json"), key=lambda path: int(path.stem)):
         report = json.loads(path.read_text(encoding="utf-8"))
         where.setdefault(report["message"], []).append(int(path.stem))
         statuses.append(int(report["status"]))
-    for message, reporting in where.items():
-        label = "" if len(reporting) == len(ranks) else f" (rank {', '.join(map(str, reporting))})"
-        print(f"megarlhf {command}{label}: {message}", file=sys.stderr)
+    messages = tuple(
+        ("" if len(reporting) == len(ranks) else f" (rank {', '.join(map(str, reporting))})", message)
+        for message, reporting in where.items()
+    )
     if errors := [status for status in statuses if status not in SAVED]:
-        return errors[0]
+        return RanksEnd(errors[0], messages)
     if failed is not None and not (statuses and ranks[failed].returncode in SAVED):
         # Ended by its watchdog, a rank breaks the others' collectives. Its report says why the run ended.
         failed = next((n for n, rank in enumerate(ranks) if rank.returncode == WATCHDOG), failed)
-        return _print_crash(command, failed, ranks[failed].returncode)
-    return statuses[0] if statuses else 0
+        status = ranks[failed].returncode
+        return RanksEnd(status if status > 0 else 128 - status, (*messages, ("", _describe_crash(failed, status))))
+    return RanksEnd(statuses[0] if statuses else 0, messages)
 
 
-def _print_crash(command: str, failed: int, status: int) -> int:
+def _describe_crash(failed: int, status: int) -> str:
     if status == WATCHDOG:
         how = f"was ended by the watchdog (exit status {status}); its report is above"
     elif status > 0:
@@ -222,8 +246,7 @@ def _print_crash(command: str, failed: int, status: int) -> int:
     else:
         how = f"was killed by {signal.Signals(-status).name}"
         how += ", as the system does when memory runs out" if -status == signal.SIGKILL else ""
-    print(f"megarlhf {command}: rank {failed} {how}. All ranks have been ended", file=sys.stderr)
-    return status if status > 0 else 128 - status
+    return f"rank {failed} {how}. All ranks have been ended"
 
 
 def print_error(command: str, message: str, status: int) -> None:
@@ -273,13 +296,44 @@ def another_rank_has_failed() -> bool:
 
 
 def as_rank(
-    info: RankInfo, cfg: Any, entry: str, check: Callable[[], None] | None = None, *, reads: Path | None = None
+    info: RankInfo,
+    cfg: Any,
+    entry: str | Callable[..., object],
+    check: Callable[[], None] | None = None,
+    *,
+    reads: Path | None = None,
 ) -> int:
     """Join the run as this rank, check it, and call `entry`; returns the exit status.
 
-    entry: a `module:function`, called with (cfg, runtime)
-    check: called on the first rank only; its error is raised on every rank
+    entry: a function, or its name as `module:function`, called with (cfg, runtime)
+    check: see `join`
     reads: for a command that only reads, the path that it reads. `entry` gets it too, and nodes are not checked
+    """
+    joined = join(info, cfg, check, only_reads=reads is not None)
+    run = _named(entry) if isinstance(entry, str) else entry
+    try:
+        run(cfg, joined, *([] if reads is None else [reads]))
+    except StopRun:  # all ranks have saved
+        ignore_stop_signals()
+        leave_together()
+        raise
+    # Not after a failure: leaving the group may wait for ranks in a collective. The launcher ends them.
+    leave_together()
+    return 0
+
+
+def _named(entry: str) -> Callable[..., object]:
+    module, _, function = entry.partition(":")
+    named: Callable[..., object] = getattr(importlib.import_module(module), function)
+    return named
+
+
+def join(
+    info: RankInfo, cfg: Any, check: Callable[[], object] | None = None, *, only_reads: bool = False
+) -> runtime.Runtime:
+    """Join the run as this rank: log, device, process group, and the checks of the nodes. Collective.
+
+    check: called on the first rank only; its error is raised on every rank
     """
     logging.basicConfig(
         level=os.environ.get("MEGARLHF_LOG_LEVEL", "INFO" if info.rank == 0 else "WARNING"),
@@ -296,28 +350,20 @@ def as_rank(
     require_deterministic_device(cfg, joined)
     if check is not None:
         on_first_rank(check)
-    if reads is None:
-        for note in check_nodes(cfg, joined):
-            logging.getLogger(__name__).warning(note)
-        if info.rank == 0:
-            if _heard_from_job("began") is None:
-                _tell_job("began", _progress(cfg.run.dir))
-            _tell_job("run_dir", str(cfg.run.dir.absolute()))
-            if JOB_STATE in os.environ and cfg.run.on_existing == "overwrite":
-                logging.getLogger(__name__).warning(
-                    "run.on_existing = overwrite: if Slurm queues this job again, as before a time limit, it will be "
-                    "refused; with run.on_existing=resume it goes on"
-                )
-    module, _, function = entry.partition(":")
-    try:
-        getattr(importlib.import_module(module), function)(cfg, joined, *([] if reads is None else [reads]))
-    except StopRun:  # all ranks have saved
-        ignore_stop_signals()
-        _leave_together()
-        raise
-    # Not after a failure: leaving the group may wait for ranks in a collective. The launcher ends them.
-    _leave_together()
-    return 0
+    if only_reads:
+        return joined
+    for note in check_nodes(cfg, joined):
+        logging.getLogger(__name__).warning(note)
+    if info.rank == 0:
+        if _heard_from_job("began") is None:
+            _tell_job("began", _progress(cfg.run.dir))
+        _tell_job("run_dir", str(cfg.run.dir.absolute()))
+        if JOB_STATE in os.environ and cfg.run.on_existing == "overwrite":
+            logging.getLogger(__name__).warning(
+                "run.on_existing = overwrite: if Slurm queues this job again, as before a time limit, it will be "
+                "refused; with run.on_existing=resume it goes on"
+            )
+    return joined
 
 
 def _progress(run_dir: Path) -> str:
@@ -330,7 +376,7 @@ def _progress(run_dir: Path) -> str:
     return (points[-1].position.name if points else "none") + (f"+{lines}" if lines else "")
 
 
-def _leave_together() -> None:
+def leave_together() -> None:
     """Leave the run together. srun (--wait) ends the other ranks some time after the first has left, and one of them
     may still be writing."""
     if dist.is_initialized():

@@ -14,6 +14,9 @@ import sys
 
 PARENT = "MEGARLHF_PARENT"
 """Variable in ranks of a plain start: the pid of the process that started them."""
+BUSY = "MEGARLHF_BUSY"
+"""Variable of a process that runs a command, and of those that it starts: the command, or the function of
+`import megarlhf`. A module that they import may start nothing."""
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _LOOK_SECONDS = 5.0

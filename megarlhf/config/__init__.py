@@ -18,7 +18,7 @@ from megarlhf.config.data import DataConfig, PromptDataConfig, SFTDataConfig, So
 from megarlhf.config.evaluate import EvaluateConfig
 from megarlhf.config.frozen import FrozenModel
 from megarlhf.config.generate import GenerateConfig
-from megarlhf.config.load import dump_config, load_config
+from megarlhf.config.load import config_of, dump_config, load_config
 from megarlhf.config.lora import LoraConfig
 from megarlhf.config.observe import ObserveConfig
 from megarlhf.config.old_keys import translate

@@ -277,8 +277,7 @@ class RLConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _check(self) -> RLConfig:
-        if not self.rewards:
-            raise ValueError("rewards is empty; name at least one, such as [{kind: rule, rule: exact_match}]")
+        self.require_rewards()
         if self.algo.needs_critic and self.critic is None:
             raise ValueError(f"algo.advantage = {self.algo.advantage!r} needs values: give a critic section")
         if self.uses_reward_model and self.reward_model is None:
@@ -323,6 +322,11 @@ class RLConfig(FrozenModel):
                 "more, or lower the limits"
             )
         return self
+
+    def require_rewards(self) -> None:
+        """Raises: ValueError without a reward."""
+        if not self.rewards:
+            raise ValueError("rewards is empty; name at least one, such as [{kind: rule, rule: exact_match}]")
 
     @property
     def retokenizes(self) -> bool:

@@ -101,14 +101,24 @@ def load_config(
         raise ValueError(f"{path} is not valid YAML: {_in_a_line(error)}") from error
     if not isinstance(tree, dict):
         raise ValueError(f"{path} must be a mapping of sections, got {type(tree).__name__}")
-    tree = translate(_unshared(tree)) if of_a_run else _unshared(tree)
+    return config_of(kind, translate(_unshared(tree)) if of_a_run else tree, overrides, source=str(path))
+
+
+def config_of(
+    kind: type[ConfigT], tree: Mapping[str, Any], overrides: Sequence[str] = (), *, source: str = "the configuration"
+) -> ConfigT:
+    """Apply `section.key=value` overrides to a mapping of sections, validate. `source`: its name in messages.
+
+    Raises: ValueError as `load_config`.
+    """
+    own = _unshared(tree)
     _require_order(overrides)
     for override in overrides:
-        _apply_override(tree, override, kind)
+        _apply_override(own, override, kind)
     try:
-        return kind.model_validate(tree)
+        return kind.model_validate(own)
     except ValidationError as error:
-        raise ValueError(_describe(error, kind, path, overrides, tree)) from error
+        raise ValueError(_describe(error, kind, source, overrides, own)) from error
 
 
 def _in_a_line(error: yaml.YAMLError) -> str:
@@ -162,7 +172,7 @@ def dump_config(config: FrozenModel) -> str:
 
 def _unshared(node: Any) -> Any:
     """Deep copy, in which a YAML alias no longer shares its anchor's objects: an override changes one role only."""
-    if isinstance(node, dict):
+    if isinstance(node, Mapping):
         return {key: _unshared(value) for key, value in node.items()}
     return [_unshared(value) for value in node] if isinstance(node, list) else node
 
@@ -214,7 +224,7 @@ def _without_list_indices(location: Sequence[int | str], tree: Any) -> list[int 
 
 
 def _describe(
-    error: ValidationError, kind: type[FrozenModel], path: Path, overrides: Sequence[str], tree: Mapping[str, Any]
+    error: ValidationError, kind: type[FrozenModel], source: str, overrides: Sequence[str], tree: Mapping[str, Any]
 ) -> str:
     """One line for each mistake, first those of the file, then those of overrides."""
     of_file, of_overrides = [], []
@@ -235,7 +245,7 @@ def _describe(
             of_file.append(text)
         else:
             of_overrides.append(f"override {override!r}: {text}")
-    return "\n".join([f"{path}: " + "\n".join(of_file)] * bool(of_file) + of_overrides)
+    return "\n".join([f"{source}: " + "\n".join(of_file)] * bool(of_file) + of_overrides)
 
 
 def _nearest_choice(given: str, expected: str) -> str:

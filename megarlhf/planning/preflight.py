@@ -116,7 +116,7 @@ def preflight(
         arch, layout = checked[name]
         dtype = resolve_dtype(name, section.model, ROLES[name].head)
         if draws(cfg) and name not in retokenized:  # texts of those are measured one by one
-            _check_positions(cfg, name, section, arch)
+            check_positions(cfg, name, section, arch)
         size = f"{arch.num_layers} layers of {arch.hidden_size}"
         model = f"{section.model.path} ({arch.model_type}, {size}, {dtype.name} {dtype.why})"
         described.append((name, model, f"{section.parallel.describe(layout)} = {describe_ranks(layout, world_size)}"))
@@ -233,7 +233,7 @@ def _check_outputs(command: str, cfg: AnyConfig) -> list[str]:
     return notes + usable.notes
 
 
-def _check_positions(
+def check_positions(
     cfg: RLConfig | GenerateConfig | EvaluateConfig, role: str, section: RoleConfig, arch: Architecture
 ) -> None:
     """Check that the longest prompt and response fit the role's positions. Raises: ValueError."""

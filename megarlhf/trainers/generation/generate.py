@@ -27,7 +27,7 @@ from megarlhf.observe.watch.watchdog import watched_phases
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.resume.claim.on_existing import NO_STEPS_LEFT, finish
 from megarlhf.rollout.engine import RolloutEngine, sample_seed
-from megarlhf.rollout.factory import actor_order, make_engine, sampling_of
+from megarlhf.rollout.factory import actor_order, sampling_of
 from megarlhf.rollout.rewards.accuracy import accuracy_metrics, find_accuracy
 from megarlhf.rollout.rewards.batch import RewardBatch
 from megarlhf.rollout.rewards.score import RewardSource, gather_rewards, local_reward_batch, make_source, response_texts
@@ -35,6 +35,7 @@ from megarlhf.runtime import Runtime
 from megarlhf.trainers.experience.prompts import PromptData, load_prompts, repeat_prompts
 from megarlhf.trainers.experience.rewards import RewardOutput
 from megarlhf.trainers.generation.best_of import candidates, choose, record_of
+from megarlhf.trainers.run.factories import RunFactories
 from megarlhf.trainers.run.open_session import open_session
 
 log = logging.getLogger(__name__)
@@ -43,13 +44,13 @@ MICRO_BATCH_SAMPLES = 16
 """Rows per forward of the `megatron` engine, which is a reference and not meant to be fast."""
 
 
-def run(cfg: GenerateConfig, runtime: Runtime) -> None:
+def run(cfg: GenerateConfig, runtime: Runtime, parts: RunFactories = RunFactories()) -> None:  # noqa: B008 -- frozen
     """Write a JSON line per response with prompt, response, finished, rewards by name, and the record's columns."""
     with contextlib.ExitStack() as stack:
         phases = stack.enter_context(watched_phases(cfg.watchdog, cfg.run.dir, runtime))
         with phases("build"):
             data = load_prompts(cfg.data, cfg.actor.model.tokenizer_place(), all_rewards(cfg), run_dir=cfg.run.dir)
-            engine = build_engine(cfg, runtime)
+            engine = build_engine(cfg, runtime, parts)
         session = stack.enter_context(open_session(cfg, cfg.run, runtime, "generate", 1, data.notes, phases=phases))
         prompts, responses, rollouts, scores = _respond(cfg, runtime, engine, data, phases)
         out = cfg.out or cfg.run.dir / "responses.jsonl"
@@ -62,11 +63,15 @@ def run(cfg: GenerateConfig, runtime: Runtime) -> None:
             finish(cfg.run.dir, 1, NO_STEPS_LEFT)
 
 
-def build_engine(cfg: GenerateConfig, runtime: Runtime) -> RolloutEngine:
+def build_engine(
+    cfg: GenerateConfig,
+    runtime: Runtime,
+    parts: RunFactories = RunFactories(),  # noqa: B008 -- frozen
+) -> RolloutEngine:
     """Engine with the model's weights, certified to hold them."""
     order = actor_order(cfg.rollout, cfg.actor, runtime)
     actor = build_role("actor", cfg.actor, "lm", GroupCache(runtime), seed=cfg.run.seed, order=order)
-    engine = make_engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, MICRO_BATCH_SAMPLES)
+    engine = parts.engine(cfg.rollout, actor, cfg.data.max_prompt_tokens, MICRO_BATCH_SAMPLES)
     engine.update_weights(actor.shard, version=0)
     engine.verify_weights(actor.shard)
     return engine
