@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TypeVar
@@ -9,6 +10,10 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from megarlhf.errors import WatchdogInterrupt, WatchdogTimeout
+from megarlhf.own_code.failures import cut
+
+_SHOWN = 200
+"""Characters of a value in a message."""
 
 Value = TypeVar("Value")
 
@@ -102,3 +107,32 @@ def require_same(digests: Mapping[str, str], remedy: str) -> None:
         if len(ranks) > 1:
             parts = " and ".join(f"ranks {', '.join(map(str, group))}" for group in ranks.values())
             raise ValueError(f"{name} differs between {parts}; {remedy}")
+
+
+def require_same_items(what: str, items: Sequence[object], remedy: str) -> None:
+    """Check that every rank has the same items. Collective.
+
+    what:  name of an item in the plural, for messages
+    items: values that are equal where they are written alike, such as numbers and texts
+
+    Raises: ValueError, on every rank, that names the first item that differs, and its value on two ranks.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    digest = hashlib.sha256(repr(list(items)).encode()).digest()
+    digests = [digest] * dist.get_world_size()
+    dist.all_gather_object(digests, digest)
+    if len(set(digests)) == 1:
+        return
+    by_rank: list[Sequence[object]] = [()] * dist.get_world_size()
+    dist.all_gather_object(by_rank, list(items))
+    first = by_rank[0]
+    for rank, others in enumerate(by_rank):
+        if len(others) != len(first):
+            raise ValueError(f"{what}: rank 0 has {len(first)} of them and rank {rank} has {len(others)}; {remedy}")
+        for n, (ours, theirs) in enumerate(zip(first, others, strict=True)):
+            if ours != theirs:
+                raise ValueError(
+                    f"{what}: number {n} is {cut(repr(ours), _SHOWN)} on rank 0 and {cut(repr(theirs), _SHOWN)} on "
+                    f"rank {rank}; {remedy}"
+                )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 from megarlhf.api.process import borrowed_process
+from megarlhf.architectures.own_families import register_families_of
 from megarlhf.commands.cli import COMMANDS
 from megarlhf.config import (
     DPOConfig,
@@ -86,11 +87,14 @@ def config_class(command: str) -> type[FrozenModel]:
 
 
 def config_of_command(command: str, config: Config, overrides: Sequence[str], nproc: int | None) -> Any:
-    """The configuration of a command that runs on ranks, with `run.nproc` if it is given. Raises: ValueError."""
+    """The configuration of a command that runs on ranks, with `run.nproc` if it is given; the user's model families in
+    it are known afterwards. Raises: ValueError."""
     if command not in COMMANDS:
         raise ValueError(f"unknown command {command!r}; the known ones are {', '.join(COMMANDS)}")
     numbered = overrides if nproc is None else [*overrides, f"run.nproc={nproc}"]
-    return load_config(cast(Any, command), config, numbered)
+    cfg = load_config(cast(Any, command), config, numbered)
+    register_families_of(cfg.roles())
+    return cfg
 
 
 def check(command: Command, config: Config, *, overrides: Sequence[str] = (), nproc: int | None = None) -> Preflight:

@@ -14,11 +14,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megarlhf.api.agreement import require_same
 from megarlhf.api.configuration import Config, load_config
 from megarlhf.api.open_loop import OpenLoop, UserState, opened
 from megarlhf.api.sample_batch import SampleBatch
-from megarlhf.collective_errors import from_first_rank
+from megarlhf.collective_errors import from_first_rank, require_same_items
 from megarlhf.columns import Ragged
 from megarlhf.config.loop import LoopConfig
 from megarlhf.data.text.writer import text_tokens
@@ -144,7 +143,7 @@ class Loop:
         count = cfg.rollout.num_samples_per_prompt if num_samples is None else num_samples
         if not rows or count < 1:
             raise ValueError(f"generate got {len(rows)} prompts and num_samples = {count}; give one or more of each")
-        require_same("prompts given to loop.generate", [(row, count, greedy) for row in rows], _SAME)
+        require_same_items("prompts given to loop.generate", [(row, count, greedy) for row in rows], _SAME)
         self._begin_step()
         repeated = [torch.tensor(row) for row in rows for _ in range(count)]
         seeds = [sample_seed(cfg.run.seed, session.step, n, self._calls) for n in range(len(repeated))]
@@ -184,8 +183,8 @@ class Loop:
         self._require_trainable(samples)
         rows = _rows_of(samples, advantages)
         tokens = zip(samples.prompt_tokens, samples.tokens, strict=True)
-        require_same("samples given to loop.train", list(tokens), _SAME)
-        require_same("advantages given to loop.train", [row.tolist() for row in rows], _SAME)
+        require_same_items("samples given to loop.train", list(tokens), _SAME)
+        require_same_items("advantages given to loop.train", [row.tolist() for row in rows], _SAME)
         self._begin_step()
         step, last = session.step, session.step + 1 == cfg.train.num_steps
         plan = plan_step(samples.experience, cfg.train, cfg.run.seed, step)

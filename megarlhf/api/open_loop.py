@@ -6,16 +6,18 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from megarlhf.api.process import borrowed_process
 from megarlhf.api.run import engines_closed
+from megarlhf.architectures.own_families import register_families_of
 from megarlhf.commands.launch import join, leave_together
 from megarlhf.commands.process_tree import end_with_parent
 from megarlhf.config.loop import LoopConfig
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
+from megarlhf.own_code.digest import digest_of_script
 from megarlhf.planning.models import check_heads, check_vocabularies
 from megarlhf.planning.preflight import check_layouts, check_positions
 from megarlhf.resume.claim.on_existing import require_usable, require_writable
@@ -60,6 +62,7 @@ def opened(cfg: LoopConfig, state: UserState) -> Iterator[OpenLoop]:
     Raises: ValueError for mistakes, before anything is written; StopRun when it was asked to stop and has saved.
     """
     info = detect_rank(os.environ)
+    register_families_of(cfg.roles())
     if info is None and cfg.run.nproc > 1:
         raise ValueError(
             f"run.nproc = {cfg.run.nproc}: a Loop starts no ranks, as each of them runs your script; start it with "
@@ -106,6 +109,7 @@ def _open(cfg: LoopConfig, runtime: Runtime, state: UserState, parts: RunFactori
             data = PromptData(nothing, nothing, load_tokenizer(cfg.actor.model.tokenizer_place()), [])
             run = build(cfg, runtime, data, phases, parts)
             training = training_of(run, {"loop": state}, Best(None, "rl"), stop_request, parts)
+            training = replace(training, sources={**training.sources, **digest_of_script()})
         num_steps = cfg.train.num_steps
         with (
             contextlib.closing(run.rewarder),

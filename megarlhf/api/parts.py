@@ -35,6 +35,7 @@ def convert(
     dtype: Literal["bf16", "fp16", "fp32"] | None = None,
     reference_hf: str | Path | None = None,
     force: bool = False,
+    families: Sequence[str] = (),
 ) -> Path:
     """Convert a checkpoint between Hugging Face and Megatron, or to another layout; no GPU is needed.
 
@@ -46,11 +47,13 @@ def convert(
     dtype:        default: that of the source
     reference_hf: Hugging Face directory that describes a Megatron checkpoint which does not say enough itself
     force:        replace a checkpoint at `out`, once the new one is whole
+    families:     modules with model families of your own
 
     Returns: `out`, which appears whole or not at all
     Raises: ValueError where the layout does not fit the model, `out` exists, or the source is damaged; OSError for a
     full disk.
     """
+    from megarlhf.architectures.own_families import register_families
     from megarlhf.weights.checkpoint import conversion
     from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
 
@@ -64,13 +67,19 @@ def convert(
         raise ValueError("a layout has no effect with to = 'huggingface', whose tensors are whole; leave it out")
     if dtype is not None and dtype not in conversion.DTYPES:
         raise ValueError(f"dtype = {dtype!r}; the known ones are {', '.join(conversion.DTYPES)}")
+    register_families(families)
     checkpoint = open_checkpoint(source, hf=reference_hf)
     conversion.convert(checkpoint, out, target, dtype=conversion.DTYPES.get(dtype or ""), force=force)
     return Path(out)
 
 
 def copy_plan(
-    model: str | Path, source: MeshLayout, destination: MeshLayout | None = None, *, engine_tp: int | None = None
+    model: str | Path,
+    source: MeshLayout,
+    destination: MeshLayout | None = None,
+    *,
+    engine_tp: int | None = None,
+    families: Sequence[str] = (),
 ) -> CopyPlan:
     """Plan which rank sends which part of a model to whom, from one layout to another, or into vLLM's engines.
 
@@ -83,16 +92,19 @@ def copy_plan(
 
     model:       a Hugging Face directory
     destination: layout on the same ranks; or give `engine_tp`, the tensor-parallel size of each engine
+    families:    modules with model families of your own
 
     Raises: ValueError where a layout does not fit the model or the ranks.
     """
     from megarlhf.architectures.hf_config import architecture_from_hf
     from megarlhf.architectures.megatron_layout import MegatronLayout
+    from megarlhf.architectures.own_families import register_families
     from megarlhf.architectures.placements import padded_vocab_size, vllm_placements
     from megarlhf.weights.plan.copy_plan import make_plan
 
     if (destination is None) == (engine_tp is None):
         raise ValueError(f"got destination = {destination} and engine_tp = {engine_tp}; give one of the two")
+    register_families(families)
     arch, ranks = architecture_from_hf(Path(model)), source.world_size
 
     def of_megatron(mesh: MeshLayout) -> MegatronLayout:

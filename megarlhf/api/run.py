@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -51,9 +51,9 @@ def run(command: Command, config: Config, *, overrides: Sequence[str] = (), npro
     StopRun where the run was asked to stop and has saved: the same call goes on.
     """
     cfg = config_of_command(command, config, overrides, nproc)
-    _require_importable(cfg.model_dump(mode="json"))
     ranks = cfg.run.nproc
     with borrowed_process("run", cfg):
+        _require_current(cfg)
         from megarlhf.commands.checked import checked_run
 
         described = checked_run(
@@ -129,16 +129,21 @@ def _raise(command: str, message: str, end: Any) -> NoReturn:
     raise RunFailed(message, end.status)
 
 
-def _require_importable(tree: Any) -> None:
-    """Raises: ValueError for a function of the script or notebook itself, which other processes cannot import."""
-    if isinstance(tree, Mapping):
-        for value in tree.values():
-            _require_importable(value)
-    elif isinstance(tree, list):
-        for value in tree:
-            _require_importable(value)
-    elif isinstance(tree, str) and tree.startswith("__main__:"):
-        raise ValueError(
-            f"the configuration names {tree!r}, a function of this script or notebook itself, which ranks and reward "
-            "workers cannot import; put it into a module beside it (rewards.py) and name that (rewards:function)"
-        )
+_imported: dict[str, tuple[str, Any]] = {}
+"""Digest of the source and the object of each import path that a run of this process has used."""
+
+
+def _require_current(cfg: Any) -> None:
+    """Raises: ValueError for user code whose file has changed since this process imported it."""
+    from megarlhf.own_code.load import load
+    from megarlhf.planning.own_code import digest_if_any, own_code_of
+
+    for own in own_code_of(cfg):
+        digest, value = digest_if_any(own.path, own.what), load(own.path, own.what)
+        before, known = _imported.setdefault(own.path, (digest, value))
+        if before != digest and known is value:
+            raise ValueError(
+                f"{own.key} = {own.path}: its source has changed since this process imported it, so the old code would "
+                "run; reload the module (importlib.reload), and the modules that it imports, or restart the process"
+            )
+        _imported[own.path] = digest, value

@@ -27,7 +27,7 @@ EstimatorName = Literal["k1", "k2", "k3", "abs"]
 
 
 class AdvantageTraits(NamedTuple):
-    """What a run must know about a built-in advantage; see `own_code.advantage.Advantage`."""
+    """Needs of a built-in advantage; see `own_code.advantage.Advantage`."""
 
     reads: tuple[str, ...] = ()
     compares_groups: bool = False
@@ -254,7 +254,7 @@ class AlgoConfig(FrozenModel):
 
     @property
     def traits(self) -> AdvantageTraits | Advantage:
-        """What the advantage reads and does. Raises: ValueError for an own one that cannot be loaded."""
+        """Columns that the advantage reads, and how it uses them. Raises: ValueError for an own one that cannot be loaded."""
         return TRAITS[self.advantage] if self.advantage in TRAITS else load_advantage(self.advantage)
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megarlhf.own_code.failures import is_installed, without_partials
+from megarlhf.own_code.failures import is_installed, is_standard_library, without_partials
 from megarlhf.own_code.load import load, load_module
 
 
@@ -40,6 +40,15 @@ def digest_of_module(name: str, what: str) -> str:
     `load_module`."""
     load_module(name, what)
     return _digest([_source_of(name, what)])
+
+
+def digest_of_script() -> dict[str, str]:
+    """SHA-256 of the user's script that runs in this process and of the user's modules that it imports, by name; empty
+    for a notebook and for a program that is installed."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    if file is None or is_installed(Path(file)) or is_standard_library(file):
+        return {}
+    return {f"script {Path(file).name}": _digest([("__main__", Path(file))])}
 
 
 def _source_of(module_name: str, label: str) -> tuple[str, Path]:

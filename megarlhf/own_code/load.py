@@ -26,7 +26,8 @@ def load_module(name: str, what: str) -> ModuleType:
     """
     if name == "__main__":
         raise ValueError(
-            f"{what}: __main__ is another program in every rank; put the code into a module of its own and name that"
+            f"{what}: __main__ is this script or notebook itself, which ranks and reward workers cannot import; put "
+            "the code into a module beside it and name that"
         )
     try:
         return importlib.import_module(name)

@@ -70,11 +70,13 @@ def _without_gradient(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-@functools.cache
 def _own(name: str, term: _Term) -> Callable[..., Tensor]:
     """The user's function, whose result is checked in each call."""
-    label = f"{term.what} {name!r}"
-    function = load_function(name, term.what)
+    return _checked(load_function(name, term.what), f"{term.what} {name!r}", term)
+
+
+@functools.cache
+def _checked(function: Callable[..., Any], label: str, term: _Term) -> Callable[..., Tensor]:
     require_parameters(function, term.parameters, label)
 
     def call(*arguments: Any) -> Tensor:
@@ -84,11 +86,13 @@ def _own(name: str, term: _Term) -> Callable[..., Tensor]:
     return call
 
 
-@functools.cache
 def _own_surrogate(name: str) -> SurrogateFunction:
     """The user's surrogate. It returns the loss of each token, or that and the tokens at which a bound is in force."""
-    label = f"{_SURROGATE.what} {name!r}"
-    function = load_function(name, _SURROGATE.what)
+    return _checked_surrogate(load_function(name, _SURROGATE.what), f"{_SURROGATE.what} {name!r}")
+
+
+@functools.cache
+def _checked_surrogate(function: Callable[..., Any], label: str) -> SurrogateFunction:
     require_parameters(function, _SURROGATE.parameters, label)
 
     def call(logprobs_T: Tensor, log_ratio_T: Tensor, advantages_T: Tensor, bounds: Bounds) -> Surrogate:

@@ -93,11 +93,11 @@ def own_sources(cfg: Any) -> dict[str, str]:
     digests = {}
     for _, what, path in own_code_of(cfg):
         if what != "adapter":
-            digests[f"{what} {path}"] = _digest(path, what)
+            digests[f"{what} {path}"] = digest_if_any(path, what)
     return digests | family_sources(cfg.roles())
 
 
-def _digest(path: str, what: str) -> str:
+def digest_if_any(path: str, what: str) -> str:
     """Digest of the source, or a word where it has none in Python."""
     try:
         return digest_of(path, what)
@@ -122,4 +122,4 @@ def check_own_code(cfg: Any) -> list[str]:
 def _describe(own: OwnCode) -> str:
     module = sys.modules.get(own.path.partition(":")[0])
     file = getattr(module, "__file__", None) or "no file"
-    return f"own code: {own.key} = {own.path} ({file}, source {_digest(own.path, own.what)[:12]})"
+    return f"own code: {own.key} = {own.path} ({file}, source {digest_if_any(own.path, own.what)[:12]})"

@@ -179,7 +179,7 @@ def choices_or_errors(runtime: Runtime, names: tuple[str, ...]) -> dict[str, str
 
 
 WRONG_SAMPLERS = {
-    "of_this_rank": ("differs between ranks 0 and ranks 1", "it must not depend on the rank"),
+    "of_this_rank": ("number 0 is 0 on rank 0 and 1 on rank 1", "it must not depend on the rank"),
     "twice_the_same": ("[0, 0]", "2 different numbers", "from 0 to 5"),
     "beyond": ("[6, 7]", "from 0 to 5"),
     "Stateless": ("no method state_dict()", "load_state_dict"),

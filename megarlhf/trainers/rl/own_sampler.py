@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from megarlhf.collective_errors import raise_on_all_ranks, require_same
+from megarlhf.collective_errors import raise_on_all_ranks, require_same_items
 from megarlhf.config import RLTrainConfig
 from megarlhf.data.sample_types import PromptSample
 from megarlhf.data.samples.dataset import Samples
@@ -74,7 +74,9 @@ class OwnSampler:
                     )
             except ValueError as error:
                 problems.append(str(error))
-        require_same({f"the choice of {self._label}": str(chosen)}, "it must not depend on the rank, time or chance")
+        require_same_items(
+            f"prompts that {self._label} chose", chosen, "it must not depend on the rank, on time or on chance"
+        )
         self._chosen, self._is_first = chosen, False
         return chosen
 
