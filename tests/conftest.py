@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     modules = ["torch.distributed"]
-    if any({"distributed", "rehearsal"} & set(item.path.parts) for item in session.items):
+    if any({"distributed", "public", "rehearsal"} & set(item.path.parts) for item in session.items):
         modules.append("tests.preload")
     if any({"vllm_ranks", "fresh_ranks"} & set(getattr(item, "fixturenames", ())) for item in session.items):
         modules.append("tests.preload_vllm")

@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -105,7 +106,7 @@ def _signals() -> Iterator[None]:
 def _switches_of_torch() -> Iterator[None]:
     algorithms = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
-    threads, dtype, dynamo = torch.get_num_threads(), torch.get_default_dtype(), torch._dynamo.config.disable
+    threads, dtype, compiles = torch.get_num_threads(), torch.get_default_dtype(), _compiles()
     device = torch.device("cuda") if torch.cuda.is_initialized() else torch.device("cpu")
     randomness = runtime.random_state(device)
     try:
@@ -116,8 +117,16 @@ def _switches_of_torch() -> Iterator[None]:
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)
-        torch._dynamo.config.disable = dynamo
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.config.disable = not compiles
         runtime.set_random_state(randomness, device)
+
+
+def _compiles() -> bool:
+    """Whether torch.compile is on. The module with the switch takes seconds to import, and is left alone until then."""
+    if "torch._dynamo" in sys.modules:
+        return not torch._dynamo.config.disable
+    return os.environ.get("TORCH_COMPILE_DISABLE", "0") != "1"
 
 
 @contextlib.contextmanager

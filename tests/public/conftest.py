@@ -2,7 +2,9 @@
 
 import multiprocessing
 import os
+import runpy
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -10,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.tiny import write_tiny_llama
+
 
 @pytest.fixture(scope="session")
-def model(one_layer: dict[str, Path]) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of one layer, with a tokenizer of digits."""
-    return one_layer["plain"]
+    return write_tiny_llama(tmp_path_factory.mktemp("model") / "llama", num_layers=1)
 
 
 @pytest.fixture
@@ -82,6 +86,27 @@ def on_two_ranks(monkeypatch):
             return [future.result(timeout=120) for future in futures]
 
     return call
+
+
+@pytest.fixture
+def run_script():
+    """Run a script in a process of its own, as `python SCRIPT ARGUMENTS` does, and return one of its variables. It is
+    forked from a server that has imported torch."""
+
+    def run(script: Path, variable: str, *arguments: str) -> Any:
+        context = multiprocessing.get_context("forkserver")
+        with ProcessPoolExecutor(1, mp_context=context) as process:
+            return process.submit(_run_script, script, variable, arguments, dict(os.environ)).result(timeout=120)
+
+    return run
+
+
+def _run_script(script: Path, variable: str, arguments: Sequence[str], environment: dict[str, str]) -> Any:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(script.parent)
+    sys.argv, sys.path[0] = [str(script), *arguments], str(script.parent)
+    return runpy.run_path(str(script), run_name="__main__")[variable]
 
 
 def _as_rank(rank: int, environment: dict[str, str], function: Callable[..., Any], arguments: Sequence[Any]) -> Any:

@@ -47,6 +47,7 @@ def process_state():
         dict(os.environ),
         [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)],
         (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic, torch.get_num_threads()),
+        torch._dynamo.config.disable,
         torch.get_rng_state().tolist(),
         torch.distributed.is_initialized(),
     )
@@ -133,23 +134,20 @@ SCRIPT = """
 import json, sys
 import megarlhf
 
-result = megarlhf.run("rl", json.loads(sys.argv[1]), nproc=2)
-print("columns", json.dumps(result.column("reward_mean")))
+open("started", "a").write("once ")
+rewards = megarlhf.run("rl", json.loads(sys.argv[1]), nproc=2).column("reward_mean")
 """
 
 
-def test_a_script_without_a_guard_starts_two_ranks_that_find_its_modules(rl, rewards, tmp_path):
+def test_a_script_without_a_guard_starts_two_ranks_that_find_its_modules(rl, rewards, run_script, tmp_path):
     """The reward's module is beside the script, which no rank imports. Numbers are those of one rank."""
     script = tmp_path / "code" / "script.py"
     script.write_text(SCRIPT)
-    config = json.dumps(rl(f"{rewards}:length", "two"), default=str)
-    env = os.environ | {"PYTHONPATH": str(Path(megarlhf.__file__).parents[1])}
-    done = subprocess.run([sys.executable, script, config], capture_output=True, text=True, env=env, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("columns")]
-    alone = megarlhf.run("rl", rl(f"{rewards}:length", "one"))
-    assert json.loads(line.removeprefix("columns ")) == pytest.approx(alone.column("reward_mean"))
-    assert alone.column("reward_mean")[1] > 0
+    two = run_script(script, "rewards", json.dumps(rl(f"{rewards}:length", "two"), default=str))
+    one = megarlhf.run("rl", rl(f"{rewards}:length", "one")).column("reward_mean")
+    assert two == pytest.approx(one)
+    assert one[1] > 0
+    assert (tmp_path / "code" / "started").read_text() == "once "
 
 
 @pytest.mark.parametrize(
@@ -200,7 +198,7 @@ def test_a_start_in_the_wrong_place_is_refused(sft, monkeypatch):
 
 
 def test_a_module_that_a_run_imports_may_start_nothing(rl, tmp_path, monkeypatch):
-    """Neither in a run from Python nor in one of the command line, whose process is told too."""
+    """Neither in a run from Python nor in one of the command line, whose process has the same mark."""
     (tmp_path / "starts_a_run.py").write_text("import megarlhf\nmegarlhf.run('sft', 'sft.yaml')\n")
     (tmp_path / "sft.yaml").write_text(
         "{run: {dir: inner}, actor: {model: {path: m}}, data: {train: d}, "
@@ -210,11 +208,16 @@ def test_a_module_that_a_run_imports_may_start_nothing(rl, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"starts_a_run.*megarlhf\.run was called while megarlhf\.run is at work"):
         megarlhf.run("rl", rl("starts_a_run:reward"))
-    (tmp_path / "rl.yaml").write_text(json.dumps(rl("starts_a_run:reward"), default=str))
-    code = "import sys; sys.argv = ['megarlhf', 'rl', '-c', 'rl.yaml']; from megarlhf.__main__ import main; main()"
+    code = """
+import os, sys, types
+sys.modules["megarlhf.commands.cli"] = types.SimpleNamespace(main=lambda: print(os.environ["MEGARLHF_BUSY"]) or 0)
+sys.argv = ["megarlhf", "rl"]
+from megarlhf.__main__ import main
+main()
+"""
     env = os.environ | {"PYTHONPATH": str(Path(megarlhf.__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
-    assert "megarlhf.run was called while megarlhf rl is at work" in done.stderr
+    assert done.stdout == "megarlhf rl\n", done.stderr
     assert not (tmp_path / "inner").exists()
 
 

@@ -68,8 +68,6 @@ TABLE: dict[str, int] = {
     "tests/kernels/test_packed_triton.py": 13,
     "tests/kernels/test_triton.py": 31,
     "tests/planning/test_weight_traffic.py": 18,
-    "tests/public/test_loop.py": 8,
-    "tests/public/test_runs.py": 26,
     "tests/rehearsal/test_fits.py": 10,
     "tests/rehearsal/test_rehearse_command.py": 16,
     "tests/rehearsal/test_rehearse_faults.py": 11,
