@@ -26,7 +26,7 @@ from megarlhf.resume.signals import STOP_SIGNALS
 from megarlhf.runtime import detect_rank
 
 _SIGNALS = (*STOP_SIGNALS, signal.SIGUSR2, signal.SIGVTALRM)
-_LOGGERS = ("", "megatron", "torch.distributed", "absl", "vllm")
+_LOGGERS = ("", "megatron", "torch.distributed", "absl", "httpx", "vllm")
 
 
 @contextlib.contextmanager

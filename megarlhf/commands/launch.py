@@ -386,7 +386,7 @@ def leave_together() -> None:
 
 def silence_libraries() -> None:
     """Keep routine messages of other projects out of the log; their errors stay."""
-    for name in ("megatron", "torch.distributed", "absl"):
+    for name in ("megatron", "torch.distributed", "absl", "httpx"):
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("vllm").setLevel(logging.ERROR)
     # Megatron-Core reads .grad of views and calls collectives by names that torch has since renamed.

@@ -51,7 +51,7 @@ def kill(step):
 """
 
 
-def test_advantage_judge_and_curriculum_are_killed_and_go_on(rl, judge, tmp_path, monkeypatch, capsys):
+def test_advantage_judge_and_curriculum_are_killed_and_go_on(rl, judge, tmp_path, monkeypatch, capfd):
     """The three examples in one run of two ranks. A rank is killed in step 2; the same call goes on, with the metrics
     of a run that was not killed. A changed example is noted."""
     code = tmp_path / "code"
@@ -66,6 +66,7 @@ def test_advantage_judge_and_curriculum_are_killed_and_go_on(rl, judge, tmp_path
         sections = rl("own_judge:grade", name)
         sections["train"] |= {"num_steps": 3, "sampler": "own_curriculum:HalfSolved"}
         sections["algo"] = {"advantage": "own_advantage:rank_in_group"}
+        sections["checkpoint"] = {"every": 1, "background": False}
         return sections | {"observe": {"metrics": ["own_curriculum:hardest"], **observe}}
 
     whole = megarlhf.run("rl", config("whole"))
@@ -78,20 +79,20 @@ def test_advantage_judge_and_curriculum_are_killed_and_go_on(rl, judge, tmp_path
     with pytest.raises(ValueError, match=r"own_advantage:rank_in_group: its source has changed.*importlib\.reload"):
         megarlhf.run("rl", config("killed"), nproc=2)
     importlib.reload(sys.modules["own_advantage"])
-    capsys.readouterr()
+    capfd.readouterr()
     again = megarlhf.run("rl", config("killed"), nproc=2)
     for name in ("reward_mean", "lowest_reward", "length_of_lowest", "policy_loss"):
         assert again.column(name)[1:] == pytest.approx(whole.column(name)[1:], rel=1e-4, abs=1e-6), name
-    assert "advantage own_advantage:rank_in_group has another source" in capsys.readouterr().out.replace("\n", " ")
+    assert "advantage own_advantage:rank_in_group has another source" in capfd.readouterr().out.replace("\n", " ")
 
 
-def test_the_own_loop(model, data, tmp_path, monkeypatch, capsys):
+def test_the_own_loop(model, data, tmp_path, monkeypatch, capfd):
     words = ["--model", model, "--data", data["prompts"], "--run-dir", tmp_path / "loop", "rollout.engine=megatron"]
     monkeypatch.setattr(sys, "argv", ["own_loop.py", *map(str, words), "train.num_steps=2"])
     runpy.run_path(str(EXAMPLES / "own_loop.py"))
     result = megarlhf.RunResult.of(tmp_path / "loop")
     assert result.finished
-    assert "step 2: " in capsys.readouterr().out
+    assert "step 2: " in capfd.readouterr().out
     assert len(result.column("right")) == 3
     assert len((EXAMPLES / "own_loop.py").read_text().splitlines()) < 60
 
