@@ -43,7 +43,8 @@ def borrowed_process(caller: str, cfg: Any, *, as_rank: bool = False) -> Iterato
     """
     caller = f"megarlhf.{caller}"
     _require_free(caller, as_rank)
-    before, cores = dict(os.environ), os.sched_getaffinity(0)
+    before = dict(os.environ)
+    cores = os.sched_getaffinity(0) if sys.platform == "linux" else None
     with _signals(), _switches_of_torch(), _loggers(), warnings.catch_warnings(), _no_event_loop():
         silence_libraries()
         os.environ[BUSY] = caller
@@ -60,7 +61,8 @@ def borrowed_process(caller: str, cfg: Any, *, as_rank: bool = False) -> Iterato
         finally:
             os.environ.clear()
             os.environ.update(before)
-            os.sched_setaffinity(0, cores)  # vLLM on a CPU binds the process to some
+            if cores is not None:
+                os.sched_setaffinity(0, cores)  # vLLM on a CPU binds the process to some
             gc.collect()  # models of the run are in cycles; the next run needs their memory
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()

@@ -112,10 +112,10 @@ def _on_started_ranks(command: str, cfg: Any) -> None:
         file.write_text(dump_config(cfg), encoding="utf-8")
         end = run_local_ranks(cfg.run.nproc, [command, "-c", str(file)])
     if end.status:
-        _raise(command, "\n".join(f"megarlhf {command}{label}: {text}" for label, text in end.messages), end)
+        _raise("\n".join(f"{label.strip(' ()')}: {text}" if label else text for label, text in end.messages), end)
 
 
-def _raise(command: str, message: str, end: Any) -> NoReturn:
+def _raise(message: str, end: Any) -> NoReturn:
     from signal import SIGINT
 
     from megarlhf.commands.launch import SAVED

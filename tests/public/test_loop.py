@@ -1,6 +1,8 @@
 """A loop of the user's own. Not covered: GPUs, several machines; a kill inside of a write (tests/resume)."""
 
 import json
+import os
+import signal
 
 import pytest
 import torch
@@ -15,23 +17,25 @@ def rewards_of(samples):
     return torch.tensor([float(len(text)) for text in samples.texts])
 
 
-def train(config, *, leave_before=None, prompts=PROMPTS):
-    """Run the loop to its end, or fail before a step. Returns the texts of each step."""
+def train(config, *, leave_before=None, stop_in=None, prompts=PROMPTS):
+    """Run the loop to its end, or fail before a step, or be asked to stop in one. Returns the texts of each step."""
     texts = {}
     with megarlhf.Loop(config) as loop:
         for step in loop.steps():
             if step == leave_before:
                 raise KeyError("the machine fails")
             samples = loop.generate(prompts)
+            if step == stop_in:
+                os.kill(os.getpid(), signal.SIGTERM)
             texts[step] = samples.texts
             loop.state["seen"] = loop.state.get("seen", 0) + len(samples)
             rewards = rewards_of(samples)
             advantages = megarlhf.group_relative(rewards, samples.groups)
             loop.train(samples, advantages, metrics={"reward_mean": float(rewards.mean()), **loop.state})
             loop.update_weights()
-        loop.generate(prompts, num_samples=1, greedy=True)  # such as a final evaluation
+        last = loop.generate(prompts, greedy=True)  # such as a final evaluation
         with pytest.raises(ValueError, match="steps of this loop are done"):
-            loop.train(samples, advantages)
+            loop.train(last, [1.0] * len(last))
     return texts
 
 
@@ -58,6 +62,16 @@ def test_a_loop_that_was_killed_goes_on_with_the_same_numbers(loop):
     assert first == second
     with pytest.raises(ValueError, match=r"raise train\.num_steps above 3"), megarlhf.Loop(loop("killed", train=steps)):
         pass
+
+
+def test_a_loop_that_is_asked_to_stop_saves_its_step(loop):
+    """The step in progress is finished or left out, and the loop goes on with the numbers of one without a stop."""
+    whole = train(loop("whole"))
+    with pytest.raises(megarlhf.StopRun, match="SIGTERM"):
+        train(loop("stopped"), stop_in=1)
+    assert megarlhf.RunResult.of(loop("stopped")["run"]["dir"]).can_resume
+    assert train(loop("stopped")) in ({1: whole[1]}, {})
+    assert rows(loop("stopped")["run"]["dir"]) == rows(loop("whole")["run"]["dir"])
 
 
 def test_a_loop_computes_what_rl_computes(loop, rl, tmp_path, monkeypatch):

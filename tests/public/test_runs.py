@@ -153,9 +153,9 @@ def test_a_script_without_a_guard_starts_two_ranks_that_find_its_modules(rl, rew
 @pytest.mark.parametrize(
     "status, error, text",
     [
-        (1, megarlhf.RunFailed, r"megarlhf sft \(rank 1\): the disk is full"),
-        (2, ValueError, r"megarlhf sft \(rank 1\): the disk is full"),
-        (75, megarlhf.StopRun, "the disk is full"),
+        (1, megarlhf.RunFailed, "^rank 1: the disk is full"),
+        (2, ValueError, "^rank 1: the disk is full"),
+        (75, megarlhf.StopRun, "^rank 1: the disk is full"),
     ],
 )
 def test_what_ranks_report_is_raised(sft, tmp_path, monkeypatch, status, error, text):

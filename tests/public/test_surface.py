@@ -73,3 +73,13 @@ def test_type_checkers_read_the_types():
     assert (PACKAGE / "py.typed").is_file()
     setup = PACKAGE.parent / "setup.py"
     assert not setup.is_file() or '"py.typed"' in setup.read_text()
+
+
+def test_these_tests_import_what_a_user_would():
+    known = {"megarlhf", "torch", "pytest", *sys.stdlib_module_names}
+    for file in sorted(Path(__file__).parent.glob("test_*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert {module.split(".")[0] for module in modules} <= known, file
+            assert not any(module.startswith("megarlhf.") for module in modules), file
