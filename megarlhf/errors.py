@@ -1,6 +1,8 @@
-"""Exceptions that several packages share. Nothing is imported here, so that the command line starts fast."""
+"""Exceptions that several packages share. Only the standard library is imported, so that the command line starts fast."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 
 class Interrupted(Exception):
@@ -28,3 +30,12 @@ class WatchdogTimeout(RuntimeError):
 class RewardError(ValueError):
     """A reward failed, or returned something other than a number. The message names the reward, the sample, and the
     line of the user's code. Raised on every rank."""
+
+
+def raised_here(error: BaseException) -> bool:
+    """Whether our own code raised the error, so that its message is a sentence for users. torch's errors keep their
+    traceback."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and Path(frame.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parent)

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megarlhf.commands.raised_here import raised_here
 from megarlhf.config import RunConfig
 from megarlhf.config.load import repeated_overrides
+from megarlhf.errors import raised_here
 from megarlhf.planning.preflight import Preflight, preflight
 
 

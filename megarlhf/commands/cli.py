@@ -18,7 +18,6 @@ from megarlhf.commands.arguments.piped import without_pipes
 from megarlhf.commands.chat import add_arguments as add_ask_arguments
 from megarlhf.commands.chat import ask, is_asked
 from megarlhf.commands.process_tree import end_with_parent
-from megarlhf.commands.raised_here import raised_here as _raised_here
 from megarlhf.commands.versions import ShowVersions
 from megarlhf.config import (
     DPOConfig,
@@ -32,6 +31,7 @@ from megarlhf.config import (
 )
 from megarlhf.config.serve import ServeRewardConfig
 from megarlhf.errors import WatchdogTimeout
+from megarlhf.errors import raised_here as _raised_here
 from megarlhf.resume.signals import TO_BE_QUEUED_AGAIN, StopRun
 from megarlhf.trainers.entries import ENTRIES
 

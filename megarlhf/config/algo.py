@@ -254,7 +254,7 @@ class AlgoConfig(FrozenModel):
 
     @property
     def traits(self) -> AdvantageTraits | Advantage:
-        """Columns that the advantage reads, and how it uses them. Raises: ValueError for an own one that cannot be loaded."""
+        """Needs of the advantage. Raises: ValueError for an own one that cannot be loaded."""
         return TRAITS[self.advantage] if self.advantage in TRAITS else load_advantage(self.advantage)
 
     @property

@@ -25,8 +25,8 @@ from megarlhf.kernels import packed_gae, packed_sums, packed_whiten
 from megarlhf.own_code.advantage import Advantage, load_advantage
 from megarlhf.own_code.load import is_path
 from megarlhf.own_code.policy_terms import estimator_of
+from megarlhf.trainers.experience.own_advantage import own_columns, whole_step
 from megarlhf.trainers.experience.statistics import moments_of, num_tokens
-from megarlhf.trainers.rl.own_advantage import own_columns, whole_step
 
 Columns = Mapping[str, Tensor]
 
