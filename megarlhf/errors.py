@@ -1,4 +1,4 @@
-"""Exceptions that several packages share. Only the standard library is imported, so that the command line starts fast."""
+"""Exceptions that several packages share. Imports are few: the command line starts fast."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def load_advantage(path: str) -> Advantage:
     value = load(path, what)
     if isinstance(value, Advantage):
         function = value.compute
-    elif inspect.isroutine(value):
+    elif callable(value) and not inspect.isclass(value):
         function, value = value, Advantage(compute=value)
     else:
         raise ValueError(

@@ -165,33 +165,39 @@ def _digest_of_trial(term: _Term, name: str) -> str:
 
 
 def _trial(term: _Term, name: str, label: str) -> str:
-    """Digest of the function's numbers for made-up tokens of four responses, and of their gradients."""
-    generator = torch.Generator().manual_seed(0)
-    responses = Segments(torch.tensor([3, 1, 5, 2]), 11)
-    old_T, advantages_T = (torch.randn(11, generator=generator) for _ in range(2))
-    logprobs_T = (old_T + 0.3 * torch.randn(11, generator=generator)).requires_grad_()
-    log_ratio_T = logprobs_T - old_T.detach()
-    if term is _SURROGATE:
-        surrogate = surrogate_of(name)(logprobs_T, log_ratio_T, advantages_T, Bounds())
-        result_T, extra = surrogate.loss_T, [surrogate.clipped_T]
-    elif term is _WEIGHTS:
-        result_T, extra = token_weights_of(name)(logprobs_T, old_T, advantages_T, responses), []
-    else:
-        arguments = (log_ratio_T, responses) if term is _RATIO else (log_ratio_T,)
-        result_T, extra = _own(name, term)(*arguments), []
-    _require_finite(result_T, label, "numbers")
-    if term.differentiable:
-        if not result_T.requires_grad:
-            raise ValueError(
-                f"{label} returned numbers through which no gradient flows, so that nothing would be learnt; compute "
-                "them from what it gets, without detach() or torch.no_grad()"
-            )
-        (gradient_T,) = torch.autograd.grad(result_T.sum(), [logprobs_T], allow_unused=True)
-        gradient_T = torch.zeros_like(logprobs_T) if gradient_T is None else gradient_T
-        _require_finite(gradient_T, label, "gradients")
-        extra.append(gradient_T)
-    content = b"".join(tensor.detach().double().numpy().tobytes() for tensor in (result_T, *extra))
+    """Digest of the function's numbers for made-up tokens of four responses, and of their gradients. It is called
+    without tokens too, as a micro-batch may have none that is learnt."""
+    content = b""
+    for lengths in ((3, 1, 5, 2), ()):
+        generator = torch.Generator().manual_seed(0)
+        responses, count = Segments(torch.tensor(lengths, dtype=torch.int64), sum(lengths)), sum(lengths)
+        old_T, advantages_T = (torch.randn(count, generator=generator) for _ in range(2))
+        logprobs_T = (old_T + 0.3 * torch.randn(count, generator=generator)).requires_grad_()
+        log_ratio_T = logprobs_T - old_T
+        if term is _SURROGATE:
+            results = list(surrogate_of(name)(logprobs_T, log_ratio_T, advantages_T, Bounds()))
+        elif term is _WEIGHTS:
+            results = [token_weights_of(name)(logprobs_T, old_T, advantages_T, responses)]
+        else:
+            results = [_own(name, term)(*((log_ratio_T, responses) if term is _RATIO else (log_ratio_T,)))]
+        _require_finite(results[0], label, "numbers")
+        if term.differentiable and lengths:
+            results.append(_gradient(results[0], logprobs_T, label))
+        content += b"".join(tensor.detach().double().numpy().tobytes() for tensor in results)
     return hashlib.sha256(content).hexdigest()
+
+
+def _gradient(result_T: Tensor, logprobs_T: Tensor, label: str) -> Tensor:
+    """Gradient of the sum. Raises: ValueError if there is none, or one that is not finite."""
+    if not result_T.requires_grad:
+        raise ValueError(
+            f"{label} returned numbers through which no gradient flows, so that nothing would be learnt; compute them "
+            "from what it gets, without detach() or torch.no_grad()"
+        )
+    (gradient_T,) = torch.autograd.grad(result_T.sum(), [logprobs_T], allow_unused=True)
+    gradient_T = torch.zeros_like(logprobs_T) if gradient_T is None else gradient_T
+    _require_finite(gradient_T, label, "gradients")
+    return gradient_T
 
 
 def _require_finite(values_T: Tensor, label: str, word: str) -> None:
