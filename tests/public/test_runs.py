@@ -77,6 +77,42 @@ def test_runs_follow_each_other_in_a_process_with_an_event_loop(sft):
     assert megarlhf.RunResult.of(first.run_dir) == first
 
 
+OBSERVER = """
+import megarlhf
+
+
+class Best:
+    def __init__(self):
+        self.loss = float("inf")
+
+    def after_step(self, step: megarlhf.Step):
+        self.loss = min(self.loss, step.metrics["loss"])
+        return {"best_loss": self.loss}
+
+    def state_dict(self):
+        return {"loss": self.loss if self.loss < float("inf") else None}
+
+    def load_state_dict(self, state):
+        self.loss = state["loss"]
+
+
+def half(step):
+    return step.metrics["loss"] / 2
+"""
+
+
+def test_metrics_and_observers_of_sft_keep_their_state(sft, tmp_path, monkeypatch):
+    """The run goes on with more steps; the best loss is that of all of them."""
+    (tmp_path / "watching.py").write_text(OBSERVER)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = {"observe": {"metrics": ["watching:half"], "observers": ["watching:Best"]}}
+    megarlhf.run("sft", sft(**own))
+    result = megarlhf.run("sft", sft(**own), overrides=["train.num_steps=4"])
+    losses = result.column("loss")[1:]
+    assert result.column("half")[1:] == [loss / 2 for loss in losses]
+    assert result.column("best_loss")[1:] == [min(losses[: n + 1]) for n in range(4)]
+
+
 def test_a_finished_run_goes_on_when_it_has_more_steps(sft):
     """The sentence of the command line says what to do, and the same directory then goes on."""
     config = sft("longer", train=sft()["train"] | {"num_steps": 1})
