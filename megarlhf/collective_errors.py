@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from megarlhf.errors import WatchdogInterrupt, WatchdogTimeout
+from megarlhf.errors import OwnCodeError, WatchdogInterrupt, WatchdogTimeout
 from megarlhf.own_code.failures import cut
 
 _SHOWN = 200
@@ -91,10 +92,30 @@ def from_rank(value: Value, rank: int) -> Value:
     return values[0]
 
 
+@contextlib.contextmanager
+def user_code() -> Iterator[None]:
+    """Scope in which every rank calls code of the user, and nothing communicates. The end of it is collective.
+
+    Raises: OwnCodeError, on every rank, for a ValueError of any rank.
+    """
+    with raise_on_all_ranks(_own_code_error) as problems:
+        try:
+            yield
+        except ValueError as error:
+            problems.append(str(error))
+
+
+def _own_code_error(reasons: Sequence[str]) -> OwnCodeError:
+    """An error from reasons `rank 0, 1: text`. A reason of all ranks is given without them."""
+    ranks, _, text = reasons[0].partition(": ")
+    everywhere = len(ranks.split(",")) == dist.get_world_size()
+    return OwnCodeError(text if everywhere else "; ".join(reasons))
+
+
 def require_same(digests: Mapping[str, str], remedy: str) -> None:
     """Check that every rank has the same digest of each named thing. Collective.
 
-    Raises: ValueError, on every rank, that names what differs, with the ranks of each value and the remedy.
+    Raises: OwnCodeError, on every rank, that names what differs, with the ranks of each value and the remedy.
     """
     by_rank: list[Mapping[str, str]] = [digests]
     if dist.is_initialized():
@@ -106,7 +127,7 @@ def require_same(digests: Mapping[str, str], remedy: str) -> None:
             ranks.setdefault(of_rank.get(name, "nothing"), []).append(rank)
         if len(ranks) > 1:
             parts = " and ".join(f"ranks {', '.join(map(str, group))}" for group in ranks.values())
-            raise ValueError(f"{name} differs between {parts}; {remedy}")
+            raise OwnCodeError(f"{name} differs between {parts}; {remedy}")
 
 
 def require_same_items(what: str, items: Sequence[object], remedy: str) -> None:
@@ -115,7 +136,7 @@ def require_same_items(what: str, items: Sequence[object], remedy: str) -> None:
     what:  name of an item in the plural, for messages
     items: values that are equal where they are written alike, such as numbers and texts
 
-    Raises: ValueError, on every rank, that names the first item that differs, and its value on two ranks.
+    Raises: OwnCodeError, on every rank, that names the first item that differs, and its value on two ranks.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -129,10 +150,10 @@ def require_same_items(what: str, items: Sequence[object], remedy: str) -> None:
     first = by_rank[0]
     for rank, others in enumerate(by_rank):
         if len(others) != len(first):
-            raise ValueError(f"{what}: rank 0 has {len(first)} of them and rank {rank} has {len(others)}; {remedy}")
+            raise OwnCodeError(f"{what}: rank 0 has {len(first)} of them and rank {rank} has {len(others)}; {remedy}")
         for n, (ours, theirs) in enumerate(zip(first, others, strict=True)):
             if ours != theirs:
-                raise ValueError(
+                raise OwnCodeError(
                     f"{what}: number {n} is {cut(repr(ours), _SHOWN)} on rank 0 and {cut(repr(theirs), _SHOWN)} on "
                     f"rank {rank}; {remedy}"
                 )

@@ -32,6 +32,11 @@ class RewardError(ValueError):
     line of the user's code. Raised on every rank."""
 
 
+class OwnCodeError(ValueError):
+    """Code of the user that every rank calls in a step has failed. Raised on every rank at the same place, so that they
+    can still save together."""
+
+
 def raised_here(error: BaseException) -> bool:
     """Whether our own code raised the error, so that its message is a sentence for users. torch's errors keep their
     traceback."""

@@ -1,7 +1,7 @@
 """Advantages of whole responses: from rewards and groups to one number per sample.
 
 Advantages of tokens are in gae.py. Axes: N samples, G groups. Give fp32 or fp64; results have the dtype of
-the input.
+the input, and fp32 for whole numbers.
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ class _Groups(NamedTuple):
 
 def _centre_groups(rewards_N: Tensor, groups_N: Tensor) -> _Groups:
     """A group of equal rewards is centred to zero exactly, and not to rounding noise over eps."""
+    if rewards_N.ndim != 1 or rewards_N.shape != groups_N.shape:
+        raise ValueError(
+            f"rewards of shape {list(rewards_N.shape)} and groups of shape {list(groups_N.shape)}; give one number of "
+            "each for a sample"
+        )
     rewards_N = rewards_N.double()
     _, index_N, size_G = torch.unique(groups_N, return_inverse=True, return_counts=True)
     mean_G = _over_groups("sum", rewards_N, index_N, size_G) / size_G
@@ -43,7 +48,8 @@ def _over_groups(reduction: Literal["sum", "max", "min"], values_N: Tensor, inde
 
 
 def _with_single(advantages_N: Tensor, rewards_N: Tensor, groups: _Groups, group_of_one: GroupOfOne) -> Tensor:
-    """Apply `group_of_one`. Returns the dtype of the rewards."""
+    """Apply `group_of_one`. Returns the dtype of the rewards, fp32 if they are whole numbers."""
+    rewards_N = rewards_N if rewards_N.is_floating_point() else rewards_N.float()
     advantages_N = advantages_N.to(rewards_N.dtype)
     return advantages_N if group_of_one == "zero" else torch.where(groups.size_N == 1, rewards_N, advantages_N)
 

@@ -24,6 +24,7 @@ from megarlhf.data.text.writer import text_tokens
 from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.experience import Experience
 from megarlhf.observe.records.metrics import Metric
+from megarlhf.own_code.guarded import plain_metrics
 from megarlhf.rollout.engine import sample_seed
 from megarlhf.rollout.rewards.score import response_texts
 from megarlhf.trainers.rl.loop import update_weights
@@ -70,6 +71,8 @@ class Loop:
         self._calls = 0
         """Calls of `generate` in this step, each with seeds of its own."""
         self._in_step = False
+        self._known = {"kl", "loss", "policy_loss", "entropy", "tokens"}
+        """Names of metrics that a user's own must not have."""
 
     def __enter__(self) -> Loop:
         """Build the models, go on from the newest resume point, and give the engine the weights. Collective."""
@@ -181,6 +184,8 @@ class Loop:
         """
         run, session, cfg = self._open.run, self._open.session, self.config
         self._require_trainable(samples)
+        own = plain_metrics(metrics or {}, "loop.train(metrics=...)", self._known)
+        self._state.state_dict()  # refuses what a resume point could not hold, before anything is trained
         rows = _rows_of(samples, advantages)
         tokens = zip(samples.prompt_tokens, samples.tokens, strict=True)
         require_same_items("samples given to loop.train", list(tokens), _SAME)
@@ -197,13 +202,14 @@ class Loop:
             state.compare_with_rollout(cfg.algo.rollout_correction)
             run.gap_guard.watch(state.metrics)
         trained = train_on(run, state, step)
-        logged = {**state.metrics, **_describe(state.experience, column, cfg), **trained, **(metrics or {})}
+        logged = {**state.metrics, **_describe(state.experience, column, cfg), **trained}
         run.kl.update(logged["kl"], len(samples))
+        self._known = {*logged}
         self._in_step, self._calls = False, 0
         session.keep_lengths(experience.prompt_lengths_N.tolist(), experience.response_lengths_N.tolist())
-        session.end_step(logged, run.exported, last=last or run.gap_guard.failed(last=last))
+        session.end_step(logged, run.exported, last=last or run.gap_guard.failed(last=last), own=own)
         run.gap_guard.raise_if_failed(last=last)
-        return logged
+        return {**logged, **own}
 
     def update_weights(self) -> None:
         """Give the engine the actor's weights. Collective."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from megarlhf.api.current import require_current
 from megarlhf.api.process import borrowed_process
 from megarlhf.api.run import engines_closed
 from megarlhf.architectures.own_families import register_families_of
@@ -18,6 +18,7 @@ from megarlhf.commands.process_tree import end_with_parent
 from megarlhf.config.loop import LoopConfig
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.own_code.digest import digest_of_script
+from megarlhf.own_code.guarded import plain_state
 from megarlhf.planning.models import check_heads, check_vocabularies
 from megarlhf.planning.preflight import check_layouts, check_positions
 from megarlhf.resume.claim.on_existing import require_usable, require_writable
@@ -39,9 +40,8 @@ class UserState:
     values: dict[str, Any] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """Raises: TypeError for a value that JSON does not have."""
-        kept: dict[str, Any] = json.loads(json.dumps(self.values))
-        return kept
+        """Raises: ValueError for a value that JSON would not give back."""
+        return plain_state(self.values, "loop.state")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.values.update(state)
@@ -69,6 +69,7 @@ def opened(cfg: LoopConfig, state: UserState) -> Iterator[OpenLoop]:
             f"torchrun --nproc-per-node {cfg.run.nproc} SCRIPT, or srun, and leave run.nproc out"
         )
     with borrowed_process("Loop", cfg, as_rank=True):
+        require_current(cfg)
         if info is not None:
             end_with_parent()
         info = info or RankInfo()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megarlhf.api.configuration import Command, Config, config_of_command
+from megarlhf.api.current import require_current
 from megarlhf.api.process import borrowed_process
 from megarlhf.api.result import RunResult
 from megarlhf.config import dump_config
@@ -53,7 +54,7 @@ def run(command: Command, config: Config, *, overrides: Sequence[str] = (), npro
     cfg = config_of_command(command, config, overrides, nproc)
     ranks = cfg.run.nproc
     with borrowed_process("run", cfg):
-        _require_current(cfg)
+        require_current(cfg)
         from megarlhf.commands.checked import checked_run
 
         described = checked_run(
@@ -127,23 +128,3 @@ def _raise(message: str, end: Any) -> NoReturn:
     if end.status == _MISTAKE:
         raise ValueError(message)
     raise RunFailed(message, end.status)
-
-
-_imported: dict[str, tuple[str, Any]] = {}
-"""Digest of the source and the object of each import path that a run of this process has used."""
-
-
-def _require_current(cfg: Any) -> None:
-    """Raises: ValueError for user code whose file has changed since this process imported it."""
-    from megarlhf.own_code.load import load
-    from megarlhf.planning.own_code import digest_if_any, own_code_of
-
-    for own in own_code_of(cfg):
-        digest, value = digest_if_any(own.path, own.what), load(own.path, own.what)
-        before, known = _imported.setdefault(own.path, (digest, value))
-        if before != digest and known is value:
-            raise ValueError(
-                f"{own.key} = {own.path}: its source has changed since this process imported it, so the old code would "
-                "run; reload the module (importlib.reload), and the modules that it imports, or restart the process"
-            )
-        _imported[own.path] = digest, value

@@ -30,7 +30,7 @@ class SampleBatch:
     @property
     def groups(self) -> Tensor:
         """Number of each sample's prompt, [N] int64: what `group_relative` and `leave_one_out` take."""
-        return self.experience.groups_N
+        return self.experience.groups_N.clone()
 
     @property
     def prompt_tokens(self) -> list[list[int]]:
@@ -45,7 +45,7 @@ class SampleBatch:
     @property
     def logprobs(self) -> list[Tensor]:
         """The engine's log-prob of each token, in nats, [T] for each response."""
-        return list(self.experience.rollouts.logprobs.rows())
+        return [row.clone() for row in self.experience.rollouts.logprobs.rows()]
 
     @property
     def finished(self) -> list[bool]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import model_validator
+
 from megarlhf.config.frozen import FrozenModel
 from megarlhf.config.own_names import PathOnly
 
@@ -14,6 +16,12 @@ class ObserveConfig(FrozenModel):
     observers: tuple[PathOnly, ...] = ()
     """Functions `observer(step)`, or classes with a method `after_step(step)`. They may return metrics too. A class
     may keep state, with `state_dict` and `load_state_dict`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ObserveConfig:
+        if repeated := sorted({path for path in self.paths if self.paths.count(path) > 1}):
+            raise ValueError(f"{', '.join(repeated)} is named more than once; once will do")
+        return self
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -63,9 +63,9 @@ def advantage(function: Callable[[Any], Any] | None = None, /, **declared: Any) 
 
     Example:
 
-        @megarlhf.advantage(compares_groups=True)
-        def best_of_group(step):
-            return step.rewards_N == step.group_max_N
+        @megarlhf.advantage
+        def above_the_mean(step):
+            return step.rewards_N - step.rewards_N.mean()
     """
     if function is not None:
         return Advantage(compute=function)

@@ -109,7 +109,7 @@ def line_of(file: str | None, error: BaseException) -> traceback.FrameSummary | 
 
 
 def _is_ours(file: str) -> bool:
-    return Path(file).is_relative_to(_OURS)
+    return (file.startswith("<") and not file.startswith("<ipython")) or Path(file).is_relative_to(_OURS)
 
 
 def is_installed(file: Path) -> bool:

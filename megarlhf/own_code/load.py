@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
+import signal
+import sys
+import warnings
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
 from megarlhf.own_code.failures import describe_error, error_text, is_user_error, line_of
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that ask a run to stop."""
 OWN = "write your own as package.module:name"
 """End of a message about an unknown name."""
 
@@ -29,12 +35,32 @@ def load_module(name: str, what: str) -> ModuleType:
             f"{what}: __main__ is this script or notebook itself, which ranks and reward workers cannot import; put "
             "the code into a module beside it and name that"
         )
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(f"{what}: {name!r} is no name of a module; write package.module, such as mine")
+    before = _process_state()
     try:
-        return importlib.import_module(name)
+        with warnings.catch_warnings():
+            module = importlib.import_module(name)
     except BaseException as error:
         if not is_user_error(error):
             raise
         raise ValueError(f"{what}: {_import_failure(name, error)}") from error
+    if changed := [key for key, value in _process_state().items() if before.get(key, value) != value]:
+        raise ValueError(
+            f"{what}: importing {name} changes {', '.join(changed)} of the process, which the run needs as they are; "
+            "do that inside a function, or not at all"
+        )
+    return module
+
+
+def _process_state() -> dict[str, object]:
+    """Settings of this process that an import must leave alone."""
+    state: dict[str, object] = {"the working directory": os.getcwd()}
+    state |= {f"the handler of {number.name}": signal.getsignal(number) for number in _SIGNALS}
+    if (torch := sys.modules.get("torch")) is not None:
+        state |= {"torch's default dtype": torch.get_default_dtype(), "torch's gradient mode": torch.is_grad_enabled()}
+        state["torch's default device"] = str(torch.get_default_device())
+    return state
 
 
 def _import_failure(name: str, error: BaseException) -> str:
@@ -55,6 +81,8 @@ def load(path: str, what: str) -> Any:
     """
     module_name, _, name = path.partition(":")
     label = f"{what} {path!r}"
+    if not (module_name and name):
+        raise ValueError(f"{label} is no import path; write package.module:name")
     module = load_module(module_name, label)
     try:
         value = getattr(module, name, None)

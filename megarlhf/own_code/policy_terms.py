@@ -2,16 +2,15 @@
 
 Each is a function of tensors. Before a run it is called on made-up tokens, on every rank: it must give a finite number
 for each token, through which the gradient flows, and the same numbers in every call and on every rank. In the run each
-result's shape is checked.
+result is checked too.
 
 Legend: T response tokens end to end.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from megarlhf.algo.policy import RATIOS, SURROGATES, Bounds, Surrogate
 from megarlhf.algo.segments import Segments
 from megarlhf.own_code.advantage import require_parameters
 from megarlhf.own_code.failures import describe_failure, is_user_error, short
+from megarlhf.own_code.guarded import unchanged_process
 from megarlhf.own_code.load import is_path, load_function
 
 SurrogateFunction = Callable[[Tensor, Tensor, Tensor, Bounds], Surrogate]
@@ -72,34 +72,24 @@ def _without_gradient(value: Any) -> Any:
 
 def _own(name: str, term: _Term) -> Callable[..., Tensor]:
     """The user's function, whose result is checked in each call."""
-    return _checked(load_function(name, term.what), f"{term.what} {name!r}", term)
-
-
-@functools.cache
-def _checked(function: Callable[..., Any], label: str, term: _Term) -> Callable[..., Tensor]:
-    require_parameters(function, term.parameters, label)
+    label, function = f"{term.what} {name!r}", load_function(name, term.what)
 
     def call(*arguments: Any) -> Tensor:
-        given = [_untouched(value) for value in arguments]
-        return _require_tensor(_called(function, label, given), label, arguments[0])
+        result = _called(function, label, [_untouched(value) for value in arguments])
+        return _require_numbers(result, label, arguments, flows=term.differentiable)
 
     return call
 
 
 def _own_surrogate(name: str) -> SurrogateFunction:
     """The user's surrogate. It returns the loss of each token, or that and the tokens at which a bound is in force."""
-    return _checked_surrogate(load_function(name, _SURROGATE.what), f"{_SURROGATE.what} {name!r}")
-
-
-@functools.cache
-def _checked_surrogate(function: Callable[..., Any], label: str) -> SurrogateFunction:
-    require_parameters(function, _SURROGATE.parameters, label)
+    label, function = f"{_SURROGATE.what} {name!r}", load_function(name, _SURROGATE.what)
 
     def call(logprobs_T: Tensor, log_ratio_T: Tensor, advantages_T: Tensor, bounds: Bounds) -> Surrogate:
-        given = [_untouched(value) for value in (logprobs_T, log_ratio_T, advantages_T)]
-        result = _called(function, label, [*given, bounds])
+        given = (logprobs_T, log_ratio_T, advantages_T)
+        result = _called(function, label, [*map(_untouched, given), bounds])
         loss_T, clipped_T = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-        loss_T = _require_tensor(loss_T, label, logprobs_T)
+        loss_T = _require_numbers(loss_T, label, given, flows=True)
         if clipped_T is None:
             return Surrogate(loss_T, torch.zeros_like(loss_T, dtype=torch.bool))
         if not isinstance(clipped_T, Tensor) or clipped_T.dtype != torch.bool or clipped_T.shape != loss_T.shape:
@@ -126,13 +116,34 @@ def _called(function: Callable[..., Any], label: str, arguments: list[Any]) -> A
         raise ValueError(f"{label} {describe_failure(function, error)}") from error
 
 
-def _require_tensor(value: Any, label: str, like_T: Tensor) -> Tensor:
+def _require_numbers(value: Any, label: str, arguments: Sequence[Any], *, flows: bool) -> Tensor:
+    """A finite number for each token. `flows`: a gradient must flow through it. Raises: ValueError."""
+    like_T = arguments[0]
     if not isinstance(value, Tensor) or value.shape != like_T.shape or not value.is_floating_point():
         raise ValueError(
             f"{label} returned {_describe(value)}, expected a number for each token: a tensor of floating-point "
             f"numbers of shape {tuple(like_T.shape)}"
         )
+    if flows and len(value) and torch.is_grad_enabled() and _takes_gradient(arguments) and not value.requires_grad:
+        raise ValueError(
+            f"{label} returned numbers through which no gradient flows, so that nothing would be learnt; compute them "
+            "from what it gets, without detach() or torch.no_grad()"
+        )
+    wrong_T = ~value.detach().isfinite()
+    if bool(wrong_T.any()):
+        tensors = [argument.detach() for argument in arguments if isinstance(argument, Tensor)]
+        if all(bool(tensor.isfinite().all()) for tensor in tensors):
+            first = int(wrong_T.nonzero()[0])
+            got = ", ".join(f"{float(tensor[first]):g}" for tensor in tensors)
+            raise ValueError(
+                f"{label} returned {float(value[first]):g} for a token whose inputs are finite: {got}; look for "
+                "divisions by zero and logarithms of negative numbers"
+            )
     return value.to(like_T)
+
+
+def _takes_gradient(arguments: Sequence[Any]) -> bool:
+    return any(isinstance(argument, Tensor) and argument.requires_grad for argument in arguments)
 
 
 def _describe(value: Any) -> str:
@@ -167,6 +178,7 @@ def _digest_of_trial(term: _Term, name: str) -> str:
 def _trial(term: _Term, name: str, label: str) -> str:
     """Digest of the function's numbers for made-up tokens of four responses, and of their gradients. It is called
     without tokens too, as a micro-batch may have none that is learnt."""
+    require_parameters(load_function(name, term.what), term.parameters, label)
     content = b""
     for lengths in ((3, 1, 5, 2), ()):
         generator = torch.Generator().manual_seed(0)
@@ -174,13 +186,13 @@ def _trial(term: _Term, name: str, label: str) -> str:
         old_T, advantages_T = (torch.randn(count, generator=generator) for _ in range(2))
         logprobs_T = (old_T + 0.3 * torch.randn(count, generator=generator)).requires_grad_()
         log_ratio_T = logprobs_T - old_T
-        if term is _SURROGATE:
-            results = list(surrogate_of(name)(logprobs_T, log_ratio_T, advantages_T, Bounds()))
-        elif term is _WEIGHTS:
-            results = [token_weights_of(name)(logprobs_T, old_T, advantages_T, responses)]
-        else:
-            results = [_own(name, term)(*((log_ratio_T, responses) if term is _RATIO else (log_ratio_T,)))]
-        _require_finite(results[0], label, "numbers")
+        with unchanged_process(gradients=True):
+            if term is _SURROGATE:
+                results = list(surrogate_of(name)(logprobs_T, log_ratio_T, advantages_T, Bounds()))
+            elif term is _WEIGHTS:
+                results = [token_weights_of(name)(logprobs_T, old_T, advantages_T, responses)]
+            else:
+                results = [_own(name, term)(*((log_ratio_T, responses) if term is _RATIO else (log_ratio_T,)))]
         if term.differentiable and lengths:
             results.append(_gradient(results[0], logprobs_T, label))
         content += b"".join(tensor.detach().double().numpy().tobytes() for tensor in results)
@@ -188,21 +200,12 @@ def _trial(term: _Term, name: str, label: str) -> str:
 
 
 def _gradient(result_T: Tensor, logprobs_T: Tensor, label: str) -> Tensor:
-    """Gradient of the sum. Raises: ValueError if there is none, or one that is not finite."""
-    if not result_T.requires_grad:
-        raise ValueError(
-            f"{label} returned numbers through which no gradient flows, so that nothing would be learnt; compute them "
-            "from what it gets, without detach() or torch.no_grad()"
-        )
+    """Gradient of the sum. Raises: ValueError if it is not finite."""
     (gradient_T,) = torch.autograd.grad(result_T.sum(), [logprobs_T], allow_unused=True)
     gradient_T = torch.zeros_like(logprobs_T) if gradient_T is None else gradient_T
-    _require_finite(gradient_T, label, "gradients")
-    return gradient_T
-
-
-def _require_finite(values_T: Tensor, label: str, word: str) -> None:
-    if not bool(values_T.isfinite().all()):
+    if not bool(gradient_T.isfinite().all()):
         raise ValueError(
-            f"{label} gave {word} that are not finite, {short(values_T.detach().tolist())}, for made-up tokens with "
-            "log-probs near 0; look for divisions by zero and logarithms of negative numbers"
+            f"{label} gave gradients that are not finite, {short(gradient_T.tolist())}; look for roots and divisions "
+            "at zero"
         )
+    return gradient_T

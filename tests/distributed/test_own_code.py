@@ -146,7 +146,7 @@ def test_a_wrong_advantage_is_one_message_on_every_rank(ranks) -> None:
         ("policy_loss", "detached", ("no gradient flows",)),
         ("policy_loss", "mean_only", ("shape ()", "shape (11,)")),
         ("policy_loss", "k3", ("parameters", "bounds")),
-        ("estimator", "log_of_negative", ("not finite",)),
+        ("estimator", "log_of_negative", ("returned nan for a token whose inputs are finite",)),
         ("ratio", "three_parameters", ("(log_ratio_T, responses, more)",)),
         ("token_weights", "raises", ("(step)",)),
         ("ratio", "missing", ("has no function 'missing'",)),
@@ -184,7 +184,7 @@ WRONG_SAMPLERS = {
     "beyond": ("[6, 7]", "from 0 to 5"),
     "Stateless": ("no method state_dict()", "load_state_dict"),
     "Forgets": ("a new one with its state", "state_dict does not save"),
-    "NotJson": ("state_dict() returned {'seen': {1, 2}}", "JSON"),
+    "NotJson": ("the state of", "{'seen': {1, 2}}", "JSON"),
     "gae": ("object of Advantage", "name the class or a function"),
     "raises": ("(step)", "prompts, step, count, seed"),
 }
@@ -252,7 +252,8 @@ def test_own_code_that_cannot_be_loaded_is_refused_before_ranks_start(watched, t
         f"algo.advantage={HERE}two_parameters": ("advantage", "is called with (step)"),
         "algo.advantage=grop": ("did you mean 'grpo'", "package.module:name"),
         "algo.ratio=sequenze": ("did you mean 'sequence'", "package.module:name"),
-        f"observe.metrics=['{HERE}Counter']": ("is a class", "observe.observers"),
+        f"observe.metrics=['{HERE}Stateless']": ("is a class", "observe.observers"),
+        f"observe.metrics=['{HERE}Counter']": ("named more than once",),
         "observe.metrics=[lengths]": ("'lengths' is no import path", "mine:function"),
     }.items():
         message = refused_message([*watched, "--dry-run", override, f"run.dir={tmp_path / 'never'}"])

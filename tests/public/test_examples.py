@@ -64,7 +64,7 @@ def test_advantage_judge_and_curriculum_are_killed_and_go_on(rl, judge, tmp_path
 
     def config(name, **observe):
         sections = rl("own_judge:grade", name)
-        sections["train"] |= {"num_steps": 3, "sampler": "own_curriculum:HalfSolved"}
+        sections["train"] = sections["train"] | {"num_steps": 3, "sampler": "own_curriculum:HalfSolved"}
         sections["algo"] = {"advantage": "own_advantage:rank_in_group"}
         sections["checkpoint"] = {"every": 1, "background": False}
         return sections | {"observe": {"metrics": ["own_curriculum:hardest"], **observe}}
@@ -76,7 +76,7 @@ def test_advantage_judge_and_curriculum_are_killed_and_go_on(rl, judge, tmp_path
         megarlhf.run("rl", config("killed", observers=["kills:kill"]), nproc=2)
     assert megarlhf.RunResult.of(tmp_path / "killed").steps == 1
     (code / "own_advantage.py").write_text((code / "own_advantage.py").read_text() + "# changed\n")
-    with pytest.raises(ValueError, match=r"own_advantage:rank_in_group: its source has changed.*importlib\.reload"):
+    with pytest.raises(ValueError, match=r"own_advantage.py has changed.*importlib\.reload"):
         megarlhf.run("rl", config("killed"), nproc=2)
     importlib.reload(sys.modules["own_advantage"])
     capfd.readouterr()

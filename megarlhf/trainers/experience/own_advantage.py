@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megarlhf.collective_errors import raise_on_all_ranks, require_same
+from megarlhf.collective_errors import require_same, user_code
 from megarlhf.columns import Ragged
 from megarlhf.experience import Experience
 from megarlhf.own_code.advantage import Advantage
@@ -40,21 +40,18 @@ def own_columns(
 
     inputs_of: makes its inputs of an experience, which it may change. twice: call it twice and compare
 
-    Raises: ValueError, on every rank, for an error of the function, a wrong result, or one that differs between calls
+    Raises: OwnCodeError, on every rank, for an error of the function, a wrong result, or one that differs between calls
     or ranks.
     """
     label = f"advantage {path!r}"
     columns: dict[str, Ragged] = {}
     digests = []
-    with raise_on_all_ranks(lambda reasons: ValueError("; ".join(reasons))) as problems:
-        try:
-            for _ in range(2 if twice else 1):
-                columns = _call(advantage, label, inputs_of(copy.deepcopy(whole)), whole.rollout_logprobs)
-                digests.append(_digest(columns))
-        except ValueError as error:
-            problems.append(str(error))
+    with user_code():
+        for _ in range(2 if twice else 1):
+            columns = _call(advantage, label, inputs_of(copy.deepcopy(whole)), whole.rollout_logprobs)
+            digests.append(_digest(columns))
         if len(set(digests)) > 1:
-            problems.append(
+            raise ValueError(
                 f"{label} gave other numbers for the same samples when it was called again; it must not depend on "
                 "time, on chance or on earlier calls"
             )

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from megarlhf.collective_errors import raise_on_all_ranks, require_same_items
+from megarlhf.collective_errors import require_same_items, user_code
 from megarlhf.config import RLTrainConfig
 from megarlhf.data.sample_types import PromptSample
 from megarlhf.data.samples.dataset import Samples
@@ -54,30 +54,28 @@ class OwnSampler:
         self._object: Any = self._new() if self._is_class else None
         self._chosen: list[int] = []
         """Prompts of the step in progress."""
-        self._is_first = True
+        self._checks = 2
+        """Steps of this process in which the choice is made twice. The second knows what the first has left behind."""
 
     def _new(self) -> Any:
         return call(self._sampler, self._label, self._prompts, self._seed)
 
     def take(self, step: int) -> list[int]:
-        """Numbers of the prompts of a step that begins. Collective. Raises: ValueError, on every rank."""
+        """Numbers of the prompts of a step that begins. Collective. Raises: OwnCodeError, on every rank."""
         chosen: list[int] = []
-        with raise_on_all_ranks(lambda reasons: ValueError("; ".join(reasons))) as problems:
-            try:
-                again = self._again() if self._is_first else None
-                chosen = self._choose(self._object, step)
-                if self._is_first and self._choose(again, step) != chosen:
-                    way = "a new one with its state" if self._is_class else "it"
-                    problems.append(
-                        f"{self._label}: when {way} was asked again for the same step, it chose other prompts; it must "
-                        "not depend on time, on chance or on anything that state_dict does not save"
-                    )
-            except ValueError as error:
-                problems.append(str(error))
+        with user_code():
+            again = self._again() if self._checks else None
+            chosen = self._choose(self._object, step)
+            if self._checks and self._choose(again, step) != chosen:
+                way = "a new one with its state" if self._is_class else "it"
+                raise ValueError(
+                    f"{self._label}: when {way} was asked again for step {step + 1}, it chose other prompts; it must "
+                    "not depend on time, on chance or on anything that state_dict does not save"
+                )
         require_same_items(
             f"prompts that {self._label} chose", chosen, "it must not depend on the rank, on time or on chance"
         )
-        self._chosen, self._is_first = chosen, False
+        self._chosen, self._checks = chosen, max(0, self._checks - 1)
         return chosen
 
     def _again(self) -> Any:
@@ -112,21 +110,20 @@ class OwnSampler:
             rewards_N = rewards_N.masked_fill(~rewarded_N.cpu(), math.nan)
         per_prompt = rewards_N.view(len(self._chosen), -1)
         means = [None if math.isnan(mean) else mean for mean in per_prompt.nanmean(1).tolist()]
-        with raise_on_all_ranks(lambda reasons: ValueError("; ".join(reasons))) as problems:
-            try:
-                call(self._object.learn, self._label, list(self._chosen), means)
-            except ValueError as error:
-                problems.append(str(error))
+        with user_code():
+            call(self._object.learn, self._label, list(self._chosen), means)
 
     def _state(self) -> dict[str, Any]:
         return plain_state(call(self._object.state_dict, self._label), self._label)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"chosen": list(self._chosen), "own": None if self._object is None else self._state()}
+        own = None if self._object is None else self._state()
+        return {"sampler": self._label, "chosen": list(self._chosen), "own": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the sampler was. Another sampler than the one that was saved begins anew."""
         self._chosen = list(state["chosen"])
-        if self._object is not None:
+        if self._object is not None and state["sampler"] == self._label:
             call(self._object.load_state_dict, self._label, copy.deepcopy(state["own"]))
 
 

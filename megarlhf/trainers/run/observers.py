@@ -6,16 +6,14 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 from torch import Tensor
 
-from megarlhf.collective_errors import from_first_rank, on_first_rank
+from megarlhf.collective_errors import from_first_rank, on_first_rank, user_code
 from megarlhf.config.observe import ObserveConfig
 from megarlhf.observe.records.metrics import Metric
-from megarlhf.own_code.failures import short
-from megarlhf.own_code.guarded import call, plain_state
+from megarlhf.own_code.guarded import call, plain_metrics, plain_state
 from megarlhf.own_code.step_code import load_observer
 
 
@@ -57,6 +55,8 @@ class Observers:
         self._calls: list[Callable[[Step], Any]] = []
         self._objects: dict[str, Any] = {}
         """Observers that keep state, by import path."""
+        self._states: dict[str, Any] = {}
+        """Their last good states."""
         on_first_rank(lambda: self._load(cfg))
         self.warnings: list[str] = []
         """Failures of the last step."""
@@ -77,8 +77,8 @@ class Observers:
     def after_step(self, number: int, metrics: Mapping[str, Metric], samples: StepSamples | None) -> dict[str, Metric]:
         """Metrics of the user's functions, the same on every rank. Collective.
 
-        Raises: ValueError, on every rank, for a failure in the first step of this process. A later one is a warning, as
-        a run should not end for a figure.
+        Raises: OwnCodeError, on every rank, for a failure in the first step of this process. A later one is a warning,
+        as a run should not end for a figure.
         """
         result: dict[str, Metric] = {}
         self.warnings = []
@@ -88,13 +88,15 @@ class Observers:
                 try:
                     step = Step(self._command, number, dict(metrics), copy.deepcopy(samples))
                     returned = call(function, label, step)
-                    result.update(_numbers(label, returned, {*metrics, *result}))
+                    result.update(plain_metrics(_by_name(label, returned), label, {*metrics, *result}))
                 except ValueError as error:
                     if self._is_first:
                         raise
                     self.warnings.append(f"WARNING: {error}. The run goes on without it")
 
-        on_first_rank(observe if self._is_main else lambda: None)
+        with user_code():
+            if self._is_main:
+                observe()
         self._is_first = False
         return from_first_rank(result)
 
@@ -103,10 +105,16 @@ class Observers:
         return from_first_rank(bool(self._objects))
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            path: plain_state(call(made.state_dict, f"observer {path!r}"), f"observer {path!r}")
-            for path, made in self._objects.items()
-        }
+        """State of each observer; after the first step the last good one where `state_dict` fails, with a warning."""
+        for path, made in self._objects.items():
+            label = f"observer {path!r}"
+            try:
+                self._states[path] = plain_state(call(made.state_dict, label), label)
+            except ValueError as error:
+                if self._is_first:
+                    raise
+                self.warnings.append(f"WARNING: {error}. Resume points keep its last good state")
+        return copy.deepcopy(self._states)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for path, made in self._objects.items():
@@ -114,20 +122,10 @@ class Observers:
                 call(made.load_state_dict, f"observer {path!r}", copy.deepcopy(state[path]))
 
 
-def _numbers(label: str, returned: Any, taken: set[str]) -> dict[str, Metric]:
-    """Metrics by name, from what a function returned. Raises: ValueError."""
-    if returned is None and not label.startswith("metric "):
+def _by_name(label: str, returned: Any) -> Mapping[Any, Any]:
+    """Metrics by name, of what a function returned: a single number has the function's name."""
+    if returned is None and label.startswith("observer "):
         return {}
-    if not isinstance(returned, Mapping):
-        returned = {label.partition("'")[2].rstrip("'").rpartition(":")[2]: returned}
-    for name, value in returned.items():
-        if isinstance(value, Tensor) and value.numel() == 1:
-            value = value.item()
-        if not isinstance(name, str) or not (value is None or isinstance(value, Real)):
-            raise ValueError(f"{label} returned {short(returned)}; expected a number, or a mapping of names to numbers")
-        if name in taken:
-            raise ValueError(f"{label} returned a metric {name!r}, which is there already; give it another name")
-    return {
-        name: value if value is None else float(value.item() if isinstance(value, Tensor) else value)
-        for name, value in returned.items()
-    }
+    if isinstance(returned, Mapping):
+        return returned
+    return {label.partition("'")[2].rstrip("'").rpartition(":")[2]: returned}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megarlhf.collective_errors import from_first_rank, on_first_rank
 from megarlhf.config import FrozenModel, RLConfig, RunConfig
-from megarlhf.errors import RewardError, WatchdogTimeout
+from megarlhf.errors import OwnCodeError, RewardError, WatchdogTimeout
 from megarlhf.observe.records.step_records import open_records, require_readable_records
 from megarlhf.observe.records.wandb_run import WandbRun
 from megarlhf.observe.terminal.progress import Progress
@@ -48,8 +48,8 @@ def open_session(
             _open(session, stack, cfg, run, command, total, notes, training)
         try:
             yield session
-        except (WatchdogTimeout, RewardError) as failure:
-            agreed = isinstance(failure, RewardError) or failure.agreed  # all ranks are here
+        except (WatchdogTimeout, RewardError, OwnCodeError) as failure:
+            agreed = not isinstance(failure, WatchdogTimeout) or failure.agreed  # all ranks are here
             if session.checkpointer is not None and agreed and session.checkpointer.has_progress():
                 with session.phases("checkpoint"):
                     session.note(session.checkpointer.save_last_boundary())

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Protocol
 from rich.console import RenderableType
 
 from megarlhf.atomic_write import atomic_write
-from megarlhf.errors import Interrupted
+from megarlhf.errors import Interrupted, OwnCodeError
 from megarlhf.models.role import Role
 from megarlhf.observe.records.cost_metrics import measure
 from megarlhf.observe.records.metrics import Metric
@@ -114,6 +114,7 @@ class Session:
         around_export: contextlib.AbstractContextManager[None] | None = None,
         resumable: bool = True,
         samples: Callable[[], StepSamples] | None = None,
+        own: Mapping[str, Metric] | None = None,
     ) -> None:
         """Finish the step: record its metrics with rates and seconds, export the roles if that is due, and mark a point
         where the run can be saved. Collective.
@@ -122,8 +123,9 @@ class Session:
         around_export: context of the export
         resumable: False if the weights are no longer those with which training would go on
         samples: makes the samples that the user's own metrics and observers see
+        own: metrics that the user's own loop has given
         """
-        observed = self._observe(metrics, samples)
+        observed = {**(own or {}), **self._observe({**metrics, **(own or {})}, samples)}
         self.step += 1
         rates = self.phases.rates()
         self.log(self.step, {**metrics, **rates, **seconds(self.phases.end_step(self.step))}, observed)
@@ -168,6 +170,8 @@ class Session:
             metrics = {**metrics, "seconds_checkpoint": self.checkpointer.seconds_standing}
             self.checkpointer.seconds_standing = 0.0
         self.history.add(step, metrics)
+        if taken := sorted(set(observed or ()) & metrics.keys()):
+            raise OwnCodeError(f"own metrics have names of ours: {', '.join(taken)}; give them other names")
         metrics = {**metrics, **(observed or {})}
         if self.records is not None:
             with self.phases("checkpoint"):  # the watchdog sees a file system that does not answer

@@ -20,6 +20,7 @@ from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.own_families import register_families
 from megarlhf.commands.cli import main
 from tests.command import argv_of
+from tests.distributed.interrupted_jobs import command_until
 from tests.distributed.jobs import command_status, outputs_and_greedy
 from tests.refuses import missing_names
 from tools.demo.make_data import base_files
@@ -128,36 +129,42 @@ def test_an_absent_share_is_the_family_s_own(model) -> None:
     assert architecture_from_hf(config).rotary_share == 0.25
 
 
-def command_with(runtime: Any, folder: str, *argv: str) -> tuple[int, str]:
-    """A command on a rank that has the user's folder on its path."""
+def command_with(runtime: Any, folder: str, killed_at: int, *argv: str) -> tuple[int, str]:
+    """A command on a rank that has the user's folder on its path; killed at a boundary of its steps, or not (0)."""
     with forgotten_after(), pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
-        return command_status(runtime, *argv)
+        if not killed_at:
+            return command_status(runtime, *argv)
+        at = ("megarlhf.resume.points.checkpointer:Checkpointer", "boundary_reached")
+        outcome, written = command_until(runtime, killed_at, *at, *argv)
+        return int(outcome != "killed"), written
 
 
 def sft(directory: Path, model: Path, family: str) -> list[str]:
-    """A command that trains for a step."""
+    """A command that trains for two steps."""
     data = directory / "data.jsonl"
     data.write_text("".join(f'{{"prompt": "{n}+1=", "response": "{n + 1}"}}\n' for n in range(8)))
     configuration = {
         "run": {"dir": str(directory / "run"), "on_existing": "resume"},
         "actor": {"model": {"path": str(model), "families": [family]}, "optim": {"lr": 1e-2}},
         "data": {"train": str(data)},
-        "train": {"num_steps": 1, "mini_batch_samples": 4, "max_tokens_per_micro_batch": 64},
+        "train": {"num_steps": 2, "mini_batch_samples": 4, "max_tokens_per_micro_batch": 64},
+        "checkpoint": {"every": 1, "background": False},
     }
     return argv_of("sft", configuration, directory / "sft.yaml")
 
 
 def test_a_run_that_goes_on_with_a_changed_family(ranks, model, tmp_path) -> None:
-    """sft trains and exports what transformers loads. A start with another source of the family goes on, and says
-    so."""
+    """sft is killed after its first step. A start with another source of the family goes on, and says so; it exports
+    what transformers loads."""
     module = tmp_path / "tests_own_stablelm.py"
     module.write_text("from examples.own_family import FAMILY\n")
-    command = (command_with, str(tmp_path), *sft(tmp_path, model, "tests_own_stablelm"))
-    ((status, said),) = ranks.run(1, *command)
+    argv = sft(tmp_path, model, "tests_own_stablelm")
+    ((status, said),) = ranks.run(1, command_with, str(tmp_path), 4, *argv)
     assert (status, missing_names(said, "stablelm")) == (0, []), said
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
     module.write_text(module.read_text() + "# looked over\n")
-    ((status, said),) = ranks.run(1, *command, "train.num_steps=2")
+    ((status, said),) = ranks.run(1, command_with, str(tmp_path), 0, *argv)
     assert (status, missing_names(said, "model family tests_own_stablelm", "another source")) == (0, []), said
     (export,) = (tmp_path / "run/checkpoints").glob("*2/actor")
     before, after = by_transformers(model), by_transformers(export)
@@ -173,7 +180,7 @@ def test_an_activation_that_is_not_computed_is_refused_by_the_check(ranks, model
     read = "parts.ConfigField(name='hidden_act', read=lambda key, value: 'swish')"
     (tmp_path / "tests_own_swish.py").write_text(WITH_TABLE + f"FAMILY = facts(activation={read})")
     argv = sft(tmp_path, model, "tests_own_swish")
-    ((status, said),) = ranks.run(1, command_with, str(tmp_path), *argv, "--dry-run")
+    ((status, said),) = ranks.run(1, command_with, str(tmp_path), 0, *argv, "--dry-run")
     assert (status, missing_names(said, "swish", "stablelm", "silu")) == (2, []), said
 
 
