@@ -85,3 +85,12 @@ def test_a_nan_stays_in_its_group(bad):
     advantages_N = leave_one_out(rewards_N, GROUPS_N)
     assert not advantages_N[GROUPS_N == 7].isfinite().any()
     assert torch.equal(advantages_N[GROUPS_N != 7], leave_one_out(REWARDS_N, GROUPS_N)[GROUPS_N != 7])
+
+
+def test_whole_numbers_and_truth_values_are_not_cut():
+    """A reward function often returns an int or a bool; the result is that of the same numbers as fp32."""
+    for rewards_N in (REWARDS_N.int(), REWARDS_N > 5):
+        for advantage in (group_relative, leave_one_out, group_centred):
+            torch.testing.assert_close(advantage(rewards_N, GROUPS_N), advantage(rewards_N.float(), GROUPS_N))
+    with pytest.raises(ValueError, match=r"rewards of shape \[6\] and groups of shape \[3\]"):
+        group_relative(REWARDS_N, GROUPS_N[:3])

@@ -108,6 +108,14 @@ def three_parameters(log_ratio_T, responses, more):
     return log_ratio_T
 
 
+def nan_for_many(logprobs_T, log_ratio_T, advantages_T, bounds):
+    return log_ratio_T / (len(log_ratio_T) <= 11)
+
+
+def flows_for_few(logprobs_T, log_ratio_T, advantages_T, bounds):
+    return log_ratio_T * 1.0 if len(log_ratio_T) <= 11 else log_ratio_T.detach() * 1.0
+
+
 # --- samplers -------------------------------------------------------------------------------------
 
 
@@ -143,6 +151,23 @@ class Forgets(Stateless):
 
     def choose(self, step, count):
         return [(self.position + n) % 6 for n in range(count)]
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+class ForgetsItsPosition(Stateless):
+    """The first choice of a new object is right, the second is not."""
+
+    def __init__(self, prompts, seed):
+        self.position = 0
+
+    def choose(self, step, count):
+        self.position += count
+        return [(self.position - count + n) % 6 for n in range(count)]
 
     def state_dict(self):
         return {}
@@ -194,6 +219,30 @@ class Counter:
 
 def taken_name(step):
     return {"reward_mean": 1.0}
+
+
+def wall_clock(step):
+    return 5.0
+
+
+def huge(step):
+    return 10**400
+
+
+class BadLater:
+    """Its state is wrong from the second step on."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def after_step(self, step):
+        self.steps += 1
+
+    def state_dict(self):
+        return {"steps": self.steps if self.steps < 2 else float("nan")}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
 
 
 def no_number(step):

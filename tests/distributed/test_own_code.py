@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+from megarlhf.algo.policy import Bounds
 from megarlhf.columns import Ragged
 from megarlhf.config import AlgoConfig
+from megarlhf.config.observe import ObserveConfig
 from megarlhf.data.sample_types import PromptSample
 from megarlhf.experience import Experience, Rollouts, VersionRuns
 from megarlhf.observe.records.metrics import read_metrics
-from megarlhf.own_code.policy_terms import try_terms
+from megarlhf.own_code.policy_terms import surrogate_of, try_terms
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.rl.advantages import add_advantages
 from megarlhf.trainers.rl.own_sampler import OwnSampler
+from megarlhf.trainers.run.observers import Observers
 from tests.command import argv_of
 from tests.distributed.interrupted_jobs import command_until
 from tests.distributed.jobs import command_status
@@ -166,6 +169,19 @@ def test_a_part_of_the_loss_gives_the_same_digest_each_time(monkeypatch) -> None
     assert [name for name in one if one[name] != other[name]] == [f"ratio {HERE + 'of_rank'!r}"]
 
 
+@pytest.mark.parametrize(
+    ("name", "words"), [("nan_for_many", ("returned", "inputs are finite")), ("flows_for_few", ("no gradient flows",))]
+)
+def test_what_goes_wrong_with_real_tokens_only_is_named(name, words) -> None:
+    """The made-up tokens are few. A number that was wrong before the function is not laid at its door."""
+    try_terms([("policy_loss", HERE + name)])
+    surrogate, tokens_T = surrogate_of(HERE + name), torch.linspace(0.1, 0.9, 20)
+    with refuses(HERE + name, *words):
+        surrogate(tokens_T.clone().requires_grad_(), tokens_T.clone().requires_grad_(), tokens_T, Bounds())
+    few_T = torch.full((3,), torch.nan).requires_grad_()
+    assert surrogate(few_T, few_T, tokens_T[:3], Bounds()).loss_T.isnan().all()
+
+
 def choices_or_errors(runtime: Runtime, names: tuple[str, ...]) -> dict[str, str]:
     prompts = [PromptSample(tokens=[n], text=str(n), fields={}, index=n) for n in range(6)]
     results = {}
@@ -184,6 +200,7 @@ WRONG_SAMPLERS = {
     "beyond": ("[6, 7]", "from 0 to 5"),
     "Stateless": ("no method state_dict()", "load_state_dict"),
     "Forgets": ("a new one with its state", "state_dict does not save"),
+    "ForgetsItsPosition": ("asked again for step 2", "a new one with its state"),
     "NotJson": ("the state of", "{'seen': {1, 2}}", "JSON"),
     "gae": ("object of Advantage", "name the class or a function"),
     "raises": ("(step)", "prompts, step, count, seed"),
@@ -232,17 +249,28 @@ def test_observers_change_nothing_and_keep_their_state(watched, ranks, tmp_path)
     assert reproducible(read_metrics(bare)) == without
 
 
-def test_a_wrong_observer_ends_the_first_step_and_a_later_failure_is_a_warning(watched, ranks, tmp_path) -> None:
-    two = ["train.num_steps=2", "checkpoint.every=0"]
+@pytest.mark.parametrize(
+    ("name", "words"), [("taken_name", "'reward_mean', which is there already"), ("huge", "a number that fp64 holds")]
+)
+def test_a_wrong_metric_is_refused(name, words) -> None:
+    metrics = ObserveConfig(metrics=(HERE + name,))
+    with refuses(HERE + name, words):
+        Observers(metrics, "rl", is_main=True).observed(1, {"reward_mean": 0.0}, None)
+
+
+def test_a_wrong_metric_ends_the_first_step_and_a_later_failure_is_a_warning(watched, ranks, tmp_path) -> None:
+    """A name that only the log knows is refused too. A state that goes wrong later keeps its last good one."""
+    short = ["train.num_steps=3", "checkpoint.every=1"]
     results = ranks.run(
-        2, command_status, *watched, *two, f"run.dir={tmp_path / 'a'}", f"observe.metrics=['{HERE}taken_name']"
+        2, command_status, *watched, *short, f"run.dir={tmp_path / 'a'}", f"observe.metrics=['{HERE}wall_clock']"
     )
     assert [status for status, _ in results] == [2, 2]
-    assert "metric 'reward_mean', which is there already" in results[0][1].replace("\n", " ")
-    late = [*watched, *two, f"run.dir={tmp_path / 'b'}", f"observe.observers=['{HERE}fails_later']"]
-    written = ranks.run(2, "command", *late)[0]
+    assert "names of ours: wall_clock" in results[0][1].replace("\n", " ")
+    own = f"observe.observers=['{HERE}fails_later', '{HERE}BadLater']"
+    written = ranks.run(2, "command", *watched, *short, f"run.dir={tmp_path / 'b'}", own)[0].replace("\n", " ")
     assert "the disk of the plots is full" in written
-    assert len(read_metrics(tmp_path / "b")) == 3
+    assert "last good state" in written
+    assert len(read_metrics(tmp_path / "b")) == 4
 
 
 def test_own_code_that_cannot_be_loaded_is_refused_before_ranks_start(watched, tmp_path) -> None:

@@ -58,8 +58,7 @@ class Observers:
         self._states: dict[str, Any] = {}
         """Their last good states."""
         on_first_rank(lambda: self._load(cfg))
-        self.warnings: list[str] = []
-        """Failures of the last step."""
+        self._warnings: list[str] = []
 
     def _load(self, cfg: ObserveConfig) -> None:
         for what, paths in (("metric", cfg.metrics), ("observer", cfg.observers)):
@@ -81,24 +80,30 @@ class Observers:
         as a run should not end for a figure.
         """
         result: dict[str, Metric] = {}
-        self.warnings = []
-
-        def observe() -> None:
-            for label, function in zip(self._labels, self._calls, strict=True):
-                try:
-                    step = Step(self._command, number, dict(metrics), copy.deepcopy(samples))
-                    returned = call(function, label, step)
-                    result.update(plain_metrics(_by_name(label, returned), label, {*metrics, *result}))
-                except ValueError as error:
-                    if self._is_first:
-                        raise
-                    self.warnings.append(f"WARNING: {error}. The run goes on without it")
-
         with user_code():
             if self._is_main:
-                observe()
+                result = self.observed(number, metrics, samples)
         self._is_first = False
         return from_first_rank(result)
+
+    def observed(self, number: int, metrics: Mapping[str, Metric], samples: StepSamples | None) -> dict[str, Metric]:
+        """Call every function on this rank; see `after_step`."""
+        result: dict[str, Metric] = {}
+        for label, function in zip(self._labels, self._calls, strict=True):
+            try:
+                step = Step(self._command, number, dict(metrics), copy.deepcopy(samples))
+                returned = _by_name(label, call(function, label, step))
+                result.update(plain_metrics(returned, label, {*metrics, *result}))
+            except ValueError as error:
+                if self._is_first:
+                    raise
+                self._warnings.append(f"WARNING: {error}. The run goes on without it")
+        return result
+
+    def take_warnings(self) -> list[str]:
+        """Failures since the last call, on rank 0."""
+        warnings, self._warnings = self._warnings, []
+        return warnings
 
     @property
     def has_state(self) -> bool:
@@ -113,7 +118,7 @@ class Observers:
             except ValueError as error:
                 if self._is_first:
                     raise
-                self.warnings.append(f"WARNING: {error}. Resume points keep its last good state")
+                self._warnings.append(f"WARNING: {error}. Resume points keep its last good state")
         return copy.deepcopy(self._states)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -143,7 +143,7 @@ class Session:
         with self.phases("observe"):
             seen = None if samples is None else samples()
             observed = self.observers.after_step(self.number, metrics, seen)
-        for warning in self.observers.warnings:
+        for warning in self.observers.take_warnings():
             self.note(warning)
         return observed
 
