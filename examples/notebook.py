@@ -22,7 +22,7 @@ WORDS = os.environ.get("WORDS", "").split()
 # %% A configuration, and what it would do
 config = {
     "run": {"dir": f"{RUNS}/sft", "on_existing": "overwrite"},
-    "actor": {"model": {"path": MODEL}, "optim": {"lr": 1e-3}},
+    "actor": {"model": {"path": MODEL}, "optim": {"lr": 1e-4}},
     "data": {"train": DATA, "max_prompt_tokens": 16, "max_response_tokens": 8, "validation_share": 0.1},
     "train": {"num_steps": 30, "mini_batch_samples": 32, "max_tokens_per_micro_batch": 1024},
     "eval": {"every": 10},

@@ -3,6 +3,7 @@
 Ranks do not depend on the scale of the rewards, and one outlier moves nothing. After `make demo`:
 
     PYTHONPATH=examples megarlhf rl -c configs/demo/grpo.yaml run.dir=runs/ranks \
+        run.on_existing=resume checkpoint.every=1 \
         algo.advantage=own_advantage:rank_in_group
 """
 

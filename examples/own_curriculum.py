@@ -3,6 +3,7 @@
 It keeps the mean reward of each prompt, so it is a class whose state goes into resume points. After `make demo`:
 
     PYTHONPATH=examples megarlhf rl -c configs/demo/grpo.yaml run.dir=runs/curriculum \
+        run.on_existing=resume checkpoint.every=1 \
         train.sampler=own_curriculum:HalfSolved "observe.metrics=['own_curriculum:hardest']"
 """
 

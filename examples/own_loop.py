@@ -45,9 +45,9 @@ with megarlhf.Loop(config, options.overrides) as loop:
         answers = itertools.chain.from_iterable([record["answer"]] * SAMPLES for record in batch)
         right = [n for n, (text, answer) in enumerate(zip(samples.texts, answers, strict=True)) if text == answer]
         chosen = samples.select(right or range(len(samples)))
-        metrics = loop.train(chosen, [1.0 if right else 0.0] * len(chosen), metrics={"right": len(right)})
+        loop.train(chosen, [1.0 if right else 0.0] * len(chosen), metrics={"right": len(right)})
         loop.update_weights()
         if loop.is_main:
-            print(f"step {loop.step}: {len(right)} of {len(samples)} are right, loss {metrics['policy_loss']:.3f}")
+            print(f"step {loop.step}: {len(right)} of {len(samples)} are right")
     if loop.is_main:
         print(f"the model is in {options.run_dir}/checkpoints/latest/actor")

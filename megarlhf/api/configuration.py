@@ -70,6 +70,7 @@ def load_config(command: str, config: Config, overrides: Sequence[str] = ()) -> 
             raise ValueError(f"{command} takes a {kind.__name__}, got a {type(config).__name__}")
         return config_of(kind, config.model_dump(mode="json"), overrides) if overrides else config
     if isinstance(config, Mapping):
+        _require_no_functions(config)
         return config_of(kind, config, overrides)
     if isinstance(config, str | Path):
         return read_config(kind, config, overrides)
@@ -77,6 +78,19 @@ def load_config(command: str, config: Config, overrides: Sequence[str] = ()) -> 
         f"a configuration is a mapping of sections, the path of a YAML file, or a result of load_config; got a "
         f"{type(config).__name__}"
     )
+
+
+def _require_no_functions(value: Any, key: str = "") -> None:
+    """Raises: ValueError for a function in the mapping, which ranks could not import."""
+    if isinstance(value, Mapping):
+        for name, part in value.items():
+            _require_no_functions(part, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for part in value:
+            _require_no_functions(part, key)
+    elif callable(value):
+        module, name = getattr(value, "__module__", "module"), getattr(value, "__name__", "name")
+        raise ValueError(f"{key} is a function or class, {name}; name it by its import path, {module}:{name}")
 
 
 def config_class(command: str) -> type[FrozenModel]:

@@ -175,7 +175,8 @@ class Loop:
 
         The step's metrics are logged, and a resume point and an export are written where they are due.
 
-        advantages: one number for each sample, or for each sample a tensor with one number for each token
+        advantages: one number for each sample; or one for each token, as a tensor for each sample or as one tensor
+            with all of them end to end
         metrics:    numbers of your own to log, such as the mean reward
 
         Returns: the metrics of the step
@@ -278,6 +279,8 @@ class Loop:
 def _rows_of(samples: SampleBatch, advantages: Tensor | Sequence[float] | Sequence[Tensor]) -> list[Tensor]:
     """Advantages of each sample's tokens. Raises: ValueError."""
     lengths = samples.experience.response_lengths_N.tolist()
+    if isinstance(advantages, Tensor) and advantages.shape == (sum(lengths),) and len(advantages) != len(lengths):
+        advantages = advantages.split(lengths)
     given = [torch.as_tensor(value, dtype=torch.float32).cpu() for value in advantages]
     if len(given) != len(lengths):
         raise ValueError(f"advantages are of {len(given)} samples, expected one for each of the {len(lengths)} samples")

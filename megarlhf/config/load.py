@@ -118,7 +118,7 @@ def config_of(
     try:
         return kind.model_validate(own)
     except ValidationError as error:
-        raise ValueError(_describe(error, kind, source, overrides, own)) from error
+        raise ValueError(_describe(error, kind, source, overrides, own)) from None
 
 
 def _in_a_line(error: yaml.YAMLError) -> str:
@@ -263,6 +263,8 @@ def _hint(kind: type[FrozenModel], location: Sequence[int | str]) -> str:
     """Suggestion for an unknown key: the same name in another section, or the nearest name in this section."""
     section = _section_at(kind, location[:-1])
     name, known_keys = str(location[-1]), sorted(section.model_fields if section else ())
+    if likely := difflib.get_close_matches(name, known_keys, n=1, cutoff=0.85):
+        return f"did you mean {likely[0]!r}?"
     if elsewhere := sorted((key for key in _all_keys(kind) if key.split(".")[-1] == name), key=len):
         return f"did you mean {' or '.join(map(repr, elsewhere[:3]))}?"
     same_words = [key for key in known_keys if sorted(key.split("_")) == sorted(name.split("_"))]

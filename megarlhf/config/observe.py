@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import model_validator
+from typing import Any
+
+from pydantic import field_validator, model_validator
 
 from megarlhf.config.frozen import FrozenModel
 from megarlhf.config.own_names import PathOnly
@@ -16,6 +18,12 @@ class ObserveConfig(FrozenModel):
     observers: tuple[PathOnly, ...] = ()
     """Functions `observer(step)`, or classes with a method `after_step(step)`. They may return metrics too. A class
     may keep state, with `state_dict` and `load_state_dict`."""
+
+    @field_validator("metrics", "observers", mode="before")
+    @classmethod
+    def _single(cls, value: Any) -> Any:
+        """Take one import path for a list of one."""
+        return (value,) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _check(self) -> ObserveConfig:

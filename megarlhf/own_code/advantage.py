@@ -69,6 +69,10 @@ def advantage(function: Callable[[Any], Any] | None = None, /, **declared: Any) 
     """
     if function is not None:
         return Advantage(compute=function)
+    if unknown := sorted(declared.keys() - {"reads", "writes", "compares_groups", "whitens"}):
+        raise ValueError(
+            f"an advantage declares {', '.join(unknown)}; expected some of reads, writes, compares_groups and whitens"
+        )
     return lambda function: Advantage(compute=function, **declared)
 
 
@@ -99,9 +103,14 @@ def require_parameters(function: Callable[..., Any], names: tuple[str, ...], lab
         signature = inspect.signature(function)
     except (ValueError, TypeError):
         return  # a function of C code, which does not say
+    own = list(signature.parameters)
+    swapped = any(name in own[: len(names)] and own.index(name) != place for place, name in enumerate(names))
     try:
         signature.bind(*names)
     except TypeError:
+        swapped = True
+    if swapped:
         raise ValueError(
-            f"{label} has the parameters {signature}, and is called with ({', '.join(names)}); give it these"
-        ) from None
+            f"{label} has the parameters {signature}, and is called with ({', '.join(names)}); give it these, in this "
+            "order"
+        )

@@ -16,11 +16,21 @@ from megarlhf.own_code.failures import describe_failure, is_user_error, short
 
 @contextlib.contextmanager
 def unchanged_process(*, gradients: bool = False) -> Iterator[None]:
-    """Scope after which random generators, gradient mode and torch's default dtype are as before. `gradients`: whether
-    they are computed inside."""
+    """Scope after which random generators, gradient mode and torch's default dtype are as before.
+
+    Inside, the generators have seeds that nobody knows. So what depends on chance differs between calls and ranks, and
+    is noticed.
+
+    gradients: whether they are computed inside
+    """
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     dtype = torch.get_default_dtype()
+    random.seed()
+    np.random.seed()
+    torch.default_generator.seed()
+    if devices is not None:
+        torch.cuda.seed_all()
     try:
         with torch.set_grad_enabled(gradients):
             yield

@@ -175,28 +175,46 @@ def _digest_of_trial(term: _Term, name: str) -> str:
     return first
 
 
+_LENGTHS = (3, 1, 5, 2)
+"""Tokens of the made-up responses."""
+
+
 def _trial(term: _Term, name: str, label: str) -> str:
-    """Digest of the function's numbers for made-up tokens of four responses, and of their gradients. It is called
-    without tokens too, as a micro-batch may have none that is learnt."""
+    """Digest of the function's numbers for made-up tokens of four responses, and of their gradients.
+
+    It is also called without tokens, as a micro-batch may have none that is learnt, and with half of the responses:
+    numbers that depend on the other responses of a micro-batch would depend on how the mini-batch is cut.
+    """
     require_parameters(load_function(name, term.what), term.parameters, label)
-    content = b""
-    for lengths in ((3, 1, 5, 2), ()):
-        generator = torch.Generator().manual_seed(0)
-        responses, count = Segments(torch.tensor(lengths, dtype=torch.int64), sum(lengths)), sum(lengths)
-        old_T, advantages_T = (torch.randn(count, generator=generator) for _ in range(2))
-        logprobs_T = (old_T + 0.3 * torch.randn(count, generator=generator)).requires_grad_()
-        log_ratio_T = logprobs_T - old_T
-        with unchanged_process(gradients=True):
-            if term is _SURROGATE:
-                results = list(surrogate_of(name)(logprobs_T, log_ratio_T, advantages_T, Bounds()))
-            elif term is _WEIGHTS:
-                results = [token_weights_of(name)(logprobs_T, old_T, advantages_T, responses)]
-            else:
-                results = [_own(name, term)(*((log_ratio_T, responses) if term is _RATIO else (log_ratio_T,)))]
-        if term.differentiable and lengths:
-            results.append(_gradient(results[0], logprobs_T, label))
-        content += b"".join(tensor.detach().double().numpy().tobytes() for tensor in results)
+    logprobs_T, results = _called_with(term, name, range(4))
+    _called_with(term, name, range(0))
+    parts_T = torch.cat([_called_with(term, name, part)[1][0] for part in (range(2), range(2, 4))])
+    if not torch.allclose(results[0], parts_T, rtol=1e-4, atol=1e-6):
+        raise ValueError(
+            f"{label} gave other numbers for a response when it was called without the others; the tokens are those of "
+            "one micro-batch, so a function must not average over them: algo.loss_average says what divides the loss"
+        )
+    if term.differentiable:
+        results.append(_gradient(results[0], logprobs_T, label))
+    content = b"".join(tensor.detach().double().numpy().tobytes() for tensor in results)
     return hashlib.sha256(content).hexdigest()
+
+
+def _called_with(term: _Term, name: str, chosen: range) -> tuple[Tensor, list[Tensor]]:
+    """Log-probs of some of the made-up responses, and the function's results for them."""
+    generator = torch.Generator().manual_seed(0)
+    begin, end = sum(_LENGTHS[: chosen.start]), sum(_LENGTHS[: chosen.stop])
+    old_T, advantages_T, change_T = (torch.randn(sum(_LENGTHS), generator=generator)[begin:end] for _ in range(3))
+    logprobs_T = (old_T + 0.3 * change_T).requires_grad_()
+    responses = Segments(torch.tensor([_LENGTHS[n] for n in chosen], dtype=torch.int64), end - begin)
+    log_ratio_T = logprobs_T - old_T
+    with unchanged_process(gradients=True):
+        if term is _SURROGATE:
+            return logprobs_T, list(surrogate_of(name)(logprobs_T, log_ratio_T, advantages_T, Bounds()))
+        if term is _WEIGHTS:
+            return logprobs_T, [token_weights_of(name)(logprobs_T, old_T, advantages_T, responses)]
+        arguments = (log_ratio_T, responses) if term is _RATIO else (log_ratio_T,)
+        return logprobs_T, [_own(name, term)(*arguments)]
 
 
 def _gradient(result_T: Tensor, logprobs_T: Tensor, label: str) -> Tensor:

@@ -38,6 +38,10 @@ def by_chance(step):
     return step.rewards_N + random.SystemRandom().random()
 
 
+def by_torch_s_chance(step):
+    return torch.rand(len(step.rewards_N))
+
+
 def not_a_number(step):
     return step.rewards_N / 0 * 0
 
@@ -108,6 +112,14 @@ def three_parameters(log_ratio_T, responses, more):
     return log_ratio_T
 
 
+def swapped(log_ratio_T, logprobs_T, advantages_T, bounds):
+    return -log_ratio_T * advantages_T
+
+
+def share_of_all(logprobs_T, old_logprobs_T, advantages_T, responses):
+    return logprobs_T / logprobs_T.sum()
+
+
 def nan_for_many(logprobs_T, log_ratio_T, advantages_T, bounds):
     return log_ratio_T / (len(log_ratio_T) <= 11)
 
@@ -133,6 +145,10 @@ def twice_the_same(prompts, step, count, seed):
 
 def beyond(prompts, step, count, seed):
     return [len(prompts) + n for n in range(count)]
+
+
+def random_ones(prompts, step, count, seed):
+    return random.sample(range(len(prompts)), count)
 
 
 class Stateless:
@@ -223,6 +239,10 @@ def taken_name(step):
 
 def wall_clock(step):
     return 5.0
+
+
+def forgets_to_return(step):
+    pass
 
 
 def huge(step):

@@ -119,6 +119,7 @@ WRONG = {
     "rank_dependent": ("differs between ranks 0 and ranks 1",),
     "time_dependent": ("when it was called again",),
     "by_chance": ("when it was called again",),
+    "by_torch_s_chance": ("when it was called again",),
     "not_a_number": ("4 of 4 numbers that are not finite",),
     "wrong_shape": ("shape (3,)", "one for each of 4 responses or of their 10 tokens"),
     "no_tensor": ("[1.0, 0.0, 3.0, 2.0]", "expected a tensor"),
@@ -149,6 +150,8 @@ def test_a_wrong_advantage_is_one_message_on_every_rank(ranks) -> None:
         ("policy_loss", "detached", ("no gradient flows",)),
         ("policy_loss", "mean_only", ("shape ()", "shape (11,)")),
         ("policy_loss", "k3", ("parameters", "bounds")),
+        ("policy_loss", "swapped", ("(log_ratio_T, logprobs_T, advantages_T, bounds)", "in this order")),
+        ("token_weights", "share_of_all", ("must not average over them",)),
         ("estimator", "log_of_negative", ("returned nan for a token whose inputs are finite",)),
         ("ratio", "three_parameters", ("(log_ratio_T, responses, more)",)),
         ("token_weights", "raises", ("(step)",)),
@@ -196,6 +199,7 @@ def choices_or_errors(runtime: Runtime, names: tuple[str, ...]) -> dict[str, str
 
 WRONG_SAMPLERS = {
     "of_this_rank": ("number 0 is 0 on rank 0 and 1 on rank 1", "it must not depend on the rank"),
+    "random_ones": ("asked again for step 1",),
     "twice_the_same": ("[0, 0]", "2 different numbers", "from 0 to 5"),
     "beyond": ("[6, 7]", "from 0 to 5"),
     "Stateless": ("no method state_dict()", "load_state_dict"),
@@ -250,7 +254,12 @@ def test_observers_change_nothing_and_keep_their_state(watched, ranks, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("taken_name", "'reward_mean', which is there already"), ("huge", "a number that fp64 holds")]
+    ("name", "words"),
+    [
+        ("taken_name", "'reward_mean', which is there already"),
+        ("huge", "a number that fp64 holds"),
+        ("forgets_to_return", "returned None"),
+    ],
 )
 def test_a_wrong_metric_is_refused(name, words) -> None:
     metrics = ObserveConfig(metrics=(HERE + name,))

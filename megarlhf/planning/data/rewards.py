@@ -187,7 +187,8 @@ class _Try:
                         source, sample, [text for text in dict.fromkeys(others) if text not in scores]
                     )
                 return self._judged(sample, rights, wrong, pairs, scores, form)
-        return [f"reward {self.label!r} does not apply to the first {len(self.samples)} records of {self.key}"]
+        missing = "" if self.reward.rule is None else " (its function returned None; a `return` may be missing)"
+        return [f"reward {self.label!r} does not apply to the first {len(self.samples)} records of {self.key}{missing}"]
 
     def _written(self, shape: str, answer: str) -> str:
         return shape.format(answer, tag=self.reward.args.get("tag", "answer"))

@@ -56,7 +56,7 @@ class Observers:
         self._objects: dict[str, Any] = {}
         """Observers that keep state, by import path."""
         self._states: dict[str, Any] = {}
-        """Their last good states."""
+        """Last good state of each, by import path."""
         on_first_rank(lambda: self._load(cfg))
         self._warnings: list[str] = []
 
@@ -131,6 +131,8 @@ def _by_name(label: str, returned: Any) -> Mapping[Any, Any]:
     """Metrics by name, of what a function returned: a single number has the function's name."""
     if returned is None and label.startswith("observer "):
         return {}
+    if returned is None:
+        raise ValueError(f"{label} returned None, expected a number; a `return` may be missing")
     if isinstance(returned, Mapping):
         return returned
     return {label.partition("'")[2].rstrip("'").rpartition(":")[2]: returned}
