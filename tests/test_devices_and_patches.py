@@ -23,6 +23,8 @@ CUDA_IN = (
     "kernels/",
     "rehearsal/cost_model/margin.py",
     "planning/machine/gpu_environment.py",
+    "api/process.py",
+    "own_code/guarded.py",
 )
 PATCHES_IN = (
     "parallel/process_groups.py",
@@ -39,6 +41,11 @@ SETTINGS = {
         "torch.backends.cudnn.deterministic",
     },
     "rehearsal/processes.py": {"tempfile.tempdir"},
+    "api/process.py": {  # put back after a run in the user's process
+        "torch._dynamo.config.disable",
+        "torch.backends.cudnn.benchmark",
+        "torch.backends.cudnn.deterministic",
+    },
 }
 """Assignments to another project's module that are no patch: a setting which that project documents."""
 

@@ -59,7 +59,7 @@ def test_a_part_of_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = said(capsys, "keys", "rl.algo.kl")
     assert status == 0
     lines = [line for line in out.splitlines() if line.startswith("  algo.kl.")]
-    assert "  algo.kl.estimator  [k1 or k2 or k3 or abs; default k1]" in lines
+    assert "  algo.kl.estimator  [k1 or k2 or k3 or abs or package.module:name; default k1]" in lines
     assert len(lines) == len([path for path in all_paths(cli.configurations()["rl"]) if path.startswith("algo.kl.")])
     assert "Schulman's estimators" in out
     _, out, _ = said(capsys, "keys", "lr")

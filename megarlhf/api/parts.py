@@ -5,7 +5,6 @@ Legend: T tokens of all sequences end to end, N sequences.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -198,9 +197,9 @@ def rehearse(
     """
     from megarlhf.api.configuration import config_of_command
     from megarlhf.api.process import borrowed_process
+    from megarlhf.api.rehearsed import in_own_process
     from megarlhf.commands.rehearse import CONFIGS, HARDWARE
     from megarlhf.rehearsal.cost_model.hardware import load_hardware
-    from megarlhf.rehearsal.rehearse import rehearse as rehearse_request
     from megarlhf.rehearsal.request import DEFAULT_STEPS, Request, check_request
 
     if command not in CONFIGS:
@@ -222,5 +221,4 @@ def rehearse(
     )
     check_request(request)
     with borrowed_process("rehearse", cfg):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # missing models and data are replaced
-        return rehearse_request(request)
+        return in_own_process(request)

@@ -115,7 +115,8 @@ def _switches_of_torch() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(algorithms[0], warn_only=algorithms[1])
-        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
+        torch.backends.cudnn.deterministic = cudnn[0]
+        torch.backends.cudnn.benchmark = cudnn[1]
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)

@@ -102,7 +102,7 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
     """Import the function, class or callable object `package.module:name`. Raises: ValueError if that fails."""
     value = load(path, what)
     if not callable(value):
-        raise ValueError(f"{what} {path!r} is a {type(value).__name__}, expected a function; name one")
+        raise ValueError(f"{what} {path!r} is of type {type(value).__name__}, expected a function; name one")
     function: Callable[..., Any] = value
     return function
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megarlhf import runtime
-from megarlhf.commands import cli, launch
+from megarlhf.commands import checked, cli, launch
 from megarlhf.planning import preflight
 from megarlhf.planning.machine import determinism
 from megarlhf.planning.machine.determinism import (
@@ -138,7 +138,8 @@ def test_variables_are_set_before_anything_is_checked(monkeypatch: pytest.Monkey
     def look(where: str) -> None:
         seen.append((where, {name: os.environ.get(name) for name in TRAINER}))
 
-    monkeypatch.setattr(preflight, "preflight", lambda *_, **__: look("check") or mock.Mock())
+    described = preflight.Preflight("sft", "", (), ())
+    monkeypatch.setattr(checked, "preflight", lambda *_, **__: look("check") or described)
     monkeypatch.setattr(launch, "as_rank", lambda *_, **__: look("rank") or 0)
     config_file = tmp_path / "sft.yaml"
     config_file.write_text(config("sft").model_dump_json())

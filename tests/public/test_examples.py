@@ -52,8 +52,8 @@ def kill(step):
 
 
 def test_advantage_judge_and_curriculum_are_killed_and_go_on(rl, judge, tmp_path, monkeypatch, capfd):
-    """The three examples in one run of two ranks. A rank is killed in step 2; the same call goes on, with the metrics
-    of a run that was not killed. A changed example is noted."""
+    """The three examples in one run of two ranks. A rank is killed in step 2; the same call on one rank goes on, with
+    the metrics of a run that was not killed. A changed example is noted."""
     code = tmp_path / "code"
     code.mkdir()
     for name in ("own_advantage", "own_judge", "own_curriculum"):
@@ -77,10 +77,10 @@ def test_advantage_judge_and_curriculum_are_killed_and_go_on(rl, judge, tmp_path
     assert megarlhf.RunResult.of(tmp_path / "killed").steps == 1
     (code / "own_advantage.py").write_text((code / "own_advantage.py").read_text() + "# changed\n")
     with pytest.raises(ValueError, match=r"own_advantage.py has changed.*importlib\.reload"):
-        megarlhf.run("rl", config("killed"), nproc=2)
+        megarlhf.run("rl", config("killed"))
     importlib.reload(sys.modules["own_advantage"])
     capfd.readouterr()
-    again = megarlhf.run("rl", config("killed"), nproc=2)
+    again = megarlhf.run("rl", config("killed"))
     for name in ("reward_mean", "lowest_reward", "length_of_lowest", "policy_loss"):
         assert again.column(name)[1:] == pytest.approx(whole.column(name)[1:], rel=1e-4, abs=1e-6), name
     assert "advantage own_advantage:rank_in_group has another source" in capfd.readouterr().out.replace("\n", " ")

@@ -71,7 +71,7 @@ def test_tags_with_which_the_prompt_ends(prompt, names, response, expected):
         ("length_window", {"least": 5, "most": 3}, "least = 5 and most = 3"),
         ("json_object", {"required": "a"}, "required = 'a', expected a list of keys"),
         ("tests.rollout.served_rules:short", {"a": 1}, r"got args; they are of built-in rules\. .* functools\.partial"),
-        ("exakt_match", {}, "unknown reward rule 'exakt_match'; did you mean 'exact_match'?"),
+        ("exakt_match", {}, "'exakt_match' is not known; did you mean 'exact_match'?"),
     ],
 )
 def test_arguments_that_a_rule_cannot_take_are_refused(rule, args, message):
