@@ -4,10 +4,11 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megarlhf.own_code.digest import digest_of
+from megarlhf.own_code.digest import digest_of, digest_of_script
 from megarlhf.own_code.load import load, load_module
 from tests.refuses import refuses
 
@@ -78,3 +79,23 @@ def test_an_import_that_changes_the_process_is_refused(what, tmp_path, monkeypat
 def test_what_is_no_import_path_is_refused(path):
     with refuses(path.partition(":")[0] or path):
         load(path, "advantage")
+
+
+def test_the_script_of_a_loop_counts_with_what_it_imports(folder, monkeypatch):
+    """Also as `python -m package.script` with a relative import. A program that is installed, such as pytest, does
+    not count."""
+    assert digest_of_script() == {}
+    for name, spec in (("__main__", None), ("digested.script", SimpleNamespace(name="digested.script"))):
+        script, helper = folder / "digested/script.py", folder / "digested/helper.py"
+        script.write_text("from .helper import K\n" if spec else "import digested.helper\n")
+        monkeypatch.setitem(
+            sys.modules, "__main__", SimpleNamespace(__file__=str(script), __spec__=spec, __name__=name)
+        )
+        before = digest_of_script()
+        assert list(before) == ["script script.py"]
+        for file in (script, helper):
+            text = file.read_text()
+            file.write_text(text + "# changed\n")
+            assert digest_of_script() != before
+            file.write_text(text)
+        assert digest_of_script() == before
