@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from argparse import Namespace
 
 import pytest
 import torch
@@ -54,6 +55,8 @@ def test_a_loop_that_was_killed_goes_on_with_the_same_numbers(loop):
         train(loop("killed", train=steps), leave_before=2)
     left = megarlhf.RunResult.of(loop("killed")["run"]["dir"])
     assert (left.command, left.steps, left.finished, left.can_resume) == ("loop", 2, False, True)
+    with torch.serialization.safe_globals([Namespace]):  # as a notebook that reads Megatron's files does
+        pass
     assert train(loop("killed", train=steps)) == {2: whole[2]}
     assert rows(loop("killed")["run"]["dir"]) == rows(loop("whole")["run"]["dir"])
     assert [row.get("seen") for row in rows(loop("whole")["run"]["dir"])] == [None, 4, 8, 12]

@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.mapping import is_main_replica
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.safe_globals import register_safe_globals
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -136,6 +137,7 @@ def load_state(role: Role, directory: Path) -> None:
     by_layer = _trains_some(role) and role.mesh.is_member and _is_by_layer(directory)
     state = sharded_state(role, by_layer=by_layer)
     tensors = {name: item for name, item in state.items() if isinstance(item, ShardedTensor)}
+    register_safe_globals()  # a caller's `torch.serialization.safe_globals` has perhaps ended their registration
     with megatron_device(role.mesh.runtime.device):
         dist_checkpointing.load(tensors, str(directory), validate_access_integrity=False)
 
