@@ -36,6 +36,13 @@ class Ragged:
         rows = [rows[n] for column, chosen in parts for rows in (column.rows(),) for n in chosen]
         return Ragged(torch.cat(rows), torch.cat([column.lengths_N[list(chosen)] for column, chosen in parts]))
 
+    def extended(self, rows: Sequence[int], more: Ragged) -> Ragged:
+        """The rows, of which those in `rows` go on with the rows of `more`."""
+        extended = self.rows()
+        for n, row in zip(rows, more.rows(), strict=True):
+            extended[n] = torch.cat([extended[n], row])
+        return Ragged.from_rows(extended, self.values_T.dtype)
+
     def only(self, kept_N: Tensor) -> Ragged:
         """Keep the marked rows, [N] bool on the CPU; the others become empty."""
         kept_T = kept_N.repeat_interleave(self.lengths_N).nonzero().flatten()

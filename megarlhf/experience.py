@@ -59,17 +59,29 @@ class VersionRuns:
             Ragged.joined([(runs.lengths, chosen) for runs, chosen in parts]),
         )
 
+    def extended(self, rows: Sequence[int], more: VersionRuns) -> VersionRuns:
+        """Runs of which those of the samples `rows` go on."""
+        return VersionRuns(self.versions.extended(rows, more.versions), self.lengths.extended(rows, more.lengths))
+
     def per_token(self) -> Ragged:
         """Version of each sampled token."""
         return Ragged(self.versions.values_T.repeat_interleave(self.lengths.values_T), self.lengths.sums_N)
 
     def require(self, version: int) -> None:
         """Raises: RuntimeError where a token was drawn by another version than the configuration promises."""
-        if others := sorted(set(self.versions.values_T.tolist()) - {version}):
+        self.require_runs(VersionRuns.constant(version, self.lengths.sums_N))
+
+    def require_runs(self, expected: VersionRuns) -> None:
+        """Raises: RuntimeError where a token was drawn by another version than is expected."""
+        drawn_T, expected_T = self.per_token().values_T, expected.per_token().values_T
+        differ_T = drawn_T != expected_T
+        if bool(differ_T.any()):
+            wrong = torch.stack([drawn_T[differ_T], expected_T[differ_T]], 1).unique(dim=0)[:5].tolist()
+            pairs = ", ".join(f"version {drawn}, expected version {right}" for drawn, right in wrong)
             raise RuntimeError(
-                f"samples of this step were drawn with version {', '.join(map(str, others))} of the weights, expected "
-                f"version {version} only: the rollout engine has missed an update. If they are in the rollout bank, "
-                "remove the folder `bank` of the run before it is resumed"
+                f"samples of this step were drawn with other weights than the configuration says ({pairs}): the "
+                "rollout engine has missed an update. If they are in the rollout bank, remove the folder `bank` of the "
+                "run before it is resumed"
             )
 
 
@@ -157,10 +169,69 @@ class Rollouts:
             stretches=Stretches.joined(stretches) if stretches else None,
         )
 
+    @classmethod
+    def empty(cls, num_samples: int) -> Rollouts:
+        """Samples without a token, on the CPU."""
+        lengths_N = torch.zeros(num_samples, dtype=torch.int64)
+        none_N = Ragged(torch.empty(0, dtype=torch.int64), lengths_N)
+        logprobs = Ragged(torch.empty(0, dtype=torch.float32), lengths_N)
+        return cls(none_N, logprobs, torch.zeros(num_samples, dtype=torch.bool), VersionRuns(none_N, none_N))
+
+    def to(self, device: torch.device | str) -> Rollouts:
+        """The same with the tokens and log-probs on a device."""
+        responses, logprobs = (replace(x, values_T=x.values_T.to(device)) for x in (self.responses, self.logprobs))
+        return replace(self, responses=responses, logprobs=logprobs)
+
+    def extended(self, rows: Sequence[int], more: Rollouts) -> Rollouts:
+        """Samples of which those in `rows` go on with further sampled tokens."""
+        assert self.stretches is None, "samples with observed stretches are not drawn in slices"
+        finished_N = self.finished_N.clone()
+        finished_N[list(rows)] = more.finished_N
+        return Rollouts(
+            responses=self.responses.extended(rows, more.responses),
+            logprobs=self.logprobs.extended(rows, more.logprobs),
+            finished_N=finished_N,
+            versions=self.versions.extended(rows, more.versions),
+            idle_seconds=more.idle_seconds,
+        )
+
     @property
     def written(self) -> Ragged:
         """All tokens after each prompt, sampled or not."""
         return self.responses if self.stretches is None else self.stretches.written(self.responses)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State as tensors and mappings."""
+        stretches = self.stretches
+        return {
+            "lengths": self.responses.lengths_N,
+            "responses": self.responses.values_T,
+            "logprobs": self.logprobs.values_T,
+            "finished": self.finished_N,
+            "versions": _ragged_state(self.versions.versions),
+            "version_lengths": _ragged_state(self.versions.lengths),
+            "stretches": stretches and _ragged_state(stretches.lengths),
+            "observed": stretches and _ragged_state(stretches.observed),
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Rollouts:
+        """Rollouts from a `state_dict`, also from one of earlier versions, which had one weight version per step."""
+        lengths_N = state["lengths"].cpu()
+        if "weight_version" in state:
+            versions = VersionRuns.constant(state["weight_version"], lengths_N)
+        else:
+            versions = VersionRuns(_ragged_of(state["versions"]), _ragged_of(state["version_lengths"]))
+        stretches = None
+        if state.get("stretches") is not None:
+            stretches = Stretches(_ragged_of(state["stretches"]), _ragged_of(state["observed"]))
+        return cls(
+            responses=Ragged(state["responses"], lengths_N),
+            logprobs=Ragged(state["logprobs"], lengths_N),
+            finished_N=state["finished"].cpu(),
+            versions=versions,
+            stretches=stretches,
+        )
 
     def single_responses(self) -> Ragged:
         """The sampled tokens, for readers that take them for one text. Raises: NotImplementedError where a sample has
@@ -299,47 +370,27 @@ class Experience:
     def state_dict(self) -> dict[str, Any]:
         """State as tensors, numbers, lists and mappings. The columns must be whole."""
         assert self.holding is None, "columns are spread over ranks: replicate them first"
-        rollouts, stretches = self.rollouts, self.rollouts.stretches
         return {
             "prompts": list(self.prompts),
             "groups": self.groups_N,
             "prompt_numbers": self.prompt_numbers_N,
-            "lengths": rollouts.responses.lengths_N,
-            "responses": rollouts.responses.values_T,
-            "logprobs": rollouts.logprobs.values_T,
-            "finished": rollouts.finished_N,
-            "versions": _ragged_state(rollouts.versions.versions),
-            "version_lengths": _ragged_state(rollouts.versions.lengths),
-            "stretches": stretches and _ragged_state(stretches.lengths),
-            "observed": stretches and _ragged_state(stretches.observed),
+            **self.rollouts.state_dict(),
             "columns": {name: column.values_T for name, column in self.columns.items()},
             "per_sample": dict(self.per_sample),
         }
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Experience:
-        """Experience from a `state_dict`, also from one of earlier versions, which had one weight version per step."""
-        lengths_N = state["lengths"].cpu()
-        if "weight_version" in state:
-            versions = VersionRuns.constant(state["weight_version"], lengths_N)
-        else:
-            versions = VersionRuns(_ragged_of(state["versions"]), _ragged_of(state["version_lengths"]))
-        stretches = None
-        if state.get("stretches") is not None:
-            stretches = Stretches(_ragged_of(state["stretches"]), _ragged_of(state["observed"]))
-        rollouts = Rollouts(
-            responses=Ragged(state["responses"], lengths_N),
-            logprobs=Ragged(state["logprobs"], lengths_N),
-            finished_N=state["finished"].cpu(),
-            versions=versions,
-            stretches=stretches,
-        )
+        """Experience from a `state_dict`, also from one of earlier versions."""
+        rollouts = Rollouts.from_state_dict(state)
         return cls(
             prompts=tuple(prompt.cpu() for prompt in state["prompts"]),
             groups_N=state["groups"].cpu(),
             given_prompt_numbers_N=state.get("prompt_numbers", state["groups"]).cpu(),
             rollouts=rollouts,
-            columns={name: Ragged(values_T, lengths_N) for name, values_T in state["columns"].items()},
+            columns={
+                name: Ragged(values_T, rollouts.responses.lengths_N) for name, values_T in state["columns"].items()
+            },
             per_sample=state["per_sample"],
         )
 

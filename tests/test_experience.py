@@ -134,7 +134,7 @@ def test_a_token_of_another_version_than_promised_is_refused():
     again = VersionRuns.from_rows([((3, 2), (4, 1)), ((4, 1),)])
     assert (rows(again.versions), rows(again.lengths)) == (rows(runs.versions), rows(runs.lengths))
     VersionRuns.from_rows([]).require(4)
-    with refuses("version 3", "expected version 4", error=RuntimeError):
+    with refuses("version 3, expected version 4", error=RuntimeError):
         runs.require(4)
 
 

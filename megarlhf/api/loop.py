@@ -200,7 +200,7 @@ class Loop:
         experience = experience.with_columns({"advantages": experience.held(Ragged(values_T, column.lengths_N))})
         state = StepState(experience, plan, run.kl.metrics())
         if "old_logprobs" in experience.columns:
-            state.compare_with_rollout(cfg.algo.rollout_correction)
+            state.compare_with_rollout(cfg, step)
             run.gap_guard.watch(state.metrics)
         trained = train_on(run, state, step)
         logged = {**state.metrics, **_describe(state.experience, column, cfg), **trained}

@@ -129,15 +129,17 @@ class KLConfig(FrozenModel):
 
 
 class RolloutCorrectionConfig(FrozenModel):
-    """Importance sampling from the rollout's distribution to the trainer's, at the weights that drew the samples.
+    """Importance sampling from the distribution that drew the samples to the trainer's at the beginning of the step.
 
-    The engine's log-probs differ from the trainer's by rounding, or because it computes in another dtype. The ratio
-    exp(trainer's - engine's log-prob) of each token, or of its whole response, corrects for it.
+    The engine's log-probs differ from the trainer's by rounding, because it computes in another dtype, or because older
+    weights drew the token (`rollout.slices`). The ratio exp(trainer's - engine's log-prob) of each token, or of its
+    whole response, corrects for it.
     """
 
-    kind: Literal["none", "truncate", "mask"] = "none"
-    """`truncate`: the loss of a token is multiplied by min(ratio, high) (truncated importance sampling). `mask`: it is
-    multiplied by the ratio inside [low, high], and left out outside (icepop)."""
+    kind: Literal["auto", "none", "truncate", "mask"] = "auto"
+    """`auto`: `truncate` with `rollout.slices` above 1 or `rollout.steps_ahead`, otherwise `none`. `truncate`: the loss
+    of a token is multiplied by min(ratio, high) (truncated importance sampling). `mask`: it is multiplied by the ratio
+    inside [low, high], and left out outside (icepop)."""
     level: Literal["token", "sequence", "geometric"] = "token"
     """Ratio of the token, of its response (the product), or the geometric mean over its response."""
     low: NonNegative = 0.5

@@ -11,7 +11,7 @@ from megarlhf.config.data import OF_TRAINING, SFTDataConfig, describe_sources, r
 from megarlhf.config.frozen import FrozenModel
 from megarlhf.config.rewards import RewardConfig, require_distinct_labels
 from megarlhf.config.roles import RoleConfig, require_all_ranks
-from megarlhf.config.rollout import RolloutConfig
+from megarlhf.config.rollout import OF_SLICES, RolloutConfig
 from megarlhf.config.run import RunConfig
 from megarlhf.config.tracking import AccuracyConfig
 from megarlhf.config.watchdog import WatchdogConfig
@@ -51,7 +51,7 @@ class EvaluateConfig(FrozenModel):
     """`megarlhf eval`: figures of a model, each with an interval where it has one."""
 
     command: ClassVar[str] = "eval"
-    refused: ClassVar[frozenset[str]] = OF_TRAINING
+    refused: ClassVar[frozenset[str]] = OF_TRAINING | OF_SLICES
 
     run: RunConfig
     actor: RoleConfig | None = None
@@ -132,6 +132,7 @@ class EvaluateConfig(FrozenModel):
         self._check_parts()
         self._check_rewards()
         self._check_samples()
+        self.rollout.require_whole()
         language_models = {"actor": self.actor, "against": self.against}
         require_all_ranks({name: role for name, role in language_models.items() if role is not None})
         if "pairs" in self.tasks() and self.reward_model is not None:

@@ -10,7 +10,7 @@ from pydantic import PositiveInt, model_validator
 from megarlhf.config.data import OF_TRAINING, PromptDataConfig, require_no_weights
 from megarlhf.config.rewards import RewardConfig, require_distinct_labels
 from megarlhf.config.roles import FrozenModel, RoleConfig, require_all_ranks
-from megarlhf.config.rollout import RolloutConfig
+from megarlhf.config.rollout import OF_SLICES, RolloutConfig
 from megarlhf.config.run import RunConfig
 from megarlhf.config.tracking import AccuracyConfig
 from megarlhf.config.watchdog import WatchdogConfig
@@ -20,7 +20,7 @@ class GenerateConfig(FrozenModel):
     """`megarlhf generate`: sample responses from a model, and score them."""
 
     command: ClassVar[str] = "generate"
-    refused: ClassVar[frozenset[str]] = OF_TRAINING
+    refused: ClassVar[frozenset[str]] = OF_TRAINING | OF_SLICES
 
     run: RunConfig
     actor: RoleConfig
@@ -53,6 +53,7 @@ class GenerateConfig(FrozenModel):
     @model_validator(mode="after")
     def _check(self) -> GenerateConfig:
         require_all_ranks({"actor": self.actor})
+        self.rollout.require_whole()
         if any(reward.kind == "model" for reward in self.rewards):
             raise ValueError(
                 "generate and eval build no reward model; got a reward of kind 'model'. Give its Hugging Face "

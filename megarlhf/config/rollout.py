@@ -78,6 +78,10 @@ _NOTHING_OF_ITS_OWN: Mapping[str, str] = {
 """Engines for which layout, dtype, arguments and sleep cannot be set, with the reason and the remedy."""
 
 
+OF_SLICES = frozenset(f"rollout.{key}" for key in ("slices", "steps_ahead", "gap_probe_samples"))
+"""Keys that only `rl` takes."""
+
+
 class RolloutParallelConfig(FrozenModel):
     tp: PositiveInt | None = None
     """Tensor-parallel size of one engine; default: the actor's."""
@@ -151,6 +155,12 @@ class RolloutConfig(FrozenModel):
     """Responses drawn for each prompt of a step."""
     max_response_tokens: PositiveInt = 1024
     """Longest response. A longer one is cut, and counted."""
+    slices: PositiveInt = 1
+    """Parts in which a response is drawn, in as many steps, each with the newest weights: no step waits for the longest
+    response. 1: each step draws its own samples whole. Only for `rl`, like `steps_ahead` (docs/slices.md)."""
+    steps_ahead: Literal[0, 1] = 0
+    """1: samples are whole one step before they are trained on, as on engines that draw while the trainer trains. On
+    the trainer's own ranks that saves no time; it gives the numbers of a recipe."""
     temperature: Positive = 1.0
     """Divisor of the logits in sampling and in every log-prob, in engine and trainer."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -184,6 +194,9 @@ class RolloutConfig(FrozenModel):
     step. `fixed`: equal numbers. The choice does not change any sample."""
     logprob_gap: LogprobGapConfig = LogprobGapConfig()
     """Limits of the difference between rollout and trainer that end the run."""
+    gap_probe_samples: PositiveInt = 4
+    """Responses of each slice in which trainer and engine are compared before the step's update, at equal weights;
+    only with slices or steps ahead, where older weights drew most tokens. Otherwise all tokens are compared."""
     vllm: VllmConfig = VllmConfig()
     """Settings of the engine `vllm`."""
 
@@ -213,6 +226,19 @@ class RolloutConfig(FrozenModel):
         """Settings that restrict which tokens are drawn, such as `rollout.top_k = 5`."""
         set_filters = {"top_p": self.top_p != 1.0, "top_k": self.top_k != 0, "min_p": self.min_p != 0.0}
         return [f"rollout.{name} = {getattr(self, name)}" for name, is_set in set_filters.items() if is_set]
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether older weights than those of its step draw a part of a sample."""
+        return self.slices > 1 or self.steps_ahead > 0
+
+    def require_whole(self) -> None:
+        """Raises: ValueError for slices, in a command that draws responses with one version of the weights."""
+        if changed := self.changed(*(key.partition(".")[2] for key in sorted(OF_SLICES))):
+            raise ValueError(
+                f"rollout.{changed[0]} = {getattr(self, changed[0])} is for rl, whose weights change while a response "
+                "is drawn; leave it out"
+            )
 
     def require_greedy(self) -> None:
         """Raises: ValueError for settings that make no sense if the likeliest token is always taken."""

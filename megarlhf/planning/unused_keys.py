@@ -46,7 +46,7 @@ def without_effect(cfg: AnyConfig, world_size: int | None = None, *, on_cpu: boo
         rules = _generation_rules(cfg) if isinstance(cfg, GenerateConfig) else _training_rules(cfg)
     rules += _role_rules(cfg, world_size)
     if isinstance(cfg, RLConfig):
-        rules += _rl_rules(cfg) + _advantage_rules(cfg.algo) + _loss_rules(cfg.algo)
+        rules += _rl_rules(cfg) + _advantage_rules(cfg.algo) + _loss_rules(cfg)
     if draws(cfg):
         engine = engine_of(cfg.rollout)
         is_one = engine.has_own_weights and cfg.actor is not None and cfg.rollout.tp(cfg.actor) == world_size
@@ -150,6 +150,7 @@ def _rl_rules(cfg: RLConfig) -> list[_Rule]:
         ("eval.accuracy", no_held_out, "there is no data.validation to evaluate on"),
         ("samples.every", cfg.samples.count == 0, "samples.count = 0 writes no tables"),
         ("train.max_policy_kl", cfg.updates_per_step == 1, "a step has one update of the actor"),
+        ("rollout.gap_probe_samples", not cfg.rollout.is_stale, "all tokens are compared without slices"),
         ("train.stop.max_kl_steps", stop.max_kl is None, "train.stop.max_kl is not set"),
         ("algo.kl.horizon", kl.controller == "fixed", "algo.kl.controller = fixed"),
         ("algo.kl.placement", kl.coef == 0, "algo.kl.coef = 0"),
@@ -180,12 +181,13 @@ def _advantage_rules(algo: AlgoConfig) -> list[_Rule]:
     ]
 
 
-def _loss_rules(algo: AlgoConfig) -> list[_Rule]:
+def _loss_rules(cfg: RLConfig) -> list[_Rule]:
+    algo = cfg.algo
     loss, average = algo.policy_loss, algo.loss_average
     given, given_average = f"algo.policy_loss = {loss}", f"algo.loss_average = {average}"
     no_ratio = loss == "policy_gradient" and not algo.kl.ratio_weighted
     no_gate = loss != "sapo" and not is_path(loss)
-    kind, level = algo.rollout_correction.kind, algo.rollout_correction.level
+    kind, level = cfg.rollout_correction.kind, algo.rollout_correction.level
     given_kind = f"algo.rollout_correction.kind = {kind}"
     return [
         ("algo.clip_low algo.clip_high", loss in ("sapo", "policy_gradient"), f"{given} has no such bound"),

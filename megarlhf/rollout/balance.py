@@ -1,6 +1,6 @@
 """Assignment of samples to engines, so that all engines finish at about the same time.
 
-    chunks = chunk_by_length(prompts, missing, num_engines, seen, max_tokens)
+    chunks = chunk_by_length(prompts, parts, missing, num_engines, seen)
     assignment = assign("length", chunks, num_engines)
 
 The functions are pure: every rank gets the same result. A sample's tokens follow from its seed, not from the engine
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megarlhf.config.rollout import Balance
 from megarlhf.layout import split_evenly
+from megarlhf.rollout.engine import ResponsePart
 
 CHUNKS_PER_ENGINE = 4
 """Least number of chunks per engine. With fewer prompts, the samples of a prompt are divided."""
@@ -33,7 +34,8 @@ class PromptChunk:
 
     rows: tuple[int, ...]
     work: float
-    """Expected tokens: the prompt's, once, and the responses'."""
+    """Expected tokens: the prompt's, once, and the responses', with earlier parts, whose keys and values are computed
+    again."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,15 @@ class SeenLengths:
         self._mean: float | None = None
         self._by_prompt: dict[bytes, float] = {}
 
-    def expected(self, prompt: Tensor, max_tokens: int) -> float:
-        """Expected tokens of a response: the mean of the prompt's last responses, or of all responses of the last
-        rollout, or `max_tokens` if nothing is known."""
+    def expected(self, prompt: Tensor, part: ResponsePart) -> float:
+        """Expected tokens of a part of a response. The response is expected to be as long as the prompt's last ones, or
+        as all of the last rollout; one that is longer already, or of which nothing is known, as long as it may be."""
         known = self._by_prompt.get(_key(prompt), self._mean)
-        return max_tokens if known is None else min(known, max_tokens)
+        rest = 0.0 if known is None else known - len(part.so_far)
+        return min(rest, part.max_tokens) if rest > 0 else part.max_tokens
 
     def record(self, prompts: Sequence[Tensor], lengths: Sequence[int]) -> None:
-        """Record a rollout: prompts and response tokens by row."""
+        """Record whole responses: prompts and response tokens."""
         if not lengths:
             return
         self._mean = sum(lengths) / len(lengths)
@@ -79,19 +82,33 @@ class SeenLengths:
 
 
 def chunk_by_length(
-    prompts: Sequence[Tensor], rows: Sequence[int], num_engines: int, seen: SeenLengths, max_tokens: int
+    prompts: Sequence[Tensor],
+    parts: Sequence[ResponsePart],
+    rows: Sequence[int],
+    num_engines: int,
+    seen: SeenLengths,
 ) -> list[PromptChunk]:
-    """Chunks of rows with equal prompts, the most work first. With few prompts, the rows of one are divided."""
+    """Chunks of rows with equal prompts, the most work first. With few prompts, the rows of one are divided.
+
+    prompts: rows that end with the earlier parts of their responses
+    """
     by_prompt: dict[bytes, list[int]] = {}
     for row in rows:
-        by_prompt.setdefault(_key(prompts[row]), []).append(row)
+        by_prompt.setdefault(_key(prompt_of(prompts[row], parts[row])), []).append(row)
     largest = max(1, -(-len(rows) // (CHUNKS_PER_ENGINE * num_engines)))
     chunks = []
     for own in by_prompt.values():
-        response, prompt = seen.expected(prompts[own[0]], max_tokens), len(prompts[own[0]])
-        parts = split_evenly(len(own), -(-len(own) // largest))
-        chunks += [PromptChunk(tuple(own[n] for n in part), prompt + len(part) * response) for part in parts]
+        prompt = prompt_of(prompts[own[0]], parts[own[0]])
+        for share in split_evenly(len(own), -(-len(own) // largest)):
+            chunk = tuple(own[n] for n in share)
+            work = sum(len(parts[row].so_far) + seen.expected(prompt, parts[row]) for row in chunk)
+            chunks.append(PromptChunk(chunk, len(prompt) + work))
     return sorted(chunks, key=lambda chunk: (-chunk.work, chunk.rows))
+
+
+def prompt_of(row: Tensor, part: ResponsePart) -> Tensor:
+    """The prompt alone of a row that ends with the earlier parts of its response."""
+    return row[: len(row) - len(part.so_far)]
 
 
 def assign(balance: Balance, chunks: Sequence[PromptChunk], num_engines: int) -> EngineAssignment:

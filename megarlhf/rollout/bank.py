@@ -10,7 +10,9 @@
 time when 7 steps were done. Files of earlier processes are never written to. A round of dynamic sampling has its own
 folder, such as `bank/step_000007_refill_1`. Each line is a JSON object `record` with its `digest`. The first is the
 header with the settings of all responses of the file. A response is used only if the header, its prompt and its seed
-are those of the rollout that goes on. Each record has the versions of the weights that drew the response.
+are those of the rollout that goes on. Each record has the versions of the weights that drew the response. Where
+responses are drawn in slices, a folder has the slices that its step draws, also of later steps' samples: the prompt of
+a row is then the prompt and the earlier slices.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from torch import Tensor
 
 from megarlhf.atomic_write import sync
 from megarlhf.collective_errors import raise_on_all_ranks
-from megarlhf.rollout.engine import FinishedResponses, Response, Sampling
+from megarlhf.rollout.engine import FinishedResponses, Response, ResponsePart, Sampling, parts_of
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +61,8 @@ class _Expected:
 
     header: Record
     rows: Sequence[Record]
-    """Identity of each row's response: row, digest of the prompt, seed."""
+    """Identity of each row's response: row, digest of the prompt, seed, and where a part ends."""
+    parts: Sequence[ResponsePart]
     sampling: Sampling
 
 
@@ -79,6 +82,7 @@ class RolloutBank:
         sampling: Sampling,
         prompts: Sequence[Tensor],
         seeds: Sequence[int],
+        parts: Sequence[ResponsePart] | None = None,
         refill: int = 0,
     ) -> StepBank:
         """Open the bank of a step, with all its usable responses spread over the ranks. Collective.
@@ -86,9 +90,15 @@ class RolloutBank:
         `fingerprint` identifies the weights and the mathematics with which the samples are drawn. Layout and number of
         engines may differ from those that drew the responses.
         """
+        given = parts_of(parts, len(prompts), sampling)
         rows = [
-            {"row": row, "prompt": _digest(prompt.cpu().numpy().astype("<i8").tobytes()), "seed": seed}
-            for row, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+            {
+                "row": row,
+                "prompt": _digest(prompt.cpu().numpy().astype("<i8").tobytes()),
+                "seed": seed,
+                **({} if part.until == sampling.max_tokens else {"until": part.until}),
+            }
+            for row, (prompt, seed, part) in enumerate(zip(prompts, seeds, given, strict=True))
         ]
         header = {
             "format": FORMAT,
@@ -97,7 +107,7 @@ class RolloutBank:
             "sampling": sampling.identity(),
             "num_samples": len(rows),
         }
-        expected = _Expected(header, rows, sampling)
+        expected = _Expected(header, rows, given, sampling)
         folder = self._directory / (f"step_{step:06d}" + (f"_refill_{refill}" if refill else ""))
         shares: list[Any] = [None] * dist.get_world_size()
         with raise_on_all_ranks(lambda reasons: RuntimeError(f"rollout bank {folder}: {'; '.join(reasons)}")):
@@ -299,13 +309,14 @@ def _fault(record: Record, expected: _Expected) -> str:
     if not isinstance(row, int) or not 0 <= row < len(expected.rows):
         return "unknown rows"
     if any(record.get(key) != value for key, value in expected.rows[row].items()):
-        return "rows of another prompt or seed"
+        return "rows of another prompt, seed or slice"
     try:
         response = _response(record, expected.header["step"])
     except (ValueError, KeyError, TypeError):
         return "rows that are no response"
-    ended = expected.sampling.ends(response.tokens)
-    complete = ended or len(response.tokens) == expected.sampling.max_tokens
+    part = expected.parts[row]
+    ended = part.ends(expected.sampling, response.tokens)
+    complete = ended or len(response.tokens) == part.max_tokens
     lengths = {len(response.tokens), len(response.logprobs), sum(count for _, count in response.versions)}
     if not complete or ended != response.finished or len(lengths) > 1:
         return "rows that are no finished response"

@@ -82,7 +82,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Response:
-    """One sampled row."""
+    """Tokens that were drawn for one row: a response, or the part of it that was asked for."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -94,6 +94,30 @@ class Response:
     def index(self) -> IndexEntry:
         """Facts that every rank knows of the response."""
         return len(self.tokens), self.finished, self.versions
+
+
+@dataclass(frozen=True)
+class ResponsePart:
+    """Part of a response that one call draws, where a response is drawn in slices (`slices.py`)."""
+
+    so_far: Sequence[int]
+    """Tokens of earlier parts. The row of `prompts` is the prompt and these."""
+    until: int
+    """Length of the response, earlier parts included, at which this part ends at the latest."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens that are drawn now."""
+        return self.until - len(self.so_far)
+
+    def ends(self, sampling: Sampling, tokens: Sequence[int]) -> bool:
+        """Whether the response ends with the last of the `tokens` that are drawn now."""
+        return sampling.ends(tokens if sampling.stop is None or not self.so_far else [*self.so_far, *tokens])
+
+
+def parts_of(parts: Sequence[ResponsePart] | None, num_rows: int, sampling: Sampling) -> Sequence[ResponsePart]:
+    """The part of each row; whole responses where none are given."""
+    return [ResponsePart((), sampling.max_tokens)] * num_rows if parts is None else parts
 
 
 VersionRow = tuple[tuple[int, int], ...]
@@ -166,10 +190,14 @@ class RolloutEngine(Protocol):
         seeds: Sequence[int],
         sampling: Sampling,
         *,
+        parts: Sequence[ResponsePart] | None = None,
         bank: FinishedResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
         """Draw one response for each prompt; row n is drawn with seeds[n] on whatever engine.
+
+        With `parts` only a part of each response is drawn. Parts of a response that the same weights draw one after
+        the other are the response that they draw at once.
 
         Rows that `bank` holds on any rank are not drawn again. Each other row is added to it, on one rank, when it is
         finished. `should_stop` is called on every rank between two tokens; if it returns True on one, at least the

@@ -22,7 +22,16 @@ from megarlhf.parallel.device_memory import Offloadable, RoleParts
 from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.parallel.step import forward_only
 from megarlhf.parallel.vocab import logits_at
-from megarlhf.rollout.engine import FinishedResponses, Response, Sampling, any_rank, gather_rollouts, missing_rows
+from megarlhf.rollout.engine import (
+    FinishedResponses,
+    Response,
+    ResponsePart,
+    Sampling,
+    any_rank,
+    gather_rollouts,
+    missing_rows,
+    parts_of,
+)
 
 
 class MegatronEngine:
@@ -60,6 +69,7 @@ class MegatronEngine:
         seeds: Sequence[int],
         sampling: Sampling,
         *,
+        parts: Sequence[ResponsePart] | None = None,
         bank: FinishedResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
@@ -68,7 +78,8 @@ class MegatronEngine:
         bank = FinishedResponses() if bank is None else bank
         rows = missing_rows(bank, len(prompts))
         began = time.monotonic()
-        stopped = self._draw(rows, prompts, seeds, sampling, bank, should_stop) if rows else False
+        given = parts_of(parts, len(prompts), sampling)
+        stopped = self._draw(rows, prompts, seeds, sampling, given, bank, should_stop) if rows else False
         self.local_seconds = time.monotonic() - began
         device = self._actor.mesh.runtime.device
         return gather_rollouts(bank.held, len(prompts), device, stopped=stopped)
@@ -79,6 +90,7 @@ class MegatronEngine:
         prompts: Sequence[Tensor],
         seeds: Sequence[int],
         sampling: Sampling,
+        parts: Sequence[ResponsePart],
         bank: FinishedResponses,
         should_stop: Callable[[], bool] | None,
     ) -> bool:
@@ -90,14 +102,17 @@ class MegatronEngine:
             for n in batch
         ]
         # As wide as for all prompts, whichever are missing: equal shapes give equal bits.
-        longest = max(len(prompt) for prompt in prompts) + sampling.max_tokens
+        longest = sampling.max_tokens + max(
+            len(prompt) - len(part.so_far) for prompt, part in zip(prompts, parts, strict=True)
+        )
         filled = [prompts[0] if row == FILLER else prompts[row] for row in rows]
-        state = _Decoding(rows, filled, padded_length(longest, mesh), mesh.runtime.device)
-        for length in range(1, sampling.max_tokens + 1):
+        own = [parts[0] if row == FILLER else parts[row] for row in rows]
+        state = _Decoding(rows, filled, own, padded_length(longest, mesh), mesh.runtime.device)
+        for _ in range(max(parts[row].max_tokens for row in missing)):
             state.extend(self._next_tokens(state, seeds, sampling), sampling)
             if mesh.owns_outputs:
-                for row, response in state.responses(self._version).items():
-                    if row not in bank.held and (response.finished or length == sampling.max_tokens):
+                for row, response in state.ended(self._version).items():
+                    if row not in bank.held:
                         bank.add(row, response)
             if should_stop is not None and any_rank(should_stop()):
                 return True
@@ -160,8 +175,10 @@ def _sample(logits_BV: Tensor, rows_B: Tensor, last_B: Tensor, seeds: Sequence[i
 class _Decoding:
     """Rows that grow token by token, on a grid that is wide enough for the longest."""
 
-    def __init__(self, rows: list[int], prompts: list[Tensor], width: int, device: torch.device) -> None:
-        self.rows = rows
+    def __init__(
+        self, rows: list[int], prompts: list[Tensor], parts: list[ResponsePart], width: int, device: torch.device
+    ) -> None:
+        self.rows, self._parts = rows, parts
         self.lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
         self.tokens_BS = torch.zeros(len(rows), width, dtype=torch.int64, device=device)
         for i, prompt in enumerate(prompts):
@@ -176,17 +193,21 @@ class _Decoding:
                 self.tokens_BS[i, self.lengths_B[i]] = int(token)
                 self.lengths_B[i] += 1
                 self._sampled[i].append((int(token), logprob))
-                self._finished[i] = sampling.ends([sampled for sampled, _ in self._sampled[i]])
-                self._open_B[i] = not self._finished[i]
+                part, tokens = self._parts[i], [sampled for sampled, _ in self._sampled[i]]
+                self._finished[i] = part.ends(sampling, tokens)
+                self._open_B[i] = not self._finished[i] and len(tokens) < part.max_tokens
 
     def is_open(self, part: slice) -> bool:
         """Whether any of these rows is unfinished."""
         return bool(self._open_B[part].any())
 
-    def responses(self, version: int) -> dict[int, Response]:
-        """Responses so far by row, all drawn by one version of the weights."""
+    def ended(self, version: int) -> dict[int, Response]:
+        """Responses by row that are finished, or as long as they may become; all drawn by one version of the
+        weights."""
         return {
             row: Response([t for t, _ in sampled], [p for _, p in sampled], finished, ((version, len(sampled)),))
-            for row, sampled, finished in zip(self.rows, self._sampled, self._finished, strict=True)
-            if row != FILLER
+            for row, sampled, finished, is_open in zip(
+                self.rows, self._sampled, self._finished, self._open_B.tolist(), strict=True
+            )
+            if row != FILLER and not is_open
         }

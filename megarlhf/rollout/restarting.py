@@ -16,6 +16,7 @@ from megarlhf.parallel.device_memory import Offloadable
 from megarlhf.rollout.engine import (
     EngineFailure,
     FinishedResponses,
+    ResponsePart,
     RolloutEngine,
     RolloutInterrupted,
     Sampling,
@@ -86,6 +87,7 @@ class RestartingEngine:
         seeds: Sequence[int],
         sampling: Sampling,
         *,
+        parts: Sequence[ResponsePart] | None = None,
         bank: FinishedResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
@@ -97,7 +99,7 @@ class RestartingEngine:
         bank = FinishedResponses() if bank is None else bank
         for rebuilds in range(self._max_rebuilds + 1):
             try:
-                return self.engine.generate(prompts, seeds, sampling, bank=bank, should_stop=should_stop)
+                return self.engine.generate(prompts, seeds, sampling, parts=parts, bank=bank, should_stop=should_stop)
             except EngineFailure as failure:
                 # Kept as text: the traceback refers to the engine, whose memory the next one needs.
                 reason = str(failure)

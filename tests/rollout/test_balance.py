@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megarlhf.rollout.balance import EngineAssignment, PromptChunk, SeenLengths, assign, chunk_by_length
-from megarlhf.rollout.engine import FinishedResponses
+from megarlhf.rollout.engine import FinishedResponses, ResponsePart
 from megarlhf.rollout.prompt_queue import NOTHING, PromptQueue, SharedCounter
 from megarlhf.rollout.vllm.generate_loop import run_requests
 from tests.rollout.test_generate_loop import SAMPLING, output
@@ -20,19 +20,23 @@ def prompts_of(*lengths):
     return [torch.arange(length) + 10 * length for length in lengths]
 
 
+def whole(max_tokens, count=1):
+    return [ResponsePart((), max_tokens)] * count
+
+
 def chunks(*works):
     return [PromptChunk((row,), work) for row, work in enumerate(works)]
 
 
 def test_a_prompt_s_samples_are_a_piece_and_its_work_counts_the_prompt_once():
     """Two samples each of prompts of 3, 5 and 4 tokens, 100 expected of a response, and one engine."""
-    chunked = chunk_by_length(prompts_of(3, 5, 4, 3, 5, 4), range(6), 1, SeenLengths(), 100)
+    chunked = chunk_by_length(prompts_of(3, 5, 4, 3, 5, 4), whole(100, 6), range(6), 1, SeenLengths())
     assert chunked == [PromptChunk((1, 4), 205), PromptChunk((2, 5), 204), PromptChunk((0, 3), 203)]
 
 
 def test_few_prompts_are_cut_so_that_each_engine_has_some():
     """16 samples of one prompt, two engines: eight pieces; rows that are not missing are left out."""
-    chunked = chunk_by_length(prompts_of(*[3] * 20), range(4, 20), 2, SeenLengths(), 10)
+    chunked = chunk_by_length(prompts_of(*[3] * 20), whole(10, 20), range(4, 20), 2, SeenLengths())
     assert [piece.rows for piece in chunked] == [(n, n + 1) for n in range(4, 20, 2)]
     assert {piece.work for piece in chunked} == {23}
 
@@ -41,14 +45,27 @@ def test_expected_lengths_are_those_seen():
     """Of the prompt, of the last rollout, or the longest that may be; the earliest prompts are forgotten."""
     a, b, c, d = prompts_of(1, 2, 3, 4)
     seen = SeenLengths(max_prompts=2)
-    assert seen.expected(a, 64) == 64
+    assert seen.expected(a, *whole(64)) == 64
     seen.record([a, a, b], [10, 20, 60])
-    assert [seen.expected(prompt, 64) for prompt in (a, b, c)] == [15, 60, 30]
-    assert seen.expected(b, 50) == 50
+    assert [seen.expected(prompt, *whole(64)) for prompt in (a, b, c)] == [15, 60, 30]
+    assert seen.expected(b, *whole(50)) == 50
     seen.record([c, b], [8, 4])
-    assert [seen.expected(prompt, 64) for prompt in (a, b, c, d)] == [6, 4, 8, 6]
+    assert [seen.expected(prompt, *whole(64)) for prompt in (a, b, c, d)] == [6, 4, 8, 6]
     seen.record([], [])
-    assert seen.expected(d, 64) == 6
+    assert seen.expected(d, *whole(64)) == 6
+
+
+def test_a_part_is_expected_to_be_as_long_as_the_rest_of_its_response():
+    """A response of 15 tokens of which 4, 12 and 20 are drawn, in parts of 8: 8, 3, and 8 since it is longer already.
+    Its earlier tokens are computed again."""
+    (prompt,) = prompts_of(3)
+    seen = SeenLengths()
+    seen.record([prompt], [15])
+    parts = [ResponsePart([0] * drawn, drawn + 8) for drawn in (4, 12, 20)]
+    assert [seen.expected(prompt, part) for part in parts] == [8, 3, 8]
+    rows = [torch.cat([prompt, torch.zeros(len(part.so_far), dtype=torch.int64)]) for part in parts]
+    chunked = chunk_by_length(rows, parts, [0, 1], 1, seen)
+    assert chunked == [PromptChunk((1,), 3 + 12 + 3), PromptChunk((0,), 3 + 4 + 8)]
 
 
 def test_fixed_shares_are_equal_numbers_in_order():
@@ -76,7 +93,8 @@ def test_one_engine_draws_all_in_order(balance):
 @pytest.mark.parametrize("balance", ["fixed", "length", "on_demand"])
 @pytest.mark.parametrize("num_engines", [2, 3, 7])
 def test_each_row_goes_to_one(balance, num_engines):
-    chunked = chunk_by_length(prompts_of(*(3 + n % 5 for n in range(23))), range(2, 23), num_engines, SeenLengths(), 10)
+    prompts = prompts_of(*(3 + n % 5 for n in range(23)))
+    chunked = chunk_by_length(prompts, whole(10, 23), range(2, 23), num_engines, SeenLengths())
     assignment = assign(balance, chunked, num_engines)
     assert len(assignment.first) == num_engines
     rows = [row for part in (*assignment.first, *assignment.queue) for row in part]

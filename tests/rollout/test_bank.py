@@ -131,7 +131,7 @@ def test_responses_drawn_with_something_else_are_put_aside(opened, tmp_path, cap
 def test_a_row_of_another_prompt_or_seed_is_drawn_again(opened, caplog, change):
     put(opened, [0, 1])
     assert opened(**change).held == {1: ROWS[1]}
-    assert "1 rows of another prompt or seed" in caplog.text
+    assert "1 rows of another prompt, seed or slice" in caplog.text
 
 
 def test_a_bank_of_format_1_is_of_the_steps_own_version(opened, tmp_path):

@@ -15,7 +15,7 @@ from megarlhf.config import RoleConfig, RolloutConfig
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.model_directory import end_tokens
 from megarlhf.rollout.balance import SeenLengths
-from megarlhf.rollout.engine import Sampling
+from megarlhf.rollout.engine import ResponsePart, Sampling
 from megarlhf.rollout.factory import sampling_of
 from megarlhf.rollout.megatron_engine import _Decoding
 from megarlhf.rollout.prompt_queue import SharedCounter
@@ -66,10 +66,10 @@ def sampling(tmp_path):
 
 def test_the_megatron_engine_ends_at_each_of_them(sampling):
     """Rows end at 2, at 9, and not at all."""
-    rows = _Decoding([0, 1, 2], [torch.tensor([1])] * 3, 4, torch.device("cpu"))
+    rows = _Decoding([0, 1, 2], [torch.tensor([1])] * 3, [ResponsePart((), 3)] * 3, 4, torch.device("cpu"))
     for tokens in ((5, 9, 5), (2, 5, 5), (5, 5, 5)):
         rows.extend(torch.tensor([[token, -0.5] for token in tokens], dtype=torch.float64), sampling)
-    assert rows.responses(4) == {
+    assert rows.ended(4) == {
         0: make_response([5, 2], [-0.5] * 2, True, 4),
         1: make_response([9], [-0.5], True, 4),
         2: make_response([5, 5, 5], [-0.5] * 3, False, 4),
@@ -81,7 +81,9 @@ def test_vllm_is_asked_to_end_at_exactly_these(sampling, monkeypatch, one_rank):
     asked = []
 
     def gathered(mine):
-        return SimpleNamespace(mine=mine, responses=SimpleNamespace(lengths_N=torch.tensor([1])))
+        return SimpleNamespace(
+            mine=mine, responses=SimpleNamespace(lengths_N=torch.tensor([1])), finished_N=torch.tensor([True])
+        )
 
     class Engine:
         def enqueue(self, requests, parameters, use_tqdm, lora_request=None):

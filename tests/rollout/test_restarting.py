@@ -52,7 +52,7 @@ class Engine:
         self.verified = True
         return Certificate(self.weight_version, self.digest, 0.0)
 
-    def generate(self, prompts, seeds, sampling, *, bank, should_stop):
+    def generate(self, prompts, seeds, sampling, *, parts, bank, should_stop):
         assert self.verified
         for row in missing_rows(bank, len(prompts)):
             if should_stop is not None and should_stop():

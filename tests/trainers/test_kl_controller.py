@@ -58,7 +58,8 @@ def loss_of(step, **algo):
         algo=made,
         ptx=None,
         loss_constant=4,
-        rollout=SimpleNamespace(temperature=1.0),
+        rollout=SimpleNamespace(temperature=1.0, is_stale=False),
+        rollout_correction=made.rollout_correction,
         train=SimpleNamespace(critic_warmup_steps=0, num_steps=2),
     )
     actor = SimpleNamespace(shard=SimpleNamespace(vocabulary=lambda: None))

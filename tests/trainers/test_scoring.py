@@ -16,7 +16,7 @@ from megarlhf.observe.watch.phases import Phases
 from megarlhf.rollout.engine import Sampling
 from megarlhf.trainers.experience.rewards import CombinedRewards
 from megarlhf.trainers.rl.advantages import add_advantages, total_rewards
-from megarlhf.trainers.rl.rollout import draw_greedy
+from megarlhf.trainers.rl.rollout import draw_baselines
 from megarlhf.trainers.rl.scoring import greedy_rewards, with_rewards
 from tests.refuses import refuses
 from tests.tables import make_rollouts, ragged
@@ -104,7 +104,7 @@ def baselines(given, step=4, **algo):
     run = SimpleNamespace(engine=Engine(), sampling=sampling, rewarder=Rewards(given), phases=Phases())
     session = SimpleNamespace(stoppable=lambda phase: contextlib.nullcontext(), asked_to_stop=lambda: False)
     prompts = [SimpleNamespace(tokens=[1, n]) for n in range(2)]
-    return greedy_rewards(config(**algo), session, draw_greedy(run, session, prompts, step))
+    return greedy_rewards(config(**algo), session, draw_baselines(run, session, prompts, step))
 
 
 def test_a_greedy_response_earns_what_a_sample_would():

@@ -27,7 +27,16 @@ from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutWork, Seq
 from megarlhf.rehearsal.cost_model.engine_time import shape_of
 from megarlhf.rehearsal.fakes.lengths import Lengths
 from megarlhf.rollout.balance import assign, chunk_by_length
-from megarlhf.rollout.engine import FinishedResponses, Index, Response, Sampling, gather_indexed
+from megarlhf.rollout.engine import (
+    FinishedResponses,
+    Index,
+    IndexEntry,
+    Response,
+    ResponsePart,
+    Sampling,
+    gather_indexed,
+    parts_of,
+)
 from megarlhf.rollout.megatron_engine import MegatronEngine
 from megarlhf.rollout.vllm.engine import VllmEngine
 from megarlhf.runtime import Runtime
@@ -168,6 +177,7 @@ class RehearsedEngine(VllmEngine):
         seeds: Sequence[int],
         sampling: Sampling,
         *,
+        parts: Sequence[ResponsePart] | None = None,
         bank: FinishedResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
@@ -175,8 +185,10 @@ class RehearsedEngine(VllmEngine):
         self._wake(to_generate=True)
         tp, world = self._tp, self._runtime.world_size
         self._on_rollout(len(prompts))
-        drawn = [min(self._lengths.draw(seed), sampling.max_tokens) for seed in seeds]
-        pieces = chunk_by_length(prompts, range(len(prompts)), world // tp, self._seen, sampling.max_tokens)
+        given = parts_of(parts, len(prompts), sampling)
+        index = drawn_now(self._lengths, seeds, given, sampling, self._version)
+        drawn = [length for length, _, _ in index]
+        pieces = chunk_by_length(prompts, given, range(len(prompts)), world // tp, self._seen)
         assignment = assign(self._rollout.balance, pieces, world // tp)
 
         def sequences(rows: Sequence[int]) -> Sequences:
@@ -187,9 +199,10 @@ class RehearsedEngine(VllmEngine):
         shares = [list(rows) for rows in assignment.first]
         for rows, engine in zip(assignment.queue, self._estimate(work, self._shape, self._cache_bytes), strict=True):
             shares[engine] += rows
-        self._seen.record(prompts, drawn)
         owned = {engine * tp + rank: share[rank::tp] for engine, share in enumerate(shares) for rank in range(tp)}
-        return given_responses(owned, drawn, sampling, self._version, self._runtime)
+        rollouts = given_responses(owned, index, self._runtime)
+        self._record(prompts, given, rollouts, sampling.max_tokens)
+        return rollouts
 
     def close(self) -> None:
         self._sleeper.forget()
@@ -212,33 +225,43 @@ class GivenResponses(MegatronEngine):
         seeds: Sequence[int],
         sampling: Sampling,
         *,
+        parts: Sequence[ResponsePart] | None = None,
         bank: FinishedResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
         self._parts.to_compute()
         self._on_rollout(len(prompts))
-        drawn = [min(self._lengths.draw(seed), sampling.max_tokens) for seed in seeds]
+        index = drawn_now(self._lengths, seeds, parts_of(parts, len(prompts), sampling), sampling, self.weight_version)
         shares = dict(enumerate(split_evenly(len(prompts), self._runtime.world_size)))
-        return given_responses(shares, drawn, sampling, self.weight_version, self._runtime)
+        return given_responses(shares, index, self._runtime)
 
 
-def given_responses(
-    shares: Mapping[int, Sequence[int]], lengths: Sequence[int], sampling: Sampling, version: int, runtime: Runtime
-) -> Rollouts:
+def drawn_now(
+    lengths: Lengths, seeds: Sequence[int], parts: Sequence[ResponsePart], sampling: Sampling, version: int
+) -> list[IndexEntry]:
+    """Length of each row's part, and whether the response ends in it. A response has the length of its seed."""
+    index: list[IndexEntry] = []
+    for seed, part in zip(seeds, parts, strict=True):
+        whole = min(lengths.draw(seed), sampling.max_tokens)
+        length = min(whole, part.until)
+        count = max(1, length - len(part.so_far))
+        index.append((count, length == whole < sampling.max_tokens, ((version, count),)))
+    return index
+
+
+def given_responses(shares: Mapping[int, Sequence[int]], entries: Sequence[IndexEntry], runtime: Runtime) -> Rollouts:
     """Rollouts of these lengths, made by the functions of a real engine.
 
     shares: rows by the rank that answers for them.
     """
-    finished = [length < sampling.max_tokens for length in lengths]
-    versions = [((version, length),) for length in lengths]
-    index: list[Index] = [
-        {n: (lengths[n], finished[n], versions[n]) for n in shares.get(rank, ())} for rank in range(runtime.world_size)
-    ]
-    own = shares.get(runtime.rank, ())
-    mine = {n: Response([TOKEN] * lengths[n], [-1.0] * lengths[n], finished[n], versions[n]) for n in own}
+    index: list[Index] = [{n: entries[n] for n in shares.get(rank, ())} for rank in range(runtime.world_size)]
+    mine = {
+        n: Response([TOKEN] * length, [-1.0] * length, finished, versions)
+        for n, (length, finished, versions) in index[runtime.rank].items()
+    }
     status: list[Any] = [(part, False, 0.0) for part in index]
     dist.all_gather_object(status, status[runtime.rank])  # as the real engines do; here the content is known
-    return gather_indexed(mine, index, len(lengths), runtime.device)
+    return gather_indexed(mine, index, len(entries), runtime.device)
 
 
 def forward_bytes(arch: Architecture, tp: int) -> int:

@@ -51,7 +51,7 @@ _NEUTRAL = {
     "whether a KL that nothing else reads is measured": "algo.kl.log",
     "checks, which end a run or let it be": (
         "algo.unrewarded rollout.verify_weights_every rollout.poison_weights rollout.logprob_gap.* "
-        "rollout.max_engine_rebuilds train.max_skipped_in_a_row data.max_skipped "
+        "rollout.gap_probe_samples rollout.max_engine_rebuilds train.max_skipped_in_a_row data.max_skipped "
         "data.other_writing"
     ),
 }
@@ -80,6 +80,7 @@ _MATHEMATICS = {
     "how responses are drawn": (
         "rollout.engine rollout.dtype rollout.num_samples_per_prompt rollout.max_response_tokens rollout.temperature "
         "rollout.top_p rollout.top_k rollout.min_p rollout.stop rollout.stop_token_ids "
+        "rollout.slices rollout.steps_ahead "
         "rollout.vllm.args.kv_cache_dtype"
     ),
     "when the run ends": "train.stop.*",
@@ -193,7 +194,9 @@ def _trained(cfg: TrainingConfig) -> dict[str, RoleConfig]:
 def _flat(cfg: TrainingConfig) -> dict[str, Any]:
     """Values by dotted key. Of the roles those that are built, and of a frozen one no optimizer: the rest is unread."""
     tree = cfg.model_dump(mode="json", exclude=set(ROLES))
-    if isinstance(cfg, RLConfig):  # two keys of the list, as one change of it may be of either kind
+    if isinstance(cfg, RLConfig):
+        tree["algo"]["rollout_correction"]["kind"] = cfg.rollout_correction.kind  # what `auto` stands for
+        # Two keys of the list, as one change of it may be of either kind.
         tree["rewards.calls"] = {
             f"{n}.{key}": value
             for n, reward in enumerate(tree["rewards"])

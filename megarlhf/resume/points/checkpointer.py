@@ -12,10 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from megarlhf.collective_errors import from_first_rank, on_first_rank, raise_on_all_ranks
 from megarlhf.config import CheckpointConfig
@@ -25,7 +27,7 @@ from megarlhf.resume.points import point, sharded_state
 from megarlhf.resume.points.cadence import Cadence
 from megarlhf.resume.points.file_digest import FileDigest
 from megarlhf.resume.points.point import Position
-from megarlhf.resume.points.restore import RANDOM, TABLE, Identity, MakeTable, layout_in_words
+from megarlhf.resume.points.restore import RANDOM, TABLE, Identity, MakeTable, layout_in_words, table_file
 from megarlhf.resume.points.stateful import Stateful
 from megarlhf.resume.points.writer import Content, PointWriter, WriteOutcome
 from megarlhf.resume.signals import STOP_SIGNALS, StopRequest, StopRun, time_left
@@ -43,6 +45,8 @@ class _Boundary:
 
     position: Position
     state: Mapping[str, Any]
+    tables: Mapping[str, Mapping[str, Any]]
+    """States with tensors, by name; only those that are not empty."""
     random: Mapping[str, Any]
     """Random state of this rank."""
     table: MakeTable | None
@@ -57,7 +61,8 @@ class Checkpointer:
     `on_room` when there is room for a point: files that a full disk did not take can be written now.
     `on_saved` is called on rank 0 after a point has been written, with the position of the oldest of the newest
     `checkpoint.keep`: a start goes on from one of these, while those of `keep_every` are kept for people.
-    `provenance` says where a role's weights come from at a position. `writer` makes what writes.
+    `provenance` says where a role's weights come from at a position. `writer` makes what writes. `tables` are objects
+    whose state has tensors; `states` are those whose state is JSON.
     """
 
     def __init__(
@@ -77,11 +82,12 @@ class Checkpointer:
         provenance: Callable[[str, Position], Provenance] | None = None,
         newest: Position | None = None,
         writer: Callable[[Runtime], PointWriter] = PointWriter,
+        tables: Mapping[str, Stateful] = MappingProxyType({}),
     ) -> None:
         self._runtime, self._run_dir, self._cfg = runtime, run_dir, cfg
         self._roles, self._states, self._identity, self._stop = roles, states, identity, stop
         self._note, self._still_ours, self._on_room, self._on_saved = note, still_ours, on_room, on_saved
-        self._provenance = provenance
+        self._provenance, self._tables = provenance, tables
         self._companions = _companion_files(runtime, roles)
         self._writer, self._cadence = writer(runtime), Cadence(cfg, _time_left_everywhere())
         self._boundary: _Boundary | None = None
@@ -109,7 +115,8 @@ class Checkpointer:
         before = self._boundary.position if self._boundary else self._newest or Position(0)
         self._cadence.at_boundary(int(position != before and not only_to_stop))
         state = {name: stateful.state_dict() for name, stateful in self._states.items()}
-        self._boundary = _Boundary(position, state, random_state(self._runtime.device), table, updates)
+        tables = {name: content for name, held in self._tables.items() if (content := held.state_dict())}
+        self._boundary = _Boundary(position, state, tables, random_state(self._runtime.device), table, updates)
         self._poll()
         code = self._agree(position)
         if code >= _TIME_IS_UP:
@@ -247,6 +254,9 @@ class Checkpointer:
             size += sum(num_bytes for _, num_bytes in everyones)
             if table is not None:
                 files[TABLE] = table
+            for name, held in boundary.tables.items():
+                files[table_file(name)] = held
+                size += bytes_of(held)
         return Content(roles, commons, files), size + size // 50 + (1 << 20)
 
     def _poll(self, *, wait: bool = False) -> None:
@@ -300,6 +310,11 @@ class Checkpointer:
             f"WARNING: no resume point of {position}: {reason}. The run goes on; the newest resume point is "
             f"{self._name_of_newest()}, and the next one is tried when it is due"
         )
+
+
+def bytes_of(tree: Any) -> int:
+    """Bytes of the tensors of a tree."""
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
 def _companion_files(runtime: Runtime, roles: Sequence[Role]) -> dict[str, bytes]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,9 +25,18 @@ from megarlhf.runtime import Runtime, set_random_state
 from megarlhf.weights.checkpoint.dtype import NAMES
 
 RANDOM, TABLE = "state/random.pt", "state/table.pt"
+SLICES = "slices"
+"""Name of the table of responses that are being drawn in slices."""
 
 SPLITS = (("train", "mini_batch_samples"), ("train", "epochs_per_step"), ("train", "shuffle"), ("run", "seed"))
 """Keys that decide how the samples of a step of rl are split into mini-batches."""
+
+DRAWS = (
+    *(("rollout", key) for key in ("num_samples_per_prompt", "max_response_tokens", "temperature")),
+    *(("rollout", key) for key in ("stop", "stop_token_ids")),
+    *(("train", "prompts_per_step"), ("train", "sampler"), ("run", "seed")),
+)
+"""Keys that decide how the responses of a step of rl are drawn. They cannot change while some are drawn in slices."""
 
 Table = Mapping[str, Any]
 MakeTable = Callable[[], Table]
@@ -122,6 +132,27 @@ class Identity:
             if self.command == "rl" and before[section][key] != now[section][key]
         ]
 
+    def draws_otherwise(self, manifest: Mapping[str, Any]) -> list[str]:
+        """Explain why responses that were begun cannot be finished: the rest would be drawn in another way.
+        `run.allow_changes` does not help."""
+        if self.command != "rl":
+            return []
+        before, now = manifest["config"], self.config
+        rule = [("rollout", "slices", 1), ("rollout", "steps_ahead", 0)]
+        changes = [(*place, before[place[0]].get(place[1], default)) for *place, default in rule]
+        held = table_file(SLICES) in manifest["files"]
+        if held:
+            changes += [(section, key, before[section].get(key)) for section, key in DRAWS]
+        problems = [
+            f"{section}.{key} {old} -> {now[section][key]} would draw the rest of responses otherwise than they were "
+            "begun; go on with the former value"
+            for section, key, old in changes
+            if old != now[section][key]
+        ]
+        if held and manifest["data"] != self.data:
+            problems.append("data.train gives other samples, and responses to the former ones are being drawn")
+        return problems
+
     def other_precision(self, manifest: Mapping[str, Any]) -> list[str]:
         """Explain why the state cannot be loaded at another dtype: with bf16 the optimizer keeps main parameters in
         fp32, otherwise it has none. `run.allow_changes` does not help."""
@@ -164,10 +195,22 @@ class Restored:
     notes: list[str] = field(default_factory=list)
 
 
+def table_file(name: str) -> str:
+    """File of a table in a point."""
+    return f"state/{name}.pt"
+
+
 def restore(
-    runtime: Runtime, run_dir: Path, roles: Sequence[Role], states: Mapping[str, Stateful], identity: Identity
+    runtime: Runtime,
+    run_dir: Path,
+    roles: Sequence[Role],
+    states: Mapping[str, Stateful],
+    identity: Identity,
+    tables: Mapping[str, Stateful] = MappingProxyType({}),
 ) -> Restored | None:
     """Load the newest good point; None where there is no point. Collective.
+
+    tables: objects whose state has tensors, by name. A point has no file of one whose state was empty
 
     Raises: ValueError when there are points and none of them is good and of this run.
     """
@@ -177,6 +220,8 @@ def restore(
         manifest, problems, notes = _examine(runtime, candidate, roles, states, identity)
         if not problems:
             table = _load(runtime, candidate, manifest, roles, states)
+            for name in (name for name in tables if table_file(name) in manifest["files"]):
+                tables[name].load_state_dict(torch.load(candidate.path / table_file(name), weights_only=True))
             notes += passed_over + identity.remarks(manifest) + _other_layouts(roles, manifest)
             base = {role: Weights(**weights) for role, weights in manifest["base"].items()}
             return Restored(candidate.position, manifest["config"]["train"]["num_steps"], table, base, notes)
@@ -217,6 +262,7 @@ def _examine(
                         "`every` the reference stays where it is"
                     )
                 problems += identity.other_precision(manifest)
+                problems += identity.draws_otherwise(manifest)
                 if candidate.position.update:
                     problems += identity.splits_otherwise(manifest)
         except (ValueError, KeyError) as error:

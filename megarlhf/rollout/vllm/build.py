@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megarlhf.config import RolloutConfig
-from megarlhf.rollout.engine import Sampling
-from megarlhf.rollout.vllm.patches import cpu_patches
+from megarlhf.rollout.engine import ResponsePart, Sampling
+from megarlhf.rollout.vllm.patches import NUM_DRAWN, cpu_patches
 from megarlhf.runtime import Runtime, without_torch_determinism
 
 
@@ -84,19 +84,27 @@ def enqueue(
     prompts: Sequence[Tensor],
     seeds: Sequence[int],
     sampling: Sampling,
+    parts: Sequence[ResponsePart],
     rows: Sequence[int],
     *,
     adapter: bool = False,
 ) -> list[str]:
-    """Hand these rows to vLLM's `LLM`, and return the names of the requests. adapter: use vLLM's adapter"""
+    """Hand these rows to vLLM's `LLM`, and return the names of the requests.
+
+    A later part of a response is a request whose prompt ends with the earlier parts. On a GPU its noise follows from
+    seed and position, as that of the whole response does. On a CPU vLLM is told how many draws came before.
+
+    adapter: use vLLM's adapter
+    """
     from vllm import SamplingParams
 
     requests: list[Any] = [{"prompt_token_ids": prompts[n].tolist()} for n in rows]
     parameters = [
         SamplingParams(
             temperature=0.0 if sampling.greedy else sampling.temperature,
-            max_tokens=sampling.max_tokens,
+            max_tokens=parts[n].max_tokens,
             seed=None if sampling.greedy else seeds[n],
+            extra_args={NUM_DRAWN: len(parts[n].so_far)} if parts[n].so_far else None,
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,

@@ -25,8 +25,16 @@ from megarlhf.models.build import ModelShard, placements_on
 from megarlhf.models.role import Role
 from megarlhf.parallel.device_memory import Offloadable
 from megarlhf.placement import RankPlacements
-from megarlhf.rollout.balance import SeenLengths, assign, chunk_by_length
-from megarlhf.rollout.engine import EngineFailure, FinishedResponses, Sampling, gather_rollouts, missing_rows
+from megarlhf.rollout.balance import SeenLengths, assign, chunk_by_length, prompt_of
+from megarlhf.rollout.engine import (
+    EngineFailure,
+    FinishedResponses,
+    ResponsePart,
+    Sampling,
+    gather_rollouts,
+    missing_rows,
+    parts_of,
+)
 from megarlhf.rollout.prompt_queue import PromptQueue, SharedCounter, agreed_key, rendezvous_store
 from megarlhf.rollout.vllm.build import build_llm, changed_in_memory, enqueue
 from megarlhf.rollout.vllm.generate_loop import run_requests
@@ -315,6 +323,7 @@ class VllmEngine:
         seeds: Sequence[int],
         sampling: Sampling,
         *,
+        parts: Sequence[ResponsePart] | None = None,
         bank: FinishedResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
@@ -327,7 +336,8 @@ class VllmEngine:
             raise RuntimeError(
                 f"vLLM has no weights to generate with: {self._refusal}; call update_weights until it succeeds"
             )
-        longest = max(map(len, prompts), default=0)
+        given = parts_of(parts, len(prompts), sampling)
+        longest = max((len(prompt) - len(part.so_far) for prompt, part in zip(prompts, given, strict=True)), default=0)
         if longest + sampling.max_tokens > self._max_model_len:
             raise ValueError(
                 f"a prompt of {longest} tokens and a response of up to {sampling.max_tokens} do not fit into the "
@@ -336,7 +346,7 @@ class VllmEngine:
             )
         bank = FinishedResponses() if bank is None else bank
         self._counter.restart()
-        feed = self._feed(prompts, missing_rows(bank, len(prompts)), sampling.max_tokens)
+        feed = self._feed(prompts, given, missing_rows(bank, len(prompts)))
         self._wake(to_generate=True)
         self._refusal = "it failed while it drew responses, and may be in any state"
         began = time.monotonic()
@@ -344,7 +354,7 @@ class VllmEngine:
         with raise_on_all_ranks(failed), without_torch_determinism():
             stopped = run_requests(
                 self._llm.llm_engine,
-                partial(enqueue, self._llm, prompts, seeds, sampling, adapter=self._uses_adapter),
+                partial(enqueue, self._llm, prompts, seeds, sampling, given, adapter=self._uses_adapter),
                 feed,
                 sampling,
                 self._version,
@@ -353,13 +363,22 @@ class VllmEngine:
                 self._lockstep_group(),
                 self._runtime.rank % self._tp,
                 self._tp,
+                parts=given,
             )
             self.local_seconds = time.monotonic() - began
         self._refusal = ""
         seconds = self.local_seconds if self._tp < self._runtime.world_size else None
         rollouts = gather_rollouts(bank.held, len(prompts), self._runtime.device, stopped=stopped, seconds=seconds)
-        self._seen.record(prompts, rollouts.responses.lengths_N.tolist())
+        self._record(prompts, given, rollouts, sampling.max_tokens)
         return rollouts
+
+    def _record(self, prompts: Sequence[Tensor], parts: Sequence[ResponsePart], drawn: Rollouts, longest: int) -> None:
+        """Record the lengths of the responses that are whole."""
+        lengths = [
+            len(part.so_far) + count for part, count in zip(parts, drawn.responses.lengths_N.tolist(), strict=True)
+        ]
+        whole = [n for n, finished in enumerate(drawn.finished_N.tolist()) if finished or lengths[n] == longest]
+        self._seen.record([prompt_of(prompts[n], parts[n]) for n in whole], [lengths[n] for n in whole])
 
     def _lockstep_group(self) -> Any:
         """Group of the ranks of this engine on the CPU; None for an engine of one rank."""
@@ -369,10 +388,10 @@ class VllmEngine:
 
         return get_tp_group().cpu_group
 
-    def _feed(self, prompts: Sequence[Tensor], missing: Sequence[int], max_tokens: int) -> PromptQueue:
+    def _feed(self, prompts: Sequence[Tensor], parts: Sequence[ResponsePart], missing: Sequence[int]) -> PromptQueue:
         """Queue of the missing rows that this rank's engine draws."""
         engines, rank = self._runtime.world_size // self._tp, self._runtime.rank
-        pieces = chunk_by_length(prompts, missing, engines, self._seen, max_tokens)
+        pieces = chunk_by_length(prompts, parts, missing, engines, self._seen)
         counter = self._counter if rank % self._tp == 0 else None
         return PromptQueue(assign(self._rollout.balance, pieces, engines), rank // self._tp, counter)
 

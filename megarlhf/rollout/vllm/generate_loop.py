@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarlhf.rollout.engine import EngineFailure, FinishedResponses, Response, Sampling
+from megarlhf.rollout.engine import EngineFailure, FinishedResponses, Response, ResponsePart, Sampling
 from megarlhf.rollout.prompt_queue import NOTHING, PromptQueue
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,8 @@ def run_requests(
     group: dist.ProcessGroup | None,
     place: int = 0,
     num_places: int = 1,
+    *,
+    parts: Sequence[ResponsePart] | None = None,
 ) -> bool:
     """Generate responses to the feed's rows. A finished response goes into the bank.
 
@@ -41,12 +43,17 @@ def run_requests(
     engine:  vLLM's `LLMEngine`
     version: version of the weights that it holds
     enqueue: hands rows to vLLM and returns the names of the requests
+    parts:   part of each row's response that is drawn; default: whole responses
 
     Returns: whether it was stopped. The requests are then aborted, and the engine can take others.
     """
     requests: dict[int, str] = {}
     row_of: dict[str, int] = {}
     mine: set[int] = set()
+    whole = ResponsePart((), sampling.max_tokens)
+
+    def part_of(row: int) -> ResponsePart:
+        return whole if parts is None else parts[row]
 
     def begin(rows: Sequence[int]) -> None:
         for name, row in zip(enqueue(rows) if rows else (), rows, strict=True):
@@ -67,8 +74,8 @@ def run_requests(
                 row = row_of[output.request_id]
                 if output.finished:
                     if row in mine:
-                        bank.add(row, response_of(output, sampling, version))
-                elif sampling.stop is not None and sampling.ends(output.outputs[0].token_ids):
+                        bank.add(row, response_of(output, sampling, version, part_of(row)))
+                elif sampling.stop is not None and part_of(row).ends(sampling, output.outputs[0].token_ids):
                     if row in mine:
                         bank.add(row, response_so_far(output, version, finished=True))
                     engine.abort_request([requests[row]], internal=True)
@@ -86,16 +93,17 @@ def has_room(engine: Any) -> bool:
     return bool(not waiting and running < engine.vllm_config.scheduler_config.max_num_seqs)
 
 
-def response_of(output: Any, sampling: Sampling, version: int) -> Response:
-    """The response of a finished request. Raises: EngineFailure unless it ended with an end token or at the limit."""
+def response_of(output: Any, sampling: Sampling, version: int, part: ResponsePart | None = None) -> Response:
+    """The tokens of a finished request. Raises: EngineFailure unless it ended with an end token or at the limit."""
+    part = part or ResponsePart((), sampling.max_tokens)
     sampled = output.outputs[0]
     tokens = list(sampled.token_ids)
-    by_token, ended = bool(tokens) and tokens[-1] in sampling.end_ids, sampling.ends(tokens)
-    expected = "stop" if by_token else "length" if len(tokens) == sampling.max_tokens else "neither"
+    by_token, ended = bool(tokens) and tokens[-1] in sampling.end_ids, part.ends(sampling, tokens)
+    expected = "stop" if by_token else "length" if len(tokens) == part.max_tokens else "neither"
     if sampled.finish_reason != expected:
         raise EngineFailure(
             f"vLLM ended a request for the reason {sampled.finish_reason!r} after {len(tokens)} of at most "
-            f"{sampling.max_tokens} tokens, {'with' if by_token else 'without'} an end token"
+            f"{part.max_tokens} tokens, {'with' if by_token else 'without'} an end token"
         )
     return response_so_far(output, version, finished=ended)
 

@@ -1,4 +1,4 @@
-"""All patches of vLLM (0.32). Six are for the CPU and apply while an engine is built:
+"""All patches of vLLM (0.32). Seven are for the CPU and apply while an engine is built:
 
   dispatch_cpu_unquantized_gemm
       packs each linear weight after loading and empties the parameter, so that nothing can be written in place.
@@ -14,6 +14,9 @@
       compute a prompt that exceeds a batch in parts, sample after each, and take back what was drawn too early by the
       offset of the request's generator. A CPU's generator has no offset, which would end the engine. Ours put its
       state back; that outlives the scope.
+  CPUModelRunner._update_states
+      makes the generator of a new request from its seed. Ours then skips the draws of the tokens that earlier parts of
+      the response have; that outlives the scope.
   _CPUSHMDistributed.make_group_name
       gives every run that was started by an external launcher the same shared-memory name. Two runs on one
       machine would write into each other's tensors, and a killed one blocks the next. Ours adds a token of
@@ -54,6 +57,8 @@ from megarlhf.collective_errors import from_first_rank
 from megarlhf.packages import version_of
 
 TESTED = "0.32.0"
+NUM_DRAWN = "megarlhf_num_drawn"
+"""Extra argument of a request: tokens at the end of its prompt that were drawn with its seed."""
 ROWS_PER_THREAD = 16
 """MKL gets rows in multiples of this, filled up with zeros."""
 HAVE_ONEDNN = platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available()
@@ -93,6 +98,7 @@ def cpu_patches(device: torch.device) -> Iterator[None]:
         init_runner(runner, *arguments, **options)
         runner._sample = partial(_sample, runner, runner._sample)
         runner._bookkeeping_sync = partial(_bookkeeping, runner, runner._bookkeeping_sync)
+        runner._update_states = partial(_skip_draws, runner, runner._update_states)
 
     def init_with_our_exchange(channel: Any, communicator: Any) -> None:
         init_channel(channel, communicator)
@@ -208,6 +214,18 @@ def _bookkeeping(runner: Any, keep_books: Callable[..., Any], *arguments: Any, *
         return keep_books(*arguments, **options)
     finally:
         generators.update(aside)
+
+
+def _skip_draws(runner: Any, update_states: Callable[..., Any], scheduled: Any) -> Any:
+    """Take new requests over, and bring the generator of each to its first new token."""
+    result = update_states(scheduled)
+    for request in scheduled.scheduled_new_reqs:
+        parameters = request.sampling_params
+        generator, skipped = runner.requests[request.req_id].generator, (parameters.extra_args or {}).get(NUM_DRAWN, 0)
+        if generator is not None and skipped:
+            # vLLM draws one such number for each token (v1/sample/ops/topk_topp_sampler.py, forward_cpu).
+            torch.randint(0, 2**31, (skipped,), generator=generator, dtype=torch.long)
+    return result
 
 
 def _drawn_too_early(runner: Any) -> dict[int, torch.Generator]:

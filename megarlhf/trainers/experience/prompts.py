@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megarlhf.config import PromptDataConfig, RewardConfig, describe_sources
 from megarlhf.data.sample_types import PromptSample
@@ -31,6 +32,10 @@ class PromptData:
     """Sentences about records that were skipped."""
     test: Sequence[PromptSample] = ()
     """Prompts of `data.test`, on which only metrics are computed."""
+
+    def prompt_tokens(self, number: int) -> Tensor:
+        """Tokens of a training prompt by its position in `train`."""
+        return torch.tensor(self.train[number].tokens)
 
     @cached_property
     def prompt_of(self) -> Callable[[int], PromptSample]:

@@ -26,11 +26,14 @@ from megarlhf.resume.claim.identity import (
     identity_of_weights,
 )
 from megarlhf.resume.points.file_digest import digest_of_directory
+from megarlhf.resume.points.restore import SLICES
 from megarlhf.resume.points.stateful import Stateful
 from megarlhf.resume.signals import StopRequest
 from megarlhf.rollout.bank import RolloutBank
 from megarlhf.rollout.engine import RolloutEngine, Sampling
 from megarlhf.rollout.factory import engine_dtype, mesh_orders, sampling_of
+from megarlhf.rollout.in_flight import InFlight
+from megarlhf.rollout.slices import SliceRule
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.experience.prompts import PromptData
 from megarlhf.trainers.experience.rewards import Rewarder
@@ -56,11 +59,15 @@ class RLRun:
     rewarder: Rewarder
     sampling: Sampling
     bank: RolloutBank
+    in_flight: InFlight
+    """Samples of coming steps that are being drawn."""
     phases: Phases
     step_guards: Mapping[str, StepGuard]
     """Guards by trained role."""
     kl: KLController
     gap_guard: MismatchGuard
+    greedy_in_flight: InFlight | None = None
+    """Greedy responses of coming steps, where slices are drawn and the advantage compares with them."""
     ptx: PretrainingMix | None = None
     ema: MovingAverage | None = None
     moving_reference: MovingReference | None = None
@@ -100,6 +107,12 @@ class RLRun:
         mix = {} if self.ptx is None else {"ptx": self.ptx}
         return {"kl_controller": self.kl, "rewards": self.rewarder, **mix, **skipped, "logprob_gap": self.gap_guard}
 
+    @property
+    def tables(self) -> dict[str, Stateful]:
+        """Parts with tensors, which are files of a resume point, by name."""
+        greedy = {} if self.greedy_in_flight is None else {"greedy_slices": self.greedy_in_flight}
+        return {SLICES: self.in_flight, **greedy}
+
 
 def build(
     cfg: RLConfig,
@@ -132,6 +145,7 @@ def build(
     failures = Failures.of(cfg, "rl")
     dtypes = actor.shard.dtype, engine_dtype(cfg.rollout, actor)
     ema = None if cfg.ema is None else MovingAverage(build_one("actor_ema"), actor, cfg.ema.decay)
+    draws_greedy_slices = cfg.rollout.is_stale and "greedy_rewards" in cfg.algo.traits.reads
     moving = None
     if cfg.reference_update is not None:
         moving = MovingReference(roles["reference"], actor, cfg.reference_update.every, cfg.reference_update.mixup)
@@ -143,6 +157,8 @@ def build(
         rewarder=build_rewarder(cfg, roles.get("reward_model"), tokenizer, runtime, phases),
         sampling=sampling,
         bank=RolloutBank(cfg.run.dir / "bank"),
+        in_flight=InFlight(SliceRule.of(cfg.rollout)),
+        greedy_in_flight=InFlight(SliceRule.of(cfg.rollout)) if draws_greedy_slices else None,
         phases=phases,
         step_guards={name: StepGuard(cfg.train, failures, phases) for name in trained_roles(cfg)},
         kl=KLController(cfg.algo.kl),
@@ -229,6 +245,7 @@ def training_of(
         stop,
         data=digest_of_samples(data.train),
         states={**states, **run.states},
+        tables=run.tables,
         base={role.name: identity_of_weights(role) for role in run.saved},
         writing=writing_of_training(cfg, "actor"),
         adapter_bases=bases_of_adapters(run.saved),

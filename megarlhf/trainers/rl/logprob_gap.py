@@ -2,7 +2,8 @@
 
 At the same weights and temperature both should give a sampled token the same log-prob. The rest is rounding, unless
 something is wrong. The policy's ratio uses the trainer's own log-probs (`old_logprobs`), so without the correction
-nothing else reads the engine's.
+nothing else reads the engine's. Where older weights drew a part of the samples, the gap is measured on a few responses
+at equal weights (`scoring.probe_gap`), and what the age of the weights adds is measured by itself (`staleness`).
 """
 
 from __future__ import annotations
@@ -44,6 +45,18 @@ def logprob_gap(experience: Experience) -> dict[str, float]:
     }
 
 
+def staleness(experience: Experience, step: int) -> dict[str, float]:
+    """Age of the weights that drew the samples of a step, in steps, and how far the policy has moved since: the mean of
+    the trainer's log-prob minus the engine's. Collective."""
+    ages_T = step - experience.rollouts.versions.per_token().values_T
+    moved_T = experience.columns["old_logprobs"].values_T - experience.rollout_logprobs.values_T
+    return {
+        "staleness_mean": float(ages_T.float().mean()),
+        "staleness_max": int(ages_T.max()),
+        "staleness_kl": means_of(experience, moved_T)[0],
+    }
+
+
 def add_rollout_correction(experience: Experience, cfg: RolloutCorrectionConfig) -> tuple[Experience, dict[str, float]]:
     """Add the column `rollout_weights`, factors of the tokens' losses; returns metrics too. Nothing changes for
     `kind = none`. Collective."""
@@ -64,7 +77,7 @@ def add_rollout_correction(experience: Experience, cfg: RolloutCorrectionConfig)
 
 def correction_of(cfg: RolloutCorrectionConfig, old_T: Tensor, rollout_T: Tensor, responses: Segments) -> Correction:
     """Apply `algo.rollout_correction` to the tokens of the responses, [T]."""
-    assert cfg.kind != "none", "no correction is configured"
+    assert cfg.kind in ("truncate", "mask"), f"no correction is configured: {cfg.kind}"
     return rollout_correction(
         old_T,
         rollout_T,
@@ -101,6 +114,8 @@ class MismatchGuard:
 
     def watch(self, gap: Mapping[str, float]) -> None:
         """Compare a step's gap, found among its metrics, with the limits. NaN exceeds every limit."""
+        if "rollout_logprob_gap_mean" not in gap:  # nothing was drawn that could be compared
+            return
         values = {name: gap[f"rollout_logprob_gap_{name}"] for name in self._limits}
         over = [
             f"rollout_logprob_gap_{name} = {value:.3g} nats, above rollout.logprob_gap.{name} = {self._limits[name]:g}"

@@ -82,12 +82,14 @@ def train(run: RLRun, session: Session, order: PromptOrder, evaluation: Evaluati
         if run.engine.rebuilds > rebuilds:
             metrics["engine_rebuilds"] = run.engine.rebuilds - rebuilds
         show_samples(run, session, state)
-        tell(order, state.experience)
+        tell(order, step, state.experience)
         last = evaluation.last
         seen = partial(step_samples, run, state.experience)
         last = last or gap_guard.failed(last=last)
         session.end_step(metrics, run.exported, last=last, best=evaluation.is_best, samples=seen)
         gap_guard.raise_if_failed(last=evaluation.last)
+    if run.in_flight.num_tokens:
+        session.note(f"{run.in_flight.num_tokens:,} tokens of samples of later steps are thrown away")
     session.finish(evaluation.stop_reason)
     if not cfg.checkpoint.by_cadence:
         run.bank.forget_before(session.step)  # a finished run without resume points does not go on
@@ -95,12 +97,11 @@ def train(run: RLRun, session: Session, order: PromptOrder, evaluation: Evaluati
 
 def begin_step(run: RLRun, session: Session, order: PromptOrder, step: int) -> StepState:
     """Rollout, rewards, log-probs, values and advantages of a step."""
-    prompts = [run.data.train[n] for n in order.take(step)]
-    rollout = generate(run, session, prompts, step)  # refills and greedy baselines too
+    rollout = generate(run, session, order, step)  # refills, greedy baselines, slices of later steps too
     experience, plan, rewards = score(run, session, rollout, step)
     with run.phases("advantages"):
-        state = StepState.begin(run, experience, plan, rewards, first=step == session.start.step)
-        if not run.cfg.old_logprobs_in_training(step):
+        state = StepState.begin(run, experience, plan, rewards, step, first=step == session.start.step)
+        if run.cfg.rollout.is_stale or not run.cfg.old_logprobs_in_training(step):
             run.gap_guard.watch(state.metrics)
     return state
 

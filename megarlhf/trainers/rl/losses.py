@@ -64,7 +64,9 @@ class PolicyLoss:
     """Coefficient of the pretraining mix, whose tokens have the column `ptx_weights`."""
     captures_logprobs: bool = False
     """Whether the log-probs of this forward are returned, [B, S], to become the column `old_logprobs`. This forward is
-    then the first at the weights that drew the samples, and its ratio is 1."""
+    then the first of the step, and its ratio is 1."""
+    corrects_all: bool = False
+    """Whether KL and entropy get the weights of the rollout correction too, because older weights drew samples."""
 
     @property
     def per(self) -> Mapping[str, float]:
@@ -84,26 +86,27 @@ class PolicyLoss:
         logprobs_T, entropy_T = tokens.select(logprobs_BS), tokens.select(entropy_BS)
         weights_T = tokens["loss_weights"].to(logprobs_T)
         old_T = tokens["old_logprobs"] if "old_logprobs" in tokens else logprobs_T.detach()
+        corrected_T = self._corrected(weights_T, tokens, old_T)
         ratio = ratio_of(self.algo.ratio)
         policy = policy_loss(
             logprobs_T,
             old_T,
             tokens["advantages"],
-            self._token_weights(logprobs_T, old_T, tokens, self._corrected(weights_T, tokens, old_T)),
+            self._token_weights(logprobs_T, old_T, tokens, corrected_T),
             tokens.responses,
             surrogate=surrogate_of(self.algo.policy_loss),
             ratio=ratio,
             bounds=bounds_of(self.algo),
         )
-        loss = policy.loss
+        loss, others_T = policy.loss, corrected_T if self.corrects_all else weights_T
         if self.kl_coef > 0:
             kl = self.algo.kl
             kl_T = kl_estimate(logprobs_T, tokens["ref_logprobs"], estimator_of(kl.estimator), kl.clamp)
             if kl.ratio_weighted:
                 kl_T = ratio_weighted(kl_T, log_ratios(logprobs_T, old_T, tokens.responses, ratio))
-            loss = loss + self.kl_coef * (kl_T * weights_T).sum()
+            loss = loss + self.kl_coef * (kl_T * others_T).sum()
         if self.entropy_coef > 0:
-            loss = loss - self.entropy_coef * (entropy_T * weights_T).sum()
+            loss = loss - self.entropy_coef * (entropy_T * others_T).sum()
         sums = [policy.loss, policy.clipped, entropy_T.sum(), policy.ratio_deviation, policy.policy_kl]
         if self.ptx_coef > 0:
             sums.append(self._ptx(hidden_SBH, batch))

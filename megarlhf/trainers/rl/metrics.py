@@ -20,14 +20,20 @@ LOGGED_KL: Mapping[str, KLKind] = {"kl_k1": "k1", "kl_k3": "k3"}
 shows that neither is reliable."""
 
 
-def kl_metrics(experience: Experience, kl: KLConfig) -> dict[str, float | None]:
-    """KL to the reference, mean per response token; None without a reference. Collective."""
+def kl_metrics(experience: Experience, kl: KLConfig, *, corrected: bool = False) -> dict[str, float | None]:
+    """KL to the reference, mean per response token; None without a reference. Collective.
+
+    corrected: multiply each token's estimate by its weight of the rollout correction, since older weights drew samples
+    """
     ref = experience.columns.get("ref_logprobs")
     if ref is None:
         return dict.fromkeys(("kl", *LOGGED_KL))
     old_T = experience.columns["old_logprobs"].values_T
     estimates = [kl_estimate(old_T, ref.values_T, estimator_of(kl.estimator), kl.clamp)]
     estimates += [kl_estimate(old_T, ref.values_T, kind) for kind in LOGGED_KL.values()]
+    if corrected:
+        weights_T = experience.columns["rollout_weights"].values_T
+        estimates = [weights_T * estimate_T for estimate_T in estimates]
     return dict(zip(("kl", *LOGGED_KL), means_of(experience, *estimates), strict=True))
 
 
@@ -40,7 +46,7 @@ def describe(experience: Experience, cfg: RLConfig) -> dict[str, float | None]:
     metrics: dict[str, float | None] = {
         "reward_mean": float(rewards_N.mean()),
         "reward_std": float(rewards_N.std(correction=0)),
-        **kl_metrics(experience, cfg.algo.kl),
+        **kl_metrics(experience, cfg.algo.kl, corrected=cfg.rollout.is_stale),
         "response_length_mean": float(lengths_N.float().mean()),
         "finished_fraction": float(experience.rollouts.finished_N.float().mean()),
         "tokens": int(lengths_N.sum()),

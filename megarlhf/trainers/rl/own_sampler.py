@@ -52,8 +52,8 @@ class OwnSampler:
                 f"train.prompts_per_step = {count}, and data.train has {len(prompts)} prompts; lower it, or give more"
             )
         self._object: Any = self._new() if self._is_class else None
-        self._chosen: list[int] = []
-        """Prompts of the step in progress."""
+        self._chosen: dict[int, list[int]] = {}
+        """Prompts by step, of the steps whose rewards are not known yet."""
         self._checks = 2
         """Steps of this process in which the choice is made twice. The second knows what the first has left behind."""
 
@@ -75,7 +75,7 @@ class OwnSampler:
         require_same_items(
             f"prompts that {self._label} chose", chosen, "it must not depend on the rank, on time or on chance"
         )
-        self._chosen, self._checks = chosen, max(0, self._checks - 1)
+        self._chosen[step], self._checks = chosen, max(0, self._checks - 1)
         return chosen
 
     def _again(self) -> Any:
@@ -101,28 +101,33 @@ class OwnSampler:
             )
         return [int(n) for n in chosen]
 
-    def learn(self, experience: Experience) -> None:
-        """Tell the sampler the mean reward of each prompt of the step, None without any. Collective."""
+    def learn(self, step: int, experience: Experience) -> None:
+        """Tell the sampler the mean reward of each prompt of a step, None without any. Collective."""
+        chosen = self._chosen.pop(step)
         if not hasattr(self._object, "learn"):
             return
         rewards_N, rewarded_N = total_rewards(experience).double().cpu(), experience.per_sample.get("rewarded")
         if rewarded_N is not None:
             rewards_N = rewards_N.masked_fill(~rewarded_N.cpu(), math.nan)
-        per_prompt = rewards_N.view(len(self._chosen), -1)
+        per_prompt = rewards_N.view(len(chosen), -1)
         means = [None if math.isnan(mean) else mean for mean in per_prompt.nanmean(1).tolist()]
         with user_code():
-            call(self._object.learn, self._label, list(self._chosen), means)
+            call(self._object.learn, self._label, chosen, means)
 
     def _state(self) -> dict[str, Any]:
         return plain_state(call(self._object.state_dict, self._label), self._label)
 
     def state_dict(self) -> dict[str, Any]:
         own = None if self._object is None else self._state()
-        return {"sampler": self._label, "chosen": list(self._chosen), "own": own}
+        return {
+            "sampler": self._label,
+            "chosen": {str(step): chosen for step, chosen in self._chosen.items()},
+            "own": own,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where the sampler was. Another sampler than the one that was saved begins anew."""
-        self._chosen = list(state["chosen"])
+        self._chosen = {int(step): list(chosen) for step, chosen in state["chosen"].items()}
         if self._object is not None and state["sampler"] == self._label:
             call(self._object.load_state_dict, self._label, copy.deepcopy(state["own"]))
 
@@ -138,7 +143,7 @@ def order_of(train: RLTrainConfig, seed: int, prompts: Samples[PromptSample]) ->
     return batches_of(prompts, train.prompts_per_step, seed, "train.prompts_per_step")
 
 
-def tell(order: PromptOrder, experience: Experience) -> None:
-    """Tell a sampler of the user's own the rewards of the step. Collective."""
+def tell(order: PromptOrder, step: int, experience: Experience) -> None:
+    """Tell a sampler of the user's own the rewards of a step. Collective."""
     if isinstance(order, OwnSampler):
-        order.learn(experience)
+        order.learn(step, experience)

@@ -1,6 +1,7 @@
 """The rollout of a step: responses from the engine, or from the bank if an earlier process finished them.
 
-The further responses of dynamic sampling and the greedy responses of ReMax are drawn here too.
+Without slices a step draws its own samples. With slices it draws a slice of the samples of each of some steps, after
+which its own are whole. The further responses of dynamic sampling and the greedy responses of ReMax are drawn here too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,13 +20,16 @@ from torch import Tensor
 from megarlhf.config import RLConfig
 from megarlhf.data.sample_types import PromptSample
 from megarlhf.data.samples.dataset import Samples, record_numbers
-from megarlhf.experience import Experience
+from megarlhf.experience import Experience, Rollouts
 from megarlhf.resume.claim.config_changes import mathematics_of
+from megarlhf.resume.points.point import shown_step
 from megarlhf.rollout.engine import FinishedResponses, RolloutEngine, Sampling, sample_seed
+from megarlhf.rollout.in_flight import Requests
 from megarlhf.trainers.experience.prompts import make_experience, repeat_prompts
 from megarlhf.trainers.experience.rewards import PendingRewards, RewardOutput
 from megarlhf.trainers.rl.build import RLRun
 from megarlhf.trainers.rl.dynamic_sampling import ScoredRollout, select
+from megarlhf.trainers.rl.own_sampler import PromptOrder
 from megarlhf.trainers.run.session import Session
 
 
@@ -40,15 +45,54 @@ class StepRollout:
     """Outputs of the rewards, where nothing is pending."""
     greedy: PendingRewards | None = None
     """Rewards of one greedy response to each prompt, for an advantage that compares with them."""
+    drawn: tuple[Requests, Rollouts] | None = None
+    """Everything that the present weights have drawn, where responses are drawn in slices."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-def generate(run: RLRun, session: Session, prompts: Sequence[PromptSample], step: int) -> StepRollout:
-    """Draw the samples of a step and start their rewards. Collective.
+def generate(run: RLRun, session: Session, order: PromptOrder, step: int) -> StepRollout:
+    """Draw what the weights after `step` steps have to draw, and start the rewards of the step's samples. Collective.
 
     Raises: StopRun, on every rank, when the run is asked to stop meanwhile.
     """
-    return complete(run, session, prompts, draw(run, session, prompts, step), step)
+    begin_samples(run, session, order, step)
+    flight, greedy = run.in_flight, run.greedy_in_flight
+    requests = flight.requests(step, run.data.prompt_tokens, partial(sample_seed, run.cfg.run.seed))
+    rollouts = draw_requests(run, session, requests, step)
+    flight.extend(requests, rollouts)
+    draft = flight.take(step)
+    prompts = [run.data.train[n] for n in draft.prompts]
+    samples = draft.rollouts.to(session.runtime.device)
+    experience = make_experience(prompts, samples, run.cfg.rollout.num_samples_per_prompt)
+    if greedy is None:
+        rollout = complete(run, session, prompts, experience, step)
+    else:
+        asked = greedy.requests(step, run.data.prompt_tokens, lambda step, sample: 0)
+        greedy.extend(asked, draw_greedy(run, session, asked, step))
+        rollout = StepRollout(prompts, experience, start_rewards(run, prompts, experience))
+        baselines = greedy.take(step).rollouts.to(session.runtime.device)
+        rollout = replace(rollout, greedy=run.rewarder.start(make_experience(prompts, baselines, 1), prompts))
+    if not run.cfg.rollout.is_stale:
+        return rollout
+    return replace(rollout, drawn=(requests, rollouts), metrics={"tokens_in_flight": flight.num_tokens})
+
+
+def begin_samples(run: RLRun, session: Session, order: PromptOrder, step: int) -> None:
+    """Choose the prompts of the steps whose samples the present weights begin."""
+    late = []
+    for begun in run.in_flight.rule.steps(step, run.cfg.train.num_steps):
+        if begun in run.in_flight:
+            continue
+        prompts = order.take(begun)
+        num_samples = len(prompts) * run.cfg.rollout.num_samples_per_prompt
+        late += [begun] * run.in_flight.begin(begun, prompts, num_samples, step)
+        if run.greedy_in_flight is not None:
+            run.greedy_in_flight.begin(begun, prompts, len(prompts), step)
+    if late:
+        session.note(
+            f"step {session.number} begins the samples of steps {shown_step(late[0])} to {shown_step(late[-1])}, which "
+            "older weights would have begun if train.num_steps had been as large then"
+        )
 
 
 def complete(
@@ -59,35 +103,44 @@ def complete(
     if run.cfg.algo.dynamic_sampling.max_refills:
         rollout = draw_until_useful(run, session, rollout, step)
     if "greedy_rewards" in run.cfg.algo.traits.reads:
-        rollout = replace(rollout, greedy=draw_greedy(run, session, rollout.prompts, step))
+        rollout = replace(rollout, greedy=draw_baselines(run, session, rollout.prompts, step))
     return rollout
 
 
-def draw(run: RLRun, session: Session, prompts: Sequence[PromptSample], step: int, refill: int = 0) -> Experience:
-    """Draw num_samples_per_prompt responses to each prompt; each finished one is kept in the rollout bank.
+def draw_requests(run: RLRun, session: Session, requests: Requests, step: int, refill: int = 0) -> Rollouts:
+    """Draw responses, or parts of them; each finished one is kept in the rollout bank. Collective.
 
     refill: number of the round of dynamic sampling; 0 is the step's first
     """
-    cfg, phases = run.cfg, run.phases
-    rows, seeds = _requests(cfg, prompts, step, refill)
-    fingerprint = session.history.fingerprint(mathematics_of(cfg), session.began_with)
+    if not requests.prompts:  # all responses of these steps are finished
+        return Rollouts.empty(0)
+    phases = run.phases
+    fingerprint = session.history.fingerprint(mathematics_of(run.cfg), session.began_with)
+    rows, seeds, parts, sampling = requests.prompts, requests.seeds, requests.parts, run.sampling
     with (
         session.stoppable("rollout"),
         run.bank.open(
-            step, fingerprint=fingerprint, sampling=run.sampling, prompts=rows, seeds=seeds, refill=refill
+            step, fingerprint=fingerprint, sampling=sampling, prompts=rows, seeds=seeds, parts=parts, refill=refill
         ) as kept,
     ):
         if kept.num_taken_over:
             held = f"{kept.num_taken_over} of {len(rows)} responses are in the rollout bank"
             session.note(f"step {session.number}: {held}")
-        experience = sample(
-            cfg, run.engine, prompts, run.sampling, step, refill=refill, bank=kept, should_stop=session.asked_to_stop
-        )
+        rollouts = run.engine.generate(rows, seeds, sampling, parts=parts, bank=kept, should_stop=session.asked_to_stop)
+        rollouts.versions.require(step)
         phases.add_local(run.engine.local_seconds)
-        drawn = math.nan if kept.num_taken_over else float(experience.response_lengths_N.sum())
+        drawn = math.nan if kept.num_taken_over else float(rollouts.responses.num_tokens)
         phases.count("rollout_tokens_per_second", drawn)
-        phases.count("rollout_idle_fraction", experience.rollouts.idle_seconds)
-        return experience
+        phases.count("rollout_idle_fraction", rollouts.idle_seconds)
+        return rollouts
+
+
+def draw(run: RLRun, session: Session, prompts: Sequence[PromptSample], step: int, refill: int) -> Experience:
+    """Draw num_samples_per_prompt whole responses to each prompt of a round of dynamic sampling. Collective."""
+    rows, seeds = _requests(run.cfg, prompts, step, refill)
+    requests = Requests.whole(rows, seeds, run.sampling.max_tokens)
+    rollouts = draw_requests(run, session, requests, step, refill)
+    return make_experience(prompts, rollouts, run.cfg.rollout.num_samples_per_prompt)
 
 
 def sample(
@@ -133,16 +186,26 @@ def draw_until_useful(run: RLRun, session: Session, first: StepRollout, step: in
     return StepRollout(chosen.prompts, chosen.experience, None, chosen.rewards, metrics={**metrics, **counts})
 
 
-def draw_greedy(run: RLRun, session: Session, prompts: Sequence[PromptSample], step: int) -> PendingRewards:
-    """Draw the greedy response to each prompt with the weights that drew the samples, and start its rewards."""
+def draw_baselines(run: RLRun, session: Session, prompts: Sequence[PromptSample], step: int) -> PendingRewards:
+    """Draw the whole greedy response to each prompt, and start its rewards. Collective."""
     rows = [torch.tensor(prompt.tokens) for prompt in prompts]
+    rollouts = draw_greedy(run, session, Requests.whole(rows, [0] * len(rows), run.sampling.max_tokens), step)
+    return run.rewarder.start(make_experience(prompts, rollouts, 1), prompts)
+
+
+def draw_greedy(run: RLRun, session: Session, requests: Requests, step: int) -> Rollouts:
+    """Draw greedy responses, or parts of them, with the weights that draw the samples. Collective."""
+    if not requests.prompts:
+        return Rollouts.empty(0)
     greedy = replace(run.sampling, greedy=True)
     with session.stoppable("rollout"):
-        rollouts = run.engine.generate(rows, [0] * len(rows), greedy, should_stop=session.asked_to_stop)
+        rollouts = run.engine.generate(
+            requests.prompts, requests.seeds, greedy, parts=requests.parts, should_stop=session.asked_to_stop
+        )
         rollouts.versions.require(step)
         run.phases.count("rollout_tokens_per_second", float(rollouts.responses.num_tokens))
         run.phases.count("rollout_idle_fraction", rollouts.idle_seconds)
-    return run.rewarder.start(make_experience(prompts, rollouts, 1), prompts)
+    return rollouts
 
 
 def start_rewards(run: RLRun, prompts: Sequence[PromptSample], experience: Experience) -> PendingRewards:

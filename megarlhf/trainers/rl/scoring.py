@@ -5,6 +5,8 @@ Legend: B rows, S positions, N samples of the step.
 
 from __future__ import annotations
 
+import random
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,21 +16,26 @@ from torch import Tensor
 from megarlhf.algo.length_shaping import missing_end_penalty, overlong_penalty
 from megarlhf.columns import Ragged
 from megarlhf.config import ROLES, RLConfig
-from megarlhf.experience import Experience
+from megarlhf.experience import Experience, Rollouts
 from megarlhf.kernels import packed_sums
 from megarlhf.models.role import Role
 from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.parallel.vocab import batch_logprobs
 from megarlhf.rollout.engine import sample_seed
+from megarlhf.rollout.in_flight import Requests
 from megarlhf.trainers.experience.batches import forward_per_token
 from megarlhf.trainers.experience.plan import StepPlan
 from megarlhf.trainers.experience.prompts import repeat_prompts
 from megarlhf.trainers.experience.rewards import CombinedRewards, PendingRewards
 from megarlhf.trainers.rl.advantages import TOKEN_REWARDS
 from megarlhf.trainers.rl.build import RLRun
+from megarlhf.trainers.rl.logprob_gap import logprob_gap
 from megarlhf.trainers.rl.rollout import StepRollout, wait_for_rewards
 from megarlhf.trainers.rl.update import plan_step
 from megarlhf.trainers.run.session import Session
+
+_PROBE = -1_000_000
+"""Number by which the seed of the probe's choice differs from those of samples and passes."""
 
 
 def score(
@@ -42,6 +49,7 @@ def score(
     records = torch.tensor([prompt.index for prompt in rollout.prompts])  # read by the tables of samples
     experience = rollout.experience.with_per_sample({"records": records.repeat_interleave(per_prompt)})
     plan = plan_step(experience, cfg.train, cfg.run.seed, step)
+    gap = {} if rollout.drawn is None else probe_gap(run, session, *rollout.drawn, step)
     experience = add_logprobs_and_values(run, session, experience, plan, step)
     outputs = rollout.rewards
     if outputs is None:
@@ -51,7 +59,7 @@ def score(
     if rollout.greedy is not None:
         greedy_N = greedy_rewards(cfg, session, rollout.greedy).repeat_interleave(per_prompt)
         experience = experience.with_per_sample({"greedy_rewards": greedy_N})
-    return with_rewards(experience, rewards, cfg, step), plan, {**rewards.metrics, **rollout.metrics}
+    return with_rewards(experience, rewards, cfg, step), plan, {**rewards.metrics, **rollout.metrics, **gap}
 
 
 def with_rewards(experience: Experience, rewarded: CombinedRewards, cfg: RLConfig, step: int) -> Experience:
@@ -123,6 +131,32 @@ def add_logprobs_and_values(
             else:
                 columns[column] = values_of(role, experience, plan, mini_batches)
     return experience.with_columns(columns)
+
+
+def probe_gap(run: RLRun, session: Session, requests: Requests, drawn: Rollouts, step: int) -> dict[str, float]:
+    """Gap between rollout and trainer in a few responses of each slice that the present weights have drawn. Collective.
+
+    The tokens of earlier slices count as part of the prompt. Returns nothing where nothing was drawn.
+    """
+    cfg, by_step = run.cfg, defaultdict[int, list[int]](list)
+    for row, (of_step, _) in enumerate(requests.origins):
+        by_step[of_step].append(row)
+    chosen: list[int] = []
+    for of_step, rows in by_step.items():
+        generator = random.Random(sample_seed(cfg.run.seed, step, _PROBE, of_step))
+        chosen += sorted(generator.sample(rows, min(cfg.rollout.gap_probe_samples, len(rows))))
+    if not chosen:
+        return {}
+    probed = Experience(
+        prompts=tuple(requests.prompts[row] for row in chosen),
+        groups_N=torch.arange(len(chosen)),
+        rollouts=Rollouts.joined([(drawn, chosen)]),
+    )
+    plan = StepPlan.whole(probed, cfg.train)
+    with session.stoppable("score/actor"):
+        temperature = cfg.rollout.temperature
+        logprobs = policy_logprobs(run.actor, probed, plan, plan.mini_batches, temperature=temperature)
+    return logprob_gap(probed.with_columns({"old_logprobs": logprobs}))
 
 
 def greedy_rewards(cfg: RLConfig, session: Session, greedy: PendingRewards) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from megarlhf.config import RLConfig, RLTrainConfig, RolloutCorrectionConfig
+from megarlhf.config import RLConfig, RLTrainConfig
 from megarlhf.experience import Experience
 from megarlhf.models.role import Role
 from megarlhf.observe.records.metrics import Metric
@@ -20,7 +20,7 @@ from megarlhf.trainers.experience.batches import loss_weights, micro_batches, pe
 from megarlhf.trainers.experience.plan import StepPlan, split_into_mini_batches
 from megarlhf.trainers.rl.advantages import add_advantages, whiten_per_mini_batch
 from megarlhf.trainers.rl.build import RLRun
-from megarlhf.trainers.rl.logprob_gap import add_rollout_correction, logprob_gap
+from megarlhf.trainers.rl.logprob_gap import add_rollout_correction, logprob_gap, staleness
 from megarlhf.trainers.rl.losses import PolicyLoss, ValueLoss
 from megarlhf.trainers.run.skipped_steps import Update
 
@@ -74,20 +74,27 @@ class StepState:
 
     @classmethod
     def begin(
-        cls, run: RLRun, experience: Experience, plan: StepPlan, rewards: Mapping[str, float], *, first: bool = False
+        cls,
+        run: RLRun,
+        experience: Experience,
+        plan: StepPlan,
+        rewards: Mapping[str, float],
+        step: int = 0,
+        *,
+        first: bool = False,
     ) -> StepState:
-        """Add advantages, and the correction for the rollout's numerics, to scored samples.
+        """Add advantages, and the correction for the rollout's numerics and age, to scored samples.
 
-        rewards: metrics of the rewards. first: whether this is the first step of this process
+        rewards: metrics of the rewards and the rollout. first: whether this is the first step of this process
         """
         algo, kl = run.cfg.algo, run.kl
         state = cls(add_advantages(experience, algo, kl.coef, first=first), plan, {**kl.metrics(), **rewards})
         if "old_logprobs" in experience.columns:
-            state.compare_with_rollout(algo.rollout_correction)
+            state.compare_with_rollout(run.cfg, step)
         return state
 
     def add_old_logprobs(
-        self, role: Role, samples: Sequence[int], captured: Sequence[Tensor], cfg: RolloutCorrectionConfig
+        self, role: Role, samples: Sequence[int], captured: Sequence[Tensor], cfg: RLConfig, step: int
     ) -> None:
         """Add the old log-probs that the policy's loss has captured in the step's only update, and compare them.
 
@@ -95,12 +102,14 @@ class StepState:
         """
         old_logprobs = per_token_of(role, self.experience, self.plan, [samples], captured)
         self.experience = self.experience.with_columns({"old_logprobs": old_logprobs})
-        self.compare_with_rollout(cfg)
+        self.compare_with_rollout(cfg, step)
 
-    def compare_with_rollout(self, cfg: RolloutCorrectionConfig) -> None:
-        """Measure the gap between the old log-probs and the engine's, and add the correction for it."""
-        self.experience, correction_metrics = add_rollout_correction(self.experience, cfg)
-        self.metrics = {**self.metrics, **logprob_gap(self.experience), **correction_metrics}
+    def compare_with_rollout(self, cfg: RLConfig, step: int) -> None:
+        """Measure how the old log-probs differ from the engine's, and add the correction for it."""
+        self.experience, correction_metrics = add_rollout_correction(self.experience, cfg.rollout_correction)
+        is_stale = cfg.rollout.is_stale
+        difference = staleness(self.experience, step) if is_stale else logprob_gap(self.experience)
+        self.metrics = {**self.metrics, **difference, **correction_metrics}
 
     def table(self) -> Callable[[], dict[str, Any]]:
         """Function that makes the content of a resume point from the step as it is now. It is collective, since it
@@ -169,8 +178,9 @@ def update_role(run: RLRun, state: StepState, learner: Learner, update: Update, 
         accumulated = role.accumulate(batches, loss)
         sums = accumulated.sums
         if learner.captures_logprobs:
-            state.add_old_logprobs(role, update.samples, accumulated.captured, run.cfg.algo.rollout_correction)
-            run.gap_guard.watch(state.metrics)
+            state.add_old_logprobs(role, update.samples, accumulated.captured, run.cfg, update.step)
+            if not run.cfg.rollout.is_stale:  # otherwise watched when the samples were drawn
+                run.gap_guard.watch(state.metrics)
     result = run.step_guards[role.name].apply(role, sums, update, batches, loss)
     values = {name: sums[name] / per for name, per in loss.per.items()}
     if ROUTER_AUX_LOSS in sums:
@@ -214,7 +224,8 @@ def learners(run: RLRun, experience: Experience, samples: Sequence[int], step: i
     if step >= cfg.train.critic_warmup_steps or run.critic is None:
         captures_logprobs = "old_logprobs" not in experience.columns
         loss = PolicyLoss(
-            algo=algo,
+            algo=algo.model_copy(update={"rollout_correction": cfg.rollout_correction}),
+            corrects_all=cfg.rollout.is_stale,
             temperature=cfg.rollout.temperature,
             vocabulary=run.actor.shard.vocabulary(),
             response_tokens=tokens,
@@ -224,7 +235,7 @@ def learners(run: RLRun, experience: Experience, samples: Sequence[int], step: i
             captures_logprobs=captures_logprobs,
         )
         policy_experience = experience
-        if captures_logprobs and algo.rollout_correction.kind != "none":
+        if captures_logprobs and cfg.rollout_correction.kind != "none":
             policy_experience = experience.with_columns({"rollout_logprobs": experience.rollout_logprobs})
         columns = tuple(name for name in POLICY_COLUMNS if name in policy_experience.columns)
         weights_N = loss_weights(

@@ -32,6 +32,8 @@ class ResumableState:
     """Digest of the training samples."""
     states: Mapping[str, Stateful] = field(default_factory=dict)
     """Objects that keep state over steps, by name."""
+    tables: Mapping[str, Stateful] = field(default_factory=dict)
+    """Objects whose state has tensors, by name. Their states must not change after they were taken."""
     base: Mapping[str, Weights] = field(default_factory=dict)
     """Weights with which each trained role began."""
     adapter_bases: Mapping[str, Weights] = field(default_factory=dict)

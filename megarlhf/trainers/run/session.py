@@ -289,7 +289,9 @@ class Session:
             states["best"] = training.best
         if self.observers is not None and self.observers.has_state:
             states["observers"] = self.observers
-        restored = restore(self.runtime, self.run_dir, training.roles, states, identity) if resumes else None
+        restored = None
+        if resumes:
+            restored = restore(self.runtime, self.run_dir, training.roles, states, identity, training.tables)
         if restored is not None:
             self.resumed, self.start, self._table = True, restored.position, restored.table
             self.step = self.start.step
@@ -316,6 +318,7 @@ class Session:
             provenance=provenance,
             newest=self.start if self.resumed else None,
             writer=training.writer,
+            tables=training.tables,
         )
         resumed_at = self.start.step if resumes else None
         self.exports = Exports(self.run_dir, training.checkpoint, self.note, provenance, resumed_at, training.best)
