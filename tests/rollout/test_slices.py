@@ -71,7 +71,9 @@ def rounds(flight, num_steps, versions, *, from_saved=False):
         for step in flight.rule.steps(version, num_steps):
             if step not in flight:
                 flight.begin(step, [10 * step, 10 * step + 1], 6, version)
-        requests = flight.requests(version, lambda number: torch.tensor([number]), lambda step, sample: 100 * step + sample)
+        requests = flight.requests(
+            version, lambda number: torch.tensor([number]), lambda step, sample: 100 * step + sample
+        )
         asked[version] = list(zip(requests.origins, [(len(p.so_far), p.until) for p in requests.parts], strict=True))
         for prompt, part, (step, sample) in zip(requests.prompts, requests.parts, requests.origins, strict=True):
             assert prompt.tolist() == [10 * step + sample // 3, *part.so_far]

@@ -174,10 +174,13 @@ def mathematics_of(cfg: TrainingConfig) -> dict[str, Any]:
 
 def _horizon_counts(cfg: TrainingConfig) -> bool:
     """Tell whether the number of steps changes what a step computes: the learning rate falls towards the end, the
-    entropy bonus changes until then, or the head is rescaled there."""
+    entropy bonus changes until then, the head is rescaled there, or the last steps begin no samples of later ones."""
     rescales = isinstance(cfg, RMConfig) and cfg.unit_variance
     fades = isinstance(cfg, RLConfig) and cfg.algo.entropy_coef_end not in (None, cfg.algo.entropy_coef)
-    return rescales or fades or any(role.optim.schedule != "constant" for role in _trained(cfg).values())
+    begins = isinstance(cfg, RLConfig) and cfg.rollout.is_stale
+    return (
+        rescales or fades or begins or any(role.optim.schedule != "constant" for role in _trained(cfg).values())
+    )
 
 
 def _validation_decides(key: str, cfg: TrainingConfig) -> bool:
