@@ -201,8 +201,11 @@ class Rank:
             held_bytes=lambda: self.ledger.total,
         )
 
-    def _set_num_samples(self, num_samples: int) -> None:
-        self._num_samples = num_samples
+    def _set_num_samples(self, num_samples: int | None) -> None:
+        """Set the number of samples that are rewarded next; None: those of a step."""
+        cfg: Any = self.job.cfg
+        of_step = cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt
+        self._num_samples = of_step if num_samples is None else num_samples
 
     def _estimate(self, work: RolloutWork, shape: EngineShape, cache_bytes: int) -> Sequence[int]:
         """Let every rank wait for the slowest engine. Returns the engine that takes each piece of the queue."""

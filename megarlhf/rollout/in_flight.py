@@ -103,6 +103,10 @@ class InFlight:
 
     def extend(self, requests: Requests, drawn: Rollouts) -> None:
         """Add what was drawn for the requests."""
+        if not self.rule.lag and len(self._drafts) == 1:  # drawn whole: they stay on the device
+            ((step, draft),) = self._drafts.items()
+            self._drafts[step] = replace(draft, rollouts=drawn)
+            return
         drawn = drawn.to("cpu")
         for step, draft in self._drafts.items():
             rows = [row for row, (origin, _) in enumerate(requests.origins) if origin == step]

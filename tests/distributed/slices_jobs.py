@@ -100,6 +100,7 @@ def command_with_fault(runtime: Runtime, fault: str, *argv: str) -> tuple[int, s
     patches: list[Any] = [
         mock.patch.object(VllmEngine, "update_weights", update),
         mock.patch.object(scoring, "probe_gap", probe),
+        mock.patch.object(loop, "closed_at_the_end", contextlib.closing),  # also after a failure, for the next test
     ]
     if fault == "temperature":
         patches.append(mock.patch("megarlhf.rollout.vllm.engine.enqueue", at_other_temperature()))

@@ -114,8 +114,8 @@ def test_a_stop_text_across_a_cut_ends_the_response_there(vllm_ranks, two_layers
 
 def sample_texts(path: Path) -> list[str]:
     """Responses in the tables of samples."""
-    lines = (path / "run/samples/train.jsonl").read_text().splitlines()
-    return [json.loads(line)["response"] for line in lines]
+    tables = sorted((path / "run/samples").glob("step_*.jsonl"))
+    return [json.loads(line)["response"] for table in tables for line in table.read_text().splitlines()]
 
 
 def test_greedy_baselines_are_drawn_in_the_same_slices(ranks, two_layers, data, tmp_path):

@@ -60,6 +60,7 @@ SITES: tuple[Site, ...] = (
         0.0,
         "metrics of tokens: the log-prob gap is zero, no limit ends the run",
     ),
+    Site("experience.py", "to", -1.0, "the engine's log-probs of slices in flight, which no shape follows from"),
     Site("trainers/rl/logprob_gap.py", "", 0.0, "the log-prob gap is zero: no limit ends the run"),
     Site("trainers/rl/kl_controller.py", "", 0.0, "metrics of the KL, which steer no shape"),
 )

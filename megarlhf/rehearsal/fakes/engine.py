@@ -95,13 +95,13 @@ class RehearsedEngine(VllmEngine):
         *,
         lengths: Lengths,
         memory: EngineBudget,
-        on_rollout: Callable[[int], None],
+        on_rollout: Callable[[int | None], None],
         estimate: Callable[[RolloutWork, EngineShape, int], Sequence[int]],
         on_refusal: Callable[[str], None],
     ) -> None:
         """Callbacks:
 
-        on_rollout: gets the number of samples of each rollout.
+        on_rollout: gets the number of samples of each rollout; None for one of slices, after which a step's are whole.
         estimate:   gets the work of all engines, and the shape and cache bytes of this rank's; returns the engine that
                     takes each piece of the queue.
         on_refusal: gets the reason why vLLM would not start. The rehearsal goes on with a cache for one sequence.
@@ -184,8 +184,8 @@ class RehearsedEngine(VllmEngine):
         """Responses of drawn lengths, each on the engine that would generate it."""
         self._wake(to_generate=True)
         tp, world = self._tp, self._runtime.world_size
-        self._on_rollout(len(prompts))
         given = parts_of(parts, len(prompts), sampling)
+        self._on_rollout(whole_samples(given, sampling))
         index = drawn_now(self._lengths, seeds, given, sampling, self._version)
         drawn = [length for length, _, _ in index]
         pieces = chunk_by_length(prompts, given, range(len(prompts)), world // tp, self._seen)
@@ -214,7 +214,7 @@ class GivenResponses(MegatronEngine):
     where only the trainer is of interest."""
 
     def __init__(
-        self, actor: Role, lengths: Lengths, on_rollout: Callable[[int], None] = lambda num_samples: None
+        self, actor: Role, lengths: Lengths, on_rollout: Callable[[int | None], None] = lambda num_samples: None
     ) -> None:
         super().__init__(actor.shard, 1, actor.parts)
         self._runtime, self._lengths, self._on_rollout = actor.mesh.runtime, lengths, on_rollout
@@ -230,10 +230,16 @@ class GivenResponses(MegatronEngine):
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
         self._parts.to_compute()
-        self._on_rollout(len(prompts))
-        index = drawn_now(self._lengths, seeds, parts_of(parts, len(prompts), sampling), sampling, self.weight_version)
+        given = parts_of(parts, len(prompts), sampling)
+        self._on_rollout(whole_samples(given, sampling))
+        index = drawn_now(self._lengths, seeds, given, sampling, self.weight_version)
         shares = dict(enumerate(split_evenly(len(prompts), self._runtime.world_size)))
         return given_responses(shares, index, self._runtime)
+
+
+def whole_samples(parts: Sequence[ResponsePart], sampling: Sampling) -> int | None:
+    """Number of samples, if all of them are drawn whole."""
+    return len(parts) if all(part.max_tokens == sampling.max_tokens for part in parts) else None
 
 
 def drawn_now(

@@ -178,9 +178,7 @@ def _horizon_counts(cfg: TrainingConfig) -> bool:
     rescales = isinstance(cfg, RMConfig) and cfg.unit_variance
     fades = isinstance(cfg, RLConfig) and cfg.algo.entropy_coef_end not in (None, cfg.algo.entropy_coef)
     begins = isinstance(cfg, RLConfig) and cfg.rollout.is_stale
-    return (
-        rescales or fades or begins or any(role.optim.schedule != "constant" for role in _trained(cfg).values())
-    )
+    return rescales or fades or begins or any(role.optim.schedule != "constant" for role in _trained(cfg).values())
 
 
 def _validation_decides(key: str, cfg: TrainingConfig) -> bool:

@@ -69,7 +69,7 @@ def build_llm(
         defaults["disable_custom_all_reduce"] = True
     try:
         with cpu_patches(runtime.device), without_torch_determinism():
-            return LLM(str(model_path), **{**defaults, **rollout.vllm.args, **ours, **further})
+            llm = LLM(str(model_path), **{**defaults, **rollout.vllm.args, **ours, **further})
     except (ValueError, TypeError, ImportError) as error:
         if not rollout.vllm.args:
             raise
@@ -77,6 +77,19 @@ def build_llm(
             f"vLLM does not start with rollout.vllm.args = {dict(rollout.vllm.args)}: {type(error).__name__}: "
             f"{error}. Correct them, or leave them out"
         ) from error
+    if not on_cpu:
+        require_runner(llm, rollout)
+    return llm
+
+
+def require_runner(llm: Any, rollout: RolloutConfig) -> None:
+    """Raises: ValueError for slices on a GPU by a runner whose noise cannot go on where an earlier slice ended."""
+    if rollout.slices > 1 and not llm.llm_engine.vllm_config.use_v2_model_runner:
+        raise ValueError(
+            f"rollout.slices = {rollout.slices}: a response goes on with its own random numbers only by vLLM's model "
+            "runner V2, and vLLM chose the older one for this model (its log says why). Leave out rollout.vllm.args "
+            "that V2 does not have, unset VLLM_USE_V2_MODEL_RUNNER, or set rollout.slices to 1"
+        )
 
 
 def enqueue(
