@@ -26,10 +26,8 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -37,6 +35,7 @@ import torch.multiprocessing as mp
 
 from benchmarks.machine import ROOT, machine
 from benchmarks.packing_workload import Sizes, write_model
+from benchmarks.planted_lengths import planted
 from megarlhf.runtime import RankInfo, Runtime, free_port, initialize, shutdown
 
 RESULT = ROOT / "benchmarks" / "results" / "rollout.json"
@@ -103,32 +102,15 @@ class Engines:
         """Seconds of the rollout, and those that an engine was idle, on average."""
         from megarlhf.rollout.balance import SeenLengths
         from megarlhf.rollout.engine import Sampling
-        from megarlhf.rollout.vllm import build as vllm_build
-        from megarlhf.rollout.vllm import engine as vllm_engine
-        from megarlhf.rollout.vllm import generate_loop
 
         balance, known = WAYS[way]
         lengths = lengths_of(self.load, number)
         sampling = Sampling(max_tokens=self.load.longest, end_ids=(3,))
 
-        def enqueue(
-            llm: Any, prompts: Any, seeds: Any, sampling: Sampling, rows: Sequence[int], **options: Any
-        ) -> list[str]:
-            """Each row ends at its given length."""
-            limits = {row: dataclasses.replace(sampling, max_tokens=lengths[row]) for row in rows}
-            return [
-                name for row in rows for name in vllm_build.enqueue(llm, prompts, seeds, limits[row], [row], **options)
-            ]
-
         self.engine._rollout = self.rollout.model_copy(update={"balance": balance})
         self.engine._seen = SeenLengths(self.load.prompts if known else 0)
         self.engine._seen.record(self.prompts, lengths_of(self.load, number - 1))
-        whole = mock.patch.object(
-            generate_loop,
-            "response_of",
-            lambda output, _, version: generate_loop.response_so_far(output, version, finished=False),
-        )
-        with mock.patch.object(vllm_engine, "enqueue", enqueue), whole:
+        with planted(lengths):
             dist.barrier()
             began = time.perf_counter()
             rollouts = self.engine.generate(self.prompts, list(range(len(self.prompts))), sampling)

@@ -1,0 +1,188 @@
+"""Responses drawn in slices against whole ones: python -m benchmarks.slices (`make bench-slices`).
+
+Two engines of vLLM, one rank and one thread each, draw for a run of many steps whose responses have long-tailed
+lengths (lognormal, cut at a multiple of the mean). Each number of slices has its own run, and the runs make a round in
+turn: the part of the samples of several steps that one version of the weights draws, by the project's own rule.
+Reported are the seconds of a round, in which one step's samples become whole, for each of these samples' tokens.
+
+A run's first rounds, in which it draws more or less than in all later ones, are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from benchmarks.machine import ROOT, machine
+from benchmarks.packing_workload import Sizes, write_model
+from benchmarks.planted_lengths import planted
+from megarlhf.runtime import RankInfo, Runtime, free_port, initialize, shutdown
+
+RESULT = ROOT / "benchmarks" / "results" / "slices.json"
+SLICES = (1, 2, 4, 8)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Load:
+    """Samples of a step."""
+
+    samples: int = 64
+    prompt: int = 32
+    """Tokens of a prompt."""
+    mean: int = 48
+    """Mean of the lengths before they are cut."""
+    sigma: float = 1.0
+    """Deviation of the logarithm of a length."""
+    longest: int = 12 * 48
+
+
+MODEL = Sizes(hidden=576, layers=30, heads=9, kv_heads=3, intermediate=1536, vocab=49152)
+"""SmolLM2-135M."""
+SMALL = Load(samples=6, prompt=8, mean=4, longest=16)
+SMALL_MODEL = Sizes(hidden=64, layers=2, heads=2, kv_heads=1, intermediate=96, vocab=256)
+
+
+def lengths_of(load: Load, step: int) -> list[int]:
+    """Response tokens of each sample of a step."""
+    rng, mu = random.Random(step), math.log(load.mean) - load.sigma**2 / 2
+    return [min(max(1, round(rng.lognormvariate(mu, load.sigma))), load.longest) for _ in range(load.samples)]
+
+
+class SlicedRun:
+    """A run without training, round by round. Every rank makes the same calls."""
+
+    def __init__(self, load: Load, engine: Any, slices: int) -> None:
+        from megarlhf.rollout.in_flight import InFlight
+        from megarlhf.rollout.slices import SliceRule
+
+        self.load, self.engine, self.round = load, engine, 0
+        self.flight = InFlight(SliceRule(slices, 0, load.longest))
+
+    def prompt(self, number: int) -> torch.Tensor:
+        return torch.randint(4, 200, (self.load.prompt,), generator=torch.Generator().manual_seed(number))
+
+    def next_round(self) -> tuple[float, int]:
+        """Draw a round; returns its seconds and the tokens of the samples that are whole then."""
+        from megarlhf.rollout.engine import Sampling
+
+        load, step, flight = self.load, self.round, self.flight
+        for begun in flight.rule.steps(step, step + 1000):
+            if begun not in flight:
+                numbers = range(begun * load.samples, (begun + 1) * load.samples)
+                flight.begin(begun, numbers, load.samples, step)
+        requests = flight.requests(step, self.prompt, lambda step, sample: step * load.samples + sample)
+        lengths = [lengths_of(load, of_step)[sample] for of_step, sample in requests.origins]
+        sampling = Sampling(max_tokens=load.longest, end_ids=())
+        self.engine._version = step
+        assert self.engine._llm.reset_prefix_cache()  # as an update does
+        with planted(lengths):
+            dist.barrier()
+            began = time.perf_counter()
+            drawn = self.engine.generate(requests.prompts, requests.seeds, sampling, parts=requests.parts)
+            dist.barrier()
+            seconds = time.perf_counter() - began
+        flight.extend(requests, drawn)
+        whole = flight.take(step)
+        assert whole.rollouts.responses.lengths_N.tolist() == lengths_of(load, step)
+        self.round += 1
+        return seconds, whole.num_tokens
+
+
+Found = dict[int, list[tuple[float, int]]]
+"""By number of slices: seconds and whole tokens of each round."""
+
+
+def measure_rank(runtime: Runtime, model: Path, load: Load, rounds: int) -> Found:
+    """`rounds` rounds of each run, in turn, after those that fill it. Collective."""
+    from megarlhf.config import RoleConfig, RolloutConfig
+    from megarlhf.models.role import build_role
+    from megarlhf.parallel.mesh import GroupCache
+    from megarlhf.rollout.vllm.engine import VllmEngine
+
+    section = RoleConfig.model_validate({"model": {"path": str(model), "dtype": "fp32"}})
+    actor = build_role("actor", section, "lm", GroupCache(runtime), seed=0)
+    rollout = RolloutConfig.model_validate({"max_response_tokens": load.longest})
+    engine = VllmEngine(rollout, actor, torch.float32, load.prompt)
+    engine.update_weights(actor.shard, 0)
+    runs = {slices: SlicedRun(load, engine, slices) for slices in SLICES}
+    for slices, run in runs.items():
+        for _ in range(slices):  # the first draws all that version 0 has to draw, and the others are not full yet
+            run.next_round()
+    found: Found = {slices: [] for slices in SLICES}
+    for number in range(rounds):
+        for slices in [*SLICES[number % len(SLICES) :], *SLICES[: number % len(SLICES)]]:
+            found[slices].append(runs[slices].next_round())
+    engine.close()
+    return found
+
+
+def run_rank(rank: int, port: int, model: Path, load: Load, rounds: int, out: Path) -> None:
+    """One of the two processes; the first writes the figures."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    runtime = initialize(RankInfo(rank=rank, local_rank=rank, world_size=2, local_world_size=2), seed=0)
+    torch.set_num_threads(1)
+    found = measure_rank(runtime, model, load, rounds)
+    if runtime.is_main:
+        out.write_text(json.dumps(found))
+    shutdown()
+
+
+def summary(found: Found) -> dict[str, Any]:
+    """Seconds per trained token by number of slices: those of all rounds over their tokens."""
+    per_token = {
+        slices: sum(seconds for seconds, _ in rounds) / sum(tokens for _, tokens in rounds)
+        for slices, rounds in found.items()
+    }
+    best = min(per_token, key=lambda slices: per_token[slices])
+    ratios = [
+        (whole[0] / whole[1]) / (sliced[0] / sliced[1]) for whole, sliced in zip(found[1], found[best], strict=True)
+    ]
+    return {
+        "rollout_speedup_long_tailed": per_token[1] / per_token[best],
+        "best": best,
+        "lowest": min(ratios),
+        "highest": max(ratios),
+        "median": statistics.median(ratios),
+        "milliseconds_per_token": {str(slices): 1000 * value for slices, value in per_token.items()},
+    }
+
+
+def measure(sizes: Sizes, load: Load, rounds: int) -> dict[str, Any]:
+    """All figures."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
+        model, out = write_model(Path(folder) / "model", sizes), Path(folder) / "found.json"
+        mp.spawn(run_rank, (free_port(), model, load, rounds, out), nprocs=2)
+        found = {int(slices): rounds for slices, rounds in json.loads(out.read_text()).items()}
+    return {"rounds": rounds, **summary(found), "seconds_and_tokens": found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.slices", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--small", action="store_true", help="a tiny model: to see whether this runs")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    arguments = parser.parse_args()
+    (ROOT / "build").mkdir(exist_ok=True)
+    sizes, load = (SMALL_MODEL, SMALL) if arguments.small else (MODEL, Load())
+    result = {**machine("make bench-slices"), "model": dataclasses.asdict(sizes), "load": dataclasses.asdict(load)}
+    result |= measure(sizes, load, arguments.rounds)
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps({name: value for name, value in result.items() if name != "model"}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
