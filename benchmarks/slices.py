@@ -42,11 +42,11 @@ class Load:
     samples: int = 64
     prompt: int = 32
     """Tokens of a prompt."""
-    mean: int = 48
+    mean: int = 40
     """Mean of the lengths before they are cut."""
     sigma: float = 1.0
     """Deviation of the logarithm of a length."""
-    longest: int = 12 * 48
+    longest: int = 12 * 40
 
 
 MODEL = Sizes(hidden=576, layers=30, heads=9, kv_heads=3, intermediate=1536, vocab=49152)

@@ -169,6 +169,11 @@ class RolloutEngine(Protocol):
         """Seconds of this rank's engine in the last `generate`, without waiting for the others."""
         ...
 
+    @property
+    def cache_tokens(self) -> int | None:
+        """Tokens that the cache of one engine holds; None where there is no cache."""
+        ...
+
     def needs(self, *, to_generate: bool) -> Sequence[Offloadable]:
         """Parts that must be on the device while it generates, or while it takes over weights."""
         ...

@@ -59,6 +59,10 @@ class RestartingEngine:
     def local_seconds(self) -> float:
         return self.engine.local_seconds
 
+    @property
+    def cache_tokens(self) -> int | None:
+        return self.engine.cache_tokens
+
     def needs(self, *, to_generate: bool) -> Sequence[Offloadable]:
         return self.engine.needs(to_generate=to_generate)
 

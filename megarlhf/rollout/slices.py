@@ -67,3 +67,27 @@ class SliceRule:
                 count += runs.pop()[1]
             runs.append((version, count))
         return runs
+
+
+def describe_rounds(rule: SliceRule, num_samples: int, num_engines: int, cache_tokens: int | None, longest: int) -> str:
+    """Sentence about the responses that one step draws from, and how many of them wait for room in an engine's cache.
+
+    num_samples:  samples of a step
+    cache_tokens: tokens of an engine's cache; None where it has none
+    longest:      tokens of the longest prompt and response
+    """
+    most = -(-rule.slices * num_samples // num_engines)
+    drawn = (
+        f"rollout.slices = {rule.slices}, rollout.steps_ahead = {rule.steps_ahead}: a step draws up to "
+        f"{rule.slice_tokens} tokens of each of up to {rule.slices * num_samples} responses, {most} an engine; tokens "
+        f"are up to {rule.lag} steps old when they are trained on"
+    )
+    if cache_tokens is None:
+        return drawn
+    at_once = cache_tokens // longest
+    if at_once >= most:
+        return f"{drawn}. All fit an engine's cache of {cache_tokens:,} tokens at once"
+    return (
+        f"{drawn}. An engine's cache of {cache_tokens:,} tokens holds {at_once} of the longest ({longest:,} tokens): up "
+        f"to {most - at_once} of {most} wait for room, which more slices make longer"
+    )

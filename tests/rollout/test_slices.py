@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megarlhf.rollout.in_flight import InFlight
-from megarlhf.rollout.slices import SliceRule
-from tests.refuses import refuses
+from megarlhf.rollout.slices import SliceRule, describe_rounds
+from tests.refuses import missing_names, refuses
 from tests.tables import make_rollouts, ragged
 
 RULES = [SliceRule(slices, ahead, 7) for slices, ahead in itertools.product(range(1, 8), (0, 1))]
@@ -127,3 +127,12 @@ def test_a_slice_of_another_version_is_refused():
     flight.extend(requests, draw(requests, 0))
     with refuses("version 0, expected version 1", "missed an update", error=RuntimeError):
         flight.take(1)
+
+
+def test_the_start_says_how_much_of_a_step_waits_for_the_cache():
+    """Three slices of 32 samples on two engines are 48 responses each; a cache for 40 of the longest lets 8 wait."""
+    rule = SliceRule(3, 0, 6)
+    said = describe_rounds(rule, 32, 2, 400, 10)
+    assert not missing_names(said, "up to 2 tokens", "96 responses, 48 an engine", "holds 40", "8 of 48 wait")
+    assert "All fit" in describe_rounds(rule, 32, 2, 480, 10)
+    assert describe_rounds(rule, 32, 1, None, 10).endswith("up to 2 steps old when they are trained on")

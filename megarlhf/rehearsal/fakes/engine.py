@@ -125,6 +125,10 @@ class RehearsedEngine(VllmEngine):
         shapes = vllm_placements(self._arch, tp=self._tp, tp_rank=rank % self._tp, rank=rank).storages
         return {name: torch.empty(shape, dtype=self._dtype, device=device) for name, shape in shapes.items()}
 
+    @property
+    def cache_tokens(self) -> int | None:
+        return self._cache_bytes // self._shape.cache_bytes_per_token
+
     def _cache_tensors(self) -> Sequence[Tensor]:
         return [self._llm.cache]
 

@@ -121,6 +121,11 @@ class VllmEngine:
         return self._version
 
     @property
+    def cache_tokens(self) -> int | None:
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        return int(cache.num_gpu_blocks * cache.block_size)
+
+    @property
     def _sleep_level(self) -> int:
         level = self._rollout.vllm.sleep_level
         return (2 if self._device_memory.auto else 0) if level == "auto" else level

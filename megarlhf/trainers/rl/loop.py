@@ -20,7 +20,7 @@ from megarlhf.trainers.rl.build import RLRun, build, training_of
 from megarlhf.trainers.rl.evaluation import Evaluation
 from megarlhf.trainers.rl.metrics import describe, kl_by_sample
 from megarlhf.trainers.rl.own_sampler import PromptOrder, order_of, tell
-from megarlhf.trainers.rl.rollout import generate
+from megarlhf.trainers.rl.rollout import generate, slice_notes
 from megarlhf.trainers.rl.sample_rows import step_samples, training_rows
 from megarlhf.trainers.rl.scoring import score
 from megarlhf.trainers.rl.update import Metrics, StepState, train_on
@@ -51,6 +51,7 @@ def run(cfg: RLConfig, runtime: Runtime, parts: RunFactories = RunFactories()) -
             training = training_of(rl_run, states, evaluation.best, stop_request, parts)
             mixture = describe_mixture(order, cfg.train.num_steps, cfg.data.train)
             notes = [*data.notes, *mixture, *reference_notes(cfg.actor.model, training.reference)]
+            notes += slice_notes(rl_run, runtime.world_size)
         with (
             contextlib.closing(rl_run.rewarder),
             contextlib.closing(evaluation),

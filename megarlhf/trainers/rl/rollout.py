@@ -25,6 +25,7 @@ from megarlhf.resume.claim.config_changes import mathematics_of
 from megarlhf.resume.points.point import shown_step
 from megarlhf.rollout.engine import FinishedResponses, RolloutEngine, Sampling, sample_seed
 from megarlhf.rollout.in_flight import Requests
+from megarlhf.rollout.slices import describe_rounds
 from megarlhf.trainers.experience.prompts import make_experience, repeat_prompts
 from megarlhf.trainers.experience.rewards import PendingRewards, RewardOutput
 from megarlhf.trainers.rl.build import RLRun
@@ -75,6 +76,17 @@ def generate(run: RLRun, session: Session, order: PromptOrder, step: int) -> Ste
     if not run.cfg.rollout.is_stale:
         return rollout
     return replace(rollout, drawn=(requests, rollouts), metrics={"tokens_in_flight": flight.num_tokens})
+
+
+def slice_notes(run: RLRun, world_size: int) -> list[str]:
+    """Sentence for the start about what a step draws, where responses are drawn in slices."""
+    cfg, engine = run.cfg, run.engine
+    if not cfg.rollout.is_stale:
+        return []
+    samples = cfg.train.prompts_per_step * cfg.rollout.num_samples_per_prompt
+    num_engines = 1 if engine.cache_tokens is None else world_size // cfg.rollout.tp(cfg.actor)
+    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens
+    return [describe_rounds(run.in_flight.rule, samples, num_engines, engine.cache_tokens, longest)]
 
 
 def begin_samples(run: RLRun, session: Session, order: PromptOrder, step: int) -> None:
