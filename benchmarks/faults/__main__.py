@@ -47,6 +47,11 @@ _PPO = ("ppo", "ppo", "ppo", "ppo_vllm")
 FAULTS = {
     "sigkill_sft": Fault(random_faults.sigkill, 40, ("sft", "sft_tp2", "sft"), RESUMED, SINCE_POINT),
     "sigkill_ppo": Fault(random_faults.sigkill, 20, _PPO, RESUMED, SINCE_POINT),
+    "sigkill_slices": Fault(
+        random_faults.sigkill, 17, ("slices", "slices", "slices", "slices_vllm"), RESUMED, SINCE_POINT
+    ),
+    "sigkill_newest_removed": Fault(random_faults.sigkill_newest_removed, 3, ("slices",), RESUMED, SINCE_POINT),
+    "sigkill_ahead": Fault(random_faults.sigkill, 5, ("slices_ahead",), RESUMED, SINCE_POINT),
     "sigkill_while_writing": Fault(random_faults.sigkill_while_writing, 10, ("sft", "ppo"), RESUMED, SINCE_POINT),
     "corrupted_checkpoint": Fault(
         random_faults.corrupted,

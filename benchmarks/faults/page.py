@@ -17,6 +17,9 @@ FAULTS_JSON, RESUME_JSON = (ROOT / "benchmarks/results" / name for name in ("fau
 TITLES = {
     "sigkill_sft": "SIGKILL of a rank or of all processes, SFT",
     "sigkill_ppo": "SIGKILL of a rank or of all processes, PPO",
+    "sigkill_slices": "SIGKILL of a rank or of all processes, GRPO in three slices",
+    "sigkill_newest_removed": "the same after two resume points, and the newest is removed",
+    "sigkill_ahead": "SIGKILL of a rank or of all processes, GRPO in two slices and a step ahead",
     "sigkill_while_writing": "SIGKILL while a resume point is written, SFT and PPO",
     "corrupted_checkpoint": "a flipped bit, a truncated or a missing file in the newest one or two resume points",
     "signal_sft": "SIGTERM, SIGUSR1 or SIGINT, SFT",

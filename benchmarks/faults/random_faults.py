@@ -25,6 +25,18 @@ def sigkill(trial: Trial) -> Result:
     return trial.goes_on(f"{_kill(trial, command)} {moment}")
 
 
+def sigkill_newest_removed(trial: Trial) -> Result:
+    """SIGKILL after two resume points, and the newest is gone at the next start: the one before has its own slices."""
+    command = trial.start()
+    if not command.wait_until(lambda: len(find_points(trial.run)) >= 2):
+        raise NotHappened("the run ended before it had two resume points")
+    moment = trial.wait_for_moment(command, first=find_points(trial.run)[-1].position.step)
+    victim = _kill(trial, command)
+    newest = find_points(trial.run)[-1]
+    shutil.rmtree(newest.path)
+    return trial.goes_on(f"{victim} {moment}, and {newest.position.name} was removed")
+
+
 def sigkill_while_writing(trial: Trial) -> Result:
     """The same, while a resume point is incomplete; also shown by what lies there afterwards."""
     command = trial.start()

@@ -89,7 +89,8 @@ class Site:
         return {"data": {**paths, "max_prompt_tokens": 16, **({} if name == "prompts" else {"max_response_tokens": 8})}}
 
     def case(self, name: str) -> Case:
-        """`sft`, `sft_tp2`, `sft_keep`, `sft_nan`, `ppo`, `ppo_vllm` or `grpo`."""
+        """`sft`, `sft_tp2`, `sft_keep`, `sft_nan`, `ppo`, `ppo_vllm`, `grpo`, `slices`, `slices_vllm` or
+        `slices_ahead`."""
         return getattr(self, f"_{name.partition('_')[0]}")(name)
 
     def _sft(self, name: str) -> Case:
@@ -145,6 +146,21 @@ class Site:
             algo={"advantage": "group_relative", "kl": {"coef": 0.05, "placement": "loss", "estimator": "k3"}},
             checkpoint={"every": 1, "every_minutes": 0, "export_every": 2},
             watchdog={"reward": 10, "grace": 6},
+        )
+
+    def _slices(self, name: str) -> Case:
+        """Responses in three slices, or in two with a step ahead; resume points are rare."""
+        ahead = name == "slices_ahead"
+        engine = {"engine": "vllm"} if name == "slices_vllm" else {}
+        return self._rl(
+            name,
+            {},
+            rewards=[{"kind": "rule", "rule": "exact_match"}],
+            train={"num_steps": 14},
+            rollout={"slices": 2 if ahead else 3, "steps_ahead": int(ahead), **engine},
+            algo={"advantage": "group_relative", "kl": {"log": True}},
+            checkpoint={"every": 5, "keep": 2, "every_minutes": 0, "export_every": 7},
+            eval={"every": 7},
         )
 
     def reference(self, case: Case) -> Reference:

@@ -1,7 +1,8 @@
-"""Importance sampling from the distribution that drew the samples to the trainer's, at the same weights.
+"""Importance sampling from the distribution that drew the samples to the trainer's at the beginning of the step.
 
-Engine and trainer give a token different log-probs where they compute in other numerics. The ratio of the two corrects
-the gradient for it; it is truncated, or tokens are left out, where it is far from 1.
+Engine and trainer give a token different log-probs where they compute in other numerics, and where the engine had older
+weights. The ratio of the two corrects the gradient for both; it is truncated, or tokens are left out, where it is far
+from 1. Of tokens that older weights drew, the level `token` corrects the token and not the tokens before it.
 
 Legend: T response tokens of all responses end to end, N responses.
 """
@@ -43,7 +44,7 @@ def rollout_correction(
 ) -> Correction:
     """Weights that make samples of the rollout samples of the trainer's policy, but for what is cut.
 
-    Shapes:  logprobs_T: the trainer's, at the weights that drew the samples; rollout_logprobs_T: the engine's; [T]
+    Shapes:  logprobs_T: the trainer's before the step's updates; rollout_logprobs_T: the engine's when it drew; [T]
     Maths:   r = exp(logprob - rollout_logprob), of the token or its response (`policy.log_ratios` says which are
              there); 'truncate': min(r, high); 'mask': r where low <= r <= high, else 0; with mask_weight 'token' the
              token's own ratio there

@@ -249,7 +249,7 @@ class RLConfig(FrozenModel):
     def old_logprobs_in_training(self, step: int) -> bool:
         """Whether the forward of the only update in `step` (0 is the first) computes the old log-probs.
 
-        It runs at the weights that drew the samples, so no separate forward is needed. A KL in the reward reads them
+        It runs at the weights before the step, so no separate forward is needed. A KL in the reward reads them
         earlier.
         """
         actor_learns = not self.algo.needs_critic or step >= self.train.critic_warmup_steps

@@ -2,13 +2,21 @@
 
 import logging
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from megarlhf.config import LogprobGapConfig, RolloutCorrectionConfig
-from megarlhf.experience import Experience
-from megarlhf.trainers.rl.logprob_gap import LogprobGapError, MismatchGuard, add_rollout_correction, logprob_gap
+from megarlhf.config import KLConfig, LogprobGapConfig, RolloutCorrectionConfig
+from megarlhf.experience import Experience, VersionRuns
+from megarlhf.trainers.rl.logprob_gap import (
+    LogprobGapError,
+    MismatchGuard,
+    add_rollout_correction,
+    logprob_gap,
+    staleness,
+)
+from megarlhf.trainers.rl.metrics import kl_metrics
 from tests.refuses import refuses
 from tests.tables import make_rollouts, ragged
 from tests.trainers.test_rl_parts import experience
@@ -137,3 +145,19 @@ def test_every_key_of_the_correction_reaches_the_weights():
     ):
         found, _ = add_rollout_correction(table, RolloutCorrectionConfig.model_validate(keys))
         assert found.columns["rollout_weights"].values_T.tolist() == pytest.approx(expected), keys
+
+
+def test_age_of_samples_and_their_kl_by_hand():
+    """Step 5 of tokens of versions 3, 4 and 5: ages 2, 1, 0. Old minus engine's log-prob .3, 0, 0: ratios e^.3, 1, 1, by
+    which the KL of 1 at each token is weighed."""
+    rollouts = make_rollouts(ragged([1, 1, 1], dtype=torch.int64), ragged([-1.3, -1.0, -1.0]), torch.tensor([True]))
+    versions = VersionRuns.from_rows([((3, 1), (4, 1), (5, 1))])
+    columns = {"old_logprobs": ragged([-1.0] * 3), "ref_logprobs": ragged([-2.0] * 3)}
+    table = Experience((torch.tensor([1]),), torch.tensor([0]), replace(rollouts, versions=versions), columns)
+    assert staleness(table, 5) == pytest.approx({"staleness_mean": 1.0, "staleness_max": 2, "staleness_kl": 0.1})
+    corrected, _ = add_rollout_correction(table, RolloutCorrectionConfig(kind="truncate"))
+    assert kl_metrics(corrected, KLConfig())["kl"] == pytest.approx(1.0)
+    assert kl_metrics(corrected, KLConfig(), corrected=True)["kl"] == pytest.approx((math.exp(0.3) + 2) / 3)
+    guard = watch(steps=1)
+    guard.watch({})
+    assert not guard.failed(last=True), "nothing was drawn that could be compared"

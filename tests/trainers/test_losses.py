@@ -39,7 +39,7 @@ class Case:
     def vocabulary(self, backend, save_bytes=2**28):
         return Vocabulary(self.weight_VH, TRUE, None, backend=backend, save_bytes=save_bytes)
 
-    def policy_loss(self, backend, save_bytes=2**28, **algo):
+    def policy_loss(self, backend, save_bytes=2**28, *, corrects_all=False, **algo):
         """Of 8 response tokens, some in other micro-batches."""
         vocabulary = self.vocabulary(backend, save_bytes)
         cfg = AlgoConfig.model_validate(algo)
@@ -50,6 +50,7 @@ class Case:
             vocabulary=vocabulary,
             kl_coef=cfg.kl.coef,
             entropy_coef=cfg.entropy_coef,
+            corrects_all=corrects_all,
         )
         return loss(self.hidden_SBH, self.batch)
 
@@ -113,6 +114,20 @@ def test_the_policy_s_gradient_through_all_logits(backend, kl):
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
     torch.testing.assert_close(case.gradients(loss), case.gradients(expected), rtol=1e-8, atol=1e-11)
     assert float(sums[2]) > 5.0
+
+
+@pytest.mark.parametrize("corrects_all", [False, True])
+def test_weights_of_the_correction_are_those_of_kl_and_entropy_too_where_samples_are_stale(corrects_all):
+    """A weight w of every token multiplies the surrogate, and the whole loss if older weights drew samples."""
+    plain, corrected = Case(), Case()
+    corrected.batch.columns["rollout_weights"] = torch.full((B, S), 0.25, dtype=torch.float64)
+    for algo in ({"kl": IN_LOSS}, {"entropy_coef": 0.3}):
+        whole, sums, _ = plain.policy_loss("reference", **algo)
+        loss, *_ = corrected.policy_loss("reference", corrects_all=corrects_all, **algo)
+        surrogate = float(sums[0])
+        others = float(whole) - surrogate
+        assert abs(others) > 1e-3
+        assert float(loss) == pytest.approx(0.25 * surrogate + (0.25 if corrects_all else 1.0) * others, rel=1e-9)
 
 
 def test_megatron_s_gradient_buffer_gets_the_matrix_s_gradient_and_autograd_none():
