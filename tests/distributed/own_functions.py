@@ -272,3 +272,24 @@ def no_number(step):
 def fails_later(step):
     if step.number > 1:
         raise RuntimeError("the disk of the plots is full")
+
+
+class Hardest:
+    """Prompts with the lowest rewards so far, and of equal ones the first."""
+
+    def __init__(self, prompts, seed):
+        self.rewards = [0.0] * len(prompts)
+
+    def choose(self, step, count):
+        order = sorted(range(len(self.rewards)), key=lambda n: (self.rewards[n], (n + 7 * step) % 64))
+        return order[:count]
+
+    def learn(self, chosen, rewards):
+        for number, reward in zip(chosen, rewards, strict=True):
+            self.rewards[number] += reward
+
+    def state_dict(self):
+        return {"rewards": list(self.rewards)}
+
+    def load_state_dict(self, state):
+        self.rewards = list(state["rewards"])

@@ -158,9 +158,10 @@ CUTS = [(ENGINE, "generate", 3), (TRAIN, "step", 7), (ENGINE, "generate", 2)]
 
 @pytest.mark.parametrize("slices, ahead", [(3, 0), (2, 1)])
 def test_a_run_that_is_cut_off_goes_on_with_the_slices_in_flight(slices, ahead, ranks, two_layers, data, tmp_path):
-    """Points at each update. The newest point is damaged at the last start: the one before has slices of its own."""
+    """Points at each update, and a sampler that learns from rewards some steps after its choice. The newest point is
+    damaged at the last start: the one before has slices of its own."""
     cfg = tree(two_layers, data, engine="megatron", slices=slices, steps_ahead=ahead)
-    cfg["train"]["num_steps"] = 7
+    cfg["train"] |= {"num_steps": 7, "sampler": "tests.distributed.own_functions:Hardest"}
     cfg["checkpoint"] = {"every_updates": 1, "every_minutes": 0, "keep": 3, "background": False}
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     ranks.run(2, "command", *killed(cfg, whole))
