@@ -148,8 +148,8 @@ def test_every_key_of_the_correction_reaches_the_weights():
 
 
 def test_age_of_samples_and_their_kl_by_hand():
-    """Step 5 of tokens of versions 3, 4 and 5: ages 2, 1, 0. Old minus engine's log-prob .3, 0, 0: weights e^.3, 1, 1 of
-    the KL, which is 1 at each token."""
+    """Step 5 of tokens of versions 3, 4 and 5: ages 2, 1, 0. Old minus engine's log-prob .3, 0, 0: weights e^.3, 1, 1
+    of the KL, which is 1 at each token."""
     rollouts = make_rollouts(ragged([1, 1, 1], dtype=torch.int64), ragged([-1.3, -1.0, -1.0]), torch.tensor([True]))
     versions = VersionRuns.from_rows([((3, 1), (4, 1), (5, 1))])
     columns = {"old_logprobs": ragged([-1.0] * 3), "ref_logprobs": ragged([-2.0] * 3)}
