@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarlhf.config import LogprobGapConfig, RLConfig, RolloutConfig
+from megarlhf.config import EvaluateConfig, LogprobGapConfig, RLConfig, RolloutConfig
 from megarlhf.config.rollout import RESERVED_ARGS
 from megarlhf.rollout.vllm.arguments import known_arguments, unknown_arguments
 from tests.refuses import missing_names, refuses
@@ -12,6 +12,25 @@ def test_engine_arguments_come_from_file_and_command_line(load):
     cfg = load("generate", "rollout.vllm.args.max_num_seqs=64", "rollout.vllm.args.compilation_config={mode: 0}")
     assert cfg.rollout.vllm.args == {"max_num_seqs": 64, "compilation_config": {"mode": 0}}
     assert RolloutConfig().vllm.args == {}
+
+
+def test_slices_turn_the_correction_on_unless_one_is_given(load):
+    """`auto`, the default, is `none` for whole responses of the step's own weights."""
+    for keys, kind in (
+        ([], "none"), (["rollout.slices=3"], "truncate"), (["rollout.steps_ahead=1"], "truncate"),
+        (["rollout.slices=3", "algo.rollout_correction.kind=mask"], "mask"),
+        (["algo.rollout_correction.kind=truncate"], "truncate"),
+    ):  # fmt: skip
+        cfg = load("rl", *keys)
+        assert (cfg.rollout_correction.kind, cfg.rollout.is_stale) == (kind, any("rollout.s" in key for key in keys))
+
+
+def test_slices_are_for_training(refusal):
+    for key in ("slices=2", "steps_ahead=1", "gap_probe_samples=9"):
+        assert not missing_names(refusal("generate", f"rollout.{key}"), f"rollout.{key.replace('=', ' = ')}", "for rl")
+    tree = {"run": {"dir": "runs"}, "actor": {"model": {"path": "m"}}, "data": {"train": "a.jsonl"}}
+    with pytest.raises(ValueError, match=r"rollout.slices = 2 is for rl"):
+        EvaluateConfig.model_validate({**tree, "rollout": {"slices": 2}})
 
 
 @pytest.mark.parametrize("name, reason", [

@@ -165,6 +165,7 @@ def test_keys_without_effect_are_refused(loop):
         "placement: loss": {"algo": {"kl": {"coef": 0.1}}},
         r"train\.stop": {"train": loop()["train"] | {"stop": {"max_kl": 1.0}}},
         r"checkpoint\.every_updates": {"checkpoint": {"every_updates": 1}},
+        r"rollout\.slices": {"rollout": loop()["rollout"] | {"slices": 2}},
     }.items():
         with pytest.raises(ValueError, match=words):
             megarlhf.Loop(loop(**sections))
