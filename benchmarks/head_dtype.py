@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 
 from benchmarks.machine import machine
+from benchmarks.sampling import sample
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "head_dtype.json"
@@ -65,7 +66,7 @@ def gap_with_head(head: str, model: Path, prompts: Path) -> dict[str, Any]:
     from megarlhf.trainers.experience.prompts import load_prompts
     from megarlhf.trainers.rl.build import build
     from megarlhf.trainers.rl.logprob_gap import logprob_gap
-    from megarlhf.trainers.rl.rollout import complete, sample
+    from megarlhf.trainers.rl.rollout import complete
     from megarlhf.trainers.rl.scoring import score
     from megarlhf.trainers.run.session import Session
 

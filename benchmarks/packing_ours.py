@@ -28,6 +28,7 @@ from torch import Tensor
 from benchmarks.packing_children import Parent
 from benchmarks.packing_workload import Sizes, make_workload, text_of
 from benchmarks.prompts_work import looked_at
+from benchmarks.sampling import sample
 from megarlhf.columns import Ragged
 from megarlhf.config import LogprobGapConfig, RLConfig
 from megarlhf.data.samples.encoders import PromptSample
@@ -42,7 +43,7 @@ from megarlhf.trainers.experience.prompts import PromptData, make_experience
 from megarlhf.trainers.rl.build import build
 from megarlhf.trainers.rl.logprob_gap import MismatchGuard
 from megarlhf.trainers.rl.metrics import describe
-from megarlhf.trainers.rl.rollout import complete, sample
+from megarlhf.trainers.rl.rollout import complete
 from megarlhf.trainers.rl.scoring import score
 from megarlhf.trainers.rl.update import StepState, train_on
 from megarlhf.trainers.run.session import Session

@@ -24,12 +24,12 @@ import torch
 from benchmarks.memory import Peak
 from benchmarks.packing_children import Message, Parent
 from benchmarks.packing_ours import Run
+from benchmarks.sampling import sample
 from benchmarks.trl_task import rule_of
 from megarlhf.config import RLConfig
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.runtime import RankInfo, Runtime, initialize
 from megarlhf.trainers.experience.prompts import load_prompts
-from megarlhf.trainers.rl.rollout import sample
 
 
 class Grpo(Run):

@@ -88,6 +88,6 @@ def describe_rounds(rule: SliceRule, num_samples: int, num_engines: int, cache_t
     if at_once >= most:
         return f"{drawn}. All fit an engine's cache of {cache_tokens:,} tokens at once"
     return (
-        f"{drawn}. An engine's cache of {cache_tokens:,} tokens holds {at_once} of the longest ({longest:,} tokens): up "
-        f"to {most - at_once} of {most} wait for room, which more slices make longer"
+        f"{drawn}. An engine's cache of {cache_tokens:,} tokens holds {at_once} of the longest ({longest:,} tokens): "
+        f"up to {most - at_once} of {most} wait for room, which more slices make longer"
     )

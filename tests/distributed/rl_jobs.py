@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from benchmarks.sampling import sample
 from megarlhf.config import RLConfig
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.models.role import Role, build_role
@@ -39,7 +40,7 @@ def rl_step(
     from megarlhf.trainers.experience.prompts import PromptData
     from megarlhf.trainers.rl import build as building
     from megarlhf.trainers.rl.metrics import describe
-    from megarlhf.trainers.rl.rollout import complete, sample
+    from megarlhf.trainers.rl.rollout import complete
     from megarlhf.trainers.rl.scoring import score
     from megarlhf.trainers.rl.update import StepState, train_on
     from megarlhf.trainers.run.session import Session

@@ -18,7 +18,7 @@ from megarlhf.rollout.engine import sample_seed
 from megarlhf.trainers.experience.plan import split_into_mini_batches
 from megarlhf.trainers.rl.advantages import add_advantages
 from megarlhf.trainers.rl.evaluation import StopRule
-from megarlhf.trainers.rl.rollout import sample
+from megarlhf.trainers.rl.rollout import whole_requests
 from tests.refuses import missing_names
 from tests.tables import make_rollouts, ragged
 
@@ -218,18 +218,12 @@ def test_every_sample_of_every_step_has_a_seed_of_its_own() -> None:
 
 
 def test_the_rows_of_a_group_are_drawn_with_different_seeds() -> None:
-    """What `sample` hands to the engine: prompts repeated, one seed a row, another set the next step."""
-    asked: list[tuple[list[list[int]], list[int]]] = []
-    checked: list[int] = []
-
-    def generate(rows, seeds, sampling, **keeping):
-        asked.append(([row.tolist() for row in rows], list(seeds)))
-        return SimpleNamespace(versions=SimpleNamespace(require=checked.append), responses=None)
-
-    cfg = SimpleNamespace(rollout=SimpleNamespace(num_samples_per_prompt=3), run=SimpleNamespace(seed=5))
+    """Prompts repeated, one seed a row, other ones in the next step and in a refill."""
+    cfg = SimpleNamespace(
+        rollout=SimpleNamespace(num_samples_per_prompt=3, max_response_tokens=4), run=SimpleNamespace(seed=5)
+    )
     prompts = [SimpleNamespace(tokens=[1, 7]), SimpleNamespace(tokens=[1, 8])]
-    for step in (0, 1):
-        sample(cfg, SimpleNamespace(generate=generate), prompts, None, step)
-    assert asked[0][0] == [[1, 7]] * 3 + [[1, 8]] * 3
-    sample(cfg, SimpleNamespace(generate=generate), prompts, None, step, refill=1)
-    assert len(set(asked[0][1] + asked[1][1] + asked[2][1])) == 18
+    asked = [whole_requests(cfg, prompts, 0), whole_requests(cfg, prompts, 1), whole_requests(cfg, prompts, 1, 1)]
+    assert [row.tolist() for row in asked[0].prompts] == [[1, 7]] * 3 + [[1, 8]] * 3
+    assert [part.max_tokens for part in asked[0].parts] == [4] * 6
+    assert len({seed for requests in asked for seed in requests.seeds}) == 18

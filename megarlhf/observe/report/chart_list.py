@@ -87,6 +87,14 @@ CHARTS = (
         axis="nats",
         log_if_positive=True,
     ),
+    Chart(
+        "Age of the samples, with slices",
+        ("staleness_mean", "staleness_max"),
+        "Steps between the drawing of a token and the training on it.",
+        axis="steps",
+        right=("rollout_correction_cut",),
+        right_axis="share of tokens cut by the correction",
+    ),
     Chart("Losses", ("policy_loss", "value_loss")),
     Chart(
         "Explained variance of the critic",

@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from megarlhf.config import RLConfig
 from megarlhf.data.sample_types import PromptSample
@@ -23,7 +22,7 @@ from megarlhf.data.samples.dataset import Samples, record_numbers
 from megarlhf.experience import Experience, Rollouts
 from megarlhf.resume.claim.config_changes import mathematics_of
 from megarlhf.resume.points.point import shown_step
-from megarlhf.rollout.engine import FinishedResponses, RolloutEngine, Sampling, sample_seed
+from megarlhf.rollout.engine import sample_seed
 from megarlhf.rollout.in_flight import Requests
 from megarlhf.rollout.slices import describe_rounds
 from megarlhf.trainers.experience.prompts import make_experience, repeat_prompts
@@ -149,31 +148,9 @@ def draw_requests(run: RLRun, session: Session, requests: Requests, step: int, r
 
 def draw(run: RLRun, session: Session, prompts: Sequence[PromptSample], step: int, refill: int) -> Experience:
     """Draw num_samples_per_prompt whole responses to each prompt of a round of dynamic sampling. Collective."""
-    rows, seeds = _requests(run.cfg, prompts, step, refill)
-    requests = Requests.whole(rows, seeds, run.sampling.max_tokens)
+    requests = whole_requests(run.cfg, prompts, step, refill)
     rollouts = draw_requests(run, session, requests, step, refill)
     return make_experience(prompts, rollouts, run.cfg.rollout.num_samples_per_prompt)
-
-
-def sample(
-    cfg: RLConfig,
-    engine: RolloutEngine,
-    prompts: Sequence[PromptSample],
-    sampling: Sampling,
-    step: int,
-    *,
-    refill: int = 0,
-    bank: FinishedResponses | None = None,
-    should_stop: Callable[[], bool] | None = None,
-) -> Experience:
-    """Draw num_samples_per_prompt responses to each prompt, except those that `bank` has.
-
-    Raises: RolloutInterrupted, on every rank, when `should_stop` returns True on any.
-    """
-    rows, seeds = _requests(cfg, prompts, step, refill)
-    rollouts = engine.generate(rows, seeds, sampling, bank=bank, should_stop=should_stop)
-    rollouts.versions.require(step)  # on-policy: the weights after `step` steps
-    return make_experience(prompts, rollouts, cfg.rollout.num_samples_per_prompt)
 
 
 def draw_until_useful(run: RLRun, session: Session, first: StepRollout, step: int) -> StepRollout:
@@ -246,8 +223,9 @@ def other_prompts(
     return [train[int(others[n])] for n in chosen]
 
 
-def _requests(cfg: RLConfig, prompts: Sequence[PromptSample], step: int, refill: int) -> tuple[list[Tensor], list[int]]:
-    """Prompts and seeds, a row for each sample."""
+def whole_requests(cfg: RLConfig, prompts: Sequence[PromptSample], step: int, refill: int = 0) -> Requests:
+    """Requests for num_samples_per_prompt whole responses to each prompt of a step."""
     repeated = repeat_prompts(prompts, cfg.rollout.num_samples_per_prompt)
     rows = [torch.tensor(prompt.tokens) for prompt in repeated]
-    return rows, [sample_seed(cfg.run.seed, step, n, refill) for n in range(len(rows))]
+    seeds = [sample_seed(cfg.run.seed, step, n, refill) for n in range(len(rows))]
+    return Requests.whole(rows, seeds, cfg.rollout.max_response_tokens)
