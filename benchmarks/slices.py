@@ -42,14 +42,14 @@ class Load:
     samples: int = 64
     prompt: int = 32
     """Tokens of a prompt."""
-    mean: int = 40
+    mean: int = 80
     """Mean of the lengths before they are cut."""
     sigma: float = 1.0
     """Deviation of the logarithm of a length."""
-    longest: int = 12 * 40
+    longest: int = 12 * 80
 
 
-MODEL = Sizes(hidden=576, layers=30, heads=9, kv_heads=3, intermediate=1536, vocab=49152)
+MODEL = Sizes(hidden=576, layers=30, heads=9, kv_heads=3, intermediate=1536, vocab=49152, max_response=12 * 80)
 """SmolLM2-135M."""
 SMALL = Load(samples=6, prompt=8, mean=4, longest=16)
 SMALL_MODEL = Sizes(hidden=64, layers=2, heads=2, kv_heads=1, intermediate=96, vocab=256)
