@@ -18,14 +18,14 @@ from megarlhf.rollout.slices import SliceRule
 
 
 @dataclass(frozen=True)
-class Draft:
+class PartialSamples:
     """Samples of a step, as far as they are drawn."""
 
     step: int
     prompts: tuple[int, ...]
     """Number of each prompt in the training data. The samples of a prompt stand together."""
-    begun: int
-    """Version that drew the first tokens, or 0 if the rule has an earlier one."""
+    first_version: int
+    """Version that drew the first tokens, if that is another than by the rule; otherwise 0."""
     rollouts: Rollouts
 
     def unfinished(self, until: int) -> list[int]:
@@ -51,32 +51,32 @@ class Requests:
 
     @classmethod
     def whole(cls, prompts: Sequence[Tensor], seeds: Sequence[int], max_tokens: int) -> Requests:
-        """Whole responses to prompts, which belong to no draft."""
+        """Whole responses to prompts, which no later part follows."""
         return cls(list(prompts), list(seeds), [ResponsePart((), max_tokens)] * len(prompts), [])
 
 
 class InFlight:
-    """The drafts of a run, by step."""
+    """The samples of coming steps, by step."""
 
     def __init__(self, rule: SliceRule) -> None:
         self.rule = rule
-        self._drafts: dict[int, Draft] = {}
+        self._by_step: dict[int, PartialSamples] = {}
 
     def __contains__(self, step: int) -> bool:
-        return step in self._drafts
+        return step in self._by_step
 
     @property
     def num_tokens(self) -> int:
         """Tokens of samples that are not trained on yet."""
-        return sum(draft.num_tokens for draft in self._drafts.values())
+        return sum(samples.num_tokens for samples in self._by_step.values())
 
     def begin(self, step: int, prompts: Sequence[int], num_samples: int, version: int) -> bool:
         """Begin the samples of a step.
 
-        Returns: whether an earlier version should have begun it, which is gone: the run was prolonged
+        Returns: whether an earlier version should have begun them, which is gone: the run was prolonged
         """
         late = version > max(0, self.rule.version(step, 0))
-        self._drafts[step] = Draft(step, tuple(prompts), version if late else 0, Rollouts.empty(num_samples))
+        self._by_step[step] = PartialSamples(step, tuple(prompts), version if late else 0, Rollouts.empty(num_samples))
         return late
 
     def requests(
@@ -88,12 +88,12 @@ class InFlight:
         seed_of:   seed of a step's sample
         """
         requests = Requests([], [], [], [])
-        for step, draft in sorted(self._drafts.items()):
-            until, responses = self.rule.until(step, version), draft.rollouts.responses.rows()
-            per_prompt = len(responses) // len(draft.prompts)
+        for step, samples in sorted(self._by_step.items()):
+            until, responses = self.rule.until(step, version), samples.rollouts.responses.rows()
+            per_prompt = len(responses) // len(samples.prompts)
             prompts: dict[int, Tensor] = {}
-            for n in draft.unfinished(until):
-                number = draft.prompts[n // per_prompt]
+            for n in samples.unfinished(until):
+                number = samples.prompts[n // per_prompt]
                 prompt = prompts[number] = prompts[number] if number in prompts else prompt_of(number)
                 requests.prompts.append(torch.cat([prompt, responses[n]]) if len(responses[n]) else prompt)
                 requests.seeds.append(seed_of(step, n))
@@ -103,39 +103,45 @@ class InFlight:
 
     def extend(self, requests: Requests, drawn: Rollouts) -> None:
         """Add what was drawn for the requests."""
-        if not self.rule.lag and len(self._drafts) == 1:  # drawn whole: they stay on the device
-            ((step, draft),) = self._drafts.items()
-            self._drafts[step] = replace(draft, rollouts=drawn)
+        if not self.rule.lag and len(self._by_step) == 1:  # drawn whole: they stay on the device
+            ((step, samples),) = self._by_step.items()
+            self._by_step[step] = replace(samples, rollouts=drawn)
             return
         drawn = drawn.to("cpu")
-        for step, draft in self._drafts.items():
+        for step, samples in self._by_step.items():
             rows = [row for row, (origin, _) in enumerate(requests.origins) if origin == step]
             if rows:
                 more = Rollouts.joined([(drawn, rows)])
-                samples = [requests.origins[row][1] for row in rows]
-                self._drafts[step] = replace(draft, rollouts=draft.rollouts.extended(samples, more))
+                numbers = [requests.origins[row][1] for row in rows]
+                self._by_step[step] = replace(samples, rollouts=samples.rollouts.extended(numbers, more))
 
-    def take(self, step: int) -> Draft:
+    def take(self, step: int) -> PartialSamples:
         """The samples of a step, which are whole now.
 
         Raises: RuntimeError where another version drew a token than the rule says.
         """
-        draft = self._drafts.pop(step)
-        assert not draft.unfinished(self.rule.max_tokens), f"samples of step {step} are not whole"
-        lengths = draft.rollouts.responses.lengths_N.tolist()
-        expected = [self.rule.runs(step, length, draft.begun) for length in lengths]
-        draft.rollouts.versions.require_runs(VersionRuns.from_rows(expected))
-        return draft
+        samples = self._by_step.pop(step)
+        assert not samples.unfinished(self.rule.max_tokens), f"samples of step {step} are not whole"
+        lengths = samples.rollouts.responses.lengths_N.tolist()
+        expected = [self.rule.runs(step, length, samples.first_version) for length in lengths]
+        samples.rollouts.versions.require_runs(VersionRuns.from_rows(expected))
+        return samples
 
     def state_dict(self) -> dict[str, Any]:
-        """Drafts as tensors, numbers and mappings; empty where nothing is in flight."""
+        """Samples as tensors, numbers and mappings; empty where nothing is in flight."""
         return {
-            str(step): {"prompts": list(draft.prompts), "begun": draft.begun, **draft.rollouts.state_dict()}
-            for step, draft in self._drafts.items()
+            str(step): {
+                "prompts": list(samples.prompts),
+                "first_version": samples.first_version,
+                **samples.rollouts.state_dict(),
+            }
+            for step, samples in self._by_step.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._drafts = {
-            int(step): Draft(int(step), tuple(kept["prompts"]), kept["begun"], Rollouts.from_state_dict(kept).to("cpu"))
+        self._by_step = {
+            int(step): PartialSamples(
+                int(step), tuple(kept["prompts"]), kept["first_version"], Rollouts.from_state_dict(kept).to("cpu")
+            )
             for step, kept in state.items()
         }

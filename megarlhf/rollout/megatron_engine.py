@@ -40,7 +40,7 @@ class MegatronEngine:
     rebuilds = 0
     """Always 0, since there is nothing to rebuild: a failure is one of the actor's own modules."""
     cache_tokens: int | None = None
-    """It keeps nothing from token to token."""
+    """Always None, since nothing is kept from token to token."""
 
     def __init__(self, actor: ModelShard, micro_batch_samples: int, parts: RoleParts) -> None:
         self._actor, self._parts = actor, parts

@@ -65,7 +65,7 @@ def draw(requests, version):
 
 
 def rounds(flight, num_steps, versions, *, from_saved=False):
-    """Rounds of two prompts with three samples each; returns the draft of each step and what each round asked for."""
+    """Rounds of two prompts with three samples each; returns the samples of each step and what each round asked for."""
     whole, asked = {}, {}
     for version in versions:
         for step in flight.rule.steps(version, num_steps):
@@ -96,10 +96,10 @@ def test_samples_in_flight_grow_slice_by_slice(from_saved):
         *(((3, n), (2, 4)) for n in (2, 3, 4, 5)),
         *(((4, n), (0, 2)) for n in range(6)),
     ]
-    for step, draft in whole.items():
-        assert draft.prompts == (10 * step, 10 * step + 1)
-        assert [row.tolist() for row in draft.rollouts.responses.rows()] == [list(range(n + 1)) for n in range(6)]
-        assert bool(draft.rollouts.finished_N.all())
+    for step, samples in whole.items():
+        assert samples.prompts == (10 * step, 10 * step + 1)
+        assert [row.tolist() for row in samples.rollouts.responses.rows()] == [list(range(n + 1)) for n in range(6)]
+        assert bool(samples.rollouts.finished_N.all())
     versions = [row.tolist() for row in whole[4].rollouts.versions.per_token().rows()]
     assert versions[5] == [2, 2, 3, 3, 4, 4]
     assert versions[2] == [2, 2, 3]
@@ -112,7 +112,7 @@ def test_a_prolonged_run_begins_what_is_missing_with_the_newest_version():
     assert {origin: span for origin, span in asked[3] if origin[1] == 5} == {
         (3, 5): (0, 6), (4, 5): (0, 4), (5, 5): (0, 2),
     }  # fmt: skip
-    versions = {step: draft.rollouts.versions.per_token().rows()[5].tolist() for step, draft in whole.items()}
+    versions = {step: samples.rollouts.versions.per_token().rows()[5].tolist() for step, samples in whole.items()}
     assert versions == {3: [3] * 6, 4: [3, 3, 3, 3, 4, 4], 5: [3, 3, 4, 4, 5, 5]}
 
 

@@ -60,10 +60,10 @@ def generate(run: RLRun, session: Session, order: PromptOrder, step: int) -> Ste
     requests = flight.requests(step, run.data.prompt_tokens, partial(sample_seed, run.cfg.run.seed))
     rollouts = draw_requests(run, session, requests, step)
     flight.extend(requests, rollouts)
-    draft = flight.take(step)
-    prompts = [run.data.train[n] for n in draft.prompts]
-    samples = draft.rollouts.to(session.runtime.device)
-    experience = make_experience(prompts, samples, run.cfg.rollout.num_samples_per_prompt)
+    samples = flight.take(step)
+    prompts = [run.data.train[n] for n in samples.prompts]
+    responses = samples.rollouts.to(session.runtime.device)
+    experience = make_experience(prompts, responses, run.cfg.rollout.num_samples_per_prompt)
     if greedy is None:
         rollout = complete(run, session, prompts, experience, step)
     else:
