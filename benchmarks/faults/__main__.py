@@ -179,13 +179,17 @@ def main() -> None:
 
 
 def write(out: Path, record: Record, skipped: dict[str, str]) -> None:
-    """The summary by fault, of all trials that are on record."""
-    faults = {
-        name: summary(results, fault.recovered, fault.promised)
-        for name, fault in FAULTS.items()
-        if (results := record.of(name))
-    }
+    """The summary by fault, of all trials that are on record. A fault that was not tried with these sources keeps its
+    earlier results, with their commit."""
     about = machine("make test-faults")
+    earlier = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"faults": {}}
+    faults = {
+        name: {**summary(results, fault.recovered, fault.promised), "commit": about["commit"]}
+        if (results := record.of(name))
+        else {"commit": earlier["commit"], **earlier["faults"][name]}
+        for name, fault in FAULTS.items()
+        if record.of(name) or name in earlier["faults"]
+    }
     out.write_text(json.dumps({**about, "faults": faults, "skipped": skipped}, indent=1) + "\n", encoding="utf-8")
     print(f"\n{'fault':24}{'trials':>8}{'recovered':>11}{'equal':>8}{'done again':>12}{'beyond':>8}")
     for name, found in faults.items():

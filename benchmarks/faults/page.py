@@ -143,7 +143,16 @@ def _about(command: str, result: Tree | None) -> str:
     model = ""
     if sizes := result.get("model"):
         model = f"; a Llama of {result['bytes']['parameters'] / 1e6:.1f} M parameters, {sizes['layers']} layers"
-    return f"`{result['command']}`, commit {result['commit']}; {machine}{model}."
+    commits: dict[str, list[str]] = {}
+    for name, of in result.get("faults", {}).items():
+        commits.setdefault(of.get("commit", result["commit"]), []).append(TITLES[name])
+    others = "".join(
+        f" ({commit}: {'; '.join(titles)})"
+        for commit, titles in commits.items()
+        if len(commits) > 1 and len(titles) < 9
+    )
+    newest = max(commits, key=lambda commit: len(commits[commit]), default=result["commit"])
+    return f"`{result['command']}`, commit {newest}{others}; {machine}{model}."
 
 
 def _seconds(spread: Tree) -> str:
