@@ -5,7 +5,8 @@ lengths (lognormal, cut at a multiple of the mean). Each number of slices has it
 turn: the part of the samples of several steps that one version of the weights draws, by the project's own rule.
 Reported are the seconds of a round, in which one step's samples become whole, for each of these samples' tokens.
 
-A run's first rounds, in which it draws more or less than in all later ones, are left out.
+All runs are measured over the same steps, so over the same samples that become whole. The rounds before, in which a run
+begins and draws more or less than later, are left out.
 """
 
 from __future__ import annotations
@@ -64,11 +65,12 @@ def lengths_of(load: Load, step: int) -> list[int]:
 class SlicedRun:
     """A run without training, round by round. Every rank makes the same calls."""
 
-    def __init__(self, load: Load, engine: Any, slices: int) -> None:
+    def __init__(self, load: Load, engine: Any, slices: int, first: int) -> None:
+        """first: the first step, whose weights begin all that is missing"""
         from megarlhf.rollout.in_flight import InFlight
         from megarlhf.rollout.slices import SliceRule
 
-        self.load, self.engine, self.round = load, engine, 0
+        self.load, self.engine, self.round = load, engine, first
         self.flight = InFlight(SliceRule(slices, 0, load.longest))
 
     def prompt(self, number: int) -> torch.Tensor:
@@ -117,9 +119,9 @@ def measure_rank(runtime: Runtime, model: Path, load: Load, rounds: int) -> Foun
     rollout = RolloutConfig.model_validate({"max_response_tokens": load.longest})
     engine = VllmEngine(rollout, actor, torch.float32, load.prompt)
     engine.update_weights(actor.shard, 0)
-    runs = {slices: SlicedRun(load, engine, slices) for slices in SLICES}
-    for slices, run in runs.items():
-        for _ in range(slices):  # the first draws all that version 0 has to draw, and the others are not full yet
+    runs = {slices: SlicedRun(load, engine, slices, first=max(SLICES) - slices) for slices in SLICES}
+    for run in runs.values():
+        while run.round < max(SLICES):  # the first draws all that is missing, and the others are not full yet
             run.next_round()
     found: Found = {slices: [] for slices in SLICES}
     for number in range(rounds):

@@ -12,7 +12,7 @@ def test_the_benchmark_runs(vllm_ranks, tmp_path) -> None:
     summary = slices.summary(found)
     assert list(found) == list(slices.SLICES)
     for count, ((_, tokens),) in found.items():
-        assert tokens == sum(slices.lengths_of(slices.SMALL, count))
+        assert tokens == sum(slices.lengths_of(slices.SMALL, max(slices.SLICES))), count
     best = summary["milliseconds_per_token"][str(summary["best"])]
     assert summary["rollout_speedup_long_tailed"] == summary["milliseconds_per_token"]["1"] / best >= 1
 
