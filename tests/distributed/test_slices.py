@@ -81,9 +81,9 @@ CASES: dict[str, tuple[int, dict[str, Any], tuple[int, int]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_slices_of_unchanged_weights_are_the_whole_responses(case, ranks, vllm_ranks, two_layers, data, tmp_path):
+def test_slices_of_unchanged_weights_are_the_whole_responses(case, ranks, vllm_ranks, one_layer, data, tmp_path):
     world, keys, (slices, ahead) = CASES[case]
-    cfg = tree(two_layers, data, **{"engine": "vllm", **keys})
+    cfg = tree(one_layer, data, **{"engine": "vllm", **keys})
     pool = ranks if cfg["rollout"]["engine"] == "megatron" else vllm_ranks
     cfg["actor"]["optim"] = SAME_WEIGHTS
     if case == "a step ahead":  # each update is skipped, and is a version all the same
@@ -97,11 +97,11 @@ def test_slices_of_unchanged_weights_are_the_whole_responses(case, ranks, vllm_r
     assert [each["versions"] for each in whole[0]] == by_rule(1, 0, whole[0])
 
 
-def test_a_stop_text_across_a_cut_ends_the_response_there(vllm_ranks, two_layers, data, tmp_path):
+def test_a_stop_text_across_a_cut_ends_the_response_there(vllm_ranks, one_layer, data, tmp_path):
     """The text is that of the second and third token of a response, with cuts after every second token."""
-    cfg = tree(two_layers, data, engine="vllm")
+    cfg = tree(one_layer, data, engine="vllm")
     cfg["actor"]["optim"] = SAME_WEIGHTS
-    cfg["samples"] = {"every": 1, "count": 16}
+    cfg["samples"], cfg["train"]["num_steps"] = {"every": 1, "count": 16}, 2
     free = run(vllm_ranks, 1, cfg, tmp_path / "free")
     texts = sample_texts(tmp_path / "free")
     stops = [text[1:3] for text in texts if len(text) > 4][:3]
@@ -120,9 +120,9 @@ def sample_texts(path: Path) -> list[str]:
     return [json.loads(line)["response"] for table in tables for line in table.read_text().splitlines()]
 
 
-def test_greedy_baselines_are_drawn_in_the_same_slices(ranks, two_layers, data, tmp_path):
+def test_greedy_baselines_are_drawn_in_the_same_slices(ranks, one_layer, data, tmp_path):
     """ReMax, with weights that do not change, and by the rule's versions where they do."""
-    cfg = tree(two_layers, data, engine="megatron")
+    cfg = tree(one_layer, data, engine="megatron")
     cfg["algo"] |= {"advantage": "remax"}
     cfg["actor"]["optim"] = SAME_WEIGHTS
     whole = run(ranks, 1, cfg, tmp_path / "whole")
@@ -130,10 +130,10 @@ def test_greedy_baselines_are_drawn_in_the_same_slices(ranks, two_layers, data, 
     assert "greedy_rewards" in whole[0][0]["columns"]
 
 
-def test_neither_timing_nor_engines_change_a_bit(vllm_ranks, two_layers, data, tmp_path):
+def test_neither_timing_nor_engines_change_a_bit(vllm_ranks, one_layer, data, tmp_path):
     """PPO's learner at its usual rate, four slices, waits at random moments. Two engines of one rank, in two runs with
     other waits: equal bits. One engine of two ranks: equal up to the rounding of its sums."""
-    cfg = tree(two_layers, data, engine="vllm", slices=4)
+    cfg = tree(one_layer, data, engine="vllm", slices=4)
     two = [run(vllm_ranks, 2, cfg, tmp_path / f"two{seed}", delayed=seed) for seed in (1, 2)]
     assert_equal(*two)
     for each, step in zip(by_rule(4, 0, two[0][0]), two[0][0], strict=True):
@@ -143,7 +143,7 @@ def test_neither_timing_nor_engines_change_a_bit(vllm_ranks, two_layers, data, t
     assert moved["staleness_max"] == 3
     assert moved["staleness_kl"] != 0.0
     alone = run(vllm_ranks, 2, cfg, tmp_path / "alone", "rollout.parallel.tp=2")
-    at_tp2 = run(vllm_ranks, 2, tree(two_layers, data, engine="vllm", slices=4, tp=2), tmp_path / "tp2")
+    at_tp2 = run(vllm_ranks, 2, tree(one_layer, data, engine="vllm", slices=4, tp=2), tmp_path / "tp2")
     for other in (alone, at_tp2):
         for mine, theirs in zip(two[0][1][1:], other[1][1:], strict=True):
             for name in ("policy_loss", "actor_grad_norm", "reward_mean", "response_length_mean"):
@@ -154,16 +154,16 @@ def killed(cfg: dict[str, Any], path: Path) -> list[str]:
     return argv_of("rl", {**cfg, "run": {"dir": str(path)}}, path.with_suffix(".yaml"))
 
 
-CUTS = [(ENGINE, "generate", 3), (TRAIN, "step", 7), (ENGINE, "generate", 2)]
+CUTS = [(ENGINE, "generate", 3), (TRAIN, "step", 3), (ENGINE, "generate", 2)]
 """One after the other in one run: while the third step draws; in the second step that then follows; in a later one."""
 
 
 @pytest.mark.parametrize("slices, ahead", [(3, 0), (2, 1)])
-def test_a_run_that_is_cut_off_goes_on_with_the_slices_in_flight(slices, ahead, ranks, two_layers, data, tmp_path):
+def test_a_run_that_is_cut_off_goes_on_with_the_slices_in_flight(slices, ahead, ranks, one_layer, data, tmp_path):
     """Points at each update, and a sampler that learns from rewards some steps after its choice. The newest point is
     damaged at the last start: the one before has slices of its own."""
-    cfg = tree(two_layers, data, engine="megatron", slices=slices, steps_ahead=ahead)
-    cfg["train"] |= {"num_steps": 7, "sampler": "tests.distributed.own_functions:Hardest"}
+    cfg = tree(one_layer, data, engine="megatron", slices=slices, steps_ahead=ahead)
+    cfg["train"] |= {"num_steps": 7, "epochs_per_step": 1, "sampler": "tests.distributed.own_functions:Hardest"}
     cfg["checkpoint"] = {"every_updates": 1, "every_minutes": 0, "keep": 3, "background": False}
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     ranks.run(2, "command", *killed(cfg, whole))
@@ -195,8 +195,8 @@ def other_prompts(data: dict[str, Path], path: Path) -> Path:
     return path / "others.jsonl"
 
 
-def test_a_run_that_ends_early_or_is_prolonged_says_what_becomes_of_slices(ranks, two_layers, data, tmp_path):
-    cfg = tree(two_layers, data, engine="megatron", slices=3)
+def test_a_run_that_ends_early_or_is_prolonged_says_what_becomes_of_slices(ranks, one_layer, data, tmp_path):
+    cfg = tree(one_layer, data, engine="megatron", slices=3)
     cfg["checkpoint"] = {"every": 1, "every_minutes": 0}
     cfg["train"] |= {"num_steps": 4, "stop": {"max_kl": 1e-9, "max_kl_steps": 1}}
     said = ranks.run(1, "command", *killed(cfg, tmp_path / "early"))[0]
@@ -218,10 +218,10 @@ FAULTS = ("no update", "stale tensor", "temperature", "prefix cache")
 
 
 @pytest.mark.parametrize("fault", ["", *FAULTS])
-def test_the_probe_finds_faults_and_not_the_age_of_weights(fault, vllm_ranks, two_layers, data, tmp_path):
+def test_the_probe_finds_faults_and_not_the_age_of_weights(fault, vllm_ranks, one_layer, data, tmp_path):
     """Six slices, so that tokens are up to five steps old, and a limit that rounding does not reach. The learner moves
     the weights by 1% in each step."""
-    cfg = tree(two_layers, data, engine="vllm", slices=6, gap_probe_samples=2, logprob_gap={"mean": 1e-4, "steps": 1})
+    cfg = tree(one_layer, data, engine="vllm", slices=6, gap_probe_samples=2, logprob_gap={"mean": 1e-4, "steps": 1})
     cfg["train"]["num_steps"] = 8
     if fault in ("", "prefix cache"):  # which has whole blocks of 32 tokens
         prompts = [{"prompt": f"{number}{'1+2=' * 10}", "answer": "3"} for number in range(4)]
@@ -250,8 +250,8 @@ def test_the_probe_finds_faults_and_not_the_age_of_weights(fault, vllm_ranks, tw
         ("rollout.steps_ahead=2", ("rollout.steps_ahead", "0 or 1")),
     ],
 )
-def test_what_cannot_be_drawn_is_refused_before_ranks_start(change, names, ranks, two_layers, data, tmp_path):
-    cfg = tree(two_layers, data, engine="megatron", slices=3)
+def test_what_cannot_be_drawn_is_refused_before_ranks_start(change, names, ranks, one_layer, data, tmp_path):
+    cfg = tree(one_layer, data, engine="megatron", slices=3)
     status, said = ranks.run(1, "command_status", *killed(cfg, tmp_path / "run"), change)[0]
     assert (status, bool(lines_naming(said, *names))) == (2, True), said
     assert not (tmp_path / "run").exists()
