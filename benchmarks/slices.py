@@ -5,7 +5,8 @@ lengths (lognormal, cut at a multiple of the mean). Each number of slices has it
 turn: the part of the samples of several steps that one version of the weights draws, by the project's own rule.
 Reported are the seconds of a round, in which one step's samples become whole, for each of these samples' tokens.
 
-All runs are measured over the same steps, so over the same samples that become whole. The rounds before, in which a run
+Lengths repeat after as many steps as the largest number of slices, and all runs are measured over the same steps, which
+are a multiple of that: so they draw the same tokens, of samples that are trained on. The rounds before, in which a run
 begins and draws more or less than later, are left out.
 """
 
@@ -58,7 +59,7 @@ SMALL_MODEL = Sizes(hidden=64, layers=2, heads=2, kv_heads=1, intermediate=96, v
 
 def lengths_of(load: Load, step: int) -> list[int]:
     """Response tokens of each sample of a step."""
-    rng, mu = random.Random(step), math.log(load.mean) - load.sigma**2 / 2
+    rng, mu = random.Random(step % max(SLICES)), math.log(load.mean) - load.sigma**2 / 2
     return [min(max(1, round(rng.lognormvariate(mu, load.sigma))), load.longest) for _ in range(load.samples)]
 
 
@@ -174,7 +175,7 @@ def measure(sizes: Sizes, load: Load, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.slices", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=max(SLICES), help=f"a multiple of {max(SLICES)}")
     parser.add_argument("--small", action="store_true", help="a tiny model: to see whether this runs")
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
