@@ -85,7 +85,7 @@ class SlicedRun:
         for begun in flight.rule.steps(step, step + 1000):
             if begun not in flight:
                 numbers = range(begun * load.samples, (begun + 1) * load.samples)
-                flight.begin(begun, numbers, load.samples, step)
+                flight.begin(begun, numbers, 1, step)
         requests = flight.requests(step, self.prompt, lambda step, sample: step * load.samples + sample)
         lengths = [lengths_of(load, of_step)[sample] for of_step, sample in requests.origins]
         sampling = Sampling(max_tokens=load.longest, end_ids=())

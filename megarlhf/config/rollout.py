@@ -80,6 +80,19 @@ _NOTHING_OF_ITS_OWN: Mapping[str, str] = {
 
 OF_SLICES = frozenset(f"rollout.{key}" for key in ("slices", "steps_ahead", "gap_probe_samples"))
 """Keys that only `rl` takes."""
+DRAWS = (
+    "rollout.slices",
+    "rollout.steps_ahead",
+    "rollout.num_samples_per_prompt",
+    "rollout.max_response_tokens",
+    "rollout.temperature",
+    "rollout.stop",
+    "rollout.stop_token_ids",
+    "train.prompts_per_step",
+    "train.sampler",
+    "run.seed",
+)
+"""Keys that decide how the responses of a step of rl are drawn. They cannot change while some are drawn in slices."""
 
 
 class RolloutParallelConfig(FrozenModel):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,15 +31,20 @@ class StopStrings:
     decode: Callable[[Sequence[int]], str] = field(compare=False, repr=False)
     """Decodes a part of a response, as a continuation."""
 
-    def complete_in(self, tokens: Sequence[int]) -> bool:
-        """Whether the response contains one of the texts. Called after each token, it decodes only the end."""
+    def complete_in(self, tokens: Sequence[int], before: Sequence[int] | np.ndarray = ()) -> bool:
+        """Whether the response contains one of the texts. Called after each token, it decodes only the end.
+
+        before: tokens of the response before `tokens`
+        """
         longest = max(len(text.encode()) for text in self.texts)
         count = longest + 1
         while True:  # a token may be no text, or a part of a character
-            tail = self.decode(tokens[-count:])
+            missing = max(0, min(count - len(tokens), len(before)))
+            earlier = [int(token) for token in before[len(before) - missing :]]
+            tail = self.decode([*earlier, *tokens[-count:]])
             if any(text in tail for text in self.texts):
                 return True
-            if count >= len(tokens) or len(tail.encode()) > longest:
+            if count >= len(before) + len(tokens) or len(tail.encode()) > longest:
                 return False
             count *= 2
 
@@ -61,11 +67,14 @@ class Sampling:
     min_p: float = 0.0
     """Filters of the logits, with `top_p` and `top_k`: `algo.sampling.filtered_logits`."""
 
-    def ends(self, tokens: Sequence[int]) -> bool:
-        """Whether a response that did not end before its last token ends with it."""
+    def ends(self, tokens: Sequence[int], before: Sequence[int] | np.ndarray = ()) -> bool:
+        """Whether a response that did not end before its last token ends with it.
+
+        before: tokens of the response before `tokens`
+        """
         if not tokens:
             return False
-        return tokens[-1] in self.end_ids or (self.stop is not None and self.stop.complete_in(tokens))
+        return tokens[-1] in self.end_ids or (self.stop is not None and self.stop.complete_in(tokens, before))
 
     def identity(self) -> dict[str, Any]:
         """Settings that responses depend on, for JSON."""
@@ -100,7 +109,7 @@ class Response:
 class ResponsePart:
     """Part of a response that one call draws, where a response is drawn in slices (`slices.py`)."""
 
-    so_far: Sequence[int]
+    so_far: Sequence[int] | np.ndarray
     """Tokens of earlier parts. The row of `prompts` is the prompt and these."""
     until: int
     """Length of the response, earlier parts included, at which this part ends at the latest."""
@@ -112,7 +121,7 @@ class ResponsePart:
 
     def ends(self, sampling: Sampling, tokens: Sequence[int]) -> bool:
         """Whether the response ends with the last of the `tokens` that are drawn now."""
-        return sampling.ends(tokens if sampling.stop is None or not self.so_far else [*self.so_far, *tokens])
+        return sampling.ends(tokens, self.so_far)
 
 
 def parts_of(parts: Sequence[ResponsePart] | None, num_rows: int, sampling: Sampling) -> Sequence[ResponsePart]:

@@ -70,13 +70,23 @@ class InFlight:
         """Tokens of samples that are not trained on yet."""
         return sum(samples.num_tokens for samples in self._by_step.values())
 
-    def begin(self, step: int, prompts: Sequence[int], num_samples: int, version: int) -> bool:
-        """Begin the samples of a step.
+    def prompts_of(self, step: int) -> tuple[int, ...]:
+        """Numbers of a step's prompts in the training data."""
+        return self._by_step[step].prompts
+
+    def drop_from(self, num_steps: int) -> int:
+        """Drop samples of steps after the last of a run, and return the number of their tokens."""
+        dropped = [self._by_step.pop(step) for step in list(self._by_step) if step >= num_steps]
+        return sum(samples.num_tokens for samples in dropped)
+
+    def begin(self, step: int, prompts: Sequence[int], per_prompt: int, version: int) -> bool:
+        """Begin `per_prompt` samples of each prompt of a step.
 
         Returns: whether an earlier version should have begun them, which is gone: the run was prolonged
         """
         late = version > max(0, self.rule.version(step, 0))
-        self._by_step[step] = PartialSamples(step, tuple(prompts), version if late else 0, Rollouts.empty(num_samples))
+        nothing = Rollouts.empty(len(prompts) * per_prompt)
+        self._by_step[step] = PartialSamples(step, tuple(prompts), version if late else 0, nothing)
         return late
 
     def requests(
@@ -97,7 +107,7 @@ class InFlight:
                 prompt = prompts[number] = prompts[number] if number in prompts else prompt_of(number)
                 requests.prompts.append(torch.cat([prompt, responses[n]]) if len(responses[n]) else prompt)
                 requests.seeds.append(seed_of(step, n))
-                requests.parts.append(ResponsePart(responses[n].tolist(), until))
+                requests.parts.append(ResponsePart(responses[n].numpy(), until))
                 requests.origins.append((step, n))
         return requests
 

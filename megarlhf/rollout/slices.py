@@ -79,8 +79,8 @@ def describe_rounds(rule: SliceRule, num_samples: int, num_engines: int, cache_t
     most = -(-rule.slices * num_samples // num_engines)
     drawn = (
         f"rollout.slices = {rule.slices}, rollout.steps_ahead = {rule.steps_ahead}: a step draws up to "
-        f"{rule.slice_tokens} tokens of each of up to {rule.slices * num_samples} responses, {most} an engine; tokens "
-        f"are up to {rule.lag} steps old when they are trained on"
+        f"{rule.slice_tokens} tokens of each of up to {rule.slices * num_samples} responses, {most} an engine (in the "
+        f"first step more); tokens are up to {rule.lag} steps old when they are trained on"
     )
     if cache_tokens is None:
         return drawn

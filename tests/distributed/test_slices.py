@@ -1,9 +1,11 @@
 """Responses drawn in slices. Where the weights do not change: samples, columns and metrics of whole responses. Where
 they change: the same bits whatever the timing and the number of engines, and after a kill.
 
-Bit for bit in fp32 on a CPU. Not covered: GPUs (tests/test_gpu_slices.py); kills by a signal (`make test-faults`).
+Bit for bit in fp32 on a CPU. Not covered: GPUs (tests/rollout/test_slices_on_gpu.py); kills by SIGKILL (`make
+test-faults`).
 """
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -121,13 +123,26 @@ def sample_texts(path: Path) -> list[str]:
 
 
 def test_greedy_baselines_are_drawn_in_the_same_slices(ranks, one_layer, data, tmp_path):
-    """ReMax, with weights that do not change, and by the rule's versions where they do."""
+    """ReMax with weights that do not change. With weights that change, cut off in the third step: the same end. Another
+    advantage had no baselines, which the newest weights draw where a resume asks for them."""
     cfg = tree(one_layer, data, engine="megatron")
     cfg["algo"] |= {"advantage": "remax"}
+    cfg["train"]["epochs_per_step"] = 1
+    moving = copy.deepcopy(cfg)
     cfg["actor"]["optim"] = SAME_WEIGHTS
     whole = run(ranks, 1, cfg, tmp_path / "whole")
     assert_equal(whole, run(ranks, 1, cfg, tmp_path / "sliced", "rollout.slices=3"))
     assert "greedy_rewards" in whole[0][0]["columns"]
+
+    moving["rollout"]["slices"], moving["checkpoint"] = 3, {"every": 1, "every_minutes": 0, "background": False}
+    ranks.run(1, "command", *killed(moving, tmp_path / "undisturbed"))
+    for name, cut in (("again", moving), ("changed", {**moving, "algo": {**moving["algo"], "advantage": "rloo"}})):
+        calls = 5 if name == "again" else 3  # with greedy responses twice in a step
+        cut_argv = killed(cut, tmp_path / name)
+        assert ranks.run(1, command_until, calls, ENGINE, "generate", *cut_argv)[0][0] == "killed"
+        argv = killed(moving, tmp_path / name)
+        ranks.run(1, "command", *argv, *["run.allow_changes=true"][: name == "changed"])
+        assert (rows(tmp_path / name) == rows(tmp_path / "undisturbed")) is (name == "again")
 
 
 def test_neither_timing_nor_engines_change_a_bit(vllm_ranks, one_layer, data, tmp_path):
@@ -197,7 +212,7 @@ def other_prompts(data: dict[str, Path], path: Path) -> Path:
 
 def test_a_run_that_ends_early_or_is_prolonged_says_what_becomes_of_slices(ranks, one_layer, data, tmp_path):
     cfg = tree(one_layer, data, engine="megatron", slices=3)
-    cfg["checkpoint"] = {"every": 1, "every_minutes": 0}
+    cfg["checkpoint"] = {"every": 1, "every_minutes": 0, "background": False}
     cfg["train"] |= {"num_steps": 4, "stop": {"max_kl": 1e-9, "max_kl_steps": 1}}
     said = ranks.run(1, "command", *killed(cfg, tmp_path / "early"))[0]
     assert lines_naming(said, "tokens of samples of later steps are thrown away")
@@ -212,6 +227,13 @@ def test_a_run_that_ends_early_or_is_prolonged_says_what_becomes_of_slices(ranks
     said = ranks.run(1, "command", *longer, "run.allow_changes=true")[0]
     assert lines_naming(said, "step 3 begins the samples of steps 3 to 4", "train.num_steps")
     assert read_metrics(tmp_path / "short")[4]["staleness_max"] == 1
+
+    cfg["train"]["num_steps"] = 6
+    argv = killed(cfg, tmp_path / "long")
+    assert ranks.run(1, command_until, 3, ENGINE, "generate", *argv)[0][0] == "killed"
+    said = ranks.run(1, "command", *argv, "train.num_steps=3", "run.allow_changes=true")[0]
+    assert lines_naming(said, "samples after step 3", "thrown away")
+    assert read_metrics(tmp_path / "long")[3]["tokens_in_flight"] == 0
 
 
 FAULTS = ("no update", "stale tensor", "temperature", "prefix cache")

@@ -70,7 +70,7 @@ def rounds(flight, num_steps, versions, *, from_saved=False):
     for version in versions:
         for step in flight.rule.steps(version, num_steps):
             if step not in flight:
-                flight.begin(step, [10 * step, 10 * step + 1], 6, version)
+                flight.begin(step, [10 * step, 10 * step + 1], 3, version)
         requests = flight.requests(
             version, lambda number: torch.tensor([number]), lambda step, sample: 100 * step + sample
         )

@@ -149,15 +149,16 @@ def test_every_key_of_the_correction_reaches_the_weights():
 
 def test_age_of_samples_and_their_kl_by_hand():
     """Step 5 of tokens of versions 3, 4 and 5: ages 2, 1, 0. Old minus engine's log-prob .3, 0, 0: weights e^.3, 1, 1
-    of the KL, which is 1 at each token."""
+    of the KL, which is 1, 2 and 2."""
     rollouts = make_rollouts(ragged([1, 1, 1], dtype=torch.int64), ragged([-1.3, -1.0, -1.0]), torch.tensor([True]))
     versions = VersionRuns.from_rows([((3, 1), (4, 1), (5, 1))])
-    columns = {"old_logprobs": ragged([-1.0] * 3), "ref_logprobs": ragged([-2.0] * 3)}
+    columns = {"old_logprobs": ragged([-1.0] * 3), "ref_logprobs": ragged([-2.0, -3.0, -3.0])}
     table = Experience((torch.tensor([1]),), torch.tensor([0]), replace(rollouts, versions=versions), columns)
     assert staleness(table, 5) == pytest.approx({"staleness_mean": 1.0, "staleness_max": 2, "staleness_kl": 0.1})
     corrected, _ = add_rollout_correction(table, RolloutCorrectionConfig(kind="truncate"))
-    assert kl_metrics(corrected, KLConfig())["kl"] == pytest.approx(1.0)
-    assert kl_metrics(corrected, KLConfig(), corrected=True)["kl"] == pytest.approx((math.exp(0.3) + 2) / 3)
+    assert kl_metrics(corrected, KLConfig())["kl"] == pytest.approx(5 / 3)
+    weighted = (math.exp(0.3) * 1 + 2 + 2) / (math.exp(0.3) + 2)
+    assert kl_metrics(corrected, KLConfig(), corrected=True)["kl"] == pytest.approx(weighted)
     guard = watch(steps=1)
     guard.watch({})
     assert not guard.failed(last=True), "nothing was drawn that could be compared"

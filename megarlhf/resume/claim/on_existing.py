@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatch
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from megarlhf.atomic_write import atomic_write
 from megarlhf.config import DPOConfig, FrozenModel, RLConfig, RMConfig, RunConfig, SFTConfig, dump_config, load_config
+from megarlhf.config.rollout import DRAWS
 from megarlhf.data.sources.splits import is_pattern
 from megarlhf.lease import restart_count
 from megarlhf.observe.records.run_directory import (
@@ -29,7 +31,7 @@ from megarlhf.observe.records.run_directory import (
     require_room,
     written_by,
 )
-from megarlhf.resume.claim.config_changes import TrainingConfig, compare
+from megarlhf.resume.claim.config_changes import Change, TrainingConfig, compare
 from megarlhf.resume.claim.lock import Lock
 from megarlhf.resume.points.point import find_points
 
@@ -258,12 +260,14 @@ def _require_resumable(cfg: TrainingConfig, run: RunConfig, command: str) -> lis
         "over with run.on_existing=overwrite"
     )
     try:
-        changes = compare(load_config(type(cfg), run.dir / CONFIG_FILE, of_a_run=True), cfg)
+        before = load_config(type(cfg), run.dir / CONFIG_FILE, of_a_run=True)
+        changes = compare(before, cfg)
     except ValueError as error:
         why = f"{error}, so it cannot be compared with that of the earlier run"
         if not run.allow_changes:
             raise ValueError(f"run.dir = {run.dir}: {why}; {ways_out}") from error
         return [*notes, f"run.allow_changes: {why}"]
+    _require_same_draws(before, cfg, run, changes.mathematics)
     if changes.mathematics and not run.allow_changes:
         raise ValueError(
             f"run.dir = {run.dir} holds an earlier run, and the configuration has changed in what is computed: "
@@ -273,6 +277,22 @@ def _require_resumable(cfg: TrainingConfig, run: RunConfig, command: str) -> lis
     notes += [f"changed since; digests say whether the content is the same: {change}" for change in changes.places]
     notes += [f"changed since, in what is the best checkpoint, in no step: {change}" for change in changes.choices]
     return notes + [f"changed since, with the same numbers up to rounding: {change}" for change in changes.neutral]
+
+
+def _require_same_draws(before: TrainingConfig, cfg: TrainingConfig, run: RunConfig, changes: Sequence[Change]) -> None:
+    """Raises: ValueError where responses that an earlier start has begun in slices would be finished otherwise. A
+    resume point tells the same later, also of other data."""
+    if not isinstance(before, RLConfig) or not isinstance(cfg, RLConfig) or not find_points(run.dir):
+        return
+    if not (before.rollout.is_stale or cfg.rollout.is_stale):
+        return
+    changed = [str(change) for change in changes if change.key in DRAWS]
+    if changed:
+        raise ValueError(
+            f"run.dir = {run.dir} holds a run with slices of responses, and {'; '.join(changed)} would draw the rest "
+            "of responses otherwise than they were begun. Give the earlier values (run.allow_changes does not "
+            "help), name another run.dir for a new run, or start over with run.on_existing=overwrite"
+        )
 
 
 def _require_more_to_do(ended: Finished, cfg: TrainingConfig, run: RunConfig) -> None:

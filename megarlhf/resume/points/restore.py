@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megarlhf.collective_errors import from_first_rank
 from megarlhf.config import translate
+from megarlhf.config.rollout import DRAWS
 from megarlhf.models.role import Role
 from megarlhf.provenance import Weights
 from megarlhf.resume.points import point, sharded_state
@@ -30,13 +31,6 @@ SLICES = "slices"
 
 SPLITS = (("train", "mini_batch_samples"), ("train", "epochs_per_step"), ("train", "shuffle"), ("run", "seed"))
 """Keys that decide how the samples of a step of rl are split into mini-batches."""
-
-DRAWS = (
-    *(("rollout", key) for key in ("num_samples_per_prompt", "max_response_tokens", "temperature")),
-    *(("rollout", key) for key in ("stop", "stop_token_ids")),
-    *(("train", "prompts_per_step"), ("train", "sampler"), ("run", "seed")),
-)
-"""Keys that decide how the responses of a step of rl are drawn. They cannot change while some are drawn in slices."""
 
 Table = Mapping[str, Any]
 MakeTable = Callable[[], Table]
@@ -137,18 +131,16 @@ class Identity:
         `run.allow_changes` does not help."""
         if self.command != "rl":
             return []
-        before, now = manifest["config"], self.config
-        rule = [("rollout", "slices", 1), ("rollout", "steps_ahead", 0)]
-        changes = [(*place, before[place[0]].get(place[1], default)) for *place, default in rule]
-        held = table_file(SLICES) in manifest["files"]
-        if held:
-            changes += [(section, key, before[section].get(key)) for section, key in DRAWS]
-        problems = [
-            f"{section}.{key} {old} -> {now[section][key]} would draw the rest of responses otherwise than they were "
-            "begun; go on with the former value"
-            for section, key, old in changes
-            if old != now[section][key]
-        ]
+        before, now, held = manifest["config"], self.config, table_file(SLICES) in manifest["files"]
+        problems = []
+        for section, key in (name.split(".") for name in DRAWS):
+            is_rule = key in ("slices", "steps_ahead")
+            old = before[section].get(key, int(key == "slices") if is_rule else None)
+            if (held or is_rule) and old != now[section][key]:
+                problems.append(
+                    f"{section}.{key} {old} -> {now[section][key]} would draw the rest of responses otherwise than "
+                    "they were begun; go on with the former value"
+                )
         if held and manifest["data"] != self.data:
             problems.append("data.train gives other samples, and responses to the former ones are being drawn")
         return problems

@@ -117,7 +117,7 @@ def enqueue(
             temperature=0.0 if sampling.greedy else sampling.temperature,
             max_tokens=parts[n].max_tokens,
             seed=None if sampling.greedy else seeds[n],
-            extra_args={NUM_DRAWN: len(parts[n].so_far)} if parts[n].so_far else None,
+            extra_args={NUM_DRAWN: len(parts[n].so_far)} if len(parts[n].so_far) else None,
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,

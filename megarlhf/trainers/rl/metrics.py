@@ -23,7 +23,7 @@ shows that neither is reliable."""
 def kl_metrics(experience: Experience, kl: KLConfig, *, corrected: bool = False) -> dict[str, float | None]:
     """KL to the reference, mean per response token; None without a reference. Collective.
 
-    corrected: multiply each token's estimate by its weight of the rollout correction, since older weights drew samples
+    corrected: the mean weighted by the rollout correction, since older weights drew samples
     """
     ref = experience.columns.get("ref_logprobs")
     if ref is None:
@@ -31,10 +31,12 @@ def kl_metrics(experience: Experience, kl: KLConfig, *, corrected: bool = False)
     old_T = experience.columns["old_logprobs"].values_T
     estimates = [kl_estimate(old_T, ref.values_T, estimator_of(kl.estimator), kl.clamp)]
     estimates += [kl_estimate(old_T, ref.values_T, kind) for kind in LOGGED_KL.values()]
+    means = means_of(experience, *estimates)
     if corrected:
         weights_T = experience.columns["rollout_weights"].values_T
-        estimates = [weights_T * estimate_T for estimate_T in estimates]
-    return dict(zip(("kl", *LOGGED_KL), means_of(experience, *estimates), strict=True))
+        weight, *weighted = means_of(experience, weights_T, *(weights_T * estimate_T for estimate_T in estimates))
+        means = [mean / weight for mean in weighted] if weight else means
+    return dict(zip(("kl", *LOGGED_KL), means, strict=True))
 
 
 def describe(experience: Experience, cfg: RLConfig) -> dict[str, float | None]:

@@ -103,8 +103,8 @@ class OwnSampler:
 
     def learn(self, step: int, experience: Experience) -> None:
         """Tell the sampler the mean reward of each prompt of a step, None without any. Collective."""
-        chosen = self._chosen.pop(step)
-        if not hasattr(self._object, "learn"):
+        chosen = self._chosen.pop(step, None)
+        if chosen is None or not hasattr(self._object, "learn"):  # or another sampler chose them, before a resume
             return
         rewards_N, rewarded_N = total_rewards(experience).double().cpu(), experience.per_sample.get("rewarded")
         if rewarded_N is not None:

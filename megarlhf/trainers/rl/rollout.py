@@ -89,16 +89,20 @@ def slice_notes(run: RLRun, world_size: int) -> list[str]:
 
 
 def begin_samples(run: RLRun, session: Session, order: PromptOrder, step: int) -> None:
-    """Choose the prompts of the steps whose samples the present weights begin."""
+    """Choose the prompts of steps whose samples the present weights begin, and drop samples of steps that the run no
+    longer has."""
+    flight, greedy, num_steps = run.in_flight, run.greedy_in_flight, run.cfg.train.num_steps
     late = []
-    for begun in run.in_flight.rule.steps(step, run.cfg.train.num_steps):
-        if begun in run.in_flight:
-            continue
-        prompts = order.take(begun)
-        num_samples = len(prompts) * run.cfg.rollout.num_samples_per_prompt
-        late += [begun] * run.in_flight.begin(begun, prompts, num_samples, step)
-        if run.greedy_in_flight is not None:
-            run.greedy_in_flight.begin(begun, prompts, len(prompts), step)
+    for begun in flight.rule.steps(step, num_steps):
+        if begun not in flight:
+            prompts = order.take(begun)
+            late += [begun] * flight.begin(begun, prompts, run.cfg.rollout.num_samples_per_prompt, step)
+        if greedy is not None and begun not in greedy:
+            greedy.begin(begun, flight.prompts_of(begun), 1, step)
+    if dropped := flight.drop_from(num_steps):
+        session.note(f"{dropped:,} tokens of samples after step {num_steps}, where the run ends now, are thrown away")
+    if greedy is not None:
+        greedy.drop_from(num_steps)
     if late:
         session.note(
             f"step {session.number} begins the samples of steps {shown_step(late[0])} to {shown_step(late[-1])}, which "
