@@ -302,7 +302,7 @@ class RLConfig(FrozenModel):
         if self.reference_update is not None and self.actor.lora is not None:
             self._check_moving_adapter()
         self._check_groups()
-        self._check_slices()
+        self.rollout.require_drawable(self.algo.rollout_correction.kind, self.algo.dynamic_sampling.max_refills)
         self._check_sampler()
         self._check_controller()
         self._check_ptx()
@@ -385,28 +385,6 @@ class RLConfig(FrozenModel):
                 f"algo.kl.horizon = {horizon}, and a step has {samples} samples: its factor of the coefficient, 1 + "
                 f"samples / horizon x (-0.2 to 0.2), would not stay above 0; give {samples // 5 + 1} or more, usually "
                 f"{samples} or more"
-            )
-
-    def _check_slices(self) -> None:
-        """Raises: ValueError for slices that cannot be drawn, or trained on without bias."""
-        rollout = self.rollout
-        if rollout.slices > rollout.max_response_tokens:
-            raise ValueError(
-                f"rollout.slices = {rollout.slices} is more than the longest response, rollout.max_response_tokens = "
-                f"{rollout.max_response_tokens}; give at most that, usually 2 to 8"
-            )
-        if not rollout.is_stale:
-            return
-        given = f"rollout.slices = {rollout.slices} and rollout.steps_ahead = {rollout.steps_ahead}"
-        if self.algo.rollout_correction.kind == "none":
-            raise ValueError(
-                f"algo.rollout_correction.kind = none with {given}: older weights draw a part of each sample, and "
-                "without the correction the gradient would be that of another policy; give auto, truncate or mask"
-            )
-        if self.algo.dynamic_sampling.max_refills:
-            raise ValueError(
-                f"algo.dynamic_sampling.max_refills = {self.algo.dynamic_sampling.max_refills} with {given}: a refill "
-                "would need the weights of earlier steps, which are gone; set it to 0, or draw responses whole"
             )
 
     def _check_sampler(self) -> None:

@@ -245,6 +245,30 @@ class RolloutConfig(FrozenModel):
         """Whether older weights than those of its step draw a part of a sample."""
         return self.slices > 1 or self.steps_ahead > 0
 
+    def require_drawable(self, correction: str, max_refills: int) -> None:
+        """Raises: ValueError for slices that cannot be drawn, or trained on without bias.
+
+        correction: `algo.rollout_correction.kind`. max_refills: `algo.dynamic_sampling.max_refills`
+        """
+        if self.slices > self.max_response_tokens:
+            raise ValueError(
+                f"rollout.slices = {self.slices} is more than the longest response, rollout.max_response_tokens = "
+                f"{self.max_response_tokens}; give at most that, usually 2 to 8"
+            )
+        if not self.is_stale:
+            return
+        given = f"rollout.slices = {self.slices} and rollout.steps_ahead = {self.steps_ahead}"
+        if correction == "none":
+            raise ValueError(
+                f"algo.rollout_correction.kind = none with {given}: older weights draw a part of each sample, and "
+                "without the correction the gradient would be that of another policy; give auto, truncate or mask"
+            )
+        if max_refills:
+            raise ValueError(
+                f"algo.dynamic_sampling.max_refills = {max_refills} with {given}: a refill would need the weights of "
+                "earlier steps, which are gone; set it to 0, or draw responses whole"
+            )
+
     def require_whole(self) -> None:
         """Raises: ValueError for slices, in a command that draws responses with one version of the weights."""
         if changed := self.changed(*(key.partition(".")[2] for key in sorted(OF_SLICES))):

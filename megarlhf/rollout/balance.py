@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megarlhf.config.rollout import Balance
+from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
 from megarlhf.rollout.engine import ResponsePart
 
@@ -65,6 +66,15 @@ class SeenLengths:
         known = self._by_prompt.get(_key(prompt), self._mean)
         rest = 0.0 if known is None else known - len(part.so_far)
         return min(rest, part.max_tokens) if rest > 0 else part.max_tokens
+
+    def record_drawn(
+        self, prompts: Sequence[Tensor], parts: Sequence[ResponsePart], drawn: Rollouts, longest: int
+    ) -> None:
+        """Record the responses that are whole after their parts were drawn: finished, or of `longest` tokens."""
+        counts = drawn.responses.lengths_N.tolist()
+        lengths = [len(part.so_far) + count for part, count in zip(parts, counts, strict=True)]
+        whole = [n for n, finished in enumerate(drawn.finished_N.tolist()) if finished or lengths[n] == longest]
+        self.record([prompt_of(prompts[n], parts[n]) for n in whole], [lengths[n] for n in whole])
 
     def record(self, prompts: Sequence[Tensor], lengths: Sequence[int]) -> None:
         """Record whole responses: prompts and response tokens."""

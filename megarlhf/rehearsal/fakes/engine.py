@@ -205,7 +205,7 @@ class RehearsedEngine(VllmEngine):
             shares[engine] += rows
         owned = {engine * tp + rank: share[rank::tp] for engine, share in enumerate(shares) for rank in range(tp)}
         rollouts = given_responses(owned, index, self._runtime)
-        self._record(prompts, given, rollouts, sampling.max_tokens)
+        self._seen.record_drawn(prompts, given, rollouts, sampling.max_tokens)
         return rollouts
 
     def close(self) -> None:

@@ -52,8 +52,7 @@ def build_llm(
         "logprobs_mode": "processed_logprobs",
         "seed": 0,
     }
-    if sleeps and not on_cpu:
-        ours["enable_sleep_mode"] = True
+    ours |= {"enable_sleep_mode": True} if sleeps and not on_cpu else {}
     if has_experts and not on_cpu:
         # Other kernels of experts swap, permute or shuffle the weights after loading, at unchanged shape.
         ours["moe_backend"] = "triton"
@@ -77,19 +76,18 @@ def build_llm(
             f"vLLM does not start with rollout.vllm.args = {dict(rollout.vllm.args)}: {type(error).__name__}: "
             f"{error}. Correct them, or leave them out"
         ) from error
-    if not on_cpu:
-        require_runner(llm, rollout)
-    return llm
+    return llm if on_cpu else require_runner(llm, rollout)
 
 
-def require_runner(llm: Any, rollout: RolloutConfig) -> None:
-    """Raises: ValueError for slices on a GPU by a runner whose noise cannot go on where an earlier slice ended."""
+def require_runner(llm: Any, rollout: RolloutConfig) -> Any:
+    """Return vLLM. Raises: ValueError for slices on a GPU by a runner whose noise cannot go on in a later slice."""
     if rollout.slices > 1 and not llm.llm_engine.vllm_config.use_v2_model_runner:
         raise ValueError(
             f"rollout.slices = {rollout.slices}: a response goes on with its own random numbers only by vLLM's model "
             "runner V2, and vLLM chose the older one for this model (its log says why). Leave out rollout.vllm.args "
             "that V2 does not have, unset VLLM_USE_V2_MODEL_RUNNER, or set rollout.slices to 1"
         )
+    return llm
 
 
 def enqueue(

@@ -25,7 +25,7 @@ from megarlhf.models.build import ModelShard, placements_on
 from megarlhf.models.role import Role
 from megarlhf.parallel.device_memory import Offloadable
 from megarlhf.placement import RankPlacements
-from megarlhf.rollout.balance import SeenLengths, assign, chunk_by_length, prompt_of
+from megarlhf.rollout.balance import SeenLengths, assign, chunk_by_length
 from megarlhf.rollout.engine import (
     EngineFailure,
     FinishedResponses,
@@ -62,14 +62,12 @@ class VllmEngine:
     def __init__(self, rollout: RolloutConfig, actor: Role, dtype: torch.dtype, max_prompt_tokens: int) -> None:
         """actor: the role whose weights the engine will get"""
         model_path = actor.section.model.hf_directory()
-        max_model_len = max_prompt_tokens + rollout.max_response_tokens
         self._runtime = actor.mesh.runtime
         self._source, self._device_memory = actor.parts.parameters, actor.parts.device_memory
         self._tp = rollout.tp(actor.section)
         self._arch = architecture_from_hf(model_path)
-        self._dtype = dtype
-        self._rollout = rollout
-        self._max_model_len = max_model_len
+        self._dtype, self._rollout = dtype, rollout
+        self._max_model_len = max_prompt_tokens + rollout.max_response_tokens
         self._version = -1
         self.local_seconds = 0.0
         self._seen = SeenLengths()
@@ -79,7 +77,7 @@ class VllmEngine:
         self._sources: list[RankPlacements] = []
         self._plan: CopyPlan | None = None
         self._resharder: Resharder | None = None
-        self._llm = self._start(model_path, max_model_len)
+        self._llm = self._start(model_path, self._max_model_len)
         self._parameters = self._live()
         self._places = self._addresses()
         memory = EngineMemory(self._llm, self._parameters, self._cache_tensors)
@@ -95,7 +93,6 @@ class VllmEngine:
 
     def _start(self, model_path: Path, max_model_len: int) -> Any:
         """Build vLLM's `LLM`."""
-        has_experts = bool(self._arch.num_experts)
         return build_llm(
             model_path,
             self._dtype,
@@ -103,7 +100,7 @@ class VllmEngine:
             self._tp,
             max_model_len,
             self._runtime,
-            has_experts,
+            bool(self._arch.num_experts),
             sleeps=self._sleep_level > 0,
             further=self._arguments(),
         )
@@ -122,8 +119,7 @@ class VllmEngine:
 
     @property
     def cache_tokens(self) -> int | None:
-        cache = self._llm.llm_engine.vllm_config.cache_config
-        return int(cache.num_gpu_blocks * cache.block_size)
+        return int((cache := self._llm.llm_engine.vllm_config.cache_config).num_gpu_blocks * cache.block_size)
 
     @property
     def _sleep_level(self) -> int:
@@ -368,22 +364,14 @@ class VllmEngine:
                 self._lockstep_group(),
                 self._runtime.rank % self._tp,
                 self._tp,
-                parts=given,
+                part_of=given.__getitem__,
             )
             self.local_seconds = time.monotonic() - began
         self._refusal = ""
         seconds = self.local_seconds if self._tp < self._runtime.world_size else None
         rollouts = gather_rollouts(bank.held, len(prompts), self._runtime.device, stopped=stopped, seconds=seconds)
-        self._record(prompts, given, rollouts, sampling.max_tokens)
+        self._seen.record_drawn(prompts, given, rollouts, sampling.max_tokens)
         return rollouts
-
-    def _record(self, prompts: Sequence[Tensor], parts: Sequence[ResponsePart], drawn: Rollouts, longest: int) -> None:
-        """Record the lengths of the responses that are whole."""
-        lengths = [
-            len(part.so_far) + count for part, count in zip(parts, drawn.responses.lengths_N.tolist(), strict=True)
-        ]
-        whole = [n for n, finished in enumerate(drawn.finished_N.tolist()) if finished or lengths[n] == longest]
-        self._seen.record([prompt_of(prompts[n], parts[n]) for n in whole], [lengths[n] for n in whole])
 
     def _lockstep_group(self) -> Any:
         """Group of the ranks of this engine on the CPU; None for an engine of one rank."""

@@ -34,7 +34,7 @@ def run_requests(
     place: int = 0,
     num_places: int = 1,
     *,
-    parts: Sequence[ResponsePart] | None = None,
+    part_of: Callable[[int], ResponsePart] | None = None,
 ) -> bool:
     """Generate responses to the feed's rows. A finished response goes into the bank.
 
@@ -43,17 +43,14 @@ def run_requests(
     engine:  vLLM's `LLMEngine`
     version: version of the weights that it holds
     enqueue: hands rows to vLLM and returns the names of the requests
-    parts:   part of each row's response that is drawn; default: whole responses
+    part_of: part of a row's response that is drawn; default: the whole response
 
     Returns: whether it was stopped. The requests are then aborted, and the engine can take others.
     """
     requests: dict[int, str] = {}
     row_of: dict[str, int] = {}
     mine: set[int] = set()
-    whole = ResponsePart((), sampling.max_tokens)
-
-    def part_of(row: int) -> ResponsePart:
-        return whole if parts is None else parts[row]
+    part = part_of or (lambda row: ResponsePart((), sampling.max_tokens))
 
     def begin(rows: Sequence[int]) -> None:
         for name, row in zip(enqueue(rows) if rows else (), rows, strict=True):
@@ -74,8 +71,8 @@ def run_requests(
                 row = row_of[output.request_id]
                 if output.finished:
                     if row in mine:
-                        bank.add(row, response_of(output, sampling, version, part_of(row)))
-                elif sampling.stop is not None and part_of(row).ends(sampling, output.outputs[0].token_ids):
+                        bank.add(row, response_of(output, sampling, version, part(row)))
+                elif sampling.stop is not None and part(row).ends(sampling, output.outputs[0].token_ids):
                     if row in mine:
                         bank.add(row, response_so_far(output, version, finished=True))
                     engine.abort_request([requests[row]], internal=True)
