@@ -11,7 +11,7 @@ from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
 from megarlhf.models.build import ModelShard
 from megarlhf.parallel.device_memory import Offloadable
-from megarlhf.rollout.engine import FinishedResponses, Response, Sampling, gather_rollouts
+from megarlhf.rollout.engine import FinishedResponses, Response, ResponsePart, Sampling, gather_rollouts
 from megarlhf.runtime import Runtime
 from megarlhf.weights.checks.certificate import Certificate
 
@@ -33,6 +33,7 @@ class GivenResponses:
     """A `RolloutEngine`; each rank answers for an equal share."""
 
     rebuilds, local_seconds = 0, 0.0
+    cache_tokens: int | None = None
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime, self.weight_version = runtime, -1
@@ -52,9 +53,11 @@ class GivenResponses:
         seeds: Sequence[int],
         sampling: Sampling,
         *,
+        parts: Sequence[ResponsePart] | None = None,
         bank: FinishedResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Rollouts:
+        """Whole responses: the checks draw no slices."""
         own = split_evenly(len(prompts), self._runtime.world_size)[self._runtime.rank]
         mine = {n: response(seeds[n], sampling, self.weight_version) for n in own}
         return gather_rollouts(mine, len(prompts), self._runtime.device)
