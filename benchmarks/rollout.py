@@ -21,22 +21,19 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import random
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from benchmarks.machine import ROOT, machine
-from benchmarks.packing_workload import Sizes, write_model
-from benchmarks.planted_lengths import planted
-from megarlhf.runtime import RankInfo, Runtime, free_port, initialize, shutdown
+from benchmarks.packing_workload import Sizes
+from benchmarks.two_engines import on_two_ranks, planted
+from megarlhf.runtime import Runtime
 
 RESULT = ROOT / "benchmarks" / "results" / "rollout.json"
 WAYS = {
@@ -123,17 +120,6 @@ Found = dict[str, list[tuple[float, float]]]
 """By way: seconds and idle seconds of each round."""
 
 
-def run_rank(rank: int, port: int, model: Path, load: Load, rounds: int, out: Path) -> None:
-    """One of the two processes; the first writes what was found."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    runtime = initialize(RankInfo(rank=rank, local_rank=rank, world_size=2, local_world_size=2), seed=0)
-    torch.set_num_threads(1)
-    found = measure_rank(runtime, model, load, rounds)
-    if runtime.is_main:
-        out.write_text(json.dumps(found))
-    shutdown()
-
-
 def measure_rank(runtime: Runtime, model: Path, load: Load, rounds: int) -> Found:
     """All rounds, and one before them that warms up. Collective."""
     engines = Engines(runtime, model, load)
@@ -150,11 +136,7 @@ def measure_rank(runtime: Runtime, model: Path, load: Load, rounds: int) -> Foun
 
 def measure(model_sizes: Sizes, load: Load, rounds: int) -> dict[str, Any]:
     """All figures."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
-        model, out = write_model(Path(folder) / "model", model_sizes), Path(folder) / "found.json"
-        mp.spawn(run_rank, (free_port(), model, load, rounds, out), nprocs=2)
-        found = json.loads(out.read_text())
+    found = on_two_ranks(measure_rank, model_sizes, load, rounds)
     return {"rounds": rounds, "response_tokens": sum(lengths_of(load, 1)), "ways": summary(found)}
 
 

@@ -16,22 +16,19 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import random
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from benchmarks.machine import ROOT, machine
-from benchmarks.packing_workload import Sizes, write_model
-from benchmarks.planted_lengths import planted
-from megarlhf.runtime import RankInfo, Runtime, free_port, initialize, shutdown
+from benchmarks.packing_workload import Sizes
+from benchmarks.two_engines import on_two_ranks, planted
+from megarlhf.runtime import Runtime
 
 RESULT = ROOT / "benchmarks" / "results" / "slices.json"
 SLICES = (1, 2, 4, 8)
@@ -132,17 +129,6 @@ def measure_rank(runtime: Runtime, model: Path, load: Load, rounds: int) -> Foun
     return found
 
 
-def run_rank(rank: int, port: int, model: Path, load: Load, rounds: int, out: Path) -> None:
-    """One of the two processes; the first writes the figures."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    runtime = initialize(RankInfo(rank=rank, local_rank=rank, world_size=2, local_world_size=2), seed=0)
-    torch.set_num_threads(1)
-    found = measure_rank(runtime, model, load, rounds)
-    if runtime.is_main:
-        out.write_text(json.dumps(found))
-    shutdown()
-
-
 def summary(found: Found) -> dict[str, Any]:
     """Seconds per trained token by number of slices: those of all rounds over their tokens."""
     per_token = {
@@ -165,11 +151,7 @@ def summary(found: Found) -> dict[str, Any]:
 
 def measure(sizes: Sizes, load: Load, rounds: int) -> dict[str, Any]:
     """All figures."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
-        model, out = write_model(Path(folder) / "model", sizes), Path(folder) / "found.json"
-        mp.spawn(run_rank, (free_port(), model, load, rounds, out), nprocs=2)
-        found = {int(slices): rounds for slices, rounds in json.loads(out.read_text()).items()}
+    found = {int(slices): each for slices, each in on_two_ranks(measure_rank, sizes, load, rounds).items()}
     return {"rounds": rounds, **summary(found), "seconds_and_tokens": found}
 
 

@@ -74,8 +74,7 @@ class VersionRuns:
     def require_runs(self, expected: VersionRuns) -> None:
         """Raises: RuntimeError where a token was drawn by another version than is expected."""
         drawn_T, expected_T = self.per_token().values_T, expected.per_token().values_T
-        differ_T = drawn_T != expected_T
-        if bool(differ_T.any()):
+        if bool((differ_T := drawn_T != expected_T).any()):
             wrong = torch.stack([drawn_T[differ_T], expected_T[differ_T]], 1).unique(dim=0)[:5].tolist()
             pairs = ", ".join(f"version {drawn}, expected version {right}" for drawn, right in wrong)
             raise RuntimeError(
@@ -173,9 +172,8 @@ class Rollouts:
     def empty(cls, num_samples: int) -> Rollouts:
         """Samples without a token, on the CPU."""
         lengths_N = torch.zeros(num_samples, dtype=torch.int64)
-        none_N = Ragged(torch.empty(0, dtype=torch.int64), lengths_N)
-        logprobs = Ragged(torch.empty(0, dtype=torch.float32), lengths_N)
-        return cls(none_N, logprobs, torch.zeros(num_samples, dtype=torch.bool), VersionRuns(none_N, none_N))
+        none_N, finished_N = Ragged(torch.empty(0, dtype=torch.int64), lengths_N), torch.zeros(num_samples).bool()
+        return cls(none_N, Ragged(torch.empty(0), lengths_N), finished_N, VersionRuns(none_N, none_N))
 
     def to(self, device: torch.device | str) -> Rollouts:
         """The same with the tokens and log-probs on a device."""
@@ -217,12 +215,11 @@ class Rollouts:
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Rollouts:
         """Rollouts from a `state_dict`, also from one of earlier versions, which had one weight version per step."""
-        lengths_N = state["lengths"].cpu()
+        lengths_N, stretches = state["lengths"].cpu(), None
         if "weight_version" in state:
             versions = VersionRuns.constant(state["weight_version"], lengths_N)
         else:
             versions = VersionRuns(_ragged_of(state["versions"]), _ragged_of(state["version_lengths"]))
-        stretches = None
         if state.get("stretches") is not None:
             stretches = Stretches(_ragged_of(state["stretches"]), _ragged_of(state["observed"]))
         return cls(
@@ -383,14 +380,13 @@ class Experience:
     def from_state_dict(cls, state: Mapping[str, Any]) -> Experience:
         """Experience from a `state_dict`, also from one of earlier versions."""
         rollouts = Rollouts.from_state_dict(state)
+        lengths_N = rollouts.responses.lengths_N
         return cls(
             prompts=tuple(prompt.cpu() for prompt in state["prompts"]),
             groups_N=state["groups"].cpu(),
             given_prompt_numbers_N=state.get("prompt_numbers", state["groups"]).cpu(),
             rollouts=rollouts,
-            columns={
-                name: Ragged(values_T, rollouts.responses.lengths_N) for name, values_T in state["columns"].items()
-            },
+            columns={name: Ragged(values_T, lengths_N) for name, values_T in state["columns"].items()},
             per_sample=state["per_sample"],
         )
 

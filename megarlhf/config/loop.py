@@ -69,7 +69,7 @@ class LoopConfig(RLConfig):
         ]
         unread += [f"train.{key}" for key in self.train.changed("critic_warmup_steps", "stop", "sampler")]
         unread += [f"checkpoint.{key}" for key in self.checkpoint.changed("best", "every_updates")]
-        unread += [f"rollout.{key}" for key in self.rollout.changed("slices", "steps_ahead", "gap_probe_samples")]
+        unread += self.rollout.changed_of_slices()
         if unread:
             raise ValueError(f"{', '.join(unread)} would have no effect: {_WHY}; leave that out")
         if self.algo.kl_in_reward:

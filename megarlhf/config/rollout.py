@@ -269,13 +269,15 @@ class RolloutConfig(FrozenModel):
                 "earlier steps, which are gone; set it to 0, or draw responses whole"
             )
 
+    def changed_of_slices(self) -> list[str]:
+        """Keys of slices that differ from the default, such as `rollout.slices = 2`."""
+        names = self.changed(*(key.partition(".")[2] for key in sorted(OF_SLICES)))
+        return [f"rollout.{name} = {getattr(self, name)}" for name in names]
+
     def require_whole(self) -> None:
         """Raises: ValueError for slices, in a command that draws responses with one version of the weights."""
-        if changed := self.changed(*(key.partition(".")[2] for key in sorted(OF_SLICES))):
-            raise ValueError(
-                f"rollout.{changed[0]} = {getattr(self, changed[0])} is for rl, whose weights change while a response "
-                "is drawn; leave it out"
-            )
+        if changed := self.changed_of_slices():
+            raise ValueError(f"{changed[0]} is for rl, whose weights change while a response is drawn; leave it out")
 
     def require_greedy(self) -> None:
         """Raises: ValueError for settings that make no sense if the likeliest token is always taken."""

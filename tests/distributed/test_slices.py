@@ -196,7 +196,8 @@ def test_a_run_that_is_cut_off_goes_on_with_the_slices_in_flight(slices, ahead, 
         ("run.seed", "0 -> 5"): "run.seed=5",
         ("data.train", "responses to the former ones"): f"data.train={other_prompts(data, tmp_path)}",
     }.items():
-        assert_refused(ranks, cut, [*argv, change, "run.allow_changes=true"], *names)
+        said = assert_refused(ranks, cut, [*argv, change, "run.allow_changes=true"], *names)
+        assert ("as stored" in said) is ("data.train" in names), "models are built before the refusal"
     said = ranks.run(2, "command", *argv)[0]
     assert lines_naming(said, points[-1].position.name, "passed over", "state/slices.pt")
     assert rows(cut) == rows(whole)

@@ -1,12 +1,44 @@
-"""Responses of given lengths from vLLM, which does not know them beforehand."""
+"""Two ranks for two engines of vLLM, and responses of given lengths, which vLLM does not know beforehand."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import torch
+import torch.multiprocessing as mp
+
+from benchmarks.machine import ROOT
+from benchmarks.packing_workload import Sizes, write_model
+from megarlhf.runtime import RankInfo, free_port, initialize, shutdown
+
+
+def on_two_ranks(measure: Callable[..., Any], sizes: Sizes, load: Any, rounds: int) -> Any:
+    """What `measure(runtime, model, load, rounds)` returns on the first of two ranks of one thread, as JSON has it."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
+        model, out = write_model(Path(folder) / "model", sizes), Path(folder) / "found.json"
+        mp.spawn(_run_rank, (free_port(), measure, model, load, rounds, out), nprocs=2)
+        return json.loads(out.read_text())
+
+
+def _run_rank(
+    rank: int, port: int, measure: Callable[..., Any], model: Path, load: Any, rounds: int, out: Path
+) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    runtime = initialize(RankInfo(rank=rank, local_rank=rank, world_size=2, local_world_size=2), seed=0)
+    torch.set_num_threads(1)
+    found = measure(runtime, model, load, rounds)
+    if runtime.is_main:
+        out.write_text(json.dumps(found))
+    shutdown()
 
 
 @contextlib.contextmanager
