@@ -21,7 +21,6 @@ from megarlhf.rollout.slices import SliceRule
 class PartialSamples:
     """Samples of a step, as far as they are drawn."""
 
-    step: int
     prompts: tuple[int, ...]
     """Number of each prompt in the training data. The samples of a prompt stand together."""
     first_version: int
@@ -86,7 +85,7 @@ class InFlight:
         """
         late = version > max(0, self.rule.version(step, 0))
         nothing = Rollouts.empty(len(prompts) * per_prompt)
-        self._by_step[step] = PartialSamples(step, tuple(prompts), version if late else 0, nothing)
+        self._by_step[step] = PartialSamples(tuple(prompts), version if late else 0, nothing)
         return late
 
     def requests(
@@ -151,7 +150,7 @@ class InFlight:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._by_step = {
             int(step): PartialSamples(
-                int(step), tuple(kept["prompts"]), kept["first_version"], Rollouts.from_state_dict(kept).to("cpu")
+                tuple(kept["prompts"]), kept["first_version"], Rollouts.from_state_dict(kept).to("cpu")
             )
             for step, kept in state.items()
         }
