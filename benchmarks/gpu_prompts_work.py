@@ -29,7 +29,8 @@ from megarlhf.models.attention.tree import kernel_for, plain_attention
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.packing.partition import forward_cost
 from megarlhf.parallel.packing.rows import packed_row
-from megarlhf.rollout.engine import Response, gather_rollouts
+from megarlhf.rollout.engine import gather_rollouts
+from megarlhf.rollout.responses import Response
 from megarlhf.runtime import Runtime, counts_allocations, synchronize
 from megarlhf.trainers.experience.prompts import PromptData, make_experience
 from megarlhf.trainers.rl.build import build

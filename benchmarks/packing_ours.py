@@ -33,11 +33,12 @@ from megarlhf.columns import Ragged
 from megarlhf.config import LogprobGapConfig, RLConfig
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
-from megarlhf.experience import Experience, Rollouts, VersionRuns
+from megarlhf.experience import Experience
 from megarlhf.models.role import Role
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.loss import Accumulated, Loss, StepResult
 from megarlhf.parallel.micro_batch import MicroBatch
+from megarlhf.rollouts import Rollouts, VersionRuns
 from megarlhf.runtime import RankInfo, Runtime, initialize
 from megarlhf.trainers.experience.prompts import PromptData, make_experience
 from megarlhf.trainers.rl.build import build

@@ -98,7 +98,7 @@ class Engines:
     def seconds(self, way: str, number: int) -> tuple[float, float]:
         """Seconds of the rollout, and those that an engine was idle, on average."""
         from megarlhf.rollout.balance import SeenLengths
-        from megarlhf.rollout.engine import Sampling
+        from megarlhf.rollout.responses import Sampling
 
         balance, known = WAYS[way]
         lengths = lengths_of(self.load, number)

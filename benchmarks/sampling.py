@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from megarlhf.config import RLConfig
 from megarlhf.data.sample_types import PromptSample
 from megarlhf.experience import Experience
-from megarlhf.rollout.engine import RolloutEngine, Sampling
+from megarlhf.rollout.engine import RolloutEngine
+from megarlhf.rollout.responses import Sampling
 from megarlhf.trainers.experience.prompts import make_experience
 from megarlhf.trainers.rl.rollout import whole_requests
 

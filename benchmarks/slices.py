@@ -76,7 +76,7 @@ class SlicedRun:
 
     def next_round(self) -> tuple[float, int]:
         """Draw a round; returns its seconds and the tokens of the samples that are whole then."""
-        from megarlhf.rollout.engine import Sampling
+        from megarlhf.rollout.responses import Sampling
 
         load, step, flight = self.load, self.round, self.flight
         for begun in flight.rule.steps(step, step + 1000):

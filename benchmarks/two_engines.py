@@ -44,30 +44,28 @@ def _run_rank(
 @contextlib.contextmanager
 def planted(lengths: Sequence[int]) -> Iterator[None]:
     """Scope in which the response of row n ends when it has lengths[n] tokens, earlier parts included."""
-    from megarlhf.rollout.engine import ResponsePart, Sampling
-    from megarlhf.rollout.vllm import build, generate_loop
+    from megarlhf.rollout import requests
+    from megarlhf.rollout.responses import ResponsePart, Sampling
     from megarlhf.rollout.vllm import engine as vllm_engine
+    from megarlhf.rollout.vllm import generate_loop
 
-    rows: dict[str, int] = {}
+    @dataclasses.dataclass(frozen=True)
+    class PlantedPart(ResponsePart):
+        length: int
 
-    def enqueue(
-        llm: Any, prompts: Any, seeds: Any, sampling: Sampling, parts: Any, asked: Sequence[int], **options: Any
-    ) -> list[str]:
+    def whole_rows(prompts: Any, seeds: Any, parts: Sequence[ResponsePart]) -> requests.WholeRows:
         limited = [
-            dataclasses.replace(part, until=min(part.until, length))
+            PlantedPart(part.so_far, min(part.until, length), length)
             for part, length in zip(parts, lengths, strict=True)
         ]
-        names = build.enqueue(llm, prompts, seeds, sampling, limited, asked, **options)
-        rows.update((name.split("-")[0], row) for name, row in zip(names, asked, strict=True))
-        return names
+        return requests.WholeRows(prompts, seeds, limited)
 
-    def response_of(output: Any, sampling: Sampling, version: int, part: ResponsePart) -> Any:
+    def response_of(output: Any, sampling: Sampling, version: int, part: PlantedPart) -> Any:
         drawn = len(part.so_far) + len(output.outputs[0].token_ids)
-        ends = drawn == lengths[rows[output.request_id]] < sampling.max_tokens
-        return generate_loop.response_so_far(output, version, finished=ends)
+        return generate_loop.response_so_far(output, version, finished=drawn == part.length < sampling.max_tokens)
 
     with (
-        mock.patch.object(vllm_engine, "enqueue", enqueue),
+        mock.patch.object(vllm_engine, "WholeRows", whole_rows),
         mock.patch.object(generate_loop, "response_of", response_of),
     ):
         yield

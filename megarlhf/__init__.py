@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from megarlhf.own_code.advantage import Advantage as Advantage
     from megarlhf.own_code.advantage import advantage as advantage
     from megarlhf.resume.signals import StopRun as StopRun
+    from megarlhf.rollout.environments.answer import Answer as Answer
+    from megarlhf.rollout.environments.answer import Turn as Turn
     from megarlhf.trainers.rl.advantages import ADVANTAGES as ADVANTAGES
     from megarlhf.trainers.rl.advantages import AdvantageInputs as AdvantageInputs
     from megarlhf.trainers.run.observers import Step as Step
@@ -45,6 +47,7 @@ _EXPORTS = {
     "ADVANTAGES": "megarlhf.trainers.rl.advantages:ADVANTAGES",
     "Advantage": "megarlhf.own_code.advantage:Advantage",
     "AdvantageInputs": "megarlhf.trainers.rl.advantages:AdvantageInputs",
+    "Answer": "megarlhf.rollout.environments.answer:Answer",
     "KL_ESTIMATORS": "megarlhf.algo.kl:KL_ESTIMATORS",
     "Layout": "megarlhf.layout:MeshLayout",
     "Loop": "megarlhf.api.loop:Loop",
@@ -56,6 +59,7 @@ _EXPORTS = {
     "Step": "megarlhf.trainers.run.observers:Step",
     "StepSamples": "megarlhf.trainers.run.observers:StepSamples",
     "StopRun": "megarlhf.resume.signals:StopRun",
+    "Turn": "megarlhf.rollout.environments.answer:Turn",
     "advantage": "megarlhf.own_code.advantage:advantage",
     "check": "megarlhf.api.configuration:check",
     "convert": "megarlhf.api.parts:convert",
@@ -81,6 +85,7 @@ __all__ = [
     "SURROGATES",
     "Advantage",
     "AdvantageInputs",
+    "Answer",
     "Layout",
     "Loop",
     "RunFailed",
@@ -89,6 +94,7 @@ __all__ = [
     "Step",
     "StepSamples",
     "StopRun",
+    "Turn",
     "__version__",
     "advantage",
     "check",

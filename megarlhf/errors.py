@@ -32,6 +32,11 @@ class RewardError(ValueError):
     line of the user's code. Raised on every rank."""
 
 
+class EnvironmentFailure(RewardError):
+    """An environment failed, and the run does not go on without the sample. The message names the sample, the turn, and
+    the line of the user's code. Raised on every rank."""
+
+
 class OwnCodeError(ValueError):
     """Code of the user that every rank calls in a step has failed. Raised on every rank at the same place, so that they
     can still save together."""

@@ -3,8 +3,9 @@
 import torch
 
 from megarlhf.columns import Ragged
-from megarlhf.experience import Rollouts, VersionRuns
-from megarlhf.rollout.engine import Response
+from megarlhf.rollout.requests import WholeRows
+from megarlhf.rollout.responses import Response, parts_of
+from megarlhf.rollouts import Rollouts, VersionRuns
 
 
 def ragged(*rows, dtype=torch.float32):
@@ -20,6 +21,16 @@ def make_rollouts(responses, logprobs, finished_N, version=0):
 def make_response(tokens, logprobs, finished, version=0):
     """A response drawn by one version of the weights."""
     return Response(tokens, logprobs, finished, ((version, len(tokens)),))
+
+
+def numbered_rows(sampling, count=16):
+    """Rows of one request each, whose prompts are their numbers: `row_numbers` reads them."""
+    prompts = [torch.tensor([n]) for n in range(count)]
+    return WholeRows(prompts, [0] * count, parts_of(None, count, sampling))
+
+
+def row_numbers(requests):
+    return [int(request.prompt[0]) for request in requests]
 
 
 class Letters:

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from megarlhf.columns import ColumnSharding, Ragged, Traffic, redistribute
-from megarlhf.experience import Experience, Rollouts, Stretches, VersionRuns
+from megarlhf.experience import Experience
 from megarlhf.layout import MeshLayout
 from megarlhf.parallel.mesh import Mesh
+from megarlhf.rollouts import Rollouts, Stretches, VersionRuns
 from tests.ranks import RankPool
 from tests.refuses import refuses
 from tests.tables import make_rollouts, ragged

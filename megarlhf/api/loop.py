@@ -25,7 +25,7 @@ from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.experience import Experience
 from megarlhf.observe.records.metrics import Metric
 from megarlhf.own_code.guarded import plain_metrics
-from megarlhf.rollout.engine import sample_seed
+from megarlhf.rollout.responses import sample_seed
 from megarlhf.rollout.rewards.score import response_texts
 from megarlhf.trainers.rl.loop import update_weights
 from megarlhf.trainers.rl.metrics import kl_metrics

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from megarlhf.experience import Experience, Rollouts
+from megarlhf.experience import Experience
+from megarlhf.rollouts import Rollouts
 
 
 @dataclass(frozen=True)

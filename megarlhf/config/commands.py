@@ -14,6 +14,7 @@ from megarlhf.config.algo import AlgoConfig, RolloutCorrectionConfig
 from megarlhf.config.auxiliary import EMAConfig, PTXConfig, ReferenceUpdateConfig
 from megarlhf.config.choices import DEFAULT, PatienceConfig, StopConfig, check_choices
 from megarlhf.config.data import DataConfig, PromptDataConfig, SFTDataConfig
+from megarlhf.config.environment import EnvironmentConfig, require_environment
 from megarlhf.config.observe import ObserveConfig
 from megarlhf.config.own_names import PathOnly
 from megarlhf.config.profile import ProfileConfig, check_profile_steps
@@ -209,6 +210,8 @@ class RLConfig(FrozenModel):
     data: PromptDataConfig
     train: RLTrainConfig
     rollout: RolloutConfig = RolloutConfig()
+    environment: EnvironmentConfig | None = None
+    """Answers the model's turns: a response becomes a conversation (docs/environments.md)."""
     algo: AlgoConfig = AlgoConfig()
     ptx: PTXConfig | None = None
     ema: EMAConfig | None = None
@@ -285,6 +288,7 @@ class RLConfig(FrozenModel):
     @model_validator(mode="after")
     def _check(self) -> RLConfig:
         self.require_rewards()
+        self._check_environment()
         if self.algo.needs_critic and self.critic is None:
             raise ValueError(f"algo.advantage = {self.algo.advantage!r} needs values: give a critic section")
         if self.uses_reward_model and self.reward_model is None:
@@ -330,6 +334,15 @@ class RLConfig(FrozenModel):
                 "more, or lower the limits"
             )
         return self
+
+    def _check_environment(self) -> None:
+        """Raises: ValueError for what conversations with an environment cannot have."""
+        require_environment(self.environment, self.rewards)
+        if self.environment is not None and "greedy_rewards" in self.algo.traits.reads:
+            raise ValueError(
+                f"algo.advantage = {self.algo.advantage!r} compares with one greedy response to each prompt, which is "
+                "no conversation with the environment; take group_relative, leave_one_out or another advantage"
+            )
 
     def require_rewards(self) -> None:
         """Raises: ValueError without a reward."""

@@ -8,6 +8,7 @@ from pydantic import PositiveInt, model_validator
 
 from megarlhf.config.commands import MicroBatchConfig
 from megarlhf.config.data import OF_TRAINING, SFTDataConfig, describe_sources, require_no_weights
+from megarlhf.config.environment import EnvironmentConfig, require_environment
 from megarlhf.config.frozen import FrozenModel
 from megarlhf.config.rewards import RewardConfig, require_distinct_labels
 from megarlhf.config.roles import RoleConfig, require_all_ranks
@@ -65,6 +66,8 @@ class EvaluateConfig(FrozenModel):
     forward: MicroBatchConfig = MicroBatchConfig(micro_batch_samples=16)
     """Size of one forward for perplexity, for the reward model, and for the engine `megatron`."""
     rollout: RolloutConfig = RolloutConfig()
+    environment: EnvironmentConfig | None = None
+    """Answers the model's turns: a response becomes a conversation."""
     greedy: bool = True
     """Take the likeliest token; otherwise sample at `rollout.temperature`."""
     rewards: tuple[RewardConfig, ...] = ()
@@ -133,6 +136,7 @@ class EvaluateConfig(FrozenModel):
         self._check_rewards()
         self._check_samples()
         self.rollout.require_whole()
+        require_environment(self.environment, self.rewards)
         language_models = {"actor": self.actor, "against": self.against}
         require_all_ranks({name: role for name, role in language_models.items() if role is not None})
         if "pairs" in self.tasks() and self.reward_model is not None:

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import PositiveInt, model_validator
 
 from megarlhf.config.data import OF_TRAINING, PromptDataConfig, require_no_weights
+from megarlhf.config.environment import EnvironmentConfig, require_environment
 from megarlhf.config.rewards import RewardConfig, require_distinct_labels
 from megarlhf.config.roles import FrozenModel, RoleConfig, require_all_ranks
 from megarlhf.config.rollout import OF_SLICES, RolloutConfig
@@ -26,6 +27,8 @@ class GenerateConfig(FrozenModel):
     actor: RoleConfig
     data: PromptDataConfig
     rollout: RolloutConfig = RolloutConfig()
+    environment: EnvironmentConfig | None = None
+    """Answers the model's turns: a response becomes a conversation."""
     watchdog: WatchdogConfig = WatchdogConfig()
     greedy: bool = True
     """Take the likeliest token; otherwise sample at `rollout.temperature`."""
@@ -54,6 +57,7 @@ class GenerateConfig(FrozenModel):
     def _check(self) -> GenerateConfig:
         require_all_ranks({"actor": self.actor})
         self.rollout.require_whole()
+        require_environment(self.environment, self.rewards)
         if any(reward.kind == "model" for reward in self.rewards):
             raise ValueError(
                 "generate and eval build no reward model; got a reward of kind 'model'. Give its Hugging Face "

@@ -40,9 +40,10 @@ _WORKER_KEYS = ("timeout_seconds", "retries", "workers", "batch_samples")
 
 
 class RewardConfig(FrozenModel):
-    kind: Literal["model", "rule", "http", "classifier"]
+    kind: Literal["model", "rule", "http", "classifier", "environment"]
     """`model`: the role `reward_model`. `rule`: a function. `http`: a reward model behind a URL. `classifier`: a
-    Hugging Face sequence classifier, whole on each rank, with a tokenizer of its own."""
+    Hugging Face sequence classifier, whole on each rank, with a tokenizer of its own. `environment`: the rewards of the
+    environment's answers, each at the last token of its turn."""
     rule: str | None = None
     """A name from the rule registry, or `package.module:function`."""
     args: Mapping[str, Any] = {}
@@ -139,6 +140,11 @@ class RewardConfig(FrozenModel):
         unread = [key for key, kinds in _ONLY_OF.items() if self.kind not in kinds and key in self.model_fields_set]
         if unread and (set_keys := self.changed(*unread)):
             raise ValueError(f"a reward of kind {self.kind!r} does not read {', '.join(set_keys)}; leave that out")
+        if self.kind == "environment" and (scaled := self.changed("shift", "clip", "normalise")):
+            raise ValueError(
+                f"a reward of kind 'environment' is one of turns, to which {', '.join(scaled)} does not apply; scale "
+                "it in the environment, or by weight"
+            )
         if self.normalise != "group" and self.changed("normalise_eps"):
             raise ValueError(f"normalise_eps is for normalise: group; got normalise = {self.normalise}: change one")
         if self.kind == "model" and not self.retokenize and (self.max_tokens is not None or self.too_long != "fail"):

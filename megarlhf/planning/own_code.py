@@ -14,6 +14,7 @@ from megarlhf.own_code.digest import digest_of
 from megarlhf.own_code.load import is_path
 from megarlhf.own_code.policy_terms import TERMS, try_terms
 from megarlhf.own_code.step_code import load_observer, load_sampler
+from megarlhf.rollout.environments.checks import check_environment
 
 
 class OwnCode(NamedTuple):
@@ -38,7 +39,7 @@ _LOADERS: Mapping[str, Callable[[str], object]] = {
 
 def own_code_of(cfg: Any) -> list[OwnCode]:
     """All user code of a configuration except model families, which are modules."""
-    return [*_of_rl(cfg), *_of_rewards(cfg), *_of_data(cfg), *_of_observers(cfg)]
+    return [*_of_rl(cfg), *_of_environment(cfg), *_of_rewards(cfg), *_of_data(cfg), *_of_observers(cfg)]
 
 
 def own_terms(cfg: RLConfig) -> list[tuple[str, str]]:
@@ -72,6 +73,11 @@ def _of_rewards(cfg: Any) -> Iterator[OwnCode]:
                 yield OwnCode(f"rewards[{number}].rule", "reward rule", reward.rule)
         if cfg.eval.accuracy is not None and is_path(cfg.eval.accuracy):
             yield OwnCode("eval.accuracy", "reward rule", cfg.eval.accuracy)
+
+
+def _of_environment(cfg: Any) -> Iterator[OwnCode]:
+    if (environment := getattr(cfg, "environment", None)) is not None:
+        yield OwnCode("environment.function", "environment", environment.function)
 
 
 def _of_data(cfg: Any) -> Iterator[OwnCode]:
@@ -115,6 +121,8 @@ def check_own_code(cfg: Any) -> list[str]:
             loader(path)
     if isinstance(cfg, RLConfig):
         try_terms(own_terms(cfg))
+    if (environment := getattr(cfg, "environment", None)) is not None:
+        check_environment(environment.function, environment.args)
     families = [f"own code: {name} (source {digest[:12]})" for name, digest in family_sources(cfg.roles()).items()]
     return families + [_describe(own) for own in dict.fromkeys(own_code_of(cfg))]
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megarlhf.config.rollout import Balance
-from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
-from megarlhf.rollout.engine import ResponsePart
+from megarlhf.rollout.responses import ResponsePart
+from megarlhf.rollouts import Rollouts
 
 CHUNKS_PER_ENGINE = 4
 """Least number of chunks per engine. With fewer prompts, the samples of a prompt are divided."""
@@ -70,7 +70,13 @@ class SeenLengths:
     def record_drawn(
         self, prompts: Sequence[Tensor], parts: Sequence[ResponsePart], drawn: Rollouts, longest: int
     ) -> None:
-        """Record the responses that are whole after their parts were drawn: finished, or of `longest` tokens."""
+        """Record the responses that are whole after their parts were drawn: finished, or of `longest` tokens. Of a
+        conversation all that was written counts."""
+        if drawn.dialogues:
+            over = [n for n, dialogue in enumerate(drawn.dialogues) if dialogue.is_over]
+            written = drawn.written.lengths_N.tolist()
+            self.record([prompt_of(prompts[n], parts[n]) for n in over], [written[n] for n in over])
+            return
         counts = drawn.responses.lengths_N.tolist()
         lengths = [len(part.so_far) + count for part, count in zip(parts, counts, strict=True)]
         whole = [n for n, finished in enumerate(drawn.finished_N.tolist()) if finished or lengths[n] == longest]

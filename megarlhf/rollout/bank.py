@@ -12,7 +12,8 @@ folder, such as `bank/step_000007_refill_1`. Each line is a JSON object `record`
 header with the settings of all responses of the file. A response is used only if the header, its prompt and its seed
 are those of the rollout that goes on. Each record has the versions of the weights that drew the response. Where
 responses are drawn in slices, a folder has the slices that its step draws, also of later steps' samples: the prompt of
-a row is then the prompt and the earlier slices.
+a row is then the prompt and the earlier slices. Of a conversation with an environment each turn is a record of its own
+when it is answered, so that a conversation goes on behind its last answered turn, and one more when it is over.
 """
 
 from __future__ import annotations
@@ -38,7 +39,16 @@ from torch import Tensor
 
 from megarlhf.atomic_write import sync
 from megarlhf.collective_errors import raise_on_all_ranks
-from megarlhf.rollout.engine import FinishedResponses, Response, ResponsePart, Sampling, parts_of
+from megarlhf.rollout.responses import (
+    AnsweredTurn,
+    FinishedResponses,
+    Response,
+    ResponsePart,
+    Sampling,
+    end_of,
+    parts_of,
+)
+from megarlhf.rollouts import Dialogue
 
 log = logging.getLogger(__name__)
 
@@ -112,15 +122,19 @@ class RolloutBank:
         shares: list[Any] = [None] * dist.get_world_size()
         with raise_on_all_ranks(lambda reasons: RuntimeError(f"rollout bank {folder}: {'; '.join(reasons)}")):
             if dist.get_rank() == 0:
-                opening, records = _read(folder, expected)
-                shares = [(opening, len(records), records[rank :: len(shares)]) for rank in range(len(shares))]
+                opening, kept = _read(folder, expected)
+                responses, turns = sorted(kept.responses.items()), sorted(kept.turns.items())
+                shares = [
+                    (opening, len(responses), dict(responses[rank :: len(shares)]), dict(turns[rank :: len(shares)]))
+                    for rank in range(len(shares))
+                ]
         share: list[Any] = [None]
         dist.scatter_object_list(share, shares)
-        opening, num_taken_over, records = share[0]
+        opening, num_taken_over, held, unfinished = share[0]
         path = folder / f"{opening:04d}_rank_{dist.get_rank():05d}.jsonl"
-        return StepBank(
-            self, path, expected, {record["row"]: _response(record, step) for record in records}, num_taken_over
-        )
+        bank = StepBank(self, path, expected, held, num_taken_over)
+        bank.turns |= unfinished
+        return bank
 
     def forget_before(self, step: int) -> None:
         """Remove the responses of earlier steps, which a resume point covers. Only rank 0 does it."""
@@ -157,13 +171,35 @@ class StepBank(FinishedResponses):
 
     def add(self, row: int, response: Response) -> None:
         super().add(row, response)
-        record = {
-            **self._expected.rows[row],
-            "finished": response.finished,
-            "tokens": _encode(np.array(response.tokens, dtype="<i4")),
-            "logprobs": _encode(np.array(response.logprobs, dtype="<f4")),
-            "versions": response.versions,
-        }
+        if response.dialogue is not None and response.dialogue.ended_by == "failure":
+            return  # another process draws it anew
+        self._keep(
+            row,
+            {
+                "finished": response.finished,
+                "tokens": _encode(np.array(response.tokens, dtype="<i4")),
+                "logprobs": _encode(np.array(response.logprobs, dtype="<f4")),
+                "versions": response.versions,
+                **_of_conversation(response),
+            },
+        )
+
+    def add_turn(self, row: int, turn: AnsweredTurn, *, first: bool = False) -> None:
+        super().add_turn(row, turn, first=first)
+        self._keep(
+            row,
+            {
+                "turn": len(self.turns[row]) - 1,
+                **turn._asdict(),
+                "tokens": _encode(np.array(turn.tokens, dtype="<i4")),
+                "logprobs": _encode(np.array(turn.logprobs, dtype="<f4")),
+                "observed": _encode(np.array(turn.observed, dtype="<i4")),
+            },
+        )
+
+    def _keep(self, row: int, content: Record) -> None:
+        """Write a record about a row."""
+        record = {**self._expected.rows[row], **content}
         if not self._gave_up:
             try:
                 if self._file is None:
@@ -234,10 +270,33 @@ def _record(line: bytes) -> Record | None:
     return record if isinstance(record, dict) and digest == _digest(_text(record).encode()) else None
 
 
+def _of_conversation(response: Response) -> Record:
+    if response.dialogue is None:
+        return {}
+    return {
+        "stretches": response.stretches,
+        "observed": _encode(np.array(response.observed, dtype="<i4")),
+        "dialogue": response.dialogue.to_json(),
+    }
+
+
 def _response(record: Record, step: int) -> Response:
     tokens = _decode(record["tokens"], "<i4")
     versions = tuple((version, count) for version, count in record.get("versions", [[step, len(tokens)]]))
-    return Response(tokens, _decode(record["logprobs"], "<f4"), record["finished"], versions)
+    response = Response(tokens, _decode(record["logprobs"], "<f4"), record["finished"], versions)
+    if "dialogue" not in record:
+        return response
+    stretches, observed = tuple(record["stretches"]), _decode(record["observed"], "<i4")
+    return dataclasses.replace(
+        response, stretches=stretches, observed=observed, dialogue=Dialogue.from_json(record["dialogue"])
+    )
+
+
+def _answered_turn(record: Record) -> AnsweredTurn:
+    plain = {name: record[name] for name in ("version", "answer", "history", "before")}
+    observed = _decode(record["observed"], "<i4")
+    tokens, logprobs = _decode(record["tokens"], "<i4"), _decode(record["logprobs"], "<f4")
+    return AnsweredTurn(tokens=tokens, logprobs=logprobs, observed=observed, **plain)
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -257,27 +316,68 @@ def _write(file: int, content: bytes) -> None:
         content = content[os.write(file, content) :]
 
 
-def _read(folder: Path, expected: _Expected) -> tuple[int, list[Record]]:
-    """Number of this opening, and usable records by row. Others are logged, and unusable files are renamed."""
+@dataclasses.dataclass
+class _Kept:
+    """Usable records of an earlier process, by row."""
+
+    responses: dict[int, Response] = dataclasses.field(default_factory=dict)
+    turns: dict[int, list[AnsweredTurn]] = dataclasses.field(default_factory=dict)
+    dropped: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def add(self, record: Record, expected: _Expected) -> None:
+        """Add a record, or count why it is dropped."""
+        row = record.get("row")
+        if not isinstance(row, int) or not 0 <= row < len(expected.rows):
+            self.dropped["unknown rows"] += 1
+        elif any(record.get(key) != value for key, value in expected.rows[row].items()):
+            self.dropped["rows of another prompt, seed or slice"] += 1
+        elif "turn" in record:
+            self._add_turn(row, record)
+        elif fault := _fault(record, expected):
+            self.dropped[fault] += 1
+        elif row in self.responses:
+            self.dropped["doubled rows"] += 1
+        else:
+            self.responses[row] = _response(record, expected.header["step"])
+
+    def _add_turn(self, row: int, record: Record) -> None:
+        """Add a turn if it follows the ones that are there, or begins anew."""
+        try:
+            turn, number = _answered_turn(record), int(record["turn"])
+        except (ValueError, KeyError, TypeError):
+            self.dropped["turns that are no turn"] += 1
+            return
+        before = self.turns.get(row, [])
+        if number and (number != len(before) or turn.before != end_of(before)):
+            self.dropped["turns of which the ones before are missing"] += 1
+            return
+        self.turns[row] = [*before[:number], turn]
+
+
+def _read(folder: Path, expected: _Expected) -> tuple[int, _Kept]:
+    """Number of this opening, and usable records. Others are logged, and unusable files are renamed."""
     named = [(path, _NAME.fullmatch(path.name)) for path in sorted(folder.glob("*_rank_*"))]
     opening = 1 + max((int(name[1]) for _, name in named if name), default=0)
-    records: dict[int, Record] = {}
-    dropped: Counter[str] = Counter()
+    kept = _Kept()
     for path in (path for path, name in named if name and not name[2]):
-        fault = _read_file(path, expected, records, dropped)
+        fault = _read_file(path, expected, kept)
         if fault:
             log.warning("rollout bank: %s is not used and renamed to *%s: %s", path, UNUSABLE, fault)
             with contextlib.suppress(OSError):
                 path.rename(path.with_name(path.name + UNUSABLE))
-    if records or dropped:
-        log.info("rollout bank: %d responses of an earlier process are used again", len(records))
-    if dropped:
-        faults = ", ".join(f"{count} {fault}" for fault, count in dropped.items())
+    for row in kept.responses:
+        kept.turns.pop(row, None)
+    if kept.responses or kept.dropped:
+        log.info("rollout bank: %d responses of an earlier process are used again", len(kept.responses))
+    if kept.turns:
+        log.info("rollout bank: %d conversations go on behind their last answered turn", len(kept.turns))
+    if kept.dropped:
+        faults = ", ".join(f"{count} {fault}" for fault, count in kept.dropped.items())
         log.warning("rollout bank: dropped in %s: %s", folder, faults)
-    return opening, [records[row] for row in sorted(records)]
+    return opening, kept
 
 
-def _read_file(path: Path, expected: _Expected, records: dict[int, Record], dropped: Counter[str]) -> str:
+def _read_file(path: Path, expected: _Expected, kept: _Kept) -> str:
     """Add the usable records, the first of each row; returns the reason if the whole file cannot be used, else ""."""
     try:
         first, *lines = path.read_bytes().splitlines() or [b""]
@@ -293,31 +393,27 @@ def _read_file(path: Path, expected: _Expected, records: dict[int, Record], drop
         return "; ".join(f"{key} = {header.get(key)}, now {expected.header.get(key)}" for key in sorted(different))
     for line in lines:
         record = _record(line)
-        fault = "torn or corrupt lines" if record is None else _fault(record, expected)
-        if fault:
-            dropped[fault] += 1
-        elif record is not None:
-            if record["row"] in records:
-                dropped["doubled rows"] += 1
-            records.setdefault(record["row"], record)
+        if record is None:
+            kept.dropped["torn or corrupt lines"] += 1
+        else:
+            kept.add(record, expected)
     return ""
 
 
 def _fault(record: Record, expected: _Expected) -> str:
     """Reason why a response cannot be used; empty if it can."""
-    row = record.get("row")
-    if not isinstance(row, int) or not 0 <= row < len(expected.rows):
-        return "unknown rows"
-    if any(record.get(key) != value for key, value in expected.rows[row].items()):
-        return "rows of another prompt, seed or slice"
+    row = record["row"]
     try:
         response = _response(record, expected.header["step"])
     except (ValueError, KeyError, TypeError):
         return "rows that are no response"
-    part = expected.parts[row]
-    ended = part.ends(expected.sampling, response.tokens)
-    complete = ended or len(response.tokens) == part.max_tokens
+    part, dialogue = expected.parts[row], response.dialogue
     lengths = {len(response.tokens), len(response.logprobs), sum(count for _, count in response.versions)}
-    if not complete or ended != response.finished or len(lengths) > 1:
-        return "rows that are no finished response"
-    return ""
+    if dialogue is None:
+        ended = part.ends(expected.sampling, response.tokens)
+        complete = (ended or len(response.tokens) == part.max_tokens) and ended == response.finished
+    else:
+        lengths.add(sum(response.stretches[::2]))
+        complete = sum(response.stretches[1::2]) == len(response.observed)
+        complete &= dialogue.is_over or dialogue.added + len(response.written) >= part.until
+    return "rows that are no finished response" if not complete or len(lengths) > 1 else ""

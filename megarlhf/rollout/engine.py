@@ -5,147 +5,22 @@ Every call is collective: all ranks call it with the same arguments and get the 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarlhf.columns import redistribute
+from megarlhf.columns import Ragged, redistribute
 from megarlhf.errors import Interrupted
-from megarlhf.experience import Rollouts, VersionRuns
 from megarlhf.models.build import ModelShard
 from megarlhf.parallel.device_memory import Offloadable
+from megarlhf.rollout.requests import RequestSource
+from megarlhf.rollout.responses import FinishedResponses, Index, Response, ResponsePart, Sampling
+from megarlhf.rollouts import Rollouts, Stretches, VersionRuns
 from megarlhf.weights.checks.certificate import Certificate
-
-
-@dataclass(frozen=True)
-class StopStrings:
-    """Texts that end a response."""
-
-    texts: tuple[str, ...]
-    decode: Callable[[Sequence[int]], str] = field(compare=False, repr=False)
-    """Decodes a part of a response, as a continuation."""
-
-    def complete_in(self, tokens: Sequence[int], before: Sequence[int] | np.ndarray = ()) -> bool:
-        """Whether the response contains one of the texts. Called after each token, it decodes only the end.
-
-        before: tokens of the response before `tokens`
-        """
-        longest = max(len(text.encode()) for text in self.texts)
-        count = longest + 1
-        while True:  # a token may be no text, or a part of a character
-            missing = max(0, min(count - len(tokens), len(before)))
-            earlier = [int(token) for token in before[len(before) - missing :]]
-            tail = self.decode([*earlier, *tokens[-count:]])
-            if any(text in tail for text in self.texts):
-                return True
-            if count >= len(before) + len(tokens) or len(tail.encode()) > longest:
-                return False
-            count *= 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """Settings with which responses are drawn."""
-
-    max_tokens: int
-    """Maximum tokens of a response; a longer one is truncated."""
-    temperature: float = 1.0
-    greedy: bool = False
-    """Take the most likely token; log-probs are then at temperature 1."""
-    end_ids: tuple[int, ...]
-    """Tokens that end a response and are part of it: `model_directory.end_tokens`."""
-    stop: StopStrings | None = None
-    """Texts that end a response."""
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    """Filters of the logits, with `top_p` and `top_k`: `algo.sampling.filtered_logits`."""
-
-    def ends(self, tokens: Sequence[int], before: Sequence[int] | np.ndarray = ()) -> bool:
-        """Whether a response that did not end before its last token ends with it.
-
-        before: tokens of the response before `tokens`
-        """
-        if not tokens:
-            return False
-        return tokens[-1] in self.end_ids or (self.stop is not None and self.stop.complete_in(tokens, before))
-
-    def identity(self) -> dict[str, Any]:
-        """Settings that responses depend on, for JSON."""
-        stop = {} if self.stop is None else {"stop": list(self.stop.texts)}
-        plain = {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if field.name not in ("end_ids", "stop")
-            # Keys of later versions are left out at their default, so that earlier identities stay valid.
-            and (field.name not in ("top_p", "top_k", "min_p") or getattr(self, field.name) != field.default)
-        }
-        return {**plain, "end_ids": list(self.end_ids), **stop}
-
-
-@dataclass(frozen=True)
-class Response:
-    """Tokens that were drawn for one row: a response, or the part of it that was asked for."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    finished: bool
-    versions: VersionRow
-    """Weights that drew the tokens."""
-
-    @property
-    def index(self) -> IndexEntry:
-        """Facts that every rank knows of the response."""
-        return len(self.tokens), self.finished, self.versions
-
-
-@dataclass(frozen=True)
-class ResponsePart:
-    """Part of a response that one call draws, where a response is drawn in slices (`slices.py`)."""
-
-    so_far: Sequence[int] | np.ndarray
-    """Tokens of earlier parts. The row of `prompts` is the prompt and these."""
-    until: int
-    """Length of the response, earlier parts included, at which this part ends at the latest."""
-
-    @property
-    def max_tokens(self) -> int:
-        """Most tokens that are drawn now."""
-        return self.until - len(self.so_far)
-
-    def ends(self, sampling: Sampling, tokens: Sequence[int]) -> bool:
-        """Whether the response ends with the last of the `tokens` that are drawn now."""
-        return sampling.ends(tokens, self.so_far)
-
-
-def parts_of(parts: Sequence[ResponsePart] | None, num_rows: int, sampling: Sampling) -> Sequence[ResponsePart]:
-    """The part of each row; whole responses where none are given."""
-    return [ResponsePart((), sampling.max_tokens)] * num_rows if parts is None else parts
-
-
-VersionRow = tuple[tuple[int, int], ...]
-"""Runs (version of the weights, number of tokens that it drew) over the tokens of a response, in their order."""
-IndexEntry = tuple[int, bool, VersionRow]
-"""Number of tokens of a response, whether it is finished, and its versions."""
-Index = dict[int, IndexEntry]
-"""Entries by row."""
-
-
-class FinishedResponses:
-    """Finished responses of a rollout in progress, which are not drawn again. Each row is on one rank only."""
-
-    def __init__(self, held: Mapping[int, Response] | None = None) -> None:
-        self.held: dict[int, Response] = dict(held or {})
-        """This rank's responses, by row."""
-
-    def add(self, row: int, response: Response) -> None:
-        self.held[row] = response
 
 
 class EngineFailure(RuntimeError):
@@ -207,11 +82,13 @@ class RolloutEngine(Protocol):
         parts: Sequence[ResponsePart] | None = None,
         bank: FinishedResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
+        conversations: RequestSource | None = None,
     ) -> Rollouts:
         """Draw one response for each prompt; row n is drawn with seeds[n] on whatever engine.
 
         With `parts` only a part of each response is drawn. Parts of a response that the same weights draw one after
-        the other are the response that they draw at once.
+        the other are the response that they draw at once. With `conversations` a row is a conversation with an
+        environment, which is asked between two turns; its part then counts what the environment writes too.
 
         Rows that `bank` holds on any rank are not drawn again. Each other row is added to it, on one rank, when it is
         finished. `should_stop` is called on every rank between two tokens; if it returns True on one, at least the
@@ -229,16 +106,6 @@ class RolloutEngine(Protocol):
         would not be shown.
         """
         ...
-
-
-def sample_seed(run_seed: int, step: int, sample: int, refill: int = 0) -> int:
-    """Seed of a sample: a function of run seed, step and global sample index, never of a rank.
-
-    refill: number of the round of dynamic sampling; 0 is the step's first
-    """
-    text = f"{run_seed}/{step}/{sample}" + (f"/{refill}" if refill else "")
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 2
 
 
 def missing_rows(bank: FinishedResponses, num_samples: int) -> list[int]:
@@ -289,13 +156,22 @@ def gather_indexed(
         missing = sorted(set(range(num_samples)) - set(index_by_row))[:5]
         raise RuntimeError(f"{len(index_by_row)} responses came back for {num_samples} prompts; missing rows {missing}")
     entries = [index_by_row[n] for n in range(num_samples)]
-    lengths_N = torch.tensor([length for length, _, _ in entries], dtype=torch.int64)
     owners = [sorted(rank_index) for rank_index in index]
+    lengths_N = torch.tensor([entry.length for entry in entries], dtype=torch.int64)
     tokens = {n: torch.tensor(r.tokens, dtype=torch.int64) for n, r in mine.items()}
     logprobs = {n: torch.tensor(r.logprobs, dtype=torch.float32) for n, r in mine.items()}
-    return Rollouts(
-        responses=redistribute(tokens, lengths_N, torch.empty(0, dtype=torch.int64, device=device), owners),
+    no_ids = torch.empty(0, dtype=torch.int64, device=device)
+    rollouts = Rollouts(
+        responses=redistribute(tokens, lengths_N, no_ids, owners),
         logprobs=redistribute(logprobs, lengths_N, torch.empty(0, dtype=torch.float32, device=device), owners),
-        finished_N=torch.tensor([finished for _, finished, _ in entries]),
-        versions=VersionRuns.from_rows([versions for _, _, versions in entries]),
+        finished_N=torch.tensor([entry.finished for entry in entries]),
+        versions=VersionRuns.from_rows([entry.versions for entry in entries]),
     )
+    dialogues = tuple(entry.dialogue for entry in entries if entry.dialogue is not None)
+    if not dialogues:
+        return rollouts
+    stretches = Ragged.from_rows([torch.tensor(entry.stretches) for entry in entries], torch.int64)
+    observed_N = torch.tensor([sum(entry.stretches[1::2]) for entry in entries], dtype=torch.int64)
+    observed = {n: torch.tensor(r.observed, dtype=torch.int64) for n, r in mine.items()}
+    moved = redistribute(observed, observed_N, no_ids, owners)
+    return replace(rollouts, stretches=Stretches(stretches, moved), dialogues=dialogues)

@@ -14,8 +14,9 @@ from megarlhf.layout import engine_order
 from megarlhf.model_directory import end_tokens
 from megarlhf.models.role import Role
 from megarlhf.models.settings import DTYPES
-from megarlhf.rollout.engine import RolloutEngine, Sampling, StopStrings
+from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.rollout.engines import engine_of
+from megarlhf.rollout.responses import Sampling, StopStrings
 from megarlhf.rollout.restarting import RestartingEngine
 from megarlhf.runtime import Runtime
 

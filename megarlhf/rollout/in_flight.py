@@ -6,15 +6,15 @@ Every rank has them, on the CPU. A resume point holds them: older weights drew t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megarlhf.experience import Rollouts, VersionRuns
-from megarlhf.rollout.engine import ResponsePart
+from megarlhf.rollout.responses import Response, ResponsePart, responses_of
 from megarlhf.rollout.slices import SliceRule
+from megarlhf.rollouts import Rollouts, VersionRuns
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,10 @@ class PartialSamples:
 
     def unfinished(self, until: int) -> list[int]:
         """Samples that go on, up to `until` tokens."""
-        goes_on_N = ~self.rollouts.finished_N & (self.rollouts.responses.lengths_N < until)
+        over_N = self.rollouts.finished_N
+        if self.rollouts.dialogues:
+            over_N = torch.tensor([talk.is_over for talk in self.rollouts.dialogues])
+        goes_on_N = ~over_N & (self.rollouts.positions_N < until)
         return goes_on_N.nonzero().flatten().tolist()
 
     @property
@@ -47,6 +50,10 @@ class Requests:
     parts: list[ResponsePart]
     origins: list[tuple[int, int]]
     """Step and number of each row's sample."""
+    numbers: list[int] = field(default_factory=list)
+    """Number of each row's prompt in the training data."""
+    begun: list[Response] = field(default_factory=list)
+    """Conversations with an environment, as far as they are drawn; empty where there is no environment."""
 
     @classmethod
     def whole(cls, prompts: Sequence[Tensor], seeds: Sequence[int], max_tokens: int) -> Requests:
@@ -57,8 +64,9 @@ class Requests:
 class InFlight:
     """The samples of coming steps, by step."""
 
-    def __init__(self, rule: SliceRule) -> None:
-        self.rule = rule
+    def __init__(self, rule: SliceRule, *, conversations: bool = False) -> None:
+        """conversations: samples are conversations with an environment"""
+        self.rule, self._conversations = rule, conversations
         self._by_step: dict[int, PartialSamples] = {}
 
     def __contains__(self, step: int) -> bool:
@@ -84,7 +92,7 @@ class InFlight:
         Returns: whether an earlier version should have begun them, which is gone: the run was prolonged
         """
         late = version > max(0, self.rule.version(step, 0))
-        nothing = Rollouts.empty(len(prompts) * per_prompt)
+        nothing = Rollouts.empty(len(prompts) * per_prompt, conversations=self._conversations)
         self._by_step[step] = PartialSamples(tuple(prompts), version if late else 0, nothing)
         return late
 
@@ -98,16 +106,23 @@ class InFlight:
         """
         requests = Requests([], [], [], [])
         for step, samples in sorted(self._by_step.items()):
-            until, responses = self.rule.until(step, version), samples.rollouts.responses.rows()
-            per_prompt = len(responses) // len(samples.prompts)
+            until, unfinished = self.rule.until(step, version), samples.unfinished(self.rule.until(step, version))
+            rollouts = Rollouts.joined([(samples.rollouts, unfinished)]) if unfinished else None
+            if rollouts is None:
+                continue
+            per_prompt = len(samples.rollouts.finished_N) // len(samples.prompts)
             prompts: dict[int, Tensor] = {}
-            for n in samples.unfinished(until):
+            for n, written, opening in zip(unfinished, rollouts.written.rows(), rollouts.openings, strict=True):
                 number = samples.prompts[n // per_prompt]
                 prompt = prompts[number] = prompts[number] if number in prompts else prompt_of(number)
-                requests.prompts.append(torch.cat([prompt, responses[n]]) if len(responses[n]) else prompt)
+                row = torch.cat([prompt if opening is None else opening, written]) if len(written) else prompt
+                requests.prompts.append(row)
                 requests.seeds.append(seed_of(step, n))
-                requests.parts.append(ResponsePart(responses[n].numpy(), until))
+                requests.parts.append(ResponsePart(row[len(prompt) :].numpy(), until))
                 requests.origins.append((step, n))
+                requests.numbers.append(number)
+            if rollouts.dialogues:
+                requests.begun.extend(responses_of(rollouts))
         return requests
 
     def extend(self, requests: Requests, drawn: Rollouts) -> None:
@@ -121,8 +136,9 @@ class InFlight:
             rows = [row for row, (origin, _) in enumerate(requests.origins) if origin == step]
             if rows:
                 more = Rollouts.joined([(drawn, rows)])
-                numbers = [requests.origins[row][1] for row in rows]
-                self._by_step[step] = replace(samples, rollouts=samples.rollouts.extended(numbers, more))
+                numbers, so_far = [requests.origins[row][1] for row in rows], samples.rollouts
+                whole = so_far.replaced(numbers, more) if more.dialogues else so_far.extended(numbers, more)
+                self._by_step[step] = replace(samples, rollouts=whole)
 
     def take(self, step: int) -> PartialSamples:
         """The samples of a step, which are whole now.
@@ -131,10 +147,20 @@ class InFlight:
         """
         samples = self._by_step.pop(step)
         assert not samples.unfinished(self.rule.max_tokens), f"samples of step {step} are not whole"
-        lengths = samples.rollouts.responses.lengths_N.tolist()
-        expected = [self.rule.runs(step, length, samples.first_version) for length in lengths]
-        samples.rollouts.versions.require_runs(VersionRuns.from_rows(expected))
+        samples.rollouts.versions.require_runs(VersionRuns.from_rows(self._expected_runs(step, samples)))
         return samples
+
+    def _expected_runs(self, step: int, samples: PartialSamples) -> list[list[tuple[int, int]]]:
+        """Versions that draw each token of a step's samples by the rule."""
+        rollouts, begun = samples.rollouts, samples.first_version
+        lengths = rollouts.responses.lengths_N.tolist()
+        if rollouts.stretches is None:
+            return [self.rule.runs(step, length, begun) for length in lengths]
+        positions = rollouts.stretches.positions_T.split(lengths)
+        return [
+            self.rule.runs_at(step, row + talk.added, max(begun, talk.begun))
+            for row, talk in zip(positions, rollouts.dialogues, strict=True)
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """Samples as tensors, numbers and mappings; empty where nothing is in flight."""

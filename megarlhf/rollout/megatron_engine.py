@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.algo.sampling import filtered_logits
-from megarlhf.experience import Rollouts
 from megarlhf.kernels import token_logprobs
 from megarlhf.models.build import ModelShard
 from megarlhf.parallel.batching import FILLER, padded_length, split_padded
@@ -22,16 +21,10 @@ from megarlhf.parallel.device_memory import Offloadable, RoleParts
 from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.parallel.step import forward_only
 from megarlhf.parallel.vocab import logits_at
-from megarlhf.rollout.engine import (
-    FinishedResponses,
-    Response,
-    ResponsePart,
-    Sampling,
-    any_rank,
-    gather_rollouts,
-    missing_rows,
-    parts_of,
-)
+from megarlhf.rollout.engine import any_rank, gather_rollouts, missing_rows
+from megarlhf.rollout.requests import EngineRequest, News, RequestSource
+from megarlhf.rollout.responses import FinishedResponses, Response, ResponsePart, Sampling, parts_of, responses_of
+from megarlhf.rollouts import Rollouts
 
 
 class MegatronEngine:
@@ -74,14 +67,24 @@ class MegatronEngine:
         parts: Sequence[ResponsePart] | None = None,
         bank: FinishedResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
+        conversations: RequestSource | None = None,
     ) -> Rollouts:
-        """Rows are split over data-parallel ranks; all ranks stop at the same token."""
+        """Rows are split over data-parallel ranks; all ranks stop at the same token. Conversations are drawn turn by
+        turn, all together."""
         self._parts.to_compute()
         bank = FinishedResponses() if bank is None else bank
         rows = missing_rows(bank, len(prompts))
         began = time.monotonic()
         given = parts_of(parts, len(prompts), sampling)
-        stopped = self._draw(rows, prompts, seeds, sampling, given, bank, should_stop) if rows else False
+        lengths = [len(prompt) - len(part.so_far) for prompt, part in zip(prompts, given, strict=True)]
+        # As wide as for all prompts, whichever are missing: equal shapes give equal bits.
+        width = sampling.max_tokens + max(lengths, default=0)
+        if conversations is not None:
+            conversations.restart(bank, self._version)
+            stopped = self._converse(rows, conversations, sampling, bank, should_stop, width)
+        else:
+            requests = [EngineRequest(*row) for row in zip(prompts, seeds, given, strict=True)]
+            stopped = self._draw(rows, requests, sampling, bank, should_stop, width) if rows else False
         self.local_seconds = time.monotonic() - began
         device = self._actor.mesh.runtime.device
         return gather_rollouts(bank.held, len(prompts), device, stopped=stopped)
@@ -89,28 +92,24 @@ class MegatronEngine:
     def _draw(
         self,
         missing: Sequence[int],
-        prompts: Sequence[Tensor],
-        seeds: Sequence[int],
+        requests: Sequence[EngineRequest],
         sampling: Sampling,
-        parts: Sequence[ResponsePart],
         bank: FinishedResponses,
         should_stop: Callable[[], bool] | None,
+        width: int,
     ) -> bool:
-        """Draw the missing rows; returns whether it was stopped."""
+        """Draw the missing rows; returns whether it was stopped. `width`: most tokens of a row"""
         mesh = self._actor.mesh
         rows = [
             n
             for batch in split_padded(missing, mesh.layout.dp, self._micro_batch_samples)[mesh.coordinates.dp]
             for n in batch
         ]
-        # As wide as for all prompts, whichever are missing: equal shapes give equal bits.
-        longest = sampling.max_tokens + max(
-            len(prompt) - len(part.so_far) for prompt, part in zip(prompts, parts, strict=True)
-        )
-        filled = [prompts[0] if row == FILLER else prompts[row] for row in rows]
-        own = [parts[0] if row == FILLER else parts[row] for row in rows]
-        state = _Decoding(rows, filled, own, padded_length(longest, mesh), mesh.runtime.device)
-        for _ in range(max(parts[row].max_tokens for row in missing)):
+        filled = [requests[0] if row == FILLER else requests[row] for row in rows]
+        prompts, own = [request.prompt for request in filled], [request.part for request in filled]
+        state = _Decoding(rows, prompts, own, padded_length(width, mesh), mesh.runtime.device)
+        seeds = [request.seed for request in requests]
+        for _ in range(max(requests[row].part.max_tokens for row in missing)):
             state.extend(self._next_tokens(state, seeds, sampling), sampling)
             if mesh.owns_outputs:
                 for row, response in state.ended(self._version).items():
@@ -118,6 +117,46 @@ class MegatronEngine:
                         bank.add(row, response)
             if should_stop is not None and any_rank(should_stop()):
                 return True
+        return False
+
+    def _converse(
+        self,
+        rows: Sequence[int],
+        source: RequestSource,
+        sampling: Sampling,
+        bank: FinishedResponses,
+        should_stop: Callable[[], bool] | None,
+        width: int,
+    ) -> bool:
+        """Draw conversations; returns whether it was stopped."""
+        world, rank = dist.get_world_size(), dist.get_rank()
+        asked = {row: source.begin(row, mine=place % world == rank) for place, row in enumerate(rows)}
+        requests = {row: request for row, request in asked.items() if request is not None}
+        while requests or source.num_waiting:
+            if any_rank(bool(source.failure) or (should_stop is not None and should_stop())):
+                return True
+            if source.num_waiting:
+                by_rank: list[list[News]] = [[] for _ in range(world)]
+                dist.all_gather_object(by_rank, source.news())
+                news = sorted((item for of_rank in by_rank for item in of_rank), key=lambda item: item.row)
+                for item in news:
+                    outcome = source.take(item)
+                    if isinstance(outcome, EngineRequest):
+                        requests[item.row] = outcome
+                    elif outcome is not None:
+                        bank.add(item.row, outcome)
+                if not news:
+                    source.wait()
+                continue
+            turns = FinishedResponses()
+            drawn_rows, own = sorted(requests), [requests[row] for row in sorted(requests)]
+            if self._draw(range(len(own)), own, sampling, turns, should_stop, width):
+                return True
+            drawn = gather_rollouts(turns.held, len(own), self._actor.mesh.runtime.device)
+            requests = {}
+            for row, response in zip(drawn_rows, responses_of(drawn), strict=True):
+                if (finished := source.drawn(row, response)) is not None:
+                    bank.add(row, finished)
         return False
 
     def _next_tokens(self, state: _Decoding, seeds: Sequence[int], sampling: Sampling) -> Tensor:

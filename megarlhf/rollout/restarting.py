@@ -10,19 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.collective_errors import raise_on_all_ranks
-from megarlhf.experience import Rollouts
 from megarlhf.models.build import ModelShard
 from megarlhf.parallel.device_memory import Offloadable
-from megarlhf.rollout.engine import (
-    EngineFailure,
-    FinishedResponses,
-    ResponsePart,
-    RolloutEngine,
-    RolloutInterrupted,
-    Sampling,
-    any_rank,
-    missing_rows,
-)
+from megarlhf.rollout.engine import EngineFailure, RolloutEngine, RolloutInterrupted, any_rank, missing_rows
+from megarlhf.rollout.requests import RequestSource
+from megarlhf.rollout.responses import FinishedResponses, ResponsePart, Sampling
+from megarlhf.rollouts import Rollouts
 from megarlhf.weights.checks.certificate import Certificate, CertificateError
 
 log = logging.getLogger(__name__)
@@ -94,6 +87,7 @@ class RestartingEngine:
         parts: Sequence[ResponsePart] | None = None,
         bank: FinishedResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
+        conversations: RequestSource | None = None,
     ) -> Rollouts:
         """Draw responses: see `RolloutEngine.generate`. Responses that are finished before a failure are kept, in
         `bank` or in memory.
@@ -103,7 +97,15 @@ class RestartingEngine:
         bank = FinishedResponses() if bank is None else bank
         for rebuilds in range(self._max_rebuilds + 1):
             try:
-                return self.engine.generate(prompts, seeds, sampling, parts=parts, bank=bank, should_stop=should_stop)
+                return self.engine.generate(
+                    prompts,
+                    seeds,
+                    sampling,
+                    parts=parts,
+                    bank=bank,
+                    should_stop=should_stop,
+                    conversations=conversations,
+                )
             except EngineFailure as failure:
                 # Kept as text: the traceback refers to the engine, whose memory the next one needs.
                 reason = str(failure)

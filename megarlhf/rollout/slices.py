@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from megarlhf.config import RolloutConfig
 
 
@@ -67,6 +69,12 @@ class SliceRule:
                 count += runs.pop()[1]
             runs.append((version, count))
         return runs
+
+    def runs_at(self, step: int, positions: Tensor, begun: int = 0) -> list[tuple[int, int]]:
+        """Runs of a sample whose sampled tokens stand at these positions after its prompt, such as a conversation's."""
+        versions = (step - self.lag + positions // self.slice_tokens).clamp(min=begun)
+        values, counts = versions.unique_consecutive(return_counts=True)
+        return list(zip(values.tolist(), counts.tolist(), strict=True))
 
 
 def describe_rounds(rule: SliceRule, num_samples: int, num_engines: int, cache_tokens: int | None, longest: int) -> str:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megarlhf.columns import Ragged
 from megarlhf.config import RLConfig, RMConfig, SFTConfig
-from megarlhf.experience import Rollouts, VersionRuns
 from megarlhf.models.build import placements_on
 from megarlhf.models.role import Role, build_role
 from megarlhf.observe.records.metrics import read_metrics
@@ -22,6 +21,7 @@ from megarlhf.parallel import step
 from megarlhf.parallel.chunks import chunks_of
 from megarlhf.parallel.loss import Accumulated, Loss
 from megarlhf.rollout.megatron_engine import MegatronEngine
+from megarlhf.rollouts import Rollouts, VersionRuns
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.rl import build as rl_components
 from megarlhf.trainers.rl import loop as rl

@@ -22,8 +22,8 @@ from megarlhf.parallel.batching import padded_length
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.parallel.vocab import logits_at
-from megarlhf.rollout.engine import Sampling
 from megarlhf.rollout.megatron_engine import MegatronEngine
+from megarlhf.rollout.responses import Sampling
 from megarlhf.runtime import Runtime
 from tests.distributed.fused_jobs import apex_gradients, fused_gradients  # noqa: F401
 from tests.distributed.gathered import record_gradients, weights_of

@@ -11,8 +11,8 @@ from megarlhf.models.build import ModelShard, placements_on
 from megarlhf.models.role import Role, build_role
 from megarlhf.models.weights import load_weights
 from megarlhf.parallel.mesh import GroupCache
-from megarlhf.rollout.engine import Sampling
 from megarlhf.rollout.megatron_engine import MegatronEngine
+from megarlhf.rollout.responses import Sampling
 from megarlhf.runtime import Runtime
 from megarlhf.weights.transport.storages import view
 from tests.distributed.gathered import record_gradients, weights_of

@@ -15,16 +15,18 @@ import torch
 import torch.distributed as dist
 
 from megarlhf.config import RoleConfig, RolloutConfig
-from megarlhf.experience import Rollouts
 from megarlhf.models.role import build_role
 from megarlhf.models.settings import DTYPES
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.rollout import megatron_engine
 from megarlhf.rollout.balance import EngineAssignment
 from megarlhf.rollout.bank import RolloutBank, StepBank
-from megarlhf.rollout.engine import FinishedResponses, RolloutInterrupted, Sampling, sample_seed
+from megarlhf.rollout.engine import RolloutInterrupted
+from megarlhf.rollout.requests import EngineRequest
+from megarlhf.rollout.responses import FinishedResponses, Sampling, sample_seed
 from megarlhf.rollout.restarting import RestartingEngine
 from megarlhf.rollout.vllm import engine as vllm_engine
+from megarlhf.rollouts import Rollouts
 from megarlhf.runtime import Runtime
 from tests.tables import make_response
 
@@ -223,12 +225,14 @@ def _counted_rows() -> Iterator[list[int]]:
     """The number of rows that this rank's engine has begun in each attempt."""
     real, drawn = vllm_engine.run_requests, list[int]()
 
-    def counting(engine: Any, enqueue: Callable[[Sequence[int]], list[str]], *rest: Any, **named: Any) -> bool:
+    def counting(
+        engine: Any, enqueue: Callable[[Sequence[EngineRequest]], list[str]], *rest: Any, **named: Any
+    ) -> bool:
         drawn.append(0)
 
-        def counted(rows: Sequence[int]) -> list[str]:
-            drawn[-1] += len(rows)
-            return enqueue(rows)
+        def counted(requests: Sequence[EngineRequest]) -> list[str]:
+            drawn[-1] += len(requests)
+            return enqueue(requests)
 
         return real(engine, counted, *rest, **named)
 

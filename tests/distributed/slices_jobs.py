@@ -11,6 +11,7 @@ from unittest import mock
 from megarlhf.parallel.step import Trainer
 from megarlhf.rollout.prompt_queue import PromptQueue
 from megarlhf.rollout.rewards import score as rewards
+from megarlhf.rollout.vllm import engine as vllm_engine
 from megarlhf.rollout.vllm import generate_loop
 from megarlhf.rollout.vllm.engine import VllmEngine
 from megarlhf.runtime import Runtime
@@ -18,10 +19,13 @@ from megarlhf.trainers.rl import loop, scoring
 from tests.distributed.jobs import command, command_status
 
 
-def command_with_columns(runtime: Runtime, delayed: int | None, *argv: str) -> tuple[str, list[dict[str, Any]]]:
+def command_with_columns(
+    runtime: Runtime, delayed: int | None, backwards: bool, *argv: str
+) -> tuple[str, list[dict[str, Any]]]:
     """A run of rl: what this rank wrote, and of each step the samples and the columns that were trained on.
 
     delayed: seed of waits at random moments, in engine, rewards and trainer; None: no waits
+    backwards: each engine gets its rows in the opposite order
     """
     steps: list[dict[str, Any]] = []
     real = loop.train_on
@@ -37,12 +41,27 @@ def command_with_columns(runtime: Runtime, delayed: int | None, *argv: str) -> t
             "responses": [row.tolist() for row in rollouts.responses.rows()],
             "engine's log-probs": rollouts.logprobs.values_T.tolist(),
             "finished": rollouts.finished_N.tolist(),
+            "sequences": [row.tolist() for row in experience.sequences.rows()],
+            "dialogues": [dialogue.to_json() for dialogue in rollouts.dialogues],
         }
         steps.append({"columns": columns, "versions": [row.tolist() for row in rollouts.versions.per_token().rows()]})
         return metrics
 
-    with mock.patch.object(loop, "train_on", noted), waits(delayed, runtime.rank):
+    with mock.patch.object(loop, "train_on", noted), waits(delayed, runtime.rank), rows_in_order(backwards):
         return command(runtime, *argv), steps
+
+
+@contextlib.contextmanager
+def rows_in_order(backwards: bool) -> Iterator[None]:
+    """The order in which each engine gets its rows."""
+    real = vllm_engine.assign
+
+    def reversed_rows(*arguments: Any) -> Any:
+        assignment = real(*arguments)
+        return replace(assignment, first=[list(rows)[::-1] for rows in assignment.first])
+
+    with mock.patch.object(vllm_engine, "assign", reversed_rows if backwards else real):
+        yield
 
 
 @contextlib.contextmanager
@@ -116,7 +135,7 @@ def command_with_fault(runtime: Runtime, fault: str, *argv: str) -> tuple[int, s
 def at_other_temperature() -> Callable[..., Any]:
     from megarlhf.rollout.vllm.build import enqueue
 
-    def other(llm: Any, prompts: Any, seeds: Any, sampling: Any, *rest: Any, **options: Any) -> Any:
-        return enqueue(llm, prompts, seeds, replace(sampling, temperature=1.3 * sampling.temperature), *rest, **options)
+    def other(llm: Any, sampling: Any, requests: Any, **options: Any) -> Any:
+        return enqueue(llm, replace(sampling, temperature=1.3 * sampling.temperature), requests, **options)
 
     return other

@@ -15,9 +15,10 @@ from megarlhf.columns import Ragged
 from megarlhf.config import AlgoConfig
 from megarlhf.config.observe import ObserveConfig
 from megarlhf.data.sample_types import PromptSample
-from megarlhf.experience import Experience, Rollouts, VersionRuns
+from megarlhf.experience import Experience
 from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.own_code.policy_terms import surrogate_of, try_terms
+from megarlhf.rollouts import Rollouts, VersionRuns
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.rl.advantages import add_advantages
 from megarlhf.trainers.rl.own_sampler import OwnSampler

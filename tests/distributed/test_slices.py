@@ -40,12 +40,18 @@ def tree(models: dict[str, Path], data: dict[str, Path], *, tp: int = 1, **rollo
 
 
 def run(
-    pool: Any, world: int, cfg: dict[str, Any], path: Path, *overrides: str, delayed: int | None = None
+    pool: Any,
+    world: int,
+    cfg: dict[str, Any],
+    path: Path,
+    *overrides: str,
+    delayed: int | None = None,
+    backwards: bool = False,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Columns of each step, and metrics but those of age."""
     path.mkdir()
     argv = argv_of("rl", {**cfg, "run": {"dir": str(path / "run")}}, path / "cfg.yaml")
-    _, steps = pool.run(world, command_with_columns, delayed, *argv, *overrides)[0]
+    _, steps = pool.run(world, command_with_columns, delayed, backwards, *argv, *overrides)[0]
     metrics = [{k: v for k, v in row.items() if not any(part in k for part in OF_AGE)} for row in rows(path / "run")]
     return steps, metrics
 

@@ -18,7 +18,7 @@ from megarlhf.models.settings import DTYPES
 from megarlhf.models.weights import load_weights
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.placement import Box, Placement, RankPlacements
-from megarlhf.rollout.engine import Sampling
+from megarlhf.rollout.responses import Sampling
 from megarlhf.rollout.vllm import patches as vllm_patches
 from megarlhf.runtime import Runtime
 from megarlhf.weights.plan.copy_plan import CopyPlan

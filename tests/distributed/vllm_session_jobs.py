@@ -10,8 +10,8 @@ from megarlhf.config import RoleConfig, RolloutConfig
 from megarlhf.models.role import Role, build_role
 from megarlhf.models.weights import load_weights
 from megarlhf.parallel.mesh import GroupCache
-from megarlhf.rollout.engine import Sampling
 from megarlhf.rollout.megatron_engine import MegatronEngine
+from megarlhf.rollout.responses import Sampling
 from megarlhf.runtime import Runtime
 
 

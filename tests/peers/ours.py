@@ -21,7 +21,8 @@ from megarlhf.algo.rollout_correction import rollout_correction
 from megarlhf.algo.segments import Segments
 from megarlhf.columns import Ragged
 from megarlhf.config import AlgoConfig
-from megarlhf.experience import Experience, Rollouts, VersionRuns
+from megarlhf.experience import Experience
+from megarlhf.rollouts import Rollouts, VersionRuns
 from megarlhf.trainers.rl.advantages import add_advantages
 from tests.peers import pairs
 from tests.peers.inputs import Inputs

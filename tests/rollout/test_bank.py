@@ -17,7 +17,7 @@ import torch
 
 from megarlhf.rollout import bank as bank_module
 from megarlhf.rollout.bank import RolloutBank
-from megarlhf.rollout.engine import Response, Sampling
+from megarlhf.rollout.responses import Response, Sampling
 from tests.tables import make_response
 
 SAMPLING = Sampling(max_tokens=3, temperature=0.7, end_ids=(2, 9))

@@ -179,7 +179,7 @@ def test_what_is_no_classifier_is_refused(tmp_path):
         ({"kind": "classifier"}, "got path = None; kind 'classifier' needs a path"),
         ({"kind": "rule", "rule": "exact_match", "path": "x"}, "kind 'rule' got path"),
         ({"kind": "rule", "rule": "exact_match", "append_eos": True}, "does not read append_eos; leave that out"),
-        ({"kind": "clasifier", "path": "x"}, "Input should be 'model', 'rule', 'http' or 'classifier'"),
+        ({"kind": "clasifier", "path": "x"}, "Input should be 'model', 'rule', 'http', 'classifier' or 'environment'"),
     ],
 )
 def test_keys_of_other_kinds_are_refused(keys, message):

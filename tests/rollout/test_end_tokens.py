@@ -15,10 +15,10 @@ from megarlhf.config import RoleConfig, RolloutConfig
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.model_directory import end_tokens
 from megarlhf.rollout.balance import SeenLengths
-from megarlhf.rollout.engine import ResponsePart, Sampling
 from megarlhf.rollout.factory import sampling_of
 from megarlhf.rollout.megatron_engine import _Decoding
 from megarlhf.rollout.prompt_queue import SharedCounter
+from megarlhf.rollout.responses import ResponsePart, Sampling
 from megarlhf.rollout.vllm import engine as vllm_engine
 from megarlhf.runtime import Runtime
 from tests.rollout.test_generate_loop import flat
@@ -82,7 +82,10 @@ def test_vllm_is_asked_to_end_at_exactly_these(sampling, monkeypatch, one_rank):
 
     def gathered(mine):
         return SimpleNamespace(
-            mine=mine, responses=SimpleNamespace(lengths_N=torch.tensor([1])), finished_N=torch.tensor([True])
+            mine=mine,
+            responses=SimpleNamespace(lengths_N=torch.tensor([1])),
+            finished_N=torch.tensor([True]),
+            dialogues=(),
         )
 
     class Engine:

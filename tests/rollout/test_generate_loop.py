@@ -8,12 +8,14 @@ from types import SimpleNamespace
 import pytest
 
 from megarlhf.rollout.balance import EngineAssignment
-from megarlhf.rollout.engine import EngineFailure, FinishedResponses, Sampling
+from megarlhf.rollout.engine import EngineFailure
 from megarlhf.rollout.prompt_queue import NOTHING, PromptQueue
+from megarlhf.rollout.responses import FinishedResponses, Sampling
 from megarlhf.rollout.vllm.generate_loop import response_of, run_in_lockstep, run_requests
-from tests.tables import make_response
+from tests.tables import make_response, numbered_rows
 
 SAMPLING = Sampling(max_tokens=3, end_ids=(2, 9))
+ROWS = numbered_rows(SAMPLING)
 
 
 def feed_of(*rows):
@@ -66,14 +68,14 @@ def test_each_row_gets_its_own_response_as_it_finishes():
     engine, seen = Engine(), []
     bank = FinishedResponses()
     bank.add = lambda row, response: seen.append((engine.steps, row, response))
-    assert run_requests(engine, engine.enqueue, feed_of(4, 7, 6), SAMPLING, 3, bank, None, None) is False
+    assert run_requests(engine, engine.enqueue, feed_of(4, 7, 6), ROWS, SAMPLING, 3, bank, None, None) is False
     expected = make_response([2], [-0.5], True, 3)
     assert seen == [(1, 6, expected), (2, 7, expected), (3, 4, expected)]
 
 
 def test_a_rank_answers_for_its_own_rows_only():
     engine, bank = Engine(), FinishedResponses()
-    run_requests(engine, engine.enqueue, feed_of(4, 7, 6), SAMPLING, 3, bank, None, None, 1, 3)
+    run_requests(engine, engine.enqueue, feed_of(4, 7, 6), ROWS, SAMPLING, 3, bank, None, None, 1, 3)
     assert bank.held == {7: make_response([2], [-0.5], True, 3)}
     assert engine.steps == 3, "all are drawn"
 
@@ -89,16 +91,16 @@ def test_logprobs_of_other_tokens_are_refused():
 def test_a_stop_keeps_what_is_finished_and_aborts_the_rest(after):
     engine, bank = Engine(), FinishedResponses()
     stopped = run_requests(
-        engine, engine.enqueue, feed_of(0, 1, 2), SAMPLING, 3, bank, lambda: engine.steps == after, None
+        engine, engine.enqueue, feed_of(0, 1, 2), ROWS, SAMPLING, 3, bank, lambda: engine.steps == after, None
     )
     assert (stopped, sorted(bank.held), engine.steps) == (True, [2, 1, 0][:after][::-1], after)
-    assert engine.aborted == ["10-a1", "11-b2", "12-c3"]
+    assert engine.aborted == ["10-a1", "11-b2", "12-c3"][: 3 - after]
 
 
 def test_a_stop_after_the_last_response_is_none():
     engine, bank = Engine(), FinishedResponses()
     assert (
-        run_requests(engine, engine.enqueue, feed_of(0, 1, 2), SAMPLING, 3, bank, lambda: engine.steps == 3, None)
+        run_requests(engine, engine.enqueue, feed_of(0, 1, 2), ROWS, SAMPLING, 3, bank, lambda: engine.steps == 3, None)
         is False
     )
     assert sorted(bank.held) == [0, 1, 2]
@@ -107,7 +109,7 @@ def test_a_stop_after_the_last_response_is_none():
 
 def test_a_failure_is_raised_and_logged_with_its_traceback(one_rank, caplog):
     def steps():
-        yield 3, NOTHING
+        yield 3, NOTHING, []
         raise MemoryError("planted")
 
     with pytest.raises(MemoryError, match="planted"):

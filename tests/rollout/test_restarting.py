@@ -12,16 +12,11 @@ import pytest
 import torch
 
 from megarlhf.config import RolloutConfig
-from megarlhf.rollout.engine import (
-    EngineFailure,
-    FinishedResponses,
-    RolloutInterrupted,
-    Sampling,
-    missing_rows,
-)
+from megarlhf.rollout.engine import EngineFailure, RolloutInterrupted, missing_rows
 from megarlhf.rollout.engine_spec import EngineSpec
 from megarlhf.rollout.engines import ENGINES
 from megarlhf.rollout.factory import make_engine
+from megarlhf.rollout.responses import FinishedResponses, Sampling
 from megarlhf.rollout.restarting import RestartingEngine
 from megarlhf.weights.checks.certificate import Certificate, CertificateError
 from tests.refuses import refuses
@@ -52,7 +47,7 @@ class Engine:
         self.verified = True
         return Certificate(self.weight_version, self.digest, 0.0)
 
-    def generate(self, prompts, seeds, sampling, *, parts, bank, should_stop):
+    def generate(self, prompts, seeds, sampling, *, parts, bank, should_stop, conversations):
         assert self.verified
         for row in missing_rows(bank, len(prompts)):
             if should_stop is not None and should_stop():

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from megarlhf.config import RoleConfig, RolloutConfig
-from megarlhf.rollout.engine import FinishedResponses, Sampling, StopStrings
 from megarlhf.rollout.factory import sampling_of
+from megarlhf.rollout.responses import FinishedResponses, Sampling, StopStrings
 from megarlhf.rollout.vllm.generate_loop import response_of, run_requests
-from tests.rollout.test_generate_loop import feed_of, output
+from tests.rollout.test_generate_loop import ROWS, feed_of, output
 from tests.tables import make_response
 from tools.demo.make_data import Recipe, write_all
 
@@ -85,7 +85,7 @@ class TwoRequests:
 def test_a_request_is_ended_with_the_token_that_completes_a_text():
     engine, bank = TwoRequests(), FinishedResponses()
     assert (
-        run_requests(engine, lambda rows: list(engine.open), feed_of(4, 7), sampling("ab"), 0, bank, None, None)
+        run_requests(engine, lambda _: list(engine.open), feed_of(4, 7), ROWS, sampling("ab"), 0, bank, None, None)
         is False
     )
     assert engine.aborted == ["10-a1"]

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megarlhf.config import KLConfig, LogprobGapConfig, RolloutCorrectionConfig
-from megarlhf.experience import Experience, VersionRuns
+from megarlhf.experience import Experience
+from megarlhf.rollouts import VersionRuns
 from megarlhf.trainers.rl.logprob_gap import (
     LogprobGapError,
     MismatchGuard,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megarlhf.config import AlgoConfig, StopConfig
 from megarlhf.experience import Experience
-from megarlhf.rollout.engine import sample_seed
+from megarlhf.rollout.responses import sample_seed
 from megarlhf.trainers.experience.plan import split_into_mini_batches
 from megarlhf.trainers.rl.advantages import add_advantages
 from megarlhf.trainers.rl.evaluation import StopRule

@@ -13,7 +13,7 @@ import torch
 from megarlhf.config import AlgoConfig
 from megarlhf.experience import Experience
 from megarlhf.observe.watch.phases import Phases
-from megarlhf.rollout.engine import Sampling
+from megarlhf.rollout.responses import Sampling
 from megarlhf.trainers.experience.rewards import CombinedRewards
 from megarlhf.trainers.rl.advantages import add_advantages, total_rewards
 from megarlhf.trainers.rl.rollout import draw_baselines

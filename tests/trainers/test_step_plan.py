@@ -11,11 +11,12 @@ import torch.distributed as dist
 
 from megarlhf.columns import Ragged
 from megarlhf.config import MicroBatchConfig
-from megarlhf.experience import Experience, Rollouts, Stretches, VersionRuns
+from megarlhf.experience import Experience
 from megarlhf.layout import MeshLayout
 from megarlhf.parallel.batching import Batching
 from megarlhf.parallel.mesh import Mesh
 from megarlhf.parallel.packing.partition import ForwardCost
+from megarlhf.rollouts import Rollouts, Stretches, VersionRuns
 from megarlhf.trainers.experience.batches import micro_batches, per_token_of
 from megarlhf.trainers.experience.plan import StepPlan
 from tests.refuses import refuses

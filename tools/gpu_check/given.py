@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
 from megarlhf.models.build import ModelShard
 from megarlhf.parallel.device_memory import Offloadable
-from megarlhf.rollout.engine import FinishedResponses, Response, ResponsePart, Sampling, gather_rollouts
+from megarlhf.rollout.engine import gather_rollouts
+from megarlhf.rollout.requests import RequestSource
+from megarlhf.rollout.responses import FinishedResponses, Response, ResponsePart, Sampling
+from megarlhf.rollouts import Rollouts
 from megarlhf.runtime import Runtime
 from megarlhf.weights.checks.certificate import Certificate
 
@@ -56,6 +58,7 @@ class GivenResponses:
         parts: Sequence[ResponsePart] | None = None,
         bank: FinishedResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
+        conversations: RequestSource | None = None,
     ) -> Rollouts:
         """Whole responses: the checks draw no slices."""
         own = split_evenly(len(prompts), self._runtime.world_size)[self._runtime.rank]

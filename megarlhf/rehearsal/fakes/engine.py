@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.placements import vllm_placements
 from megarlhf.config import RolloutConfig
-from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
 from megarlhf.models.build import ModelShard
 from megarlhf.models.role import Role
@@ -27,18 +26,12 @@ from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutWork, Seq
 from megarlhf.rehearsal.cost_model.engine_time import shape_of
 from megarlhf.rehearsal.fakes.lengths import Lengths
 from megarlhf.rollout.balance import assign, chunk_by_length
-from megarlhf.rollout.engine import (
-    FinishedResponses,
-    Index,
-    IndexEntry,
-    Response,
-    ResponsePart,
-    Sampling,
-    gather_indexed,
-    parts_of,
-)
+from megarlhf.rollout.engine import gather_indexed
 from megarlhf.rollout.megatron_engine import MegatronEngine
+from megarlhf.rollout.requests import RequestSource
+from megarlhf.rollout.responses import FinishedResponses, Index, IndexEntry, Response, ResponsePart, Sampling, parts_of
 from megarlhf.rollout.vllm.engine import VllmEngine
+from megarlhf.rollouts import Rollouts
 from megarlhf.runtime import Runtime
 
 TOKEN = 5
@@ -184,6 +177,7 @@ class RehearsedEngine(VllmEngine):
         parts: Sequence[ResponsePart] | None = None,
         bank: FinishedResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
+        conversations: RequestSource | None = None,
     ) -> Rollouts:
         """Responses of drawn lengths, each on the engine that would generate it."""
         self._wake(to_generate=True)
@@ -191,7 +185,7 @@ class RehearsedEngine(VllmEngine):
         given = parts_of(parts, len(prompts), sampling)
         self._on_rollout(whole_samples(given, sampling))
         index = drawn_now(self._lengths, seeds, given, sampling, self._version)
-        drawn = [length for length, _, _ in index]
+        drawn = [entry.length for entry in index]
         pieces = chunk_by_length(prompts, given, range(len(prompts)), world // tp, self._seen)
         assignment = assign(self._rollout.balance, pieces, world // tp)
 
@@ -232,6 +226,7 @@ class GivenResponses(MegatronEngine):
         parts: Sequence[ResponsePart] | None = None,
         bank: FinishedResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
+        conversations: RequestSource | None = None,
     ) -> Rollouts:
         self._parts.to_compute()
         given = parts_of(parts, len(prompts), sampling)
@@ -255,7 +250,7 @@ def drawn_now(
         whole = min(lengths.draw(seed), sampling.max_tokens)
         length = min(whole, part.until)
         count = max(1, length - len(part.so_far))
-        index.append((count, length == whole < sampling.max_tokens, ((version, count),)))
+        index.append(IndexEntry(count, length == whole < sampling.max_tokens, ((version, count),)))
     return index
 
 
@@ -266,8 +261,8 @@ def given_responses(shares: Mapping[int, Sequence[int]], entries: Sequence[Index
     """
     index: list[Index] = [{n: entries[n] for n in shares.get(rank, ())} for rank in range(runtime.world_size)]
     mine = {
-        n: Response([TOKEN] * length, [-1.0] * length, finished, versions)
-        for n, (length, finished, versions) in index[runtime.rank].items()
+        n: Response([TOKEN] * entry.length, [-1.0] * entry.length, entry.finished, entry.versions)
+        for n, entry in index[runtime.rank].items()
     }
     status: list[Any] = [(part, False, 0.0) for part in index]
     dist.all_gather_object(status, status[runtime.rank])  # as the real engines do; here the content is known

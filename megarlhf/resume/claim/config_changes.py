@@ -39,6 +39,9 @@ _NEUTRAL = {
     "which rank updates which part of a model": "ROLE.optim.distributed",
     "what is kept in memory, and what is computed again": "ROLE.recompute ROLE.recompute_layers ROLE.offload.*",
     "which engine draws which samples": "rollout.balance",
+    "how an environment is called, not what it says": (
+        "environment.workers environment.seconds_per_step environment.on_failure"
+    ),
     "where tokenized data is kept, and by how many processes it is made": "data.cache data.workers",
     "records for figures only": "data.test",
     "own code that looks and changes nothing": "observe.*",
@@ -81,6 +84,7 @@ _MATHEMATICS = {
         "rollout.engine rollout.dtype rollout.num_samples_per_prompt rollout.max_response_tokens rollout.temperature "
         "rollout.top_p rollout.top_k rollout.min_p rollout.stop rollout.stop_token_ids "
         "rollout.slices rollout.steps_ahead "
+        "environment.function environment.args.* environment.max_turns environment.max_turn_tokens environment.history "
         "rollout.vllm.args.kv_cache_dtype"
     ),
     "when the run ends": "train.stop.*",
@@ -204,7 +208,7 @@ def _flat(cfg: TrainingConfig) -> dict[str, Any]:
             for key in _CALL_KEYS
             if (value := reward.pop(key)) != RewardConfig.model_fields[key].default
         }
-    for name in ("ptx", "ema", "reference_update"):
+    for name in ("ptx", "ema", "reference_update", "environment"):
         if tree.get(name, 0) is None:
             del tree[name]
     unread = {"optim", "router_aux_loss_coef"}

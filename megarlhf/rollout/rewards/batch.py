@@ -70,6 +70,9 @@ class RewardBatch:
     """Number of each sample in its step."""
     ends: Sequence[str] | None = None
     """Text of the token that ended each response; "" for a response that was cut. None: unknown."""
+    turns: Sequence[Sequence[str]] | None = None
+    """Text of each turn of the model in a conversation with an environment, of which the response is the last. Prompt
+    and messages are then all that stands before it. None: there is no environment."""
 
     def __len__(self) -> int:
         return len(self.prompts)

@@ -88,6 +88,13 @@ def _completions(batch: RewardBatch) -> Sequence[Any]:
     return [text if messages is None else [{"role": "assistant", "content": text}] for messages, text in pairs]
 
 
+def _turns(batch: RewardBatch) -> Sequence[Any]:
+    """Texts of the model's turns. Without an environment a column of the records may have this name."""
+    if batch.turns is not None:
+        return batch.turns
+    return [fields.get("turns", [text]) for fields, text in zip(batch.fields, batch.responses, strict=True)]
+
+
 def _queries(batch: RewardBatch) -> Sequence[str]:
     return [prompt + response for prompt, response in zip(batch.prompts, batch.responses, strict=True)]
 
@@ -97,6 +104,11 @@ OURS: Mapping[str, Column] = {
     "response": lambda batch: batch.responses,
     "fields": lambda batch: batch.fields,
 }
+_IF_NAMED: Mapping[str, Column] = {
+    "messages": _conversations,
+    "turns": _turns,
+}
+"""Columns that only a function gets that names them."""
 _VERL: Mapping[str, Column] = {
     "data_source": _of_fields(lambda fields: fields.get("data_source")),
     "solution_str": lambda batch: batch.responses,
@@ -104,7 +116,9 @@ _VERL: Mapping[str, Column] = {
     "extra_info": _of_fields(lambda fields: fields.get("extra_info") or {}),
 }
 STYLES: Mapping[str, Style] = {
-    "fields": Style("(prompt, response, fields) for one response", False, OURS, frozenset({"response", "fields"})),
+    "fields": Style(
+        "(prompt, response, fields) for one response", False, {**OURS, **_IF_NAMED}, frozenset({"response", "fields"})
+    ),
     "verl": Style(
         "verl's (data_source, solution_str, ground_truth, extra_info)", False, _VERL, frozenset({"solution_str"})
     ),
@@ -170,7 +184,8 @@ class Form(NamedTuple):
         given = STYLES[self.style].columns
         names = list(self.keywords)
         if self.takes_all_columns:
-            names += [name for name in given if name not in {*names, *self.positional, "ground_truth", "ground_truths"}]
+            taken = {*names, *self.positional, *_IF_NAMED, "ground_truth", "ground_truths"}
+            names += [name for name in given if name not in taken]
         if self.takes_all_columns or self.optional:
             taken = {*names, *self.positional, *given, *self.kept_defaults, "prompt", "completion"}
             available = dict.fromkeys(name for fields in batch.fields for name in fields)

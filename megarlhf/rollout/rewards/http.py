@@ -23,7 +23,8 @@ import httpx
 from megarlhf.own_code.failures import short
 from megarlhf.rollout.rewards.batch import RewardBatch, RewardResult
 from megarlhf.rollout.rewards.forms import label_of
-from megarlhf.rollout.rewards.pool import BACKOFF_SECONDS, POLL_SECONDS, Pending
+from megarlhf.rollout.rewards.pool import BACKOFF_SECONDS, Pending
+from megarlhf.rollout.workers.process import POLL_SECONDS
 
 BATCH_SAMPLES = 32
 """Responses in one request by default."""

@@ -3,40 +3,27 @@
 Each call has a time limit. A worker that exceeds it is killed, together with every process that the function started,
 and replaced. A worker that exits or crashes is replaced too. The failure becomes the result of the sample, so the rank
 neither hangs nor dies.
-
-pebble.ProcessPool does less: it kills the worker but not what the function started, a busy worker outlives a killed
-rank, SIGTERM to a job ends its workers, and a forked child of a function can answer on the pipe that workers share.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import queue
-import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import Pipe
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from megarlhf.data.sources.reasoning_gym import SAME_HASHES
 from megarlhf.rollout.rewards.batch import RewardBatch, RewardResult
 from megarlhf.rollout.rewards.calls import AT_ONCE
 from megarlhf.rollout.rewards.forms import Form
-from megarlhf.rollout.rewards.worker import END, END_SECONDS
-
-START_SECONDS = 120.0
-"""Time limit for importing the user's module."""
+from megarlhf.rollout.workers.process import WorkerError, WorkerProcess, WorkerTimeout
 
 BACKOFF_SECONDS = (0.2, 1.0, 5.0)
 """Pause before the first, second and every later retry."""
-POLL_SECONDS = 0.5
-"""Interval at which a waiting thread checks whether the pool was closed."""
+_MODULE = "megarlhf.rollout.rewards.worker"
 _CHUNK = 4 * AT_ONCE
 """Samples in one task of an async function."""
 
@@ -74,86 +61,6 @@ class _Task(NamedTuple):
     rows: Sequence[int]
     batch: RewardBatch
     pending: Pending
-
-
-class WorkerError(RuntimeError):
-    """No answer from a worker. The message says why."""
-
-
-class WorkerTimeout(WorkerError):
-    """No answer within the time limit."""
-
-
-class _Worker:
-    """A process with its supervisor (`worker.py`) and a pipe to it. Used by one thread, and ends with that thread."""
-
-    def __init__(self, function: str, args: Mapping[str, Any], call_seconds: float, closed: threading.Event) -> None:
-        """`closed`: set when the pool is closed and no answer is needed."""
-        self._closed = closed
-        self._connection, theirs = Pipe()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "megarlhf.rollout.rewards.worker", str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                env=os.environ | SAME_HASHES,
-                stdin=subprocess.DEVNULL,
-                # The supervisor ends what the function started: it must outlive a kill of the rank's process group.
-                start_new_session=True,
-            )
-        self._send((function, dict(args), list(sys.path), call_seconds))
-        if refusal := self._receive(START_SECONDS, " to import the module"):
-            self.kill()
-            raise WorkerError(refusal)
-
-    def ask(self, batch: RewardBatch, seconds: float) -> list[RewardResult]:
-        """Raises: WorkerError, after which the worker is gone."""
-        self._send(batch)
-        results: list[RewardResult] = self._receive(seconds)
-        return results
-
-    def _send(self, message: Any) -> None:
-        try:
-            self._connection.send(message)
-        except OSError as error:
-            raise WorkerError(self._end()) from error
-
-    def _receive(self, seconds: float, purpose: str = "") -> Any:
-        try:
-            until = time.monotonic() + seconds
-            while not self._connection.poll(min(POLL_SECONDS, max(0.0, until - time.monotonic()))):
-                if self._closed.is_set():
-                    self.kill()
-                    raise WorkerError("was ended with the run")
-                if time.monotonic() >= until:
-                    self.kill()
-                    raise WorkerTimeout(f"took longer than {seconds:g} s{purpose}")
-                if self._process.poll() is not None and not self._connection.poll():
-                    raise WorkerError(self._end())  # a process that could not be ended still holds the pipe open
-            return self._connection.recv()
-        except (EOFError, OSError) as error:
-            raise WorkerError(self._end()) from error
-
-    def _end(self) -> str:
-        """Wait for the end of the process. Returns how it ended."""
-        self._connection.close()
-        try:
-            status = self._process.wait(2 * END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            return "closed its pipe"
-        if status < 0:
-            return f"ended its process by signal {-status} ({_signal_name(-status)})"
-        return f"ended its process with status {status}; a function must return, not exit"
-
-    def kill(self) -> None:
-        """End the process and everything that it started, whatever state it is in."""
-        self._connection.close()
-        self._process.send_signal(END)
-        try:
-            self._process.wait(2 * END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
 
 class RewardPool:
@@ -202,7 +109,7 @@ class RewardPool:
 
     def _serve(self) -> None:
         """Loop of a worker's thread."""
-        worker: _Worker | None = None
+        worker: WorkerProcess | None = None
         while (task := self._tasks.get()) is not None and not self._closed.is_set():
             begun = time.monotonic()
             worker, results = self._answer(worker, task.batch)
@@ -210,14 +117,17 @@ class RewardPool:
         if worker is not None:
             worker.kill()
 
-    def _answer(self, worker: _Worker | None, batch: RewardBatch) -> tuple[_Worker | None, list[RewardResult]]:
+    def _answer(
+        self, worker: WorkerProcess | None, batch: RewardBatch
+    ) -> tuple[WorkerProcess | None, list[RewardResult]]:
         """Results of a batch. The call is retried if a worker gives no answer."""
+        first = (self._function, dict(self._args), list(sys.path), self._timeout)
         failure = WorkerError("the run has ended")
         for attempt in range(self._retries + 1):
             if attempt and self._closed.wait(BACKOFF_SECONDS[min(attempt, len(BACKOFF_SECONDS)) - 1]):
                 break
             try:
-                worker = worker or _Worker(self._function, self._args, self._timeout, self._closed)
+                worker = worker or WorkerProcess(_MODULE, first, self._closed)
                 return worker, worker.ask(batch, self._limit(len(batch)))
             except WorkerError as error:
                 worker, failure = None, error
@@ -234,9 +144,3 @@ class RewardPool:
         if self._form.is_async:
             return self._timeout * (1 + (1 if self._form.batched else math.ceil(count / AT_ONCE)))
         return self._timeout
-
-
-def _signal_name(number: int) -> str:
-    with contextlib.suppress(ValueError):
-        return signal.Signals(number).name
-    return "unknown"

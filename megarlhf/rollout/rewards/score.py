@@ -18,15 +18,16 @@ from megarlhf.config.rewards import IN_WORKERS
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.errors import Interrupted, RewardError, WatchdogTimeout
-from megarlhf.experience import Rollouts
 from megarlhf.layout import split_evenly
 from megarlhf.own_code.failures import short
+from megarlhf.rollout.environments.environment import Environment
 from megarlhf.rollout.rewards.batch import DeferredBatch, RewardBatch, RewardResult
 from megarlhf.rollout.rewards.calls import call
 from megarlhf.rollout.rewards.forms import Form
 from megarlhf.rollout.rewards.http import HttpReward, require_plain_token
 from megarlhf.rollout.rewards.pool import RewardPool
 from megarlhf.rollout.rewards.rules import RULES, bind_rule, rule_form
+from megarlhf.rollouts import Rollouts
 
 ShouldStop = Callable[[], bool]
 
@@ -119,8 +120,8 @@ def make_source(reward: RewardConfig, device: torch.device) -> RewardSource:
 
 
 def response_texts(rollouts: Rollouts, tokenizer: Tokenizer) -> list[str]:
-    """Response texts as rules read them."""
-    rows = zip(rollouts.single_responses().rows(), rollouts.finished_N.tolist(), strict=True)
+    """Response texts as rules read them; of a conversation the last turn."""
+    rows = zip(rollouts.last_turns, rollouts.finished_N.tolist(), strict=True)
     return [response_text(row.tolist(), tokenizer, finished=finished) for row, finished in rows]
 
 
@@ -133,16 +134,18 @@ def response_text(tokens: Sequence[int], tokenizer: Tokenizer, *, finished: bool
     return text if finished else text.removesuffix("\N{REPLACEMENT CHARACTER}")
 
 
-def local_reward_batch(prompts: Sequence[PromptSample], rollouts: Rollouts, tokenizer: Tokenizer) -> RewardBatch:
+def local_reward_batch(
+    prompts: Sequence[PromptSample], rollouts: Rollouts, tokenizer: Tokenizer, environment: Environment | None = None
+) -> RewardBatch:
     """The samples that this rank rewards. `prompts` has one prompt for each sample of the step."""
     share = split_evenly(len(prompts), dist.get_world_size())[dist.get_rank()]
-    rows, all_finished = rollouts.single_responses().rows(), rollouts.finished_N.tolist()
+    rows, all_finished = rollouts.last_turns, rollouts.finished_N.tolist()
     local_prompts = [prompts[n] for n in share]
     responses, finished = [rows[n].tolist() for n in share], [all_finished[n] for n in share]
     ended = list(zip(responses, finished, strict=True))
     has_messages = any(prompt.messages is not None for prompt in local_prompts)
     names = _token_names(tokenizer) if has_messages else None  # type: ignore[arg-type]
-    return RewardBatch(
+    batch = RewardBatch(
         prompts=[prompt.text for prompt in local_prompts],
         responses=[response_text(tokens, tokenizer, finished=is_finished) for tokens, is_finished in ended],
         prompt_tokens=[prompt.tokens for prompt in local_prompts],
@@ -152,6 +155,18 @@ def local_reward_batch(prompts: Sequence[PromptSample], rollouts: Rollouts, toke
         messages=[prompt.messages for prompt in local_prompts],
         samples=list(share),
         ends=names and [names[tokens[-1]] if is_finished else "" for tokens, is_finished in ended],
+    )
+    if not rollouts.dialogues:
+        return batch
+    assert environment is not None, "conversations without an environment"
+    transcripts = [environment.transcript(prompts[n], rollouts, n) for n in share]
+    sequences = [rollouts.before_last_turn(n, prompts[n].tokens) for n in share]
+    return replace(
+        batch,
+        prompts=[transcript.before for transcript in transcripts],
+        prompt_tokens=sequences,
+        messages=[transcript.messages for transcript in transcripts],
+        turns=[transcript.turns for transcript in transcripts],
     )
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megarlhf.config import RolloutConfig
-from megarlhf.rollout.engine import ResponsePart, Sampling
+from megarlhf.rollout.requests import EngineRequest
+from megarlhf.rollout.responses import Sampling
 from megarlhf.rollout.vllm.patches import NUM_DRAWN, cpu_patches
 from megarlhf.runtime import Runtime, without_torch_determinism
 
@@ -90,17 +91,8 @@ def require_runner(llm: Any, rollout: RolloutConfig) -> Any:
     return llm
 
 
-def enqueue(
-    llm: Any,
-    prompts: Sequence[Tensor],
-    seeds: Sequence[int],
-    sampling: Sampling,
-    parts: Sequence[ResponsePart],
-    rows: Sequence[int],
-    *,
-    adapter: bool = False,
-) -> list[str]:
-    """Hand these rows to vLLM's `LLM`, and return the names of the requests.
+def enqueue(llm: Any, sampling: Sampling, requests: Sequence[EngineRequest], *, adapter: bool = False) -> list[str]:
+    """Hand requests to vLLM's `LLM`, and return their names.
 
     A later part of a response is a request whose prompt ends with the earlier parts. On a GPU its noise follows from
     seed and position, as that of the whole response does. On a CPU vLLM is told how many draws came before.
@@ -109,13 +101,13 @@ def enqueue(
     """
     from vllm import SamplingParams
 
-    requests: list[Any] = [{"prompt_token_ids": prompts[n].tolist()} for n in rows]
+    prompts: list[Any] = [{"prompt_token_ids": request.prompt.tolist()} for request in requests]
     parameters = [
         SamplingParams(
             temperature=0.0 if sampling.greedy else sampling.temperature,
-            max_tokens=parts[n].max_tokens,
-            seed=None if sampling.greedy else seeds[n],
-            extra_args={NUM_DRAWN: len(parts[n].so_far)} if len(parts[n].so_far) else None,
+            max_tokens=part.max_tokens,
+            seed=None if sampling.greedy else seed,
+            extra_args={NUM_DRAWN: len(part.so_far)} if len(part.so_far) else None,
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
@@ -125,10 +117,10 @@ def enqueue(
             min_p=sampling.min_p,
             ignore_eos=True,  # stop_token_ids are all end tokens; vLLM would read others from the model's directory
         )
-        for n in rows
+        for _, seed, part in requests
     ]
     lora_request = adapter_request() if adapter else None
-    names = list(llm.enqueue(requests, parameters, use_tqdm=False, lora_request=lora_request))
+    names = list(llm.enqueue(prompts, parameters, use_tqdm=False, lora_request=lora_request))
     if sampling.stop is not None:  # stop texts are searched after each token; `enqueue` asks for final outputs only
         from vllm.sampling_params import RequestOutputKind
 

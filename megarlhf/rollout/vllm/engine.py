@@ -20,26 +20,20 @@ from megarlhf.architectures.hf_config import architecture_from_hf
 from megarlhf.architectures.placements import vllm_placements
 from megarlhf.collective_errors import raise_on_all_ranks
 from megarlhf.config import RolloutConfig
-from megarlhf.experience import Rollouts
 from megarlhf.models.build import ModelShard, placements_on
 from megarlhf.models.role import Role
 from megarlhf.parallel.device_memory import Offloadable
 from megarlhf.placement import RankPlacements
 from megarlhf.rollout.balance import SeenLengths, assign, chunk_by_length
-from megarlhf.rollout.engine import (
-    EngineFailure,
-    FinishedResponses,
-    ResponsePart,
-    Sampling,
-    gather_rollouts,
-    missing_rows,
-    parts_of,
-)
+from megarlhf.rollout.engine import EngineFailure, gather_rollouts, missing_rows
 from megarlhf.rollout.prompt_queue import PromptQueue, SharedCounter, agreed_key, rendezvous_store
+from megarlhf.rollout.requests import RequestSource, WholeRows
+from megarlhf.rollout.responses import FinishedResponses, ResponsePart, Sampling, parts_of
 from megarlhf.rollout.vllm.build import build_llm, changed_in_memory, enqueue
 from megarlhf.rollout.vllm.generate_loop import run_requests
 from megarlhf.rollout.vllm.patches import keep_default_group
 from megarlhf.rollout.vllm.sleep import EngineMemory, cache_of_worker, make_sleeper, require_room
+from megarlhf.rollouts import Rollouts
 from megarlhf.runtime import free_bytes, without_torch_determinism
 from megarlhf.weights.checks.certificate import Certificate, CertificateError, certify, nonzero_padding
 from megarlhf.weights.checks.loader_check import check_loader, sample_tensors
@@ -327,6 +321,7 @@ class VllmEngine:
         parts: Sequence[ResponsePart] | None = None,
         bank: FinishedResponses | None = None,
         should_stop: Callable[[], bool] | None = None,
+        conversations: RequestSource | None = None,
     ) -> Rollouts:
         """Generate responses. `rollout.balance` assigns rows to engines. Within an engine every rank draws the same and
         keeps its share.
@@ -346,6 +341,8 @@ class VllmEngine:
                 "rollout.max_response_tokens"
             )
         bank = FinishedResponses() if bank is None else bank
+        source = WholeRows(prompts, seeds, given) if conversations is None else conversations
+        source.restart(bank, self._version)
         self._counter.restart()
         feed = self._feed(prompts, given, missing_rows(bank, len(prompts)))
         self._wake(to_generate=True)
@@ -355,8 +352,9 @@ class VllmEngine:
         with raise_on_all_ranks(failed), without_torch_determinism():
             stopped = run_requests(
                 self._llm.llm_engine,
-                partial(enqueue, self._llm, prompts, seeds, sampling, given, adapter=self._uses_adapter),
+                partial(enqueue, self._llm, sampling, adapter=self._uses_adapter),
                 feed,
+                source,
                 sampling,
                 self._version,
                 bank,
@@ -364,7 +362,6 @@ class VllmEngine:
                 self._lockstep_group(),
                 self._runtime.rank % self._tp,
                 self._tp,
-                part_of=given.__getitem__,
             )
             self.local_seconds = time.monotonic() - began
         self._refusal = ""

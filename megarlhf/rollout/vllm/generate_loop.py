@@ -12,75 +12,107 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarlhf.rollout.engine import EngineFailure, FinishedResponses, Response, ResponsePart, Sampling
+from megarlhf.rollout.engine import EngineFailure
 from megarlhf.rollout.prompt_queue import NOTHING, PromptQueue
+from megarlhf.rollout.requests import EngineRequest, News, RequestSource
+from megarlhf.rollout.responses import FinishedResponses, Response, ResponsePart, Sampling
 
 log = logging.getLogger(__name__)
 
-Steps = Generator[tuple[int, int], int, None]
-"""Yields the amount of unfinished work, and the queue number that this rank has taken, or `NOTHING`. Receives the
-number that a rank of the engine has taken."""
+Steps = Generator[tuple[int, int, list[News]], tuple[int, list[News]], None]
+"""Yields the amount of unfinished work, the queue number that this rank has taken, or `NOTHING`, and the news that have
+come in on it. Receives the number that a rank of the engine has taken, and the news of all its ranks."""
 
 
 def run_requests(
     engine: Any,
-    enqueue: Callable[[Sequence[int]], list[str]],
+    enqueue: Callable[[Sequence[EngineRequest]], list[str]],
     feed: PromptQueue,
+    source: RequestSource,
     sampling: Sampling,
     version: int,
     bank: FinishedResponses,
-    should_stop: Callable[[], bool] | None,
-    group: dist.ProcessGroup | None,
+    should_stop: Callable[[], bool] | None = None,
+    group: dist.ProcessGroup | None = None,
     place: int = 0,
     num_places: int = 1,
-    *,
-    part_of: Callable[[int], ResponsePart] | None = None,
 ) -> bool:
     """Generate responses to the feed's rows. A finished response goes into the bank.
 
-    Every rank of an engine sees all responses. The rank at `place` of `num_places` keeps every num_places-th row.
+    Every rank of an engine sees all responses. The rank at `place` of `num_places` owns every num_places-th row.
 
     engine:  vLLM's `LLMEngine`
     version: version of the weights that it holds
-    enqueue: hands rows to vLLM and returns the names of the requests
-    part_of: part of a row's response that is drawn; default: the whole response
+    enqueue: hands requests to vLLM and returns their names
+    source:  what is asked for each row
 
     Returns: whether it was stopped. The requests are then aborted, and the engine can take others.
     """
-    requests: dict[int, str] = {}
-    row_of: dict[str, int] = {}
-    mine: set[int] = set()
-    part = part_of or (lambda row: ResponsePart((), sampling.max_tokens))
+    asked: dict[str, tuple[str, int, ResponsePart]] = {}
+    """Name, row and part of each unfinished request, by the name that outputs have."""
+    num_begun = 0
+
+    def ask(requests: Sequence[tuple[int, EngineRequest]]) -> None:
+        names = enqueue([request for _, request in requests]) if requests else []
+        for name, (row, request) in zip(names, requests, strict=True):
+            # vLLM appends a suffix to make a name unique; outputs have the name without it.
+            asked[name.split("-")[0]] = name, row, request.part
 
     def begin(rows: Sequence[int]) -> None:
-        for name, row in zip(enqueue(rows) if rows else (), rows, strict=True):
-            if len(requests) % num_places == place:
-                mine.add(row)
-            requests[row] = name
-            # vLLM appends a suffix to make a name unique; outputs have the name without it.
-            row_of[name.split("-")[0]] = row
+        nonlocal num_begun
+        first = []
+        for row in rows:
+            request = source.begin(row, mine=num_begun % num_places == place)
+            first += [] if request is None else [(row, request)]
+            num_begun += 1
+        ask(first)
+
+    def go_on(news: Sequence[News]) -> None:
+        further = []
+        for item in sorted(news, key=lambda item: item.row):
+            outcome = source.take(item)
+            if isinstance(outcome, EngineRequest):
+                further.append((item.row, outcome))
+            elif outcome is not None:
+                bank.add(item.row, outcome)
+        ask(further)
+
+    def drawn(row: int, response: Response) -> None:
+        if (finished := source.drawn(row, response)) is not None:
+            bank.add(row, finished)
 
     def steps() -> Steps:
         begin(feed.first)
-        while (unfinished := engine.get_num_unfinished_requests()) or feed.is_open:
-            wants = feed.is_open and feed.wants_more(unfinished, has_room(engine))
-            number = yield unfinished + feed.is_open, feed.ask() if wants else NOTHING
+        while (running := engine.get_num_unfinished_requests()) + source.num_waiting or feed.is_open:
+            # A row that waits for its environment leaves its place to another.
+            wants = feed.is_open and feed.wants_more(running, has_room(engine))
+            unfinished = running + source.num_waiting + feed.is_open
+            number, news = yield unfinished, feed.ask() if wants else NOTHING, source.news()
+            go_on(news)
             if number != NOTHING:
                 begin(feed.take(number))
-            for output in engine.step() if engine.get_num_unfinished_requests() else ():
-                row = row_of[output.request_id]
+            if not engine.get_num_unfinished_requests():
+                if source.num_waiting:
+                    source.wait()
+                continue
+            for output in engine.step():
+                name, row, part = asked[output.request_id]
                 if output.finished:
-                    if row in mine:
-                        bank.add(row, response_of(output, sampling, version, part(row)))
-                elif sampling.stop is not None and part(row).ends(sampling, output.outputs[0].token_ids):
-                    if row in mine:
-                        bank.add(row, response_so_far(output, version, finished=True))
-                    engine.abort_request([requests[row]], internal=True)
+                    drawn(row, response_of(output, sampling, version, part))
+                elif sampling.stop is not None and part.ends(sampling, output.outputs[0].token_ids):
+                    drawn(row, response_so_far(output, version, finished=True))
+                    engine.abort_request([name], internal=True)
+                else:
+                    continue
+                del asked[output.request_id]
 
-    stopped = run_in_lockstep(steps(), should_stop, group)
+    def is_stopped() -> bool:
+        return bool(source.failure) or (should_stop is not None and should_stop())
+
+    stopped = run_in_lockstep(steps(), is_stopped, group)
     if stopped:
         feed.close()
-        engine.abort_request(list(requests.values()), internal=True)
+        engine.abort_request([name for name, _, _ in asked.values()], internal=True)
     return stopped
 
 
@@ -121,31 +153,37 @@ def run_in_lockstep(
 ) -> bool:
     """Take all steps, or stop early if a rank of `group` is asked to. Returns whether it stopped early.
 
-    A step has vLLM's own collectives inside. After each step one all-reduce of five numbers tells whether a rank
-    failed, whether one was asked to stop, whether all have the same amount of work left, and which queue number the
-    engine's first rank has taken. `group` communicates on the CPU; None: one rank alone.
+    A step has vLLM's own collectives inside. After each step one all-reduce of six numbers tells whether a rank failed,
+    whether one was asked to stop, whether all have the same amount of work left, which queue number the engine's first
+    rank has taken, and whether a rank has news, which are then gathered. `group` communicates on the CPU; None: one
+    rank alone.
 
     If a rank fails between two collectives of a step, the others wait inside that step and cannot be told. Therefore
     the reason is logged at once.
 
     Raises: the rank's own failure; EngineFailure when another rank failed, or the ranks have drifted apart.
     """
-    taken: int | None = None
+    taken: tuple[int, list[News]] | None = None
     while True:
-        failure, unfinished, number = None, 0, NOTHING
+        failure, unfinished, number, news = None, 0, NOTHING, list[News]()
         try:
-            unfinished, number = next(steps) if taken is None else steps.send(taken)
+            unfinished, number, news = next(steps) if taken is None else steps.send(taken)
         except StopIteration:
             pass
         except Exception as error:  # the other ranks have to learn of any error
             log.error("the rollout engine failed on rank %d", dist.get_rank(), exc_info=error)
             failure = error
         stop = should_stop is not None and should_stop()
-        flags = torch.tensor([failure is not None, stop, unfinished, -unfinished, number], dtype=torch.int64)
+        numbers = [failure is not None, stop, unfinished, -unfinished, number, len(news)]
+        flags = torch.tensor(numbers, dtype=torch.int64)
         if group is not None:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
         failed, stop, most, least = (int(flags[0]), bool(flags[1]), int(flags[2]), -int(flags[3]))
-        taken = int(flags[4])
+        if group is not None and int(flags[5]):
+            by_rank: list[list[News]] = [[] for _ in range(group.size())]
+            dist.all_gather_object(by_rank, news, group=group)
+            news = [item for of_rank in by_rank for item in of_rank]
+        taken = int(flags[4]), news
         if failure is not None:
             raise failure
         if failed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,10 +15,11 @@ from megarlhf.data.sample_types import PromptSample
 from megarlhf.data.samples.dataset import Samples, by_record
 from megarlhf.data.tokenize.load import SetLoader
 from megarlhf.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from megarlhf.experience import Experience, Rollouts
+from megarlhf.experience import Experience
 from megarlhf.planning.data.encoders import prompt_encoder
 from megarlhf.rollout.rewards.accuracy import find_accuracy
 from megarlhf.rollout.rewards.rules import field_check
+from megarlhf.rollouts import Rollouts
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,20 @@ def require_fields_of_accuracy(
 def make_experience(prompts: Sequence[PromptSample], rollouts: Rollouts, num_samples_per_prompt: int) -> Experience:
     """Table of experience without columns: sample n answers prompt n // num_samples_per_prompt."""
     repeated = repeat_prompts(prompts, num_samples_per_prompt)
-    return Experience(
-        prompts=tuple(torch.tensor(prompt.tokens) for prompt in repeated),
-        groups_N=torch.arange(len(prompts)).repeat_interleave(num_samples_per_prompt),
-        rollouts=rollouts,
-    )
+    groups_N = torch.arange(len(prompts)).repeat_interleave(num_samples_per_prompt)
+    given = rollouts.openings
+    rows = [
+        torch.tensor(prompt.tokens) if opening is None else opening
+        for prompt, opening in zip(repeated, given, strict=True)
+    ]
+    experience = Experience(prompts=tuple(rows), groups_N=groups_N, rollouts=rollouts)
+    if all(opening is None for opening in given):
+        return experience
+    # Environments may have extended the prompt of each sample in a group in another way.
+    numbers: dict[tuple[int, bytes], int] = {}
+    keys = [(group, row.numpy().tobytes()) for group, row in zip(groups_N.tolist(), rows, strict=True)]
+    prompt_numbers_N = torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys])
+    return replace(experience, given_prompt_numbers_N=prompt_numbers_N)
 
 
 def repeat_prompts(prompts: Sequence[PromptSample], times: int) -> list[PromptSample]:

@@ -15,10 +15,11 @@ from megarlhf.data.samples.retokenize import Retokenized, Retokenizer
 from megarlhf.data.text.omissions import Kind
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.errors import RewardError
-from megarlhf.experience import Experience, Rollouts, VersionRuns
+from megarlhf.experience import Experience
 from megarlhf.models.role import Role
 from megarlhf.own_code.failures import short
 from megarlhf.rollout.rewards.batch import RewardBatch
+from megarlhf.rollouts import Rollouts, VersionRuns
 
 
 def retokenizer_of(

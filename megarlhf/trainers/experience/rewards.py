@@ -8,8 +8,9 @@ Legend: B rows, S positions, N samples of the step, K rewards.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from megarlhf.models.role import Role
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.own_code.failures import short
 from megarlhf.parallel.micro_batch import MicroBatch
+from megarlhf.rollout.environments.environment import Environment
 from megarlhf.rollout.rewards.batch import RewardBatch, RewardResult
 from megarlhf.rollout.rewards.score import (
     PendingBatch,
@@ -39,6 +41,7 @@ from megarlhf.rollout.rewards.score import (
     local_reward_batch,
     make_source,
 )
+from megarlhf.rollouts import Rollouts
 from megarlhf.trainers.experience.batches import forward_per_sample, response_spans
 from megarlhf.trainers.experience.no_signal import SignalWatch
 from megarlhf.trainers.experience.plan import StepPlan
@@ -80,8 +83,8 @@ class RewardOutput:
     """bool: the text was too long and was cut. None: the reward never cuts."""
     components: Mapping[str, Tensor] = field(default_factory=dict)
     """Named components, [N] each. NaN where a sample has none of that name."""
-    token_values: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
-    """Rewards of the tokens, by sample. Their sum is the sample's value."""
+    token_values: Mapping[int, Sequence[float] | Tensor] = field(default_factory=dict)
+    """Rewards of the last tokens, by sample. Their sum is the sample's value."""
 
     @staticmethod
     def joined(parts: Sequence[tuple[RewardOutput, Sequence[int]]]) -> RewardOutput:
@@ -148,15 +151,19 @@ class Rewarder:
         *,
         unrewarded: str = "stop",
         may_drop: tuple[Kind, ...] = (),
+        environment: Environment | None = None,
     ) -> None:
         """may_drop: parts of a conversation that the reward model's own chat template may leave out"""
+        self.environment = environment
         self.rewards, self.reward_model, self.tokenizer = rewards, reward_model, tokenizer
         self.device = device
         self._micro, self._phases, self._unrewarded = micro, phases or Phases(), unrewarded
         self.labels = unique_labels(rewards)
         by_label = dict(zip(self.labels, rewards, strict=True))
         self._sources: dict[str, RewardSource] = {
-            label: make_source(reward, device) for label, reward in by_label.items() if reward.kind != "model"
+            label: make_source(reward, device)
+            for label, reward in by_label.items()
+            if reward.kind not in ("model", "environment")
         }
         self._retokenizers = {
             label: retokenizer_of(reward_model, reward, micro, may_drop)
@@ -183,7 +190,7 @@ class Rewarder:
 
     def start(self, experience: Experience, prompts: Sequence[PromptSample]) -> PendingRewards:
         """Start the rewards of the step's samples, without waiting; `prompts` are one per sample."""
-        batch = local_reward_batch(prompts, experience.rollouts, self.tokenizer)
+        batch = local_reward_batch(prompts, experience.rollouts, self.tokenizer, self.environment)
         pending = {label: source.start(batch) for label, source in self._sources.items()}
         return PendingRewards(self, experience, prompts, batch, pending)
 
@@ -252,7 +259,9 @@ class Rewarder:
                 "them out"
             )
         lengths = experience.response_lengths_N.tolist()
-        rows = [torch.tensor(output.token_values.get(n, (0.0,) * length)) for n, length in enumerate(lengths)]
+        rows = [torch.zeros(length) for length in lengths]
+        for n, values in output.token_values.items():  # of a function: those of the last turn
+            rows[n][lengths[n] - len(values) :] = torch.as_tensor(values)
         return torch.cat(rows).to(self.device, torch.float32)
 
     def counts(self, outputs: Sequence[RewardOutput]) -> dict[str, float]:
@@ -311,6 +320,9 @@ class PendingRewards:
             if reward.kind == "model":
                 outputs.append(self._run_model(label))
                 continue
+            if reward.kind == "environment":
+                outputs.append(environment_output(self.experience.rollouts, rewarder.device))
+                continue
             results = gather_rewards(
                 label,
                 self.pending[label],
@@ -320,7 +332,14 @@ class PendingRewards:
                 should_stop=should_stop,
             )
             outputs.append(reward_output(results, rewarder.device))
-        return outputs
+        failures = [talk.ended_by == "failure" for talk in self.experience.rollouts.dialogues]
+        if not any(failures):
+            return outputs
+        failed_N = torch.tensor(failures, device=rewarder.device)
+        return [
+            replace(output, values_N=output.values_N.masked_fill(failed_N, NAN), failed_N=output.failed_N | failed_N)
+            for output in outputs
+        ]
 
     def _run_model(self, label: str) -> RewardOutput:
         """Score the samples with the reward model. Collective."""
@@ -341,6 +360,24 @@ class PendingRewards:
         outputs = self.wait(should_stop)
         self.rewarder.require_rewards(self.prompts, outputs)
         return self.rewarder.combined(self.experience, self.prompts, outputs, learn=learn)
+
+
+def environment_output(rollouts: Rollouts, device: torch.device) -> RewardOutput:
+    """Rewards of the turns, each at its turn's last token. A conversation without any has none."""
+    assert rollouts.stretches is not None, "no environment has answered"
+    totals: list[float] = []
+    token_values: dict[int, Tensor] = {}
+    for n, (counts, dialogue) in enumerate(zip(rollouts.stretches.sampled.rows(), rollouts.dialogues, strict=True)):
+        given = [(turn, reward) for turn, reward in enumerate(dialogue.rewards) if reward is not None]
+        totals.append(math.fsum(reward for _, reward in given) if given else NAN)
+        if given:
+            last_T = counts.cumsum(0) - 1
+            token_values[n] = torch.zeros(int(counts.sum()), dtype=torch.float64)
+            for turn, reward in given:
+                token_values[n][last_T[turn]] = reward
+    values_N = torch.tensor(totals, dtype=torch.float64, device=device)
+    failed_N = torch.zeros(len(totals), dtype=torch.bool, device=device)
+    return RewardOutput(values_N, failed_N, token_values=token_values)
 
 
 def reward_output(results: Sequence[RewardResult], device: torch.device) -> RewardOutput:

@@ -15,8 +15,8 @@ from megarlhf.data.sample_types import sample_of
 from megarlhf.data.samples.encoders import PromptSample, Unusable, describe_reading
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.planning.data.encoders import prompt_encoder
-from megarlhf.rollout.engine import sample_seed
 from megarlhf.rollout.factory import sampling_of
+from megarlhf.rollout.responses import sample_seed
 from megarlhf.rollout.rewards.score import response_texts
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.generation.generate import build_engine

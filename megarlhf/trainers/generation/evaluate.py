@@ -13,7 +13,6 @@ from torch import Tensor
 from megarlhf.config import ROLES, EvaluateConfig, describe_sources
 from megarlhf.data.samples.encoders import PairSample, SFTSample
 from megarlhf.errors import RewardError, WatchdogTimeout
-from megarlhf.experience import Rollouts
 from megarlhf.models.role import Role, build_role
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.observe.watch.watchdog import watched_phases
@@ -23,6 +22,7 @@ from megarlhf.resume.claim.identity import digest_of_adapter, digest_of_samples,
 from megarlhf.resume.claim.on_existing import NO_STEPS_LEFT, finish
 from megarlhf.rollout.factory import actor_order
 from megarlhf.rollout.rewards.score import response_texts
+from megarlhf.rollouts import Rollouts
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.experience.prompts import repeat_prompts
 from megarlhf.trainers.experience.rewards import Rewarder

@@ -19,18 +19,19 @@ from megarlhf.config import EvaluateConfig, GenerateConfig, RewardConfig
 from megarlhf.data.records.conversations import BESIDE_A_CONVERSATION
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.errors import RewardError, WatchdogTimeout
-from megarlhf.experience import Rollouts
 from megarlhf.models.role import build_role
 from megarlhf.observe.records.metrics import Metric
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.observe.watch.watchdog import watched_phases
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.resume.claim.on_existing import NO_STEPS_LEFT, finish
-from megarlhf.rollout.engine import RolloutEngine, sample_seed
+from megarlhf.rollout.engine import RolloutEngine
 from megarlhf.rollout.factory import actor_order, sampling_of
+from megarlhf.rollout.responses import sample_seed
 from megarlhf.rollout.rewards.accuracy import accuracy_metrics, find_accuracy
 from megarlhf.rollout.rewards.batch import RewardBatch
 from megarlhf.rollout.rewards.score import RewardSource, gather_rewards, local_reward_batch, make_source, response_texts
+from megarlhf.rollouts import Rollouts
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.experience.prompts import PromptData, load_prompts, repeat_prompts
 from megarlhf.trainers.experience.rewards import RewardOutput

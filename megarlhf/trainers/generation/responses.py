@@ -17,14 +17,14 @@ from torch import Tensor
 from megarlhf.config import EvaluateConfig, RolloutConfig, describe_sources
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.data.tokenizers.tokenizer import Tokenizer
-from megarlhf.experience import Rollouts
 from megarlhf.models.role import Role
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.device_memory import DeviceMemory, OnDevice
-from megarlhf.rollout.engine import sample_seed
 from megarlhf.rollout.engines import engine_of
 from megarlhf.rollout.factory import sampling_of
+from megarlhf.rollout.responses import sample_seed
 from megarlhf.rollout.rewards.accuracy import accuracy_metrics, find_accuracy
+from megarlhf.rollouts import Rollouts
 from megarlhf.trainers.experience.prompts import load_prompts, make_experience, repeat_prompts
 from megarlhf.trainers.experience.rewards import Rewarder, RewardOutput, totals_of
 from megarlhf.trainers.generation.figures import Figure, Figures, comparison_figures, mean_figure, pass_figures

@@ -30,9 +30,11 @@ from megarlhf.resume.points.restore import SLICES
 from megarlhf.resume.points.stateful import Stateful
 from megarlhf.resume.signals import StopRequest
 from megarlhf.rollout.bank import RolloutBank
-from megarlhf.rollout.engine import RolloutEngine, Sampling
+from megarlhf.rollout.engine import RolloutEngine
+from megarlhf.rollout.environments.environment import Environment, environment_of
 from megarlhf.rollout.factory import engine_dtype, mesh_orders, sampling_of
 from megarlhf.rollout.in_flight import InFlight
+from megarlhf.rollout.responses import Sampling
 from megarlhf.rollout.slices import SliceRule
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.experience.prompts import PromptData
@@ -59,6 +61,8 @@ class RLRun:
     rewarder: Rewarder
     sampling: Sampling
     bank: RolloutBank
+    environment: Environment | None
+    """Answers the model's turns."""
     in_flight: InFlight
     """Samples of coming steps that are being drawn."""
     phases: Phases
@@ -146,6 +150,7 @@ def build(
     dtypes = actor.shard.dtype, engine_dtype(cfg.rollout, actor)
     ema = None if cfg.ema is None else MovingAverage(build_one("actor_ema"), actor, cfg.ema.decay)
     draws_greedy_slices = cfg.rollout.is_stale and "greedy_rewards" in cfg.algo.traits.reads
+    environment = environment_of(cfg, tokenizer, sampling)
     moving = None
     if cfg.reference_update is not None:
         moving = MovingReference(roles["reference"], actor, cfg.reference_update.every, cfg.reference_update.mixup)
@@ -154,10 +159,11 @@ def build(
         data=data,
         roles=roles,
         engine=engine,
-        rewarder=build_rewarder(cfg, roles.get("reward_model"), tokenizer, runtime, phases),
+        rewarder=build_rewarder(cfg, roles.get("reward_model"), tokenizer, runtime, phases, environment),
         sampling=sampling,
         bank=RolloutBank(cfg.run.dir / "bank"),
-        in_flight=InFlight(SliceRule.of(cfg.rollout)),
+        environment=environment,
+        in_flight=InFlight(SliceRule.of(cfg.rollout), conversations=environment is not None),
         greedy_in_flight=InFlight(SliceRule.of(cfg.rollout)) if draws_greedy_slices else None,
         phases=phases,
         step_guards={name: StepGuard(cfg.train, failures, phases) for name in trained_roles(cfg)},
@@ -202,7 +208,12 @@ def role_builder(
 
 
 def build_rewarder(
-    cfg: RLConfig, reward_model: Role | None, tokenizer: Tokenizer, runtime: Runtime, phases: Phases
+    cfg: RLConfig,
+    reward_model: Role | None,
+    tokenizer: Tokenizer,
+    runtime: Runtime,
+    phases: Phases,
+    environment: Environment | None = None,
 ) -> Rewarder:
     """The configured rewards."""
     return Rewarder(
@@ -214,6 +225,7 @@ def build_rewarder(
         phases,
         unrewarded=cfg.algo.unrewarded,
         may_drop=cfg.data.template_may_drop,
+        environment=environment,
     )
 
 

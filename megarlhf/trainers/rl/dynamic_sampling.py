@@ -14,7 +14,8 @@ from torch import Tensor
 from megarlhf.algo.advantages import without_signal
 from megarlhf.config import DynamicSamplingConfig, RewardConfig
 from megarlhf.data.samples.encoders import PromptSample
-from megarlhf.experience import Experience, Rollouts
+from megarlhf.experience import Experience
+from megarlhf.rollouts import Rollouts
 from megarlhf.trainers.experience.rewards import RewardOutput, bounded, totals_of
 
 

@@ -18,13 +18,17 @@ from megarlhf.columns import Ragged
 from megarlhf.config import RewardConfig, StopConfig
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.data.tokenizers.tokenizer import Tokenizer
-from megarlhf.experience import Rollouts
 from megarlhf.observe.records.metrics import Metric
 from megarlhf.observe.records.sample_tables import Row, spread
 from megarlhf.own_code.policy_terms import estimator_of
+from megarlhf.rollout.conversations import draw_samples
+from megarlhf.rollout.environments.environment import Environment
 from megarlhf.rollout.factory import sampling_of
+from megarlhf.rollout.in_flight import Requests
+from megarlhf.rollout.responses import sample_seed
 from megarlhf.rollout.rewards.accuracy import accuracy_metrics, find_accuracy
 from megarlhf.rollout.rewards.score import gather_rewards, local_reward_batch, make_source
+from megarlhf.rollouts import Rollouts
 from megarlhf.trainers.experience.plan import StepPlan
 from megarlhf.trainers.experience.prompts import make_experience
 from megarlhf.trainers.rl.build import RLRun
@@ -45,7 +49,7 @@ class Evaluator:
         self._sampling = sampling_of(cfg.rollout, cfg.actor, rewarder.tokenizer, greedy=True, data=cfg.data)
         self._accuracy = find_accuracy(cfg.eval.accuracy, cfg.rewards)
         judge = self._accuracy.judge if validation or test else None
-        self._judge = None if judge is None else Judge(judge, rewarder.tokenizer)
+        self._judge = None if judge is None else Judge(judge, rewarder.tokenizer, run.environment)
         self._shown = spread(cfg.samples.count, len(validation))
 
     def close(self) -> None:
@@ -64,7 +68,9 @@ class Evaluator:
             return {}, []
         rollouts, total_N, rewards, metrics = self._measure(step, self._validation, should_stop)
         tokenizer, kl_N = self._run.rewarder.tokenizer, self._kl_of_shown(rollouts)
-        return metrics, rows_of(step, self._shown, self._validation, rollouts, total_N, rewards, tokenizer, kl_N)
+        shown, prompts, environment = self._shown, self._validation, self._run.environment
+        rows = rows_of(step, shown, prompts, rollouts, total_N, rewards, tokenizer, kl_N, environment)
+        return metrics, rows
 
     @property
     def has_test(self) -> bool:
@@ -80,7 +86,17 @@ class Evaluator:
     ) -> tuple[Rollouts, Tensor, dict[str, Tensor], dict[str, Metric]]:
         """Responses, sum of their rewards, values of each reward by name, and metrics."""
         run, tokens = self._run, [torch.tensor(prompt.tokens) for prompt in prompts]
-        rollouts = run.engine.generate(tokens, [0] * len(tokens), self._sampling, should_stop=should_stop)
+        requests = Requests.whole(tokens, [0] * len(tokens), self._sampling.max_tokens)
+        seeds = [sample_seed(run.cfg.run.seed, 0, prompt.index) for prompt in prompts]  # every evaluation has the same
+        rollouts = draw_samples(
+            run.engine,
+            run.environment,
+            prompts,
+            requests,
+            self._sampling,
+            should_stop=should_stop,
+            environment_seeds=seeds,
+        )
         rollouts.versions.require(step)
         total_N, rewards = run.rewarder.validation(make_experience(prompts, rollouts, 1), prompts, should_stop)
         if self._judge is not None:
@@ -113,13 +129,13 @@ class Evaluator:
 class Judge:
     """A rule that judges held-out responses and is not among the rewards."""
 
-    def __init__(self, reward: RewardConfig, tokenizer: Tokenizer) -> None:
-        self.label, self._tokenizer = reward.label, tokenizer
+    def __init__(self, reward: RewardConfig, tokenizer: Tokenizer, environment: Environment | None) -> None:
+        self.label, self._tokenizer, self._environment = reward.label, tokenizer, environment
         self._source = make_source(reward, torch.device("cpu"))
 
     def __call__(self, prompts: Sequence[PromptSample], rollouts: Rollouts, should_stop: Callable[[], bool]) -> Tensor:
         """Judge responses: [N], NaN without a verdict. Collective."""
-        batch = local_reward_batch(prompts, rollouts, self._tokenizer)
+        batch = local_reward_batch(prompts, rollouts, self._tokenizer, self._environment)
         results = gather_rewards(self.label, self._source.start(batch), batch, should_stop=should_stop)
         return torch.tensor([math.nan if result.value is None else result.value for result in results])
 

@@ -9,6 +9,7 @@ at equal weights (`scoring.probe_gap`), and what the age of the weights adds is 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,9 @@ from megarlhf.trainers.experience.statistics import largest_of, means_of, num_to
 
 log = logging.getLogger(__name__)
 
+FIRST_TURNS, LATER_TURNS = "rollout_logprob_gap_first_turns", "rollout_logprob_gap_later_turns"
+"""Metrics of conversations: mean gap of the tokens of first turns, and of later ones."""
+
 
 class LogprobGapError(FloatingPointError):
     """The log-probs of rollout and trainer differed too much for too many steps."""
@@ -36,13 +40,32 @@ def logprob_gap(experience: Experience) -> dict[str, float]:
     Mean, 99.9th percentile and largest, exact and equal on every rank. The percentile is the smallest occurring gap
     that at least 999 of 1000 tokens do not exceed. NaN on either side makes the mean NaN.
     """
-    gap_T = (experience.rollout_logprobs.values_T - experience.columns["old_logprobs"].values_T).abs()
+    old = experience.columns["old_logprobs"]
+    gap_T = (experience.rollout_logprobs.values_T - old.values_T).abs()
     largest = experience.largest_values(gap_T, num_tokens(experience) // 1000 + 1)
     return {
         "rollout_logprob_gap_mean": means_of(experience, gap_T)[0],
         "rollout_logprob_gap_p999": float(largest[-1]),
         "rollout_logprob_gap_max": float(largest[0]),
+        **_gap_by_turn(experience, gap_T, old.lengths_N),
     }
+
+
+def _gap_by_turn(experience: Experience, gap_T: Tensor, lengths_N: Tensor) -> dict[str, float]:
+    """Mean gap of first turns, and of later ones, in conversations with an environment. Collective.
+
+    lengths_N: tokens of each sample in gap_T
+    """
+    stretches = experience.rollouts.stretches
+    if stretches is None:
+        return {}
+    first_N = torch.tensor([int(row[0]) for row in stretches.lengths.rows()])
+    starts_N = lengths_N.cumsum(0) - lengths_N
+    within_T = torch.arange(len(gap_T)) - starts_N.repeat_interleave(lengths_N)
+    is_first_T = (within_T < first_N.repeat_interleave(lengths_N)).to(gap_T)
+    first, share, later = means_of(experience, gap_T * is_first_T, is_first_T, gap_T * (1 - is_first_T))
+    by_turn = {FIRST_TURNS: (first, share), LATER_TURNS: (later, 1 - share)}
+    return {name: mean / share for name, (mean, share) in by_turn.items() if share > 0}
 
 
 def staleness(experience: Experience, step: int) -> dict[str, float]:
@@ -125,6 +148,12 @@ class MismatchGuard:
         self._all_steps += 1
         self._steps = self._steps + 1 if over else 0
         self._exceeded = " and ".join(over)
+        if over and gap.get(FIRST_TURNS, math.inf) <= self._limits["mean"] < gap.get(LATER_TURNS, 0.0):
+            self._exceeded += (
+                f" (first turns {gap[FIRST_TURNS]:.3g}, later ones {gap[LATER_TURNS]:.3g}: what the engine read before "
+                "later turns is not what the trainer reads there, such as a history that was tokenized again, a "
+                "thought that was dropped, or positions that are off)"
+            )
         if over:
             log.info(  # equal on every rank; the first rank shows it
                 "%s: step %d of the %d in a row that end the run", self._exceeded, self._steps, self._steps_allowed

@@ -54,6 +54,7 @@ def run(cfg: RLConfig, runtime: Runtime, parts: RunFactories = RunFactories()) -
             notes += slice_notes(rl_run, runtime.world_size)
         with (
             contextlib.closing(rl_run.rewarder),
+            contextlib.closing(rl_run.environment) if rl_run.environment else contextlib.nullcontext(),
             contextlib.closing(evaluation),
             closed_at_the_end(rl_run.engine),
             open_session(cfg, cfg.run, runtime, "rl", cfg.train.num_steps, notes, training, phases=phases) as session,
@@ -147,7 +148,8 @@ def show_samples(run: RLRun, session: Session, state: StepState) -> None:
         kl_N = kl_by_sample(experience, run.cfg.algo.kl)
         if session.records is not None:  # rank 0
             prompts = list(map(run.data.prompt_of, experience.per_sample["records"].tolist()))
-            rows = training_rows(samples, number, experience, prompts, run.data.tokenizer, kl_N)
+            tokenizer, environment = run.data.tokenizer, run.environment
+            rows = training_rows(samples, number, experience, prompts, tokenizer, kl_N, environment)
             session.show("train", number, rows)
     session.keep_lengths(experience.prompt_lengths_N.tolist(), experience.response_lengths_N.tolist())
 

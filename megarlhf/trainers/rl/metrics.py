@@ -12,6 +12,7 @@ from megarlhf.algo.kl import KLKind, kl_estimate
 from megarlhf.config import KLConfig, RLConfig
 from megarlhf.experience import Experience
 from megarlhf.own_code.policy_terms import estimator_of
+from megarlhf.rollouts import REASONS, Rollouts
 from megarlhf.trainers.experience.statistics import means_of, moments_of, sums_of, variance_of
 from megarlhf.trainers.rl.advantages import total_rewards
 
@@ -53,6 +54,7 @@ def describe(experience: Experience, cfg: RLConfig) -> dict[str, float | None]:
         "finished_fraction": float(experience.rollouts.finished_N.float().mean()),
         "tokens": int(lengths_N.sum()),
     }
+    metrics |= conversation_metrics(experience.rollouts)
     if trained_N is not None:
         metrics["samples_left_out"] = int((~trained_N).sum())
     if cfg.rollout.num_samples_per_prompt > 1:
@@ -66,6 +68,23 @@ def describe(experience: Experience, cfg: RLConfig) -> dict[str, float | None]:
     if experience.holding is not None:
         metrics["columns_received_mib"] = int(experience.holding.traffic.received_W.max()) / 2**20
     return metrics
+
+
+def conversation_metrics(rollouts: Rollouts) -> dict[str, float | None]:
+    """Metrics of conversations with an environment; none where there is no environment."""
+    if rollouts.stretches is None or not rollouts.dialogues:
+        return {}
+    dialogues, count = rollouts.dialogues, len(rollouts.dialogues)
+    turns_N = (rollouts.stretches.lengths.lengths_N + 1) // 2
+    added = sum(talk.added for talk in dialogues)
+    return {
+        "turns_mean": float(turns_N.double().mean()),
+        "observed_tokens_mean": (rollouts.stretches.observed.num_tokens + added) / count,
+        **{f"ended_by/{reason}": sum(talk.ended_by == reason for talk in dialogues) / count for reason in REASONS},
+        "turns_rewritten": sum(talk.rewritten for talk in dialogues),
+        "turns_with_other_white_space": sum(talk.white_space for talk in dialogues),
+        "conversations_redrawn": sum(talk.redraws for talk in dialogues),
+    }
 
 
 def share_without_signal(rewards_N: Tensor, groups_N: Tensor) -> float:

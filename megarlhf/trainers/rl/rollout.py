@@ -19,12 +19,14 @@ import torch
 from megarlhf.config import RLConfig
 from megarlhf.data.sample_types import PromptSample
 from megarlhf.data.samples.dataset import Samples, record_numbers
-from megarlhf.experience import Experience, Rollouts
+from megarlhf.experience import Experience
 from megarlhf.resume.claim.config_changes import mathematics_of
 from megarlhf.resume.points.point import shown_step
-from megarlhf.rollout.engine import sample_seed
+from megarlhf.rollout.conversations import draw_samples
 from megarlhf.rollout.in_flight import Requests
+from megarlhf.rollout.responses import sample_seed
 from megarlhf.rollout.slices import describe_rounds
+from megarlhf.rollouts import Rollouts
 from megarlhf.trainers.experience.prompts import make_experience, repeat_prompts
 from megarlhf.trainers.experience.rewards import PendingRewards, RewardOutput
 from megarlhf.trainers.rl.build import RLRun
@@ -58,11 +60,12 @@ def generate(run: RLRun, session: Session, order: PromptOrder, step: int) -> Ste
     begin_samples(run, session, order, step)
     flight, greedy = run.in_flight, run.greedy_in_flight
     requests = flight.requests(step, run.data.prompt_tokens, partial(sample_seed, run.cfg.run.seed))
-    rollouts = draw_requests(run, session, requests, step)
+    samples = [run.data.train[n] for n in requests.numbers] if run.environment else []
+    rollouts = draw_requests(run, session, requests, samples, step)
     flight.extend(requests, rollouts)
-    samples = flight.take(step)
-    prompts = [run.data.train[n] for n in samples.prompts]
-    responses = samples.rollouts.to(session.runtime.device)
+    taken = flight.take(step)
+    prompts = [run.data.train[n] for n in taken.prompts]
+    responses = taken.rollouts.to(session.runtime.device)
     experience = make_experience(prompts, responses, run.cfg.rollout.num_samples_per_prompt)
     if greedy is None:
         rollout = complete(run, session, prompts, experience, step)
@@ -122,9 +125,12 @@ def complete(
     return rollout
 
 
-def draw_requests(run: RLRun, session: Session, requests: Requests, step: int, refill: int = 0) -> Rollouts:
+def draw_requests(
+    run: RLRun, session: Session, requests: Requests, samples: Sequence[PromptSample], step: int, refill: int = 0
+) -> Rollouts:
     """Draw responses, or parts of them; each finished one is kept in the rollout bank. Collective.
 
+    samples: prompt of each request; only read where there is an environment
     refill: number of the round of dynamic sampling; 0 is the step's first
     """
     if not requests.prompts:  # all responses of these steps are finished
@@ -141,8 +147,17 @@ def draw_requests(run: RLRun, session: Session, requests: Requests, step: int, r
         if kept.num_taken_over:
             held = f"{kept.num_taken_over} of {len(rows)} responses are in the rollout bank"
             session.note(f"step {session.number}: {held}")
-        rollouts = run.engine.generate(rows, seeds, sampling, parts=parts, bank=kept, should_stop=session.asked_to_stop)
-        rollouts.versions.require(step)
+        rollouts = draw_samples(
+            run.engine,
+            run.environment,
+            samples,
+            requests,
+            sampling,
+            bank=kept,
+            should_stop=session.asked_to_stop,
+        )
+        if not rollouts.dialogues:  # the whole conversations, earlier slices included, are checked when they are taken
+            rollouts.versions.require(step)
         phases.add_local(run.engine.local_seconds)
         drawn = math.nan if kept.num_taken_over else float(rollouts.responses.num_tokens)
         phases.count("rollout_tokens_per_second", drawn)
@@ -153,7 +168,8 @@ def draw_requests(run: RLRun, session: Session, requests: Requests, step: int, r
 def draw(run: RLRun, session: Session, prompts: Sequence[PromptSample], step: int, refill: int) -> Experience:
     """Draw num_samples_per_prompt whole responses to each prompt of a round of dynamic sampling. Collective."""
     requests = whole_requests(run.cfg, prompts, step, refill)
-    rollouts = draw_requests(run, session, requests, step, refill)
+    samples = repeat_prompts(prompts, run.cfg.rollout.num_samples_per_prompt)
+    rollouts = draw_requests(run, session, requests, samples, step, refill)
     return make_experience(prompts, rollouts, run.cfg.rollout.num_samples_per_prompt)
 
 

@@ -16,13 +16,14 @@ from torch import Tensor
 from megarlhf.algo.length_shaping import missing_end_penalty, overlong_penalty
 from megarlhf.columns import Ragged
 from megarlhf.config import ROLES, RLConfig
-from megarlhf.experience import Experience, Rollouts
+from megarlhf.experience import Experience
 from megarlhf.kernels import packed_sums
 from megarlhf.models.role import Role
 from megarlhf.parallel.micro_batch import MicroBatch
 from megarlhf.parallel.vocab import batch_logprobs
-from megarlhf.rollout.engine import sample_seed
 from megarlhf.rollout.in_flight import Requests
+from megarlhf.rollout.responses import drawn_by, responses_of, rollouts_of, sample_seed
+from megarlhf.rollouts import Rollouts
 from megarlhf.trainers.experience.batches import forward_per_token
 from megarlhf.trainers.experience.plan import StepPlan
 from megarlhf.trainers.experience.prompts import repeat_prompts
@@ -100,7 +101,7 @@ def shaping_of(experience: Experience, cfg: RLConfig) -> Tensor:
     overlong, longest = cfg.algo.overlong, cfg.rollout.max_response_tokens
     shaping_N = missing_end_penalty(experience.rollouts.finished_N, penalty=cfg.algo.missing_end_penalty)
     if overlong.buffer_tokens is not None:
-        lengths_N = experience.response_lengths_N
+        lengths_N = experience.rollouts.positions_N  # of a conversation: with all that was observed
         shaping_N = shaping_N + overlong_penalty(
             lengths_N, longest=longest, buffer=overlong.buffer_tokens, penalty=overlong.penalty
         )
@@ -147,16 +148,29 @@ def probe_gap(run: RLRun, session: Session, requests: Requests, drawn: Rollouts,
         chosen += sorted(generator.sample(rows, min(cfg.rollout.gap_probe_samples, len(rows))))
     if not chosen:
         return {}
-    probed = Experience(
-        prompts=tuple(requests.prompts[row] for row in chosen),
-        groups_N=torch.arange(len(chosen)),
-        rollouts=Rollouts.joined([(drawn, chosen)]),
-    )
+    rollouts, prompts = Rollouts.joined([(drawn, chosen)]), [requests.prompts[row] for row in chosen]
+    if rollouts.dialogues:  # whole conversations, with what earlier weights have drawn
+        rollouts, prompts = drawn_now(rollouts, [run.data.prompt_tokens(requests.numbers[row]) for row in chosen], step)
+    probed = Experience(prompts=tuple(prompts), groups_N=torch.arange(len(prompts)), rollouts=rollouts)
+    if not prompts:
+        return {}
     plan = StepPlan.whole(probed, cfg.train)
     with session.stoppable("score/actor"):
         temperature = cfg.rollout.temperature
         logprobs = policy_logprobs(run.actor, probed, plan, plan.mini_batches, temperature=temperature)
     return logprob_gap(probed.with_columns({"old_logprobs": logprobs}))
+
+
+def drawn_now(rollouts: Rollouts, prompts: Sequence[Tensor], version: int) -> tuple[Rollouts, list[Tensor]]:
+    """Conversations from the first token on that a version drew, and all tokens before it. Those of which it drew
+    nothing are left out."""
+    kept, before = [], []
+    for response, prompt, opening in zip(responses_of(rollouts), prompts, rollouts.openings, strict=True):
+        written, rest = drawn_by(version, response)
+        if rest.tokens:
+            kept.append(rest)
+            before.append(torch.cat([prompt if opening is None else opening, torch.tensor(written, dtype=torch.int64)]))
+    return rollouts_of(kept).to(rollouts.responses.values_T.device), before
 
 
 def greedy_rewards(cfg: RLConfig, session: Session, greedy: PendingRewards) -> Tensor:

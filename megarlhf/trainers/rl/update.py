@@ -15,7 +15,7 @@ from megarlhf.models.role import Role
 from megarlhf.observe.records.metrics import Metric
 from megarlhf.parallel.loss import StepResult
 from megarlhf.parallel.router_balance import ROUTER_AUX_LOSS
-from megarlhf.rollout.engine import sample_seed
+from megarlhf.rollout.responses import sample_seed
 from megarlhf.trainers.experience.batches import loss_weights, micro_batches, per_token_of
 from megarlhf.trainers.experience.plan import StepPlan, split_into_mini_batches
 from megarlhf.trainers.rl.advantages import add_advantages, whiten_per_mini_batch

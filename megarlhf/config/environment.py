@@ -1,0 +1,47 @@
+"""Configuration of an environment that answers the model's turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import PositiveInt
+
+from megarlhf.config.own_names import PathOnly
+from megarlhf.config.rewards import RewardConfig
+from megarlhf.config.roles import FrozenModel, Positive
+
+
+class EnvironmentConfig(FrozenModel):
+    """An environment makes conversations of responses: turns of the model, and what it writes between them."""
+
+    function: PathOnly
+    """Your class, `package.module:Class`, with `reset(fields, seed)` and `step(turn)` (docs/environments.md)."""
+    args: Mapping[str, Any] = {}
+    """Arguments of the class, by name."""
+    max_turns: PositiveInt = 8
+    """Most turns of the model. A conversation that goes on beyond is truncated."""
+    max_turn_tokens: PositiveInt | None = None
+    """Most tokens of one turn; a turn that is cut ends the conversation. Default: `rollout.max_response_tokens`, the
+    limit of all that stands after the prompt, sampled or not."""
+    workers: PositiveInt = 1
+    """Worker processes of each rank. Many conversations wait in one process if `step` is `async def`; other calls of a
+    process run one after the other."""
+    seconds_per_step: Positive = 60.0
+    """Time limit of one call of `reset` or `step`."""
+    on_failure: Literal["redraw", "drop", "stop"] = "redraw"
+    """Handling of an environment that raises, hangs, exits or returns what is no answer. `redraw`: the conversation
+    begins anew with the same seed, up to three times, and then the run ends. `drop`: leave the sample out of the step
+    and count it. `stop`: end the run."""
+    history: Literal["refuse", "as_sampled"] = "refuse"
+    """Handling of a turn that the chat template writes otherwise once an answer follows, such as without its thought.
+    `refuse`: the run ends. `as_sampled`: later turns read what was sampled, and `turns_rewritten` counts such turns."""
+
+
+def require_environment(environment: EnvironmentConfig | None, rewards: Sequence[RewardConfig]) -> None:
+    """Raises: ValueError for a reward of an environment where there is none."""
+    if environment is None and any(reward.kind == "environment" for reward in rewards):
+        raise ValueError(
+            "rewards names kind 'environment', and there is none: give a section environment with your class, "
+            "environment: {function: mine:Guess}, or leave the reward out"
+        )

@@ -1,0 +1,204 @@
+"""The configured environment on one rank: its processes, what the template writes between turns, and its limits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megarlhf.config import ConversationConfig, EvaluateConfig, GenerateConfig, RLConfig
+from megarlhf.config.ask import AskConfig
+from megarlhf.config.environment import EnvironmentConfig
+from megarlhf.data.records.conversations import tools_of, variables_of
+from megarlhf.data.sample_types import PromptSample
+from megarlhf.data.text.templates import Conversation, chat_template, has_template
+from megarlhf.data.tokenizers.tokenizer import Tokenizer
+from megarlhf.rollout.environments.answer import Answer, Turn
+from megarlhf.rollout.environments.pool import EnvironmentPool
+from megarlhf.rollout.environments.rendering import ChatRendering, HistoryRewritten, PlainRendering
+from megarlhf.rollout.environments.transcript import Transcript, messages_of_turns, open_answer
+from megarlhf.rollout.responses import Sampling
+from megarlhf.rollouts import Rollouts
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Tokens before a turn, and the conversation that they belong to."""
+
+    tokens: list[int]
+    talk: Talk
+    history: str = "exact"
+    """How the template writes the turn before: `rendering.Outcome`."""
+
+
+@dataclass(frozen=True)
+class Talk:
+    """A conversation before a turn."""
+
+    conversation: Conversation | str
+    """All messages before the turn; the prompt's text where prompts have no template."""
+    begun: str = ""
+    """Text of the turn that is written already, because the environment answered inside it."""
+
+
+@dataclass(frozen=True)
+class Resting:
+    """A conversation that waits for a later round, with its environment."""
+
+    key: int
+    """Number in the pool."""
+    digest: str
+    """Digest of the tokens that were written."""
+    talk: Talk
+
+
+@dataclass(frozen=True)
+class TurnLimits:
+    """Limits of a conversation besides that of all tokens after the prompt."""
+
+    max_turns: int
+    max_turn_tokens: int
+
+
+class Environment:
+    """The environment of a run. Each rank asks its own processes."""
+
+    def __init__(
+        self,
+        section: EnvironmentConfig,
+        data: ConversationConfig,
+        tokenizer: Tokenizer,
+        *,
+        end_ids: Sequence[int],
+        max_tokens: int,
+    ) -> None:
+        """max_tokens: `rollout.max_response_tokens`"""
+        self.limits = TurnLimits(section.max_turns, min(section.max_turn_tokens or max_tokens, max_tokens))
+        self.on_failure = section.on_failure
+        self._tokenizer, self._end_ids = tokenizer, frozenset(end_ids)
+        self.chat = rendering_of(section, data, tokenizer)
+        self._plain = PlainRendering(tokenizer)
+        self.pool = EnvironmentPool(
+            section.function, section.args, workers=section.workers, seconds_per_step=section.seconds_per_step
+        )
+        self._resting: dict[int, Resting] = {}
+        self._resting_before: dict[int, Resting] = {}
+        """Conversations that rest since the last round, by seed."""
+        self._reported: set[str] = set()
+
+    def close(self) -> None:
+        """End the environment's processes."""
+        self.pool.close()
+
+    # --- texts and tokens -----------------------------------------------------------------------
+
+    def text(self, tokens: Sequence[int], *, finished: bool) -> str:
+        """Text of a turn, as environments and rewards read it."""
+        text = self._tokenizer.decode(tokens, continuation=True)
+        # A turn that was cut may end inside a character, which the replacement character marks.
+        return text if finished else text.removesuffix("\N{REPLACEMENT CHARACTER}")
+
+    def opening(self, prompt: PromptSample, answer: Answer) -> Continuation:
+        """The beginning of a conversation; no tokens if the answer of `reset` adds nothing to the prompt's.
+
+        Raises: ValueError for messages that cannot be written.
+        """
+        asked = self.asked(prompt)
+        if not answer.messages:
+            return Continuation([], Talk(asked))
+        opening = self._rendering(asked).opening(asked, answer.messages)
+        begun = answer.messages if isinstance(answer.messages, str) and not isinstance(asked, str) else ""
+        return Continuation(opening.ids, Talk(opening.conversation, begun))
+
+    def between(self, talk: Talk, turn: Turn, answer: Answer, sampled: Sequence[int]) -> Continuation:
+        """Tokens between a turn and the next one. `sampled`: tokens of the turn
+
+        Raises: ValueError for an answer that cannot be written.
+        """
+        text = talk.begun + turn.text
+        ended_by = sampled[-1] if sampled and sampled[-1] in self._end_ids else None
+        delta = self._rendering(talk.conversation).delta(talk.conversation, text, answer.messages, ended_by=ended_by)
+        begun = text + answer.messages if isinstance(answer.messages, str) else ""
+        return Continuation(delta.ids, Talk(delta.conversation, begun), delta.history)
+
+    def asked(self, prompt: PromptSample) -> Conversation | str:
+        """The prompt, with the tools and template variables of its record."""
+        if prompt.messages is None:
+            return prompt.text
+        messages, fields = [dict(message) for message in prompt.messages], prompt.fields
+        return Conversation(messages, tools_of(fields), variables=variables_of(fields))
+
+    def _rendering(self, conversation: Conversation | str) -> ChatRendering | PlainRendering:
+        if isinstance(conversation, str):
+            return self._plain
+        assert self.chat is not None, "a prompt of messages was written by a template"
+        return self.chat
+
+    def transcript(self, prompt: PromptSample, rollouts: Rollouts, sample: int) -> Transcript:
+        """A sample as text."""
+        assert rollouts.stretches is not None, "samples without an environment"
+        tokens = rollouts.responses.rows()[sample].split(rollouts.stretches.sampled.rows()[sample].tolist())
+        observations, finished = rollouts.dialogues[sample].observations, rollouts.finished_N.tolist()[sample]
+        ends = [True] * (len(tokens) - 1) + [finished]
+        turns = [self.text(turn.tolist(), finished=end) for turn, end in zip(tokens, ends, strict=True)]
+        asked = self.asked(prompt)
+        if isinstance(asked, str):
+            parts = zip(observations, [*turns[:-1], ""], strict=False)
+            return Transcript(turns, asked + "".join(f"{text or ''}{turn}" for text, turn in parts), None)
+        assert self.chat is not None, "a prompt of messages was written by a template"
+        messages = messages_of_turns(prompt, observations, turns[:-1])
+        before, begun = open_answer(messages)
+        text = self.chat.template.text(replace(asked, messages=before), reply=True)
+        return Transcript(turns, text + begun, messages)
+
+    def is_fatal(self, error: ValueError) -> bool:
+        """Whether an error is one of the configuration, which no other answer mends."""
+        return isinstance(error, HistoryRewritten)
+
+    # --- conversations that rest ----------------------------------------------------------------
+
+    def next_round(self) -> None:
+        """Forget resting conversations that this rank did not go on with in the last round."""
+        for resting in self._resting_before.values():
+            self.pool.forget(resting.key)
+        self._resting, self._resting_before = {}, self._resting
+
+    def rest(self, seed: int, resting: Resting) -> None:
+        """Keep the environment of a conversation that goes on in a later round."""
+        self._resting[seed] = resting
+
+    def rested(self, seed: int, digest: str) -> Resting | None:
+        """Take back the conversation of a seed; None if this rank has none that has seen these tokens."""
+        resting = self._resting_before.pop(seed, None)
+        if resting is not None and resting.digest != digest:
+            self.pool.forget(resting.key)
+            return None
+        return resting
+
+    def report(self, message: str) -> None:
+        """Log a failure that the run survives; an equal one once."""
+        if message not in self._reported:
+            self._reported.add(message)
+            log.warning("%s; the conversation begins anew", message)
+
+
+def environment_of(
+    cfg: RLConfig | GenerateConfig | EvaluateConfig | AskConfig, tokenizer: Tokenizer, sampling: Sampling
+) -> Environment | None:
+    """The environment of a configuration, with its processes; None if it has none."""
+    if cfg.environment is None:
+        return None
+    return Environment(
+        cfg.environment, cfg.data, tokenizer, end_ids=sampling.end_ids, max_tokens=cfg.rollout.max_response_tokens
+    )
+
+
+def rendering_of(section: EnvironmentConfig, data: ConversationConfig, tokenizer: Tokenizer) -> ChatRendering | None:
+    """Rendering of conversations by the chat template; None where prompts are texts."""
+    mode = data.template_mode
+    if mode == "plain" or (mode == "auto" and not has_template(tokenizer)):
+        return None
+    template = chat_template(tokenizer, data.chat_template_text(), data.template_args)
+    return ChatRendering(template, section.history, data.template_may_drop)

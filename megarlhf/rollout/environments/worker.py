@@ -1,0 +1,39 @@
+"""A process that runs a user's environment: `python -m megarlhf.rollout.environments.worker FD RANK`, as
+`workers/supervisor.py` says. Only the standard library is imported, and numpy if it is installed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from multiprocessing.connection import Connection
+
+from megarlhf.rollout.environments.checks import check_environment
+from megarlhf.rollout.environments.host import ConversationHost
+from megarlhf.rollout.environments.protocol import RunningCode, WorkerStart
+from megarlhf.rollout.workers.supervisor import run_child
+
+
+def _answer(connection: Connection) -> None:
+    """Load the class, then answer calls until the pipe is closed."""
+    start: WorkerStart = connection.recv()
+    running = RunningCode(start.running_fd)
+    os.close(start.running_fd)
+    sys.path[:] = start.path
+    with contextlib.suppress(ImportError):
+        importlib.import_module("numpy.random")  # before a conversation draws from it
+    try:
+        environment = check_environment(start.function, start.args)
+    except ValueError as error:
+        connection.send(str(error))
+        return
+    host = ConversationHost(environment, start.args, start.seconds_per_step, connection, running)
+    connection.send("")
+    host.serve()
+    sys.stdout.flush()
+    os._exit(0)  # without waiting for threads of the user's
+
+
+if __name__ == "__main__":
+    run_child(int(sys.argv[1]), int(sys.argv[2]), _answer)

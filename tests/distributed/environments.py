@@ -1,0 +1,110 @@
+"""Environments of the tests, whose prompts are sums as texts: `12+3=`."""
+
+import asyncio
+import os
+import random
+import time
+import zlib
+
+from megarlhf import Answer
+
+
+class Again:
+    """Asks the sum once more after a wrong answer. A turn earns less the later it is."""
+
+    def __init__(self, factor=0.5):
+        self.factor = factor
+
+    def reset(self, fields, seed):
+        self.asked, self.answer = fields["prompt"], str(fields["answer"])
+        self.texts = []
+
+    def step(self, turn):
+        assert turn.number == len(self.texts), (turn, self.texts)
+        self.texts.append(turn.text)
+        if turn.text.strip() == self.answer:
+            return Answer(reward=self.factor**turn.number, done=True)
+        return Answer(self.asked[-3:], reward=-0.1)
+
+
+class Chance(Again):
+    """Observations, rewards and the end follow from the process's random numbers."""
+
+    def step(self, turn):
+        if (chance := random.random()) < 0.2:
+            return Answer(reward=1.0, done=chance < 0.1)
+        return Answer("".join(random.choices("123456789", k=random.randint(1, 4))), reward=round(random.random(), 3))
+
+
+class Slow(Chance):
+    """As `Chance`, and each answer takes a time of its own."""
+
+    def __init__(self, seconds=0.05, salt=""):
+        super().__init__()
+        self.seconds, self.salt = seconds, salt
+
+    async def step(self, turn):
+        answer = super().step(turn)
+        share = zlib.crc32(f"{self.salt}{self.asked}{turn.text}".encode()) % 1000 / 1000
+        await asyncio.sleep(self.seconds * share)
+        return answer
+
+
+class Opens(Again):
+    """Adds to the prompt, in each sample otherwise."""
+
+    def reset(self, fields, seed):
+        super().reset(fields, seed)
+        return str(seed % 10) * (1 + seed % 2)
+
+
+class Over:
+    """Ends the conversation with its first turn."""
+
+    def reset(self, fields, seed):
+        self.answer = str(fields["answer"])
+
+    def step(self, turn):
+        return Answer(reward=right("", turn.text, {}), done=True)
+
+
+class Faulty(Again):
+    """Fails in the way and at the turn that are given, in some conversations."""
+
+    def __init__(self, how="raises", at=1, marker=None):
+        super().__init__()
+        self.how, self.at, self.marker = how, at, marker
+
+    def reset(self, fields, seed):
+        super().reset(fields, seed)
+        self.fails = seed % 3 == 0
+        if self.at < 0:
+            self.fail()
+
+    def step(self, turn):
+        if turn.number == self.at:
+            self.fail()
+        return super().step(turn)
+
+    def fail(self):
+        if not self.fails or (self.marker and self.has_failed()):
+            return
+        if self.how == "raises":
+            raise KeyError("planted")
+        if self.how == "hangs":
+            time.sleep(1000)
+        if self.how == "exits":
+            os._exit(7)
+
+    def has_failed(self):
+        """Whether this conversation failed before; it leaves a file."""
+        path = f"{self.marker}/{zlib.crc32(self.asked.encode())}"
+        if os.path.exists(path):
+            return True
+        open(path, "w").close()
+        return False
+
+
+def right(prompt, response, fields):
+    """The reward of `Over` as a rule."""
+    return float(response[:1] in "13579")

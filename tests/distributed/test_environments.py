@@ -1,0 +1,248 @@
+"""Conversations with an environment: the same bits whatever the order, the timing and the number of engines.
+
+Bit for bit in fp32 on a CPU. Not covered: GPUs; kills by SIGKILL (`make test-faults`).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarlhf.observe.records.metrics import read_metrics
+from tests.distributed.environment_jobs import failing_command, failing_engine
+from tests.distributed.test_resume import BANK, rows, weights
+from tests.distributed.test_slices import SAME_WEIGHTS, assert_equal, killed, run, tree
+from tests.refuses import lines_naming, missing_names
+
+HERE = "tests.distributed.environments:"
+ENDS = (1, 2, 5, 7, 9)
+"""Tokens that end a turn, or hardly any would end by itself."""
+
+
+def conversations(
+    models: dict[str, Path], data: dict[str, Path], name: str = "Chance", *, tp: int = 1, args: Any = (), **rollout: Any
+) -> dict[str, Any]:
+    """GRPO of 2 steps with 16 conversations of up to 5 turns and 20 tokens each."""
+    rollout = {"max_response_tokens": 20, "engine": "vllm", "stop_token_ids": ENDS, **rollout}
+    cfg = tree(models, data, tp=tp, **rollout)
+    cfg["train"]["num_steps"] = 2
+    cfg["environment"] = {"function": HERE + name, "args": dict(args), "max_turns": 5, "max_turn_tokens": 6}
+    cfg["rewards"] = [{"kind": "environment"}]
+    return cfg
+
+
+@pytest.fixture(scope="module")
+def alone(vllm_ranks, one_layer, data, tmp_path_factory) -> Any:
+    """One engine, which begins all conversations at once; the environments answer at once."""
+    return run(vllm_ranks, 1, conversations(one_layer, data), tmp_path_factory.mktemp("alone") / "run")
+
+
+def test_conversations_have_turns_of_all_kinds(alone) -> None:
+    """Otherwise the tests of this file would show little."""
+    dialogues = [dialogue for step in alone[0] for dialogue in step["columns"]["dialogues"]]
+    assert {talk["ended_by"] for talk in dialogues} == {"environment", "model", "turn_cut", "no_room", "max_turns"}
+    assert {len(dialogue["rewards"]) for dialogue in dialogues} >= {1, 2, 3, 4, 5}
+    for step in alone[0]:
+        columns = step["columns"]
+        for prompt, sampled, sequence in zip(
+            *(columns[name] for name in ("prompts", "responses", "sequences")), strict=True
+        ):
+            assert sequence[: len(prompt)] == prompt
+            assert len(sampled) <= len(sequence) - len(prompt) <= 20
+
+
+ORDERS: dict[str, dict[str, Any]] = {
+    "one after the other": {"vllm": {"args": {"max_num_seqs": 1}}},
+    "rows reversed": {"backwards": True},
+    "answers delayed": {"name": "Slow"},
+    "engine and trainer delayed": {"name": "Slow", "delayed": 7},
+}  # fmt: skip
+DRAWN = ("prompts", "responses", "finished", "sequences", "dialogues")
+"""What an engine and an environment have drawn, but for log-probs."""
+
+
+@pytest.mark.parametrize("case", ORDERS)
+def test_neither_order_nor_timing_changes_a_bit(case, alone, vllm_ranks, one_layer, data, tmp_path) -> None:
+    options = dict(ORDERS[case])
+    keys = {key: options.pop(key) for key in ("name", "vllm") if key in options}
+    other = run(vllm_ranks, 1, conversations(one_layer, data, **keys), tmp_path / "other", **options)
+    assert_equal(alone, other)
+
+
+@pytest.mark.parametrize(("tp", "tolerance"), [(1, 0.0), (2, 1e-5)])
+def test_two_engines_and_one_of_two_ranks_draw_the_same(tp, tolerance, alone, vllm_ranks, one_layer, data, tmp_path):
+    """In the first step, before the trainers of other layouts round otherwise."""
+    cfg = conversations(one_layer, data, "Slow", tp=tp)
+    cfg["train"]["num_steps"] = 1
+    other = run(vllm_ranks, 2, cfg, tmp_path / "other")
+    mine, theirs = alone[0][0]["columns"], other[0][0]["columns"]
+    assert {name: theirs[name] for name in DRAWN} == {name: mine[name] for name in DRAWN}
+    logprobs = [columns["engine's log-probs"] for columns in (mine, theirs)]
+    assert max(abs(a - b) for a, b in zip(*logprobs, strict=True)) <= tolerance
+
+
+@pytest.mark.parametrize("slices", [2, 3])
+def test_slices_of_unchanged_weights_are_the_whole_conversations(slices, vllm_ranks, one_layer, data, tmp_path) -> None:
+    """Tokens, observations and columns. Each token is drawn by the version of its position, observations counted."""
+    cfg = conversations(one_layer, data)
+    cfg["actor"]["optim"] = SAME_WEIGHTS
+    cfg["train"]["num_steps"] = 3
+    whole = run(vllm_ranks, 1, cfg, tmp_path / "whole")
+    sliced = run(vllm_ranks, 1, cfg, tmp_path / "sliced", f"rollout.slices={slices}")
+    assert_equal(whole, sliced)
+    size, spans = -(-20 // slices), set()
+    for step, found in enumerate(sliced[0]):
+        columns = found["columns"]
+        for prompt, sampled, sequence, versions in zip(
+            *(columns[name] for name in ("prompts", "responses", "sequences")), found["versions"], strict=True
+        ):
+            assert len(versions) == len(sampled)
+            spans.add(len(set(versions)))
+            assert versions == sorted(versions)
+            assert versions[0] == max(0, step - slices + 1)
+            last = len(sequence) - len(prompt) - 1
+            assert versions[-1] == max(0, step - slices + 1 + last // size)
+    assert max(spans) == slices
+
+
+def test_one_turn_is_a_run_without_an_environment(vllm_ranks, one_layer, data, tmp_path) -> None:
+    """Samples, columns and weights, bit for bit."""
+    cfg = conversations(one_layer, data, "Over")
+    cfg["environment"]["max_turn_tokens"] = None
+    talked = run(vllm_ranks, 1, cfg, tmp_path / "talked")
+    del cfg["environment"]
+    cfg["rewards"] = [
+        {"kind": "rule", "rule": "tests.distributed.environments:right", "name": "environment", "workers": 0}
+    ]
+    plain = run(vllm_ranks, 1, cfg, tmp_path / "plain")
+    for mine, theirs in zip(talked[0], plain[0], strict=True):
+        for name, column in theirs["columns"].items():
+            # A turn's reward is a token's: the response's own is 0.
+            assert name in ("dialogues", "rewards") or mine["columns"][name] == column, name
+    for mine, theirs in zip(talked[1], plain[1], strict=True):
+        assert {name: value for name, value in mine.items() if name in theirs} == theirs
+    assert talked[1][-1]["turns_mean"] == 1
+    assert any(row["reward_mean"] for row in plain[1] if "reward_mean" in row), "no reward differs"
+
+
+@pytest.mark.parametrize("name", ["Opens"])
+def test_an_environment_adds_to_the_prompt(name, vllm_ranks, one_layer, data, tmp_path) -> None:
+    """Samples of one prompt then have prompts of their own, whose tokens count as written after it."""
+    cfg = conversations(one_layer, data, name)
+    steps, _ = run(vllm_ranks, 1, cfg, tmp_path / "run")
+    columns = steps[0]["columns"]
+    lengths = [[len(prompt) for prompt in columns["prompts"][n : n + 4]] for n in range(0, 16, 4)]
+    assert any(len(set(group)) == 2 for group in lengths)
+    for prompt, sequence, talk in zip(columns["prompts"], columns["sequences"], columns["dialogues"], strict=True):
+        assert (sequence[: len(prompt)], list(talk["opening"])) == (prompt, prompt)
+        assert talk["added"] in (1, 2)
+        assert len(sequence) - len(prompt) + talk["added"] <= 20
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["raises", "hangs", "exits"])
+def test_a_conversation_whose_environment_fails_begins_anew(how, vllm_ranks, one_layer, data, tmp_path) -> None:
+    """It becomes what it would have been; so do the others, whose environments were in the same process."""
+    cfg = conversations(one_layer, data, "Again")
+    expected = run(vllm_ranks, 1, cfg, tmp_path / "expected")
+    (tmp_path / "marks").mkdir()
+    cfg = conversations(one_layer, data, "Faulty", args={"how": how, "marker": str(tmp_path / "marks")})
+    cfg["environment"]["seconds_per_step"] = 0.5
+    steps, metrics = run(vllm_ranks, 1, cfg, tmp_path / "run")
+    assert sum(row.get("conversations_redrawn", 0) for row in metrics) == len(list((tmp_path / "marks").iterdir())) > 0
+    for mine, theirs in zip(steps, expected[0], strict=True):
+        same = {name for name in theirs["columns"] if name != "dialogues"}
+        assert {name: mine["columns"][name] for name in same} == {name: theirs["columns"][name] for name in same}
+
+
+@pytest.mark.parametrize("at", [-1, 1])
+def test_a_failed_conversation_is_left_out_and_counted(at, vllm_ranks, one_layer, data, tmp_path) -> None:
+    cfg = conversations(one_layer, data, "Faulty", args={"at": at})
+    cfg["environment"]["on_failure"] = "drop"
+    steps, metrics = run(vllm_ranks, 1, cfg, tmp_path / "run")
+    failed = [bool(talk.get("error")) for talk in steps[0]["columns"]["dialogues"]]
+    assert 0 < sum(failed) < 16
+    assert metrics[1]["ended_by/failure"] == sum(failed) / 16
+    assert steps[0]["columns"]["trained"] == [not lost for lost in failed]
+    assert metrics[1]["reward/environment_failed"] == metrics[1]["samples_left_out"] == sum(failed)
+    assert not any("planted" in path.read_text() for path in (tmp_path / "run/run/bank").rglob("*.jsonl"))
+
+
+@pytest.mark.parametrize(("policy", "words"), [("stop", ()), ("redraw", ("began anew 3 times",))])
+def test_a_failure_ends_the_run_with_its_line(policy, words, vllm_ranks, one_layer, data, tmp_path) -> None:
+    cfg = conversations(one_layer, data, "Faulty")
+    cfg["environment"]["on_failure"] = policy
+    names = ("the environment of sample", "turn 2", "KeyError", "planted", "environments.py", *words)
+    ((status, written),) = vllm_ranks.run(1, failing_command, *killed(cfg, tmp_path / "run"))
+    assert (status, missing_names(written, *names)) == (2, []), written
+
+
+# --- resume ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slices", [1, 3])
+def test_a_conversation_goes_on_behind_its_last_answered_turn(slices, vllm_ranks, one_layer, data, tmp_path) -> None:
+    """After its run has ended twice where turns are answered, or after its engine was rebuilt there."""
+    cfg = conversations(one_layer, data, "Again", slices=slices)
+    cfg["train"]["num_steps"] = 3
+    cfg["checkpoint"] = {"every": 1, "every_minutes": 0, "background": False}
+    whole, cut, rebuilt = tmp_path / "whole", tmp_path / "cut", tmp_path / "rebuilt"
+    vllm_ranks.run(2, "command", *killed(cfg, whole))
+    argv = killed(cfg, cut)
+    for calls in (20, 25):
+        (status, written), *_ = vllm_ranks.run(
+            2, failing_engine, calls, BANK, "add_turn", *argv, "rollout.max_engine_rebuilds=0"
+        )
+        assert status != 0
+        assert "planted in the engine" in written
+    written = vllm_ranks.run(2, "command", *argv)[0]
+    assert lines_naming(written, "conversations go on behind their last answered turn")
+    (status, written), *_ = vllm_ranks.run(2, failing_engine, 30, BANK, "add_turn", *killed(cfg, rebuilt))
+    assert (status, "engine is rebuilt" in written) == (0, True), written
+    for other in (cut, rebuilt):
+        assert rows(other) == rows(whole)
+        assert weights(other) == weights(whole)
+
+
+# --- roles and layouts ----------------------------------------------------------------------------
+
+
+def test_the_actor_itself_draws_what_vllm_draws(vllm_ranks, one_layer, data, tmp_path) -> None:
+    """Greedy, before the first step, as texts of each turn."""
+    tables = []
+    for engine in ("vllm", "megatron"):
+        cfg = conversations(one_layer, data, "Again", engine=engine)
+        cfg["train"]["num_steps"] = 1
+        cfg["data"]["validation"], cfg["samples"] = str(data["prompts"]), {"every": 1, "count": 8}
+        run(vllm_ranks, 1, cfg, tmp_path / engine)
+        path = next((tmp_path / engine / "run/samples").glob("*eval*0.jsonl"))
+        tables.append([json.loads(line) for line in path.read_text().splitlines()])
+    first, second = tables
+    assert [row["turns"] for row in first] == [row["turns"] for row in second]
+    assert max(len(row["turns"]) for row in first) > 1
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "pp2": (2, {"actor": {"parallel": {"pp": 2}}}),
+    "cp2": (2, {"actor": {"parallel": {"cp": 2}}}),
+    "lora": (1, {"actor": {"lora": {"rank": 2, "alpha": 4}}}),
+    "correction": (1, {"algo": {"rollout_correction": {"kind": "mask"}}}),
+    "packed": (1, {"train": {"micro_batch_samples": None, "max_tokens_per_micro_batch": 128}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_a_run_of_each_kind_to_the_end(case, vllm_ranks, two_layers, data, tmp_path) -> None:
+    """Trainer and engine agree about every sampled token."""
+    world, changes = LAYOUTS[case]
+    cfg = conversations(two_layers, data, "Again")
+    for section, keys in changes.items():
+        cfg[section] = {**cfg[section], **keys}
+    argv = killed(cfg, tmp_path / "run")
+    vllm_ranks.run(world, "command", *argv)
+    last = read_metrics(tmp_path / "run")[2]
+    assert last["rollout_logprob_gap_max"] < 1e-4
+    assert last["turns_mean"] > 1
