@@ -58,6 +58,11 @@ class GenerateConfig(FrozenModel):
         require_all_ranks({"actor": self.actor})
         self.rollout.require_whole()
         require_environment(self.environment, self.rewards)
+        if self.environment is not None and self.select == "best_and_worst":
+            raise ValueError(
+                "select = best_and_worst makes pairs of responses to one prompt, and conversations with an environment "
+                "part with the first turn; set select: best, or all"
+            )
         if any(reward.kind == "model" for reward in self.rewards):
             raise ValueError(
                 "generate and eval build no reward model; got a reward of kind 'model'. Give its Hugging Face "

@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 
 from megarlhf.observe.records.metrics import read_metrics
-from tests.distributed.environment_jobs import failing_command, failing_engine
+from tests.distributed.environment_jobs import (
+    command_with_wrong_history,
+    failing_command,
+    failing_engine,
+    gradients_with_changes,
+)
 from tests.distributed.test_resume import BANK, rows, weights
 from tests.distributed.test_slices import SAME_WEIGHTS, assert_equal, killed, run, tree
 from tests.refuses import lines_naming, missing_names
@@ -140,6 +145,16 @@ def test_an_environment_adds_to_the_prompt(name, vllm_ranks, one_layer, data, tm
         assert len(sequence) - len(prompt) + talk["added"] <= 20
 
 
+@pytest.mark.parametrize("rows", [{}, {"micro_batch_samples": None, "max_tokens_per_micro_batch": 128}])
+def test_the_gradient_is_of_sampled_tokens_and_depends_on_observed_ones(rows, vllm_ranks, one_layer, data, tmp_path):
+    """Labels of other tokens change no bit of it; an observed token that is read does."""
+    cfg = conversations(one_layer, data)
+    cfg["train"] |= {"num_steps": 1, **rows}
+    changes = vllm_ranks.run(1, gradients_with_changes, *killed(cfg, tmp_path / "run"))[0]
+    assert changes["nothing"] == changes["other labels"] == 0
+    assert min(changes["one label"], changes["one input"]) > 1e-4
+
+
 # --- failures -------------------------------------------------------------------------------------
 
 
@@ -178,6 +193,18 @@ def test_a_failure_ends_the_run_with_its_line(policy, words, vllm_ranks, one_lay
     names = ("the environment of sample", "turn 2", "KeyError", "planted", "environments.py", *words)
     ((status, written),) = vllm_ranks.run(1, failing_command, *killed(cfg, tmp_path / "run"))
     assert (status, missing_names(written, *names)) == (2, []), written
+
+
+@pytest.mark.parametrize("fault", ["", "off by one", "tokenized again", "a thought dropped"])
+def test_the_gap_names_a_wrong_history_in_the_first_step(fault, vllm_ranks, one_layer, data, tmp_path) -> None:
+    cfg = conversations(one_layer, data)
+    cfg["train"]["num_steps"] = 1
+    ((status, written),) = vllm_ranks.run(1, command_with_wrong_history, fault, *killed(cfg, tmp_path / "run"))
+    names = ("rollout_logprob_gap_mean", "first turns", "later ones", "tokenized again", "dropped", "positions")
+    assert (status != 0, not missing_names(written, *names)) == (bool(fault), bool(fault)), written
+    gaps = read_metrics(tmp_path / "run")[1]
+    assert gaps["rollout_logprob_gap_first_turns"] < 1e-5
+    assert (gaps["rollout_logprob_gap_later_turns"] > 1e-3) is bool(fault)
 
 
 # --- resume ---------------------------------------------------------------------------------------

@@ -269,6 +269,8 @@ def test_a_rewritten_history_is_refused_in_words_or_counted(letters):
     other = ChatRendering(template).delta(ASKED, "2", [said("user", "go")], ended_by=letters.pad_id)
     assert (other.ids, other.history) == (delta.ids, "rewritten"), "the model's, not the template's: counted alone"
     assert not missing_names(other.reason, "'<pad>'", "'<|im_end|>'")
+    with refuses("'user'", "<think>", error=HistoryRewritten):
+        ChatRendering(template).delta(ASKED, thought, [said("user", "go")], ended_by=letters.pad_id)
     earlier_ends = template_of(letters, "earlier_ends")
     with refuses("'<|eot_id|>'", "'<|im_end|>'", "as_sampled", error=HistoryRewritten):
         ChatRendering(earlier_ends).delta(ASKED, "2", [said("user", "go")], ended_by=earlier_ends.end)

@@ -7,9 +7,9 @@ import torch
 
 from megarlhf.config import RewardConfig
 from megarlhf.data.samples.encoders import PromptSample
-from megarlhf.trainers.experience.rewards import RewardOutput
+from megarlhf.trainers.experience.reward_outputs import RewardOutput
 from megarlhf.trainers.generation.best_of import Candidate, candidates, choose, record_of
-from megarlhf.trainers.generation.generate import _chosen_lines, _summary
+from megarlhf.trainers.generation.generate import Generated, _chosen_lines, _summary
 from tests.tables import make_rollouts, ragged
 
 
@@ -94,7 +94,7 @@ def test_a_response_of_which_a_reward_failed_is_not_chosen():
     }
     prompt = PromptSample([1], "1+1=", {}, 0)
     rollouts = SimpleNamespace(finished_N=torch.ones(3, dtype=torch.bool))
-    lines, counts = _chosen_lines(cfg, [prompt] * 3, ["a", "b", "c"], rollouts, scores)
+    lines, counts = _chosen_lines(cfg, Generated([prompt] * 3, ["a", "b", "c"], rollouts, scores, None))
     assert lines == [{"prompt": "1+1=", "response": "b", "reward": 1.0}], "the first of two that have 1"
     assert counts["responses_without_reward"] == 1
 

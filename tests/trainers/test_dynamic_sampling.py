@@ -12,7 +12,7 @@ import torch
 from megarlhf.config import DynamicSamplingConfig, RewardConfig
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.experience import Experience
-from megarlhf.trainers.experience.rewards import RewardOutput
+from megarlhf.trainers.experience.reward_outputs import RewardOutput
 from megarlhf.trainers.rl.dynamic_sampling import ScoredRollout, groups_with_signal, select
 from tests.tables import make_rollouts, ragged
 

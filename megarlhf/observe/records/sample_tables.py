@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,8 @@ Kind = Literal["train", "eval"]
 Row = Mapping[str, Any]
 """`step`, `sample` (its number in the step, or among the held-out prompts), `prompt`, `answer` where the record has
 one, `response`, `length` (tokens), `finished` (false: cut at the limit), `reward` (the total), `rewards` by name (None:
-the reward does not apply), `kl` (to the reference, mean over the response's tokens)."""
+the reward does not apply), `kl` (to the reference, mean over the response's tokens). A conversation with an environment
+also has `turns`, each with `observed` (what came before it), `text` and `reward`, and `ended_by`."""
 
 _NAME = re.compile(r"(eval_)?step_(\d+)\.jsonl")
 
@@ -108,9 +109,23 @@ def as_markdown(rows: Sequence[Row]) -> str:
     """Markdown for TensorBoard. Texts are indented, so that nothing in them is taken for markup."""
     return "\n\n".join(
         f"**sample {row['sample']}**: {describe_sample(row)}\n\n{_indented(row['prompt'])}\n\nresponse:\n\n"
-        f"{_indented(row['response'])}"
+        f"{_indented(written(row))}"
         for row in rows
     )
+
+
+def written(row: Row, shorten: Callable[[str], str] = str) -> str:
+    """The response of a row; of a conversation with an environment all turns, and the answers before them."""
+    if "turns" not in row:
+        return shorten(row["response"])
+    parts = []
+    for number, turn in enumerate(row["turns"], 1):
+        observed = turn["observed"] or ()
+        messages = [{"role": "environment", "content": observed}] if isinstance(observed, str) else observed
+        parts += [f"[{message['role']}] {shorten(str(message['content']))}" for message in messages]
+        reward = "" if turn["reward"] is None else f", reward {_number(turn['reward'])}"
+        parts.append(f"[turn {number}{reward}] {shorten(turn['text'] or '')}")
+    return "\n".join([*parts, f"[ended by {row['ended_by']}]"])
 
 
 def describe_sample(row: Row) -> str:
@@ -124,6 +139,7 @@ def describe_sample(row: Row) -> str:
 def columns_and_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
     """Names of columns, and cells by row, of a flat table. Each reward is a column `reward/NAME`."""
     flat = [{**row, **{f"reward/{name}": value for name, value in row["rewards"].items()}} for row in rows]
+    flat = [{**row, "turns": written(row)} if "turns" in row else row for row in flat]
     columns = [name for name in dict.fromkeys(name for row in flat for name in row) if name != "rewards"]
     return columns, [[row.get(name) for name in columns] for row in flat]
 

@@ -21,17 +21,20 @@ class Records:
     metrics: MetricsWriter
     tables: SampleTables
     lengths: StepLines | None
-    """Numbers of tokens by step: prompts and responses, one for each sample of training."""
+    """Numbers of tokens by step: prompts and responses, one for each sample of training. Of conversations with an
+    environment also observed tokens and turns."""
 
     def show(self, kind: Kind, step: int, rows: Sequence[Row]) -> None:
         """Write a table of samples of the step, before its metrics are logged."""
         self.tables.write(kind, step, rows)
         self.metrics.log_samples(f"samples/{kind}", step, rows)
 
-    def keep_lengths(self, step: int, prompts: Sequence[int], responses: Sequence[int]) -> None:
-        """Write the lengths of the step, before its metrics are logged."""
+    def keep_lengths(
+        self, step: int, prompts: Sequence[int], responses: Sequence[int], **further: Sequence[int]
+    ) -> None:
+        """Write the lengths of the step, before its metrics are logged. `further`: other numbers of each sample"""
         assert self.lengths is not None, "a run whose samples have no lengths of their own"
-        self.lengths.add(step, {"prompts": prompts, "responses": responses})
+        self.lengths.add(step, {"prompts": prompts, "responses": responses, **further})
         self.lengths.flush()
 
     def flush(self) -> None:

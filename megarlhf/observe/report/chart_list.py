@@ -95,6 +95,16 @@ CHARTS = (
         right=("rollout_correction_cut",),
         right_axis="share of tokens cut by the correction",
     ),
+    Chart(
+        "Ends of conversations with an environment",
+        tuple(
+            f"ended_by/{reason}" for reason in ("environment", "model", "turn_cut", "no_room", "max_turns", "failure")
+        ),
+        "The first two are no limits; conversations that ended for another reason are truncated.",
+        axis="share of samples",
+        right=("turns_mean",),
+        right_axis="turns",
+    ),
     Chart("Losses", ("policy_loss", "value_loss")),
     Chart(
         "Explained variance of the critic",

@@ -11,7 +11,7 @@ from typing import Any
 from markupsafe import Markup
 
 from megarlhf.observe.records.run_directory import CONFIG_FILE
-from megarlhf.observe.records.sample_tables import Row, describe_sample
+from megarlhf.observe.records.sample_tables import Row, describe_sample, written
 from megarlhf.observe.report.chart_list import KIND_TITLES, SUMMARY
 from megarlhf.observe.report.charts import charts_of, draw
 from megarlhf.observe.report.html_page import check_replaceable, document, fill, write_whole, written_by
@@ -58,6 +58,7 @@ def report_page(runs: Sequence[RecordedRun], *, title: str, first: Sequence[str]
         training=lambda rows: [(row, [row]) for row in rows[:MAX_ROWS]],
         describe=describe_sample,
         shortened=shortened,
+        written=lambda row: written(row, shortened),
         no_config=f"no {CONFIG_FILE} in the run directory",
     )
     return document(title, REPORT, [*first, *(["<h2>Runs</h2>"] if first else []), body], figures)

@@ -35,6 +35,7 @@ from megarlhf.data.text.templates import Conversation, chat_template
 from megarlhf.data.tokenize.cache import cache_directory, require_cache
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.planning.data.encoders import RecordEncoder, indexed_options, sets_of
+from megarlhf.planning.data.turns import turn_notes
 from megarlhf.planning.machine.capabilities import AnyConfig
 
 _FIRST_ROWS = 64
@@ -88,7 +89,8 @@ def _reading(
         return []
     if isinstance(cfg, RLConfig) and reading.startswith("conversations"):
         _require_template_of_scorer(cfg, record)
-    return [f"{key} = {source.words}: {reading}"]
+    notes = turn_notes(cfg, encoder, record) if key == "data.train" else []
+    return [f"{key} = {source.words}: {reading}", *notes]
 
 
 def _opened(cfg: AnyConfig, encoder: RecordEncoder) -> Encode[Any]:

@@ -15,7 +15,7 @@ from megarlhf.data.text.templates import Conversation, chat_template, has_templa
 from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.rollout.environments.answer import Answer, Turn
 from megarlhf.rollout.environments.pool import EnvironmentPool
-from megarlhf.rollout.environments.rendering import ChatRendering, HistoryRewritten, PlainRendering
+from megarlhf.rollout.environments.rendering import ChatRendering, HistoryRewritten, NotContinued, PlainRendering
 from megarlhf.rollout.environments.transcript import Transcript, messages_of_turns, open_answer
 from megarlhf.rollout.responses import Sampling
 from megarlhf.rollouts import Rollouts
@@ -155,7 +155,7 @@ class Environment:
 
     def is_fatal(self, error: ValueError) -> bool:
         """Whether an error is one of the configuration, which no other answer mends."""
-        return isinstance(error, HistoryRewritten)
+        return isinstance(error, HistoryRewritten | NotContinued)
 
     # --- conversations that rest ----------------------------------------------------------------
 

@@ -24,10 +24,16 @@ class Candidate:
 
     response: str
     reward: float
+    messages: Sequence[Mapping[str, Any]] | None = None
+    """The whole conversation, if an environment has answered the model."""
 
 
 def candidates(
-    responses: Sequence[str], finished_N: Tensor, rewards_N: Tensor, per_prompt: int
+    responses: Sequence[str],
+    finished_N: Tensor,
+    rewards_N: Tensor,
+    per_prompt: int,
+    messages: Sequence[Sequence[Mapping[str, Any]] | None] | None = None,
 ) -> tuple[list[list[Candidate]], Counter[str]]:
     """Responses of each prompt that may be chosen, in their order, and the number of others by reason.
 
@@ -47,7 +53,8 @@ def candidates(
             left_out[reason] += 1
         else:
             # Rounded, so that sums that are equal on paper are equal: 0.1 + 0.2 and 0.3.
-            by_prompt[n // per_prompt].append(Candidate(response, float(f"{float(rewards_N[n]):.12g}")))
+            whole = None if messages is None else messages[n]
+            by_prompt[n // per_prompt].append(Candidate(response, float(f"{float(rewards_N[n]):.12g}"), whole))
     return by_prompt, left_out
 
 
@@ -99,6 +106,8 @@ def record_of(prompt: PromptSample, picked: Sequence[Candidate]) -> Mapping[str,
     if len(picked) == 2:
         rewards = [candidate.reward for candidate in picked]
         return {**fields, **question, "chosen": responses[0], "rejected": responses[1], "rewards": rewards}
+    if picked[0].messages is not None:
+        return {**fields, "messages": picked[0].messages, "reward": picked[0].reward}
     if prompt.messages is not None:
         answer = {"role": "assistant", "content": responses[0]}
         return {**fields, "messages": [*prompt.messages, answer], "reward": picked[0].reward}

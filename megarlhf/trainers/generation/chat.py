@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,15 @@ from megarlhf.collective_errors import from_first_rank
 from megarlhf.config.ask import AskConfig
 from megarlhf.data.sample_types import sample_of
 from megarlhf.data.samples.encoders import PromptSample, Unusable, describe_reading
-from megarlhf.data.tokenizers.tokenizer import load_tokenizer
+from megarlhf.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megarlhf.planning.data.encoders import prompt_encoder
+from megarlhf.rollout.conversations import draw_samples
+from megarlhf.rollout.environments.environment import Environment, environment_of
 from megarlhf.rollout.factory import sampling_of
+from megarlhf.rollout.in_flight import Requests
 from megarlhf.rollout.responses import sample_seed
 from megarlhf.rollout.rewards.score import response_texts
+from megarlhf.rollouts import Dialogue, Rollouts
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.generation.generate import build_engine
 
@@ -51,17 +56,42 @@ def run(cfg: AskConfig, runtime: Runtime, model: Path) -> None:
     tokenizer = load_tokenizer(cfg.actor.model.tokenizer_place())
     sampling = sampling_of(cfg.rollout, cfg.actor, tokenizer, greedy=cfg.greedy, data=cfg.data)
     engine, count, per_prompt = build_engine(cfg, runtime), 0, cfg.rollout.num_samples_per_prompt
-    for prompt in prompts or typed_prompts(encode, runtime):
-        rows = [torch.tensor(prompt.tokens)] * per_prompt
-        seeds = [sample_seed(cfg.run.seed, 0, count + n) for n in range(per_prompt)]
-        rollouts, count = engine.generate(rows, seeds, sampling), count + per_prompt
-        if runtime.is_main:
-            for text, finished in zip(response_texts(rollouts, tokenizer), rollouts.finished_N.tolist(), strict=True):
-                print(text, flush=True)
-                if not finished:
-                    cut = f"(cut at rollout.max_response_tokens = {cfg.rollout.max_response_tokens})"
-                    print(cut, file=sys.stderr, flush=True)
+    environment = environment_of(cfg, tokenizer, sampling)
+    with contextlib.closing(environment) if environment else contextlib.nullcontext():
+        for prompt in prompts or typed_prompts(encode, runtime):
+            rows = [torch.tensor(prompt.tokens)] * per_prompt
+            seeds = [sample_seed(cfg.run.seed, 0, count + n) for n in range(per_prompt)]
+            requests, count = Requests.whole(rows, seeds, sampling.max_tokens), count + per_prompt
+            rollouts = draw_samples(engine, environment, [prompt] * per_prompt, requests, sampling)
+            if runtime.is_main:
+                show(cfg, prompt, rollouts, tokenizer, environment)
     engine.close()
+
+
+def show(
+    cfg: AskConfig, prompt: PromptSample, rollouts: Rollouts, tokenizer: Tokenizer, environment: Environment | None
+) -> None:
+    """Print the responses to a prompt; of a conversation with an environment all turns and answers."""
+    for n, text in enumerate(response_texts(rollouts, tokenizer)):
+        if environment is not None:
+            show_conversation(rollouts.dialogues[n], environment.transcript(prompt, rollouts, n).turns)
+            continue
+        print(text, flush=True)
+        if not rollouts.finished_N[n]:
+            cut = f"(cut at rollout.max_response_tokens = {cfg.rollout.max_response_tokens})"
+            print(cut, file=sys.stderr, flush=True)
+
+
+def show_conversation(dialogue: Dialogue, turns: Sequence[str]) -> None:
+    """Print the model's turns, and the environment's answers indented under them with the role of each message."""
+    for observation, turn in zip(dialogue.observations, turns, strict=True):
+        messages = [{"content": observation}] if isinstance(observation, str) and observation else observation
+        for message in messages:
+            role = f"{message['role']}: " if "role" in message else ""
+            print(f"    {role}{message['content']}", flush=True)
+        print(turn, flush=True)
+    reward = ", ".join("-" if reward is None else f"{reward:g}" for reward in dialogue.rewards)
+    print(f"(ended by {dialogue.ended_by}; rewards {reward}{dialogue.error})", file=sys.stderr, flush=True)
 
 
 def typed_prompts(encode: Callable[[str], PromptSample], runtime: Runtime) -> Iterator[PromptSample]:

@@ -20,6 +20,7 @@ from megarlhf.parallel.device_memory import DeviceMemory
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.resume.claim.identity import digest_of_adapter, digest_of_samples, identity_of_weights
 from megarlhf.resume.claim.on_existing import NO_STEPS_LEFT, finish
+from megarlhf.rollout.environments.environment import Environment, environment_of
 from megarlhf.rollout.factory import actor_order
 from megarlhf.rollout.rewards.score import response_texts
 from megarlhf.rollouts import Rollouts
@@ -37,6 +38,7 @@ from megarlhf.trainers.generation.responses import (
     figures_against,
     figures_of,
     read_prompts,
+    sampling_for,
     sampling_settings,
     score_responses,
 )
@@ -86,6 +88,7 @@ def run(cfg: EvaluateConfig, runtime: Runtime, parts: RunFactories = RunFactorie
                             runtime.device,
                             phases,
                             may_drop=cfg.data.template_may_drop,
+                            environment=environment_of(cfg, prompts.tokenizer, sampling_for(cfg, roles[name], prompts)),
                         )
                     )
                 )
@@ -94,7 +97,7 @@ def run(cfg: EvaluateConfig, runtime: Runtime, parts: RunFactories = RunFactorie
         session = stack.enter_context(open_session(cfg, cfg.run, runtime, "eval", 1, data.notes, phases=phases))
         figures, calibration = _measure_texts(cfg, roles, data, phases)
         rollouts = {
-            name: draw_responses(cfg, roles[name], prompts, device_memory, phases, parts)
+            name: draw_responses(cfg, roles[name], prompts, device_memory, phases, parts, rewarders[name].environment)
             for name, prompts in data.prompts.items()
         }
         answers = _score(cfg, runtime, rewarders, data, rollouts, phases)
@@ -102,7 +105,8 @@ def run(cfg: EvaluateConfig, runtime: Runtime, parts: RunFactories = RunFactorie
             labels = [reward.label for reward in all_rewards(cfg)]
             for name, own in answers.items():
                 values = {label: output.values_N for label, output in zip(labels, own.outputs, strict=True)}
-                _write_responses(cfg, RESPONSES[name], data.prompts[name], own.rollouts, values)
+                environment = rewarders[name].environment
+                _write_responses(cfg, RESPONSES[name], data.prompts[name], own.rollouts, values, environment)
         if "against" in answers:
             figures |= compare_answers(cfg, answers["actor"], answers["against"])
         if "actor" in answers:
@@ -191,17 +195,23 @@ def _score(
             }
     except (RewardError, WatchdogTimeout):
         if runtime.is_main:
-            _write_responses(cfg, "responses_without_rewards.jsonl", data.prompts["actor"], rollouts["actor"], {})
+            file, environment = "responses_without_rewards.jsonl", rewarders["actor"].environment
+            _write_responses(cfg, file, data.prompts["actor"], rollouts["actor"], {}, environment)
         raise
 
 
 def _write_responses(
-    cfg: EvaluateConfig, file: str, prompts: Prompts, rollouts: Rollouts, values: Mapping[str, Tensor]
+    cfg: EvaluateConfig,
+    file: str,
+    prompts: Prompts,
+    rollouts: Rollouts,
+    values: Mapping[str, Tensor],
+    environment: Environment | None,
 ) -> None:
     """Write the responses of a model in the form of `generate`. `values`: see `lines_of`."""
     repeated = repeat_prompts(prompts.prompts, cfg.rollout.num_samples_per_prompt)
     texts = response_texts(rollouts, prompts.tokenizer)
-    write_lines(cfg.run.dir / file, lines_of(repeated, texts, rollouts, values))
+    write_lines(cfg.run.dir / file, lines_of(repeated, texts, rollouts, values, environment))
 
 
 def _report(

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,11 @@ from megarlhf.observe.watch.phases import Phases
 from megarlhf.observe.watch.watchdog import watched_phases
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.resume.claim.on_existing import NO_STEPS_LEFT, finish
+from megarlhf.rollout.conversations import draw_samples
 from megarlhf.rollout.engine import RolloutEngine
+from megarlhf.rollout.environments.environment import Environment, environment_of
 from megarlhf.rollout.factory import actor_order, sampling_of
+from megarlhf.rollout.in_flight import Requests
 from megarlhf.rollout.responses import sample_seed
 from megarlhf.rollout.rewards.accuracy import accuracy_metrics, find_accuracy
 from megarlhf.rollout.rewards.batch import RewardBatch
@@ -34,8 +38,9 @@ from megarlhf.rollout.rewards.score import RewardSource, gather_rewards, local_r
 from megarlhf.rollouts import Rollouts
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.experience.prompts import PromptData, load_prompts, repeat_prompts
-from megarlhf.trainers.experience.rewards import RewardOutput
+from megarlhf.trainers.experience.reward_outputs import RewardOutput, environment_output
 from megarlhf.trainers.generation.best_of import candidates, choose, record_of
+from megarlhf.trainers.rl.metrics import conversation_metrics
 from megarlhf.trainers.run.factories import RunFactories
 from megarlhf.trainers.run.open_session import open_session
 
@@ -53,15 +58,30 @@ def run(cfg: GenerateConfig, runtime: Runtime, parts: RunFactories = RunFactorie
             data = load_prompts(cfg.data, cfg.actor.model.tokenizer_place(), all_rewards(cfg), run_dir=cfg.run.dir)
             engine = build_engine(cfg, runtime, parts)
         session = stack.enter_context(open_session(cfg, cfg.run, runtime, "generate", 1, data.notes, phases=phases))
-        prompts, responses, rollouts, scores = _respond(cfg, runtime, engine, data, phases)
+        generated = _respond(cfg, runtime, engine, data, phases)
         out = cfg.out or cfg.run.dir / "responses.jsonl"
-        lines, counts = _chosen_lines(cfg, prompts, responses, rollouts, scores)
+        lines, counts = _chosen_lines(cfg, generated)
         if runtime.is_main:
             write_lines(out, lines)
-        session.log(1, {**_summary(cfg, rollouts, scores), **counts})
-        session.note(f"wrote {len(lines)} lines of {len(prompts)} responses to {out}{_describe_counts(counts)}")
+        session.log(1, {**_summary(cfg, generated.rollouts, generated.scores), **counts})
+        session.note(
+            f"wrote {len(lines)} lines of {len(generated.prompts)} responses to {out}{_describe_counts(counts)}"
+        )
         if runtime.is_main:
             finish(cfg.run.dir, 1, NO_STEPS_LEFT)
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Responses with their rewards."""
+
+    prompts: list[PromptSample]
+    """Prompt of each response."""
+    responses: list[str]
+    """Texts; of a conversation the last turn."""
+    rollouts: Rollouts
+    scores: Mapping[str, RewardOutput]
+    environment: Environment | None
 
 
 def build_engine(
@@ -80,7 +100,7 @@ def build_engine(
 
 def _respond(
     cfg: GenerateConfig, runtime: Runtime, engine: RolloutEngine, data: PromptData, phases: Phases
-) -> tuple[list[PromptSample], list[str], Rollouts, dict[str, RewardOutput]]:
+) -> Generated:
     """Draw and score responses. Raises: RewardError or WatchdogTimeout for a reward that fails; the responses are then
     kept without rewards."""
     prompts = repeat_prompts(data.train[: cfg.max_samples], cfg.rollout.num_samples_per_prompt)
@@ -88,26 +108,36 @@ def _respond(
         sources = [  # their errors are raised before anything is drawn
             (reward, stack.enter_context(contextlib.closing(make_source(reward, runtime.device))))
             for reward in all_rewards(cfg)
+            if reward.kind != "environment"
         ]
+        sampling = sampling_of(cfg.rollout, cfg.actor, data.tokenizer, greedy=cfg.greedy, data=cfg.data)
+        environment = environment_of(cfg, data.tokenizer, sampling)
+        if environment is not None:
+            stack.enter_context(contextlib.closing(environment))
         with phases("rollout"):
-            rollouts = engine.generate(
-                [torch.tensor(prompt.tokens) for prompt in prompts],
-                [sample_seed(cfg.run.seed, 0, n) for n in range(len(prompts))],
-                sampling_of(cfg.rollout, cfg.actor, data.tokenizer, greedy=cfg.greedy, data=cfg.data),
-            )
+            rows = [torch.tensor(prompt.tokens) for prompt in prompts]
+            seeds = [sample_seed(cfg.run.seed, 0, n) for n in range(len(prompts))]
+            requests = Requests.whole(rows, seeds, sampling.max_tokens)
+            rollouts = draw_samples(engine, environment, prompts, requests, sampling)
         responses = response_texts(rollouts, data.tokenizer)
-        batch = local_reward_batch(prompts, rollouts, data.tokenizer)
+        batch = local_reward_batch(prompts, rollouts, data.tokenizer, environment)
         try:
             with phases("reward"):
                 scores = {reward.label: _scores(reward, source, batch, phases) for reward, source in sources}
+                scores |= {
+                    reward.label: environment_output(rollouts, torch.device("cpu"))
+                    for reward in cfg.rewards
+                    if reward.kind == "environment"
+                }
+                scores = {reward.label: scores[reward.label] for reward in all_rewards(cfg)}
         except (RewardError, WatchdogTimeout):
             if runtime.is_main:
                 unscored = cfg.run.dir / "responses_without_rewards.jsonl"
-                write_lines(unscored, lines_of(prompts, responses, rollouts, {}))
+                write_lines(unscored, lines_of(prompts, responses, rollouts, {}, environment))
                 log.info("the responses are kept, without rewards, in %s", unscored)
             raise
     engine.close()
-    return prompts, responses, rollouts, scores
+    return Generated(prompts, responses, rollouts, scores, environment)
 
 
 def all_rewards(cfg: GenerateConfig | EvaluateConfig) -> list[RewardConfig]:
@@ -138,30 +168,30 @@ def _summary(cfg: GenerateConfig, rollouts: Rollouts, scores: Mapping[str, Rewar
         summary |= accuracy_metrics(accuracy, scores[accuracy.label].values_N)
     return {
         **summary,
-        "response_length_mean": float(rollouts.single_responses().lengths_N.float().mean()),
+        "response_length_mean": float(rollouts.responses.lengths_N.float().mean()),
         "finished_fraction": float(rollouts.finished_N.float().mean()),
+        **conversation_metrics(rollouts),
     }
 
 
-def _chosen_lines(
-    cfg: GenerateConfig,
-    prompts: list[PromptSample],
-    responses: list[str],
-    rollouts: Rollouts,
-    scores: Mapping[str, RewardOutput],
-) -> tuple[list[dict[str, Any]], dict[str, float]]:
+def _chosen_lines(cfg: GenerateConfig, generated: Generated) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """Lines to write, and how many were selected and left out.
 
     Raises: ValueError when nothing is selected; see `best_of.record_of`.
     """
+    prompts, responses, rollouts = generated.prompts, generated.responses, generated.rollouts
+    scores, environment = generated.scores, generated.environment
     if cfg.select == "all":
         values = {name: output.values_N for name, output in scores.items()}
-        return list(lines_of(prompts, responses, rollouts, values)), {}
+        return list(lines_of(prompts, responses, rollouts, values, environment)), {}
     values_KN = torch.stack([scores[reward.label].values_N for reward in cfg.rewards])
     failed_KN = torch.stack([scores[reward.label].failed_N for reward in cfg.rewards])
     total_N = weighted_total(values_KN, [reward.weight for reward in cfg.rewards], failed_KN)
     per_prompt = cfg.rollout.num_samples_per_prompt
-    by_prompt, cut = candidates(responses, rollouts.finished_N, total_N, per_prompt)
+    messages = None
+    if environment is not None:
+        messages = [environment.transcript(prompt, rollouts, n).whole for n, prompt in enumerate(prompts)]
+    by_prompt, cut = candidates(responses, rollouts.finished_N, total_N, per_prompt, messages)
     chosen, left_out = choose(by_prompt, cfg.select, cfg.min_reward, cfg.pairs_per_prompt)
     lines = [dict(record_of(prompts[n * per_prompt], picked)) for n, records in enumerate(chosen) for picked in records]
     counts: dict[str, float] = {"prompts_selected": sum(map(bool, chosen)), **cut, **left_out}
@@ -181,20 +211,37 @@ def _describe_counts(counts: Mapping[str, float]) -> str:
 
 
 def lines_of(
-    prompts: Sequence[PromptSample], responses: Sequence[str], rollouts: Rollouts, values: Mapping[str, Tensor]
+    prompts: Sequence[PromptSample],
+    responses: Sequence[str],
+    rollouts: Rollouts,
+    values: Mapping[str, Tensor],
+    environment: Environment | None = None,
 ) -> Iterable[dict[str, Any]]:
     """A JSON object per response. `values`: values of each reward, [N]; NaN, where it does not apply, becomes null. The
-    columns for system message and tools of a conversation are left out, since the prompt's text has them."""
+    columns for system message and tools of a conversation are left out, since the prompt's text has them. With an
+    environment the object has the whole conversation, as `sft` reads it with `loss_on: all`."""
     for n, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        in_text = () if prompt.messages is None else BESIDE_A_CONVERSATION
+        in_text: Sequence[str] = () if prompt.messages is None else BESIDE_A_CONVERSATION
         rewards = {name: float(values_N[n]) for name, values_N in values.items()}
+        spoken: dict[str, Any] = {"prompt": prompt.text, "response": response}
+        if environment is not None:
+            spoken, in_text = conversation_columns(environment, prompt, rollouts, n), ("system",)
         yield {
             **{name: value for name, value in prompt.fields.items() if name not in in_text},
-            "prompt": prompt.text,
-            "response": response,
+            **spoken,
             "finished": bool(rollouts.finished_N[n]),
             "rewards": {name: None if math.isnan(value) else value for name, value in rewards.items()},
         }
+
+
+def conversation_columns(
+    environment: Environment, prompt: PromptSample, rollouts: Rollouts, sample: int
+) -> dict[str, Any]:
+    """Columns about a conversation: its messages, or texts where prompts are texts, each turn's reward, and its end."""
+    transcript, dialogue = environment.transcript(prompt, rollouts, sample), rollouts.dialogues[sample]
+    texts = {"prompt": transcript.before, "response": transcript.turns[-1], "turns": transcript.turns}
+    spoken = texts if transcript.whole is None else {"messages": transcript.whole}
+    return {**spoken, "turn_rewards": list(dialogue.rewards), "ended_by": dialogue.ended_by}
 
 
 def write_lines(out: Path, lines: Iterable[dict[str, Any]]) -> None:

@@ -20,13 +20,17 @@ from megarlhf.data.tokenizers.tokenizer import Tokenizer
 from megarlhf.models.role import Role
 from megarlhf.observe.watch.phases import Phases
 from megarlhf.parallel.device_memory import DeviceMemory, OnDevice
+from megarlhf.rollout.conversations import draw_samples
 from megarlhf.rollout.engines import engine_of
+from megarlhf.rollout.environments.environment import Environment
 from megarlhf.rollout.factory import sampling_of
-from megarlhf.rollout.responses import sample_seed
+from megarlhf.rollout.in_flight import Requests
+from megarlhf.rollout.responses import Sampling, sample_seed
 from megarlhf.rollout.rewards.accuracy import accuracy_metrics, find_accuracy
 from megarlhf.rollouts import Rollouts
 from megarlhf.trainers.experience.prompts import load_prompts, make_experience, repeat_prompts
-from megarlhf.trainers.experience.rewards import Rewarder, RewardOutput, totals_of
+from megarlhf.trainers.experience.reward_outputs import RewardOutput, totals_of
+from megarlhf.trainers.experience.rewards import Rewarder
 from megarlhf.trainers.generation.figures import Figure, Figures, comparison_figures, mean_figure, pass_figures
 from megarlhf.trainers.generation.generate import all_rewards
 from megarlhf.trainers.run.factories import RunFactories
@@ -97,8 +101,19 @@ def read_prompts(cfg: EvaluateConfig) -> dict[str, Prompts]:
     }
 
 
+def sampling_for(cfg: EvaluateConfig, role: Role, data: Prompts) -> Sampling:
+    """Settings with which a model's responses are drawn."""
+    return sampling_of(cfg.rollout, role.section, data.tokenizer, greedy=cfg.greedy, data=cfg.data)
+
+
 def draw_responses(
-    cfg: EvaluateConfig, role: Role, data: Prompts, device_memory: DeviceMemory, phases: Phases, parts: RunFactories
+    cfg: EvaluateConfig,
+    role: Role,
+    data: Prompts,
+    device_memory: DeviceMemory,
+    phases: Phases,
+    parts: RunFactories,
+    environment: Environment | None = None,
 ) -> Rollouts:
     """Draw responses of the model `role` with an engine of its own, which is certified and closed again. Collective."""
     longest = cfg.data.max_prompt_tokens + cfg.rollout.max_response_tokens
@@ -115,9 +130,10 @@ def draw_responses(
     repeated = repeat_prompts(data.prompts, cfg.rollout.num_samples_per_prompt)
     rows = [torch.tensor(prompt.tokens) for prompt in repeated]
     with phases("rollout"):
-        sampling = sampling_of(cfg.rollout, role.section, data.tokenizer, greedy=cfg.greedy, data=cfg.data)
+        sampling = sampling_for(cfg, role, data)
         seeds = [sample_seed(cfg.run.seed, SEED_OF[role.name], n) for n in range(len(rows))]
-        rollouts = engine.generate(rows, seeds, sampling)
+        requests = Requests.whole(rows, seeds, sampling.max_tokens)
+        rollouts = draw_samples(engine, environment, repeated, requests, sampling)
         rollouts.versions.require(0)
     for phase in ("rollout", "reshard", "certificate"):
         phases.before.pop(phase)
@@ -160,8 +176,11 @@ def figures_of(cfg: EvaluateConfig, answers: Answers) -> Figures:
         figures["eval_accuracy"] = mean_figure(values_N, per_prompt) if is_known else Figure(None)
         figures["eval_accuracy_none"] = Figure(metrics["eval_accuracy_none"])
         figures |= pass_figures(values_N, per_prompt, cfg.eval.pass_at)
-    figures["response_length_mean"] = mean_figure(answers.rollouts.single_responses().lengths_N.double(), per_prompt)
+    figures["response_length_mean"] = mean_figure(answers.rollouts.responses.lengths_N.double(), per_prompt)
     figures["finished_fraction"] = mean_figure(answers.rollouts.finished_N.double(), per_prompt)
+    if answers.rollouts.stretches is not None:
+        turns_N = (answers.rollouts.stretches.lengths.lengths_N.double() + 1) / 2
+        figures["turns_mean"] = mean_figure(turns_N, per_prompt)
     counts = {"num_prompts": len(answers.prompts), "num_samples": len(answers.prompts) * per_prompt}
     return figures | {name: Figure(count) for name, count in counts.items()}
 

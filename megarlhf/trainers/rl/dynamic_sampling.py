@@ -16,7 +16,7 @@ from megarlhf.config import DynamicSamplingConfig, RewardConfig
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.experience import Experience
 from megarlhf.rollouts import Rollouts
-from megarlhf.trainers.experience.rewards import RewardOutput, bounded, totals_of
+from megarlhf.trainers.experience.reward_outputs import RewardOutput, bounded, totals_of
 
 
 @dataclass(frozen=True)

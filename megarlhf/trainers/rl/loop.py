@@ -18,7 +18,7 @@ from megarlhf.trainers.experience.no_signal import signal_warning
 from megarlhf.trainers.experience.prompts import load_prompts
 from megarlhf.trainers.rl.build import RLRun, build, training_of
 from megarlhf.trainers.rl.evaluation import Evaluation
-from megarlhf.trainers.rl.metrics import describe, kl_by_sample
+from megarlhf.trainers.rl.metrics import conversation_lengths, describe, kl_by_sample
 from megarlhf.trainers.rl.own_sampler import PromptOrder, order_of, tell
 from megarlhf.trainers.rl.rollout import generate, slice_notes
 from megarlhf.trainers.rl.sample_rows import step_samples, training_rows
@@ -54,7 +54,6 @@ def run(cfg: RLConfig, runtime: Runtime, parts: RunFactories = RunFactories()) -
             notes += slice_notes(rl_run, runtime.world_size)
         with (
             contextlib.closing(rl_run.rewarder),
-            contextlib.closing(rl_run.environment) if rl_run.environment else contextlib.nullcontext(),
             contextlib.closing(evaluation),
             closed_at_the_end(rl_run.engine),
             open_session(cfg, cfg.run, runtime, "rl", cfg.train.num_steps, notes, training, phases=phases) as session,
@@ -151,7 +150,8 @@ def show_samples(run: RLRun, session: Session, state: StepState) -> None:
             tokenizer, environment = run.data.tokenizer, run.environment
             rows = training_rows(samples, number, experience, prompts, tokenizer, kl_N, environment)
             session.show("train", number, rows)
-    session.keep_lengths(experience.prompt_lengths_N.tolist(), experience.response_lengths_N.tolist())
+    further = conversation_lengths(experience.rollouts)
+    session.keep_lengths(experience.prompt_lengths_N.tolist(), experience.response_lengths_N.tolist(), **further)
 
 
 @contextlib.contextmanager

@@ -87,6 +87,15 @@ def conversation_metrics(rollouts: Rollouts) -> dict[str, float | None]:
     }
 
 
+def conversation_lengths(rollouts: Rollouts) -> dict[str, list[int]]:
+    """Observed tokens and turns of each conversation with an environment; nothing where there is no environment."""
+    if rollouts.stretches is None:
+        return {}
+    observed_N = rollouts.stretches.observed.lengths_N + torch.tensor([talk.added for talk in rollouts.dialogues])
+    turns_N = (rollouts.stretches.lengths.lengths_N + 1) // 2
+    return {"observed": observed_N.tolist(), "turns": turns_N.tolist()}
+
+
 def share_without_signal(rewards_N: Tensor, groups_N: Tensor) -> float:
     """Share of samples in whose group all rewards are equal."""
     return float(without_signal(rewards_N, groups_N).float().mean())

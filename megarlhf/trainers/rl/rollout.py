@@ -28,7 +28,8 @@ from megarlhf.rollout.responses import sample_seed
 from megarlhf.rollout.slices import describe_rounds
 from megarlhf.rollouts import Rollouts
 from megarlhf.trainers.experience.prompts import make_experience, repeat_prompts
-from megarlhf.trainers.experience.rewards import PendingRewards, RewardOutput
+from megarlhf.trainers.experience.reward_outputs import RewardOutput
+from megarlhf.trainers.experience.rewards import PendingRewards
 from megarlhf.trainers.rl.build import RLRun
 from megarlhf.trainers.rl.dynamic_sampling import ScoredRollout, select
 from megarlhf.trainers.rl.own_sampler import PromptOrder

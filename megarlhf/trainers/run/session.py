@@ -153,11 +153,12 @@ class Session:
             with self.phases("checkpoint"):
                 self.records.show(kind, number, rows)
 
-    def keep_lengths(self, prompts: Sequence[int], responses: Sequence[int]) -> None:
-        """Write the tokens of each sample of the step. Called before the step's metrics are logged."""
+    def keep_lengths(self, prompts: Sequence[int], responses: Sequence[int], **further: Sequence[int]) -> None:
+        """Write the tokens of each sample of the step, and `further` numbers of it. Called before the step's metrics
+        are logged."""
         if self.records is not None:
             with self.phases("checkpoint"):
-                self.records.keep_lengths(self.number, prompts, responses)
+                self.records.keep_lengths(self.number, prompts, responses, **further)
 
     def log(self, step: int, metrics: Mapping[str, Metric], observed: Mapping[str, Metric] | None = None) -> None:
         """Record metrics, and measured costs, after `step` steps. Collective.
