@@ -53,7 +53,12 @@ def parser() -> Parser:
     root.add_argument("--routing-skew", type=positive_float, default=1.0, metavar="F", help=text)
     lengths = "constant:N, uniform:LOW,HIGH, lognormal:mean=M,sigma=S, a file of numbers, or an earlier run's directory"
     root.add_argument("--prompt-lengths", action=Once, metavar="WORDS", help=f"lengths of made-up prompts: {lengths}")
-    root.add_argument("--response-lengths", action=Once, metavar="WORDS", help=f"lengths of responses: {lengths}")
+    text = f"lengths of responses; of conversations the sampled tokens of all turns: {lengths}"
+    root.add_argument("--response-lengths", action=Once, metavar="WORDS", help=text)
+    text = f"of conversations with an environment, turns of the model: {lengths} (default: uniform:1,MAX_TURNS)"
+    root.add_argument("--turns", action=Once, metavar="WORDS", help=text)
+    text = f"of conversations, tokens between turns that were not sampled, all together: {lengths}"
+    root.add_argument("--observed-lengths", action=Once, metavar="WORDS", help=text)
     text = "response tokens per second of one rollout engine (default: by the roofline of decoding)"
     root.add_argument("--rollout-tokens-per-second", type=positive_float, metavar="X", help=text)
     text = "rehearse every combination of values of keys, and order them"
@@ -204,6 +209,8 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
         "routing": Routing(skew=arguments.routing_skew),
         "prompt_lengths": _lengths(arguments.prompt_lengths, "prompts", parse_lengths),
         "response_lengths": _lengths(arguments.response_lengths, "responses", parse_lengths),
+        "observed_lengths": _lengths(arguments.observed_lengths, "observed", parse_lengths),
+        "turns": _lengths(arguments.turns, "turns", parse_lengths),
         "rollout_tokens_per_second": arguments.rollout_tokens_per_second,
         **({"workers": arguments.workers} if arguments.workers else {}),
     }
@@ -213,7 +220,8 @@ def _lengths(spec: str | None, column: str, parse: Callable[[str, str], Any]) ->
     try:
         return parse(spec, column) if spec else None
     except ValueError as error:
-        raise ValueError(f"--{column.removesuffix('s')}-lengths: {error}") from None
+        option = "--turns" if column == "turns" else f"--{column.removesuffix('s')}-lengths"
+        raise ValueError(f"{option}: {error}") from None
 
 
 def _request(arguments: argparse.Namespace, options: Mapping[str, Any], cfg: Any) -> Any:

@@ -16,6 +16,7 @@ from megarlhf.rehearsal.fake_device.ledger import PhaseMemory
 from megarlhf.rehearsal.fake_device.routing import Routing
 from megarlhf.rehearsal.fake_device.torch_patches import Kind
 from megarlhf.rehearsal.fakes.batches import RankLoad
+from megarlhf.rehearsal.fakes.drawn_samples import ConversationLengths
 from megarlhf.rehearsal.fakes.lengths import Lengths
 from megarlhf.rehearsal.fakes.resume_point import PointSizes
 from megarlhf.rehearsal.result import RolloutRow
@@ -41,6 +42,9 @@ class Job:
     """Layers of a GPU. A CPU always has local ones."""
     num_steps: int
     response_lengths: Lengths
+    """Sampled tokens of samples."""
+    conversations: ConversationLengths | None = None
+    """Lengths of conversations, if there is an environment."""
     device_bytes: int = 0
     """Memory of a device; 0 means unbounded."""
     margin: MarginConfig = field(default_factory=MarginConfig)

@@ -167,7 +167,7 @@ class Rank:
     ) -> RolloutEngine:
         job = self.job
         if job.bare_engine or not engine_of(rollout).has_own_weights:
-            return GivenResponses(actor, job.response_lengths, self._set_num_samples)
+            return GivenResponses(actor, job.response_lengths, self._set_num_samples, job.conversations)
         return RehearsedEngine(
             rollout,
             actor,
@@ -178,6 +178,7 @@ class Rank:
             on_rollout=self._set_num_samples,
             estimate=self._estimate,
             on_refusal=self._refusals.append,
+            conversations=job.conversations,
         )
 
     def _engine_memory(self, actor: Role, tp: int) -> EngineBudget:

@@ -20,8 +20,9 @@ from megarlhf.rehearsal.cost_model.margin import Facts, engine_items, facts_of, 
 from megarlhf.rehearsal.cost_model.pricing import Pricing
 from megarlhf.rehearsal.fake_device import torch_patches
 from megarlhf.rehearsal.fake_device.ledger import PhaseMemory
+from megarlhf.rehearsal.fakes.drawn_samples import ASSUMED_OF_CONVERSATIONS, conversation_lengths, default_sampled
 from megarlhf.rehearsal.fakes.inputs import StandIns, stand_in
-from megarlhf.rehearsal.fakes.lengths import Lengths, LogNormal
+from megarlhf.rehearsal.fakes.lengths import Lengths
 from megarlhf.rehearsal.fakes.phases import BETWEEN
 from megarlhf.rehearsal.job import Job, RankRecord, layouts_of, runtime_of
 from megarlhf.rehearsal.kinds import Kind, choose_ranks, complete_pipelines, first_rank, named_ranks, stages_of
@@ -88,6 +89,9 @@ class _Rehearsal:
         self.main = next(role for role in MAIN_ROLES if role in self.layouts)
         self.kinds: list[Kind] = []
         self.responses = request.response_lengths or default_responses(self.cfg)
+        self.conversations = conversation_lengths(
+            self.cfg, turns=request.turns, sampled=self.responses, observed=request.observed_lengths
+        )
 
     def records(self) -> dict[int, RankRecord]:
         """Records of the chosen ranks."""
@@ -127,6 +131,7 @@ class _Rehearsal:
             layers=request.layers if on_gpu else "local",
             num_steps=request.steps,
             response_lengths=self.responses,
+            conversations=self.conversations,
             device_bytes=request.device_bytes if on_gpu else 0,
             margin=request.margin,
             rollout_tokens_per_second=request.rollout_tokens_per_second,
@@ -262,9 +267,7 @@ class _Rehearsal:
         request = self.request
         notes = ["Weights have no numbers: no checkpoint is read."]
         if isinstance(self.cfg, RLConfig):
-            most = self.cfg.rollout.max_response_tokens
-            how = "" if request.response_lengths else " (assumed: give --response-lengths)"
-            notes.append(f"Lengths of responses: {self.responses.description}, at most {most}{how}.")
+            notes += self._notes_of_lengths(self.cfg.rollout.max_response_tokens)
             if not engine_of(self.cfg.rollout).has_own_weights:
                 notes.append("The engine megatron generates nothing: its time and memory are not included.")
         if request.hardware.kind == "gpu":
@@ -278,6 +281,18 @@ class _Rehearsal:
         if any(architecture_from_hf(role.model.hf_directory()).num_experts for role in self.cfg.roles().values()):
             notes.append(f"Routing of experts is stated: {request.routing.description}.")
         return notes
+
+    def _notes_of_lengths(self, longest: int) -> list[str]:
+        """Notes about the lengths of samples."""
+        request, talks = self.request, self.conversations
+        given = {"--response-lengths": request.response_lengths}
+        if talks is not None and talks.limits.max_turns > 1:
+            given |= {"--turns": request.turns, "--observed-lengths": request.observed_lengths}
+        assumed = ", ".join(option for option, lengths in given.items() if lengths is None)
+        how = f" (assumed: give {assumed})" if assumed else ""
+        if talks is None:
+            return [f"Lengths of responses: {self.responses.describe()}, at most {longest}{how}."]
+        return [f"Lengths of conversations: {talks.describe(longest)}{how}.", ASSUMED_OF_CONVERSATIONS]
 
     def _notes_of_times(self, whole: Sequence[int]) -> list[str]:
         """Notes about ranks that are not in the replay's times."""
@@ -308,9 +323,10 @@ class _Rehearsal:
 
 
 def default_responses(cfg: Any) -> Lengths:
-    """Default lengths of responses: a third of the longest, in the mean."""
-    most = cfg.rollout.max_response_tokens if isinstance(cfg, RLConfig) else cfg.data.max_response_tokens
-    return LogNormal(max(2.0, most / 3), 0.6)
+    """Default lengths of responses, or sampled tokens of conversations."""
+    if isinstance(cfg, RLConfig):
+        return default_sampled(cfg.rollout.max_response_tokens, cfg.environment)
+    return default_sampled(cfg.data.max_response_tokens)
 
 
 def _resume_point(record: RankRecord) -> ResumePointRow | None:

@@ -39,6 +39,11 @@ class Request:
     """Ranks to rehearse; None means one of each kind."""
     prompt_lengths: Lengths | None = None
     response_lengths: Lengths | None = None
+    """Sampled tokens of a sample; of a conversation those of all turns."""
+    observed_lengths: Lengths | None = None
+    """Observed tokens of a conversation with an environment."""
+    turns: Lengths | None = None
+    """Turns of a conversation with an environment."""
     rollout_tokens_per_second: float | None = None
     workers: int = field(default_factory=lambda: os.cpu_count() or 1)
     resume_point: bool = True
@@ -66,6 +71,7 @@ def check_request(request: Request) -> None:
     if request.rollout_tokens_per_second is not None and not has_engine:
         why = f"rollout.engine = {cfg.rollout.engine}" if isinstance(cfg, RLConfig) else f"{request.command} has none"
         raise ValueError(f"--rollout-tokens-per-second is for engines of vLLM, but {why}; leave it out")
+    _check_conversations(request)
     if request.routing.skew != 1.0 and not _experts_of(cfg):
         raise ValueError(f"--routing-skew {request.routing.skew:g}: no model of the job has experts; leave it out")
     if most := [number for number in _experts_of(cfg) if request.routing.skew > number]:
@@ -73,6 +79,20 @@ def check_request(request: Request) -> None:
             f"--routing-skew {request.routing.skew:g}: an expert that gets every token has {min(most):g} times the "
             "mean; give at most that"
         )
+
+
+def _check_conversations(request: Request) -> None:
+    """Raises: ValueError for lengths of conversations that the job does not have."""
+    environment = getattr(request.cfg, "environment", None)
+    given = {"--turns": request.turns, "--observed-lengths": request.observed_lengths}
+    for option in (option for option, lengths in given.items() if lengths is not None):
+        if environment is None:
+            why = f"{request.command} has none" if request.command != "rl" else "there is no section environment"
+            raise ValueError(f"{option} is for conversations with an environment, but {why}; leave it out")
+        if environment.max_turns == 1 and option == "--observed-lengths":
+            raise ValueError(
+                f"{option}: with environment.max_turns = 1 the model reads no answer of the environment; leave it out"
+            )
 
 
 def _experts_of(cfg: Any) -> list[float]:

@@ -168,8 +168,11 @@ class RolloutRow:
     """Seconds of the slowest engine, for which every rank waits."""
     fastest: float
     tokens: int
+    """Sampled tokens."""
     most_running: int
     """Largest number of sequences at once on one engine; 0 where a speed was stated."""
+    observed: int = 0
+    """Tokens of an environment's answers that engines computed between two turns."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -108,3 +108,34 @@ class Faulty(Again):
 def right(prompt, response, fields):
     """The reward of `Over` as a rule."""
     return float(response[:1] in "13579")
+
+
+class Guess:
+    """Answers with messages: hints by a user, in the first turns two of a tool."""
+
+    def __init__(self, role="user", begins=False, turns=3):
+        self.role, self.begins, self.turns = role, begins, turns
+
+    def reset(self, fields, seed):
+        self.asked = fields["messages"][-1]["content"]
+        return [{"role": "user", "content": "a number, please"}] if self.begins else None
+
+    def step(self, turn):
+        if turn.number + 1 == self.turns:
+            return Answer(reward=len(turn.text) / 10, done=True)
+        content = f"{turn.number}: {'higher' if len(turn.text) % 2 else 'lower'}"
+        messages = [{"role": self.role, "content": content}]
+        if self.role == "tool" and turn.number == 0:
+            messages += [{"role": "tool", "content": "and a second reply"}]
+        return Answer(messages, reward=-0.25)
+
+
+def noted(prompt, response, fields, messages, turns):
+    """A reward that refuses what is no conversation as its environment writes it."""
+    roles = [message["role"] for message in messages]
+    said = [message["content"] for message in messages if message["role"] == "assistant"]
+    assert turns == [*said, response], (turns, said, response)
+    assert roles[:2] in (["user", "assistant"], ["user", "user"], ["user"]), roles
+    assert prompt.endswith("<|im_start|>assistant\n"), prompt
+    assert all(message["content"] in prompt for message in messages), prompt
+    return float(len(turns))

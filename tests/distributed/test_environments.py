@@ -257,6 +257,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2": (2, {"actor": {"parallel": {"cp": 2}}}),
     "lora": (1, {"actor": {"lora": {"rank": 2, "alpha": 4}}}),
     "correction": (1, {"algo": {"rollout_correction": {"kind": "mask"}}}),
+    "a reward model": (1, {"rewards": [{"kind": "environment"}, {"kind": "model"}]}),
     "packed": (1, {"train": {"micro_batch_samples": None, "max_tokens_per_micro_batch": 128}}),
 }  # fmt: skip
 
@@ -267,7 +268,7 @@ def test_a_run_of_each_kind_to_the_end(case, vllm_ranks, two_layers, data, tmp_p
     world, changes = LAYOUTS[case]
     cfg = conversations(two_layers, data, "Again")
     for section, keys in changes.items():
-        cfg[section] = {**cfg[section], **keys}
+        cfg[section] = {**cfg[section], **keys} if isinstance(keys, dict) else keys
     argv = killed(cfg, tmp_path / "run")
     vllm_ranks.run(world, "command", *argv)
     last = read_metrics(tmp_path / "run")[2]

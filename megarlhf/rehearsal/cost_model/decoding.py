@@ -8,6 +8,8 @@ parts, twice in each layer. The prompt of a sequence is computed when it is admi
   preempted. (vLLM admits sooner, and may have to preempt.)
 - Between two admissions or ends every step takes as long as the one in the middle.
 - Prompts of one group of samples are computed once (prefix caching), at the first of them.
+- A conversation with an environment keeps its place: the answer comes at once, its tokens are computed while the others
+  wait, and the cache still holds all that was before them.
 """
 
 from __future__ import annotations
@@ -50,15 +52,32 @@ class EngineShape:
     itemsize: int
 
 
+Stretches = tuple[int, ...]
+"""Tokens after a prompt: numbers of sampled and observed ones in turn. A response is one sampled stretch."""
+
+
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences to generate: tokens of each prompt and of each response."""
+    """Sequences to generate: tokens of each prompt, and sampled tokens after it."""
 
     prompts: Sequence[int]
     responses: Sequence[int]
+    conversations: Sequence[Stretches] = ()
+    """Stretches of each sequence; empty where each is one response."""
 
-    def pairs(self) -> Iterator[tuple[int, int]]:
-        return zip(self.prompts, self.responses, strict=True)
+    @classmethod
+    def of_stretches(cls, prompts: Sequence[int], stretches: Sequence[Stretches]) -> Sequences:
+        """Sequences of which some may have several stretches."""
+        talks = any(len(each) > 1 for each in stretches)
+        return cls(prompts, [sum(each[::2]) for each in stretches], stretches if talks else ())
+
+    def pairs(self) -> Iterator[tuple[int, Stretches]]:
+        return zip(self.prompts, self.conversations or [(tokens,) for tokens in self.responses], strict=True)
+
+    @property
+    def num_observed(self) -> int:
+        """Observed tokens of all sequences."""
+        return sum(sum(each[1::2]) for each in self.conversations)
 
 
 @dataclass(frozen=True)
@@ -109,7 +128,7 @@ def decode_seconds(
     """
     capacity = cache_bytes // shape.cache_bytes_per_token
     pairs = (pair for sequences in (*work.engines, *work.queue) for pair in sequences.pairs())
-    longest = max((prompt + response for prompt, response in pairs), default=0)
+    longest = max((prompt + sum(stretches) for prompt, stretches in pairs), default=0)
     if longest > capacity:
         raise ValueError(
             f"a sequence of {longest} tokens does not fit the cache of {capacity} tokens ({cache_bytes} bytes, "
@@ -149,10 +168,11 @@ def decode_step_seconds(price: DevicePrice, shape: EngineShape, running: int, ca
     return price.product_seconds(flops, nbytes, shape.dtype) + _all_reduces(price, shape, running)
 
 
-def prefill_seconds(price: DevicePrice, shape: EngineShape, prompt: int) -> float:
-    """Device seconds of one prompt alone: 2 P tokens, and causal attention over half of all pairs."""
-    flops = prompt * shape.flops_per_token + 2.0 * shape.num_layers * shape.query_size * prompt * prompt
-    return price.product_seconds(flops, 0.0, shape.dtype) + _all_reduces(price, shape, prompt)
+def prefill_seconds(price: DevicePrice, shape: EngineShape, tokens: int, before: int = 0) -> float:
+    """Device seconds of a prompt alone, or of tokens after `before` others, whose keys and values are in the cache: 2 P
+    tokens, and causal attention over tokens x before and half of tokens x tokens pairs."""
+    flops = tokens * shape.flops_per_token + 2.0 * shape.num_layers * shape.query_size * tokens * (tokens + 2 * before)
+    return price.product_seconds(flops, 0.0, shape.dtype) + _all_reduces(price, shape, tokens)
 
 
 def _all_reduces(price: DevicePrice, shape: EngineShape, tokens: int) -> float:
@@ -169,14 +189,14 @@ class _EngineRun:
         self, price: DevicePrice, shape: EngineShape, capacity: int, max_running: int, step_overhead: float
     ) -> None:
         self.price, self.shape, self.max_running, self.step_overhead = price, shape, max_running, step_overhead
-        self.waiting: deque[tuple[int, int, bool]] = deque()
-        """(prompt, response, whether the prompt has to be computed)"""
+        self.waiting: deque[tuple[int, Stretches, bool]] = deque()
+        """(prompt, stretches after it, whether the prompt has to be computed)"""
         self.free = capacity
         self.now = 0
         self.cached = 0
         """Tokens in the cache now."""
-        self.ends: list[tuple[int, int]] = []
-        """(step, tokens of the sequence by then), a heap."""
+        self.ends: list[tuple[int, int, Stretches]] = []
+        """End of each sampled stretch: (step, tokens of the sequence by then, stretches that follow), a heap."""
         self.prefill = self.decode = 0.0
         self.most_running = 0
 
@@ -188,33 +208,40 @@ class _EngineRun:
         return RolloutTime(self.prefill, self.decode, self.now * self.step_overhead, self.now, self.most_running)
 
     def add(self, work: Sequences, samples_per_prompt: int) -> None:
-        for n, (prompt, response) in enumerate(work.pairs()):
-            self.waiting.append((prompt, response, n % samples_per_prompt == 0))
+        for n, (prompt, stretches) in enumerate(work.pairs()):
+            self.waiting.append((prompt, stretches, n % samples_per_prompt == 0))
 
     def admit_waiting(self) -> None:
         """Admit sequences in their order, as long as there is room."""
         while self.waiting:
-            prompt, response, computes_prompt = self.waiting[0]
-            if prompt + response > self.free or len(self.ends) >= self.max_running:
+            prompt, stretches, computes_prompt = self.waiting[0]
+            if prompt + sum(stretches) > self.free or len(self.ends) >= self.max_running:
                 return
             self.waiting.popleft()
-            self.admit(prompt, response, computes_prompt=computes_prompt)
+            self.admit(prompt, stretches, computes_prompt=computes_prompt)
 
-    def admit(self, prompt: int, response: int, *, computes_prompt: bool) -> None:
-        self.free -= prompt + response
+    def admit(self, prompt: int, stretches: Stretches, *, computes_prompt: bool) -> None:
+        self.free -= prompt + sum(stretches)
         self.cached += prompt
-        heapq.heappush(self.ends, (self.now + response, prompt + response))
+        heapq.heappush(self.ends, (self.now + stretches[0], prompt + stretches[0], stretches[1:]))
         self.most_running = max(self.most_running, len(self.ends))
         if computes_prompt:
             self.prefill += prefill_seconds(self.price, self.shape, prompt)
 
     def to_next_end(self) -> None:
-        """Run steps until the next sequence is complete."""
-        end, tokens = heapq.heappop(self.ends)
+        """Run steps until the next sampled stretch is complete. What is observed then is computed at once."""
+        end, tokens, following = heapq.heappop(self.ends)
         steps, running = end - self.now, len(self.ends) + 1
         if steps:
             middle = self.cached + running * (steps + 1) / 2
             self.decode += steps * decode_step_seconds(self.price, self.shape, running, middle)
         self.now = end
-        self.cached += steps * running - tokens
-        self.free += tokens
+        self.cached += steps * running
+        if not following:
+            self.cached -= tokens
+            self.free += tokens
+            return
+        observed, sampled, *later = following
+        self.prefill += prefill_seconds(self.price, self.shape, observed, before=tokens)
+        self.cached += observed
+        heapq.heappush(self.ends, (end + sampled, tokens + observed + sampled, tuple(later)))

@@ -59,9 +59,13 @@ def estimate(
             shape, work, cache_bytes, max_running=max_running, samples_per_prompt=samples_per_prompt
         )
         seconds, most_running = [time.seconds for time in times], max((time.most_running for time in times), default=0)
-    total = sum(sum(piece.responses) for piece in (*work.engines, *work.queue))
+    pieces = (*work.engines, *work.queue)
     rollout = RolloutRow(
-        slowest=max(seconds, default=0.0), fastest=min(seconds, default=0.0), tokens=total, most_running=most_running
+        slowest=max(seconds, default=0.0),
+        fastest=min(seconds, default=0.0),
+        tokens=sum(sum(piece.responses) for piece in pieces),
+        most_running=most_running,
+        observed=sum(piece.num_observed for piece in pieces),
     )
     return rollout, owners
 

@@ -24,6 +24,7 @@ from megarlhf.models.build import ModelShard
 from megarlhf.models.role import Role
 from megarlhf.rehearsal.cost_model.decoding import EngineShape, RolloutWork, Sequences
 from megarlhf.rehearsal.cost_model.engine_time import shape_of
+from megarlhf.rehearsal.fakes.drawn_samples import ConversationLengths, SampleDraws, drawn_stretches
 from megarlhf.rehearsal.fakes.lengths import Lengths
 from megarlhf.rollout.balance import assign, chunk_by_length
 from megarlhf.rollout.engine import gather_indexed
@@ -91,15 +92,20 @@ class RehearsedEngine(VllmEngine):
         on_rollout: Callable[[int | None], None],
         estimate: Callable[[RolloutWork, EngineShape, int], Sequence[int]],
         on_refusal: Callable[[str], None],
+        conversations: ConversationLengths | None = None,
     ) -> None:
-        """Callbacks:
+        """
+        lengths:       sampled tokens of responses
+        conversations: lengths of conversations, if there is an environment
+
+        Callbacks:
 
         on_rollout: gets the number of samples of each rollout; None for one of slices, after which a step's are whole.
         estimate:   gets the work of all engines, and the shape and cache bytes of this rank's; returns the engine that
                     takes each piece of the queue.
         on_refusal: gets the reason why vLLM would not start. The rehearsal goes on with a cache for one sequence.
         """
-        self._lengths, self._memory = lengths, memory
+        self._draws, self._memory = SampleDraws(lengths, conversations), memory
         self._on_rollout, self._estimate, self._refuse = on_rollout, estimate, on_refusal
         self._cache_bytes = 0
         super().__init__(rollout, actor, dtype, max_prompt_tokens)
@@ -179,18 +185,19 @@ class RehearsedEngine(VllmEngine):
         should_stop: Callable[[], bool] | None = None,
         conversations: RequestSource | None = None,
     ) -> Rollouts:
-        """Responses of drawn lengths, each on the engine that would generate it."""
+        """Samples of drawn lengths, each on the engine that would generate it."""
         self._wake(to_generate=True)
         tp, world = self._tp, self._runtime.world_size
         given = parts_of(parts, len(prompts), sampling)
         self._on_rollout(whole_samples(given, sampling))
-        index = drawn_now(self._lengths, seeds, given, sampling, self._version)
-        drawn = [entry.length for entry in index]
+        talks = conversations is not None
+        index = self._draws.index(seeds, given, sampling, self._version, with_environment=talks)
+        drawn = [drawn_stretches(entry, part) for entry, part in zip(index, given, strict=True)]
         pieces = chunk_by_length(prompts, given, range(len(prompts)), world // tp, self._seen)
         assignment = assign(self._rollout.balance, pieces, world // tp)
 
         def sequences(rows: Sequence[int]) -> Sequences:
-            return Sequences([len(prompts[n]) for n in rows], [drawn[n] for n in rows])
+            return Sequences.of_stretches([len(prompts[n]) for n in rows], [drawn[n] for n in rows])
 
         first, queue = map(sequences, assignment.first), map(sequences, assignment.queue)
         work = RolloutWork([*first], [*queue], assignment.max_unfinished)
@@ -212,10 +219,15 @@ class GivenResponses(MegatronEngine):
     where only the trainer is of interest."""
 
     def __init__(
-        self, actor: Role, lengths: Lengths, on_rollout: Callable[[int | None], None] = lambda num_samples: None
+        self,
+        actor: Role,
+        lengths: Lengths,
+        on_rollout: Callable[[int | None], None] = lambda num_samples: None,
+        conversations: ConversationLengths | None = None,
     ) -> None:
         super().__init__(actor.shard, 1, actor.parts)
-        self._runtime, self._lengths, self._on_rollout = actor.mesh.runtime, lengths, on_rollout
+        self._runtime, self._on_rollout = actor.mesh.runtime, on_rollout
+        self._draws = SampleDraws(lengths, conversations)
 
     def generate(
         self,
@@ -231,7 +243,8 @@ class GivenResponses(MegatronEngine):
         self._parts.to_compute()
         given = parts_of(parts, len(prompts), sampling)
         self._on_rollout(whole_samples(given, sampling))
-        index = drawn_now(self._lengths, seeds, given, sampling, self.weight_version)
+        talks = conversations is not None
+        index = self._draws.index(seeds, given, sampling, self.weight_version, with_environment=talks)
         shares = dict(enumerate(split_evenly(len(prompts), self._runtime.world_size)))
         return given_responses(shares, index, self._runtime)
 
@@ -241,19 +254,6 @@ def whole_samples(parts: Sequence[ResponsePart], sampling: Sampling) -> int | No
     return len(parts) if all(part.max_tokens == sampling.max_tokens for part in parts) else None
 
 
-def drawn_now(
-    lengths: Lengths, seeds: Sequence[int], parts: Sequence[ResponsePart], sampling: Sampling, version: int
-) -> list[IndexEntry]:
-    """Length of each row's part, and whether the response ends in it. A response has the length of its seed."""
-    index: list[IndexEntry] = []
-    for seed, part in zip(seeds, parts, strict=True):
-        whole = min(lengths.draw(seed), sampling.max_tokens)
-        length = min(whole, part.until)
-        count = max(1, length - len(part.so_far))
-        index.append(IndexEntry(count, length == whole < sampling.max_tokens, ((version, count),)))
-    return index
-
-
 def given_responses(shares: Mapping[int, Sequence[int]], entries: Sequence[IndexEntry], runtime: Runtime) -> Rollouts:
     """Rollouts of these lengths, made by the functions of a real engine.
 
@@ -261,7 +261,15 @@ def given_responses(shares: Mapping[int, Sequence[int]], entries: Sequence[Index
     """
     index: list[Index] = [{n: entries[n] for n in shares.get(rank, ())} for rank in range(runtime.world_size)]
     mine = {
-        n: Response([TOKEN] * entry.length, [-1.0] * entry.length, entry.finished, entry.versions)
+        n: Response(
+            [TOKEN] * entry.length,
+            [-1.0] * entry.length,
+            entry.finished,
+            entry.versions,
+            entry.stretches,
+            [TOKEN] * sum(entry.stretches[1::2]),
+            entry.dialogue,
+        )
         for n, entry in index[runtime.rank].items()
     }
     status: list[Any] = [(part, False, 0.0) for part in index]

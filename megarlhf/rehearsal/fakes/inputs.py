@@ -19,6 +19,7 @@ from megarlhf.config import ROLES, DPOConfig, RewardConfig, RLConfig, RMConfig, 
 from megarlhf.data.sources.find import is_there
 from megarlhf.own_code.load import is_path
 from megarlhf.rehearsal.fakes.lengths import Constant, Lengths, LogNormal
+from megarlhf.rollout.environments.answer import Answer, Turn
 from megarlhf.weights.checkpoint.dtype import resolve_dtype
 
 SPECIAL = ("<pad>", "<s>", "</s>")
@@ -26,6 +27,7 @@ LETTERS = string.ascii_letters
 """Tokens of the stand-in tokenizer, in order."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 REWARD = "megarlhf.rehearsal.fakes.inputs:length_of_response"
+ENVIRONMENT = "megarlhf.rehearsal.fakes.inputs:NoEnvironment"
 
 AnyConfig = SFTConfig | RMConfig | DPOConfig | RLConfig
 
@@ -55,6 +57,16 @@ class StandIns:
 def length_of_response(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
     """Reward that differs between samples."""
     return float(len(response) % 7)
+
+
+class NoEnvironment:
+    """An environment that is never asked: the engine of a rehearsal makes its answers."""
+
+    def reset(self, fields: Mapping[str, Any], seed: int) -> None:
+        raise AssertionError("a rehearsal asks no environment")
+
+    def step(self, turn: Turn) -> Answer:
+        raise AssertionError("a rehearsal asks no environment")
 
 
 def stand_in(
@@ -139,6 +151,11 @@ def _own_code(cfg: RLConfig, tree: dict[str, Any]) -> list[str]:
                 f"{key} = {section[name]} is not rehearsed: {stand_in or 'the built-in code'} takes its place."
             )
             section[name] = stand_in
+    if cfg.environment is not None:
+        notes.append(
+            f"environment.function = {cfg.environment.function} is not started: its time and memory are not included."
+        )
+        tree["environment"] |= {"function": ENVIRONMENT, "args": {}}
     return notes
 
 
@@ -218,11 +235,11 @@ def _data(
     prompts = prompts or Constant(max(1, longest // 2))
     per_step = cfg.train.prompts_per_step if isinstance(cfg, RLConfig) else cfg.train.mini_batch_samples
     file = directory / "data.jsonl"
-    lengths = [f"prompts: {prompts.description}, at most {longest}"]
+    lengths = [f"prompts: {prompts.describe()}, at most {longest}"]
     most = None if isinstance(cfg, RLConfig) else cfg.data.max_response_tokens
     if most is not None:
         responses = responses or LogNormal(max(2.0, most / 3), 0.6)
-        lengths.append(f"responses: {responses.description}, at most {most}")
+        lengths.append(f"responses: {responses.describe()}, at most {most}")
     with file.open("w", encoding="utf-8") as out:
         for n in range(per_step * steps):
             # One token of the prompt is its beginning.
@@ -262,6 +279,10 @@ def _rewards(rewards: Sequence[RewardConfig], tree: dict[str, Any]) -> list[str]
     for reward, given in zip(rewards, tree["rewards"], strict=True):
         if reward.kind == "model" and not reward.retokenize:
             kept.append(given)
+            continue
+        if reward.kind == "environment":
+            kept.append(given)
+            notes.append(f"The reward {reward.label} is made up, one number for each turn.")
             continue
         notes.append(f"The reward {reward.label} is not called: its time and memory are not included.")
         scaled = {key: given[key] for key in ("weight", "shift", "clip", "normalise", "normalise_eps")}

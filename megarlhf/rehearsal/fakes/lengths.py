@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megarlhf.observe.records.step_records import LENGTHS_FILE
 
@@ -16,15 +16,14 @@ FORMS = "constant:N, uniform:LOW,HIGH, lognormal:mean=M,sigma=S, a file of numbe
 
 
 class Lengths(Protocol):
-    """A source of numbers of tokens."""
+    """A source of numbers of tokens, or of turns."""
 
     def draw(self, seed: int) -> int:
         """One length. The same seed gives the same length."""
         ...
 
-    @property
-    def description(self) -> str:
-        """Description for the page."""
+    def describe(self, unit: str = "tokens") -> str:
+        """Description for the page. unit: what is counted"""
         ...
 
 
@@ -35,9 +34,8 @@ class Constant:
     def draw(self, seed: int) -> int:
         return self.value
 
-    @property
-    def description(self) -> str:
-        return f"always {self.value} tokens"
+    def describe(self, unit: str = "tokens") -> str:
+        return f"always {self.value} {unit}"
 
 
 @dataclass(frozen=True)
@@ -48,9 +46,8 @@ class Uniform:
     def draw(self, seed: int) -> int:
         return random.Random(seed).randint(self.low, self.high)
 
-    @property
-    def description(self) -> str:
-        return f"uniform between {self.low} and {self.high} tokens"
+    def describe(self, unit: str = "tokens") -> str:
+        return f"uniform between {self.low} and {self.high} {unit}"
 
 
 @dataclass(frozen=True)
@@ -64,8 +61,7 @@ class LogNormal:
         mu = math.log(self.mean) - self.sigma**2 / 2
         return max(1, round(random.Random(seed).lognormvariate(mu, self.sigma)))
 
-    @property
-    def description(self) -> str:
+    def describe(self, unit: str = "tokens") -> str:
         return f"lognormal with mean {self.mean:g} and sigma {self.sigma:g}"
 
 
@@ -79,15 +75,18 @@ class Given:
     def draw(self, seed: int) -> int:
         return self.values[random.Random(seed).randrange(len(self.values))]
 
-    @property
-    def description(self) -> str:
+    def describe(self, unit: str = "tokens") -> str:
         mean = sum(self.values) / len(self.values)
-        return f"drawn from {len(self.values)} lengths of {self.source} (mean {mean:.1f})"
+        return f"drawn from {len(self.values)} numbers in {self.source} (mean {mean:.1f} {unit})"
 
 
 LARGEST_SIGMA = 9.0
 """Largest deviation of the logarithm: four deviations off, a length would be e^36 times another. With more, nearly all
 lengths would be 1."""
+
+
+LEAST = {"observed": 0}
+"""Least number of tokens in a column of an earlier run, where that is not 1."""
 
 
 def parse_lengths(text: str, column: str = "responses") -> Lengths:
@@ -96,11 +95,12 @@ def parse_lengths(text: str, column: str = "responses") -> Lengths:
     Raises: ValueError for a text that is none of `FORMS`.
     """
     kind, _, rest = text.partition(":")
+    least = LEAST.get(column, 1)
     try:
         if kind == "constant":
-            return Constant(_positive(rest))
+            return Constant(_at_least(least, int(rest)))
         if kind == "uniform":
-            low, high = map(_positive, rest.split(","))
+            low, high = (_at_least(least, int(part)) for part in rest.split(","))
             if low <= high:
                 return Uniform(low, high)
         elif kind == "lognormal":
@@ -109,26 +109,25 @@ def parse_lengths(text: str, column: str = "responses") -> Lengths:
             if given.keys() == {"mean", "sigma"} and finite and given["mean"] > 0 <= given["sigma"] <= LARGEST_SIGMA:
                 return LogNormal(given["mean"], given["sigma"])
         elif Path(text).exists():
-            return _from_path(Path(text), column)
+            return _from_path(Path(text), column, least)
     except (ValueError, TypeError) as error:
         raise ValueError(f"lengths {text!r}: {error}; expected {FORMS}") from error
     raise ValueError(f"lengths {text!r}: expected {FORMS}")
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(f"got {value}, expected 1 or more")
+def _at_least(least: int, value: int) -> int:
+    if value < least:
+        raise ValueError(f"got {value}, expected {least} or more")
     return value
 
 
 def _whole(entry: object) -> int:
     if type(entry) is not int:
         raise ValueError(f"got {entry!r}, expected a whole number")
-    return _positive(str(entry))
+    return entry
 
 
-def _from_path(path: Path, column: str) -> Given:
+def _from_path(path: Path, column: str, least: int) -> Given:
     file = path / LENGTHS_FILE if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"{path} has no {LENGTHS_FILE}; name the directory of a run of rl, which writes it")
@@ -138,9 +137,17 @@ def _from_path(path: Path, column: str) -> Given:
             continue
         try:
             entry = json.loads(line)
-            values += map(_whole, entry[column] if isinstance(entry, Mapping) else [entry])
+            lengths = _column(entry, column) if isinstance(entry, Mapping) else [entry]
+            values += (_at_least(least, _whole(length)) for length in lengths)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file}, line {number}: {error!r}") from error
     if not values:
         raise ValueError(f"{file} has no lengths")
     return Given(values, str(path))
+
+
+def _column(entry: Mapping[str, Any], column: str) -> Iterable[object]:
+    if column in ("observed", "turns") and column not in entry:
+        raise ValueError(f"no {column!r}, which only a run with an environment writes")
+    lengths: Iterable[object] = entry[column]
+    return lengths
