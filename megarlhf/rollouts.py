@@ -332,16 +332,6 @@ class Rollouts:
             dialogues=tuple(Dialogue.from_json(values) for values in json.loads(state.get("dialogues", "[]"))),
         )
 
-    def single_responses(self) -> Ragged:
-        """The sampled tokens, for readers that take them for one text. Raises: NotImplementedError where a sample has
-        several sampled stretches, whose tokens would be run together."""
-        if self.stretches is not None:
-            raise NotImplementedError(
-                "samples with observed stretches are read as one response each, which would run their sampled "
-                "stretches together; read Rollouts.written, or each stretch by Rollouts.stretches"
-            )
-        return self.responses
-
 
 def _ragged_state(table: Ragged) -> dict[str, Tensor]:
     return {"values": table.values_T, "lengths": table.lengths_N}

@@ -121,12 +121,13 @@ def test_columns_of_other_lengths_than_the_sampled_tokens_are_refused(changed, w
         replace(two_turns().rollouts, **changed)
 
 
-def test_several_stretches_are_never_read_as_one_response():
+def test_the_last_turn_is_read_as_the_response():
     table = two_turns()
-    with refuses("observed stretches", "Rollouts.written", error=NotImplementedError):
-        table.rollouts.single_responses()
+    counts = [int(row[-1]) for row in table.rollouts.stretches.lengths.rows()]
+    for turn, row, count in zip(table.rollouts.last_turns, table.rollouts.responses.rows(), counts, strict=True):
+        assert torch.equal(turn, row[len(row) - count :])
     single = replace(table.rollouts, stretches=None)
-    assert single.single_responses() is single.responses
+    assert all(map(torch.equal, single.last_turns, single.responses.rows()))
 
 
 def test_a_token_of_another_version_than_promised_is_refused():

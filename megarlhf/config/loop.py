@@ -12,7 +12,7 @@ from megarlhf.config.rewards import RewardConfig
 from megarlhf.config.run import CheckpointConfig
 
 _WHY = "a Loop is given prompts and advantages by your own code"
-_UNREAD = ("critic", "reward_model", "rewards", "ptx", "ema", "reference_update", "eval", "samples")
+_UNREAD = ("critic", "reward_model", "rewards", "ptx", "ema", "reference_update", "eval", "samples", "environment")
 """Sections of `rl` that a loop does not read."""
 _UNREAD_OF_ALGO = (
     "gamma",

@@ -50,6 +50,17 @@ class Slow(Chance):
         return answer
 
 
+class Drifts(Again):
+    """Answers a turn otherwise each time."""
+
+    calls = 0
+
+    def step(self, turn):
+        Drifts.calls += 1
+        answer = super().step(turn)
+        return answer if answer.done else Answer(f"{Drifts.calls % 10}", reward=-0.1)
+
+
 class Opens(Again):
     """Adds to the prompt, in each sample otherwise."""
 

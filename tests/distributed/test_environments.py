@@ -234,6 +234,18 @@ def test_a_conversation_goes_on_behind_its_last_answered_turn(slices, vllm_ranks
         assert weights(other) == weights(whole)
 
 
+def test_an_environment_that_answers_otherwise_is_named_and_its_conversation_begins_anew(
+    vllm_ranks, one_layer, data, tmp_path
+) -> None:
+    """The repetition after a failure of the engine; `Drifts` answers otherwise in another process."""
+    cfg = conversations(one_layer, data, "Drifts")
+    cfg["train"]["num_steps"] = 1
+    (status, written), *_ = vllm_ranks.run(1, failing_engine, 30, BANK, "add_turn", *killed(cfg, tmp_path / "run"))
+    assert status == 0
+    assert lines_naming(written, "answered otherwise", "the environment of sample", "begins anew")
+    assert read_metrics(tmp_path / "run")[1]["conversations_redrawn"] > 0
+
+
 # --- roles and layouts ----------------------------------------------------------------------------
 
 
@@ -257,6 +269,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2": (2, {"actor": {"parallel": {"cp": 2}}}),
     "lora": (1, {"actor": {"lora": {"rank": 2, "alpha": 4}}}),
     "correction": (1, {"algo": {"rollout_correction": {"kind": "mask"}}}),
+    "an adapter of the engine's": (1, {"actor": {"lora": {"rank": 2, "alpha": 4}}, "rollout": {"lora": "adapter"}}),
+    "dynamic sampling": (1, {"algo": {"dynamic_sampling": {"max_refills": 1}}}),
     "a reward model": (1, {"rewards": [{"kind": "environment"}, {"kind": "model"}]}),
     "packed": (1, {"train": {"micro_batch_samples": None, "max_tokens_per_micro_batch": 128}}),
 }  # fmt: skip

@@ -30,5 +30,5 @@ def _are_outcomes(outcomes: list[Any], count: Any) -> bool:
     return type(count) is int and count == len(outcomes) and all(isinstance(x, RewardResult) for x in outcomes)
 
 
-EMPTY_BANK: Any = (0, 0, [])
+EMPTY_BANK: Any = (0, 0, {}, {})
 """Contents of the rollout bank that rank 0 sends in a run that has just begun: `rollout/bank.py`."""

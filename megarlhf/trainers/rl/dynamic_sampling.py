@@ -16,6 +16,7 @@ from megarlhf.config import DynamicSamplingConfig, RewardConfig
 from megarlhf.data.samples.encoders import PromptSample
 from megarlhf.experience import Experience
 from megarlhf.rollouts import Rollouts
+from megarlhf.trainers.experience.prompts import make_experience
 from megarlhf.trainers.experience.reward_outputs import RewardOutput, bounded, totals_of
 
 
@@ -70,11 +71,8 @@ def joined(parts: Sequence[tuple[ScoredRollout, Sequence[int]]]) -> ScoredRollou
     rows = [(rollout, rollout.samples_of(groups)) for rollout, groups in parts]
     prompts = [rollout.prompts[group] for rollout, groups in parts for group in groups]
     size = sum(len(samples) for _, samples in rows) // len(prompts)
-    experience = Experience(
-        prompts=tuple(rollout.experience.prompts[n] for rollout, samples in rows for n in samples),
-        groups_N=torch.arange(len(prompts)).repeat_interleave(size),
-        rollouts=Rollouts.joined([(rollout.experience.rollouts, samples) for rollout, samples in rows]),
-    )
+    rollouts = Rollouts.joined([(rollout.experience.rollouts, samples) for rollout, samples in rows])
+    experience = make_experience(prompts, rollouts, size)
     by_reward = range(len(parts[0][0].rewards))
     rewards = [RewardOutput.joined([(rollout.rewards[k], samples) for rollout, samples in rows]) for k in by_reward]
     return ScoredRollout(prompts, experience, rewards)
