@@ -42,6 +42,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help venv pretrained demo demo-lora demo-3d demo-seeds demo-chat demo-chat-seeds \
 	bench-convert bench-reshard bench-kernels bench-packing bench-prompts bench-trl bench-trl-curves \
 	bench-gpu-logprob bench-gpu-packed bench-gpu-prompts bench-resume bench-data bench-rewards bench-rollout bench-slices \
+	bench-environments \
 	bench-rehearsal bench-fits bench-parallel test \
 	test-matrix test-slow test-gpu test-peers test-published test-slurm test-faults slurm-scripts lint docs \
 	count refusals equality doctor lock clean
@@ -181,6 +182,9 @@ bench-rollout: venv ## engines that share samples on demand, by length, and in f
 
 bench-slices: venv ## responses drawn in slices against whole ones, with a long tail of lengths (10 minutes); writes benchmarks/results/slices.json
 	$(PY) -m benchmarks.slices
+
+bench-environments: venv ## a rollout with a slow environment against one that answers at once (2 minutes); writes benchmarks/results/environments.json
+	$(PY) -m benchmarks.environments
 
 bench-rehearsal: venv ## what a rehearsal says against real runs on the CPU, and large jobs (1 hour, also in parts); writes benchmarks/results/rehearsal.json
 	$(PY) -m benchmarks.rehearsal

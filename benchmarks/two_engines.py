@@ -21,19 +21,25 @@ from megarlhf.runtime import RankInfo, free_port, initialize, shutdown
 
 
 def on_two_ranks(measure: Callable[..., Any], sizes: Sizes, load: Any, rounds: int) -> Any:
-    """What `measure(runtime, model, load, rounds)` returns on the first of two ranks of one thread, as JSON has it."""
+    """Result of `measure(runtime, model, load, rounds)` on the first of two ranks of one thread, as JSON has it."""
+    with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
+        return on_ranks(2, measure, write_model(Path(folder) / "model", sizes), load, rounds)
+
+
+def on_ranks(count: int, measure: Callable[..., Any], model: Path, load: Any, rounds: int) -> Any:
+    """The same of any number of ranks, and of a model that is there."""
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
-        model, out = write_model(Path(folder) / "model", sizes), Path(folder) / "found.json"
-        mp.spawn(_run_rank, (free_port(), measure, model, load, rounds, out), nprocs=2)
+        out = Path(folder) / "found.json"
+        mp.spawn(_run_rank, (count, free_port(), measure, model, load, rounds, out), nprocs=count)
         return json.loads(out.read_text())
 
 
 def _run_rank(
-    rank: int, port: int, measure: Callable[..., Any], model: Path, load: Any, rounds: int, out: Path
+    rank: int, count: int, port: int, measure: Callable[..., Any], model: Path, load: Any, rounds: int, out: Path
 ) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    runtime = initialize(RankInfo(rank=rank, local_rank=rank, world_size=2, local_world_size=2), seed=0)
+    runtime = initialize(RankInfo(rank=rank, local_rank=rank, world_size=count, local_world_size=count), seed=0)
     torch.set_num_threads(1)
     found = measure(runtime, model, load, rounds)
     if runtime.is_main:

@@ -15,6 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "MEGARLHF_FAULTS_COMMAND"
 """Set in every process of a command, to its name."""
+WORKERS, ENVIRONMENT_WORKER = "megarlhf.rollout.", "megarlhf.rollout.environments.worker"
+"""Beginning of the modules that worker processes run, and the one that runs environments."""
 START_SECONDS, END_SECONDS = 240.0, 420.0
 POLL_SECONDS = 0.002
 
@@ -92,9 +94,14 @@ class Command:
         found = {}
         for pid, parent in self.processes().items():
             rank = _environ(pid).get("RANK")
-            if parent == self.pid and rank is not None:
+            # A rank's workers have its environment; in a run of one rank the launcher is their parent.
+            if parent == self.pid and rank is not None and not _is_worker(pid):
                 found[int(rank)] = pid
         return [found[rank] for rank in sorted(found)] or [self.pid]
+
+    def environment_workers(self) -> list[int]:
+        """Processes that run environments, and their supervisors."""
+        return [pid for pid in self.processes() if ENVIRONMENT_WORKER in _arguments(pid)]
 
     @staticmethod
     def writers(ranks: Sequence[int]) -> list[int]:
@@ -137,6 +144,14 @@ def _environ(pid: int) -> dict[str, str]:
         pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         return dict(pair.decode(errors="replace").split("=", 1) for pair in pairs if b"=" in pair)
     return {}
+
+
+def _arguments(pid: int) -> list[str]:
+    return _read(Path(f"/proc/{pid}/cmdline")).split("\0")
+
+
+def _is_worker(pid: int) -> bool:
+    return any(argument.startswith(WORKERS) for argument in _arguments(pid))
 
 
 def _parent(pid: int) -> int:

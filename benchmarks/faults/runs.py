@@ -7,7 +7,7 @@ import json
 import random
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,8 +89,8 @@ class Site:
         return {"data": {**paths, "max_prompt_tokens": 16, **({} if name == "prompts" else {"max_response_tokens": 8})}}
 
     def case(self, name: str) -> Case:
-        """`sft`, `sft_tp2`, `sft_keep`, `sft_nan`, `ppo`, `ppo_vllm`, `grpo`, `slices`, `slices_vllm` or
-        `slices_ahead`."""
+        """`sft`, `sft_tp2`, `sft_keep`, `sft_nan`, `ppo`, `ppo_vllm`, `grpo`, `slices`, `slices_vllm`, `slices_ahead`,
+        `talks`, `talks_two` or `talks_slices`."""
         return getattr(self, f"_{name.partition('_')[0]}")(name)
 
     def _sft(self, name: str) -> Case:
@@ -127,7 +127,7 @@ class Site:
         }
         for section, values in more.items():
             tree[section] = {**tree.get(section, {}), **values} if isinstance(values, dict) else values
-        return Case(name, "rl", 2 if name == "ppo" else 1, tree)
+        return Case(name, "rl", 2 if name in ("ppo", "talks_two") else 1, tree)
 
     def _ppo(self, name: str) -> Case:
         scorer = {"model": {"path": str(self._model("rm", "reward_model"))}}
@@ -162,6 +162,28 @@ class Site:
             checkpoint={"every": 5, "keep": 2, "every_minutes": 0, "export_every": 7},
             eval={"every": 7},
         )
+
+    def _talks(self, name: str) -> Case:
+        """Conversations of mostly three to five turns, whole or in three slices, on one engine or on two."""
+        case = self._rl(
+            name,
+            {},
+            environment={"function": "benchmarks.faults.environments:Hints", "max_turns": 5, "max_turn_tokens": 8},
+            rewards=[{"kind": "environment"}],
+            train={"num_steps": 8},
+            rollout={
+                "engine": "vllm",
+                "num_samples_per_prompt": 4,
+                # Digits end a turn too: this model's own end token comes too seldom for several turns.
+                "stop_token_ids": [4, 5, 6, 7, 8],
+                **({"slices": 3, "max_response_tokens": 30} if name == "talks_slices" else {"max_response_tokens": 42}),
+            },
+            algo={"advantage": "group_relative", "kl": {"log": True}},
+            checkpoint={"every": 4, "keep": 2, "every_minutes": 0, "export_every": 8},
+        )
+        # Without an evaluation every conversation is of a step, whose metrics count it.
+        data = {key: value for key, value in case.tree["data"].items() if key != "validation"}
+        return replace(case, tree={**{key: case.tree[key] for key in case.tree if key != "eval"}, "data": data})
 
     def reference(self, case: Case) -> Reference:
         """The run without a fault; made twice, which has to give the same, and then kept."""

@@ -1,4 +1,4 @@
-"""Typed configuration. `config/commands.py` and the files that it imports define the keys, `load.py` reads a file."""
+"""Typed configuration. A command has a file of its keys, others hold what commands share; `load.py` reads a file."""
 
 from megarlhf.config.algo import AlgoConfig, KLConfig, RolloutCorrectionConfig
 from megarlhf.config.auxiliary import EMAConfig, PTXConfig, ReferenceUpdateConfig
@@ -6,9 +6,6 @@ from megarlhf.config.choices import StopConfig
 from megarlhf.config.commands import (
     EvalConfig,
     MicroBatchConfig,
-    RLConfig,
-    RLEvalConfig,
-    RLTrainConfig,
     RMConfig,
     SFTConfig,
     TrainConfig,
@@ -25,6 +22,7 @@ from megarlhf.config.old_keys import translate
 from megarlhf.config.preference import DPOConfig
 from megarlhf.config.profile import ProfileConfig
 from megarlhf.config.rewards import RewardConfig
+from megarlhf.config.rl import RLConfig, RLEvalConfig, RLTrainConfig
 from megarlhf.config.role_table import ROLES, trained_roles
 from megarlhf.config.roles import (
     KernelsConfig,

@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from megarlhf.config.commands import RLConfig
 from megarlhf.config.data import PromptDataConfig, SourceConfig
 from megarlhf.config.rewards import RewardConfig
+from megarlhf.config.rl import RLConfig
 from megarlhf.config.run import CheckpointConfig
 
 _WHY = "a Loop is given prompts and advantages by your own code"

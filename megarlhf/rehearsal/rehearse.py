@@ -285,13 +285,14 @@ class _Rehearsal:
     def _notes_of_lengths(self, longest: int) -> list[str]:
         """Notes about the lengths of samples."""
         request, talks = self.request, self.conversations
+        if talks is None:
+            how = "" if request.response_lengths else " (assumed: give --response-lengths)"
+            return [f"Lengths of responses: {self.responses.describe()}, at most {longest}{how}."]
         given = {"--response-lengths": request.response_lengths}
-        if talks is not None and talks.limits.max_turns > 1:
+        if talks.limits.max_turns > 1:
             given |= {"--turns": request.turns, "--observed-lengths": request.observed_lengths}
         assumed = ", ".join(option for option, lengths in given.items() if lengths is None)
         how = f" (assumed: give {assumed})" if assumed else ""
-        if talks is None:
-            return [f"Lengths of responses: {self.responses.describe()}, at most {longest}{how}."]
         return [f"Lengths of conversations: {talks.describe(longest)}{how}.", ASSUMED_OF_CONVERSATIONS]
 
     def _notes_of_times(self, whole: Sequence[int]) -> list[str]:

@@ -18,11 +18,8 @@ when it is answered, so that a conversation goes on behind its last answered tur
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import dataclasses
-import hashlib
-import json
 import logging
 import os
 import re
@@ -33,12 +30,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
 from megarlhf.atomic_write import sync
 from megarlhf.collective_errors import raise_on_all_ranks
+from megarlhf.rollout.bank_lines import (
+    Record,
+    digest_of_bytes,
+    line_of,
+    record_in,
+    record_of_response,
+    record_of_turn,
+    response_of_record,
+    turn_of_record,
+)
 from megarlhf.rollout.responses import (
     AnsweredTurn,
     FinishedResponses,
@@ -48,7 +54,6 @@ from megarlhf.rollout.responses import (
     end_of,
     parts_of,
 )
-from megarlhf.rollouts import Dialogue
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +66,6 @@ UNUSABLE = ".unusable"
 """Suffix for files that do not belong to the rollout that goes on."""
 _FOLDER = re.compile(r"step_(\d+)(_refill_\d+)?")
 _NAME = re.compile(rf"(\d+)_rank_\d+\.jsonl({re.escape(UNUSABLE)})?")
-
-Record = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +107,7 @@ class RolloutBank:
         rows = [
             {
                 "row": row,
-                "prompt": _digest(prompt.cpu().numpy().astype("<i8").tobytes()),
+                "prompt": digest_of_bytes(prompt.cpu().numpy().astype("<i8").tobytes()),
                 "seed": seed,
                 **({} if part.until == sampling.max_tokens else {"until": part.until}),
             }
@@ -173,29 +176,11 @@ class StepBank(FinishedResponses):
         super().add(row, response)
         if response.dialogue is not None and response.dialogue.ended_by == "failure":
             return  # another process draws it anew
-        self._keep(
-            row,
-            {
-                "finished": response.finished,
-                "tokens": _encode(np.array(response.tokens, dtype="<i4")),
-                "logprobs": _encode(np.array(response.logprobs, dtype="<f4")),
-                "versions": response.versions,
-                **_of_conversation(response),
-            },
-        )
+        self._keep(row, record_of_response(response))
 
     def add_turn(self, row: int, turn: AnsweredTurn, *, first: bool = False) -> None:
         super().add_turn(row, turn, first=first)
-        self._keep(
-            row,
-            {
-                "turn": len(self.turns[row]) - 1,
-                **turn._asdict(),
-                "tokens": _encode(np.array(turn.tokens, dtype="<i4")),
-                "logprobs": _encode(np.array(turn.logprobs, dtype="<f4")),
-                "observed": _encode(np.array(turn.observed, dtype="<i4")),
-            },
-        )
+        self._keep(row, {"turn": len(self.turns[row]) - 1, **record_of_turn(turn)})
 
     def _keep(self, row: int, content: Record) -> None:
         """Write a record about a row."""
@@ -204,8 +189,8 @@ class StepBank(FinishedResponses):
             try:
                 if self._file is None:
                     self._file = _create(self._path)
-                    _write(self._file, _line(self._expected.header))
-                _write(self._file, _line(record))
+                    _write(self._file, line_of(self._expected.header))
+                _write(self._file, line_of(record))
                 self._fsync()
             except OSError as error:
                 self._bank.give_up(error, self._path)
@@ -235,68 +220,6 @@ class StepBank(FinishedResponses):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-# --- lines ----------------------------------------------------------------------------------------
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
-
-
-def _encode(values: np.ndarray) -> str:
-    return base64.b64encode(values.tobytes()).decode()
-
-
-def _decode(text: str, dtype: str) -> list[Any]:
-    return list(np.frombuffer(base64.b64decode(text, validate=True), dtype=dtype).tolist())
-
-
-def _text(record: Record) -> str:
-    return json.dumps(record, sort_keys=True)
-
-
-def _line(record: Record) -> bytes:
-    return (json.dumps({"digest": _digest(_text(record).encode()), "record": record}) + "\n").encode()
-
-
-def _record(line: bytes) -> Record | None:
-    """Record of a line; None if the line is incomplete or corrupt."""
-    try:
-        content = json.loads(line)
-        record, digest = content["record"], content["digest"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return record if isinstance(record, dict) and digest == _digest(_text(record).encode()) else None
-
-
-def _of_conversation(response: Response) -> Record:
-    if response.dialogue is None:
-        return {}
-    return {
-        "stretches": response.stretches,
-        "observed": _encode(np.array(response.observed, dtype="<i4")),
-        "dialogue": response.dialogue.to_json(),
-    }
-
-
-def _response(record: Record, step: int) -> Response:
-    tokens = _decode(record["tokens"], "<i4")
-    versions = tuple((version, count) for version, count in record.get("versions", [[step, len(tokens)]]))
-    response = Response(tokens, _decode(record["logprobs"], "<f4"), record["finished"], versions)
-    if "dialogue" not in record:
-        return response
-    stretches, observed = tuple(record["stretches"]), _decode(record["observed"], "<i4")
-    return dataclasses.replace(
-        response, stretches=stretches, observed=observed, dialogue=Dialogue.from_json(record["dialogue"])
-    )
-
-
-def _answered_turn(record: Record) -> AnsweredTurn:
-    plain = {name: record[name] for name in ("version", "answer", "history", "before")}
-    observed = _decode(record["observed"], "<i4")
-    tokens, logprobs = _decode(record["tokens"], "<i4"), _decode(record["logprobs"], "<f4")
-    return AnsweredTurn(tokens=tokens, logprobs=logprobs, observed=observed, **plain)
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -338,12 +261,12 @@ class _Kept:
         elif row in self.responses:
             self.dropped["doubled rows"] += 1
         else:
-            self.responses[row] = _response(record, expected.header["step"])
+            self.responses[row] = response_of_record(record, expected.header["step"])
 
     def _add_turn(self, row: int, record: Record) -> None:
         """Add a turn if it follows the ones that are there, or begins anew."""
         try:
-            turn, number = _answered_turn(record), int(record["turn"])
+            turn, number = turn_of_record(record), int(record["turn"])
         except (ValueError, KeyError, TypeError):
             self.dropped["turns that are no turn"] += 1
             return
@@ -383,7 +306,7 @@ def _read_file(path: Path, expected: _Expected, kept: _Kept) -> str:
         first, *lines = path.read_bytes().splitlines() or [b""]
     except OSError as error:
         return str(error)
-    header = _record(first)
+    header = record_in(first)
     if header is None:
         return "its first line is torn or corrupt"
     if header.get("format") in READABLE:
@@ -392,7 +315,7 @@ def _read_file(path: Path, expected: _Expected, kept: _Kept) -> str:
     if different:
         return "; ".join(f"{key} = {header.get(key)}, now {expected.header.get(key)}" for key in sorted(different))
     for line in lines:
-        record = _record(line)
+        record = record_in(line)
         if record is None:
             kept.dropped["torn or corrupt lines"] += 1
         else:
@@ -404,7 +327,7 @@ def _fault(record: Record, expected: _Expected) -> str:
     """Reason why a response cannot be used; empty if it can."""
     row = record["row"]
     try:
-        response = _response(record, expected.header["step"])
+        response = response_of_record(record, expected.header["step"])
     except (ValueError, KeyError, TypeError):
         return "rows that are no response"
     part, dialogue = expected.parts[row], response.dialogue

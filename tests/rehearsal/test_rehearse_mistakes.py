@@ -116,6 +116,15 @@ OPTIONS: dict[str, tuple[Callable[[Path], tuple[str, ...]], tuple[str, ...]]] = 
         lambda folder: ("--response-lengths", written(folder, '{"responses": "12"}')),
         ("line 1", "whole number"),
     ),
+    "no turn": (lambda folder: ("--turns", "constant:0"), ("--turns", "constant:0", "1 or more")),
+    "less than nothing observed": (
+        lambda folder: ("--observed-lengths", "constant:-1"),
+        ("--observed-lengths", "constant:-1", "0 or more"),
+    ),
+    "turns without an environment": (
+        lambda folder: ("--turns", "constant:2"),
+        ("--turns", "environment", "sft has none", "leave it out"),
+    ),
     "more memory than there is": (lambda folder: ("--gpu-memory-gib", "1e300"), ("1e300", "1,000,000")),
     "no folder": (lambda folder: ("--out", ""), ("--out",)),
     "a folder into which nothing can be written": (lambda folder: ("--out", "/proc/answer"), ("--out", "/proc")),

@@ -17,6 +17,7 @@ import torch
 
 from megarlhf.rollout import bank as bank_module
 from megarlhf.rollout.bank import RolloutBank
+from megarlhf.rollout.bank_lines import line_of
 from megarlhf.rollout.responses import Response, Sampling
 from tests.tables import make_response
 
@@ -140,13 +141,13 @@ def test_a_bank_of_format_1_is_of_the_steps_own_version(opened, tmp_path):
     (path,) = (tmp_path / "bank/step_000007").iterdir()
     header, *records = (json.loads(line)["record"] for line in path.read_text().splitlines())
     assert [record.pop("versions") for record in records] == [[[7, 2]], [[7, 3]]]
-    path.write_bytes(b"".join(map(bank_module._line, [header | {"format": 1}, *records])))
+    path.write_bytes(b"".join(map(line_of, [header | {"format": 1}, *records])))
     with opened() as kept:
         assert kept.held == {0: ROWS[0], 1: ROWS[1]}
         kept.add(2, replace(ROWS[2], versions=((6, 1),)))
     held = opened().held
     assert [held[row].versions for row in range(3)] == [((7, 2),), ((7, 3),), ((6, 1),)]
-    path.write_bytes(bank_module._line(header | {"format": 3}))
+    path.write_bytes(line_of(header | {"format": 3}))
     assert sorted(opened().held) == [2]
 
 

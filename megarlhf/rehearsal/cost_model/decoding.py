@@ -52,7 +52,7 @@ class EngineShape:
     itemsize: int
 
 
-Stretches = tuple[int, ...]
+StretchLengths = tuple[int, ...]
 """Tokens after a prompt: numbers of sampled and observed ones in turn. A response is one sampled stretch."""
 
 
@@ -62,16 +62,16 @@ class Sequences:
 
     prompts: Sequence[int]
     responses: Sequence[int]
-    conversations: Sequence[Stretches] = ()
+    conversations: Sequence[StretchLengths] = ()
     """Stretches of each sequence; empty where each is one response."""
 
     @classmethod
-    def of_stretches(cls, prompts: Sequence[int], stretches: Sequence[Stretches]) -> Sequences:
+    def of_stretches(cls, prompts: Sequence[int], stretches: Sequence[StretchLengths]) -> Sequences:
         """Sequences of which some may have several stretches."""
         talks = any(len(each) > 1 for each in stretches)
         return cls(prompts, [sum(each[::2]) for each in stretches], stretches if talks else ())
 
-    def pairs(self) -> Iterator[tuple[int, Stretches]]:
+    def pairs(self) -> Iterator[tuple[int, StretchLengths]]:
         return zip(self.prompts, self.conversations or [(tokens,) for tokens in self.responses], strict=True)
 
     @property
@@ -189,13 +189,13 @@ class _EngineRun:
         self, price: DevicePrice, shape: EngineShape, capacity: int, max_running: int, step_overhead: float
     ) -> None:
         self.price, self.shape, self.max_running, self.step_overhead = price, shape, max_running, step_overhead
-        self.waiting: deque[tuple[int, Stretches, bool]] = deque()
+        self.waiting: deque[tuple[int, StretchLengths, bool]] = deque()
         """(prompt, stretches after it, whether the prompt has to be computed)"""
         self.free = capacity
         self.now = 0
         self.cached = 0
         """Tokens in the cache now."""
-        self.ends: list[tuple[int, int, Stretches]] = []
+        self.ends: list[tuple[int, int, StretchLengths]] = []
         """End of each sampled stretch: (step, tokens of the sequence by then, stretches that follow), a heap."""
         self.prefill = self.decode = 0.0
         self.most_running = 0
@@ -220,7 +220,7 @@ class _EngineRun:
             self.waiting.popleft()
             self.admit(prompt, stretches, computes_prompt=computes_prompt)
 
-    def admit(self, prompt: int, stretches: Stretches, *, computes_prompt: bool) -> None:
+    def admit(self, prompt: int, stretches: StretchLengths, *, computes_prompt: bool) -> None:
         self.free -= prompt + sum(stretches)
         self.cached += prompt
         heapq.heappush(self.ends, (self.now + stretches[0], prompt + stretches[0], stretches[1:]))

@@ -26,7 +26,7 @@ ASSUMED_OF_CONVERSATIONS = (
 
 
 @dataclass(frozen=True)
-class Stopped:
+class PartialConversation:
     """A conversation, as far as it is drawn."""
 
     stretches: tuple[int, ...]
@@ -50,7 +50,7 @@ class ConversationLengths:
     answer."""
     limits: TurnLimits
 
-    def draw(self, seed: int, until: int, longest: int) -> Stopped:
+    def draw(self, seed: int, until: int, longest: int) -> PartialConversation:
         """The conversation up to a position, or to its end. It is cut as a real one (`rollout/conversations.py`).
 
         longest: `rollout.max_response_tokens`
@@ -65,18 +65,20 @@ class ConversationLengths:
             stretches.append(min(turn, until - position))
             position += stretches[-1]
             if stretches[-1] < turn:
-                return Stopped(tuple(stretches), "turn_cut" if position == longest else "")
+                return PartialConversation(tuple(stretches), "turn_cut" if position == longest else "")
             if number == count - 1:
                 break
             if position + answers[number] >= longest:
-                return Stopped(tuple(stretches), "no_room")
+                return PartialConversation(tuple(stretches), "no_room")
             stretches.append(answers[number])
             position += answers[number]
             if position >= until:
-                return Stopped((*stretches, 0), "")
+                return PartialConversation((*stretches, 0), "")
         if position == longest:
-            return Stopped(tuple(stretches), "turn_cut")
-        return Stopped(tuple(stretches), "max_turns" if given_turns > self.limits.max_turns else "environment")
+            return PartialConversation(tuple(stretches), "turn_cut")
+        return PartialConversation(
+            tuple(stretches), "max_turns" if given_turns > self.limits.max_turns else "environment"
+        )
 
     def describe(self, longest: int) -> str:
         """Description for the page."""
@@ -172,7 +174,7 @@ def drawn_stretches(entry: IndexEntry, part: ResponsePart) -> tuple[int, ...]:
     return tuple(rest if rest[-1] else rest[:-2])
 
 
-def _dialogue(drawn: Stopped) -> Dialogue:
+def _dialogue(drawn: PartialConversation) -> Dialogue:
     """The environment's part: a letter for each observed token, and rewards that differ."""
     turns, answers = drawn.stretches[::2], drawn.stretches[1::2]
     num_answered = len(answers) + bool(drawn.ended_by)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -85,22 +85,18 @@ LARGEST_SIGMA = 9.0
 lengths would be 1."""
 
 
-LEAST = {"observed": 0}
-"""Least number of tokens in a column of an earlier run, where that is not 1."""
-
-
 def parse_lengths(text: str, column: str = "responses") -> Lengths:
     """Lengths from the text of a command-line option. `column`: which lengths of an earlier run.
 
     Raises: ValueError for a text that is none of `FORMS`.
     """
     kind, _, rest = text.partition(":")
-    least = LEAST.get(column, 1)
+    checked = _not_negative if column == "observed" else _positive
     try:
         if kind == "constant":
-            return Constant(_at_least(least, int(rest)))
+            return Constant(checked(int(rest)))
         if kind == "uniform":
-            low, high = (_at_least(least, int(part)) for part in rest.split(","))
+            low, high = (checked(int(part)) for part in rest.split(","))
             if low <= high:
                 return Uniform(low, high)
         elif kind == "lognormal":
@@ -109,15 +105,21 @@ def parse_lengths(text: str, column: str = "responses") -> Lengths:
             if given.keys() == {"mean", "sigma"} and finite and given["mean"] > 0 <= given["sigma"] <= LARGEST_SIGMA:
                 return LogNormal(given["mean"], given["sigma"])
         elif Path(text).exists():
-            return _from_path(Path(text), column, least)
+            return _from_path(Path(text), column, checked)
     except (ValueError, TypeError) as error:
         raise ValueError(f"lengths {text!r}: {error}; expected {FORMS}") from error
     raise ValueError(f"lengths {text!r}: expected {FORMS}")
 
 
-def _at_least(least: int, value: int) -> int:
-    if value < least:
-        raise ValueError(f"got {value}, expected {least} or more")
+def _positive(value: int) -> int:
+    if value < 1:
+        raise ValueError(f"got {value}, expected 1 or more")
+    return value
+
+
+def _not_negative(value: int) -> int:
+    if value < 0:
+        raise ValueError(f"got {value}, expected 0 or more")
     return value
 
 
@@ -127,7 +129,7 @@ def _whole(entry: object) -> int:
     return entry
 
 
-def _from_path(path: Path, column: str, least: int) -> Given:
+def _from_path(path: Path, column: str, checked: Callable[[int], int]) -> Given:
     file = path / LENGTHS_FILE if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"{path} has no {LENGTHS_FILE}; name the directory of a run of rl, which writes it")
@@ -138,7 +140,7 @@ def _from_path(path: Path, column: str, least: int) -> Given:
         try:
             entry = json.loads(line)
             lengths = _column(entry, column) if isinstance(entry, Mapping) else [entry]
-            values += (_at_least(least, _whole(length)) for length in lengths)
+            values += (checked(_whole(length)) for length in lengths)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file}, line {number}: {error!r}") from error
     if not values:
