@@ -280,8 +280,10 @@ class Rollouts:
     @property
     def positions_N(self) -> Tensor:
         """Number of tokens after each prompt, with those of its opening, int64 on the CPU: what limits count."""
+        if self.stretches is None:
+            return self.responses.lengths_N
         added_N = torch.tensor([talk.added for talk in self.dialogues], dtype=torch.int64)
-        return self.written.lengths_N + (added_N if self.dialogues else 0)
+        return self.stretches.lengths.sums_N + (added_N if self.dialogues else 0)
 
     @property
     def last_turns(self) -> list[Tensor]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import megarlhf
-from benchmarks.faults import page, planted_faults, random_faults
+from benchmarks.faults import conversation_faults, page, planted_faults, random_faults
 from benchmarks.faults.record import Record, Result, summary
 from benchmarks.faults.runs import Site, generator
 from benchmarks.faults.trial import CannotHappen, NotHappened, Trial
@@ -30,6 +30,13 @@ RESUMED, WENT_ON, REFUSED = (
 WENT_ON_OR_RESUMED = "the run goes on by itself, or after a kill by the same command, and ends with equal metrics"
 SECOND = "the second start is refused with status 2; the first run ends with equal metrics"
 SINCE_POINT = "the work since the last resume point is done again; no response that the bank has is drawn again"
+SINCE_TURN = f"{SINCE_POINT}, and no answered turn of a conversation"
+OTHER_ENGINE = (
+    "the same command with one engine of two ranks instead of two engines goes on and ends with equal metrics, but for "
+    "those of the engine's own log-probs (`gap` or `correction` in their names)"
+)
+ONE_CONVERSATION = "one conversation, which begins anew"
+BUT_REDRAWN = "but for `conversations_redrawn`"
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,30 @@ FAULTS = {
         "nothing",
     ),
     "time_limit": Fault(planted_faults.time_limit, 3, ("sft", "grpo"), RESUMED, "at most one optimizer step"),
+    "sigkill_third_turn": Fault(conversation_faults.sigkill_third_turn, 10, ("talks",), RESUMED, SINCE_TURN),
+    "sigkill_other_engine": Fault(
+        conversation_faults.sigkill_other_engine, 10, ("talks_two",), OTHER_ENGINE, SINCE_TURN
+    ),
+    "sigkill_turn_slices": Fault(conversation_faults.sigkill_third_turn, 10, ("talks_slices",), RESUMED, SINCE_TURN),
+    "environment_killed": Fault(
+        conversation_faults.environment_killed, 10, ("talks",), f"{WENT_ON}, {BUT_REDRAWN}", "nothing"
+    ),
+    "environment_hangs": Fault(
+        conversation_faults.environment_hangs, 10, ("talks",), f"{WENT_ON}, {BUT_REDRAWN}, which is 1", ONE_CONVERSATION
+    ),
+    "environment_exits": Fault(
+        conversation_faults.environment_exits, 10, ("talks",), f"{WENT_ON}, {BUT_REDRAWN}, which is 1", ONE_CONVERSATION
+    ),
+    "environment_drifts": Fault(
+        conversation_faults.environment_drifts,
+        10,
+        ("talks",),
+        f"the turn is named; {RESUMED}, {BUT_REDRAWN}, which is 1",
+        f"{SINCE_TURN}, but for the conversation that is named",
+    ),
+    "engine_exception_talks": Fault(
+        conversation_faults.engine_exception_talks, 10, ("talks",), WENT_ON, "no answered turn of a conversation"
+    ),
 }
 
 

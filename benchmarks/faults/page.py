@@ -36,6 +36,14 @@ TITLES = {
     "engine_exception": "vLLM raises an exception in a rollout",
     "nan_gradient": "NaN in a gradient",
     "time_limit": "the time of a Slurm job is nearly over",
+    "sigkill_third_turn": "SIGKILL while third turns of conversations are answered, GRPO",
+    "sigkill_other_engine": "the same with two engines, and one of two ranks goes on",
+    "sigkill_turn_slices": "the same in three slices",
+    "environment_killed": "a process of an environment is killed",
+    "environment_hangs": "an environment does not answer",
+    "environment_exits": "an environment ends its process",
+    "environment_drifts": "SIGKILL, and an environment answers a repeated turn otherwise",
+    "engine_exception_talks": "vLLM raises an exception in the middle of conversations",
 }
 """By fault, for people."""
 
@@ -57,7 +65,8 @@ def update(page: Path, faults: Mapping[str, Expected]) -> None:
 
 def filled(text: str, faults: Mapping[str, Expected], tried: Tree | None, cost: Tree | None) -> str:
     """The page with both tables; `tried` and `cost` are None where they were not measured yet."""
-    text = replaced(text, "faults", [*table_of_faults(faults, tried), "", _about("make test-faults", tried)])
+    about = [*about_conversations(tried), _about("make test-faults", tried)]
+    text = replaced(text, "faults", [*table_of_faults(faults, tried), "", *about])
     return replaced(text, "cost", [*table_of_cost(cost), "", _about("make bench-resume", cost)])
 
 
@@ -87,6 +96,15 @@ def table_of_faults(faults: Mapping[str, Expected], tried: Tree | None) -> list[
             number = f"0: {skipped[name]}"
         rows.append([TITLES[name], number, fault.recovered, *cells])
     return _table(columns, rows)
+
+
+def about_conversations(tried: Tree | None) -> list[str]:
+    """How many conversations were not drawn again from their beginning."""
+    kept = [of["conversations"] for of in (tried["faults"] if tried else {}).values() if "conversations" in of]
+    if not kept:
+        return []
+    went_on, trials = (sum(of[name] for of in kept) for name in ("went_on", "trials"))
+    return [f"After SIGKILL, {went_on} conversations went on behind their last answered turn, in {trials} trials.", ""]
 
 
 def table_of_cost(cost: Tree | None) -> list[str]:

@@ -61,7 +61,7 @@ def read_only_directory(trial: Trial) -> Result:
         problem = trial.refused("ead-only")
         _mount("-o", "remount,rw", str(disk))
         result = trial.goes_on(f"read-only after a kill {moment}")
-        return _with_problem(result, problem)
+        return with_problem(result, problem)
 
 
 def changed_data(trial: Trial) -> Result:
@@ -79,7 +79,7 @@ def changed_data(trial: Trial) -> Result:
     mine.write_text("".join(lines))
     problem = trial.refused("gives other samples")
     shutil.copy(data, mine)
-    return _with_problem(trial.goes_on(f"two lines changed places after a kill {moment}"), problem)
+    return with_problem(trial.goes_on(f"two lines changed places after a kill {moment}"), problem)
 
 
 def changed_configuration(trial: Trial) -> Result:
@@ -89,7 +89,7 @@ def changed_configuration(trial: Trial) -> Result:
     command.kill()
     trial.require_unfinished()
     problem = trial.refused("actor.optim.lr", "actor.optim.lr=2e-3")
-    return _with_problem(trial.goes_on(f"another learning rate after a kill {moment}"), problem)
+    return with_problem(trial.goes_on(f"another learning rate after a kill {moment}"), problem)
 
 
 def second_job(trial: Trial) -> Result:
@@ -104,7 +104,7 @@ def second_job(trial: Trial) -> Result:
     if status == 2 and "has finished" in said:
         raise NotHappened("the first run had made its last step")
     if status != 2 or not any(f"{pid}" in said for pid in ranks):
-        result = _with_problem(result, f"the second start ended with {status}: {second.said[-500:]}")
+        result = with_problem(result, f"the second start ended with {status}: {second.said[-500:]}")
     return result
 
 
@@ -133,7 +133,7 @@ def engine_exception(trial: Trial) -> Result:
     if not (trial.folder / "planted").exists():
         raise NotHappened("fewer calls")
     if result.recovered and trial.metric("engine_rebuilds") != 1:
-        result = _with_problem(result, f"{trial.metric('engine_rebuilds')} engines were built anew")
+        result = with_problem(result, f"{trial.metric('engine_rebuilds')} engines were built anew")
     return result
 
 
@@ -146,11 +146,11 @@ def nan_gradient(trial: Trial) -> Result:
         raise NotHappened("fewer calls")
     kept = list((trial.run / "failures").glob("step_000006*"))
     if trial.metric("skipped_steps") != 1 or not kept:
-        result = _with_problem(result, f"skipped_steps {trial.metric('skipped_steps')}, kept {kept}")
+        result = with_problem(result, f"skipped_steps {trial.metric('skipped_steps')}, kept {kept}")
     plain = trial.site.reference(trial.site.case("sft")).results["metrics"]
     mine = trial.reference.results["metrics"]
     if mine[:6] != plain[:6] or mine[6] == plain[6]:
-        result = _with_problem(result, "the steps before are not those of the undisturbed run")
+        result = with_problem(result, "the steps before are not those of the undisturbed run")
     return result
 
 
@@ -169,7 +169,8 @@ def time_limit(trial: Trial) -> Result:
     return trial.goes_on(happened, allowed=1)
 
 
-def _with_problem(result: Result, problem: str) -> Result:
+def with_problem(result: Result, problem: str) -> Result:
+    """The result, which is not recovered if there is a problem."""
     if problem:
         result.recovered, result.problem = False, f"{problem}; {result.problem}"
     return result

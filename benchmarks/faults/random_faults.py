@@ -22,7 +22,7 @@ def sigkill(trial: Trial) -> Result:
     """The whole machine is lost, or one rank is killed."""
     command = trial.start()
     moment = trial.wait_for_moment(command)
-    return trial.goes_on(f"{_kill(trial, command)} {moment}")
+    return trial.goes_on(f"{kill(trial, command)} {moment}")
 
 
 def sigkill_newest_removed(trial: Trial) -> Result:
@@ -31,7 +31,7 @@ def sigkill_newest_removed(trial: Trial) -> Result:
     if not command.wait_until(lambda: len(find_points(trial.run)) >= 2):
         raise NotHappened("the run ended before it had two resume points")
     moment = trial.wait_for_moment(command, first=find_points(trial.run)[-1].position.step)
-    victim = _kill(trial, command)
+    victim = kill(trial, command)
     newest = find_points(trial.run)[-1]
     shutil.rmtree(newest.path)
     return trial.goes_on(f"{victim} {moment}, and {newest.position.name} was removed")
@@ -42,7 +42,7 @@ def sigkill_while_writing(trial: Trial) -> Result:
     command = trial.start()
     moment = trial.wait_for_moment(command)
     _wait_for_writer(trial, command)
-    victim = _kill(trial, command)
+    victim = kill(trial, command)
     if not (begun := list((trial.run / "resume").glob(".step_*.partial"))):
         raise NotHappened("the resume point was complete")
     files = sum(path.is_file() for path in begun[0].rglob("*"))
@@ -163,8 +163,8 @@ def _wait_for_writer(trial: Trial, command: Command) -> None:
     time.sleep(trial.random.random() * WRITING_SECONDS)
 
 
-def _kill(trial: Trial, command: Command) -> str:
-    """All processes, or a rank; says which. Then all have ended."""
+def kill(trial: Trial, command: Command) -> str:
+    """Kill all processes, or a rank, and say which. Then all have ended."""
     ranks = command.ranks()
     if not ranks or trial.random.random() < 0.5:
         command.kill()

@@ -63,6 +63,8 @@ def summary(results: Sequence[Result], recovered: str, promised: str) -> dict[st
     """Of the trials of one fault."""
     compared = [result for result in results if result.metrics_equal is not None]
     again = [result.steps_lost for result in results]
+    went_on = [result.notes["conversations"] for result in results if "conversations" in result.notes]
+    conversations = {"went_on": sum(went_on), "trials": sum(number > 0 for number in went_on)}
     return {
         "trials": len(results),
         "recovered": sum(result.recovered for result in results),
@@ -72,5 +74,6 @@ def summary(results: Sequence[Result], recovered: str, promised: str) -> dict[st
         "beyond_promise": sum(result.beyond_promise for result in results),
         "recovered_means": recovered,
         "promised": promised,
+        **({"conversations": conversations} if went_on else {}),
         "problems": [f"{result.number}: {result.problem}" for result in results if result.problem],
     }

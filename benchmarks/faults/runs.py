@@ -6,7 +6,7 @@ import hashlib
 import json
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -253,9 +253,12 @@ def _scalars(folder: Path) -> dict[str, list[list[float]]]:
     return {name: [[event.step, event.value] for event in board.Scalars(name)] for name in names}
 
 
-def differences(got: Mapping[str, Any], expected: Mapping[str, Any]) -> Difference:
-    """Of two results. Numbers are compared bit for bit, as JSON writes them."""
-    got, expected = json.loads(json.dumps(got)), json.loads(json.dumps(expected))
+def differences(got: Mapping[str, Any], expected: Mapping[str, Any], not_compared: Sequence[str] = ()) -> Difference:
+    """Of two results. Numbers are compared bit for bit, as JSON writes them.
+
+    not_compared: parts of names of metrics that may differ
+    """
+    got, expected = (_without(json.loads(json.dumps(each)), not_compared) for each in (got, expected))
     for number, (mine, theirs) in enumerate(zip(got["metrics"], expected["metrics"], strict=False)):
         if mine != theirs:
             names = [name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name)]
@@ -266,6 +269,15 @@ def differences(got: Mapping[str, Any], expected: Mapping[str, Any]) -> Differen
         if got[what] != expected[what]:
             return f"{what} differ"
     return ""
+
+
+def _without(results: dict[str, Any], not_compared: Sequence[str]) -> dict[str, Any]:
+    """Results without the metrics in whose names one of these parts is."""
+
+    def kept(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if not any(part in name for part in not_compared)}
+
+    return {**results, "metrics": [kept(row) for row in results["metrics"]], "scalars": kept(results["scalars"])}
 
 
 def contents(run: Path) -> dict[str, str]:

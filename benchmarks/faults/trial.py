@@ -7,11 +7,12 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from benchmarks.faults.bank_records import read_bank
 from benchmarks.faults.processes import Command
 from benchmarks.faults.record import Result
 from benchmarks.faults.runs import Case, Reference, Site, contents, differences, has_step, results, rows
@@ -19,6 +20,7 @@ from megarlhf.resume.points.point import Position, find_points
 
 _PARTIAL = re.compile(r"\.step_(\d+)(?:_update_(\d+))?\.partial")
 _FROM = re.compile(r"from\s+resume/step_(\d+)(?:_update_(\d+))?")
+_WENT_ON = re.compile(r"(\d+) conversations go on behind their last answered turn")
 _TAKEN = re.compile(r"step (\d+): (\d+) of \d+ responses are in the rollout bank")
 
 
@@ -40,6 +42,8 @@ class Left:
     """How far it was known to be."""
     bank: Mapping[int, int]
     """Finished responses by step, from 1."""
+    conversations: Mapping[int, int]
+    """Unfinished conversations with an answered turn by step, from 1."""
 
 
 @dataclass
@@ -101,11 +105,7 @@ class Trial:
         partial_points = (_PARTIAL.fullmatch(path.name) for path in (self.run / "resume").glob(".step_*"))
         begun = [Position(int(match[1]), int(match[2] or 0)) for match in partial_points if match]
         newest = points[-1].position if points else None
-        bank: dict[int, int] = {}
-        for file in (self.run / "bank").glob("step_*/*.jsonl"):
-            lines = file.read_text(encoding="utf-8").count("\n") - 1  # the first is a header
-            step = int(file.parent.name.split("_")[1]) + 1  # `step_000001`, or `step_000001_refill_1`
-            bank[step] = bank.get(step, 0) + max(lines, 0)
+        bank = read_bank(self.run)
         return Left(
             newest,
             max(
@@ -115,7 +115,8 @@ class Trial:
                     *([newest] if newest else []),
                 ]
             ),
-            bank,
+            bank.finished,
+            bank.num_open,
         )
 
     def updates(self, position: Position | None) -> int:
@@ -127,13 +128,21 @@ class Trial:
             each = train["epochs_per_step"] * samples // train["mini_batch_samples"]
         return 0 if position is None else position.step * each + position.update
 
-    def goes_on(self, happened: str, *, allowed: int | None = None, status: int = 0) -> Result:
+    def goes_on(
+        self,
+        happened: str,
+        *overrides: str,
+        allowed: int | None = None,
+        status: int = 0,
+        not_compared: Sequence[str] = (),
+    ) -> Result:
         """The same command once more: it has to end as the run that nothing happened to, from the newest point.
 
         `allowed`: how many updates may be done again at most; None: all that no resume point had.
+        `not_compared`: parts of names of metrics that may differ
         """
         before = self.left()
-        command = self.start()
+        command = self.start(*overrides)
         ended = command.wait()
         said = command.said
         result = Result(happened, recovered=False, metrics_equal=False)
@@ -147,7 +156,9 @@ class Trial:
         if allowed is not None:
             result.beyond_promise = max(0, result.steps_lost - allowed)
         result.beyond_promise += self._drawn_again(before, resumed, said)
-        result.problem = differences(results(self.run), self.reference.results)
+        if before.conversations:
+            result.notes["conversations"] = _went_on(said)
+        result.problem = differences(results(self.run), self.reference.results, not_compared)
         result.metrics_equal = not result.problem
         if left_over := command.left_over(15):
             result.problem = f"processes were left running: {left_over}"
@@ -157,10 +168,13 @@ class Trial:
         return result
 
     def _drawn_again(self, before: Left, resumed: Position | None, said: str) -> int:
-        """Responses that were in the bank and not taken from it, though their step was sampled."""
+        """Responses that were in the bank and not taken from it, though their step was sampled, and conversations that
+        did not go on behind their last answered turn."""
         taken = {int(step): int(number) for step, number in _TAKEN.findall(said)}
         first = 1 if resumed is None else resumed.step + 1 + (resumed.update > 0)
-        return sum(max(0, number - taken.get(step, 0)) for step, number in before.bank.items() if step >= first)
+        responses = sum(max(0, number - taken.get(step, 0)) for step, number in before.bank.items() if step >= first)
+        conversations = sum(number for step, number in before.conversations.items() if step >= first)
+        return responses + max(0, conversations - _went_on(said))
 
     def refused(self, why: str, *overrides: str) -> str:
         """A start that has to be refused, with everything as it was; returns what is wrong with that."""
@@ -174,14 +188,23 @@ class Trial:
         changed = sorted(dict(contents(self.run).items() ^ before.items()))
         return f"the refused start has changed {changed}" if changed else ""
 
-    def went_on(self, command: Command, happened: str, expected: Reference | None = None) -> Result:
-        """The command, to its end, which has to be that of the run that nothing happened to."""
+    def went_on(
+        self,
+        command: Command,
+        happened: str,
+        expected: Reference | None = None,
+        not_compared: Sequence[str] = (),
+    ) -> Result:
+        """The command, to its end, which has to be that of the run that nothing happened to.
+
+        `not_compared`: parts of names of metrics that may differ
+        """
         status = command.wait()
         result = Result(happened, recovered=False, metrics_equal=False)
         if status != 0:
             result.problem = f"the command ended with {status}: {command.said[-600:]}"
             return result
-        result.problem = differences(results(self.run), (expected or self.reference).results)
+        result.problem = differences(results(self.run), (expected or self.reference).results, not_compared)
         result.metrics_equal = result.recovered = not result.problem
         return result
 
@@ -194,3 +217,8 @@ class Trial:
         """Nothing is left running, nor lying about where all went well."""
         for command in self.commands:
             command.stop()
+
+
+def _went_on(said: str) -> int:
+    """Conversations that went on behind their last answered turn."""
+    return sum(int(number) for number in _WENT_ON.findall(" ".join(said.split())))

@@ -74,8 +74,8 @@ class SeenLengths:
         conversation all that was written counts."""
         if drawn.dialogues:
             over = [n for n, dialogue in enumerate(drawn.dialogues) if dialogue.is_over]
-            written = drawn.written.lengths_N.tolist()
-            self.record([prompt_of(prompts[n], parts[n]) for n in over], [written[n] for n in over])
+            lengths = drawn.positions_N.tolist()
+            self.record([prompt_of(prompts[n], parts[n]) for n in over], [lengths[n] for n in over])
             return
         counts = drawn.responses.lengths_N.tolist()
         lengths = [len(part.so_far) + count for part, count in zip(parts, counts, strict=True)]

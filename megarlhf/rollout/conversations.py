@@ -263,7 +263,7 @@ class Conversations:
             return self._opened(row, state, reply.answer) if begins else self._answered(row, state, reply.answer)
         except ValueError as error:
             stops = self._environment.is_fatal(error)
-            return self._failed(row, state, str(error), stops=stops)
+            return self._failed(row, state, f"cannot go on: {error}", stops=stops)
 
     def _opened(self, row: int, state: ConversationState, answer: Answer) -> News:
         """News after `reset`."""
@@ -271,7 +271,7 @@ class Conversations:
         extra = len(step.tokens) - len(state.prompt) if step.tokens else 0
         if extra >= self._sampling.max_tokens:
             raise ValueError(
-                f"returned messages of {extra} tokens from reset, and rollout.max_response_tokens = "
+                f"the messages of reset are {extra} tokens, and rollout.max_response_tokens = "
                 f"{self._sampling.max_tokens} is for all that stands after the prompt; raise it, or return less"
             )
         state.talk, state.dialogue = step.talk, replace(state.dialogue, observations=(answer.messages,))

@@ -3,16 +3,27 @@
 import contextlib
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
+from megarlhf.config import ConversationConfig, RoleConfig, RolloutConfig
+from megarlhf.config.environment import EnvironmentConfig
+from megarlhf.data.sample_types import PromptSample
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.experience import Experience
-from megarlhf.models.role import Role
-from megarlhf.rollout.conversations import Conversations
+from megarlhf.models.role import Role, build_role
+from megarlhf.models.weights import load_weights
+from megarlhf.parallel.mesh import GroupCache
+from megarlhf.rollout.conversations import Conversations, draw_samples
 from megarlhf.rollout.engine import EngineFailure
+from megarlhf.rollout.environments.environment import Environment
+from megarlhf.rollout.in_flight import Requests
+from megarlhf.rollout.megatron_engine import MegatronEngine
 from megarlhf.rollout.requests import EngineRequest
+from megarlhf.rollout.responses import Sampling
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.rl import loop
 from megarlhf.trainers.rl.logprob_gap import LogprobGapError
@@ -109,6 +120,35 @@ def gradients_with_changes(runtime: Runtime, *argv: str) -> dict[str, float]:
     with mock.patch.object(Role, "accumulate", noted):
         command(runtime, *argv)
     return changes
+
+
+def drawn_by_both_engines(runtime: Runtime, model: str, prompts: list[str], tp: int) -> list[Any]:
+    """Greedy conversations with `Chance` by vLLM, and by the actor itself: sampled tokens, all tokens, log-probs."""
+    from megarlhf.rollout.vllm.engine import VllmEngine
+
+    section = RoleConfig.model_validate({"model": {"path": model}, "parallel": {"tp": tp}})
+    actor, tokenizer = build_role("actor", section, "lm", GroupCache(runtime), seed=0), load_tokenizer(Path(model))
+    load_weights(actor.shard, section.model, seed=0)
+    rollout = RolloutConfig.model_validate({"max_response_tokens": 20})
+    sampling = Sampling(max_tokens=20, greedy=True, end_ids=(1, 2, 5, 7, 9))
+    samples = [PromptSample(tokenizer.encode(text), text, {"answer": "3"}, n) for n, text in enumerate(prompts)]
+    requests = Requests.whole([torch.tensor(sample.tokens) for sample in samples], [0] * len(samples), 20)
+    config = EnvironmentConfig(function="tests.distributed.environments:Chance", max_turns=5, max_turn_tokens=6)
+    drawn = []
+    engines = VllmEngine(rollout, actor, torch.float32, 32), MegatronEngine(actor.shard, 4, actor.parts)
+    for engine in engines:
+        engine.update_weights(actor.shard, 0)
+        environment = Environment(
+            config, ConversationConfig(), tokenizer, end_ids=sampling.end_ids, max_tokens=sampling.max_tokens
+        )
+        with contextlib.closing(environment):
+            rollouts = draw_samples(
+                engine, environment, samples, requests, sampling, environment_seeds=range(len(samples))
+            )
+        columns = rollouts.responses, rollouts.written, rollouts.logprobs
+        drawn.append([[row.tolist() for row in column.rows()] for column in columns])
+    engines[0].close()
+    return drawn
 
 
 def failing_engine(runtime: Runtime, calls: int, owner: str, method: str, *argv: str) -> tuple[int, str]:

@@ -150,3 +150,29 @@ def noted(prompt, response, fields, messages, turns):
     assert prompt.endswith("<|im_start|>assistant\n"), prompt
     assert all(message["content"] in prompt for message in messages), prompt
     return float(len(turns))
+
+
+class Wrong:
+    """Answers a chat model in the way that is given."""
+
+    def __init__(self, how):
+        self.how = how
+
+    def reset(self, fields, seed):
+        if self.how == "longer than the room":
+            return [{"role": "user", "content": "word " * 200}]
+        return None
+
+    def step(self, turn):
+        return {
+            "no answer": lambda: 5,
+            "a message in place of a list": lambda: Answer({"role": "user", "content": "a"}),
+            "an unknown role": lambda: Answer([{"role": "umpire", "content": "a"}]),
+            "the assistant's role": lambda: Answer([{"role": "assistant", "content": "a"}]),
+            "no content": lambda: Answer([{"role": "user"}]),
+            "a reward that is no number": lambda: Answer([{"role": "user", "content": "a"}], reward="high"),
+            "not a number": lambda: Answer(reward=float("nan"), done=True),
+            "what JSON cannot hold": lambda: Answer([{"role": "user", "content": {1, 2}}]),
+            "without end": lambda: Answer([{"role": "user", "content": "again"}], reward=0.5),
+            "longer than the room": lambda: Answer(done=True),
+        }[self.how]()

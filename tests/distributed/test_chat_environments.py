@@ -24,6 +24,7 @@ from megarlhf.trainers.generation.chat import run as run_chat
 from tests.chat_model import END, byte_level_bpe, write_chat_model
 from tests.classifiers import CHAT_TEMPLATE, write_classifier
 from tests.command import argv_of
+from tests.distributed.environment_jobs import failing_command
 from tests.distributed.test_slices import killed, run
 from tests.refuses import lines_naming
 
@@ -170,3 +171,54 @@ def test_a_terminal_shows_turns_and_answers(chat, vllm_ranks, tmp_path) -> None:
 def test_the_start_tries_the_template(chat, vllm_ranks, tmp_path) -> None:
     written = vllm_ranks.run(1, "command", *killed(tree(chat), tmp_path / "run"))[0]
     assert lines_naming(written, "environment", "chat template keeps the history")
+
+
+REFUSED: dict[str, tuple[str, ...]] = {
+    "no answer": ("returned 5 from step", "expected an Answer"),
+    "a message in place of a list": ("expected a list of messages",),
+    "an unknown role": ("umpire", "none that is usual"),
+    "the assistant's role": ("role 'assistant'", "write as user or tool"),
+    "no content": ("give each a role and a content",),
+    "a reward that is no number": ("reward 'high'", "expected a number or None"),
+    "not a number": ("nan", "expected a finite number"),
+    "what JSON cannot hold": ("JSON cannot hold",),
+    "longer than the room": ("rollout.max_response_tokens", "messages of reset", "return less"),
+}
+
+
+def test_bad_answers_are_named_and_leave_nothing_in_the_bank(chat, vllm_ranks, tmp_path) -> None:
+    for number, (how, words) in enumerate(REFUSED.items()):
+        cfg = tree(chat, {"how": how})
+        cfg["environment"] |= {"function": HERE + "Wrong", "on_failure": "stop"}
+        ((status, written),) = vllm_ranks.run(1, failing_command, *killed(cfg, tmp_path / f"run{number}"))
+        named = [words for words in words if words not in " ".join(written.split())]
+        assert (status, named) == (2, []), (how, written[-2000:])
+        records = [path.read_text() for path in (tmp_path / f"run{number}/bank").rglob("*.jsonl")]
+        assert not any('"dialogue"' in text for text in records), how
+
+
+def test_an_environment_without_end_is_ended_by_the_limits(chat, vllm_ranks, tmp_path) -> None:
+    cfg = tree(chat, {"how": "without end"})
+    cfg["environment"] |= {"function": HERE + "Wrong", "max_turns": 4}
+    vllm_ranks.run(1, "command", *killed(cfg, tmp_path / "run"))
+    found = read_metrics(tmp_path / "run")[1]
+    assert found["ended_by/environment"] == found["ended_by/model"] == found["finished_fraction"] == 0
+    assert found["ended_by/max_turns"] + found["ended_by/no_room"] + found["ended_by/turn_cut"] == 1
+
+
+def test_a_template_that_cannot_do_it_ends_the_run_with_its_reason(chat, vllm_ranks, tmp_path) -> None:
+    """One that leaves out the role `tool`, and one that changes the model's turn once another message follows."""
+    start = "{% for m in messages %}{% if m['role'] != 'tool' %}<|im_start|>{{ m['role'] }}\n"
+    asks = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    drops = start + "{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}" + asks
+    turn = "{% set later = m['role'] == 'assistant' and not loop.last %}"
+    turn += "{{ m['content'] | replace(' ', '_') if later else m['content'] }}"
+    rewrites = start + turn + "<|im_end|>\\n{% endif %}{% endfor %}" + asks
+    for name, template, words in (
+        ("drops", drops, ("does not write the environment's message of 'tool'",)),
+        ("rewrites", rewrites, ("writes the history otherwise", "environment.history: as_sampled")),
+    ):
+        cfg = tree(chat, {"role": "tool" if name == "drops" else "user"})
+        cfg["data"]["chat_template"] = template
+        ((status, written),) = vllm_ranks.run(1, failing_command, *killed(cfg, tmp_path / name))
+        assert (status, [word for word in words if word not in " ".join(written.split())]) == (2, []), written[-3000:]

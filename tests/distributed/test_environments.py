@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from megarlhf.observe.records.metrics import read_metrics
+from megarlhf.resume.points.point import find_points
 from tests.distributed.environment_jobs import (
     command_with_wrong_history,
+    drawn_by_both_engines,
     failing_command,
     failing_engine,
     gradients_with_changes,
@@ -210,8 +212,10 @@ def test_the_gap_names_a_wrong_history_in_the_first_step(fault, vllm_ranks, one_
 # --- resume ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("slices", [1, 3])
-def test_a_conversation_goes_on_behind_its_last_answered_turn(slices, vllm_ranks, one_layer, data, tmp_path) -> None:
+@pytest.mark.parametrize(("slices", "cuts"), [(1, (20, 25)), (3, (20, 60))])
+def test_a_conversation_goes_on_behind_its_last_answered_turn(
+    slices, cuts, vllm_ranks, one_layer, data, tmp_path
+) -> None:
     """After its run has ended twice where turns are answered, or after its engine was rebuilt there."""
     cfg = conversations(one_layer, data, "Again", slices=slices)
     cfg["train"]["num_steps"] = 3
@@ -219,12 +223,13 @@ def test_a_conversation_goes_on_behind_its_last_answered_turn(slices, vllm_ranks
     whole, cut, rebuilt = tmp_path / "whole", tmp_path / "cut", tmp_path / "rebuilt"
     vllm_ranks.run(2, "command", *killed(cfg, whole))
     argv = killed(cfg, cut)
-    for calls in (20, 25):
+    for calls in cuts:
         (status, written), *_ = vllm_ranks.run(
             2, failing_engine, calls, BANK, "add_turn", *argv, "rollout.max_engine_rebuilds=0"
         )
         assert status != 0
         assert "planted in the engine" in written
+    assert find_points(cut), "the last start goes on from no point"
     written = vllm_ranks.run(2, "command", *argv)[0]
     assert lines_naming(written, "conversations go on behind their last answered turn")
     (status, written), *_ = vllm_ranks.run(2, failing_engine, 30, BANK, "add_turn", *killed(cfg, rebuilt))
@@ -249,19 +254,15 @@ def test_an_environment_that_answers_otherwise_is_named_and_its_conversation_beg
 # --- roles and layouts ----------------------------------------------------------------------------
 
 
-def test_the_actor_itself_draws_what_vllm_draws(vllm_ranks, one_layer, data, tmp_path) -> None:
-    """Greedy, before the first step, as texts of each turn."""
-    tables = []
-    for engine in ("vllm", "megatron"):
-        cfg = conversations(one_layer, data, "Again", engine=engine)
-        cfg["train"]["num_steps"] = 1
-        cfg["data"]["validation"], cfg["samples"] = str(data["prompts"]), {"every": 1, "count": 8}
-        run(vllm_ranks, 1, cfg, tmp_path / engine)
-        path = next((tmp_path / engine / "run/samples").glob("*eval*0.jsonl"))
-        tables.append([json.loads(line) for line in path.read_text().splitlines()])
-    first, second = tables
-    assert [row["turns"] for row in first] == [row["turns"] for row in second]
-    assert max(len(row["turns"]) for row in first) > 1
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_actor_itself_draws_what_vllm_draws(tp, vllm_ranks, one_layer, data) -> None:
+    """Greedy: equal tokens, log-probs within 1e-5."""
+    prompts = [json.loads(line)["prompt"] for line in data["prompts"].read_text().splitlines()[:12]]
+    first, second = vllm_ranks.run(tp, drawn_by_both_engines, str(one_layer["plain"]), prompts, tp)[0]
+    assert first[:2] == second[:2]
+    assert any(len(written) > len(sampled) + 1 for sampled, written in zip(*first[:2], strict=True))
+    for mine, theirs in zip(first[2], second[2], strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-5)
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

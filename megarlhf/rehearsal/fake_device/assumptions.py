@@ -43,7 +43,7 @@ SITES: tuple[Site, ...] = (
     ),
     Site("weights/checks/", "", 0, "digests of both sides are taken to be equal, and padding to be zero"),
     Site("observe/", "", 1.0, "what is measured is shown to nobody"),
-    Site("trainers/experience/rewards.py", "metrics_of", 1.0, "metrics of rewards"),
+    Site("trainers/experience/reward_outputs.py", "metrics_of", 1.0, "metrics of rewards"),
     Site("algo/reward_scaling.py", "update", 1.0, "moments of rewards, which the next steps scale them by"),
     Site("trainers/rl/metrics.py", "share_without_signal", 0.0, "every step has something to learn"),
     Site("trainers/rl/metrics.py", "", 1.0, "metrics"),
@@ -60,7 +60,7 @@ SITES: tuple[Site, ...] = (
         0.0,
         "metrics of tokens: the log-prob gap is zero, no limit ends the run",
     ),
-    Site("experience.py", "to", -1.0, "the engine's log-probs of slices in flight, which no shape follows from"),
+    Site("rollouts.py", "to", -1.0, "the engine's log-probs of slices in flight, which no shape follows from"),
     Site("trainers/rl/logprob_gap.py", "", 0.0, "the log-prob gap is zero: no limit ends the run"),
     Site("trainers/rl/kl_controller.py", "", 0.0, "metrics of the KL, which steer no shape"),
 )
