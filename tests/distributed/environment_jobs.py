@@ -17,6 +17,8 @@ from megarlhf.experience import Experience
 from megarlhf.models.role import Role, build_role
 from megarlhf.models.weights import load_weights
 from megarlhf.parallel.mesh import GroupCache
+from megarlhf.resume.points.point import find_points
+from megarlhf.rollout.bank import StepBank
 from megarlhf.rollout.conversations import Conversations, draw_samples
 from megarlhf.rollout.engine import EngineFailure
 from megarlhf.rollout.environments.environment import Environment
@@ -27,7 +29,6 @@ from megarlhf.rollout.responses import Sampling
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.rl import loop
 from megarlhf.trainers.rl.logprob_gap import LogprobGapError
-from tests.distributed.interrupted_jobs import at_call
 from tests.distributed.jobs import command, command_status
 
 
@@ -151,14 +152,20 @@ def drawn_by_both_engines(runtime: Runtime, model: str, prompts: list[str], tp: 
     return drawn
 
 
-def failing_engine(runtime: Runtime, calls: int, owner: str, method: str, *argv: str) -> tuple[int, str]:
-    """A run whose engine fails at the call numbered `calls` of a method that it calls: status, and what was written."""
-    with at_call(calls, owner, method, _fail):
+def failing_engine(runtime: Runtime, calls: int, after: str, *argv: str) -> tuple[int, str]:
+    """A run whose engine fails when the bank gets its answered turn number `calls`, counted from when there is a resume
+    point in `after` if that is no empty text: status, and what was written."""
+    real, made = StepBank.add_turn, list[int]()
+
+    def counted(*arguments: Any, **options: Any) -> None:
+        made.extend([1] * (not after or bool(find_points(Path(after)))))
+        if len(made) == calls:
+            made.append(1)
+            raise RuntimeError("planted in the engine")
+        real(*arguments, **options)
+
+    with mock.patch.object(StepBank, "add_turn", counted):
         try:
             return failing_command(runtime, *argv)
         except EngineFailure as error:
             return 1, str(error)
-
-
-def _fail() -> None:
-    raise RuntimeError("planted in the engine")

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from megarlhf.observe.records.metrics import read_metrics
-from megarlhf.resume.points.point import find_points
 from tests.distributed.environment_jobs import (
     command_with_wrong_history,
     drawn_by_both_engines,
@@ -18,7 +17,7 @@ from tests.distributed.environment_jobs import (
     failing_engine,
     gradients_with_changes,
 )
-from tests.distributed.test_resume import BANK, rows, weights
+from tests.distributed.test_resume import rows, weights
 from tests.distributed.test_slices import SAME_WEIGHTS, assert_equal, killed, run, tree
 from tests.refuses import lines_naming, missing_names
 
@@ -212,10 +211,8 @@ def test_the_gap_names_a_wrong_history_in_the_first_step(fault, vllm_ranks, one_
 # --- resume ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("slices", "cuts"), [(1, (20, 25)), (3, (20, 60))])
-def test_a_conversation_goes_on_behind_its_last_answered_turn(
-    slices, cuts, vllm_ranks, one_layer, data, tmp_path
-) -> None:
+@pytest.mark.parametrize("slices", [1, 3])
+def test_a_conversation_goes_on_behind_its_last_answered_turn(slices, vllm_ranks, one_layer, data, tmp_path) -> None:
     """After its run has ended twice where turns are answered, or after its engine was rebuilt there."""
     cfg = conversations(one_layer, data, "Again", slices=slices)
     cfg["train"]["num_steps"] = 3
@@ -223,16 +220,13 @@ def test_a_conversation_goes_on_behind_its_last_answered_turn(
     whole, cut, rebuilt = tmp_path / "whole", tmp_path / "cut", tmp_path / "rebuilt"
     vllm_ranks.run(2, "command", *killed(cfg, whole))
     argv = killed(cfg, cut)
-    for calls in cuts:
-        (status, written), *_ = vllm_ranks.run(
-            2, failing_engine, calls, BANK, "add_turn", *argv, "rollout.max_engine_rebuilds=0"
-        )
-        assert status != 0
-        assert "planted in the engine" in written
-    assert find_points(cut), "the last start goes on from no point"
+    for calls, after in ((20, ""), (5, str(cut))):
+        argv_of_cut = [*argv, "rollout.max_engine_rebuilds=0"]
+        (status, written), *_ = vllm_ranks.run(2, failing_engine, calls, after, *argv_of_cut)
+        assert (status, "planted in the engine" in written) == (1, True)
     written = vllm_ranks.run(2, "command", *argv)[0]
     assert lines_naming(written, "conversations go on behind their last answered turn")
-    (status, written), *_ = vllm_ranks.run(2, failing_engine, 30, BANK, "add_turn", *killed(cfg, rebuilt))
+    (status, written), *_ = vllm_ranks.run(2, failing_engine, 30, "", *killed(cfg, rebuilt))
     assert (status, "engine is rebuilt" in written) == (0, True), written
     for other in (cut, rebuilt):
         assert rows(other) == rows(whole)
@@ -245,7 +239,7 @@ def test_an_environment_that_answers_otherwise_is_named_and_its_conversation_beg
     """The repetition after a failure of the engine; `Drifts` answers otherwise in another process."""
     cfg = conversations(one_layer, data, "Drifts")
     cfg["train"]["num_steps"] = 1
-    (status, written), *_ = vllm_ranks.run(1, failing_engine, 30, BANK, "add_turn", *killed(cfg, tmp_path / "run"))
+    (status, written), *_ = vllm_ranks.run(1, failing_engine, 30, "", *killed(cfg, tmp_path / "run"))
     assert status == 0
     assert lines_naming(written, "answered otherwise", "the environment of sample", "begins anew")
     assert read_metrics(tmp_path / "run")[1]["conversations_redrawn"] > 0

@@ -10,9 +10,6 @@ from megarlhf.data.records.conversations import prompt_of
 from megarlhf.data.samples.encoders import PromptEncoder
 from megarlhf.data.text.templates import Conversation
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
-from megarlhf.rollout.environments.environment import rendering_of
-from megarlhf.rollout.environments.template_trial import describe_trials, try_template
-from megarlhf.rollout.factory import sampling_of
 
 
 def turn_notes(cfg: Any, encoder: Any, record: Mapping[str, Any]) -> list[str]:
@@ -23,6 +20,11 @@ def turn_notes(cfg: Any, encoder: Any, record: Mapping[str, Any]) -> list[str]:
     asked, environment, actor = prompt_of(record, cfg.data.template_mode), cfg.environment, cfg.actor
     if environment is None or actor is None or not isinstance(asked, Conversation):
         return []
+    # Imported where they are needed: they import torch and Megatron-Core.
+    from megarlhf.rollout.environments.environment import rendering_of
+    from megarlhf.rollout.environments.template_trial import describe_trials, try_template
+    from megarlhf.rollout.factory import sampling_of
+
     tokenizer = load_tokenizer(actor.model.tokenizer_place())
     chat = rendering_of(environment, cfg.data, tokenizer)
     assert chat is not None, "a conversation was read without a template"
