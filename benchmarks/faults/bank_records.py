@@ -28,8 +28,8 @@ class OpenConversation:
 
     @property
     def has_third_turn(self) -> bool:
-        """Whether its third turn is answered. Turns of the last slice come after that, where earlier slices had some:
-        two slices of these runs have room for two turns and their answers."""
+        """Whether its third turn is answered. Where earlier slices had turns, each of the last slice comes after two
+        (`runs.Site.case`: talks_slices)."""
         begun_earlier = bool(self.turns[0]["tokens"])
         return "until" not in self.turns[0] if begun_earlier else self.num_answered >= 3
 

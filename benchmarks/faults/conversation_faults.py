@@ -17,6 +17,8 @@ from benchmarks.faults.trial import NotHappened, Trial
 OF_ENGINE = ("gap", "correction")
 """Parts of names of metrics that contain the engine's own log-probs, which another engine rounds otherwise."""
 REDRAWN = "conversations_redrawn"
+MOST_THIRD_TURNS = 8
+"""Most unfinished conversations whose third turn is waited for."""
 TURN_SECONDS = 0.1
 """About the time in which an answer is given and the next turn is drawn."""
 SECONDS_PER_STEP = 3
@@ -54,14 +56,14 @@ def environment_killed(trial: Trial) -> Result:
     """A process of the environment is killed at any moment: its conversations are repeated in another one."""
     command = trial.start()
     moment = trial.wait_for_moment(command)
-    workers: list[int] = []
-    if not command.wait_until(lambda: workers.extend(command.environment_workers()) or len(workers) >= 2):
+    if not command.wait_until(command.environment_workers):
         raise NotHappened("the run ended before it had an environment")
-    number = trial.random.randrange(len(set(workers)))
-    command.kill([sorted(set(workers))[number]])
-    if not command.wait_until(lambda: set(command.environment_workers()) - set(workers)):
+    ((worker, supervisor),) = command.environment_workers().items()
+    which = trial.random.choice(["worker", "supervisor"])
+    command.kill([worker if which == "worker" else supervisor])
+    if not command.wait_until(lambda: command.environment_workers().keys() - {worker}):
         raise NotHappened("no conversation came after that")
-    result = trial.went_on(command, f"process {number + 1} of {len(set(workers))} {moment}", not_compared=[REDRAWN])
+    result = trial.went_on(command, f"the {which} was killed {moment}", not_compared=[REDRAWN])
     result.notes["redrawn"] = trial.metric(REDRAWN)
     return result
 
@@ -85,7 +87,6 @@ def engine_exception_talks(trial: Trial) -> Result:
         raise NotHappened("fewer calls")
     talks = [talk for talk in read_bank(trial.run, newest=True).conversations if talk.num_answered]
     if not talks:
-        command.kill()
         raise NotHappened("no conversation had an answered turn")
     happened = f"LLMEngine.step raised in call {call}, in the middle of {len(talks)} conversations"
     result = trial.went_on(command, happened)
@@ -100,21 +101,21 @@ def engine_exception_talks(trial: Trial) -> Result:
 def _kill_at_third_turn(trial: Trial) -> str:
     """Kill a rank or all processes in the middle of conversations; says how many had an answered third turn."""
     command = trial.start()
-    steps = trial.random.randrange(trial.case.steps)
+    steps, number = trial.random.randrange(trial.case.steps), trial.random.randrange(1, MOST_THIRD_TURNS + 1)
 
-    def third_turns() -> int:
+    def has_third_turns() -> bool:
         time.sleep(0.005)  # the bank is read as a whole
-        return read_bank(trial.run, newest=True).third_turns
+        return read_bank(trial.run, newest=True).third_turns >= number
 
-    if not command.wait_until(partial(has_step, trial.run, steps)) or not command.wait_until(third_turns):
+    if not command.wait_until(partial(has_step, trial.run, steps)) or not command.wait_until(has_third_turns):
         raise NotHappened("the run ended before a third turn was answered")
     time.sleep(trial.random.random() * TURN_SECONDS)
     victim = kill(trial, command)
     bank = read_bank(trial.run, newest=True)
     if not bank.third_turns:
         raise NotHappened("conversations with a third turn were over")
-    step, number = bank.conversations[0].step, len(bank.conversations)
-    return f"{victim} in step {step}: {bank.third_turns} of {number} unfinished conversations had a third turn"
+    step, still_open = bank.conversations[0].step, len(bank.conversations)
+    return f"{victim} in step {step}: {bank.third_turns} of {still_open} unfinished conversations had a third turn"
 
 
 def _gone_on(result: Result) -> Result:

@@ -99,9 +99,10 @@ class Command:
                 found[int(rank)] = pid
         return [found[rank] for rank in sorted(found)] or [self.pid]
 
-    def environment_workers(self) -> list[int]:
-        """Processes that run environments, and their supervisors."""
-        return [pid for pid in self.processes() if ENVIRONMENT_WORKER in _arguments(pid)]
+    def environment_workers(self) -> dict[int, int]:
+        """Worker -> supervisor, of the processes that run environments."""
+        found = {pid: parent for pid, parent in self.processes().items() if ENVIRONMENT_WORKER in _arguments(pid)}
+        return {pid: parent for pid, parent in found.items() if parent in found}
 
     @staticmethod
     def writers(ranks: Sequence[int]) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -164,11 +165,16 @@ class Site:
         )
 
     def _talks(self, name: str) -> Case:
-        """Conversations of mostly three to five turns, whole or in three slices, on one engine or on two."""
+        """Conversations of mostly three to five turns, whole or in three slices, on one engine or on two.
+
+        A turn and its answer have at most 12 tokens, in slices 10: two slices have room for two turns.
+        """
+        sliced = name == "talks_slices"
+        limits = {"max_turns": 5, "max_turn_tokens": 6 if sliced else 8}
         case = self._rl(
             name,
             {},
-            environment={"function": "benchmarks.faults.environments:Hints", "max_turns": 5, "max_turn_tokens": 8},
+            environment={"function": "benchmarks.faults.environments:Hints", **limits},
             rewards=[{"kind": "environment"}],
             train={"num_steps": 8},
             rollout={
@@ -176,7 +182,7 @@ class Site:
                 "num_samples_per_prompt": 4,
                 # Digits end a turn too: this model's own end token comes too seldom for several turns.
                 "stop_token_ids": [4, 5, 6, 7, 8],
-                **({"slices": 3, "max_response_tokens": 30} if name == "talks_slices" else {"max_response_tokens": 42}),
+                **({"slices": 3, "max_response_tokens": 30} if sliced else {"max_response_tokens": 42}),
             },
             algo={"advantage": "group_relative", "kl": {"log": True}},
             checkpoint={"every": 4, "keep": 2, "every_minutes": 0, "export_every": 8},
@@ -197,7 +203,10 @@ class Site:
         return Reference(**json.loads(file.read_text(encoding="utf-8")))
 
     def _run_undisturbed(self, case: Case, run: Path) -> Reference:
-        planted = {**case.environment, "FAULTS_PLANTED": str(run.with_suffix(".planted"))}
+        mark = run.with_suffix(".planted")
+        shutil.rmtree(run, ignore_errors=True)  # of other sources
+        mark.unlink(missing_ok=True)
+        planted = {**case.environment, "FAULTS_PLANTED": str(mark)}
         command = Command(case.argv(run, run.with_suffix(".yaml")), run.with_suffix(".log"), planted)
         command.wait_until((run / "lock").exists)
         locked = time.monotonic()

@@ -88,12 +88,14 @@ def conversation_metrics(rollouts: Rollouts) -> dict[str, float | None]:
 
 
 def conversation_lengths(rollouts: Rollouts) -> dict[str, list[int]]:
-    """Observed tokens and turns of each conversation with an environment; nothing where there is no environment."""
+    """Observed tokens and turns of each conversation with an environment; nothing where there is no environment.
+
+    Tokens that `reset` has added are a part of the prompt.
+    """
     if rollouts.stretches is None:
         return {}
-    observed_N = rollouts.stretches.observed.lengths_N + torch.tensor([talk.added for talk in rollouts.dialogues])
     turns_N = (rollouts.stretches.lengths.lengths_N + 1) // 2
-    return {"observed": observed_N.tolist(), "turns": turns_N.tolist()}
+    return {"observed": rollouts.stretches.observed.lengths_N.tolist(), "turns": turns_N.tolist()}
 
 
 def share_without_signal(rewards_N: Tensor, groups_N: Tensor) -> float:
