@@ -11,7 +11,7 @@ def test_the_benchmark_runs(vllm_ranks, one_layer) -> None:
     found = vllm_ranks.run(1, environments.measure_rank, one_layer["plain"], load, 1)[0]
     summary = environments.summary(found, load)
     assert summary["seconds_waits"] >= load.turns * load.seconds
-    assert summary["cost_of_waiting"] == summary["lowest"] > 0.9
+    assert summary["cost_of_waiting"] == summary["lowest"]
 
     long = {"none": [9.0], "waits": [12.0], "alone": [0.3]}
     by_work = environments.summary(long, environments.Load())

@@ -56,15 +56,17 @@ def environment_killed(trial: Trial) -> Result:
     """A process of the environment is killed at any moment: its conversations are repeated in another one."""
     command = trial.start()
     moment = trial.wait_for_moment(command)
-    if not command.wait_until(command.environment_workers):
+    workers: dict[int, int] = {}
+    if not command.wait_until(lambda: workers.update(command.environment_workers()) or workers):
         raise NotHappened("the run ended before it had an environment")
-    ((worker, supervisor),) = command.environment_workers().items()
+    ((worker, supervisor),) = workers.items()
     which = trial.random.choice(["worker", "supervisor"])
     command.kill([worker if which == "worker" else supervisor])
     if not command.wait_until(lambda: command.environment_workers().keys() - {worker}):
         raise NotHappened("no conversation came after that")
     result = trial.went_on(command, f"the {which} was killed {moment}", not_compared=[REDRAWN])
-    result.notes["redrawn"] = trial.metric(REDRAWN)
+    if result.metrics_equal:
+        result.notes["redrawn"] = trial.metric(REDRAWN)
     return result
 
 
@@ -152,10 +154,12 @@ def _redrawn_once(trial: Trial, result: Result, file: Path, reason: str) -> Resu
     """The result, if the fault of the file happened, was named, and made one conversation begin anew."""
     if not file.with_name(f"{file.name}.happened").exists():
         raise NotHappened("no environment was asked")
-    said, redrawn = " ".join(trial.commands[-1].said.split()), trial.metric(REDRAWN)
+    if not result.metrics_equal:
+        return result
+    said = " ".join(trial.commands[-1].said.split())
+    result.notes["redrawn"] = redrawn = trial.metric(REDRAWN)
     if reason not in said or "the environment of sample" not in said or "begins anew" not in said:
         result = with_problem(result, f"it does not say {reason!r}: {said[-600:]}")
-    if result.metrics_equal and redrawn != 1:
+    if redrawn != 1:
         result = with_problem(result, f"{redrawn} conversations began anew, expected 1")
-    result.notes["redrawn"] = redrawn
     return result
