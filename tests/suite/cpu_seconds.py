@@ -63,6 +63,7 @@ TABLE: dict[str, int] = {
     "tests/distributed/test_sft_layouts.py": 14,
     "tests/distributed/test_shared_prompts.py": 70,
     "tests/distributed/test_shown.py": 13,
+    "tests/distributed/test_slices.py": 55,
     "tests/distributed/test_virtual_stages.py": 11,
     "tests/distributed/test_vllm.py": 6,
     "tests/distributed/test_vllm_families.py": 10,
