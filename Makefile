@@ -165,7 +165,7 @@ test-slurm: venv ## the batch scripts on a real Slurm of two nodes (10 minutes);
 				$(SLURM_PACKAGES) >/dev/null; } || true; fi; }
 	$(PY) -m pytest -m slurm --durations=25 $(or $(PYTEST_ARGS),tests/slurm)
 
-test-faults: venv ## real runs that are killed, damaged and stopped, and go on (1 hour, can be continued); writes benchmarks/results/faults.json
+test-faults: venv ## real runs that are killed, damaged and stopped, and go on (2 hours, can be continued); writes benchmarks/results/faults.json
 	$(PY) -m benchmarks.faults
 
 bench-resume: venv ## what resume points cost (5 minutes); writes benchmarks/results/resume.json
