@@ -151,9 +151,10 @@ class Conversations:
         self._waiting.discard(row)
         if news.kind == "over":
             return self._done(row)
-        if news.kind in ("opening", "final"):
+        if news.kind == "opening":
             state.open(news.tokens)
-            state.is_final = news.kind == "final"
+        elif news.kind == "final":
+            state.is_final = True
         elif news.kind == "observed":
             state.observe(news.tokens)
         if state.position >= state.until:  # it rests until newer weights go on with it

@@ -172,3 +172,17 @@ class Unmade(Sync):
 
 def function(fields, seed):
     return None
+
+
+class Collects:
+    """Writes into its argument, and tells how much stands there."""
+
+    def __init__(self, seen: list[str]) -> None:
+        self.seen = seen
+
+    def reset(self, fields, seed):
+        pass
+
+    def step(self, turn):
+        self.seen.append(turn.text)
+        return Answer(str(len(self.seen)))

@@ -34,7 +34,7 @@ def test_failures_of_a_conversation(talk, name):
         "sys.exit": "raised SystemExit: 3; a function must return, not exit; ",
         "returns 5": "returned 5 from step, expected an Answer; return megarlhf.Answer(...)",
         "returns role": "a message has the role 'assistant', which is not an environment's to write",
-        "returns nan": "returned the reward nan, expected a finite number or None",
+        "returns nan": "returned the reward nan, expected a number that fp32 holds, or None",
     }
     good, *keys = made.begun("good", *wrong)
     for key, text in zip(keys, wrong, strict=True):

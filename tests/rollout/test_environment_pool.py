@@ -6,6 +6,7 @@ answers, random numbers of GPUs.
 """
 
 import dataclasses
+import math
 import random
 import threading
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarlhf.rollout.environments.answer import Answer
+from megarlhf.rollout.environments.answer import Answer, WrongAnswer, answer_of, opening_of
 from megarlhf.rollout.environments.protocol import AnsweredCall, CallResult
 from megarlhf.rollout.environments.random_state import RandomState
 from tests.rollout.environment_talk import talks, turn
@@ -43,6 +44,28 @@ def test_a_conversation(talk, name):
     assert made.when("c", "reset") == made.when("a", "close")
     assert not made.pool.replies()
     assert 0 < made.pool.busy_seconds < 30
+
+
+def test_a_content_of_text_parts_is_one_text():
+    """Templates write such parts differently, and most as a list of Python."""
+    parts = ["a", {"type": "text", "text": "b"}]
+    image = [{"type": "image", "url": "c"}]
+    messages = [{"role": "tool", "content": parts, "name": "d"}, {"role": "user", "content": image}]
+    assert answer_of(Answer(messages)).messages == [{**messages[0], "content": "ab"}, messages[1]]
+    assert opening_of(messages[:1]).messages[0]["content"] == "ab"
+
+
+@pytest.mark.parametrize("reward", [1e39, -1e39, math.inf, math.nan, "1"])
+def test_a_reward_that_no_column_holds_is_refused(reward):
+    with pytest.raises(WrongAnswer, match="expected a number that fp32 holds"):
+        answer_of(Answer(reward=reward))
+
+
+def test_arguments_belong_to_the_conversation(talk):
+    made = talk("Collects", args={"seen": []})
+    keys = [made.pool.begin({}, seed) for seed in (5, 6)]
+    made.replies(*keys)
+    assert [made.answer(key, "x").answer.messages for key in keys] == ["1", "1"]
 
 
 def test_async_conversations_wait_together(talk):
@@ -224,6 +247,21 @@ def test_a_result_of_another_call_is_dropped(talk):
 
 
 # --- the end ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Sync", "Async"])
+def test_closing_closes_the_objects(talk, name):
+    """Of conversations that are forgotten, that rest, and that wait for an answer, though one fails to close."""
+    made = talk(name)
+    forgotten, _, _, waiting = made.begun("forgotten", "resting", "fails to close", "waiting")
+    made.step(waiting, "sleep 0.5" if name == "Sync" else "wait 60")
+    made.when("waiting", "step")
+    made.pool.forget(forgotten)
+    start = time.monotonic()
+    made.pool.close()
+    assert time.monotonic() - start < 6
+    closed = [made.log(who, "close") for who in made.names.values()]
+    assert list(map(len, closed)) == [1, 1, 1, 1]
 
 
 def test_closing_ends_all_at_once(talk, tmp_path, monkeypatch):

@@ -1,13 +1,16 @@
 """Which responses become training data, by hand. Not covered: the command (tests/distributed/test_sampling_options)."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
 
 from megarlhf.config import RewardConfig
 from megarlhf.data.samples.encoders import PromptSample
-from megarlhf.trainers.experience.reward_outputs import RewardOutput
+from megarlhf.rollout.environments.transcript import Transcript
+from megarlhf.rollouts import Dialogue
+from megarlhf.trainers.experience.reward_outputs import RewardOutput, without_failures
 from megarlhf.trainers.generation.best_of import Candidate, candidates, choose, record_of
 from megarlhf.trainers.generation.generate import Generated, _chosen_lines, _summary
 from tests.tables import make_rollouts, ragged
@@ -75,6 +78,31 @@ def test_lines_are_what_sft_rm_and_dpo_read():
     assert record_of(chat, [best, worst]) == {**pair, "prompt": chat.messages}, "rm and dpo read a conversation too"
     longer = PromptSample([1], "", {"system": "s"}, 4, [{"role": "system", "content": "s"}, *chat.messages])
     assert record_of(longer, [best, worst]) == {**pair, "prompt": longer.messages}, "which says its system message once"
+
+
+def test_lines_of_conversations_have_all_turns():
+    plain, chat = PromptSample([1], "1+1=", {"answer": "2"}, 0), PromptSample([1], "", {"system": "s"}, 4, [{}])
+    (best,), (whole,) = (
+        candidates(
+            ["2"], torch.tensor([True]), torch.tensor([1.0]), 1, [Transcript(["3", "2"], "1+1=3 no ", messages)]
+        )[0][0]
+        for messages in (None, [{"role": "user", "content": "1+1="}])
+    )
+    assert record_of(plain, [best]) == {"prompt": "1+1=3 no ", "response": "2", "answer": "2", "reward": 1.0}
+    messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    assert record_of(chat, [whole]) == {"messages": messages, "reward": 1.0}
+
+
+def test_a_conversation_that_failed_has_no_reward():
+    responses = ragged([7], [7], dtype=torch.int64)
+    rollouts = make_rollouts(responses, responses, torch.ones(2, dtype=torch.bool))
+    output = RewardOutput(torch.tensor([2.0, 3.0]), torch.tensor([False, False]))
+    assert without_failures(output, rollouts) is output
+    rollouts = replace(rollouts, dialogues=(Dialogue(ended_by="failure"), Dialogue(ended_by="model")))
+    masked = without_failures(output, rollouts)
+    assert masked.failed_N.tolist() == [True, False]
+    assert masked.values_N.isnan().tolist() == [True, False]
+    assert masked.values_N[1] == 3
 
 
 def test_a_response_of_which_a_reward_failed_is_not_chosen():

@@ -1,8 +1,12 @@
-"""What texts of one prompt begin with in common, in a reward model's tokens."""
+"""Texts for a reward model with a tokenizer of its own, and what those of a prompt begin with in common."""
 
 import torch
 
-from megarlhf.trainers.experience.retokenize import common_beginnings
+from megarlhf.data.samples.retokenize import Retokenizer
+from megarlhf.data.tokenizers.tokenizer import load_tokenizer
+from megarlhf.rollout.rewards.batch import RewardBatch
+from megarlhf.trainers.experience.retokenize import _retokenized, common_beginnings
+from tests.classifiers import CHAT_TEMPLATE, write_tokenizer
 
 
 def test_what_the_texts_of_a_prompt_begin_with_stands_for_it():
@@ -16,3 +20,22 @@ def test_what_the_texts_of_a_prompt_begin_with_stands_for_it():
     for begin, text, number in zip(begins, texts, numbers.tolist(), strict=True):
         others = [other[:begin] for other, n in zip(texts, numbers.tolist(), strict=True) if n == number]
         assert all(other == text[:begin] for other in others)
+
+
+def test_a_text_of_an_environment_goes_on_in_the_message_of_the_model(tmp_path):
+    """The first of two turns, and the text between them, are begun; the end of the turn is behind both."""
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, letters="12+=[]au", chat_template=CHAT_TEMPLATE))
+    question = {"role": "user", "content": "1+1="}
+    batch = RewardBatch(
+        prompts=["", ""],
+        responses=["2", "+12"],
+        prompt_tokens=[[], []],
+        response_tokens=[[], []],
+        finished=[True, True],
+        fields=[{}, {}],
+        messages=[[question, {"role": "assistant", "content": "1="}], None],
+        samples=[0, 1],
+    )
+    continued, plain = (_retokenized("", batch, row, Retokenizer(tokenizer, 64)).tokens for row in range(2))
+    assert continued == Retokenizer(tokenizer, 64)("", [question], "1=2", finished=True).tokens
+    assert tokenizer.decode(plain[1:-1]) == "+12"

@@ -15,12 +15,12 @@ Each method may be `async def`. Only the standard library is imported: the proce
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megarlhf.own_code.failures import short
+from megarlhf.rollout.rewards.batch import FP32_MAX
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -104,7 +104,7 @@ def _messages(given: Any, method: str) -> list[dict[str, Any]] | str:
                     f"{where}: a message has the role {message['role']!r}, which is not an environment's to write; "
                     "write as user or tool"
                 )
-        messages = [dict(message) for message in given]
+        messages = [{**message, "content": _joined(message["content"])} for message in given]
     try:
         written = json.dumps(messages, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -120,6 +120,15 @@ def _messages(given: Any, method: str) -> list[dict[str, Any]] | str:
     return plain
 
 
+def _joined(content: Any) -> Any:
+    """A content that is a list of text parts as one text; anything else as it is."""
+    if not isinstance(content, list | tuple) or not content:
+        return content
+    parts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part for part in content]
+    texts = [part for part in parts if isinstance(part, str)]
+    return "".join(texts) if len(texts) == len(parts) else content
+
+
 def _reward(given: Any) -> float | None:
     if given is None:
         return None
@@ -127,6 +136,6 @@ def _reward(given: Any) -> float | None:
         reward = float(given)
     except (TypeError, ValueError) as error:
         raise WrongAnswer(f"returned the reward {short(given)}, expected a number or None") from error
-    if isinstance(given, str) or not math.isfinite(reward):
-        raise WrongAnswer(f"returned the reward {short(given)}, expected a finite number or None")
+    if isinstance(given, str) or not abs(reward) <= FP32_MAX:  # NaN is refused too
+        raise WrongAnswer(f"returned the reward {short(given)}, expected a number that fp32 holds, or None")
     return reward

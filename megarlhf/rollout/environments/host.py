@@ -6,11 +6,13 @@ Only the standard library is imported.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import pickle
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
+from copy import deepcopy
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -51,7 +53,7 @@ class ConversationHost:
         environment: the user's class, made with `args`
         seconds: time limit of an async call
         """
-        self._new_environment = partial(environment, **args)
+        self._new_environment = lambda: environment(**deepcopy(dict(args)))  # each conversation has its own
         self._stream, self._fd, self._running = MessageStream(connection), connection.fileno(), running
         self._code = UserCode(running, seconds)
         self._conversations: dict[int, _Conversation] = {}
@@ -72,7 +74,8 @@ class ConversationHost:
             for message in self._stream.receive():
                 self._take(message)
         except (EOFError, OSError):
-            self._code.stop()
+            self._code.loop.remove_reader(self._fd)
+            self._ending = self._code.loop.create_task(self._end())
         except Exception:  # noqa: BLE001 - the rank would wait for ever; it starts another process
             traceback.print_exc()
             os._exit(1)
@@ -110,10 +113,8 @@ class ConversationHost:
         except Exception as error:  # noqa: BLE001 - lists in lists may be too deep for pickle
             result = CallResult(key, call, error=f"returned an answer that cannot be sent: {describe_error(error)}")
             self._stream.put(result)
-        try:
+        with contextlib.suppress(OSError):  # the rank has closed the pipe, which `_receive` sees too
             self._stream.send()
-        except OSError:
-            self._code.stop()
         if result.answer is None:
             self._drop(key)
 
@@ -146,6 +147,14 @@ class ConversationHost:
         task = self._code.loop.create_task(self._close(conversation))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+
+    async def _end(self) -> None:
+        """Close all objects, then stop. The rank kills a process that takes too long."""
+        for key in list(self._conversations):
+            self._drop(key)
+        if self._closing:
+            await asyncio.wait(self._closing)
+        self._code.stop()
 
     async def _close(self, conversation: _Conversation) -> None:
         await self._code.end_tasks(conversation)

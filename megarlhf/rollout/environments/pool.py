@@ -111,7 +111,7 @@ class EnvironmentPool:
         return sum(worker.busy_seconds for worker in self._workers)
 
     def close(self) -> None:
-        """End all processes, also those that hang. Objects of conversations are not closed."""
+        """Close the objects of all conversations, then end all processes, also those that hang."""
         if self._closed.is_set():
             return
         self._closed.set()

@@ -34,6 +34,8 @@ START_PAUSES = (0.2, 1.0)
 or hangs at import is not tried again."""
 MAX_DEATHS = 3
 """Deaths of its process that a conversation survives without anybody's code running."""
+CLOSE_SECONDS = 3.0
+"""Longest time in which the objects of conversations are closed when the pool is closed."""
 STUCK_SECONDS = 10.0
 """Time above the limit of a call after which a process is killed that runs nobody's code, and not its own either, such
 as one in which a thread never lets go of the interpreter."""
@@ -188,6 +190,7 @@ class WorkerThread:
                 self._fail_all(f"could not be called: {type(error).__name__}: {error}")
                 self._closed.wait(POLL_SECONDS)  # it may happen again at once
         if self._worker is not None:
+            self._worker.process.finish(CLOSE_SECONDS)
             self._end(self._worker)
 
     def _start(self) -> None:

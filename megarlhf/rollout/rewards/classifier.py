@@ -18,6 +18,7 @@ from megarlhf.data.text.omissions import KINDS
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.own_code.failures import short
 from megarlhf.provenance import find_provenance_file
+from megarlhf.rollout.environments.transcript import open_answer
 from megarlhf.rollout.rewards.batch import DeferredBatch, MissingColumn, RewardBatch, RewardResult
 
 log = logging.getLogger(__name__)
@@ -110,7 +111,8 @@ class Classifier:
         prompt, response = batch.prompts[n], batch.responses[n]
         messages = None if isinstance(batch.messages, MissingColumn) else batch.messages[n]
         if self._form == "chat" or (self._form == "joined" and messages is not None and self._tokenizer.chat_template):
-            question = [{"role": "user", "content": prompt}] if messages is None else list(messages)
+            question, begun = open_answer(messages or [{"role": "user", "content": prompt}])
+            response = begun + response
             if self._retokenizer is not None:
                 fields = batch.fields[n] if messages is not None else {}
                 retokenized = self._retokenizer(prompt, question, response, finished=batch.finished[n], fields=fields)

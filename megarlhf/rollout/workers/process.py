@@ -108,6 +108,11 @@ class WorkerProcess:
             return f"ended its process by signal {-status} ({_signal_name(-status)})"
         return f"ended its process with status {status}; a function must return, not exit"
 
+    def finish(self, seconds: float) -> None:
+        """Close the pipe, and wait until the process ends by itself, but no longer than that."""
+        self.connection.close()
+        self._wait(seconds)
+
     def kill(self) -> None:
         """End the process and everything that it started, whatever state it is in."""
         self.connection.close()

@@ -18,6 +18,7 @@ from megarlhf.errors import RewardError
 from megarlhf.experience import Experience
 from megarlhf.models.role import Role
 from megarlhf.own_code.failures import short
+from megarlhf.rollout.environments.transcript import open_answer
 from megarlhf.rollout.rewards.batch import RewardBatch
 from megarlhf.rollouts import Rollouts, VersionRuns
 
@@ -95,10 +96,11 @@ def common_beginnings(rows: Sequence[Tensor], prompt_numbers_N: Tensor) -> tuple
 
 def _retokenized(name: str, batch: RewardBatch, row: int, retokenizer: Retokenizer) -> Retokenized:
     prompt, response = batch.prompts[row], batch.responses[row]
+    messages, begun = batch.messages[row], ""
+    if messages is not None:
+        messages, begun = open_answer(messages)  # an environment's text goes on in the assistant's message
     try:
-        return retokenizer(
-            prompt, batch.messages[row], response, finished=batch.finished[row], fields=batch.fields[row]
-        )
+        return retokenizer(prompt, messages, begun + response, finished=batch.finished[row], fields=batch.fields[row])
     except ValueError as error:
         where = f"sample {batch.samples[row]} (prompt {short(prompt)}, response {short(response)})"
         raise RewardError(f"reward {name!r} on {where}: {error}") from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -85,6 +85,14 @@ def environment_output(rollouts: Rollouts, device: torch.device) -> RewardOutput
     values_N = torch.tensor(totals, dtype=torch.float64, device=device)
     failed_N = torch.zeros(len(totals), dtype=torch.bool, device=device)
     return RewardOutput(values_N, failed_N, token_values=token_values)
+
+
+def without_failures(output: RewardOutput, rollouts: Rollouts) -> RewardOutput:
+    """The values with those of conversations whose environment has failed as failures."""
+    if not any(failures := [dialogue.ended_by == "failure" for dialogue in rollouts.dialogues]):
+        return output
+    failed_N = torch.tensor(failures, device=output.values_N.device)
+    return replace(output, values_N=output.values_N.masked_fill(failed_N, NAN), failed_N=output.failed_N | failed_N)
 
 
 def reward_output(results: Sequence[RewardResult], device: torch.device) -> RewardOutput:

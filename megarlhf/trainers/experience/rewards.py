@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ from megarlhf.trainers.experience.reward_outputs import (
     metrics_of,
     reward_output,
     totals_of,
+    without_failures,
 )
 from megarlhf.trainers.experience.sequence_scores import sequence_scores
 
@@ -294,14 +295,7 @@ class PendingRewards:
                 should_stop=should_stop,
             )
             outputs.append(reward_output(results, rewarder.device))
-        failures = [talk.ended_by == "failure" for talk in self.experience.rollouts.dialogues]
-        if not any(failures):
-            return outputs
-        failed_N = torch.tensor(failures, device=rewarder.device)
-        return [
-            replace(output, values_N=output.values_N.masked_fill(failed_N, NAN), failed_N=output.failed_N | failed_N)
-            for output in outputs
-        ]
+        return [without_failures(output, self.experience.rollouts) for output in outputs]
 
     def _run_model(self, label: str) -> RewardOutput:
         """Score the samples with the reward model. Collective."""

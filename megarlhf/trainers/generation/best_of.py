@@ -14,6 +14,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from megarlhf.data.samples.encoders import PromptSample
+from megarlhf.rollout.environments.transcript import Transcript
 
 Selection = Literal["best", "best_and_worst"]
 
@@ -24,7 +25,7 @@ class Candidate:
 
     response: str
     reward: float
-    messages: Sequence[Mapping[str, Any]] | None = None
+    transcript: Transcript | None = None
     """The whole conversation, if an environment has answered the model."""
 
 
@@ -33,7 +34,7 @@ def candidates(
     finished_N: Tensor,
     rewards_N: Tensor,
     per_prompt: int,
-    messages: Sequence[Sequence[Mapping[str, Any]] | None] | None = None,
+    transcripts: Sequence[Transcript] | None = None,
 ) -> tuple[list[list[Candidate]], Counter[str]]:
     """Responses of each prompt that may be chosen, in their order, and the number of others by reason.
 
@@ -53,7 +54,7 @@ def candidates(
             left_out[reason] += 1
         else:
             # Rounded, so that sums that are equal on paper are equal: 0.1 + 0.2 and 0.3.
-            whole = None if messages is None else messages[n]
+            whole = None if transcripts is None else transcripts[n]
             by_prompt[n // per_prompt].append(Candidate(response, float(f"{float(rewards_N[n]):.12g}"), whole))
     return by_prompt, left_out
 
@@ -106,8 +107,10 @@ def record_of(prompt: PromptSample, picked: Sequence[Candidate]) -> Mapping[str,
     if len(picked) == 2:
         rewards = [candidate.reward for candidate in picked]
         return {**fields, **question, "chosen": responses[0], "rejected": responses[1], "rewards": rewards}
-    if picked[0].messages is not None:
-        return {**fields, "messages": picked[0].messages, "reward": picked[0].reward}
+    if (transcript := picked[0].transcript) is not None:
+        texts = {"prompt": transcript.before, "response": transcript.turns[-1]}
+        spoken = texts if transcript.whole is None else {"messages": transcript.whole}
+        return {**fields, **spoken, "reward": picked[0].reward}
     if prompt.messages is not None:
         answer = {"role": "assistant", "content": responses[0]}
         return {**fields, "messages": [*prompt.messages, answer], "reward": picked[0].reward}

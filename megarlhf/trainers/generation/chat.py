@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def show(
 
 def show_conversation(dialogue: Dialogue, turns: Sequence[str]) -> None:
     """Print the model's turns, and the environment's answers indented under them with the role of each message."""
-    for observation, turn in zip(dialogue.observations, turns, strict=True):
+    for observation, turn in zip_longest(dialogue.observations, turns, fillvalue=""):  # none if `reset` has failed
         messages = [{"content": observation}] if isinstance(observation, str) and observation else observation
         for message in messages:
             role = f"{message['role']}: " if "role" in message else ""

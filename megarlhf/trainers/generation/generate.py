@@ -38,7 +38,7 @@ from megarlhf.rollout.rewards.score import RewardSource, gather_rewards, local_r
 from megarlhf.rollouts import Rollouts
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.experience.prompts import PromptData, load_prompts, repeat_prompts
-from megarlhf.trainers.experience.reward_outputs import RewardOutput, environment_output
+from megarlhf.trainers.experience.reward_outputs import RewardOutput, environment_output, without_failures
 from megarlhf.trainers.generation.best_of import candidates, choose, record_of
 from megarlhf.trainers.rl.metrics import conversation_metrics
 from megarlhf.trainers.run.factories import RunFactories
@@ -129,7 +129,7 @@ def _respond(
                     for reward in cfg.rewards
                     if reward.kind == "environment"
                 }
-                scores = {reward.label: scores[reward.label] for reward in all_rewards(cfg)}
+                scores = {reward.label: without_failures(scores[reward.label], rollouts) for reward in all_rewards(cfg)}
         except (RewardError, WatchdogTimeout):
             if runtime.is_main:
                 unscored = cfg.run.dir / "responses_without_rewards.jsonl"
@@ -188,10 +188,10 @@ def _chosen_lines(cfg: GenerateConfig, generated: Generated) -> tuple[list[dict[
     failed_KN = torch.stack([scores[reward.label].failed_N for reward in cfg.rewards])
     total_N = weighted_total(values_KN, [reward.weight for reward in cfg.rewards], failed_KN)
     per_prompt = cfg.rollout.num_samples_per_prompt
-    messages = None
+    transcripts = None
     if environment is not None:
-        messages = [environment.transcript(prompt, rollouts, n).whole for n, prompt in enumerate(prompts)]
-    by_prompt, cut = candidates(responses, rollouts.finished_N, total_N, per_prompt, messages)
+        transcripts = [environment.transcript(prompt, rollouts, n) for n, prompt in enumerate(prompts)]
+    by_prompt, cut = candidates(responses, rollouts.finished_N, total_N, per_prompt, transcripts)
     chosen, left_out = choose(by_prompt, cfg.select, cfg.min_reward, cfg.pairs_per_prompt)
     lines = [dict(record_of(prompts[n * per_prompt], picked)) for n, records in enumerate(chosen) for picked in records]
     counts: dict[str, float] = {"prompts_selected": sum(map(bool, chosen)), **cut, **left_out}

@@ -31,6 +31,7 @@ from megarlhf.rollout.rewards.score import gather_rewards, local_reward_batch, m
 from megarlhf.rollouts import Rollouts
 from megarlhf.trainers.experience.plan import StepPlan
 from megarlhf.trainers.experience.prompts import make_experience
+from megarlhf.trainers.experience.reward_outputs import reward_output, without_failures
 from megarlhf.trainers.rl.build import RLRun
 from megarlhf.trainers.rl.sample_rows import rows_of
 from megarlhf.trainers.rl.scoring import policy_logprobs
@@ -137,7 +138,7 @@ class Judge:
         """Judge responses: [N], NaN without a verdict. Collective."""
         batch = local_reward_batch(prompts, rollouts, self._tokenizer, self._environment)
         results = gather_rewards(self.label, self._source.start(batch), batch, should_stop=should_stop)
-        return torch.tensor([math.nan if result.value is None else result.value for result in results])
+        return without_failures(reward_output(results, torch.device("cpu")), rollouts).values_N.float()
 
     def close(self) -> None:
         self._source.close()

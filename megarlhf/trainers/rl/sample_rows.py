@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megarlhf.config import SamplesConfig
@@ -99,7 +100,8 @@ def step_samples(run: RLRun, experience: Experience) -> StepSamples:
     rollouts, tokenizer = whole.rollouts, run.data.tokenizer
     last_turns, sampled = rollouts.last_turns, rollouts.responses.rows()
     columns = {**whole.columns, "rollout_logprobs": rollouts.logprobs}
-    per_sample = {**whole.per_sample, "rewards": total_rewards(whole), "groups": whole.prompt_numbers_N}
+    groups_N = torch.arange(whole.num_samples) // run.cfg.rollout.num_samples_per_prompt
+    per_sample = {**whole.per_sample, "rewards": total_rewards(whole), "groups": groups_N}
     return StepSamples(
         prompts=[prompt.text for prompt in prompts],
         fields=[prompt.fields for prompt in prompts],
