@@ -180,7 +180,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "the assistant's role": ("role 'assistant'", "write as user or tool"),
     "no content": ("give each a role and a content",),
     "a reward that is no number": ("reward 'high'", "expected a number or None"),
-    "not a number": ("nan", "expected a finite number"),
+    "not a number": ("nan", "expected a number that fp32 holds"),
     "what JSON cannot hold": ("JSON cannot hold",),
     "longer than the room": ("rollout.max_response_tokens", "messages of reset", "return less"),
 }

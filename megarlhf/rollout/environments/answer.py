@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarlhf.own_code.failures import short
-from megarlhf.rollout.rewards.batch import FP32_MAX
 
 Messages = Sequence[Mapping[str, Any]]
 
+FP32_MAX = (2 - 2**-23) * 2.0**127
+"""Largest reward: columns of rewards are fp32."""
 LONGEST = 16 * 2**20
 """Most bytes of an answer as JSON. A longer one would have no room in any conversation."""
 

@@ -11,12 +11,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megarlhf.own_code.failures import describe_error, is_user_error, short
+from megarlhf.rollout.environments.answer import FP32_MAX
 
 Fields = Mapping[str, Any]
 """Columns of a record other than the prompt, such as `answer`."""
-
-FP32_MAX = (2 - 2**-23) * 2.0**127
-"""Largest reward: columns of rewards are fp32."""
 
 SCORE = "score"
 """Name of the component that is the reward. Without it the reward is the sum of all components."""
