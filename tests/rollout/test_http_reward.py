@@ -109,7 +109,7 @@ def test_columns_and_conversations_reach_the_server_and_no_line_is_logged(server
         "day": datetime.date(2026, 1, 2),
         "reward_model": {"ground_truth": 7},
     }
-    rows = replace(batch(2), fields=[keywords, {"answer": "1"}], messages=asked)
+    rows = replace(batch(2), fields=[keywords, {"answer": "1"}], messages=asked, turns=[["a", "b"], ["c"]])
     reward = HttpReward(server.url, **FAST)
     with caplog.at_level(logging.INFO):
         assert [result.value for result in reward.start(rows).wait()] == [1.0, 1.0]
@@ -117,6 +117,7 @@ def test_columns_and_conversations_reach_the_server_and_no_line_is_logged(server
     ((_, _, body),) = server.requests
     assert body["columns"] == [{**keywords, "weight": None, "day": "2026-01-02"}, {"answer": "1"}]
     assert (body["labels"], body["messages"]) == ([7, "1"], asked)
+    assert body["turns"] == [["a", "b"], ["c"]]
     assert "HTTP Request" not in caplog.text
 
 

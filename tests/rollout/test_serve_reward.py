@@ -144,6 +144,8 @@ def test_what_a_request_leaves_out():
     batch = batch_of(b'{"query": ["ab"], "labels": ["1"]}', 4)
     assert (batch.prompts, batch.responses, batch.fields) == ([""], ["ab"], [{"answer": "1"}])
     assert batch.part([0]).response_sizes() == [None]
+    assert batch.turns is None
+    assert batch_of(b'{"query": ["ab"], "turns": [["a", "b"]]}', 4).turns == [["a", "b"]]
 
 
 def test_a_rule_that_needs_a_column_is_served():

@@ -1,7 +1,8 @@
 """Client of a reward model behind a URL, with the protocol of OpenRLHF's server.
 
 Request, by POST as JSON: {"query": [prompt and response], "prompts": [...], "labels": [answers or null]}. We add
-"columns": [all other columns of each record] and, if prompts were conversations, "messages".
+"columns": [all other columns of each record] and, if prompts were conversations, "messages";
+with an environment also "turns" [texts of the model's turns]. Then prompts and messages have all before the last one.
 Answer: {"rewards": [a number or null for each]}, or "scores" in place of "rewards". Null means that the reward does not
 apply, unless the answer has {"failed": {"NUMBER": "why"}} for it, as `serve-reward` writes.
 """
@@ -144,6 +145,8 @@ class HttpReward:
         body = {"query": queries, "prompts": list(batch.prompts), "labels": labels, "columns": columns}
         if any(messages is not None for messages in batch.messages):
             body["messages"] = [_plain(messages) for messages in batch.messages]
+        if batch.turns is not None:
+            body["turns"] = [list(turns) for turns in batch.turns]
         try:
             status, content = asyncio.run(self._post(body))
         except ServerError:

@@ -1,8 +1,9 @@
 """Server of rewards for `kind: http`, with the protocol of OpenRLHF's server.
 
 POST /get_reward takes {"query": [...], "prompts": [...], "labels": [...]}, and optionally "columns": [other columns of
-each record] and "messages": [a conversation or null for each]. It answers {"rewards": [number or null, ...], "failed":
-{"NUMBER": "why", ...}}; `failed` names the responses whose reward is null because it failed and is dropped.
+each record], "messages": [a conversation or null for each] and "turns": [texts or null for each]. It answers
+{"rewards": [number or null, ...], "failed": {"NUMBER": "why", ...}}; `failed` names the responses whose reward is null because it
+failed and is dropped.
 GET /health lists the rewards. Requests are served one after the other.
 """
 
@@ -105,6 +106,7 @@ def batch_of(body: bytes, max_samples: int) -> RewardBatch:
         ],
         messages=messages or MissingColumn("messages"),
         samples=list(range(count)),
+        turns=_entries(tree, "turns", count, list),
     )
 
 
