@@ -2,8 +2,8 @@
 
 POST /get_reward takes {"query": [...], "prompts": [...], "labels": [...]}, and optionally "columns": [other columns of
 each record], "messages": [a conversation or null for each] and "turns": [texts or null for each]. It answers
-{"rewards": [number or null, ...], "failed": {"NUMBER": "why", ...}}; `failed` names the responses whose reward is null because it
-failed and is dropped.
+{"rewards": [number or null, ...], "failed": {"NUMBER": "why", ...}}; `failed` names the responses whose reward is null
+because it failed and is dropped.
 GET /health lists the rewards. Requests are served one after the other.
 """
 
