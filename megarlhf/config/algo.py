@@ -66,6 +66,9 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 }
 """Presets: values that stand for several keys. Other keys in the file win, except those in `_FIXED`."""
 
+BY_TURN_INDEX = ("mt_grpo", "mt-grpo", "mtgrpo")
+"""Advantages that compare the turns of a group by their index (Zeng et al. 2025). They are refused."""
+
 _FIXED = ("advantage", "policy_loss", "scale_by_group_std", "ratio")
 """Keys that define a preset. A file that sets one of them to another value is refused."""
 
@@ -291,6 +294,12 @@ class AlgoConfig(FrozenModel):
         names = {"advantage": AdvantageName, "policy_loss": SurrogateName}
         for key, presets in PRESETS.items():
             name = data.get(key)
+            if key == "advantage" and name in BY_TURN_INDEX:
+                raise ValueError(
+                    f"advantage = {name!r} compares the turns of a group by their index: where the policy chooses when "
+                    "to stop, the later turns of a group are a selection, and their mean is a biased baseline; take "
+                    "group_relative or leave_one_out, which compare whole conversations, or gae"
+                )
             if isinstance(name, str):
                 require_known_or_own(key, name, list(dict.fromkeys((*get_args(names[key]), *presets))))
             if not isinstance(name, str) or name not in presets:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megarlhf.collective_errors import raise_on_all_ranks
 from megarlhf.data.sample_types import PromptSample
 from megarlhf.errors import EnvironmentFailure
+from megarlhf.own_code.failures import short
 from megarlhf.rollout.conversation_state import ConversationState, digest, with_answer
 from megarlhf.rollout.engine import EngineFailure, RolloutEngine, RolloutInterrupted
 from megarlhf.rollout.environments.answer import Answer, Turn
@@ -233,23 +234,20 @@ class Conversations:
             state.key, state.talk = resting.key, resting.talk
             self._ready.append(row)
         else:
-            state.is_replayed = bool(state.dialogue.observations)
-            history = self._history(row, state) if state.is_replayed else ()
+            history: Sequence[AnsweredCall] = ()
+            if observations := state.dialogue.observations:
+                state.talk = environment.talk(self._prompts[row], observations, state.turns[:-1])
+                history, state.is_replayed = self._history(state), True
             state.key = environment.pool.begin(fields_of(self._prompts[row]), seed, history)
         self._row_of[state.key] = row
 
-    def _history(self, row: int, state: ConversationState) -> list[AnsweredCall]:
-        """Calls and answers so far. The messages are put together again from them."""
-        dialogue, turns = state.dialogue, state.turns
-        opening = Answer(dialogue.observations[0])
-        talk = self._environment.opening(self._prompts[row], opening).talk
-        calls = [AnsweredCall(None, opening)]
+    def _history(self, state: ConversationState) -> list[AnsweredCall]:
+        """Calls and answers so far."""
+        dialogue = state.dialogue
+        calls = [AnsweredCall(None, Answer(dialogue.observations[0]))]
         for n, (messages, reward) in enumerate(zip(dialogue.observations[1:], dialogue.rewards, strict=True)):
-            turn = Turn(self._environment.text(turns[n], finished=True), n, finished=True, last=False)
-            answer = Answer(messages, reward)
-            talk = self._environment.between(talk, turn, answer, turns[n]).talk
-            calls.append(AnsweredCall(turn, answer))
-        state.talk = talk
+            turn = Turn(self._environment.text(state.turns[n], finished=True), n, finished=True, last=False)
+            calls.append(AnsweredCall(turn, Answer(messages, reward)))
         return calls
 
     def _news_of(self, row: int, reply: Reply) -> News:
@@ -284,7 +282,7 @@ class Conversations:
         turn, dialogue = self._turn(state), state.dialogue
         if not (ended_by := self._end_of(turn, answer)):
             assert state.talk is not None
-            step = self._environment.between(state.talk, turn, answer, state.turn)
+            step = self._environment.between(state.talk, state.turn, answer.messages)
             if state.position + len(step.tokens) < self._sampling.max_tokens:
                 self._record(row, state, answer, step)
                 state.talk, state.dialogue = step.talk, with_answer(dialogue, answer, step.history)
@@ -317,7 +315,8 @@ class Conversations:
         self, row: int, state: ConversationState, error: str, *, drifted: bool = False, stops: bool = False
     ) -> News:
         """News after a failure of the environment: the conversation begins anew, is left out, or ends the run."""
-        message = f"the environment of sample {row}, turn {state.num_answered + 1}, {error}"
+        asked = short(self._prompts[row].text)
+        message = f"the environment of sample {row} (prompt {asked}), turn {state.num_answered + 1}, {error}"
         policy = "redraw" if drifted else self._environment.on_failure
         if policy == "redraw" and state.dialogue.redraws >= MAX_REDRAWS:
             message, stops = f"{message} (after it began anew {MAX_REDRAWS} times)", True

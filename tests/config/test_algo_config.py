@@ -37,6 +37,7 @@ def test_names_that_stand_for_several_keys(keys, expected):
 
 @pytest.mark.parametrize("keys, names", [
     ({"advantage": "grop"}, "advantage = 'grop'|'grpo'|gae"),
+    ({"advantage": "mt_grpo"}, "advantage = 'mt_grpo'|index|biased|group_relative"),
     ({"policy_loss": "gsop"}, "policy_loss = 'gsop'|'gspo'|clip"),
     ({"policy_loss": "dpo "}, "policy_loss = 'dpo '"),
     ({"advantage": "dr_grpo", "scale_by_group_std": True}, "scale_by_group_std = False|scale_by_group_std = True"),

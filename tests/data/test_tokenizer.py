@@ -60,6 +60,16 @@ def test_prompt_and_response_concatenate(case, tmp_path, fast_tokenizer):
         assert not {tokenizer.bos_id, tokenizer.eos_id} & {*ids, *tokenizer.encode(prompt)}
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_special_tokens_leave_their_name_where_that_is_asked_for(case, tmp_path, fast_tokenizer):
+    tokenizer = CASES[case](tmp_path, fast_tokenizer)
+    first, second = (tokenizer.encode(text, continuation=True) for text in (" the", " answer"))
+    ids = [*first, tokenizer.eos_id, *second, tokenizer.eos_id, tokenizer.vocab_size + 1]
+    assert tokenizer.decode(ids, continuation=True, special=True) == " the</s> answer</s>"
+    assert tokenizer.decode([*tokenizer.encode("the"), *ids[len(first) :]], special=True) == "the</s> answer</s>"
+    assert tokenizer.decode(ids, continuation=True) == " the answer"
+
+
 @pytest.mark.parametrize("case", ["sentencepiece_prefix", "fast_prefix"])
 def test_the_prefix_is_there_and_continuation_leaves_it_out(case, tmp_path, fast_tokenizer):
     """So that the test above is not passed by tokenizers that never add one."""

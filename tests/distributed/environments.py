@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import re
 import time
 import zlib
 
@@ -76,7 +77,8 @@ class Over:
         self.answer = str(fields["answer"])
 
     def step(self, turn):
-        return Answer(reward=right("", turn.text, {}), done=True)
+        # Rewards without an environment read no special tokens inside a response.
+        return Answer(reward=right("", re.sub("<[^>]*>", "", turn.text), {}), done=True)
 
 
 class Faulty(Again):
@@ -122,18 +124,22 @@ def right(prompt, response, fields):
 
 
 class Guess:
-    """Answers with messages: hints by a user, in the first turns two of a tool."""
+    """Answers with messages: hints by a user, in the first turns two of a tool, or with a text first."""
 
-    def __init__(self, role="user", begins=False, turns=3):
-        self.role, self.begins, self.turns = role, begins, turns
+    def __init__(self, role="user", begins=False, turns=3, fails=(), inside=""):
+        self.role, self.begins, self.turns, self.fails, self.inside = role, begins, turns, fails, inside
 
     def reset(self, fields, seed):
-        self.asked = fields["messages"][-1]["content"]
+        self.answer = fields.get("answer")
         return [{"role": "user", "content": "a number, please"}] if self.begins else None
 
     def step(self, turn):
+        if turn.number == 1 and self.answer in self.fails:
+            raise KeyError("planted")
         if turn.number + 1 == self.turns:
             return Answer(reward=len(turn.text) / 10, done=True)
+        if turn.number == 0 and self.inside:
+            return Answer(self.inside)
         content = f"{turn.number}: {'higher' if len(turn.text) % 2 else 'lower'}"
         messages = [{"role": self.role, "content": content}]
         if self.role == "tool" and turn.number == 0:
@@ -150,6 +156,11 @@ def noted(prompt, response, fields, messages, turns):
     assert prompt.endswith("<|im_start|>assistant\n"), prompt
     assert all(message["content"] in prompt for message in messages), prompt
     return float(len(turns))
+
+
+def some(prompt, response, fields):
+    """A rule that is right for some responses."""
+    return float(len(response) % 2)
 
 
 class Wrong:

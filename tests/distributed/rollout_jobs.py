@@ -26,6 +26,7 @@ from megarlhf.rollout.requests import EngineRequest
 from megarlhf.rollout.responses import FinishedResponses, Sampling, sample_seed
 from megarlhf.rollout.restarting import RestartingEngine
 from megarlhf.rollout.vllm import engine as vllm_engine
+from megarlhf.rollout.vllm.generate_loop import GenerateLoop
 from megarlhf.rollouts import Rollouts
 from megarlhf.runtime import Runtime
 from tests.tables import make_response
@@ -223,11 +224,11 @@ def _failing(runtime: Runtime, session: _Session, where: str, ranks: tuple[int, 
 @contextmanager
 def _counted_rows() -> Iterator[list[int]]:
     """The number of rows that this rank's engine has begun in each attempt."""
-    real, drawn = vllm_engine.run_requests, list[int]()
+    real, drawn = vllm_engine.GenerateLoop, list[int]()
 
     def counting(
         engine: Any, enqueue: Callable[[Sequence[EngineRequest]], list[str]], *rest: Any, **named: Any
-    ) -> bool:
+    ) -> GenerateLoop:
         drawn.append(0)
 
         def counted(requests: Sequence[EngineRequest]) -> list[str]:
@@ -236,11 +237,8 @@ def _counted_rows() -> Iterator[list[int]]:
 
         return real(engine, counted, *rest, **named)
 
-    vllm_engine.run_requests = counting
-    try:
+    with mock.patch.object(vllm_engine, "GenerateLoop", counting):
         yield drawn
-    finally:
-        vllm_engine.run_requests = real
 
 
 def engine_failures(

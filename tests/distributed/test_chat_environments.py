@@ -21,14 +21,17 @@ from megarlhf.observe.records.metrics import read_metrics
 from megarlhf.observe.report.page import write_report
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.generation.chat import run as run_chat
-from tests.chat_model import END, byte_level_bpe, write_chat_model
+from tests.chat_model import byte_level_bpe, write_chat_model
 from tests.classifiers import CHAT_TEMPLATE, write_classifier
 from tests.command import argv_of
 from tests.distributed.environment_jobs import failing_command
 from tests.distributed.test_slices import killed, run
 from tests.refuses import lines_naming
+from tests.rollout.turn_styles import OPENED
 
 HERE = "tests.distributed.environments:"
+FAIL = ("3", "4", "9")
+"""Answers of prompts whose environment fails after the second turn."""
 STOPS = ("e", "a", "o", "i", "1", "n", "t", "s", "r")
 """Texts that end a turn: the random model hardly ever writes the end of one."""
 
@@ -68,10 +71,7 @@ def test_a_conversation_is_what_the_template_writes_of_it(args, chat, vllm_ranks
     (table,) = (tmp_path / "run/run/samples").glob("step_*.jsonl")
     rows = [json.loads(line) for line in table.read_text().splitlines()]
     template, whole = load_tokenizer(chat["model"]), 0
-    of_samples = zip(rows, *(columns[name] for name in ("sequences", "dialogues", "responses")), strict=True)
-    for row, sequence, talk, sampled in of_samples:
-        if min(sampled) <= END:  # special tokens are no text
-            continue
+    for row, sequence, talk in zip(rows, columns["sequences"], columns["dialogues"], strict=True):
         messages: list[dict[str, Any]] = [{"role": "user", "content": f"question {row['answer']}"}]
         for turn in row["turns"]:
             messages += [*(turn["observed"] or []), {"role": "assistant", "content": turn["text"]}]
@@ -97,13 +97,15 @@ def scores_by_transformers(directory: Path, texts: list[str], *, bos: bool) -> l
 
 def test_models_judge_the_whole_conversation(chat, vllm_ranks, tmp_path) -> None:
     """A classifier, and a reward model with a tokenizer of its own: as transformers on the text that the chat template
-    writes, the actor's for the one, its own for the other."""
+    writes, the actor's for the one, its own for the other. The environment's first answer is a text inside the turn."""
     plain = write_classifier(tmp_path / "plain", max_position_embeddings=1024)
     judge = write_classifier(
         tmp_path / "judge", tokenizer={"chat_template": CHAT_TEMPLATE}, max_position_embeddings=1024
     )
     rewards = [{"kind": "classifier", "path": str(plain)}, {"kind": "model", "retokenize": True}]
-    cfg = tree(chat, rewards=rewards, samples={"every": 1, "count": 8}, reward_model={"model": {"path": str(judge)}})
+    cfg = tree(chat, {"inside": " and"}, rewards=rewards, samples={"every": 1, "count": 8})
+    cfg["reward_model"] = {"model": {"path": str(judge)}}
+    cfg["environment"]["history"] = "as_sampled"  # a turn may end with its end token
     cfg["data"]["template_may_drop"] = ["white_space"]
     run(vllm_ranks, 1, cfg, tmp_path / "run")
     (table,) = (tmp_path / "run/run/samples").glob("step_*.jsonl")
@@ -112,11 +114,15 @@ def test_models_judge_the_whole_conversation(chat, vllm_ranks, tmp_path) -> None
     for row in rows:
         messages: list[dict[str, Any]] = [{"role": "user", "content": f"question {row['answer']}"}]
         for turn in row["turns"]:
-            messages += [*(turn["observed"] or []), {"role": "assistant", "content": turn["text"]}]
-        end = "</s>" * row["finished"]
-        joined.append(template.render(messages[:-1], None, {}, tools=None, reply=True) + row["response"] + end)
-        asked = "".join(f"[{m['role'][0]}]{m['content']}{'</s>' * (m['role'] == 'assistant')}" for m in messages[:-1])
-        rendered.append(f"{asked}[a]{row['response']}{end}")
+            if isinstance(turn["observed"], str):
+                messages[-1]["content"] += turn["observed"] + turn["text"]
+            else:
+                messages += [*(turn["observed"] or []), {"role": "assistant", "content": turn["text"]}]
+        last, end = messages.pop()["content"], "</s>" * row["finished"]
+        joined.append(template.render(messages, None, {}, tools=None, reply=True) + last + end)
+        asked = "".join(f"[{m['role'][0]}]{m['content']}{'</s>' * (m['role'] == 'assistant')}" for m in messages)
+        rendered.append(f"{asked}[a]{last}{end}")
+    assert any(" and" in text for text in rendered)
     for name, directory, texts in (("classifier", plain, joined), ("model", judge, rendered)):
         expected = scores_by_transformers(directory, texts, bos=name == "classifier")
         assert [row["rewards"][name] for row in rows] == pytest.approx(expected, abs=1e-4), name
@@ -124,9 +130,16 @@ def test_models_judge_the_whole_conversation(chat, vllm_ranks, tmp_path) -> None
 
 
 def test_generate_writes_conversations_that_sft_learns_all_turns_of(chat, vllm_ranks, tmp_path) -> None:
-    cfg = tree(chat, {"role": "tool"})
+    """The template asks with `<think>`, which belongs to the message later. Conversations of which the environment
+    fails have no reward, and no part in the accuracy."""
+    (tmp_path / "opened.jinja").write_text(OPENED)
+    cfg = tree(chat, {"role": "tool", "fails": FAIL})
     cfg = {key: cfg[key] for key in ("actor", "data", "rollout", "environment", "rewards")}
     cfg["rollout"] |= {"num_samples_per_prompt": 1}
+    cfg["environment"] |= {"on_failure": "drop"}
+    cfg["data"] |= {"chat_template": str(tmp_path / "opened.jinja")}
+    judged = {"kind": "rule", "name": "some", "rule": HERE + "some", "workers": 0, "check": "none"}
+    cfg["rewards"] = [*cfg["rewards"], judged]
     vllm_ranks.run(
         1, "command", *argv_of("generate", {**cfg, "run": {"dir": str(tmp_path / "run")}}, tmp_path / "g.yaml")
     )
@@ -134,7 +147,17 @@ def test_generate_writes_conversations_that_sft_learns_all_turns_of(chat, vllm_r
     assert len(lines) == 16
     assert max(len(line["turn_rewards"]) for line in lines) == 3
     figures = read_metrics(tmp_path / "run")[-1]
-    assert figures["turns_mean"] == sum(len(line["turn_rewards"]) for line in lines) / 16
+    turns = [sum(message["role"] == "assistant" for message in line["messages"]) for line in lines]
+    assert figures["turns_mean"] == sum(turns) / 16
+    contents = [m["content"] for line in lines for m in line["messages"] if m["role"] == "assistant"]
+    assert all(content.startswith("<think>\n") for content in contents)
+    failed = [line for line in lines if line["ended_by"] == "failure"]
+    assert 0 < len(failed) == sum("planted" in line.get("error", "") for line in lines) <= len(FAIL)
+    assert all(set(line["rewards"].values()) == {None} for line in failed)
+    rewarded = [line["rewards"]["some"] for line in lines if line not in failed]
+    assert {0.0, 1.0} == set(rewarded)
+    assert figures["eval_some"] == sum(rewarded) / len(rewarded)
+    assert figures["eval_some_failed"] == len(failed)
     sft = {
         "run": {"dir": str(tmp_path / "sft")},
         "actor": cfg["actor"],
@@ -143,9 +166,12 @@ def test_generate_writes_conversations_that_sft_learns_all_turns_of(chat, vllm_r
     }
     vllm_ranks.run(1, "command", *argv_of("sft", sft, tmp_path / "sft.yaml"))
     assert read_metrics(tmp_path / "sft")[-1]["loss"] > 0
-    evaluated = {**cfg, "run": {"dir": str(tmp_path / "eval")}}
+    evaluated = {**cfg, "rewards": cfg["rewards"][:1], "eval": {"accuracy": HERE + "some"}}
+    evaluated["run"] = {"dir": str(tmp_path / "eval")}
     vllm_ranks.run(1, "command", *argv_of("eval", evaluated, tmp_path / "eval.yaml"))
-    assert read_metrics(tmp_path / "eval")[-1]["turns_mean"] == figures["turns_mean"]
+    evaluation = read_metrics(tmp_path / "eval")[-1]
+    assert evaluation["turns_mean"] == figures["turns_mean"]
+    assert evaluation["eval_accuracy"] == pytest.approx(sum(rewarded) / len(rewarded))
 
 
 def shown(runtime: Runtime, file: str) -> tuple[str, str]:

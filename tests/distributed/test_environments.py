@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megarlhf.observe.records.metrics import read_metrics
+from tests.command import argv_of
 from tests.distributed.environment_jobs import (
     command_with_wrong_history,
     drawn_by_both_engines,
@@ -188,6 +189,24 @@ def test_a_failed_conversation_is_left_out_and_counted(at, vllm_ranks, one_layer
     assert steps[0]["columns"]["trained"] == [not lost for lost in failed]
     assert metrics[1]["reward/environment_failed"] == metrics[1]["samples_left_out"] == sum(failed)
     assert not any("planted" in path.read_text() for path in (tmp_path / "run/run/bank").rglob("*.jsonl"))
+
+
+def test_generate_chooses_whole_conversations_of_texts(vllm_ranks, one_layer, data, tmp_path) -> None:
+    """Of those that have not failed: in the records stand all turns and answers, the last turn as the response."""
+    cfg = conversations(one_layer, data, "Faulty", args={"at": 0}, num_samples_per_prompt=8)
+    cfg = {key: cfg[key] for key in ("actor", "data", "rollout", "environment", "rewards")}
+    cfg["environment"] |= {"on_failure": "drop", "max_turns": 3}
+    cfg |= {"select": "best", "greedy": False, "max_samples": 6, "run": {"dir": str(tmp_path / "run")}}
+    vllm_ranks.run(1, "command", *argv_of("generate", cfg, tmp_path / "g.yaml"))
+    lines = [json.loads(line) for line in (tmp_path / "run/responses.jsonl").read_text().splitlines()]
+    asked = [json.loads(line)["prompt"] for line in data["prompts"].read_text().splitlines()]
+    assert 0 < len(lines) <= 6
+    assert any(line["prompt"] not in asked for line in lines)
+    for line in lines:
+        (start,) = (prompt for prompt in asked[:6] if line["prompt"].startswith(prompt))
+        later = line["prompt"][len(start) :]
+        assert not later or later.endswith(start[-3:]), "the environment's last answer comes before the response"
+        assert line["response"]
 
 
 @pytest.mark.parametrize(("policy", "words"), [("stop", ()), ("redraw", ("began anew 3 times",))])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megarlhf.rollout.balance import EngineAssignment, PromptChunk, SeenLengths, assign, chunk_by_length
 from megarlhf.rollout.prompt_queue import NOTHING, PromptQueue, SharedCounter
 from megarlhf.rollout.responses import FinishedResponses, ResponsePart
-from megarlhf.rollout.vllm.generate_loop import run_requests
+from megarlhf.rollout.vllm.generate_loop import GenerateLoop
 from tests.rollout.test_generate_loop import SAMPLING, output
 from tests.tables import numbered_rows, row_numbers
 
@@ -166,10 +166,11 @@ def draws(assignment, others=0, **options):
     counter = SharedCounter(lambda: store, "n")
     counter.restart()
     counter.next(others)
-    stopped = run_requests(
+    loop = GenerateLoop(
         engine, engine.enqueue, PromptQueue(assignment, 0, counter), numbered_rows(SAMPLING), SAMPLING, 0, bank,
-        options.get("should_stop"), None, options.get("place", 0), options.get("num_places", 1),
+        options.get("place", 0), options.get("num_places", 1),
     )  # fmt: skip
+    stopped = loop.run(options.get("should_stop"))
     return engine, bank, counter, stopped
 
 

@@ -11,7 +11,7 @@ from megarlhf.rollout.balance import EngineAssignment
 from megarlhf.rollout.engine import EngineFailure
 from megarlhf.rollout.prompt_queue import NOTHING, PromptQueue
 from megarlhf.rollout.responses import FinishedResponses, Sampling
-from megarlhf.rollout.vllm.generate_loop import response_of, run_in_lockstep, run_requests
+from megarlhf.rollout.vllm.generate_loop import GenerateLoop, response_of, run_in_lockstep
 from tests.tables import make_response, numbered_rows
 
 SAMPLING = Sampling(max_tokens=3, end_ids=(2, 9))
@@ -21,6 +21,10 @@ ROWS = numbered_rows(SAMPLING)
 def feed_of(*rows):
     """Of one engine, which begins with all."""
     return PromptQueue(EngineAssignment([rows]), 0)
+
+
+def loop_of(engine, feed, bank, **places):
+    return GenerateLoop(engine, engine.enqueue, feed, ROWS, SAMPLING, 3, bank, **places)
 
 
 def flat(tokens, logprob=-0.5):
@@ -68,14 +72,14 @@ def test_each_row_gets_its_own_response_as_it_finishes():
     engine, seen = Engine(), []
     bank = FinishedResponses()
     bank.add = lambda row, response: seen.append((engine.steps, row, response))
-    assert run_requests(engine, engine.enqueue, feed_of(4, 7, 6), ROWS, SAMPLING, 3, bank, None, None) is False
+    assert loop_of(engine, feed_of(4, 7, 6), bank).run() is False
     expected = make_response([2], [-0.5], True, 3)
     assert seen == [(1, 6, expected), (2, 7, expected), (3, 4, expected)]
 
 
 def test_a_rank_answers_for_its_own_rows_only():
     engine, bank = Engine(), FinishedResponses()
-    run_requests(engine, engine.enqueue, feed_of(4, 7, 6), ROWS, SAMPLING, 3, bank, None, None, 1, 3)
+    loop_of(engine, feed_of(4, 7, 6), bank, place=1, num_places=3).run()
     assert bank.held == {7: make_response([2], [-0.5], True, 3)}
     assert engine.steps == 3, "all are drawn"
 
@@ -90,19 +94,14 @@ def test_logprobs_of_other_tokens_are_refused():
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_stop_keeps_what_is_finished_and_aborts_the_rest(after):
     engine, bank = Engine(), FinishedResponses()
-    stopped = run_requests(
-        engine, engine.enqueue, feed_of(0, 1, 2), ROWS, SAMPLING, 3, bank, lambda: engine.steps == after, None
-    )
+    stopped = loop_of(engine, feed_of(0, 1, 2), bank).run(lambda: engine.steps == after)
     assert (stopped, sorted(bank.held), engine.steps) == (True, [2, 1, 0][:after][::-1], after)
     assert engine.aborted == ["10-a1", "11-b2", "12-c3"][: 3 - after]
 
 
 def test_a_stop_after_the_last_response_is_none():
     engine, bank = Engine(), FinishedResponses()
-    assert (
-        run_requests(engine, engine.enqueue, feed_of(0, 1, 2), ROWS, SAMPLING, 3, bank, lambda: engine.steps == 3, None)
-        is False
-    )
+    assert loop_of(engine, feed_of(0, 1, 2), bank).run(lambda: engine.steps == 3) is False
     assert sorted(bank.held) == [0, 1, 2]
     assert engine.aborted == []
 

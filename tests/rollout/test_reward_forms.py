@@ -7,6 +7,7 @@ processes, which call the same (test_reward_pool.py); what a start makes of the 
 import functools
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -72,6 +73,44 @@ def test_where_a_ground_truth_is_from(fields, truth):
         return score
 
     assert said(score, rows(fields | {"method": "other"})) == [5.0, 5.0]
+
+
+@pytest.mark.parametrize("with_environment", [True, False])
+def test_turns_of_a_conversation(with_environment):
+    """Each form gets them by name, or with all columns. Without an environment a column of the records may have the
+    name."""
+    turns = [["a", "#### 42"], ["#### 41"]]
+    fields = [dict(VERL, answer="42", turns=column) for column in ([1], [2])]
+    batch = replace(
+        rows(*fields, messages=[{"role": "user", "content": "q"}]), turns=turns if with_environment else None
+    )
+    given = turns if with_environment else [[1], [2]]
+
+    def ours(response, turns):
+        return len(turns) if [turns] == given[:1] or [turns] == given[1:] else -1
+
+    def trl(completions, turns):
+        return [len(row) for row in turns] if turns == given else [-1, -1]
+
+    def trl_with_all(completions, **kwargs):
+        return trl(completions, kwargs["turns"])
+
+    def openrlhf(queries, prompts, labels, turns):
+        return trl(queries, turns)
+
+    def openrlhf_with_all(queries, prompts, labels, **kwargs):
+        return trl(queries, kwargs["turns"])
+
+    def verl(data_source, solution_str, ground_truth, extra_info):
+        assert extra_info["index"] == 7
+        assert extra_info.get("messages", batch.messages[0]) == batch.messages[0]
+        return len(extra_info.get("turns", "1"))
+
+    def verl_batch(data_sources, solution_strs, ground_truths, extra_infos):
+        return [verl("", "", "", info) for info in extra_infos]
+
+    for function in (ours, trl, trl_with_all, openrlhf, openrlhf_with_all, verl, verl_batch):
+        assert said(function, batch) == ([2.0, 1.0] if with_environment else [1.0, 1.0]), function.__name__
 
 
 def test_without_a_ground_truth_it_is_said_which_columns_there_are():

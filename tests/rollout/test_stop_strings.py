@@ -7,7 +7,7 @@ import pytest
 from megarlhf.config import RoleConfig, RolloutConfig
 from megarlhf.rollout.factory import sampling_of
 from megarlhf.rollout.responses import FinishedResponses, Sampling, StopStrings
-from megarlhf.rollout.vllm.generate_loop import response_of, run_requests
+from megarlhf.rollout.vllm.generate_loop import GenerateLoop, response_of
 from tests.rollout.test_generate_loop import ROWS, feed_of, output
 from tests.tables import make_response
 from tools.demo.make_data import Recipe, write_all
@@ -84,10 +84,8 @@ class TwoRequests:
 
 def test_a_request_is_ended_with_the_token_that_completes_a_text():
     engine, bank = TwoRequests(), FinishedResponses()
-    assert (
-        run_requests(engine, lambda _: list(engine.open), feed_of(4, 7), ROWS, sampling("ab"), 0, bank, None, None)
-        is False
-    )
+    loop = GenerateLoop(engine, lambda _: list(engine.open), feed_of(4, 7), ROWS, sampling("ab"), 0, bank)
+    assert loop.run() is False
     assert engine.aborted == ["10-a1"]
     assert bank.held == {4: make_response([1, 2], [-0.5] * 2, True), 7: make_response([1, 1, 9], [-0.5] * 3, True)}
 

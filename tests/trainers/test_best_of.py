@@ -84,9 +84,13 @@ def test_lines_of_conversations_have_all_turns():
     plain, chat = PromptSample([1], "1+1=", {"answer": "2"}, 0), PromptSample([1], "", {"system": "s"}, 4, [{}])
     (best,), (whole,) = (
         candidates(
-            ["2"], torch.tensor([True]), torch.tensor([1.0]), 1, [Transcript(["3", "2"], "1+1=3 no ", messages)]
+            ["2"],
+            torch.tensor([True]),
+            torch.tensor([1.0]),
+            1,
+            [Transcript(["3", "2"], "1+1=3 no ", messages, messages)],
         )[0][0]
-        for messages in (None, [{"role": "user", "content": "1+1="}])
+        for messages in (None, [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}])
     )
     assert record_of(plain, [best]) == {"prompt": "1+1=3 no ", "response": "2", "answer": "2", "reward": 1.0}
     messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]

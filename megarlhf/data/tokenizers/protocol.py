@@ -29,9 +29,9 @@ class Tokenizer(Protocol):
         """Ids of the text, without bos or eos; `continuation` for text that follows other text."""
         ...
 
-    def decode(self, ids: Sequence[int], *, continuation: bool = False) -> str:
-        """Text of the ids; `continuation` keeps a leading space. Special tokens, and ids beyond the tokenizer's
-        vocabulary (which a model may have), leave no text."""
+    def decode(self, ids: Sequence[int], *, continuation: bool = False, special: bool = False) -> str:
+        """Text of the ids; `continuation` keeps a leading space. Special tokens leave no text, unless `special`; ids
+        beyond the tokenizer's vocabulary, which a model may have, never do."""
         ...
 
 

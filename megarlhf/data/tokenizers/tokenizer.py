@@ -8,6 +8,7 @@ continuation=True)) is prompt + response, and no merge crosses the border.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -110,9 +111,14 @@ class SentencePieceTokenizer:
             _require_text(text)
             raise
 
-    def decode(self, ids: Sequence[int], *, continuation: bool = False) -> str:
+    def decode(self, ids: Sequence[int], *, continuation: bool = False, special: bool = False) -> str:
+        model, text = self._continued if continuation else self._start, ""
         known_tokens = [token for token in ids if token < self.vocab_size]  # a model's vocabulary may be larger
-        return str((self._continued if continuation else self._start).decode(known_tokens))
+        for is_named, group in itertools.groupby(known_tokens, lambda token: special and self._start.is_control(token)):
+            tokens = list(group)
+            text += "".join(map(self._start.id_to_piece, tokens)) if is_named else str(model.decode(tokens))
+            model = self._continued
+        return text
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str] | None:
@@ -200,8 +206,11 @@ class HuggingFaceTokenizer:
             raise
         return list(encoded.ids)
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        return str(self.of_transformers.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def _decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        text = self.of_transformers.decode(
+            list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+        )
+        return str(text)
 
     def _glued(self, text: str) -> str:
         """The decoded text when its ids follow those of another text."""
@@ -222,10 +231,10 @@ class HuggingFaceTokenizer:
             )
         return ids[len(self._lead) :]
 
-    def decode(self, ids: Sequence[int], *, continuation: bool = False) -> str:
+    def decode(self, ids: Sequence[int], *, continuation: bool = False, special: bool = False) -> str:
         if not (continuation and self._lead):
-            return self._decode(ids)
-        return self._decode([*self._lead, *ids])[len(self._decode(self._lead)) :]
+            return self._decode(ids, special=special)
+        return self._decode([*self._lead, *ids], special=special)[len(self._decode(self._lead)) :]
 
     def own_template(self) -> str | None:
         """See `ChatTokenizer.own_template`. Of several with names, the one for tools, as in transformers."""

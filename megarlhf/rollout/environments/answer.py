@@ -38,7 +38,7 @@ class Turn:
     """A turn of the model."""
 
     text: str
-    """Without the token that ends it."""
+    """Without the token that ends it. Other special tokens, such as one that begins a call, have their name."""
     number: int
     """0 is the first."""
     finished: bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megarlhf.config import ConversationConfig, EvaluateConfig, GenerateConfig, RLConfig
 from megarlhf.config.ask import AskConfig
@@ -13,10 +13,10 @@ from megarlhf.data.records.conversations import tools_of, variables_of
 from megarlhf.data.sample_types import PromptSample
 from megarlhf.data.text.templates import Conversation, chat_template, has_template
 from megarlhf.data.tokenizers.tokenizer import Tokenizer
-from megarlhf.rollout.environments.answer import Answer, Turn
+from megarlhf.rollout.environments.answer import Answer, Messages
 from megarlhf.rollout.environments.pool import EnvironmentPool
 from megarlhf.rollout.environments.rendering import ChatRendering, HistoryRewritten, NotContinued, PlainRendering
-from megarlhf.rollout.environments.transcript import Transcript, messages_of_turns, open_answer
+from megarlhf.rollout.environments.transcript import Transcript
 from megarlhf.rollout.responses import Sampling
 from megarlhf.rollouts import Rollouts
 
@@ -95,8 +95,10 @@ class Environment:
     # --- texts and tokens -----------------------------------------------------------------------
 
     def text(self, tokens: Sequence[int], *, finished: bool) -> str:
-        """Text of a turn, as environments and rewards read it."""
-        text = self._tokenizer.decode(tokens, continuation=True)
+        """Text of a turn, as environments and rewards read it: with special tokens, such as one that begins a call of
+        a tool, except the one that ends it."""
+        is_ended = bool(tokens) and tokens[-1] in self._end_ids
+        text = self._tokenizer.decode(tokens[:-1] if is_ended else tokens, continuation=True, special=True)
         # A turn that was cut may end inside a character, which the replacement character marks.
         return text if finished else text.removesuffix("\N{REPLACEMENT CHARACTER}")
 
@@ -112,16 +114,34 @@ class Environment:
         begun = answer.messages if isinstance(answer.messages, str) and not isinstance(asked, str) else ""
         return Continuation(opening.ids, Talk(opening.conversation, begun))
 
-    def between(self, talk: Talk, turn: Turn, answer: Answer, sampled: Sequence[int]) -> Continuation:
-        """Tokens between a turn and the next one. `sampled`: tokens of the turn
+    def between(self, talk: Talk, turn: Sequence[int], observation: Messages | str) -> Continuation:
+        """Tokens between a turn that the model has ended and the next one.
+
+        turn: its tokens. observation: messages, or the text, of the environment's answer
 
         Raises: ValueError for an answer that cannot be written.
         """
-        text = talk.begun + turn.text
-        ended_by = sampled[-1] if sampled and sampled[-1] in self._end_ids else None
-        delta = self._rendering(talk.conversation).delta(talk.conversation, text, answer.messages, ended_by=ended_by)
-        begun = text + answer.messages if isinstance(answer.messages, str) else ""
+        text = talk.begun + self.text(turn, finished=True)
+        ended_by = turn[-1] if turn and turn[-1] in self._end_ids else None
+        delta = self._rendering(talk.conversation).delta(talk.conversation, text, observation, ended_by=ended_by)
+        begun = text + observation if isinstance(observation, str) else ""
         return Continuation(delta.ids, Talk(delta.conversation, begun), delta.history)
+
+    def talk(
+        self, prompt: PromptSample, observations: Sequence[Messages | str], turns: Sequence[Sequence[int]]
+    ) -> Talk:
+        """A conversation before a turn, put together again.
+
+        observations: `Dialogue.observations`. turns: tokens of each turn that was answered
+
+        Raises: ValueError for an answer that cannot be written.
+        """
+        if not observations:  # `reset` has failed
+            return Talk(self.asked(prompt))
+        talk = self.opening(prompt, Answer(observations[0])).talk
+        for turn, observation in zip(turns, observations[1:], strict=True):
+            talk = self.between(talk, turn, observation).talk
+        return talk
 
     def asked(self, prompt: PromptSample) -> Conversation | str:
         """The prompt, with the tools and template variables of its record."""
@@ -139,19 +159,21 @@ class Environment:
     def transcript(self, prompt: PromptSample, rollouts: Rollouts, sample: int) -> Transcript:
         """A sample as text."""
         assert rollouts.stretches is not None, "samples without an environment"
-        tokens = rollouts.responses.rows()[sample].split(rollouts.stretches.sampled.rows()[sample].tolist())
-        observations, finished = rollouts.dialogues[sample].observations, rollouts.finished_N.tolist()[sample]
+        split = rollouts.responses.rows()[sample].split(rollouts.stretches.sampled.rows()[sample].tolist())
+        tokens = [turn.tolist() for turn in split]
+        observations, finished = rollouts.dialogues[sample].observations, bool(rollouts.finished_N[sample])
         ends = [True] * (len(tokens) - 1) + [finished]
-        turns = [self.text(turn.tolist(), finished=end) for turn, end in zip(tokens, ends, strict=True)]
-        asked = self.asked(prompt)
-        if isinstance(asked, str):
+        turns = [self.text(turn, finished=end) for turn, end in zip(tokens, ends, strict=True)]
+        if prompt.messages is None:
             parts = zip(observations, [*turns[:-1], ""], strict=False)
-            return Transcript(turns, asked + "".join(f"{text or ''}{turn}" for text, turn in parts), None)
+            return Transcript(turns, prompt.text + "".join(f"{text or ''}{turn}" for text, turn in parts))
         assert self.chat is not None, "a prompt of messages was written by a template"
-        messages = messages_of_turns(prompt, observations, turns[:-1])
-        before, begun = open_answer(messages)
-        text = self.chat.template.text(replace(asked, messages=before), reply=True)
-        return Transcript(turns, text + begun, messages)
+        talk = self.talk(prompt, observations, tokens[:-1])
+        assert isinstance(talk.conversation, Conversation)
+        messages, before = talk.conversation.messages, self.chat.template.text(talk.conversation, reply=True)
+        begun = [{"role": "assistant", "content": talk.begun}] * bool(talk.begun)
+        last = {"role": "assistant", "content": self.chat.content(talk.conversation, talk.begun + turns[-1])}
+        return Transcript(turns, before + talk.begun, [*messages, *begun], [*messages, last])
 
     def is_fatal(self, error: ValueError) -> bool:
         """Whether an error is one of the configuration, which no other answer mends."""

@@ -181,6 +181,16 @@ class ChatRendering:
             )
         return delta
 
+    def content(self, conversation: Conversation, text: str) -> str:
+        """Content of a message that the template writes as this last turn of a conversation. It has a part more, such
+        as `<think>`, if that is how the template asks for the turn."""
+        try:
+            whole = _Turn(self.template, conversation, []).compared(text).conversation
+        except ValueError:  # the template writes the turn otherwise
+            return text
+        assert isinstance(whole, Conversation)
+        return str(whole.messages[-1]["content"])
+
     def _text_behind_end(self, ended_by: int) -> str:
         return (
             f"the model has ended its turn with {self._name(ended_by)!r}, and the environment answers with a text, "
@@ -201,7 +211,7 @@ class ChatRendering:
 
 
 class _Turn:
-    """A turn of the model behind a conversation, and the environment's messages behind the turn."""
+    """A turn of the model behind a conversation, and the environment's messages, if any, behind the turn."""
 
     def __init__(self, template: ChatTemplate, before: Conversation, messages: list[dict[str, Any]]) -> None:
         """Raises: NotContinued; ValueError for messages that the template refuses."""
@@ -212,7 +222,7 @@ class _Turn:
         others = f"{self._asked}{messages}"
         word = next(word for n in itertools.count() if (word := f"{_WORD}{n or ''}") not in others)
         conversation = self._with(word)
-        self._text = template.text(conversation, reply=True)
+        self._text = template.text(conversation, reply=bool(messages))
         head, is_written, self._behind = self._text.rpartition(word)
         if not is_written:
             raise NotContinued(
@@ -276,7 +286,7 @@ class _Turn:
         for content in self._contents(text):
             conversation = self._with(content)
             try:
-                whole = self._template.text(conversation, reply=True)
+                whole = self._template.text(conversation, reply=bool(self._messages))
             except ValueError as error:
                 refusals.append(error)
                 continue

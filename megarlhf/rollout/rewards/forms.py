@@ -95,6 +95,16 @@ def _turns(batch: RewardBatch) -> Sequence[Any]:
     return [fields.get("turns", [text]) for fields, text in zip(batch.fields, batch.responses, strict=True)]
 
 
+def _extra_info(batch: RewardBatch) -> Sequence[Any]:
+    """The column of the records; of a conversation with an environment its messages and turns, too."""
+    given = [fields.get("extra_info") or {} for fields in batch.fields]
+    if batch.turns is None:
+        return given
+    spoken = zip(_conversations(batch), batch.turns, strict=True)
+    talks = [{"messages": messages, "turns": turns} for messages, turns in spoken]
+    return [{**info, **talk} if isinstance(info, Mapping) else info for info, talk in zip(given, talks, strict=True)]
+
+
 def _queries(batch: RewardBatch) -> Sequence[str]:
     return [prompt + response for prompt, response in zip(batch.prompts, batch.responses, strict=True)]
 
@@ -108,12 +118,12 @@ _IF_NAMED: Mapping[str, Column] = {
     "messages": _conversations,
     "turns": _turns,
 }
-"""Columns that only a function gets that names them."""
+"""Columns that only a function gets that names them. With an environment turns are among all that `**kwargs` takes."""
 _VERL: Mapping[str, Column] = {
     "data_source": _of_fields(lambda fields: fields.get("data_source")),
     "solution_str": lambda batch: batch.responses,
     "ground_truth": _of_fields(truth_of),
-    "extra_info": _of_fields(lambda fields: fields.get("extra_info") or {}),
+    "extra_info": _extra_info,
 }
 STYLES: Mapping[str, Style] = {
     "fields": Style(
@@ -131,13 +141,23 @@ STYLES: Mapping[str, Style] = {
     "trl": Style(
         "TRL's (prompts, completions, completion_ids, COLUMN, **columns)",
         True,
-        {"prompts": _prompts, "completions": _completions, "completion_ids": lambda batch: batch.response_tokens},
+        {
+            "prompts": _prompts,
+            "completions": _completions,
+            "completion_ids": lambda batch: batch.response_tokens,
+            "turns": _turns,
+        },
         frozenset({"completions", "completion_ids"}),
     ),
     "openrlhf": Style(
         "OpenRLHF's (queries, prompts, labels)",
         True,
-        {"queries": _queries, "prompts": lambda batch: batch.prompts, "labels": _of_fields(label_of)},
+        {
+            "queries": _queries,
+            "prompts": lambda batch: batch.prompts,
+            "labels": _of_fields(label_of),
+            "turns": _turns,
+        },
         frozenset({"queries"}),
     ),
 }
@@ -181,11 +201,15 @@ class Form(NamedTuple):
         """
         if self.style == "batch":
             return function(batch)
-        given = STYLES[self.style].columns
+        given = dict(STYLES[self.style].columns)
         names = list(self.keywords)
+        only_if_named = {*_IF_NAMED, "ground_truth", "ground_truths"}
+        if batch.turns is not None:
+            only_if_named -= {"turns"}
+        elif "turns" not in {*names, *self.positional}:
+            given.pop("turns", None)  # a column of the records may have this name
         if self.takes_all_columns:
-            taken = {*names, *self.positional, *_IF_NAMED, "ground_truth", "ground_truths"}
-            names += [name for name in given if name not in taken]
+            names += [name for name in given if name not in {*names, *self.positional, *only_if_named}]
         if self.takes_all_columns or self.optional:
             taken = {*names, *self.positional, *given, *self.kept_defaults, "prompt", "completion"}
             available = dict.fromkeys(name for fields in batch.fields for name in fields)

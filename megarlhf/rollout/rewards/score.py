@@ -164,6 +164,7 @@ def local_reward_batch(
     return replace(
         batch,
         prompts=[transcript.before for transcript in transcripts],
+        responses=[transcript.turns[-1] for transcript in transcripts],
         prompt_tokens=sequences,
         messages=[transcript.messages for transcript in transcripts],
         turns=[transcript.turns for transcript in transcripts],

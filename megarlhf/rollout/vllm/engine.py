@@ -30,7 +30,7 @@ from megarlhf.rollout.prompt_queue import PromptQueue, SharedCounter, agreed_key
 from megarlhf.rollout.requests import RequestSource, WholeRows
 from megarlhf.rollout.responses import FinishedResponses, ResponsePart, Sampling, parts_of
 from megarlhf.rollout.vllm.build import build_llm, changed_in_memory, enqueue
-from megarlhf.rollout.vllm.generate_loop import run_requests
+from megarlhf.rollout.vllm.generate_loop import GenerateLoop
 from megarlhf.rollout.vllm.patches import keep_default_group
 from megarlhf.rollout.vllm.sleep import EngineMemory, cache_of_worker, make_sleeper, require_room
 from megarlhf.rollouts import Rollouts
@@ -350,7 +350,7 @@ class VllmEngine:
         began = time.monotonic()
         failed = _error("vLLM failed while it drew responses", "", EngineFailure)
         with raise_on_all_ranks(failed), without_torch_determinism():
-            stopped = run_requests(
+            loop = GenerateLoop(
                 self._llm.llm_engine,
                 partial(enqueue, self._llm, sampling, adapter=self._uses_adapter),
                 feed,
@@ -358,11 +358,10 @@ class VllmEngine:
                 sampling,
                 self._version,
                 bank,
-                should_stop,
-                self._lockstep_group(),
                 self._runtime.rank % self._tp,
                 self._tp,
             )
+            stopped = loop.run(should_stop, self._lockstep_group())
             self.local_seconds = time.monotonic() - began
         self._refusal = ""
         seconds = self.local_seconds if self._tp < self._runtime.world_size else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,96 +25,99 @@ Steps = Generator[tuple[int, int, list[News]], tuple[int, list[News]], None]
 come in on it. Receives the number that a rank of the engine has taken, and the news of all its ranks."""
 
 
-def run_requests(
-    engine: Any,
-    enqueue: Callable[[Sequence[EngineRequest]], list[str]],
-    feed: PromptQueue,
-    source: RequestSource,
-    sampling: Sampling,
-    version: int,
-    bank: FinishedResponses,
-    should_stop: Callable[[], bool] | None = None,
-    group: dist.ProcessGroup | None = None,
-    place: int = 0,
-    num_places: int = 1,
-) -> bool:
-    """Generate responses to the feed's rows. A finished response goes into the bank.
+@dataclass
+class GenerateLoop:
+    """Generation of the responses to a queue's rows. A finished response goes into the bank.
 
     Every rank of an engine sees all responses. The rank at `place` of `num_places` owns every num_places-th row.
-
-    engine:  vLLM's `LLMEngine`
-    version: version of the weights that it holds
-    enqueue: hands requests to vLLM and returns their names
-    source:  what is asked for each row
-
-    Returns: whether it was stopped. The requests are then aborted, and the engine can take others.
     """
-    asked: dict[str, tuple[str, int, ResponsePart]] = {}
+
+    engine: Any
+    """vLLM's `LLMEngine`."""
+    enqueue: Callable[[Sequence[EngineRequest]], list[str]]
+    """Function that hands requests to vLLM and returns their names."""
+    feed: PromptQueue
+    source: RequestSource
+    """Source of the requests of each row."""
+    sampling: Sampling
+    version: int
+    """Version of the weights that the engine holds."""
+    bank: FinishedResponses
+    place: int = 0
+    num_places: int = 1
+    _asked: dict[str, tuple[str, int, ResponsePart]] = field(default_factory=dict)
     """Name, row and part of each unfinished request, by the name that outputs have."""
-    num_begun = 0
+    _num_begun: int = 0
 
-    def ask(requests: Sequence[tuple[int, EngineRequest]]) -> None:
-        names = enqueue([request for _, request in requests]) if requests else []
-        for name, (row, request) in zip(names, requests, strict=True):
-            # vLLM appends a suffix to make a name unique; outputs have the name without it.
-            asked[name.split("-")[0]] = name, row, request.part
+    def run(self, should_stop: Callable[[], bool] | None = None, group: dist.ProcessGroup | None = None) -> bool:
+        """Generate all responses. Collective over the engine's ranks, which `group` connects.
 
-    def begin(rows: Sequence[int]) -> None:
-        nonlocal num_begun
-        first = []
-        for row in rows:
-            request = source.begin(row, mine=num_begun % num_places == place)
-            first += [] if request is None else [(row, request)]
-            num_begun += 1
-        ask(first)
+        Returns: whether it was stopped. The requests are then aborted, and the engine can take others.
+        """
 
-    def go_on(news: Sequence[News]) -> None:
-        further = []
-        for item in sorted(news, key=lambda item: item.row):
-            outcome = source.take(item)
-            if isinstance(outcome, EngineRequest):
-                further.append((item.row, outcome))
-            elif outcome is not None:
-                bank.add(item.row, outcome)
-        ask(further)
+        def is_stopped() -> bool:
+            return bool(self.source.failure) or (should_stop is not None and should_stop())
 
-    def drawn(row: int, response: Response) -> None:
-        if (finished := source.drawn(row, response)) is not None:
-            bank.add(row, finished)
+        stopped = run_in_lockstep(self._steps(), is_stopped, group)
+        if stopped:
+            self.feed.close()
+            self.engine.abort_request([name for name, _, _ in self._asked.values()], internal=True)
+        return stopped
 
-    def steps() -> Steps:
-        begin(feed.first)
+    def _steps(self) -> Steps:
+        engine, feed, source = self.engine, self.feed, self.source
+        self._begin(feed.first)
         while (running := engine.get_num_unfinished_requests()) + source.num_waiting or feed.is_open:
             # A row that waits for its environment leaves its place to another.
             wants = feed.is_open and feed.wants_more(running, has_room(engine))
             unfinished = running + source.num_waiting + feed.is_open
             number, news = yield unfinished, feed.ask() if wants else NOTHING, source.news()
-            go_on(news)
+            self._go_on(news)
             if number != NOTHING:
-                begin(feed.take(number))
-            if not engine.get_num_unfinished_requests():
-                if source.num_waiting:
-                    source.wait()
+                self._begin(feed.take(number))
+            if engine.get_num_unfinished_requests():
+                self._step()
+            elif source.num_waiting:
+                source.wait()
+
+    def _step(self) -> None:
+        """Take one step of the engine."""
+        for output in self.engine.step():
+            name, row, part = self._asked[output.request_id]
+            if output.finished:
+                response = response_of(output, self.sampling, self.version, part)
+            elif self.sampling.stop is not None and part.ends(self.sampling, output.outputs[0].token_ids):
+                response = response_so_far(output, self.version, finished=True)
+                self.engine.abort_request([name], internal=True)
+            else:
                 continue
-            for output in engine.step():
-                name, row, part = asked[output.request_id]
-                if output.finished:
-                    drawn(row, response_of(output, sampling, version, part))
-                elif sampling.stop is not None and part.ends(sampling, output.outputs[0].token_ids):
-                    drawn(row, response_so_far(output, version, finished=True))
-                    engine.abort_request([name], internal=True)
-                else:
-                    continue
-                del asked[output.request_id]
+            del self._asked[output.request_id]
+            if (finished := self.source.drawn(row, response)) is not None:
+                self.bank.add(row, finished)
 
-    def is_stopped() -> bool:
-        return bool(source.failure) or (should_stop is not None and should_stop())
+    def _begin(self, rows: Sequence[int]) -> None:
+        requests = []
+        for row in rows:
+            request = self.source.begin(row, mine=self._num_begun % self.num_places == self.place)
+            requests += [] if request is None else [(row, request)]
+            self._num_begun += 1
+        self._ask(requests)
 
-    stopped = run_in_lockstep(steps(), is_stopped, group)
-    if stopped:
-        feed.close()
-        engine.abort_request([name for name, _, _ in asked.values()], internal=True)
-    return stopped
+    def _go_on(self, news: Sequence[News]) -> None:
+        requests = []
+        for item in sorted(news, key=lambda item: item.row):
+            outcome = self.source.take(item)
+            if isinstance(outcome, EngineRequest):
+                requests.append((item.row, outcome))
+            elif outcome is not None:
+                self.bank.add(item.row, outcome)
+        self._ask(requests)
+
+    def _ask(self, requests: Sequence[tuple[int, EngineRequest]]) -> None:
+        names = self.enqueue([request for _, request in requests]) if requests else []
+        for name, (row, request) in zip(names, requests, strict=True):
+            # vLLM appends a suffix to make a name unique; outputs have the name without it.
+            self._asked[name.split("-")[0]] = name, row, request.part
 
 
 def has_room(engine: Any) -> bool:

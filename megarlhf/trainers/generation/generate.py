@@ -237,11 +237,13 @@ def lines_of(
 def conversation_columns(
     environment: Environment, prompt: PromptSample, rollouts: Rollouts, sample: int
 ) -> dict[str, Any]:
-    """Columns about a conversation: its messages, or texts where prompts are texts, each turn's reward, and its end."""
+    """Columns about a conversation: its messages, or texts where prompts are texts, each turn's reward, and its
+    end."""
     transcript, dialogue = environment.transcript(prompt, rollouts, sample), rollouts.dialogues[sample]
     texts = {"prompt": transcript.before, "response": transcript.turns[-1], "turns": transcript.turns}
     spoken = texts if transcript.whole is None else {"messages": transcript.whole}
-    return {**spoken, "turn_rewards": list(dialogue.rewards), "ended_by": dialogue.ended_by}
+    error = {"error": dialogue.error} if dialogue.error else {}
+    return {**spoken, "turn_rewards": list(dialogue.rewards), "ended_by": dialogue.ended_by, **error}
 
 
 def write_lines(out: Path, lines: Iterable[dict[str, Any]]) -> None:

@@ -65,13 +65,15 @@ def rows_of(
 
 
 def conversation_row(prompt: PromptSample, rollouts: Rollouts, sample: int, environment: Environment) -> Row:
-    """Columns about a conversation: its turns, each with what it read before and its reward, and how it ended."""
+    """Columns about a conversation: its turns, each with what it read before and its reward, and how it ended. The
+    response is the last turn."""
     transcript, dialogue = environment.transcript(prompt, rollouts, sample), rollouts.dialogues[sample]
     turns = [
         {"observed": observed, "text": text, "reward": reward}
         for observed, text, reward in zip_longest(dialogue.observations, transcript.turns, dialogue.rewards)
     ]
-    return {"turns": turns, "ended_by": dialogue.ended_by, **({"error": dialogue.error} if dialogue.error else {})}
+    error = {"error": dialogue.error} if dialogue.error else {}
+    return {"response": transcript.turns[-1], "turns": turns, "ended_by": dialogue.ended_by, **error}
 
 
 def training_rows(

@@ -1,0 +1,67 @@
+"""Texts of turns and conversations, as environments, rewards and files read them.
+
+Not covered: the same in runs (tests/distributed/test_chat_environments.py).
+"""
+
+from pathlib import Path
+
+import pytest
+
+from megarlhf.config import ConversationConfig
+from megarlhf.config.environment import EnvironmentConfig
+from megarlhf.data.sample_types import PromptSample
+from megarlhf.rollout.environments.environment import Environment
+from megarlhf.rollout.responses import Response, rollouts_of
+from megarlhf.rollouts import Dialogue
+from tests.data.chat_styles import STYLES, chat_tokenizer, said
+from tests.rollout.turn_styles import TURN_STYLES
+
+CALL = "<|eot_id|>"
+"""A special token that ends no turn here, as [TOOL_CALLS] of Mistral."""
+PROMPT = PromptSample([1], "ask", {}, 0, [said("user", "ask")])
+
+
+def environment_of(directory: Path, style: str) -> Environment:
+    tokenizer = chat_tokenizer(directory, None)
+    section = EnvironmentConfig(function="tests.rollout.environments_for_tests:Sync", history="as_sampled")
+    data = ConversationConfig(chat_template={**STYLES, **TURN_STYLES}[style])
+    ends = [tokenizer.tokens().index("<|im_end|>")]
+    return Environment(section, data, tokenizer, end_ids=ends, max_tokens=100)
+
+
+def ids(environment: Environment, text: str) -> list[int]:
+    return environment.chat.template.ids(text, continuation=True)
+
+
+def test_a_special_token_inside_a_turn_is_in_its_text_and_keeps_the_history_exact(tmp_path):
+    """It may begin a call of a tool. The token that ends the turn is no text."""
+    environment = environment_of(tmp_path, "chatml")
+    turn = ids(environment, f"{CALL}[1]<|im_end|>")
+    assert len(turn) == 5
+    assert environment.text(turn, finished=True) == environment.text(turn[:-1], finished=True) == f"{CALL}[1]"
+    after = environment.between(environment.talk(PROMPT, [[]], []), turn, [said("tool", "1")])
+    assert after.history == "exact"
+    assert after.talk.conversation.messages[1:] == [said("assistant", f"{CALL}[1]"), said("tool", "1")]
+
+
+@pytest.mark.parametrize(("style", "begins"), [
+    ("chatml", ""), ("opened", "<think>\n"), ("bracketed", "[THINK]"), ("splitting", ""), ("stripping", ""),
+])  # fmt: skip
+def test_a_conversation_as_messages_renders_as_it_was_read_where_the_template_keeps_thoughts(tmp_path, style, begins):
+    """A content begins with what the template has asked with, where that belongs to the message later."""
+    environment = environment_of(tmp_path, style)
+    template, texts = environment.chat.template, ["hm\n</think>\n\n2", "so\n</think>\n\n3"]
+    turns = [ids(environment, f"{text}<|im_end|>") for text in texts]
+    observed = environment.between(environment.talk(PROMPT, [[]], []), turns[0], [said("user", "go")]).tokens
+    sampled, lengths = [*turns[0], *turns[1]], (len(turns[0]), len(observed), len(turns[1]))
+    dialogue = Dialogue(observations=([], [said("user", "go")]), rewards=(None, 1.0), ended_by="environment")
+    response = Response(sampled, [0.0] * len(sampled), True, ((0, len(sampled)),), lengths, observed, dialogue)
+    transcript = environment.transcript(PROMPT, rollouts_of([response]), 0)
+    assert transcript.turns == texts
+    assert [message["content"] for message in transcript.messages] == ["ask", begins + texts[0], "go"]
+    assert transcript.whole == [*transcript.messages, said("assistant", begins + texts[1])]
+    read = template.ids(template.text(environment.asked(PROMPT), reply=True)) + turns[0] + observed
+    if style != "stripping":
+        assert template.ids(transcript.before) == read
+        whole = template.text(environment.asked(PROMPT.__class__(**{**vars(PROMPT), "messages": transcript.whole})))
+        assert whole.rstrip() == environment._tokenizer.decode([*read, *turns[1]], special=True)
