@@ -39,13 +39,13 @@ export TORCH_CPP_LOG_LEVEL ?= ERROR
 # Images of containers often set it: each of the tests' processes would compile what it imports anew, pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv pretrained demo demo-lora demo-3d demo-seeds demo-chat demo-chat-seeds \
+.PHONY: help venv venv-gpu pretrained demo demo-lora demo-3d demo-seeds demo-chat demo-chat-seeds \
 	bench-convert bench-reshard bench-kernels bench-packing bench-prompts bench-trl bench-trl-curves \
 	bench-gpu-logprob bench-gpu-packed bench-gpu-prompts bench-resume bench-data bench-rewards bench-rollout bench-slices \
 	bench-environments \
 	bench-rehearsal bench-fits bench-parallel test \
-	test-matrix test-slow test-gpu test-peers test-published test-slurm test-faults slurm-scripts lint docs \
-	count refusals equality doctor lock clean
+	test-matrix test-slow test-gpu test-peers test-published test-slurm test-faults test-soak lint docs \
+	count refusals equality doctor lock lock-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -70,6 +70,25 @@ $(VENV)/.installed: requirements/cpu.txt requirements/verifiers.txt setup.py
 		"reasoning-gym, which their two rules need (see above; pycosat is compiled: apt-get install python3.11-dev)" >&2
 	@$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
+
+# TransformerEngine's part for torch is compiled by g++ with the CUDA of the wheels; MAX_JOBS bounds its memory.
+VENV_GPU ?= .venv-gpu
+venv-gpu: $(VENV_GPU)/.installed ## on a GPU machine: the environment with CUDA builds, in .venv-gpu (make test-gpu PY=.venv-gpu/bin/python)
+
+$(VENV_GPU)/.installed: requirements/gpu.txt requirements/transformer-engine.txt setup.py
+	@[ -n "$(PYTHON)" ] || { echo "make venv-gpu: no python3.11 or python3.12 on PATH; name one:" \
+		"make venv-gpu PYTHON=/path/to/python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV_GPU)
+	$(VENV_GPU)/bin/python -m pip install --no-deps -r requirements/gpu.txt
+	@site=$$($(VENV_GPU)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia; \
+	CUDA_HOME=$$site/cu13 PATH=$$site/cu13/bin:$$PATH LIBRARY_PATH=$$site/cu13/lib \
+	CPATH=$$site/cu13/include:$$site/cudnn/include:$$site/nccl/include NVTE_FRAMEWORK=pytorch MAX_JOBS=$${MAX_JOBS:-4} \
+	$(VENV_GPU)/bin/python -m pip install --no-deps --no-build-isolation -r requirements/transformer-engine.txt || \
+		echo "make venv-gpu: TransformerEngine could not be compiled (g++ is needed; see above). Without it" \
+		"Megatron-Core's own layers are used, which are slower" >&2
+	$(VENV_GPU)/bin/python -m pip install --no-deps --no-build-isolation -e .
+	@touch $@
+	$(VENV_GPU)/bin/megarlhf doctor || true
 
 demo: venv ## the whole pipeline on a toy task: SFT, reward model, PPO, with figures before and after
 	$(PY) -m tools.demo.run
@@ -168,6 +187,9 @@ test-slurm: venv ## the batch scripts on a real Slurm of two nodes (10 minutes);
 test-faults: venv ## real runs that are killed, damaged and stopped, and go on (2 hours, can be continued); writes benchmarks/results/faults.json
 	$(PY) -m benchmarks.faults
 
+test-soak: venv ## 2,000 steps of rl and of sft, after which nothing may have grown (6 minutes); writes benchmarks/results/soak.json
+	$(PY) -m benchmarks.soak
+
 bench-resume: venv ## what resume points cost (5 minutes); writes benchmarks/results/resume.json
 	$(PY) -m benchmarks.resume
 
@@ -194,9 +216,6 @@ bench-fits: venv ## which configurations for real clusters fit, and what that co
 
 bench-parallel: venv ## messages and bytes per step of each layout against Megatron's known formulas (10 minutes); writes benchmarks/results/parallel.json
 	$(PY) -m benchmarks.parallel
-
-slurm-scripts: ## write slurm/*.sbatch anew from slurm/parts/
-	$(or $(wildcard $(PY)),python3) -m tools.slurm_scripts
 
 lint: venv ## ruff (lint and format), mypy, and the words of docstrings and class names
 	$(VENV)/bin/ruff check .
@@ -233,6 +252,9 @@ doctor: venv ## what this machine has, what is missing and what that means
 
 # `freeze --all` keeps setuptools, which the editable install builds with; the leading comments stay.
 LOCK := build/lock
+lock-gpu: ## resolve requirements/gpu.in for CUDA and rewrite requirements/gpu.txt (needs a network)
+	$(or $(wildcard $(PY)),python3) -m tools.lock_gpu
+
 lock: ## resolve requirements/cpu.in and rewrite requirements/cpu.txt (needs a network)
 	rm -rf $(LOCK)
 	$(PYTHON) -m venv $(LOCK)

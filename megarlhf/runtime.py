@@ -211,7 +211,7 @@ def _default_rendezvous(info: RankInfo, device_index: int) -> None:
         if info.world_size > 1:
             raise ValueError(
                 f"rank {info.rank} of {info.world_size} has no MASTER_PORT; start ranks with torchrun, with "
-                "slurm/rl.sbatch and its like (which set MASTER_ADDR and MASTER_PORT), or plainly with run.nproc"
+                "slurm/run.sbatch (which sets MASTER_ADDR and MASTER_PORT), or plainly with run.nproc"
             )
         os.environ["MASTER_PORT"] = str(free_port())
     os.environ["RANK"] = str(info.rank)

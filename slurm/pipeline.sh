@@ -43,7 +43,7 @@ if [[ $out == *:* ]]; then
 fi
 
 job= # the one submitted last
-stage() { # SCRIPT CONFIGURATION OVERRIDES...; $MEGARLHF_AFTER: the runs that must have finished before
+stage() { # COMMAND CONFIGURATION OVERRIDES...; $MEGARLHF_AFTER: the runs that must have finished before
     if [[ -f $out/$1/FINISHED ]]; then
         echo "$1: not submitted, because $out/$1/FINISHED is there: the run has finished"
         return
@@ -53,7 +53,8 @@ stage() { # SCRIPT CONFIGURATION OVERRIDES...; $MEGARLHF_AFTER: the runs that mu
         wait=("--dependency=afterok:$job" --kill-on-invalid-dep=yes)
         after=", after job $job"
     fi
-    job=$(sbatch --parsable "${wait[@]}" "${options[@]}" "$scripts/$1.sbatch" -c "$2" "run.dir=$out/$1" "${@:3}")
+    job=$(sbatch --parsable "--job-name=megarlhf-$1" "${wait[@]}" "${options[@]}" "$scripts/run.sbatch" "$1" -c "$2" \
+        "run.dir=$out/$1" "${@:3}")
     echo "$1: job $job$after"
 }
 

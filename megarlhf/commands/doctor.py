@@ -39,7 +39,7 @@ ApexKind = Literal["missing", "nvidia", "nvidia without its kernels", "unrelated
 STYLES: dict[Verdict, str] = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 REQUIRED = {
-    "torch": "nothing runs without it: `make venv` on a CPU machine, requirements/gpu.txt on a cluster",
+    "torch": "nothing runs without it: `make venv` on a CPU machine, `make venv-gpu` on a cluster",
     "megatron-core": "no model can be built: `pip install megatron-core==0.16.1`",
     "transformers": "Hugging Face tokenizers and model configurations cannot be read",
     "datasets": "JSON lines, Parquet and Arrow data cannot be read",
@@ -148,7 +148,7 @@ def _transformer_engine(value: str | None, on_gpu: bool) -> Finding:
     if accepted is not None and not accepted.contains(value, prereleases=True):
         meaning = (
             f"Megatron-Core {version('megatron-core')} takes {accepted} and imports names that other versions may "
-            "lack: install the version of requirements/gpu.txt"
+            "lack: install the version of requirements/transformer-engine.txt"
         )
         return Finding(part, value, "problem" if on_gpu else "note", meaning)
     meaning = "fused layers are used" if on_gpu else "not used: it needs a GPU; local layer spec instead"
@@ -163,7 +163,7 @@ def _apex(value: str | None, kind: ApexKind, on_gpu: bool) -> Finding:
     if kind == "unrelated":
         meaning = (
             "this is an unrelated project of the registry, not NVIDIA's apex: `pip uninstall apex`, then build "
-            "NVIDIA's from source if you want its kernels (requirements/gpu.txt)"
+            "NVIDIA's from source if you want its kernels (requirements/README.md)"
         )
         return Finding("apex", f"{value or 'no version'} (unrelated)", "problem", meaning)
     shown = f"{value or 'no version'} (NVIDIA's)"

@@ -240,7 +240,7 @@ def fuse_weight_gradients(module: nn.Module) -> None:
     if not fusable:
         raise RuntimeError(
             f"no layer of the model has TransformerEngine's attribute {FUSED}; install the transformer-engine of "
-            "requirements/gpu.txt"
+            "requirements/transformer-engine.txt"
         )
     for layer in fusable:
         setattr(layer, FUSED, True)

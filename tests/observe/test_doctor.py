@@ -67,11 +67,11 @@ def test_a_transformer_engine_outside_megatron_core_s_range_is_said(version, dev
 
 
 def test_what_is_pinned_for_gpus_is_inside_megatron_core_s_range():
-    """requirements/gpu.txt names one version, setup.py's extra a range that lies inside."""
+    """The requirements name one version, setup.py's extra a range that lies inside."""
     taken = transformer_engine_range()
     assert taken is not None
-    lines = (ROOT / "requirements/gpu.txt").read_text().splitlines()
-    (pinned,) = (Requirement(line) for line in lines if line.startswith("transformer-engine"))
+    lines = (ROOT / "requirements/transformer-engine.txt").read_text().splitlines()
+    (pinned,) = (Requirement(line) for line in lines if line.startswith("transformer-engine=="))
     (exact,) = pinned.specifier
     assert exact.operator == "=="
     assert taken.contains(exact.version)

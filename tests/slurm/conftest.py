@@ -1,6 +1,7 @@
 """The batch scripts with stand-ins for Slurm's programs."""
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -20,7 +21,7 @@ SCONTROL = """#!/usr/bin/env bash
 }
 [[ "$*" == "--oneliner show job 412345" ]] && {
     [[ -z ${UNDERSTOOD:-} || ! -s $RECORD/requeued ]]
-    echo "JobId=412345 Restarts=$? ExcNodeList=${ASKED:-(null)} BatchFlag=1"
+    echo "JobId=412345 Restarts=$? ExcNodeList=${ASKED:-(null)} BatchFlag=1 Command=$SCRIPT -c x WorkDir=/"
     exit
 }
 [[ "$*" == "--oneliner show node"* ]] && { echo "NodeName=${*: -1} State=${NODE_STATE:-IDLE} BootTime=None"; exit; }
@@ -65,8 +66,11 @@ def submit(tmp_path):
     base = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "RECORD": str(record), "HOME": str(tmp_path)}
     base |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NAME": "job"}
 
-    def run(*arguments, script="sft", **environ):
-        command = ["bash", str(SLURM / f"{script}.sbatch"), *arguments]
-        return subprocess.run(command, env=base | JOB | environ, capture_output=True, text=True), record
+    def run(*arguments, script="run", **environ):
+        """Slurm runs a copy of the script."""
+        original, copy = SLURM / f"{script}.sbatch", tmp_path / "slurm_script"
+        shutil.copy(original, copy)
+        env = base | JOB | {"SCRIPT": str(original)} | environ
+        return subprocess.run(["bash", str(copy), *arguments], env=env, capture_output=True, text=True), record
 
     return run

@@ -34,7 +34,7 @@ STATUSES = {"2": 2, "4": 4, "130": 130, "75": 0, "1": 0, "3": 0, "137": 0, "0": 
 @pytest.mark.parametrize("status, ends, requeued", [(k, v, v == 0 and k != "0") for k, v in STATUSES.items()])
 def test_what_follows_from_the_status_of_a_run(submit, status, ends, requeued):
     """What is queued again has not failed. Not covered: what Slurm makes of it."""
-    done, record = submit("-c", "x", TASK_STATUS=status)
+    done, record = submit("sft", "-c", "x", TASK_STATUS=status)
     assert (record / "argv.0").exists()
     assert done.returncode == ends, done.stderr
     assert (record / "requeued").exists() == requeued
@@ -57,7 +57,7 @@ def test_attempts_without_a_newer_resume_point_are_counted(submit, tmp_path, mem
     newest = lines.split()[-1] if lines else "none"
     leave_points(tmp_path / "run", *(("step_000000", newest) if newest != "none" else ()))
     (tmp_path / "run" / "resume" / "step_000009").mkdir(parents=True)  # without a manifest: half-written
-    done, record = submit("-c", "x", TASK_STATUS="1", SLURM_RESTART_COUNT=restart)
+    done, record = submit("sft", "-c", "x", TASK_STATUS="1", SLURM_RESTART_COUNT=restart)
     assert done.returncode == ends, done.stderr
     assert (record / "requeued").exists() == (ends == 0)
     assert (folder / "attempts").read_text() == f"{lines}{restart} 1 {newest}\n"
@@ -69,14 +69,14 @@ def test_a_newer_resume_point_is_progress(submit, tmp_path, memory):
     """With a limit of one attempt."""
     memory(attempts="0 1 step_000010\n", run_dir=f"{tmp_path}/run\n")
     leave_points(tmp_path / "run", "step_000010", "step_000010_update_0002")
-    done, record = submit("-c", "x", TASK_STATUS="1", SLURM_RESTART_COUNT="1", MEGARLHF_MAX_ATTEMPTS="1")
+    done, record = submit("sft", "-c", "x", TASK_STATUS="1", SLURM_RESTART_COUNT="1", MEGARLHF_MAX_ATTEMPTS="1")
     assert done.returncode == 0, done.stderr
     assert (record / "requeued").exists()
 
 
 def test_an_attempt_that_has_not_written_its_end_counts_as_lost(submit, memory):
     folder = memory(attempts="", nodes="node[07-08]\n")
-    done, _ = submit("-c", "x", TASK_STATUS="75", SLURM_RESTART_COUNT="1")
+    done, _ = submit("sft", "-c", "x", TASK_STATUS="75", SLURM_RESTART_COUNT="1")
     assert done.returncode == 0, done.stderr
     assert (folder / "attempts").read_text() == "0 lost none\n1 75 none\n"
 
@@ -84,18 +84,18 @@ def test_an_attempt_that_has_not_written_its_end_counts_as_lost(submit, memory):
 @pytest.mark.parametrize("says, ends", [("2", 2), ("4", 4), ("1", 0), ("22", 0)])
 def test_what_a_rank_says_goes_before_the_status_of_those_killed_after_it(submit, says, ends):
     """srun says 137. What was left by an attempt before does not count: the file is that of this one."""
-    done, record = submit("-c", "x", TASK_STATUS="137", TASK_SAYS=says)
+    done, record = submit("sft", "-c", "x", TASK_STATUS="137", TASK_SAYS=says)
     assert done.returncode == ends, done.stderr
     assert (record / "requeued").exists() == (ends == 0)
     if ends:
-        done, _ = submit("-c", "x", TASK_STATUS="137")
+        done, _ = submit("sft", "-c", "x", TASK_STATUS="137")
         assert done.returncode == 0
 
 
 @pytest.mark.parametrize("lost, understood, ends, requests", [(1, "", 0, 2), (1, "yes", 0, 1), (9, "", 75, 6)])
 def test_an_answer_of_slurm_s_that_is_lost(submit, lost, understood, ends, requests):
     """Asked again, unless Slurm had understood and counts a restart more than this one."""
-    done, record = submit("-c", "x", TASK_STATUS="75", REQUESTS_LOST=str(lost), UNDERSTOOD=understood)
+    done, record = submit("sft", "-c", "x", TASK_STATUS="75", REQUESTS_LOST=str(lost), UNDERSTOOD=understood)
     assert len((record / "requeued").read_text().split()) == requests
     assert done.returncode == ends
     assert ("job 412345" in done.stderr) == (ends == 75)
@@ -106,7 +106,7 @@ def test_an_attempt_counts_as_progress_from_the_point_that_the_job_has_found(sub
     lines = "0 1 step_000100\n1 1 step_000100\n"
     memory(attempts=lines, began="step_000100\n", run_dir=f"{tmp_path}/run\n")
     leave_points(tmp_path / "run", "step_000100", "step_000200.passed_over")
-    done, record = submit("-c", "x", TASK_STATUS="1", SLURM_RESTART_COUNT="2")
+    done, record = submit("sft", "-c", "x", TASK_STATUS="1", SLURM_RESTART_COUNT="2")
     assert done.returncode == 1
     assert not missing_names(done.stderr, "3 attempts in a row", "newest: step_000100")
     assert not (record / "requeued").exists()
@@ -119,19 +119,19 @@ def test_a_response_in_the_rollout_bank_is_progress(submit, tmp_path, memory):
     folder = memory(attempts="0 75 none+2\n", began="none\n", run_dir=f"{tmp_path}/run\n")
     (bank / "0001_rank_00000.jsonl").write_text("header\nresponse\n")
     (bank / "0002_rank_00000.jsonl").write_text("header\nresponse\nresponse\n")
-    done, record = submit("-c", "x", TASK_STATUS="75", SLURM_RESTART_COUNT="1", MEGARLHF_MAX_ATTEMPTS="1")
+    done, record = submit("sft", "-c", "x", TASK_STATUS="75", SLURM_RESTART_COUNT="1", MEGARLHF_MAX_ATTEMPTS="1")
     assert done.returncode == 0, done.stderr
     assert (folder / "attempts").read_text() == "0 75 none+2\n1 75 none+5\n"
     assert launch._progress(tmp_path / "run") == "none+5", "what the first rank says that the job has found"
     (record / "requeued").unlink()
-    done, record = submit("-c", "x", TASK_STATUS="75", SLURM_RESTART_COUNT="2", MEGARLHF_MAX_ATTEMPTS="1")
+    done, record = submit("sft", "-c", "x", TASK_STATUS="75", SLURM_RESTART_COUNT="2", MEGARLHF_MAX_ATTEMPTS="1")
     assert done.returncode == 75
     assert not (record / "requeued").exists()
 
 
 @pytest.mark.parametrize("limit", ["abc", "0", "-1"])
 def test_a_limit_of_attempts_that_is_none_is_refused_at_once(submit, limit):
-    done, record = submit("-c", "x", MEGARLHF_MAX_ATTEMPTS=limit)
+    done, record = submit("sft", "-c", "x", MEGARLHF_MAX_ATTEMPTS=limit)
     assert done.returncode == 2
     assert not missing_names(done.stderr, f"MEGARLHF_MAX_ATTEMPTS={limit}", "number from 1")
     assert not (record / "argv.0").exists()
@@ -147,7 +147,7 @@ def run_dir(tmp_path):
 @pytest.mark.parametrize("status", ["134", "137", "3", "2"])
 def test_what_happens_after_a_run_has_finished_does_not_count(submit, tmp_path, run_dir, status):
     """The ranks end with `status` after FINISHED has been written: the job is done."""
-    done, record = submit("-c", "x", RUN_DIR=str(run_dir), RUN_FINISHES="yes", TASK_STATUS=status)
+    done, record = submit("sft", "-c", "x", RUN_DIR=str(run_dir), RUN_FINISHES="yes", TASK_STATUS=status)
     assert (record / "argv.0").exists()
     assert (run_dir / "FINISHED").exists()
     assert done.returncode == 0, done.stderr
@@ -161,7 +161,7 @@ def test_a_job_queued_again_after_its_run_has_finished_starts_nothing(submit, me
     folder = memory(nodes="node[07-08]\n", run_dir=f"{run_dir}\n")
     os.utime(folder / "run_dir", (1e9, 1e9))
     (run_dir / "FINISHED").touch()
-    done, record = submit("-c", "x", SLURM_RESTART_COUNT="1")
+    done, record = submit("sft", "-c", "x", SLURM_RESTART_COUNT="1")
     assert done.returncode == 0, done.stderr
     assert not missing_names(done.stdout, "restart 1", "the run had finished")
     assert list(record.iterdir()) == []
@@ -174,7 +174,7 @@ def test_what_an_earlier_job_has_finished_does_not_count(submit, tmp_path, run_d
     (run_dir / "FINISHED").touch()
     os.utime(run_dir / "FINISHED", (1e9, 1e9))
     for restart in ("0", "1"):
-        done, record = submit("-c", "x", RUN_DIR=str(run_dir), TASK_STATUS=status, SLURM_RESTART_COUNT=restart)
+        done, record = submit("sft", "-c", "x", RUN_DIR=str(run_dir), TASK_STATUS=status, SLURM_RESTART_COUNT=restart)
         (record / "argv.0").unlink()  # the run was started
         assert done.returncode == ends, done.stderr
         assert "finished" not in done.stdout
@@ -186,7 +186,7 @@ def test_what_an_earlier_job_has_finished_does_not_count(submit, tmp_path, run_d
 def test_a_finished_run_without_a_launch_of_this_job_does_not_count(submit, run_dir):
     """The run ends before its first rank has told where it is; `-nt` also holds where its second file is missing."""
     (run_dir / "FINISHED").touch()
-    done, record = submit("-c", "x", f"run.dir={run_dir}", TASK_STATUS="134", SLURM_RESTART_COUNT="1")
+    done, record = submit("sft", "-c", "x", f"run.dir={run_dir}", TASK_STATUS="134", SLURM_RESTART_COUNT="1")
     assert done.returncode == 0, done.stderr
     assert (record / "argv.0").exists()
     assert (record / "requeued").exists()
@@ -196,11 +196,11 @@ def test_a_finished_run_without_a_launch_of_this_job_does_not_count(submit, run_
 def test_a_job_that_slurm_stops_and_queues_again_after_its_run_has_finished(submit, tmp_path, run_dir, status):
     """SIGTERM reaches the script while the processes end; the next attempt still finds what to go by."""
     environ = {"RUN_DIR": str(run_dir), "RUN_FINISHES": "yes", "TASK_STATUS": status}
-    done, record = submit("-c", "x", STOPPED="yes", **environ)
+    done, record = submit("sft", "-c", "x", STOPPED="yes", **environ)
     assert done.returncode == 0, done.stderr
     assert "SIGTERM received: 1" in done.stdout
     (record / "argv.0").unlink()
-    done, record = submit("-c", "x", SLURM_RESTART_COUNT="1", **environ)
+    done, record = submit("sft", "-c", "x", SLURM_RESTART_COUNT="1", **environ)
     assert done.returncode == 0, done.stderr
     assert not (record / "argv.0").exists()
     assert list(tmp_path.glob("*.state")) == []

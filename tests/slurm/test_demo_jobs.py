@@ -40,9 +40,9 @@ class Site:
     cluster: Cluster
 
     def submit(self, command: str, run: str, *overrides: str, options: tuple[str, ...] = (), site: str = "") -> int:
-        """`sbatch slurm/COMMAND.sbatch` with the demo's configuration, on two nodes with one rank each."""
+        """`sbatch slurm/run.sbatch COMMAND` with the demo's configuration, on two nodes with one rank each."""
         (self.root / f"{run}.sh").write_text(ENVIRONMENT + site)
-        arguments = ["--nodes=2", *CPU, *options, str(ROOT / "slurm" / f"{command}.sbatch")]
+        arguments = ["--nodes=2", *CPU, *options, str(ROOT / "slurm/run.sbatch"), command]
         arguments += ["-c", str(ROOT / "configs/demo" / f"{command}.yaml"), f"run.dir={self.root}/{run}"]
         arguments += ["run.on_existing=resume", f"actor.model.path={self.root}/data/base"]
         files = {"train": "sft_train.jsonl", "validation": "sft_validation.jsonl"}

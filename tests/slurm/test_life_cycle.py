@@ -40,13 +40,13 @@ def work(cluster, tmp_path) -> Iterator[Path]:
     cluster.call("scancel", "--user=root")  # also after a failure: the next test gets free nodes
 
 
-def submit(cluster: Cluster, work: Path, *arguments: str, script: str = "sft", nodes: int = 2, **environ: str) -> int:
-    """`sbatch slurm/SCRIPT.sbatch -c x.yaml run.dir=run ARGUMENTS`; what begins with `--` goes to sbatch."""
+def submit(cluster: Cluster, work: Path, *arguments: str, command: str = "sft", nodes: int = 2, **environ: str) -> int:
+    """`sbatch slurm/run.sbatch COMMAND -c x.yaml run.dir=run ARGUMENTS`; what begins with `--` goes to sbatch."""
     options = [f"--nodes={nodes}", *CPU, *(word for word in arguments if word.startswith("--"))]
     words = [word for word in arguments if not word.startswith("--")]
     environ = {"MEGARLHF_ENV": str(work / "site.sh")} | environ
-    command = [*options, str(SLURM / f"{script}.sbatch"), "-c", "x.yaml", f"run.dir={work}/run", *words]
-    return cluster.submit(*command, cwd=work, **environ)
+    words = [str(SLURM / "run.sbatch"), command, "-c", "x.yaml", f"run.dir={work}/run", *words]
+    return cluster.submit(*options, *words, cwd=work, **environ)
 
 
 def log(work: Path, run: str = "run") -> list[str]:
@@ -170,7 +170,8 @@ def test_three_stages_run_one_after_the_other(cluster, work) -> None:
     for name in ("sft", "rm", "rl"):
         (work / f"{name}.yaml").touch()
     (work / "site.sh").open("a").write(
-        'set -- "$@" steps=3; if [[ $SLURM_JOB_NAME == *sft ]]; then set -- "$@" do=kill@0.2.0; fi\n'
+        'words=steps=3; if [[ $SLURM_JOB_NAME == *sft ]]; then words+=" do=kill@0.2.0"; fi\n'
+        'launcher=(bash -c "exec \\"\\$@\\" $words" task)\n'
     )
     arguments = [str(SLURM / "pipeline.sh"), f"{work}/runs", "sft.yaml", "rm.yaml", "rl.yaml", "--nodes=1", *CPU]
     environ = cluster.environment | {"MEGARLHF_ENV": str(work / "site.sh")}
@@ -184,7 +185,7 @@ def test_three_stages_run_one_after_the_other(cluster, work) -> None:
 
 
 def test_a_stage_does_not_start_from_a_run_that_has_not_finished(cluster, work) -> None:
-    job = submit(cluster, work, "steps=1", script="rl", MEGARLHF_AFTER=f"{work}/other")
+    job = submit(cluster, work, "steps=1", command="rl", MEGARLHF_AFTER=f"{work}/other")
     assert cluster.wait(job, ENDED, 60) == "FAILED"
     assert cluster.job(job)["ExitCode"] == "2:0"
     assert "other/FINISHED" in output(work, job)

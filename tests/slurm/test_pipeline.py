@@ -70,7 +70,8 @@ def test_stages_that_have_finished_are_not_submitted_again(pipeline, finished):
         before = 100 + len(expected)
         wait = [f"--dependency=afterok:{before}", "--kill-on-invalid-dep=yes"] if expected else []
         lines.append((f"{name}: job {before + 1}", *([f"after job {before}"] if expected else [])))
-        expected.append(["--parsable", *wait, "--time=9", str(SLURM / f"{name}.sbatch"), *arguments])
+        options = ["--parsable", f"--job-name=megarlhf-{name}", *wait, "--time=9"]
+        expected.append([*options, str(SLURM / "run.sbatch"), name, *arguments])
     assert submitted == expected
     assert [missing_names(line, *names) for line, names in zip(said, lines, strict=True)] == [[]] * 3
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from tests.refuses import missing_names
-from tools import slurm_scripts
 
 ROOT = Path(__file__).parents[2]
 SLURM = ROOT / "slurm"
@@ -29,22 +28,22 @@ def environment(path):
     return dict(entry.split("=", 1) for entry in words(path))
 
 
-@pytest.mark.parametrize("script", ["sft", "rm", "dpo", "rl", "eval"])
-def test_every_task_gets_the_command_line_and_the_rendezvous(submit, script):
+@pytest.mark.parametrize("command", ["sft", "rm", "dpo", "rl", "eval", "generate"])
+def test_every_task_gets_the_command_line_and_the_rendezvous(submit, command):
     """The port: 10000 + 412345 mod 20000 = 22345. An argument with a space stays one argument."""
     arguments = ["-c", "configs/x.yaml", "run.dir=/data/my runs", "train.num_steps=3"]
-    done, record = submit(*arguments, script=script)
+    done, record = submit(command, *arguments)
     assert done.returncode == 0, done.stderr
     for task in ("0", "1"):
-        assert words(record / f"argv.{task}") == [script, *arguments]
+        assert words(record / f"argv.{task}") == [command, *arguments]
         env = environment(record / f"env.{task}")
         assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("node07", "22345")
         assert (env["SLURM_PROCID"], env["SLURM_NTASKS"]) == (task, "2")
         assert (env["OMP_NUM_THREADS"], env["SLURM_EXPORT_ENV"]) == ("1", "ALL")
-        if script != "eval":
+        if command not in ("eval", "generate"):
             assert env["SLURM_JOB_END_TIME"] == str(int(datetime(2100, 1, 1, 23).timestamp()))
     assert words(record / "srun") == ["--kill-on-bad-exit=0", "--wait=60", "--label"]
-    assert f"megarlhf {script} -c configs/x.yaml" in done.stdout
+    assert f"megarlhf {command} -c configs/x.yaml" in done.stdout
 
 
 def test_a_rendezvous_left_over_from_the_login_node_is_not_used(submit):
@@ -63,31 +62,48 @@ def asked(script):
     return dict(line[1].partition("=")[::2] for line in lines if line[:1] == ["#SBATCH"])
 
 
-@pytest.mark.parametrize(
-    "script, nodes", [("sft", "1"), ("rm", "1"), ("dpo", "1"), ("rl", "4"), ("eval", "1"), ("test-gpu", "1")]
-)
-def test_what_a_job_asks_for_unless_told_otherwise(script, nodes):
+@pytest.mark.parametrize("script, name", [("run", "megarlhf"), ("test-gpu", "megarlhf-test-gpu")])
+def test_what_a_job_asks_for_unless_told_otherwise(script, name):
     """Whole nodes and cores beside each GPU; training is told before its time ends and may be queued again. Not
     covered: a Slurm that reads it."""
     trains = {"--open-mode": "append", "--signal": "USR1@600", "--requeue": ""}
     assert asked(script) == {
-        "--job-name": f"megarlhf-{script}",
-        "--nodes": nodes,
+        "--job-name": name,
+        "--nodes": "1",
         "--ntasks-per-node": "8",
         "--gpus-per-node": "8",
         "--cpus-per-task": "8",
         "--mem": "0",
         "--exclusive": "",
         "--output": "%x-%j.out",
-        **({"--no-requeue": ""} if script in ("eval", "test-gpu") else trains),
+        **({"--no-requeue": ""} if script == "test-gpu" else trains),
     }
 
 
-@pytest.mark.parametrize("script", sorted(slurm_scripts.SCRIPTS))
-def test_the_scripts_are_what_their_parts_make(script):
-    """A change belongs into slurm/parts/ or tools/slurm_scripts.py; then `make slurm-scripts`."""
-    assert (SLURM / f"{script}.sbatch").read_text() == slurm_scripts.text(script)
-    assert "@" not in {line.strip()[:1] for line in slurm_scripts.text(script).splitlines()}
+@pytest.mark.parametrize("command", ["sft", "eval"])
+def test_the_signal_before_the_time_limit_is_for_training(submit, tmp_path, command):
+    """It would end what has no handler for it."""
+    (tmp_path / "bin/megarlhf").write_text('#!/bin/sh\ntouch "$RECORD/argv.0"\nkill -USR1 $$\necho still here\n')
+    done, _ = submit(command, "-c", "x.yaml")
+    assert ("still here" in done.stdout) == (command == "eval")
+
+
+def test_the_functions_are_found_beside_the_script_that_was_submitted(submit, tmp_path):
+    """Slurm runs a copy of the script elsewhere, and may not name the original."""
+    folder = tmp_path / "my clone.sbatch-jobs"
+    shutil.copytree(SLURM, folder / "slurm")
+    (folder / "slurm/job.sh").write_text('echo "these: $*"; exit 0\n')
+    done, _ = submit("sft", "-c", "other.sbatch", SCRIPT=str(folder / "slurm/run.sbatch"))
+    assert done.returncode == 2, "a folder whose name has .sbatch in it"
+    (folder).rename(tmp_path / "my clone")
+    done, _ = submit("sft", "-c", "other.sbatch", SCRIPT=str(tmp_path / "my clone/slurm/run.sbatch"))
+    assert (done.returncode, done.stdout) == (0, "these: sft -c other.sbatch\n"), done.stderr
+    done, _ = submit("sft", "-c", "x", SCRIPT="(null)", SLURM_SUBMIT_DIR=str(tmp_path / "my clone"))
+    assert (done.returncode, done.stdout) == (0, "these: sft -c x\n"), done.stderr
+    done, record = submit("sft", "-c", "x", SCRIPT="/gone/slurm/run.sbatch")
+    assert done.returncode == 2
+    assert not missing_names(done.stderr, "/gone/slurm/job.sh is not there", "from a clone")
+    assert not (record / "argv.0").exists()
 
 
 def test_the_first_hour_is_told_where_to_write_and_how_to_start_ranks(submit, tmp_path):
@@ -109,10 +125,6 @@ def test_the_first_hour_is_told_where_to_write_and_how_to_start_ranks(submit, tm
     assert (address, port) == ("node07", "22345")
 
 
-def test_there_are_no_other_scripts():
-    assert {path.stem for path in SLURM.glob("*.sbatch")} == set(slurm_scripts.SCRIPTS)
-
-
 def test_cores_per_task_reach_srun_and_openmp(submit):
     """srun no longer takes --cpus-per-task over from sbatch by itself."""
     done, record = submit("sft", SLURM_CPUS_PER_TASK="6")
@@ -127,7 +139,7 @@ def test_the_clusters_script_changes_environment_options_and_launcher(submit, tm
         'echo "$UNSET_BY_ANYONE"\nexport NCCL_SOCKET_IFNAME=ib0 MASTER_ADDR="$MASTER_ADDR-ib"\n'
         "srun_args+=(--container-image=image.sqsh)\nlauncher=(env WRAPPED=yes)\n"
     )
-    done, record = submit("-c", "x.yaml", script="rm", MEGARLHF_ENV=str(script))
+    done, record = submit("rm", "-c", "x.yaml", MEGARLHF_ENV=str(script))
     assert done.returncode == 0, done.stderr
     env = environment(record / "env.1")
     assert (env["NCCL_SOCKET_IFNAME"], env["MASTER_ADDR"], env["WRAPPED"]) == ("ib0", "node07-ib", "yes")
@@ -137,21 +149,21 @@ def test_the_clusters_script_changes_environment_options_and_launcher(submit, tm
 
 def test_a_job_shorter_than_its_signal_is_said(submit):
     soon = datetime.fromtimestamp(time.time() + 300).isoformat(timespec="seconds")
-    done, _ = submit("-c", "x", JOB_ENDS=soon)
+    done, _ = submit("sft", "-c", "x", JOB_ENDS=soon)
     assert done.returncode == 0
     assert not missing_names(done.stderr, "--time", "--signal=USR1@60")
-    done, _ = submit("-c", "x", JOB_ENDS="2100-01-01T00:00:00")
+    done, _ = submit("sft", "-c", "x", JOB_ENDS="2100-01-01T00:00:00")
     assert "--signal" not in done.stderr
 
 
 def test_a_clusters_script_that_exits_is_named(submit, tmp_path):
     script = tmp_path / "cluster.sh"
     script.write_text("exit 1\n")
-    done, _ = submit("-c", "x.yaml", MEGARLHF_ENV=str(script))
+    done, _ = submit("sft", "-c", "x.yaml", MEGARLHF_ENV=str(script))
     assert done.returncode == 1
     assert not missing_names(done.stderr, f"MEGARLHF_ENV = {script}", "status 1", "exit")
     script.write_text("trap 'echo theirs' EXIT\n")
-    done, _ = submit("-c", "x.yaml", MEGARLHF_ENV=str(script))
+    done, _ = submit("sft", "-c", "x.yaml", MEGARLHF_ENV=str(script))
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "theirs")
     assert "ended the job" not in done.stderr
 
@@ -164,7 +176,7 @@ def test_a_program_that_is_not_there_is_no_success(submit, tmp_path, missing):
     else:
         (tmp_path / "bin" / missing).unlink()
     path = f"{tmp_path}/bin{os.pathsep}/usr/bin{os.pathsep}/bin"
-    done, record = submit("-c", "x", PATH=path)
+    done, record = submit("sft", "-c", "x", PATH=path)
     assert done.returncode == 127, done.stderr
     assert not (record / "requeued").exists()
     assert (tmp_path / "job-412345.state").exists()
@@ -172,7 +184,7 @@ def test_a_program_that_is_not_there_is_no_success(submit, tmp_path, missing):
 
 def test_a_stop_before_the_first_task_is_obeyed(submit, tmp_path):
     (tmp_path / "bin" / "squeue").write_text('#!/usr/bin/env bash\n[[ "$*" == *%e* ]] && kill -TERM "$PPID"\n')
-    done, record = submit("-c", "x")
+    done, record = submit("sft", "-c", "x")
     assert done.returncode == 143
     assert not (record / "argv.0").exists()
     assert (tmp_path / "job-412345.state/attempts").read_text() == "0 stopped none\n"
@@ -193,7 +205,7 @@ def test_a_stop_whose_answer_is_lost_is_passed_on_again(submit, tmp_path, lost):
         (tmp_path / "bin" / name).chmod(0o755)
         (tmp_path / "bin" / f"{name}.other").write_text(squeue)
         (tmp_path / "bin" / f"{name}.other").chmod(0o755)
-    done, record = submit("-c", "x", STOPPED="1", TASK_STATUS="75")
+    done, record = submit("sft", "-c", "x", STOPPED="1", TASK_STATUS="75")
     assert done.returncode == 75, done.stderr
     calls = (record / "scancel").read_text().splitlines()
     signals = [word.partition("=")[2] for call in calls for word in call.split() if word.startswith("--signal")]
@@ -203,7 +215,7 @@ def test_a_stop_whose_answer_is_lost_is_passed_on_again(submit, tmp_path, lost):
 @pytest.mark.parametrize("answer", ["", "N/A", "2001-01-01T00:00:00"])
 def test_no_end_of_the_job_is_better_than_a_wrong_one(submit, answer):
     """`date` takes nothing for midnight; the run would save and stop at once, again and again."""
-    done, record = submit("-c", "x", JOB_ENDS=answer)
+    done, record = submit("sft", "-c", "x", JOB_ENDS=answer)
     assert done.returncode == 0, done.stderr
     assert "SLURM_JOB_END_TIME" not in environment(record / "env.0")
 
@@ -219,7 +231,7 @@ def test_no_end_of_the_job_is_better_than_a_wrong_one(submit, answer):
     ],
 )
 def test_nodes_that_failed_are_added_to_those_of_the_user(submit, state, asked, excluded):
-    done, record = submit("-c", "x", TASK_STATUS="1", NODE_STATE=state, ASKED=asked)
+    done, record = submit("sft", "-c", "x", TASK_STATUS="1", NODE_STATE=state, ASKED=asked)
     assert done.returncode == 0, done.stderr
     file = record / "excluded"
     assert (file.read_text().strip() if file.exists() else None) == excluded
@@ -229,10 +241,10 @@ def test_a_run_that_has_to_come_first_must_have_finished(submit, tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "FINISHED").touch()
     (tmp_path / "b" / "checkpoints" / "latest").mkdir(parents=True)
-    done, record = submit("-c", "x", MEGARLHF_AFTER=f"{tmp_path}/a")
+    done, record = submit("sft", "-c", "x", MEGARLHF_AFTER=f"{tmp_path}/a")
     assert done.returncode == 0, done.stderr
     assert (record / "argv.0").exists()
-    done, _ = submit("-c", "x", MEGARLHF_AFTER=f"{tmp_path}/a:{tmp_path}/b")
+    done, _ = submit("sft", "-c", "x", MEGARLHF_AFTER=f"{tmp_path}/a:{tmp_path}/b")
     assert done.returncode == 2
     assert not missing_names(done.stderr, "MEGARLHF_AFTER", f"{tmp_path}/b/FINISHED")
 
@@ -253,7 +265,8 @@ def test_a_line_of_the_file_of_conversions_is_a_command(submit, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "environ", "name"),
     [
-        ((), {}, "sbatch slurm/sft.sbatch -c FILE"),
+        ((), {}, "sbatch slurm/run.sbatch COMMAND -c FILE"),
+        (("train",), {}, "sft, rm, dpo, rl, eval or generate"),
         (("sft",), {"SLURM_JOB_ID": ""}, "start it with sbatch"),
         (("sft",), {"SLURM_JOB_NODELIST": "other"}, "unexpected: scontrol show hostnames other"),
         (("sft",), {"MEGARLHF_ENV": "/does/not/exist"}, "/does/not/exist"),

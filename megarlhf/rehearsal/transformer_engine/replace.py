@@ -1,8 +1,9 @@
 """Replacement of a rehearsed model's layers by stand-ins for TransformerEngine's (`transformer_engine/layers.py`).
 
-TransformerEngine cannot be imported without CUDA. The stand-ins follow version 2.11.0, which requirements/gpu.txt pins;
-the linear layers of 2.9 and 2.10 save the same. A model keeps the parameter names of the local spec: shapes and sum are
-those of TransformerEngine's, and architecture's table, resharder and module agree.
+TransformerEngine cannot be imported without CUDA. The stand-ins follow version 2.11.0, which
+requirements/transformer-engine.txt pins; the linear layers of 2.9 and 2.10 save the same. A model keeps the parameter
+names of the local spec: shapes and sum are those of TransformerEngine's, and architecture's table, resharder and module
+agree.
 """
 
 from __future__ import annotations
