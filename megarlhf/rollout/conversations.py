@@ -236,7 +236,11 @@ class Conversations:
         else:
             history: Sequence[AnsweredCall] = ()
             if observations := state.dialogue.observations:
-                state.talk = environment.talk(self._prompts[row], observations, state.turns[:-1])
+                try:
+                    state.talk = environment.talk(self._prompts[row], observations, state.turns[:-1])
+                except ValueError as error:  # another template or policy than when it began
+                    self.failure = f"sample {row} cannot go on where it was left: {error}"
+                    return
                 history, state.is_replayed = self._history(state), True
             state.key = environment.pool.begin(fields_of(self._prompts[row]), seed, history)
         self._row_of[state.key] = row
@@ -316,19 +320,22 @@ class Conversations:
     ) -> News:
         """News after a failure of the environment: the conversation begins anew, is left out, or ends the run."""
         asked = short(self._prompts[row].text)
-        message = f"the environment of sample {row} (prompt {asked}), turn {state.num_answered + 1}, {error}"
+        where = f"the environment of sample {row} (prompt {asked}), turn {state.num_answered + 1},"
+        message = f"{where} {error}"
         policy = "redraw" if drifted else self._environment.on_failure
         if policy == "redraw" and state.dialogue.redraws >= MAX_REDRAWS:
             message, stops = f"{message} (after it began anew {MAX_REDRAWS} times)", True
         self._forget(state)
         if not stops and policy == "redraw":
-            self._environment.report(message)
+            self._environment.report(where, error, "the conversation begins anew")
             state.dialogue = Dialogue(begun=self._version, redraws=state.dialogue.redraws + 1)
             self._bank.turns.pop(row, None)
             self._ask_to_begin(row, state)
             return News(row, "anew")
         if stops or policy == "stop":
             self.failure = self.failure or message
+        else:
+            self._environment.report(where, error, "the sample is left out")
         state.dialogue = replace(state.dialogue, error=message, ended_by="failure")
         if not state.sampled:
             return News(row, "final")  # a sample has at least one sampled token

@@ -131,7 +131,7 @@ def test_models_judge_the_whole_conversation(chat, vllm_ranks, tmp_path) -> None
 
 def test_generate_writes_conversations_that_sft_learns_all_turns_of(chat, vllm_ranks, tmp_path) -> None:
     """The template asks with `<think>`, which belongs to the message later. Conversations of which the environment
-    fails have no reward, and no part in the accuracy."""
+    fails are not written, have no reward, and no part in the accuracy."""
     (tmp_path / "opened.jinja").write_text(OPENED)
     cfg = tree(chat, {"role": "tool", "fails": FAIL})
     cfg = {key: cfg[key] for key in ("actor", "data", "rollout", "environment", "rewards")}
@@ -144,24 +144,22 @@ def test_generate_writes_conversations_that_sft_learns_all_turns_of(chat, vllm_r
         1, "command", *argv_of("generate", {**cfg, "run": {"dir": str(tmp_path / "run")}}, tmp_path / "g.yaml")
     )
     lines = [json.loads(line) for line in (tmp_path / "run/responses.jsonl").read_text().splitlines()]
-    assert len(lines) == 16
-    assert max(len(line["turn_rewards"]) for line in lines) == 3
     figures = read_metrics(tmp_path / "run")[-1]
+    assert len(lines) == 16 - len(FAIL) == 16 - figures["conversations_failed"]
+    assert max(len(line["turn_rewards"]) for line in lines) == 3
     turns = [sum(message["role"] == "assistant" for message in line["messages"]) for line in lines]
-    assert figures["turns_mean"] == sum(turns) / 16
+    assert figures["turns_mean"] == (sum(turns) + 2 * len(FAIL)) / 16
     contents = [m["content"] for line in lines for m in line["messages"] if m["role"] == "assistant"]
     assert all(content.startswith("<think>\n") for content in contents)
-    failed = [line for line in lines if line["ended_by"] == "failure"]
-    assert 0 < len(failed) == sum("planted" in line.get("error", "") for line in lines) <= len(FAIL)
-    assert all(set(line["rewards"].values()) == {None} for line in failed)
-    rewarded = [line["rewards"]["some"] for line in lines if line not in failed]
+    assert not {line["answer"] for line in lines} & set(FAIL)
+    rewarded = [line["rewards"]["some"] for line in lines]
     assert {0.0, 1.0} == set(rewarded)
     assert figures["eval_some"] == sum(rewarded) / len(rewarded)
-    assert figures["eval_some_failed"] == len(failed)
+    assert figures["eval_some_failed"] == len(FAIL)
     sft = {
         "run": {"dir": str(tmp_path / "sft")},
         "actor": cfg["actor"],
-        "data": {"train": str(tmp_path / "run/responses.jsonl"), "loss_on": "all"},
+        "data": {"train": str(tmp_path / "run/responses.jsonl"), "loss_on": "all", "chat_template": OPENED},
         "train": {"num_steps": 1, "mini_batch_samples": 4, "micro_batch_samples": 2},
     }
     vllm_ranks.run(1, "command", *argv_of("sft", sft, tmp_path / "sft.yaml"))

@@ -143,6 +143,13 @@ def test_the_start_tries_rewards(paths):
         preflight("rl", rl(paths, rewards=[{"kind": "rule", "rule": OURS + "constant"}]), 1)
 
 
+@pytest.mark.parametrize("reward", ["turns_in_extra_info", "turns_of_a_batch", "turns_of_all_columns"])
+def test_functions_that_read_turns_pass_where_there_is_an_environment(paths, reward):
+    paths["train"].write_text(json.dumps(VERL) + "\n")
+    cfg = rl(paths, rewards=[{"kind": "rule", "rule": OURS + reward}], environment={"function": "mine:Guess"})
+    assert try_rewards(cfg) == []
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """How many responses each call of a function is for; it runs in this process."""

@@ -95,3 +95,15 @@ def exits(prompt, response, fields):
 
 def mixture(prompt, response, ground_truth):
     return 1.0
+
+
+def turns_in_extra_info(data_source, solution_str, ground_truth, extra_info):
+    return float(extra_info["turns"][-1] == ground_truth)
+
+
+def turns_of_a_batch(batch):
+    return [float(turns[-1] == "2") for turns in batch.turns]
+
+
+def turns_of_all_columns(completions, **columns):
+    return [float(turns[-1] == "2") for turns in columns["turns"]]

@@ -3,6 +3,7 @@
 Not covered: the same in runs (tests/distributed/test_chat_environments.py).
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,12 @@ import pytest
 from megarlhf.config import ConversationConfig
 from megarlhf.config.environment import EnvironmentConfig
 from megarlhf.data.sample_types import PromptSample
+from megarlhf.rollout.conversations import Conversations
 from megarlhf.rollout.environments.environment import Environment
-from megarlhf.rollout.responses import Response, rollouts_of
+from megarlhf.rollout.responses import FinishedResponses, Response, Sampling, rollouts_of
 from megarlhf.rollouts import Dialogue
 from tests.data.chat_styles import STYLES, chat_tokenizer, said
+from tests.refuses import missing_names
 from tests.rollout.turn_styles import TURN_STYLES
 
 CALL = "<|eot_id|>"
@@ -65,3 +68,17 @@ def test_a_conversation_as_messages_renders_as_it_was_read_where_the_template_ke
         assert template.ids(transcript.before) == read
         whole = template.text(environment.asked(PROMPT.__class__(**{**vars(PROMPT), "messages": transcript.whole})))
         assert whole.rstrip() == environment._tokenizer.decode([*read, *turns[1]], special=True)
+
+
+def test_a_conversation_that_cannot_go_on_where_it_was_left_ends_the_run_with_its_reason(tmp_path, one_rank):
+    """Not as a failure of the engine, which would be rebuilt and fail again."""
+    environment = environment_of(tmp_path, "stripping")
+    environment.chat = replace(environment.chat, history="refuse")
+    turn = ids(environment, "<think>hm</think>2<|im_end|>")
+    dialogue = Dialogue(observations=([], [said("user", "go")]), rewards=(None,))
+    begun = Response(turn, [0.0] * len(turn), False, ((0, len(turn)),), (len(turn), 1, 0), [1], dialogue)
+    sampling = Sampling(max_tokens=100, end_ids=(turn[-1],))
+    conversations = Conversations(environment, [PROMPT], [0], sampling, untils=[100], begun=[begun])
+    conversations.restart(FinishedResponses(), 1)
+    assert conversations.begin(0, mine=True) is None
+    assert not missing_names(conversations.failure, "sample 0 cannot go on", "as_sampled")

@@ -1,12 +1,27 @@
 """Texts for a reward model with a tokenizer of its own, and what those of a prompt begin with in common."""
 
+import contextlib
+
+import pytest
 import torch
 
 from megarlhf.data.samples.retokenize import Retokenizer
+from megarlhf.data.text.omissions import NotWritten
 from megarlhf.data.tokenizers.tokenizer import load_tokenizer
 from megarlhf.rollout.rewards.batch import RewardBatch
 from megarlhf.trainers.experience.retokenize import _retokenized, common_beginnings
 from tests.classifiers import CHAT_TEMPLATE, write_tokenizer
+from tests.data.chat_styles import STYLES, chat_tokenizer, said
+
+
+@pytest.mark.parametrize("has_turns", [False, True])
+def test_a_judge_s_template_may_trim_turns_that_were_sampled(has_turns, tmp_path):
+    """And leave out their thoughts: no data can be changed for it."""
+    template = STYLES["stripping"].replace("m.content", "(m.content | trim)")
+    retokenizer = Retokenizer(chat_tokenizer(tmp_path, template), max_tokens=1000)
+    messages = [said("user", "a"), said("assistant", " <think>hm</think>2 "), said("user", "b")]
+    with contextlib.nullcontext() if has_turns else pytest.raises(NotWritten):
+        assert retokenizer("", messages, "3", finished=True, has_turns=has_turns).tokens
 
 
 def test_what_the_texts_of_a_prompt_begin_with_stands_for_it():

@@ -59,9 +59,13 @@ class Retokenizer:
         *,
         finished: bool,
         fields: Mapping[str, Any] = MappingProxyType({}),
+        has_turns: bool = False,
     ) -> Retokenized:
         """Tokens of a prompt and its response. The prompt was rendered from `messages`, if any, and from the `tools` in
         the record's `fields`.
+
+        has_turns: whether the actor has sampled answers among the messages; the template may leave out white space and
+            thoughts
 
         Raises: TextTooLong; ValueError for messages that the chat template refuses.
         """
@@ -74,7 +78,8 @@ class Retokenizer:
             asked = Conversation([dict(message) for message in messages], tools_of(fields), variables=variables)
             template.check(asked)
             text = template.text(asked, reply=True)
-            require_written(template.written(asked, text, reply=True).omissions, asked.roles, self.may_drop)
+            may_drop = (*self.may_drop, "white_space", "thoughts") if has_turns else self.may_drop
+            require_written(template.written(asked, text, reply=True).omissions, asked.roles, may_drop)
             start, end = template.ids(text), template.end
             bos_id = template.tokenizer.named_bos_id
         tokens = start + tokenizer.encode(response, continuation=True) + [end] * finished

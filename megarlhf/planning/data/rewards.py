@@ -84,7 +84,7 @@ def try_rewards(cfg: RLConfig | GenerateConfig | EvaluateConfig) -> list[str]:
     if not samples:
         return [*notes, f"{', '.join(label for label, _ in tried)}: not called before the start, as no record was read"]
     for label, reward in tried:
-        attempt = _Try(label, reward, key, tokenizer, samples)
+        attempt = _Try(label, reward, key, tokenizer, samples, cfg.environment is not None)
         attempt.require_columns()
         notes += attempt.notes() if _how(reward) != "none" else []
     return notes
@@ -163,6 +163,8 @@ class _Try:
     key: str
     tokenizer: Tokenizer
     samples: Sequence[PromptSample]
+    has_turns: bool
+    """Whether responses are the last turns of conversations with an environment."""
 
     def notes(self) -> list[str]:
         """Call the reward. Returns notes. Raises: ValueError."""
@@ -241,6 +243,7 @@ class _Try:
             fields=[dict(sample.fields) for _ in texts],
             messages=[sample.messages] * count,
             samples=list(range(count)),
+            turns=[[text] for text in texts] if self.has_turns else None,
         )
 
     def _scores(self, source: RewardSource, sample: PromptSample, texts: Sequence[str]) -> dict[str, float | None]:

@@ -100,7 +100,7 @@ def _messages(given: Any, method: str) -> list[dict[str, Any]] | str:
         for message in given:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
                 raise WrongAnswer(f"{where}: {short(message)} is no message; give each a role and a content")
-            if message["role"] in ("assistant", "system"):
+            if message["role"] in ("assistant", "system", "developer"):
                 raise WrongAnswer(
                     f"{where}: a message has the role {message['role']!r}, which is not an environment's to write; "
                     "write as user or tool"
@@ -135,8 +135,8 @@ def _reward(given: Any) -> float | None:
         return None
     try:
         reward = float(given)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise WrongAnswer(f"returned the reward {short(given)}, expected a number or None") from error
-    if isinstance(given, str) or not abs(reward) <= FP32_MAX:  # NaN is refused too
+    if isinstance(given, str | bytes | bytearray) or not abs(reward) <= FP32_MAX:  # NaN is refused too
         raise WrongAnswer(f"returned the reward {short(given)}, expected a number that fp32 holds, or None")
     return reward

@@ -199,11 +199,11 @@ class Environment:
             return None
         return resting
 
-    def report(self, message: str) -> None:
-        """Log a failure that the run survives; an equal one once."""
-        if message not in self._reported:
-            self._reported.add(message)
-            log.warning("%s; the conversation begins anew", message)
+    def report(self, where: str, error: str, follows: str) -> None:
+        """Log a failure that the run survives; an equal error once."""
+        if error not in self._reported:
+            self._reported.add(error)
+            log.warning("%s %s; %s (further failures of this kind are counted only)", where, error, follows)
 
 
 def environment_of(

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from megarlhf.data.records.messages import messages_of, require_order
-from megarlhf.data.text.omissions import Kind
+from megarlhf.data.text.omissions import Kind, Omission
 from megarlhf.data.text.templates import ChatTemplate, Conversation
 from megarlhf.data.text.writer import TokenWriter, text_tokens
 from megarlhf.data.tokenizers.tokenizer import Tokenizer
@@ -230,6 +230,7 @@ class _Turn:
                 "it; give another template (data.chat_template)"
             )
         self._first, self._end = len(head), len(head) + len(word)
+        self._omissions: list[Omission] = []
         self._require_observed(conversation)
 
     def _with(self, content: str) -> Conversation:
@@ -243,6 +244,13 @@ class _Turn:
             content = message["content"]
             is_written = _stands_in(content, self._behind) if behind_turn is None else index in behind_turn
             if content.strip() and not is_written:
+                omitted = [o for o in self._omissions if o.message == index and o.key != "content"]
+                if omitted:
+                    key = "tool_calls" if omitted[0].kind == "tool_calls" else omitted[0].key
+                    raise ValueError(
+                        f"the environment's message of {message['role']!r} has {key!r}, which the chat template does "
+                        "not write there; leave it out"
+                    )
                 raise NotContinued(
                     f"the chat template does not write the environment's message of {message['role']!r} behind the "
                     f"model's turn (content: {_shown(content)}), but {_shown(self._behind)}; return "
@@ -256,7 +264,8 @@ class _Turn:
             written = self._template.written(conversation, self._text, reply=True)
         except ValueError:
             return None
-        omitted = {omission.message for omission in written.omissions if omission.kind != "white_space"}
+        self._omissions = [omission for omission in written.omissions if omission.kind != "white_space"]
+        omitted = {omission.message for omission in self._omissions}
         places = written.places.items()
         return frozenset(n for n, (start, _) in places if start >= self._end and n not in omitted) if places else None
 

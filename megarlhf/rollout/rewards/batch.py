@@ -68,6 +68,8 @@ class RewardBatch:
     """Number of each sample in its step."""
     ends: Sequence[str] | None = None
     """Text of the token that ended each response; "" for a response that was cut. None: unknown."""
+    failed: Sequence[bool] | None = None
+    """Whether the environment of each conversation has failed; such samples get no reward. None: there is none."""
     turns: Sequence[Sequence[str]] | None = None
     """Text of each turn of the model in a conversation with an environment, of which the response is the last. Prompt
     and messages are then all that stands before it. None: there is no environment."""

@@ -100,9 +100,16 @@ def _extra_info(batch: RewardBatch) -> Sequence[Any]:
     given = [fields.get("extra_info") or {} for fields in batch.fields]
     if batch.turns is None:
         return given
-    spoken = zip(_conversations(batch), batch.turns, strict=True)
-    talks = [{"messages": messages, "turns": turns} for messages, turns in spoken]
-    return [{**info, **talk} if isinstance(info, Mapping) else info for info, talk in zip(given, talks, strict=True)]
+    columns = zip(given, _conversations(batch), batch.turns, strict=True)
+    return [{**_mapping(info), "messages": messages, "turns": turns} for info, messages, turns in columns]
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """A mapping, or the text of one as Parquet files may hold it; empty for anything else."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    return value if isinstance(value, Mapping) else {}
 
 
 def _queries(batch: RewardBatch) -> Sequence[str]:

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -50,6 +50,30 @@ class RewardSource(Protocol):
     def close(self) -> None:
         """End processes and threads."""
         ...
+
+
+@dataclass(frozen=True)
+class _SomeRows:
+    """Results of some rows of a batch; the others have no reward."""
+
+    pending: PendingBatch | None
+    rows: Sequence[int]
+    size: int
+
+    def wait(self, should_stop: ShouldStop = lambda: False) -> list[RewardResult] | None:
+        results = self.pending.wait(should_stop) if self.pending is not None else []
+        if results is None:
+            return None
+        by_row = dict(zip(self.rows, results, strict=True))
+        return [by_row.get(row, RewardResult()) for row in range(self.size)]
+
+
+def start_rewards(source: RewardSource, batch: RewardBatch) -> PendingBatch:
+    """Start the rewards of a batch, without those of conversations whose environment has failed."""
+    if batch.failed is None or not any(batch.failed):
+        return source.start(batch)
+    rows = [row for row, failed in enumerate(batch.failed) if not failed]
+    return _SomeRows(source.start(batch.part(rows)) if rows else None, rows, len(batch))
 
 
 class InThisProcess:
@@ -168,6 +192,7 @@ def local_reward_batch(
         prompt_tokens=sequences,
         messages=[transcript.messages for transcript in transcripts],
         turns=[transcript.turns for transcript in transcripts],
+        failed=[rollouts.dialogues[n].ended_by == "failure" for n in share],
     )
 
 

@@ -100,7 +100,14 @@ def _retokenized(name: str, batch: RewardBatch, row: int, retokenizer: Retokeniz
     if messages is not None:
         messages, begun = open_answer(messages)  # an environment's text goes on in the assistant's message
     try:
-        return retokenizer(prompt, messages, begun + response, finished=batch.finished[row], fields=batch.fields[row])
+        return retokenizer(
+            prompt,
+            messages,
+            begun + response,
+            finished=batch.finished[row],
+            fields=batch.fields[row],
+            has_turns=batch.turns is not None,
+        )
     except ValueError as error:
         where = f"sample {batch.samples[row]} (prompt {short(prompt)}, response {short(response)})"
         raise RewardError(f"reward {name!r} on {where}: {error}") from error

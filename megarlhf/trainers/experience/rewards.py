@@ -39,6 +39,7 @@ from megarlhf.rollout.rewards.score import (
     gather_rewards,
     local_reward_batch,
     make_source,
+    start_rewards,
 )
 from megarlhf.trainers.experience.batches import forward_per_sample, response_spans
 from megarlhf.trainers.experience.no_signal import SignalWatch
@@ -154,7 +155,7 @@ class Rewarder:
     def start(self, experience: Experience, prompts: Sequence[PromptSample]) -> PendingRewards:
         """Start the rewards of the step's samples, without waiting; `prompts` are one per sample."""
         batch = local_reward_batch(prompts, experience.rollouts, self.tokenizer, self.environment)
-        pending = {label: source.start(batch) for label, source in self._sources.items()}
+        pending = {label: start_rewards(source, batch) for label, source in self._sources.items()}
         return PendingRewards(self, experience, prompts, batch, pending)
 
     def validation(
@@ -206,7 +207,7 @@ class Rewarder:
         if not bool(kept_N.any()):
             message = (
                 f"{_describe_samples(~kept_N, prompts)} have no reward: every reward said None, or one has failed and "
-                "is dropped. Nothing is left to train on"
+                "is dropped, or so has the environment (see the warnings above). Nothing is left to train on"
             )
             if any(output.late for output in outputs):
                 raise WatchdogTimeout(f"{message}. Look at what does not answer", agreed=True)

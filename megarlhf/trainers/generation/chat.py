@@ -92,7 +92,8 @@ def show_conversation(dialogue: Dialogue, turns: Sequence[str]) -> None:
             print(f"    {role}{message['content']}", flush=True)
         print(turn, flush=True)
     reward = ", ".join("-" if reward is None else f"{reward:g}" for reward in dialogue.rewards)
-    print(f"(ended by {dialogue.ended_by}; rewards {reward}{dialogue.error})", file=sys.stderr, flush=True)
+    error = f"; {dialogue.error}" if dialogue.error else ""
+    print(f"(ended by {dialogue.ended_by}; rewards {reward}{error})", file=sys.stderr, flush=True)
 
 
 def typed_prompts(encode: Callable[[str], PromptSample], runtime: Runtime) -> Iterator[PromptSample]:

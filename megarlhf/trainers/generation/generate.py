@@ -34,7 +34,14 @@ from megarlhf.rollout.in_flight import Requests
 from megarlhf.rollout.responses import sample_seed
 from megarlhf.rollout.rewards.accuracy import accuracy_metrics, find_accuracy
 from megarlhf.rollout.rewards.batch import RewardBatch
-from megarlhf.rollout.rewards.score import RewardSource, gather_rewards, local_reward_batch, make_source, response_texts
+from megarlhf.rollout.rewards.score import (
+    RewardSource,
+    gather_rewards,
+    local_reward_batch,
+    make_source,
+    response_texts,
+    start_rewards,
+)
 from megarlhf.rollouts import Rollouts
 from megarlhf.runtime import Runtime
 from megarlhf.trainers.experience.prompts import PromptData, load_prompts, repeat_prompts
@@ -149,7 +156,7 @@ def all_rewards(cfg: GenerateConfig | EvaluateConfig) -> list[RewardConfig]:
 def _scores(reward: RewardConfig, source: RewardSource, batch: RewardBatch, phases: Phases) -> RewardOutput:
     """Values of this rank's batch and of the others'. Collective."""
     drop = reward.on_failure == "drop"
-    results = gather_rewards(reward.label, source.start(batch), batch, drop_failures=drop, local=phases.local)
+    results = gather_rewards(reward.label, start_rewards(source, batch), batch, drop_failures=drop, local=phases.local)
     values = [math.nan if result.value is None else result.value for result in results]
     failed_N = torch.tensor([bool(result.error) for result in results])
     return RewardOutput(torch.tensor(values, dtype=torch.float64), failed_N)
@@ -183,7 +190,11 @@ def _chosen_lines(cfg: GenerateConfig, generated: Generated) -> tuple[list[dict[
     scores, environment = generated.scores, generated.environment
     if cfg.select == "all":
         values = {name: output.values_N for name, output in scores.items()}
-        return list(lines_of(prompts, responses, rollouts, values, environment)), {}
+        every = list(lines_of(prompts, responses, rollouts, values, environment))
+        lines = [line for line in every if line.get("ended_by") != "failure"]
+        if not lines:
+            raise ValueError(f"the environment has failed in all {len(every)} conversations, and nothing is written")
+        return lines, {"conversations_failed": len(every) - len(lines)} if environment is not None else {}
     values_KN = torch.stack([scores[reward.label].values_N for reward in cfg.rewards])
     failed_KN = torch.stack([scores[reward.label].failed_N for reward in cfg.rewards])
     total_N = weighted_total(values_KN, [reward.weight for reward in cfg.rewards], failed_KN)

@@ -27,7 +27,7 @@ from megarlhf.rollout.factory import sampling_of
 from megarlhf.rollout.in_flight import Requests
 from megarlhf.rollout.responses import sample_seed
 from megarlhf.rollout.rewards.accuracy import accuracy_metrics, find_accuracy
-from megarlhf.rollout.rewards.score import gather_rewards, local_reward_batch, make_source
+from megarlhf.rollout.rewards.score import gather_rewards, local_reward_batch, make_source, start_rewards
 from megarlhf.rollouts import Rollouts
 from megarlhf.trainers.experience.plan import StepPlan
 from megarlhf.trainers.experience.prompts import make_experience
@@ -103,6 +103,8 @@ class Evaluator:
         if self._judge is not None:
             rewards[self._judge.label] = self._judge(prompts, rollouts, should_stop)
         metrics: dict[str, Metric] = {"eval_reward_mean": float(total_N.nanmean())}
+        if rollouts.dialogues:
+            metrics["eval_conversations_failed"] = sum(talk.ended_by == "failure" for talk in rollouts.dialogues)
         if self._accuracy.label is not None:
             metrics |= accuracy_metrics(self._accuracy, rewards[self._accuracy.label])
         return rollouts, total_N, rewards, metrics
@@ -137,7 +139,7 @@ class Judge:
     def __call__(self, prompts: Sequence[PromptSample], rollouts: Rollouts, should_stop: Callable[[], bool]) -> Tensor:
         """Judge responses: [N], NaN without a verdict. Collective."""
         batch = local_reward_batch(prompts, rollouts, self._tokenizer, self._environment)
-        results = gather_rewards(self.label, self._source.start(batch), batch, should_stop=should_stop)
+        results = gather_rewards(self.label, start_rewards(self._source, batch), batch, should_stop=should_stop)
         return without_failures(reward_output(results, torch.device("cpu")), rollouts).values_N.float()
 
     def close(self) -> None:
