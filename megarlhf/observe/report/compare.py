@@ -167,7 +167,7 @@ def final_figures(
 
 
 def _measure_of(run: RecordedRun) -> str:
-    """What a run's loss is of. Runs of `eval` are of what they evaluate."""
+    """Name of the loss of a run. An evaluation has the loss of what it evaluates."""
     kind = run_kind(run.rows)
     return str(run.settings.get("loss", kind)) if kind == "dpo" else kind
 

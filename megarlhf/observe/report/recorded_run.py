@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
@@ -73,7 +73,7 @@ def read_runs(run_dirs: Sequence[Path]) -> list[RecordedRun]:
         runs.append(
             RecordedRun(
                 name=f"{name} ({names[: index + 1].count(name)})" if names.count(name) > 1 else name,
-                kind=cast(Kind, command) if command in KIND_TITLES else run_kind(rows),
+                kind=command if command in KIND_TITLES else run_kind(rows),
                 path=path,
                 rows=rows,
                 config=config.read_text(encoding="utf-8") if config.is_file() else None,
