@@ -207,6 +207,8 @@ def test_phases_are_stacked_for_one_run_and_averaged_for_several():
     (chart,) = (chart for chart in CHARTS if chart.stacked)
     alone = figure(chart, [run_of(RL_ROWS)])
     assert [trace["stackgroup"] for trace in alone["data"]] == ["phases", "phases"]
+    equal_parts = run_of(values_of(seconds_rollout=[1.0, 2.0], seconds_train=[1.0, 2.0]))
+    assert len(figure(chart, [equal_parts])["data"]) == 2
     several = figure(chart, [run_of(RL_ROWS, "a"), run_of(RL_ROWS[:2], "b")])
     assert several["layout"]["barmode"] == "stack"
     rollout = next(trace for trace in several["data"] if trace["name"] == "seconds_rollout")

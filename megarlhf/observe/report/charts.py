@@ -102,8 +102,9 @@ def equal_metrics(chart: Chart, run: RecordedRun) -> dict[str, str]:
     """Metrics of a chart whose values in this run are those of another one of it, which alone is drawn.
 
     GRPO's held-out reward is the share of right answers, for example, and `kl` is `kl_k1` or `kl_k3`.
+    Parts of a stack are all drawn.
     """
-    names = [name for name in (*chart.metrics, *chart.right) if run.series(name)]
+    names = [name for name in (*chart.metrics, *chart.right) if run.series(name) and not chart.stacked]
     equal: dict[str, str] = {}
     for index, name in enumerate(names):
         if other := next((other for other in names[index + 1 :] if _are_equal(run, name, other)), None):
