@@ -16,6 +16,7 @@ from megarlhf.config.serve import ServeRewardConfig
 from tests.docs.repository import PRESENT, ROOT, code, path_of
 from tests.refuses import missing_names
 from tools.docs.configuration import PAGE, page_with_reference, reference
+from tools.docs.pages import PLACEHOLDERS, with_key_anchors
 
 SETS = ("data.train", "data.validation", "data.test", "ptx.data")
 ROLES = {"actor", "against", "critic", "reference", "reward_model"}
@@ -136,6 +137,16 @@ def test_the_example_configurations_load(name, kind):
 def test_the_page_has_the_reference_of_this_code():
     page = PAGE.read_text(encoding="utf-8")
     assert page == page_with_reference(page), "run `python -m tools.docs.configuration --write`"
+
+
+def test_every_key_has_an_anchor_on_the_site():
+    """Keys of roles and of sets of records under each of their names."""
+    assert {prefix: set(names) for prefix, names in PLACEHOLDERS.items()} == {"ROLE": ROLES, "SET": set(SETS)}
+    table = re.sub(r"^\| (`[^`]+`)(?: \([^)]*\))? \|", r"<tr><td><code>\1</code>", reference(), flags=re.MULTILINE)
+    _, anchors = with_key_anchors("<!-- made by" + table.replace("<code>`", "<code>").replace("`</code>", "</code>"))
+    assert len(anchors) == len(set(anchors))
+    assert {key.replace("[]", "") for key in rows()} <= set(anchors)
+    assert {"algo.kl.coef", "actor.optim.lr", "critic.optim.lr", "data.train.path"} <= set(anchors)
 
 
 def test_the_reference_is_printed():

@@ -1,4 +1,4 @@
-"""Several runs on one page: final figures with intervals, what configurations differ in, curves of common metrics.
+"""Several runs on one page: final figures with intervals, what configurations differ in, curves.
 
 Not covered: how it looks.
 """
@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from megarlhf.commands import cli
-from megarlhf.observe.report.compare import Final, differing_keys, final_figures, intervals_of, write_comparison
+from megarlhf.observe.report.compare import (
+    Comparison,
+    Final,
+    differing_keys,
+    final_figures,
+    intervals_of,
+    keys_of_some_commands,
+    write_comparison,
+)
 from megarlhf.observe.report.recorded_run import read_runs
 from tests.observe.test_report import figures_of, make_run_dir, shown
 from tests.refuses import missing_names, refuses
@@ -30,12 +38,26 @@ def runs(tmp_path) -> list[Path]:
     return [first, other, make_run_dir(tmp_path / "rm", RM)]
 
 
-def test_final_figures_are_the_last_finite_values_of_common_metrics(runs) -> None:
-    finals = final_figures(read_runs(runs), [{}, {"eval_loss": (1.9, 2.1)}, {}])
-    assert list(finals) == ["eval_loss", "loss"], "what one run alone has is left out"
-    assert finals["eval_loss"] == [Final(3.0, 1), Final(2.0, 3, (1.9, 2.1)), None]
-    assert finals["loss"] == [Final(1.5, 2), Final(1.25, 3), Final(0.5, 1)]
+def test_final_figures_are_the_last_finite_values_and_losses_are_of_one_command(runs) -> None:
+    rows = final_figures(read_runs(runs), [{}, {"eval_loss": (1.9, 2.1)}, {}])
+    assert rows == [
+        Comparison("eval_loss", "eval_loss", [Final(3.0, 1), Final(2.0, 3, (1.9, 2.1)), None]),
+        Comparison("loss (sft)", "loss", [Final(1.5, 2), Final(1.25, 3), None]),
+        Comparison("loss (rm)", "loss", [None, None, Final(0.5, 1)]),
+        Comparison("test_loss", "test_loss", [None, Final(2.1, 3), None]),
+        Comparison("eval_pair_accuracy", "eval_pair_accuracy", [None, None, Final(0.75, 1)]),
+        Comparison("grad_norm", "grad_norm", [Final(1.0, 1), None, None]),
+    ]
+    assert [row.label for row in rows if row.is_shared] == ["eval_loss", "loss (sft)"]
     assert str(Final(2.0, 3, (1.9, 2.1))) == "2 [1.9, 2.1]"
+    assert str(Final(1e-9, 3, largest=1.0)) == "~0"
+
+
+def test_a_loss_of_dpo_is_compared_with_the_same_loss_only(tmp_path) -> None:
+    rows = [{"step": 1, "loss": 0.5, "reward_margin": 1.0}]
+    paths = [make_run_dir(tmp_path / name, rows, f"loss: {name}\n") for name in ("dpo", "ipo")]
+    finals = final_figures(read_runs(paths), [{}, {}])
+    assert [row.label for row in finals] == ["loss (dpo)", "loss (ipo)", "reward_margin"]
 
 
 def test_intervals_are_those_that_the_run_has_written(runs) -> None:
@@ -65,6 +87,18 @@ def test_the_keys_that_differ(runs) -> None:
     expected = {"run.seed": ["0", "0", "1"], "actor": ["1", "2", "-"]}
     assert differing_keys([sft, other, rm]) == expected, "of two runs beside another command"
     assert list(differing_keys([sft, sft.replace("actor", "critic")])) == ["actor", "critic"]
+    assert keys_of_some_commands([sft, sft]) == {}
+    expected = {"actor": ["1", "-", "-"], "reward_model": ["-", "1", "-"]}
+    assert keys_of_some_commands([sft, rm, None]) == expected
+    assert keys_of_some_commands([sft, other, rm]) == {"reward_model": ["-", "-", "1"]}
+
+
+def test_a_path_alone_and_a_path_among_keys_are_one_key() -> None:
+    short, long = "data: {train: a.jsonl, test: null}\n", "data: {train: {path: b.jsonl, share: 1}, test: {path: c}}\n"
+    expected = {"data.train": ["a.jsonl", "b.jsonl"], "data.test": ["null", "c"], "data.train.share": ["-", "1"]}
+    assert differing_keys([short, long]) == expected
+    assert differing_keys([long, short]) == {key: row[::-1] for key, row in expected.items()}
+    assert list(differing_keys([long, long.replace("b.", "d.")])) == ["data.train.path"]
 
 
 def test_the_page_of_runs_of_different_commands(runs, tmp_path, capsys) -> None:
@@ -75,13 +109,29 @@ def test_the_page_of_runs_of_different_commands(runs, tmp_path, capsys) -> None:
     parsed = shown(page)
     assert parsed.rows == [
         ["metric", "run (1)", "run (2)", "rm"], ["eval_loss", "3 step 1", "2 [1.9, 2.1] step 3", "-"],
-        ["loss", "1.5 step 2", "1.25 step 3", "0.5 step 1"], ["key", "run (1)", "run (2)", "rm"],
+        ["loss (sft)", "1.5 step 2", "1.25 step 3", "-"], ["loss (rm)", "-", "-", "0.5 step 1"],
+        ["eval_pair_accuracy", "-", "-", "0.75 step 1"],
+        ["metric", "run (1)", "run (2)", "rm"], ["test_loss", "-", "2.1 step 3", "-"],
+        ["grad_norm", "1 step 1", "-", "-"], ["key", "run (1)", "run (2)", "rm"],
         ["run.seed", "0", "1", "-"], ["actor.optim.lr", "0.1", "0.1", "-"], ["rewards", "[]", "-", "-"],
         ["loss", "-", "<b>", "-"],
     ]  # fmt: skip
     assert "A <title>" in parsed.texts
-    names = [[trace["name"] for trace in drawn["data"]] for drawn in figures_of(page)]
-    assert names == [["run (1) · eval_loss", "run (2) · eval_loss"], ["run (1) · loss", "run (2) · loss", "rm · loss"]]
+    assert "More: 2 other metrics, which only one run has" in parsed.texts
+    drawn = figures_of(page)
+    names = [[trace["name"] for trace in each["data"]] for each in drawn]
+    assert names == [
+        ["run (1) · eval_loss", "run (2) · eval_loss"], ["run (1) · loss", "run (2) · loss"], ["rm · loss"],
+        ["rm · eval_pair_accuracy"],
+    ]  # fmt: skip
+    colours = {trace["name"].split(" · ")[0]: trace["line"]["color"] for each in drawn for trace in each["data"]}
+    assert len(set(colours.values())) == 3
+    assert all(colours[t["meta"]["run"]] == t["line"]["color"] for each in drawn for t in each["data"])
+    assert [each["layout"]["yaxis"]["title"]["text"] for each in drawn] == [
+        "nats per response token", "nats per response token", "nats per pair", "share of pairs"
+    ]  # fmt: skip
+    for words in ("Losses of different commands measure different things", "On the page only: 2 metrics"):
+        assert words in printed
     for word in ("eval_loss", "2 [1.9, 2.1]", "actor.optim.lr", f"wrote {out}"):
         assert word in printed
     write_comparison(runs[:2], out, title="again")

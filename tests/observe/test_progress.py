@@ -106,10 +106,15 @@ def test_table_refuses_a_row_of_another_length():
     [
         (None, "-"), (float("nan"), "nan"), (0, "0"), (0.0, "0"), (1234567, "1,234,567"), (3.14159, "3.142"),
         (1e-5, "1.00e-05"), (-0.25, "-0.25"), (54321.0, "54,321"), (1e9, "1.00e+09"),
+        (1.02e-14, "~0"), (-1e-13, "~0"), (2e-12, "2.00e-12"),
     ],
 )  # fmt: skip
 def test_format_number(value, text):
     assert format_number(value) == text
+
+
+def test_noise_beside_larger_numbers():
+    assert [format_number(-4.64e-9, largest) for largest in (0.1, 1e-3)] == ["~0", "-4.64e-09"]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(None, "-:--:--"), (59.6, "0:01:00"), (90061, "25:01:01")])

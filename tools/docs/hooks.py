@@ -1,5 +1,5 @@
-"""MkDocs hooks: README.md is the first page, source files that pages link to get pages, and a page that would load
-something from another host fails the build."""
+"""MkDocs hooks: README.md is the first page, source files that pages link to get pages, keys of the configuration
+get anchors, and a page that would load something from another host fails the build."""
 
 from __future__ import annotations
 
@@ -39,6 +39,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if uri.startswith("source/"):
         return markdown
     return pages.for_the_site(markdown, _folder(uri), uri)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Give each key of the configuration an anchor, to which pages may link."""
+    if page.file.src_uri != "configuration.md":
+        return html
+    html, anchors = pages.with_key_anchors(html)
+    page.present_anchor_ids = (page.present_anchor_ids or set()) | set(anchors)
+    return html
 
 
 def on_post_build(config: MkDocsConfig) -> None:

@@ -78,6 +78,38 @@ def source_page(path: str) -> str:
     return f'---\nsearch: {{exclude: true}}\n---\n# {path}\n\n{fence}{language} linenums="1"\n{text}{fence}\n'
 
 
+PLACEHOLDERS = {
+    "ROLE": ("actor", "against", "critic", "reference", "reward_model"),
+    "SET": ("data.train", "data.validation", "data.test", "ptx.data"),
+}
+"""Prefixes of keys in the configuration reference, and the sections that each stands for."""
+_KEY = re.compile(r"(<tr>\s*<td>)<code>([\w.\[\]]+)</code>")
+
+
+def with_key_anchors(page: str) -> tuple[str, list[str]]:
+    """The built configuration page with a link to each key of its reference, and the anchors.
+
+    `algo.kl.coef` is at `configuration.html#algo.kl.coef`, `ROLE.optim.lr` also at `#actor.optim.lr` and so on,
+    `rewards[].kind` at `#rewards.kind`. A key with several rows has its anchor at the first.
+    """
+    introduction, marker, reference = page.partition("<!-- made by")
+    assert marker, "the configuration page has no mark where its reference begins"
+    anchors: list[str] = []
+
+    def row(match: re.Match[str]) -> str:
+        key = match[2].replace("[]", "")
+        if key in anchors:
+            return match[0]
+        prefix, _, rest = key.partition(".")
+        others = [f"{section}.{rest}" for section in PLACEHOLDERS.get(prefix, ())]
+        anchors.extend([key, *others])
+        places = "".join(f'<span id="{other}"></span>' for other in others)
+        link = f'<a class="headerlink" href="#{key}" title="Link to this key">&para;</a>'
+        return f'{match[1]}{places}<span class="key" id="{key}"><code>{match[2]}</code>{link}</span>'
+
+    return introduction + marker + _KEY.sub(row, reference), anchors
+
+
 _FETCHED = re.compile(
     r"<(?:script|link|img|iframe|source|video|audio|embed|object)\b[^>]*?"
     r"\b(?:src|href|data|srcset)=[\"']?((?:https?:)?//[^\"'\s>]+)|(?:url\(|@import\s)\s*[\"']?((?:https?:)?//[^\"')\s]+)",

@@ -1,18 +1,22 @@
 """Plotly figures of a report, as plain dictionaries of data and layout.
 
-One run: a colour for each metric. Several runs over each other: a colour for each run, a dash for each metric.
+One run: a colour for each metric. Several runs over each other: a colour for each run, a dash for each metric. The
+legend is HTML beside the figure, so that it takes no room from it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from megarlhf.observe.report.chart_list import CHARTS, Chart
+from megarlhf.observe.report.chart_list import CHARTS, REWARD, Chart, axis_of
 from megarlhf.observe.report.recorded_run import RecordedRun
 
 PALETTE = ("#2563eb", "#d97706", "#059669", "#b91c1c", "#7c3aed", "#0e7490", "#be185d", "#4d7c0f")
-DASHES = ("solid", "dot", "dash", "longdash", "dashdot")
+DASHES = {"solid": "", "dot": "2 3", "dash": "6 3", "longdash": "10 4", "dashdot": "6 3 2 3"}
+"""Plotly's names of dashes, and SVG's lengths of their strokes and gaps."""
 TEXT = "#3c4351"
 _AXIS = {"gridcolor": "#e7e9ee", "linecolor": "#c9ced8", "showline": True, "zeroline": False}
 _AXIS |= {"automargin": True, "exponentformat": "power"}
@@ -36,10 +40,49 @@ TEMPLATE: dict[str, Any] = {
 """Defaults of every chart."""
 
 
-def draw(figures: list[dict[str, Any]], chart: Chart, runs: Sequence[RecordedRun]) -> int:
-    """Append the figure of a chart to those of a page, and return its index."""
+@dataclass(frozen=True)
+class Key:
+    """An entry of a legend, which is a run or a metric. A click on it hides the traces that are of it by `meta`."""
+
+    part: Literal["run", "metric"]
+    name: str
+    colour: str
+    dashes: str = ""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A chart of a page: the index of its figure, its legend, and remarks on metrics that are drawn once."""
+
+    index: int
+    keys: Sequence[Key]
+    remarks: Sequence[str]
+
+
+def draw(figures: list[dict[str, Any]], chart: Chart, runs: Sequence[RecordedRun]) -> Drawn:
+    """Append the figure of a chart to those of a page."""
     figures.append(figure(chart, runs))
-    return len(figures) - 1
+    runs_of: dict[str, list[str]] = {}
+    for run in runs:
+        for metric, other in equal_metrics(chart, run).items():
+            runs_of.setdefault(f"{metric} is the same as {other}", []).append(run.name)
+    remarks = [text + f" ({', '.join(names)})" * (len(runs) > 1) for text, names in runs_of.items()]
+    return Drawn(len(figures) - 1, legend(chart, figures[-1]["data"], len(runs) > 1), remarks)
+
+
+def legend(chart: Chart, data: Sequence[dict[str, Any]], several_runs: bool) -> list[Key]:
+    """The runs if there are several, and the metrics unless there are several runs and one metric."""
+    runs = {trace["meta"]["run"]: trace["marker"]["color"] for trace in data}
+    metrics = {trace["meta"]["metric"]: trace for trace in data}
+    by_run = several_runs and not chart.stacked
+    keys = [Key("run", name, colour) for name, colour in runs.items() if by_run]
+    if by_run and len(metrics) == 1:
+        return keys
+    for name in (name for name in chart.metrics + chart.right if name in metrics):
+        trace = metrics[name]
+        dash = trace.get("line", {}).get("dash", "solid")
+        keys.append(Key("metric", name, TEXT if by_run else trace["marker"]["color"], DASHES[dash]))
+    return keys
 
 
 def charts_of(runs: Sequence[RecordedRun]) -> tuple[list[Chart], list[Chart]]:
@@ -48,28 +91,75 @@ def charts_of(runs: Sequence[RecordedRun]) -> tuple[list[Chart], list[Chart]]:
     `wall_clock` is left out: the summary shows it.
     """
     logged = list(dict.fromkeys(name for run in runs for name in run.metrics()))
-    listed = [chart for chart in CHARTS if set(chart.metrics + chart.right) & set(logged)]
+    kind = runs[0].kind
+    of_kind = [chart for chart in CHARTS if kind in (chart.kinds or (kind,))]
+    listed = [chart for chart in of_kind if set(chart.metrics + chart.right) & set(logged)]
     covered = {"wall_clock", *(name for chart in listed for name in chart.metrics + chart.right)}
-    return listed, [Chart(name, (name,)) for name in logged if name not in covered]
+    return listed, [Chart(name, (name,), axis=axis_of(name, kind)) for name in logged if name not in covered]
+
+
+def equal_metrics(chart: Chart, run: RecordedRun) -> dict[str, str]:
+    """Metrics of a chart whose values in this run are those of another one of it, which alone is drawn.
+
+    GRPO's held-out reward is the share of right answers, for example, and `kl` is `kl_k1` or `kl_k3`.
+    Parts of a stack are all drawn.
+    """
+    names = [name for name in (*chart.metrics, *chart.right) if run.series(name) and not chart.stacked]
+    equal: dict[str, str] = {}
+    for index, name in enumerate(names):
+        if other := next((other for other in names[index + 1 :] if _are_equal(run, name, other)), None):
+            equal[name] = other
+    return equal
+
+
+def _are_equal(run: RecordedRun, name: str, other: str) -> bool:
+    """Whether both have the same values, as far as fp32 shows, at the same steps, and are not only zeros."""
+    values, others = run.series(name), run.series(other)
+    if [step for step, _ in values] != [step for step, _ in others] or not any(value for _, value in values):
+        return False
+    pairs = [(value, beside) for (_, value), (_, beside) in zip(values, others, strict=True)]
+    return all(
+        value == beside if value is None or beside is None else math.isclose(value, beside, rel_tol=1e-6, abs_tol=1e-9)
+        for value, beside in pairs
+    )
 
 
 def figure(chart: Chart, runs: Sequence[RecordedRun]) -> dict[str, Any]:
     """The plotly figure of a chart: `{"data": [...], "layout": {...}}`, ready for JSON."""
     if chart.stacked and len(runs) > 1:
         return _phase_totals(chart, runs)
-    data = []
+    data, learned = [], []
     for run_index, run in enumerate(runs):
+        equal = equal_metrics(chart, run)
+        is_right = any(other in chart.right for name, other in equal.items() if name in chart.metrics)
         for metric_index, metric in enumerate(chart.metrics + chart.right):
-            if run.series(metric):
+            if run.series(metric) and metric not in equal:
                 colour, dash = (metric_index, 0) if len(runs) == 1 else (run_index, metric_index)
-                trace = _trace(chart, run, metric, PALETTE[colour % len(PALETTE)], DASHES[dash % len(DASHES)])
-                data.append({**trace, "name": metric if len(runs) == 1 else f"{run.name} · {metric}"})
+                trace = _trace(chart, run, metric, PALETTE[colour % len(PALETTE)], list(DASHES)[dash % len(DASHES)])
+                name = metric if len(runs) == 1 else f"{run.name} · {metric}"
+                if is_right or metric in chart.right:
+                    trace["yaxis"] = "y2"
+                else:
+                    learned.append(run.reward_is_learned)
+                data.append({**trace, "name": name, "meta": {"run": run.name, "metric": metric}})
     layout = _layout(chart, runs) | (_mark_of_best(chart.mark_best, runs[0]) if len(runs) == 1 else {})
-    if any("yaxis" in trace for trace in data):
-        title = {"text": chart.right_axis}
-        right = {"title": title, "overlaying": "y", "tickmode": "auto", "side": "right", "showgrid": False}
-        layout |= {"yaxis2": right, "margin": {"r": 64}}
-    return {"data": data, "layout": layout}
+    if chart == REWARD and learned and all(learned):
+        layout["yaxis"]["title"]["text"] = f"learned {chart.axis}"
+    return {"data": data, "layout": _with_right_axis(chart, data, layout)}
+
+
+def _with_right_axis(chart: Chart, data: list[dict[str, Any]], layout: dict[str, Any]) -> dict[str, Any]:
+    """The layout with a second axis, if something is drawn on it. Traces that all belong to it get the first axis."""
+    on_right = [trace for trace in data if "yaxis" in trace]
+    if not on_right:
+        return layout
+    title = {"text": chart.right_axis}
+    if len(on_right) == len(data):
+        for trace in data:
+            del trace["yaxis"]
+        return layout | {"yaxis": {"title": title}}
+    right = {"title": title, "overlaying": "y", "tickmode": "auto", "side": "right", "showgrid": False}
+    return layout | {"yaxis2": right, "margin": {"r": 64}}
 
 
 def _trace(chart: Chart, run: RecordedRun, metric: str, colour: str, dash: str) -> dict[str, Any]:
@@ -85,7 +175,7 @@ def _trace(chart: Chart, run: RecordedRun, metric: str, colour: str, dash: str) 
     }
     if chart.stacked:
         trace |= {"stackgroup": "phases", "mode": "none", "fillcolor": colour}
-    return {**trace, "yaxis": "y2"} if metric in chart.right else trace
+    return trace
 
 
 def _phase_totals(chart: Chart, runs: Sequence[RecordedRun]) -> dict[str, Any]:
@@ -95,8 +185,9 @@ def _phase_totals(chart: Chart, runs: Sequence[RecordedRun]) -> dict[str, Any]:
         values = [[value for _, value in run.finite(metric)] for run in runs]
         means = [sum(of_run) / len(of_run) if of_run else None for of_run in values]
         marker = {"color": PALETTE[index % len(PALETTE)]}
-        data.append({"type": "bar", "name": metric, "y": [run.name for run in runs], "x": means, "marker": marker})
-    layout = _layout(chart, runs) | {"barmode": "stack", "hovermode": "closest", "yaxis": {}}
+        bars = {"type": "bar", "name": metric, "y": [run.name for run in runs], "x": means, "marker": marker}
+        data.append({**bars, "meta": {"run": None, "metric": metric}})
+    layout = _layout(chart, runs) | {"barmode": "stack", "hovermode": "closest", "yaxis": {"title": {"text": "run"}}}
     return {"data": data, "layout": layout | {"xaxis": {"title": {"text": "mean seconds per step"}}}}
 
 
@@ -108,8 +199,14 @@ def _layout(chart: Chart, runs: Sequence[RecordedRun]) -> dict[str, Any]:
     elif values and min(values) == max(values) != 0:
         # Around a constant plotly would show +-1, where a learning rate of 1e-4 reads as 0.
         yaxis["range"] = sorted((0.0, 2.0 * values[0]))
-    height, xaxis = 340 if chart.wide else 270, {"title": {"text": "step"}}
-    return {"template": TEMPLATE, "height": height, "xaxis": xaxis, "yaxis": yaxis}
+    xaxis: dict[str, Any] = {"title": {"text": "step"}}
+    steps = [step for run in runs for metric in chart.metrics + chart.right for step, _ in run.series(metric)]
+    if steps and max(steps) - min(steps) < 10:
+        xaxis["dtick"] = 1  # plotly would put ticks between steps
+    if values and max(map(abs, values)) >= 10_000:
+        yaxis |= {"exponentformat": "none", "separatethousands": True}
+    height = 300 if chart.wide else 240
+    return {"template": TEMPLATE, "height": height, "showlegend": False, "xaxis": xaxis, "yaxis": yaxis}
 
 
 def _mark_of_best(metric: str | None, run: RecordedRun) -> dict[str, Any]:

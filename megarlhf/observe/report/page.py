@@ -16,6 +16,7 @@ from megarlhf.observe.report.chart_list import KIND_TITLES, SUMMARY
 from megarlhf.observe.report.charts import charts_of, draw
 from megarlhf.observe.report.html_page import check_replaceable, document, fill, write_whole, written_by
 from megarlhf.observe.report.recorded_run import RecordedRun, read_runs
+from megarlhf.observe.report.result import model_of, sentence
 from megarlhf.observe.terminal.progress import format_duration, format_number
 
 REPORT = "report"
@@ -51,6 +52,8 @@ def report_page(runs: Sequence[RecordedRun], *, title: str, first: Sequence[str]
         runs=runs,
         sections=[(KIND_TITLES[kind], alike, *charts_of(alike)) for kind, alike in by_kind.items()],
         draw=partial(draw, figures),
+        result=sentence,
+        model=model_of,
         summary=_summary,
         facts=_facts,
         not_finite=_not_finite,
@@ -70,10 +73,9 @@ def _summary(run: RecordedRun) -> list[tuple[object, ...]]:
     for metric, best in SUMMARY.items():
         if points := run.finite(metric):
             step, value = (min if best == "lowest" else max)(points, key=lambda point: point[1])
-            shown = "worst " * (best == "worst") + format_number(value)
-            last = Markup("<b>{}</b>").format(format_number(points[-1][1]))
-            cells = ("-", "-") if best == "neither" else (shown, step)
-            rows.append((metric, format_number(points[0][1]), last, *cells))
+            show = partial(format_number, largest=max(abs(value) for _, value in points))
+            cells = ("-", "-") if best == "neither" else ("worst " * (best == "worst") + show(value), step)
+            rows.append((metric, show(points[0][1]), Markup("<b>{}</b>").format(show(points[-1][1])), *cells))
     return rows or [("no figure of its own logged",)]
 
 

@@ -35,6 +35,8 @@ HEADLINES = (
 """Metrics in order of importance. The first few that a command logs are shown."""
 
 MAX_SHOWN = 6
+NOISE = 1e-12
+"""Magnitude below which a number is a rounding error of fp32 or fp64 sums."""
 PLAIN_WIDTH = 140  # a log file has no width of its own; rich would fold at 80
 
 
@@ -62,14 +64,20 @@ def table(title: str, rows: Sequence[Sequence[object]], columns: Sequence[str]) 
     return result
 
 
-def format_number(value: float | int | None) -> str:
-    """Four significant digits; integers whole; a dash for None."""
+def format_number(value: float | int | None, largest: float = 0.0) -> str:
+    """Four significant digits; integers whole; a dash for None; `~0` for rounding noise.
+
+    largest: the greatest magnitude among the values beside it, such as those of the same metric at other steps. What is
+             below a millionth of it is noise; and so is whatever is below `NOISE`.
+    """
     if value is None:
         return "-"
     if not math.isfinite(value):
         return str(value)
     if isinstance(value, int):
         return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    if value != 0 and abs(value) < max(NOISE, 1e-6 * largest):
+        return "~0"
     if value != 0 and not 1e-3 <= abs(value) < 1e5:
         return f"{value:.2e}"
     return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
