@@ -6,7 +6,7 @@ in every command (`roles.py`). Derived numbers are in `planning/`.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -14,7 +14,7 @@ from megarlhf.config.choices import PatienceConfig, check_choices
 from megarlhf.config.data import DataConfig, SFTDataConfig
 from megarlhf.config.observe import ObserveConfig
 from megarlhf.config.profile import ProfileConfig, check_profile_steps
-from megarlhf.config.roles import FrozenModel, NonNegative, RoleConfig, require_all_ranks
+from megarlhf.config.roles import FrozenModel, NonNegative, Positive, RoleConfig, require_all_ranks
 from megarlhf.config.run import CheckpointConfig, RunConfig
 from megarlhf.config.skip import SkipConfig
 from megarlhf.config.watchdog import WatchdogConfig
@@ -25,6 +25,28 @@ class EvalConfig(FrozenModel):
     """Steps between evaluations on held-out data; 0: before the first and after the last step only."""
     max_samples: PositiveInt | None = None
     """Use only the first so many held-out samples."""
+
+
+UNKNOWN_STEPS = 10**9
+"""`num_steps` until the records are counted, where `num_epochs` is given."""
+
+
+class EpochsConfig(FrozenModel):
+    num_epochs: Positive | None = None
+    """Passes over the training data, in place of `num_steps`: as many steps as take each usable record that often, the
+    last step included. In `rl` a record is a prompt. The run's config.yaml has the number of steps."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_of_epochs(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("num_epochs") is None:
+            return data
+        if data.get("num_steps") not in (None, UNKNOWN_STEPS):
+            raise ValueError(
+                f"num_steps = {data['num_steps']} and num_epochs = {data['num_epochs']} both say how long the run is; "
+                "give one of them"
+            )
+        return {**data, "num_steps": UNKNOWN_STEPS}
 
 
 class MicroBatchConfig(FrozenModel):
@@ -59,7 +81,7 @@ class MicroBatchConfig(FrozenModel):
         return self.micro_batch_samples or max(1, (budget or 0) // longest)
 
 
-class TrainConfig(MicroBatchConfig, SkipConfig):
+class TrainConfig(MicroBatchConfig, SkipConfig, EpochsConfig):
     num_steps: PositiveInt
     """Optimizer steps."""
     mini_batch_samples: PositiveInt

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from megarlhf.config.commands import UNKNOWN_STEPS
 from megarlhf.config.old_keys import translate
 from megarlhf.config.roles import FrozenModel
 
@@ -167,7 +168,20 @@ def _require_order(overrides: Sequence[str]) -> None:
 
 def dump_config(config: FrozenModel) -> str:
     """The resolved configuration as YAML; loading it again gives the same object."""
-    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
+    return yaml.dump(_tree_of(config), Dumper=_Dumper, sort_keys=False)
+
+
+def dump_changed(config: FrozenModel) -> str:
+    """The keys whose values are not the defaults, as YAML."""
+    return yaml.dump(_tree_of(config, exclude_defaults=True), Dumper=_Dumper, sort_keys=False)
+
+
+def _tree_of(config: FrozenModel, *, exclude_defaults: bool = False) -> dict[str, Any]:
+    """The configuration as a tree, without a number of steps that is not counted yet."""
+    tree = config.model_dump(mode="json", exclude_defaults=exclude_defaults)
+    if isinstance(train := tree.get("train"), dict) and train.get("num_steps") == UNKNOWN_STEPS:
+        del train["num_steps"]
+    return tree
 
 
 def _unshared(node: Any) -> Any:
@@ -233,7 +247,7 @@ def _describe(
         if item["type"] == "extra_forbidden":
             text = f"unknown key {where!r}; {_hint(kind, item['loc'])}"
         elif item["type"] == "missing":
-            text = f"missing key {where!r}"
+            text = f"missing key {where!r}" + " or 'train.num_epochs'" * (where == "train.num_steps")
         else:
             got = "" if item["type"] == "value_error" else f", got {item['input']!r}"
             text = (f"{where}: " if where else "") + item["msg"].removeprefix("Value error, ") + got
@@ -259,10 +273,23 @@ def _concerns(key: str, where: str, unknown: bool) -> bool:
     return (where + ".").startswith(key + ".") or (unknown and key.startswith(where + "."))
 
 
+_NAMES_ELSEWHERE = {
+    **dict.fromkeys(("epochs", "max_epochs", "num_train_epochs", "total_epochs"), "num_epochs"),
+    **dict.fromkeys(("max_steps", "total_training_steps", "train_iters"), "num_steps"),
+    **dict.fromkeys(("gradient_accumulation_steps", "train_batch_size", "global_batch_size"), "mini_batch_samples"),
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "micro_batch_size", "micro_train_batch_size"), "micro_batch_samples"
+    ),
+}
+"""Our keys by the names that other frameworks have for the same."""
+
+
 def _hint(kind: type[FrozenModel], location: Sequence[int | str]) -> str:
     """Suggestion for an unknown key: the same name in another section, or the nearest name in this section."""
     section = _section_at(kind, location[:-1])
     name, known_keys = str(location[-1]), sorted(section.model_fields if section else ())
+    if (ours := _NAMES_ELSEWHERE.get(name)) in known_keys:
+        return f"did you mean {ours!r}?"
     if likely := difflib.get_close_matches(name, known_keys, n=1, cutoff=0.85):
         return f"did you mean {likely[0]!r}?"
     if elsewhere := sorted((key for key in _all_keys(kind) if key.split(".")[-1] == name), key=len):

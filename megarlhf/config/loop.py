@@ -67,7 +67,7 @@ class LoopConfig(RLConfig):
         unread += [
             f"data.{key}" for key in type(default).model_fields if getattr(default, key) != getattr(self.data, key)
         ]
-        unread += [f"train.{key}" for key in self.train.changed("critic_warmup_steps", "stop", "sampler")]
+        unread += [f"train.{key}" for key in self.train.changed("critic_warmup_steps", "stop", "sampler", "num_epochs")]
         unread += [f"checkpoint.{key}" for key in self.checkpoint.changed("best", "every_updates")]
         unread += self.rollout.changed_of_slices()
         if unread:

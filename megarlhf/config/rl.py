@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt, model_validator
 from megarlhf.config.algo import AlgoConfig, RolloutCorrectionConfig
 from megarlhf.config.auxiliary import EMAConfig, PTXConfig, ReferenceUpdateConfig
 from megarlhf.config.choices import DEFAULT, StopConfig, check_choices
-from megarlhf.config.commands import EvalConfig, MicroBatchConfig
+from megarlhf.config.commands import EpochsConfig, EvalConfig, MicroBatchConfig
 from megarlhf.config.data import PromptDataConfig
 from megarlhf.config.environment import EnvironmentConfig, require_environment
 from megarlhf.config.observe import ObserveConfig
@@ -31,7 +31,7 @@ class RLEvalConfig(EvalConfig, AccuracyConfig):
     """Greedy responses to held-out prompts."""
 
 
-class RLTrainConfig(MicroBatchConfig, SkipConfig):
+class RLTrainConfig(MicroBatchConfig, SkipConfig, EpochsConfig):
     num_steps: Annotated[int, Field(ge=0)]
     """Rollout-and-train cycles."""
     prompts_per_step: PositiveInt

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from megarlhf.config import DPOConfig, RLConfig, RLTrainConfig, RMConfig, SFTConfig, TrainConfig, trained_roles
 
@@ -12,7 +14,39 @@ class BatchNumber:
     """A derived number, and what it counts."""
 
     unit: str
-    value: int
+    value: float
+
+
+ConfigT = TypeVar("ConfigT", bound=SFTConfig | RMConfig | DPOConfig | RLConfig)
+
+
+def with_counted_steps(cfg: ConfigT, num_records: int, records_per_step: int) -> ConfigT:
+    """The configuration with `train.num_steps` in place of `train.num_epochs`, if that is given.
+
+    Raises: ValueError where the steps contradict other keys.
+    """
+    if cfg.train.num_epochs is None:
+        return cfg
+    steps = max(1, math.ceil(cfg.train.num_epochs * num_records / records_per_step - 1e-9))
+    tree: dict[str, Any] = cfg.model_dump()
+    counted: Any = type(cfg).model_validate(
+        {**tree, "train": {**tree["train"], "num_steps": steps, "num_epochs": None}}
+    )
+    schedule_notes(counted)
+    return counted
+
+
+def passes_note(num_steps: int, records_per_step: int, num_records: int) -> str:
+    """Sentence on how often a run sees each record."""
+    passes = num_steps * records_per_step / num_records
+    return f"{num_steps:,} steps of {records_per_step:,} of {num_records:,} records: {passes:.3g} passes over the data"
+
+
+def _num_steps(unit: str, train: TrainConfig | RLTrainConfig) -> BatchNumber:
+    """The length of the run; in passes where the records are counted at its start."""
+    if train.num_epochs is None:
+        return BatchNumber(unit, train.num_steps)
+    return BatchNumber("passes over the data of the run", train.num_epochs)
 
 
 def _divided(total: int, by: int, name: str, per: str, advice: str) -> int:
@@ -53,7 +87,7 @@ def _micro_batch_size(train: TrainConfig | RLTrainConfig, sample: str) -> BatchN
 def supervised_batch_numbers(train: TrainConfig, dp: int, role: str, sample: str) -> list[BatchNumber]:
     """Numbers of sft, rm and dpo. `sample` is the word for their samples, in the plural."""
     numbers = [
-        BatchNumber("optimizer steps of the run", train.num_steps),
+        _num_steps("optimizer steps of the run", train),
         BatchNumber(f"{sample} per optimizer step (mini-batch), over all ranks", train.mini_batch_samples),
         BatchNumber(f"data-parallel ranks of {role}", dp),
     ]
@@ -103,7 +137,7 @@ def rl_batch_numbers(cfg: RLConfig, world_size: int) -> list[BatchNumber]:
         "change train.mini_batch_samples",
     )
     numbers = [
-        BatchNumber("rollout-and-train steps of the run", train.num_steps),
+        _num_steps("rollout-and-train steps of the run", train),
         BatchNumber("prompts per step, over all ranks", train.prompts_per_step),
         BatchNumber("samples per prompt", rollout.num_samples_per_prompt),
         BatchNumber("samples (sequences) per step, over all ranks", samples),

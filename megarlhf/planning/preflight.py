@@ -15,12 +15,12 @@ from megarlhf.config import (
     RMConfig,
     RoleConfig,
     SFTConfig,
-    dump_config,
 )
 from megarlhf.config.ask import AskConfig
+from megarlhf.config.load import dump_changed
 from megarlhf.layout import MeshLayout
 from megarlhf.memory import available_bytes
-from megarlhf.observe.records.run_directory import require_writable_output
+from megarlhf.observe.records.run_directory import CONFIG_FILE, require_writable_output
 from megarlhf.observe.records.wandb_run import require_wandb
 from megarlhf.observe.terminal.progress import make_console, table
 from megarlhf.planning.adapters import check_trained
@@ -63,6 +63,7 @@ class Preflight:
 
     title: str
     config: str
+    """YAML of the keys that are not as by default."""
     numbers: tuple[BatchNumber, ...]
     roles: tuple[tuple[str, str, str], ...]
     """Role, model and layout in words."""
@@ -70,8 +71,9 @@ class Preflight:
     """Notes for the user, in sentences."""
 
     def print(self) -> None:
-        """Print the resolved configuration, the tables and the notes."""
+        """Print what the configuration changes, the tables and the notes."""
         console = make_console()
+        console.print(f"keys that are not as by default (the run's {CONFIG_FILE} has all):", highlight=False)
         console.print(self.config, highlight=False, markup=False)
         console.print(table(f"{self.title}: roles", self.roles, ("role", "model", "layout")))
         if self.numbers:
@@ -138,7 +140,7 @@ def preflight(
         notes += cfg.profile.start_notes(world_size, on_cpu=on_cpu) + schedule_notes(cfg)
         notes += changed_meanings(cfg.checkpoint)
     numbers = tuple(_numbers(cfg, world_size))
-    return Preflight(command, dump_config(cfg), numbers, roles=tuple(described), notes=tuple(notes))
+    return Preflight(command, dump_changed(cfg), numbers, roles=tuple(described), notes=tuple(notes))
 
 
 def check_layouts(

@@ -190,9 +190,12 @@ class FinishedResponses:
         """This rank's responses, by row."""
         self.turns: dict[int, list[AnsweredTurn]] = {}
         """Answered turns of this rank's unfinished conversations, by row."""
+        self.num_tokens = 0
+        """Tokens of the responses that were added."""
 
     def add(self, row: int, response: Response) -> None:
         self.held[row] = response
+        self.num_tokens += len(response.tokens)
         self.turns.pop(row, None)
 
     def add_turn(self, row: int, turn: AnsweredTurn, *, first: bool = False) -> None:

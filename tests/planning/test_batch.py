@@ -2,9 +2,12 @@
 Not covered: memory and time (no such plan yet)."""
 
 import pytest
+import yaml
+from pydantic import ValidationError
 
-from megarlhf.config import DPOConfig, RMConfig
-from megarlhf.planning.batch import BatchNumber, rl_batch_numbers, schedule_notes
+from megarlhf.config import DPOConfig, RMConfig, SFTConfig, config_of, dump_config
+from megarlhf.config.load import dump_changed
+from megarlhf.planning.batch import BatchNumber, rl_batch_numbers, schedule_notes, with_counted_steps
 from megarlhf.planning.preflight import preflight
 from tests.planning.configs import TRAIN, rl, role, sft
 from tests.refuses import missing_names, refuses
@@ -108,3 +111,28 @@ def test_what_does_not_divide_names_numbers_and_keys(paths, change, world, names
         change = {**change, "actor": role(paths, **change["actor"])}
     with refuses(*names):
         rl_batch_numbers(rl(paths, **change), world)
+
+
+def epochs_of(paths, **train):
+    tree = {"run": {"dir": "r"}, "actor": {**role(paths), "optim": {"lr": 1e-3, "warmup_steps": 20}}}
+    train = {"mini_batch_samples": 16, "micro_batch_samples": 1, **train}
+    return SFTConfig.model_validate({**tree, "data": {"train": paths["train"]}, "train": train})
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 25), (0.9, 23), (2.0, 50), (0.96, 24)])
+def test_epochs_are_counted_in_steps(paths, epochs, steps):
+    """Of 16 of 400 records, the last step rounded up."""
+    cfg = epochs_of(paths, num_epochs=epochs)
+    assert preflight("sft", cfg, 1).numbers[0] == BatchNumber("passes over the data of the run", epochs)
+    assert "num_steps" not in dump_config(cfg) + dump_changed(cfg)
+    counted = with_counted_steps(cfg, 400, 16)
+    assert (counted.train.num_steps, counted.train.num_epochs) == (steps, None)
+    assert with_counted_steps(counted, 7, 16) is counted
+    assert config_of(SFTConfig, yaml.safe_load(dump_config(cfg))) == cfg
+
+
+def test_epochs_contradict_steps_and_are_checked_when_they_are_counted(paths):
+    with refuses("num_steps = 3", "num_epochs = 2", error=ValidationError):
+        epochs_of(paths, num_epochs=2, num_steps=3)
+    with refuses("actor.optim.warmup_steps = 20", "13 optimizer steps"):
+        with_counted_steps(epochs_of(paths, num_epochs=0.5), 400, 16)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megarlhf.config.lora import ADAPTER_SUFFIX
 from megarlhf.observe.report.chart_list import Kind
-from megarlhf.observe.report.recorded_run import RecordedRun
+from megarlhf.observe.report.recorded_run import RecordedRun, read_runs
 from megarlhf.observe.terminal.progress import format_number
 
 SHARES = ("eval_accuracy", "eval_pair_accuracy")
@@ -53,6 +53,21 @@ def sentence(run: RecordedRun) -> str:
         span += f", of {end} steps"
     change = f"went from {_shown(metric, first, largest)} to {_shown(metric, last, largest)}"
     return f"{subject} {change} {span} of {method(run)}."
+
+
+def closing_lines(run_dir: Path) -> list[str]:
+    """Lines for the end of a training run: its result, where its model is, and what can be done next."""
+    (run,) = read_runs([run_dir])
+    model, report = model_of(run), f"megarlhf report {run_dir}"
+    lines = [sentence(run)] * bool(sentence(run))
+    if model is None:
+        return [*lines, f"next: {report}"]
+    use = f'megarlhf generate --model {model} --prompt "..."'
+    if run.kind == "rm":
+        use = f"reward_model.model.path={model} in a run of rl"
+    if model.name.endswith(ADAPTER_SUFFIX):
+        use = f"actor.lora.path={model} beside the model that it was trained on"
+    return [*lines, f"model: {model}", f"next: {report}; {use}"]
 
 
 def model_of(run: RecordedRun) -> Path | None:

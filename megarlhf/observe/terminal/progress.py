@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
@@ -105,7 +106,9 @@ class Progress:
     start:    steps done before this process began (a resume); they do not count for the remaining time
     headline: metrics, the most important first; the first `MAX_SHOWN` that have been logged are shown, with their
               last value
-    interval_seconds: without a terminal, the least time between two lines; the first and last always come
+    interval_seconds: without a terminal, the time between two lines; the first and last always come
+    activity: what the run is doing now, in words; without a terminal it is told when a step takes longer than the
+              interval
     """
 
     def __init__(
@@ -116,7 +119,8 @@ class Progress:
         enabled: bool = True,
         start: int = 0,
         headline: Sequence[str] = HEADLINES,
-        interval_seconds: float = 30.0,
+        interval_seconds: float = 60.0,
+        activity: Callable[[], str] = str,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -134,17 +138,37 @@ class Progress:
             expand=True,
         )
         self._bar.add_task(title, total=total)
+        self._activity = activity
         self._live: Live | None = None
+        self._ended = threading.Event()
+        self._teller = threading.Thread(target=self._tell, name="progress", daemon=True)
 
     def __enter__(self) -> Progress:
-        if self._console is not None and self._console.is_terminal:
+        if self._console is None:
+            return self
+        if self._console.is_terminal:
             self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self._renderable)
             self._live.start()
+        else:
+            self._teller.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self._ended.set()
         if self._live is not None:
             self._live.stop()
+        elif self._console is not None:
+            self._teller.join()
+
+    def _tell(self) -> None:
+        """Print what the run is doing, when nothing was printed for an interval."""
+        while not self._ended.wait(min(1.0, self._interval_seconds / 4)):
+            now = self._clock()
+            if now - max(self._last_line, self._begin) >= self._interval_seconds and (text := self._activity()):
+                self._last_line = now
+                self._print(
+                    f"{self._position()}  {self._times()}  {text}", markup=False, highlight=False, soft_wrap=True
+                )
 
     def step(self, n: int, metrics: Mapping[str, Metric]) -> None:
         """Report that `n` of the total steps are done, and the metrics of the last one."""
@@ -155,8 +179,7 @@ class Progress:
         now = self._clock()
         if n >= self._total or now - self._last_line >= self._interval_seconds:
             self._last_line = now
-            percent = 100 * n // self._total if self._total else 100
-            line = "  ".join([f"{self._title} {n}/{self._total} {percent}%", self._times(), *self._shown()])
+            line = "  ".join([self._position(), self._times(), *self._shown()])
             self._print(line, markup=False, highlight=False, soft_wrap=True)
 
     def note(self, message: RenderableType) -> None:
@@ -171,6 +194,10 @@ class Progress:
         with contextlib.suppress(OSError):
             self._console.print(message, **options)
 
+    def _position(self) -> str:
+        percent = 100 * self._done // self._total if self._total else 100
+        return f"{self._title} {self._done}/{self._total} {percent}%"
+
     def _times(self) -> str:
         """Elapsed time of this process, and the remaining time at its pace (unknown before its first step)."""
         elapsed, done_here = self._clock() - self._begin, self._done - self._start
@@ -183,7 +210,10 @@ class Progress:
 
     def _renderable(self) -> RenderableType:
         self._bar.update(self._bar.task_ids[0], completed=self._done, times=self._times())
-        return Group(self._bar.get_renderable(), Text("   ".join(self._shown()), style="cyan"))
+        lines = [Text("   ".join(self._shown()), style="cyan")]
+        if text := self._activity():
+            lines.append(Text(text, style="dim", overflow="ellipsis", no_wrap=True))
+        return Group(self._bar.get_renderable(), *lines)
 
 
 def _is_number(value: object) -> TypeGuard[float | int]:

@@ -30,6 +30,7 @@ _NEUTRAL = {
     "when it is saved, and as what": "checkpoint.* ROLE.lora.export",
     "when it ends because something hangs, and who is named as slow": "watchdog.*",
     "which steps are recorded": "profile.*",
+    "counted in train.num_steps, which is compared": "train.num_epochs",
     "a model cut over other ranks is the same model": "ROLE.parallel.* ROLE.model.vocab_multiple rollout.parallel.*",
     "the same sums in another order": (
         "ROLE.kernels.* rollout.lora train.micro_batch_samples train.max_tokens_per_micro_batch rollout.vllm.args.* "

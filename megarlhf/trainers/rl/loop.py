@@ -9,6 +9,7 @@ from functools import partial
 from megarlhf.config import RLConfig
 from megarlhf.data.samples.order import describe_mixture
 from megarlhf.observe.records.metrics import Metric
+from megarlhf.planning.batch import passes_note, with_counted_steps
 from megarlhf.planning.kl_reference import reference_notes
 from megarlhf.resume.points.stateful import Stateful
 from megarlhf.resume.signals import StopRequest, StopRun
@@ -44,13 +45,15 @@ def run(cfg: RLConfig, runtime: Runtime, parts: RunFactories = RunFactories()) -
                 cfg.eval.accuracy,
                 cfg.run.dir,
             )
+            cfg = with_counted_steps(cfg, len(data.train), cfg.train.prompts_per_step)
             order = order_of(cfg.train, cfg.run.seed, data.train)
             rl_run = build(cfg, runtime, data, phases, parts)
             evaluation = Evaluation(rl_run)
             states: dict[str, Stateful] = {"stop": evaluation.stop, order.name: order}
             training = training_of(rl_run, states, evaluation.best, stop_request, parts)
             mixture = describe_mixture(order, cfg.train.num_steps, cfg.data.train)
-            notes = [*data.notes, *mixture, *reference_notes(cfg.actor.model, training.reference)]
+            passes = passes_note(cfg.train.num_steps, cfg.train.prompts_per_step, len(data.train))
+            notes = [*data.notes, *(mixture or [passes]), *reference_notes(cfg.actor.model, training.reference)]
             notes += slice_notes(rl_run, runtime.world_size)
         with (
             contextlib.closing(rl_run.rewarder),
@@ -143,7 +146,7 @@ def warn_without_signal(run: RLRun, session: Session, state: StepState, metrics:
 def show_samples(run: RLRun, session: Session, state: StepState) -> None:
     """Write the lengths of the step's samples, and a table of some of them if it is due. Collective."""
     samples, experience, number = run.cfg.samples, state.experience, session.number
-    if is_due(number, samples.every):
+    if samples.every and (number == 1 or is_due(number, samples.every)):
         kl_N = kl_by_sample(experience, run.cfg.algo.kl)
         if session.records is not None:  # rank 0
             prompts = list(map(run.data.prompt_of, experience.per_sample["records"].tolist()))

@@ -20,6 +20,7 @@ from megarlhf.config import RLConfig
 from megarlhf.data.sample_types import PromptSample
 from megarlhf.data.samples.dataset import Samples, record_numbers
 from megarlhf.experience import Experience
+from megarlhf.observe.terminal.activity import Part
 from megarlhf.resume.claim.config_changes import mathematics_of
 from megarlhf.resume.points.point import shown_step
 from megarlhf.rollout.conversations import draw_samples
@@ -144,6 +145,12 @@ def draw_requests(
         run.bank.open(
             step, fingerprint=fingerprint, sampling=sampling, prompts=rows, seeds=seeds, parts=parts, refill=refill
         ) as kept,
+        session.activity.counting(
+            len(rows),
+            "responses",
+            lambda: Part(len(kept.held), kept.num_tokens),
+            share=1 / session.runtime.world_size,
+        ),
     ):
         if kept.num_taken_over:
             held = f"{kept.num_taken_over} of {len(rows)} responses are in the rollout bank"

@@ -103,7 +103,9 @@ def _open(
             set_exports_aside(run.dir, session.start.step if session.resumed else -1)
             if training is not None and training.best is not None and training.best.watched is not None:
                 notes = [*notes, *filter(None, [point_at_best(run.dir, training.best.step)])]
-    progress = Progress(command, total, enabled=session.runtime.is_main, start=session.start.step)
+    progress = Progress(
+        command, total, enabled=session.runtime.is_main, start=session.start.step, activity=session.activity.text
+    )
     session.progress = stack.enter_context(progress)
     for note in notes:
         session.note(note)

@@ -20,6 +20,8 @@ from megarlhf.observe.records.metrics import Metric
 from megarlhf.observe.records.run_directory import CONFIG_FILE
 from megarlhf.observe.records.sample_tables import Kind, Row
 from megarlhf.observe.records.step_records import Records
+from megarlhf.observe.report.result import closing_lines
+from megarlhf.observe.terminal.activity import Activity
 from megarlhf.observe.terminal.progress import Progress
 from megarlhf.observe.watch.phases import Phases, seconds_of
 from megarlhf.provenance import Provenance
@@ -67,9 +69,14 @@ class Session:
     phases: Phases = field(default_factory=Phases)
     observers: Observers | None = None
     """The user's own metrics and observers, in a run that has any."""
+    activity: Activity = field(init=False)
+    """What the run is doing now, for the display."""
     began_with: Mapping[str, str] = field(default_factory=dict)
     """Digests of the run's models and data, by name."""
     _table: Table | None = None
+
+    def __post_init__(self) -> None:
+        self.activity = Activity(self.phases)
 
     def take_unfinished_step(self) -> Table | None:
         """Content of the unfinished step in which the run was left, if any. Only the first call returns it."""
@@ -270,6 +277,10 @@ class Session:
         if self.runtime.is_main:
             finish(self.run_dir, self.step, stop_reason or NO_STEPS_LEFT)
         self.note(stop_reason or f"all {self.step} steps done")
+        if self.runtime.is_main:
+            with contextlib.suppress(ValueError, OSError):  # whatever became of the records, the run is done
+                for line in closing_lines(self.run_dir):
+                    self.note(line)
 
     def prepare_training(
         self, training: ResumableState, identity: Identity, claims: Sequence[Claim], notes: list[str], *, resumes: bool

@@ -28,6 +28,7 @@ from megarlhf.parallel.device_memory import DeviceMemory
 from megarlhf.parallel.mesh import GroupCache
 from megarlhf.parallel.micro_batch import MicroBatch, prompts_computed
 from megarlhf.parallel.router_balance import ROUTER_AUX_LOSS
+from megarlhf.planning.batch import passes_note, with_counted_steps
 from megarlhf.planning.data.encoders import indexed_options
 from megarlhf.planning.data.formatting import writing_of_training
 from megarlhf.planning.own_code import own_sources
@@ -72,6 +73,7 @@ def run_supervised(objective: Objective[Sample], runtime: Runtime, parts: RunFac
     ):
         with phases("build"):
             run, training, notes = build(objective, runtime, parts, phases, stop_request)
+        cfg = objective.cfg  # with the number of steps
         with open_session(
             cfg, cfg.run, runtime, command, cfg.train.num_steps, notes, training, phases=phases
         ) as session:
@@ -82,11 +84,14 @@ def build(
     objective: Objective[Sample], runtime: Runtime, parts: RunFactories, phases: Phases, stop_request: StopRequest
 ) -> tuple[SupervisedRun[Sample], ResumableState, list[str]]:
     """Read the samples and build the roles; returns notes too. Collective."""
-    cfg = objective.cfg
     samples, validation, notes = load_samples(objective)
+    size = objective.cfg.train.mini_batch_samples
+    objective.cfg = with_counted_steps(objective.cfg, len(samples), size)
+    cfg = objective.cfg
     test, test_notes = load_test(objective, samples)
     order = batches_of(samples, cfg.train.mini_batch_samples, cfg.run.seed, "train.mini_batch_samples")
-    notes = [*notes, *test_notes, *describe_mixture(order, cfg.train.num_steps, cfg.data.train)]
+    mixture = describe_mixture(order, cfg.train.num_steps, cfg.data.train)
+    notes = [*notes, *test_notes, *(mixture or [passes_note(cfg.train.num_steps, size, len(samples))])]
     cache = GroupCache(runtime)
     device_memory = DeviceMemory(runtime.device, parts.host(runtime.device), shared=objective.has_frozen)
     role = build_role(
