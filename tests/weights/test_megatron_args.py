@@ -19,7 +19,7 @@ from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import logical_tensors, padded_vocab_size
 from megarlhf.architectures.table import Family
 from megarlhf.weights.checkpoint.formats.megatron.args import OWN_KEY, arch_of, args_of, layout_of
-from megarlhf.weights.checkpoint.formats.megatron.unsupported import _SUPPORTED, refuse_unsupported
+from megarlhf.weights.checkpoint.formats.megatron.unsupported import SUPPORTED, refuse_unsupported
 from tests.refuses import missing_names, refuses
 from tests.weights.families import CONFIGS, architecture
 
@@ -224,7 +224,7 @@ def test_defaults_of_megatron_core_are_understood():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     defaults = {f.name: f.default for f in fields(TransformerConfig) if f.default is not MISSING}
-    assert len(defaults.keys() & _SUPPORTED.keys()) > 25
+    assert len(defaults.keys() & SUPPORTED.keys()) > 25
     refuse_unsupported(defaults)
 
 
