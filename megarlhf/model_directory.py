@@ -26,7 +26,7 @@ _PARTS = (
     ("actor", "critic"),  # verl: roles of one step
 )
 """Folders in which other programs put a model's weights, those to be preferred first."""
-_WEIGHTS = (".metadata", "metadata.json", "mp_rank_*", "*.safetensors", "pytorch_model*.bin")
+_WEIGHTS = (".metadata", "*.distcp", "mp_rank_*", "*.safetensors", "pytorch_model*.bin")
 
 
 def find_part(path: str | PathLike[str]) -> Path:
@@ -35,20 +35,21 @@ def find_part(path: str | PathLike[str]) -> Path:
     Raises: ValueError when there are several.
     """
     path = Path(path)
-    parts = _parts(path)
+    parts = find_parts(path)
     if len(parts) > 1:
         raise ValueError(f"{path} holds several models: {', '.join(map(str, parts))}; name one of them")
     return parts[0] if parts else path
 
 
-def _parts(path: Path) -> list[Path]:
+def find_parts(path: Path) -> list[Path]:
+    """Folders of a run's tree that hold the weights of a model each; `path` alone where it holds them itself."""
     if not path.is_dir() or any(any(path.glob(name)) for name in _WEIGHTS):
         return [path] if path.is_dir() else []
     if (path / TRACKER).is_file():
         step = path / f"global_step_{(path / TRACKER).read_text(encoding='ascii', errors='replace').strip()}"
-        return _parts(step) if step.is_dir() else [path]  # Megatron-LM's root is read as it is
+        return find_parts(step) if step.is_dir() else [path]  # Megatron-LM's root is read as it is
     for names in _PARTS:
-        if parts := [part for name in names for part in _parts(path / name)]:
+        if parts := [part for name in names for part in find_parts(path / name)]:
             return parts
     return []
 

@@ -22,7 +22,7 @@ from megarlhf.provenance import carry_provenance
 from megarlhf.weights.checkpoint.checksums import write_checksums
 from megarlhf.weights.checkpoint.formats.huggingface.write import MAX_SHARD_BYTES, preallocate_huggingface
 from megarlhf.weights.checkpoint.formats.megatron.args import args_of
-from megarlhf.weights.checkpoint.formats.megatron.tokenizers import tokenizer_in_words
+from megarlhf.weights.checkpoint.formats.megatron.tokenizers import tokenizer_place
 from megarlhf.weights.checkpoint.formats.mp_rank.write import preallocate_mp_rank
 from megarlhf.weights.checkpoint.formats.torch_dist.write import preallocate_torch_dist
 from megarlhf.weights.checkpoint.hf_writer import copy_other_files, other_files, read_other_files
@@ -194,8 +194,12 @@ def _write_small_files(source: Checkpoint, directory: Path, dtype: torch.dtype) 
     if source.tokenizer is not None and not has_tokenizer(directory):
         copy_other_files(source.tokenizer, directory)
     if not has_tokenizer(directory):
-        named = tokenizer_in_words(source.args or {})
-        log.warning("%s has no tokenizer, and what is written has none%s", source.directory, named and f"; {named}")
+        named = tokenizer_place(source.args or {})
+        log.warning(
+            "%s has no tokenizer%s, and what is written has none: copy the tokenizer's files beside its config.json",
+            source.directory,
+            f" (it was trained with {named})" if named else "",
+        )
     config = stated_config(source, dtype)
     if source.head == "scalar":
         config, changed = with_padding(config, read_other_files(directory))

@@ -13,7 +13,7 @@ from megarlhf.architectures.architecture import Architecture
 from megarlhf.architectures.hf_config import architecture_from_hf, hf_config, read_config
 from megarlhf.architectures.megatron_layout import MegatronLayout
 from megarlhf.architectures.placements import Head, head_name, table_of
-from megarlhf.model_directory import find_hf_directory, find_part, refuse_gguf
+from megarlhf.model_directory import find_hf_directory, find_part, find_parts, refuse_gguf
 from megarlhf.placement import contiguous_strides
 from megarlhf.weights.checkpoint.formats.huggingface.read import HFFiles, is_huggingface
 from megarlhf.weights.checkpoint.formats.megatron.args import contradictions
@@ -96,7 +96,7 @@ def detect_format(path: str | PathLike[str]) -> Format:
 def _iterations(path: Path) -> list[str]:
     """Checkpoints of several iterations in a root: Megatron-LM's, verl's."""
     megatron = [folder.name for folder in path.glob("iter_*") if find_checkpoint(folder)[0]]
-    return sorted([*megatron, *(step.name for step in path.glob("global_step_*") if find_part(step) != step)])
+    return sorted([*megatron, *(step.name for step in path.glob("global_step_*") if find_parts(step))])
 
 
 def _refuse_verl_fsdp(path: Path) -> None:

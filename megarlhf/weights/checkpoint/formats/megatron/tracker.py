@@ -53,7 +53,7 @@ def find_checkpoint(path: str | PathLike[str]) -> tuple[Path | None, Iteration |
                 f"{path / TRACKER} names {directory}, which does not exist; copy it, or name one that does"
             )
         return directory, iteration
-    if (path / ".metadata").is_file() or any(path.glob("mp_rank_*")):
+    if any(any(path.glob(name)) for name in (".metadata", "*.distcp", "mp_rank_*")):
         names = [folder.name for folder in (path.absolute(), *path.absolute().parents[:3])]
         number = _FOLDER.fullmatch(names[0]) or next(filter(None, map(_VERL_STEP.fullmatch, names)), None)
         return path, int(number[1]) if number else RELEASE if names[0] == RELEASE else None

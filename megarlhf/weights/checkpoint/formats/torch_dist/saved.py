@@ -53,7 +53,7 @@ class SavedModel:
 
 def is_distcp(directory: Path) -> bool:
     """Whether it looks like one, complete or not."""
-    return (directory / METADATA).is_file() or (directory / CONFIG).is_file()
+    return any((directory / name).is_file() for name in (METADATA, CONFIG)) or any(directory.glob("*.distcp"))
 
 
 def read_saved(directory: Path) -> SavedModel:
@@ -75,7 +75,7 @@ def read_saved(directory: Path) -> SavedModel:
 def _read_dcp(directory: Path, state: SavedState) -> SavedModel:
     """A flattened state dict of torch.distributed.checkpoint: `model.` and names of parameters, `args`, others."""
     model = {key: tensor for key, tensor in state.tensors.items() if _MODEL.match(key)}
-    if not model:
+    if not any(key.endswith(EMBEDDING) for key in model):
         raise _of_no_model(directory, state.tensors)
     args, blob = StoredArgs(), state.objects.get("args")
     if blob is not None:

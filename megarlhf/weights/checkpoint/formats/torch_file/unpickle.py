@@ -280,5 +280,5 @@ def _is_below(name: str, roots: Iterable[str]) -> bool:
     return f"{name}.".startswith(tuple(f"{root}." for root in roots))
 
 
-def _stand_in(base: type[InertObject], module: str, name: str) -> type[InertObject]:
+def _stand_in(base: type[InertObject], module: str, name: str) -> Any:
     return _StandInType(name.rpartition(".")[2], (base,), {"__module__": module, "__qualname__": name})
