@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from megarlhf.config import ModelConfig
 from megarlhf.model_directory import find_hf_directory
+from megarlhf.planning.models import _require_tokenizer
 from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, convert
 from megarlhf.weights.checkpoint.describe import describe
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
@@ -69,6 +71,7 @@ def test_foreign_objects_are_named(ranks, models, tmp_path, caplog) -> None:
     opened = open_checkpoint(stored)
     assert opened.foreign == {"bridge": "mytrainer.bridge.Bridge"}
     assert describe(opened)["arguments not read"] == "bridge (mytrainer.bridge.Bridge)"
+    convert(opened, tmp_path / "out", HuggingFaceTarget())
     assert not missing_names(caplog.text, "bridge (mytrainer.bridge.Bridge)", "not read")
     assert "mytrainer" not in sys.modules
 
@@ -99,6 +102,8 @@ def test_parts_of_trees_and_their_tokenizers(ranks, models, tmp_path, caplog) ->
     convert(open_checkpoint(nemo, hf=bare), tmp_path / "out", HuggingFaceTarget())
     assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"of": "NeMo"}'
     assert "no tokenizer" not in caplog.text
+    with refuses("actor: no tokenizer", f"actor.model.tokenizer to {nemo / 'context' / 'nemo_tokenizer'}"):
+        _require_tokenizer("actor", ModelConfig(path=nemo, hf=bare))
     ranks.run(1, save_as, "verl", str(hf), str(verl))
     step = verl / "global_step_10"
     shutil.copytree(bare, step / "actor" / "model" / "huggingface")

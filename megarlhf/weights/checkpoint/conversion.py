@@ -150,6 +150,9 @@ def convert(
         require_replaceable(Path(out), source.directory)
     target.parts(source)  # a layout that does not fit is refused before the disk is touched
     require_equal_replicas(source.weights)
+    if source.foreign:
+        names = ", ".join(f"{name} ({kind})" for name, kind in source.foreign.items())
+        log.warning("%s: arguments of other packages' classes are not read: %s", source.directory, names)
     tensors = logical_tensors(source.arch, source.head)
     at_least = sum(torch.Size(shape).numel() for shape in tensors.values()) * dtype.itemsize
     beside = [] if source.companion is None else other_files(source.companion)

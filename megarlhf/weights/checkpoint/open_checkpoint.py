@@ -201,7 +201,7 @@ def _open_megatron(format: Format, path: Path, companion: Path | None) -> Checkp
         require_equal_copies(folder, opened.parts, opened.extents, lambda p: p.storage.endswith("output_layer.weight"))
     if opened.foreign:
         shown = ", ".join(f"{name} ({kind})" for name, kind in opened.foreign.items())
-        log.warning("%s: arguments that are objects of other packages are not read: %s", folder, shown)
+        log.info("%s: arguments that are objects of other packages are not read: %s", folder, shown)
     return Checkpoint(
         format=format if saved is None else saved.format,
         directory=path,

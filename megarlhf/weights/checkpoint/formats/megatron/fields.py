@@ -117,7 +117,7 @@ DECIDING = frozenset(SUPPORTED) | {argument for arguments in ARGUMENTS.values() 
 
 
 def decision(field: str) -> Literal["read", "refused", "neutral"] | None:
-    """What is done with a field of `TransformerConfig`; `refused` also names one of which some values are read."""
+    """Decision on a field of `TransformerConfig`; `refused`: but for the values that a family of ours has."""
     if field in SUPPORTED:
         return "refused"
     if field in DECIDING or field in READ_AS or field in _LAYOUT:

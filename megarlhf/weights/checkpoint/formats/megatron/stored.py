@@ -18,9 +18,9 @@ class StoredArgs:
     """The arguments of the run that saved a checkpoint; empty when it stored none."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    """Those that are plain data, by name."""
+    """Arguments that are plain data, by name."""
     objects: dict[str, InertObject] = field(default_factory=dict)
-    """Those that are, or hold, an object of a class: it is not made, and nothing of it is known but its name."""
+    """Arguments that are, or hold, an object of a class: a record of it, with the class's name."""
 
     def foreign(self) -> dict[str, str]:
         """Name and class of the arguments whose class is neither Megatron's nor torch's."""

@@ -65,7 +65,7 @@ class GlobalTensor:
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """What `.metadata` lists: tensors and other objects by key, optimizer state included."""
+    """Content of `.metadata`: tensors and other objects by key, optimizer state included."""
 
     tensors: dict[str, GlobalTensor]
     objects: dict[str, Blob]

@@ -1,4 +1,4 @@
-"""What a directory of `.distcp` files is, the arguments in it, and its tensors under the keys of `torch_dist`.
+"""Directories of `.distcp` files: which format, which arguments, and the tensors under the keys of `torch_dist`.
 
 Three formats share these files. `torch_dist` is Megatron-Core's own: its keys are those of one model without any
 parallelism. `torch_dcp` (of torch's FSDP2) and `fsdp_dtensor` (of Megatron-FSDP) are plain
