@@ -14,9 +14,12 @@ import torch
 from megarlhf.config import ModelConfig
 from megarlhf.model_directory import find_hf_directory
 from megarlhf.planning.models import _require_tokenizer
+from megarlhf.provenance import FILE as PROVENANCE
+from megarlhf.provenance import find_provenance_file
 from megarlhf.weights.checkpoint.conversion import HuggingFaceTarget, convert
 from megarlhf.weights.checkpoint.describe import describe
 from megarlhf.weights.checkpoint.open_checkpoint import open_checkpoint
+from megarlhf.weights.checkpoint.replaceable import require_replaceable
 from megarlhf.weights.checkpoint.verify import differences, digests
 from tests.distributed.distcp_jobs import save_as
 from tests.distributed.test_sft_layouts import config
@@ -111,6 +114,10 @@ def test_parts_of_trees_and_their_tokenizers(ranks, models, tmp_path, caplog) ->
         assert open_checkpoint(place).iteration == 10
         assert find_hf_directory(place) == step / "actor" / "model" / "huggingface"
     assert same_model(verl, hf, None) == ""
+    (step / "actor" / "model" / "dist_ckpt" / PROVENANCE).touch()
+    assert find_provenance_file(verl) == step / "actor" / "model" / "dist_ckpt" / PROVENANCE
+    with refuses("--force", "the tree", str(step)):
+        require_replaceable(step, hf)
     convert(open_checkpoint(verl), tmp_path / "out2", HuggingFaceTarget())
     assert not missing_names(caplog.text, "has no tokenizer", "dist_ckpt")
     shutil.copytree(step / "actor", step / "critic")
